@@ -193,7 +193,7 @@ class MoeTarget(Target):
         self.sizes, self.degree = sizes, ep
         own = sizes.experts // ep
         numbers, ranks = range(rank % ep * own, (rank % ep + 1) * own), range(rank % ep, dp, ep)
-        held = HeldExperts(numbers, ep, ranks, folded=False, is_first_replica=rank < ep)
+        held = HeldExperts(numbers, ep, ranks, over_tp=False, is_first_replica=rank < ep)
         self.experts = {f"layers.{layer}.{EXPERTS}": held for layer in range(sizes.layers)}
         self.engine = SimpleNamespace(module=SimpleNamespace(named_parameters=tuple))
         self.collect()

@@ -148,9 +148,9 @@ def list_holders(dp: int, replicas: int, *, data_first: bool) -> list[range]:
     return [range(rank, dp, degree) for rank in range(degree)]
 
 
-def number_in_stage(ranks: range, tp: int, lane: int) -> range:
+def number_in_stage(ranks: range, tp: int, tp_rank: int) -> range:
     """Data-parallel ranks of a tensor-parallel rank, numbered as ranks of their pipeline stage."""
-    return range(ranks.start * tp + lane, ranks.stop * tp + lane, ranks.step * tp)
+    return range(ranks.start * tp + tp_rank, ranks.stop * tp + tp_rank, ranks.step * tp)
 
 
 Placement = dict[range, tuple[int, ...]]

@@ -39,7 +39,7 @@ class FlatBuffer:
         parts: number of partitions; 1 where every rank holds the whole.
         by_parameter: every parameter is cut into ``parts`` (ZeRO 3), instead of the buffer.
         ranks: ranks of its pipeline stage, ``dp_rank * tp + tp_rank``, that hold it, as with expert parallelism; None
-            where all data-parallel ranks of its lane do.
+            where all data-parallel ranks of its tensor-parallel rank do.
         tensors: by parameter the element at which it begins in the tensor that the engine has, which ZeRO 3 cuts as
             one, and that tensor's elements; empty where every parameter is such a tensor.
     """

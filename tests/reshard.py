@@ -109,7 +109,7 @@ class FakeTarget(Target):
         self.layout, self.engine = [], SimpleNamespace(module=module or torch.nn.Module(), **stage)
         self.aliases = {p.name: p.alias_of for p in model.params if p.alias_of is not None}
         held = {name for param in self.own.owners for name in param.atoms}
-        self.folded = {name for name in held if topology.folds_experts and find_layer(model, name)}
+        self.experts_over_tp = {name for name in held if topology.folds_experts and find_layer(model, name)}
         self.params = {p.name: torch.zeros(0, requires_grad=not p.frozen) for p in model.owners if p.name in held}
         self.flats, self.made_from = [], []
         self.collect()

@@ -12,12 +12,11 @@ from .keys import COPY, ITEMSIZE, MODULE, AtomKey, ParamKey, count
 
 @dataclass(frozen=True, slots=True)
 class Atom:
-    """One (parameter, state): dtype as stored, and a shard per lane of the source.
+    """One (parameter, state): dtype as stored, and a shard per tensor-parallel rank of the source.
 
-    A lane is the place among those ranks that hold different parts of a parameter: the tensor-parallel rank. Experts
-    that are spread over all ranks of a pipeline stage, whole, have one. How the shards make up the whole is not in the
-    files: patterns settle it once the target is known. ``instance`` counts the pipeline stages that hold the parameter
-    under one name, each with values of its own.
+    Experts that are spread over all ranks of a pipeline stage, whole, have one. How the shards make up the whole is not
+    in the files: patterns settle it once the target is known. ``instance`` counts the pipeline stages that hold the
+    parameter under one name, each with values of its own.
     """
 
     name: str
@@ -52,12 +51,12 @@ class Atom:
         return self.numel * ITEMSIZE[self.dtype]
 
     def list_holdings(self) -> Iterator[Holding]:
-        """What holds it, lane by lane."""
-        for lane, shard in enumerate(self.shards):
+        """What holds it, shard by shard."""
+        for tp_shard, shard in enumerate(self.shards):
             if isinstance(shard.held, Strip):
-                yield Holding(lane, shard.shape, shard.held.place, {self.state: shard.held.spread})
+                yield Holding(tp_shard, shard.shape, shard.held.place, {self.state: shard.held.spread})
             else:
-                yield Holding(lane, shard.shape, 0, {self.state: Loose(self.dtype, list(shard.held))})
+                yield Holding(tp_shard, shard.shape, 0, {self.state: Loose(self.dtype, list(shard.held))})
 
 
 class Atoms(Mapping[AtomKey, Atom]):
@@ -66,7 +65,7 @@ class Atoms(Mapping[AtomKey, Atom]):
     The optimizer's states come first, parameter by parameter, then the model's own tensors in the module's order.
 
     Args:
-        held: by parameter what holds it, of each state in ascending order of the lanes.
+        held: by parameter what holds it, of each state in ascending order of the tensor-parallel shards.
         module: parameters and buffers of which there are the model's own tensors, in order.
     """
 

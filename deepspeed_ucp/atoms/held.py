@@ -249,7 +249,7 @@ class Shard:
 
 
 class Holding(NamedTuple):
-    """What files hold of a parameter in one lane.
+    """What files hold of a parameter in one tensor-parallel shard.
 
     Attributes:
         shape: local.
@@ -257,7 +257,7 @@ class Holding(NamedTuple):
         states: by name what lies there.
     """
 
-    lane: int
+    tp_shard: int
     shape: tuple[int, ...]
     place: int
     states: Mapping[str, Spread | Row | Loose]

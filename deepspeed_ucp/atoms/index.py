@@ -36,7 +36,7 @@ class StoredAtoms:
     Attributes:
         files, records: that atoms' fragments refer to by number.
         atoms: by parameter, state and instance.
-        repeated: elements that lie in the files a second time, as lane and fragment; they have to be the same.
+        repeated: elements that lie in the files a second time, as ``tp_shard`` and fragment; they have to be the same.
         sight: which ranks can read which files; None where every rank can read all.
         failed: paths among the files' places that this rank passes over, since something there has failed.
     """

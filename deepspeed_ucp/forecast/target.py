@@ -169,27 +169,27 @@ def foretell_target(
         assumed[:0] = [f"Pipeline stages are unknown without the model; taken are {how}."] if how else []
     hypers = [group.hyper for group in index.run.groups] or [{}]
 
-    def lay_out(stage: int, lane: int) -> ModelRank:
-        shapes = {name: held[lane] for name, held in local.items() if stage in stages[name]}
+    def lay_out(stage: int, tp_shard: int) -> ModelRank:
+        shapes = {name: held[tp_shard] for name, held in local.items() if stage in stages[name]}
         match = Match({name: _pick_instance(index, name, stages[name], stage) for name in shapes})
         held = [[name for name in names if count(shapes.get(name, (0,)))] for names in groups]
         grouped = plan_groups(list(zip(held, hypers, strict=True)), layers, shapes, degrees.max_group)
         planned = [(group, find_whole(group, degrees)) for group in grouped]
         flats = [
-            HeldBuffer(flat, 0, lane, degrees.master, join_states(index, flat, match), whole=whole)
+            HeldBuffer(flat, 0, tp_shard, degrees.master, join_states(index, flat, match), whole=whole)
             for group, whole in planned
             for flat in _lay_group(group, shapes, degrees)
         ]
         tensors = [
             HeldBuffer(
-                _lay_tensor(name, shapes[name], index, degrees, layers), 0, lane, atoms[match.params[name]][0].dtype
+                _lay_tensor(name, shapes[name], index, degrees, layers), 0, tp_shard, atoms[match.params[name]][0].dtype
             )
             for name in others
             if name in shapes
         ]
         return ModelRank(match, TargetLayout(flats, tensors))
 
-    held = tuple(lay_out(stage, lane) for stage in range(degrees.pp) for lane in range(degrees.tp))
+    held = tuple(lay_out(stage, tp_shard) for stage in range(degrees.pp) for tp_shard in range(degrees.tp))
     return ForecastTarget(index, degrees, held, layouts, atoms, (*assumed, ORDER), origin)
 
 

@@ -43,7 +43,7 @@ def take_census(target: Target, extras: Sequence[LiveBuffer], comm: Comm) -> Liv
             counts={name: total for name, (_, total) in ordinals.items()},
             attributes=live_attributes(target.engine) if not place.dp_rank else {},
             info=live_universal_info(target.engine),
-            folded=target.folded,
+            experts_over_tp=target.experts_over_tp,
         )
 
     parts = [each for each in comm.each(tell) if each is not None]
@@ -59,26 +59,26 @@ def _join(parts: Sequence[tuple[int, Live]], ordinals: Mapping[str, tuple[int, i
         aliases.update(part.aliases)
         counts.update(part.counts)
         attributes.update(part.attributes)
-    folded = {name for _, part in parts for name in part.folded}
+    experts_over_tp = {name for _, part in parts for name in part.experts_over_tp}
     return Live(
-        _order([(rank, part.owned) for rank, part in parts], tp, folded),
-        _order([(rank, part.extras or {}) for rank, part in parts], tp, folded),
+        _order([(rank, part.owned) for rank, part in parts], tp, experts_over_tp),
+        _order([(rank, part.extras or {}) for rank, part in parts], tp, experts_over_tp),
         aliases,
         ordinals,
         counts=counts,
         attributes=attributes,
         info=next((part.info for _, part in parts if part.info), None),
         tp=tp,
-        folded=folded,
+        experts_over_tp=experts_over_tp,
     )
 
 
-def _order(parts: Iterable[tuple[int, Shapes]], tp: int, folded: Set[str]) -> Shapes:
+def _order(parts: Iterable[tuple[int, Shapes]], tp: int, experts_over_tp: Set[str]) -> Shapes:
     found: dict[str, dict[int, Shape]] = {}
     for tp_rank, shapes in parts:
         for name, (shape,) in shapes.items():
-            found.setdefault(name, {})[0 if name in folded else tp_rank] = shape
-    partial = [name for name, held in found.items() if len(held) != tp and name not in folded]
+            found.setdefault(name, {})[0 if name in experts_over_tp else tp_rank] = shape
+    partial = [name for name, held in found.items() if len(held) != tp and name not in experts_over_tp]
     if partial:
         raise MismatchError(
             f"Tensor-parallel ranks hold different tensors: {shorten(partial)} are not on every one of the {tp} ranks. "
@@ -93,9 +93,9 @@ def check_alike(live: Live, target: Target, extras: Iterable[LiveBuffer]) -> Non
     Raises:
         MismatchError: it holds others.
     """
-    counted, lane_of = live.shapes, target.lane_of
+    counted, tp_shard_of = live.shapes, target.tp_shard_of
     mine = {**target.owned_shapes(), **{extra.name: extra.shape for extra in extras}}
-    odd = [f"{n} {shape}" for n, shape in mine.items() if n not in counted or counted[n][lane_of(n)] != shape]
+    odd = [f"{n} {shape}" for n, shape in mine.items() if n not in counted or counted[n][tp_shard_of(n)] != shape]
     if odd:
         raise MismatchError(
             f"Data-parallel ranks hold different tensors: here {shorten(odd)}, not on rank 0. Build the same model, "
@@ -117,7 +117,7 @@ StageGroups = tuple[int, list[Group], list[dict[str, Any]], dict[str, str]]
 def tell_groups(target: Target) -> StageGroups | None:
     """What this rank has to tell of the param groups: nothing where others hold the same."""
     place = target.place
-    if not (target.is_first_replica and (place.tp_rank == 0 or target.folded)):
+    if not (target.is_first_replica and (place.tp_rank == 0 or target.experts_over_tp)):
         return None
     groups = [[item for item in group if target.speaks_for(item[0])] for group in target.live_groups()]
     return place.pp_rank, groups, target.live_hyper(), target.list_names()

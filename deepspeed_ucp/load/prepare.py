@@ -175,17 +175,17 @@ def tell_rounding(wants: Wants) -> list[str]:
 
 def describe_target(target: Target, extras: Sequence[LiveBuffer], states: Sequence[States]) -> TargetLayout:
     """What this rank holds; ``states`` of its flat buffers, or none."""
-    flats, lane = [], target.place.tp_rank
+    flats, tp_shard = [], target.place.tp_rank
     for flat, each in zip_longest(target.flats, states):
         dtypes = {name: dtype_name(tensor.dtype) for name, tensor in each.tensors.items()} if each else {}
         live = each.live if each else ()
-        held = _describe_buffer(flat, lane)
+        held = _describe_buffer(flat, tp_shard)
         flats.append(replace(held, states=dtypes, live=live, whole=flat.whole))
-    return TargetLayout(flats, [_describe_buffer(extra, lane) for extra in extras])
+    return TargetLayout(flats, [_describe_buffer(extra, tp_shard) for extra in extras])
 
 
-def _describe_buffer(held: LiveBuffer, lane: int) -> HeldBuffer:
-    return HeldBuffer(held.buffer, held.part, lane, dtype_name(held.dtype), swapped=held.swap is not None)
+def _describe_buffer(held: LiveBuffer, tp_shard: int) -> HeldBuffer:
+    return HeldBuffer(held.buffer, held.part, tp_shard, dtype_name(held.dtype), swapped=held.swap is not None)
 
 
 def _share(census: Live, layouts: Layouts, work: Work, comm: Comm) -> None:

@@ -215,7 +215,7 @@ class _Feeds:
             raise MismatchError(
                 f"rename: {rule.pattern!r} lets saved expert {lacking[0]} feed {new}; saved are {sorted(held)} there."
             )
-        self._check_lanes(rule, [*names, *experts.values()], fused=bool(whole) or len(names) < len(held))
+        self._check_tp_shards(rule, [*names, *experts.values()], fused=bool(whole) or len(names) < len(held))
         blocks: dict[str, list[Block]] = defaultdict(list)
         for expert, number in chosen.items():
             blocks[experts[expert]].append(held[number])
@@ -233,7 +233,7 @@ class _Feeds:
         name = ends[0].removesuffix(".")
         return name if name != ends[0] and not ends[1] and self.live.get(name, ((),))[0] else ""
 
-    def _check_lanes(self, rule: Rename, names: Iterable[str], *, fused: bool) -> None:
+    def _check_tp_shards(self, rule: Rename, names: Iterable[str], *, fused: bool) -> None:
         """Which dimension of several experts' parameter tensor parallelism cuts is not known here.
 
         Raises:
@@ -281,17 +281,17 @@ class _Feeds:
             raise MismatchError(
                 f"rename: {made.blocks[0].name} and {self.made[new].blocks[0].name} both feed {new}; one rule only may."
             )
-        here, lanes = self.live[new], range(len(self.saved[made.blocks[0].name]))
-        shapes = tuple(self._find_shape(made, lane) for lane in lanes)
+        here, tp_shards = self.live[new], range(len(self.saved[made.blocks[0].name]))
+        shapes = tuple(self._find_shape(made, tp_shard) for tp_shard in tp_shards)
         if _count(shapes) != _count(here) or (len(shapes) == len(here) and shapes != here):
             raise MismatchError(
                 f"rename: {new} {self.live[new][0]} cannot be made of {_fold([b.name for b in made.blocks])} "
                 f"{self.saved[made.blocks[0].name][0]}, which makes {shapes[0]}. {_ADVICE}"
             )
 
-    def _find_shape(self, made: Made, lane: int) -> tuple[int, ...]:
-        numel = sum(prod(self.saved[block.name][lane]) // block.count for block in made.blocks)
-        return made.find_shape(numel, self.saved[made.blocks[0].name][lane])
+    def _find_shape(self, made: Made, tp_shard: int) -> tuple[int, ...]:
+        numel = sum(prod(self.saved[block.name][tp_shard]) // block.count for block in made.blocks)
+        return made.find_shape(numel, self.saved[made.blocks[0].name][tp_shard])
 
 
 def _count(shapes: Sequence[tuple[int, ...]]) -> int:

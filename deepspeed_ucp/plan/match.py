@@ -80,7 +80,7 @@ class Live:
         fresh: tensors that nothing feeds, by the user's word.
         info: the model's own ``universal_checkpoint_info``.
         tp: tensor-parallel degree.
-        folded: experts that are spread over the tensor-parallel ranks too, whole: one lane holds them.
+        experts_over_tp: experts that are spread over the tensor-parallel ranks too, whole: they have one shard.
     """
 
     owned: Shapes = field(default_factory=dict)
@@ -93,7 +93,7 @@ class Live:
     fresh: frozenset[str] = frozenset()
     info: Mapping[str, Any] | None = None
     tp: int = 1
-    folded: Set[str] = frozenset()
+    experts_over_tp: Set[str] = frozenset()
 
     @property
     def shapes(self) -> Shapes:

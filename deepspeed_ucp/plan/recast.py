@@ -155,8 +155,8 @@ def _make_atom(index: AtomicIndex, key: AtomKey, made: Made) -> Atom:
     atoms = index.stored.atoms
     sources = [atoms[key._replace(name=block.name)] for block in made.blocks]
     shards = []
-    for lane, first in enumerate(sources[0].shards):
-        held = [(block, source.shards[lane]) for block, source in zip(made.blocks, sources, strict=True)]
+    for tp_shard, first in enumerate(sources[0].shards):
+        held = [(block, source.shards[tp_shard]) for block, source in zip(made.blocks, sources, strict=True)]
         fragments = [part for block, shard in held for part in [(block, shard.numel, shard.fragments)]]
         numel = sum(shard.numel // block.count for block, shard in held)
         shape = made.find_shape(numel, first.shape)
@@ -168,12 +168,12 @@ def _repeat(index: AtomicIndex, key: AtomKey, made: Made) -> Repeated:
     """What of it lies in the files a second time."""
     atoms, found = index.stored.atoms, []
     sources = [key._replace(name=block.name) for block in made.blocks]
-    for lane in range(len(atoms[sources[0]].shards)):
+    for tp_shard in range(len(atoms[sources[0]].shards)):
         held = []
         for block, source in zip(made.blocks, sources, strict=True):
-            again = tuple(fragment for at, fragment in index.stored.repeated.get(source, ()) if at == lane)
-            held.append((block, atoms[source].shards[lane].numel, again))
-        found += [(lane, fragment) for fragment in _move(held, ITEMSIZE[atoms[sources[0]].dtype])]
+            again = tuple(fragment for at, fragment in index.stored.repeated.get(source, ()) if at == tp_shard)
+            held.append((block, atoms[source].shards[tp_shard].numel, again))
+        found += [(tp_shard, fragment) for fragment in _move(held, ITEMSIZE[atoms[sources[0]].dtype])]
     return tuple(found)
 
 

@@ -28,7 +28,7 @@ class HeldBuffer:
     Attributes:
         buffer: how parameters lie in it, over all ranks; a tensor is a buffer of one parameter.
         part: the partition that the rank holds.
-        lane: which of its atoms' shards it is cut from, where these have several (see
+        tp_shard: which of its atoms' shards it is cut from, where these have several (see
             :class:`~deepspeed_ucp.atoms.Atom`).
         dtype: of the masters, or of the tensor.
         states: optimizer states that are loaded, with the dtypes that they have here.
@@ -39,7 +39,7 @@ class HeldBuffer:
 
     buffer: FlatBuffer
     part: int
-    lane: int
+    tp_shard: int
     dtype: str
     states: Mapping[str, str] = field(default_factory=dict)
     live: Collection[str] = ()
@@ -181,17 +181,17 @@ def join_states(index: AtomicIndex, buffer: FlatBuffer, match: Match) -> dict[st
     return dict(sorted(found.items()))
 
 
-def view_shards(layouts: tuple[Layout, Layout] | None, lane: int) -> tuple[View | None, ...]:
+def view_shards(layouts: tuple[Layout, Layout] | None, tp_shard: int) -> tuple[View | None, ...]:
     """How a target shard is made from the source's: in one view; of a mean, in one per replica.
 
-    What has one lane alone (folded experts) is the same to every lane.
+    What has one shard alone (experts spread over tensor-parallel ranks) is the same to every rank.
     """
     if layouts is None:
         return (None,)
-    lane %= len(layouts[1].shards)
+    tp_shard %= len(layouts[1].shards)
     if layouts[0].mean:
-        return tuple(View(*layouts, lane, (shard,)) for shard in range(len(layouts[0].shards)))
-    return (View(*layouts, lane, find_shards(*layouts, lane)),)
+        return tuple(View(*layouts, tp_shard, (shard,)) for shard in range(len(layouts[0].shards)))
+    return (View(*layouts, tp_shard, find_shards(*layouts, tp_shard)),)
 
 
 @dataclass(slots=True)
@@ -206,14 +206,14 @@ class _Lister:
         buffer = self._add_buffer((MASTER, number), held.buffer, held, held.dtype)
         cuts = self._match_cuts(held.buffer, held.part)
         weights = [(cut, pick_weight(self.index, param, True, self.with_states)) for cut, param in cuts]
-        self._fill(buffer, held.lane, weights)
+        self._fill(buffer, held.tp_shard, weights)
         self.wants.blanks += [(buffer, low, high) for low, high in held.buffer.gaps(held.part)]
         for state, dtype in held.states.items():
             layout, part = held.lay_state(state)
             buffer = self._add_buffer((state, number), layout, held, dtype, fresh=state not in held.live)
             cuts = self._match_cuts(layout, part)
             filled = [(cut, self.index.find(param.name, state, param.instance)) for cut, param in cuts]
-            self._fill(buffer, held.lane, filled)
+            self._fill(buffer, held.tp_shard, filled)
             # Of a state that some parameters lack nothing may be left to chance, in live memory neither.
             spans = ((cut.offset, cut.offset + cut.numel) for cut, atom in filled if atom)
             self.wants.blanks += [(buffer, low, high) for low, high in find_gaps(spans, layout.partition)]
@@ -227,25 +227,25 @@ class _Lister:
         if param := self.match.params.get(held.buffer.names[0]):
             atom = pick_weight(self.index, param, False, self.with_states)
             buffer = self._add_buffer((MODULE, number), held.buffer, held, held.dtype)
-            self._fill(buffer, held.lane, [(cut, atom) for cut in held.buffer.cuts(held.part)])
+            self._fill(buffer, held.tp_shard, [(cut, atom) for cut in held.buffer.cuts(held.part)])
 
     def _add_buffer(self, home: Home, layout: FlatBuffer, held: HeldBuffer, dtype: str, *, fresh: bool = False) -> int:
         in_file = held.swapped and home[0] not in held.live
         return self.wants.add_buffer(BufferSpec(home, dtype, layout.partition, fresh or in_file, in_file))
 
-    def _fill(self, buffer: int, lane: int, filled: Sequence[tuple[Cut, Atom | None]]) -> None:
+    def _fill(self, buffer: int, tp_shard: int, filled: Sequence[tuple[Cut, Atom | None]]) -> None:
         """Let atoms fill their cuts of a buffer."""
         sinks: dict[str, int] = {}
         for cut, atom in filled:
             if atom is not None:
                 if atom.dtype not in sinks:
                     sinks[atom.dtype] = self.wants.add_sink(buffer, atom.dtype)
-                self._want(atom, cut, lane, sinks[atom.dtype])
+                self._want(atom, cut, tp_shard, sinks[atom.dtype])
 
-    def _want(self, atom: Atom, cut: Cut, lane: int, sink: int) -> None:
+    def _want(self, atom: Atom, cut: Cut, tp_shard: int, sink: int) -> None:
         """Want a part of a shard of an atom."""
         layouts = self.layouts.get(atom.name)
-        views = view_shards(layouts, lane)
+        views = view_shards(layouts, tp_shard)
         if layouts is not None and layouts[0].mean:
             self._want_mean(atom, cut, sink, views)
             return

@@ -66,7 +66,7 @@ class Builder:
 
     Args:
         save: the checkpoint's model states, and other files.
-        tp: tensor-parallel degree: every atom has that many shards, but for experts that are folded.
+        tp: tensor-parallel degree: every atom has that many shards, but for experts that are whole on these ranks.
     """
 
     def __init__(self, save: Save, tp: int = 1) -> None:
@@ -84,7 +84,7 @@ class Builder:
         self._file_ids: dict[str, int] = {}
         self._record_ids: dict[tuple[int, FileRecord], int] = {}
         self._held: dict[ParamKey, list[Holding]] = {}
-        self._lanes: dict[ParamKey, int] = {}
+        self._tp_shards: dict[ParamKey, int] = {}
         self._module: dict[ParamKey, None] = {}
         self._repeated: dict[AtomKey, list[tuple[int, Fragment]]] = defaultdict(list)
         for header in save.headers:
@@ -190,8 +190,8 @@ class Builder:
         """
         for place, (name, shape) in enumerate(zip(buffer.names, buffer.shapes, strict=True)):
             if count(shape):
-                lane, lanes = rank.find_lane(name, self.tp)
-                self._hold(rank.param(name), Holding(lane, shape, place, states), lanes, header)
+                tp_shard, tp_shards = rank.find_tp_shard(name, self.tp)
+                self._hold(rank.param(name), Holding(tp_shard, shape, place, states), tp_shards, header)
 
     def add_from(
         self, rank: SavedRank, name: str, states: Mapping[str, Row], shape: Shape, place: int, header: FileHeader
@@ -209,9 +209,9 @@ class Builder:
         Raises:
             CheckpointError: files disagree about its dtype or shape.
         """
-        param, (lane, lanes) = rank.param(name), rank.find_lane(name, self.tp)
+        param, (tp_shard, tp_shards) = rank.param(name), rank.find_tp_shard(name, self.tp)
         self._module[param] = None
-        self._hold(param, Holding(lane, shape, place, states), lanes, header)
+        self._hold(param, Holding(tp_shard, shape, place, states), tp_shards, header)
 
     def number_files(self, headers: Iterable[FileHeader]) -> array[int]:
         """Numbers of files."""
@@ -225,11 +225,11 @@ class Builder:
         self.records.extend(files, offsets, nbytes, crcs)
         return first
 
-    def _hold(self, param: ParamKey, held: Holding, lanes: int, header: FileHeader) -> None:
+    def _hold(self, param: ParamKey, held: Holding, tp_shards: int, header: FileHeader) -> None:
         known = self._held.get(param)
         if known is None:
             self._held[param] = [held]
-            self._lanes[param] = lanes
+            self._tp_shards[param] = tp_shards
             return
         for each in known:
             if not each.states.keys().isdisjoint(held.states):
@@ -239,7 +239,7 @@ class Builder:
     def _compare(self, param: ParamKey, known: Holding, held: Holding, header: FileHeader) -> None:
         for state in held.states.keys() & known.states.keys():
             told, mine = known.states[state].dtype, held.states[state].dtype
-            if told != mine or (held.lane == known.lane and held.shape != known.shape):
+            if told != mine or (held.tp_shard == known.tp_shard and held.shape != known.shape):
                 self.refuse_other(header, param, state, (mine, held.shape), (told, known.shape))
 
     def refuse_other(
@@ -260,8 +260,8 @@ class Builder:
         record, itemsize = self.record(header, piece.record), ITEMSIZE[piece.dtype]
         for cut in cuts:
             fragment = Fragment(cut.start, cut.numel, record, piece.offset + cut.offset * itemsize)
-            lane, _ = rank.find_lane(cut.name, self.tp)
-            self._repeated[rank.key(cut.name, state)].append((lane, fragment))
+            tp_shard, _ = rank.find_tp_shard(cut.name, self.tp)
+            self._repeated[rank.key(cut.name, state)].append((tp_shard, fragment))
 
     def finish_repeated(self) -> dict[AtomKey, tuple[tuple[int, Fragment], ...]]:
         """What :meth:`add_repeated` was told of, by atom."""
@@ -271,15 +271,15 @@ class Builder:
         self, rank: SavedRank, name: str, state: str, shape: Shape, dtype: str, header: FileHeader
     ) -> list[Fragment]:
         """The fragments of one state of a parameter that lie alone."""
-        param, (lane, lanes) = rank.param(name), rank.find_lane(name, self.tp)
+        param, (tp_shard, tp_shards) = rank.param(name), rank.find_tp_shard(name, self.tp)
         for each in self._held.get(param, ()):
             held = each.states.get(state)
-            if isinstance(held, Loose) and each.lane == lane and (held.dtype, each.shape) == (dtype, shape):
+            if isinstance(held, Loose) and each.tp_shard == tp_shard and (held.dtype, each.shape) == (dtype, shape):
                 return held.fragments
         if state in (COPY, MODULE):
             self._module[param] = None
         made = Loose(dtype, [])
-        self._hold(param, Holding(lane, shape, 0, {state: made}), lanes, header)
+        self._hold(param, Holding(tp_shard, shape, 0, {state: made}), tp_shards, header)
         return made.fragments
 
     def add_states(
@@ -353,7 +353,7 @@ class Builder:
         """Number stages' own values of a parameter without those that are in no file; returns their names."""
         told = {name: [at for at in range(n) if ParamKey(name, at) in self._held] for name, n in self.instances.items()}
         moved = {ParamKey(name, at): ParamKey(name, to) for name, held in told.items() for to, at in enumerate(held)}
-        for field in ("_held", "_lanes", "_module"):
+        for field in ("_held", "_tp_shards", "_module"):
             setattr(self, field, {moved.get(param, param): value for param, value in getattr(self, field).items()})
         lost = [name for name, held in told.items() if 0 < len(held) < self.instances[name]]
         self.instances |= {name: len(told[name]) for name in lost}
@@ -368,7 +368,7 @@ class Builder:
         faults: list[str] = []
         empty = {(rank.param(n), rank.tp): shape for rank in self.ranks for n, shape in rank.empty.items()}
         for param, held in self._held.items():
-            if not _is_sound(held, self._lanes[param]):
+            if not _is_sound(held, self._tp_shards[param]):
                 self._held[param] = self._join(param, empty, faults)
         if faults:
             more = [f"… and {len(faults) - TOLD} more atoms."] if len(faults) > TOLD else []
@@ -376,7 +376,7 @@ class Builder:
         return Atoms(self._held, self._module)
 
     def _join(self, param: ParamKey, empty: Mapping[tuple[ParamKey, int], Shape], faults: list[str]) -> list[Holding]:
-        """What holds a parameter, of each state one holding in each lane; notes what is not covered."""
+        """What holds a parameter, of each state one holding in each ``tp_shard``; notes what is not covered."""
         found: list[Holding] = []
         for state in dict.fromkeys(state for each in self._held[param] for state in each.states):
             try:
@@ -390,18 +390,18 @@ class Builder:
         if not held:
             return []
         dtype, joined = held[0].states[state].dtype, list[Holding]()
-        for lane in range(self._lanes[param]):
-            mine = [each for each in held if each.lane == lane]
-            shape = mine[0].shape if mine else empty.get((param, lane))
+        for tp_shard in range(self._tp_shards[param]):
+            mine = [each for each in held if each.tp_shard == tp_shard]
+            shape = mine[0].shape if mine else empty.get((param, tp_shard))
             if shape is None:
                 path = next((self._path_of(part) for each in held for part in each.shard(state).fragments), None)
                 raise CheckpointError(
                     f"{path or self.save.listing.folder}: holds {param} ({state}), the files of tensor-parallel rank "
-                    f"{lane} do not. The folder mixes files of several saves, or lacks files."
+                    f"{tp_shard} do not. The folder mixes files of several saves, or lacks files."
                 )
             fragments = [part for each in mine for part in each.shard(state).fragments]
             fragments.sort(key=attrgetter("start"))
-            joined.append(Holding(lane, shape, 0, {state: Loose(dtype, fragments)}))
+            joined.append(Holding(tp_shard, shape, 0, {state: Loose(dtype, fragments)}))
         atom = Atom(param.name, state, dtype, tuple(each.shard(state) for each in joined), param.instance)
         check_coverage(atom, self._path_of)
         return joined
@@ -415,12 +415,12 @@ def _has_any(held: Holding, state: str) -> bool:
     return not isinstance(held.states[state], Spread) or bool(held.shard(state).fragments)
 
 
-def _is_sound(held: Sequence[Holding], lanes: int) -> bool:
-    """Whether each state of a parameter is there once in each lane, in their order, and all of it."""
+def _is_sound(held: Sequence[Holding], tp_shards: int) -> bool:
+    """Whether each state of a parameter is there once in each tensor-parallel shard, in their order, and all of it."""
     seen: dict[str, int] = {}
-    for lane, shape, _, states in held:
+    for tp_shard, shape, _, states in held:
         for state, what in states.items():
-            if seen.get(state, 0) != lane or not what.covers(shape):
+            if seen.get(state, 0) != tp_shard or not what.covers(shape):
                 return False
-            seen[state] = lane + 1
-    return all(count == lanes for count in seen.values())
+            seen[state] = tp_shard + 1
+    return all(count == tp_shards for count in seen.values())

@@ -124,7 +124,7 @@ def _find_tied_experts(save: Save, header: FileHeader, module: Mapping[str, Piec
 
 
 def _add_experts(builder: Builder, optimized: set[str]) -> None:
-    """Add the tensors of the experts' files; those of folded experts may be there for several tensor-parallel ranks.
+    """Add the tensors of the experts' files; of experts over tensor-parallel ranks several may have one's.
 
     Raises:
         CheckpointError: a file is of another expert, or two of one expert differ.
@@ -136,7 +136,7 @@ def _add_experts(builder: Builder, optimized: set[str]) -> None:
     for (_, expert, mp), header in save.experts.items():
         _check_expert(save, header, expert)
         tensors = header.layer
-        if isinstance(tensors, ExpertTensors) and not save.folds_experts:
+        if isinstance(tensors, ExpertTensors) and not save.experts_over_tp:
             alike.setdefault((mp, tensors.form), Filed([], [])).add(header, tensors)
         else:
             _add_expert(builder, ranks[mp], header, seen, optimized)
@@ -147,9 +147,9 @@ def _add_experts(builder: Builder, optimized: set[str]) -> None:
 def _add_expert(
     builder: Builder, rank: SavedRank, header: FileHeader, seen: dict[str, Piece], optimized: set[str]
 ) -> None:
-    """Add the tensors of one expert's file; ``seen`` are those of folded experts by name, which need be there once."""
-    folds, tensors = builder.save.folds_experts, header.layer or {}
-    rank.folded.update(tensors if folds else ())
+    """Add the tensors of one expert's file; of experts over tensor-parallel ranks those that are not ``seen`` yet."""
+    folds, tensors = builder.save.experts_over_tp, header.layer or {}
+    rank.experts_over_tp.update(tensors if folds else ())
     for name, piece in tensors.items():
         state = COPY if name in optimized else MODULE
         first = seen.setdefault(name, piece) if folds else piece

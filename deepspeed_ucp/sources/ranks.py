@@ -28,7 +28,7 @@ class SavedRank:
         empty: shapes of shards without elements, which other tensor-parallel ranks' optimizers have.
         flats: its flat buffers, names as the module spells them.
         groups: its param groups.
-        folded: experts that are spread over all ranks of its pipeline stage, whole: one lane holds them.
+        experts_over_tp: experts that are spread over all ranks of its pipeline stage, whole: they have one shard.
     """
 
     pp: int = 0
@@ -38,12 +38,12 @@ class SavedRank:
     empty: dict[str, Shape] = field(default_factory=dict)
     flats: tuple[FlatBuffer, ...] = ()
     groups: tuple[GroupInfo, ...] = ()
-    folded: set[str] = field(default_factory=set)
+    experts_over_tp: set[str] = field(default_factory=set)
     _params: dict[str, ParamKey] = field(default_factory=dict)
 
-    def find_lane(self, name: str, lanes: int) -> tuple[int, int]:
-        """(lane, how many there are) of what it holds of a parameter; of most there are as many as of ``lanes``."""
-        return (0, 1) if name in self.folded else (self.tp, lanes)
+    def find_tp_shard(self, name: str, tp_shards: int) -> tuple[int, int]:
+        """(which shard it holds of a parameter, how many there are); of most there are ``tp_shards``."""
+        return (0, 1) if name in self.experts_over_tp else (self.tp, tp_shards)
 
     def param(self, name: str) -> ParamKey:
         """What the index calls a parameter of this rank."""
@@ -111,9 +111,9 @@ def fill_param_shapes(save: Save) -> None:
 
 
 def _read_group(save: Save, mp: int, group: int) -> tuple[tuple[str, Shape], ...]:
-    """Parameters of a param group in flat order; those of folded experts lie in the files of all the stage's ranks."""
+    """Parameters of a param group in flat order; of experts over tensor-parallel ranks by all the stage's files."""
     shards, first = save.shards[mp], save.shards[mp][0].optim
-    if save.folds_experts and first and group < len(first.groups) and first.groups[group].get("moe"):
+    if save.experts_over_tp and first and group < len(first.groups) and first.groups[group].get("moe"):
         shards = [save.shard(mp // save.tp, rank) for rank in range(save.dp * save.tp)]
     numels: dict[str, int] = {}
     for slices in (shard.optim.slices for shard in shards if shard.optim):
@@ -154,7 +154,7 @@ def _look_into_experts(save: Save, mp: int, name: str) -> set[Shape]:
 
     AutoEP's holds several, one behind the other.
     """
-    files = [header for (_, _, held), header in save.experts.items() if held in save.list_lanes(mp)]
+    files = [header for (_, _, held), header in save.experts.items() if held in save.list_expert_ranks(mp)]
     pieces = {key: piece for header in files for key, piece in (header.layer or {}).items()}
     placements = {strip_compiled(layer): experts for layer, experts in save.model(mp).placements.items()}
     if layer := find_layer(name, placements):

@@ -29,7 +29,7 @@ class Save:
         layers: per tensor-parallel rank the layer files of a pipeline by layer.
         experts: files of one expert each, by the keys of :class:`~.files.Listing`.
         expert_optims: optimizer states of stage 0 by (model-parallel rank, expert-parallel rank).
-        expert_lanes: lanes of experts' parameters: the tensor-parallel ranks where these cut them (expert tensor
+        expert_tp_shards: shards of experts' parameters: the tensor-parallel ranks where these cut them (expert tensor
             parallelism), else one, as experts are then spread over all ranks of a pipeline stage.
         swaps: by optimizer file and sub-group the swap file of each of its states, where it has some.
     """
@@ -43,7 +43,7 @@ class Save:
     layers: list[dict[int, FileHeader]] = field(default_factory=list)
     experts: dict[tuple[int, int, int], FileHeader] = field(default_factory=dict)
     expert_optims: dict[tuple[int, int], FileHeader] = field(default_factory=dict)
-    expert_lanes: int = 1
+    expert_tp_shards: int = 1
     swaps: dict[tuple[str, int], dict[str, FileHeader]] = field(default_factory=dict)
 
     @property
@@ -64,9 +64,9 @@ class Save:
         return [*files, *self.experts.values(), *self.expert_optims.values(), *chain(*swaps)]
 
     @property
-    def folds_experts(self) -> bool:
+    def experts_over_tp(self) -> bool:
         """Whether experts are spread over the tensor-parallel ranks too, whole."""
-        return self.expert_lanes < self.tp
+        return self.expert_tp_shards < self.tp
 
     @property
     def is_pipeline(self) -> bool:
@@ -106,10 +106,10 @@ class Save:
         """The optimizer states of a rank of a pipeline stage, ``dp_rank * tp + tp_rank``."""
         return self.shards[stage * self.tp + rank % self.tp][rank // self.tp]
 
-    def list_lanes(self, mp: int) -> range:
-        """Model-parallel ranks whose files hold the experts of one: of folded ones all of its stage, else it alone."""
+    def list_expert_ranks(self, mp: int) -> range:
+        """Model-parallel ranks whose files hold the experts of one: its stage's where they are spread over these."""
         first = mp // self.tp * self.tp
-        return range(first, first + self.tp) if self.folds_experts else range(mp, mp + 1)
+        return range(first, first + self.tp) if self.experts_over_tp else range(mp, mp + 1)
 
     def optim(self, mp: int) -> OptimHeader:
         """The optimizer in a model-parallel rank's model states (stage 0).
@@ -183,12 +183,12 @@ def expect_files(listing: Listing, first: Sequence[FileHeader], stages: Sequence
     if model.module is None:
         names += _name_layers(listing, tp)
     if model.experts and first[0].name in listing.model.values():  # of ZeRO 3 every rank's model states have them
-        lanes = count_expert_lanes(listing, first, tp)
+        tp_shards = count_expert_tp_shards(listing, first, tp)
         for stage, header in enumerate([first[0], *stages]):
             places = range(stage * tp, (stage + 1) * tp)
-            names += _name_experts(listing, header.model.experts if header.model else (), places, lanes)
+            names += _name_experts(listing, header.model.experts if header.model else (), places, tp_shards)
             if header.model and (len(first) == 1 or header.model.optim):
-                names += _name_expert_optims(listing, header.model.optim, places, lanes)
+                names += _name_expert_optims(listing, header.model.optim, places, tp_shards)
     return names
 
 
@@ -201,8 +201,8 @@ def name_shards(listing: Listing, prefix: str, mp: int, dp: int) -> list[str]:
     ]
 
 
-def count_expert_lanes(listing: Listing, first: Sequence[FileHeader], tp: int) -> int:
-    """Lanes of experts' parameters: ``tp`` with expert tensor parallelism, else one.
+def count_expert_tp_shards(listing: Listing, first: Sequence[FileHeader], tp: int) -> int:
+    """Shards of experts' parameters: ``tp`` with expert tensor parallelism, else one.
 
     Without it experts are spread over more ranks than the data-parallel ones, and each is saved once.
 
@@ -228,7 +228,7 @@ def name_unsaved(listing: Listing, first: Sequence[FileHeader]) -> set[str]:
     """Model states that no rank writes: of tensor-parallel ranks whose experts a rank before them holds as well.
 
     Args:
-        first: as for :func:`count_expert_lanes`.
+        first: as for :func:`count_expert_tp_shards`.
     """
     header, model = first[0], first[0].model
     optim = first[-1].optim or (model.optim if model else None)
@@ -236,7 +236,7 @@ def name_unsaved(listing: Listing, first: Sequence[FileHeader]) -> set[str]:
         return set()
     (_, tp), (_, dp) = find_degrees(listing, model), count_ranks(model)
     degree = max(map(_find_degree, optim.groups), default=0)
-    if not degree or dp * tp % degree or count_expert_lanes(listing, first, tp) > 1:
+    if not degree or dp * tp % degree or count_expert_tp_shards(listing, first, tp) > 1:
         return set()
     holders = list_holders(dp * tp, dp * tp // degree, data_first=bool(header.config.get(DATA_FIRST)))
     writers = {held[0] for held in holders}
@@ -249,12 +249,12 @@ def _find_degree(group: Mapping[str, Any]) -> int:
     return int(match[1]) if match else 0
 
 
-def _name_expert_optims(listing: Listing, optim: OptimHeader | None, places: range, lanes: int) -> Iterator[str]:
-    """Optimizer states of stage 0 by expert-parallel rank; where experts are folded, of one lane at least."""
+def _name_expert_optims(listing: Listing, optim: OptimHeader | None, places: range, tp_shards: int) -> Iterator[str]:
+    """Optimizer states of stage 0 by expert-parallel rank; of experts over tensor-parallel ranks one at least."""
     degrees = [degree for group in (optim.groups if optim else ()) if (degree := _find_degree(group))]
     count = max(degrees, default=max((rank for mp, rank in listing.expert_optim if mp in places), default=-1) + 1)
     for rank in range(count):
-        held = [mp for mp in places if lanes > 1 or (mp, rank) in listing.expert_optim]
+        held = [mp for mp in places if tp_shards > 1 or (mp, rank) in listing.expert_optim]
         for mp in held or [places[rank % len(places)]]:
             yield f"expp_rank_{rank}_mp_rank_{mp:02d}_optim_states.pt"
 
@@ -295,18 +295,18 @@ def _name_layers(listing: Listing, tp: int) -> list[str]:
     ]
 
 
-def _name_experts(listing: Listing, layers: Sequence[int], places: range, lanes: int) -> Iterator[str]:
+def _name_experts(listing: Listing, layers: Sequence[int], places: range, tp_shards: int) -> Iterator[str]:
     """Files of one expert each; older releases have an expert's parts of all layers in one.
 
     Args:
         layers: experts by layer, of a pipeline stage.
-        places: the stage's model-parallel ranks; where experts are folded one of them has the file at least.
+        places: the stage's model-parallel ranks; one at least has the file of experts over tensor-parallel ranks.
     """
     keys = [(layer, expert) for layer, held in enumerate(layers) for expert in range(held)]
     if listing.experts and all(layer == NO_LAYER for layer, _, _ in listing.experts):
         keys = [(NO_LAYER, expert) for expert in range(max(layers, default=0))]
     for key in keys:
-        held = [mp for mp in places if lanes > 1 or (*key, mp) in listing.experts]
+        held = [mp for mp in places if tp_shards > 1 or (*key, mp) in listing.experts]
         for mp in held or places[:1]:
             yield name_expert(*key, mp)
 
@@ -343,7 +343,7 @@ def arrange(listing: Listing, headers: Sequence[FileHeader]) -> Save:
     for mp, models in enumerate(save.models):
         beside = [*save.shards[mp], *(held for (each, _), held in save.expert_optims.items() if each == mp)]
         models[:1] = [complete_experts(header, *beside[:1]) for header in models[:1]]
-    save.expert_lanes = count_expert_lanes(listing, [headers[0], *save.shards[0][:1]], tp)
+    save.expert_tp_shards = count_expert_tp_shards(listing, [headers[0], *save.shards[0][:1]], tp)
     return save
 
 

@@ -85,51 +85,51 @@ def _add_optimizers(builder: Builder, live: GroupNames | None, naming: Naming) -
 def _add_experts(
     builder: Builder, save: Save, parts: Sequence[NamedOptimizer], owned: Sequence[Mapping[str, Shape]]
 ) -> None:
-    """What the optimizers of all expert-parallel ranks hold; what is not an expert's those of one lane hold alike.
+    """What the optimizers of all expert-parallel ranks hold; all but experts is alike on one tensor-parallel rank.
 
-    Folded experts are added to all lanes of their pipeline stage.
+    Experts over tensor-parallel ranks are added to all of these in their pipeline stage.
 
     Raises:
         CheckpointError: the expert-parallel ranks do not divide those that hold the model.
     """
     holders = _find_holders(save)
-    lanes = [save.list_lanes(mp) for mp in range(len(save.models))]
-    mine = [[(p, held) for p, held in zip(parts, owned, strict=True) if p.mp in lane] for lane in lanes]
+    sharing = [save.list_expert_ranks(mp) for mp in range(len(save.models))]
+    mine = [[(p, held) for p, held in zip(parts, owned, strict=True) if p.mp in held_by] for held_by in sharing]
     names = [
         dict.fromkeys(n for part, held in each for n in held if part.mp == mp or is_expert(n))
         for mp, each in enumerate(mine)
     ]
     builder.ranks, builder.instances = list_ranks(save, [list(each) for each in names])
-    for whole in builder.ranks if save.folds_experts else ():
-        whole.folded.update(filter(is_expert, chain(*names)))
+    for whole in builder.ranks if save.experts_over_tp else ():
+        whole.experts_over_tp.update(filter(is_expert, chain(*names)))
     known: dict[int, set[str]] = defaultdict(set)
     for part, shapes in sorted(zip(parts, owned, strict=True), key=lambda pair: pair[0].ep):
         rank = replace(builder.ranks[part.mp], shapes={}, flats=(), groups=())
         new = {name: shape for name, shape in shapes.items() if name not in known[part.mp]}
         _add_part(builder, rank, part, new, shapes)
-        for mp in lanes[part.mp]:
+        for mp in sharing[part.mp]:
             known[mp].update(name for name in shapes if mp == part.mp or is_expert(name))
-            named = save.folds_experts or len(holders[mp]) > 1
+            named = save.experts_over_tp or len(holders[mp]) > 1
             _join_rank(builder.ranks[mp], rank, holders[mp][part.ep] if named else None)
 
 
 def _find_holders(save: Save) -> list[list[range]]:
     """Per model-parallel rank: ranks of its pipeline stage by expert-parallel rank."""
     degree = 1 + max(rank for _, rank in save.expert_optims)
-    ranks = save.dp * save.tp if save.folds_experts else save.dp
+    ranks = save.dp * save.tp if save.experts_over_tp else save.dp
     if ranks % degree:
         raise CheckpointError(
             f"{save.path(save.main)}: was saved by {ranks} ranks that held the experts, and {degree} expert-parallel "
             "ones have files of optimizer states. The folder lacks files or mixes two saves."
         )
     holders = list_holders(ranks, ranks // degree, data_first=bool(save.main.config.get(DATA_FIRST)))
-    if save.folds_experts:
+    if save.experts_over_tp:
         return [holders] * len(save.models)
     return [[number_in_stage(held, save.tp, mp % save.tp) for held in holders] for mp in range(len(save.models))]
 
 
 def _join_rank(whole: SavedRank, part: SavedRank, holders: range | None) -> None:
-    """Add what one expert-parallel rank holds to its model-parallel rank; of another lane's its experts alone."""
+    """Add what one expert-parallel rank holds to a model-parallel rank; to another one experts alone."""
     own = whole.tp == part.tp
     whole.shapes.update({name: shape for name, shape in part.shapes.items() if own or is_expert(name)})
     flats, at = list(whole.flats), 0
@@ -196,9 +196,9 @@ def _name_part(save: Save, mp: int, ep: int, file: FileHeader, live: GroupNames 
     header, optim = save.models[mp][0], file.optim or save.optim(mp)
     known = {strip_compiled(name) for group in live or () for name, _ in group}
     tensors = {name: (header, piece) for name, piece in read_module(save, header, known).items()}
-    lanes = save.list_lanes(mp)
+    sharing = save.list_expert_ranks(mp)
     for (_, _, place), expert in save.experts.items():
-        if place in lanes:
+        if place in sharing:
             tensors |= {name: (expert, piece) for name, piece in (expert.layer or {}).items()}
     shapes = {name: piece.shape for name, (_, piece) in tensors.items()}
     fused = _find_fused(save.model(mp), ep, shapes)

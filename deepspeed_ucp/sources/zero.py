@@ -55,14 +55,14 @@ class HeldParameters:
         ranks: of the pipeline stage that hold them.
         own: the ranks' own parameters, as the module spells them, with shapes.
         parts: by these the whole model's parameters that are in them, with shapes.
-        folded: they are experts that are spread over all of the stage's ranks, and not over one lane's.
+        over_tp: they are experts that are spread over all of the stage's ranks, tensor-parallel ones included.
         named: the flat buffer names these ranks, as others hold others.
     """
 
     ranks: range
     own: dict[str, Shape]
     parts: dict[str, dict[str, Shape]]
-    folded: bool = False
+    over_tp: bool = False
     named: bool = False
 
     @cached_property
@@ -90,10 +90,10 @@ def deal_parameters(save: Save, mp: int, filed: Mapping[str, int]) -> list[list[
         held = count_experts(name for name, _ in group) if save.experts else {}
         spread = bool(held) or any(find_layer(name, placements) for name, _ in group)
         replicas = counts[number] if spread and number < len(counts) else len(save.shards[mp])
-        holders = _find_holders(save, mp, replicas, folded=spread and save.folds_experts)
+        holders = _find_holders(save, mp, replicas, over_tp=spread and save.experts_over_tp)
         _check_placements(save, mp, group, len(holders))
         shares = _share_experts(save, held, filed, len(holders))
-        folded, several = spread and save.folds_experts, len(holders) > 1
+        over_tp, several = spread and save.experts_over_tp, len(holders) > 1
         dealt.append([])
         for place, ranks in enumerate(holders):
             own: dict[str, Sequence[int]] = {
@@ -101,7 +101,7 @@ def deal_parameters(save: Save, mp: int, filed: Mapping[str, int]) -> list[list[
             }
             own |= {layer: each[place] for layer, each in placements.items() if place < len(each)}
             parts = {name: name_experts(name, shape, own) for name, shape in group}
-            dealt[-1].append(HeldParameters(ranks, dict(group), parts, folded, folded or several))
+            dealt[-1].append(HeldParameters(ranks, dict(group), parts, over_tp, over_tp or several))
     return dealt
 
 
@@ -126,21 +126,21 @@ def _share_experts(save: Save, held: Mapping[str, int], totals: Mapping[str, int
     return {layer: totals.get(strip_compiled(layer), 0) // degree for layer in held}
 
 
-def _find_holders(save: Save, mp: int, replicas: int, *, folded: bool) -> list[range]:
-    """Ranks of the pipeline stage that hold the same parameters of a group: by expert-parallel rank, or a lane's.
+def _find_holders(save: Save, mp: int, replicas: int, *, over_tp: bool) -> list[range]:
+    """Ranks of the pipeline stage that hold the same parameters of a group: by expert-parallel rank.
 
     Raises:
         CheckpointError: they cannot be so many.
     """
     dp, data_first = len(save.shards[mp]), bool(save.main.config.get(DATA_FIRST))
-    ranks = dp * save.tp if folded else dp
+    ranks = dp * save.tp if over_tp else dp
     if replicas < 1 or ranks % replicas:
         raise CheckpointError(
             f"{save.path(save.shards[mp][0])}: has a param group that is cut over {replicas} ranks, which does not "
             f"divide the {ranks} that hold the model. The file is damaged, or of another save."
         )
     holders = list_holders(ranks, replicas, data_first=data_first)
-    return holders if folded else [number_in_stage(held, save.tp, mp % save.tp) for held in holders]
+    return holders if over_tp else [number_in_stage(held, save.tp, mp % save.tp) for held in holders]
 
 
 def _check_placements(save: Save, mp: int, group: Sequence[tuple[str, Shape]], degree: int) -> None:
@@ -159,7 +159,7 @@ def _check_placements(save: Save, mp: int, group: Sequence[tuple[str, Shape]], d
 def _add_rank(builder: Builder, rank: SavedRank, dealt: Sequence[Sequence[HeldParameters]], first: OptimHeader) -> None:
     """A model-parallel rank's flat buffers: one per param group, of ZeRO 3 one per sub-group.
 
-    What is folded is the same on all tensor-parallel ranks, and added with the first.
+    What is spread over tensor-parallel ranks is the same on all of them, and added with the first.
     """
     save = builder.save
     flats: list[FlatBuffer] = []
@@ -175,14 +175,14 @@ def _add_rank(builder: Builder, rank: SavedRank, dealt: Sequence[Sequence[HeldPa
             held_by = holders.get(held.ranks) or holders.setdefault(held.ranks, _find_files(builder, rank, held.ranks))
             shards = held_by.shards
             rank.shapes.update(held.shapes)
-            rank.folded.update(held.shapes if held.folded else ())
+            rank.experts_over_tp.update(held.shapes if held.over_tp else ())
             if save.is_sharded:
                 _check_holders(save, rank.pp, index, place, held)
             own = _lay_own(builder, shards, index, held, owner or 0, own)
             buffer = own.buffer.split(held.parts)
-            if held.folded:
+            if held.over_tp:
                 _check_folding(save, shards, held.ranks, place)
-            if not (held.folded and rank.tp):
+            if not (held.over_tp and rank.tp):
                 _Adder(builder, rank, held_by, index, own, replace(buffer, names=tuple(held.shapes))).add()
             members[buffer.group] += map(rank.param, held.shapes)
             flats.append(replace(buffer, ranks=held.ranks if held.named else None))

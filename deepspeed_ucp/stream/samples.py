@@ -49,7 +49,7 @@ def _check_repeated(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) 
     atoms, repeated = index.stored.atoms, index.stored.repeated
     parts = [(key, *each) for key in touched for each in repeated.get(key, ())] if repeated else []
     mine = parts[comm.rank :: comm.size]
-    pairs = [pair for key, lane, again in mine for pair in _cut_repeated(atoms[key], lane, again)]
+    pairs = [pair for key, tp_shard, again in mine for pair in _cut_repeated(atoms[key], tp_shard, again)]
 
     def judge(number: int, here: bytearray, there: bytearray) -> None:
         if here != there:
@@ -58,13 +58,13 @@ def _check_repeated(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) 
     compare_pairs(index, pairs, judge, comm)
 
 
-def _cut_repeated(atom: Atom, lane: int, again: Fragment) -> Iterator[tuple[Elements, Elements]]:
+def _cut_repeated(atom: Atom, tp_shard: int, again: Fragment) -> Iterator[tuple[Elements, Elements]]:
     """What lies in a file a second time, and where it lies first, in chunks."""
     shards = tuple(replace(shard, held=(again,)) for shard in atom.shards)
     step, end = _CHUNK // ITEMSIZE[atom.dtype], again.start + again.numel
     for low in range(again.start, end, step):
         high = min(low + step, end)
-        yield Elements(replace(atom, shards=shards), lane, low, high), Elements(atom, lane, low, high)
+        yield Elements(replace(atom, shards=shards), tp_shard, low, high), Elements(atom, tp_shard, low, high)
 
 
 def _refuse_repeated(index: AtomicIndex, again: Elements) -> None:
@@ -126,9 +126,9 @@ def _find_masters(index: AtomicIndex, touched: Iterable[AtomKey]) -> Iterable[_M
     for param in [key.param for key in touched if key.state == MASTER]:
         holdings = held.get(param, ())
         if any(COPY in each.states for each in holdings):
-            for lane, _, place, states in holdings:
+            for tp_shard, _, place, states in holdings:
                 if master := states.get(MASTER):
-                    found.setdefault(id(master), _Masters(master)).owners[place] = param, lane
+                    found.setdefault(id(master), _Masters(master)).owners[place] = param, tp_shard
     return found.values()
 
 

@@ -150,7 +150,7 @@ class Target(ABC):
 
     Attributes:
         experts: layers of experts by what the names of their parameters begin with.
-        folded: parameters and buffers of experts that are spread over the tensor-parallel ranks too, whole.
+        experts_over_tp: parameters and buffers of experts that are spread over the tensor-parallel ranks too, whole.
         ep: expert-parallel degree; of several the largest.
         has_copies: the model computes with copies of the masters, and not with these themselves.
     """
@@ -158,7 +158,7 @@ class Target(ABC):
     wrapper = ""
     has_copies = True
     experts: Mapping[str, HeldExperts] = MappingProxyType({})
-    folded: Set[str] = frozenset()
+    experts_over_tp: Set[str] = frozenset()
     ep = 1
 
     def __init__(self, engine: Any) -> None:
@@ -169,7 +169,7 @@ class Target(ABC):
         self.names: dict[int, str] = {}
         self.aliases: dict[str, str] = {}
         self.experts = find_experts(engine, self.place)
-        self.folded = set()
+        self.experts_over_tp = set()
         for name, param in engine.module.named_parameters(remove_duplicate=False):
             first = self.names.setdefault(id(param), name)
             if first != name:
@@ -192,8 +192,8 @@ class Target(ABC):
             self.params[strip_compiled(name)] = param
             if own != shape:
                 self.places[strip_compiled(name)] = place
-            if layer is not None and self.experts[layer].folded:
-                self.folded |= {strip_compiled(name)}
+            if layer is not None and self.experts[layer].over_tp:
+                self.experts_over_tp |= {strip_compiled(name)}
 
     def _name_parts(self, name: str, shape: tuple[int, ...] = ()) -> dict[str, tuple[int, ...]]:
         """A name of this rank's module → the whole model's, which numbers experts otherwise."""
@@ -310,9 +310,9 @@ class Target(ABC):
         """Trained parameters that DeepSpeed's own load of a pipeline's layers leaves as they are."""
         return sorted(find_unfiled(self.engine) & self.owned)
 
-    def lane_of(self, name: str) -> int:
-        """Which lane of a parameter, or buffer, this rank holds: of folded experts there is one."""
-        return 0 if name in self.folded else self.place.tp_rank
+    def tp_shard_of(self, name: str) -> int:
+        """Which shard of a parameter, or buffer, this rank holds; experts over tensor-parallel ranks have one."""
+        return 0 if name in self.experts_over_tp else self.place.tp_rank
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Shape of a parameter as this tensor-parallel rank holds it, ZeRO's partitioning undone."""
@@ -380,8 +380,8 @@ class Target(ABC):
         for name, buffer in self.engine.module.named_buffers():
             if name in persistent:
                 (part,) = self._name_parts(name)
-                if (layer := find_layer(name, self.experts)) and self.experts[layer].folded:
-                    self.folded |= {strip_compiled(part)}
+                if (layer := find_layer(name, self.experts)) and self.experts[layer].over_tp:
+                    self.experts_over_tp |= {strip_compiled(part)}
                 found.append(hold_whole(strip_compiled(part), buffer, is_buffer=True))
         for key, tensor in self.state_dict.others.items():
             found.append(hold_whole(strip_compiled(key), tensor, is_buffer=True))

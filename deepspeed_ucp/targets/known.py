@@ -64,7 +64,7 @@ def _list_other_frozen(target: Any, index: AtomicIndex) -> Iterator[str]:
         saved = index.find(index.resolve(name), MODULE)
         if saved is None and name not in index.limits.unreadable:
             yield f"{name}, which was not saved as a parameter without optimizer"
-        elif saved is not None and saved.shards[target.lane_of(name)].shape != target.shape_of(name):
+        elif saved is not None and saved.shards[target.tp_shard_of(name)].shape != target.shape_of(name):
             yield f"{name}, which was saved in another shape"
 
 
@@ -100,7 +100,7 @@ def _describe_experts(target: Any) -> str:
     expert-parallel one.
     """
     held = target.experts.values()
-    in_turn = all(not each.folded or each.degree % target.place.tp == 0 for each in held)
+    in_turn = all(not each.over_tp or each.degree % target.place.tp == 0 for each in held)
     return "experts" if in_turn and len({each.degree for each in held}) <= 1 else "experts of other ranks or degrees"
 
 

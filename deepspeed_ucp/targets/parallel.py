@@ -177,15 +177,15 @@ class HeldExperts:
     Attributes:
         numbers: of the experts that it holds, in the whole layer and in its order.
         degree: expert-parallel ranks.
-        ranks: ranks of the pipeline stage that hold the same experts; None where all of its lane do.
-        folded: the experts are spread over all of the stage's ranks, and not over those of one lane.
+        ranks: ranks of the pipeline stage that hold the same experts; None where all of its data-parallel peers do.
+        over_tp: the experts are spread over all of the stage's ranks, tensor-parallel ones included.
         is_first_replica: it is the first of these.
     """
 
     numbers: Sequence[int]
     degree: int
     ranks: range | None
-    folded: bool
+    over_tp: bool
     is_first_replica: bool
 
 
@@ -210,14 +210,14 @@ def find_experts(engine: Any, place: Place) -> dict[str, HeldExperts]:
             numbers = _list_fused(module)
         else:
             continue
-        lane = ds_comm.get_all_ranks_from_group(engine.seq_data_parallel_group)
+        peers = ds_comm.get_all_ranks_from_group(engine.seq_data_parallel_group)
         replicas = ds_comm.get_all_ranks_from_group(groups._get_expert_data_parallel_group(group))
         sharing = ds_comm.get_all_ranks_from_group(groups._get_expert_parallel_group(group))
-        folded = not {*replicas, *sharing} <= {*lane}
-        held = _number_ranks(replicas, lane, place, folded=folded)
-        named = None if not folded and len(held) == len(lane) else held
+        over_tp = not {*replicas, *sharing} <= {*peers}
+        held = _number_ranks(replicas, peers, place, over_tp=over_tp)
+        named = None if not over_tp and len(held) == len(peers) else held
         is_first = replicas[0] == ds_comm.get_rank()
-        found[f"{prefix}{end}"] = HeldExperts(numbers, len(sharing), named, folded, is_first)
+        found[f"{prefix}{end}"] = HeldExperts(numbers, len(sharing), named, over_tp, is_first)
     return found
 
 
@@ -230,20 +230,20 @@ def _list_fused(layer: Any) -> Sequence[int]:
     return tuple({each["rank"]: each["experts"] for each in placement["ranks"]}[layer.ep_rank])
 
 
-def _number_ranks(ranks: Sequence[int], lane: Sequence[int], place: Place, *, folded: bool) -> range:
+def _number_ranks(ranks: Sequence[int], peers: Sequence[int], place: Place, *, over_tp: bool) -> range:
     """Ranks of the world as ranks of their pipeline stage.
 
     Args:
-        lane: this rank's data-parallel peers, itself included.
-        folded: others are among them.
+        peers: this rank's data-parallel peers, itself included.
+        over_tp: others are among them.
     """
-    first = lane[0] - place.tp_rank
-    if folded and lane != [first + each * place.tp + place.tp_rank for each in range(place.dp)]:
+    first = peers[0] - place.tp_rank
+    if over_tp and peers != [first + each * place.tp + place.tp_rank for each in range(place.dp)]:
         raise UnknownLayoutError(
-            f"experts are spread over tensor-parallel ranks, and data-parallel ones are numbered {lane}. Number "
+            f"experts are spread over tensor-parallel ranks, and data-parallel ones are numbered {peers}. Number "
             f"tensor-parallel ranks side by side (here every {place.tp}th would be of this rank's group)"
         )
-    places = [rank - first if folded else lane.index(rank) * place.tp + place.tp_rank for rank in ranks]
+    places = [rank - first if over_tp else peers.index(rank) * place.tp + place.tp_rank for rank in ranks]
     found = range(places[0], places[-1] + 1, places[1] - places[0] if len(places) > 1 else 1)
     if list(found) != places:
         raise UnknownLayoutError(f"ranks {places} of a stage hold the same experts, and are not evenly spaced")

@@ -69,7 +69,7 @@ class Stage:
         self.place = Place(0, 1, pp_rank, 2, dp_rank, 1)
         self.is_first_replica = dp_rank == 0
         self.groups = groups
-        self.folded: set[str] = set()
+        self.experts_over_tp: set[str] = set()
 
     def list_names(self) -> dict[str, str]:
         return {name: name for _, names in self.groups for name in names} | {"tied": self.groups[0][1][0]}
@@ -77,7 +77,7 @@ class Stage:
     def speaks_for(self, name: str) -> bool:
         return self.is_first_replica
 
-    def lane_of(self, name: str) -> int:
+    def tp_shard_of(self, name: str) -> int:
         return 0
 
     def live_groups(self) -> list[list[tuple[str, bool]]]:

@@ -8,7 +8,7 @@ import pytest
 
 from deepspeed_ucp.sources.files import Listing, sort_files
 from deepspeed_ucp.sources.headers import FileHeader, ModelHeader, OptimHeader
-from deepspeed_ucp.sources.save import count_expert_lanes, expect_files, name_unsaved
+from deepspeed_ucp.sources.save import count_expert_tp_shards, expect_files, name_unsaved
 
 EXPERTS = (2,)
 
@@ -61,8 +61,8 @@ CUT = [expert(number, mp) for number in (0, 1) for mp in (0, 1)]
 def test_lanes_by_the_partitions_of_a_group(files: list[str], degree: int, counts: tuple[int, ...], lanes: int) -> None:
     first = [make_model(MODELS[0], 2, 2, 2), FileHeader("optim", 1, optim=make_optim(degree, counts))]
     listing = list_files(*MODELS, *files)
-    assert count_expert_lanes(listing, first, 2) == lanes
-    assert count_expert_lanes(listing, first, 1) == 1
+    assert count_expert_tp_shards(listing, first, 2) == lanes
+    assert count_expert_tp_shards(listing, first, 1) == 1
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_lanes_by_the_partitions_of_a_group(files: list[str], degree: int, count
 )
 def test_lanes_by_the_names_of_files(files: list[str], lanes: int) -> None:
     first = [make_model(MODELS[0], 2, 2, 2, make_optim(2, kind="torch"))]
-    assert count_expert_lanes(list_files(*MODELS, *files), first, 2) == lanes
+    assert count_expert_tp_shards(list_files(*MODELS, *files), first, 2) == lanes
 
 
 @pytest.mark.parametrize("files", [FOLDED, CUT])

@@ -36,7 +36,7 @@ def make_save(
         experts={(0, e, 0): SimpleNamespace(layer={f"{LAYER}{e}.w": None}) for e in range(experts)},
         model=lambda mp: model,
         tp=tp,
-        folds_experts=folded,
+        experts_over_tp=folded,
     )
 
 
@@ -59,7 +59,7 @@ def test_experts_that_are_spread_over_the_tensor_parallel_ranks_too() -> None:
     assert list(dense.ranks) == [1, 3, 5, 7] and not dense.named
     assert [list(part.shapes) for part in experts] == [[f"{LAYER}{number}.w"] for number in range(4)]
     assert [list(part.ranks) for part in experts] == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert all(part.folded and part.named for part in experts)
+    assert all(part.over_tp and part.named for part in experts)
 
 
 def test_experts_that_tensor_parallelism_cuts_are_a_lanes_own() -> None:
@@ -67,7 +67,7 @@ def test_experts_that_tensor_parallelism_cuts_are_a_lanes_own() -> None:
     _, experts = deal(save, 1)
     assert [list(part.shapes) for part in experts] == [[f"{LAYER}{2 * e}.w", f"{LAYER}{2 * e + 1}.w"] for e in (0, 1)]
     assert [list(part.ranks) for part in experts] == [[1, 5], [3, 7]]
-    assert not any(part.folded for part in experts)
+    assert not any(part.over_tp for part in experts)
 
 
 @pytest.mark.parametrize("count", [0, 3, 16])

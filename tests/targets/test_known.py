@@ -47,7 +47,7 @@ def make(row: tuple[str, int] = ("zero12", 1), **differs: Any) -> Any:
 
 
 def hold(degree: int, folded: bool = False) -> Any:
-    return SimpleNamespace(degree=degree, folded=folded)
+    return SimpleNamespace(degree=degree, over_tp=folded)
 
 
 @pytest.mark.parametrize("row", KNOWN, ids=str)

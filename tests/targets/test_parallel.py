@@ -160,7 +160,7 @@ def test_models_without_information(module: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "lane", "place", "folded", "expected"),
+    ("ranks", "lane", "place", "over_tp", "expected"),
     [
         ([4, 6], [4, 6], Place(0, 2, 1, 2, 0, 2), False, [0, 2]),  # a lane's own, of the second stage
         ([5], [5, 7], Place(1, 2, 1, 2, 0, 2), False, [1]),
@@ -171,18 +171,18 @@ def test_models_without_information(module: Any) -> None:
     ],
 )
 def test_ranks_are_numbered_through_their_stage(
-    ranks: list[int], lane: list[int], place: Place, expected: list[int], *, folded: bool
+    ranks: list[int], lane: list[int], place: Place, expected: list[int], *, over_tp: bool
 ) -> None:
-    assert list(parallel._number_ranks(ranks, lane, place, folded=folded)) == expected
+    assert list(parallel._number_ranks(ranks, lane, place, over_tp=over_tp)) == expected
 
 
 @pytest.mark.parametrize(
-    ("ranks", "lane", "folded", "told"),
+    ("ranks", "lane", "over_tp", "told"),
     [([0, 1, 3], [0, 2, 4], True, "not evenly spaced"), ([0, 3], [0, 1, 2], True, "side by side")],
 )
-def test_ranks_whose_order_is_not_known(ranks: list[int], lane: list[int], told: str, *, folded: bool) -> None:
+def test_ranks_whose_order_is_not_known(ranks: list[int], lane: list[int], told: str, *, over_tp: bool) -> None:
     with pytest.raises(UnknownLayoutError, match=told):
-        parallel._number_ranks(ranks, lane, Place(0, 2, 0, 1, 0, 3), folded=folded)
+        parallel._number_ranks(ranks, lane, Place(0, 2, 0, 1, 0, 3), over_tp=over_tp)
 
 
 class Stage(PipelineModule):
