@@ -32,8 +32,8 @@ from deepspeed_ucp.io.checksum import Checked, merge_checks
 from deepspeed_ucp.io.memory import pause_collection
 from deepspeed_ucp.io.paths import Entry
 from deepspeed_ucp.load import prepare as preparing
-from deepspeed_ucp.load.census import join_groups, take_census, tell_groups
 from deepspeed_ucp.load.destinations import Buffer
+from deepspeed_ucp.load.inventory import gather_inventory, join_groups, tell_groups
 from deepspeed_ucp.load.prepare import Work, prepare
 from deepspeed_ucp.load.transfer import negotiate, spare_engine
 from deepspeed_ucp.patterns import from_config
@@ -84,7 +84,7 @@ def stand_in(entries: Mapping[str, int], read: Any) -> Iterator[None]:
             (places, "list_entries", lambda folder: listing),
             (opening, "read_file", lambda folder, name: read(name)),
             (preparing, "check_instances", lambda *_: None),  # which reads some elements
-            (Buffer, "set_in_place", _fill_in_place),  # which looks at memory that there is none of
+            (Buffer, "fill_in_place", _fill_in_place),  # which looks at memory that there is none of
         ):
             stack.enter_context(mock.patch.object(module, name, value))
         yield
@@ -135,12 +135,12 @@ def gather_groups(target: Any, comm: Any) -> Any:
 
 def _ask_tellers(job: Job) -> dict[str, list[bytes]]:
     """What the ranks say that speak for their replicas; the others say nothing."""
-    census, groups = silence(job.ranks), silence(job.ranks)
+    inventory, groups = silence(job.ranks), silence(job.ranks)
     for rank in job.tellers:
         target = job.make_target(rank)
-        census[rank] = overhear(rank, job.ranks, lambda comm, t=target: take_census(t, [], comm))
+        inventory[rank] = overhear(rank, job.ranks, lambda comm, t=target: gather_inventory(t, [], comm))
         groups[rank] = overhear(rank, job.ranks, lambda comm, t=target: gather_groups(t, comm))
-    return {"census.take_census": census, "scale_plan.gather_groups": groups}
+    return {"inventory.gather_inventory": inventory, "scale_plan.gather_groups": groups}
 
 
 @dataclass
@@ -231,7 +231,7 @@ class Planner:
                 named = gather_groups(target, comm)
             with self.phase("headers, index"):
                 index = open_checkpoint(FOLDER, comm, *named)
-            with self.phase("census, match, wants"):
+            with self.phase("inventory, match, wants"):
                 work = prepare(
                     index, target, comm, UniversalConfig(patterns=job.patterns), strict=True, with_states=True
                 )

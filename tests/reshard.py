@@ -25,9 +25,9 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.experts import number_in_stage
 from deepspeed_ucp.flat import Cut, FlatBuffer, join_parameters, join_reserved
-from deepspeed_ucp.load.census import join_groups, tell_groups
 from deepspeed_ucp.load.destinations import TensorSink
 from deepspeed_ucp.load.direct import has_masters
+from deepspeed_ucp.load.inventory import join_groups, tell_groups
 from deepspeed_ucp.load.prepare import Work, prepare
 from deepspeed_ucp.load.states import attach_states
 from deepspeed_ucp.load.transfer import Transfer

@@ -25,7 +25,7 @@ from ..io.staging import MANIFEST, Staging
 from ..io.upload import RemoteStaging, open_staging, tell_latest
 from ..patterns import RuleSet, from_config, read_pattern
 from ..plan.conversion import Batch, Output, Range, plan_conversion
-from ..plan.recast import fuse_experts
+from ..plan.derive import fuse_experts
 from ..plan.settling import describe_irregular, refuse_stateless, refuse_unreadable
 from ..sources import open_checkpoint
 from ..sources.atomic.folder import find_faults

@@ -10,7 +10,7 @@ import numpy as np
 from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, AtomKey, ParamKey, count
 from ..patterns import Layout, Pattern, RuleSet, SameShards, Settled, list_renames, settle
 from ..patterns.layout import Shape
-from ..plan.feeds import Recast, feed, list_shapes
+from ..plan.renames import RemappedIndex, apply_renames, list_shapes
 from ..plan.settling import Shapes, order_rules
 from ..stream.united import UnitedAtom, is_remade, unite_shards
 
@@ -76,7 +76,7 @@ class Pairs:
 
 
 def pair_atoms(
-    made: Recast,
+    made: RemappedIndex,
     right: AtomicIndex,
     rules: Sequence[RuleSet] = (),
     wanted: Callable[[str, str], bool] = lambda name, state: True,
@@ -127,9 +127,9 @@ def _list_wanted(index: AtomicIndex, wanted: Callable[[str, str], bool]) -> dict
     }
 
 
-def feed_right(left: AtomicIndex, right: AtomicIndex, rules: Sequence[RuleSet]) -> Recast:
+def feed_right(left: AtomicIndex, right: AtomicIndex, rules: Sequence[RuleSet]) -> RemappedIndex:
     """A as the user's rules make it for what B holds."""
-    return feed(left, list_shapes(right), list_renames(rules), right.model.aliases)
+    return apply_renames(left, list_shapes(right), list_renames(rules), right.model.aliases)
 
 
 def _match(

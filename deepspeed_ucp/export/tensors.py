@@ -12,7 +12,7 @@ from ..io.cast import FLOATING, cast
 from ..io.memory import Scratch
 from ..patterns import Rename, RuleSet, list_renames, rename_names
 from ..patterns.layout import Shape
-from ..plan.foreseen import feed_foreseen
+from ..plan.predicted import predict_renames
 from ..plan.settling import list_weights, refuse_unreadable
 from ..stream.batches import WorkOptions
 from ..stream.copies import refuse_scattered
@@ -134,7 +134,7 @@ def select_tensors(
     refuse_unreadable(index, states)
     refuse_scattered(index, "every node of an export reads its part of each")
     renames = (*options.renames, *list_renames(rules))
-    made = feed_foreseen(index, renames, options.experts)
+    made = predict_renames(index, renames, options.experts)
     index = made.index
     united = unite_atoms(index, rules, states=states)
     left_out = set() if options.frozen else _find_frozen(index)

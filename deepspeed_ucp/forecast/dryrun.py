@@ -17,7 +17,7 @@ from ..io.store import exists
 from ..io.threads import MOST
 from ..patterns import RuleSet, list_renames
 from ..plan import ReadSizes, Want, list_claims
-from ..plan.foreseen import feed_foreseen
+from ..plan.predicted import predict_renames
 from ..plan.rounds import plan_ranks
 from ..plan.settling import describe_irregular, describe_unreadable
 from ..plan.wants import Wants, is_replicated
@@ -128,7 +128,7 @@ def dry_run(
         run.obstacles.append(run.batch.text)
     run.differences = find_differences(replace(index.run.topology, flats=()), degrees.topology(index.run.topology))
     try:
-        made = feed_foreseen(index, list_renames(rules), degrees.experts)
+        made = predict_renames(index, list_renames(rules), degrees.experts)
         if made.renamed or made.index is not index:
             run.differences.append(_RENAMED)
         run.differences = run.differences or find_moved_experts(index, degrees)

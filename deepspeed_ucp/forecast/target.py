@@ -14,10 +14,10 @@ from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, MOMENTUM, USE_MUON, Atom, At
 from ..experts import read_name
 from ..flat import FlatBuffer, Shape, join_parameters, join_reserved, reserve
 from ..patterns import RuleSet, list_renames
-from ..plan.feeds import Recast
-from ..plan.foreseen import feed_foreseen
+from ..plan.derive import rename_all
 from ..plan.match import Match, pick_instance
-from ..plan.recast import rename_all
+from ..plan.predicted import predict_renames
+from ..plan.renames import RemappedIndex
 from ..plan.settling import Shapes, list_weights, settle_index
 from ..plan.wants import HeldBuffer, Layouts, TargetLayout, Wants, join_states, list_wants
 from .degrees import Degrees
@@ -155,7 +155,7 @@ def foretell_target(
         MismatchError: parameters whose pattern nothing settles, or that cannot be cut; too few layers; experts
             where no engine has them.
     """
-    made = feed_foreseen(index, list_renames(rules), degrees.experts)
+    made = predict_renames(index, list_renames(rules), degrees.experts)
     index = rename_all(made.index, made.renamed)
     groups, others, atoms = list_groups(index), list_others(index), _list_atoms(index)
     names = [name for group in groups for name in group] + others
@@ -221,7 +221,7 @@ def _list_atoms(index: AtomicIndex) -> dict[ParamKey, tuple[Atom, ...]]:
 
 
 def _settle(
-    made: Recast, degrees: Degrees, names: Sequence[str], rules: Sequence[RuleSet], shapes: Shapes | None
+    made: RemappedIndex, degrees: Degrees, names: Sequence[str], rules: Sequence[RuleSet], shapes: Shapes | None
 ) -> tuple[Shapes, Layouts, dict[str, int]]:
     """Local shapes of the target, how both sides cut each parameter, and what settled that; rules go by saved names."""
     saved = {name: made.renamed.get(name, name) for name in names}

@@ -15,7 +15,7 @@ from ..errors import CheckpointError, UnsupportedError, shorten
 from ..io.memory import identify_host
 from ..io.paths import is_url
 from ..patterns import from_config, list_renames
-from ..plan.feeds import find_renamed
+from ..plan.renames import find_renamed
 from ..sources.files import holds_atoms, list_entries
 from ..sources.naming import Naming
 from ..sources.open import survey_checkpoint
@@ -26,9 +26,9 @@ from ..targets.coverage import OWN_LOAD, UnknownLayoutError, describe_own_files
 from ..targets.guard import check_states
 from ..targets.known import list_unknown
 from ..topology import ATOMIC, find_differences
-from .census import JoinedGroups, StageGroups, join_groups, tell_groups
 from .client import check_trusted
 from .context import LoadContext
+from .inventory import JoinedGroups, StageGroups, join_groups, tell_groups
 
 logger = logging.getLogger("deepspeed_ucp")
 

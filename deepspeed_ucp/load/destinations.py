@@ -69,7 +69,7 @@ class Buffer:
         in_file = self.in_file and self.memory is self.tensor
         return self.fresh and not self._origin and not in_file and self.memory.device.type == "cpu"
 
-    def set_in_place(self) -> bool:
+    def fill_in_place(self) -> bool:
         """Fill the tensor's own memory before all is verified, if what it holds can be made again to the bit.
 
         So it is before the first step: masters are made from their copies, and states are zero.
@@ -86,7 +86,7 @@ class Buffer:
         for values, origin in _pair(self.tensor, self._origin):
             values.copy_(origin.to(values.device))  # what travels is of 16 bits
 
-    def set_apart(self) -> None:
+    def stage_aside(self) -> None:
         """Fill other memory, of the host, instead of the tensor's own."""
         self._memory, self._bytes, self.fresh = None, None, True
 

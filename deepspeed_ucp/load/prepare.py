@@ -14,8 +14,8 @@ from ..comm import Comm
 from ..config import UniversalConfig
 from ..errors import Objections, count_of, shorten
 from ..patterns import from_config, list_renames
-from ..plan.feeds import feed
-from ..plan.match import Live, Match, lacks_frozen, match_groups, match_parameters
+from ..plan.match import Match, TargetInventory, lacks_frozen, match_groups, match_parameters
+from ..plan.renames import apply_renames
 from ..plan.settling import refuse_stateless, refuse_unreadable
 from ..plan.wants import (
     REPLICA,
@@ -29,8 +29,8 @@ from ..plan.wants import (
 )
 from ..targets import LiveBuffer, Target
 from ..targets.base import dtype_name
-from .census import check_alike, settle_layouts, take_census, tell_idle
 from .destinations import Destinations, bind
+from .inventory import check_alike, gather_inventory, settle_layouts, tell_idle
 from .replicas import check_instances
 from .states import OptimizerMatch, States, list_tensors
 
@@ -89,17 +89,17 @@ def prepare(
     if not with_extras and not with_states:
         return Work(saved)
     extras = comm.run(target.extras) if with_extras else []
-    census = take_census(target, extras, comm)
+    inventory = gather_inventory(target, extras, comm)
     tell = comm.rank == 0
 
     def hold_against() -> tuple[Work, Layouts]:
         rules = from_config(config.patterns)
         if tell:
             tell_idle(saved, rules)
-        made = feed(saved, census.shapes, list_renames(rules), census.aliases)
+        made = apply_renames(saved, inventory.shapes, list_renames(rules), inventory.aliases)
         index = made.index
-        extras_too = census.extras if with_extras else None
-        live = replace(census, renamed=made.renamed, extras=extras_too, fresh=made.fresh)
+        extras_too = inventory.extras if with_extras else None
+        live = replace(inventory, renamed=made.renamed, extras=extras_too, unfed=made.unfed)
         match = match_parameters(index, live, strict=strict or not with_extras, with_states=with_states)
         match.notes += made.notes
         check_alike(live, target, extras)
@@ -119,7 +119,7 @@ def prepare(
         return make_work(optimizer, extras, layouts, with_states=with_states), layouts
 
     work, layouts = comm.run(hold_against)
-    _share(census, layouts, work, comm)
+    _share(inventory, layouts, work, comm)
     return work
 
 
@@ -188,7 +188,7 @@ def _describe_buffer(held: LiveBuffer, tp_shard: int) -> HeldBuffer:
     return HeldBuffer(held.buffer, held.part, tp_shard, dtype_name(held.dtype), swapped=held.swap is not None)
 
 
-def _share(census: Live, layouts: Layouts, work: Work, comm: Comm) -> None:
+def _share(inventory: TargetInventory, layouts: Layouts, work: Work, comm: Comm) -> None:
     """Tell the ranks what all of them together need, and the user what is out of the ordinary; collective."""
     index = work.index
     work.touched = _join_touched(index, work.touched, comm)
@@ -204,7 +204,7 @@ def _share(census: Live, layouts: Layouts, work: Work, comm: Comm) -> None:
         _tell(work.match, index, {item for grown, *_ in everyone for item in grown.items()})
 
     comm.once(tell)
-    check_instances(index, census.counts, work.touched, comm)
+    check_instances(index, inventory.counts, work.touched, comm)
 
 
 def _join_touched(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) -> list[AtomKey]:

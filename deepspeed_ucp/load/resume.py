@@ -18,7 +18,7 @@ from ..io.paths import normalize
 from ..io.store import begin_reading, set_storage_options
 from ..io.threads import limit_torch
 from ..patterns import RuleSet, from_config, list_renames
-from ..plan.feeds import find_renamed, list_names
+from ..plan.renames import find_renamed, list_names
 from ..sources import open_checkpoint
 from ..sources.older import is_sealed, list_older, list_unsealed
 from ..stream.report import OutputReport
@@ -28,10 +28,10 @@ from ..targets.finish import refresh_after_own_load, wait_behind_reads
 from ..targets.guard import BROKEN, mark, release
 from ..targets.rule import watch_edits
 from ..topology import ATOMIC
-from .census import list_live_rules, take_census
 from .choice import decide
 from .context import LoadArguments, LoadContext, LoadReport
 from .direct import load_direct
+from .inventory import gather_inventory, list_live_rules
 from .report import write_report
 from .tags import find_folders, find_tag, tell_nothing
 
@@ -213,11 +213,11 @@ def convert_first(
 ) -> tuple[AtomicIndex, OutputReport]:
     """Mode "atomic": write an atomic checkpoint with all ranks, or take the one that is there; collective."""
     rules = from_config(config.patterns)
-    census = take_census(target, (), comm)
+    inventory = gather_inventory(target, (), comm)
 
     def tell() -> list[RuleSet]:
-        renamed = find_renamed(list_names(index), {*census.shapes, *census.aliases}, list_renames(rules))
-        return list_live_rules(census, {name: renamed.get(name, name) for name in census.attributes})
+        renamed = find_renamed(list_names(index), {*inventory.shapes, *inventory.aliases}, list_renames(rules))
+        return list_live_rules(inventory, {name: renamed.get(name, name) for name in inventory.attributes})
 
     live = comm.run(tell)
     parent, tag = os.path.split(normalize(folder))

@@ -138,13 +138,13 @@ def spare_engine(buffers: Sequence[Buffer], window: int, comm: Comm, *, apart: b
     Returns:
         The same on every rank: whether one pass over the files is enough. Otherwise what is left is filled by another.
     """
-    others = comm.run(lambda: [buffer for buffer in buffers if buffer.fresh or not buffer.set_in_place()])
+    others = comm.run(lambda: [buffer for buffer in buffers if buffer.fresh or not buffer.fill_in_place()])
     if not comm.any_of(np.array([not all(buffer.fresh for buffer in others)]))[0]:
         return True
     is_enough = apart and has_memory(others, window, comm)
     for buffer in others:
         if is_enough and not buffer.fresh:
-            buffer.set_apart()
+            buffer.stage_aside()
     return is_enough
 
 

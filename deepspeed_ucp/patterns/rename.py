@@ -6,7 +6,7 @@ named group matched, ``{group - 3}`` and other integer arithmetic (+ - * // %) a
     {"from": "(?P<layer>\\d+)\\.(?P<rest>(?:input_layernorm|mlp)\\..*)", "to": "encoder.layers.{layer-3}.{rest}"}
     {"from": "tied_modules\\.embed\\.(?P<rest>.*)", "to": "embedding.{rest}"}
 
-``e`` is the number of an expert (:mod:`deepspeed_ucp.plan.recast` carries these out):
+``e`` is the number of an expert (:mod:`deepspeed_ucp.plan.derive` carries these out):
 
     {"from": "(?P<x>.*)\\.experts\\.w1", "to": "{x}.experts.w1.{e}"}                one saved parameter feeds all
     {"from": "(?P<x>.*)\\.experts\\.w1\\.(?P<e>\\d+)", "to": "{x}.experts.w1"}       all feed one

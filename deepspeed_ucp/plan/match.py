@@ -51,7 +51,7 @@ class Match:
 
     @property
     def saved(self) -> dict[str, str]:
-        """Live name → saved name."""
+        """TargetInventory name → saved name."""
         return {live: param.name for live, param in self.params.items()}
 
     def require(self) -> Match:
@@ -66,7 +66,7 @@ class Match:
 
 
 @dataclass(frozen=True, slots=True)
-class Live:
+class TargetInventory:
     """What the live engine holds, all ranks together.
 
     Attributes:
@@ -77,7 +77,7 @@ class Live:
         renamed: live name → the name that the checkpoint has for it, where they differ.
         counts: how many pipeline stages hold a parameter, of those that several do; of any stage.
         attributes: Megatron's attributes of the parameters.
-        fresh: tensors that nothing feeds, by the user's word.
+        unfed: tensors that nothing feeds, by the user's word.
         info: the model's own ``universal_checkpoint_info``.
         tp: tensor-parallel degree.
         experts_over_tp: experts that are spread over the tensor-parallel ranks too, whole: they have one shard.
@@ -90,7 +90,7 @@ class Live:
     renamed: Mapping[str, str] = field(default_factory=dict)
     counts: Mapping[str, int] = field(default_factory=dict)
     attributes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    fresh: frozenset[str] = frozenset()
+    unfed: frozenset[str] = frozenset()
     info: Mapping[str, Any] | None = None
     tp: int = 1
     experts_over_tp: Set[str] = frozenset()
@@ -101,7 +101,7 @@ class Live:
         return {**(self.extras or {}), **self.owned}
 
 
-def match_parameters(index: AtomicIndex, live: Live, *, strict: bool, with_states: bool) -> Match:
+def match_parameters(index: AtomicIndex, live: TargetInventory, *, strict: bool, with_states: bool) -> Match:
     """Match live tensors with saved ones by name (ties resolved on both sides).
 
     Args:
@@ -118,7 +118,7 @@ def match_parameters(index: AtomicIndex, live: Live, *, strict: bool, with_state
     match, faults, swapped = Match(), list[str](), defaultdict[bool, list[str]](list)
     missing: list[tuple[str, bool]] = []
     for name, shapes, wants_master in _chain(live.owned, live.extras or {}):
-        if name in live.fresh:
+        if name in live.unfed:
             continue
         names = [live.renamed.get(each, each) for each in (name, *others.get(name, ()))]
         found = _find(index, names, wants_master, with_states)

@@ -10,10 +10,10 @@ import pytest
 
 from deepspeed_ucp.atoms import MASTER, Atom, AtomicIndex, Shard
 from deepspeed_ucp.errors import MismatchError
-from deepspeed_ucp.load.census import check_alike, tell_idle
+from deepspeed_ucp.load.inventory import check_alike, tell_idle
 from deepspeed_ucp.patterns import from_config, list_renames
-from deepspeed_ucp.plan.feeds import feed
-from deepspeed_ucp.plan.match import Live
+from deepspeed_ucp.plan.match import TargetInventory
+from deepspeed_ucp.plan.renames import apply_renames
 from deepspeed_ucp.targets.parallel import Place
 from tests.plan import planning
 from tests.ranks import run_ranks
@@ -34,7 +34,7 @@ def make_index(*names: str, instances: dict[str, int] | None = None) -> AtomicIn
 
 
 def rename(index: AtomicIndex, *live: str) -> Mapping[str, str]:
-    return feed(index, dict.fromkeys(live, ((2,),)), list_renames(from_config(BOTH_WAYS))).renamed
+    return apply_renames(index, dict.fromkeys(live, ((2,),)), list_renames(from_config(BOTH_WAYS))).renamed
 
 
 def test_one_set_of_rules_serves_both_directions() -> None:
@@ -113,8 +113,8 @@ def test_the_same_parameter_in_two_stages_is_named_once() -> None:
 
 def test_a_rank_with_another_model_than_rank_0_is_found() -> None:
     stage: Any = Stage(0, [(0.1, ["a", "b"])], dp_rank=1)
-    check_alike(Live({"a": ((2,),), "b": ((2,),)}), stage, [])
+    check_alike(TargetInventory({"a": ((2,),), "b": ((2,),)}), stage, [])
     with pytest.raises(MismatchError, match=r"here b \(2,\), not on rank 0"):
-        check_alike(Live({"a": ((2,),), "b": ((3,),)}), stage, [])
+        check_alike(TargetInventory({"a": ((2,),), "b": ((3,),)}), stage, [])
     with pytest.raises(MismatchError, match=r"here a \(2,\), b \(2,\)"):
-        check_alike(Live(), stage, [])
+        check_alike(TargetInventory(), stage, [])

@@ -853,14 +853,14 @@ def test_one_rank_without_memory_to_look_at_its_buffers_ends_all_ranks(
 ) -> None:
     path, _ = write(tmp_path, Topology(1, 3))
     targets = make_targets(PLAIN, Topology(3, 3))
-    index, look = open_for(path, targets[0]), Buffer.set_in_place
+    index, look = open_for(path, targets[0]), Buffer.fill_in_place
 
     def fail(self: Buffer) -> bool:
         if self.tensor.data_ptr() == targets[culprit].flats[0].data.data_ptr():
             raise MemoryError
         return look(self)
 
-    monkeypatch.setattr(Buffer, "set_in_place", fail)
+    monkeypatch.setattr(Buffer, "fill_in_place", fail)
     results = World(3).run(lambda rank, comm: run_load(index, targets[rank], comm))
     assert len({(type(result), str(result)) for result in results}) == 1
     assert f"[rank {culprit}] out of memory" in str(results[0])
@@ -893,7 +893,7 @@ def test_memory_that_is_filled_for_the_first_time_is_to_lie_in_large_pages(
     monkeypatch.setattr(exchange.LargePages, "add", lambda self, address, nbytes: asked.append((address, nbytes)))
     path, _ = write(tmp_path, Topology(1, 3))
     live, apart, states = (Buffer(torch.ones(6), fresh=fresh) for fresh in (False, False, True))
-    apart.set_apart()
+    apart.stage_aside()
     into = Destinations([live, apart, states])
     index = open_for(path, FakeTarget(PLAIN, Topology(2), 0))
     CollectiveReader(index, into, NO_PLAN, Comm(), UniversalConfig(), [None])

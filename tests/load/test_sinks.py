@@ -107,7 +107,7 @@ def test_elements_that_nothing_fills_keep_their_values() -> None:
     for tensor in (whole.t(), whole.view(-1)):
         before = tensor.clone()
         buffer = Buffer(tensor, fresh=False, spans=[(4, 5), (0, 2)])
-        buffer.set_apart()
+        buffer.stage_aside()
         buffer.memory[0:2] = torch.tensor([7.0, 8.0])
         buffer.memory[4] = 9.0
         assert buffer.fresh and tensor.equal(before)
@@ -119,7 +119,7 @@ def test_what_copies_give_back_to_the_bit_is_filled_in_place() -> None:
     copies = [torch.tensor([1.5, -0.0, float("nan")]).bfloat16(), torch.tensor([2.0]).bfloat16()]
     made = torch.cat(copies).float()
     buffer = Buffer(made.clone(), fresh=False, copies=copies)
-    assert buffer.set_in_place() and buffer.fresh and buffer.memory is buffer.tensor
+    assert buffer.fill_in_place() and buffer.fresh and buffer.memory is buffer.tensor
     buffer.memory.fill_(7.0)
     buffer.undo()
     assert raw(buffer.tensor) == raw(made)
@@ -127,7 +127,7 @@ def test_what_copies_give_back_to_the_bit_is_filled_in_place() -> None:
 
 def test_states_that_are_zero_are_filled_in_place() -> None:
     zero, negative = (Buffer(torch.tensor([0.0, value]), fresh=False) for value in (0.0, -0.0))
-    assert zero.set_in_place() and not negative.set_in_place()
+    assert zero.fill_in_place() and not negative.fill_in_place()
     zero.memory.fill_(7.0)
     zero.undo()
     assert raw(zero.tensor) == raw(torch.zeros(2))
@@ -146,13 +146,13 @@ def test_states_that_are_zero_are_filled_in_place() -> None:
 )
 def test_what_copies_do_not_give_back_is_not_filled_in_place(values: list[float], copies: list[list[float]]) -> None:
     made_from = [torch.tensor(copy).bfloat16() for copy in copies]
-    assert not Buffer(torch.tensor(values), fresh=False, copies=made_from).set_in_place()
+    assert not Buffer(torch.tensor(values), fresh=False, copies=made_from).fill_in_place()
 
 
 def test_what_is_its_own_copy_is_not_filled_in_place() -> None:
     """ZeRO 3 keeps no masters beside the parameters where both would be of one dtype."""
     own = torch.tensor([1.5, 2.0])
-    assert not Buffer(own, fresh=False, copies=[own.view(-1)]).set_in_place()
+    assert not Buffer(own, fresh=False, copies=[own.view(-1)]).fill_in_place()
 
 
 def test_zeros_and_means_of_a_tensor_that_is_not_flat() -> None:
@@ -212,7 +212,7 @@ def test_memory_is_untouched_where_it_is_filled_for_the_first_time() -> None:
     assert Buffer(torch.zeros(6), fresh=True).is_untouched
     live, file = Buffer(torch.zeros(6), fresh=False), Buffer(torch.zeros(6), fresh=True, in_file=True)
     assert not live.is_untouched and not file.is_untouched
-    assert live.set_in_place() and not live.is_untouched
+    assert live.fill_in_place() and not live.is_untouched
     for each in (Buffer(torch.ones(6), fresh=False), Buffer(torch.ones(6), fresh=False, in_file=True)):
-        each.set_apart()
+        each.stage_aside()
         assert each.is_untouched and each.memory is not each.tensor

@@ -11,8 +11,8 @@ import pytest
 
 from deepspeed_ucp.errors import MismatchError
 from deepspeed_ucp.patterns import parse_renames
-from deepspeed_ucp.plan.feeds import feed
-from deepspeed_ucp.plan.match import Live, Match, match_parameters
+from deepspeed_ucp.plan.match import Match, TargetInventory, match_parameters
+from deepspeed_ucp.plan.renames import apply_renames
 from tests.plan.test_match import make_index
 from tests.plan.test_recast import make_index as make_bytes
 from tests.plan.test_recast import read
@@ -26,7 +26,7 @@ def name_all(form: str, experts: int) -> dict[str, tuple[int, ...]]:
     return {**found, "m.0.mlp.gate.weight": (experts, 3), "m.0.dense": (5,)}
 
 
-def match(saved: dict[str, tuple[int, ...]], live: Live, strict: bool = True) -> Match:
+def match(saved: dict[str, tuple[int, ...]], live: TargetInventory, strict: bool = True) -> Match:
     return match_parameters(make_index(saved), live, strict=strict, with_states=True).require()
 
 
@@ -38,18 +38,18 @@ def test_the_rule_that_is_shown_brings_them_together(
     saved = name_all(form, have)
     shapes = {name: (shape,) for name, shape in name_all(form, want).items()}
     with pytest.raises(MismatchError) as error:
-        match(saved, Live(shapes))
+        match(saved, TargetInventory(shapes))
     told = str(error.value)
     assert f"m.{{0-1}}.mlp: {have} experts in the checkpoint, {want} in the model" in told
     assert f"m.0.mlp.gate.weight: shape ({have}, 3) in the checkpoint, ({want}, 3) in the model, a row for" in told
     assert form.format(layer=0, e=7) not in told
     assert told.count("m.0.mlp.gate.weight: shape") == 1  # not as a vocabulary of other rows as well
     rules = [json.loads(text) for text in re.findall(r"\{\"from\".*?(?:\"|null)\}(?=[ );])", told)]
-    made = feed(make_index(saved), shapes, parse_renames(rules))
-    found = match_parameters(made.index, Live(shapes, fresh=made.fresh), strict=True, with_states=True)
+    made = apply_renames(make_index(saved), shapes, parse_renames(rules))
+    found = match_parameters(made.index, TargetInventory(shapes, unfed=made.unfed), strict=True, with_states=True)
     assert found.saved.keys() == shapes.keys() - {"m.0.mlp.gate.weight"}
     index, data = make_bytes(saved)
-    made = feed(index, shapes, parse_renames(rules))
+    made = apply_renames(index, shapes, parse_renames(rules))
     for name, number in ((form.format(layer=1, e=e), e) for e in range(want)):
         source = form.format(layer=1, e=choose(number))
         assert np.array_equal(read(made.index, data, name), read(index, data, source)), name
@@ -58,16 +58,16 @@ def test_the_rule_that_is_shown_brings_them_together(
 def test_what_has_experts_on_one_side_alone() -> None:
     shapes = {name: (shape,) for name, shape in name_all(AUTOEP, 4).items()}
     with pytest.raises(MismatchError, match=r"Rename rules tell which saved parameter feeds which expert"):
-        match({"m.0.dense": (5,), "m.0.mlp.gate.weight": (4, 3)}, Live(shapes))
+        match({"m.0.dense": (5,), "m.0.mlp.gate.weight": (4, 3)}, TargetInventory(shapes))
     with pytest.raises(MismatchError) as error:
-        match({**name_all(AUTOEP, 4), "more": (1,)}, Live(shapes))
+        match({**name_all(AUTOEP, 4), "more": (1,)}, TargetInventory(shapes))
     assert "expert" not in str(error.value)
 
 
 def test_a_router_is_refused_by_a_lenient_load_too() -> None:
     shapes = {name: (shape,) for name, shape in name_all(AUTOEP, 8).items()}
     with pytest.raises(MismatchError, match="a row for each expert") as error:
-        match(name_all(AUTOEP, 4), Live(shapes), strict=False)
+        match(name_all(AUTOEP, 4), TargetInventory(shapes), strict=False)
     assert "4 experts" not in str(error.value)  # missing ones are passed over by the user's word
 
 
@@ -75,10 +75,10 @@ def test_a_router_is_refused_by_a_lenient_load_too() -> None:
 def test_the_rule_for_experts_in_one_parameter_brings_them_together(have: int, want: int) -> None:
     saved, live = {"m.up": (have, 2, 3)}, {"m.up": ((want, 2, 3),)}
     with pytest.raises(MismatchError) as error:
-        match(saved, Live(live))
+        match(saved, TargetInventory(live))
     (rule,) = re.findall(r"rename rule (\{.*?\"\})", str(error.value))
     index, data = make_bytes(saved)
-    made = feed(index, live, parse_renames([json.loads(rule)]))
+    made = apply_renames(index, live, parse_renames([json.loads(rule)]))
     rows = [e % have if want > have else e * 2 for e in range(want)]
     assert np.array_equal(read(made.index, data, "m.up"), read(index, data, "m.up")[rows])
-    assert match_parameters(made.index, Live(live), strict=True, with_states=True).saved == {"m.up": "m.up"}
+    assert match_parameters(made.index, TargetInventory(live), strict=True, with_states=True).saved == {"m.up": "m.up"}

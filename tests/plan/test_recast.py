@@ -12,8 +12,8 @@ from deepspeed_ucp.atoms import MASTER, Atom, AtomicIndex, Atoms, Fragment, Grou
 from deepspeed_ucp.errors import ConfigError, MismatchError
 from deepspeed_ucp.patterns import from_config, parse_renames
 from deepspeed_ucp.plan import locate
-from deepspeed_ucp.plan.feeds import Recast, feed
-from deepspeed_ucp.plan.recast import Block, Made, fuse_experts, recast, split_experts
+from deepspeed_ucp.plan.derive import DerivedParam, Slice, derive, fuse_experts, split_experts
+from deepspeed_ucp.plan.renames import RemappedIndex, apply_renames
 from deepspeed_ucp.stream.united import UnitedAtom, unite_atoms
 from tests.plan import planning
 
@@ -50,9 +50,11 @@ def read(index: AtomicIndex, data: np.ndarray, name: str, state: str = MASTER, l
     return np.concatenate(parts).reshape(shard.shape)
 
 
-def carry_out(shapes: Shapes, live: Shapes, rules: Sequence[Any], tp: int = 1, **fields: Any) -> tuple[Recast, Any]:
+def carry_out(
+    shapes: Shapes, live: Shapes, rules: Sequence[Any], tp: int = 1, **fields: Any
+) -> tuple[RemappedIndex, Any]:
     index, data = make_index(shapes, tp=tp, **fields)
-    made = feed(index, {name: (shape,) * tp for name, shape in live.items()}, parse_renames(rules))
+    made = apply_renames(index, {name: (shape,) * tp for name, shape in live.items()}, parse_renames(rules))
     before = {(name, s, r): read(index, data, name, s, r) for name in shapes for s in STATES for r in range(tp)}
     names = sorted({key.name for key in made.index.stored.atoms})
     after = {(name, s, r): read(made.index, data, name, s, r) for name in names for s in STATES for r in range(tp)}
@@ -81,7 +83,7 @@ def test_fusing_and_splitting_are_inverse() -> None:
 def test_what_lies_in_the_files_twice_moves_along() -> None:
     index, _ = make_index({"x": (4, 2)}, cut=8)
     index.stored.repeated[index.find("x", MASTER).key] = ((0, Fragment(1, 6, 0, 400)),)  # type: ignore[union-attr]
-    found = recast(index, {f"x.{e}": Made((Block("x", e, 4),), 1) for e in range(4)}).stored.repeated
+    found = derive(index, {f"x.{e}": DerivedParam((Slice("x", e, 4),), 1) for e in range(4)}).stored.repeated
     assert [(key.name, each) for key, (each,) in found.items()] == [
         ("x.0", (0, Fragment(1, 1, 0, 400))),
         ("x.1", (0, Fragment(0, 2, 0, 404))),
@@ -141,7 +143,7 @@ def test_what_is_cut_out_of_tensor_parallel_shards_is_united_by_rules_of_its_own
     wanted = {f"mlp.experts.{w}.{e}": both[e, k] for k, w in enumerate(("w1", "w3")) for e in range(2)}
     wanted |= {f"mlp.experts.w2.{e}": out.reshape(2, 4, 6)[e] for e in range(2)}
     live = {name: (tensor.shape,) for name, tensor in wanted.items()}
-    made = feed(index, live, [each for one in rules for each in one.renames])
+    made = apply_renames(index, live, [each for one in rules for each in one.renames])
     found = {key.name: read_united(united, data) for key, united in unite_atoms(made.index, rules).atoms.items()}
     assert found.keys() == wanted.keys()
     assert all(np.array_equal(found[name], tensor) for name, tensor in wanted.items())
@@ -182,7 +184,7 @@ def test_what_is_left_out() -> None:
     rules = [{"from": "r", "to": None}, {"from": None, "to": "new|s"}]
     saved = {"r": (4, 2), "s": (2,), "t": (1,)}
     made, (_, after) = carry_out(saved, {**saved, "r": (8, 2), "new": (3,)}, rules)
-    assert made.fresh == {"r", "new"}
+    assert made.unfed == {"r", "new"}
     assert {name for name, _, _ in after} == {"s", "t"}
     assert made.notes[1] == "rename: new, r keep the new model's values"
 
@@ -249,7 +251,7 @@ def test_experts_that_do_not_go_together(what: str) -> None:
         left = [atom for key, atom in index.stored.atoms.items() if key[:2] != ("a.1", "exp_avg")]
         index = index.change(atoms=Atoms.of(left))
     with pytest.raises(MismatchError, match=f"x is made of a.0 and a.1, which were saved with other {what}"):
-        recast(index, {"x": Made((Block("a.0"), Block("a.1")), 1)})
+        derive(index, {"x": DerivedParam((Slice("a.0"), Slice("a.1")), 1)})
 
 
 @pytest.mark.parametrize(

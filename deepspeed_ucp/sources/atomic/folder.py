@@ -24,7 +24,7 @@ from ...errors import CheckpointError, UcpError
 from ...io.distance import measure_distance
 from ...io.paths import Entry, is_url
 from ...io.store import find_entry, list_tree
-from ...plan.recast import split_experts
+from ...plan.derive import split_experts
 from ...topology import ATOMIC, Topology
 from ..files import MANIFEST, holds_atoms
 from ..findings import Finding, from_failure

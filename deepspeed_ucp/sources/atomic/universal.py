@@ -13,7 +13,7 @@ from ...patterns import from_universal_info
 from ...patterns.layout import Shape
 from ...patterns.recorded import record_pattern
 from ...patterns.regex import Matcher
-from ...plan.recast import split_experts
+from ...plan.derive import split_experts
 from ...topology import ATOMIC, Topology
 from ...torchsave.records import FileRecord
 from ..builder import Builder

@@ -10,28 +10,30 @@ from ..atoms import AtomicIndex
 from ..errors import MismatchError
 from ..flat import Shape
 from ..patterns import Rename
-from .feeds import Ends, Recast, feed, list_shapes
+from .renames import Ends, RemappedIndex, apply_renames, list_shapes
 from .settling import Shapes
 
 _ASK = "of how many experts a layer is made only the model tells: give their number (experts)"
 
 
-def feed_foreseen(index: AtomicIndex, renames: Sequence[Rename], experts: int | None = None) -> Recast:
+def predict_renames(index: AtomicIndex, renames: Sequence[Rename], experts: int | None = None) -> RemappedIndex:
     """The checkpoint as the rules make it for the model that they lead to.
 
     Args:
-        experts: as of :func:`foresee`.
+        experts: as of :func:`predict_shapes`.
 
     Raises:
         MismatchError: the rules do not tell that model, or do not fit what was saved.
         ConfigError: a rule asks for what is not there.
     """
     if not renames:
-        return Recast(index)
-    return feed(index, foresee(list_shapes(index), renames, experts), renames)
+        return RemappedIndex(index)
+    return apply_renames(index, predict_shapes(list_shapes(index), renames, experts), renames)
 
 
-def foresee(saved: Shapes, renames: Sequence[Rename], experts: int | None = None) -> dict[str, tuple[Shape, ...]]:
+def predict_shapes(
+    saved: Shapes, renames: Sequence[Rename], experts: int | None = None
+) -> dict[str, tuple[Shape, ...]]:
     """Local shapes by tensor-parallel rank of what the rules make of saved parameters; what none matches stays.
 
     All rules that cut, join, count or leave out experts are carried out; of the others the first that matches.
@@ -44,16 +46,16 @@ def foresee(saved: Shapes, renames: Sequence[Rename], experts: int | None = None
         MismatchError: the rules do not tell how many experts there are.
     """
     special, plain = ([rule for rule in renames if rule.is_plain == each] for each in (False, True))
-    foreseen = _Foreseen(experts)
+    predicted = _Predicted(experts)
     for name, shapes in saved.items():
         found = [rule for rule in special if _is_about(rule, name)]
         for rule in found:
-            foreseen.add(rule, name, shapes)
+            predicted.add(rule, name, shapes)
         if not found:
             names = (new for rule in plain if (new := rule.apply(name)) is not None)
-            foreseen.shapes[next(names, name)] = shapes
-    foreseen.join()
-    return foreseen.shapes
+            predicted.shapes[next(names, name)] = shapes
+    predicted.join()
+    return predicted.shapes
 
 
 def _is_about(rule: Rename, name: str) -> bool:
@@ -61,11 +63,11 @@ def _is_about(rule: Rename, name: str) -> bool:
 
 
 @dataclass
-class _Foreseen:
+class _Predicted:
     """Shapes, rule by rule.
 
     Attributes:
-        experts: see :func:`foresee`.
+        experts: see :func:`predict_shapes`.
         shapes: of new names.
         counted: by what surrounds an expert's number in a new name, the numbers of the saved ones.
         joined: by new name (experts, parts) so far, and the shape of one.

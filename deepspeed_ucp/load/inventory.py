@@ -12,8 +12,8 @@ from ..comm import Comm
 from ..errors import MismatchError, shorten
 from ..flat import Shape
 from ..patterns import RuleSet, find_idle, from_attributes, from_universal_info, list_renames
-from ..plan.feeds import list_names
-from ..plan.match import Live, Match
+from ..plan.match import Match, TargetInventory
+from ..plan.renames import list_names
 from ..plan.settling import Shapes, settle_index
 from ..plan.wants import Layouts
 from ..sources.naming import CHANGING
@@ -23,7 +23,7 @@ from ..targets.parallel import live_attributes, live_universal_info
 logger = logging.getLogger("deepspeed_ucp")
 
 
-def take_census(target: Target, extras: Sequence[LiveBuffer], comm: Comm) -> Live:
+def gather_inventory(target: Target, extras: Sequence[LiveBuffer], comm: Comm) -> TargetInventory:
     """Ask every model-parallel rank what it holds; collective.
 
     Raises:
@@ -32,11 +32,11 @@ def take_census(target: Target, extras: Sequence[LiveBuffer], comm: Comm) -> Liv
     place = target.place
     ordinals = {name: (each.ordinal, each.count) for name, each in target.instances().items()}
 
-    def tell() -> tuple[int, Live] | None:
+    def tell() -> tuple[int, TargetInventory] | None:
         """This rank's own tensors; the first of its replicas speaks for the others."""
         if not target.is_first_replica:
             return None
-        return place.tp_rank, Live(
+        return place.tp_rank, TargetInventory(
             {name: (shape,) for name, shape in target.owned_shapes().items() if target.speaks_for(name)},
             {extra.name: (extra.shape,) for extra in extras if target.speaks_for(extra.name)},
             target.aliases,
@@ -50,7 +50,9 @@ def take_census(target: Target, extras: Sequence[LiveBuffer], comm: Comm) -> Liv
     return comm.run(lambda: _join(parts, ordinals, place.tp))
 
 
-def _join(parts: Sequence[tuple[int, Live]], ordinals: Mapping[str, tuple[int, int]], tp: int) -> Live:
+def _join(
+    parts: Sequence[tuple[int, TargetInventory]], ordinals: Mapping[str, tuple[int, int]], tp: int
+) -> TargetInventory:
     """What all model-parallel ranks hold, from what each of them does with its tensor-parallel rank."""
     aliases: dict[str, str] = {}
     counts: dict[str, int] = {}
@@ -60,7 +62,7 @@ def _join(parts: Sequence[tuple[int, Live]], ordinals: Mapping[str, tuple[int, i
         counts.update(part.counts)
         attributes.update(part.attributes)
     experts_over_tp = {name for _, part in parts for name in part.experts_over_tp}
-    return Live(
+    return TargetInventory(
         _order([(rank, part.owned) for rank, part in parts], tp, experts_over_tp),
         _order([(rank, part.extras or {}) for rank, part in parts], tp, experts_over_tp),
         aliases,
@@ -87,7 +89,7 @@ def _order(parts: Iterable[tuple[int, Shapes]], tp: int, experts_over_tp: Set[st
     return {name: tuple(held[rank] for rank in range(len(held))) for name, held in found.items()}
 
 
-def check_alike(live: Live, target: Target, extras: Iterable[LiveBuffer]) -> None:
+def check_alike(live: TargetInventory, target: Target, extras: Iterable[LiveBuffer]) -> None:
     """Hold this rank's tensors against those that data-parallel rank 0 told of.
 
     Raises:
@@ -179,7 +181,9 @@ def tell_idle(index: AtomicIndex, rules: Sequence[RuleSet]) -> None:
         logger.info("patterns: %s", shorten(idle))
 
 
-def settle_layouts(index: AtomicIndex, live: Live, match: Match, rules: Sequence[RuleSet], *, tell: bool) -> Layouts:
+def settle_layouts(
+    index: AtomicIndex, live: TargetInventory, match: Match, rules: Sequence[RuleSet], *, tell: bool
+) -> Layouts:
     """How source and target cut each matched tensor, by saved name; without tensor parallelism only those of
     another number of rows, which a vocabulary's padding makes.
 
@@ -205,7 +209,7 @@ def settle_layouts(index: AtomicIndex, live: Live, match: Match, rules: Sequence
     return settled.pairs
 
 
-def list_live_rules(live: Live, saved: Mapping[str, str]) -> list[RuleSet]:
+def list_live_rules(live: TargetInventory, saved: Mapping[str, str]) -> list[RuleSet]:
     """What the live engine tells of its parameters: AutoTP's maps, then Megatron's attributes.
 
     Args:

@@ -13,7 +13,7 @@ from typing import Any
 from ..atoms import AtomicIndex, GroupInfo
 from ..errors import MismatchError, fold_names, shorten
 from ..patterns import Rename, rename_names
-from .recast import Block, Made, recast
+from .derive import DerivedParam, Slice, derive
 from .settling import Shapes, list_weights
 
 _NUMBER = re.compile(r"(?<!\d)\d{1,9}(?!\d)", re.ASCII)
@@ -24,25 +24,27 @@ Ends = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Recast:
+class RemappedIndex:
     """A checkpoint as the rules make it.
 
     Attributes:
         index: with the live parameters in the place of the saved ones that are cut, joined or copied into them.
         renamed: live name → name in the index, of those that rules do no more than rename.
         made: names in the index of what rules cut, join or copy.
-        fresh: live parameters that nothing feeds, by the user's word.
+        unfed: live parameters that nothing feeds, by the user's word.
         notes: what is copied and what is left out, in words.
     """
 
     index: AtomicIndex
     renamed: Mapping[str, str] = field(default_factory=dict)
     made: Set[str] = frozenset()
-    fresh: frozenset[str] = frozenset()
+    unfed: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
 
 
-def feed(index: AtomicIndex, live: Shapes, renames: Sequence[Rename], aliases: Iterable[str] = ()) -> Recast:
+def apply_renames(
+    index: AtomicIndex, live: Shapes, renames: Sequence[Rename], aliases: Iterable[str] = ()
+) -> RemappedIndex:
     """Carry out the rules.
 
     A rule counts where the live model does not have the saved names (of experts: with the saved shapes), so that one
@@ -58,19 +60,19 @@ def feed(index: AtomicIndex, live: Shapes, renames: Sequence[Rename], aliases: I
         ConfigError: a rule asks for what is not there.
     """
     if not renames:
-        return Recast(index)
+        return RemappedIndex(index)
     feeds = _Feeds(list_shapes(index), live)
     for rule in renames:
         feeds.add(rule)
     feeds.join()
     if feeds.made or feeds.left:
-        index = _unite_groups(recast(index, feeds.made, feeds.left), feeds.made)
+        index = _unite_groups(derive(index, feeds.made, feeds.left), feeds.made)
     renamed = find_renamed(list_names(index), {*live, *aliases}, renames)
-    return Recast(index, renamed, feeds.made.keys(), feeds.fresh, feeds.notes)
+    return RemappedIndex(index, renamed, feeds.made.keys(), feeds.unfed, feeds.notes)
 
 
 def find_renamed(saved: Set[str], live: Set[str], renames: Sequence[Rename]) -> dict[str, str]:
-    """Live name → saved name, of the saved names that are not live and that rules give a live one."""
+    """TargetInventory name → saved name, of the saved names that are not live and that rules give a live one."""
     return {new: old for old, new in rename_names(sorted(saved - live), renames, live).items() if new in live}
 
 
@@ -95,17 +97,17 @@ class _Feeds:
         joined: by live parameter, by (expert, part) the saved parameter, and of how many parts.
         copied: live parameters of which several are fed by the same saved one, which is told.
         passed: saved parameters that hold several experts, and the numbers of those that are left out.
-        fresh: see :class:`Recast`.
+        unfed: see :class:`RemappedIndex`.
     """
 
     saved: Shapes
     live: Shapes
-    made: dict[str, Made] = field(default_factory=dict)
+    made: dict[str, DerivedParam] = field(default_factory=dict)
     left: set[str] = field(default_factory=set)
     joined: dict[str, dict[tuple[int, int], tuple[str, int]]] = field(default_factory=lambda: defaultdict(dict))
     copied: dict[str, str] = field(default_factory=dict)
     passed: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
-    fresh: frozenset[str] = frozenset()
+    unfed: frozenset[str] = frozenset()
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -116,12 +118,12 @@ class _Feeds:
             *([f"rename: {copied}, optimizer states included"] if self.copied else ()),
             *([f"rename: {_fold(sorted(self.left))} of the checkpoint are left out"] if self.left else ()),
             *(f"rename: of {name} experts {numbers} are left out" for name, numbers in passed.items()),
-            *([f"rename: {_fold(sorted(self.fresh))} keep the new model's values"] if self.fresh else ()),
+            *([f"rename: {_fold(sorted(self.unfed))} keep the new model's values"] if self.unfed else ()),
         )
 
     @cached_property
     def experts(self) -> dict[Ends, dict[int, str]]:
-        """Live names by every number in them, and what surrounds it."""
+        """TargetInventory names by every number in them, and what surrounds it."""
         found: dict[Ends, dict[int, str]] = defaultdict(dict)
         for name in self.live:
             for number in _NUMBER.finditer(name):
@@ -134,7 +136,7 @@ class _Feeds:
         if None in (rule.pattern, rule.template):
             self._leave_out(rule)
             return
-        families: dict[Ends, dict[int, Block]] = defaultdict(dict)
+        families: dict[Ends, dict[int, Slice]] = defaultdict(dict)
         for name in sorted(self.saved):
             if rule.source:
                 self._note_numbered(rule, name, families)
@@ -147,19 +149,19 @@ class _Feeds:
         for ends, held in families.items():
             self._choose(rule, ends, held)
 
-    def _note_numbered(self, rule: Rename, name: str, families: dict[Ends, dict[int, Block]]) -> None:
+    def _note_numbered(self, rule: Rename, name: str, families: dict[Ends, dict[int, Slice]]) -> None:
         """The expert that a saved parameter is, or the experts in it, which to a rule are ``name.0``, ``name.1``, …"""
         groups, (part, parts) = rule.match(name), rule.part
         if groups is not None:
-            own = {rule.find_saved(groups): Block(name, part, parts)}
+            own = {rule.find_saved(groups): Slice(name, part, parts)}
         elif groups := rule.match(f"{name}.0"):
             count = next(iter(self.saved[name][0]), 0)
-            own = {number: Block(name, number * parts + part, count * parts) for number in range(count)}
+            own = {number: Slice(name, number * parts + part, count * parts) for number in range(count)}
         else:
             return
         held = families[rule.split(groups, name)]
-        for number, block in own.items():
-            if held.setdefault(number, block) != block:
+        for number, piece in own.items():
+            if held.setdefault(number, piece) != piece:
                 raise MismatchError(
                     f"rename: {held[number].name} and {name} are both expert {number} of one layer. Let the rules "
                     f"match one of them. {_ADVICE}"
@@ -170,7 +172,7 @@ class _Feeds:
         named |= {name for name in self.live if rule.match_live(name)}
         found = sorted(name for name in named if self.saved.get(name) != self.live.get(name))
         self.left.update(name for name in found if name in self.saved)
-        self.fresh |= {name for name in found if name in self.live}
+        self.unfed |= {name for name in found if name in self.live}
 
     def _note_joined(self, rule: Rename, name: str, groups: Mapping[str, str]) -> None:
         new = rule.fill(rule.template or "", groups, name)
@@ -199,14 +201,14 @@ class _Feeds:
                 f"{len(experts)}{f' with {parts} parts each' if parts > 1 else ''}, to be cut. {_ADVICE}"
             )
         for expert, new in experts.items():
-            block = Block(name, expert * parts + number, len(experts) * parts)
-            self._make(new, Made((block,), len(self.live[new][0])))
+            piece = Slice(name, expert * parts + number, len(experts) * parts)
+            self._make(new, DerivedParam((piece,), len(self.live[new][0])))
 
-    def _choose(self, rule: Rename, ends: Ends, held: Mapping[int, Block]) -> None:
+    def _choose(self, rule: Rename, ends: Ends, held: Mapping[int, Slice]) -> None:
         """Every new expert names the saved one that feeds it."""
         whole = self._find_whole(ends)
         experts = dict.fromkeys(range(self.live[whole][0][0]), whole) if whole else self.experts.get(ends, {})
-        names = {block.name for block in held.values()}
+        names = {piece.name for piece in held.values()}
         if not experts or (names == set(experts.values()) and all(self.saved[n] == self.live[n] for n in names)):
             return
         chosen = {expert: rule.choose(expert) for expert in sorted(experts)}
@@ -216,12 +218,12 @@ class _Feeds:
                 f"rename: {rule.pattern!r} lets saved expert {lacking[0]} feed {new}; saved are {sorted(held)} there."
             )
         self._check_tp_shards(rule, [*names, *experts.values()], fused=bool(whole) or len(names) < len(held))
-        blocks: dict[str, list[Block]] = defaultdict(list)
+        slices: dict[str, list[Slice]] = defaultdict(list)
         for expert, number in chosen.items():
-            blocks[experts[expert]].append(held[number])
-        for new, own in blocks.items():
+            slices[experts[expert]].append(held[number])
+        for new, own in slices.items():
             shape = self.live[new][0]
-            self._make(new, Made(tuple(own), len(shape), shape[:1] if whole else ()))
+            self._make(new, DerivedParam(tuple(own), len(shape), shape[:1] if whole else ()))
         if len(set(chosen.values())) < len(chosen):
             news = {expert: f"{whole}.{expert}" if whole else experts[expert] for expert in chosen}
             olds = {number: f"{b.name}.{number}" if len(names) < len(held) else b.name for number, b in held.items()}
@@ -247,8 +249,8 @@ class _Feeds:
                 "without tensor parallelism on both sides."
             )
 
-    def _leave_numbers(self, held: Mapping[int, Block], numbers: Collection[int]) -> None:
-        used = {block.name for number, block in held.items() if number not in numbers}
+    def _leave_numbers(self, held: Mapping[int, Slice], numbers: Collection[int]) -> None:
+        used = {piece.name for number, piece in held.items() if number not in numbers}
         for number in sorted(numbers):
             if held[number].name in used:
                 self.passed[held[number].name].append(number)
@@ -258,7 +260,7 @@ class _Feeds:
     def _copy(self, sources: Mapping[str, str]) -> None:
         """Live parameters that are saved ones as they are, several of them the same one."""
         for new, name in sources.items():
-            self._make(new, Made((Block(name),), len(self.saved[name][0])))
+            self._make(new, DerivedParam((Slice(name),), len(self.saved[name][0])))
         if len(set(sources.values())) < len(sources):
             self.copied.update(sources)
 
@@ -274,24 +276,24 @@ class _Feeds:
                 )
             names = [held[place][0] for place in wanted]
             dims, one = len(self.live[new][0]), len(self.saved[names[0]][0])
-            self._make(new, Made(tuple(map(Block, names)), dims, (experts,) if dims > one else ()))
+            self._make(new, DerivedParam(tuple(map(Slice, names)), dims, (experts,) if dims > one else ()))
 
-    def _make(self, new: str, made: Made) -> None:
+    def _make(self, new: str, made: DerivedParam) -> None:
         if self.made.setdefault(new, made) != made:
             raise MismatchError(
-                f"rename: {made.blocks[0].name} and {self.made[new].blocks[0].name} both feed {new}; one rule only may."
+                f"rename: {made.slices[0].name} and {self.made[new].slices[0].name} both feed {new}; one rule only may."
             )
-        here, tp_shards = self.live[new], range(len(self.saved[made.blocks[0].name]))
+        here, tp_shards = self.live[new], range(len(self.saved[made.slices[0].name]))
         shapes = tuple(self._find_shape(made, tp_shard) for tp_shard in tp_shards)
         if _count(shapes) != _count(here) or (len(shapes) == len(here) and shapes != here):
             raise MismatchError(
-                f"rename: {new} {self.live[new][0]} cannot be made of {_fold([b.name for b in made.blocks])} "
-                f"{self.saved[made.blocks[0].name][0]}, which makes {shapes[0]}. {_ADVICE}"
+                f"rename: {new} {self.live[new][0]} cannot be made of {_fold([b.name for b in made.slices])} "
+                f"{self.saved[made.slices[0].name][0]}, which makes {shapes[0]}. {_ADVICE}"
             )
 
-    def _find_shape(self, made: Made, tp_shard: int) -> tuple[int, ...]:
-        numel = sum(prod(self.saved[block.name][tp_shard]) // block.count for block in made.blocks)
-        return made.find_shape(numel, self.saved[made.blocks[0].name][tp_shard])
+    def _find_shape(self, made: DerivedParam, tp_shard: int) -> tuple[int, ...]:
+        numel = sum(prod(self.saved[piece.name][tp_shard]) // piece.count for piece in made.slices)
+        return made.find_shape(numel, self.saved[made.slices[0].name][tp_shard])
 
 
 def _count(shapes: Sequence[tuple[int, ...]]) -> int:
@@ -304,7 +306,7 @@ def _fold(names: Iterable[str]) -> str:
     return shorten([name for name, _ in folded], 4)
 
 
-def _unite_groups(index: AtomicIndex, made: Mapping[str, Made]) -> AtomicIndex:
+def _unite_groups(index: AtomicIndex, made: Mapping[str, DerivedParam]) -> AtomicIndex:
     """A group of experts alone goes into another one of the same hyper-parameters: here they may be in one."""
     groups: list[GroupInfo] = []
     for group in sorted(index.run.groups, key=lambda group: _is_made(group, made)):
@@ -321,5 +323,5 @@ def _describe(group: GroupInfo) -> dict[str, Any]:
     return {key: value for key, value in group.hyper.items() if key != "name"}
 
 
-def _is_made(group: GroupInfo, made: Mapping[str, Made]) -> bool:
+def _is_made(group: GroupInfo, made: Mapping[str, DerivedParam]) -> bool:
     return all(member.name in made for member in group.members)

@@ -1,8 +1,8 @@
 """An index under other names: parameters that are joined of several saved ones, cut out of one, copied, left out.
 
-A :class:`Made` parameter is blocks of saved ones, one behind the other, and so are its fragments: nothing behind the
+A :class:`DerivedParam` is slices of saved ones, one behind the other, and so are its fragments: nothing behind the
 index knows that it is not a saved one. AutoEP's universal form and the user's rules about experts
-(:mod:`deepspeed_ucp.plan.feeds`) are told so.
+(:mod:`deepspeed_ucp.plan.renames`) are told so.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Repeated = tuple[tuple[int, Fragment], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class Slice:
     """One of ``count`` equal runs of elements, in their order, of a saved parameter's shard; by default all of it."""
 
     name: str
@@ -31,22 +31,22 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
-    """A parameter that is made of blocks, one behind the other, on every tensor-parallel rank alike.
+class DerivedParam:
+    """A parameter that is made of slices, one behind the other, on every tensor-parallel rank alike.
 
     Attributes:
-        blocks: of saved parameters.
-        dims: dimensions of its shape, of which the last are the first block's parameter's.
-        lead: sizes in front of the dimension along which the blocks' rows follow each other.
+        slices: of saved parameters.
+        dims: dimensions of its shape, of which the last are the first slice's parameter's.
+        lead: sizes in front of the dimension along which the slices' rows follow each other.
     """
 
-    blocks: tuple[Block, ...]
+    slices: tuple[Slice, ...]
     dims: int
     lead: Shape = ()
 
     def find_shape(self, numel: int, saved: Shape) -> Shape:
-        """Its shape, with so many elements; ``saved`` is that of the first block's parameter."""
-        if (len(self.blocks), self.blocks[0].count, self.dims) == (1, 1, len(saved)):
+        """Its shape, with so many elements; ``saved`` is that of the first slice's parameter."""
+        if (len(self.slices), self.slices[0].count, self.dims) == (1, 1, len(saved)):
             return saved
         inner = self.dims - len(self.lead) - 1
         if inner < 0:
@@ -60,20 +60,20 @@ def fuse_experts(index: AtomicIndex) -> AtomicIndex:
     dims = {key.name: len(atom.shape) for key, atom in index.stored.atoms.items()}
     made = {}
     for name, count in index.model.fused.items():
-        experts = tuple(Block(f"{name}.{expert}") for expert in range(count))
-        made[name] = Made(experts, dims.get(experts[0].name, 0) + 1, (count,))
-    return recast(index, made)
+        experts = tuple(Slice(f"{name}.{expert}") for expert in range(count))
+        made[name] = DerivedParam(experts, dims.get(experts[0].name, 0) + 1, (count,))
+    return derive(index, made)
 
 
 def split_experts(index: AtomicIndex, fused: Mapping[str, int]) -> AtomicIndex:
     """The inverse: an atom for each expert of parameters that hold so many of them, one behind the other."""
     shapes = {key.name: atom.shape for key, atom in index.stored.atoms.items() if key.name in fused}
     made = {
-        f"{name}.{expert}": Made((Block(name, expert, fused[name]),), len(shape) - 1)
+        f"{name}.{expert}": DerivedParam((Slice(name, expert, fused[name]),), len(shape) - 1)
         for name, shape in shapes.items()
         for expert in range(fused[name])
     }
-    return recast(index, made).change(fused=dict(fused))
+    return derive(index, made).change(fused=dict(fused))
 
 
 def rename_all(index: AtomicIndex, renamed: Mapping[str, str]) -> AtomicIndex:
@@ -85,10 +85,10 @@ def rename_all(index: AtomicIndex, renamed: Mapping[str, str]) -> AtomicIndex:
     if not renamed:
         return index
     dims = {key.name: len(atom.shape) for key, atom in index.stored.atoms.items()}
-    return recast(index, {new: Made((Block(old),), dims[old]) for new, old in renamed.items() if old in dims})
+    return derive(index, {new: DerivedParam((Slice(old),), dims[old]) for new, old in renamed.items() if old in dims})
 
 
-def recast(index: AtomicIndex, made: Mapping[str, Made], dropped: Iterable[str] = ()) -> AtomicIndex:
+def derive(index: AtomicIndex, made: Mapping[str, DerivedParam], dropped: Iterable[str] = ()) -> AtomicIndex:
     """The index with parameters in the place of those that they are made of.
 
     Args:
@@ -99,15 +99,15 @@ def recast(index: AtomicIndex, made: Mapping[str, Made], dropped: Iterable[str] 
         MismatchError: a parameter that is made is there already; what one is made of has different states, dtypes, step
             counts or hyper-parameters.
     """
-    used = {block.name for each in made.values() for block in each.blocks} | set(dropped)
+    used = {piece.name for each in made.values() for piece in each.slices} | set(dropped)
     if twice := sorted({key.name for key in index.stored.atoms} & made.keys() - used):
-        feeding = shorten([block.name for block in made[twice[0]].blocks])
+        feeding = shorten([piece.name for piece in made[twice[0]].slices])
         raise MismatchError(
             f"The checkpoint has {shorten(twice)} itself, which {feeding} is to feed; leave one of them out."
         )
     heads: dict[str, list[str]] = defaultdict(list)
     for name, each in made.items():
-        heads[each.blocks[0].name].append(name)
+        heads[each.slices[0].name].append(name)
     _check_alike(index, made, used)
     view = _View(used, heads)
     held: dict[ParamKey, list[Holding]] = {}
@@ -136,7 +136,7 @@ def recast(index: AtomicIndex, made: Mapping[str, Made], dropped: Iterable[str] 
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """What stands in the place of a saved parameter that is used: those whose first block is of it."""
+    """What stands in the place of a saved parameter that is used: those whose first piece is of it."""
 
     used: Container[str]
     heads: Mapping[str, Sequence[str]]
@@ -151,42 +151,42 @@ class _View:
         return {new: value for param, value in held.items() for new in self.params((param,))}
 
 
-def _make_atom(index: AtomicIndex, key: AtomKey, made: Made) -> Atom:
+def _make_atom(index: AtomicIndex, key: AtomKey, made: DerivedParam) -> Atom:
     atoms = index.stored.atoms
-    sources = [atoms[key._replace(name=block.name)] for block in made.blocks]
+    sources = [atoms[key._replace(name=piece.name)] for piece in made.slices]
     shards = []
     for tp_shard, first in enumerate(sources[0].shards):
-        held = [(block, source.shards[tp_shard]) for block, source in zip(made.blocks, sources, strict=True)]
-        fragments = [part for block, shard in held for part in [(block, shard.numel, shard.fragments)]]
-        numel = sum(shard.numel // block.count for block, shard in held)
+        held = [(piece, source.shards[tp_shard]) for piece, source in zip(made.slices, sources, strict=True)]
+        fragments = [part for piece, shard in held for part in [(piece, shard.numel, shard.fragments)]]
+        numel = sum(shard.numel // piece.count for piece, shard in held)
         shape = made.find_shape(numel, first.shape)
         shards.append(Shard(shape, tuple(_move(fragments, ITEMSIZE[sources[0].dtype]))))
     return Atom(key.name, key.state, sources[0].dtype, tuple(shards), key.instance)
 
 
-def _repeat(index: AtomicIndex, key: AtomKey, made: Made) -> Repeated:
+def _repeat(index: AtomicIndex, key: AtomKey, made: DerivedParam) -> Repeated:
     """What of it lies in the files a second time."""
     atoms, found = index.stored.atoms, []
-    sources = [key._replace(name=block.name) for block in made.blocks]
+    sources = [key._replace(name=piece.name) for piece in made.slices]
     for tp_shard in range(len(atoms[sources[0]].shards)):
         held = []
-        for block, source in zip(made.blocks, sources, strict=True):
+        for piece, source in zip(made.slices, sources, strict=True):
             again = tuple(fragment for at, fragment in index.stored.repeated.get(source, ()) if at == tp_shard)
-            held.append((block, atoms[source].shards[tp_shard].numel, again))
+            held.append((piece, atoms[source].shards[tp_shard].numel, again))
         found += [(tp_shard, fragment) for fragment in _move(held, ITEMSIZE[atoms[sources[0]].dtype])]
     return tuple(found)
 
 
-def _move(held: Iterable[tuple[Block, int, tuple[Fragment, ...]]], itemsize: int) -> Iterator[Fragment]:
-    """What fragments hold of blocks, where these follow each other.
+def _move(held: Iterable[tuple[Slice, int, tuple[Fragment, ...]]], itemsize: int) -> Iterator[Fragment]:
+    """What fragments hold of slices, where these follow each other.
 
     Args:
-        held: per block the elements of the shard that it is cut out of, and the shard's fragments.
+        held: per piece the elements of the shard that it is cut out of, and the shard's fragments.
     """
     position = 0
-    for block, numel, fragments in held:
-        size = numel // block.count
-        begin = block.number * size
+    for piece, numel, fragments in held:
+        size = numel // piece.count
+        begin = piece.number * size
         for each in fragments:
             low, high = max(each.start, begin), min(each.start + each.numel, begin + size)
             if low < high:
@@ -195,7 +195,7 @@ def _move(held: Iterable[tuple[Block, int, tuple[Fragment, ...]]], itemsize: int
         position += size
 
 
-def _check_alike(index: AtomicIndex, made: Mapping[str, Made], used: Container[str]) -> None:
+def _check_alike(index: AtomicIndex, made: Mapping[str, DerivedParam], used: Container[str]) -> None:
     """Whether what parameters are made of goes together."""
     kinds: dict[str, set[tuple[str, int, str]]] = defaultdict(set)
     for key, atom in index.stored.atoms.items():
@@ -204,7 +204,7 @@ def _check_alike(index: AtomicIndex, made: Mapping[str, Made], used: Container[s
     hypers = {param.name: group.hyper for group in index.run.groups for param in group.members if param.name in used}
     scalars = {param.name: told for param, told in index.run.scalars.items() if param.name in used}
     for name, each in made.items():
-        first, *others = dict.fromkeys(block.name for block in each.blocks)
+        first, *others = dict.fromkeys(piece.name for piece in each.slices)
         for other in others:
             for what, told in (("states", kinds), ("step counts", scalars), ("hyper-parameters", hypers)):
                 if told.get(first) != told.get(other):
