@@ -350,7 +350,7 @@ def load_rank(index: AtomicIndex, target: FakeTarget, comm: Comm, options: Optio
         read_all(transfer)
         assert transfer.verify() == 0
 
-    transfer.persist(work)
+    transfer.read_with_failover(work)
     for mean in rank.work.into.means:
         rank.count(rank.work.into.buffers[mean.buffer].tensor)[mean.low : mean.high] += 1
     transfer.fill()

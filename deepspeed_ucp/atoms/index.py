@@ -13,7 +13,7 @@ from .held import FileRef, Fragment, Record, Records
 from .keys import AtomKey, ParamKey
 
 if TYPE_CHECKING:  # numpy takes long to import
-    from ..sight import Sight
+    from ..access import ReadAccess
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class StoredAtoms:
         files, records: that atoms' fragments refer to by number.
         atoms: by parameter, state and instance.
         repeated: elements that lie in the files a second time, as ``tp_shard`` and fragment; they have to be the same.
-        sight: which ranks can read which files; None where every rank can read all.
+        access: which ranks can read which files; None where every rank can read all.
         failed: paths among the files' places that this rank passes over, since something there has failed.
     """
 
@@ -45,7 +45,7 @@ class StoredAtoms:
     records: Records
     atoms: Atoms
     repeated: dict[AtomKey, tuple[tuple[int, Fragment], ...]] = field(default_factory=dict)
-    sight: Sight | None = None
+    access: ReadAccess | None = None
     failed: set[str] = field(default_factory=set, compare=False)
 
     @classmethod

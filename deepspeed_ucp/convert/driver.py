@@ -44,7 +44,7 @@ from ..stream.batches import WorkOptions, stream
 from ..stream.checks import Checks
 from ..stream.copies import refuse_scattered
 from ..stream.reader import AtomReader, Item
-from ..stream.recovery import persist
+from ..stream.recovery import read_with_failover
 from ..stream.report import OutputReport
 from ..stream.samples import check_samples
 from ..stream.united import UnitedAtoms, unite_atoms
@@ -184,7 +184,7 @@ def convert_index(
                 _convert(work)
         return report
 
-    return persist(index, attempt, comm)
+    return read_with_failover(index, attempt, comm)
 
 
 def _plan(

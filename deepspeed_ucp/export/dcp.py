@@ -21,7 +21,7 @@ from ..io.threads import run_threads
 from ..patterns import RuleSet
 from ..plan.conversion import ALIGNMENT
 from ..plan.settling import describe_irregular
-from ..stream.recovery import persist
+from ..stream.recovery import read_with_failover
 from ..stream.report import OutputReport
 from .chunks import Planner, Writer, deal
 from .output import Export, stage_export
@@ -73,7 +73,7 @@ def export_dcp(
             export.verify(read, planner.checks, planner.repeated.nbytes)
         return export.report
 
-    return persist(index, attempt, comm)
+    return read_with_failover(index, attempt, comm)
 
 
 def _check_arguments(index: AtomicIndex, weights_only: bool, layout: str) -> None:

@@ -23,7 +23,7 @@ from ..plan.conversion import Batch, Output, plan_conversion
 from ..stream.batches import stream
 from ..stream.checks import Checks
 from ..stream.reader import AtomReader, Item
-from ..stream.recovery import persist
+from ..stream.recovery import read_with_failover
 from ..stream.report import OutputReport
 from .output import BESIDE, Export, stage_export
 from .tensors import ExportOptions, Selection, Tensor, select_tensors
@@ -169,7 +169,7 @@ def export_safetensors(
             export.verify(selection.weights, _fill(export, selection.weights, layout))
         return export.report
 
-    return persist(index, attempt, comm)
+    return read_with_failover(index, attempt, comm)
 
 
 def _prepare(folder: str, layout: SafeLayout, hf_dir: str | None) -> None:

@@ -26,7 +26,7 @@ from ..io.paths import is_url
 from ..sources.ownfiles import find_state_file
 from ..stream.checks import Checks
 from ..stream.copies import CopyReader, refuse_scattered
-from ..stream.recovery import persist
+from ..stream.recovery import read_with_failover
 from ..targets import Target
 from ..targets.finish import (
     find_extra_states,
@@ -82,7 +82,7 @@ def load_direct(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
         with report.phase("verify"):
             report.bytes_read += transfer.verify()
 
-    transfer.persist(read)
+    transfer.read_with_failover(read)
     source = _assemble(transfer, report) if arguments.custom_load_fn is not None else None
     report.files, report.threads = transfer.reader.files, transfer.reader.threads
 
@@ -128,13 +128,13 @@ def _assemble(transfer: Transfer, report: LoadReport) -> dict[str, torch.Tensor]
     """
     comm, config = transfer.comm, transfer.config
     with transfer.undoing(), report.phase("custom"):
-        return persist(transfer.index, lambda left: comm.run(lambda: assemble_module(left, config)), comm)
+        return read_with_failover(transfer.index, lambda left: comm.run(lambda: assemble_module(left, config)), comm)
 
 
 def asks_store(index: AtomicIndex, comm: Comm) -> bool:
     """Whether some rank reads something of a store; collective where ranks may read in different places."""
     here = any(is_url(path) for file in index.stored.files for path in (file.places or (file.path,))[:1])
-    if index.stored.sight is None and not any(file.places for file in index.stored.files):
+    if index.stored.access is None and not any(file.places for file in index.stored.files):
         return here  # the same on every rank
     return bool(comm.any_of(np.array([here]))[0])
 
@@ -216,7 +216,7 @@ def _read_saved(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
             checks.verify(left, comm)
             return left
 
-        index = persist(index, verify, comm)
+        index = read_with_failover(index, verify, comm)
     options = {"trust_pickle": job.config.trust_pickle, "checked": checked}
     first = _find_reader(index, index.run.state_file)
     saved = comm.once(lambda: _read_objects(index, index.run.state_file, **options), first)
@@ -237,14 +237,14 @@ def _read_saved(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
 
 def _find_reader(index: AtomicIndex, path: str) -> int:
     """The first rank that can read a file; the same by every rank's reckoning."""
-    if index.stored.sight is None:
+    if index.stored.access is None:
         return 0
-    return index.stored.sight.find_reader([file.path for file in index.stored.files].index(path))
+    return index.stored.access.find_reader([file.path for file in index.stored.files].index(path))
 
 
 def _ask_for(index: AtomicIndex, own: str | None, options: Mapping[str, Any], comm: Comm) -> list[dict[str, Any]]:
     """What is in a rank's own state file, where ranks see different files; collective there."""
-    if index.stored.sight is None:
+    if index.stored.access is None:
         return []
     paths = [file.path for file in index.stored.files]
     questions = [] if own is None else [(_find_reader(index, own), paths.index(own))]
@@ -257,7 +257,7 @@ def _read_objects(index: AtomicIndex, path: str, **options: Any) -> dict[str, An
     if not numbers:
         return read_objects(path, **options)
     with CopyReader(index.stored) as reader:
-        header = reader.persist(numbers[0], lambda file: read_header(file.path))
+        header = reader.read_with_failover(numbers[0], lambda file: read_header(file.path))
     return make_objects(header, **options)
 
 

@@ -19,7 +19,7 @@ from ..plan import Blocks, Claim, LoadPlan, ReadSizes, address_claims, decide, l
 from ..plan.claims import Table
 from ..plan.rounds import Near
 from ..plan.wants import Wants
-from ..stream.recovery import persist
+from ..stream.recovery import read_with_failover
 from ..stream.samples import check_samples
 from .destinations import Buffer
 from .exchange import CollectiveReader
@@ -64,7 +64,7 @@ class Transfer:
         told = (self.index, self.work.into, plan, self.comm, self.config, self.stages)
         return plan, self.comm.run(lambda: CollectiveReader(*told))  # which may allocate memory apart
 
-    def persist(self, work: Callable[[], None]) -> None:
+    def read_with_failover(self, work: Callable[[], None]) -> None:
         """Carry out pass 1 and its verification, again where files turn out damaged that have copies; collective.
 
         Args:
@@ -81,7 +81,7 @@ class Transfer:
             work()
 
         with self.undoing():
-            persist(self.index, attempt, self.comm)
+            read_with_failover(self.index, attempt, self.comm)
 
     def read(self) -> list[Checked]:
         """Pass 1: read everything, with its checksums, and fill what is not part of the engine."""
@@ -184,7 +184,7 @@ def negotiate(
         UcpError: a want cannot be located; the same on every rank.
     """
     records = index.stored.records
-    blocks = Blocks.of(records, sizes.block, comm.size, index.stored.sight)
+    blocks = Blocks.of(records, sizes.block, comm.size, index.stored.access)
     mask = np.zeros(len(records), np.bool_)
 
     def claim() -> tuple[list[Table], list[list[Claim]]]:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ..access import ReadAccess
 from ..atoms import Record, Records
-from ..sight import Sight
 from .locate import Extent, Want, cut_blocks, locate
 
 DISCARD, STAGE = -1, -2
@@ -162,28 +162,28 @@ class Blocks:
         nbytes: of each record.
         block: bytes per block.
         size: ranks.
-        sight: which of them can read which records; None where all can read all.
+        access: which of them can read which records; None where all can read all.
     """
 
     first: npt.NDArray[np.int64]
     nbytes: npt.NDArray[np.int64]
     block: int
     size: int
-    sight: Sight | None = None
+    access: ReadAccess | None = None
 
     @classmethod
-    def of(cls, records: Sequence[Record], block: int, size: int, sight: Sight | None = None) -> Blocks:
+    def of(cls, records: Sequence[Record], block: int, size: int, access: ReadAccess | None = None) -> Blocks:
         """Number the blocks of all records one after the other.
 
         Args:
-            sight: which ranks can read which files.
+            access: which ranks can read which files.
         """
         records = Records.of(records)
         nbytes = np.array(records.nbytes, np.int64)
         counts = -(-nbytes // block)
-        if sight is None:
+        if access is None:
             return cls(_number(counts), nbytes, block, size)
-        held = sight.choose(records.files)
+        held = access.choose(records.files)
         first = np.zeros(len(records), np.int64)
         for rows in split_groups(held.groups):
             first[rows] = _number(counts[rows])
@@ -192,11 +192,11 @@ class Blocks:
     def owners(self, records: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Owner of each (record, byte offset)."""
         turns: npt.NDArray[np.int64] = self.first[records] + offsets // self.block
-        if self.sight is None:
+        if self.access is None:
             return turns % self.size
-        groups = self.sight.groups[records]
+        groups = self.access.groups[records]
         for rows in split_groups(groups):
-            readers = self.sight.list_readers(groups[rows[0]])
+            readers = self.access.list_readers(groups[rows[0]])
             turns[rows] = readers[turns[rows] % len(readers)]
         return turns
 
@@ -209,18 +209,18 @@ class Blocks:
 
     def _list_shares(self, rank: int, touched: npt.NDArray[np.int64]) -> Iterable[tuple[int, int, int]]:
         """Records of which a rank may own blocks, with its place among their owners, and how many these are."""
-        if self.sight is None:
+        if self.access is None:
             turns = (rank - self.first[touched]) % self.size
             return ((record, rank, self.size) for record in touched[turns * self.block < self.nbytes[touched]].tolist())
-        mine = touched[self.sight.can_read(rank)[touched]]
-        groups = self.sight.groups[mine].tolist()
-        readers = {group: self.sight.list_readers(group) for group in set(groups)}
+        mine = touched[self.access.can_read(rank)[touched]]
+        groups = self.access.groups[mine].tolist()
+        readers = {group: self.access.list_readers(group) for group in set(groups)}
         places = {group: (int(np.searchsorted(ranks, rank)), len(ranks)) for group, ranks in readers.items()}
         return ((record, *places[group]) for record, group in zip(mine.tolist(), groups, strict=True))
 
     def find_blind(self, record: int) -> npt.NDArray[np.bool_] | None:
         """[ranks] which ranks cannot read a record; None where all can."""
-        return None if self.sight is None else ~self.sight.who_reads(int(self.sight.groups[record]))
+        return None if self.access is None else ~self.access.who_reads(int(self.access.groups[record]))
 
 
 def _number(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -20,9 +20,9 @@ from operator import itemgetter
 import numpy as np
 import numpy.typing as npt
 
+from ..access import ReadAccess
 from ..atoms import Record
 from ..flat import Span, find_gaps
-from ..sight import Sight
 from .claims import DISCARD, GRANTED, STAGE, Blocks, Claim, Part, Request, Table, address_claims
 
 Answers = npt.NDArray[np.int64]
@@ -388,7 +388,7 @@ def _find_places(answers: Sequence[Answers], wanted: int) -> list[list[int]]:
 
 
 def plan_ranks(
-    claims: Sequence[Sequence[Claim]], records: Sequence[Record], sizes: ReadSizes, sight: Sight | None = None
+    claims: Sequence[Sequence[Claim]], records: Sequence[Record], sizes: ReadSizes, access: ReadAccess | None = None
 ) -> list[LoadPlan]:
     """The plans of as many ranks as there are lists of claims, each on a machine of its own.
 
@@ -396,7 +396,7 @@ def plan_ranks(
     """
     ranks = range(len(claims))
     touched = np.array(sorted({claim.record for mine in claims for claim in mine}), np.int64)
-    blocks = Blocks.of(records, sizes.block, len(claims), sight)
+    blocks = Blocks.of(records, sizes.block, len(claims), access)
     files = [record.file for record in records]
     sent = [address_claims(mine, blocks) for mine in claims]
     decisions = [

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
+from ..access import ReadAccess
 from ..atoms import (
     COPY,
     ITEMSIZE,
@@ -29,7 +30,6 @@ from ..atoms import (
 )
 from ..errors import CheckpointError
 from ..flat import Cut, FlatBuffer
-from ..sight import Sight
 from ..torchsave.records import FileRecord
 from .alike import CRC, NBYTES, OFFSET, Batches, FileBatch
 from .files import Listing
@@ -121,7 +121,7 @@ class Builder:
             self.files.append(_refer(self.save.listing, header))
         return found
 
-    def find_sight(self) -> Sight | None:
+    def find_access(self) -> ReadAccess | None:
         """Which ranks can read which of the files; None where every rank can read all."""
         where = self.save.listing.where
         return None if where is None else where.see(list(self._file_ids))

@@ -16,7 +16,7 @@ from ..io.staging import MANIFEST
 from ..io.store import list_folder, list_tree
 
 if TYPE_CHECKING:
-    from .places import Whereabouts
+    from .places import FileTable
 
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _MODEL_ZERO3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
@@ -90,7 +90,7 @@ class Listing:
     expert_optim: dict[tuple[int, int], str] = field(default_factory=dict)
     copies: dict[str, str] = field(default_factory=dict)
     swaps: dict[SwapName, str] = field(default_factory=dict)
-    where: Whereabouts | None = None
+    where: FileTable | None = None
 
     def path(self, name: str) -> str:
         """Full path of a file."""
@@ -165,7 +165,7 @@ def list_sizes(folder: str) -> dict[str, int]:
     return {name: entry.size for name, entry in list_entries(folder).items()}
 
 
-def sort_files(folder: str, sizes: dict[str, int], where: Whereabouts | None = None) -> Listing:
+def sort_files(folder: str, sizes: dict[str, int], where: FileTable | None = None) -> Listing:
     """Give every file its role.
 
     Args:

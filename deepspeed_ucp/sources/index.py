@@ -138,7 +138,7 @@ def make_index(
     client = tuple(builder.record(save.main, each) for each in model.others)
     return AtomicIndex(
         stored=StoredAtoms(
-            tuple(builder.files), builder.records, atoms, builder.finish_repeated(), builder.find_sight()
+            tuple(builder.files), builder.records, atoms, builder.finish_repeated(), builder.find_access()
         ),
         run=RunState(
             scalars=builder.scalars,

@@ -26,7 +26,7 @@ from .headers import FileHeader
 from .index import build_index, enabled
 from .module import call_by_name
 from .naming import GroupNames, NamedGroups, Naming, Rename
-from .places import Whereabouts, find_files, list_files
+from .places import FileTable, find_files, list_files
 from .reading import read_file
 from .save import Save, arrange, complete_experts, count_ranks, expect_files, find_degrees, name_unsaved
 from .swapped import add_swapped, adopt_sums
@@ -221,7 +221,7 @@ def seal_folder(folder: str, comm: Comm, *, local: bool = False) -> None:
     found = where.share(list(swaps), lambda name: _sum_file(folder, name, swaps[name]), comm)
     sums = dict(zip(swaps, found, strict=True))
     sealed = [replace(header, crc=sums.get(header.name, header.crc)) for header in headers]
-    if where.sight is None:
+    if where.access is None:
         comm.once(lambda: write_seal(folder, sealed))
     else:
         hosts = where.list_by_host()
@@ -238,10 +238,10 @@ def _list_left(findings: Iterable[Finding]) -> list[str]:
     return [finding.file for finding in findings if finding.kind == "leftover" and not finding.names]
 
 
-def _survey_normal(where: Whereabouts, comm: Comm, naming: Naming) -> tuple[AtomicIndex | None, list[Finding]]:
+def _survey_normal(where: FileTable, comm: Comm, naming: Naming) -> tuple[AtomicIndex | None, list[Finding]]:
     """The index of a normal checkpoint and everything that is wrong with its files; collective."""
     save, findings = read_save(where, comm)
-    if naming.weights_only and make_error(findings) is not None and where.sight is None:
+    if naming.weights_only and make_error(findings) is not None and where.access is None:
         save, findings = _read_weights(where, comm) or (save, findings)
     if save is not None and SEAL in where.entries:
         faults, sums = where.once(SEAL, lambda: _compare_seal(where.find(SEAL)[0], save), comm)
@@ -256,7 +256,7 @@ def _survey_normal(where: Whereabouts, comm: Comm, naming: Naming) -> tuple[Atom
     return index, [*findings, *more, *find_unsaved(save)]
 
 
-def _read_weights(where: Whereabouts, comm: Comm) -> tuple[Save, list[Finding]] | None:
+def _read_weights(where: FileTable, comm: Comm) -> tuple[Save, list[Finding]] | None:
     """What of a save is whole without its optimizer's files, where that holds the weights; collective."""
     own = tuple({name: entry for name, entry in each.items() if not _holds_states(name)} for each in where.own)
     kept = {name: entry for name, entry in where.entries.items() if not _holds_states(name)}
@@ -295,7 +295,7 @@ def _build(save: Save, naming: Naming) -> tuple[AtomicIndex | None, list[Finding
         return None, [*unnamed, *from_error(folder, error)]
 
 
-def read_save(where: Whereabouts, comm: Comm) -> tuple[Save | None, list[Finding]]:
+def read_save(where: FileTable, comm: Comm) -> tuple[Save | None, list[Finding]]:
     """Read the headers of a save's files, each by one rank that sees it, and hold them against each other; collective.
 
     Args:
@@ -323,7 +323,7 @@ def read_save(where: Whereabouts, comm: Comm) -> tuple[Save | None, list[Finding
     return save, findings + (_find_late(where, headers) if comm.rank == 0 else [])
 
 
-def _find_late(where: Whereabouts, headers: Sequence[FileHeader]) -> list[Finding]:
+def _find_late(where: FileTable, headers: Sequence[FileHeader]) -> list[Finding]:
     """Warnings of files that were written at another time; of places with copies of one save in each by itself."""
     names = [header.name for header in headers]
     found = find_late_files(where.folder, where.entries, names)
@@ -336,7 +336,7 @@ def _find_late(where: Whereabouts, headers: Sequence[FileHeader]) -> list[Findin
 class _Looks(dict[str, FileHeader | Finding]):
     """What this rank has looked at: the headers of files, or why they cannot be read."""
 
-    def __init__(self, where: Whereabouts, rank: int | None) -> None:
+    def __init__(self, where: FileTable, rank: int | None) -> None:
         self.where = where
         self._reader = "" if rank is None else f" (looked at by rank {rank})"
 
@@ -348,7 +348,7 @@ class _Looks(dict[str, FileHeader | Finding]):
 def _find_first(looks: _Looks, listing: Listing, comm: Comm) -> tuple[list[FileHeader], list[str], list[Finding]]:
     """As :func:`_find_save`; one rank looks where it sees all files, else each file's own readers; collective."""
     where = looks.where
-    if where.sight is not None:
+    if where.access is not None:
         return _find_save(listing, lambda name: where.once(name, lambda: looks[name], comm))
     if comm.rank:  # meanwhile the others look at what they are likely to be given, one file each
         held = (sorted(files.items()) for files in (listing.model or listing.model_zero3, listing.optim))
@@ -358,7 +358,7 @@ def _find_first(looks: _Looks, listing: Listing, comm: Comm) -> tuple[list[FileH
     return comm.once(lambda: _find_save(listing, looks.__getitem__))
 
 
-def _tell_holders(where: Whereabouts, comm: Comm) -> str:
+def _tell_holders(where: FileTable, comm: Comm) -> str:
     """Which machine has, and had, which files, in words; empty where all see the same; collective."""
     told = where.tell_hosts()
     if not told:
@@ -370,7 +370,7 @@ def _tell_holders(where: Whereabouts, comm: Comm) -> str:
     return "; ".join([*gone, told])
 
 
-def _lack(names: Iterable[str], where: Whereabouts) -> list[str]:
+def _lack(names: Iterable[str], where: FileTable) -> list[str]:
     return [name for name in names if name not in where.entries]
 
 
@@ -383,9 +383,9 @@ def _read_hosts(folder: str) -> dict[str, list[str]]:
         return {}
 
 
-def _find_strange_variants(where: Whereabouts, save: Save, comm: Comm) -> list[Finding]:
+def _find_strange_variants(where: FileTable, save: Save, comm: Comm) -> list[Finding]:
     """Faults of files that further nodes wrote under a name of this save's, for themselves; collective."""
-    if where.sight is None:
+    if where.access is None:
         return []
     told = comm.each(lambda: [_read_variant(where, name) for name in where.variants])
     variants = [each for held in told for each in held if each.model]
@@ -398,7 +398,7 @@ def _find_strange_variants(where: Whereabouts, save: Save, comm: Comm) -> list[F
     return [each for each in find_strangers(replace(save, models=models)) if each.file in names and not each.warning]
 
 
-def _read_variant(where: Whereabouts, name: str) -> FileHeader:
+def _read_variant(where: FileTable, name: str) -> FileHeader:
     """The header of a file of this machine's own; without anything in it where it cannot be read."""
     place = next(place for place, odd in sorted(where.odd) if odd == name)
     look = _look_at(where.folders[place], name)
@@ -439,7 +439,7 @@ def _tell_none(folder: str, error: UcpError) -> list[Finding]:
     return [replace(each, kind="missing") if each.kind != "unsupported" else each for each in from_error(folder, error)]
 
 
-def _read_header(where: Whereabouts, name: str, reader: str = "") -> FileHeader | Finding:
+def _read_header(where: FileTable, name: str, reader: str = "") -> FileHeader | Finding:
     """A file's header from the first of its places where it can be read, or why it cannot be.
 
     Of what has no checksums the first place's counts: nothing would hold its bytes against another place's header.

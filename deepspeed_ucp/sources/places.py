@@ -2,8 +2,8 @@
 
 Every rank lists the tag's folder in every place. Where all see the same, that is all: a digest tells it or, where times
 alone differ, the directories of the files. Else the files of all ranks together are the checkpoint, and a table says
-who can read which (:class:`~..sight.Sight`). It is made of views: ranks that see the same, as those of one machine do,
-count once.
+who can read which (:class:`~..access.ReadAccess`). It is made of views: ranks that see the same, as those of one
+machine do, count once.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
+from ..access import ReadAccess
 from ..comm import Comm
 from ..errors import CheckpointError, UcpError, shorten
 from ..io.distance import choose_map, measure_distance
 from ..io.paths import Entry, is_url
 from ..io.read import sum_range
 from ..io.store import note_listed, open_stored
-from ..sight import Sight
 from ..torchsave.records import sum_directory
 from .files import SEAL, list_entries, read_model_rank, read_optim_ranks, read_swap_name
 
@@ -43,7 +43,7 @@ class Copy(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Whereabouts:
+class FileTable:
     """The files of a checkpoint, and where this rank finds them.
 
     Attributes:
@@ -51,10 +51,10 @@ class Whereabouts:
         entries: all files by name, the same on every rank.
         folders: of the tag, by place.
         own: by place what this rank sees.
-        sight: which ranks can read which files, in the order of the entries; None where every rank can read all.
+        access: which ranks can read which files, in the order of the entries; None where every rank can read all.
         odd: (place, name) of what this rank sees that is another file than the one which counts.
-        hosts: by view, the machine of its first rank; empty without ``sight``.
-        parts: by view, names of what it sees; empty without ``sight``.
+        hosts: by view, the machine of its first rank; empty without ``access``.
+        parts: by view, names of what it sees; empty without ``access``.
         variants: files of this rank's machine under a name that a file which counts has on another one, where every
             node writes one of its own.
         is_first: this rank speaks for those that see the same.
@@ -64,7 +64,7 @@ class Whereabouts:
     entries: Entries
     folders: tuple[str, ...]
     own: tuple[Entries, ...]
-    sight: Sight | None = None
+    access: ReadAccess | None = None
     odd: frozenset[tuple[int, str]] = frozenset()
     hosts: tuple[str, ...] = ()
     parts: tuple[frozenset[str], ...] = ()
@@ -118,14 +118,14 @@ class Whereabouts:
             paths = [os.path.join(folder, name) for name in both]
             if entries and (not both or list(choose_map(folder)(_sum, paths)) != [sums[name] for name in both]):
                 return False
-        return self.sight is None and len(self.folders) > 1
+        return self.access is None and len(self.folders) > 1
 
-    def see(self, names: Sequence[str]) -> Sight | None:
+    def see(self, names: Sequence[str]) -> ReadAccess | None:
         """Which ranks can read which of some files; None where every rank can read all."""
-        if self.sight is None:
+        if self.access is None:
             return None
         numbers = {name: number for number, name in enumerate(self.entries)}
-        return self.sight.choose([numbers[name] for name in names])
+        return self.access.choose([numbers[name] for name in names])
 
     def share(
         self,
@@ -144,18 +144,18 @@ class Whereabouts:
         Raises:
             UcpError: the first failing rank's error, the same on all ranks.
         """
-        sight = self.see(names)
-        if sight is None:
+        access = self.see(names)
+        if access is None:
             return comm.share(names, work, apply, first=first)
-        ranks = sight.take_turns(range(len(names))).tolist()
+        ranks = access.take_turns(range(len(names))).tolist()
         mine = [at for at, rank in enumerate(ranks) if rank == comm.rank]
         parts = comm.each(lambda: dict(zip(mine, apply(work, [names[at] for at in mine]), strict=True)))
         return [parts[rank][at] for at, rank in enumerate(ranks)]
 
     def once(self, name: str, work: Callable[[], T], comm: Comm) -> T:
         """A rank that can read a file runs ``work``; every rank gets its result, or its error; collective."""
-        sight = self.see([name])
-        return comm.once(work, 0 if sight is None else sight.find_reader(0))
+        access = self.see([name])
+        return comm.once(work, 0 if access is None else access.find_reader(0))
 
     def list_by_host(self) -> dict[str, list[str]]:
         """Names of the files that each machine has; nothing where all see the same."""
@@ -185,7 +185,7 @@ def _tell_ranks(ranks: Iterable[int]) -> str:
     return " and ".join(f"{low}-{high}" if low != high else str(low) for low, high in runs) or "none"
 
 
-def find_files(folders: Sequence[str], comm: Comm) -> Whereabouts:
+def find_files(folders: Sequence[str], comm: Comm) -> FileTable:
     """Find the files of a checkpoint; collective.
 
     Args:
@@ -204,14 +204,14 @@ def find_files(folders: Sequence[str], comm: Comm) -> Whereabouts:
         _tell_unseen([errors for *_, errors in told])
     views = [view for _, view, *_ in told]
     if len({each for each, *_ in told}) == 1 and (len(set(views)) == 1 or _is_one_save(folders, own, views, comm)):
-        found = Whereabouts(folders[0], _join(own), tuple(folders), own)
+        found = FileTable(folders[0], _join(own), tuple(folders), own)
         if comm.rank == 0:
             _tell_others(found)
         return found
     return _unite(tuple(folders), own, views, comm)
 
 
-def list_files(folder: str, comm: Comm) -> Whereabouts:
+def list_files(folder: str, comm: Comm) -> FileTable:
     """The files of a folder that every rank sees, by the look of one; collective.
 
     Raises:
@@ -219,7 +219,7 @@ def list_files(folder: str, comm: Comm) -> Whereabouts:
     """
     entries = comm.once(lambda: list_entries(folder))
     note_listed(folder, entries)
-    return Whereabouts(folder, entries, (folder,), (entries,))
+    return FileTable(folder, entries, (folder,), (entries,))
 
 
 def _look(folder: str, comm: Comm) -> tuple[Entries, CheckpointError | None]:
@@ -312,7 +312,7 @@ def _join(own: Sequence[Entries]) -> dict[str, Entry]:
     return dict(sorted(joined.items()))
 
 
-def _tell_others(found: Whereabouts) -> None:
+def _tell_others(found: FileTable) -> None:
     """Warn of files that the first place has otherwise."""
     for place, folder in enumerate(found.folders):
         held = found.own[place].items()
@@ -329,7 +329,7 @@ def _warn_odd(folder: str, names: Sequence[str]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Glance:
+class NodeView:
     """What the ranks of a view see: by place and name (bytes, time of change)."""
 
     host: str
@@ -339,7 +339,7 @@ class _Glance:
 class _Union:
     """What all views see, together: the same on every rank."""
 
-    def __init__(self, glances: Sequence[_Glance]) -> None:
+    def __init__(self, glances: Sequence[NodeView]) -> None:
         self.glances = glances
         self.copies: dict[str, list[Copy]] = defaultdict(list)
         for view, glance in enumerate(glances):
@@ -383,13 +383,13 @@ def is_written_by_each_node(name: str) -> bool:
     return read_model_rank(name) is not None or name == SEAL
 
 
-def _unite(folders: tuple[str, ...], own: tuple[Entries, ...], told: Sequence[bytes], comm: Comm) -> Whereabouts:
+def _unite(folders: tuple[str, ...], own: tuple[Entries, ...], told: Sequence[bytes], comm: Comm) -> FileTable:
     """What all ranks see, together; ``told``: by rank a digest of what it sees; collective."""
     numbers: dict[bytes, int] = {}
     views = [numbers.setdefault(digest, len(numbers)) for digest in told]
     mine, among = views[comm.rank], [rank for rank, view in enumerate(views) if view == views[comm.rank]]
     is_first = among[0] == comm.rank
-    glance = _Glance(socket.gethostname(), tuple(map(_tell_entries, own))) if is_first else None
+    glance = NodeView(socket.gethostname(), tuple(map(_tell_entries, own))) if is_first else None
     union = _Union([each for each in comm.gather(glance) if each is not None])
     doubts = union.list_doubts(folders)
     part = [at for at, (_, copy) in enumerate(doubts) if copy.view == mine][among.index(comm.rank) :: len(among)]
@@ -405,12 +405,12 @@ def _unite(folders: tuple[str, ...], own: tuple[Entries, ...], told: Sequence[by
         if copy.view == mine
     }
     entries = {name: Entry(*union.look(name, union.homes[name])) for name in same}
-    found = Whereabouts(
+    found = FileTable(
         folders[0],
         entries,
         folders,
         own,
-        Sight.of(views, readers) if same else None,
+        ReadAccess.of(views, readers) if same else None,
         frozenset(odd),
         tuple(each.host for each in union.glances),
         tuple(frozenset().union(*each.places) for each in union.glances),

@@ -58,9 +58,9 @@ class Checks:
 def find_answering(stored: StoredAtoms, comm: Comm) -> npt.NDArray[np.int64]:
     """[records] the rank that answers for each record: one that can read its file."""
     numbers = np.arange(len(stored.records))
-    if stored.sight is None or comm.size == 1:
+    if stored.access is None or comm.size == 1:
         return numbers % comm.size
-    return stored.sight.choose([record.file for record in stored.records]).take_turns(numbers)
+    return stored.access.choose([record.file for record in stored.records]).take_turns(numbers)
 
 
 def send_checks(checks: Sequence[Checked], answering: npt.NDArray[np.int64], comm: Comm) -> list[Checked]:

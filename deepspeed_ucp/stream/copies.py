@@ -34,7 +34,7 @@ def refuse_scattered(index: AtomicIndex, why: str) -> None:
     Raises:
         UnsupportedError: some lie on other machines alone.
     """
-    if index.stored.sight is not None and not all(file.places for file in index.stored.files):
+    if index.stored.access is not None and not all(file.places for file in index.stored.files):
         raise UnsupportedError(
             f"{index.run.state_file}: ranks see different files of this checkpoint, and {why}. Copy all files to where "
             'every rank sees them, or name a further place that has them all ("also", --also).'
@@ -103,9 +103,9 @@ class CopyReader(RecordReader):
         Raises:
             CheckpointError: no place of it can be read; the last one's error.
         """
-        return self.persist(number, lambda file: self.fetch_from(file, group, sinks, scratch))
+        return self.read_with_failover(number, lambda file: self.fetch_from(file, group, sinks, scratch))
 
-    def persist(self, number: int, work: Callable[[Stored], T]) -> T:
+    def read_with_failover(self, number: int, work: Callable[[Stored], T]) -> T:
         """Read something of a file, from another place where that fails.
 
         Raises:

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
+from ..access import ReadAccess
 from ..atoms import AtomicIndex, StoredAtoms
 from ..comm import Comm
 from ..errors import CheckpointError, UcpError, shorten
 from ..io.distance import Identity, identify_file
 from ..io.read import sum_range
 from ..io.store import open_stored
-from ..sight import Sight
 from .copies import check_copy, list_copies
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -62,7 +62,7 @@ class _Copies:
         return {copy: viewers[copy][turn % len(viewers[copy])] for turn, copy in enumerate(wanted)}
 
 
-def persist(index: AtomicIndex, work: Callable[[AtomicIndex], T], comm: Comm) -> T:
+def read_with_failover(index: AtomicIndex, work: Callable[[AtomicIndex], T], comm: Comm) -> T:
     """Carry ``work`` out; where files turn out damaged that have other copies, again with these; collective.
 
     Args:
@@ -123,19 +123,19 @@ def pass_over_damaged(index: AtomicIndex, damaged: Iterable[int], comm: Comm) ->
     blind = copies.list_blind()
     if not (faults or any(blind)) or not all(map(copies.list_left, files)):
         return None
-    sight = Sight.lose(stored.sight, blind, len(stored.files)) if any(blind) else stored.sight
-    return index.change(sight=sight)
+    access = ReadAccess.lose(stored.access, blind, len(stored.files)) if any(blind) else stored.access
+    return index.change(access=access)
 
 
 def _list_lost(stored: StoredAtoms, rank: int) -> set[int]:
     """Files of which this rank has found no copy that it can read, although it sees some."""
     failed = {number for number, file in enumerate(stored.files) if stored.failed.issuperset(list_copies(file))}
-    return failed if stored.sight is None else {number for number in failed if stored.sight.can_read(rank)[number]}
+    return failed if stored.access is None else {number for number in failed if stored.access.can_read(rank)[number]}
 
 
 def _find_copies(stored: StoredAtoms, files: Iterable[int], rank: int) -> dict[_Copy, list[str]]:
     """The copies of some files that this rank sees, with the paths that lead there: hard links are one copy."""
-    sees = [True] * len(stored.files) if stored.sight is None else stored.sight.can_read(rank).tolist()
+    sees = [True] * len(stored.files) if stored.access is None else stored.access.can_read(rank).tolist()
     found = defaultdict[_Copy, list[str]](list)
     for number in (number for number in files if sees[number]):
         for path in list_copies(stored.files[number]):

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from deepspeed_ucp.access import ReadAccess
 from deepspeed_ucp.atoms import Atom, AtomicIndex, Fragment, Record, RunState, Shard, StoredAtoms
 from deepspeed_ucp.plan import DISCARD, Blocks, Claim, Extent, LoadPlan, Part, ReadSizes, Want, locate, make_claims
 from deepspeed_ucp.plan.claims import STAGE
 from deepspeed_ucp.plan.rounds import plan_ranks
-from deepspeed_ucp.sight import Sight
 from deepspeed_ucp.topology import Topology
 
 
@@ -46,12 +46,12 @@ def plan_pieces(
     window: int = 1 << 20,
     min_direct: int = 1,
     is_fresh: Callable[[int], bool] = lambda buffer: True,
-    sight: Sight | None = None,
+    access: ReadAccess | None = None,
 ) -> Planned:
     """The plans of as many ranks as there are lists of pieces."""
     claims = [make_claims(mine, is_fresh, block) for mine in pieces]
-    plans = plan_ranks(claims, records, ReadSizes(window, block, min_direct), sight)
-    return Planned(records, Blocks.of(records, block, len(claims), sight), claims, plans)
+    plans = plan_ranks(claims, records, ReadSizes(window, block, min_direct), access)
+    return Planned(records, Blocks.of(records, block, len(claims), access), claims, plans)
 
 
 def plan_wants(

@@ -29,7 +29,7 @@ from ...topology import ATOMIC, Topology
 from ..files import MANIFEST, holds_atoms
 from ..findings import Finding, from_failure
 from ..headers import FileHeader
-from ..places import Whereabouts
+from ..places import FileTable
 from ..reading import read_file
 from .universal import open_universal
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from .manifest import Manifest
 
 
-def survey_atomic(where: Whereabouts, comm: Comm) -> tuple[AtomicIndex | None, list[Finding]]:
+def survey_atomic(where: FileTable, comm: Comm) -> tuple[AtomicIndex | None, list[Finding]]:
     """The index of an atomic checkpoint and everything that is wrong with its files; collective.
 
     With a manifest that is read alone (by one rank), and the files' sizes are looked at; a folder of DeepSpeed's
@@ -68,14 +68,14 @@ def survey_atomic(where: Whereabouts, comm: Comm) -> tuple[AtomicIndex | None, l
     return make_index(folder, manifest, header, [where.folders[other] for other in others]), []
 
 
-def _choose_places(where: Whereabouts, comm: Comm) -> list[int]:
+def _choose_places(where: FileTable, comm: Comm) -> list[int]:
     """The places where every rank sees an atomic checkpoint; collective.
 
     Raises:
         CheckpointError: there is none.
     """
     places = range(len(where.folders))
-    if len(where.folders) == 1 and where.sight is None:
+    if len(where.folders) == 1 and where.access is None:
         return [0]
     told = comm.each(lambda: [place for place in places if holds_atoms(where.own[place])])
     common = [place for place in places if all(place in seen for seen in told)]

@@ -12,7 +12,7 @@ Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class ReadAccess:
     """Ranks that see the same are of one view; files that the same views can read are of one group.
 
     Attributes:
@@ -26,7 +26,7 @@ class Sight:
     seen: npt.NDArray[np.uint8]
 
     @classmethod
-    def of(cls, views: Sequence[int], readers: Iterable[Iterable[int]]) -> Sight:
+    def of(cls, views: Sequence[int], readers: Iterable[Iterable[int]]) -> ReadAccess:
         """From each rank's view, and by file the views that can read it."""
         count, numbers = max(views) + 1, dict[bytes, int]()
         groups = [numbers.setdefault(_pack(each, count), len(numbers)) for each in readers]
@@ -34,26 +34,26 @@ class Sight:
         return cls(np.array(views, np.int64), np.array(groups, np.int64), seen)
 
     @classmethod
-    def lose(cls, sight: Sight | None, lost: Sequence[frozenset[int]], files: int) -> Sight:
+    def lose(cls, access: ReadAccess | None, lost: Sequence[frozenset[int]], files: int) -> ReadAccess:
         """What is left when ranks can no longer read some files.
 
         Args:
-            sight: before; None where every rank could read all.
+            access: before; None where every rank could read all.
             lost: by rank the files; of each file some reader is left.
             files: how many there are.
         """
-        before = [0] * len(lost) if sight is None else sight.views.tolist()
+        before = [0] * len(lost) if access is None else access.views.tolist()
         numbers = dict[tuple[int, frozenset[int]], int]()
         views = [numbers.setdefault(each, len(numbers)) for each in zip(before, lost, strict=True)]
         first = [views.index(number) for number in range(len(numbers))]
-        could = [np.ones(files, np.bool_) if sight is None else sight.can_read(rank) for rank in first]
+        could = [np.ones(files, np.bool_) if access is None else access.can_read(rank) for rank in first]
         readers = (
             [number for (_, gone), number in numbers.items() if could[number][file] and file not in gone]
             for file in range(files)
         )
         return cls.of(views, readers)
 
-    def choose(self, files: Sequence[int] | Ints) -> Sight:
+    def choose(self, files: Sequence[int] | Ints) -> ReadAccess:
         """The same of some of the files."""
         return replace(self, groups=self.groups[np.asarray(files, np.int64)])
 
