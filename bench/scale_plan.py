@@ -120,7 +120,10 @@ def make_script(job: Job, ranks: Iterable[int]) -> Script:
 def _list_tables(sampler: Sampler, rank: int, ranks: int) -> list[Any]:
     """By rank the claims on a rank's blocks."""
     owned = list(sampler.blocks.owned(rank, sampler.touched))
-    claims, one = sampler._claim(owned), replace(sampler.blocks, size=1)  # all of these blocks are this rank's
+    claims, one = (
+        sampler.list_claims(set(owned)),
+        replace(sampler.blocks, size=1),
+    )  # all of these blocks are this rank's
     return [address_claims(claims.get(each, ()), one)[0][0] for each in range(ranks)]
 
 

@@ -245,17 +245,17 @@ def _place(target: ForecastTarget, rank: int, wants: Wants, figures: Mapping[str
 
 
 def _sum_up(index: AtomicIndex, target: ForecastTarget, run: DryRun, sampler: Sampler) -> LoadTotals:
-    sizes = list_checkpoint(index)
+    sizes, params = list_checkpoint(index), target.list_params()
     sampled = sum(rank.received for rank in run.ranks)
     exchanged = sampled if run.exact else sampled * target.ranks // len(run.ranks)
     return LoadTotals(
         checkpoint=sum(sizes),
         files=len(sizes),
-        state=sum(atom.nbytes for param in sampler.homes for atom in target.atoms[param]),
+        state=sum(atom.nbytes for param in params for atom in target.atoms[param]),
         read=sampler.count_bytes(),
         needed=target.count_needed(),
         exchanged=exchanged,
-        replicas=_count_replicas(target, sampler.homes),
+        replicas=_count_replicas(target, params),
         headers=_count_headers(index, len(sizes), target.ranks),
     )
 

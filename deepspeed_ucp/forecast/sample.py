@@ -1,25 +1,27 @@
 """One rank's reads among any number of ranks, exactly, without the other ranks' plans.
 
 What a rank reads is decided block by block: by the claims on the blocks that it wants something of, and by the claims
-on those that it owns. So these blocks are followed back to the elements of target shards that lie in them, and only
-those elements are located, of whichever ranks hold them.
+on those that it owns. So every tensor of a model-parallel rank is located once, as all of its ranks hold it together;
+of what lies in these blocks the parts that single ranks hold are claimed as the loader claims them.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import accumulate, islice
+from operator import itemgetter
 
 import numpy as np
 
-from ..atoms import ITEMSIZE, MASTER, Atom, AtomicIndex, AtomKey, Fragment, ParamKey
-from ..flat import FlatBuffer
-from ..patterns import Run, copy_runs
+from ..atoms import ITEMSIZE, MASTER, AtomicIndex, ParamKey
+from ..flat import FlatBuffer, Span
+from ..patterns import Run, restrict_source
 from ..plan import OwnerPlan, ReadSizes, Request, Round, decide
-from ..plan.claims import GRANTED, Blocks, Claim, address_claims, list_claims, make_claims
-from ..plan.locate import Extent, Want, cut_blocks, find_shards, locate
+from ..plan.claims import GRANTED, Blocks, Claim, address_claims, list_claims
+from ..plan.locate import Want, locate
 from ..plan.wants import Wants, view_shards
 from .estimate import measure_scratch
 from .target import ForecastTarget
@@ -30,9 +32,24 @@ LIVE, FRESH = 0, 1
 Block = tuple[int, int]
 """(record, number of the block in it)."""
 
-
 _ENDLESS = 1 << 62
 """Bytes of a round where everything goes into one."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedWant:
+    """What the ranks of a model-parallel rank want together: a source shard's part of a parameter in a buffer.
+
+    Attributes:
+        number: the model-parallel rank.
+        place: of the parameter in the buffer.
+        want: all elements of it.
+    """
+
+    number: int
+    buffer: FlatBuffer
+    place: int
+    want: Want
 
 
 class Sampler:
@@ -46,52 +63,34 @@ class Sampler:
     def __init__(self, index: AtomicIndex, target: ForecastTarget, sizes: ReadSizes) -> None:
         self.index, self.target, self.sizes, self.block = index, target, sizes, sizes.block
         self.blocks = Blocks.of(index.stored.records, sizes.block, target.ranks)
-        self.homes = self._find_homes()
-        self.held = self._list_fragments()
-        self.touched = np.array(sorted(self.held), np.int64)
+        self.wants = list(self._list_wants())
+        self.pieces: dict[int, list[tuple[int, int, int, Run]]] = defaultdict(list)
+        for number, each in enumerate(self.wants):
+            for extent in locate(each.want):
+                run, size = extent.run, extent.itemsize
+                self.pieces[extent.record].append((run.src * size, run.src_end * size, number, run))
+        for held in self.pieces.values():
+            held.sort(key=itemgetter(0))
+        # How far those up to each one reach: strided ones lie in each other.
+        self.reach = {record: list(accumulate((each[1] for each in held), max)) for record, held in self.pieces.items()}
+        self.touched = np.array(sorted(self.pieces), np.int64)
 
-    def _find_homes(self) -> dict[ParamKey, list[tuple[int, FlatBuffer, int]]]:
-        """Per parameter where it is held: (model-parallel rank, buffer, place in it)."""
-        homes: dict[ParamKey, list[tuple[int, FlatBuffer, int]]] = defaultdict(list)
+    def _list_wants(self) -> Iterator[SharedWant]:
         for number, held in enumerate(self.target.model_ranks):
-            for each in held.buffers:
-                for place, name in enumerate(each.buffer.names):
-                    homes[held.match.params[name]].append((number, each.buffer, place))
-        return homes
+            for buffer in (each.buffer for each in held.buffers):
+                for place, (name, numel) in enumerate(zip(buffer.names, buffer.numels, strict=True)):
+                    for want in self._want_whole(held.match.params[name], numel, number % self.target.degrees.tp):
+                        yield SharedWant(number, buffer, place, want)
 
-    def _list_fragments(self) -> dict[int, list[tuple[int, int, Atom, int, Fragment, int]]]:
-        """Per record (first byte, behind the last, atom, shard, fragment, buffer), of what some rank wants."""
-        held: dict[int, list[tuple[int, int, Atom, int, Fragment, int]]] = defaultdict(list)
-        for param in self.homes:
-            for number, atom in enumerate(self.target.atoms[param]):
-                at_once = atom.state == MASTER and self.target.fills_in_place
-                for shard in self._find_shards(atom):
-                    for fragment in atom.shards[shard].fragments:
-                        if self._is_dropped(atom, shard, fragment):
-                            continue
-                        end = fragment.offset + fragment.numel * ITEMSIZE[atom.dtype]
-                        entry = (fragment.offset, end, atom, shard, fragment, FRESH if number or at_once else LIVE)
-                        held[fragment.record].append(entry)
-        for entries in held.values():
-            entries.sort(key=lambda entry: entry[:2])
-        return held
-
-    def _is_dropped(self, atom: Atom, shard: int, fragment: Fragment) -> bool:
-        """Nobody wants any of it: rows of a vocabulary's padding that the target does not have."""
-        layouts = self.target.layouts.get(atom.name)
-        if layouts is None or layouts[0].shape[:1] <= layouts[1].shape[:1]:
-            return False
-        end = fragment.start + fragment.numel
-        return next(self._trace(atom, shard, fragment.start, end), None) is None
-
-    def _find_shards(self, atom: Atom) -> list[int]:
-        """Source shards of which some target shard takes something."""
-        layouts = self.target.layouts.get(atom.name)
-        if layouts is None:
-            return [0]
-        if layouts[0].mean:
-            return list(range(len(atom.shards)))
-        return sorted({shard for rank in range(self.target.degrees.tp) for shard in find_shards(*layouts, rank)})
+    def _want_whole(self, param: ParamKey, numel: int, tp_rank: int) -> Iterator[Want]:
+        """All of a target shard of a parameter with its states, source shard by source shard."""
+        layouts = self.target.layouts.get(param.name)
+        is_mean = layouts is not None and layouts[0].mean  # replicas are read into memory of their own
+        for number, atom in enumerate(self.target.atoms[param]):
+            is_fresh = number or is_mean or (atom.state == MASTER and self.target.fills_in_place)
+            for view in view_shards(layouts, tp_rank):
+                one = [view] if view is None else [replace(view, shards=(shard,)) for shard in view.shards]
+                yield from (Want(atom, 0, numel, FRESH if is_fresh else LIVE, 0, each) for each in one)
 
     def count_bytes(self) -> int:
         """Bytes that all ranks together read: those of every record of which some rank wants something."""
@@ -106,8 +105,9 @@ class Sampler:
         """
         mine = list_claims(wants.wants, wants.is_fresh, self.block)
         owned = list(self.blocks.owned(rank, self.touched))
+        others = {(claim.record, claim.offset // self.block) for claim in mine}.difference(owned)
         granted, own, serving, kept = self._decide(owned, rank)
-        granted += self._decide(self._choose_others(mine, set(owned), rank), rank)[0]
+        granted += self._decide(sorted(others), rank)[0]
         reads = [Request(claim.record, claim.offset, claim.nbytes, claim.parts) for claim in granted]
         reads += own.unclaimed + serving.reads
         sent = serving.sent - kept
@@ -123,23 +123,13 @@ class Sampler:
             "peak": max(measure_scratch(reads, threads), sum(min(nbytes, share) for nbytes in moved)),
         }
 
-    def _choose_others(self, mine: Iterable[Claim], owned: set[Block], rank: int) -> list[Block]:
-        """Other owners' blocks of which something may be granted: of short claims only where nobody else claims."""
-        long: dict[Block, bool] = {}
-        for claim in mine:
-            key = claim.record, claim.offset // self.block
-            direct = claim.count == 1 and claim.run >= self.sizes.min_direct
-            long[key] = long.get(key, False) or direct
-        blocks = (block for block in sorted(long) if block not in owned)
-        return [each for each in blocks if long[each] or all(other == rank for other, _ in self._find_pieces({each}))]
-
     def _decide(self, chosen: list[Block], rank: int) -> tuple[list[Claim], OwnerPlan, Round, int]:
         """What the owners of some blocks, as if they were one rank, decide.
 
         Returns:
             A rank's claims that are granted; the whole plan; its one round; the bytes that the rank gets in that.
         """
-        claims = self._claim(chosen)
+        claims = self.list_claims(set(chosen))
         claims.setdefault(rank, [])
         one = Blocks(self.blocks.first, self.blocks.nbytes, self.block, 1)
         tables = [address_claims(held, one)[0][0] for held in claims.values()]
@@ -150,89 +140,49 @@ class Sampler:
         serving = plan.rounds[0] if plan.rounds else Round.idle(len(claims))
         return granted, plan, serving, sum(send.nbytes for send in serving.sends[at])
 
-    def _claim(self, chosen: Iterable[Block]) -> dict[int, list[Claim]]:
+    def list_claims(self, chosen: set[Block]) -> dict[int, list[Claim]]:
         """All ranks' claims on some blocks."""
-        pieces: dict[int, list[Extent]] = defaultdict(list)
-        for rank, piece in self._find_pieces(set(chosen)):
-            pieces[rank].append(piece)
-        return {rank: make_claims(held, lambda buffer: buffer == FRESH, self.block) for rank, held in pieces.items()}
+        wants: dict[int, list[Want]] = defaultdict(list)
+        for number, spans in self._find_spans(chosen).items():
+            for low, high in join_spans(spans):
+                for rank, want in self._divide(self.wants[number], low, high):
+                    wants[rank].append(want)
+        return {
+            rank: [
+                claim
+                for claim in list_claims(held, lambda buffer: buffer == FRESH, self.block)
+                if (claim.record, claim.offset // self.block) in chosen
+            ]
+            for rank, held in wants.items()
+        }
 
-    def _find_pieces(self, wanted: set[Block]) -> Iterator[tuple[int, Extent]]:
-        """What each rank wants of some blocks."""
-        for rank, want in self._find_wants(wanted):
-            for whole in locate(want):
-                for piece in cut_blocks(whole, self.block):
-                    if (piece.record, piece.run.src * piece.itemsize // self.block) in wanted:
-                        yield rank, piece
+    def _find_spans(self, chosen: Iterable[Block]) -> dict[int, list[Span]]:
+        """Elements of target shards among which are all that lie in some blocks, by the number of what wants them."""
+        spans: dict[int, list[Span]] = defaultdict(list)
+        for record, number in chosen:
+            first = bisect_right(self.reach[record], number * self.block)
+            for low, _, want, run in islice(self.pieces[record], first, None):
+                if low >= (number + 1) * self.block:
+                    break
+                step = self.block // ITEMSIZE[self.wants[want].want.atom.dtype]
+                spans[want] += [
+                    (part.dst, part.dst_end) for part in restrict_source(run, number * step, (number + 1) * step)
+                ]
+        return spans
 
-    def _find_wants(self, wanted: set[Block]) -> Iterator[tuple[int, Want]]:
-        """Parts of ranks' wants among which are all that these blocks hold, each element once."""
-        spans: dict[tuple[AtomKey, int, int], list[tuple[int, int]]] = defaultdict(list)
-        atoms: dict[AtomKey, tuple[Atom, int]] = {}
-        for record, number in wanted:
-            low = number * self.block
-            for atom, shard, first, last, buffer in self._cut_fragments(record, low, low + self.block):
-                atoms[atom.key] = atom, buffer
-                for tp_rank, span in self._trace(atom, shard, first, last):
-                    spans[atom.key, shard, tp_rank].append(span)
-        for (key, shard, tp_rank), found in spans.items():
-            for low, high in join_spans(found):
-                for rank, want in self._assign(*atoms[key], tp_rank, low, high):
-                    if want.view is None:
-                        yield rank, want
-                    elif shard in want.view.shards:  # what other shards hold lies in other blocks
-                        yield rank, replace(want, view=replace(want.view, shards=(shard,)))
-
-    def _cut_fragments(self, record: int, low: int, high: int) -> Iterator[tuple[Atom, int, int, int, int]]:
-        """(atom, shard, first element, behind the last, buffer) of what lies in bytes [low, high) of a record."""
-        entries = self.held[record]
-        at = bisect_left(entries, low, key=lambda entry: entry[1])
-        for first, last, atom, shard, fragment, buffer in entries[at:]:
-            if first >= high:
-                return
-            itemsize = ITEMSIZE[atom.dtype]
-            begin = (max(first, low) - first) // itemsize + fragment.start
-            end = -(-(min(last, high) - first) // itemsize) + fragment.start
-            if begin < end:
-                yield atom, shard, begin, end, buffer
-
-    def _trace(self, atom: Atom, shard: int, low: int, high: int) -> Iterator[tuple[int, tuple[int, int]]]:
-        """(target shard, span of its elements) that elements [low, high) of a source shard go to."""
-        layouts = self.target.layouts.get(atom.name)
-        if layouts is None:
-            yield 0, (low, high)
-            return
-        source, target = layouts[0], replace(layouts[1], claims=None)
-        for tp_rank in range(self.target.degrees.tp):
-            if not source.mean and shard not in find_shards(source, target, tp_rank):
-                continue
-            runs = copy_runs(target, tp_rank, source, shard, low, high)
-            if runs:
-                yield tp_rank, (min(run.src for run in runs), max(map(_end, runs)))
-
-    def _assign(self, atom: Atom, buffer: int, tp_rank: int, low: int, high: int) -> Iterator[tuple[int, Want]]:
-        """The wants of every rank that holds some of elements [low, high) of a target shard."""
-        tp, shards = self.target.degrees.tp, self.target.degrees.shards
-        layouts = self.target.layouts.get(atom.name)
-        views = view_shards(layouts, tp_rank)
-        if layouts is not None and layouts[0].mean:  # replicas are read into memory of their own
-            buffer = FRESH
-        for number, held, place in self.homes[atom.param]:
-            if number % tp != tp_rank:
-                continue
-            for part, cut in held.find_holders(place, low, high):
-                for dp_rank in held.find_ranks(part, shards):
-                    rank = (number // tp * shards + dp_rank) * tp + tp_rank
-                    yield from ((rank, Want(atom, cut.start, cut.numel, buffer, 0, view)) for view in views)
+    def _divide(self, shared: SharedWant, low: int, high: int) -> Iterator[tuple[int, Want]]:
+        """What single ranks want of elements [low, high) of a target shard."""
+        stage, tp_rank = divmod(shared.number, self.target.degrees.tp)
+        shards = self.target.degrees.shards
+        for part, cut in shared.buffer.find_holders(shared.place, low, high):
+            for dp_rank in shared.buffer.find_ranks(part, shards):
+                rank = (stage * shards + dp_rank) * self.target.degrees.tp + tp_rank
+                yield rank, replace(shared.want, start=cut.start, numel=cut.numel)
 
 
-def _end(run: Run) -> int:
-    return run.src + (run.count - 1) * run.src_step + run.width
-
-
-def join_spans(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+def join_spans(spans: Iterable[Span]) -> list[Span]:
     """Spans in order, joined where they meet."""
-    joined: list[tuple[int, int]] = []
+    joined: list[Span] = []
     for low, high in sorted(spans):
         if joined and low <= joined[-1][1]:
             joined[-1] = joined[-1][0], max(high, joined[-1][1])

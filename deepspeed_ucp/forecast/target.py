@@ -106,6 +106,11 @@ class ForecastTarget:
             wants.buffers = [replace(each, fresh=each.fresh or each.home[0] == MASTER) for each in wants.buffers]
         return wants
 
+    def list_params(self) -> list[ParamKey]:
+        """The checkpoint's parameters that some rank holds."""
+        held = (part.match.params[name] for part in self.model_ranks for b in part.buffers for name in b.buffer.names)
+        return list(dict.fromkeys(held))
+
     def count_needed(self) -> int:
         """Bytes of the checkpoint that all ranks together hold afterwards, replicas included."""
         return sum(

@@ -104,8 +104,7 @@ def _copy_runs(want: Want) -> Iterator[tuple[int, tuple[Run, ...]]]:
 
 def _meet(shard: Shard, run: Run) -> Iterator[tuple[Fragment, Run]]:
     """The parts of a run by the fragments that hold them."""
-    end = run.src + (run.count - 1) * run.src_step + run.width
-    for fragment in shard.find(run.src, end):
+    for fragment in shard.find(run.src, run.src_end):
         for part in restrict_source(run, fragment.start, fragment.start + fragment.numel):
             yield fragment, part
 
@@ -114,8 +113,7 @@ def cut_blocks(piece: Extent, block: int) -> Iterable[Extent]:
     """Cut a piece where the record's blocks of ``block`` bytes begin."""
     step = block // piece.itemsize
     run = piece.run
-    last = run.src + (run.count - 1) * run.src_step + run.width - 1
-    first_block, last_block = run.src // step, last // step
+    first_block, last_block = run.src // step, (run.src_end - 1) // step
     if first_block == last_block:
         yield piece
         return
