@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from deepspeed_ucp.cli.loads import list_loads, read_load
+from deepspeed_ucp.cli.report import list_loads, read_load
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.load.context import LoadArguments, LoadContext, LoadReport
@@ -32,6 +32,6 @@ def test_a_file_of_a_load_tells_no_password(tmp_path: Path) -> None:
         LoadContext(SimpleNamespace(global_steps=3), Comm(), config, LoadArguments(), report), "https://me@host/run"
     )
     (path,) = list_loads(str(tmp_path))
-    told = read_load(path)
+    told, _ = read_load(path)
     assert told["loaded"] == "https://…@host/run"
     assert told["ranks"][0]["files"] == {"https://…@host/run/a\udcff.pt": [9, 0.1]}
