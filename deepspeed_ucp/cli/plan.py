@@ -1,25 +1,24 @@
 """``ds_ucp plan``: what a resume at another topology would read, exchange and need, without an engine.
 
-Without a checkpoint: what a run of so many parameters needs.
+Without a checkpoint: what a run of so many parameters needs of memory, disk and time.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, count_of
-from .bandwidths import add_bandwidths, positive, read_bandwidths, tell_both, tell_seconds
 from .common import add_checkpoint_options, add_command, add_place_option, open_index, read_rules
-from .outline import OUTLINE, add_outline_options, refuse_options, run_outline
-from .printing import FAULT, OK, emit, format_bytes, format_count, format_table
+from .printing import FAULT, OK, emit, format_bytes, format_count, format_duration, format_table
 
 if TYPE_CHECKING:
     from ..atoms import AtomicIndex
     from ..forecast.degrees import Degrees
     from ..forecast.dryrun import DryRun
-    from ..forecast.estimate import LoadTotals
+    from ..forecast.estimate import Bandwidths, LoadTotals, Times
     from .common import Commands
 
 _TITLES = {
@@ -36,6 +35,43 @@ _TITLES = {
 """Figures of a rank: bytes, but for those in ``_NUMBERS``."""
 
 _NUMBERS = ("requests", "files", "rounds")
+
+OPTIMIZERS = ("adam", "adamw", "lion", "momentum", "adagrad", "sgd")
+_WITHOUT = ("params", "stage", "ranks", "precision", "optimizer", "write_gbs")
+"""Options of a plan without a checkpoint."""
+
+_WITH = (
+    "also", "patterns", "groups", "storage_option", "nodes", "ranks_per_node", "train_batch_size",
+    "all", "exact", "sample",
+)  # fmt: skip
+"""Those of a plan with one alone."""
+
+_SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
+
+
+def _number(wanted: str, read: Callable[[str], float], most: float = float("inf")) -> Callable[[str], Any]:
+    """An option's type: a number above 0 as ``read`` reads it, which refuses by a ValueError."""
+
+    def parse(text: str) -> float:
+        try:
+            value = read(text)
+        except (ValueError, OverflowError):
+            value = 0
+        if not 0 < value < most:
+            raise argparse.ArgumentTypeError(f"{wanted}, found {text!r}")
+        return value
+
+    return parse
+
+
+def _read_size(text: str) -> int:
+    scale = _SUFFIXES.get(text[-1:].upper(), 1.0)
+    return round(float(text[:-1] if scale > 1 else text) * scale)
+
+
+_positive = _number("a positive integer is needed", lambda text: int(text) if text.isdecimal() else 0)
+_speed = _number("GB/s above 0 are needed", float)
+_size = _number("a number such as 70e9 or 175B is needed", _read_size, 1e18 + 1)
 
 
 def add_parser(commands: Commands) -> None:
@@ -57,45 +93,125 @@ def add_parser(commands: Commands) -> None:
     )
     add_checkpoint_options(parser, needed=False)
     add_place_option(parser)
-    target = parser.add_argument_group("target")
+    add = parser.add_argument_group("target").add_argument
     text = (
         "topology to plan for: a list of dp, tp, pp, sp, ep (of experts; of each layer: 2.4), zero, precision (fp32, "
         "bf16, fp16), wrapper, sub_group, max_group, data_first, experts (of a layer, "
         "where rename rules make others); degrees that are left out are 1, the rest as in the "
         "checkpoint"
     )
-    target.add_argument("--target", metavar="DEGREES", help=text)
-    target.add_argument("--nodes", type=positive, metavar="N", help="nodes; with --ranks-per-node dp may be left out")
-    target.add_argument("--ranks-per-node", type=positive, metavar="N", help="ranks per node")
+    add("--target", metavar="DEGREES", help=text)
+    add("--nodes", type=_positive, metavar="N", help="nodes; with --ranks-per-node dp may be left out")
+    add("--ranks-per-node", type=_positive, metavar="N", help="ranks per node")
     text = "a train_batch_size in place of the saved ds_config's"
-    target.add_argument("--train-batch-size", type=positive, metavar="N", help=text)
-    text = "window_mb of the load (default: 256)"
-    target.add_argument("--window-mb", type=positive, default=256, metavar="MB", help=text)
-    add_outline_options(parser.add_argument_group("without a checkpoint"))
-    add_bandwidths(parser)
+    add("--train-batch-size", type=_positive, metavar="N", help=text)
+    add("--window-mb", type=_positive, default=256, metavar="MB", help="window_mb of the load (default: 256)")
+    add = parser.add_argument_group("without a checkpoint").add_argument
+    add("--params", type=_size, metavar="N", help="parameters of the model: 70e9, 175B")
+    add("--stage", type=int, choices=range(4), help="ZeRO stage (default: 1)")
+    add("--ranks", type=_positive, metavar="N", help="ranks; --target may name more degrees, as tp=8")
+    add("--precision", choices=("fp32", "bf16", "fp16"), help="of the model (default: bf16)")
+    add("--optimizer", choices=OPTIMIZERS, help="default: adam")
+    text = "what the storage takes of all ranks together, in GB/s: for the seconds of a save"
+    add("--write-gbs", type=_speed, metavar="GBS", help=text)
+    add = parser.add_argument_group("bandwidths, in GB/s of 10^9 bytes").add_argument
+    add("--read-gbs", type=_speed, metavar="GBS", help="what the storage gives all ranks together")
+    add("--rank-gbs", type=_speed, metavar="GBS", help="what it gives one rank at most")
+    add("--net-gbs", type=_speed, metavar="GBS", help="what a rank sends or receives")
     extent = parser.add_argument_group("extent")
     extent.add_argument("--all", action="store_true", help="tell of each rank that was planned")
     how = extent.add_mutually_exclusive_group()
     how.add_argument("--exact", action="store_true", help="plan every rank, however long it takes")
     text = "plan N ranks (default: all where that takes seconds, else 3 to 5)"
-    how.add_argument("--sample", type=positive, metavar="N", help=text)
+    how.add_argument("--sample", type=_positive, metavar="N", help=text)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Plan, print, and tell by the exit code whether the resume is possible."""
-    if options.checkpoint is None:
-        return run_outline(options)
+    """Plan, print, and tell by the exit code whether it is possible."""
+    data, lines = _plan_run(options) if options.checkpoint is None else _plan_resume(options)
+    emit(options, data, lines)
+    return OK if data["possible"] else FAULT
+
+
+def _refuse(options: argparse.Namespace, names: Sequence[str], why: str) -> None:
+    """Options that mean nothing here are not passed over.
+
+    Raises:
+        ConfigError: some are given.
+    """
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) not in (None, False, [])]
+    if given:
+        raise ConfigError(f"{', '.join(given)}: {why}; leave it out.")
+
+
+def _read_bandwidths(options: argparse.Namespace) -> Bandwidths | None:
+    """What is given; None without a bandwidth of reading.
+
+    Raises:
+        ConfigError: one is given that counts beside it alone.
+    """
+    from ..forecast.estimate import Bandwidths
+
+    if options.read_gbs is not None:
+        return Bandwidths(options.read_gbs, options.rank_gbs, options.net_gbs)
+    if options.rank_gbs is not None or options.net_gbs is not None:
+        raise ConfigError("--rank-gbs and --net-gbs count beside the storage's bandwidth: give --read-gbs too.")
+    return None
+
+
+def _end(speeds: Bandwidths | None, times: Times | None, assumed: Sequence[str]) -> Iterator[str]:
+    """The last lines of both kinds of plan: seconds, and what was assumed."""
+    if speeds and times:
+        most = "" if speeds.rank is None else f", at most {speeds.rank:g} GB/s"
+        rows = [
+            ("the whole checkpoint once", times.checkpoint, "every byte of every file"),
+            ("what the resume reads", times.aggregate, "all ranks together"),
+            ("the rank that reads most", times.slowest, f"at an equal share of the bandwidth{most}"),
+            ("exchange", times.exchange, f"at {speeds.net or 0:g} GB/s per rank"),
+            ("resume", times.load, "reading" if times.exchange is None else "reading and exchange"),
+        ]
+        told = [(what, _format_seconds(seconds), how) for what, seconds, how in rows if seconds is not None]
+        yield from ("", f"at {speeds.read:g} GB/s", *(f"  {line}" for line in format_table(told, right=(1,))))
+    if assumed:
+        yield from ("", "assumed", *(f"  - {text}" for text in assumed))
+
+
+def _format_seconds(seconds: float) -> str:
+    """A little finer than durations are told elsewhere."""
+    return f"{seconds:.1f} s" if 10 <= seconds < 120 else format_duration(seconds)
+
+
+def _tell_both(nbytes: int) -> str:
+    """Binary units as elsewhere, and decimal ones, which bandwidths are told in."""
+    return format_bytes(nbytes) + (f" ({format_count(nbytes)}B)" if nbytes >= 1_000_000_000 else "")
+
+
+# -- of a checkpoint --------------------------------------------------------------------------------------------------
+
+
+def _plan_resume(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """A dry run as data and as lines.
+
+    Raises:
+        ConfigError: options that are missing, or that mean nothing here.
+    """
     from ..comm import Comm
     from ..config import UniversalConfig
     from ..forecast.dryrun import dry_run
     from ..forecast.estimate import tell_times
 
-    _check(options)
-    speeds, times = read_bandwidths(options), None
+    _refuse(options, _WITHOUT, "a plan of a checkpoint takes what is saved")
+    if options.window_mb < 16:
+        raise ConfigError(f"--window-mb is at least 16, found {options.window_mb}.")
+    if options.target is None:
+        raise ConfigError('--target is missing: the topology to plan for, such as --target "dp=3,zero=3".')
+    if (options.nodes is None) != (options.ranks_per_node is None):
+        raise ConfigError("--nodes and --ranks-per-node go together.")
+    speeds, times = _read_bandwidths(options), None
     index = open_index(options, options.checkpoint, Comm(), also=options.also)
     found = dry_run(
         index,
-        _read_degrees(options, index),
+        _read_target(options, index),
         read_rules(options),
         config=UniversalConfig(window_mb=options.window_mb),
         train_batch=options.train_batch_size,
@@ -104,26 +220,12 @@ def run(options: argparse.Namespace) -> int:
     )
     if speeds and found.totals and found.ranks:
         times = tell_times(found.totals, found.ranks, found.degrees.world, speeds)
-    lines = _to_text(index, found, every=options.all)
-    if speeds and times:
-        lines += ["", *tell_seconds(speeds, times)]
-    if found.assumed and found.totals is not None:
-        lines += ["", "assumed", *(f"  - {text}" for text in found.assumed)]
-    emit(options, {**_to_data(index, found), "bandwidths": speeds, "seconds": times}, lines)
-    return OK if found.possible else FAULT
+    lines = _describe(index, found, every=options.all)
+    assumed = found.assumed if found.totals is not None else ()
+    return {**_to_data(index, found), "bandwidths": speeds, "seconds": times}, [*lines, *_end(speeds, times, assumed)]
 
 
-def _check(options: argparse.Namespace) -> None:
-    refuse_options(options, OUTLINE, "a plan of a checkpoint takes what is saved")
-    if options.window_mb < 16:
-        raise ConfigError(f"--window-mb is at least 16, found {options.window_mb}.")
-    if options.target is None:
-        raise ConfigError('--target is missing: the topology to plan for, such as --target "dp=3,zero=3".')
-    if (options.nodes is None) != (options.ranks_per_node is None):
-        raise ConfigError("--nodes and --ranks-per-node go together.")
-
-
-def _read_degrees(options: argparse.Namespace, index: AtomicIndex) -> Degrees:
+def _read_target(options: argparse.Namespace, index: AtomicIndex) -> Degrees:
     from ..experts import DATA_FIRST
     from ..forecast.degrees import parse_degrees
     from ..forecast.dryrun import read_saved_config
@@ -158,7 +260,7 @@ def _to_data(index: AtomicIndex, found: DryRun) -> dict[str, Any]:
     }
 
 
-def _to_text(index: AtomicIndex, found: DryRun, *, every: bool) -> list[str]:
+def _describe(index: AtomicIndex, found: DryRun, *, every: bool) -> list[str]:
     loader = "DeepSpeed's own load: the topology is the checkpoint's"
     if found.differences:
         loader = f"{found.loader}: {'; '.join(found.differences)}"
@@ -168,29 +270,34 @@ def _to_text(index: AtomicIndex, found: DryRun, *, every: bool) -> list[str]:
         ranks = count_of(found.degrees.dp, "data-parallel rank")
         lines.append(f"batch  train_batch_size {found.batch.train} on {ranks}: {fits}")
     if found.obstacles:
-        lines += ["", "NOT POSSIBLE:"] + [f"  - {text}" for text in found.obstacles]
+        lines += ["", "NOT POSSIBLE:", *(f"  - {text}" for text in found.obstacles)]
     if found.totals is not None:
-        lines += ["", *_tell_totals(found.totals, exact=found.exact), "", *_tell_ranks(found, found.totals)]
+        lines += ["", *_describe_totals(found.totals, exact=found.exact), "", *_describe_ranks(found, found.totals)]
         if every:
-            lines += ["", *_list_ranks(found)]
+            header = ["rank", "stage", "dp", "tp", *_TITLES.values()]
+            rows = [
+                [r.rank, r.stage, r.dp_rank, r.tp_rank, *(_format(key, getattr(r, key)) for key in _TITLES)]
+                for r in found.ranks
+            ]
+            lines += ["", *format_table(rows, header, right=range(len(header)))]
     return lines
 
 
-def _tell_totals(totals: LoadTotals, *, exact: bool) -> list[str]:
+def _describe_totals(totals: LoadTotals, *, exact: bool) -> list[str]:
     state = "masters, optimizer states, buffers; 16-bit copies are made from them"
     rows = [
-        ["checkpoint", tell_both(totals.checkpoint), f"{format_count(totals.files)} files"],
-        ["state to restore", tell_both(totals.state), state],
-        ["read from storage", tell_both(totals.read), f"{totals.ratio:.4f} × state, each byte once"],
-        ["held afterwards", tell_both(totals.needed), "by all ranks together"],
-        ["exchanged", ("" if exact else "about ") + tell_both(totals.exchanged), "between ranks"],
+        ["checkpoint", _tell_both(totals.checkpoint), f"{format_count(totals.files)} files"],
+        ["state to restore", _tell_both(totals.state), state],
+        ["read from storage", _tell_both(totals.read), f"{totals.ratio:.4f} × state, each byte once"],
+        ["held afterwards", _tell_both(totals.needed), "by all ranks together"],
+        ["exchanged", ("" if exact else "about ") + _tell_both(totals.exchanged), "between ranks"],
     ]
     if totals.replicas:
-        rows.append(["read to compare", tell_both(totals.replicas), "replicas, on top"])
+        rows.append(["read to compare", _tell_both(totals.replicas), "replicas, on top"])
     return format_table([*rows, ["headers", str(totals.headers), "per rank at most"]])
 
 
-def _tell_ranks(found: DryRun, totals: LoadTotals) -> list[str]:
+def _describe_ranks(found: DryRun, totals: LoadTotals) -> list[str]:
     from ..forecast.estimate import spread
 
     world = found.degrees.world
@@ -206,14 +313,74 @@ def _tell_ranks(found: DryRun, totals: LoadTotals) -> list[str]:
     return lines
 
 
-def _list_ranks(found: DryRun) -> list[str]:
-    header = ["rank", "stage", "dp", "tp", *_TITLES.values()]
-    rows = [
-        [r.rank, r.stage, r.dp_rank, r.tp_rank, *(_format(key, getattr(r, key)) for key in _TITLES)]
-        for r in found.ranks
-    ]
-    return format_table(rows, header, right=range(len(header)))
-
-
 def _format(key: str, value: float) -> str:
     return format_count(value) if key in _NUMBERS else format_bytes(value)
+
+
+# -- without a checkpoint ---------------------------------------------------------------------------------------------
+
+
+def _plan_run(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """What a run needs, as data and as lines.
+
+    Raises:
+        ConfigError: options that are missing, or that mean nothing here.
+    """
+    from ..forecast.estimate import GIGA, tell_times
+    from ..forecast.outline import ASSUMED, EXCHANGE, outline_run
+
+    if options.params is None or options.ranks is None:
+        raise ConfigError("Name a checkpoint with --target; or, for a plan without one, give --params and --ranks.")
+    _refuse(options, _WITH, "a plan without a checkpoint has nothing to use it for")
+    speeds, degrees, optimizer = _read_bandwidths(options), _read_degrees(options), options.optimizer or "adam"
+    found = outline_run(options.params, degrees, optimizer, options.window_mb << 20)
+    memory, totals = found.memory, found.totals
+    times = tell_times(totals, [found.rank], degrees.world, speeds) if speeds else None
+    save = totals.checkpoint / (options.write_gbs * GIGA) if options.write_gbs else None
+    assumed = [*ASSUMED, *([EXCHANGE] if speeds and speeds.net else [])]
+    data = {
+        "possible": not degrees.refused,
+        "obstacles": degrees.refused,
+        "target": degrees.describe(),
+        "params": options.params,
+        "optimizer": optimizer,
+        "memory": {**asdict(memory), "total": memory.total},
+        "totals": totals,
+        "bandwidths": speeds,
+        "seconds": {**(asdict(times) if times else {}), "save": save},
+        "assumed": assumed,
+    }
+    weights = degrees.precision if memory.weights else "the masters are the weights"
+    load = f"a load takes at most {format_bytes(found.rank.peak)} on top"
+    rows = [
+        ["weights", format_bytes(memory.weights), weights],
+        ["gradients", format_bytes(memory.gradients), ""],
+        ["masters", format_bytes(memory.masters), "float32"],
+        ["optimizer states", format_bytes(memory.states), optimizer],
+        ["each rank", format_bytes(memory.total), f"of {degrees.world}; {load}"],
+        ["checkpoint", _tell_both(totals.checkpoint), f"{totals.files} files"],
+        ["state to restore", _tell_both(totals.state), "each byte is read once"],
+    ]
+    lines = [f"to     {degrees.describe()}", f"model  {format_count(options.params)} parameters", ""]
+    if degrees.refused:
+        lines += ["NOT POSSIBLE:", *(f"  - {text}" for text in degrees.refused), ""]
+    lines += [*format_table(rows, right=(1,)), *_end(speeds, times, ())]
+    if save is not None:
+        lines += ["", f"a save at {options.write_gbs:g} GB/s takes {_format_seconds(save)}"]
+    return data, [*lines, *_end(None, None, assumed)]
+
+
+def _read_degrees(options: argparse.Namespace) -> Degrees:
+    from ..forecast.degrees import parse_degrees
+    from ..topology import Topology
+
+    asked = {part.partition("=")[0].strip() for part in (options.target or "").split(",")}
+    if twice := {"zero", "precision"} & asked:
+        raise ConfigError(
+            f"--target: without a checkpoint {', '.join(sorted(twice))} are told by --stage, --precision."
+        )
+    if unknown := {"ep", "experts", "max_group", "data_first"} & asked:
+        raise ConfigError(f"--target: {', '.join(sorted(unknown))} can be planned with a checkpoint alone.")
+    stage, precision = options.stage if options.stage is not None else 1, options.precision or "bf16"
+    text = ",".join(filter(None, (options.target, f"zero={stage},precision={precision}")))
+    return parse_degrees(text, Topology(stage, "", precision), world=options.ranks)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_ucp.cli import outline as command
+from deepspeed_ucp.cli import plan as command
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.forecast.degrees import parse_degrees
 from deepspeed_ucp.forecast.outline import OPTIMIZERS, outline_run
@@ -46,4 +46,4 @@ def test_pipelines_and_tensor_parallel_ranks_share_the_model() -> None:
 
 
 def test_the_command_knows_the_optimizers() -> None:
-    assert tuple(OPTIMIZERS) == command._OPTIMIZERS
+    assert tuple(OPTIMIZERS) == command.OPTIMIZERS
