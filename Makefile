@@ -45,7 +45,7 @@ endef
 export TIDY_SCRIPT
 TIDY = bash -c "$$TIDY_SCRIPT" tidy
 
-.PHONY: help demo figures proofs test test-all fuzz mutants bench lint pytest test-oldest test-releases clean
+.PHONY: help demo figures proofs test test-all fuzz mutants bench house lint pytest test-oldest test-releases clean
 help:
 	@echo 'make demo    a GPT is trained on 4 ranks, killed, and resumed on 2 and on 3 (examples/byte_gpt);'
 	@echo '             then one with TP 2 and PP 2 goes on under other TP, PP and ZeRO (examples/megatron_gpt),'
@@ -59,6 +59,8 @@ help:
 	@echo 'make fuzz    damaged and drawn checkpoints with fresh seeds, for SECONDS=600'
 	@echo 'make mutants make sure that the tests notice mistakes in the code (tests/mutants)'
 	@echo 'make bench   the floor, DeepSpeed, upstream and this plugin, timed; writes docs/benchmarks.md'
+	@echo 'make house   lines, functions, names and circles of the package, and what a resume passes (bench/house.py);'
+	@echo '             HOUSE_ARGS="--root DIR" measures another checkout'
 	@echo 'make lint    ruff, mypy, import-linter'
 
 demo: $(STAMP)
@@ -77,6 +79,10 @@ proofs: $(STAMP)
 bench: $(STAMP)
 	$(call IN_ENV,$(VENV)) $(TIDY) $(VENV)/bin/python -u bench/run.py
 	$(call IN_ENV,$(VENV)) $(VENV)/bin/python -u bench/scale.py --quick
+
+HOUSE_ARGS ?=
+house: $(STAMP)
+	$(call IN_ENV,$(VENV)) $(TIDY) $(VENV)/bin/python bench/house.py $(HOUSE_ARGS)
 
 # Lint and the oldest DeepSpeed take what the tests leave of the cores in the first minutes. Each says what it has to say
 # in one piece when it is done; whatever fails fails the whole.

@@ -212,3 +212,29 @@ print(view.hex())
         with ranks.Ranks(2, body, tmp_path / "log") as launched:
             launched.run()
         assert store.served - before == 1_000_000
+
+
+def test_the_house_is_measured_in_a_checkout(offline: ModuleType, tmp_path: Path) -> None:
+    house = importlib.import_module("house")
+    package = tmp_path / "deepspeed_ucp"
+    (package / "low").mkdir(parents=True)
+    (package / "__init__.py").write_text('"""Says what it is."""\n')
+    (package / "high.py").write_text(
+        "from .low import one\n\n\ndef go():\n    found_here = one.go()\n    return found_here\n"
+    )
+    (package / "low" / "__init__.py").write_text("")
+    (package / "low" / "one.py").write_text(
+        "from . import two\n\n\ndef go():\n    return _go()\n\n\ndef _go():\n    return two\n"
+    )
+    (package / "low" / "two.py").write_text("from deepspeed_ucp.high import go\nfrom .one import go\n")
+    (tmp_path / "setup.cfg").write_text(
+        "[importlinter:contract:layers]\nlayers =\n    (deepspeed_ucp.high)\n    deepspeed_ucp.low\n"
+    )
+    modules = [house.Module(tmp_path, file) for file in sorted(package.rglob("*.py"))]
+    row = house.describe(modules, {"files": {"low/one.py"}, "types": {"deepspeed_ucp.low.one.Thing"}})
+    assert (row["lines"], row["files"], row["functions"], row["hiding"]) == (18, 5, 3, 1)
+    assert (row["found"], row["told"], row["passed"], row["types"], row["docs"]) == (1, 0, 1, 1, "6%")
+    links = house.link(modules)
+    names = [f"deepspeed_ucp.{name}" for name in ("high", "low.one", "low.two")]
+    assert house.find_circles(links) == [tuple(names)]
+    assert house.count_upward(tmp_path, links) == 1

@@ -1,0 +1,200 @@
+"""How large the package is and how it hangs together, in figures by which two commits can be compared.
+
+``python bench/house.py`` (`make house`) looks at this checkout, ``--root DIR`` at another one. Most of it is what the
+text says (parsed, nothing of it runs). What a resume passes is counted in a real one: 2 ranks save at ZeRO 1, 3 ranks
+load, and each notes which files of the package it passes, and which classes it makes or calls methods of (`types`),
+between the call of `load_checkpoint` and its end. Functions are measured without docstrings; `hiding` are private ones
+with one caller and a body of at most 3 lines, `told`, `found` and `held` functions in which a name has that word.
+"""
+
+import argparse
+import ast
+import configparser
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+PACKAGE, WORDS = "deepspeed_ucp", ("told", "found", "held")
+SAVED_BY, LOADED_BY = 2, 3
+IN_FUNCTION = 0x1
+"""Flag of a code object that modules and class bodies lack: importing a file is not passing it."""
+
+
+class Module:
+    """One file of the package, parsed. A package's own file is `….__init__`, so that relative imports resolve alike."""
+
+    def __init__(self, root: Path, file: Path) -> None:
+        self.name = ".".join(file.relative_to(root).with_suffix("").parts)
+        self.room = self.name.split(".")[1] if self.name.count(".") > 1 else "(root)"
+        self.path, self.lines = str(file.relative_to(root / PACKAGE)), file.read_text().count("\n")
+        self.nodes = list(ast.walk(ast.parse(file.read_text())))
+        self.functions = [node for node in self.nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        self.classes = [node for node in self.nodes if isinstance(node, ast.ClassDef)]
+        self.imports = {name for node in self.nodes for name in list_imported(node, self.name)}
+
+    def count_private(self) -> tuple[int, int]:
+        """Private functions, and those of them that hide what they do."""
+        used = Counter(getattr(node, "id", getattr(node, "attr", None)) for node in self.nodes)
+        private = [each for each in self.functions if re.match("_[^_]", each.name)]
+        return len(private), sum(used[each.name] == 1 and measure(each, each.body[0]) <= 3 for each in private)
+
+
+def measure_docstring(node: ast.AST) -> int:
+    return 0 if ast.get_docstring(node, clean=False) is None else node.body[0].end_lineno - node.body[0].lineno + 1
+
+
+def measure(function: ast.FunctionDef, first: ast.AST) -> int:
+    return function.end_lineno - first.lineno + 1 - measure_docstring(function)
+
+
+def list_words(function: ast.FunctionDef) -> set[str]:
+    nodes = (getattr(node, kind, None) for node in ast.walk(function) for kind in ("id", "attr", "arg", "name"))
+    return {word for name in nodes if name for word in name.split("_")}
+
+
+def list_imported(node: ast.AST, module: str) -> list[str]:
+    """Names that it imports, those inside functions and for types too; relative ones resolved."""
+    if not isinstance(node, ast.ImportFrom):
+        return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+    outer = module.split(".")[: -node.level] if node.level else []
+    return [".".join([*outer, *filter(None, [node.module]), alias.name]) for alias in node.names]
+
+
+def link(modules: list[Module]) -> dict[str, set[str]]:
+    """Which modules each imports: `a.b.c` may be the module c, the package c, or a name of module or package b."""
+    known = {module.name for module in modules}
+
+    def find(name: str) -> str | None:
+        outer = name.rpartition(".")[0]
+        return next((n for n in (name, f"{name}.__init__", outer, f"{outer}.__init__") if n in known), None)
+
+    return {each.name: {find(name) for name in each.imports} - {None, each.name} for each in modules}
+
+
+def find_circles(links: dict[str, set[str]]) -> list[tuple[str, ...]]:
+    """Modules that import each other, directly or over others."""
+    reach = {name: set(others) for name, others in links.items()}
+    for middle, onward in reach.items():
+        for others in reach.values():
+            others |= onward if middle in others else set()
+    together = {tuple(sorted(o for o in reach if o in reach[name] and name in reach[o])) for name in reach}
+    return sorted(together - {()})
+
+
+def count_upward(root: Path, links: dict[str, set[str]]) -> int:
+    """Imports of a layer above, by the layers that setup.cfg states."""
+    parser = configparser.ConfigParser()
+    parser.read(root / "setup.cfg")
+    lines = parser["importlinter:contract:layers"]["layers"].splitlines()
+    depth = {name: at for at, line in enumerate(lines) for name in re.findall(r"[\w.]+", line)}
+    stands = {name: max((depth[o] for o in depth if f"{name}.".startswith(f"{o}.")), default=0) for name in links}
+    return sum(0 < stands[other] < stands[name] for name, others in links.items() for other in others)
+
+
+def describe(modules: list[Module], passed: dict[str, set[str]]) -> dict[str, object]:
+    """One row of the table."""
+    lengths = sorted(measure(each, each) for module in modules for each in module.functions) or [0]
+    lines = sum(m.lines for m in modules)
+    docs = sum(measure_docstring(node) for m in modules for node in [m.nodes[0], *m.classes, *m.functions])
+    private, hiding = map(sum, zip(*(m.count_private() for m in modules), strict=True))
+    words = Counter(word for m in modules for each in m.functions for word in set(WORDS) & list_words(each))
+    row = {"lines": lines, "files": len(modules), "classes": sum(len(m.classes) for m in modules)}
+    row |= {"functions": sum(len(m.functions) for m in modules), "median": lengths[len(lengths) // 2]}
+    row |= {"p90": lengths[int(len(lengths) * 0.9)], "docs": f"{docs / max(lines, 1):.0%}", "private": private}
+    row |= {"hiding": hiding, **{word: words[word] for word in WORDS}}
+    types = {name for name in passed["types"] if name.rpartition(".")[0] in {m.name for m in modules}}
+    return row | {"passed": len({m.path for m in modules} & passed["files"]), "types": len(types)}
+
+
+@contextmanager
+def note_passed(root: Path, files: set[str], types: set[str]) -> Iterator[None]:
+    """What is passed meanwhile, on this thread and all that begin: the package's code, and what is generated for it."""
+    package = f"{root / PACKAGE}{os.sep}"
+
+    def note(frame: object, event: str, _: object) -> None:
+        code = frame.f_code
+        ours = code.co_filename.startswith(package)
+        if event != "call" or not code.co_flags & IN_FUNCTION or not (ours or code.co_filename.startswith("<")):
+            return
+        files.update([code.co_filename.removeprefix(package)] if ours else ())
+        if code.co_argcount and code.co_varnames[0] in ("self", "cls", "_cls"):
+            first = frame.f_locals.get(code.co_varnames[0])
+            kind = first if isinstance(first, type) else type(first)
+            types.update([f"{kind.__module__}.{kind.__name__}"] if kind.__module__.startswith(PACKAGE) else ())
+
+    threading.setprofile(note)
+    sys.setprofile(note)
+    yield
+    sys.setprofile(None)
+    threading.setprofile(None)
+
+
+def run_rank(root: Path, folder: Path) -> None:
+    """One rank: a step and a save where nothing is saved, else a load that is counted."""
+    import deepspeed
+    import torch
+
+    __import__(PACKAGE)
+    saving = not (folder / "saved" / "latest").exists()
+    model = torch.nn.Sequential(torch.nn.Linear(24, 40), torch.nn.GELU(), torch.nn.Linear(40, 24))
+    settings = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
+    settings |= {"optimizer": {"type": "Adam", "params": {"torch_adam": True}}, "checkpoint": {"universal": not saving}}
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
+    if saving:
+        engine.backward(engine(torch.ones(1, 24, dtype=torch.bfloat16)).float().sum())
+        engine.step()
+        engine.save_checkpoint(str(folder / "saved"))
+        return
+    files, types = set(), set()
+    with note_passed(root, files, types):
+        engine.load_checkpoint(str(folder / "saved"))
+    (folder / f"passed-{engine.global_rank}.json").write_text(json.dumps({"files": [*files], "types": [*types]}))
+
+
+def trace_resume(root: Path) -> dict[str, set[str]]:
+    """Files and types that a resume passes, over all of its ranks."""
+    environment = {**os.environ, "PYTHONPATH": str(root), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        for world in (SAVED_BY, LOADED_BY):
+            launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), __file__]
+            command = [sys.executable, *launch, "--root", str(root), "--rank", folder]
+            subprocess.run(command, env=environment, check=True, stdout=sys.stderr)
+        counted = [json.loads(file.read_text()) for file in Path(folder).glob("passed-*.json")]
+    return {what: set().union(*(each[what] for each in counted)) for what in ("files", "types")}
+
+
+def main() -> None:
+    """Print the figures of a checkout."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--root", type=Path, default=Path(__file__).parents[1], help="a checkout; without it, this one")
+    parser.add_argument("--list", action="store_true", help="name the files and types that a resume passes")
+    parser.add_argument("--no-resume", action="store_true", help="only what the text says")
+    parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    root = asked.root.resolve()
+    if asked.rank:
+        return run_rank(root, asked.rank)
+    passed = {"files": set(), "types": set()} if asked.no_resume else trace_resume(root)
+    modules = [Module(root, file) for file in sorted((root / PACKAGE).rglob("*.py"))]
+    for room in [*sorted({each.room for each in modules}), "all"]:
+        row = describe([each for each in modules if room in (each.room, "all")], passed)
+        if room == "(root)":
+            print("room".ljust(10), *(title.rjust(5) for title in row))
+        print(room.ljust(10), *(f"{cell:>{max(5, len(title))}}" for title, cell in row.items()))
+    links = link(modules)
+    print("imports that point up:", count_upward(root, links), "\ncircles:", *find_circles(links) or ["none"])
+    print("lines of tests:", sum(file.read_text().count("\n") for file in (root / "tests").rglob("*.py")))
+    print(*(f"  {name}" for name in sorted(passed["files"] | passed["types"]) if asked.list), sep="\n")
+    return None
+
+
+if __name__ == "__main__":
+    main()
