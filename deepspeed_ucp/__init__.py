@@ -61,4 +61,4 @@ def _escape_record(record: logging.LogRecord) -> bool:
 
 logging.getLogger("deepspeed_ucp").addFilter(_escape_record)
 install_when_imported()
-heartbeat.connect()
+heartbeat.note_watcher()

@@ -1,14 +1,18 @@
-"""What a save carries beside the client's own state: random states, and where samplers stand; both ways by itself."""
+"""What this package keeps of one engine, and what of it a save carries beside the client's own state: random states,
+and where samplers stand; both ways by itself."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from .comm import connect
 from .errors import CheckpointError, ConfigError, shorten
+
+if TYPE_CHECKING:  # it brings pydantic, which commands start without
+    from .config import UniversalConfig
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -32,20 +36,88 @@ class Carried:
     load: Callable[[Any], None]
 
 
+@dataclass(frozen=True, slots=True)
+class Preemption:
+    """What an engine does when it is told to go.
+
+    Attributes:
+        save_dir: where it saves.
+        actions: by signal the exit code with which every rank then ends; None goes on training.
+        alone: the same where a watcher is there that has not passed the signal on.
+        client_state: makes the client state of that save.
+    """
+
+    save_dir: str
+    actions: Mapping[int, int | None]
+    alone: Mapping[int, int | None]
+    client_state: Callable[[], Mapping[str, Any]] | None
+
+
+@dataclass(slots=True)
+class UnsealedSave:
+    """A save that is to be sealed.
+
+    Attributes:
+        local: every node has a folder of its own.
+        writer: what writes its files after the save has ended; empty where they are all to be there.
+        steps: that have been taken since.
+    """
+
+    folder: str
+    local: bool
+    writer: str = ""
+    steps: int = 0
+
+
+@dataclass(slots=True)
+class EngineState:
+    """All that this package keeps of one engine between two calls.
+
+    Attributes:
+        param_groups: the user's param groups by the names of their parameters, as they were before a wrapper flattened
+            them; None where a parameter has no name in the module.
+        carried: what is saved and loaded with the engine, by name.
+        preemption: what it does when it is told to go; None where nothing is waited for.
+        unsealed: its last save, while what is no writer of DeepSpeed's still writes it.
+        broken: why it must not be used: it holds a part of a checkpoint. Empty where it does not.
+        half_states: of a broken one: its optimizer's states may be a mixture, which a load of the weights alone leaves.
+        accumulation: under Lightning, that of the run that began, where this run's differs.
+    """
+
+    param_groups: list[list[str]] | None = None
+    carried: dict[str, Carried] = field(default_factory=dict)
+    preemption: Preemption | None = None
+    unsealed: UnsealedSave | None = None
+    broken: str = ""
+    half_states: bool = False
+    accumulation: int | None = None
+
+
+def find_state(engine: Any) -> EngineState:
+    """What is kept of an engine: the one thing that is set on it, and ``ucp_report``, which is the user's."""
+    state: EngineState = engine.__dict__.setdefault("_ucp_state", EngineState())
+    return state
+
+
+def get_config(engine: Any) -> UniversalConfig | None:
+    """The plugin's options for an engine; None where it is off."""
+    return getattr(engine._config, "ucp_config", None)
+
+
 def carry(engine: Any, name: str, carried: Carried) -> Carried | None:
     """Save and load something with ``engine`` from now on; of one name the last.
 
     Returns:
         What had that name until now.
     """
-    held: dict[str, Carried] = engine.__dict__.setdefault("_ucp_carried", {})
-    former, held[name] = held.get(name), carried
+    known = find_state(engine).carried
+    former, known[name] = known.get(name), carried
     return former
 
 
 def is_carried(engine: Any, name: str) -> bool:
     """Whether something is saved and loaded with ``engine`` under a name."""
-    return name in engine.__dict__.get("_ucp_carried", {})
+    return name in find_state(engine).carried
 
 
 def collect(engine: Any, client_state: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -56,9 +128,8 @@ def collect(engine: Any, client_state: Mapping[str, Any] | None) -> dict[str, An
     """
     if KEY in (client_state or {}):
         raise ConfigError(f'client_state: the key "{KEY}" is the plugin\'s own. Give it another name.')
-    carried = engine.__dict__.get("_ucp_carried", {})
-    held = {KEY: {name: each.save() for name, each in carried.items()}} if carried else {}
-    return {**(client_state or {}), **held}
+    saved = {name: each.save() for name, each in find_state(engine).carried.items()}
+    return {**(client_state or {}), **({KEY: saved} if saved else {})}
 
 
 def hand_out(engine: Any, client_state: dict[str, Any] | None, *, wanted: bool = True, together: bool = True) -> None:
@@ -75,7 +146,7 @@ def hand_out(engine: Any, client_state: dict[str, Any] | None, *, wanted: bool =
     saved = client_state.pop(KEY, {})
     if not wanted:
         return
-    comm, carried = connect(), engine.__dict__.get("_ucp_carried", {})
+    comm, carried = connect(), find_state(engine).carried
 
     def load() -> list[str]:
         if not isinstance(saved, Mapping):

@@ -1,7 +1,8 @@
-"""A rank's line to what watches over its launch: it tells of every step, and ends the rank when the watcher is gone.
+"""A rank's connection to what watches over its launch: tells of every step, and ends the rank with the watcher.
 
 ``ds_ucp supervise`` and ``ds_ucp torchrun`` name the watcher in the environment; without one nothing here happens.
-The line is one TCP connection: the launch's key, then JSON lines. The rank tells who it is, its steps, what ended it;
+Importing the package notes it and opens nothing: the connection opens with the first engine, or the first thing to be
+told. It is one TCP connection: the launch's key, then JSON lines. The rank tells who it is, its steps, what ended it;
 the watcher tells signals. A connection that ends, or that nobody answers for half a minute, ends the rank with SIGKILL:
 no rank trains on for a launch that has been given up.
 """
@@ -18,6 +19,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -31,64 +33,76 @@ _IDLE, _EVERY, _TIMES = 10, 5, 4
 _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 _ERROR_CHARACTERS = 8000
 
-_lines: list[socket.socket] = []
-"""The line of this process, if it has one."""
+
+@dataclass(slots=True)
+class _Watcher:
+    """What watches over this process; a forked one has none.
+
+    Attributes:
+        address: where it is to be reached; empty where none is, or it is being reached.
+        connection: to it, once there is something to tell.
+        passed_on: signals that it has passed on.
+        code: what ``sys.exit`` was called with.
+    """
+
+    address: str = ""
+    connection: socket.socket | None = None
+    passed_on: set[int] = field(default_factory=set)
+    code: int = 0
 
 
-_codes: list[int] = []
-"""What ``sys.exit`` was called with."""
+_watcher = _Watcher()
 
-_passed_on: set[int] = set()
-"""Signals that the watcher has passed on."""
+
+def note_watcher() -> None:
+    """Take the watcher from the environment, so that what this process starts has none, and let it be told of this
+    process's end. Opens nothing."""
+    told = os.environ.pop(VARIABLE, None)
+    if told is None or _watcher.address or _watcher.connection:
+        return
+    _watcher.address = told
+    os.register_at_fork(after_in_child=_let_go)
+    atexit.register(_say_end)
+    vars(os)["_exit"] = partial(_leave, os._exit)
+    vars(sys)["exit"] = partial(_exit, sys.exit)
+    sys.excepthook = partial(_say_error, sys.excepthook)
 
 
 def connect() -> None:
-    """Connect to the watcher that the environment names, once per launch; what this process starts inherits none."""
-    told = os.environ.pop(VARIABLE, None)
-    if told is None or _lines:
+    """Connect to the watcher, if there is one: once, and where it cannot be reached never, with a word on stderr."""
+    told, _watcher.address = _watcher.address, ""
+    if not told:
         return
     host, port, key = told.rsplit(":", 2)
     try:
-        line = socket.create_connection((host, int(port)), timeout=15)
+        connection = socket.create_connection((host, int(port)), timeout=15)
     except OSError as error:
         sys.stderr.write(
             f"deepspeed_ucp: the watcher at {host}:{port} cannot be reached ({error}): going on without.\n"
         )
         return
-    line.settimeout(None)
-    keep_alive(line)
+    connection.settimeout(None)
+    keep_alive(connection)
     with contextlib.suppress(OSError):
-        line.sendall(f"{key}\n".encode())
-    _lines.append(line)
+        connection.sendall(f"{key}\n".encode())
+    _watcher.connection = connection
     _say(hello={"rank": find_rank(), "pid": os.getpid(), "host": socket.gethostname()})
-    threading.Thread(target=_listen, args=(line, f"{host}:{port}"), daemon=True, name="heartbeat").start()
-    os.register_at_fork(after_in_child=_let_go)
-    atexit.register(_say_end)
-    vars(os)["_exit"] = partial(_leave, os._exit)
-    vars(sys)["exit"] = partial(_exit, sys.exit)
-    former = sys.excepthook
-
-    def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        _say(error="".join(traceback.format_exception(kind, error, trace))[-_ERROR_CHARACTERS:])
-        former(kind, error, trace)
-
-    sys.excepthook = tell
+    threading.Thread(target=_listen, args=(connection, f"{host}:{port}"), daemon=True, name="heartbeat").start()
 
 
 def report_step(step: int) -> None:
     """Tell the watcher that this rank has got as far as ``step``."""
-    if _lines:
-        _say(step=step)
+    _say(step=step)
 
 
-def is_connected() -> bool:
+def is_watched() -> bool:
     """Whether something watches over this process."""
-    return bool(_lines)
+    return bool(_watcher.address or _watcher.connection)
 
 
 def has_passed_on(number: int) -> bool:
     """Whether the watcher has passed a signal on, which was sent to it: to all that it watches over."""
-    return number in _passed_on
+    return number in _watcher.passed_on
 
 
 def find_rank() -> int:
@@ -96,59 +110,70 @@ def find_rank() -> int:
     return next((int(os.environ[name]) for name in _RANKS if os.environ.get(name, "").isdigit()), -1)
 
 
-def keep_alive(line: socket.socket) -> None:
+def keep_alive(connection: socket.socket) -> None:
     """Let a connection fail when the other side's machine answers nothing any more, within half a minute."""
-    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     options = {"KEEPIDLE": _IDLE, "KEEPINTVL": _EVERY, "KEEPCNT": _TIMES, "USER_TIMEOUT": 30_000}
     for name, value in options.items():
         if hasattr(socket, f"TCP_{name}"):  # Linux
-            line.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"), value)
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"), value)
 
 
 def _say(**fields: Any) -> None:
-    """Send a line, unless that would wait: training does not stop for a watcher that is slow."""
-    for line in _lines:
-        try:
-            line.send(json.dumps(fields).encode() + b"\n", socket.MSG_DONTWAIT)
-        except OSError:
-            return
+    """Send a JSON line, unless that would wait: training does not stop for a watcher that is slow."""
+    connect()
+    if _watcher.connection is not None:
+        with contextlib.suppress(OSError):
+            _watcher.connection.send(json.dumps(fields).encode() + b"\n", socket.MSG_DONTWAIT)
+
+
+def _say_error(
+    former: Callable[..., Any], kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    _say(error="".join(traceback.format_exception(kind, error, trace))[-_ERROR_CHARACTERS:])
+    former(kind, error, trace)
 
 
 def _leave(leave: Callable[[int], None], status: int) -> None:
     """``os._exit``, by which scripts end whose teardown would hang: with 0 as they should."""
-    _say(**({"code": status} if status else {"end": True}))
+    if status:
+        _say(code=status)
+    elif _watcher.connection is not None:
+        _say(end=True)
     leave(status)
 
 
 def _exit(leave: Callable[..., Any], *given: Any) -> None:
     """``sys.exit``, of which nothing is left to be seen when the interpreter ends."""
-    _codes.append(given[0] if given and isinstance(given[0], int) else int(given[:1] not in ((), (None,))))
+    _watcher.code = given[0] if given and isinstance(given[0], int) else int(given[:1] not in ((), (None,)))
     leave(*given)
 
 
 def _say_end() -> None:
-    _say(end=True, **({"code": _codes[-1]} if _codes and _codes[-1] else {}))
+    """Of a process that has told nothing and has not failed, there is nothing to tell."""
+    if _watcher.code or _watcher.connection is not None:
+        _say(end=True, **({"code": _watcher.code} if _watcher.code else {}))
 
 
-def _listen(line: socket.socket, watcher: str) -> None:
-    """Pass signals on until the line ends, and then end this process."""
+def _listen(connection: socket.socket, watcher: str) -> None:
+    """Pass signals on until the connection ends, and then end this process."""
     try:
-        for text in line.makefile("rb"):
+        for text in connection.makefile("rb"):
             number = int(json.loads(text)["signal"])
-            _passed_on.add(number)
+            _watcher.passed_on.add(number)
             os.kill(os.getpid(), number)
         why = "has gone"
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = f"is lost ({error})"
-    if line in _lines:
+    if connection is _watcher.connection:
         sys.stderr.write(f"deepspeed_ucp: rank {find_rank()}: the watcher at {watcher} {why}: this rank ends.\n")
         sys.stderr.flush()
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _let_go() -> None:
-    """In a forked child: the line is its parent's."""
-    for line in _lines:
-        os.close(line.detach())  # its listener's file object would keep it open
-    _lines.clear()
+    """In a forked child: the connection is its parent's."""
+    if _watcher.connection is not None:
+        os.close(_watcher.connection.detach())  # its listener's file object would keep it open
+    _watcher.address, _watcher.connection = "", None

@@ -10,19 +10,17 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 import numpy as np
 
 from .comm import connect
-from .heartbeat import has_passed_on, is_connected
+from .engine_state import Preemption, find_state
+from .heartbeat import has_passed_on, is_watched
 from .writer import end_writer, finish_save
 
 logger = logging.getLogger("deepspeed_ucp")
-
-_FOLLOWED = "_ucp_preemption"
 
 _DEFAULT: Mapping[int, int | None] = {signal.SIGTERM: 0, signal.SIGUSR1: None}
 
@@ -33,23 +31,6 @@ _arrived: dict[int, bool] = {}
 """By signal that is waited for, whether it has come. A forked process waits for none."""
 
 os.register_at_fork(after_in_child=_arrived.clear)
-
-
-@dataclass(frozen=True, slots=True)
-class Preemption:
-    """What an engine does when it is told to go.
-
-    Attributes:
-        save_dir: where it saves.
-        actions: by signal the exit code with which every rank then ends; None goes on training.
-        alone: the same where a watcher is there that has not passed the signal on.
-        client_state: makes the client state of that save.
-    """
-
-    save_dir: str
-    actions: Mapping[int, int | None]
-    alone: Mapping[int, int | None]
-    client_state: Callable[[], Mapping[str, Any]] | None
 
 
 def follow(
@@ -77,10 +58,10 @@ def follow(
         ValueError: outside of the main thread.
     """
     chosen = dict(_DEFAULT if actions is None else actions)
-    alone = _ALONE if actions is None and is_connected() else chosen
+    alone = _ALONE if actions is None and is_watched() else chosen
     for number in chosen:
         _wait_for(number)
-    setattr(engine, _FOLLOWED, Preemption(os.fspath(save_dir), chosen, alone, client_state))
+    find_state(engine).preemption = Preemption(os.fspath(save_dir), chosen, alone, client_state)
 
 
 def _wait_for(number: int) -> None:
@@ -107,7 +88,7 @@ def end_step(engine: Any) -> None:
     Raises:
         SystemExit: after the save, with the signal's exit code.
     """
-    asked: Preemption | None = getattr(engine, _FOLLOWED, None)
+    asked = find_state(engine).preemption
     if asked is None:
         return
     comm, numbers = connect(waits=False), sorted(asked.actions)

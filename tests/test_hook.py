@@ -14,10 +14,10 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-from deepspeed_ucp import hook
+from deepspeed_ucp import hook, sealing, uncaught
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
-from deepspeed_ucp.engine_state import KEY, Carried, carry
+from deepspeed_ucp.engine_state import KEY, Carried, carry, get_config
 from deepspeed_ucp.errors import CheckpointError, DiskFullError, MismatchError, UcpError
 from deepspeed_ucp.io import gets
 from deepspeed_ucp.sources.files import SEAL
@@ -108,7 +108,7 @@ def _fail(engine: FakeEngine, folder: Path, facts: dict[str, Any]) -> str:
 
 
 def test_an_engine_from_before_the_import_has_the_plugin_off() -> None:
-    assert hook.get_config(FakeEngine(_config=SimpleNamespace())) is None
+    assert get_config(FakeEngine(_config=SimpleNamespace())) is None
 
 
 def test_behind_a_load_no_connection_to_a_store_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,8 +255,8 @@ def test_a_save_whose_files_come_later_is_sealed_when_they_are_there(
     if place != "engine":
         monkeypatch.setattr(torch, "save", LateWriter().is_decoupled)
         name += ".is_decoupled"
-    seal = hook.seal_folder
-    monkeypatch.setattr(hook, "seal_folder", lambda *given, **how: looks.append(given) or seal(*given, **how))
+    seal = sealing.seal_folder
+    monkeypatch.setattr(sealing, "seal_folder", lambda *given, **how: looks.append(given) or seal(*given, **how))
 
     def step(times: int) -> int:
         before = len(looks)
@@ -268,7 +268,7 @@ def test_a_save_whose_files_come_later_is_sealed_when_they_are_there(
     (told,) = caplog.messages
     assert told.startswith(f"{folder}: is not sealed: {name} writes its files after the save. The step that finds all")
     monkeypatch.undo()
-    monkeypatch.setattr(hook, "seal_folder", lambda *given, **how: looks.append(given) or seal(*given, **how))
+    monkeypatch.setattr(sealing, "seal_folder", lambda *given, **how: looks.append(given) or seal(*given, **how))
     assert step(5) == 3
     write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), Topology(1, 2), tag="tag")
     assert (step(2), (folder / SEAL).exists()) == (0, False)
@@ -298,7 +298,7 @@ def test_a_save_that_cannot_be_sealed_does_not_keep_the_seal_of_an_earlier_one(
         raise DiskFullError("no room for the seal")
 
     save(make_engine(seal=True), tmp_path / "tag")
-    monkeypatch.setattr(hook, "seal_folder", fail)
+    monkeypatch.setattr(sealing, "seal_folder", fail)
     save(make_engine(seal=True), tmp_path / "tag")
     assert not (tmp_path / "tag" / SEAL).exists()
 
@@ -306,7 +306,7 @@ def test_a_save_that_cannot_be_sealed_does_not_keep_the_seal_of_an_earlier_one(
 def test_a_save_to_a_url_is_told_and_touches_nothing_behind_it(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hook, "remove_seal", lambda folder: pytest.fail(f"removed the seal of {folder}"))
+    monkeypatch.setattr(sealing, "remove_seal", lambda folder: pytest.fail(f"removed the seal of {folder}"))
     assert hook._save_checkpoint(lambda *_: True, make_engine(), "s3://bucket/run", "tag")
     assert "s3://bucket/run: DeepSpeed saves to local folders alone" in caplog.text
 
@@ -346,7 +346,7 @@ def test_an_error_of_all_ranks_is_printed_in_full_once(
     """As the launcher's log shows it: nothing is chained but a bug's own trace, on the rank that has it."""
     engine = FakeEngine(_config=SimpleNamespace(ucp_config=UniversalConfig()))
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-    monkeypatch.setattr(hook, "_HEAD_START", 0)
+    monkeypatch.setattr(uncaught, "_HEAD_START", 0)
 
     def fail() -> None:
         raise KeyError("oh") if fault else CheckpointError("x.pt: " + "long " * 99, "y.pt: is missing. The end.")
@@ -359,7 +359,7 @@ def test_an_error_of_all_ranks_is_printed_in_full_once(
             raise
 
     monkeypatch.setattr(hook, "resume", resume)
-    hook.shorten_uncaught()
+    uncaught.shorten_uncaught()
     with pytest.raises(UcpError) as caught:
         hook._load_checkpoint(mock.Mock(), engine, "dir") if load else resume()
     sys.excepthook(caught.type, caught.value, caught.tb)
@@ -374,9 +374,9 @@ def test_an_error_of_all_ranks_is_printed_in_full_once(
 
 def test_other_errors_are_printed_as_ever(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-    hook.shorten_uncaught()
+    uncaught.shorten_uncaught()
     shortened = sys.excepthook
-    hook.shorten_uncaught()
+    uncaught.shorten_uncaught()
     assert sys.excepthook is shortened
     try:
         raise CheckpointError("this rank's own")

@@ -38,6 +38,21 @@ def test_what_a_command_imports_is_light() -> None:
     assert found.splitlines() == [f"- {name} []" for name in modules]
 
 
+def test_an_import_opens_nothing() -> None:
+    """No socket, no thread, no file: also where something watches over the launch, which hears of the first engine."""
+    found = run("""
+        import os, sys, threading
+        os.environ["DEEPSPEED_UCP_LIFELINE"] = "127.0.0.1:1:key"
+        seen = []
+        sys.addaudithook(lambda name, args: seen.append((name, args)))
+        import deepspeed_ucp
+        opened = [args[0] for name, args in seen if name == "open" and not str(args[0]).endswith((".py", ".pyc"))]
+        sockets = [name for name, _ in seen if name.startswith("socket.") and name != "socket.__new__"]
+        print(opened, sockets, threading.active_count(), "DEEPSPEED_UCP_LIFELINE" in os.environ)
+    """)
+    assert found == "[] [] 1 False"
+
+
 def test_a_command_starts_without_what_only_some_checkpoints_need() -> None:
     """Seals and manifests are checked by pydantic, which with its schemas takes longer to import than a small folder
     to look at."""

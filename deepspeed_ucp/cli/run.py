@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from .. import heartbeat
 from ..errors import ConfigError, UcpError
 from .common import add_command, read_patterns
 from .printing import ERROR, OK, tell
@@ -139,6 +140,7 @@ def run_script(
     """Run a script as ``python SCRIPT ARGS…`` would, the plugin installed and on by default."""
     import deepspeed_ucp
 
+    heartbeat.connect()
     deepspeed_ucp.install(default_on=default_on)
     sys.argv = [script, *args]
     if is_module:

@@ -61,7 +61,7 @@ def load_direct(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
         The client state, as DeepSpeed's load returns it.
 
     Raises:
-        UcpError: the same on every rank. The engine is as it was, or marked (``guard.BROKEN``) and the message says so.
+        UcpError: the same on every rank. The engine is as it was, or marked as ``broken`` and the message says so.
     """
     engine, comm, config, arguments, report = job.engine, job.comm, job.config, job.arguments, job.report
     with_states = arguments.with_states and has_masters(target, comm)

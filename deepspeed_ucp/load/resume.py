@@ -12,6 +12,7 @@ from ..atoms import AtomicIndex
 from ..comm import Comm, connect, is_shared
 from ..config import UniversalConfig
 from ..convert import ConvertOptions, convert_index, default_destination
+from ..engine_state import find_state
 from ..errors import CheckpointError, OutOfReachError, UcpError, UnsupportedError, shorten
 from ..io.memory import pause_collection
 from ..io.paths import normalize
@@ -25,7 +26,7 @@ from ..stream.report import OutputReport
 from ..targets import Target
 from ..targets.coverage import list_unsaved
 from ..targets.finish import refresh_after_own_load, wait_behind_reads
-from ..targets.guard import BROKEN, mark, release
+from ..targets.guard import mark, release
 from ..targets.rule import watch_edits
 from ..topology import ATOMIC
 from .choice import decide
@@ -92,7 +93,7 @@ def _resume_first_whole(
         CheckpointError: none is, or one was found damaged when the engine was being filled.
         UcpError: what is no fault of a tag's files; an older one is not to be taken because of it.
     """
-    marked = getattr(job.engine, BROKEN, None)  # an earlier load's mark is no reason to leave the older tags alone
+    marked = find_state(job.engine).broken  # an earlier load's mark is no reason to leave the older tags alone
     passed: list[str] = []
     for tag, is_cut_off in _list_candidates(job, (load_dir, *job.config.also), newest):
         if is_cut_off:
@@ -101,7 +102,7 @@ def _resume_first_whole(
         try:
             loaded = _resume_tag(job, load_dir, tag, partial(own, tag=tag), **more)
         except CheckpointError as error:
-            if isinstance(error, OutOfReachError) or getattr(job.engine, BROKEN, None) is not marked:
+            if isinstance(error, OutOfReachError) or find_state(job.engine).broken is not marked:
                 raise
             passed.append(str(error))
         else:

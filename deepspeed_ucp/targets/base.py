@@ -17,6 +17,7 @@ from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus, ZeroParamStatus
 
 from ..atoms import AtomicIndex, ParamKey, count, strip_compiled
+from ..engine_state import find_state
 from ..errors import UnsupportedError, shorten
 from ..experts import drop_fixed, find_layer, is_expert, name_experts
 from ..flat import FlatBuffer, join_parameters, join_reserved
@@ -332,7 +333,7 @@ class Target(ABC):
 
     def live_groups(self) -> list[list[tuple[str, bool]]]:
         """Param groups as the user made them: (raw name, owned by the optimizer), frozen parameters included."""
-        recorded = getattr(self.engine, "_ucp_param_groups", None)
+        recorded = find_state(self.engine).param_groups
         if recorded is not None:
             named = [[part for name in group for part in self._name_parts(name)] for group in recorded]
             return [[(name, strip_compiled(name) in self.owned) for name in group] for group in named]

@@ -7,13 +7,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
+from ..engine_state import find_state
 from ..errors import CheckpointError, UcpError, UnsupportedError
-
-BROKEN = "_ucp_broken"
-"""Attribute of an engine that holds a part of a checkpoint: why it must not be used."""
-
-HALF_STATES = "_ucp_half_states"
-"""Attribute of such an engine: its optimizer's states may be a mixture, which a load of the weights alone leaves."""
 
 _BLOCKED = ("step", "train_batch", "save_checkpoint", "save_16bit_model")
 """Methods that would train on with such state, or save it."""
@@ -28,7 +23,7 @@ def check_states(engine: Any, *, with_states: bool) -> None:
     Raises:
         UnsupportedError: it does not, and they are.
     """
-    if getattr(engine, HALF_STATES, False) and not with_states:
+    if find_state(engine).half_states and not with_states:
         raise UnsupportedError(
             "An earlier load has failed while the engine was being filled, so that its optimizer states are a mixture, "
             "which a load of the weights alone would leave. Load with the optimizer states, or build the engine anew."
@@ -65,18 +60,18 @@ def mark(engine: Any, error: BaseException, *, with_states: bool) -> str:
         f"{reason} This happened while the engine was being filled: it holds a part of the checkpoint and must not be "
         "used. Load again (this tag or another one), or build the engine anew."
     )
-    setattr(engine, BROKEN, told)
-    setattr(engine, HALF_STATES, with_states or getattr(engine, HALF_STATES, False))
+    state = find_state(engine)
+    state.broken, state.half_states = told, with_states or state.half_states
     block(engine)
     return told
 
 
 def block(engine: Any) -> None:
     """Let these methods of this engine raise, if a load has left it half changed; others are left alone."""
-    message = getattr(engine, BROKEN, None)
+    message = find_state(engine).broken
     for name in _BLOCKED if message else ():
         if hasattr(engine, name):
-            engine.__dict__[name] = partial(_refuse, str(message))
+            engine.__dict__[name] = partial(_refuse, message)
 
 
 def _refuse(message: str, *_: Any, **__: Any) -> NoReturn:
@@ -85,8 +80,8 @@ def _refuse(message: str, *_: Any, **__: Any) -> NoReturn:
 
 def release(engine: Any) -> None:
     """After a load that succeeded: the engine's own methods again."""
-    for attribute in (BROKEN, HALF_STATES):
-        engine.__dict__.pop(attribute, None)
+    state = find_state(engine)
+    state.broken, state.half_states = "", False
     for name in _BLOCKED:
         if getattr(engine.__dict__.get(name), "func", None) is _refuse:
             del engine.__dict__[name]

@@ -15,8 +15,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from ..atoms import ASKED, BATCH_SIZES, SavedJob
 from ..comm import connect
 from ..config import SECTION, UniversalConfig, adapt_batch
+from ..engine_state import get_config
 from ..errors import ConfigError, MismatchError, UnsupportedError, count_of
-from ..hook import get_config
 from ..load.client import read_objects
 from ..sources.latest import check_tag
 from ..sources.open import look_at_job

@@ -14,6 +14,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,6 +31,30 @@ from .randomness import restore_ranks
 
 logger = logging.getLogger("deepspeed_ucp")
 
+
+@dataclass(slots=True)
+class TrainerState:
+    """What this package keeps of one trainer, from one :func:`train` to the next.
+
+    Attributes:
+        own: per-device batch and accumulation that the script asks for; an attempt may have taken others since.
+        resumed: the folder that it resumes from, where the saved total batch is to be kept.
+        begun: ranks and micro batches of a step where the run began; None where this run has the same.
+        looks: whether the model looks at ``num_items_in_batch``; None before its first loss.
+    """
+
+    own: tuple[int, int] | None = None
+    resumed: str | None = None
+    begun: tuple[int, int] | None = None
+    looks: bool | None = None
+
+
+def find_state(trainer: Any) -> TrainerState:
+    """What is kept of a trainer: the one thing that is set on it."""
+    state: TrainerState = vars(trainer).setdefault("_ucp_state", TrainerState())
+    return state
+
+
 _LIVE = f'to go on with this run\'s all the same set "{SECTION}": {{"total_batch": "live"}}'
 
 
@@ -41,7 +66,7 @@ def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any)
     """
     call, config = inspect.signature(original).bind(trainer, *args, **kwargs), find_options(trainer)
     folder = call.arguments.get("resume_from_checkpoint")
-    trainer._ucp_own, trainer._ucp_begun = None, None
+    trainer._ucp_state = TrainerState()
     if config is not None and folder:
         show_decisions()
         folder = call.arguments["resume_from_checkpoint"] = choose_folder(trainer.args, folder, config)
@@ -79,14 +104,15 @@ def inner_training_loop(original: Callable[..., Any], trainer: Any, *args: Any, 
     """
     call = inspect.signature(original).bind(trainer, *args, **kwargs)
     folder, config = call.arguments.get("resume_from_checkpoint"), find_options(trainer)
-    trainer._ucp_resumed = None
+    state = find_state(trainer)
+    state.resumed = None
     if config is None:
         return original(*call.args, **call.kwargs)
     micro, accumulation = call.arguments.get("batch_size") or trainer._train_batch_size, _restore_own(trainer)
     if folder:
         show_decisions()
         tell_order(trainer.args)
-        trainer._ucp_resumed = os.fspath(folder) if config.total_batch == "saved" else None
+        state.resumed = os.fspath(folder) if config.total_batch == "saved" else None
         micro = call.arguments["batch_size"] = keep_total_batch(trainer, os.fspath(folder), micro, config)
     elif trainer.args.auto_find_batch_size:  # the trainer leaves the size that it tried first in the ds_config
         ranks = _count_replicas(trainer)
@@ -96,10 +122,9 @@ def inner_training_loop(original: Callable[..., Any], trainer: Any, *args: Any, 
 
 def _restore_own(trainer: Any) -> int:
     """The accumulation that the script asks for; an earlier attempt may have taken another."""
-    args = trainer.args
-    own = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    trainer._ucp_own = getattr(trainer, "_ucp_own", None) or own
-    args.per_device_train_batch_size, args.gradient_accumulation_steps = trainer._ucp_own
+    args, state = trainer.args, find_state(trainer)
+    state.own = state.own or (args.per_device_train_batch_size, args.gradient_accumulation_steps)
+    args.per_device_train_batch_size, args.gradient_accumulation_steps = state.own
     return int(args.gradient_accumulation_steps)
 
 
@@ -233,7 +258,8 @@ def _note_begun(trainer: Any, job: SavedJob, now: tuple[int, int]) -> None:
         now: ranks and micro batches of this run.
     """
     begun = job.begun or (job.ranks // job.model_ranks, job.accumulation or now[1])
-    trainer._ucp_begun, trainer._ucp_looks = begun if begun != now else None, None
+    state = find_state(trainer)
+    state.begun, state.looks = begun if begun != now else None, None
     trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config.update(zip(BEGUN, begun, strict=True))
 
 
@@ -253,7 +279,7 @@ def set_initial_training_values(
         MismatchError: it cannot have as many.
     """
     values = original(trainer, args, dataloader, *more)
-    folder: str | None = getattr(trainer, "_ucp_resumed", None)
+    folder = find_state(trainer).resumed
     epochs, steps, examples, samples, total, batches, most = values
     saved = None if folder is None or not hasattr(dataloader, "__len__") else _read_steps(folder)
     if saved in (None, steps):
@@ -343,18 +369,19 @@ def compute_loss(original: Callable[..., Any], trainer: Any, *args: Any, **kwarg
     ranks and micro batches, which are added up.
     """
     call = inspect.signature(original).bind(trainer, *args, **kwargs)
-    begun, number = getattr(trainer, "_ucp_begun", None), call.arguments.get("num_items_in_batch")
-    if begun is None or not isinstance(number, torch.Tensor):
+    state, number = find_state(trainer), call.arguments.get("num_items_in_batch")
+    if state.begun is None or not isinstance(number, torch.Tensor):
         return original(*call.args, **call.kwargs)
-    if trainer._ucp_looks is None:
+    if state.looks is None:
         watched = call.arguments["num_items_in_batch"] = number.as_subclass(Watched)
         with _run_uncompiled():
             made = original(*call.args, **call.kwargs)
-        trainer._ucp_looks = watched.used
-        _tell_size(trainer, begun)
+        state.looks = watched.used
+        if not state.looks:
+            _warn_size(trainer, state.begun)
     else:
         made = original(*call.args, **call.kwargs)
-    factor = 1.0 if trainer._ucp_looks else find_factor(trainer, begun, training=call.arguments["model"].training)
+    factor = 1.0 if state.looks else find_factor(trainer, state.begun, training=call.arguments["model"].training)
     return (made[0] * factor, *made[1:]) if isinstance(made, tuple) else made * factor
 
 
@@ -363,9 +390,9 @@ def _run_uncompiled() -> Any:
     return torch.compiler.set_stance("force_eager") if hasattr(torch.compiler, "set_stance") else nullcontext()
 
 
-def _tell_size(trainer: Any, begun: tuple[int, int]) -> None:
+def _warn_size(trainer: Any, begun: tuple[int, int]) -> None:
     factor = find_factor(trainer, begun, training=True)
-    if not trainer._ucp_looks and factor != 1 and connect().rank == 0:
+    if factor != 1 and connect().rank == 0:
         logger.warning(
             "%s does not look at num_items_in_batch: the trainer adds up its losses over ranks and micro batches, of "
             "which there are others now. They are multiplied by %g, as losses and gradients were in the saved run.",

@@ -15,8 +15,8 @@ from ..atoms import SavedJob
 from ..comm import connect
 from ..config import SECTION, UniversalConfig, adapt_batch
 from ..data import Order
+from ..engine_state import find_state, get_config
 from ..errors import ConfigError, MismatchError, UnsupportedError, count_of
-from ..hook import get_config
 from ..sources.latest import find_checkpoint
 from ..sources.open import look_at_job
 
@@ -25,8 +25,8 @@ logger = logging.getLogger("deepspeed_ucp")
 _LOADERS = "combined_loader"
 """Where the state of its loop has the loaders' own."""
 
-_DIVISOR = "_ucp_accumulation"
-"""Attribute of an engine, and key of its checkpoints: the accumulation of the run that began, where this run's differs.
+_ACCUMULATION = "_ucp_accumulation"
+"""Key of checkpoints: the accumulation of the run that began, where this run's differs (``EngineState.accumulation``).
 Lightning divides each loss by its accumulation, and so does DeepSpeed: the gradients that moments and clipping have
 known are smaller by that once."""
 
@@ -56,8 +56,8 @@ def load_checkpoint(
         )
     live = engine.gradient_accumulation_steps()
     rest = count_anew(loop["epoch_loop.batch_progress"], job.accumulation, live)
-    divisor = state.pop(_DIVISOR, None) or job.accumulation or live
-    setattr(engine, _DIVISOR, None if divisor == live else divisor)
+    begun = state.pop(_ACCUMULATION, None) or job.accumulation or live
+    find_state(engine).accumulation = None if begun == live else begun
     if connect().rank == 0:
         _tell(folder, state, job, rest)
     return state
@@ -67,17 +67,17 @@ def save_checkpoint(
     original: Callable[..., Any], strategy: Any, checkpoint: Mapping[str, Any], *args: Any, **kwargs: Any
 ) -> Any:
     """``DeepSpeedStrategy.save_checkpoint``: by what the gradients were divided is saved where it is kept."""
-    divisor = getattr(strategy.model, _DIVISOR, None)
-    held = {} if divisor is None else {_DIVISOR: divisor}
-    return original(strategy, {**checkpoint, **held}, *args, **kwargs)
+    begun = find_state(strategy.model).accumulation
+    kept = {} if begun is None else {_ACCUMULATION: begun}
+    return original(strategy, {**checkpoint, **kept}, *args, **kwargs)
 
 
 def backward(original: Callable[..., Any], precision: Any, tensor: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     """``DeepSpeedPrecision.backward``: gradients of the size that they had in the saved run."""
     engine = model.trainer.model
-    divisor = getattr(engine, _DIVISOR, None)
-    if divisor is not None:
-        tensor = tensor * (engine.gradient_accumulation_steps() / divisor)
+    begun = find_state(engine).accumulation
+    if begun is not None:
+        tensor = tensor * (engine.gradient_accumulation_steps() / begun)
     return original(precision, tensor, model, *args, **kwargs)
 
 

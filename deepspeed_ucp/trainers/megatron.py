@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..comm import connect
-from ..hook import get_config
+from ..engine_state import get_config
 
 logger = logging.getLogger("deepspeed_ucp")
 

@@ -19,6 +19,7 @@ import torch
 from deepspeed_ucp.atoms import AtomicIndex, AtomKey
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
+from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.errors import CheckpointError, MismatchError, RemoteError, StorageError, UnsupportedError
 from deepspeed_ucp.io.threads import count_threads
 from deepspeed_ucp.load import direct, exchange, transfer
@@ -32,7 +33,6 @@ from deepspeed_ucp.load.uploads import Uploads
 from deepspeed_ucp.plan import LoadPlan, ReadSizes
 from deepspeed_ucp.plan.rounds import BLOCK
 from deepspeed_ucp.sources import open_checkpoint
-from deepspeed_ucp.targets.guard import BROKEN, HALF_STATES
 from tests.covering import cover, params
 from tests.curriculum import make_sampler
 from tests.load.test_reshard import AWKWARD, KINDS, flip, take_a_step
@@ -467,7 +467,7 @@ def test_a_damaged_copy_of_the_module_is_found_before_the_engine_changes(places:
     if places == 1:
         with pytest.raises(CheckpointError, match="Nothing was changed"):
             load()
-        assert not given and getattr(engine, BROKEN, None) is None
+        assert not given and not find_state(engine).broken
         check_untouched(rank)
     else:
         load()
@@ -561,7 +561,7 @@ def test_a_file_that_changes_between_two_passes_is_noticed(
     after_verification(monkeypatch, lambda: damage(index, name, "fp32"))
     with pytest.raises(CheckpointError, match=r"states.pt: was written to .* must not be used") as caught:
         run_load(index, rank, engine=engine)
-    assert getattr(engine, BROKEN) == str(caught.value)
+    assert find_state(engine).broken == str(caught.value)
 
 
 class FailingReads:
@@ -618,8 +618,8 @@ def test_a_fault_at_any_read_leaves_the_engine_as_it_was_or_marks_it(
         texts = {str(result) for result in results}
         assert len(texts) == 1 and "states.pt: cannot be read at byte" in texts.pop()
         same = all(now.equal(then) for now, then in zip(keep_values(targets), before, strict=True))
-        told = [getattr(engine, BROKEN, None) for engine in engines]
-        assert same if told == [None, None] else told == [str(result) for result in results]
+        told = [find_state(engine).broken for engine in engines]
+        assert same if told == ["", ""] else told == [str(result) for result in results]
         marked += not same
     check_loaded(targets, state)
     few = 0 if trained else sum(len(target.extras()) for target in targets)  # nothing makes those again
@@ -655,10 +655,10 @@ def test_an_engine_that_was_left_half_loaded_is_usable_after_the_next_load(
         after_verification(patch, failing.arm)
         with pytest.raises(CheckpointError, match="must not be used"):
             run_load(index, rank, engine=engine)
-    assert getattr(engine, HALF_STATES)
+    assert find_state(engine).half_states
     run_load(index, rank, engine=engine)
-    assert getattr(engine, BROKEN, None) is None
-    assert not getattr(engine, HALF_STATES, False)
+    assert not find_state(engine).broken
+    assert not find_state(engine).half_states
     check_loaded([rank], state)
 
 
@@ -673,7 +673,7 @@ def test_an_interrupt_while_the_engine_is_filled_marks_it(tmp_path: Path, monkey
     monkeypatch.setattr(rank, "refresh_copies", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run_load(index, rank, engine=engine)
-    assert "must not be used" in getattr(engine, BROKEN)
+    assert "must not be used" in find_state(engine).broken
 
 
 def test_a_file_that_goes_away_leaves_the_engine_as_it_was(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
+from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.errors import CheckpointError, OutOfReachError, RemoteError, StorageError, UnsupportedError
 from deepspeed_ucp.load import tags
 from deepspeed_ucp.load.choice import LoaderChoice, decide, find_damage, find_own_differences, verify_all
@@ -25,7 +26,7 @@ from deepspeed_ucp.load.tags import find_folders, find_tag
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.sources.files import SEAL
 from deepspeed_ucp.targets.coverage import UnknownLayoutError
-from deepspeed_ucp.targets.guard import HALF_STATES, mark, release
+from deepspeed_ucp.targets.guard import mark, release
 from tests.load.test_reshard import flip
 from tests.ranks import World, run_ranks
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
@@ -414,7 +415,7 @@ def test_weights_alone_do_not_mend_an_engine_whose_optimizer_is_half_loaded(
     arguments: dict[str, bool], folder: Path
 ) -> None:
     engine = SimpleNamespace(load_universal_checkpoint=lambda: False, use_node_local_storage=lambda: False)
-    setattr(engine, HALF_STATES, True)
+    find_state(engine).half_states = True
     with pytest.raises(UnsupportedError, match=r"optimizer states are a mixture.*Load with the optimizer states"):
         resume(engine, str(folder), None, LoadArguments(**arguments), UniversalConfig(), lambda: (None, None))
 

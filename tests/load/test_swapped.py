@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from deepspeed_ucp.atoms import AtomKey
+from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.errors import CheckpointError, DiskFullError
 from deepspeed_ucp.load import transfer
 from deepspeed_ucp.targets.base import LiveBuffer
-from deepspeed_ucp.targets.guard import BROKEN
 from deepspeed_ucp.targets.swap import SwapPlace
 from tests.load.test_direct import FakeEngine, run_load
 from tests.load.test_reshard import flip
@@ -186,7 +186,7 @@ def test_an_error_while_files_are_put_in_place_marks_the_engine(
     engine = FakeEngine(target)
     with pytest.raises(Exception, match=r"tensor.swp: .*\(EIO\).*must not be used"):
         run_load(open_for(path, target), target, engine=engine)
-    assert getattr(engine, BROKEN)
+    assert find_state(engine).broken
 
 
 def test_swapped_buffers_need_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,6 +72,7 @@ sys.exit(0 if forgives else max(abs(rank.poll()) for rank in ranks))
 RANK = """
 import json, os, pathlib, signal, sys, time
 from deepspeed_ucp import heartbeat
+heartbeat.connect()
 folder, steps = pathlib.Path(sys.argv[1]), int(sys.argv[2])
 plan = json.loads((folder / "plan").read_text())
 rank = os.environ["RANK"]
