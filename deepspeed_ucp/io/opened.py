@@ -13,9 +13,9 @@ from types import TracebackType
 from typing import Any, BinaryIO, Protocol
 
 from ..errors import CheckpointError, OutOfReachError
-from .attempts import ChangedError
 from .direct import ALIGNMENT, LEAST, align, is_cached, is_refusal, is_worth_passing, reopen
 from .memory import Scratch, drop_front
+from .retry import ChangedError
 
 _SPARE_FILES = 256
 """What a process has open besides."""

@@ -17,13 +17,13 @@ from types import TracebackType
 from typing import NoReturn
 
 from ..errors import CheckpointError, UnsupportedError
-from .attempts import CHANGED, HINTS, ChangedError, attempt
-from .gets import get, read_span
-from .links import Access, Link
+from .http import get, read_span
 from .memory import Scratch, drop_front, take_front
 from .opened import Positioned, explain_failure
 from .paths import FOLDER, Entry, normalize
+from .presign import Access, Link
 from .remote import ask, connect, find_entry, find_known, look_up
+from .retry import CHANGED, HINTS, ChangedError, attempt
 from .threads import run_threads
 
 _HEAD = _TAIL = 64 << 10

@@ -16,11 +16,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ..errors import ConfigError, UnsupportedError, suggest
-from .attempts import attempt
-from .gets import read_front
-from .links import Access, forget_refusals
+from .http import read_front
 from .memory import pause_collection
 from .paths import FOLDER, Entry, find_store, is_chained, normalize
+from .presign import Access, forget_refusals
+from .retry import attempt
 
 T = TypeVar("T")
 Es = TypeVar("Es", bound=Mapping[str, Entry])

@@ -36,9 +36,9 @@ def begin_reading(paths: Iterable[str]) -> None:
 
 def end_reading() -> None:
     """Close what is kept open between requests to stores; the next request opens it anew."""
-    gets = sys.modules.get(f"{__package__}.gets")  # where no store was read it is not imported for this
-    if gets is not None:
-        gets.close_idle()
+    http = sys.modules.get(f"{__package__}.http")  # where no store was read it is not imported for this
+    if http is not None:
+        http.close_idle()
 
 
 def list_folder(folder: str) -> dict[str, Entry]:

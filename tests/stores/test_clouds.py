@@ -11,7 +11,7 @@ import pytest
 
 from deepspeed_ucp.cli import main
 from deepspeed_ucp.errors import CheckpointError
-from deepspeed_ucp.io import attempts, links, store
+from deepspeed_ucp.io import presign, retry, store
 from deepspeed_ucp.sources.latest import find_checkpoint
 from tests.reshard import check_content, load, make_targets, open_everywhere
 from tests.stores.standins import BUCKET, Azure, Google, StandIn, serve
@@ -38,8 +38,8 @@ def served(
     library, kind = STORES[request.param]
     monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # it asks a service that is not there
     pytest.importorskip(library)
-    monkeypatch.setattr(attempts, "_PAUSE", 0.001)
-    monkeypatch.setattr(links, "_refused", set())
+    monkeypatch.setattr(retry, "_PAUSE", 0.001)
+    monkeypatch.setattr(presign, "_refused", set())
     state = random_state(MODEL, 5)
     write_checkpoint(tmp_path / "run", MODEL, state, Topology(1, 3))
     with serve(tmp_path, kind) as (url, handler):

@@ -29,7 +29,8 @@ from cryptography.x509.oid import NameOID
 from deepspeed_ucp.cli import main
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError, ConfigError, UnsupportedError
-from deepspeed_ucp.io import attempts, gets, links, ranged, remote, store
+from deepspeed_ucp.io import http as plain_http
+from deepspeed_ucp.io import presign, ranged, remote, retry, store
 from deepspeed_ucp.sources import open_checkpoint, read_latest
 from deepspeed_ucp.sources.latest import find_checkpoint
 from tests.reshard import check_content, load, make_targets, open_everywhere
@@ -248,8 +249,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What is served; what fails is asked for again at once."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "a file").write_bytes(CONTENT)
-    monkeypatch.setattr(attempts, "_PAUSE", 0.001)
-    monkeypatch.setattr(links, "_refused", set())
+    monkeypatch.setattr(retry, "_PAUSE", 0.001)
+    monkeypatch.setattr(presign, "_refused", set())
     return tmp_path
 
 
@@ -287,13 +288,13 @@ def test_connections_are_used_again_while_they_are_open(
 
 def test_connections_that_wait_are_closed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Kept, "begun", 0)
-    monkeypatch.setattr(gets, "_idle", gets._Idle())
+    monkeypatch.setattr(plain_http, "_idle", plain_http._Idle())
     with serve(folder, Kept) as url:
         read_parts(url)
-        (kept,) = gets._idle._kept.values()
+        (kept,) = plain_http._idle._kept.values()
         (connection,) = kept
         store.end_reading()
-        assert connection.sock is None and not gets._idle._kept
+        assert connection.sock is None and not plain_http._idle._kept
         read_parts(url)
         assert Kept.begun == 2
         store.end_reading()
@@ -326,8 +327,8 @@ def test_a_server_that_drips_is_given_up(
     folder: Path, asked: list[int], handler: type[Dripping], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each byte comes in time; the attempts are not counted anew with each."""
-    monkeypatch.setattr(gets, "_PATIENCE_IN_ALL", 0.1)
-    monkeypatch.setattr(attempts, "ATTEMPTS", 3)
+    monkeypatch.setattr(plain_http, "_PATIENCE_IN_ALL", 0.1)
+    monkeypatch.setattr(retry, "ATTEMPTS", 3)
     with serve(folder, handler) as url, pytest.raises(CheckpointError, match="failed 3 times.*bytes came in 0 s"):
         read_parts(url)
     assert asked == []
@@ -335,9 +336,9 @@ def test_a_server_that_drips_is_given_up(
 
 def test_a_store_that_is_slow_is_read_to_the_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Above the least rate nothing is given up, and where connections end attempts are counted anew."""
-    monkeypatch.setattr(gets, "_PATIENCE_IN_ALL", 0.01)
-    monkeypatch.setattr(gets, "LEAST_RATE", 10)
-    monkeypatch.setattr(attempts, "LEAST_RATE", 10)
+    monkeypatch.setattr(plain_http, "_PATIENCE_IN_ALL", 0.01)
+    monkeypatch.setattr(plain_http, "LEAST_RATE", 10)
+    monkeypatch.setattr(retry, "LEAST_RATE", 10)
     with serve(folder, Dripping) as url, store.open_stored(f"{url}/a file", size=len(CONTENT)) as file:
         data = bytearray(20)
         file.read([memoryview(data)], 0)
@@ -346,7 +347,7 @@ def test_a_store_that_is_slow_is_read_to_the_end(folder: Path, monkeypatch: pyte
 
 def test_a_file_system_may_not_take_for_ever(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "_LONGEST_REQUEST", 0.2)
-    monkeypatch.setattr(attempts, "ATTEMPTS", 1)
+    monkeypatch.setattr(retry, "ATTEMPTS", 1)
     with serve(folder, Silent) as url, pytest.raises(CheckpointError, match="failed 1 times.*Timeout"):
         find_checkpoint(url)
 
@@ -377,7 +378,7 @@ def test_a_small_file_takes_no_more_memory_than_comes_of_it(
 
 
 def test_a_file_system_is_asked_for_the_beginning(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "_find_link", lambda *_: None)
+    monkeypatch.setattr(presign, "_find_link", lambda *_: None)
     with serve(folder, Ranged) as url:
         system, path = remote.connect(f"{url}/a file")
         cat, asked = system.cat_file, list[dict[str, Any]]()
@@ -450,18 +451,18 @@ def test_certificates_are_checked(folder: Path, asked: list[int], monkeypatch: p
     certificate = make_certificate(folder)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate)
-    monkeypatch.setattr(gets, "_make_context", gets._make_context.__wrapped__)
+    monkeypatch.setattr(plain_http, "_make_context", plain_http._make_context.__wrapped__)
     with serve(folder, Ranged, context) as url:
         with pytest.raises(CheckpointError, match=r"[Cc]ertificate"):
             read_parts(url)
         assert asked == [0]
         monkeypatch.setenv("AWS_CA_BUNDLE", str(folder / "nowhere"))
-        links.forget_refusals()
+        presign.forget_refusals()
         with pytest.raises(CheckpointError, match=r"[Cc]ertificate"):
             read_parts(url)
         assert asked == [0, 0]
         monkeypatch.setenv("AWS_CA_BUNDLE", str(certificate))
-        links.forget_refusals()
+        presign.forget_refusals()
         read_parts(url)
     assert asked == [0, 0]
 

@@ -21,7 +21,7 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.convert import convert_checkpoint
 from deepspeed_ucp.errors import CheckpointError, ConfigError, StorageError
-from deepspeed_ucp.io import attempts, links, ranged, remote, store
+from deepspeed_ucp.io import presign, ranged, remote, retry, store
 from deepspeed_ucp.load.tags import find_tag
 from deepspeed_ucp.load.transfer import Transfer
 from deepspeed_ucp.sources import open_checkpoint
@@ -72,8 +72,8 @@ def put(folder: Path, name: str) -> None:
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attempts, "_PAUSE", 0.001)
-    monkeypatch.setattr(links, "_refused", set())
+    monkeypatch.setattr(retry, "_PAUSE", 0.001)
+    monkeypatch.setattr(presign, "_refused", set())
 
 
 @pytest.fixture
@@ -194,8 +194,8 @@ def test_a_server_that_keeps_failing_is_told(
     server: Server, small: State, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     folder = find_checkpoint(f"s3://{BUCKET}/small")
-    monkeypatch.setattr(attempts, "ATTEMPTS", 4)
-    monkeypatch.setattr(attempts, "_told", {})
+    monkeypatch.setattr(retry, "ATTEMPTS", 4)
+    monkeypatch.setattr(retry, "_told", {})
     told = r"optim_states.pt .2 files.: cannot be .*failed 4 times.*check credentials, endpoint and network, and"
     with server.failing(fail_first(99, "503", having="optim")), pytest.raises(CheckpointError, match=told):
         open_checkpoint(folder, Comm())
@@ -247,7 +247,7 @@ def test_no_credentials_are_told_as_such(server: Server) -> None:
         raise NoCredentialsError
 
     with pytest.raises(OSError, match="NoCredentialsError: .*; check the credentials"):
-        attempts.attempt(work, "s3://bucket/run")
+        retry.attempt(work, "s3://bucket/run")
 
 
 @pytest.mark.usefixtures("alone")
@@ -279,9 +279,9 @@ def test_a_store_that_refuses_signed_addresses_is_read_through_its_file_system(s
     with server.failing(refuse):
         check_masters(load_all(find_checkpoint(f"s3://{BUCKET}/small"), SMALL), small)
     assert len(tried) == 1
-    assert len(links._refused) == 1
+    assert len(presign._refused) == 1
     remote.set_options({})
-    assert not links._refused
+    assert not presign._refused
     remote.set_options(server.options)
 
 
@@ -297,22 +297,22 @@ def test_a_store_that_refuses_signed_addresses_is_read_through_its_file_system(s
 )
 def test_what_plain_gets_would_not_honour_is_left_to_the_file_system(server: Server, options: Any) -> None:
     made = fsspec.filesystem("s3", **{**server.options, **options}, skip_instance_cache=True)
-    assert links._find_link(made, "bucket/file") is None
-    assert links._find_link(remote.connect("s3://x")[0], "bucket/file") is not None
+    assert presign._find_link(made, "bucket/file") is None
+    assert presign._find_link(remote.connect("s3://x")[0], "bucket/file") is not None
 
 
 def test_where_a_proxy_is_to_be_used_the_file_system_is_asked(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     system, path = remote.connect(f"s3://{BUCKET}/small/latest")
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     monkeypatch.setenv("no_proxy", "")
-    assert links._find_link(system, path) is None
+    assert presign._find_link(system, path) is None
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    assert links._find_link(system, path) is not None
+    assert presign._find_link(system, path) is not None
 
 
 def test_who_says_nothing_of_himself_gets_plain_addresses(server: Server) -> None:
     system = fsspec.filesystem("s3", anon=True, endpoint_url=server.options["endpoint_url"], skip_instance_cache=True)
-    link = links._find_link(system, f"{BUCKET}/a folder/file")
+    link = presign._find_link(system, f"{BUCKET}/a folder/file")
     assert link is not None and link.url == f"{server.options['endpoint_url']}/{BUCKET}/a%20folder/file"
 
 

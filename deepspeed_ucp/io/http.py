@@ -21,9 +21,9 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnec
 from typing import Any
 from urllib.parse import urlsplit
 
-from .attempts import LEAST_RATE
-from .links import Link, RefusedError
 from .memory import drop_front
+from .presign import Link, RefusedError
+from .retry import LEAST_RATE
 
 _PATIENCE = 60.0
 """Seconds that a server may take for the next bytes, as with the stores' own libraries."""
