@@ -201,15 +201,15 @@ class Limits:
     """What of a checkpoint cannot be had.
 
     Attributes:
-        irregular: optimizer states that cannot be cut for another topology, by parameter and state, with what they are.
+        irregular: optimizer states that cannot be cut for another topology, with what they are.
         unreadable: tensors whose bytes cannot be cut, with the reason.
         dropped: why buffers and frozen parameters may be missing (upstream's converter leaves them out), or empty.
         unnoticed: what DeepSpeed's own load would not see, or take for something else, in the same topology, in words.
         stateless: why there are no optimizer states, and what to do, in words; empty where there are.
     """
 
-    irregular: dict[str, str] = field(default_factory=dict)
-    unreadable: dict[str, str] = field(default_factory=dict)
+    irregular: dict[AtomKey, str] = field(default_factory=dict)
+    unreadable: dict[AtomKey, str] = field(default_factory=dict)
     dropped: str = ""
     unnoticed: tuple[str, ...] = ()
     stateless: str = ""

@@ -51,6 +51,10 @@ class ParamKey(NamedTuple):
         """For people: ``name``, ``name (instance 1)``."""
         return f"{self.name} (instance {self.instance})" if self.instance else self.name
 
+    def atom(self, state: str) -> AtomKey:
+        """The key of one of its atoms."""
+        return AtomKey(self.name, state, self.instance)
+
 
 class AtomKey(NamedTuple):
     """An atom's parameter, state, and instance (see :class:`ParamKey`)."""

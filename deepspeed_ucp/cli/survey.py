@@ -250,8 +250,8 @@ def _find_limits(
         found.append(_warn("unsettled", text, [row.name for row in unsettled], tuple(advice.values())))
     for kind, faults in (("irregular", index.limits.irregular), ("unreadable", index.limits.unreadable)):
         by_text: dict[str, list[str]] = defaultdict(list)
-        for name, text in faults.items():
-            by_text[text].append(name)
+        for key, text in faults.items():
+            by_text[text].append(f"{key.param} ({key.state})" if kind == "unreadable" else f"{key.param}.{key.state}")
         found += [_warn(kind, f"{_LIMITS[kind]}: {text}", names) for text, names in by_text.items()]
     return [*found, *(_warn("rules", text) for text in settled.unused)]
 

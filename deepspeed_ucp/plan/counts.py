@@ -7,12 +7,34 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..errors import fold_names
 from ..experts import find_block, find_expert, find_place
 from .settling import Shapes
 
 _DOCUMENT = "docs/patterns.md"
+
+
+class Fault(NamedTuple):
+    """What keeps a parameter from being matched, or that a lenient load passes it over.
+
+    Attributes:
+        name: the parameter's, or what all names of several begin with.
+        text: the words behind the name.
+        kind: faults of one kind are told together.
+    """
+
+    name: str
+    text: str
+    kind: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name}{self.text}"
+
+
+SHAPE = "shape"
+"""The kind of a parameter that has other sizes in the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +59,11 @@ class ExpertCounts:
     def _both(self) -> list[str]:
         return [block for block in self.live if block in self.saved]
 
-    def take_routers(self, resized: MutableMapping[str, str], saved: Mapping[str, str], live: Shapes) -> list[str]:
+    def take_routers(self, resized: MutableMapping[str, Fault], saved: Mapping[str, str], live: Shapes) -> list[Fault]:
         """Faults of what has a row for each expert, and other numbers of rows on the two sides.
 
         Args:
-            resized: live names of other numbers of rows, in words; what is taken is no longer in it.
+            resized: live names of other numbers of rows; what is taken is no longer in it.
             saved: live name → saved name.
             live: local shapes.
         """
@@ -50,18 +72,19 @@ class ExpertCounts:
             block = next((each for each in self.live if name.startswith(each)), None)
             if block is not None and live[name][0][0] == len(_list_numbers(self.live[block])):
                 rule = json.dumps({"from": re.escape(saved[name]), "to": None})
-                found.append(f"{resized.pop(name)}, a row for each expert: the rename rule {rule} leaves it out")
+                text = f"{resized.pop(name).text}, a row for each expert: the rename rule {rule} leaves it out"
+                found.append(Fault(name, text, SHAPE))
         return found
 
-    def fold(self, faults: Sequence[str]) -> list[str]:
-        """Faults, each a parameter's by the name that it begins with; those of blocks with other experts as one."""
+    def fold(self, faults: Sequence[Fault]) -> list[Fault]:
+        """Faults of parameters; those of blocks with other experts as one."""
         differing = self.differing
         counts = fold_names([(block.rstrip("."), count) for block, count in differing.items()], lambda count: count)
-        told = [
-            f"{block or 'the model'}: {held[0][0]} experts in the checkpoint, {held[0][1]} in the model"
-            for block, held in counts
+        blocks = [
+            Fault(block or "the model", f": {have} experts in the checkpoint, {want} in the model")
+            for block, ((have, want), *_) in counts
         ]
-        return [*told, *(fault for fault in faults if find_block(re.split("[ :]", fault)[0]) not in differing)]
+        return [*blocks, *(fault for fault in faults if find_block(fault.name) not in differing)]
 
     def advise(self) -> str:
         """What to do where the experts of the two sides are not the same; empty where they are."""

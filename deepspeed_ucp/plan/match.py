@@ -14,7 +14,7 @@ from ..errors import MismatchError, fold_names, shorten, suggest
 from ..experts import is_expert
 from ..flat import Shape
 from ..patterns import advise_vocabulary
-from .counts import ExpertCounts, advise_fused
+from .counts import SHAPE, ExpertCounts, Fault, advise_fused
 from .settling import Shapes
 
 FIRST = (0, 1)
@@ -35,18 +35,18 @@ class Match:
         kept: tensors that keep their fresh value, as the source's converter did not keep them.
         hyper: live param group → the hyper-parameters that it takes over.
         notes: what is restored otherwise than it was saved, in words.
-        resized: live names with another number of rows than the saved, in words: a vocabulary's padding, or a fault.
+        resized: live names with another number of rows than the saved: a vocabulary's padding, or a fault.
         fault: what keeps the parameters from being matched, in words; empty where nothing does.
     """
 
     params: dict[str, ParamKey] = field(default_factory=dict)
     groups: dict[int, int] = field(default_factory=dict)
-    skipped: list[str] = field(default_factory=list)
+    skipped: list[Fault] = field(default_factory=list)
     untouched: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
     hyper: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    resized: dict[str, str] = field(default_factory=dict)
+    resized: dict[str, Fault] = field(default_factory=dict)
     fault: str = ""
 
     @property
@@ -115,7 +115,7 @@ def match_parameters(index: AtomicIndex, live: TargetInventory, *, strict: bool,
     others: dict[str, list[str]] = {}
     for alias, name in live.aliases.items():
         others.setdefault(name, []).append(alias)
-    match, faults, swapped = Match(), list[str](), defaultdict[bool, list[str]](list)
+    match, faults, swapped = Match(), list[Fault](), defaultdict[bool, list[str]](list)
     missing: list[tuple[str, bool]] = []
     for name, shapes, wants_master in _chain(live.owned, live.extras or {}):
         if name in live.unfed:
@@ -137,7 +137,7 @@ def match_parameters(index: AtomicIndex, live: TargetInventory, *, strict: bool,
     # Layer files hold a tie inside a pipeline stage twice, and nothing there tells that it is one.
     saved -= {alias for alias, name in live.aliases.items() if name in matched and not index.find(alias, MASTER)}
     extra = sorted(saved - set(matched.values()))
-    match.skipped += [f"{name}: {_EXTRA}" for name in extra]
+    match.skipped += [Fault(name, f": {_EXTRA}", _EXTRA) for name in extra]
     match.notes += [_tell_swap(names, thawed) for thawed, names in swapped.items()]
     match.fault = _tell_strangers([name for name, _ in missing], extra) if saved and not match.params else ""
     if not match.fault and (faults or match.resized or match.skipped):
@@ -161,7 +161,7 @@ def _tell_strangers(missing: Sequence[str], saved: Sequence[str]) -> str:
 def _judge(
     match: Match,
     index: AtomicIndex,
-    faults: list[str],
+    faults: list[Fault],
     missing: Sequence[tuple[str, bool]],
     extra: Sequence[str],
     experts: ExpertCounts,
@@ -179,32 +179,31 @@ def _judge(
         faults += experts.fold(match.skipped)
     else:
         match.untouched = [name for name, trained in missing if not trained]
-        match.skipped = [text for text in match.skipped if text.partition(" ")[0] not in match.untouched]
+        match.skipped = [fault for fault in match.skipped if fault.name not in match.untouched]
     if not faults:
         return
     hint = _advise_rows(match.resized)
     faults += match.resized.values()
     match.resized.clear()  # told: no pattern need be asked for
-    hint += _SIZES if any("shape (" in fault for fault in faults) else ""
+    hint += _SIZES if any(fault.kind == SHAPE for fault in faults) else ""
     if strict and match.skipped:
         hint += _advise_rename([name for name, _ in missing], extra) + _advise(index, missing, len(match.skipped))
     hint += experts.advise()
     match.fault = f"The model and the checkpoint differ: {_list_faults(faults)}.{hint}".replace("..", ".")
 
 
-def _list_faults(faults: Iterable[str]) -> str:
-    """Faults, each a parameter's by the name that it begins with: of each kind some, and how many there are."""
-    kinds: dict[str, list[str]] = defaultdict(list)
+def _list_faults(faults: Iterable[Fault]) -> str:
+    """Of each kind some, and how many there are."""
+    kinds: dict[str, list[Fault]] = defaultdict(list)
     for fault in faults:
-        kinds[next((kind for kind in (_EXTRA, _MISSING) if fault.endswith(kind)), "")].append(fault)
+        kinds[fault.kind].append(fault)
     return ", ".join(map(_list_kind, kinds.values()))
 
 
-def _list_kind(faults: Sequence[str]) -> str:
+def _list_kind(faults: Sequence[Fault]) -> str:
     if len(faults) <= _EXAMPLES:
-        return ", ".join(faults)
-    parts = [re.split("(?=[ :])", fault, maxsplit=1) for fault in faults]
-    folded = [f"{name}{rest[0]}" for name, rest in fold_names(((name, rest) for name, rest in parts), str)]
+        return ", ".join(map(str, faults))
+    folded = [f"{name}{texts[0]}" for name, texts in fold_names(((each.name, each.text) for each in faults), str)]
     return f"{', '.join(folded[:_EXAMPLES])}, … ({len(faults)} in all)"
 
 
@@ -240,7 +239,7 @@ def _pass_over(
     elif names[0] in index.model.buffers:
         match.notes.append(f"{name}: a buffer that the saved state dict leaves out keeps the new model's value")
     else:
-        match.skipped.append(f"{name} {shape}: {_MISSING}")
+        match.skipped.append(Fault(name, f" {shape}: {_MISSING}", _MISSING))
         return [wanted]
     return []
 
@@ -272,15 +271,15 @@ def lacks_frozen(index: AtomicIndex) -> bool:
     return not any(key.state == MODULE and key.name not in index.model.buffers for key in index.stored.atoms)
 
 
-def _compare_shapes(match: Match, name: str, saved: Shape, live: Shape) -> list[str]:
+def _compare_shapes(match: Match, name: str, saved: Shape, live: Shape) -> list[Fault]:
     """What is wrong with a whole tensor of another shape; whether another number of rows is, patterns have to tell."""
-    told = f"{name}: shape {saved} in the checkpoint, {live} in the model"
+    fault = Fault(name, f": shape {saved} in the checkpoint, {live} in the model", SHAPE)
     if len(saved) == len(live) == 3 and saved[1:] == live[1:]:
-        return [f"{told}{advise_fused(name, saved[0], live[0])}"]
+        return [fault._replace(text=f"{fault.text}{advise_fused(name, saved[0], live[0])}")]
     if len(saved) == len(live) > 0 and saved[1:] == live[1:]:
-        match.resized[name] = told
+        match.resized[name] = fault
         return []
-    return [told]
+    return [fault]
 
 
 def _is_dropped(index: AtomicIndex, names: Sequence[str]) -> bool:

@@ -93,7 +93,7 @@ def describe_unreadable(index: AtomicIndex, states: Callable[[str], bool] = lamb
         states: which states are wanted.
     """
     faults = sorted(index.limits.unreadable.items())
-    listed = [f"{name}: {fault}" for name, fault in faults if states(name.split("(")[-1][:-1])]
+    listed = [f"{key.param} ({key.state}): {fault}" for key, fault in faults if states(key.state)]
     if not listed:
         return ""
     return (
@@ -124,7 +124,7 @@ def refuse_stateless(index: AtomicIndex) -> None:
 
 def describe_irregular(index: AtomicIndex) -> str:
     """Optimizer states that cannot be cut for another topology; empty where there are none."""
-    listed = [f"{name} ({what})" for name, what in sorted(index.limits.irregular.items())]
+    listed = [f"{key.param}.{key.state} ({what})" for key, what in sorted(index.limits.irregular.items())]
     if not listed:
         return ""
     return (

@@ -79,8 +79,8 @@ class Builder:
         self.records = Records()
         self.scalars: dict[ParamKey, dict[str, Any]] = {}
         self.scalar_dtypes: dict[str, str] = {}
-        self.irregular: dict[str, str] = {}
-        self.unreadable: dict[str, str] = {}
+        self.irregular: dict[AtomKey, str] = {}
+        self.unreadable: dict[AtomKey, str] = {}
         self._file_ids: dict[str, int] = {}
         self._record_ids: dict[tuple[int, FileRecord], int] = {}
         self._held: dict[ParamKey, list[Holding]] = {}
@@ -133,15 +133,16 @@ class Builder:
             CheckpointError: files disagree about its dtype or shape.
         """
         if piece.fault:
-            self._note_fault(rank, [name], state, piece.fault)
+            self.note_unreadable(rank, [name], state, piece.fault)
             return
         parts, numel = self._find_parts(rank, name, state, piece.shape, piece.dtype, header), piece.numel
         if numel:
             parts.append(Fragment(0, numel, self.record(header, piece.record), piece.offset))
 
-    def _note_fault(self, rank: SavedRank, names: Iterable[str], state: str, fault: str) -> None:
+    def note_unreadable(self, rank: SavedRank, names: Iterable[str], state: str, fault: str) -> None:
+        """Note tensors whose bytes cannot be cut."""
         if state != COPY:  # copies are looked at, never loaded
-            self.unreadable.update({f"{rank.param(name)} ({state})": fault for name in names})
+            self.unreadable.update({rank.param(name).atom(state): fault for name in names})
 
     def add_cuts(
         self,
@@ -166,7 +167,7 @@ class Builder:
             CheckpointError: files disagree about a dtype or shape.
         """
         if piece.fault:
-            self._note_fault(rank, (cut.name for cut in cuts), state, piece.fault)
+            self.note_unreadable(rank, (cut.name for cut in cuts), state, piece.fault)
             return
         record = self.record(header, piece.record) if any(cut.numel for cut in cuts) else -1
         offset, itemsize = piece.offset, ITEMSIZE[piece.dtype]
@@ -324,7 +325,7 @@ class Builder:
                 self.scalar_dtypes.setdefault(scalar, piece.dtype)
         for param in params:
             for state, what in odd.items():  # cannot be cut element by element
-                self.irregular.setdefault(f"{param}.{state}", what)
+                self.irregular.setdefault(param.atom(state), what)
             self.add_scalars(param, scalars, header)
         return found
 
@@ -342,7 +343,7 @@ class Builder:
                 continue
             if key != "step":
                 what = f"a number of each rank's own, {known[key]} on one and {value} on another"
-                self.irregular.setdefault(f"{param}.{key}", what)
+                self.irregular.setdefault(param.atom(key), what)
             else:
                 raise CheckpointError(
                     f"{self.save.path(header)}: {param} has {key} {value}, other files of this checkpoint say "

@@ -294,13 +294,13 @@ def _list_sliced_bases(model: ModelHeader) -> list[str]:
     return found
 
 
-def _find_lost_states(save: Save, atoms: Mapping[AtomKey, Atom]) -> dict[str, str]:
+def _find_lost_states(save: Save, atoms: Mapping[AtomKey, Atom]) -> dict[AtomKey, str]:
     """Parameters whose optimizer states were in another process or a second optimizer, where no save finds them."""
     what = _describe_loss(save.zero)
     if not what or not save.model(0).counters.get("global_steps"):
         return {}
     kept = {key.param for key in atoms if key.state not in (MASTER, MODULE, COPY)}
-    return {f"{key.param}.moments": what for key in atoms if key.state == MASTER and key.param not in kept}
+    return {key.param.atom("moments"): what for key in atoms if key.state == MASTER and key.param not in kept}
 
 
 def _describe_loss(zero: Mapping[str, Any]) -> str:

@@ -426,8 +426,7 @@ class _Adder:
         """Note where files have a state."""
         first = run.batch.make_piece(piece, run.files[0])
         if first.fault:
-            told = (f"{self.rank.param(name)} ({state})" for name in self._list_names(run))
-            self.builder.unreadable.update(dict.fromkeys(told, first.fault))
+            self.builder.note_unreadable(self.rank, self._list_names(run), state, first.fault)
             return
         base = self.builder.number_records(run.batch, piece)
         self._put(state, first, run.parts, run.number(base), run.pick(piece, START))
@@ -503,7 +502,7 @@ def add_frozen_zero3(builder: Builder, rank: SavedRank, models: Sequence[FileHea
     """
     first, zero = models[0].model, builder.save.zero
     if first and zero.get("zero_quantized_nontrainable_weights"):
-        builder.unreadable.update(dict.fromkeys(first.frozen, "a frozen parameter saved quantized, without its scales"))
+        builder.note_unreadable(rank, first.frozen, MODULE, "a frozen parameter saved quantized, without its scales")
         return
     for part, header in enumerate(models):
         model = header.model
@@ -513,7 +512,8 @@ def add_frozen_zero3(builder: Builder, rank: SavedRank, models: Sequence[FileHea
             shape = model.frozen_shapes[name]
             start, numel = cut_parameter(count(shape), part, len(models))
             if _is_placeholder(piece.numel, numel, zero):
-                builder.unreadable[name] = "a frozen parameter on NVMe, of which the save holds a placeholder alone"
+                fault = "a frozen parameter on NVMe, of which the save holds a placeholder alone"
+                builder.note_unreadable(rank, [name], MODULE, fault)
             else:
                 builder.add_cuts(rank, MODULE, (Cut(name, start, numel, 0),), header, piece, {name: shape})
 

@@ -444,9 +444,8 @@ class Target(ABC):
     def find_other_kinds(self, index: AtomicIndex) -> Iterator[str]:
         """Optimizers of another kind, whose states torch's ``load_state_dict`` takes as they are."""
         irregular: dict[ParamKey, set[str]] = defaultdict(set)
-        for name in index.limits.irregular:
-            param, _, state = name.rpartition(".")
-            irregular[ParamKey(param)].add(state)
+        for key in index.limits.irregular:
+            irregular[key.param].add(key.state)
         groups = {param: group.hyper for group in index.run.groups for param in group.members}
         for flat in self.flats:
             params = [ParamKey(index.resolve(name)) for name in flat.names]

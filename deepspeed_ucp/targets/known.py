@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ..atoms import MODULE, AtomicIndex
+from ..atoms import MODULE, AtomicIndex, AtomKey
 from .coverage import has_drawn
 
 _PLAIN = frozenset({"16 bit", "tensor parallelism", "a pipeline", "frozen parameters", "experts"})
@@ -62,7 +62,7 @@ def _list_other_frozen(target: Any, index: AtomicIndex) -> Iterator[str]:
     """Parameters in no optimizer that were not so when they were saved: of ZeRO 3's it compares the sizes alone."""
     for name in sorted(target.params.keys() - target.owned):
         saved = index.find(index.resolve(name), MODULE)
-        if saved is None and name not in index.limits.unreadable:
+        if saved is None and AtomKey(name, MODULE) not in index.limits.unreadable:
             yield f"{name}, which was not saved as a parameter without optimizer"
         elif saved is not None and saved.shards[target.tp_shard_of(name)].shape != target.shape_of(name):
             yield f"{name}, which was saved in another shape"

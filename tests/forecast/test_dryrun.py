@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_ucp.atoms import ITEMSIZE, AtomicIndex
+from deepspeed_ucp.atoms import ITEMSIZE, AtomicIndex, AtomKey
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import MismatchError
@@ -248,7 +248,9 @@ def test_the_same_topology_is_deepspeeds_own_load(tmp_path: Path) -> None:
 
 
 def test_states_that_cannot_be_cut_are_an_obstacle(tmp_path: Path) -> None:
-    index = open_small(tmp_path, Topology(1, 2)).change(irregular={"wte.row": "shape (9,)"}, optimizer="Adafactor")
+    index = open_small(tmp_path, Topology(1, 2)).change(
+        irregular={AtomKey("wte", "row"): "shape (9,)"}, optimizer="Adafactor"
+    )
     run = dry_run(index, parse_degrees("dp=3", index.run.topology))
     assert not run.possible
     assert "Adafactor keeps states that are not element-wise" in run.obstacles[0]

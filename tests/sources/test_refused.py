@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_ucp.atoms import AtomicIndex
+from deepspeed_ucp.atoms import MODULE, AtomicIndex, AtomKey
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import UnsupportedError
 from deepspeed_ucp.sources import open_checkpoint
@@ -100,8 +100,8 @@ def test_placeholders_of_frozen_parameters_on_nvme(numel: int, tmp_path: Path) -
         for name in tree.get("frozen_param_fragments", {}):
             tree["frozen_param_fragments"][name] = torch.ones(1, dtype=torch.float16)
     index = open_files(tmp_path, files)
-    assert list(index.limits.unreadable) == ["frozen"]
-    assert "placeholder" in index.limits.unreadable["frozen"]
+    assert list(index.limits.unreadable) == [AtomKey("frozen", MODULE)]
+    assert "placeholder" in index.limits.unreadable[AtomKey("frozen", MODULE)]
 
 
 @pytest.mark.parametrize(
@@ -136,8 +136,8 @@ def test_moments_that_no_save_holds(options: dict[str, Any], told: str, offload:
         if "optim_states" in name:
             tree["optimizer_state_dict"]["optimizer_state_dict"]["state"].pop(0)
     index = open_files(tmp_path / "lost", files)
-    assert list(index.limits.irregular) == ["a.moments"]
-    assert told in index.limits.irregular["a.moments"]
+    assert list(index.limits.irregular) == [AtomKey("a", "moments")]
+    assert told in index.limits.irregular[AtomKey("a", "moments")]
     assert index.run.topology.offload == offload
 
 
@@ -166,5 +166,8 @@ def test_compression_errors_are_rank_0s_own_whatever_their_size(padding: int, tm
             for state in tree["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
                 state["worker_error"] = torch.zeros(len(state["exp_avg"]) + padding)
     index = open_files(tmp_path, files)
-    assert index.limits.irregular["a.worker_error"] == "a compression error of rank 0's own; no other rank's is saved"
+    assert (
+        index.limits.irregular[AtomKey("a", "worker_error")]
+        == "a compression error of rank 0's own; no other rank's is saved"
+    )
     assert "worker_error" not in {key.state for key in index.stored.atoms}

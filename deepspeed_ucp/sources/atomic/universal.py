@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ...atoms import MASTER, MODULE, AtomicIndex, GroupInfo, ParamKey, are_alike, count
+from ...atoms import MASTER, MODULE, AtomicIndex, AtomKey, GroupInfo, ParamKey, are_alike, count
 from ...comm import Comm
 from ...errors import CheckpointError, MismatchError, shorten
 from ...patterns import from_universal_info
@@ -158,7 +158,7 @@ def _add_steps(builder: Builder, part: UniversalHeaders, notes: list[str]) -> No
             _add_sharded(builder, part, name, 0 if flat is None else flat)
         elif header := part.params[name].get(_STEP):
             if header.value is None:
-                builder.irregular.setdefault(f"{name}.{_STEP}", "a tensor of several elements")
+                builder.irregular.setdefault(AtomKey(name, _STEP), "a tensor of several elements")
             else:
                 builder.add_scalars(ParamKey(name), {_STEP: header.value}, header.file)
                 if header.dtype:
@@ -182,7 +182,7 @@ def _add_sharded(builder: Builder, part: UniversalHeaders, name: str, flat: int)
     for scalar, piece in held.zero_dim.items():
         builder.scalar_dtypes.setdefault(scalar, piece.dtype)
     for state, kind in held.other.items():
-        builder.irregular.setdefault(f"{name}.{state}", kind)
+        builder.irregular.setdefault(AtomKey(name, state), kind)
 
 
 def _add_rest(builder: Builder, part: UniversalHeaders, optimized: set[str], notes: list[str]) -> str:
