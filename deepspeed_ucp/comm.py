@@ -27,9 +27,6 @@ T = TypeVar("T")
 Item = TypeVar("Item")
 _Map = Callable[[Callable[[Any], Any], Sequence[Any]], Iterable[Any]]
 
-_Report = tuple[type[UcpError], str]
-"""What a rank tells of its error."""
-
 
 class Comm:
     """Ranks that load or convert together; this base is the one-rank case.
@@ -165,16 +162,14 @@ class Comm:
         self._raise_first([report], error, rank)
         return self._unpack(packed)  # type: ignore[no-any-return]
 
-    def _raise_first(self, reports: Sequence[_Report | None], error: Exception | None, first: int = 0) -> None:
+    def _raise_first(self, reports: Sequence[UcpError | None], error: Exception | None, first: int = 0) -> None:
         """Raise the first of the errors of the ranks from ``first`` on; ``error`` is this rank's own."""
         failed = next((rank for rank, report in enumerate(reports, first) if report is not None), None)
         if failed is None:
             return
-        kind, text = reports[failed - first]  # type: ignore[misc]
-        shared = kind(*text.split("\n"))
-        shared.shared, shared.echo = True, self.rank > 0
-        shared.rank = failed if self.size > 1 else None
-        raise shared from error
+        report: UcpError = reports[failed - first]  # type: ignore[assignment]
+        rank = failed if self.size > 1 and report.rank is None else report.rank
+        raise report.copy(shared=True, echo=self.rank > 0, rank=rank) from error
 
     def _pack(self, value: Any) -> Any:
         """Pickled here and not in the collective, where an object that cannot be would fail one rank alone."""
@@ -201,18 +196,18 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return None, error
 
 
-def _describe(error: Exception | None) -> _Report | None:
-    """An error's kind among ours, and its text."""
+def _describe(error: Exception | None) -> UcpError | None:
+    """What a rank tells the others of its error."""
     if error is None:
         return None
     if isinstance(error, UcpError):
-        return type(error), str(error)
+        return error.copy(shared=False, echo=False, rank=error.rank)
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         details = f" ({error})" if str(error) else ""
-        return RemoteError, f"out of memory{details}. Use a smaller window, or fewer workers."
+        return RemoteError(f"out of memory{details}. Use a smaller window, or fewer workers.")
     if isinstance(error, OSError):
-        return StorageError, describe_os_error(error)
-    return RemoteError, f"{type(error).__name__}: {error}".replace("\n", "\n  ")
+        return StorageError(*describe_os_error(error).split("\n"))
+    return RemoteError(*f"{type(error).__name__}: {error}".replace("\n", "\n  ").split("\n"))
 
 
 def describe_os_error(error: OSError) -> str:

@@ -5,13 +5,21 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
-from ..errors import CheckpointError, MismatchError, OutOfReachError, UcpError, UnsupportedError, fold_names, shorten
-
-FAULT, WARNING, NOTE = "fault", "warning", "note"
-"""Severities: it cannot be loaded; it can, but a user should know before; something to know."""
+from ..errors import (
+    FAULT,
+    NOTE,
+    WARNING,
+    CheckpointError,
+    Finding,
+    MismatchError,
+    OutOfReachError,
+    UcpError,
+    UnsupportedError,
+    fold_names,
+    shorten,
+)
 
 COPY = 'Copy what is missing here, name a place that has it ("also"), or take an older tag ("fallback").'
 """What to do about files that are not there."""
@@ -28,58 +36,28 @@ _ERRORS: dict[str, type[UcpError]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that is wrong with a checkpoint, odd, or to be decided.
-
-    Attributes:
-        kind: of a file: ``header`` (unreadable, damaged, renamed), ``crc``, ``read``, ``missing``, ``foreign`` (of
-            another step, run or world size), ``inconsistent`` (elements missing or covered twice, contradictions),
-            ``manifest``, ``seal``, ``extra``, ``leftover`` (of an earlier save, or another rank's copy; not loaded),
-            ``times`` (written at another time).
-            Of the whole: ``unsupported``, ``latest``, ``unnamed`` (stage 0: nothing tells whose optimizer states are
-            whose), ``unsettled``, ``irregular``, ``unreadable``, ``checksums``, ``dropped``, ``rules``,
-            ``unsaved`` (state that DeepSpeed saves nowhere).
-        file: name in the folder; empty where it is the folder's.
-        text: what was expected, what was found, what to do.
-        severity: ``fault``, ``warning`` or ``note``.
-        names: the atoms, parameters or files that it is about.
-        rules: unsettled: rules to be checked and pasted, one for all names that it matches.
-    """
-
-    kind: str
-    file: str
-    text: str
-    severity: str = FAULT
-    names: tuple[str, ...] = ()
-    rules: tuple[dict[str, Any], ...] = ()
-
-    @property
-    def warning(self) -> bool:
-        """It does not keep the checkpoint from being loaded."""
-        return self.severity != FAULT
-
-
 def from_error(folder: str, error: UcpError) -> list[Finding]:
-    """The findings that an error tells, one a line; it begins with the path of the file that it is about."""
-    kind = next((kind for kind, each in _ERRORS.items() if isinstance(error, each)), "")
+    """What an error tells of a folder: the findings that it was made of, else one a line."""
+    if error.findings:
+        return list(error.findings)
+    kind = next((kind for kind, each in _ERRORS.items() if isinstance(error, each)), error.kind)
     texts = [text for line in error.args for text in line.splitlines()]
-    return [Finding(kind or _classify(text), find_file(folder, text), text) for text in texts]
-
-
-def from_failure(kind: str, file: str, error: UcpError) -> Finding:
-    """What a file's error tells: of that kind, unless it is no fault of the file."""
-    return Finding("read" if isinstance(error, OutOfReachError) else kind, file, str(error))
+    return [Finding(kind or _classify(text), _find_file(folder, error.path, text), text) for text in texts]
 
 
 def _classify(text: str) -> str:
     return "missing" if " missing" in text else "inconsistent"
 
 
-def find_file(folder: str, text: str) -> str:
-    """Name of the file that an error's text begins with; empty where it is about the folder."""
-    prefix = f"{folder}{os.sep}"
-    return text.removeprefix(prefix).partition(": ")[0].partition(" is missing")[0] if text.startswith(prefix) else ""
+def _find_file(folder: str, path: str, text: str) -> str:
+    """Name of the file that an error is about; empty where it is about the folder."""
+    path = path or text.partition(": ")[0].partition(" is missing")[0]
+    return os.path.relpath(path, folder) if path.startswith(f"{folder}{os.sep}") else ""
+
+
+def from_failure(kind: str, file: str, error: UcpError) -> Finding:
+    """What a file's error tells: of that kind, unless it is no fault of the file."""
+    return Finding("read" if isinstance(error, OutOfReachError) else kind, file, str(error))
 
 
 def make_error(findings: Iterable[Finding]) -> UcpError | None:
@@ -90,7 +68,9 @@ def make_error(findings: Iterable[Finding]) -> UcpError | None:
     texts = list(dict.fromkeys(finding.text for finding in fold_findings(faults)))
     more = [f"… and {len(texts) - _TOLD} more faults."] if len(texts) > _TOLD else []
     kind = "read" if any(each.kind == "read" for each in faults) else faults[0].kind
-    return _ERRORS.get(kind, CheckpointError)(*texts[:_TOLD], *more)
+    error = _ERRORS.get(kind, CheckpointError)(*texts[:_TOLD], *more)
+    error.findings = tuple(faults)
+    return error
 
 
 def fold_findings(findings: Iterable[Finding]) -> list[Finding]:
