@@ -14,12 +14,13 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ..atoms import ASKED, BATCH_SIZES, SavedJob
 from ..comm import connect
-from ..config import SECTION, UniversalConfig, adapt_batch
+from ..config import UniversalConfig
 from ..engine_state import get_config
-from ..errors import ConfigError, MismatchError, UnsupportedError, count_of
+from ..errors import ConfigError, count_of
 from ..load.client import read_objects
 from ..sources.latest import check_tag
 from ..sources.open import look_at_job
+from .batches import Batch, refuse_loader_position, warn_unfinished
 from .randomness import States, read_states, restore_ranks
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -78,9 +79,9 @@ def save_state(original: Callable[..., Any], accelerator: Any, *args: Any, **kwa
     rest = accelerator.step % accelerator.gradient_accumulation_steps
     if rest and find_engine(accelerator) is not None and accelerator.is_main_process:
         logger.warning(
-            "saving after %d of the %d micro batches of a step: their gradients are in no file, a resume has to take "
-            "these micro batches again. Save where accelerator.sync_gradients is true.",
-            *(rest, accelerator.gradient_accumulation_steps),
+            f"saving after {rest} of the {accelerator.gradient_accumulation_steps} micro batches of a step: their "
+            "gradients are in no file, a resume has to take these micro batches again. Save where "
+            "accelerator.sync_gradients is true."
         )
     return original(accelerator, *args, **kwargs)
 
@@ -101,7 +102,8 @@ def load_state(
     (engine, config), comm = found, connect()
     folder = comm.run(lambda: _find_folder(accelerator, input_dir))
     job = comm.once(lambda: look_at_job(check_tag(folder, _TAG)))
-    _refuse_loaders(accelerator, folder, job)
+    if any(getattr(loader, "use_stateful_dataloader", False) for loader in accelerator._dataloaders):
+        refuse_loader_position(folder, job, ", or skip_first_batches")
     schedules = comm.run(lambda: [_convert(*each, job, comm.size) for each in _list_schedulers(accelerator, folder)])
     _keep_total_batch(accelerator, engine, folder, job, config)
     original(accelerator, folder, *args, **kwargs)
@@ -125,16 +127,6 @@ def _find_folder(accelerator: Any, input_dir: Any) -> str:
     return os.path.join(parent, numbers[max(numbers)])
 
 
-def _refuse_loaders(accelerator: Any, folder: str, job: SavedJob) -> None:
-    stateful = any(getattr(loader, "use_stateful_dataloader", False) for loader in accelerator._dataloaders)
-    if stateful and job.ranks != connect().size:
-        raise UnsupportedError(
-            f"{folder}: a stateful data loader's position was saved by {count_of(job.ranks, 'rank')}, each of "
-            f"its own batches, and means other samples on {connect().size}: "
-            "use deepspeed_ucp.data.ElasticSampler, or skip_first_batches."
-        )
-
-
 def _keep_total_batch(accelerator: Any, engine: Any, folder: str, job: SavedJob, config: UniversalConfig) -> None:
     """Accumulate as many micro batches as make the saved total batch.
 
@@ -142,29 +134,21 @@ def _keep_total_batch(accelerator: Any, engine: Any, folder: str, job: SavedJob,
         MismatchError: the world is the saved one and the script asks for another batch than there, or no number of
             these micro batches makes it.
     """
-    live, micro = engine.train_batch_size(), engine.train_micro_batch_size_per_gpu()
-    was = accelerator.gradient_accumulation_steps
-    total, ranks = job.total_batch or live, live // (micro * engine.gradient_accumulation_steps())
-    if total == live or config.total_batch == "live":
+    live, was = Batch.of(engine), accelerator.gradient_accumulation_steps
+    if job.total_batch is None or live.is_kept(job, config):
         return
-    fit = adapt_batch(total, micro, ranks)
-    changed = job.ranks == connect().size and job.asked != micro * was
-    if changed or fit is None or fit[0] != micro:
-        advice = "a number of ranks that divides it"
-        if fit is not None:
-            advice = f"a data loader with batch_size={fit[0]} and gradient_accumulation_steps={fit[1]}"
-        raise MismatchError(
-            f"{folder}: saved with a total batch of {total} samples, this run has {live} ({micro} a device, "
-            f"{count_of(ranks, 'rank')}): its learning rates and samples would be others. Take {advice}, or set "
-            f'"{SECTION}": {{"total_batch": "live"}}.'
-        )
-    set_accumulation(engine, total, fit[1])
+    fit = live.fit(job)
+    changed = job.ranks == connect().size and job.asked != live.micro * was
+    if fit is None:
+        live.refuse(folder, job, "Take a number of ranks that divides it")
+    if changed or fit[0] != live.micro:
+        advice = f"Take a data loader with batch_size={fit[0]} and gradient_accumulation_steps={fit[1]}"
+        live.refuse(folder, job, advice)
+    set_accumulation(engine, job.total_batch, fit[1])
     accelerator.gradient_accumulation_steps = fit[1]
     if accelerator.is_main_process:
-        logger.warning(
-            "%s: total batch %d kept on %s: gradient accumulation %d → %d",
-            *(folder, total, count_of(ranks, "rank"), was, fit[1]),
-        )
+        kept = f"{folder}: total batch {job.total_batch} kept on {count_of(live.ranks, 'rank')}"
+        logger.warning(f"{kept}: gradient accumulation {was} → {fit[1]}")
 
 
 def set_accumulation(engine: Any, total: int, accumulation: int) -> None:
@@ -210,28 +194,23 @@ def _is_scaled(inner: Any, saved: Mapping[str, Any], was: int, now: int) -> bool
     if not isinstance(inner, LambdaLR):
         return False
     functions: Sequence[Callable[[int], float]] = inner.lr_lambdas
-    count, told = saved["last_epoch"], saved["_last_lr"]
+    count, rate = saved["last_epoch"], saved["_last_lr"]
 
     def gives(at: int, rates: Sequence[float]) -> bool:
         made = (base * function(at) for base, function in zip(saved["base_lrs"], functions, strict=True))
         return all(math.isclose(*pair, rel_tol=1e-9, abs_tol=1e-12) for pair in zip(made, rates, strict=True))
 
-    as_saved, anew = gives(count, told), gives(count // was * now, told)
+    as_saved, anew = gives(count, rate), gives(count // was * now, rate)
     if as_saved and anew and _part_later(functions, count // was, was, now):
         logger.warning(
-            "the saved learning rate %s is this script's schedule's at step %d both counted %d times an optimizer step "
-            "and %d times, which part later; it goes on counted %d times, as scripts count that use num_processes",
-            *(told, count // was, was, now, now),
+            f"the saved learning rate {rate} is this script's schedule's at step {count // was} both counted {was} "
+            f"times an optimizer step and {now} times, which part later; it goes on counted {now} times, as scripts "
+            "count that use num_processes"
         )
     if not as_saved and not anew:
         logger.warning(
-            "the saved learning rate %s is not that of this script's schedule at step %d, neither counted %d times an "
-            "optimizer step nor %d times; it goes on counted %d times",
-            told,
-            count // was,
-            was,
-            now,
-            now,
+            f"the saved learning rate {rate} is not that of this script's schedule at step {count // was}, neither "
+            f"counted {was} times an optimizer step nor {now} times; it goes on counted {now} times"
         )
     return anew or not as_saved
 
@@ -276,9 +255,6 @@ def _restore_step(accelerator: Any, folder: str, job: SavedJob) -> None:
     accumulation = job.accumulation or accelerator.gradient_accumulation_steps
     steps, rest = divmod(saved, accumulation)
     accelerator.step = steps * accelerator.gradient_accumulation_steps
-    if rest and accelerator.is_main_process:
-        logger.warning(
-            "%s: was saved after %d of the %d micro batches of a step, whose gradients are in no file: go back by %d "
-            "micro batches of the saved run in the data, or the samples of these are lost",
-            *(folder, rest, accumulation, rest),
-        )
+    if accelerator.is_main_process:
+        advice = f"go back by {rest} micro batches of the saved run in the data, or the samples of these are lost"
+        warn_unfinished(folder, rest, accumulation, advice)

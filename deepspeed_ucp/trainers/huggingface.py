@@ -23,9 +23,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ..atoms import ASKED, BATCH_SIZES, BEGUN, SavedJob
 from ..comm import connect
-from ..config import SECTION, UniversalConfig, adapt_batch
+from ..config import UniversalConfig
 from ..errors import MismatchError, UnsupportedError, count_of, describe_changes
 from ..hook import read_options, show_decisions
+from .batches import LIVE, Batch
 from .hffolders import choose_folder, find_job, read_random, read_trainer_state
 from .randomness import restore_ranks
 
@@ -53,9 +54,6 @@ def find_state(trainer: Any) -> TrainerState:
     """What is kept of a trainer: the one thing that is set on it."""
     state: TrainerState = vars(trainer).setdefault("_ucp_state", TrainerState())
     return state
-
-
-_LIVE = f'to go on with this run\'s all the same set "{SECTION}": {{"total_batch": "live"}}'
 
 
 def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -111,7 +109,7 @@ def inner_training_loop(original: Callable[..., Any], trainer: Any, *args: Any, 
     micro, accumulation = call.arguments.get("batch_size") or trainer._train_batch_size, _restore_own(trainer)
     if folder:
         show_decisions()
-        tell_order(trainer.args)
+        warn_order(trainer.args)
         state.resumed = os.fspath(folder) if config.total_batch == "saved" else None
         micro = call.arguments["batch_size"] = keep_total_batch(trainer, os.fspath(folder), micro, config)
     elif trainer.args.auto_find_batch_size:  # the trainer leaves the size that it tried first in the ds_config
@@ -135,7 +133,7 @@ def _count_replicas(trainer: Any) -> int:
     return int(trainer.get_total_train_batch_size(args) // step)
 
 
-def tell_order(args: Any) -> None:
+def warn_order(args: Any) -> None:
     """Say so where the trainer's own order of an epoch is that of one world and one begin alone."""
     legacy = "group_by_length" if getattr(args, "group_by_length", False) else None  # before transformers 5
     strategy = getattr(args, "train_sampling_strategy", legacy)
@@ -168,66 +166,58 @@ def keep_total_batch(trainer: Any, folder: str, micro: int, config: UniversalCon
         MismatchError: the total batch is another one on purpose, or these ranks cannot make it.
         UnsupportedError: the trainer finds its batch by itself, and is not known to make the same gradients then.
     """
-    args, comm, ranks = trainer.args, connect(), _count_replicas(trainer)
-    job = find_job(folder, config, comm, found=args.auto_find_batch_size)
-    accumulation: int = args.gradient_accumulation_steps
-    live, asked = micro * accumulation * ranks, micro * accumulation
-    fit, total = (micro, accumulation), job.total_batch or live
-    if config.total_batch == "live" and total != live:
-        _tell_live(job, live, comm.rank)
-        total = live
-    elif total != live:
-        found = args.auto_find_batch_size
-        fit = choose_batch(job, folder, micro, ranks, live, None if found else _read_own_total(args), found=found)
-    if fit != (micro, accumulation) and args.auto_find_batch_size and not hasattr(trainer, "_prepare_for_training"):
+    args, comm = trainer.args, connect()
+    found: bool = args.auto_find_batch_size
+    job = find_job(folder, config, comm, found=found)
+    live = Batch(micro, args.gradient_accumulation_steps, _count_replicas(trainer))
+    fit, total = (micro, live.accumulation), job.total_batch or live.total
+    if not live.is_kept(job, config):
+        fit = choose_batch(job, folder, live, None if found else _read_own_total(args), found=found)
+    elif total != live.total:
+        if comm.rank == 0:
+            logger.warning(
+                f"the saved run took {total} samples a step, this one takes {live.total}: step {job.steps} means "
+                f"sample {job.steps * live.total} of its data, where the saved run had come to {job.steps * total}, "
+                "and a schedule by steps another rate per sample"
+            )
+        total = live.total
+    is_changed = fit != (micro, live.accumulation)
+    if is_changed and found and not hasattr(trainer, "_prepare_for_training"):
         raise UnsupportedError(
             f"{folder}: transformers 4 makes gradients of another size with auto_find_batch_size and accumulation. "
             f"Resume without it, with per_device_train_batch_size={fit[0]}, or with transformers 5."
         )
-    if fit != (micro, accumulation) or args.auto_find_batch_size:
-        _set_batch(trainer, *fit, total, asked=asked)
-    _note_begun(trainer, job, (ranks, fit[1]))
-    if comm.rank == 0 and fit != (micro, accumulation):
-        told = describe_changes(("per-device batch", micro, fit[0]), ("gradient accumulation", accumulation, fit[1]))
-        logger.warning("%s: total batch %d kept on %s: %s", folder, total, count_of(ranks, "rank"), told)
+    if is_changed or found:
+        _set_batch(trainer, *fit, total, asked=micro * live.accumulation)
+    _note_begun(trainer, job, (live.ranks, fit[1]))
+    if is_changed and comm.rank == 0:
+        old_new = ("per-device batch", micro, fit[0]), ("gradient accumulation", live.accumulation, fit[1])
+        kept = f"{folder}: total batch {total} kept on {count_of(live.ranks, 'rank')}"
+        logger.warning(f"{kept}: {describe_changes(*old_new)}")
     return fit[0]
 
 
-def _tell_live(job: SavedJob, live: int, rank: int) -> None:
-    if rank == 0:
-        logger.warning(
-            "the saved run took %d samples a step, this one takes %d: step %d means sample %d of its data, where the "
-            "saved run had come to %d, and a schedule by steps another rate per sample",
-            *(job.total_batch, live, job.steps, job.steps * live, job.steps * (job.total_batch or live)),
-        )
-
-
 def choose_batch(
-    job: SavedJob, folder: str, micro: int, ranks: int, live: int, written: int | None, *, found: bool = False
+    job: SavedJob, folder: str, live: Batch, written: int | None, *, found: bool = False
 ) -> tuple[int, int]:
     """(per-device batch, accumulation) of a saved total batch.
 
     Args:
+        written: the total batch of the user's ds_config.
         found: the micro batch is one that the trainer has found to fit into memory, nobody's wish.
 
     Raises:
         MismatchError: a ds_config has another one written out, the world is the saved one and what the script asks for
             is not what it asked for there, or the ranks cannot make it.
     """
-    total = job.total_batch or live
-    told = (
-        f"{folder}: saved with a total batch of {total} samples, this run has {live} (per-device batch {micro}, "
-        f"{count_of(ranks, 'rank')}): the trainer would go on at another sample and learning rate."
-    )
-    fit = adapt_batch(total, micro, ranks)
-    if written not in (None, total):
-        raise MismatchError(f'{told} Write train_batch_size {total} or "auto" into the ds_config, or {_LIVE}.')
+    fit = live.fit(job)
+    if written not in (None, job.total_batch):
+        live.refuse(folder, job, f'Write train_batch_size {job.total_batch} or "auto" into the ds_config')
     if fit is None:
-        raise MismatchError(f"{told} Take a number of ranks that divides it, or {_LIVE}.")
-    if job.ranks == connect().size and job.asked != live // ranks and not found:
-        raise MismatchError(
-            f"{told} Set per_device_train_batch_size={fit[0]} and gradient_accumulation_steps={fit[1]}, or {_LIVE}."
-        )
+        live.refuse(folder, job, "Take a number of ranks that divides it")
+    if job.ranks == connect().size and job.asked != live.micro * live.accumulation and not found:
+        advice = f"Set per_device_train_batch_size={fit[0]} and gradient_accumulation_steps={fit[1]}"
+        live.refuse(folder, job, advice)
     return fit
 
 
@@ -291,7 +281,7 @@ def set_initial_training_values(
             raise MismatchError(
                 f"{told}: the trainer would go on at another sample. Train on the same data, with dataloader_drop_last "
                 "as it was (where that is on, with the saved accumulation), let ignore_data_skip=True begin an epoch "
-                f"of other data, or {_LIVE}."
+                f"of other data, or {LIVE}."
             )
         if connect().rank == 0:
             logger.warning("%s: epochs are counted in these, and the begun one begins with its first sample", told)
@@ -394,9 +384,9 @@ def _warn_size(trainer: Any, begun: tuple[int, int]) -> None:
     factor = find_factor(trainer, begun, training=True)
     if factor != 1 and connect().rank == 0:
         logger.warning(
-            "%s does not look at num_items_in_batch: the trainer adds up its losses over ranks and micro batches, of "
-            "which there are others now. They are multiplied by %g, as losses and gradients were in the saved run.",
-            *(type(trainer.model).__name__, factor),
+            f"{type(trainer.model).__name__} does not look at num_items_in_batch: the trainer adds up its losses over "
+            f"ranks and micro batches, of which there are others now. They are multiplied by {factor:g}, as losses and "
+            "gradients were in the saved run."
         )
 
 

@@ -13,12 +13,13 @@ from typing import Any
 
 from ..atoms import SavedJob
 from ..comm import connect
-from ..config import SECTION, UniversalConfig, adapt_batch
+from ..config import UniversalConfig
 from ..data import Order
 from ..engine_state import find_state, get_config
-from ..errors import ConfigError, MismatchError, UnsupportedError, count_of
+from ..errors import ConfigError
 from ..sources.latest import find_checkpoint
 from ..sources.open import look_at_job
+from .batches import Batch, refuse_loader_position, warn_unfinished
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -49,17 +50,21 @@ def load_checkpoint(
     _check_total_batch(engine, folder, job, config)
     state = original(strategy, checkpoint_path, *args, **kwargs)
     loop = state["loops"]["fit_loop"]
-    if loop["state_dict"].get(_LOADERS) and job.ranks != connect().size:
-        raise UnsupportedError(
-            f"{folder}: a stateful data loader's position was saved by {count_of(job.ranks, 'rank')}, each of "
-            f"its own batches, and means other samples on {connect().size}: use deepspeed_ucp.data.ElasticSampler."
-        )
+    if loop["state_dict"].get(_LOADERS):
+        refuse_loader_position(folder, job)
     live = engine.gradient_accumulation_steps()
     rest = count_anew(loop["epoch_loop.batch_progress"], job.accumulation, live)
     begun = state.pop(_ACCUMULATION, None) or job.accumulation or live
     find_state(engine).accumulation = None if begun == live else begun
     if connect().rank == 0:
-        _tell(folder, state, job, rest)
+        advice = "these batches have to be taken again. Save every so many batches as make whole steps."
+        warn_unfinished(folder, rest, job.accumulation or live, advice)
+        if state["global_step"] != job.steps:
+            logger.warning(
+                f"{folder}: Lightning had counted {state['global_step']} steps where the engine took {job.steps}: an "
+                "epoch's batches were no multiple of accumulate_grad_batches, or steps were skipped. Its schedules and "
+                "max_steps go on by its own count."
+            )
     return state
 
 
@@ -88,20 +93,14 @@ def _find_options(strategy: Any) -> UniversalConfig | None:
 
 
 def _check_total_batch(engine: Any, folder: str, job: SavedJob, config: UniversalConfig) -> None:
-    total, live = job.total_batch, engine.train_batch_size()
-    if total in (None, live) or config.total_batch == "live":
+    live = Batch.of(engine)
+    if live.is_kept(job, config):
         return
-    micro = engine.train_micro_batch_size_per_gpu()
-    ranks = live // (micro * engine.gradient_accumulation_steps())
-    fit, advice = adapt_batch(total, micro, ranks), "Take a number of ranks that divides it"
+    fit, advice = live.fit(job), "Take a number of ranks that divides it"
     if fit is not None:
-        loader = "" if fit[0] == micro else f" and its data loader batch_size={fit[0]}"
+        loader = "" if fit[0] == live.micro else f" and its data loader batch_size={fit[0]}"
         advice = f"Give the Trainer accumulate_grad_batches={fit[1]}{loader}"
-    raise MismatchError(
-        f"{folder}: saved with a total batch of {total} samples, this run has {live} ({micro} a device, "
-        f"{count_of(ranks, 'rank')}): its samples and learning rates would be others. {advice}, or set "
-        f'"{SECTION}": {{"total_batch": "live"}}.'
-    )
+    live.refuse(folder, job, advice)
 
 
 def count_anew(progress: Mapping[str, Any], was: int | None, now: int) -> int:
@@ -123,21 +122,6 @@ def count_anew(progress: Mapping[str, Any], was: int | None, now: int) -> int:
     return int(done % was)
 
 
-def _tell(folder: str, state: Mapping[str, Any], job: SavedJob, rest: int) -> None:
-    if rest:
-        logger.warning(
-            "%s: was saved after %d of the %d batches of a step, whose gradients are in no file: these batches have to "
-            "be taken again. Save every so many batches as make whole steps.",
-            *(folder, rest, job.accumulation),
-        )
-    if state["global_step"] != job.steps:
-        logger.warning(
-            "%s: Lightning had counted %d steps where the engine took %d: an epoch's batches were no multiple of "
-            "accumulate_grad_batches, or steps were skipped. Its schedules and max_steps go on by its own count.",
-            *(folder, state["global_step"], job.steps),
-        )
-
-
 def on_run_start(original: Callable[..., Any], loop: Any, data_fetcher: Any) -> Any:
     """``_TrainingEpochLoop.on_run_start``: says which data an epoch trains on again, or in other steps.
 
@@ -152,7 +136,7 @@ def on_run_start(original: Callable[..., Any], loop: Any, data_fetcher: Any) -> 
                 "an ElasticSampler deals samples to ranks itself: Trainer(use_distributed_sampler=False)."
             )
         if trainer.global_rank == 0:
-            _tell_data(loop, loaders)
+            _warn_data(loop, loaders)
     return original(loop, data_fetcher)
 
 
@@ -161,21 +145,20 @@ def _find_inner(loader: Any) -> Any:
     return getattr(getattr(getattr(loader, "sampler", None), "dataset", None), "_sampler", None)
 
 
-def _tell_data(loop: Any, loaders: list[Any]) -> None:
+def _warn_data(loop: Any, loaders: list[Any]) -> None:
     done, trainer = loop.batch_progress.current.ready, loop.trainer
     if loop.restarting and done and not all(map(_goes_on, loaders)):
         logger.warning(
-            "Lightning goes on after batch %d of the epoch, but its data begins anew: it trains on the epoch's first "
-            "batches again, and not on its last %d. Take deepspeed_ucp.data.ElasticSampler, or checkpoints of an "
-            "epoch's end.",
-            *(done, done),
+            f"Lightning goes on after batch {done} of the epoch, but its data begins anew: it trains on the epoch's "
+            f"first batches again, and not on its last {done}. Take deepspeed_ucp.data.ElasticSampler, or checkpoints "
+            "of an epoch's end."
         )
     batches, accumulation = trainer.num_training_batches, trainer.accumulate_grad_batches
     if batches != float("inf") and batches % accumulation:
         logger.warning(
-            "an epoch has %d batches, no multiple of accumulate_grad_batches=%d: Lightning counts a step at its end "
-            "that the engine does not take. Take limit_train_batches=%d.",
-            *(batches, accumulation, batches // accumulation * accumulation),
+            f"an epoch has {batches} batches, no multiple of accumulate_grad_batches={accumulation}: Lightning counts "
+            "a step at its end that the engine does not take. Take "
+            f"limit_train_batches={batches // accumulation * accumulation}."
         )
 
 

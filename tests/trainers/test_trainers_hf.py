@@ -22,6 +22,7 @@ from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.testing import WorldPool
 from deepspeed_ucp.torchsave.torchfile import list_records
 from deepspeed_ucp.trainers import hffolders, huggingface
+from deepspeed_ucp.trainers.batches import Batch
 
 pytest.importorskip("accelerate")
 V5 = Version(pytest.importorskip("transformers", "4.57").__version__) >= Version("5")
@@ -177,13 +178,13 @@ def test_another_total_batch_is_refused(
 def test_an_order_that_no_resume_gives_again_is_told(
     options: dict[str, Any], told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    huggingface.tell_order(SimpleNamespace(**options))
+    huggingface.warn_order(SimpleNamespace(**options))
     assert ("goes on with other samples" in caplog.text) is told
 
 
 def test_ranks_that_cannot_share_it_are_refused() -> None:
     with pytest.raises(MismatchError, match="8 samples, this run has 12 .*Take a number of ranks that divides it"):
-        huggingface.choose_batch(SavedJob(2, 1, 6, 8, 1), "folder", 4, 3, 12, None)
+        huggingface.choose_batch(SavedJob(2, 1, 6, 8, 1), "folder", Batch(4, 1, 3), None)
 
 
 def test_another_total_batch_is_taken_where_it_is_asked_for(

@@ -1,0 +1,88 @@
+"""What a trainer that counts steps keeps over a resume: the total batch, and whole steps of its micro batches.
+
+Which sample, epoch and learning rate a step means follows from the total batch.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from ..atoms import SavedJob
+from ..comm import connect
+from ..config import SECTION, UniversalConfig, adapt_batch
+from ..errors import MismatchError, UnsupportedError, count_of
+
+logger = logging.getLogger("deepspeed_ucp")
+
+LIVE = f'to go on with this run\'s all the same set "{SECTION}": {{"total_batch": "live"}}'
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Of what a run makes a step.
+
+    Attributes:
+        micro: samples of a micro batch of a rank.
+        accumulation: micro batches.
+        ranks: that take samples of their own.
+    """
+
+    micro: int
+    accumulation: int
+    ranks: int
+
+    @classmethod
+    def of(cls, engine: Any) -> Batch:
+        """An engine's."""
+        micro, accumulation = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
+        return cls(micro, accumulation, engine.train_batch_size() // (micro * accumulation))
+
+    @property
+    def total(self) -> int:
+        """Samples of a step."""
+        return self.micro * self.accumulation * self.ranks
+
+    def is_kept(self, job: SavedJob, config: UniversalConfig) -> bool:
+        """Whether this run takes the saved total batch as it is, or its own on purpose."""
+        return config.total_batch == "live" or job.total_batch in (None, self.total)
+
+    def fit(self, job: SavedJob) -> tuple[int, int] | None:
+        """(micro batch, accumulation) that make the saved total batch; None where these ranks cannot."""
+        return adapt_batch(job.total_batch or self.total, self.micro, self.ranks)
+
+    def refuse(self, folder: str, job: SavedJob, advice: str) -> NoReturn:
+        """Refuse to go on with another total batch.
+
+        Raises:
+            MismatchError: with what to do.
+        """
+        raise MismatchError(
+            f"{folder}: saved with a total batch of {job.total_batch} samples, this run has {self.total} ({self.micro} "
+            f"a device, {count_of(self.ranks, 'rank')}): it would go on at other samples and learning rates. {advice}, "
+            f"or {LIVE}."
+        )
+
+
+def refuse_loader_position(folder: str, job: SavedJob, advice: str = "") -> None:
+    """Refuse a stateful data loader's position in another world.
+
+    Raises:
+        UnsupportedError: the world is another one.
+    """
+    ranks = connect().size
+    if job.ranks != ranks:
+        raise UnsupportedError(
+            f"{folder}: a stateful data loader's position was saved by {count_of(job.ranks, 'rank')}, each of its own "
+            f"batches, and means other samples on {ranks}: use deepspeed_ucp.data.ElasticSampler{advice}."
+        )
+
+
+def warn_unfinished(folder: str, done: int, accumulation: int, advice: str) -> None:
+    """Say so where a save was made between two optimizer steps."""
+    if done:
+        logger.warning(
+            f"{folder}: was saved after {done} of the {accumulation} micro batches of a step, whose gradients are in "
+            f"no file: {advice}"
+        )
