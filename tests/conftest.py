@@ -32,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if EXHAUSTIVE in config.option.markexpr:
         os.environ["UCP_EXHAUSTIVE"] = "1"  # how many cases are drawn is said where tests are imported
     else:
-        PRELOAD.append("tests.operators")
+        PRELOAD.append("tests.support.operators")
     plugin = importlib.import_module(PLUGIN)
     if not config.pluginmanager.is_registered(plugin):
         config.pluginmanager.register(plugin, PLUGIN)

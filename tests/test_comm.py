@@ -17,8 +17,8 @@ import torch
 from deepspeed_ucp import comm as comm_module
 from deepspeed_ucp.comm import Comm, TorchComm, connect, join_launch
 from deepspeed_ucp.errors import CheckpointError, ConfigError, MismatchError, RemoteError, StorageError
-from tests.mpi import needs_mpi, run_mpi, run_torch
-from tests.ranks import BrokenWorldError, World, run_ranks
+from tests.support.mpi import needs_mpi, run_mpi, run_torch
+from tests.support.ranks import BrokenWorldError, World, run_ranks
 
 
 def test_one_rank_alone() -> None:
@@ -353,7 +353,7 @@ def test_ranks_in_different_exchanges_are_found_out() -> None:
 
 # -- launches ---------------------------------------------------------------------------------------------------------
 
-LAUNCHED = str(Path(__file__).parent / "launched.py")
+LAUNCHED = str(Path(__file__).parent / "support" / "launched.py")
 
 
 def expect(rank: int, comm: str) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from deepspeed_ucp.config import (
     suggest_batch,
 )
 from deepspeed_ucp.errors import ConfigError
-from tests.reshard import examples
+from tests.support.reshard import examples
 
 ON = [("ds_ucp run", True)]
 

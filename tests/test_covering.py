@@ -6,7 +6,7 @@ from itertools import combinations, product
 
 import pytest
 
-from tests.covering import cover, turns
+from tests.support.covering import cover, turns
 
 
 @pytest.mark.parametrize("sizes", [(4, 4, 3, 3), (2, 5), (3, 3, 3, 2, 2), (1, 4)], ids=str)

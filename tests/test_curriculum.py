@@ -16,7 +16,7 @@ from deepspeed_ucp.load.client import read_objects
 from deepspeed_ucp.targets import Place
 from deepspeed_ucp.targets.coverage import has_drawn
 from deepspeed_ucp.targets.finish import restore_helpers
-from tests.curriculum import SIZES, draw, make_engine, make_sampler, make_trained
+from tests.support.curriculum import SIZES, draw, make_engine, make_sampler, make_trained
 
 
 @pytest.fixture(autouse=True)

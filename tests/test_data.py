@@ -20,7 +20,7 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.data import ElasticSampler, ElasticStream, Order
 from deepspeed_ucp.engine_state import KEY, Carried, collect, hand_out
 from deepspeed_ucp.errors import CheckpointError, ConfigError, MismatchError
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 BATCH = 12
 WORLDS = (1, 2, 3, 4, 6, 12)

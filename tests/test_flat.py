@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_ucp.flat import Cut, FlatBuffer, find_gaps, join_parameters, join_reserved
-from tests.reshard import examples, lay_flat, models
+from tests.support.reshard import examples, lay_flat, models
 from tests.synth import Model, Topology, partition_layout
 
 SIZES = st.lists(st.integers(0, 30), min_size=1, max_size=6)

@@ -13,9 +13,9 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import RemoteError
 from deepspeed_ucp.targets.finish import wait_behind_reads
 from tests.convert.conversions import convert, read_bytes, write_source
-from tests.mpi import run_torch
+from tests.support.mpi import run_torch
 
-WAITING = str(Path(__file__).parent / "waiting.py")
+WAITING = str(Path(__file__).parent / "support" / "waiting.py")
 
 
 def test_a_rank_may_take_longer_than_a_collective(tmp_path: Path) -> None:

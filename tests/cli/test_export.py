@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from deepspeed_ucp.cli.dispatch import main
 from deepspeed_ucp.cli.export import parse_size
 from deepspeed_ucp.errors import ConfigError
-from tests.reshard3d import VOCAB, draw_state, make_plain
+from tests.support.reshard3d import VOCAB, draw_state, make_plain
 from tests.synth import Model, Param, State, Topology, random_state, write_checkpoint
 
 MODEL = Model((Param("net.a", (30, 7)), Param("net.b", (30,)), Param("head", (30, 7), alias_of="net.a")))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from deepspeed_ucp.cli.dispatch import main
-from tests.huge import make_gpt, save_sparse, write_gpt
+from tests.support.huge import make_gpt, save_sparse, write_gpt
 from tests.synth import Model, Param, Run, Topology, random_state, write_checkpoint
 
 MODEL = Model((Param("wte", (40, 9)), Param("h.0.norm", (9,), group=1), Param("h.0.attn", (27, 9))))

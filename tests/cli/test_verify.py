@@ -15,7 +15,7 @@ from deepspeed_ucp.cli.dispatch import main
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.torchsave.torchfile import list_records
 from tests.cli.samples import write_sample
-from tests.mpi import needs_mpi, run_mpi
+from tests.support.mpi import needs_mpi, run_mpi
 from tests.synth import Topology
 
 OPTIM = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"

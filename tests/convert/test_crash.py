@@ -20,7 +20,7 @@ from deepspeed_ucp.convert import driver
 from deepspeed_ucp.errors import StorageError, UnsupportedError
 from tests.convert.conversions import TOPOLOGY, convert, read_bytes, write_source
 from tests.convert.converting import use_small_ranges
-from tests.crash import failing, intercept, list_calls, list_writes, run_child, run_dying
+from tests.support.crash import failing, intercept, list_calls, list_writes, run_child, run_dying
 
 DST = "global_step3_universal"
 LATEST = "latest_universal"

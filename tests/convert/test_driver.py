@@ -24,10 +24,10 @@ from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.stream.reader import AtomReader
 from deepspeed_ucp.stream.united import unite_atoms
 from tests.convert.conversions import read_bytes
-from tests.ranks import run_ranks
-from tests.reshard import examples, get_field, temporary_folder
-from tests.reshard3d import Held, draw_state, make_plain, trips
 from tests.stream.test_united import check_atoms, flip_bit, open_held, read_whole, rules_of
+from tests.support.ranks import run_ranks
+from tests.support.reshard import examples, get_field, temporary_folder
+from tests.support.reshard3d import Held, draw_state, make_plain, trips
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
 OPTIONS = ConvertOptions(workers=2)

@@ -10,9 +10,9 @@ import pytest
 
 from tests.convert.conversions import convert, read_bytes, write_source
 from tests.convert.converting import use_small_ranges
-from tests.covering import params
-from tests.crash import list_calls, run_dying
-from tests.mpi import needs_mpi, run_mpi, run_torch
+from tests.support.covering import params
+from tests.support.crash import list_calls, run_dying
+from tests.support.mpi import needs_mpi, run_mpi, run_torch
 
 CONVERTING = str(Path(__file__).parent / "converting.py")
 

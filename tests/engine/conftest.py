@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_cases import Case, build_op, is_direct, training
-from engine_parallel import Runs
 
 from deepspeed_ucp.testing import ResumeReport, WorldPool
 from deepspeed_ucp.testing.resume import SavedRun, save_run
 from deepspeed_ucp.testing.resume import resume_each as resume_each_of
+from tests.support.engines.cases import Case, build_op, is_direct, training
+from tests.support.engines.parallel import Runs
 
 STEPS = (3, 3)
 DEFAULTS = {"model": "mixed", "optimizer": "adamw", "scheduler": False}

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from engine_gpt import MODELS, renames, shift_master
-from engine_parallel import Launch, Route, Runs, check, expect, join
-from engine_ranks import Load, Local
 
 from deepspeed_ucp.testing.compare import compare
-from tests.covering import params
+from tests.support.covering import params
+from tests.support.engines.gpt import MODELS, renames, shift_master
+from tests.support.engines.parallel import Launch, Route, Runs, check, expect, join
+from tests.support.engines.ranks import Load, Local
 
 Plain = partial(Launch, pipeline=False)
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import engine_ranks
 import pytest
-from engine_cases import Case
-from engine_ranks import Load, Local
 
 from deepspeed_ucp.sources.latest import find_checkpoint
 from deepspeed_ucp.testing import WorldPool
+from tests.support.engines import ranks as engine_ranks
+from tests.support.engines.cases import Case
+from tests.support.engines.ranks import Load, Local
 
 ON = {"checkpoint": {"universal": True}}
 OPTIONS = {"model": "bulk", "scheduler": True}

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_going_on import Saves, States
 
 from deepspeed_ucp.testing import WorldPool
-from tests.covering import params
 from tests.releases import find_reason
+from tests.support.covering import params
+from tests.support.engines.going_on import Saves, States
 
 pytest.importorskip("deepspeed.module_inject.auto_ep_layer", reason="DeepSpeed before 0.19 has no AutoEP")
 
-import engine_autoep
-from engine_autoep import Spread, join
+from tests.support.engines import autoep as engine_autoep
+from tests.support.engines.autoep import Spread, join
 
 SOURCES = [
     Spread(4, 1, "bf16", 2),

@@ -6,7 +6,6 @@ from functools import partial
 
 import deepspeed
 import pytest
-from engine_parallel import Launch, Route, Runs, check, compare_joined, mean_losses
 from packaging.version import Version
 
 from deepspeed_ucp.comm import Comm
@@ -14,7 +13,8 @@ from deepspeed_ucp.patterns import from_universal_info
 from deepspeed_ucp.patterns.affine import Mapped
 from deepspeed_ucp.patterns.facts import Facts
 from deepspeed_ucp.sources import check_tag, open_checkpoint, read_latest
-from tests.covering import params, turns
+from tests.support.covering import params, turns
+from tests.support.engines.parallel import Launch, Route, Runs, check, compare_joined, mean_losses
 
 pytestmark = pytest.mark.skipif(
     Version(deepspeed.__version__) < Version("0.19"), reason="AutoTP's training tells its layout from 0.19 on"

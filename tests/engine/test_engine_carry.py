@@ -6,16 +6,16 @@ import signal
 from itertools import chain
 from pathlib import Path
 
-import engine_carry
 import pytest
 import torch
-from engine_cases import BATCH, Case
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.data import ElasticSampler
 from deepspeed_ucp.sources.files import SEAL
 from deepspeed_ucp.sources.open import survey_checkpoint
 from deepspeed_ucp.testing import WorldPool
+from tests.support.engines import carry as engine_carry
+from tests.support.engines.cases import BATCH, Case
 
 
 @pytest.mark.parametrize("stages", [(1, 2), (3, 0)], ids=str)

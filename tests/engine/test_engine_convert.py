@@ -9,12 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import engine_ranks
 import pytest
-from engine_cases import Case, pair_id, training
-from engine_gpt import MODELS, renames
-from engine_parallel import Launch, Runs, compare_joined, expect, join
-from engine_ranks import Local
 
 from deepspeed_ucp.convert import convert_checkpoint
 from deepspeed_ucp.testing import LOSS_TOLERANCE, ResumeReport, WorldPool
@@ -22,8 +17,13 @@ from deepspeed_ucp.testing.capture import EngineState
 from deepspeed_ucp.testing.compare import compare
 from deepspeed_ucp.testing.resume import SavedRun
 from deepspeed_ucp.testing.resume import resume_each as resume_runs
-from tests.covering import params
-from tests.upstream import to_universal
+from tests.support.covering import params
+from tests.support.engines import ranks as engine_ranks
+from tests.support.engines.cases import Case, pair_id, training
+from tests.support.engines.gpt import MODELS, renames
+from tests.support.engines.parallel import Launch, Runs, compare_joined, expect, join
+from tests.support.engines.ranks import Local
+from tests.support.upstream import to_universal
 
 REFERENCE = "resume_reference.pt"  # what the source run left beside its checkpoint, for the comparison
 UPSTREAM = {"universal": False, "load_universal": True}

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import Case
-from engine_ranks import Load, load_each
 
 from deepspeed_ucp.testing import WorldPool
 from deepspeed_ucp.testing.capture import EngineState
 from deepspeed_ucp.testing.ranks import saved_state
 from deepspeed_ucp.testing.resume import LOSS_TOLERANCE
-from tests.covering import params
+from tests.support.covering import params
+from tests.support.engines.cases import Case
+from tests.support.engines.ranks import Load, load_each
 
 pytest.importorskip("deepspeed.runtime.keep_in_fp32", reason="DeepSpeed before masters in bf16 for all stages")
 

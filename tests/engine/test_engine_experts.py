@@ -7,15 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import engine_experts
 import pytest
 import torch
-from engine_experts import Spread
-from engine_going_on import States, join
 
 from deepspeed_ucp.testing import WorldPool
-from tests.covering import params
 from tests.releases import find_reason
+from tests.support.covering import params
+from tests.support.engines import experts as engine_experts
+from tests.support.engines.experts import Spread
+from tests.support.engines.going_on import States, join
 
 BELOW = "expert_layer"
 """A module's name by which DeepSpeed takes all that is in it for experts."""

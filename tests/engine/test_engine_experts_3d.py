@@ -5,15 +5,15 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import engine_experts_3d
 import pytest
 import torch
-from engine_experts_3d import Spread, join
-from engine_going_on import Saves, States
 
 from deepspeed_ucp.convert import convert_checkpoint
 from deepspeed_ucp.testing import WorldPool
-from tests.covering import params
+from tests.support.covering import params
+from tests.support.engines import experts_3d as engine_experts_3d
+from tests.support.engines.experts_3d import Spread, join
+from tests.support.engines.going_on import Saves, States
 
 SOURCES = [
     Spread(4, 2, 2, 1, "bf16"),

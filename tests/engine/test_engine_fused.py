@@ -9,20 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from engine_going_on import States, join
 
 from deepspeed_ucp.cli import main
 from deepspeed_ucp.convert import convert_checkpoint
 from deepspeed_ucp.testing import WorldPool
-from tests.covering import params
-from tests.upstream import to_universal
+from tests.support.covering import params
+from tests.support.engines.going_on import States, join
+from tests.support.upstream import to_universal
 
 pytest.importorskip("deepspeed.module_inject.auto_ep_layer", reason="DeepSpeed before 0.19 has no AutoEP")
 
-import engine_autoep
-import engine_fused
-from engine_autoep import Spread
-from engine_fused import Form
+from tests.support.engines import autoep as engine_autoep
+from tests.support.engines import fused as engine_fused
+from tests.support.engines.autoep import Spread
+from tests.support.engines.fused import Form
 
 OWN = "deepspeed_moe.experts.deepspeed_experts"
 NATIVE = r"(?P<x>.*)\.deepspeed_moe\.experts\.deepspeed_experts"

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import engine_ranks
 import pytest
-from engine_cases import Case, pair_id
-from engine_ranks import Load
 
 from deepspeed_ucp.sources.latest import find_checkpoint
 from deepspeed_ucp.testing import ResumeReport, WorldPool
 from deepspeed_ucp.testing.compare import compare
+from tests.support.engines import ranks as engine_ranks
+from tests.support.engines.cases import Case, pair_id
+from tests.support.engines.ranks import Load
 
 ON = {"checkpoint": {"universal": True}}
 PLAIN = {"model": "plain"}

@@ -28,7 +28,7 @@ CLOSE = {"rtol": 0, "atol": 1e-6}  # AutoEP sums an expert's tokens in another o
 @pytest.fixture(scope="module")
 def engine_hub() -> Any:
     """Imported late: every worker collects this module, and the models take seconds to import."""
-    return importlib.import_module("engine_hub")
+    return importlib.import_module("tests.support.engines.hub")
 
 
 @pytest.mark.parametrize("name", NAMES)

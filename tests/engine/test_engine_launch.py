@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_cases import Case
 
 from deepspeed_ucp.testing import WorldPool
-from tests.covering import params
+from tests.support.covering import params
+from tests.support.engines.cases import Case
 
 SCRIPT = str(Path(__file__).with_name("untouched_script.py"))
 ROOT = str(Path(__file__).parents[2])

@@ -11,10 +11,10 @@ from itertools import product
 from typing import Any
 
 import pytest
-from engine_cases import Case, is_direct, pair_id, saves_states
 
 from deepspeed_ucp.testing import ResumeReport
-from tests.covering import cover, params
+from tests.support.covering import cover, params
+from tests.support.engines.cases import Case, is_direct, pair_id, saves_states
 
 STAGES = (0, 1, 2, 3)
 PRECISIONS = ("fp32", "bf16", "fp16")

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_megatron import RELEASES, make_client_states
-from engine_parallel import Launch, Route, Runs, check
-from engine_ranks import Attempt
 
 from deepspeed_ucp.testing import WorldPool
-from tests.covering import Row, params
+from tests.support.covering import Row, params
+from tests.support.engines.megatron import RELEASES, make_client_states
+from tests.support.engines.parallel import Launch, Route, Runs, check
+from tests.support.engines.ranks import Attempt
 
 Plain = partial(Launch, pipeline=False)
 

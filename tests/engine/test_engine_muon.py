@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import engine_muon
 import pytest
 import torch
-from engine_going_on import States, join
-from engine_muon import Kind
 
 from deepspeed_ucp.testing import WorldPool
-from tests.covering import params
+from tests.support.covering import params
+from tests.support.engines import muon as engine_muon
+from tests.support.engines.going_on import States, join
+from tests.support.engines.muon import Kind
 
 SOURCES = [
     Kind(4, 1),

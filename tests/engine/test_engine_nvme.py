@@ -7,14 +7,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import engine_nvme
 import pytest
 import torch
-from engine_going_on import States, join
-from engine_nvme import Kind
 
 from deepspeed_ucp.testing import WorldPool
-from tests.covering import params
+from tests.support.covering import params
+from tests.support.engines import nvme as engine_nvme
+from tests.support.engines.going_on import States, join
+from tests.support.engines.nvme import Kind
 
 SOURCES = (
     Kind(2, optimizer="nvme"),

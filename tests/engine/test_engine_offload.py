@@ -7,16 +7,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import engine_offload
-import engine_ranks
 import pytest
 import torch
-from engine_cases import Case
-from engine_ranks import Load, attempt_each, load_each
 
 from deepspeed_ucp.testing import WorldPool
 from deepspeed_ucp.testing.compare import compare
-from tests.covering import params
+from tests.support.covering import params
+from tests.support.engines import offload as engine_offload
+from tests.support.engines import ranks as engine_ranks
+from tests.support.engines.cases import Case
+from tests.support.engines.ranks import Load, attempt_each, load_each
 
 pytest.importorskip("deepspeed.runtime.zenflow", reason="DeepSpeed before ZenFlow, SuperOffload and torch_autocast")
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import engine_order
 import pytest
 import torch
 
 from deepspeed_ucp.testing import WorldPool
+from tests.support.engines import order as engine_order
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -7,11 +7,11 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from engine_parallel import Launch, Route, Runs, check, compare_joined, count_copies, join
 
 from deepspeed_ucp.targets import Instance
-from tests.covering import params
 from tests.releases import find_reason
+from tests.support.covering import params
+from tests.support.engines.parallel import Launch, Route, Runs, check, compare_joined, count_copies, join
 
 GPT = "EBBBBBBH"
 TWICE = "EBHBBBHB"  # at 4 stages the first, the second and the last hold the tied module; at 2 the first uses it twice

@@ -6,7 +6,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import engine_experts
 import pytest
 
 from deepspeed_ucp.cli.report import list_loads, read_load
@@ -15,6 +14,7 @@ from deepspeed_ucp.forecast.degrees import parse_degrees
 from deepspeed_ucp.forecast.dryrun import dry_run
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.testing import WorldPool
+from tests.support.engines import experts as engine_experts
 
 NATIVE = engine_experts.Spread
 KINDS: list[tuple[Any, Any, list[Any]]] = [
@@ -25,7 +25,7 @@ KINDS: list[tuple[Any, Any, list[Any]]] = [
     )
 ]
 if find_spec("deepspeed.module_inject.auto_ep_layer"):
-    import engine_autoep
+    from tests.support.engines import autoep as engine_autoep
 
     FUSED = engine_autoep.Spread
     KINDS.append(

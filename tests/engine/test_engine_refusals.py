@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import engine_ranks
 import pytest
-from engine_cases import Case
-from engine_ranks import Attempt, Load
 
 from deepspeed_ucp.testing import WorldPool
+from tests.support.engines import ranks as engine_ranks
+from tests.support.engines.cases import Case
+from tests.support.engines.ranks import Attempt, Load
 
 ON = {"checkpoint": {"universal": True}}
 ZERO0, ZERO1, ZERO3 = Case(0, 3), Case(1, 3), Case(3, 3)

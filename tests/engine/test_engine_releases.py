@@ -10,17 +10,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import engine_experts
 import pytest
 import torch
-from engine_cases import Case, saves_states, training
-from engine_experts import Spread
-from engine_going_on import join
-from engine_parallel import Launch, Route, Runs, check
 
 from deepspeed_ucp.testing import WorldPool
 from deepspeed_ucp.testing.resume import Launch as Job
 from deepspeed_ucp.testing.resume import SavedRun, resume_each, save_run
+from tests.support.engines import experts as engine_experts
+from tests.support.engines.cases import Case, saves_states, training
+from tests.support.engines.experts import Spread
+from tests.support.engines.going_on import join
+from tests.support.engines.parallel import Launch, Route, Runs, check
 
 SAVES, OWN = os.environ.get("UCP_RELEASE_SAVES", ""), os.environ.get("UCP_RELEASE", "")
 OPTIONS: dict[str, Any] = {"model": "mixed", "optimizer": "adamw", "scheduler": True}

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import engine_ranks
 import pytest
-from engine_cases import Case, pair_id
-from engine_ranks import Load, load_each
 
 from deepspeed_ucp.sources.files import SEAL
 from deepspeed_ucp.testing import WorldPool
+from tests.support.engines import ranks as engine_ranks
+from tests.support.engines.cases import Case, pair_id
+from tests.support.engines.ranks import Load, load_each
 
 ON = {"checkpoint": {"universal": True}}
 SEALED = {"checkpoint": {"universal": {"seal": True}}}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import engine_statedict
 import pytest
 import torch
 
 from deepspeed_ucp.testing import WorldPool
+from tests.support.engines import statedict as engine_statedict
 
 STAGES = [0, 1, 2, 3]
 

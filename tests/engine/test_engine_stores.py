@@ -8,10 +8,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import engine_ranks
 import pytest
-from engine_cases import Case
-from engine_ranks import Load
+
+from tests.support.engines import ranks as engine_ranks
+from tests.support.engines.cases import Case
+from tests.support.engines.ranks import Load
 
 pytest.importorskip("s3fs")
 pytest.importorskip("moto")

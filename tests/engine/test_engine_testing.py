@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_cases import Case, train, training
 
 from deepspeed_ucp.testing import (
     Launch,
@@ -27,6 +26,7 @@ from deepspeed_ucp.testing import (
 )
 from deepspeed_ucp.testing.capture import EngineState
 from deepspeed_ucp.testing.compare import compare
+from tests.support.engines.cases import Case, train, training
 
 SOURCE, TARGET = Case(1, 2), Case(3, 1)
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import Case, is_direct
 
 from deepspeed_ucp.testing import ResumeReport, WorldPool
-from tests.covering import all_turns, params
+from tests.support.covering import all_turns, params
+from tests.support.engines.cases import Case, is_direct
 
 ResumeEach = Callable[..., None]
 
@@ -68,7 +68,7 @@ def test_the_stand_ins_compute_what_the_operators_do(
 ) -> None:
     compiled_op(builder)
     (real,) = ucp_worlds.get(1).run(step, name, decoupled)
-    importlib.import_module("tests.operators")
+    importlib.import_module("tests.support.operators")
     for tensor, expected in zip(step(name, decoupled), real, strict=True):
         torch.testing.assert_close(tensor, expected, rtol=1e-6, atol=1e-7)
 

@@ -6,13 +6,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from engine_cases import Case, training
 
 from deepspeed_ucp.testing import WorldPool
 from deepspeed_ucp.testing.resume import resume_each, save_run
+from tests.support.engines.cases import Case, training
 
 pytest.importorskip("deepspeed.io", reason="DeepSpeed before its fast writer")
-import engine_writers
+from tests.support.engines import writers as engine_writers
 
 PLAIN = {"model": "plain"}
 

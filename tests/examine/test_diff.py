@@ -24,10 +24,10 @@ from deepspeed_ucp.examine.values import ABSENT
 from deepspeed_ucp.patterns import from_config
 from deepspeed_ucp.plan import conversion
 from deepspeed_ucp.sources import open_checkpoint
-from tests.ranks import run_ranks
-from tests.reshard import examples, open_for, temporary_folder
-from tests.reshard3d import VOCAB, Held, draw_state, expect, make_config, make_pipeline, make_plain, trips
 from tests.sources.test_index import name_groups
+from tests.support.ranks import run_ranks
+from tests.support.reshard import examples, open_for, temporary_folder
+from tests.support.reshard3d import VOCAB, Held, draw_state, expect, make_config, make_pipeline, make_plain, trips
 from tests.synth import (
     Model,
     Param,

@@ -15,7 +15,7 @@ from deepspeed_ucp.errors import ConfigError
 from deepspeed_ucp.examine.verify import verify_checkpoint
 from deepspeed_ucp.sources.files import MANIFEST, SEAL
 from deepspeed_ucp.sources.open import seal_folder
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
 MODEL = Model((Param("a", (9, 5)), Param("b", (17,), group=1)))

@@ -29,11 +29,11 @@ from deepspeed_ucp.sources.findings import Finding
 from deepspeed_ucp.sources.open import seal_folder
 from deepspeed_ucp.stream.batches import WorkOptions, no_bar
 from deepspeed_ucp.torchsave.torchfile import list_records
-from tests.ranks import World, run_ranks
-from tests.reshard import Case, cases, examples, temporary_folder
 from tests.sources.parallel import tail_cut
 from tests.sources.test_index import count_read_bytes
 from tests.sources.test_parallel import PIPE, PLAIN
+from tests.support.ranks import World, run_ranks
+from tests.support.reshard import Case, cases, examples, temporary_folder
 from tests.synth import Model, Param, Run, Topology, build_files, random_state, write_checkpoint, write_files
 
 MODEL = Model(

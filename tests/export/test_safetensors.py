@@ -32,10 +32,10 @@ from deepspeed_ucp.io.staging import Staging
 from deepspeed_ucp.patterns import Rename, from_config
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.stream.united import UnitedAtom
-from tests.ranks import World, run_ranks
-from tests.reshard import Case, cases, examples, temporary_folder
-from tests.reshard3d import VOCAB, Held, draw_state, make_pipeline, make_plain, trips
 from tests.stream.test_united import flip_bit, open_held, rules_of
+from tests.support.ranks import World, run_ranks
+from tests.support.reshard import Case, cases, examples, temporary_folder
+from tests.support.reshard3d import VOCAB, Held, draw_state, make_pipeline, make_plain, trips
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
 TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

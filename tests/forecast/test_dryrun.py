@@ -25,9 +25,9 @@ from deepspeed_ucp.forecast.target import EXPERTS, ForecastTarget, foretell_targ
 from deepspeed_ucp.io import shared
 from deepspeed_ucp.patterns import from_config
 from deepspeed_ucp.sources import open_checkpoint
-from tests.expertmodels import expert_trips
-from tests.ranks import run_ranks
-from tests.reshard import (
+from tests.support.expertmodels import expert_trips
+from tests.support.ranks import run_ranks
+from tests.support.reshard import (
     PATIENT,
     Case,
     FakeTarget,
@@ -40,7 +40,7 @@ from tests.reshard import (
     read,
     temporary_folder,
 )
-from tests.reshard3d import Held, Trip, draw_state, expect, make_config, make_pipeline, make_plain, trips
+from tests.support.reshard3d import Held, Trip, draw_state, expect, make_config, make_pipeline, make_plain, trips
 from tests.synth import ExpertLayer, Model, Param, Topology, random_state, write_checkpoint
 
 WRAPPERS = {"raw": "torch", "fused": "fp16_fused", "unfused": "fp16_unfused", "bf16": "bf16"}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from deepspeed_ucp.io import scan
 from deepspeed_ucp.io.scan import ScanFile, scan_files
-from tests.reshard import examples, temporary_folder
+from tests.support.reshard import examples, temporary_folder
 
 DATA = bytes(index * 37 % 251 for index in range(50_000))
 

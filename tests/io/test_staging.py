@@ -22,7 +22,7 @@ from deepspeed_ucp.errors import CheckpointError, DiskFullError, StorageError, U
 from deepspeed_ucp.io import disk, lock
 from deepspeed_ucp.io.disk import check_space, explain_full, sync_tree, write_at, write_atomically
 from deepspeed_ucp.io.staging import LATEST, MANIFEST, OutputKind, Staging, write_latest
-from tests.crash import failing, list_calls, list_writes, run_child, run_dying
+from tests.support.crash import failing, list_calls, list_writes, run_child, run_dying
 
 KIND = OutputKind(
     name="an output",

@@ -16,8 +16,8 @@ from deepspeed_ucp.plan.match import TargetInventory
 from deepspeed_ucp.plan.renames import apply_renames
 from deepspeed_ucp.targets.parallel import Place
 from tests.plan import planning
-from tests.ranks import run_ranks
-from tests.reshard import groups_of
+from tests.support.ranks import run_ranks
+from tests.support.reshard import groups_of
 
 BOTH_WAYS = {
     "rename": [

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from deepspeed_ucp.targets.known import _list_other_frozen
-from tests.reshard import FakeTarget, open_for
+from tests.support.reshard import FakeTarget, open_for
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
 MODEL = Model((Param("a", (7, 13)), Param("frozen", (4, 3), frozen=True)))

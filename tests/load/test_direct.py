@@ -33,12 +33,12 @@ from deepspeed_ucp.load.uploads import Uploads
 from deepspeed_ucp.plan import LoadPlan, ReadSizes
 from deepspeed_ucp.plan.rounds import BLOCK
 from deepspeed_ucp.sources import open_checkpoint
-from tests.covering import cover, params
-from tests.curriculum import make_sampler
 from tests.load.test_reshard import AWKWARD, KINDS, flip, take_a_step
 from tests.plan import planning
-from tests.ranks import World, run_ranks
-from tests.reshard import SENTINEL, FakeTarget, Loaded, check_content, groups_of, make_targets, open_for
+from tests.support.covering import cover, params
+from tests.support.curriculum import make_sampler
+from tests.support.ranks import World, run_ranks
+from tests.support.reshard import SENTINEL, FakeTarget, Loaded, check_content, groups_of, make_targets, open_for
 from tests.synth import (
     Model,
     Param,

@@ -14,7 +14,7 @@ import torch
 from deepspeed_ucp.io import shared
 from deepspeed_ucp.load import exchange
 from deepspeed_ucp.plan import Claim, Part, Request, Round, Send
-from tests.reshard import check_content, check_reads, load, make_targets, open_for
+from tests.support.reshard import check_content, check_reads, load, make_targets, open_for
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
 

@@ -13,7 +13,7 @@ from deepspeed_ucp.atoms import MOMENTUM, Limits
 from deepspeed_ucp.errors import CheckpointError, MismatchError
 from deepspeed_ucp.load.states import OptimizerMatch
 from deepspeed_ucp.plan.match import Match
-from tests.reshard import FakeTarget, load, open_for
+from tests.support.reshard import FakeTarget, load, open_for
 from tests.synth import Model, Param, Run, State, Topology, build_files, random_state, write_files
 
 MODEL = Model((Param("a", (7, 3)), Param("b", (3, 3)), Param("c", (5, 2), group=1)))

@@ -14,9 +14,9 @@ import torch
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import MismatchError
 from deepspeed_ucp.targets.optimizer import adopt_hyper, probe_optimizer, restore_hyper, restore_scalar
-from tests.covering import cover, params
 from tests.load.test_reshard import take_a_step
-from tests.reshard import FakeTarget, check_content, check_reads, load, make_targets, open_for, prepare_rank
+from tests.support.covering import cover, params
+from tests.support.reshard import FakeTarget, check_content, check_reads, load, make_targets, open_for, prepare_rank
 from tests.synth import (
     Model,
     Param,

@@ -33,8 +33,8 @@ from deepspeed_ucp.sources.open import look_at_job, seal_folder
 from deepspeed_ucp.sources.places import find_files
 from deepspeed_ucp.stream.copies import CopyReader, check_copy, refuse_scattered
 from tests.convert.conversions import read_bytes
-from tests.ranks import World, run_ranks
-from tests.reshard import (
+from tests.support.ranks import World, run_ranks
+from tests.support.reshard import (
     SENTINEL,
     Case,
     Loaded,

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from deepspeed_ucp.atoms import AtomicIndex
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError, UnsupportedError
-from tests.covering import all_turns, params
-from tests.ranks import run_ranks
-from tests.reshard import (
+from tests.support.covering import all_turns, params
+from tests.support.ranks import run_ranks
+from tests.support.reshard import (
     BUFFERS,
     Case,
     FakeTarget,

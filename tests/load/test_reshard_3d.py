@@ -20,11 +20,11 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import CheckpointError, MismatchError
 from deepspeed_ucp.sources import open_checkpoint
-from tests.covering import all_turns
 from tests.load.test_direct import check_untouched, run_load
 from tests.load.test_reshard import pair_id
-from tests.ranks import World, run_ranks
-from tests.reshard import (
+from tests.support.covering import all_turns
+from tests.support.ranks import World, run_ranks
+from tests.support.reshard import (
     FakeTarget,
     Loaded,
     check_content,
@@ -34,7 +34,7 @@ from tests.reshard import (
     open_everywhere,
     temporary_folder,
 )
-from tests.reshard3d import (
+from tests.support.reshard3d import (
     KINDS,
     VOCAB,
     Held,

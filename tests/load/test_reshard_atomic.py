@@ -22,8 +22,8 @@ from deepspeed_ucp.patterns import from_config
 from deepspeed_ucp.sources import open_checkpoint
 from tests.load.test_direct import run_load
 from tests.load.test_reshard import AWKWARD
-from tests.ranks import run_ranks
-from tests.reshard import (
+from tests.support.ranks import run_ranks
+from tests.support.reshard import (
     FakeTarget,
     check_content,
     check_reads,
@@ -34,7 +34,7 @@ from tests.reshard import (
     open_for,
     temporary_folder,
 )
-from tests.reshard3d import (
+from tests.support.reshard3d import (
     Held,
     Trip,
     draw_state,

@@ -16,10 +16,10 @@ from deepspeed_ucp.convert import convert_checkpoint
 from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.stream.samples import check_samples
-from tests.expertmodels import expert_trips, expert_trips_3d, make_router
 from tests.load.test_reshard import keep_what_travels
 from tests.properties.samples import run_cli
-from tests.reshard import (
+from tests.support.expertmodels import expert_trips, expert_trips_3d, make_router
+from tests.support.reshard import (
     Case,
     Loaded,
     check_content,
@@ -32,7 +32,7 @@ from tests.reshard import (
     open_for,
     temporary_folder,
 )
-from tests.reshard3d import draw_state, expect, load_all, make_config
+from tests.support.reshard3d import draw_state, expect, load_all, make_config
 from tests.synth import ExpertLayer, Model, Param, Run, State, Topology, random_state, read_state, write_checkpoint
 from tests.synth.expertfiles import expert_file, expert_optim_file
 from tests.synth.files import optim_file

@@ -28,7 +28,7 @@ from deepspeed_ucp.sources.files import SEAL
 from deepspeed_ucp.targets.coverage import UnknownLayoutError
 from deepspeed_ucp.targets.guard import mark, release
 from tests.load.test_reshard import flip
-from tests.ranks import World, run_ranks
+from tests.support.ranks import World, run_ranks
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
 STATES = "mp_rank_00_model_states.pt"

@@ -20,8 +20,8 @@ from deepspeed_ucp.io.shared import share_memory
 from deepspeed_ucp.load import transfer
 from deepspeed_ucp.load.exchange import CollectiveReader
 from deepspeed_ucp.targets.gathering import _pass_around
-from tests.ranks import run_ranks
-from tests.reshard import check_content, check_reads, load, make_targets, open_for
+from tests.support.ranks import run_ranks
+from tests.support.reshard import check_content, check_reads, load, make_targets, open_for
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
 MODEL = Model((Param("a", (30, 20)), Param("b", (37,), group=1)), {"buffer": torch.arange(50)})

@@ -13,7 +13,7 @@ from deepspeed_ucp.load import transfer
 from deepspeed_ucp.load.destinations import Buffer, Destinations, TensorSink
 from deepspeed_ucp.plan import Part
 from deepspeed_ucp.plan.wants import Mean
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 
 def raw(tensor: torch.Tensor) -> memoryview:

@@ -20,8 +20,8 @@ from deepspeed_ucp.patterns import from_config
 from deepspeed_ucp.sources.open import open_checkpoint, survey_checkpoint
 from deepspeed_ucp.targets import LiveBuffer
 from tests.load.test_direct import run_load
-from tests.reshard import FakeTarget, open_for
-from tests.reshard3d import Held, draw_state, load_all, make_config, make_pipeline
+from tests.support.reshard import FakeTarget, open_for
+from tests.support.reshard3d import Held, draw_state, load_all, make_config, make_pipeline
 from tests.synth import Model, Param, Topology, build_files, random_state, write_files
 
 MODEL = Model((Param("a", (7, 13)), Param("b", (5, 7), group=1), Param("frozen", (9,), frozen=True)))

@@ -17,7 +17,7 @@ from deepspeed_ucp.load.prepare import tell_rounding
 from deepspeed_ucp.plan.wants import BufferSpec, Wants
 from tests.load.test_optimizers import Eager
 from tests.load.test_reshard import take_a_step
-from tests.reshard import FakeTarget, Loaded, Options, load, open_for, prepare_rank
+from tests.support.reshard import FakeTarget, Loaded, Options, load, open_for, prepare_rank
 from tests.synth import Model, Param, Run, Topology, build_files, random_state, write_checkpoint, write_files
 
 MODEL = Model((Param("a", (7, 3)), Param("b", (5,), group=1), Param("c", (4,))))

@@ -19,8 +19,8 @@ from deepspeed_ucp.targets.base import LiveBuffer
 from deepspeed_ucp.targets.swap import SwapPlace
 from tests.load.test_direct import FakeEngine, run_load
 from tests.load.test_reshard import flip
-from tests.ranks import run_ranks
-from tests.reshard import SENTINEL, FakeTarget, make_targets, open_for
+from tests.support.ranks import run_ranks
+from tests.support.reshard import SENTINEL, FakeTarget, make_targets, open_for
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
 MODEL = Model(

@@ -18,8 +18,8 @@ from deepspeed_ucp.io.memory import ScratchPool, allocate_large, find_address
 from deepspeed_ucp.load import destinations, exchange, uploads
 from deepspeed_ucp.load.destinations import TensorSink
 from deepspeed_ucp.load.uploads import GpuUploads, Uploads, choose_uploads
-from tests.ranks import run_ranks
-from tests.reshard import check_content, load, make_targets, open_for
+from tests.support.ranks import run_ranks
+from tests.support.reshard import check_content, load, make_targets, open_for
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
 MODEL = Model((Param("a", (300, 20)), Param("b", (37,), group=1)), {"buffer": torch.arange(50)})

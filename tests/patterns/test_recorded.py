@@ -27,7 +27,7 @@ from deepspeed_ucp.patterns.affine import Mapped, generalise
 from deepspeed_ucp.patterns.layout import Layout
 from deepspeed_ucp.patterns.metadata import Viewed
 from tests.patterns.settling import settle
-from tests.reshard import examples
+from tests.support.reshard import examples
 
 LAYOUT = ShardNC(parts=(4, 2), sized=True).join([(3, 5), (3, 5)])
 OVERLAPPING = Layout((4,), (4,), ((((0, 3),),), (((2, 4),),)), ((3,), (2,)), claims=((((0, 3),),), (((3, 4),),)))

@@ -10,7 +10,7 @@ from deepspeed_ucp.atoms import Record
 from deepspeed_ucp.patterns import Run
 from deepspeed_ucp.plan import Blocks, Claim, Extent, Part, address_claims, make_claims
 from deepspeed_ucp.plan.claims import MAX_PARTS
-from tests.reshard import examples
+from tests.support.reshard import examples
 
 
 def claims_of(*pieces: Extent, block: int = 1 << 20, live: int = -1) -> list[Claim]:

@@ -18,7 +18,7 @@ from deepspeed_ucp.plan.conversion import (
     is_split,
     plan_conversion,
 )
-from tests.reshard import examples
+from tests.support.reshard import examples
 
 MIB = 1 << 20
 

@@ -14,7 +14,7 @@ from deepspeed_ucp.patterns import Layout, Replicate, Run, ShardH, ShardNC, Shar
 from deepspeed_ucp.plan import Extent, View, Want, locate
 from deepspeed_ucp.plan.locate import cut_blocks
 from tests.plan.planning import make_atom
-from tests.reshard import examples
+from tests.support.reshard import examples
 
 
 def make_shards(shapes: Sequence[tuple[int, ...]], dtype: str = "float32") -> Atom:

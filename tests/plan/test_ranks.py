@@ -13,7 +13,7 @@ from deepspeed_ucp.patterns import Run
 from deepspeed_ucp.plan import DISCARD, Claim, Extent, Part, Request, Send, Want
 from deepspeed_ucp.plan.claims import STAGE
 from tests.plan.planning import Planned, carry_out, make_atom, plan_pieces, plan_wants
-from tests.reshard import examples
+from tests.support.reshard import examples
 
 
 def requests_of(wants: Sequence[Want], records: Sequence[Record], block: int = 1 << 20) -> list[Request]:

@@ -11,7 +11,7 @@ from deepspeed_ucp.atoms import Record
 from deepspeed_ucp.plan import Blocks, Extent, Want, locate
 from tests.plan.planning import carry_out, make_atom, plan_pieces
 from tests.plan.test_ranks import BLOCK, ITEM, check_bounds, demands, expect
-from tests.reshard import examples
+from tests.support.reshard import examples
 
 Demand = tuple[list[Record], list[list[Extent]], list[int]]
 

@@ -11,8 +11,8 @@ import torch
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import ConfigError, MismatchError
 from deepspeed_ucp.sources import open_checkpoint
-from tests.reshard import check_content, load, make_targets
-from tests.reshard3d import draw_state, make_pipeline
+from tests.support.reshard import check_content, load, make_targets
+from tests.support.reshard3d import draw_state, make_pipeline
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
 ONE_GROUP = Model(

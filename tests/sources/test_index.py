@@ -12,7 +12,7 @@ from hypothesis import given
 from deepspeed_ucp.atoms import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex, AtomKey, ParamKey
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.sources import open_checkpoint
-from tests.reshard import Case, cases, examples, temporary_folder
+from tests.support.reshard import Case, cases, examples, temporary_folder
 from tests.synth import Model, Param, Run, State, Topology, partition_layout, random_state, read_state, write_checkpoint
 
 

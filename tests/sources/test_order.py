@@ -16,7 +16,7 @@ from deepspeed_ucp.experts import is_expert
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.sources.order import ModuleOrder, number_names
 from deepspeed_ucp.topology import find_differences
-from tests.reshard import FakeTarget, check_content, load, make_targets, open_for
+from tests.support.reshard import FakeTarget, check_content, load, make_targets, open_for
 from tests.synth import Model, Param, State, Topology, build_files, random_state, write_files
 
 WRAPPERS = pytest.mark.parametrize(

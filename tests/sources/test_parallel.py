@@ -13,9 +13,9 @@ from deepspeed_ucp.atoms import COPY, MASTER, MODULE, AtomicIndex, AtomKey, Para
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import UnsupportedError
 from deepspeed_ucp.sources import open_checkpoint
-from tests.reshard import examples, temporary_folder
 from tests.sources.parallel import check_copy, check_parallel, write_and_open
 from tests.sources.test_index import read_atom
+from tests.support.reshard import examples, temporary_folder
 from tests.synth import (
     Layer,
     Model,

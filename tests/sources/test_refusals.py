@@ -20,7 +20,7 @@ from deepspeed_ucp.sources import open as opening
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.sources.reading import read_file
 from deepspeed_ucp.stream.samples import check_samples
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 from tests.synth import Model, Param, Run, Topology, build_files, random_state, write_checkpoint, write_files
 
 MODEL = Model(

@@ -18,9 +18,9 @@ from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.sources.files import SEAL
 from deepspeed_ucp.sources.open import seal_folder, survey_checkpoint
 from tests.convert.conversions import read_bytes
-from tests.ranks import run_ranks
-from tests.reshard import Case
 from tests.sources.test_index import check_index
+from tests.support.ranks import run_ranks
+from tests.support.reshard import Case
 from tests.synth import Model, Param, Run, State, Topology, build_files, random_state
 from tests.synth.files import optim_file
 from tests.synth.swap import model_order, number_parameters, swap_out, write_swapped

@@ -13,8 +13,8 @@ from deepspeed_ucp.cli import main
 from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.io import presign, retry, store
 from deepspeed_ucp.sources.latest import find_checkpoint
-from tests.reshard import check_content, load, make_targets, open_everywhere
 from tests.stores.standins import BUCKET, Azure, Google, StandIn, serve
+from tests.support.reshard import check_content, load, make_targets, open_everywhere
 from tests.synth import Model, Param, State, Topology, random_state, write_checkpoint
 
 MODEL = Model((Param("a", (30, 20)), Param("b", (20,)), Param("frozen", (5,), frozen=True)))

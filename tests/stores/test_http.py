@@ -33,7 +33,7 @@ from deepspeed_ucp.io import http as plain_http
 from deepspeed_ucp.io import presign, ranged, remote, retry, store
 from deepspeed_ucp.sources import open_checkpoint, read_latest
 from deepspeed_ucp.sources.latest import find_checkpoint
-from tests.reshard import check_content, load, make_targets, open_everywhere
+from tests.support.reshard import check_content, load, make_targets, open_everywhere
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
 MODEL = Model((Param("a", (30, 20)), Param("b", (20,)), Param("frozen", (5,), frozen=True)))

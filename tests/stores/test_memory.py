@@ -35,8 +35,8 @@ from deepspeed_ucp.sources.latest import find_checkpoint, find_tags, read_latest
 from deepspeed_ucp.sources.open import seal_folder
 from deepspeed_ucp.sources.seal import remove_seal
 from deepspeed_ucp.torchsave.torchfile import list_records, read_header
-from tests.ranks import Apart, World, run_ranks
-from tests.reshard import Options, check_content, load, load_rank, make_targets, open_everywhere
+from tests.support.ranks import Apart, World, run_ranks
+from tests.support.reshard import Options, check_content, load, load_rank, make_targets, open_everywhere
 from tests.synth import Model, Param, State, Topology, random_state, write_checkpoint
 
 URL = "memory://stores/run"

@@ -27,9 +27,9 @@ from deepspeed_ucp.load.transfer import Transfer
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.sources.latest import find_checkpoint, read_latest
 from deepspeed_ucp.stream.samples import check_samples
-from tests.ranks import run_ranks
-from tests.reshard import FakeTarget, Loaded, make_targets, open_everywhere, prepare_rank
 from tests.stores.server import BUCKET, Asked, Server, fail_first, serve
+from tests.support.ranks import run_ranks
+from tests.support.reshard import FakeTarget, Loaded, make_targets, open_everywhere, prepare_rank
 from tests.synth import Model, Param, State, Topology, random_state, write_checkpoint
 
 SOURCE, TARGET = Topology(1, 2), Topology(3, 3)

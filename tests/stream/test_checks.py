@@ -19,8 +19,8 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.io.checksum import Checked
 from deepspeed_ucp.stream.checks import Checks
-from tests.ranks import World, run_ranks
-from tests.reshard import examples
+from tests.support.ranks import World, run_ranks
+from tests.support.reshard import examples
 
 DATA = random.Random(1).randbytes(1000)
 ABSENT = FileRef("absent.pt", 0)

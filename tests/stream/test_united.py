@@ -19,9 +19,9 @@ from deepspeed_ucp.patterns import ShardH, from_config
 from deepspeed_ucp.stream.checks import Checks
 from deepspeed_ucp.stream.reader import AtomReader, Item
 from deepspeed_ucp.stream.united import UnitedAtom, unite_atoms
-from tests.ranks import run_ranks
-from tests.reshard import examples, open_for, temporary_folder
-from tests.reshard3d import Held, draw_state, make_config, make_plain, trips
+from tests.support.ranks import run_ranks
+from tests.support.reshard import examples, open_for, temporary_folder
+from tests.support.reshard3d import Held, draw_state, make_config, make_plain, trips
 from tests.synth import Topology, write_files
 from tests.synth.files import build_local_files
 from tests.synth.stages import atom_key

@@ -65,7 +65,8 @@ class CaseMoE:
 def make_native(topology: Topology) -> tuple[torch.nn.Module, list[dict[str, Any]], int]:
     """The module, its param groups, the width of its input."""
     from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
-    from engine_experts import Layers
+
+    from tests.support.engines.experts import Layers
 
     torch.manual_seed(torch.distributed.get_rank())
     module = Layers(topology.ep)
@@ -79,7 +80,7 @@ def make_native(topology: Topology) -> tuple[torch.nn.Module, list[dict[str, Any
 
 
 def make_autoep() -> tuple[torch.nn.Module, Any, int]:
-    from engine_autoep import HIDDEN, Model
+    from tests.support.engines.autoep import HIDDEN, Model
 
     torch.manual_seed(0)
     module = Model(biased=False)  # that buffer is saved under two names, as no other is
@@ -87,7 +88,7 @@ def make_autoep() -> tuple[torch.nn.Module, Any, int]:
 
 
 def describe_native() -> Model:
-    from engine_experts import EXPERTS, Layers
+    from tests.support.engines.experts import EXPERTS, Layers
 
     module = Layers((1, 1))
     model = describe(module, [{"params": list(module.parameters())}])
@@ -96,8 +97,8 @@ def describe_native() -> Model:
 
 def describe_autoep() -> Model:
     """As the module is once AutoEP has replaced the blocks; its router has a second name."""
-    from engine_autoep import EXPERTS, HIDDEN, INNER
-    from engine_autoep import Model as Module
+    from tests.support.engines.autoep import EXPERTS, HIDDEN, INNER
+    from tests.support.engines.autoep import Model as Module
 
     params, layers = [], []
     for name, param in Module().named_parameters():

@@ -32,15 +32,15 @@ class CaseMoE3D:
 
     @property
     def samples(self) -> int:
-        from engine_experts_3d import BATCH
+        from tests.support.engines.experts_3d import BATCH
 
         return self.steps * BATCH
 
     @property
     def spread(self) -> Any:
         """As the engines' module describes it."""
-        import engine_autoep
-        import engine_experts_3d
+        from tests.support.engines import autoep as engine_autoep
+        from tests.support.engines import experts_3d as engine_experts_3d
 
         top = self.topology
         world, ep = top.tp * top.pp * top.dp, top.ep[0]
@@ -78,15 +78,15 @@ class CaseMoE3D:
 
     @property
     def _engines(self) -> Any:
-        import engine_autoep
-        import engine_experts_3d
+        from tests.support.engines import autoep as engine_autoep
+        from tests.support.engines import experts_3d as engine_experts_3d
 
         return engine_autoep if self.fused else engine_experts_3d
 
 
 def describe_blocks() -> Model:
     """Two dense blocks, and two layers of experts between them."""
-    from engine_experts_3d import EXPERTS, FEATURES, INNER
+    from tests.support.engines.experts_3d import EXPERTS, FEATURES, INNER
 
     block = {"up": (INNER, FEATURES), "up_bias": (INNER,), "down": (FEATURES, INNER), "down_bias": (FEATURES,)}
     params, layers = [], []

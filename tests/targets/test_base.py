@@ -14,7 +14,7 @@ from deepspeed_ucp.atoms import strip_compiled
 from deepspeed_ucp.targets import engines, gathering
 from deepspeed_ucp.targets.base import dtype_name, flatten
 from deepspeed_ucp.targets.engines import OffloadOnlyTarget, Zero12Target
-from tests.reshard import FakeTarget
+from tests.support.reshard import FakeTarget
 from tests.synth import Model, Param, Topology
 
 

@@ -13,8 +13,8 @@ from deepspeed_ucp import rng
 from deepspeed_ucp.errors import UnsupportedError
 from deepspeed_ucp.targets.coverage import UnknownLayoutError, check_engine, list_unsaved
 from deepspeed_ucp.targets.engines import open_target
-from tests.curriculum import make_sampler
-from tests.reshard import FakeTarget
+from tests.support.curriculum import make_sampler
+from tests.support.reshard import FakeTarget
 from tests.synth import Model, Param, Topology
 
 

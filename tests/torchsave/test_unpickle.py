@@ -27,7 +27,7 @@ from deepspeed_ucp.sources.reading import read_hyper
 from deepspeed_ucp.torchsave.objects import MOST_BITS, Global, PickledObject, to_member, to_number
 from deepspeed_ucp.torchsave.torchfile import read_header
 from deepspeed_ucp.torchsave.unpickle import read_pickle
-from tests.covering import cover, params
+from tests.support.covering import cover, params
 from tests.synth import Model, Param, Run, Topology, build_files, random_state, write_files
 
 MODEL = Model((Param("a", (3, 5)), Param("b", (7,), group=1)), {"n": torch.arange(3)})

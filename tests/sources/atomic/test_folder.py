@@ -22,11 +22,11 @@ from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.io import remote
 from deepspeed_ucp.patterns import ShardH, ShardV, read_pattern
 from deepspeed_ucp.sources import open_checkpoint
-from tests.ranks import Apart, run_ranks
-from tests.reshard import LIVE_LR, check_content, check_reads, get_field, load, make_targets
-from tests.reshard3d import draw_state, expect, load_all, make_pipeline, make_plain
+from tests.support.ranks import Apart, run_ranks
+from tests.support.reshard import LIVE_LR, check_content, check_reads, get_field, load, make_targets
+from tests.support.reshard3d import draw_state, expect, load_all, make_pipeline, make_plain
+from tests.support.upstream import to_universal
 from tests.synth import Model, Param, Run, Topology, build_files, random_state, write_files
-from tests.upstream import to_universal
 
 MODEL = Model(
     (

@@ -37,7 +37,7 @@ from deepspeed_ucp.sources.atomic.plainjson import dump_json, load_json
 from deepspeed_ucp.sources.files import MANIFEST
 from deepspeed_ucp.sources.open import survey_checkpoint
 from deepspeed_ucp.topology import Topology
-from tests.reshard import examples, get_field
+from tests.support.reshard import examples, get_field
 from tests.synth import Model, Param, random_state, write_checkpoint
 from tests.synth import Topology as SavedTopology
 

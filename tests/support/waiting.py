@@ -43,7 +43,7 @@ def be_late(comm: Comm, source: str) -> None:
     from deepspeed_ucp.convert import ConvertOptions, convert_checkpoint
     from deepspeed_ucp.io.opened import StoredFile
     from tests.convert.conversions import MODEL
-    from tests.reshard import Options, check_content, load_rank, make_targets, open_for
+    from tests.support.reshard import Options, check_content, load_rank, make_targets, open_for
     from tests.synth import Topology, random_state
 
     if comm.rank == 1:

@@ -133,8 +133,9 @@ def make_engine(
     """
     import deepspeed
     import torch
-    from engine_models import MODELS, OPTIMIZERS, param_groups
     from torch.optim.lr_scheduler import LambdaLR
+
+    from tests.support.engines.models import MODELS, OPTIMIZERS, param_groups
 
     allow_fp16_on_cpu()
     forget_autocast()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine_gpt import LAYERS, MODELS
-from engine_parallel import STEPS, Launch
-
+from tests.support.engines.gpt import LAYERS, MODELS
+from tests.support.engines.parallel import STEPS, Launch
 from tests.synth.megatron import client_state, megatron_args, old_universal_info, universal_info
 
 RELEASES = ("newest", "2024-01", "2023-10", "none")

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-import engine_experts
 import torch
 import torch.distributed as dist
 from deepspeed import pipe
@@ -20,10 +19,12 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_group, bwc_tensor_model_parallel_world_size
-from engine_going_on import Loaded, States, load_and_go_on, save_and_go_on, train_on_noise
 from torch import Tensor, nn
 
-sys.path.append(str(Path(__file__).parents[2] / "examples" / "megatron_gpt"))
+from tests.support.engines import experts as engine_experts
+from tests.support.engines.going_on import Loaded, States, load_and_go_on, save_and_go_on, train_on_noise
+
+sys.path.append(str(Path(__file__).parents[3] / "examples" / "megatron_gpt"))
 from parallel import Line, ParallelState, copy_to, reduce_from  # type: ignore[import-not-found]
 
 EXPERTS = 4

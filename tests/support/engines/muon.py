@@ -10,8 +10,9 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from engine_going_on import Loaded, States, load_and_go_on, save_and_go_on
 from torch import Tensor, nn
+
+from tests.support.engines.going_on import Loaded, States, load_and_go_on, save_and_go_on
 
 BATCH = 8
 

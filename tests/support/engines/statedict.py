@@ -10,9 +10,9 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.runtime.zero import GatheredParameters
-from engine_cases import forget_autocast
 
 import deepspeed_ucp  # noqa: F401 - enables the plugin
+from tests.support.engines.cases import forget_autocast
 
 
 class Quantized(torch.nn.Module):

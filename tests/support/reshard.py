@@ -37,7 +37,7 @@ from deepspeed_ucp.targets import LiveBuffer, Target
 from deepspeed_ucp.targets.base import hold_whole
 from deepspeed_ucp.targets.parallel import HeldExperts, Instance, Place
 from deepspeed_ucp.targets.swap import SwapFiles
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 from tests.synth import (
     ExpertLayer,
     Flat,

@@ -8,16 +8,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
-import engine_autoep
-import engine_experts
 import torch
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.utils import groups
-from engine_autoep import HIDDEN, INNER
-from engine_going_on import Loaded, States, load_and_go_on, save_and_go_on
 from torch import Tensor, nn
 from torch.nn import functional
+
+from tests.support.engines import autoep as engine_autoep
+from tests.support.engines import experts as engine_experts
+from tests.support.engines.autoep import HIDDEN, INNER
+from tests.support.engines.going_on import Loaded, States, load_and_go_on, save_and_go_on
 
 MIXED = {
     "train_batch_size": engine_autoep.BATCH,

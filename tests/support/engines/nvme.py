@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import aio_standin
 import deepspeed
 import torch
 import torch.distributed as dist
-from engine_going_on import Loaded, States, load_and_go_on, save_and_go_on
 from torch import Tensor, nn
 
 from deepspeed_ucp.testing.capture import capture
+from tests.support.engines import aio as aio_standin
+from tests.support.engines.going_on import Loaded, States, load_and_go_on, save_and_go_on
 
 BATCH = 8
 WIDTH = 1024

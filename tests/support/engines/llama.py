@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
-from engine_letters import find_name, group
+from tests.support.engines.letters import find_name, group
 
 if TYPE_CHECKING:
-    from engine_parallel import Launch
+    from tests.support.engines.parallel import Launch
 
 __all__ = ["MODELS", "find_blocks", "find_name", "train"]
 

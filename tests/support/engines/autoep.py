@@ -16,8 +16,16 @@ from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.utils import groups, safe_get_full_fp32_param, safe_get_full_optimizer_state
-from engine_going_on import Loaded, States, load_and_go_on, load_and_report, save_and_go_on, train_on_noise
 from torch import Tensor, nn
+
+from tests.support.engines.going_on import (
+    Loaded,
+    States,
+    load_and_go_on,
+    load_and_report,
+    save_and_go_on,
+    train_on_noise,
+)
 
 EXPERTS = 4
 BATCH = 8

@@ -9,8 +9,9 @@ from typing import Any
 
 import deepspeed.io.fast_file_writer as fast_file_writer
 import deepspeed.runtime.model_checkpointing.writer_factory as writer_factory
-import engine_cases
 import torch
+
+from tests.support.engines import cases as engine_cases
 
 
 class Handle:
@@ -31,7 +32,7 @@ class Handle:
 
 
 def train(ds_config: dict[str, Any], **options: Any) -> Generator[Any, None, None]:
-    """As `engine_cases.train`, with the fast writer made to work here; all ranks are on one machine."""
+    """As `cases.train`, with the fast writer made to work here; all ranks are on one machine."""
     module = SimpleNamespace(aio_handle=Handle, cast_to_byte_tensor=None)
     builder = lambda: SimpleNamespace(load=lambda: module)  # noqa: E731
     writer_factory.AsyncIOBuilder = fast_file_writer.UtilsBuilder = builder

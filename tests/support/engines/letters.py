@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from engine_parallel import Launch
+    from tests.support.engines.parallel import Launch
 
 WIDTH = 6
 
@@ -22,7 +22,8 @@ def train(model: str, launch: Launch, ds_config: dict[str, Any], seed: int) -> G
     """Yields a PipelineEngine, then the loss of each step. Matrices have weight decay, the rest none."""
     import deepspeed
     from deepspeed import pipe
-    from engine_cases import allow_fp16_on_cpu
+
+    from tests.support.engines.cases import allow_fp16_on_cpu
 
     allow_fp16_on_cpu()
     torch.manual_seed(seed)

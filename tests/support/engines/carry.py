@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from engine_cases import BATCH, FEATURES, make_engine
 
 from deepspeed_ucp import preemption, rng
 from deepspeed_ucp.data import ElasticSampler
 from deepspeed_ucp.engine_state import KEY
+from tests.support.engines.cases import BATCH, FEATURES, make_engine
 
 SAMPLES = 5 * BATCH - 7
 

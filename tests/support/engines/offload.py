@@ -12,11 +12,11 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import partition_parameters
-from engine_cases import make_engine, train_engine
-from engine_models import MODELS, param_groups
 
 from deepspeed_ucp.testing.capture import EngineState, capture
 from deepspeed_ucp.testing.ranks import train as train_steps
+from tests.support.engines.cases import make_engine, train_engine
+from tests.support.engines.models import MODELS, param_groups
 
 
 def split() -> AbstractContextManager[Any]:
@@ -65,7 +65,7 @@ STAND_INS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 
 def train(ds_config: dict[str, Any], stand_in: str = "", **options: Any) -> Generator[Any, None, None]:
-    """As `engine_cases.train`, of an engine with a stand-in."""
+    """As `cases.train`, of an engine with a stand-in."""
     with STAND_INS[stand_in]():
         engine = make_engine(ds_config, **options)
         yield engine

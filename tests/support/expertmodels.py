@@ -9,8 +9,8 @@ import torch
 from hypothesis import strategies as st
 
 from deepspeed_ucp.experts import is_expert
-from tests.reshard import Case
-from tests.reshard3d import KINDS, Held, draw_state, expect, make_layer
+from tests.support.reshard import Case
+from tests.support.reshard3d import KINDS, Held, draw_state, expect, make_layer
 from tests.synth import (
     ExpertLayer,
     Layer,

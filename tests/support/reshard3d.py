@@ -18,8 +18,8 @@ from deepspeed_ucp.atoms import AtomicIndex
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.experts import is_expert
 from deepspeed_ucp.targets.parallel import Instance, Place
-from tests.ranks import run_ranks
-from tests.reshard import (
+from tests.support.ranks import run_ranks
+from tests.support.reshard import (
     FakeTarget,
     Loaded,
     Options,

@@ -19,9 +19,9 @@ from unittest import mock
 from tests.synth.megatron import nested_module
 
 if TYPE_CHECKING:
-    from engine_parallel import Launch
+    from tests.support.engines.parallel import Launch
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "megatron_gpt"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "megatron_gpt"
 LAYERS = 3
 
 _SIZES = {"layers": LAYERS, "hidden": 32, "heads": 8, "context": 16, "vocabulary": 256, "vocabulary_divisor": 8}

@@ -17,7 +17,7 @@ MPIRUN = shutil.which("mpirun", path=os.pathsep.join([os.path.dirname(sys.execut
 
 needs_mpi = pytest.mark.skipif(MPIRUN is None or find_spec("mpi4py") is None, reason="needs mpirun and mpi4py ([mpi])")
 
-_ROOT = str(Path(__file__).parents[1])
+_ROOT = str(Path(__file__).parents[2])
 
 
 def run_mpi(size: int, arguments: Sequence[str], *, timeout: float = 120) -> subprocess.CompletedProcess[str]:

@@ -9,15 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import engine_gpt
-import engine_letters
-import engine_llama
 import torch
-from engine_ranks import Attempt, Load, Local, attempt_each, load_each, save
 
 from deepspeed_ucp.testing import LOSS_TOLERANCE
 from deepspeed_ucp.testing.capture import EngineState, ParameterState
 from deepspeed_ucp.testing.compare import compare
+from tests.support.engines import gpt as engine_gpt
+from tests.support.engines import letters as engine_letters
+from tests.support.engines import llama as engine_llama
+from tests.support.engines.ranks import Attempt, Load, Local, attempt_each, load_each, save
 
 BATCH = 8  # samples per step, all data-parallel ranks together
 STEPS = (2, 2)

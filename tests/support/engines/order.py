@@ -7,9 +7,9 @@ from typing import Any
 
 import deepspeed
 import torch
-from engine_cases import allow_fp16_on_cpu
 
 import deepspeed_ucp  # noqa: F401 - enables the plugin
+from tests.support.engines.cases import allow_fp16_on_cpu
 
 States = dict[tuple[str, str], torch.Tensor]
 

@@ -17,7 +17,6 @@ from unittest import mock
 import deepspeed.runtime.engine as deepspeed_engine
 import torch
 import torch.distributed as dist
-from engine_cases import make_engine, train, train_engine
 
 import deepspeed_ucp
 from deepspeed_ucp.targets import Instance, Place, find_place, gathering, open_target
@@ -25,7 +24,8 @@ from deepspeed_ucp.testing.capture import EngineState, capture
 from deepspeed_ucp.testing.compare import compare
 from deepspeed_ucp.testing.ranks import CLIENT_STATE, saved_state
 from deepspeed_ucp.testing.ranks import train as train_steps
-from tests.curriculum import make_sampler
+from tests.support.curriculum import make_sampler
+from tests.support.engines.cases import make_engine, train, train_engine
 
 Training = Callable[[], Generator[Any, None, None]]
 """Makes an engine and yields it, then the loss of each step that it trains."""
@@ -349,7 +349,7 @@ def save(
 
 
 def train_with_load_universal(ds_config: dict[str, Any], **options: Any) -> Generator[Any, None, None]:
-    """As `engine_cases.train`, as `ds_ucp run` has a script whose ds_config says `load_universal`."""
+    """As `cases.train`, as `ds_ucp run` has a script whose ds_config says `load_universal`."""
     deepspeed_ucp.install(default_on=True)
     try:
         yield from train({**ds_config, "checkpoint": {"load_universal": True}}, **options)

@@ -13,8 +13,16 @@ import torch.distributed as dist
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.utils import groups
-from engine_going_on import Loaded, States, load_and_go_on, load_and_report, save_and_go_on, train_on_noise
 from torch import Tensor, nn
+
+from tests.support.engines.going_on import (
+    Loaded,
+    States,
+    load_and_go_on,
+    load_and_report,
+    save_and_go_on,
+    train_on_noise,
+)
 
 EXPERTS = 4
 BATCH = 8
