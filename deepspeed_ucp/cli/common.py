@@ -92,7 +92,10 @@ def add_command(
 def add_checkpoint_options(
     parser: argparse.ArgumentParser, *names: str, patterns: bool = True, needed: bool = True
 ) -> None:
-    """Positional checkpoints (``options.checkpoint``, shown as CKPT, by default), ``--groups``, and ``--patterns``."""
+    """Positional checkpoints (``options.checkpoint``, shown as CKPT, by default), and what opens them.
+
+    That is ``--patterns``, ``--groups``, ``--storage-option``, and ``--also`` for the first, ``--also-b`` for ``b``.
+    """
     for name in names or ("checkpoint",):
         metavar = name.upper() if names else "CKPT"
         text = "a folder (or URL) that holds `latest`, the folder of one tag, or an atomic checkpoint"
@@ -106,6 +109,12 @@ def add_checkpoint_options(
     )
     parser.add_argument("--groups", metavar="NAMES", help=text)
     add_store_option(parser)
+    for flag, name in zip(("--also", "--also-b"), names or ("",), strict=False):
+        of = f", for {name.upper()}" if len(names) > 1 else ""
+        text = (
+            f"a further folder or URL that holds the same tag{of}: what the places before it lack is taken from there"
+        )
+        parser.add_argument(flag, metavar="PLACE", action="append", default=[], help=text)
 
 
 def add_store_option(parser: argparse.ArgumentParser) -> None:
@@ -115,12 +124,6 @@ def add_store_option(parser: argparse.ArgumentParser) -> None:
         "VALUE is JSON, or text. May be given several times"
     )
     parser.add_argument("--storage-option", action="append", metavar="KEY=VALUE", help=text)
-
-
-def add_place_option(parser: argparse.ArgumentParser, name: str = "--also", of: str = "") -> None:
-    """``--also``, or one of another name for one of several checkpoints (``of``)."""
-    text = f"a further folder or URL that holds the same tag{of}: what the places before it lack is taken from there"
-    parser.add_argument(name, metavar="PLACE", action="append", default=[], help=text)
 
 
 def add_work_options(parser: argparse.ArgumentParser, window: int) -> None:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from .common import (
     add_checkpoint_options,
     add_command,
-    add_place_option,
     add_work_options,
     find_folders,
     open_index,
@@ -42,7 +41,6 @@ def add_parser(commands: Commands) -> None:
         """,
     )
     add_checkpoint_options(parser, "source")
-    add_place_option(parser)
     text = "folder to be made (default: the tag's folder + _universal)"
     parser.add_argument("destination", metavar="DST", nargs="?", help=text)
     add_work_options(parser, 256)

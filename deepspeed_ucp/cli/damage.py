@@ -8,8 +8,7 @@ from typing import Any
 
 from ..errors import UcpError, count_of
 from ..sources.files import is_state_file, list_sizes
-from ..sources.findings import Finding, fold_findings
-from ..sources.headers import OptimHeader
+from ..sources.findings import Finding, fold_findings, make_error
 from ..sources.open import FolderReport
 from ..sources.reading import read_file
 from .printing import format_bytes, format_table
@@ -19,13 +18,10 @@ _MANY = 40
 """With more files, those that are whole are only counted."""
 
 
-def examine_folder(report: FolderReport, error: UcpError | None) -> dict[str, Any]:
-    """Every state file with its size and what its header tells, and all faults, as data for JSON.
-
-    Args:
-        report: of the folder.
-        error: why the checkpoint as a whole does not open.
-    """
+def examine_folder(report: FolderReport) -> tuple[UcpError | None, dict[str, Any]]:
+    """Why a checkpoint as a whole does not open; every state file with its size and what its header tells, and all
+    faults, as data for JSON."""
+    error = make_error(report.findings)
     faults: dict[str, list[str]] = defaultdict(list)
     for finding in report.findings:
         if not finding.warning:
@@ -36,7 +32,7 @@ def examine_folder(report: FolderReport, error: UcpError | None) -> dict[str, An
         for name, size in sorted(list_sizes(report.folder).items())
         if size >= 0 and is_state_file(name)
     ]
-    return {
+    return error, {
         "inspect": VERSION,
         "folder": report.folder,
         "error": str(error),
@@ -56,20 +52,16 @@ def _read_facts(folder: str, name: str) -> dict[str, Any]:
     if header.layer is not None:
         return {"holds": f"{count_of(len(header.layer), 'tensor')} of a pipeline's layer"}
     optim = header.optim or (header.model.optim if header.model else None)
-    parts = []
+    parts, step = [], None
     if header.model:
+        step = header.model.counters.get("global_steps")
         module = header.model.module
         parts.append(f"{count_of(len(module), 'tensor')} of the model" if module else "model states")
     if optim:
         parts.append(f"ZeRO-{optim.stage} optimizer states ({optim.kind})" if optim.stage else "optimizer states")
-    step = header.model.counters.get("global_steps") if header.model else _find_step(optim)
+    elif optim:
+        step = max((held.scalars["step"] for held in optim.tensors if "step" in held.scalars), default=None)
     return {"holds": ", ".join(parts), "step": step}
-
-
-def _find_step(optim: OptimHeader | None) -> Any:
-    return (
-        max((held.scalars["step"] for held in optim.tensors if "step" in held.scalars), default=None) if optim else None
-    )
 
 
 def write_damage(data: dict[str, Any]) -> list[str]:

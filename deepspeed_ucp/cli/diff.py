@@ -11,7 +11,6 @@ from ..errors import ConfigError, count_of
 from .common import (
     add_checkpoint_options,
     add_command,
-    add_place_option,
     add_work_options,
     open_index,
     read_rules,
@@ -46,8 +45,6 @@ def add_parser(commands: Commands) -> None:
         """,
     )
     add_checkpoint_options(parser, "a", "b")
-    add_place_option(parser, of=", for A")
-    add_place_option(parser, "--also-b", ", for B")
     parser.add_argument("--only", default="", metavar="REGEX", help="parameters whose names match somewhere")
     text = "these states of them, such as fp32,exp_avg; nothing but tensors"
     parser.add_argument("--states", default="", metavar="NAMES", help=text)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ConfigError, StorageError, UcpError, escape
 from ..secrets import hide_text, hide_values
 from ..version import __version__
-from .common import add_checkpoint_options, add_command, add_place_option
+from .common import add_checkpoint_options, add_command
 from .inspect import look_at, opens
 from .printing import FAULT, OK, emit, find_rank, format_bytes, to_json
 
@@ -26,25 +26,15 @@ FILE = "ds_ucp_doctor.txt"
 TITLE = "# ds_ucp doctor"
 
 PACKAGES = (
-    *(
-        "deepspeed",
-        "torch",
-        "numpy",
-        "transformers",
-        "accelerate",
-        "peft",
-        "lightning",
-        "pytorch-lightning",
-        "torchdata",
-    ),
-    *("fsspec", "s3fs", "gcsfs", "adlfs", "pydantic", "isal", "google-re2", "ml_dtypes", "psutil", "mpi4py"),
-)
+    "deepspeed", "torch", "numpy", "transformers", "accelerate", "peft", "lightning", "pytorch-lightning", "torchdata",
+    "fsspec", "s3fs", "gcsfs", "adlfs", "pydantic", "isal", "google-re2", "ml_dtypes", "psutil", "mpi4py",
+)  # fmt: skip
 ENVIRONMENT = (
-    *("DEEPSPEED_UCP", "DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "TORCH_EXTENSIONS_DIR", "TMPDIR"),
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_NNODES", "SLURM_NTASKS"),
-    *("NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "PYTORCH_CUDA_ALLOC_CONF"),
-    *("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "FSSPEC_S3_ENDPOINT_URL"),
-)
+    "DEEPSPEED_UCP", "DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "TORCH_EXTENSIONS_DIR", "TMPDIR",
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_NNODES", "SLURM_NTASKS",
+    "NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "PYTORCH_CUDA_ALLOC_CONF",
+    "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "FSSPEC_S3_ENDPOINT_URL",
+)  # fmt: skip
 """What of the environment is told; all else may be a secret."""
 
 _LINES, _BYTES = 400, 1 << 20
@@ -68,7 +58,6 @@ def add_parser(commands: Commands) -> None:
         """,
     )
     add_checkpoint_options(parser, needed=False)
-    add_place_option(parser)
     text = "the run's ds_config (default: the one that is saved in the checkpoint)"
     parser.add_argument("--config", metavar="FILE", help=text)
     text = f"a log or traceback, of which the last {_LINES} lines are taken; - is standard input"
@@ -85,7 +74,9 @@ def run(options: argparse.Namespace) -> int:
         **_examine(options),
     }
     if options.config:
-        data["ds_config"] = _read_config(options.config)
+        from ..examine.settings import read_config
+
+        data["ds_config"] = hide_values(read_config(options.config))
     data["error"] = _read_error(options.error) if options.error else []
     if not find_rank():
         _write(options.out, data)
@@ -152,27 +143,19 @@ def _tell_fault(text: str, lines: Sequence[str]) -> dict[str, Any]:
 def _inspect(options: argparse.Namespace) -> dict[str, Any]:
     from ..comm import Comm
     from ..forecast.dryrun import read_saved_config
-    from ..sources.findings import make_error
     from .damage import examine_folder, write_damage
     from .summary import write_summary
     from .survey import make_survey
 
     report, rules = look_at(options, Comm())
     if report.index is None or not opens(options, report):
-        error = make_error(report.findings)
-        lines = write_damage(examine_folder(report, error))
-        return _tell_fault(str(error), [*lines, "", *str(error).split("\n")])
+        error, data = examine_folder(report)
+        return _tell_fault(str(error), [*write_damage(data), "", *str(error).split("\n")])
     return {
         "topology": report.index.run.topology.describe(),
         "ds_config": hide_values(read_saved_config(report.index)),
         "checkpoint": write_summary(make_survey(report, rules), unfold=False),
     }
-
-
-def _read_config(path: str) -> Any:
-    from ..examine.settings import read_config
-
-    return hide_values(read_config(path))
 
 
 def _read_error(path: str) -> list[str]:
@@ -196,9 +179,7 @@ def _write(path: str, data: Mapping[str, Any]) -> None:
         StorageError: it cannot be written, or another file is there.
     """
     sections = {
-        "versions": _list(data["versions"]),
-        "machine": _list(data["machine"]),
-        "environment": _list(data["environment"]),
+        **{part: [" ".join(each) for each in data[part].items()] for part in ("versions", "machine", "environment")},
         "ds_config": to_json(data["ds_config"]).split("\n") if data["ds_config"] is not None else [],
         "topology": [data["topology"] or ""],
         "checkpoint": data["checkpoint"],
@@ -208,18 +189,11 @@ def _write(path: str, data: Mapping[str, Any]) -> None:
     for title, told in sections.items():
         lines += ["", f"## {title}", "", *(map(escape, told) if any(told) else ["(none)"])]
     try:
-        if os.path.exists(path) and not _is_ours(path):
-            raise StorageError(f"{path}: is there, and no earlier report; name another file with --out.")
+        if os.path.exists(path):
+            with open(path, "rb") as earlier:
+                if earlier.read(len(TITLE)) != TITLE.encode():
+                    raise StorageError(f"{path}: is there, and no earlier report; name another file with --out.")
         with open(path, "w", encoding="utf-8") as stream:
             stream.write("\n".join(lines) + "\n")
     except OSError as error:
         raise StorageError(f"{path}: cannot be written ({error.strerror}).") from None
-
-
-def _list(told: Mapping[str, str]) -> Sequence[str]:
-    return [f"{key} {value}" for key, value in told.items()]
-
-
-def _is_ours(path: str) -> bool:
-    with open(path, "rb") as stream:
-        return stream.read(len(TITLE)) == TITLE.encode()

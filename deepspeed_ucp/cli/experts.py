@@ -9,7 +9,7 @@ from typing import Any
 
 from ..atoms import AtomicIndex
 from ..errors import fold_names
-from ..experts import Placement, find_block, place_experts, read_name
+from ..experts import find_block, place_experts, read_name
 from .printing import format_table
 
 _OFTEN = 4
@@ -17,32 +17,28 @@ _OFTEN = 4
 
 
 @dataclass(frozen=True, slots=True)
+class HeldExperts:
+    """Ranks of a pipeline stage, and the experts that each of them holds."""
+
+    ranks: tuple[int, ...]
+    experts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertLayer:
     """A layer of experts.
 
     Attributes:
-        name: of the block that they are in.
+        layer: name of the block that they are in.
         experts: how many it has.
-        held: ranks of its pipeline stage → experts that they hold; None where the files do not tell.
+        ep: expert-parallel degree; None where the files do not tell.
+        held: who holds which; None likewise.
     """
 
-    name: str
+    layer: str
     experts: int
-    held: Placement | None
-
-    @property
-    def ep(self) -> int | None:
-        """Expert-parallel degree."""
-        return None if self.held is None else len(self.held)
-
-    def find_ranks(self, expert: int) -> range | None:
-        """The ranks that hold an expert."""
-        return next((ranks for ranks, numbers in (self.held or {}).items() if expert in numbers), None)
-
-    def to_data(self) -> dict[str, Any]:
-        """For JSON."""
-        held = self.held and [{"ranks": list(ranks), "experts": list(each)} for ranks, each in self.held.items()]
-        return {"layer": self.name, "experts": self.experts, "ep": self.ep, "held": held}
+    ep: int | None
+    held: tuple[HeldExperts, ...] | None
 
 
 def list_layers(index: AtomicIndex) -> dict[str, ExpertLayer]:
@@ -55,7 +51,11 @@ def list_layers(index: AtomicIndex) -> dict[str, ExpertLayer]:
             names[read.layer] = (find_block(key.name) or read.layer).rstrip(".")
     dp = index.run.counters.get("dp_world_size") or index.run.topology.dp
     placed = place_experts(chain(*index.run.flats.values()), dp)
-    return {layer: ExpertLayer(names[layer], count, placed.get(layer)) for layer, count in counts.items()}
+    found = {}
+    for layer, number in counts.items():
+        held = [HeldExperts(tuple(ranks), tuple(each)) for ranks, each in placed.get(layer, {}).items()]
+        found[layer] = ExpertLayer(names[layer], number, len(held) or None, tuple(held) or None)
+    return found
 
 
 def describe_expert(layers: dict[str, ExpertLayer], name: str) -> dict[str, Any] | None:
@@ -64,28 +64,23 @@ def describe_expert(layers: dict[str, ExpertLayer], name: str) -> dict[str, Any]
     if read is None:
         return None
     layer = layers[read.layer]
-    ranks = layer.find_ranks(read.number)
-    return {"layer": layer.name, "number": read.number, "of": layer.experts, "ranks": ranks and list(ranks)}
+    ranks = next((each.ranks for each in layer.held or () if read.number in each.experts), None)
+    return {"layer": layer.layer, "number": read.number, "of": layer.experts, "ranks": ranks}
 
 
 def write_layers(layers: Iterable[ExpertLayer]) -> list[str]:
     """The table; layers whose names differ in numbers only share a line where all else is the same."""
-    folded = fold_names([(layer.name, layer) for layer in layers], lambda layer: repr(layer.to_data() | {"layer": ""}))
-    rows = [(name, str(held[0].experts), _write_degree(held[0]), _write_held(held[0].held)) for name, held in folded]
-    header = ("layer of experts", "experts", "ep", "ranks: experts that they hold")
-    return format_table(rows, header, right=(1, 2))
+    folded = fold_names([(each.layer, each) for each in layers], lambda each: (each.experts, each.ep, each.held))
+    rows = [(name, one.experts, one.ep or "?", _write_held(one.held)) for name, (one, *_) in folded]
+    return format_table(rows, ("layer of experts", "experts", "ep", "ranks: experts that they hold"), right=(1, 2))
 
 
-def _write_degree(layer: ExpertLayer) -> str:
-    return "?" if layer.ep is None else str(layer.ep)
-
-
-def _write_held(held: Placement | None) -> str:
+def _write_held(held: Sequence[HeldExperts] | None) -> str:
     if held is None:
         return "not told by these files"
-    told = [f"{write_numbers(ranks)}: {write_numbers(numbers)}" for ranks, numbers in held.items()]
-    more = [f"… ({len(told)} in all)"] if len(told) > _OFTEN else []
-    return "; ".join([*told[:_OFTEN], *more])
+    shown = [f"{write_numbers(each.ranks)}: {write_numbers(each.experts)}" for each in held[:_OFTEN]]
+    more = [f"… ({len(held)} in all)"] if len(held) > _OFTEN else []
+    return "; ".join([*shown, *more])
 
 
 def write_numbers(numbers: Sequence[int]) -> str:

@@ -11,7 +11,6 @@ from ..errors import ConfigError
 from .common import (
     add_checkpoint_options,
     add_command,
-    add_place_option,
     add_work_options,
     open_index,
     read_rules,
@@ -59,7 +58,6 @@ def add_parser(commands: Commands) -> None:
         """,
     )
     add_checkpoint_options(parser)
-    add_place_option(parser)
     parser.add_argument("out", metavar="OUT", help="folder to be made")
     text = "what to write (default: safetensors)"
     parser.add_argument("--format", choices=("safetensors", "dcp"), default="safetensors", help=text)

@@ -8,7 +8,7 @@ import re
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, advise, shorten
-from .common import add_checkpoint_options, add_command, add_place_option, find_folders, read_groups, read_rules
+from .common import add_checkpoint_options, add_command, find_folders, read_groups, read_rules
 from .printing import ERROR, OK, emit, tell
 
 if TYPE_CHECKING:
@@ -38,7 +38,6 @@ def add_parser(commands: Commands) -> None:
         """,
     )
     add_checkpoint_options(parser)
-    add_place_option(parser)
     text = "one line per parameter; layers of equal form unfolded"
     parser.add_argument("-a", "--all", action="store_true", help=text)
     text = "one parameter in detail: its name, or a regular expression that fits one"
@@ -122,12 +121,10 @@ def pick_parameter(survey: Survey, wanted: str) -> Parameter:
 
 def _show_damage(options: argparse.Namespace, report: FolderReport) -> None:
     """What can still be told, and the error."""
-    from ..sources.findings import make_error
     from .damage import examine_folder, write_damage
 
     if any(finding.kind == "unnamed" for finding in report.findings):
         report.require()
-    error = make_error(report.findings)
-    data = examine_folder(report, error)
+    error, data = examine_folder(report)
     emit(options, data, write_damage(data))
     tell(f"ds_ucp: error: {str(error).removeprefix(f'{report.folder}{os.sep}')}")

@@ -6,7 +6,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, ParamKey, count
@@ -15,9 +15,6 @@ from ..patterns.recorded import ORIGIN, read_pattern, record_pattern
 
 TRAINED, FROZEN, BUFFER, WEIGHTS = "trained", "frozen", "buffer", "weights"
 _LAYER_FILE = re.compile(r"layer_(\d+)-[^/]*$")
-
-UNSETTLED = "?"
-"""Pattern of a parameter of which nothing tells how it is cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +25,12 @@ class Parameter:
         name: as in the model.
         instance: which of the pipeline stages that hold it under this name.
         kind: ``trained``, ``frozen`` (no optimizer owns it), ``buffer``, or ``weights`` where no optimizer is known.
-        shape: logical shape, None where nothing tells how its shards make up the whole.
+        shape, numel: logical shape and its elements, None where nothing tells how its shards make up the whole.
         shards: shape on each tensor-parallel rank.
         dtype: of the master, or of the module's own tensor.
         copy: dtype of the model's copy of a trained parameter, None without one.
         states: state → dtype, masters first, copies left out.
-        pattern, origin: how tensor parallelism cuts it, and what settled that.
+        pattern, origin: how tensor parallelism cuts it (None: nothing tells), and what settled that.
         group: number of its param group, or None.
         scalars: the optimizer's scalars.
         aliases: names that are tied to it.
@@ -48,11 +45,12 @@ class Parameter:
     instance: int
     kind: str
     shape: tuple[int, ...] | None
+    numel: int | None
     shards: tuple[tuple[int, ...], ...]
     dtype: str
     copy: str | None
     states: dict[str, str]
-    pattern: str
+    pattern: str | None
     origin: str
     group: int | None
     scalars: dict[str, Any]
@@ -72,20 +70,6 @@ class Parameter:
     def label(self) -> str:
         """What people call it."""
         return str(self.param)
-
-    @property
-    def stored_numel(self) -> int:
-        """Elements of all shards together."""
-        return sum(map(count, self.shards))
-
-    @property
-    def numel(self) -> int | None:
-        """Elements of the logical tensor, None where its shape is not known."""
-        return None if self.shape is None else count(self.shape)
-
-    def to_data(self) -> dict[str, Any]:
-        """For JSON."""
-        return {**asdict(self), "numel": self.numel, "pattern": None if self.pattern == UNSETTLED else self.pattern}
 
 
 def list_parameters(index: AtomicIndex, settled: Settled) -> list[Parameter]:
@@ -114,19 +98,28 @@ def _make_row(
     name, copy = param.name, atoms.get(COPY)
     states = {state: atoms[state] for state in sort_states(atoms) if state != COPY} or dict(atoms)
     main = next(iter(states.values()))
-    pattern, origin = _find_pattern(index, settled, name)
+    pattern, origin = settled.patterns.get(name), settled.origin.get(name, "")
+    if name in index.model.recorded:  # of an atomic checkpoint: how its source was cut
+        pattern, origin = read_pattern(index.model.recorded[name]), ORIGIN
+    elif pattern == Unique():
+        origin = ""
+    why = settled.open[name].suggest() if name in settled.open else {}
+    if name in settled.wrong:
+        why = {"error": f"{name}: {settled.wrong[name]}"}
+    shape = settled.layouts[name][0].shape if name in settled.layouts else None
     unowned = FROZEN if knows_optimizer(index) else WEIGHTS
     used = {f.record for atom in states.values() for shard in atom.shards for f in shard.fragments}
     return Parameter(
         name=name,
         instance=param.instance,
         kind=TRAINED if MODULE not in states else BUFFER if name in index.model.buffers else unowned,
-        shape=settled.layouts[name][0].shape if name in settled.layouts else None,
+        shape=shape,
+        numel=None if shape is None else count(shape),
         shards=tuple(shard.shape for shard in main.shards),
         dtype=main.dtype,
         copy=copy.dtype if copy else None,
         states={state: atom.dtype for state, atom in states.items()},
-        pattern=UNSETTLED if pattern is None else name_pattern(pattern),
+        pattern=None if pattern is None else _name_pattern(pattern),
         origin=origin,
         group=group,
         scalars=dict(index.run.scalars.get(param, {})),
@@ -135,23 +128,8 @@ def _make_row(
         files=tuple(sorted({find_file(index, record) for record in used})),
         nbytes=sum(atom.nbytes for state, atom in states.items() if state != COPY),
         copy_bytes=copy.nbytes if copy else 0,
-        why=_explain(settled, name),
+        why=why,
     )
-
-
-def _find_pattern(index: AtomicIndex, settled: Settled, name: str) -> tuple[Pattern | None, str]:
-    """How a parameter is cut, and what told it; of an atomic checkpoint, how its source was."""
-    if name in index.model.recorded:
-        return read_pattern(index.model.recorded[name]), ORIGIN
-    pattern = settled.patterns.get(name)
-    return pattern, "" if pattern == Unique() else settled.origin.get(name, "")
-
-
-def _explain(settled: Settled, name: str) -> dict[str, Any]:
-    """Why a parameter is not settled: the rule to give, or what is wrong."""
-    if name in settled.wrong:
-        return {"error": f"{name}: {settled.wrong[name]}"}
-    return settled.open[name].suggest() if name in settled.open else {}
 
 
 def knows_optimizer(index: AtomicIndex) -> bool:
@@ -171,7 +149,7 @@ def find_file(index: AtomicIndex, record: int) -> str:
     return path.removeprefix(f"{os.path.dirname(index.run.state_file)}/")
 
 
-def name_pattern(pattern: Pattern) -> str:
+def _name_pattern(pattern: Pattern) -> str:
     """A pattern as rules write it, with what differs from its defaults: ``shard-h``, ``shard-nc parts=(1,1)``."""
     told = record_pattern(pattern)
     kind = told.pop("kind")

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, count_of
-from .common import add_checkpoint_options, add_command, add_place_option, open_index, read_rules
+from .common import add_checkpoint_options, add_command, open_index, read_rules
 from .printing import FAULT, OK, emit, format_bytes, format_count, format_duration, format_table
 
 if TYPE_CHECKING:
@@ -92,7 +92,6 @@ def add_parser(commands: Commands) -> None:
         """,
     )
     add_checkpoint_options(parser, needed=False)
-    add_place_option(parser)
     add = parser.add_argument_group("target").add_argument
     text = (
         "topology to plan for: a list of dp, tp, pp, sp, ep (of experts; of each layer: 2.4), zero, precision (fp32, "

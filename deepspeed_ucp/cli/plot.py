@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex, ParamKey
+from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex, ParamKey, count
 from ..errors import ConfigError, StorageError, count_of, hide_secrets
 from ..io.paths import is_url, normalize
 from ..sources.files import NO_LAYER, sort_files
@@ -83,7 +83,7 @@ def _lay_out(parameters: Sequence[Parameter]) -> tuple[dict[ParamKey, tuple[floa
     """Where every parameter starts and ends, in bytes of one copy of each of its states, and the end of all."""
     places, at = {}, 0.0
     for row in parameters:
-        stored = row.stored_numel or 1
+        stored = sum(map(count, row.shards)) or 1
         share = (row.numel if row.numel is not None else stored) / stored
         places[row.param] = at, at + (row.nbytes + row.copy_bytes) * share
         at = places[row.param][1]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from ..atoms import COPY, ITEMSIZE, MODULE, AtomicIndex, Fragment, ParamKey
 from ..errors import count_of, escape, fold_names
 from ..sources.findings import Finding
 from .experts import describe_expert, write_layers, write_numbers
-from .parameters import BUFFER, FROZEN, TRAINED, UNSETTLED, Parameter, find_file, knows_optimizer, sort_states
+from .parameters import BUFFER, FROZEN, TRAINED, Parameter, find_file, knows_optimizer, sort_states
 from .printing import format_bytes, format_count, format_table
 from .survey import Survey, describe_groups, join_scalars, list_states
 
@@ -191,21 +192,15 @@ def _make_line(name: str, group: Sequence[Parameter]) -> list[str]:
 
 def _describe_form(row: Parameter) -> tuple[str, ...]:
     """Shape, dtype, states, pattern and what settled it."""
-    shape = (
-        _write_shape(row.shape) if row.shape is not None else " | ".join(map(_write_shape, dict.fromkeys(row.shards)))
-    )
+    shapes = dict.fromkeys(row.shards) if row.shape is None else (row.shape,)
+    shape = " | ".join(str(list(each)) for each in shapes)
     # A master that stands beside a copy of another dtype shows both, as float32←bfloat16 is how training kept it.
     dtype = f"{row.dtype} + {row.copy}" if row.copy and row.copy != row.dtype else row.dtype
     states = " ".join(state for state in row.states if state not in ("fp32", "module"))
     shown = row.kind if row.kind != TRAINED else states or "no states yet"
-    kind, *fields = row.pattern.split(" ")
+    kind, *fields = (row.pattern or "?").split(" ")
     pattern = " ".join((kind, *(each for each in fields if each.split("=")[0] in _SHOWN)))
     return shape, dtype, shown, pattern, "" if row.pattern == "unique" else row.origin
-
-
-def _write_shape(shape: Sequence[int]) -> str:
-    """``[768, 768]``; a scalar is ``[]``."""
-    return str(list(shape))
 
 
 def _write_finding(finding: Finding) -> list[str]:
@@ -238,7 +233,7 @@ def detail_parameter(survey: Survey, row: Parameter) -> dict[str, Any]:
         states.append({"state": state, "dtype": atom.dtype, "bytes": atom.nbytes, "shards": shards})
     hyper = index.run.groups[row.group].hyper if row.group is not None else None
     expert = describe_expert(survey.experts, row.name)
-    return {**row.to_data(), "hyper": hyper, "expert": expert, "layout": states}
+    return {**asdict(row), "hyper": hyper, "expert": expert, "layout": states}
 
 
 def _locate(index: AtomicIndex, fragment: Fragment, dtype: str) -> dict[str, Any]:
@@ -254,13 +249,16 @@ def _locate(index: AtomicIndex, fragment: Fragment, dtype: str) -> dict[str, Any
 
 def write_detail(detail: Mapping[str, Any]) -> list[str]:
     """The text of ``--param``."""
-    shape = detail["shape"]
+    shape, expert = detail["shape"], ""
+    if found := detail["expert"]:
+        where = f", held by ranks {write_numbers(found['ranks'])}" if found["ranks"] else ""
+        expert = f"{found['number']} of the {found['of']} of {found['layer']}{where}"
     facts = [
         ("kind", detail["kind"]),
-        ("shape", "not known" if shape is None else f"{_write_shape(shape)}, {format_count(detail['numel'])} elements"),
-        ("pattern", f"{detail['pattern'] or UNSETTLED}{' by ' + detail['origin'] if detail['origin'] else ''}"),
+        ("shape", "not known" if shape is None else f"{list(shape)}, {format_count(detail['numel'])} elements"),
+        ("pattern", f"{detail['pattern'] or '?'}{' by ' + detail['origin'] if detail['origin'] else ''}"),
         ("rule to give", ", ".join(f"{k}: {v}" for k, v in detail["why"].items())),
-        ("expert", _describe_expert(detail["expert"])),
+        ("expert", expert),
         ("tied", ", ".join(detail["aliases"])),
         ("scalars", _join(detail["scalars"])),
         ("param group", "" if detail["group"] is None else f"{detail['group']}: {_join(detail['hyper'] or {})}"),
@@ -273,15 +271,8 @@ def write_detail(detail: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _describe_expert(expert: Mapping[str, Any] | None) -> str:
-    if expert is None:
-        return ""
-    where = f", held by ranks {write_numbers(expert['ranks'])}" if expert["ranks"] else ""
-    return f"{expert['number']} of the {expert['of']} of {expert['layer']}{where}"
-
-
 def _write_shard(shard: Mapping[str, Any], ranks: int) -> list[str]:
-    head = [f"tensor-parallel rank {shard['rank']}: {_write_shape(shard['shape'])}"] if ranks > 1 else []
+    head = [f"tensor-parallel rank {shard['rank']}: {list(shard['shape'])}"] if ranks > 1 else []
     rows = [
         (f"[{f['start']}, {f['start'] + f['numel']})", f["file"], f"byte {f['offset']}", f"{f['bytes']} B")
         for f in shard["fragments"]

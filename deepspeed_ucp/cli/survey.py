@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -80,11 +80,14 @@ class Survey:
     def to_data(self) -> dict[str, Any]:
         """For JSON."""
         run, model = self.index.run, self.index.model
+        topology = {each.name: getattr(run.topology, each.name) for each in fields(run.topology)}
+        optimizer, _, parameters = topology.pop("offload").partition("/")
+        del topology["flats"]
         return {
             "inspect": VERSION,
             "folder": self.folder,
             "written_by": self.written_by,
-            "topology": _describe_topology(self.index),
+            "topology": {**topology, "offload_optimizer": optimizer, "offload_param": parameters},
             "counters": run.counters,
             "optimizer": {
                 "name": run.optimizer,
@@ -95,8 +98,8 @@ class Survey:
                 "clip_grad": run.clip_grad,
             },
             "totals": self.totals,
-            "experts": [layer.to_data() for layer in self.experts.values()],
-            "parameters": [row.to_data() for row in self.parameters],
+            "experts": list(self.experts.values()),
+            "parameters": self.parameters,
             "ties": model.aliases,
             "frozen": [row.name for row in self.parameters if row.kind == FROZEN],
             "buffers": [row.name for row in self.parameters if row.kind == BUFFER],
@@ -121,18 +124,10 @@ def make_survey(report: FolderReport, rules: Sequence[RuleSet] = ()) -> Survey:
     settled = settle_index(index, rules)
     rows, files = list_parameters(index, settled), _list_files(report)
     client, version = _read_client_keys(index)
-    findings = [*_find_limits(index, rows, settled, rules), *_find_unchecked(index), *list_findings(report)]
+    findings = [*_find_limits(index, rows, settled, rules), *list_findings(report)]
     written = {"deepspeed": version or None, **_find_writer(index, report.folder)}
     totals, experts = count_totals(index, files, rows), list_layers(index)
     return Survey(report.folder, index, rows, files, totals, client, written, findings, experts)
-
-
-def _describe_topology(index: AtomicIndex) -> dict[str, Any]:
-    """The topology without its flat buffers."""
-    topology = index.run.topology
-    kept = {each.name: getattr(topology, each.name) for each in fields(topology) if each.name != "flats"}
-    optimizer, _, parameters = kept.pop("offload").partition("/")
-    return {**kept, "offload_optimizer": optimizer, "offload_param": parameters}
 
 
 def list_states(index: AtomicIndex) -> list[str]:
@@ -238,46 +233,32 @@ def _find_writer(index: AtomicIndex, folder: str) -> dict[str, Any]:
 
 def _find_limits(
     index: AtomicIndex, rows: Iterable[Parameter], settled: Settled, rules: Sequence[RuleSet]
-) -> list[Finding]:
-    """What other topologies cannot take, or not before somebody says how."""
-    found: list[Finding] = []
+) -> Iterator[Finding]:
+    """What other topologies cannot take, or not before somebody says how; what cannot be checked."""
     if unsettled := [row for row in rows if row.why]:
-        advice = {row.why.get("match", row.name): row.why for row in unsettled}
+        told = {row.why.get("match", row.name): row.why for row in unsettled}
         text = (
             "nothing tells how tensor parallelism cuts these; to convert, or to resume with another degree, give "
             f"--patterns: {_advise(index, rules)}"
         )
-        found.append(_warn("unsettled", text, [row.name for row in unsettled], tuple(advice.values())))
-    for kind, faults in (("irregular", index.limits.irregular), ("unreadable", index.limits.unreadable)):
-        by_text: dict[str, list[str]] = defaultdict(list)
-        for key, text in faults.items():
-            by_text[text].append(f"{key.param} ({key.state})" if kind == "unreadable" else f"{key.param}.{key.state}")
-        found += [_warn(kind, f"{_LIMITS[kind]}: {text}", names) for text, names in by_text.items()]
-    return [*found, *(_warn("rules", text) for text in settled.unused)]
-
-
-_LIMITS = {
-    "irregular": "optimizer states that are not element-wise, which other topologies cannot take",
-    "unreadable": "bytes that cannot be cut",
-}
-
-
-def _warn(kind: str, text: str, names: Iterable[str] = (), rules: tuple[dict[str, Any], ...] = ()) -> Finding:
-    return Finding(kind, "", text, WARNING, tuple(names), rules)
+        yield Finding("unsettled", "", text, WARNING, tuple(row.name for row in unsettled), tuple(told.values()))
+    irregular = {f"{key.param}.{key.state}": text for key, text in index.limits.irregular.items()}
+    unreadable = {f"{key.param} ({key.state})": text for key, text in index.limits.unreadable.items()}
+    for kind, what, faults in (
+        ("irregular", "optimizer states that are not element-wise, which other topologies cannot take", irregular),
+        ("unreadable", "bytes that cannot be cut", unreadable),
+    ):
+        for text in dict.fromkeys(faults.values()):
+            yield Finding(kind, "", f"{what}: {text}", WARNING, tuple(name for name in faults if faults[name] == text))
+    yield from (Finding("rules", "", text, WARNING) for text in settled.unused)
+    if names := {find_file(index, at) for at, record in enumerate(index.stored.records) if record.crc is None}:
+        text = "files without checksums; damage to them cannot be found"
+        yield Finding("checksums", "", text, NOTE, tuple(sorted(names)))
 
 
 def _advise(index: AtomicIndex, rules: Sequence[RuleSet]) -> str:
     """Which patterns to give: the package's families that would settle what is open."""
     known = list_families()
-    fit = [name for name in known if settle_index(index, [*rules, load_family(name)]).is_complete]
-    if not fit:
-        return f"a family ({', '.join(known)}) or rules"
-    return (
-        f"families with rules for all of them: {'; '.join(fit)} (which one is the model's is for you to say), or rules"
-    )
-
-
-def _find_unchecked(index: AtomicIndex) -> list[Finding]:
-    names = {find_file(index, at) for at, record in enumerate(index.stored.records) if record.crc is None}
-    text = "files without checksums; damage to them cannot be found"
-    return [Finding("checksums", "", text, NOTE, tuple(sorted(names)))] if names else []
+    if fit := "; ".join(name for name in known if settle_index(index, [*rules, load_family(name)]).is_complete):
+        return f"families with rules for all of them: {fit} (which one is the model's is for you to say), or rules"
+    return f"a family ({', '.join(known)}) or rules"

@@ -10,13 +10,12 @@ from ..errors import CheckpointError, ConfigError, count_of
 from .common import (
     add_checkpoint_options,
     add_command,
-    add_place_option,
     add_work_options,
     find_folders,
     read_groups,
     read_work_options,
 )
-from .printing import FAULT, OK, emit, find_rank, format_bytes, format_duration, tell
+from .printing import FAULT, OK, emit, format_bytes, format_duration, tell
 
 if TYPE_CHECKING:
     from ..examine.verify import Verification
@@ -42,7 +41,6 @@ def add_parser(commands: Commands) -> None:
         """,
     )
     add_checkpoint_options(parser, patterns=False)
-    add_place_option(parser)
     text = (
         "hold the files against a seal (ucp_seal.json) or a manifest (ucp_manifest.json, of the checkpoint itself or "
         "of one that was converted from it), which proves that they are the ones"
@@ -58,6 +56,7 @@ def run(options: argparse.Namespace) -> int:
     """Look at the checkpoint; collective under mpirun and torchrun."""
     from ..comm import join_launch
     from ..examine.verify import verify_checkpoint
+    from ..sources.files import SEAL
     from ..sources.open import seal_folder
     from ..stream.batches import WorkOptions
 
@@ -69,20 +68,21 @@ def run(options: argparse.Namespace) -> int:
             folder, *also = find_folders(options.checkpoint, options.also, comm)
         except CheckpointError as error:
             return _tell_dangling(options, error)
-        more = {"headers_only": options.headers_only, "groups": read_groups(options.groups), "against": options.against}
-        found = verify_checkpoint(folder, comm, how, also=also, **more)
+        found = verify_checkpoint(
+            folder,
+            comm,
+            how,
+            also=also,
+            headers_only=options.headers_only,
+            groups=read_groups(options.groups),
+            against=options.against,
+        )
         if options.seal and found.whole:
             seal_folder(folder, comm)
-            _tell_sealed(options, folder)
+            if not options.quiet and not comm.rank:
+                tell(f"ds_ucp: wrote {os.path.join(folder, SEAL)}")
     emit(options, to_data(found), to_text(found, headers_only=options.headers_only))
     return OK if found.whole else FAULT
-
-
-def _tell_sealed(options: argparse.Namespace, folder: str) -> None:
-    from ..sources.files import SEAL
-
-    if not options.quiet and not find_rank():
-        tell(f"ds_ucp: wrote {os.path.join(folder, SEAL)}")
 
 
 def _tell_dangling(options: argparse.Namespace, error: CheckpointError) -> int:

@@ -9,7 +9,7 @@ from ..atoms import AtomicIndex
 from ..errors import ConfigError
 from ..io.opened import explain_failure
 from ..io.store import read_small
-from .values import ABSENT, ValueDifference, is_same, tell_value
+from .values import ABSENT, ValueDifference, is_same, join_alike, tell_value
 
 AUTO = "auto"
 """What a trainer is to fill in; a save has what it filled in."""
@@ -72,11 +72,11 @@ def compare_hyper(index: AtomicIndex, config: Mapping[str, Any], *, is_left: boo
     told = config.get("optimizer")
     given = told.get("params") if isinstance(told, Mapping) else None
     params = given if isinstance(given, Mapping) else {}
-    found: dict[tuple[str, str], tuple[Any, Any, list[str]]] = {}
+    found = []
     for group in index.run.groups:
         saved = {**group.hyper, "lr": group.hyper.get("initial_lr", group.hyper.get("lr", ABSENT))}
         for key in [key for key in params if key in group.hyper and params[key] != AUTO]:
             if not is_same(saved[key], params[key]):
                 pair = (saved[key], params[key]) if is_left else (params[key], saved[key])
-                found.setdefault((key, repr(pair)), (*pair, []))[2].extend(group.names)
-    return [ValueDifference("hyper-parameter", key, a, b, tuple(names)) for (key, _), (a, b, names) in found.items()]
+                found.append(ValueDifference("hyper-parameter", key, *pair, tuple(group.names)))
+    return join_alike(found)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -69,7 +70,7 @@ def compare_values(
         names: A's names → B's, of those that differ.
         wants: whether a parameter is compared.
     """
-    found: dict[tuple[str, ...], tuple[Any, Any, list[str]]] = {}
+    found: list[ValueDifference] = []
     for section, mine, theirs in (
         ("scalar", _list_scalars(left), _list_scalars(right)),
         ("hyper-parameter", _list_hyper(left), _list_hyper(right)),
@@ -78,9 +79,16 @@ def compare_values(
             partner = next((theirs[each] for each in list_partners(param, right, names) if each in theirs), None)
             if partner is None or (section == "hyper-parameter" and not (mine[param] and partner)):
                 continue  # the atoms tell what one side lacks, and some files keep no hyper-parameters
-            for key, a, b in _differ_in_keys(mine[param], partner):
-                found.setdefault((section, key, repr(a), repr(b)), (a, b, []))[2].append(str(param))
-    return [ValueDifference(section, key, a, b, tuple(held)) for (section, key, *_), (a, b, held) in found.items()]
+            found += [ValueDifference(section, *each, (str(param),)) for each in _differ_in_keys(mine[param], partner)]
+    return join_alike(found)
+
+
+def join_alike(found: Iterable[ValueDifference]) -> list[ValueDifference]:
+    """Those that say the same of several parameters as one."""
+    joined: dict[tuple[str, ...], list[ValueDifference]] = defaultdict(list)
+    for each in found:
+        joined[each.section, each.key, repr(each.left), repr(each.right)].append(each)
+    return [replace(held[0], names=tuple(name for each in held for name in each.names)) for held in joined.values()]
 
 
 def compare_runs(left: AtomicIndex, right: AtomicIndex) -> tuple[list[ValueDifference], list[str]]:
@@ -100,9 +108,8 @@ def compare_runs(left: AtomicIndex, right: AtomicIndex) -> tuple[list[ValueDiffe
         for key, a, b in _differ_in_keys(mine, theirs)
         if key not in TOPOLOGY
     ]
-    notes = [
-        f"{side} keeps no hyper-parameters" for side, each in (("A", left), ("B", right)) if not _keeps_hyper(each)
-    ]
+    kept = [("A", _list_hyper(left)), ("B", _list_hyper(right))]
+    notes = [f"{side} keeps no hyper-parameters" for side, held in kept if held and not any(held.values())]
     if left.run.state_file and right.run.state_file:
         client, told = _compare_clients(read_header(left.run.state_file), read_header(right.run.state_file))
         found, notes = found + client, notes + told
@@ -140,11 +147,6 @@ def _list_hyper(index: AtomicIndex) -> dict[ParamKey, dict[str, Any]]:
         for group in index.run.groups
         for param in group.members
     }
-
-
-def _keeps_hyper(index: AtomicIndex) -> bool:
-    held = _list_hyper(index)
-    return not held or any(held.values())
 
 
 def _is_scaling(scaler: Mapping[str, Any]) -> bool:
