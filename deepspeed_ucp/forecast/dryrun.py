@@ -6,17 +6,17 @@ The loader's own planning runs for all ranks in one process; where that would ta
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..atoms import ITEMSIZE, AtomicIndex, ParamKey, count
+from ..atoms import ITEMSIZE, AtomicIndex
 from ..config import UniversalConfig, choose_batch
 from ..errors import ConfigError, MismatchError
 from ..io.store import exists
 from ..io.threads import MOST
 from ..patterns import RuleSet, list_renames
-from ..plan import ReadSizes, Want, list_claims
+from ..plan import ReadSizes, list_claims
 from ..plan.predicted import predict_renames
 from ..plan.rounds import plan_ranks
 from ..plan.settling import describe_irregular, describe_unreadable
@@ -215,7 +215,10 @@ def measure(
         chosen = spread_evenly(target.ranks, samples or min(max(SAMPLED_BLOCKS // each, 3), SAMPLES))
         wants = {rank: target.wants(rank) for rank in chosen}
         found = {rank: sampler.measure(rank, wants[rank], threads) for rank in chosen}
-    run.ranks = [_place(target, rank, wants[rank], figures) for rank, figures in found.items()]
+    for rank, figures in found.items():
+        needed = sum(want.numel * ITEMSIZE[want.atom.dtype] for want in wants[rank].wants)
+        engine = target.measure_engine(rank)
+        run.ranks.append(RankFigures(rank, *target.place(rank), needed=needed, engine=engine, **figures))
     run.totals = _sum_up(index, target, run, sampler)
 
 
@@ -227,25 +230,27 @@ def list_all_wants(target: ForecastTarget, exact: bool | None, block: int) -> di
     claims = 0
     for rank in range(target.ranks):
         found[rank] = target.wants(rank)
-        claims += _count_claims(found[rank].wants, block)
+        for want in found[rank].wants:  # about one claim per shard, and per block
+            claims += len(want.view.shards) if want.view else 1
+            claims += want.numel * ITEMSIZE[want.atom.dtype] // block
         if exact is None and claims > MOST_CLAIMS:
             return {}
     return found
 
 
-def _count_claims(wants: Sequence[Want], block: int) -> int:
-    """About as many claims as they make: one per shard, and per block."""
-    shards = sum(len(want.view.shards) if want.view else 1 for want in wants)
-    return shards + sum(want.numel * ITEMSIZE[want.atom.dtype] for want in wants) // block
-
-
-def _place(target: ForecastTarget, rank: int, wants: Wants, figures: Mapping[str, int]) -> RankFigures:
-    needed = sum(want.numel * ITEMSIZE[want.atom.dtype] for want in wants.wants)
-    return RankFigures(rank, *target.place(rank), needed=needed, engine=target.measure_engine(rank), **figures)
-
-
 def _sum_up(index: AtomicIndex, target: ForecastTarget, run: DryRun, sampler: Sampler) -> LoadTotals:
-    sizes, params = list_checkpoint(index), target.list_params()
+    folder, params = os.path.dirname(index.run.state_file), target.list_params()
+    if index.run.topology.wrapper == "atomic":
+        sizes = [file.size for file in index.stored.files]
+    else:
+        sizes = [size for size in list_sizes(folder).values() if size >= 0]
+    # Rank 0 reads two headers to learn what the folder holds, and its share; of an atomic checkpoint the manifest.
+    headers = min(2, len(sizes)) + -(-max(len(sizes) - 2, 0) // target.ranks)
+    if exists(os.path.join(folder, MANIFEST)):
+        headers = 1
+    replicated = [
+        atom for param in params for atom in target.atoms[param] if is_replicated(atom, target.layouts.get(param.name))
+    ]
     sampled = sum(rank.received for rank in run.ranks)
     exchanged = sampled if run.exact else sampled * target.ranks // len(run.ranks)
     return LoadTotals(
@@ -255,31 +260,6 @@ def _sum_up(index: AtomicIndex, target: ForecastTarget, run: DryRun, sampler: Sa
         read=sampler.count_bytes(),
         needed=target.count_needed(),
         exchanged=exchanged,
-        replicas=_count_replicas(target, params),
-        headers=_count_headers(index, len(sizes), target.ranks),
+        replicas=sum(2 * (atom.nbytes - atom.nbytes // len(atom.shards)) for atom in replicated),  # both of each pair
+        headers=headers,
     )
-
-
-def _count_headers(index: AtomicIndex, files: int, world: int) -> int:
-    """Headers that rank 0 reads: two to learn what the folder holds, and its share; of an atomic one the manifest."""
-    if exists(os.path.join(os.path.dirname(index.run.state_file), MANIFEST)):
-        return 1
-    return min(2, files) + -(-max(files - 2, 0) // world)
-
-
-def list_checkpoint(index: AtomicIndex) -> list[int]:
-    """Sizes of the checkpoint's files."""
-    if index.run.topology.wrapper == "atomic":
-        return [file.size for file in index.stored.files]
-    return [size for size in list_sizes(os.path.dirname(index.run.state_file)).values() if size >= 0]
-
-
-def _count_replicas(target: ForecastTarget, params: Iterable[ParamKey]) -> int:
-    """Bytes that are read to compare replicas: both of every pair."""
-    total = 0
-    for param in params:
-        layouts = target.layouts.get(param.name)
-        for atom in target.atoms[param]:
-            if is_replicated(atom, layouts):
-                total += 2 * (len(atom.shards) - 1) * count(atom.shape) * ITEMSIZE[atom.dtype]
-    return total
