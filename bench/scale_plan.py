@@ -27,7 +27,7 @@ from ranks import release_free_memory
 from deepspeed_ucp.atoms import AtomicIndex
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.forecast.sample import Sampler
-from deepspeed_ucp.forecast.target import ForecastTarget, foretell_target
+from deepspeed_ucp.forecast.target import ForecastTarget, predict_target
 from deepspeed_ucp.io.checksum import Checked, merge_checks
 from deepspeed_ucp.io.memory import pause_collection
 from deepspeed_ucp.io.paths import Entry
@@ -128,7 +128,7 @@ def _list_tables(sampler: Sampler, rank: int, ranks: int) -> list[Any]:
 
 
 def forecast(index: AtomicIndex, job: Job) -> ForecastTarget:
-    return foretell_target(index, job.degrees, from_config(job.patterns), stages=job.stages)
+    return predict_target(index, job.degrees, from_config(job.patterns), stages=job.stages)
 
 
 def gather_groups(target: Any, comm: Any) -> Any:

@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
     data: dict[str, Any] = {
         "versions": dict(_list_versions()),
         "machine": dict(_describe_machine(options.checkpoint)),
-        "environment": {name: _tell_variable(name) for name in ENVIRONMENT if name in os.environ},
+        "environment": {name: _read_variable(name) for name in ENVIRONMENT if name in os.environ},
         **_examine(options),
     }
     if options.config:
@@ -112,7 +112,7 @@ def _describe_machine(checkpoint: str | None) -> Iterator[tuple[str, str]]:
         yield "file system", f"{find_kind(checkpoint) or 'unknown'}, {free} free"
 
 
-def _tell_variable(name: str) -> str:
+def _read_variable(name: str) -> str:
     """A variable's value; one that is JSON as a configuration."""
     value = os.environ[name]
     try:
@@ -129,12 +129,12 @@ def _examine(options: argparse.Namespace) -> dict[str, Any]:
     try:
         return found | _inspect(options)
     except UcpError as error:
-        return found | _tell_fault(str(error), [])
+        return found | _describe_fault(str(error), [])
     except Exception as error:  # noqa: BLE001  whatever is wrong is what the file is to tell
-        return found | _tell_fault(f"{type(error).__name__}: {error}", traceback.format_exc().rstrip().split("\n"))
+        return found | _describe_fault(f"{type(error).__name__}: {error}", traceback.format_exc().rstrip().split("\n"))
 
 
-def _tell_fault(text: str, lines: Sequence[str]) -> dict[str, Any]:
+def _describe_fault(text: str, lines: Sequence[str]) -> dict[str, Any]:
     """Why a checkpoint does not open; ``lines`` are what the file tells of it, else the text."""
     first, *more = map(hide_text, text.split("\n"))
     return {"opens": False, "fault": first, "checkpoint": list(map(hide_text, lines)) or [first, *more]}
@@ -150,7 +150,7 @@ def _inspect(options: argparse.Namespace) -> dict[str, Any]:
     report, rules = look_at(options, Comm())
     if report.index is None or not opens(options, report):
         error, data = examine_folder(report)
-        return _tell_fault(str(error), [*write_damage(data), "", *str(error).split("\n")])
+        return _describe_fault(str(error), [*write_damage(data), "", *str(error).split("\n")])
     return {
         "topology": report.index.run.topology.describe(),
         "ds_config": hide_values(read_saved_config(report.index)),

@@ -180,7 +180,7 @@ def _format_seconds(seconds: float) -> str:
     return f"{seconds:.1f} s" if 10 <= seconds < 120 else format_duration(seconds)
 
 
-def _tell_both(nbytes: int) -> str:
+def _format_both(nbytes: int) -> str:
     """Binary units as elsewhere, and decimal ones, which bandwidths are told in."""
     return format_bytes(nbytes) + (f" ({format_count(nbytes)}B)" if nbytes >= 1_000_000_000 else "")
 
@@ -197,7 +197,7 @@ def _plan_resume(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]
     from ..comm import Comm
     from ..config import UniversalConfig
     from ..forecast.dryrun import dry_run
-    from ..forecast.estimate import tell_times
+    from ..forecast.estimate import estimate_times
 
     _refuse(options, _WITHOUT, "a plan of a checkpoint takes what is saved")
     if options.window_mb < 16:
@@ -218,7 +218,7 @@ def _plan_resume(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]
         samples=options.sample,
     )
     if speeds and found.totals and found.ranks:
-        times = tell_times(found.totals, found.ranks, found.degrees.world, speeds)
+        times = estimate_times(found.totals, found.ranks, found.degrees.world, speeds)
     lines = _describe(index, found, every=options.all)
     assumed = found.assumed if found.totals is not None else ()
     return {**_to_data(index, found), "bandwidths": speeds, "seconds": times}, [*lines, *_end(speeds, times, assumed)]
@@ -285,14 +285,14 @@ def _describe(index: AtomicIndex, found: DryRun, *, every: bool) -> list[str]:
 def _describe_totals(totals: LoadTotals, *, exact: bool) -> list[str]:
     state = "masters, optimizer states, buffers; 16-bit copies are made from them"
     rows = [
-        ["checkpoint", _tell_both(totals.checkpoint), f"{format_count(totals.files)} files"],
-        ["state to restore", _tell_both(totals.state), state],
-        ["read from storage", _tell_both(totals.read), f"{totals.ratio:.4f} × state, each byte once"],
-        ["held afterwards", _tell_both(totals.needed), "by all ranks together"],
-        ["exchanged", ("" if exact else "about ") + _tell_both(totals.exchanged), "between ranks"],
+        ["checkpoint", _format_both(totals.checkpoint), f"{format_count(totals.files)} files"],
+        ["state to restore", _format_both(totals.state), state],
+        ["read from storage", _format_both(totals.read), f"{totals.ratio:.4f} × state, each byte once"],
+        ["held afterwards", _format_both(totals.needed), "by all ranks together"],
+        ["exchanged", ("" if exact else "about ") + _format_both(totals.exchanged), "between ranks"],
     ]
     if totals.replicas:
-        rows.append(["read to compare", _tell_both(totals.replicas), "replicas, on top"])
+        rows.append(["read to compare", _format_both(totals.replicas), "replicas, on top"])
     return format_table([*rows, ["headers", str(totals.headers), "per rank at most"]])
 
 
@@ -325,7 +325,7 @@ def _plan_run(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     Raises:
         ConfigError: options that are missing, or that mean nothing here.
     """
-    from ..forecast.estimate import GIGA, tell_times
+    from ..forecast.estimate import GIGA, estimate_times
     from ..forecast.outline import ASSUMED, EXCHANGE, outline_run
 
     if options.params is None or options.ranks is None:
@@ -334,7 +334,7 @@ def _plan_run(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     speeds, degrees, optimizer = _read_bandwidths(options), _read_degrees(options), options.optimizer or "adam"
     found = outline_run(options.params, degrees, optimizer, options.window_mb << 20)
     memory, totals = found.memory, found.totals
-    times = tell_times(totals, [found.rank], degrees.world, speeds) if speeds else None
+    times = estimate_times(totals, [found.rank], degrees.world, speeds) if speeds else None
     save = totals.checkpoint / (options.write_gbs * GIGA) if options.write_gbs else None
     assumed = [*ASSUMED, *([EXCHANGE] if speeds and speeds.net else [])]
     data = {
@@ -357,8 +357,8 @@ def _plan_run(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         ["masters", format_bytes(memory.masters), "float32"],
         ["optimizer states", format_bytes(memory.states), optimizer],
         ["each rank", format_bytes(memory.total), f"of {degrees.world}; {load}"],
-        ["checkpoint", _tell_both(totals.checkpoint), f"{totals.files} files"],
-        ["state to restore", _tell_both(totals.state), "each byte is read once"],
+        ["checkpoint", _format_both(totals.checkpoint), f"{totals.files} files"],
+        ["state to restore", _format_both(totals.state), "each byte is read once"],
     ]
     lines = [f"to     {degrees.describe()}", f"model  {format_count(options.params)} parameters", ""]
     if degrees.refused:

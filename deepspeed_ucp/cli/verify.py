@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
         try:
             folder, *also = find_folders(options.checkpoint, options.also, comm)
         except CheckpointError as error:
-            return _tell_dangling(options, error)
+            return _report_dangling(options, error)
         found = verify_checkpoint(
             folder,
             comm,
@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
     return OK if found.whole else FAULT
 
 
-def _tell_dangling(options: argparse.Namespace, error: CheckpointError) -> int:
+def _report_dangling(options: argparse.Namespace, error: CheckpointError) -> int:
     """`latest` that leads nowhere, although it is there, is a fault of the checkpoint.
 
     Raises:

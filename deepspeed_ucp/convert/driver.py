@@ -396,7 +396,7 @@ def write_share(work: _Conversion, batches: Sequence[Batch], nbytes: int, checks
         return work.comm.size > 1 and os.path.exists(halt)
 
     with (
-        _tell_others(halt),
+        _halt_others(halt),
         AtomReader(work.index, checksum=work.options.verify) as reader,
         staging.journal(work.comm.rank) as journal,
         work.options.bar(nbytes) as progress,
@@ -432,7 +432,7 @@ class _Finisher:
 
 
 @contextmanager
-def _tell_others(halt: str) -> Iterator[None]:
+def _halt_others(halt: str) -> Iterator[None]:
     """Let the other nodes stop as soon as this one fails, not when they have written their share."""
     try:
         yield

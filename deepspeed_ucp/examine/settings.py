@@ -9,7 +9,7 @@ from ..atoms import AtomicIndex
 from ..errors import ConfigError
 from ..io.opened import explain_failure
 from ..io.store import read_small
-from .values import ABSENT, ValueDifference, is_same, join_alike, tell_value
+from .values import ABSENT, ValueDifference, describe_value, is_same, join_alike
 
 AUTO = "auto"
 """What a trainer is to fill in; a save has what it filled in."""
@@ -46,7 +46,7 @@ def compare_configs(left: Mapping[str, Any], right: Mapping[str, Any]) -> tuple[
         values = [side.get(path, ABSENT) for side in sides]
         if is_same(*values):
             continue
-        a, b = (tell_value(path, value) for value in values)
+        a, b = (describe_value(path, value) for value in values)
         if AUTO in values:
             notes.append(f"ds_config {path}: {a}, {b}; a trainer fills in what is {AUTO}")
         else:

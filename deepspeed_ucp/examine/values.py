@@ -164,7 +164,7 @@ def _compare_clients(left: TorchFile, right: TorchFile) -> tuple[list[ValueDiffe
         if a in (None, ABSENT) and b in (None, ABSENT):
             continue  # DeepSpeed keeps None where it has nothing
         for place, *values in islice(_differ_in_trees(left, right, (str(key), a, b), seen), LIMIT):
-            first, second = (tell_value(place, value) for value in values)
+            first, second = (describe_value(place, value) for value in values)
             if key in _ASIDE:
                 notes.append(f"{place}: {first} → {second}")
             else:
@@ -246,7 +246,7 @@ class _Words(reprlib.Repr):
         return describe(x)
 
 
-def tell_value(path: str, value: Any) -> Any:
+def describe_value(path: str, value: Any) -> Any:
     """A value at a path for a message: in a few words, and hidden where it looks like a secret."""
     return value if value is ABSENT else _shorten(hide_at(path, value))
 

@@ -50,7 +50,7 @@ def _make_optimizer(
     groups = []
     for group in index.run.groups:
         names = [selection.names[name] for name in group.names if name in selection.names]
-        hyper = {**_tell_mode(index), **group.hyper}
+        hyper = {**_find_mode(index), **group.hyper}
         groups.append({**complete_group(hyper, states, group.names), "params": names})
     return {"state": {selection.names[name]: held for name, held in states.items()}, "param_groups": groups}
 
@@ -61,7 +61,7 @@ def _make_scalar(index: AtomicIndex, name: str, value: Any) -> Any:
     return value if dtype is None else torch.tensor(value, dtype=getattr(torch, dtype))
 
 
-def _tell_mode(index: AtomicIndex) -> dict[str, Any]:
+def _find_mode(index: AtomicIndex) -> dict[str, Any]:
     """What DeepSpeed's own Adam does with weight decay where its ds_config tells that it is not AdamW."""
     is_plain = str(index.run.optimizer).lower() == "adam" and index.run.optimizer_params.get("adam_w_mode") is False
     return {"decoupled_weight_decay": False} if is_plain else {}

@@ -29,7 +29,7 @@ from .degrees import Degrees
 from .estimate import LoadTotals, RankFigures, measure_plan
 from .experts import find_moved_experts
 from .sample import Sampler
-from .target import ForecastTarget, foretell_target
+from .target import ForecastTarget, predict_target
 
 MOST_RANKS, MOST_CLAIMS = 64, 100_000
 """Up to which all ranks are planned exactly; beyond, a sample is."""
@@ -136,7 +136,7 @@ def dry_run(
             run.loader = DEEPSPEED
         if not run.differences or degrees.refused:
             return run
-        found = foretell_target(index, degrees, rules)
+        found = predict_target(index, degrees, rules)
     except MismatchError as error:
         run.obstacles.append(f"{error}{_HINT if index.run.topology.tp != degrees.tp else ''}")
         return run

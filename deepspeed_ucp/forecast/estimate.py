@@ -112,7 +112,7 @@ class Times:
     load: float
 
 
-def tell_times(totals: LoadTotals, ranks: Sequence[RankFigures], world: int, speeds: Bandwidths) -> Times:
+def estimate_times(totals: LoadTotals, ranks: Sequence[RankFigures], world: int, speeds: Bandwidths) -> Times:
     """How long reading and exchange take, if nothing but bandwidth counts."""
     aggregate = totals.read / (speeds.read * GIGA)
     share = speeds.read * GIGA / world

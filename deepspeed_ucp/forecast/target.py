@@ -141,7 +141,7 @@ class ForecastTarget:
         return total
 
 
-def foretell_target(
+def predict_target(
     index: AtomicIndex,
     degrees: Degrees,
     rules: Sequence[RuleSet] = (),

@@ -21,7 +21,7 @@ from deepspeed_ucp.forecast.degrees import MAX_GROUP, Degrees, parse_degrees
 from deepspeed_ucp.forecast.dryrun import DryRun, check_batch_size, dry_run, measure
 from deepspeed_ucp.forecast.estimate import measure_plan
 from deepspeed_ucp.forecast.sample import Sampler
-from deepspeed_ucp.forecast.target import EXPERTS, ForecastTarget, foretell_target
+from deepspeed_ucp.forecast.target import EXPERTS, ForecastTarget, predict_target
 from deepspeed_ucp.io import shared
 from deepspeed_ucp.patterns import from_config
 from deepspeed_ucp.sources import open_checkpoint
@@ -155,7 +155,7 @@ def test_it_foretells_what_every_rank_does(source: Topology, target: Topology, t
     folder = write_checkpoint(tmp_path, MODEL, state, source)
     targets = make_targets(MODEL, target)
     index, ranks = load(folder, targets, options)
-    virtual = foretell_target(index, degrees_of(target))
+    virtual = predict_target(index, degrees_of(target))
     compare(index, ranks, predict(index, virtual, options), virtual, options)
 
 
@@ -196,7 +196,7 @@ def compare_trip(held: Held, targets: Sequence[FakeTarget], target: Topology, fo
     options = choose_blocks(case, config)
     index, ranks = load(held.write(folder), targets, options)
     rules, shapes, stages = from_config(config.patterns), live_shapes(targets), live_stages(targets)
-    virtual = foretell_target(index, degrees_of(target), rules, shapes=shapes, stages=stages)
+    virtual = predict_target(index, degrees_of(target), rules, shapes=shapes, stages=stages)
     compare(index, ranks, predict(index, virtual, options), virtual, options)
 
 
@@ -232,7 +232,7 @@ def test_a_part_of_the_work_goes_through_rounds_in_these_cases(tmp_path: Path) -
     source, target = Topology(2, 3, "fp16"), Topology(0, 2, "fp16")
     folder = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 1, precision="fp16"), source)
     index = open_checkpoint(str(folder), Comm())
-    run = predict(index, foretell_target(index, degrees_of(target)), choose_blocks(0))
+    run = predict(index, predict_target(index, degrees_of(target)), choose_blocks(0))
     assert all(rank.rounds > 3 and rank.received and rank.sent for rank in run.ranks)
 
 
@@ -284,7 +284,7 @@ def test_the_checkpoints_stages_are_kept_where_their_number_is(tmp_path: Path) -
     held = draw_state(PIPELINE, Topology(1, 2, tp=2, pp=2))
     held.write(tmp_path)
     index = open_checkpoint(str(tmp_path), Comm())
-    found = foretell_target(index, parse_degrees("dp=1,tp=2,pp=2", index.run.topology))
+    found = predict_target(index, parse_degrees("dp=1,tp=2,pp=2", index.run.topology))
     assert any("own pipeline stages" in text for text in found.assumed)
     live = live_stages(held.make_targets())
     for number, part in enumerate(found.model_ranks):
@@ -295,13 +295,13 @@ def test_experts_are_planned_whole_and_that_is_told(tmp_path: Path) -> None:
     model = Model((Param("dense", (5,)), Param("body.deepspeed_moe.experts.deepspeed_experts.0.w", (6,), group=1)))
     folder = write_checkpoint(tmp_path, model, random_state(model, 1, precision="fp32"), Topology(1, 2))
     index = open_checkpoint(str(folder), Comm())
-    assert EXPERTS in foretell_target(index, parse_degrees("dp=3", index.run.topology)).assumed
+    assert EXPERTS in predict_target(index, parse_degrees("dp=3", index.run.topology)).assumed
     for target, told in (
         ("dp=2,zero=3", "experts are resumed under ZeRO 0, 1 and 2 alone"),
         ("dp=1,tp=2", "at tp > 1"),
     ):
         with pytest.raises(MismatchError, match=told):
-            foretell_target(index, parse_degrees(target, index.run.topology))
+            predict_target(index, parse_degrees(target, index.run.topology))
     spread = index.change(topology=replace(index.run.topology, ep=2))
     assert "ep 2 → 1" in dry_run(spread, parse_degrees("dp=2", spread.run.topology)).differences
 
@@ -310,7 +310,7 @@ def test_a_target_whose_patterns_nothing_settles_is_refused_as_by_the_loader(tmp
     held = draw_state(PLAIN, Topology(2, 1, tp=2))
     index = open_checkpoint(str(held.write(tmp_path)), Comm())
     with pytest.raises(MismatchError, match=r"How tensor parallelism cuts the following is not known \(8 parameters\)"):
-        foretell_target(index, parse_degrees("dp=2,tp=1", index.run.topology))
+        predict_target(index, parse_degrees("dp=2,tp=1", index.run.topology))
 
 
 def foresee_experts(trip: tuple[Case, Topology], case: int) -> None:
@@ -320,7 +320,7 @@ def foresee_experts(trip: tuple[Case, Topology], case: int) -> None:
     with temporary_folder() as folder:
         targets = make_targets(source.model, target)
         index, ranks = load(source.write(folder), targets, options)
-        virtual = foretell_target(index, degrees_of(target))
+        virtual = predict_target(index, degrees_of(target))
         run = predict(index, virtual, options)
         compare(index, ranks, run, virtual, options)
     assert run.totals is not None
@@ -359,7 +359,7 @@ def test_it_foretells_what_rename_rules_make(ep: int, tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, model, random_state(model, 1, precision="bf16"), source)
     options = choose_blocks(0, config)
     index, ranks = load(folder, make_targets(make_experts(fused=False), target), options)
-    virtual = foretell_target(index, degrees_of(target), from_config("autoep"))
+    virtual = predict_target(index, degrees_of(target), from_config("autoep"))
     run = predict(index, virtual, options)
     assert [rank.needed for rank in run.ranks] == [count_wanted(rank) for rank in ranks]
     assert run.totals is not None

@@ -9,11 +9,11 @@ from deepspeed_ucp.forecast.estimate import (
     Bandwidths,
     LoadTotals,
     RankFigures,
+    estimate_times,
     measure_exchange,
     measure_plan,
     measure_scratch,
     spread,
-    tell_times,
 )
 from deepspeed_ucp.plan import Claim, LoadPlan, Part, Request, Round, Send
 
@@ -44,14 +44,14 @@ def test_least_mean_and_most_of_a_figure() -> None:
 
 
 def test_times_at_the_storages_bandwidth() -> None:
-    times = tell_times(TOTALS, RANKS, 2, Bandwidths(1e-6))  # 1000 bytes a second
+    times = estimate_times(TOTALS, RANKS, 2, Bandwidths(1e-6))  # 1000 bytes a second
     assert (times.checkpoint, times.aggregate, times.exchange) == (14.0, 12.6, None)
     assert times.slowest == pytest.approx(16.8)
     assert times.load == times.aggregate
 
 
 def test_one_ranks_bandwidth_can_be_the_limit() -> None:
-    times = tell_times(TOTALS, RANKS, 2, Bandwidths(1e-6, rank=2e-7, net=1e-7))
+    times = estimate_times(TOTALS, RANKS, 2, Bandwidths(1e-6, rank=2e-7, net=1e-7))
     assert times.slowest == pytest.approx(42.0)
     assert times.exchange == pytest.approx(9.0)
     assert times.load == pytest.approx(51.0)
@@ -59,7 +59,7 @@ def test_one_ranks_bandwidth_can_be_the_limit() -> None:
 
 def test_the_textbook_case() -> None:
     totals = LoadTotals(13_800_000_000_000, 1024, 1, 1, 1, 0, 0, 1)
-    assert tell_times(totals, RANKS, 512, Bandwidths(273)).checkpoint == pytest.approx(50.5, abs=0.1)
+    assert estimate_times(totals, RANKS, 512, Bandwidths(273)).checkpoint == pytest.approx(50.5, abs=0.1)
 
 
 def test_scratch_is_of_the_largest_read_per_thread() -> None:

@@ -10,7 +10,7 @@ from deepspeed_ucp.cli import plan as command
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.forecast.degrees import parse_degrees
 from deepspeed_ucp.forecast.outline import OPTIMIZERS, outline_run
-from deepspeed_ucp.forecast.target import foretell_target
+from deepspeed_ucp.forecast.target import predict_target
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.topology import Topology as Saved
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
@@ -26,7 +26,7 @@ def test_figures_are_those_of_a_checkpoint(stage: int, precision: str, tmp_path:
     folder = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 1, precision=precision), topology)
     index = open_checkpoint(str(folder), Comm(), groups="module")
     degrees = parse_degrees(f"dp=4,zero={stage},precision={precision}", index.run.topology)
-    target = foretell_target(index, degrees)
+    target = predict_target(index, degrees)
     found = outline_run(NUMEL, degrees, "adam", 0)
     memory = found.memory
     assert memory.weights + memory.masters + memory.states == target.measure_engine(0)
