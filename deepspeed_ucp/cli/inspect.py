@@ -92,7 +92,7 @@ def _show(options: argparse.Namespace, survey: Survey) -> None:
         detail = detail_parameter(survey, pick_parameter(survey, options.param))
         emit(options, detail, write_detail(detail))
     else:
-        emit(options, survey.to_data(), write_summary(survey, unfold=options.all))
+        emit(options, survey.data, write_summary(survey, unfold=options.all))
     if options.plot and not options.quiet:
         tell(f"ds_ucp: drew {options.plot}")
 

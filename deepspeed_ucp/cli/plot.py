@@ -258,12 +258,12 @@ def _label_rows(axes: Any, drawn: Map, room: int) -> None:
 
 
 def _make_title(survey: Survey) -> str:
-    totals, topology = survey.totals, survey.index.run.topology
-    elements = "" if totals.elements is None else f"{format_count(totals.elements)} parameters, "
+    totals, topology = survey.data["totals"], survey.index.run.topology
+    elements = "" if totals["elements"] is None else f"{format_count(totals['elements'])} parameters, "
     step = survey.index.run.counters.get("global_steps")
     kind = f"atomic, {topology.precision}" if topology.wrapper == "atomic" else topology.describe()
-    name = "/".join(hide_secrets(normalize(survey.folder)).split("/")[-2:])
-    text = f"{name}: {kind} · {elements}{format_bytes(totals.file_bytes)} in {count_of(totals.files, 'file')}"
+    name = "/".join(hide_secrets(normalize(survey.data["folder"])).split("/")[-2:])
+    text = f"{name}: {kind} · {elements}{format_bytes(totals['file_bytes'])} in {count_of(totals['files'], 'file')}"
     return text if step is None else f"{text} · step {step}"
 
 

@@ -14,7 +14,7 @@ from ..sources.findings import Finding
 from .experts import describe_expert, write_layers, write_numbers
 from .parameters import BUFFER, FROZEN, TRAINED, Parameter, find_file, knows_optimizer, sort_states
 from .printing import format_bytes, format_count, format_table
-from .survey import Survey, describe_groups, join_scalars, list_states
+from .survey import Survey
 
 _WIDTH = 100
 """Columns of the values in the report's head."""
@@ -28,7 +28,7 @@ _OFTEN = 12
 
 def write_summary(survey: Survey, *, unfold: bool) -> list[str]:
     """The whole report."""
-    lines = [survey.folder, *_write_head(survey), "", *_write_parameters(survey.parameters, unfold=unfold)]
+    lines = [survey.data["folder"], *_write_head(survey), "", *_write_parameters(survey.parameters, unfold=unfold)]
     if survey.experts:
         lines += ["", *write_layers(survey.experts.values())]
     if survey.index.model.aliases:
@@ -39,20 +39,22 @@ def write_summary(survey: Survey, *, unfold: bool) -> list[str]:
 
 
 def _write_head(survey: Survey) -> list[str]:
-    index, totals = survey.index, survey.totals
-    state = {"masters": totals.masters, "optimizer": totals.states, name_others(index): totals.module}
-    beside = {"model copies": totals.copies, "client": totals.client, "padding": totals.padding, "headers": totals.rest}
-    files = f"{format_bytes(totals.file_bytes)} in {count_of(totals.files, 'file')}"
+    index, totals = survey.index, survey.data["totals"]
+    parts = {"masters": "masters", "optimizer": "states", name_others(index): "module"}
+    state = {name: totals[part] for name, part in parts.items()}
+    parts = {"model copies": "copies", "client": "client", "padding": "padding", "headers": "rest"}
+    beside = {name: totals[part] for name, part in parts.items()}
+    files = f"{format_bytes(totals['file_bytes'])} in {count_of(totals['files'], 'file')}"
     rows = [
         ("written by", _describe_writer(survey)),
         ("step", _describe_step(index)),
-        ("optimizer", _describe_optimizer(index)),
-        *_describe_groups(survey),
+        ("optimizer", _describe_optimizer(survey)),
+        *_describe_groups(survey.data["optimizer"]["groups"]),
         ("loss scale", _describe_scaler(index)),
         ("model", _describe_model(survey)),
         ("state", f"{format_bytes(sum(state.values()))}: {_join_sizes(state)}"),
         ("files", f"{files}; beside the state {_join_sizes(beside)}" if any(beside.values()) else files),
-        ("client state", ", ".join(f"{key} ({kind})" for key, kind in survey.client.items())),
+        ("client state", ", ".join(f"{key} ({kind})" for key, kind in survey.data["client_state"]["keys"].items())),
         ("resume", _describe_resume(index)),
     ]
     folded = [
@@ -76,7 +78,7 @@ def _write_value(value: Any) -> str:
 
 
 def _describe_writer(survey: Survey) -> str:
-    topology, written = survey.index.run.topology, survey.written_by
+    topology, written = survey.index.run.topology, survey.data["written_by"]
     if topology.wrapper == "atomic":
         source = _describe_source(written["source"]) if written["source"] else ""
         return f"{written['tool']}, an atomic checkpoint{source}"
@@ -103,10 +105,11 @@ def _describe_step(index: AtomicIndex) -> str:
     return f"{step} ({', '.join(more)})" if more else step
 
 
-def _describe_optimizer(index: AtomicIndex) -> str:
-    states = list_states(index)
-    name = index.run.optimizer or ("a client optimizer" if states or index.run.groups else "no states")
-    scalars = [f"{key} {_write_range(value)}" for key, value in join_scalars(index).items()]
+def _describe_optimizer(survey: Survey) -> str:
+    told = survey.data["optimizer"]
+    states, groups = told["states"], told["groups"]
+    name = told["name"] or ("a client optimizer" if states or groups else "no states")
+    scalars = [f"{key} {_write_range(value)}" for key, value in told["scalars"].items()]
     return ", ".join([f"{name}: {' '.join(states)}" if states else name, *scalars])
 
 
@@ -117,9 +120,8 @@ def _write_range(value: Any) -> str:
     return f"{min(value):g} to {max(value):g}" if plain else f"{len(value)} values"
 
 
-def _describe_groups(survey: Survey) -> list[tuple[str, str]]:
+def _describe_groups(groups: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     """What all groups share on the first line, then what each has of its own."""
-    groups = describe_groups(survey.index, survey.parameters)
     hypers: list[Mapping[str, Any]] = [group["hyper"] for group in groups]
     shared = {k: v for k, v in hypers[0].items() if all(h.get(k) == v for h in hypers)} if len(hypers) > 1 else {}
     rows = [("", _join(shared))] if shared else []
@@ -139,7 +141,7 @@ def _describe_scaler(index: AtomicIndex) -> str:
 
 
 def _describe_model(survey: Survey) -> str:
-    elements, model = survey.totals.elements, survey.index.model
+    totals, model = survey.data["totals"], survey.index.model
     kinds = [row.kind for row in survey.parameters]
     numbers = {
         f"{kinds.count(FROZEN)} frozen": FROZEN in kinds,
@@ -147,8 +149,8 @@ def _describe_model(survey: Survey) -> str:
         count_of(kinds.count(BUFFER), "buffer"): BUFFER in kinds,
         f"{len(model.instances)} held by several pipeline stages": model.instances,
     }
-    size = "unknown number of" if elements is None else format_count(elements)
-    parameters = count_of(survey.totals.parameters, "parameter")
+    size = "unknown number of" if totals["elements"] is None else format_count(totals["elements"])
+    parameters = count_of(totals["parameters"], "parameter")
     return ", ".join([parameters, f"{size} elements", *(text for text, some in numbers.items() if some)])
 
 

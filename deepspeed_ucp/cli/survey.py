@@ -29,85 +29,20 @@ VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Totals:
-    """Sizes in bytes as stored (replicas of tensor-parallel ranks included), and counts.
-
-    Attributes:
-        parameters: how many, each once.
-        elements: of all parameters, each once; None where a shape is not known.
-        masters, states, copies: bytes of the masters, of the optimizer's states, and of the model's copies.
-        module: bytes of frozen parameters and buffers.
-        client: bytes of the client state's tensors.
-        padding: bytes of the records that are no tensor's: alignment, partitions' ends, replicas that are not read.
-        rest: bytes of the files beyond the records: pickles, zip directories.
-        files, file_bytes: how many files, and their bytes in all.
-    """
-
-    parameters: int
-    elements: int | None
-    masters: int
-    states: int
-    copies: int
-    module: int
-    client: int
-    padding: int
-    rest: int
-    files: int
-    file_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class Survey:
     """A checkpoint as ``inspect`` shows it.
 
     Attributes:
-        files: name → bytes.
         experts: layers of experts, by what the names of their parameters begin with.
-        client: key of the client's state → what kind of value.
-        written_by: ``tool``, ``deepspeed`` version, and of an atomic checkpoint its ``source``.
+        findings: what is odd, or cannot be had.
+        data: all of it, as the JSON has it.
     """
 
-    folder: str
     index: AtomicIndex
     parameters: list[Parameter]
-    files: dict[str, int]
-    totals: Totals
-    client: dict[str, str]
-    written_by: dict[str, Any]
-    findings: list[Finding]
     experts: dict[str, ExpertLayer]
-
-    def to_data(self) -> dict[str, Any]:
-        """For JSON."""
-        run, model = self.index.run, self.index.model
-        topology = {each.name: getattr(run.topology, each.name) for each in fields(run.topology)}
-        optimizer, _, parameters = topology.pop("offload").partition("/")
-        del topology["flats"]
-        return {
-            "inspect": VERSION,
-            "folder": self.folder,
-            "written_by": self.written_by,
-            "topology": {**topology, "offload_optimizer": optimizer, "offload_param": parameters},
-            "counters": run.counters,
-            "optimizer": {
-                "name": run.optimizer,
-                "states": list_states(self.index),
-                "scalars": join_scalars(self.index),
-                "groups": describe_groups(self.index, self.parameters),
-                "loss_scaler": run.scaler,
-                "clip_grad": run.clip_grad,
-            },
-            "totals": self.totals,
-            "experts": list(self.experts.values()),
-            "parameters": self.parameters,
-            "ties": model.aliases,
-            "frozen": [row.name for row in self.parameters if row.kind == FROZEN],
-            "buffers": [row.name for row in self.parameters if row.kind == BUFFER],
-            "instances": model.instances,
-            "client_state": {"file": os.path.basename(run.state_file), "keys": self.client},
-            "files": [{"name": name, "size": size} for name, size in self.files.items()],
-            "findings": self.findings,
-        }
+    findings: list[Finding]
+    data: dict[str, Any]
 
 
 def make_survey(report: FolderReport, rules: Sequence[RuleSet] = ()) -> Survey:
@@ -121,21 +56,41 @@ def make_survey(report: FolderReport, rules: Sequence[RuleSet] = ()) -> Survey:
         CheckpointError: the state file, or the manifest, is damaged.
     """
     index = report.index or report.require()
-    settled = settle_index(index, rules)
+    run, settled, experts = index.run, settle_index(index, rules), list_layers(index)
     rows, files = list_parameters(index, settled), _list_files(report)
     client, version = _read_client_keys(index)
     findings = [*_find_limits(index, rows, settled, rules), *list_findings(report)]
-    written = {"deepspeed": version or None, **_find_writer(index, report.folder)}
-    totals, experts = count_totals(index, files, rows), list_layers(index)
-    return Survey(report.folder, index, rows, files, totals, client, written, findings, experts)
+    topology = {each.name: getattr(run.topology, each.name) for each in fields(run.topology) if each.name != "flats"}
+    optimizer, _, parameters = topology.pop("offload").partition("/")
+    data = {
+        "inspect": VERSION,
+        "folder": report.folder,
+        "written_by": {"deepspeed": version or None, **_find_writer(index, report.folder)},
+        "topology": {**topology, "offload_optimizer": optimizer, "offload_param": parameters},
+        "counters": run.counters,
+        "optimizer": {
+            "name": run.optimizer,
+            "states": sorted({key.state for key in index.stored.atoms} - {MASTER, MODULE, COPY}),
+            "scalars": _join_scalars(index),
+            "groups": _describe_groups(index, rows),
+            "loss_scaler": run.scaler,
+            "clip_grad": run.clip_grad,
+        },
+        "totals": _count_totals(index, files, rows),
+        "experts": list(experts.values()),
+        "parameters": rows,
+        "ties": index.model.aliases,
+        "frozen": [row.name for row in rows if row.kind == FROZEN],
+        "buffers": [row.name for row in rows if row.kind == BUFFER],
+        "instances": index.model.instances,
+        "client_state": {"file": os.path.basename(run.state_file), "keys": client},
+        "files": [{"name": name, "size": size} for name, size in files.items()],
+        "findings": findings,
+    }
+    return Survey(index, rows, experts, findings, data)
 
 
-def list_states(index: AtomicIndex) -> list[str]:
-    """The optimizer's element-wise states by its own names, without masters."""
-    return sorted({key.state for key in index.stored.atoms} - {MASTER, MODULE, COPY})
-
-
-def join_scalars(index: AtomicIndex) -> dict[str, Any]:
+def _join_scalars(index: AtomicIndex) -> dict[str, Any]:
     """Per scalar of the optimizer its value, or the list of its values where parameters differ."""
     found: dict[str, dict[Any, None]] = defaultdict(dict)
     for scalars in index.run.scalars.values():
@@ -144,7 +99,7 @@ def join_scalars(index: AtomicIndex) -> dict[str, Any]:
     return {name: next(iter(values)) if len(values) == 1 else list(values) for name, values in found.items()}
 
 
-def describe_groups(index: AtomicIndex, rows: Iterable[Parameter]) -> list[dict[str, Any]]:
+def _describe_groups(index: AtomicIndex, rows: Iterable[Parameter]) -> list[dict[str, Any]]:
     """Per param group its hyper-parameters and how many parameters and elements it has."""
     sizes = {row.param: row.numel for row in rows}
     numels = [[sizes.get(param) for param in group.members] for group in index.run.groups]
@@ -159,8 +114,18 @@ def _sum_known(numels: Sequence[int | None]) -> int | None:
     return sum(known) if len(known) == len(numels) else None
 
 
-def count_totals(index: AtomicIndex, files: Mapping[str, int], rows: Iterable[Parameter]) -> Totals:
-    """Counts and sizes."""
+def _count_totals(index: AtomicIndex, files: Mapping[str, int], rows: Iterable[Parameter]) -> dict[str, int | None]:
+    """Sizes in bytes as stored (replicas of tensor-parallel ranks included), and counts.
+
+    Returns:
+        parameters, elements: how many, each once; no elements where a shape is not known.
+        masters, states, copies: bytes of the masters, of the optimizer's states, and of the model's copies.
+        module: bytes of frozen parameters and buffers.
+        client: bytes of the client state's tensors.
+        padding: bytes of the records that are no tensor's: alignment, partitions' ends, replicas that are not read.
+        rest: bytes of the files beyond the records: pickles, zip directories.
+        files, file_bytes: how many files, and their bytes in all.
+    """
     sums: dict[str, int] = defaultdict(int)
     covered: set[tuple[int, int, int]] = set()
     for key, atom in index.stored.atoms.items():
@@ -170,19 +135,19 @@ def count_totals(index: AtomicIndex, files: Mapping[str, int], rows: Iterable[Pa
     parameters = [row for row in rows if row.kind != BUFFER and not row.instance]
     client = sum(index.stored.records[record].nbytes for record in index.run.client_records)
     records, file_bytes = sum(r.nbytes for r in index.stored.records), sum(files.values())
-    return Totals(
-        parameters=len(parameters),
-        elements=_sum_known([row.numel for row in parameters]),
-        masters=sums[MASTER],
-        states=sums[""],
-        copies=sums[COPY],
-        module=sums[MODULE],
-        client=client,
-        padding=max(0, records - client - sum(nbytes for _, _, nbytes in covered)),
-        rest=file_bytes - records,
-        files=len(files),
-        file_bytes=file_bytes,
-    )
+    return {
+        "parameters": len(parameters),
+        "elements": _sum_known([row.numel for row in parameters]),
+        "masters": sums[MASTER],
+        "states": sums[""],
+        "copies": sums[COPY],
+        "module": sums[MODULE],
+        "client": client,
+        "padding": max(0, records - client - sum(nbytes for _, _, nbytes in covered)),
+        "rest": file_bytes - records,
+        "files": len(files),
+        "file_bytes": file_bytes,
+    }
 
 
 def _list_files(report: FolderReport) -> dict[str, int]:
