@@ -38,8 +38,8 @@ from deepspeed_ucp.load.prepare import Work, prepare
 from deepspeed_ucp.load.transfer import negotiate, spare_engine
 from deepspeed_ucp.patterns import from_config
 from deepspeed_ucp.plan import LoadPlan, ReadSizes, address_claims
-from deepspeed_ucp.plan.claims import GRANTED
-from deepspeed_ucp.plan.rounds import MIN_DIRECT, Near
+from deepspeed_ucp.plan.claims import SELF_READ
+from deepspeed_ucp.plan.rounds import MIN_DIRECT, SameNode
 from deepspeed_ucp.sources import open as opening
 from deepspeed_ucp.sources import places
 from deepspeed_ucp.sources.open import open_checkpoint
@@ -92,7 +92,7 @@ def stand_in(entries: Mapping[str, int], read: Any) -> Iterator[None]:
 
 def _fill_in_place(buffer: Buffer) -> bool:
     """As before the first step, when masters are what their copies make."""
-    buffer.fresh = True
+    buffer.uncommitted = True
     return True
 
 
@@ -194,13 +194,13 @@ def _exchange(plan: LoadPlan, comm: ToldComm) -> None:
     for each in plan.rounds:
         for step in range(each.steps):
             comm.run(int)
-            sends, claims = each.pick_step(comm.rank, True, step, plan.near)
+            sends, claims = each.pick_step(comm.rank, step, plan.same_node)
             received, sent = (sum(one.nbytes for ones in part for one in ones) for part in (claims, sends))
             comm.note("rounds", received, sent)
     comm.run(int)
 
 
-def find_near(rank: int, ranks: int) -> Near:
+def find_near(rank: int, ranks: int) -> SameNode:
     """The ranks of one rank's machine, which see its staging memory."""
     return np.arange(ranks) // PER_NODE == rank // PER_NODE
 
@@ -240,9 +240,8 @@ class Planner:
                 )
             with self.phase("claims, judgement, plan"):
                 spare_engine(work.into.buffers, WINDOW, comm, apart=False)
-                fresh = [sink.fresh for sink in work.into.sinks]
                 near = find_near(self.rank, job.ranks)
-                plan = negotiate(work.wants, fresh, work.index, comm, SIZES, near)
+                plan = negotiate(work.wants, work.index, comm, SIZES, near)
             planned_in, clock_seconds = dict(self.phases), time.perf_counter() - began
             peak = peak_resident_bytes() - before
             with self.phase("behind the plan"):
@@ -277,7 +276,7 @@ class Planner:
     def _answer(self, answers: list[Any]) -> list[Any]:
         """Other owners grant long claims and serve short ones in the first round, as nearly all would."""
         told = [
-            np.stack([np.where(each, GRANTED, 0), np.zeros_like(each)], 1).astype(np.int64) for each in self._granted
+            np.stack([np.where(each, SELF_READ, 0), np.zeros_like(each)], 1).astype(np.int64) for each in self._granted
         ]
         return [answers[rank] if rank == self.rank else each for rank, each in enumerate(told)]
 

@@ -17,7 +17,7 @@ from grid import PER_NODE
 from deepspeed_ucp.atoms import AtomicIndex
 from deepspeed_ucp.forecast.target import ForecastTarget
 from deepspeed_ucp.plan import Blocks, ReadSizes, Request, decide, list_claims
-from deepspeed_ucp.plan.claims import GRANTED, Part
+from deepspeed_ucp.plan.claims import SELF_READ, Part
 from deepspeed_ucp.plan.rounds import order_reads
 
 Ints = npt.NDArray[np.int64]
@@ -70,15 +70,12 @@ def plan_all(
 
 
 def _claim_all(target: ForecastTarget, sizes: ReadSizes, plans: Sequence[RankPlan], say: Callable[[str], None]) -> Ints:
-    """Rows (rank, record, offset, run, step, count, fresh)."""
+    """Rows (rank, record, offset, run, step, count)."""
     tables = []
     for rank in range(target.ranks):
         wants = target.wants(rank)
-        rows = [
-            (rank, c.record, c.offset, c.run, c.step, c.count, c.fresh)
-            for c in list_claims(wants.wants, wants.is_fresh, sizes.block)
-        ]
-        tables.append(np.array(rows, np.int64).reshape(-1, 7))
+        rows = [(rank, c.record, c.offset, c.run, c.step, c.count) for c in list_claims(wants.wants, sizes.block)]
+        tables.append(np.array(rows, np.int64).reshape(-1, 6))
         plans[rank].wanted = int((tables[-1][:, 3] * tables[-1][:, 5]).sum())
         if rank and not rank % 1024:
             say(f"  {rank} ranks have claimed")
@@ -113,7 +110,7 @@ def _decide_one(
     near = ranks // PER_NODE == owner // PER_NODE
     decision = decide(tables, blocks, owned, sizes, near, owner - owner % PER_NODE)
     for rank, table, told in zip(ranks.tolist(), tables, decision.answers, strict=True):
-        for record, offset, run, *_ in table[told[:, 0] == GRANTED].tolist():
+        for record, offset, run, *_ in table[told[:, 0] == SELF_READ].tolist():
             granted[rank].append(Request(record, offset, run, _NONE))
     granted[owner].extend(decision.unclaimed)
     for each in decision.rounds:

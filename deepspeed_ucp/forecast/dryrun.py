@@ -206,7 +206,7 @@ def measure(
     wants = list_all_wants(target, exact, sizes.block)
     run.exact = bool(wants)
     if wants:
-        claims = [list_claims(each.wants, each.is_fresh, sizes.block) for each in wants.values()]
+        claims = [list_claims(each.wants, sizes.block) for each in wants.values()]
         files = [record.file for record in index.stored.records]
         plans = plan_ranks(claims, index.stored.records, sizes)
         found = {rank: measure_plan(plan, rank, files, threads) for rank, plan in enumerate(plans)}

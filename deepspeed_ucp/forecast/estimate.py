@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 
 from ..plan import LoadPlan, Request
 
@@ -163,8 +162,8 @@ def measure_exchange(plan: LoadPlan, rank: int) -> int:
     """Most memory that rounds of exchange take: staged for two of the largest, packed and received in a step."""
     moved = 0
     for each in plan.rounds:
-        for step, fresh in product(range(each.steps), (True, False)):
-            sends, claims = each.pick_step(rank, fresh, step, plan.near)
+        for step in range(each.steps):
+            sends, claims = each.pick_step(rank, step, plan.same_node)
             nbytes = [send.nbytes for one in sends for send in one] + [claim.nbytes for one in claims for claim in one]
             moved = max(moved, sum(nbytes))
     return 2 * max((each.staged for each in plan.rounds), default=0) + moved

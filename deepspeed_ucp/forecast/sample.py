@@ -16,18 +16,15 @@ from operator import itemgetter
 
 import numpy as np
 
-from ..atoms import ITEMSIZE, MASTER, AtomicIndex, ParamKey
+from ..atoms import ITEMSIZE, AtomicIndex, ParamKey
 from ..flat import FlatBuffer, Span
 from ..patterns import Run, restrict_source
 from ..plan import OwnerPlan, ReadSizes, Request, Round, decide
-from ..plan.claims import GRANTED, Blocks, Claim, address_claims, list_claims
+from ..plan.claims import SELF_READ, Blocks, Claim, address_claims, list_claims
 from ..plan.locate import Want, locate
 from ..plan.wants import Wants, view_shards
 from .estimate import measure_scratch
 from .target import ForecastTarget
-
-LIVE, FRESH = 0, 1
-"""Numbers that stand for all buffers of the engine, and for all memory that is not part of it yet."""
 
 Block = tuple[int, int]
 """(record, number of the block in it)."""
@@ -85,12 +82,10 @@ class Sampler:
     def _want_whole(self, param: ParamKey, numel: int, tp_rank: int) -> Iterator[Want]:
         """All of a target shard of a parameter with its states, source shard by source shard."""
         layouts = self.target.layouts.get(param.name)
-        is_mean = layouts is not None and layouts[0].mean  # replicas are read into memory of their own
-        for number, atom in enumerate(self.target.atoms[param]):
-            is_fresh = number or is_mean or (atom.state == MASTER and self.target.fills_in_place)
+        for atom in self.target.atoms[param]:
             for view in view_shards(layouts, tp_rank):
                 one = [view] if view is None else [replace(view, shards=(shard,)) for shard in view.shards]
-                yield from (Want(atom, 0, numel, FRESH if is_fresh else LIVE, 0, each) for each in one)
+                yield from (Want(atom, 0, numel, 0, 0, each) for each in one)
 
     def count_bytes(self) -> int:
         """Bytes that all ranks together read: those of every record of which some rank wants something."""
@@ -103,15 +98,15 @@ class Sampler:
             wants: of the rank.
             threads: reading threads.
         """
-        mine = list_claims(wants.wants, wants.is_fresh, self.block)
+        mine = list_claims(wants.wants, self.block)
         owned = list(self.blocks.owned(rank, self.touched))
         others = {(claim.record, claim.offset // self.block) for claim in mine}.difference(owned)
-        granted, own, serving, kept = self._decide(owned, rank)
-        granted += self._decide(sorted(others), rank)[0]
-        reads = [Request(claim.record, claim.offset, claim.nbytes, claim.parts) for claim in granted]
+        self_read, own, serving, kept = self._decide(owned, rank)
+        self_read += self._decide(sorted(others), rank)[0]
+        reads = [Request(claim.record, claim.offset, claim.nbytes, claim.parts) for claim in self_read]
         reads += own.unclaimed + serving.reads
         sent = serving.sent - kept
-        received = sum(claim.nbytes for claim in mine) - sum(claim.nbytes for claim in granted) - kept
+        received = sum(claim.nbytes for claim in mine) - sum(claim.nbytes for claim in self_read) - kept
         moved, share = (serving.staged, sent, received), self.sizes.share
         return {
             "read": sum(request.nbytes for request in reads),
@@ -127,7 +122,7 @@ class Sampler:
         """What the owners of some blocks, as if they were one rank, decide.
 
         Returns:
-            A rank's claims that are granted; the whole plan; its one round; the bytes that the rank gets in that.
+            A rank's claims that it reads itself; the whole plan; its one round; the bytes that the rank gets in that.
         """
         claims = self.list_claims(set(chosen))
         claims.setdefault(rank, [])
@@ -136,9 +131,9 @@ class Sampler:
         plan = decide(tables, self.blocks, chosen, replace(self.sizes, share=_ENDLESS))
         at = list(claims).index(rank)
         told = plan.answers[at][:, 0].tolist()
-        granted = [claim for claim, answer in zip(claims[rank], told, strict=True) if answer == GRANTED]
+        self_read = [claim for claim, answer in zip(claims[rank], told, strict=True) if answer == SELF_READ]
         serving = plan.rounds[0] if plan.rounds else Round.idle(len(claims))
-        return granted, plan, serving, sum(send.nbytes for send in serving.sends[at])
+        return self_read, plan, serving, sum(send.nbytes for send in serving.sends[at])
 
     def list_claims(self, chosen: set[Block]) -> dict[int, list[Claim]]:
         """All ranks' claims on some blocks."""
@@ -149,9 +144,7 @@ class Sampler:
                     wants[rank].append(want)
         return {
             rank: [
-                claim
-                for claim in list_claims(held, lambda buffer: buffer == FRESH, self.block)
-                if (claim.record, claim.offset // self.block) in chosen
+                claim for claim in list_claims(held, self.block) if (claim.record, claim.offset // self.block) in chosen
             ]
             for rank, held in wants.items()
         }

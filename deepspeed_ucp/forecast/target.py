@@ -78,11 +78,6 @@ class ForecastTarget:
         """World size."""
         return self.degrees.world
 
-    @property
-    def fills_in_place(self) -> bool:
-        """Whether a fresh engine's masters can be made again, of their copies, so that they are filled at once."""
-        return self.degrees.wrapper != "torch"
-
     def place(self, rank: int) -> tuple[int, int, int]:
         """(pipeline stage, rank among those that ZeRO partitions over, tensor-parallel rank)."""
         rest, tp_rank = divmod(rank, self.degrees.tp)
@@ -101,10 +96,7 @@ class ForecastTarget:
             [replace(each, part=each.buffer.find_part(dp_rank)) for each in buffers if each.buffer.is_on(dp_rank)]
             for buffers in (held.layout.flats, held.layout.tensors)
         )
-        wants = list_wants(self.index, TargetLayout(flats, tensors), held.match, self.layouts, with_states=True)
-        if self.fills_in_place:
-            wants.buffers = [replace(each, fresh=each.fresh or each.home[0] == MASTER) for each in wants.buffers]
-        return wants
+        return list_wants(self.index, TargetLayout(flats, tensors), held.match, self.layouts, with_states=True)
 
     def list_params(self) -> list[ParamKey]:
         """The checkpoint's parameters that some rank holds."""

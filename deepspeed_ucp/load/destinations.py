@@ -12,7 +12,7 @@ from ..flat import Span, find_gaps
 from ..io.cast import average
 from ..io.memory import allocate
 from ..plan import Part
-from ..plan.wants import Home, Mean, Wants
+from ..plan.wants import Mean, Slot, Wants
 
 
 class Buffer:
@@ -24,26 +24,26 @@ class Buffer:
 
     Args:
         tensor: the destination, any shape and device.
-        fresh: it is not part of the engine yet, so that it may be filled before all is verified.
+        uncommitted: it is not part of the engine yet, so that it may be filled before all is verified.
         spans: ranges of elements [low, high) that will be filled.
         in_file: its memory is a file's.
         copies: 1-D, one after the other what the tensor's values may have been made from; none if unknown.
 
     Attributes:
-        fresh: the same of ``memory``.
+        uncommitted: the same of ``memory``: until all ranks have agreed only such memory is written to.
     """
 
     def __init__(
         self,
         tensor: torch.Tensor,
-        fresh: bool,
+        uncommitted: bool,
         spans: Iterable[Span] = (),
         *,
         in_file: bool = False,
         copies: Sequence[torch.Tensor] = (),
     ) -> None:
         is_flat, self.in_file = tensor.dim() == 1 and tensor.is_contiguous(), in_file
-        self.tensor, self.fresh, self.spans = tensor, fresh or not is_flat, spans
+        self.tensor, self.uncommitted, self.spans = tensor, uncommitted or not is_flat, spans
         self._memory = tensor if is_flat else None
         self._bytes: memoryview | None = None
         self._copies = copies
@@ -67,7 +67,7 @@ class Buffer:
     def is_untouched(self) -> bool:
         """Whether the memory is the host's, and is filled for the first time."""
         in_file = self.in_file and self.memory is self.tensor
-        return self.fresh and not self._origin and not in_file and self.memory.device.type == "cpu"
+        return self.uncommitted and not self._origin and not in_file and self.memory.device.type == "cpu"
 
     def fill_in_place(self) -> bool:
         """Fill the tensor's own memory before all is verified, if what it holds can be made again to the bit.
@@ -78,8 +78,8 @@ class Buffer:
             return False
         zeros = self.tensor.new_zeros(1).expand(self.tensor.numel())
         self._origin = next((made for made in ([zeros], self._copies) if _is_made_from(self.tensor, made)), ())
-        self.fresh = bool(self._origin)
-        return self.fresh
+        self.uncommitted = bool(self._origin)
+        return self.uncommitted
 
     def undo(self) -> None:
         """Give back the values that were filled over in place."""
@@ -88,7 +88,7 @@ class Buffer:
 
     def stage_aside(self) -> None:
         """Fill other memory, of the host, instead of the tensor's own."""
-        self._memory, self._bytes, self.fresh = None, None, True
+        self._memory, self._bytes, self.uncommitted = None, None, True
 
     def _allocate(self) -> torch.Tensor:
         memory = allocate_tensor(self.tensor.numel(), self.tensor.dtype)
@@ -153,11 +153,6 @@ class TensorSink:
         self.buffer, self.stored = buffer, getattr(torch, stored)
         self.itemsize = buffer.tensor.element_size()
 
-    @property
-    def fresh(self) -> bool:
-        """The memory is not part of the engine (yet)."""
-        return self.buffer.fresh
-
     def view(self, position: int, nbytes: int) -> memoryview | None:
         """The tensor's memory from element ``position`` on, or None where bytes must be converted or moved."""
         tensor = self.buffer.tensor
@@ -205,10 +200,14 @@ class Destinations:
     blanks: list[tuple[int, int, int]] = field(default_factory=list)
     means: list[Mean] = field(default_factory=list)
 
-    def zero_blanks(self, *, fresh: bool) -> None:
-        """Zero what no atom fills, of fresh memory or of live buffers."""
+    def pick_sinks(self, *, uncommitted: bool) -> list[TensorSink | None]:
+        """What a pass fills: the first one uncommitted memory, the second one all other."""
+        return [sink if sink.buffer.uncommitted == uncommitted else None for sink in self.sinks]
+
+    def zero_blanks(self, *, uncommitted: bool) -> None:
+        """Zero what no atom fills, of what a pass fills."""
         for number, low, high in self.blanks:
-            if self.buffers[number].fresh == fresh:
+            if self.buffers[number].uncommitted == uncommitted:
                 self.buffers[number].memory[low:high].zero_()
 
     def undo(self) -> None:
@@ -226,19 +225,19 @@ class Destinations:
 
 
 def bind(
-    wants: Wants, tensors: Mapping[Home, torch.Tensor], copies: Mapping[Home, Sequence[torch.Tensor]] | None = None
+    wants: Wants, tensors: Mapping[Slot, torch.Tensor], copies: Mapping[Slot, Sequence[torch.Tensor]] | None = None
 ) -> Destinations:
     """Give every buffer of the wants its tensor.
 
     Args:
-        tensors: the live ones, and fresh ones for states; memory that is not among them is made.
+        tensors: the live ones, and new ones for states; memory that is not among them is made.
         copies: of the live ones what their values may have been made from.
     """
     buffers = []
     for spec, spans in zip(wants.buffers, wants.list_spans(), strict=True):
-        known = tensors.get(spec.home)
+        known = tensors.get(spec.slot)
         tensor = torch.empty(spec.numel, dtype=getattr(torch, spec.dtype)) if known is None else known
-        made_from = (copies or {}).get(spec.home, ())
-        buffers.append(Buffer(tensor, spec.fresh, spans, in_file=spec.in_file, copies=made_from))
+        made_from = (copies or {}).get(spec.slot, ())
+        buffers.append(Buffer(tensor, not spec.live, spans, in_file=spec.in_file, copies=made_from))
     sinks = [TensorSink(buffers[number], stored) for number, stored in wants.sinks]
     return Destinations(buffers, sinks, wants.blanks, wants.means)

@@ -1,4 +1,4 @@
-"""Carries a plan out: reads, checksums, staging memory and the exchange between ranks, in two passes."""
+"""Carries plans out, one for each pass: reads, checksums, staging memory and the exchange between ranks."""
 
 from __future__ import annotations
 
@@ -32,6 +32,9 @@ from .uploads import choose_uploads
 logger = logging.getLogger("deepspeed_ucp")
 
 Bytes = npt.NDArray[Any]
+Sinks = Sequence[Sink | None]
+"""By number what a pass fills; None is left as it is."""
+
 T = TypeVar("T")
 
 _ATTEMPTS = 3
@@ -40,11 +43,11 @@ _PAUSE = 0.2
 
 
 class CollectiveReader:
-    """Reads what one rank's plan says, together with the other ranks.
+    """Reads what one rank's plans say, together with the other ranks.
 
     Args:
         into: where bytes go, and what is zeroed first.
-        plan: of this rank.
+        passes: this rank's plan of each; a second one, if any, is of what the first one leaves out.
         config: window, threads, verification.
         stages: by rank, the memory that it stages bytes in, for two rounds; None of those whose memory is not seen.
 
@@ -57,13 +60,12 @@ class CollectiveReader:
         self,
         index: AtomicIndex,
         into: Destinations,
-        plan: LoadPlan,
+        passes: Sequence[LoadPlan],
         comm: Comm,
         config: UniversalConfig,
         stages: Sequence[memoryview | None],
     ) -> None:
-        self.index, self.into, self.plan, self.comm, self.stages = index, into, plan, comm, stages
-        self.sinks = into.sinks
+        self.index, self.into, self.passes, self.comm, self.stages = index, into, passes, comm, stages
         window = config.window_mb << 20
         threads = config.threads or count_readers(index.run.state_file)
         self.threads = ReadSizes.within(window).limit_threads(threads, window)
@@ -75,40 +77,40 @@ class CollectiveReader:
         self.pages = LargePages()
         for memory in (buffer.memory for buffer in into.buffers if buffer.is_untouched):
             self.pages.add(memory.data_ptr(), memory.nbytes)
-        staged = (request for each in plan.rounds for request in each.pick_reads(fresh=False))
-        self.staged_again = {(request.record, request.offset) for request in staged} if self.checksum else set()
-        self.is_one_machine = plan.near is not None and bool(plan.near.all())  # then so it is on every rank
+        again = (request for plan in passes[1:] for request in plan.requests if self.checksum)
+        self.again = {(request.record, request.offset) for request in again}
+        self.same_node = passes[0].same_node
+        self.is_one_machine = self.same_node is not None and bool(self.same_node.all())  # then so it is on every rank
         self.checks = Checks()
         self.files: dict[str, tuple[int, float]] = {}
 
-    def read_fresh(self) -> list[Checked]:
-        """Pass 1: fresh memory is filled, everything is checksummed; collective.
-
-        Without checksums only what fresh memory needs is read.
-        """
-        read = self._run_pass(fresh=True, everything=self.checksum)
+    def read_first(self) -> list[Checked]:
+        """Pass 1: uncommitted memory is filled, everything is checksummed; collective."""
+        read = self._run_pass(self.passes[0], uncommitted=True)
         self.checks.add(read)
         return read
 
-    def fill_live(self) -> list[Checked]:
-        """Pass 2: the live buffers; collective. Their bytes have to be the ones that were verified.
+    def read_rest(self) -> list[Checked]:
+        """Pass 2, if there is one: the engine's own memory, when all ranks have agreed; collective.
 
-        What cannot be read is tried again: storage over a network may fail for a moment.
+        Its bytes have to be the ones that were verified. What cannot be read is tried again: storage over a network may
+        fail for a moment.
 
         Raises:
             UcpError: some of it cannot be read, or a file changed in between; the buffers hold a part of it then.
         """
         for attempt in range(_ATTEMPTS - 1):
             try:
-                return self._fill_live()
+                return self._read_again()
             except UcpError as error:  # the same on every rank
                 logger.warning("reading into the engine's buffers failed, trying again: %s", error)
                 time.sleep(attempt + _PAUSE)
-        return self._fill_live()
+        return self._read_again()
 
-    def _fill_live(self) -> list[Checked]:
-        read = self._run_pass(fresh=False, everything=False)
-        self.comm.run(lambda: self._compare(read))
+    def _read_again(self) -> list[Checked]:
+        read = [check for plan in self.passes[1:] for check in self._run_pass(plan, uncommitted=False)]
+        if self.passes[1:]:
+            self.comm.run(lambda: self._compare(read))
         return read
 
     def _compare(self, again: Sequence[Checked]) -> None:
@@ -120,23 +122,23 @@ class CollectiveReader:
             path = self.index.stored.files[self.index.stored.records[min(changed).record].file].path
             raise CheckpointError(f"{path}: was written to while it was being loaded.")
 
-    def _run_pass(self, *, fresh: bool, everything: bool) -> list[Checked]:
-        steps = [(number, step) for number, each in enumerate(self.plan.rounds) for step in range(each.steps)]
-        direct = [r for r in self.plan.direct if everything or self._feeds(r, fresh)]
-        shares = self._share_out(direct, len(steps) + 1)
+    def _run_pass(self, plan: LoadPlan, *, uncommitted: bool) -> list[Checked]:
+        steps = [(number, step) for number, each in enumerate(plan.rounds) for step in range(each.steps)]
+        shares = self._share_out(plan.direct, len(steps) + 1)
+        sinks = self.into.pick_sinks(uncommitted=uncommitted)  # bytes for the others are read for their checksums
         checks, arrived = list[Checked](), list[_Arrived]()
-        self.comm.run(lambda: self._begin(fresh=fresh))
+        self.comm.run(lambda: self._begin(uncommitted=uncommitted))
         with self._open_reader() as reader:
             for turn, (number, step) in enumerate(steps):
-                each, share = self.plan.rounds[number], shares[turn]
-                staged = [] if step else each.reads if everything else each.pick_reads(fresh)
-                sends, claims = each.pick_step(self.comm.rank, fresh, step, self.plan.near)
-                work = partial(self._take_step, reader, [*staged, *share], arrived, fresh, number, sends, claims)
+                each = plan.rounds[number]
+                requests = [*(() if step else each.reads), *shares[turn]]
+                sends, claims = each.pick_step(self.comm.rank, step, self.same_node)
+                work = partial(self._take_step, reader, requests, arrived, sinks, number, sends, claims)
                 more, packed, into = self.comm.run(work)
                 checks += more
                 arrived = list(_list_sent(claims, self._swap(packed, sends, claims, into)))
-                arrived += [] if step else self._list_staged(each.pick_near(fresh, self.plan.near), number)
-            checks += self.comm.run(partial(self._end, reader, shares[-1], arrived, fresh))
+                arrived += [] if step else self._list_staged(each.pick_shared(self.same_node), number)
+            checks += self.comm.run(partial(self._end, reader, shares[-1], arrived, sinks))
             self._note_files(reader)
         return checks
 
@@ -151,14 +153,14 @@ class CollectiveReader:
             return [_cut(direct, turn, turns) for turn in range(turns)]
         return [*([] for _ in range(turns - 1)), direct]
 
-    def _begin(self, *, fresh: bool) -> None:
-        self.into.zero_blanks(fresh=fresh)
+    def _begin(self, *, uncommitted: bool) -> None:
+        self.into.zero_blanks(uncommitted=uncommitted)
         self.uploads.begin()
 
     def _end(
-        self, reader: RecordReader, requests: Sequence[Request], arrived: Sequence[_Arrived], fresh: bool
+        self, reader: RecordReader, requests: Sequence[Request], arrived: Sequence[_Arrived], sinks: Sinks
     ) -> list[Checked]:
-        checks = self._work(reader, requests, arrived, fresh)
+        checks = self._work(reader, requests, arrived, sinks)
         self.uploads.finish()
         reader.confirm()
         return checks
@@ -174,17 +176,15 @@ class CollectiveReader:
         return CopyReader(self.index.stored, checksum=self.checksum, **options)
 
     def _is_read_again(self, request: Request) -> bool:
-        """Whether pass 2 reads some of it as well: live buffers', or what is staged for some rank's."""
-        return self.checksum and (
-            self._feeds(request, fresh=False) or (request.record, request.offset) in self.staged_again
-        )
+        """Whether the second pass reads it as well, so that it is to stay in the page cache."""
+        return (request.record, request.offset) in self.again
 
     def _take_step(
         self,
         reader: RecordReader,
         requests: Sequence[Request],
         arrived: Sequence[_Arrived],
-        fresh: bool,
+        sinks: Sinks,
         number: int,
         sends: Sequence[Sequence[Send]],
         claims: Sequence[Sequence[Claim]],
@@ -195,7 +195,7 @@ class CollectiveReader:
         that it has taken what was there two rounds ago.
         """
         stage = self._find_stage(self.comm.rank, number)
-        checks = self._work(reader, requests, arrived, fresh, MemorySink(stage))
+        checks = self._work(reader, requests, arrived, sinks, MemorySink(stage))
         return checks, _pack(stage, sends), np.empty(sum(_count_bytes(claims)), np.uint8)
 
     def _work(
@@ -203,12 +203,11 @@ class CollectiveReader:
         reader: RecordReader,
         requests: Sequence[Request],
         arrived: Sequence[_Arrived],
-        fresh: bool,
+        sinks: Sinks,
         stage: Sink | None = None,
     ) -> list[Checked]:
         """Carry out reads and copies by the same threads, the reads first: most of their time is waiting."""
-        sinks: list[Sink | None] = [sink if sink.fresh == fresh else None for sink in self.sinks]
-        sinks += [stage, None]  # STAGE and DISCARD are the last
+        every = [*sinks, stage, None]  # STAGE and DISCARD are the last
         checks: list[Checked] = []
 
         def work(turn: Iterator[list[Request] | _Arrived]) -> None:
@@ -218,10 +217,10 @@ class CollectiveReader:
                     if isinstance(job, _Arrived):
                         nbytes = job.claim.nbytes
                         with self.uploads.pool.lend() as scratch:
-                            self._store(job.claim, job.collect(scratch, anew=self.uploads.go_on))
+                            job.store(sinks, scratch, anew=self.uploads.go_on)
                     else:
                         nbytes = sum(request.nbytes for request in job)
-                        checks.extend(reader.read_group(job, sinks))
+                        checks.extend(reader.read_group(job, every))
                     self.pages.note(nbytes, time.thread_time() - begin)
 
         jobs: list[list[Request] | _Arrived] = [*reader.group(requests), *arrived]
@@ -229,32 +228,21 @@ class CollectiveReader:
             run_threads(jobs, work, self.threads)
         return checks
 
-    def _store(self, claim: Claim, data: memoryview) -> None:
-        """Take a claim's bytes, one run behind the other."""
-        position = 0
-        for part in claim.parts:
-            self.sinks[part.buffer].store(part, data[position : position + part.nbytes])
-            position += part.nbytes
-
     def _find_stage(self, rank: int, number: int) -> memoryview:
-        """The part of a near rank's staging memory that a round takes."""
+        """The part of a rank's staging memory, on this node, that a round takes."""
         memory = self.stages[rank] or memoryview(b"")
         half = memory.nbytes // 2
         return memory[half * (number % 2) :][:half]
 
-    def _feeds(self, request: Request, fresh: bool) -> bool:
-        """Whether some of the request's bytes go to fresh memory, or to live buffers."""
-        return any(part.buffer >= 0 and self.sinks[part.buffer].fresh == fresh for part in request.parts)
-
-    def _list_staged(self, near: Iterable[tuple[int, int, Claim]], number: int) -> Iterator[_Arrived]:
-        """Bytes that near ranks have staged in a round."""
-        for peer, place, claim in near:
+    def _list_staged(self, shared: Iterable[tuple[int, int, Claim]], number: int) -> Iterator[_Arrived]:
+        """Bytes that ranks of this node have staged in a round."""
+        for peer, place, claim in shared:
             yield _Arrived(claim, self._find_stage(peer, number)[place:], claim.step)
 
     def _swap(
         self, packed: Bytes, sends: Sequence[Sequence[Send]], claims: Sequence[Sequence[Claim]], into: Bytes
     ) -> memoryview:
-        """Send bytes, in rank order, to those who claimed them and are not near; what came; collective."""
+        """Send bytes, in rank order, to those of other nodes who claimed them; what came; collective."""
         if self.is_one_machine:
             return memoryview(b"")
         return memoryview(self.comm.swap(packed, _count_bytes(sends), _count_bytes(claims), into))
@@ -272,6 +260,14 @@ class _Arrived:
     claim: Claim
     memory: memoryview
     step: int
+
+    def store(self, sinks: Sinks, scratch: Scratch, *, anew: bool) -> None:
+        """Take the bytes to where they go."""
+        data, position = self.collect(scratch, anew=anew), 0
+        for part in self.claim.parts:
+            if (sink := sinks[part.buffer]) is not None:
+                sink.store(part, data[position : position + part.nbytes])
+            position += part.nbytes
 
     def collect(self, scratch: Scratch, *, anew: bool) -> memoryview:
         """The runs one behind the other: in ``scratch``, or where they are, if they lie so there."""

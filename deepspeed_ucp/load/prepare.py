@@ -137,22 +137,22 @@ def make_work(optimizer: OptimizerMatch, extras: Sequence[LiveBuffer], layouts: 
     told = list_touched(index, layout, match, with_states=with_states) if target.is_first_replica else []
     touched = [key for key in told if target.speaks_for(key.name)]
     if with_states:
-        fresh = dict.fromkeys(name for flat in target.flats for name in optimizer.find_fresh(flat))
-        match.notes += [_FRESH.format(shorten(fresh))] if fresh else []
+        anew = dict.fromkeys(name for flat in target.flats for name in optimizer.list_begun_anew(flat))
+        match.notes += [_ANEW.format(shorten(anew))] if anew else []
         match.notes += [_UNEVEN.format(type(target.optimizer).__name__)] if optimizer.depends_on_cut() else []
     match.notes += tell_rounding(wants)
     tensors, copies = list_tensors(states), {}
     for spec in wants.buffers:
-        if spec.home[0] in (MASTER, MODULE):
-            held = (target.flats if spec.home[0] == MASTER else extras)[spec.home[1]]
-            tensors[spec.home] = held.make_data(match.params)
-        if spec.home[0] == MASTER:
-            copies[spec.home] = target.find_copies(spec.home[1])
+        if spec.slot[0] in (MASTER, MODULE):
+            held = (target.flats if spec.slot[0] == MASTER else extras)[spec.slot[1]]
+            tensors[spec.slot] = held.make_data(match.params)
+        if spec.slot[0] == MASTER:
+            copies[spec.slot] = target.find_copies(spec.slot[1])
     into = bind(wants, tensors, copies)
     return Work(index, wants, into, states, match, touched)
 
 
-_FRESH = (
+_ANEW = (
     "{}: new or thawed; their optimizer states are zero under the step count of the others in their flat buffer, which "
     "makes Adam's first updates of them larger than at a start. A param group of their own begins at step 0."
 )
@@ -168,8 +168,8 @@ def tell_rounding(wants: Wants) -> list[str]:
     found = set()
     for buffer, stored in wants.sinks:
         spec = wants.buffers[buffer]
-        if spec.home[0] not in (MODULE, REPLICA) and ITEMSIZE[spec.dtype] < ITEMSIZE[stored]:
-            found.add(f"{spec.home[0]} is rounded from {stored} to {spec.dtype}, as this run's optimizer keeps it")
+        if spec.slot[0] not in (MODULE, REPLICA) and ITEMSIZE[spec.dtype] < ITEMSIZE[stored]:
+            found.add(f"{spec.slot[0]} is rounded from {stored} to {spec.dtype}, as this run's optimizer keeps it")
     return sorted(found)
 
 

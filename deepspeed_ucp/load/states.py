@@ -14,7 +14,7 @@ from ..errors import MismatchError, shorten
 from ..experts import drop_fixed
 from ..plan.match import Match
 from ..plan.settling import describe_irregular
-from ..plan.wants import Home, join_states
+from ..plan.wants import Slot, join_states
 from ..sources.headers import Unread
 from ..targets import LiveBuffer, Target
 from ..targets.base import flatten
@@ -156,7 +156,7 @@ class OptimizerMatch:
         }
 
     def make_states(self, flat: LiveBuffer) -> States:
-        """The states of a flat buffer as they will be handed to the optimizer: its own tensors, or fresh memory.
+        """The states of a flat buffer as they will be handed to the optimizer: its own tensors, or new memory.
 
         Raises:
             MismatchError: scalars differ that are one here.
@@ -164,9 +164,9 @@ class OptimizerMatch:
         kept, live, tensors = self.probe(flat), self.find_live(flat), {}
         for state, stored in self.saved_states(flat).items():
             dtype = kept.elementwise.get(state) if kept and state not in flat.whole else None
-            fresh = partial(flat.make_state, state, dtype or getattr(torch, stored))
+            make = partial(flat.make_state, state, dtype or getattr(torch, stored))
             if 0 not in flat.find_shape(state):  # padding alone
-                tensors[state] = live[state] if state in live else fresh()
+                tensors[state] = live[state] if state in live else make()
         lazy = kept is not None and kept.lazy
         return States(flat, tensors, frozenset(live) & frozenset(tensors), self._join_scalars(flat), lazy)
 
@@ -176,7 +176,7 @@ class OptimizerMatch:
         firsts = {flat.group: flat for flat in reversed(target.flats)}
         return any(depends_on_cut(target.optimizer, target.param_group(flat), flat.holder) for flat in firsts.values())
 
-    def find_fresh(self, flat: LiveBuffer) -> list[str]:
+    def list_begun_anew(self, flat: LiveBuffer) -> list[str]:
         """Parameters whose states begin anew under a step count that others of the flat buffer have brought along."""
         begun = {param for param in self.saved_params(flat) if self.index.run.scalars.get(param)}
         return [name for name in flat.names if begun and self.match.params.get(name) not in begun]
@@ -223,7 +223,7 @@ def tell_hyper(job: LoadContext, target: Target, run: RunState, match: Match) ->
     return list(dict.fromkeys(filter(None, told)))
 
 
-def list_tensors(states: list[States]) -> dict[Home, torch.Tensor]:
+def list_tensors(states: list[States]) -> dict[Slot, torch.Tensor]:
     """Their tensors as destinations."""
     return {
         (state, number): flatten(tensor) for number, each in enumerate(states) for state, tensor in each.tensors.items()

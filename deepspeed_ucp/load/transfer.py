@@ -1,4 +1,4 @@
-"""Bytes of a checkpoint into a rank's buffers: who reads what, both passes, verification."""
+"""Bytes of a checkpoint into a rank's buffers: who reads what, in one pass or two, and verification."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..io.memory import identify_host, measure_available
 from ..io.shared import share_memory
 from ..plan import Blocks, Claim, LoadPlan, ReadSizes, address_claims, decide, list_claims, make_plan
 from ..plan.claims import Table
-from ..plan.rounds import Near
+from ..plan.rounds import SameNode
 from ..plan.wants import Wants
 from ..stream.recovery import read_with_failover
 from ..stream.samples import check_samples
@@ -58,11 +58,30 @@ class Transfer:
         self.plan, self.reader = self._negotiate()
 
     def _negotiate(self) -> tuple[LoadPlan, CollectiveReader]:
-        """Who reads what; collective."""
-        fresh, near = [sink.fresh for sink in self.work.into.sinks], find_near(self.stages)
-        plan = negotiate(self.work.wants, fresh, self.index, self.comm, self.sizes, near)
-        told = (self.index, self.work.into, plan, self.comm, self.config, self.stages)
-        return plan, self.comm.run(lambda: CollectiveReader(*told))  # which may allocate memory apart
+        """Who reads what, and in which pass; collective.
+
+        Memory is allocated inside an agreement, and no collective stands between: a rank that has too little tells the
+        others there, where it would leave them waiting in a collective for ever.
+        """
+        plan = negotiate(self.work.wants, self.index, self.comm, self.sizes, find_same_node(self.stages))
+        passes = self._plan_passes(plan)
+        told = (self.index, self.work.into, passes, self.comm, self.config, self.stages)
+        return plan, self.comm.run(lambda: CollectiveReader(*told))  # which allocates memory apart
+
+    def _plan_passes(self, plan: LoadPlan) -> list[LoadPlan]:
+        """The plan of each pass; collective where there are two.
+
+        The first one reads everything for its checksums, without these what it fills; the second one what is left.
+        """
+        checked, into = self.config.verify == "crc", self.work.into
+        sinks = [into.pick_sinks(uncommitted=each) for each in (True, False)]
+        first, rest = ([sink is not None for sink in filled] for filled in sinks)
+        if not self.two_passes:
+            return [plan if checked else plan.narrow(first)]
+        needs = self.comm.run(lambda: plan.list_needs(first, rest))
+        needed = self.comm.swap_tables(needs) if needs else []  # as many rounds on every rank
+        now, then = ([each[:, number] for each in needed] for number in (0, 1))
+        return [plan.narrow(first, now, whole=checked), plan.narrow(rest, then)]
 
     def read_with_failover(self, work: Callable[[], None]) -> None:
         """Carry out pass 1 and its verification, again where files turn out damaged that have copies; collective.
@@ -85,7 +104,7 @@ class Transfer:
 
     def read(self) -> list[Checked]:
         """Pass 1: read everything, with its checksums, and fill what is not part of the engine."""
-        return self.reader.read_fresh()
+        return self.reader.read_first()
 
     def verify(self) -> int:
         """Hold what was read against what training wrote, and replicas against each other.
@@ -116,7 +135,7 @@ class Transfer:
 
     def fill(self) -> list[Checked]:
         """Pass 2: fill the live buffers, from the files or from memory apart; what was read again."""
-        again = self.reader.fill_live() if self.two_passes else []
+        again = self.reader.read_rest()
         self.comm.run(self._commit)  # a rank without memory for it must not leave the others waiting
         return again
 
@@ -138,12 +157,12 @@ def spare_engine(buffers: Sequence[Buffer], window: int, comm: Comm, *, apart: b
     Returns:
         The same on every rank: whether one pass over the files is enough. Otherwise what is left is filled by another.
     """
-    others = comm.run(lambda: [buffer for buffer in buffers if buffer.fresh or not buffer.fill_in_place()])
-    if not comm.any_of(np.array([not all(buffer.fresh for buffer in others)]))[0]:
+    others = comm.run(lambda: [buffer for buffer in buffers if buffer.uncommitted or not buffer.fill_in_place()])
+    if not comm.any_of(np.array([not all(buffer.uncommitted for buffer in others)]))[0]:
         return True
     is_enough = apart and has_memory(others, window, comm)
     for buffer in others:
-        if is_enough and not buffer.fresh:
+        if is_enough and not buffer.uncommitted:
             buffer.stage_aside()
     return is_enough
 
@@ -151,7 +170,7 @@ def spare_engine(buffers: Sequence[Buffer], window: int, comm: Comm, *, apart: b
 def has_memory(buffers: Sequence[Buffer], window: int, comm: Comm) -> bool:
     """Whether every machine has memory to fill the live ones of these buffers apart; collective."""
     in_memory = [buffer for buffer in buffers if not buffer.in_file]
-    hosted = [buffer for buffer in in_memory if not buffer.fresh or buffer.tensor.device.type == "cpu"]
+    hosted = [buffer for buffer in in_memory if not buffer.uncommitted or buffer.tensor.device.type == "cpu"]
     told = comm.gather((identify_host(), sum(buffer.tensor.nbytes for buffer in hosted) + window, measure_available()))
     needed: dict[str, int] = defaultdict(int)
     free: dict[str, int] = {}
@@ -165,20 +184,19 @@ def has_memory(buffers: Sequence[Buffer], window: int, comm: Comm) -> bool:
     return True
 
 
-def find_near(stages: Sequence[memoryview | None]) -> Near:
+def find_same_node(stages: Sequence[memoryview | None]) -> SameNode:
     """Which ranks' staging memory this one sees."""
     return np.array([stage is not None for stage in stages], np.bool_)
 
 
 def negotiate(
-    wants: Wants, fresh: Sequence[bool], index: AtomicIndex, comm: Comm, sizes: ReadSizes, near: Near | None = None
+    wants: Wants, index: AtomicIndex, comm: Comm, sizes: ReadSizes, same_node: SameNode | None = None
 ) -> LoadPlan:
     """Ranks tell each other what they want and agree who reads it; collective.
 
     Args:
         wants: of this rank.
-        fresh: which of its sinks are not part of the engine (yet).
-        near: ranks that see each other's staging memory.
+        same_node: ranks that see each other's staging memory.
 
     Raises:
         UcpError: a want cannot be located; the same on every rank.
@@ -188,14 +206,14 @@ def negotiate(
     mask = np.zeros(len(records), np.bool_)
 
     def claim() -> tuple[list[Table], list[list[Claim]]]:
-        claims = list_claims(wants.wants, fresh.__getitem__, sizes.block)
+        claims = list_claims(wants.wants, sizes.block)
         mask[[claim.record for claim in claims]] = True
         return address_claims(claims, blocks)
 
     tables, addressed = comm.run(claim)
     touched = np.flatnonzero(comm.any_of(mask))
-    place, asked = comm.rank if near is None else int(np.argmax(near)), comm.swap_tables(tables)
-    decision = comm.run(lambda: decide(asked, blocks, blocks.owned(comm.rank, touched), sizes, near, place))
+    place, asked = comm.rank if same_node is None else int(np.argmax(same_node)), comm.swap_tables(tables)
+    decision = comm.run(lambda: decide(asked, blocks, blocks.owned(comm.rank, touched), sizes, same_node, place))
     answers = comm.swap_tables(decision.answers)
     plan = comm.run(lambda: make_plan(addressed, answers, decision, comm.rank, Records.of(records).files))
     return plan.agree(comm.gather(plan.count_steps(sizes.share)))

@@ -10,7 +10,7 @@ collective buffering; redundancy-bypassing loading in Lian et al., ATC'25, secti
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,13 +28,13 @@ MAX_PARTS = 512
 """Parts per request; the kernel takes 1024 buffers in one ``preadv``."""
 
 Table = npt.NDArray[np.int64]
-"""Claims as rows (record, offset, run, step, count, fresh)."""
+"""Claims as rows (record, offset, run, step, count)."""
 
-COLUMNS = 6
+COLUMNS = 5
 _ENDLESS = 1 << 62
 """Bytes of a block where there are none."""
 
-GRANTED = -1
+SELF_READ = -1
 """Answer to a claim: read it yourself. Other answers are the round in which the owner sends the bytes."""
 
 
@@ -69,7 +69,6 @@ class Claim:
     Attributes:
         record: its number in the index.
         offset: byte of the record at which the first run begins.
-        fresh: they go to memory that is not part of the engine yet.
         parts: destinations of the bytes in order.
     """
 
@@ -78,7 +77,6 @@ class Claim:
     run: int
     step: int
     count: int
-    fresh: bool
     parts: tuple[Part, ...]
 
     @property
@@ -87,63 +85,60 @@ class Claim:
         return self.run * self.count
 
 
-def make_claims(pieces: Iterable[Extent], is_fresh: Callable[[int], bool], block: int) -> list[Claim]:
+def make_claims(pieces: Iterable[Extent], block: int) -> list[Claim]:
     """A rank's claims, ordered by record and offset; neighbouring pieces of a block are one claim.
 
     Args:
         pieces: what the rank wants.
-        is_fresh: whether a buffer is memory that is not part of the engine yet.
         block: bytes per block.
     """
-    found: dict[tuple[int, bool, int], list[Extent]] = defaultdict(list)
+    found: dict[tuple[int, int], list[Extent]] = defaultdict(list)
     for whole in pieces:
-        fresh = is_fresh(whole.buffer)
         for piece in cut_blocks(whole, block):
-            found[piece.record, fresh, piece.run.src * piece.itemsize // block].append(piece)
-    claims = [claim for (record, fresh, _), held in found.items() for claim in _join(record, fresh, held)]
-    claims.sort(key=lambda claim: (claim.record, claim.offset, claim.fresh))
+            found[piece.record, piece.run.src * piece.itemsize // block].append(piece)
+    claims = [claim for (record, _), held in found.items() for claim in _join(record, held)]
+    claims.sort(key=lambda claim: (claim.record, claim.offset))
     return claims
 
 
-def list_claims(wants: Iterable[Want], is_fresh: Callable[[int], bool], block: int) -> list[Claim]:
+def list_claims(wants: Iterable[Want], block: int) -> list[Claim]:
     """The claims of what a rank wants, as :func:`make_claims` makes them."""
-    return make_claims((piece for want in wants for piece in locate(want)), is_fresh, block)
+    return make_claims((piece for want in wants for piece in locate(want)), block)
 
 
 def list_requests(wants: Iterable[Want], block: int = _ENDLESS) -> list[Request]:
     """How one rank alone reads what it wants: neighbours in a block of a record are one request."""
     pieces = (part for want in wants for piece in locate(want) for part in piece.split())
-    claims = make_claims(pieces, lambda buffer: True, block)
-    return [Request(claim.record, claim.offset, claim.nbytes, claim.parts) for claim in claims]
+    return [Request(claim.record, claim.offset, claim.nbytes, claim.parts) for claim in make_claims(pieces, block)]
 
 
-def _join(record: int, fresh: bool, pieces: list[Extent]) -> Iterable[Claim]:
+def _join(record: int, pieces: list[Extent]) -> Iterable[Claim]:
     """Claims of one block: contiguous pieces that follow each other are joined."""
     pieces.sort(key=lambda piece: piece.run.src)
     run: list[Extent] = []
     for piece in pieces:
         if not piece.is_contiguous:
-            yield _claim(record, fresh, [piece])
+            yield _claim(record, [piece])
             continue
         if run and (_end(run[-1]) != piece.run.src * piece.itemsize or len(run) >= MAX_PARTS):
-            yield _claim(record, fresh, run)
+            yield _claim(record, run)
             run = []
         run.append(piece)
     if run:
-        yield _claim(record, fresh, run)
+        yield _claim(record, run)
 
 
 def _end(piece: Extent) -> int:
     return piece.run.src * piece.itemsize + piece.nbytes
 
 
-def _claim(record: int, fresh: bool, pieces: list[Extent]) -> Claim:
+def _claim(record: int, pieces: list[Extent]) -> Claim:
     offset, parts = pieces[0].run.src * pieces[0].itemsize, tuple(map(_part, pieces))
     nbytes = sum(part.nbytes for part in parts)
     if pieces[0].is_contiguous:
-        return Claim(record, offset, nbytes, nbytes, 1, fresh, parts)
+        return Claim(record, offset, nbytes, nbytes, 1, parts)
     run, itemsize = pieces[0].run, pieces[0].itemsize
-    return Claim(record, offset, run.width * itemsize, run.src_step * itemsize, run.count, fresh, parts)
+    return Claim(record, offset, run.width * itemsize, run.src_step * itemsize, run.count, parts)
 
 
 def _part(piece: Extent) -> Part:
@@ -236,7 +231,7 @@ def split_groups(groups: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
 
 def address_claims(claims: Sequence[Claim], blocks: Blocks) -> tuple[list[Table], list[list[Claim]]]:
     """Claims by the rank that owns their block, as tables and as they are, in the same order."""
-    rows = [(c.record, c.offset, c.run, c.step, c.count, c.fresh) for c in claims]
+    rows = [(c.record, c.offset, c.run, c.step, c.count) for c in claims]
     table = np.array(rows, np.int64).reshape(-1, COLUMNS)
     owners = blocks.owners(table[:, 0], table[:, 1])
     order = np.argsort(owners, kind="stable")

@@ -1,11 +1,12 @@
 """Who reads what, as data: each owner's answers to claims, and one rank's reads and rounds of exchange.
 
-An owner decides from the claims on its own blocks alone, in the order of the blocks: no rank has to be asked twice. It
-grants a claim that is one run apart from all others, if its rank can read the file, and if it is long or that rank is
-alone in the block; so no byte is granted to two ranks, or to one and sent to another. Everything else of a block of
-which something is sent is staged, padding included. Ranks that see the owner's memory (its machine's, itself among
-them) take their bytes from there, to the others they are sent. A round stages, and sends, no more than a share of the
-window, or one block. What a rank receives in a round is bounded by the steps in which the round's bytes travel.
+An owner decides from the claims on its own blocks alone, in the order of the blocks: no rank has to be asked twice. A
+rank reads for itself what it claims as one run apart from all others, if it can read the file, and if the run is long
+or the rank is alone in the block; so no byte is read by two ranks, or read by one and sent to it as well. Everything
+else of a block of which something is sent is staged, padding included. Ranks that see the owner's memory (its
+machine's, itself among them) take their bytes from there, to the others they are sent. A round stages, and sends, no
+more than a share of the window, or one block. What a rank receives in a round is bounded by the steps in which the
+round's bytes travel.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, zip_longest
+from itertools import accumulate, chain, compress, repeat, zip_longest
 from operator import itemgetter
 
 import numpy as np
@@ -23,12 +24,12 @@ import numpy.typing as npt
 from ..access import ReadAccess
 from ..atoms import Record
 from ..flat import Span, find_gaps
-from .claims import DISCARD, GRANTED, STAGE, Blocks, Claim, Part, Request, Table, address_claims
+from .claims import DISCARD, SELF_READ, STAGE, Blocks, Claim, Part, Request, Table, address_claims
 
 Answers = npt.NDArray[np.int64]
-"""To each claim (``GRANTED``, 0), or the round in which the owner stages the bytes, and their place in its memory."""
+"""To each claim (``SELF_READ``, 0), or the round in which the owner stages the bytes, and their place in its memory."""
 
-Near = npt.NDArray[np.bool_]
+SameNode = npt.NDArray[np.bool_]
 """[ranks] which ranks take bytes from this one's staging memory, and it from theirs; this one itself is among them."""
 
 _Row = tuple[int, int, Sequence[int]]
@@ -49,7 +50,7 @@ class ReadSizes:
         share: of the window, per round of exchange: staged, packed, sent and received at once, by a backend with
             buffers of its own.
         block: bytes per block.
-        min_direct: from which on a claim can be granted beside others' in one block.
+        min_direct: from which on a rank can read a claim itself beside others' in one block.
     """
 
     share: int
@@ -79,7 +80,6 @@ class Send:
     run: int
     step: int
     count: int
-    fresh: bool
 
     @property
     def nbytes(self) -> int:
@@ -114,9 +114,9 @@ class Round:
         return cls([[] for _ in range(size)], [[] for _ in range(size)])
 
     def add(self, record: int, gaps: Sequence[Span], claims: Iterable[_Row]) -> list[int]:
-        """Stage what is not granted of a block, one gap behind the other, for those who claim it.
+        """Stage what the owner reads of a block, one gap behind the other, for those who claim it.
 
-        A claim that is served lies in one gap, as granted ones are apart from all others.
+        Such a claim lies in one gap, as what ranks read themselves is apart from all others.
 
         Returns:
             Of each claim the first byte in the staging memory.
@@ -126,53 +126,59 @@ class Round:
             bases.append(self.staged - low)
             self.reads.append(_read(record, low, high, STAGE, self.staged))
             self.staged += high - low
-        for rank, _, (_, offset, run, step, count, fresh) in claims:
+        for rank, _, (_, offset, run, step, count) in claims:
             places.append(offset + bases[bisect_right(gaps, offset, key=itemgetter(0)) - 1])
-            self.sends[rank].append(Send(places[-1], run, step, count, bool(fresh)))
+            self.sends[rank].append(Send(places[-1], run, step, count))
         return places
 
-    def count_steps(self, share: int, near: Near | None = None) -> int:
+    def count_steps(self, share: int, same_node: SameNode | None = None) -> int:
         """Exchanges that this rank needs to send and to receive no more than about ``share`` bytes in each."""
-        far = range(len(self.receives)) if near is None else np.flatnonzero(~near).tolist()
+        far = range(len(self.receives)) if same_node is None else np.flatnonzero(~same_node).tolist()
         received = sum(claim.nbytes for peer in far for claim in self.receives[peer])
         return min(max(-(-max(self.sent, received) // share), 1), len(self.sends))
 
     def pick_step(
-        self, rank: int, fresh: bool, step: int, near: Near | None = None
+        self, rank: int, step: int, same_node: SameNode | None = None
     ) -> tuple[list[list[Send]], list[list[Claim]]]:
-        """What ``rank`` sends to each rank and gets from it in one of the steps, for fresh memory or for live buffers.
+        """What ``rank`` sends to each rank and gets from it in one of the steps.
 
-        In each step a rank sends to those whose distance from it falls to that step; to those that are near, nothing.
+        In each step a rank sends to those whose distance from it falls to that step; to those on its node, nothing.
         """
         size = len(self.sends)
         now = [distance * self.steps // size == step for distance in range(size)]
-        far = [True] * size if near is None else (~near).tolist()
-        sends = [
-            [send for send in one if send.fresh == fresh] if far[peer] and now[(peer - rank) % size] else []
-            for peer, one in enumerate(self.sends)
-        ]
-        claims = [
-            [claim for claim in one if claim.fresh == fresh] if far[peer] and now[(rank - peer) % size] else []
-            for peer, one in enumerate(self.receives)
-        ]
+        far = [True] * size if same_node is None else (~same_node).tolist()
+        sends = [one if far[peer] and now[(peer - rank) % size] else [] for peer, one in enumerate(self.sends)]
+        claims = [one if far[peer] and now[(rank - peer) % size] else [] for peer, one in enumerate(self.receives)]
         return sends, claims
 
-    def pick_near(self, fresh: bool, near: Near | None) -> list[tuple[int, int, Claim]]:
-        """What this rank takes from near ranks' staging memory: (rank, its first byte there, claim)."""
+    def pick_shared(self, same_node: SameNode | None) -> list[tuple[int, int, Claim]]:
+        """What this rank takes from staging memory of its node: (rank, its first byte there, claim)."""
         return [
             (peer, place, claim)
-            for peer in ([] if near is None else np.flatnonzero(near).tolist())
+            for peer in ([] if same_node is None else np.flatnonzero(same_node).tolist())
             for place, claim in zip(self.places[peer] if self.places else (), self.receives[peer], strict=True)
-            if claim.fresh == fresh
         ]
 
-    def pick_reads(self, fresh: bool) -> list[Request]:
-        """Those of the reads of which some bytes are sent to fresh memory, or to live buffers."""
-        sends = [send for one in self.sends for send in one if send.fresh == fresh]
-        lows = np.array([send.position for send in sends], np.int64)
-        highs = np.array([send.position + (send.count - 1) * send.step + send.run for send in sends], np.int64)
-        staged = [(read, read.parts[0].position) for read in self.reads]
-        return [read for read, low in staged if ((lows < low + read.nbytes) & (highs > low)).any()]
+    def narrow(self, sinks: Sequence[bool], sends: list[list[Send]], *, whole: bool) -> Round:
+        """What of it is needed; see :meth:`LoadPlan.narrow`."""
+        kept = [[_feeds(claim.parts, sinks) for claim in one] for one in self.receives]
+        receives = [list(compress(*each)) for each in zip(self.receives, kept, strict=True)]
+        places = [list(compress(*each)) for each in zip(self.places, kept, strict=False)]
+        reads = self.reads if whole else _pick_reads(self.reads, chain.from_iterable(sends))
+        return replace(self, sends=sends, receives=receives, places=places, reads=reads)
+
+
+def _feeds(parts: Iterable[Part], sinks: Sequence[bool]) -> bool:
+    """Whether some of the bytes go to one of these sinks."""
+    return any(part.buffer >= 0 and sinks[part.buffer] for part in parts)
+
+
+def _pick_reads(reads: Iterable[Request], sends: Iterable[Send]) -> list[Request]:
+    """Those of which some bytes are sent."""
+    spans = [(send.position, send.position + (send.count - 1) * send.step + send.run) for send in sends]
+    lows, highs = np.array(spans, np.int64).reshape(-1, 2).T
+    staged = [(read, read.parts[0].position) for read in reads]
+    return [read for read, low in staged if ((lows < low + read.nbytes) & (highs > low)).any()]
 
 
 @dataclass(slots=True)
@@ -181,20 +187,20 @@ class OwnerPlan:
 
     Attributes:
         answers: per rank, to each of its claims.
-        near: see :data:`Near`; None where no memory is seen by others.
+        same_node: see :data:`SameNode`; None where no memory is seen by others.
         rounds: what the owner stages and sends.
         unclaimed: reads of further bytes that only the checksums need.
     """
 
     answers: list[Answers]
-    near: Near | None = None
+    same_node: SameNode | None = None
     rounds: list[Round] = field(default_factory=list)
     unclaimed: list[Request] = field(default_factory=list)
 
-    def serve(self, record: int, gaps: Sequence[Span], claims: Sequence[_Row], share: int) -> None:
+    def owner_read(self, record: int, gaps: Sequence[Span], claims: Sequence[_Row], share: int) -> None:
         """Send claims on a block in the last round, or in a new one where its share is used up."""
         staged = sum(high - low for low, high in gaps)
-        sent = sum(row[2] * row[4] for rank, _, row in claims if self.near is None or not self.near[rank])
+        sent = sum(row[2] * row[4] for rank, _, row in claims if self.same_node is None or not self.same_node[rank])
         last = self.rounds[-1] if self.rounds else None
         if last is None or max(last.staged + staged, last.sent + sent) > share:
             last = Round.idle(len(self.answers))
@@ -209,7 +215,7 @@ class OwnerPlan:
         first, count = _find_begin(len(self.rounds), place), len(self.rounds)
         self.rounds = self.rounds[first:] + self.rounds[:first]
         for told in self.answers:
-            told[:, 0] = np.where(told[:, 0] == GRANTED, GRANTED, (told[:, 0] - first) % max(count, 1))
+            told[:, 0] = np.where(told[:, 0] == SELF_READ, SELF_READ, (told[:, 0] - first) % max(count, 1))
 
 
 def decide(
@@ -217,7 +223,7 @@ def decide(
     blocks: Blocks,
     owned: Iterable[tuple[int, int]],
     sizes: ReadSizes,
-    near: Near | None = None,
+    same_node: SameNode | None = None,
     place: int = 0,
 ) -> OwnerPlan:
     """Decide about blocks.
@@ -225,20 +231,20 @@ def decide(
     Args:
         tables: per rank its claims on them, in the order of records and offsets, so that they are sent in it.
         owned: (record, block of it) of these blocks, ascending.
-        near: of this owner.
+        same_node: of this owner.
         place: a number of the owner's machine. Were all machines to stage the same part of the files in a round, they
             would wait for the storage that holds it; ranks of one machine read neighbouring blocks.
     """
-    decision = OwnerPlan([np.full((len(table), 2), (GRANTED, 0), np.int64) for table in tables], near)
+    decision = OwnerPlan([np.full((len(table), 2), (SELF_READ, 0), np.int64) for table in tables], same_node)
     claimed = _group(tables, blocks.block)
     for record, number in owned:
         low = number * blocks.block
         high = min(low + blocks.block, int(blocks.nbytes[record]))
         claims = claimed.get((record, number), [])
-        granted, served = _split(claims, low, sizes.min_direct, blocks.find_blind(record) if claims else None)
-        gaps = find_gaps(granted, high, low)
-        if served:
-            decision.serve(record, gaps, served, sizes.share)
+        self_read, owner_read = _split(claims, low, sizes.min_direct, blocks.find_blind(record) if claims else None)
+        gaps = find_gaps(self_read, high, low)
+        if owner_read:
+            decision.owner_read(record, gaps, owner_read, sizes.share)
         else:
             decision.unclaimed += [_read(record, *gap, DISCARD, 0) for gap in gaps]
     decision.turn(place)
@@ -261,7 +267,7 @@ def _group(tables: Sequence[Table], block: int) -> dict[tuple[int, int], list[_R
 def _split(
     claims: list[_Row], reach: int, min_direct: int, blind: npt.NDArray[np.bool_] | None
 ) -> tuple[list[Span], list[_Row]]:
-    """Ranges of a block's claims that are granted, and the claims that the owner serves.
+    """Ranges of a block that their ranks read for themselves, and the claims for which the owner reads.
 
     Args:
         reach: where the block begins; from there on, where the claims so far end.
@@ -270,18 +276,18 @@ def _split(
     alone = len({rank for rank, _, _ in claims}) == 1
     claims = sorted(claims, key=lambda claim: claim[2][1])
     starts = [row[1] for _, _, row in claims]
-    granted, served = [], []
+    self_read, owner_read = [], []
     for claim, follower in zip(claims, [*starts[1:], None], strict=bool(claims)):
-        rank, _, (_, low, run, step, count, _) = claim
+        rank, _, (_, low, run, step, count) = claim
         high = low + (count - 1) * step + run
         apart = low >= reach and (follower is None or follower >= high)
         sees = blind is None or not blind[rank]
         if sees and apart and count == 1 and (alone or run >= min_direct):
-            granted.append((low, high))
+            self_read.append((low, high))
         else:
-            served.append(claim)
+            owner_read.append(claim)
         reach = max(reach, high)
-    return granted, served
+    return self_read, owner_read
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,12 +297,12 @@ class LoadPlan:
     Attributes:
         direct: reads for its own buffers, and of bytes that only the checksums need, in the order of reading.
         rounds: exchange, the same number of rounds on every rank.
-        near: see :data:`Near`; None where everything is sent.
+        same_node: see :data:`SameNode`; None where everything is sent.
     """
 
     direct: list[Request]
     rounds: list[Round]
-    near: Near | None = field(default=None, compare=False)
+    same_node: SameNode | None = field(default=None, compare=False)
 
     @property
     def requests(self) -> list[Request]:
@@ -308,9 +314,46 @@ class LoadPlan:
         """Bytes that this rank reads, each once."""
         return sum(request.nbytes for request in self.requests)
 
+    def list_needs(self, *passes: Sequence[bool]) -> list[npt.NDArray[np.bool_]]:
+        """Per owner [claims whose bytes come from it, in the order of the rounds; passes] whether a pass needs them.
+
+        Args:
+            passes: of each by sink, whether it fills it.
+        """
+        claims = [[claim for each in self.rounds for claim in each.receives[owner]] for owner in range(self.size)]
+        needs = ([[_feeds(claim.parts, sinks) for sinks in passes] for claim in one] for one in claims)
+        return [np.array(each, np.bool_).reshape(-1, len(passes)) for each in needs]
+
+    def narrow(
+        self, sinks: Sequence[bool], needed: Sequence[npt.NDArray[np.bool_]] = (), *, whole: bool = False
+    ) -> LoadPlan:
+        """What of it fills some sinks: a plan of its own, of the same reads, rounds and steps.
+
+        So a second pass reads what the first one has left out in the very ranges that the first one has verified, by
+        the ranks whose nodes have it in their page cache.
+
+        Args:
+            sinks: by number, whether it is filled.
+            needed: per rank, which of this one's sends it needs, in order (its column of :meth:`list_needs`); by
+                default all.
+            whole: everything is read all the same, for its checksums.
+        """
+        told = [iter(each.tolist()) for each in needed] or [repeat(True)] * self.size
+        rounds = []
+        for each in self.rounds:
+            sends = [[send for send in one if next(told[peer])] for peer, one in enumerate(each.sends)]
+            rounds.append(each.narrow(sinks, sends, whole=whole))
+        direct = [request for request in self.direct if whole or _feeds(request.parts, sinks)]
+        return replace(self, direct=direct, rounds=rounds)
+
+    @property
+    def size(self) -> int:
+        """Ranks, as far as there is an exchange among them."""
+        return len(self.rounds[0].sends) if self.rounds else 0
+
     def count_steps(self, share: int) -> list[int]:
         """Exchanges that each round needs here."""
-        return [each.count_steps(share, self.near) for each in self.rounds]
+        return [each.count_steps(share, self.same_node) for each in self.rounds]
 
     def agree(self, counts: Sequence[Sequence[int]]) -> LoadPlan:
         """The same in as many rounds and exchanges as the rank that needs the most.
@@ -341,17 +384,17 @@ def make_plan(
     """
     direct = [
         Request(claim.record, claim.offset, claim.nbytes, claim.parts)
-        for claims in _pick(addressed, answers, GRANTED)
+        for claims in _pick(addressed, answers, SELF_READ)
         for claim in claims
     ]
     direct = order_reads(direct + decision.unclaimed, files, rank)
-    count = max([len(decision.rounds), *(int(told[:, 0].max(initial=GRANTED)) + 1 for told in answers)])
+    count = max([len(decision.rounds), *(int(told[:, 0].max(initial=SELF_READ)) + 1 for told in answers)])
     idle = [Round.idle(len(addressed)) for _ in range(count - len(decision.rounds))]
     rounds = [
         replace(each, receives=_pick(addressed, answers, number), places=_find_places(answers, number))
         for number, each in enumerate([*decision.rounds, *idle])
     ]
-    return LoadPlan(direct, rounds, decision.near)
+    return LoadPlan(direct, rounds, decision.same_node)
 
 
 _GOLDEN = 2_654_435_769

@@ -14,7 +14,7 @@ from .match import Match, pick_weight
 Layouts = Mapping[str, tuple[Layout, Layout]]
 """By saved name: how source and target cut a tensor; those that neither cuts are not in it."""
 
-Home = tuple[str, int]
+Slot = tuple[str, int]
 """What a buffer is: (state, number of the flat buffer), (``MODULE``, number of the tensor), (``REPLICA``, any)."""
 
 REPLICA = "replica"
@@ -68,13 +68,13 @@ class TargetLayout:
 class BufferSpec:
     """Memory that is filled: ``numel`` elements of ``dtype``.
 
-    ``fresh``: it is not part of the engine yet; ``in_file``: it is a file's, of which the machine need not hold much.
+    ``live``: it is part of the engine; ``in_file``: it is a file's, of which the machine need not hold much.
     """
 
-    home: Home
+    slot: Slot
     dtype: str
     numel: int
-    fresh: bool
+    live: bool
     in_file: bool = False
 
 
@@ -108,10 +108,6 @@ class Wants:
     blanks: list[tuple[int, int, int]] = field(default_factory=list)
     means: list[Mean] = field(default_factory=list)
     grown: dict[str, tuple[int, int]] = field(default_factory=dict)
-
-    def is_fresh(self, sink: int) -> bool:
-        """Whether a sink's memory is not part of the engine yet."""
-        return self.buffers[self.sinks[sink][0]].fresh
 
     def add_buffer(self, spec: BufferSpec) -> int:
         """Note a buffer; returns its number."""
@@ -210,7 +206,7 @@ class _Lister:
         self.wants.blanks += [(buffer, low, high) for low, high in held.buffer.gaps(held.part)]
         for state, dtype in held.states.items():
             layout, part = held.lay_state(state)
-            buffer = self._add_buffer((state, number), layout, held, dtype, fresh=state not in held.live)
+            buffer = self._add_buffer((state, number), layout, held, dtype, live=state in held.live)
             cuts = self._match_cuts(layout, part)
             filled = [(cut, self.index.find(param.name, state, param.instance)) for cut, param in cuts]
             self._fill(buffer, held.tp_shard, filled)
@@ -229,9 +225,9 @@ class _Lister:
             buffer = self._add_buffer((MODULE, number), held.buffer, held, held.dtype)
             self._fill(buffer, held.tp_shard, [(cut, atom) for cut in held.buffer.cuts(held.part)])
 
-    def _add_buffer(self, home: Home, layout: FlatBuffer, held: HeldBuffer, dtype: str, *, fresh: bool = False) -> int:
-        in_file = held.swapped and home[0] not in held.live
-        return self.wants.add_buffer(BufferSpec(home, dtype, layout.partition, fresh or in_file, in_file))
+    def _add_buffer(self, slot: Slot, layout: FlatBuffer, held: HeldBuffer, dtype: str, *, live: bool = True) -> int:
+        in_file = held.swapped and slot[0] not in held.live
+        return self.wants.add_buffer(BufferSpec(slot, dtype, layout.partition, live and not in_file, in_file))
 
     def _fill(self, buffer: int, tp_shard: int, filled: Sequence[tuple[Cut, Atom | None]]) -> None:
         """Let atoms fill their cuts of a buffer."""
@@ -258,7 +254,8 @@ class _Lister:
         """Want every replica, in memory of its own."""
         replicas = []
         for view in views:
-            replica = self.wants.add_buffer(BufferSpec((REPLICA, len(self.wants.buffers)), atom.dtype, cut.numel, True))
+            spec = BufferSpec((REPLICA, len(self.wants.buffers)), atom.dtype, cut.numel, live=False)
+            replica = self.wants.add_buffer(spec)
             self.wants.wants.append(Want(atom, cut.start, cut.numel, self.wants.add_sink(replica, atom.dtype), 0, view))
             replicas.append(replica)
         into = self.wants.sinks[sink][0]

@@ -26,12 +26,12 @@ def make_read(record: int, nbytes: int) -> Request:
     return Request(record, 0, nbytes, (Part(nbytes, 0, 0),))
 
 
-def make_send(nbytes: int, fresh: bool = True) -> Send:
-    return Send(0, nbytes, nbytes, 1, fresh)
+def make_send(nbytes: int) -> Send:
+    return Send(0, nbytes, nbytes, 1)
 
 
-def make_claim(nbytes: int, fresh: bool = True) -> Claim:
-    return Claim(0, 0, nbytes, nbytes, 1, fresh, ())
+def make_claim(nbytes: int) -> Claim:
+    return Claim(0, 0, nbytes, nbytes, 1, ())
 
 
 TOTALS = LoadTotals(14_000, 10, 12_000, 12_600, 12_000, 0, 0, 3)
@@ -69,11 +69,12 @@ def test_scratch_is_of_the_largest_read_per_thread() -> None:
 
 
 def test_a_step_of_exchange_takes_what_is_packed_and_received_in_it() -> None:
-    sends = [[make_send(5)], [make_send(7)], [make_send(11, False)]]
+    sends = [[make_send(5)], [make_send(7)], [make_send(11)]]
     receives = [[make_claim(5)], [make_claim(13)], []]
-    assert measure_exchange(LoadPlan([], [Round(sends, receives, staged=100)]), 0) == 200 + 5 + 7 + 5 + 13
-    # Distances 0 and 1 fall to the first of two steps: rank 0 sends to 0 and 1, and receives from 0 and 2.
-    assert measure_exchange(LoadPlan([], [Round(sends, receives, staged=100, steps=2)]), 0) == 200 + 5 + 7 + 5
+    assert measure_exchange(LoadPlan([], [Round(sends, receives, staged=100)]), 0) == 200 + 5 + 7 + 11 + 5 + 13
+    # Distances 0 and 1 fall to the first of two steps: rank 0 sends to 0 and 1, and receives from 0 and 2;
+    # in the second it sends to 2, and receives from 1.
+    assert measure_exchange(LoadPlan([], [Round(sends, receives, staged=100, steps=2)]), 0) == 200 + 11 + 13
 
 
 def test_a_plans_figures_leave_out_what_a_rank_sends_itself() -> None:

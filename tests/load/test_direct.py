@@ -767,7 +767,7 @@ def test_one_ranks_read_error_ends_all_ranks(culprit: int, tmp_path: Path, monke
     read = CollectiveReader._work
 
     def fail(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.sinks and self.sinks[0].buffer.tensor.data_ptr() == targets[culprit].flats[0].data.data_ptr():
+        if self.into.sinks and self.into.sinks[0].buffer.tensor.data_ptr() == targets[culprit].flats[0].data.data_ptr():
             raise OSError(5, "Input/output error")
         return read(self, *args, **kwargs)
 
@@ -881,7 +881,7 @@ def test_scratch_memory_stays_within_the_window(window_mb: int, threads: int, tm
     path, _ = write(tmp_path, Topology(1, 3))
     rank = FakeTarget(PLAIN, Topology(2), 0)
     config = UniversalConfig(window_mb=window_mb, threads=threads)
-    made = CollectiveReader(open_for(path, rank), Destinations(), NO_PLAN, Comm(), config, [None])
+    made = CollectiveReader(open_for(path, rank), Destinations(), [NO_PLAN], Comm(), config, [None])
     assert 1 <= made.threads <= (threads or count_threads())
     assert made.threads * BLOCK <= (window_mb << 20) // 4
 
@@ -892,11 +892,11 @@ def test_memory_that_is_filled_for_the_first_time_is_to_lie_in_large_pages(
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr(exchange.LargePages, "add", lambda self, address, nbytes: asked.append((address, nbytes)))
     path, _ = write(tmp_path, Topology(1, 3))
-    live, apart, states = (Buffer(torch.ones(6), fresh=fresh) for fresh in (False, False, True))
+    live, apart, states = (Buffer(torch.ones(6), uncommitted=each) for each in (False, False, True))
     apart.stage_aside()
     into = Destinations([live, apart, states])
     index = open_for(path, FakeTarget(PLAIN, Topology(2), 0))
-    CollectiveReader(index, into, NO_PLAN, Comm(), UniversalConfig(), [None])
+    CollectiveReader(index, into, [NO_PLAN], Comm(), UniversalConfig(), [None])
     assert asked == [(apart.memory.data_ptr(), 24), (states.tensor.data_ptr(), 24)]
 
 

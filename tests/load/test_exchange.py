@@ -8,20 +8,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from deepspeed_ucp.io import shared
 from deepspeed_ucp.load import exchange
-from deepspeed_ucp.plan import Claim, Part, Request, Round, Send
+from deepspeed_ucp.plan import Claim, LoadPlan, Part, Request, Round, Send
 from tests.support.reshard import check_content, check_reads, load, make_targets, open_for
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
 
 def make_round(sent: Sequence[int], received: Sequence[int]) -> Round:
     """So many bytes to and from each rank."""
-    sends = [[Send(0, nbytes, nbytes, 1, True)] if nbytes else [] for nbytes in sent]
-    receives = [[Claim(0, 0, n, n, 1, True, (Part(n, 0, 0),))] if n else [] for n in received]
+    sends = [[Send(0, nbytes, nbytes, 1)] if nbytes else [] for nbytes in sent]
+    receives = [[Claim(0, 0, n, n, 1, (Part(n, 0, 0),))] if n else [] for n in received]
     return Round(sends, receives, sent=sum(sent))
 
 
@@ -99,10 +100,12 @@ def test_what_many_replicas_want_travels_in_parts(
 
 
 def test_only_reads_of_which_something_is_sent_are_wanted() -> None:
-    """Three blocks of 10 bytes: one for fresh memory, one for live buffers, one for both."""
+    """Three blocks of 10 bytes: one for what the first pass fills, one for the second's, one for both."""
     reads = [Request(0, low, 10, (Part(10, 9, low),)) for low in (0, 10, 20)]
-    sends = [[Send(2, 3, 3, 1, True), Send(12, 2, 4, 2, False)], [Send(20, 5, 5, 1, True), Send(25, 5, 5, 1, False)]]
-    each = Round(sends, [[], []], reads, 30)
-    assert each.pick_reads(fresh=True) == [reads[0], reads[2]]
-    assert each.pick_reads(fresh=False) == [reads[1], reads[2]]
-    assert Round([[], []], [[], []], reads, 30).pick_reads(fresh=True) == []
+    sends = [[Send(2, 3, 3, 1), Send(12, 2, 4, 2)], [Send(20, 5, 5, 1), Send(25, 5, 5, 1)]]
+    plan, first = LoadPlan([], [Round(sends, [[], []], reads, 30)]), np.array([True, False])
+    assert plan.narrow([], [first, first]).requests == [reads[0], reads[2]]
+    assert plan.narrow([], [~first, ~first]).requests == [reads[1], reads[2]]
+    assert plan.narrow([], [first, first], whole=True).requests == reads
+    assert plan.narrow([]).requests == reads
+    assert plan.narrow([], [first & ~first] * 2).requests == []

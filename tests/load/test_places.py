@@ -26,7 +26,7 @@ from deepspeed_ucp.io.opened import StoredFile
 from deepspeed_ucp.io.read import MemorySink
 from deepspeed_ucp.load.direct import asks_store
 from deepspeed_ucp.load.exchange import CollectiveReader
-from deepspeed_ucp.plan import Part, Request
+from deepspeed_ucp.plan import LoadPlan, Part, Request
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.sources import places as places_module
 from deepspeed_ucp.sources.open import look_at_job, seal_folder
@@ -428,9 +428,9 @@ def test_a_read_that_fails_in_the_middle_goes_on_in_the_next_place(
                 raise CheckpointError(f"{file.path}: cannot be read at byte {offset} (Input/output error).")
         read(file, views, offset)
 
-    def note(self: CollectiveReader, *, fresh: bool, everything: bool) -> Any:
-        reading["live"] = not fresh
-        return run_pass(self, fresh=fresh, everything=everything)
+    def note(self: CollectiveReader, plan: LoadPlan, *, uncommitted: bool) -> Any:
+        reading["live"] = not uncommitted
+        return run_pass(self, plan, uncommitted=uncommitted)
 
     monkeypatch.setattr(CollectiveReader, "_run_pass", note)
     monkeypatch.setattr(StoredFile, "read", fail)

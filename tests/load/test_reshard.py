@@ -353,7 +353,7 @@ def all_states(optimizer: Any) -> Iterable[torch.Tensor]:
 
 
 def test_a_load_that_is_not_verified_touches_no_live_buffer(tmp_path: Path) -> None:
-    """The first pass discards what goes to live memory (the executor asks sinks for ``fresh``)."""
+    """The first pass discards what goes to live memory (the executor asks buffers whether they are ``uncommitted``)."""
     case = Case(AWKWARD, Topology(1, 3), random_state(AWKWARD, 0), False)
     path = case.write(tmp_path)
     for target in KINDS:
@@ -365,7 +365,7 @@ def test_a_load_that_is_not_verified_touches_no_live_buffer(tmp_path: Path) -> N
             into = rank.work.into
             filled = [sink.buffer for sink in into.sinks] + [into.buffers[number] for number, _, _ in into.blanks]
             for buffer in filled:
-                assert buffer.fresh == (buffer.tensor.data_ptr() not in live)
+                assert buffer.uncommitted == (buffer.tensor.data_ptr() not in live)
 
 
 def test_balance_what_ranks_share_is_read_by_all_of_them_alike(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def raw(tensor: torch.Tensor) -> memoryview:
 
 def test_bytes_of_the_same_dtype_go_straight_into_the_memory() -> None:
     tensor = torch.zeros(5)
-    sink = TensorSink(Buffer(tensor, fresh=True), "float32")
+    sink = TensorSink(Buffer(tensor, uncommitted=True), "float32")
     view = sink.view(2, 8)
     assert view is not None
     view[:] = raw(torch.tensor([1.5, -2.0]))
@@ -42,7 +42,7 @@ def test_bytes_of_the_same_dtype_go_straight_into_the_memory() -> None:
 )
 def test_other_dtypes_are_converted_as_torch_does(stored: torch.dtype, live: torch.dtype) -> None:
     tensor, values = torch.zeros(5, dtype=live), torch.tensor([1.1, -3.0]).to(stored)
-    sink = TensorSink(Buffer(tensor, fresh=False), str(stored).removeprefix("torch."))
+    sink = TensorSink(Buffer(tensor, uncommitted=False), str(stored).removeprefix("torch."))
     assert sink.view(0, 4) is None
     sink.store(Part(2 * stored.itemsize, 0, 3), raw(values))
     assert tensor[3:].equal(values.to(live))
@@ -53,7 +53,7 @@ def test_other_dtypes_are_converted_as_torch_does(stored: torch.dtype, live: tor
 def test_every_dtype_has_memory(dtype: torch.dtype) -> None:
     values = torch.tensor([0, 1, 1]).to(dtype)
     tensor = torch.zeros(3, dtype=dtype)
-    sink = TensorSink(Buffer(tensor, fresh=True), str(dtype).removeprefix("torch."))
+    sink = TensorSink(Buffer(tensor, uncommitted=True), str(dtype).removeprefix("torch."))
     view = sink.view(0, 3 * dtype.itemsize)
     assert view is not None
     view[:] = raw(values)
@@ -63,7 +63,7 @@ def test_every_dtype_has_memory(dtype: torch.dtype) -> None:
 
 def test_a_tensor_that_is_not_flat_is_filled_through_a_proxy() -> None:
     whole = torch.zeros(3, 2)
-    sink = TensorSink(Buffer(whole.t(), fresh=False), "float32")
+    sink = TensorSink(Buffer(whole.t(), uncommitted=False), "float32")
     view = sink.view(0, 24)
     assert view is not None
     view[:] = raw(torch.arange(6.0))
@@ -73,14 +73,14 @@ def test_a_tensor_that_is_not_flat_is_filled_through_a_proxy() -> None:
 
 
 def test_an_empty_tensor_has_no_memory() -> None:
-    assert TensorSink(Buffer(torch.zeros(0), fresh=True), "float32").view(0, 0) is None
+    assert TensorSink(Buffer(torch.zeros(0), uncommitted=True), "float32").view(0, 0) is None
 
 
 @pytest.mark.parametrize("live", [torch.float32, torch.bfloat16], ids=str)
 def test_rows_go_to_places_apart(live: torch.dtype) -> None:
     """Two rows of two elements, four apart."""
     tensor = torch.zeros(10, dtype=live)
-    sink = TensorSink(Buffer(tensor, fresh=True), "float32")
+    sink = TensorSink(Buffer(tensor, uncommitted=True), "float32")
     part, data = Part(16, 0, 1, run=8, stride=4), raw(torch.arange(1.0, 5.0))
     sink.store(part, data)
     assert tensor.tolist() == [0, 1, 2, 0, 0, 3, 4, 0, 0, 0]
@@ -89,7 +89,7 @@ def test_rows_go_to_places_apart(live: torch.dtype) -> None:
 def test_rows_of_a_part_of_a_buffer() -> None:
     """A tensor that does not begin where its storage does."""
     whole = torch.zeros(12)
-    sink = TensorSink(Buffer(whole[2:], fresh=True), "float32")
+    sink = TensorSink(Buffer(whole[2:], uncommitted=True), "float32")
     sink.store(Part(8, 0, 1, run=4, stride=3), raw(torch.tensor([1.0, 2.0])))
     assert whole.tolist() == [0, 0, 0, 1, 0, 0, 2, 0, 0, 0, 0, 0]
 
@@ -97,7 +97,7 @@ def test_rows_of_a_part_of_a_buffer() -> None:
 @pytest.mark.parametrize("live", [torch.float32, torch.bfloat16], ids=str)
 def test_bytes_from_other_memory_are_taken(live: torch.dtype) -> None:
     tensor = torch.zeros(5, dtype=live)
-    TensorSink(Buffer(tensor, fresh=True), "float32").store(Part(8, 0, 2), raw(torch.tensor([1.5, -2.0])))
+    TensorSink(Buffer(tensor, uncommitted=True), "float32").store(Part(8, 0, 2), raw(torch.tensor([1.5, -2.0])))
     assert tensor.tolist() == [0, 0, 1.5, -2.0, 0]
 
 
@@ -106,11 +106,11 @@ def test_elements_that_nothing_fills_keep_their_values() -> None:
     whole = torch.arange(6.0).view(3, 2)
     for tensor in (whole.t(), whole.view(-1)):
         before = tensor.clone()
-        buffer = Buffer(tensor, fresh=False, spans=[(4, 5), (0, 2)])
+        buffer = Buffer(tensor, uncommitted=False, spans=[(4, 5), (0, 2)])
         buffer.stage_aside()
         buffer.memory[0:2] = torch.tensor([7.0, 8.0])
         buffer.memory[4] = 9.0
-        assert buffer.fresh and tensor.equal(before)
+        assert buffer.uncommitted and tensor.equal(before)
         buffer.commit()
         assert tensor.reshape(-1).tolist() == [7, 8, *before.reshape(-1)[2:4].tolist(), 9, before.reshape(-1)[5]]
 
@@ -118,15 +118,15 @@ def test_elements_that_nothing_fills_keep_their_values() -> None:
 def test_what_copies_give_back_to_the_bit_is_filled_in_place() -> None:
     copies = [torch.tensor([1.5, -0.0, float("nan")]).bfloat16(), torch.tensor([2.0]).bfloat16()]
     made = torch.cat(copies).float()
-    buffer = Buffer(made.clone(), fresh=False, copies=copies)
-    assert buffer.fill_in_place() and buffer.fresh and buffer.memory is buffer.tensor
+    buffer = Buffer(made.clone(), uncommitted=False, copies=copies)
+    assert buffer.fill_in_place() and buffer.uncommitted and buffer.memory is buffer.tensor
     buffer.memory.fill_(7.0)
     buffer.undo()
     assert raw(buffer.tensor) == raw(made)
 
 
 def test_states_that_are_zero_are_filled_in_place() -> None:
-    zero, negative = (Buffer(torch.tensor([0.0, value]), fresh=False) for value in (0.0, -0.0))
+    zero, negative = (Buffer(torch.tensor([0.0, value]), uncommitted=False) for value in (0.0, -0.0))
     assert zero.fill_in_place() and not negative.fill_in_place()
     zero.memory.fill_(7.0)
     zero.undo()
@@ -146,21 +146,21 @@ def test_states_that_are_zero_are_filled_in_place() -> None:
 )
 def test_what_copies_do_not_give_back_is_not_filled_in_place(values: list[float], copies: list[list[float]]) -> None:
     made_from = [torch.tensor(copy).bfloat16() for copy in copies]
-    assert not Buffer(torch.tensor(values), fresh=False, copies=made_from).fill_in_place()
+    assert not Buffer(torch.tensor(values), uncommitted=False, copies=made_from).fill_in_place()
 
 
 def test_what_is_its_own_copy_is_not_filled_in_place() -> None:
     """ZeRO 3 keeps no masters beside the parameters where both would be of one dtype."""
     own = torch.tensor([1.5, 2.0])
-    assert not Buffer(own, fresh=False, copies=[own.view(-1)]).fill_in_place()
+    assert not Buffer(own, uncommitted=False, copies=[own.view(-1)]).fill_in_place()
 
 
 def test_zeros_and_means_of_a_tensor_that_is_not_flat() -> None:
     whole = torch.full((3, 2), 5.0)
-    buffer = Buffer(whole.t(), fresh=False, spans=[(0, 6)])
-    replicas = [Buffer(torch.tensor(values), fresh=True) for values in ([1.0, 2.0], [3.0, 4.0])]
+    buffer = Buffer(whole.t(), uncommitted=False, spans=[(0, 6)])
+    replicas = [Buffer(torch.tensor(values), uncommitted=True) for values in ([1.0, 2.0], [3.0, 4.0])]
     into = Destinations([buffer, *replicas], [], [(0, 0, 4)], [Mean(0, 4, 6, (1, 2))])
-    into.zero_blanks(fresh=True)
+    into.zero_blanks(uncommitted=True)
     assert whole.eq(5).all()
     into.commit()
     assert whole.t().tolist() == [[0, 0, 0], [0, 2, 3]]
@@ -171,7 +171,7 @@ def test_memory_that_is_left_counts_for_all_of_a_machine(monkeypatch: pytest.Mon
     hosts, free = ("a", "a", "b"), {"a": 134, "b": 67}
 
     def decide(rank: int, comm: Comm) -> bool:
-        buffer = Buffer(torch.ones(10), fresh=False)
+        buffer = Buffer(torch.ones(10), uncommitted=False)
         monkeypatch.setattr(transfer, "identify_host", lambda: hosts[comm.rank])
         monkeypatch.setattr(transfer, "measure_available", lambda: free[hosts[comm.rank]])
         return transfer.has_memory([buffer], 10, comm)
@@ -209,10 +209,10 @@ def test_free_memory_is_the_least_that_anything_lets_have(tmp_path: Path, monkey
 
 def test_memory_is_untouched_where_it_is_filled_for_the_first_time() -> None:
     """States of a fresh engine and memory apart; no file's, and none that is filled in place."""
-    assert Buffer(torch.zeros(6), fresh=True).is_untouched
-    live, file = Buffer(torch.zeros(6), fresh=False), Buffer(torch.zeros(6), fresh=True, in_file=True)
+    assert Buffer(torch.zeros(6), uncommitted=True).is_untouched
+    live, file = Buffer(torch.zeros(6), uncommitted=False), Buffer(torch.zeros(6), uncommitted=True, in_file=True)
     assert not live.is_untouched and not file.is_untouched
     assert live.fill_in_place() and not live.is_untouched
-    for each in (Buffer(torch.ones(6), fresh=False), Buffer(torch.ones(6), fresh=False, in_file=True)):
+    for each in (Buffer(torch.ones(6), uncommitted=False), Buffer(torch.ones(6), uncommitted=False, in_file=True)):
         each.stage_aside()
         assert each.is_untouched and each.memory is not each.tensor

@@ -203,7 +203,7 @@ def test_live_groups_take_the_states_alone(tmp_path: Path) -> None:
 def test_masters_and_states_of_fewer_bits_are_told() -> None:
     wants = Wants()
     for state, dtype in (("fp32", "bfloat16"), ("exp_avg", "float32"), ("module", "bfloat16")):
-        wants.add_sink(wants.add_buffer(BufferSpec((state, 0), dtype, 4, False)), "float32")
+        wants.add_sink(wants.add_buffer(BufferSpec((state, 0), dtype, 4, live=True)), "float32")
     assert tell_rounding(wants) == ["fp32 is rounded from float32 to bfloat16, as this run's optimizer keeps it"]
 
 

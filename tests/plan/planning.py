@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -45,11 +45,10 @@ def plan_pieces(
     block: int = 1 << 20,
     window: int = 1 << 20,
     min_direct: int = 1,
-    is_fresh: Callable[[int], bool] = lambda buffer: True,
     access: ReadAccess | None = None,
 ) -> Planned:
     """The plans of as many ranks as there are lists of pieces."""
-    claims = [make_claims(mine, is_fresh, block) for mine in pieces]
+    claims = [make_claims(mine, block) for mine in pieces]
     plans = plan_ranks(claims, records, ReadSizes(window, block, min_direct), access)
     return Planned(records, Blocks.of(records, block, len(claims), access), claims, plans)
 
@@ -61,27 +60,53 @@ def plan_wants(
     block: int = 1 << 20,
     window: int = 1 << 20,
     min_direct: int = 1,
-    is_fresh: Callable[[int], bool] = lambda buffer: True,
 ) -> Planned:
     """The same of wants."""
     pieces = [[piece for want in mine for piece in locate(want)] for mine in wants]
-    return plan_pieces(pieces, records, block=block, window=window, min_direct=min_direct, is_fresh=is_fresh)
+    return plan_pieces(pieces, records, block=block, window=window, min_direct=min_direct)
 
 
-def carry_out(planned: Planned, data: Sequence[np.ndarray], itemsize: int, buffers: Sequence[np.ndarray]) -> np.ndarray:
+def divide(planned: Planned, is_first: Callable[[int], bool], most: int) -> tuple[Planned, Planned]:
+    """Two passes: of the sinks that are filled in the first one, where all is read, and of the others.
+
+    Args:
+        most: sinks of a rank at most.
+    """
+    first = [is_first(sink) for sink in range(most)]
+    passes, plans = (first, [not each for each in first]), planned.plans
+    needs = [plan.list_needs(*passes) for plan in plans]
+    narrowed = (
+        [
+            plan.narrow(sinks, [each[rank][:, number] for each in needs if each], whole=not number)
+            for rank, plan in enumerate(plans)
+        ]
+        for number, sinks in enumerate(passes)
+    )
+    one, two = (replace(planned, plans=each) for each in narrowed)
+    return one, two
+
+
+def carry_out(
+    planned: Planned,
+    data: Sequence[np.ndarray],
+    itemsize: int,
+    buffers: Sequence[np.ndarray],
+    fills: Callable[[int], bool] = lambda buffer: True,
+) -> np.ndarray:
     """Read and exchange as the plans say; returns how often each byte of the records was read, end to end.
 
     Args:
         data: the records' bytes.
         itemsize: bytes per element of the buffers.
         buffers: per rank one array of bytes that all its buffers are views of; buffer b begins at element b.
+        fills: which of them are filled.
     """
     counts = [np.zeros(record.nbytes, np.int64) for record in planned.records]
     for rank, plan in enumerate(planned.plans):
         for request in plan.direct:
             found = _read(request, data, counts)
             for part, values in zip(request.parts, _split(request.parts, found), strict=True):
-                if part.buffer != DISCARD:
+                if part.buffer != DISCARD and fills(part.buffer):
                     _store(part, values, itemsize, buffers[rank])
     for number in range(len(planned.plans[0].rounds)):
         stages = [_stage(plan.rounds[number], data, counts) for plan in planned.plans]
@@ -92,7 +117,8 @@ def carry_out(planned: Planned, data: Sequence[np.ndarray], itemsize: int, buffe
                 assert [claim.nbytes for claim in claims] == [send.nbytes for send in sends]
                 parts = [part for claim in claims for part in claim.parts]
                 for part, values in zip(parts, _split(parts, received), strict=True):
-                    _store(part, values, itemsize, buffers[rank])
+                    if fills(part.buffer):
+                        _store(part, values, itemsize, buffers[rank])
     return np.concatenate([*counts, np.zeros(0, np.int64)])
 
 

@@ -13,13 +13,13 @@ from deepspeed_ucp.plan.claims import MAX_PARTS
 from tests.support.reshard import examples
 
 
-def claims_of(*pieces: Extent, block: int = 1 << 20, live: int = -1) -> list[Claim]:
-    return make_claims(pieces, lambda buffer: buffer != live, block)
+def claims_of(*pieces: Extent, block: int = 1 << 20) -> list[Claim]:
+    return make_claims(pieces, block)
 
 
 def test_neighbours_are_one_claim_with_a_part_each() -> None:
     first, second = Extent(0, 0, 4, Run(2, 5, 3)), Extent(0, 1, 4, Run(5, 0, 2))
-    assert claims_of(second, first) == [Claim(0, 8, 20, 20, 1, True, (Part(12, 0, 5), Part(8, 1, 0)))]
+    assert claims_of(second, first) == [Claim(0, 8, 20, 20, 1, (Part(12, 0, 5), Part(8, 1, 0)))]
 
 
 def test_pieces_with_a_gap_or_in_other_records_stay_apart() -> None:
@@ -27,20 +27,11 @@ def test_pieces_with_a_gap_or_in_other_records_stay_apart() -> None:
     assert [(c.record, c.offset, c.nbytes) for c in claims_of(*pieces)] == [(0, 0, 8), (0, 12, 8), (1, 20, 4)]
 
 
-def test_fresh_and_live_memory_are_claimed_apart() -> None:
-    pieces = [Extent(0, buffer, 4, Run(buffer, 0, 1)) for buffer in range(3)]
-    assert [(c.offset, c.nbytes, c.fresh) for c in claims_of(*pieces, live=1)] == [
-        (0, 4, True),
-        (4, 4, False),
-        (8, 4, True),
-    ]
-
-
 def test_claims_end_where_blocks_do() -> None:
     assert claims_of(Extent(0, 0, 4, Run(1, 10, 5)), block=8) == [
-        Claim(0, 4, 4, 4, 1, True, (Part(4, 0, 10),)),
-        Claim(0, 8, 8, 8, 1, True, (Part(8, 0, 11),)),
-        Claim(0, 16, 8, 8, 1, True, (Part(8, 0, 13),)),
+        Claim(0, 4, 4, 4, 1, (Part(4, 0, 10),)),
+        Claim(0, 8, 8, 8, 1, (Part(8, 0, 11),)),
+        Claim(0, 16, 8, 8, 1, (Part(8, 0, 13),)),
     ]
 
 
@@ -48,29 +39,27 @@ def test_runs_apart_are_a_claim_of_their_own() -> None:
     """Three runs of two elements, six apart; their neighbour does not join."""
     runs, follower = Extent(0, 0, 4, Run(0, 5, 2, 3, 6, 2)), Extent(0, 1, 4, Run(14, 0, 1))
     first, second = claims_of(runs, follower)
-    assert first == Claim(0, 0, 8, 24, 3, True, (Part(24, 0, 5),))
+    assert first == Claim(0, 0, 8, 24, 3, (Part(24, 0, 5),))
     assert first.nbytes == 24
-    assert second == Claim(0, 56, 4, 4, 1, True, (Part(4, 1, 0),))
+    assert second == Claim(0, 56, 4, 4, 1, (Part(4, 1, 0),))
 
 
 def test_runs_are_cut_at_blocks_and_single_ones_are_plain() -> None:
     claims = claims_of(Extent(0, 0, 4, Run(0, 0, 2, 3, 3, 5)), block=16)
     assert claims == [
-        Claim(0, 0, 8, 8, 1, True, (Part(8, 0, 0),)),
-        Claim(0, 12, 4, 4, 1, True, (Part(4, 0, 5),)),
-        Claim(0, 16, 4, 4, 1, True, (Part(4, 0, 6),)),
-        Claim(0, 24, 8, 8, 1, True, (Part(8, 0, 10),)),
+        Claim(0, 0, 8, 8, 1, (Part(8, 0, 0),)),
+        Claim(0, 12, 4, 4, 1, (Part(4, 0, 5),)),
+        Claim(0, 16, 4, 4, 1, (Part(4, 0, 6),)),
+        Claim(0, 24, 8, 8, 1, (Part(8, 0, 10),)),
     ]
 
 
 def test_contiguous_bytes_may_go_to_rows_apart() -> None:
-    assert claims_of(Extent(0, 3, 2, Run(4, 100, 5, 4, 5, 8))) == [
-        Claim(0, 8, 40, 40, 1, True, (Part(40, 3, 100, 10, 8),))
-    ]
+    assert claims_of(Extent(0, 3, 2, Run(4, 100, 5, 4, 5, 8))) == [Claim(0, 8, 40, 40, 1, (Part(40, 3, 100, 10, 8),))]
 
 
 def test_rows_to_rows() -> None:
-    assert claims_of(Extent(0, 3, 4, Run(0, 10, 2, 2, 4, 6))) == [Claim(0, 0, 8, 16, 2, True, (Part(16, 3, 10, 8, 6),))]
+    assert claims_of(Extent(0, 3, 4, Run(0, 10, 2, 2, 4, 6))) == [Claim(0, 0, 8, 16, 2, (Part(16, 3, 10, 8, 6),))]
 
 
 def test_a_claim_has_no_more_parts_than_the_kernel_takes() -> None:
@@ -81,7 +70,7 @@ def test_a_claim_has_no_more_parts_than_the_kernel_takes() -> None:
 def test_no_pieces_no_claims() -> None:
     assert claims_of() == []
     tables, addressed = address_claims([], Blocks.of([Record(0, 0, 100, 0)], 16, 3))
-    assert [table.shape for table in tables] == [(0, 6)] * 3
+    assert [table.shape for table in tables] == [(0, 5)] * 3
     assert addressed == [[], [], []]
 
 
@@ -119,7 +108,7 @@ def test_claims_go_to_the_owners_of_their_blocks_in_the_same_order_as_the_tables
         Extent(0, 0, 4, Run(0, 0, 9)), Extent(1, 0, 4, Run(1, 9, 2)), Extent(0, 1, 4, Run(4, 0, 1)), block=16
     )
     tables, addressed = address_claims(claims, Blocks.of([Record(0, 0, 48, 0), Record(0, 0, 16, 0)], 16, 2))
-    assert [[(c.record, c.offset, c.run, c.step, c.count, c.fresh) for c in mine] for mine in addressed] == [
+    assert [[(c.record, c.offset, c.run, c.step, c.count) for c in mine] for mine in addressed] == [
         [tuple(row) for row in table.tolist()] for table in tables
     ]
     assert [[(c.record, c.offset) for c in mine] for mine in addressed] == [

@@ -12,7 +12,7 @@ from deepspeed_ucp.atoms import Atom, Record
 from deepspeed_ucp.patterns import Run
 from deepspeed_ucp.plan import DISCARD, Claim, Extent, Part, Request, Send, Want
 from deepspeed_ucp.plan.claims import STAGE
-from tests.plan.planning import Planned, carry_out, make_atom, plan_pieces, plan_wants
+from tests.plan.planning import Planned, carry_out, divide, make_atom, plan_pieces, plan_wants
 from tests.support.reshard import examples
 
 
@@ -130,11 +130,11 @@ def test_what_two_ranks_want_is_read_by_the_owner_and_sent_to_both() -> None:
     assert [plan.direct for plan in plans] == [[], [], []]
     assert owner.reads == [Request(1, 0, 16, (Part(16, STAGE, 0),))]
     assert owner.staged == 16
-    assert owner.sends == [[], [Send(0, 12, 12, 1, True)], [Send(4, 12, 12, 1, True)]]
+    assert owner.sends == [[], [Send(0, 12, 12, 1)], [Send(4, 12, 12, 1)]]
     assert [each.rounds[0].receives[1] for each in plans] == [
         [],
-        [Claim(1, 0, 12, 12, 1, True, (Part(12, 0, 5),))],
-        [Claim(1, 4, 12, 12, 1, True, (Part(12, 2, 0),))],
+        [Claim(1, 0, 12, 12, 1, (Part(12, 0, 5),))],
+        [Claim(1, 4, 12, 12, 1, (Part(12, 2, 0),))],
     ]
     assert [plan.nbytes for plan in plans] == [0, 16, 0]
 
@@ -143,8 +143,8 @@ def test_runs_that_interleave_are_sent_as_runs() -> None:
     """Columns of a 2 × 4 matrix for two ranks (a refined Shard-H)."""
     pieces = [[Extent(0, 0, 4, Run(2 * rank, 0, 2, 2, 4, 2))] for rank in range(2)]
     plans = plan_pieces(pieces, [Record(0, 0, 32, 0)]).plans
-    assert plans[0].rounds[0].sends == [[Send(0, 8, 16, 2, True)], [Send(8, 8, 16, 2, True)]]
-    assert plans[1].rounds[0].receives[0] == [Claim(0, 8, 8, 16, 2, True, (Part(16, 0, 0),))]
+    assert plans[0].rounds[0].sends == [[Send(0, 8, 16, 2)], [Send(8, 8, 16, 2)]]
+    assert plans[1].rounds[0].receives[0] == [Claim(0, 8, 8, 16, 2, (Part(16, 0, 0),))]
     assert [plan.nbytes for plan in plans] == [32, 0]
 
 
@@ -232,15 +232,13 @@ def demands(draw: st.DrawFn) -> tuple[list[Record], list[list[Extent]], list[int
     demand=demands(),
     window=st.sampled_from((32, 64, 100, 1 << 20)),
     min_direct=st.sampled_from((1, 8, 16, 1 << 20)),
-    fresh=st.sets(st.integers(0, 60)),
+    first=st.sets(st.integers(0, 60)),
 )
 def test_random_claims_of_several_ranks(
-    demand: tuple[list[Record], list[list[Extent]], list[int]], window: int, min_direct: int, fresh: set[int]
+    demand: tuple[list[Record], list[list[Extent]], list[int]], window: int, min_direct: int, first: set[int]
 ) -> None:
     records, pieces, sizes = demand
-    planned = plan_pieces(
-        pieces, records, block=BLOCK, window=window, min_direct=min_direct, is_fresh=lambda buffer: buffer in fresh
-    )
+    planned = plan_pieces(pieces, records, block=BLOCK, window=window, min_direct=min_direct)
     draw = np.random.default_rng(0)
     data = [draw.integers(1, 256, record.nbytes, dtype=np.uint8) for record in records]
     buffers = [np.zeros(ITEM * size, np.uint8) for size in sizes]
@@ -251,7 +249,7 @@ def test_random_claims_of_several_ranks(
     for mine, buffer in zip(pieces, buffers, strict=True):
         assert (buffer == expect(mine, data, len(buffer))).all()
     check_bounds(planned, window)
-    check_fresh(planned, fresh)
+    check_passes(planned, first, data, buffers)
 
 
 def expect(pieces: Sequence[Extent], data: Sequence[np.ndarray], nbytes: int) -> np.ndarray:
@@ -280,17 +278,21 @@ def check_bounds(planned: Planned, window: int) -> None:
         assert plan.nbytes == sum(request.nbytes for request in plan.requests)
 
 
-def check_fresh(planned: Planned, fresh: set[int]) -> None:
-    """A claim is all for fresh memory or all for live buffers, and its owner's send says the same."""
-    for rank, plan in enumerate(planned.plans):
-        for number, each in enumerate(plan.rounds):
-            for owner, claims in enumerate(each.receives):
-                sends = planned.plans[owner].rounds[number].sends[rank]
-                assert [claim.fresh for claim in claims] == [send.fresh for send in sends]
-                for claim in claims:
-                    assert {part.buffer in fresh for part in claim.parts} == {claim.fresh}
-        for request in plan.direct:
-            assert len({part.buffer in fresh for part in request.parts if part.buffer != DISCARD}) <= 1
+def check_passes(planned: Planned, first: set[int], data: Sequence[np.ndarray], whole: Sequence[np.ndarray]) -> None:
+    """Two passes fill what one does, and the second one reads again what the first one has read, in the same ranges."""
+    most = 1 + max((part.buffer for mine in planned.claims for claim in mine for part in claim.parts), default=0)
+    one, two = divide(planned, first.__contains__, most)
+    buffers = [np.zeros_like(each) for each in whole]
+    assert (carry_out(one, data, ITEM, buffers, first.__contains__) == carry_out(planned, data, ITEM, buffers)).all()
+    buffers = [np.zeros_like(each) for each in whole]
+    carry_out(one, data, ITEM, buffers, first.__contains__)
+    again = carry_out(two, data, ITEM, buffers, lambda buffer: buffer not in first)
+    assert (again <= 1).all()
+    assert all((mine == all_).all() for mine, all_ in zip(buffers, whole, strict=True))
+    for plan, before in zip(two.plans, planned.plans, strict=True):
+        spans = {(request.record, request.offset, request.nbytes) for request in before.requests}
+        assert {(request.record, request.offset, request.nbytes) for request in plan.requests} <= spans
+        assert all(any(part.buffer not in first for part in request.parts) for request in plan.direct)
 
 
 @examples(60)

@@ -9,7 +9,7 @@ import pytest
 
 from deepspeed_ucp.atoms import Record
 from deepspeed_ucp.plan import Blocks, OwnerPlan, ReadSizes, Request, Send, decide
-from deepspeed_ucp.plan.claims import GRANTED
+from deepspeed_ucp.plan.claims import SELF_READ
 
 Row = tuple[int, int, int, int, int]
 """(record, offset, run, step, count)."""
@@ -19,7 +19,7 @@ def judge(
     *tables: Sequence[Row], nbytes: int = 100, min_direct: int = 20, block: int = 100, share: int = 1000, place: int = 0
 ) -> OwnerPlan:
     """What rank 0 decides about blocks that are all its own."""
-    arrays = [np.array([(*row, 1) for row in rows], np.int64).reshape(-1, 6) for rows in tables]
+    arrays = [np.array(rows, np.int64).reshape(-1, 5) for rows in tables]
     blocks = Blocks.of([Record(0, 0, nbytes, 0)], block, 1)
     return decide(arrays, blocks, blocks.owned(0, np.array([0])), ReadSizes(share, block, min_direct), place=place)
 
@@ -35,7 +35,7 @@ def spans(reads: Sequence[Request]) -> list[tuple[int, int, int]]:
 
 
 def decided(decision: OwnerPlan) -> list[list[bool]]:
-    return [(answers[:, 0] == GRANTED).tolist() for answers in decision.answers]
+    return [(answers[:, 0] == SELF_READ).tolist() for answers in decision.answers]
 
 
 @pytest.mark.parametrize("nbytes", [1, 19, 100])
@@ -77,7 +77,7 @@ def test_machines_begin_with_different_rounds() -> None:
     ]
     for each in found:
         *served, granted = each.answers
-        assert granted.tolist() == [[GRANTED, 0]]
+        assert granted.tolist() == [[SELF_READ, 0]]
         for told in served:
             begins = [each.rounds[number].reads[0].offset for number in told[:, 0].tolist()]
             assert begins == [0, 20, 40, 60, 80]
@@ -109,7 +109,7 @@ def test_what_is_granted_beside_others_is_not_staged() -> None:
     (served,) = found.rounds
     assert spans(served.reads) == [(0, 10, 0), (40, 100, 10)]
     assert (served.staged, served.sent) == (70, 20)
-    assert served.sends == [[], [Send(10, 10, 10, 1, True)], [Send(15, 10, 10, 1, True)]]
+    assert served.sends == [[], [Send(10, 10, 10, 1)], [Send(15, 10, 10, 1)]]
 
 
 def test_what_is_granted_takes_no_room_in_a_round() -> None:
