@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..atoms import AtomicIndex, strip_compiled
+from ..atoms import AtomicIndex, RunState, strip_compiled
 from ..comm import Comm
 from ..errors import MismatchError, Objections, UnsupportedError
 from ..io.memory import pause_collection
@@ -40,7 +40,7 @@ from ..targets.finish import (
 from ..targets.guard import guard_engine
 from ..torchsave.torchfile import read_header
 from .client import EXTRA_STATES, make_objects, read_objects
-from .context import LoadArguments, LoadContext, LoadReport
+from .context import LoadArguments, LoadContext
 from .custom_load import assemble_module, run_custom_load
 from .prepare import Work, prepare
 from .states import attach_states, tell_hyper
@@ -63,55 +63,26 @@ def load_direct(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
     Raises:
         UcpError: the same on every rank. The engine is as it was, or marked as ``broken`` and the message says so.
     """
-    engine, comm, config, arguments, report = job.engine, job.comm, job.config, job.arguments, job.report
+    engine, comm, arguments, report = job.engine, job.comm, job.arguments, job.report
     with_states = arguments.with_states and has_masters(target, comm)
     work, saved = _prepare(job, index, target, with_states=with_states)
-    with report.phase("plan"), pause_collection():
-        index = work.index
-        # Of a fresh engine nothing is lost that anybody could use, and memory costs more time than a second pass does,
-        # unless that would ask a store for the same bytes again.
-        apart = engine.global_steps > 0 or asks_store(index, comm)
-        transfer = Transfer(index, work, comm, config, apart=apart)
-    report.state_bytes = work.state_bytes
+    transfer = _plan(job, work)
     extra = saved.pop(EXTRA_STATES, {})
     modules = comm.run(lambda: _match_extra_states(engine, extra, arguments))
-
-    def read() -> None:
-        with report.phase("read"):
-            report.count(transfer.read())
-        with report.phase("verify"):
-            report.bytes_read += transfer.verify()
-
-    transfer.read_with_failover(read)
-    source = _assemble(transfer, report) if arguments.custom_load_fn is not None else None
-    report.files, report.threads = transfer.reader.files, transfer.reader.threads
-
-    def finish() -> None:
-        if with_states:
-            attach_states(target, work.states, work.match)
-        _finish(job, index, saved, with_states=with_states)
-
+    source = _read(job, transfer)
     with guard_engine(engine, with_states=with_states):
         with transfer.undoing(), report.phase("finish"):  # others' code, which may fail: before the buffers change
-            comm.run(lambda: _restore_others(job, index, saved, [(each, extra[key]) for key, each in modules.items()]))
+            states = [(module, extra[key]) for key, module in modules.items()]
+            comm.run(lambda: _restore_others(job, work.index.run, saved, states))
+        # From here on the engine changes: what fails marks it.
         if source is not None:
             run_custom_load(job, source, target, masters_follow=not work.touched)
             source = None  # as large as the model
-        with report.phase("fill"):
-            again = transfer.fill()
-            comm.run(target.swaps.commit)
-        with report.phase("copies"):
-            if work.touched:
-                comm.run(target.refresh_copies)
-                target.gather_copies()
+        _fill(job, target, transfer)
         with report.phase("finish"):
-            comm.run(finish)
+            comm.run(lambda: _finish(job, target, work, saved, with_states=with_states))
             if comm.rank == 0 and (told := target.tell_made()):
                 logger.warning("%s", told)
-    if config.verify == "crc":
-        report.bytes_again = sum(check.nbytes for check in again)
-    else:  # pass 1 has left these bytes alone
-        report.count(again)
     return pick_client_state(
         saved,
         module_only=arguments.load_module_only,
@@ -120,15 +91,56 @@ def load_direct(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
     )
 
 
-def _assemble(transfer: Transfer, report: LoadReport) -> dict[str, torch.Tensor]:
-    """The whole saved module; collective.
+def _plan(job: LoadContext, work: Work) -> Transfer:
+    """Who reads what into which memory; collective."""
+    with job.report.phase("plan"), pause_collection():
+        # Of a fresh engine nothing is lost that anybody could use, and memory costs more time than a second pass does,
+        # unless that would ask a store for the same bytes again.
+        apart = job.engine.global_steps > 0 or asks_store(work.index, job.comm)
+        transfer = Transfer(work, job.comm, job.config, apart=apart)
+    job.report.state_bytes = work.state_bytes
+    return transfer
 
-    Raises:
-        CheckpointError: a file is damaged, of which no other copy is left; the engine is as it was.
+
+def _read(job: LoadContext, transfer: Transfer) -> dict[str, torch.Tensor] | None:
+    """Read and verify everything; of the engine nothing has changed that cannot be made again; collective.
+
+    Returns:
+        The whole saved module, where ``custom_load_fn`` is to be given it.
     """
-    comm, config = transfer.comm, transfer.config
-    with transfer.undoing(), report.phase("custom"):
-        return read_with_failover(transfer.index, lambda left: comm.run(lambda: assemble_module(left, config)), comm)
+    comm, config, report, source = job.comm, job.config, job.report, None
+
+    def read() -> None:
+        with report.phase("read"):
+            report.count(transfer.read())
+        with report.phase("verify"):
+            report.bytes_read += transfer.verify()
+
+    def assemble(left: AtomicIndex) -> dict[str, torch.Tensor]:
+        return comm.run(lambda: assemble_module(left, config))
+
+    transfer.read_with_failover(read)
+    if job.arguments.custom_load_fn is not None:
+        with transfer.undoing(), report.phase("custom"):
+            source = read_with_failover(transfer.work.index, assemble, comm)
+    report.files, report.threads = transfer.reader.files, transfer.reader.threads
+    return source
+
+
+def _fill(job: LoadContext, target: Target, transfer: Transfer) -> None:
+    """Bring everything to the engine's memory, and make the copies from its masters; collective."""
+    comm, report = job.comm, job.report
+    with report.phase("fill"):
+        again = transfer.fill()
+        comm.run(target.swaps.commit)
+    with report.phase("copies"):
+        if transfer.work.touched:
+            comm.run(target.refresh_copies)
+            target.gather_copies()
+    if job.config.verify == "crc":
+        report.bytes_again = sum(check.nbytes for check in again)
+    else:  # pass 1 has left these bytes alone
+        report.count(again)
 
 
 def asks_store(index: AtomicIndex, comm: Comm) -> bool:
@@ -270,27 +282,30 @@ def _find_own_file(index: AtomicIndex, target: Target) -> str | None:
 
 
 def _restore_others(
-    job: LoadContext, index: AtomicIndex, saved: dict[str, Any], modules: Iterable[tuple[torch.nn.Module, Any]]
+    job: LoadContext, run: RunState, saved: dict[str, Any], modules: Iterable[tuple[torch.nn.Module, Any]]
 ) -> None:
     """Scheduler, random-ltd and data sampler, and modules' extra states."""
     if not job.arguments.load_module_only:
         told = restore_helpers(job.engine, saved, with_scheduler=job.arguments.load_lr_scheduler_states)
         if told and job.comm.rank == 0:
-            logger.warning("%s: %s", index.run.state_file, " ".join(told))
+            logger.warning("%s: %s", run.state_file, " ".join(told))
     for module, state in modules:
         module.set_extra_state(state)
 
 
-def _finish(job: LoadContext, index: AtomicIndex, saved: dict[str, Any], *, with_states: bool) -> None:
-    engine, arguments = job.engine, job.arguments
+def _finish(job: LoadContext, target: Target, work: Work, saved: dict[str, Any], *, with_states: bool) -> None:
+    """States, hyper-parameters, scaler and counters."""
+    engine, arguments, run = job.engine, job.arguments, work.index.run
+    if with_states:
+        attach_states(target, work.states, work.match)
     engine.loaded_checkpoint_dp_world_size = saved.get("dp_world_size")
     if arguments.load_module_only:
         return
     if with_states:
-        restore_scaler(engine.optimizer, index.run.scaler)
-        restore_clip(engine.optimizer, index.run.clip_grad)
+        restore_scaler(engine.optimizer, run.scaler)
+        restore_clip(engine.optimizer, run.clip_grad)
     # Elastic saves keep no hyper-parameters, and of a pipeline's stages ds_to_universal keeps the first one's alone.
-    saved_rates = index.run.groups and all("lr" in group.hyper for group in index.run.groups)
+    saved_rates = run.groups and all("lr" in group.hyper for group in run.groups)
     takes_rates = saved_rates and job.config.param_groups == "saved"
     if with_states and arguments.load_lr_scheduler_states and not takes_rates:
         restore_rates(engine)

@@ -42,7 +42,8 @@ class Work:
     """What a load has to do.
 
     Attributes:
-        index: the checkpoint; experts of it are named and cut as the live model has them.
+        index: the checkpoint, the only one from here on: parameters are named and cut as the live model has them, and
+            copies of files that turn out damaged are left out of it.
         wants: of this rank.
         into: where they go.
         states: optimizer states to attach once all is verified.

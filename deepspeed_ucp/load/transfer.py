@@ -42,7 +42,6 @@ class Transfer:
 
     def __init__(
         self,
-        index: AtomicIndex,
         work: Work,
         comm: Comm,
         config: UniversalConfig,
@@ -51,7 +50,7 @@ class Transfer:
         apart: bool = False,
     ) -> None:
         window = config.window_mb << 20
-        self.index, self.work, self.comm, self.config = index, work, comm, config
+        self.work, self.comm, self.config = work, comm, config
         self.two_passes = not spare_engine(work.into.buffers, window, comm, apart=apart)
         self.sizes = sizes or ReadSizes.within(window)
         self.stages = share_memory(2 * self.sizes.stage, comm.rank, comm.gather)
@@ -63,9 +62,9 @@ class Transfer:
         Memory is allocated inside an agreement, and no collective stands between: a rank that has too little tells the
         others there, where it would leave them waiting in a collective for ever.
         """
-        plan = negotiate(self.work.wants, self.index, self.comm, self.sizes, find_same_node(self.stages))
+        plan = negotiate(self.work.wants, self.work.index, self.comm, self.sizes, find_same_node(self.stages))
         passes = self._plan_passes(plan)
-        told = (self.index, self.work.into, passes, self.comm, self.config, self.stages)
+        told = (self.work.index, self.work.into, passes, self.comm, self.config, self.stages)
         return plan, self.comm.run(lambda: CollectiveReader(*told))  # which allocates memory apart
 
     def _plan_passes(self, plan: LoadPlan) -> list[LoadPlan]:
@@ -94,13 +93,13 @@ class Transfer:
         """
 
         def attempt(index: AtomicIndex) -> None:
-            if index is not self.index:
-                self.index = index
+            if index is not self.work.index:
+                self.work.index = index
                 self.plan, self.reader = self._negotiate()
             work()
 
         with self.undoing():
-            read_with_failover(self.index, attempt, self.comm)
+            read_with_failover(self.work.index, attempt, self.comm)
 
     def read(self) -> list[Checked]:
         """Pass 1: read everything, with its checksums, and fill what is not part of the engine."""
@@ -116,7 +115,7 @@ class Transfer:
             CheckpointError: bytes are damaged, or of another run.
             MismatchError: replicas differ.
         """
-        index, comm, reader = self.index, self.comm, self.reader
+        index, comm, reader = self.work.index, self.comm, self.reader
         nbytes = reader.checks.verify(index, comm, threads=reader.threads) if reader.checksum else 0
         check_replicas([index.stored.atoms[key] for key in self.work.replicated], index, comm)
         if reader.checksum:

@@ -224,7 +224,7 @@ def test_there_and_back_again_over_many_topologies_loses_nothing(tmp_path: Path)
 def reread(index: AtomicIndex, targets: Sequence[FakeTarget]) -> None:
     def work(number: int, comm: Comm) -> None:
         rank = prepare_rank(index, targets[number], comm)
-        read(index, rank)
+        read(rank)
         assert rank.transfer
         rank.transfer.verify()
 

@@ -104,7 +104,7 @@ def load_all(folder: str, model: Model) -> list[Loaded]:
 
 def load_rank(index: Any, target: FakeTarget, comm: Comm) -> Loaded:
     loaded = prepare_rank(index, target, comm)
-    loaded.transfer = Transfer(index, loaded.work, comm, UniversalConfig(), apart=True)
+    loaded.transfer = Transfer(loaded.work, comm, UniversalConfig(), apart=True)
     loaded.transfer.read()
     loaded.transfer.verify()
     assert loaded.transfer.fill() == []

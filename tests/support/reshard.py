@@ -344,7 +344,7 @@ def load(index: AtomicIndex, targets: Sequence[FakeTarget], **options: Any) -> l
 def load_rank(index: AtomicIndex, target: FakeTarget, comm: Comm, options: Options) -> Loaded:
     """Load one rank, in the order of the production load; collective."""
     rank = prepare_rank(index, target, comm, options)
-    transfer = plan(index, rank, options)
+    transfer = plan(rank, options)
 
     def work() -> None:
         read_all(transfer)
@@ -359,14 +359,14 @@ def load_rank(index: AtomicIndex, target: FakeTarget, comm: Comm, options: Optio
     return rank
 
 
-def read(index: AtomicIndex, rank: Loaded, options: Options | None = None) -> None:
+def read(rank: Loaded, options: Options | None = None) -> None:
     """Plan, and the first pass; collective."""
-    read_all(plan(index, rank, options or Options()))
+    read_all(plan(rank, options or Options()))
 
 
-def plan(index: AtomicIndex, rank: Loaded, options: Options) -> Transfer:
+def plan(rank: Loaded, options: Options) -> Transfer:
     """Have a rank's part of the load planned; collective."""
-    rank.transfer = Transfer(index, rank.work, rank.comm, options.config, sizes=options.sizes)
+    rank.transfer = Transfer(rank.work, rank.comm, options.config, sizes=options.sizes)
     return rank.transfer
 
 
