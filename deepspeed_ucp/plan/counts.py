@@ -1,4 +1,4 @@
-"""How many experts the blocks of a checkpoint and of a model have, and what is said where these are not the same."""
+"""How a model and a checkpoint differ, parameter by parameter, and what is said of other numbers of experts."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ from .settling import Shapes
 
 _DOCUMENT = "docs/patterns.md"
 
+EXTRA, MISSING, SHAPE, COUNT = "extra", "missing", "shape", "count"
+"""Kinds of faults: a name that the model lacks, or the checkpoint, another shape, another number of experts."""
+
+_EXAMPLES = 3
+
 
 class Fault(NamedTuple):
     """What keeps a parameter from being matched, or that a lenient load passes it over.
@@ -22,19 +27,34 @@ class Fault(NamedTuple):
     Attributes:
         name: the parameter's, or what all names of several begin with.
         text: the words behind the name.
-        kind: faults of one kind are told together.
+        kind: one of the four.
     """
 
     name: str
     text: str
-    kind: str = ""
+    kind: str
 
     def __str__(self) -> str:
         return f"{self.name}{self.text}"
 
+    def add(self, text: str) -> Fault:
+        """The same with more that is said."""
+        return self._replace(text=self.text + text)
 
-SHAPE = "shape"
-"""The kind of a parameter that has other sizes in the model."""
+
+def list_faults(faults: Iterable[Fault]) -> str:
+    """Of missing names, of extra ones and of all others some, and how many there are."""
+    kinds: dict[str, list[Fault]] = defaultdict(list)
+    for each in faults:
+        kinds[each.kind if each.kind in (EXTRA, MISSING) else ""].append(each)
+    return ", ".join(map(_list_some, kinds.values()))
+
+
+def _list_some(faults: Sequence[Fault]) -> str:
+    if len(faults) <= _EXAMPLES:
+        return ", ".join(map(str, faults))
+    folded = [f"{name}{texts[0]}" for name, texts in fold_names([each[:2] for each in faults], str)]
+    return f"{', '.join(folded[:_EXAMPLES])}, … ({len(faults)} in all)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +72,9 @@ class ExpertCounts:
     @property
     def differing(self) -> dict[str, tuple[int, int]]:
         """Experts in the checkpoint and in the model, of blocks that both have, where they are not the same ones."""
-        both = {block: (_list_numbers(self.saved[block]), _list_numbers(self.live[block])) for block in self._both}
+        blocks = [block for block in self.live if block in self.saved]
+        both = {block: (_list_numbers(self.saved[block]), _list_numbers(self.live[block])) for block in blocks}
         return {block: (len(have), len(want)) for block, (have, want) in both.items() if have != want}
-
-    @property
-    def _both(self) -> list[str]:
-        return [block for block in self.live if block in self.saved]
 
     def take_routers(self, resized: MutableMapping[str, Fault], saved: Mapping[str, str], live: Shapes) -> list[Fault]:
         """Faults of what has a row for each expert, and other numbers of rows on the two sides.
@@ -72,19 +89,18 @@ class ExpertCounts:
             block = next((each for each in self.live if name.startswith(each)), None)
             if block is not None and live[name][0][0] == len(_list_numbers(self.live[block])):
                 rule = json.dumps({"from": re.escape(saved[name]), "to": None})
-                text = f"{resized.pop(name).text}, a row for each expert: the rename rule {rule} leaves it out"
-                found.append(Fault(name, text, SHAPE))
+                found.append(resized.pop(name).add(f", a row for each expert: the rename rule {rule} leaves it out"))
         return found
 
     def fold(self, faults: Sequence[Fault]) -> list[Fault]:
-        """Faults of parameters; those of blocks with other experts as one."""
+        """The same, with one for those of blocks with other experts."""
         differing = self.differing
         counts = fold_names([(block.rstrip("."), count) for block, count in differing.items()], lambda count: count)
-        blocks = [
-            Fault(block or "the model", f": {have} experts in the checkpoint, {want} in the model")
+        others = [
+            Fault(block or "the model", f": {have} experts in the checkpoint, {want} in the model", COUNT)
             for block, ((have, want), *_) in counts
         ]
-        return [*blocks, *(fault for fault in faults if find_block(fault.name) not in differing)]
+        return [*others, *(each for each in faults if find_block(each.name) not in differing)]
 
     def advise(self) -> str:
         """What to do where the experts of the two sides are not the same; empty where they are."""

@@ -7,20 +7,18 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, ParamKey
-from ..errors import MismatchError, fold_names, shorten, suggest
+from ..errors import MismatchError, shorten, suggest
 from ..experts import is_expert
 from ..flat import Shape
 from ..patterns import advise_vocabulary
-from .counts import SHAPE, ExpertCounts, Fault, advise_fused
+from .counts import EXTRA, MISSING, SHAPE, ExpertCounts, Fault, advise_fused, list_faults
 from .settling import Shapes
 
 FIRST = (0, 1)
-
-_EXTRA, _MISSING = "in the checkpoint, not in the model", "not in the checkpoint"
-_EXAMPLES = 3
 
 
 @dataclass(slots=True)
@@ -51,7 +49,7 @@ class Match:
 
     @property
     def saved(self) -> dict[str, str]:
-        """TargetInventory name → saved name."""
+        """Live name → saved name."""
         return {live: param.name for live, param in self.params.items()}
 
     def require(self) -> Match:
@@ -112,42 +110,130 @@ def match_parameters(index: AtomicIndex, live: TargetInventory, *, strict: bool,
         What is matched; its ``fault`` lists every parameter that is missing or extra, or of another shape where no
         tensor is cut.
     """
-    others: dict[str, list[str]] = {}
-    for alias, name in live.aliases.items():
-        others.setdefault(name, []).append(alias)
-    match, faults, swapped = Match(), list[Fault](), defaultdict[bool, list[str]](list)
-    missing: list[tuple[str, bool]] = []
-    for name, shapes, wants_master in _chain(live.owned, live.extras or {}):
-        if name in live.unfed:
-            continue
-        names = [live.renamed.get(each, each) for each in (name, *others.get(name, ()))]
-        found = _find(index, names, wants_master, with_states)
+    matcher = _Matcher(index, live, strict, with_states)
+    for is_trained, shapes in ((True, live.owned), (False, live.extras or {})):
+        for name in (name for name in shapes if name not in live.unfed):
+            matcher.add(name, shapes[name], is_trained)
+    matcher.finish()
+    return matcher.match
+
+
+@dataclass
+class _Matcher:
+    """Live tensors held against a checkpoint, one by one.
+
+    Attributes:
+        faults: shapes that differ.
+        missing: live names that the checkpoint lacks, and whether they are trained.
+        swapped: names that are trained here (True) or were in the saved run (False), and not in the other one.
+    """
+
+    index: AtomicIndex
+    live: TargetInventory
+    strict: bool
+    with_states: bool
+    match: Match = field(default_factory=Match)
+    faults: list[Fault] = field(default_factory=list)
+    missing: dict[str, bool] = field(default_factory=dict)
+    swapped: dict[bool, list[str]] = field(default_factory=lambda: defaultdict(list))
+
+    @cached_property
+    def aliases(self) -> dict[str, list[str]]:
+        """By name the others of the same tensor."""
+        others: dict[str, list[str]] = defaultdict(list)
+        for alias, name in self.live.aliases.items():
+            others[name].append(alias)
+        return others
+
+    def add(self, name: str, shapes: tuple[Shape, ...], is_trained: bool) -> None:
+        """Find what a live tensor takes its state from."""
+        names = [self.live.renamed.get(each, each) for each in (name, *self.aliases.get(name, ()))]
+        found = _find(self.index, names, is_trained, self.with_states)
         if found is None:
-            missing += _pass_over(index, match, names, (name, wants_master), shapes[0])
-            continue
-        if with_states and wants_master == (found.state == MODULE):
-            swapped[wants_master].append(name)
-        match.params[name] = pick_instance(index, found.name, *live.ordinals.get(name, FIRST))
+            self._pass_over(name, names, is_trained, shapes[0])
+            return
+        if self.with_states and is_trained == (found.state == MODULE):
+            self.swapped[is_trained].append(name)
+        self.match.params[name] = pick_instance(self.index, found.name, *self.live.ordinals.get(name, FIRST))
         if len(shapes) == len(found.shapes) == 1 and shapes[0] != found.shapes[0]:
-            faults += _compare_shapes(match, name, found.shapes[0], shapes[0])
-    # Where the optimizer's files are not there, trained parameters have copies alone.
-    compared = (MASTER, COPY) if live.extras is None else (MASTER, COPY, MODULE)
-    matched = match.saved
-    saved = index.stored.atoms.list_names(compared)
-    # Layer files hold a tie inside a pipeline stage twice, and nothing there tells that it is one.
-    saved -= {alias for alias, name in live.aliases.items() if name in matched and not index.find(alias, MASTER)}
-    extra = sorted(saved - set(matched.values()))
-    match.skipped += [Fault(name, f": {_EXTRA}", _EXTRA) for name in extra]
-    match.notes += [_tell_swap(names, thawed) for thawed, names in swapped.items()]
-    match.fault = _tell_strangers([name for name, _ in missing], extra) if saved and not match.params else ""
-    if not match.fault and (faults or match.resized or match.skipped):
-        experts = ExpertCounts.of(saved, live.shapes)
-        faults += experts.take_routers(match.resized, match.saved, live.shapes)
-        _judge(match, index, faults, missing, extra, experts, strict=strict)
-    return match
+            self._note_shapes(name, found.shapes[0], shapes[0])
+
+    def _pass_over(self, name: str, names: Sequence[str], is_trained: bool, shape: Shape) -> None:
+        """Note a tensor that the checkpoint does not hold: a fault, unless the save is known to have left it out."""
+        index, match = self.index, self.match
+        is_dropped = index.limits.dropped and not any(index.find(index.resolve(each), MASTER) for each in names)
+        if is_dropped and not is_trained:
+            match.kept.append(name)
+        elif names[0] in index.model.buffers:
+            match.notes.append(f"{name}: a buffer that the saved state dict leaves out keeps the new model's value")
+        else:
+            match.skipped.append(Fault(name, f" {shape}: not in the checkpoint", MISSING))
+            self.missing[name] = is_trained
+
+    def _note_shapes(self, name: str, saved: Shape, live: Shape) -> None:
+        """A whole tensor of another shape; whether another number of rows is a fault, patterns have to tell."""
+        told = Fault(name, f": shape {saved} in the checkpoint, {live} in the model", SHAPE)
+        if len(saved) != len(live) or not live or saved[1:] != live[1:]:
+            self.faults.append(told)
+        elif len(live) == 3:
+            self.faults.append(told.add(advise_fused(name, saved[0], live[0])))
+        else:
+            self.match.resized[name] = told
+
+    def finish(self) -> None:
+        """Compare all names, and tell what is at fault, or what a lenient load leaves as it is."""
+        index, live, match = self.index, self.live, self.match
+        # Where the optimizer's files are not there, trained parameters have copies alone.
+        saved = index.stored.atoms.list_names((MASTER, COPY) if live.extras is None else (MASTER, COPY, MODULE))
+        matched = match.saved
+        # Layer files hold a tie inside a pipeline stage twice, and nothing there tells that it is one.
+        saved -= {alias for alias, name in live.aliases.items() if name in matched and not index.find(alias, MASTER)}
+        extra = sorted(saved - set(matched.values()))
+        match.skipped += [Fault(name, ": in the checkpoint, not in the model", EXTRA) for name in extra]
+        match.notes += [_describe_swap(names, thawed) for thawed, names in self.swapped.items()]
+        if saved and not match.params:
+            match.fault = _describe_foreign(list(self.missing), extra)
+        elif self.faults or match.resized or match.skipped:
+            self._judge(ExpertCounts.of(saved, live.shapes), extra)
+
+    def _judge(self, experts: ExpertCounts, extra: Sequence[str]) -> None:
+        match, faults = self.match, self.faults
+        faults += experts.take_routers(match.resized, match.saved, self.live.shapes)
+        if self.strict:
+            faults += experts.fold(match.skipped)
+        else:
+            match.untouched = [name for name, is_trained in self.missing.items() if not is_trained]
+            match.skipped = [each for each in match.skipped if each.name not in match.untouched]
+        if not faults:
+            return
+        hint = _advise_rows(match.resized)
+        faults += match.resized.values()
+        match.resized.clear()  # listed: no pattern need be asked for
+        hint += (
+            " Build the model with the sizes of the saved one." if any(each.kind == SHAPE for each in faults) else ""
+        )
+        if self.strict and match.skipped:
+            hint += _advise_rename(list(self.missing), extra) + self._advise_missing()
+        hint += experts.advise()
+        match.fault = f"The model and the checkpoint differ: {list_faults(faults)}.{hint}".replace("..", ".")
+
+    def _advise_missing(self) -> str:
+        """What to do where one side lacks names."""
+        is_adapter = lacks_frozen(self.index) and self.missing and not any(self.missing.values())
+        if not is_adapter or len(self.match.skipped) > len(self.missing):
+            return (
+                " load_module_strict=False passes missing and extra ones over: a missing one keeps the new model's "
+                "value."
+            )
+        return (
+            " All that are missing are frozen here or buffers: the checkpoint was saved without them "
+            "(exclude_frozen_parameters). Where the model has them already, as from its pretrained weights, pass "
+            "load_module_strict=False (Accelerate: load_state(folder, load_module_strict=False); Lightning: "
+            "strict_loading = False in the module)."
+        )
 
 
-def _tell_strangers(missing: Sequence[str], saved: Sequence[str]) -> str:
+def _describe_foreign(missing: Sequence[str], saved: Sequence[str]) -> str:
     """Refused where it is not strict as well: the run would begin from scratch."""
     advice = _advise_rename(missing, saved) or (
         ' Build the saved model, or tell what has become of its names by "patterns" with "rename" rules.'
@@ -158,62 +244,19 @@ def _tell_strangers(missing: Sequence[str], saved: Sequence[str]) -> str:
     )
 
 
-def _judge(
-    match: Match,
-    index: AtomicIndex,
-    faults: list[Fault],
-    missing: Sequence[tuple[str, bool]],
-    extra: Sequence[str],
-    experts: ExpertCounts,
-    *,
-    strict: bool,
-) -> None:
-    """Fill in what a lenient load leaves as it is, or the fault, with what to do.
-
-    Args:
-        faults: of shapes.
-        missing: live names that the checkpoint lacks, and whether they are trained.
-        extra: saved names that the model lacks.
-    """
-    if strict:
-        faults += experts.fold(match.skipped)
-    else:
-        match.untouched = [name for name, trained in missing if not trained]
-        match.skipped = [fault for fault in match.skipped if fault.name not in match.untouched]
-    if not faults:
-        return
-    hint = _advise_rows(match.resized)
-    faults += match.resized.values()
-    match.resized.clear()  # told: no pattern need be asked for
-    hint += _SIZES if any(fault.kind == SHAPE for fault in faults) else ""
-    if strict and match.skipped:
-        hint += _advise_rename([name for name, _ in missing], extra) + _advise(index, missing, len(match.skipped))
-    hint += experts.advise()
-    match.fault = f"The model and the checkpoint differ: {_list_faults(faults)}.{hint}".replace("..", ".")
-
-
-def _list_faults(faults: Iterable[Fault]) -> str:
-    """Of each kind some, and how many there are."""
-    kinds: dict[str, list[Fault]] = defaultdict(list)
-    for fault in faults:
-        kinds[fault.kind].append(fault)
-    return ", ".join(map(_list_kind, kinds.values()))
-
-
-def _list_kind(faults: Sequence[Fault]) -> str:
-    if len(faults) <= _EXAMPLES:
-        return ", ".join(map(str, faults))
-    folded = [f"{name}{texts[0]}" for name, texts in fold_names(((each.name, each.text) for each in faults), str)]
-    return f"{', '.join(folded[:_EXAMPLES])}, … ({len(faults)} in all)"
-
-
-_SIZES = " Build the model with the sizes of the saved one."
+def _describe_swap(names: Sequence[str], thawed: bool) -> str:
+    """Parameters that were thawed, or frozen, between the runs."""
+    listed, one = shorten(names, 3), len(names) == 1
+    is_, was, rest = ("is", "was", "its weight is restored, its") if one else ("are", "were", "weights are restored,")
+    if thawed:
+        return f"{listed} {is_} trained here and {was} not in the saved run: {rest} states begin anew"
+    return f"{listed} {was} trained in the saved run and {is_} not here: {rest} states are left out"
 
 
 def _advise_rows(resized: Iterable[str]) -> str:
     """What to do where a vocabulary has another number of rows; empty where none has."""
-    told = next(filter(None, map(advise_vocabulary, resized)), "")
-    return f" {told[:1].upper()}{told[1:]}." if told else ""
+    advice = next(filter(None, map(advise_vocabulary, resized)), "")
+    return f" {advice[:1].upper()}{advice[1:]}." if advice else ""
 
 
 def _advise_rename(missing: Sequence[str], extra: Sequence[str]) -> str:
@@ -229,62 +272,9 @@ def _advise_rename(missing: Sequence[str], extra: Sequence[str]) -> str:
     return ""
 
 
-def _pass_over(
-    index: AtomicIndex, match: Match, names: Sequence[str], wanted: tuple[str, bool], shape: Shape
-) -> list[tuple[str, bool]]:
-    """Note a tensor that the checkpoint does not hold; returns it, unless the save is known to have left it out."""
-    name, wants_master = wanted
-    if not wants_master and _is_dropped(index, names):
-        match.kept.append(name)
-    elif names[0] in index.model.buffers:
-        match.notes.append(f"{name}: a buffer that the saved state dict leaves out keeps the new model's value")
-    else:
-        match.skipped.append(Fault(name, f" {shape}: {_MISSING}", _MISSING))
-        return [wanted]
-    return []
-
-
-def _tell_swap(names: Sequence[str], thawed: bool) -> str:
-    """Parameters that were thawed, or frozen, between the runs."""
-    told, one = shorten(names, _EXAMPLES), len(names) == 1
-    is_, was, rest = ("is", "was", "its weight is restored, its") if one else ("are", "were", "weights are restored,")
-    if thawed:
-        return f"{told} {is_} trained here and {was} not in the saved run: {rest} states begin anew"
-    return f"{told} {was} trained in the saved run and {is_} not here: {rest} states are left out"
-
-
-def _advise(index: AtomicIndex, missing: Sequence[tuple[str, bool]], skipped: int) -> str:
-    """What to do where one side lacks names."""
-    lenient = " load_module_strict=False passes missing and extra ones over: a missing one keeps the new model's value."
-    if not lacks_frozen(index) or not missing or skipped > len(missing) or any(trained for _, trained in missing):
-        return lenient
-    return (
-        " All that are missing are frozen here or buffers: the checkpoint was saved without them "
-        "(exclude_frozen_parameters). Where the model has them already, as from its pretrained weights, pass "
-        "load_module_strict=False (Accelerate: load_state(folder, load_module_strict=False); Lightning: strict_loading "
-        "= False in the module)."
-    )
-
-
 def lacks_frozen(index: AtomicIndex) -> bool:
     """Whether a checkpoint holds no frozen parameters at all, as saves of adapters."""
     return not any(key.state == MODULE and key.name not in index.model.buffers for key in index.stored.atoms)
-
-
-def _compare_shapes(match: Match, name: str, saved: Shape, live: Shape) -> list[Fault]:
-    """What is wrong with a whole tensor of another shape; whether another number of rows is, patterns have to tell."""
-    fault = Fault(name, f": shape {saved} in the checkpoint, {live} in the model", SHAPE)
-    if len(saved) == len(live) == 3 and saved[1:] == live[1:]:
-        return [fault._replace(text=f"{fault.text}{advise_fused(name, saved[0], live[0])}")]
-    if len(saved) == len(live) > 0 and saved[1:] == live[1:]:
-        match.resized[name] = fault
-        return []
-    return [fault]
-
-
-def _is_dropped(index: AtomicIndex, names: Sequence[str]) -> bool:
-    """Whether a buffer or frozen parameter is one that the source's converter left out."""
-    return bool(index.limits.dropped) and not any(index.find(index.resolve(name), MASTER) for name in names)
 
 
 def pick_instance(index: AtomicIndex, name: str, ordinal: int, total: int) -> ParamKey:
@@ -297,11 +287,6 @@ def pick_instance(index: AtomicIndex, name: str, ordinal: int, total: int) -> Pa
     copies = index.model.instances.get(name, 1)
     is_last = ordinal == total - 1 and ordinal > 0
     return ParamKey(name, copies - 1 if is_last else min(ordinal, copies - 1))
-
-
-def _chain(owned: Shapes, extras: Shapes) -> Iterable[tuple[str, tuple[Shape, ...], bool]]:
-    yield from ((name, shapes, True) for name, shapes in owned.items())
-    yield from ((name, shapes, False) for name, shapes in extras.items())
 
 
 class _Found(NamedTuple):
