@@ -194,7 +194,9 @@ def _leave_own_files(job: LoadContext, folder: str, why: str, target: Target | N
     if not job.config.trust_pickle:
         # Of a shared folder every rank looks at a part; a node's own files are looked at by those ranks that see them.
         viewers = comm.each(lambda: _identify_folder(folder) if engine.use_node_local_storage() else ())
-        comm.run(lambda: _check_own_files(folder, viewers, comm.rank))
+        own = viewers[comm.rank]
+        part, parts = viewers[: comm.rank].count(own), viewers.count(own)
+        comm.run(lambda: check_trusted(list_own_globals(folder, part, parts)))
     return LoaderChoice(f"{why}; same topology by each rank's own files", target)
 
 
@@ -202,12 +204,6 @@ def _identify_folder(folder: str) -> tuple[object, ...]:
     """The same on ranks that see the same folder: on one machine, and there in one container."""
     place = os.stat(folder)
     return identify_host(), socket.gethostname(), place.st_dev, place.st_ino
-
-
-def _check_own_files(folder: str, viewers: Sequence[tuple[object, ...]], rank: int) -> None:
-    """Refuse code in this rank's part of the files that those see together whose entry in ``viewers`` is the same."""
-    own = viewers[rank]
-    check_trusted(list_own_globals(folder, viewers[:rank].count(own), viewers.count(own)))
 
 
 def _compare(

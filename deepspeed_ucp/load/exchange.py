@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,8 +34,6 @@ logger = logging.getLogger("deepspeed_ucp")
 Bytes = npt.NDArray[Any]
 Sinks = Sequence[Sink | None]
 """By number what a pass fills; None is left as it is."""
-
-T = TypeVar("T")
 
 _ATTEMPTS = 3
 _PAUSE = 0.2
@@ -78,6 +76,7 @@ class CollectiveReader:
         for memory in (buffer.memory for buffer in into.buffers if buffer.is_untouched):
             self.pages.add(memory.data_ptr(), memory.nbytes)
         again = (request for plan in passes[1:] for request in plan.requests if self.checksum)
+        # What the second pass reads as well is to stay in the page cache.
         self.again = {(request.record, request.offset) for request in again}
         self.same_node = passes[0].same_node
         self.is_one_machine = self.same_node is not None and bool(self.same_node.all())  # then so it is on every rank
@@ -127,8 +126,17 @@ class CollectiveReader:
         shares = self._share_out(plan.direct, len(steps) + 1)
         sinks = self.into.pick_sinks(uncommitted=uncommitted)  # bytes for the others are read for their checksums
         checks, arrived = list[Checked](), list[_Arrived]()
-        self.comm.run(lambda: self._begin(uncommitted=uncommitted))
-        with self._open_reader() as reader:
+
+        def begin() -> None:
+            self.into.zero_blanks(uncommitted=uncommitted)
+            self.uploads.begin()
+
+        def is_read_again(request: Request) -> bool:
+            return (request.record, request.offset) in self.again
+
+        self.comm.run(begin)
+        options: dict[str, Any] = {"pool": self.uploads.pool, "again": is_read_again, "joined": self.joined}
+        with CopyReader(self.index.stored, checksum=self.checksum, **options) as reader:
             for turn, (number, step) in enumerate(steps):
                 each = plan.rounds[number]
                 requests = [*(() if step else each.reads), *shares[turn]]
@@ -137,7 +145,8 @@ class CollectiveReader:
                 more, packed, into = self.comm.run(work)
                 checks += more
                 arrived = list(_list_sent(claims, self._swap(packed, sends, claims, into)))
-                arrived += [] if step else self._list_staged(each.pick_shared(self.same_node), number)
+                for peer, place, claim in () if step else each.pick_shared(self.same_node):
+                    arrived.append(_Arrived(claim, self._find_stage(peer, number)[place:], claim.step))
             checks += self.comm.run(partial(self._end, reader, shares[-1], arrived, sinks))
             self._note_files(reader)
         return checks
@@ -150,12 +159,8 @@ class CollectiveReader:
         waits for anybody.
         """
         if self.is_one_machine:
-            return [_cut(direct, turn, turns) for turn in range(turns)]
+            return [direct[len(direct) * turn // turns : len(direct) * (turn + 1) // turns] for turn in range(turns)]
         return [*([] for _ in range(turns - 1)), direct]
-
-    def _begin(self, *, uncommitted: bool) -> None:
-        self.into.zero_blanks(uncommitted=uncommitted)
-        self.uploads.begin()
 
     def _end(
         self, reader: RecordReader, requests: Sequence[Request], arrived: Sequence[_Arrived], sinks: Sinks
@@ -170,14 +175,6 @@ class CollectiveReader:
             path = reader.take_file(number).path
             before = self.files.get(path, (0, 0.0))
             self.files[path] = before[0] + nbytes, before[1] + seconds
-
-    def _open_reader(self) -> RecordReader:
-        options: dict[str, Any] = {"pool": self.uploads.pool, "again": self._is_read_again, "joined": self.joined}
-        return CopyReader(self.index.stored, checksum=self.checksum, **options)
-
-    def _is_read_again(self, request: Request) -> bool:
-        """Whether the second pass reads it as well, so that it is to stay in the page cache."""
-        return (request.record, request.offset) in self.again
 
     def _take_step(
         self,
@@ -234,11 +231,6 @@ class CollectiveReader:
         half = memory.nbytes // 2
         return memory[half * (number % 2) :][:half]
 
-    def _list_staged(self, shared: Iterable[tuple[int, int, Claim]], number: int) -> Iterator[_Arrived]:
-        """Bytes that ranks of this node have staged in a round."""
-        for peer, place, claim in shared:
-            yield _Arrived(claim, self._find_stage(peer, number)[place:], claim.step)
-
     def _swap(
         self, packed: Bytes, sends: Sequence[Sequence[Send]], claims: Sequence[Sequence[Claim]], into: Bytes
     ) -> memoryview:
@@ -285,11 +277,6 @@ def _list_sent(claims: Sequence[Sequence[Claim]], data: memoryview) -> Iterator[
     for claim in (claim for one in claims for claim in one):
         yield _Arrived(claim, data[position : position + claim.nbytes], claim.run)
         position += claim.nbytes
-
-
-def _cut(items: Sequence[T], part: int, parts: int) -> Sequence[T]:
-    """One of equal parts."""
-    return items[len(items) * part // parts : len(items) * (part + 1) // parts]
 
 
 def _pack(stage: memoryview, sends: Sequence[Sequence[Send]]) -> Bytes:

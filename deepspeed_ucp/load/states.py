@@ -135,25 +135,21 @@ class OptimizerMatch:
                 f"The checkpoint's optimizer steps by another rule: {told}. Train on with the saved run's optimizer, "
                 f"or set {KEEP_LIVE} to go on by this run's rule where it needs no other states, or"
             )
-        if have and (lacking := self._list_lacking_scalars(flat, kept)):
+        scalars = set().union(*(self.index.run.scalars.get(param, ()) for param in self.saved_params(flat)))
+        if have and (lacking := sorted(set(kept.scalars) - scalars)):
             return (
                 f"This run's {kind} needs {', '.join(lacking)} of each parameter, which the checkpoint's optimizer did "
                 "not keep. Train on with the saved run's optimizer, or"
             )
         return ""
 
-    def _list_lacking_scalars(self, flat: LiveBuffer, kept: StateKinds) -> list[str]:
-        found = set().union(*(self.index.run.scalars.get(param, ()) for param in self.saved_params(flat)))
-        return sorted(set(kept.scalars) - found)
-
     def find_live(self, flat: LiveBuffer) -> dict[str, torch.Tensor]:
         """Element-wise states that the optimizer has already."""
         states = self.target.optimizer.state.get(flat.holder, {})
-        return {
-            name: value
-            for name, value in states.items()
-            if isinstance(value, torch.Tensor) and value.shape == flat.find_shape(name) and not _is_swapped(flat, value)
-        }
+        tensors = {name: value for name, value in states.items() if isinstance(value, torch.Tensor)}
+        if flat.swap is not None:  # what is in a swap file is not there, whatever memory holds of it
+            tensors = {name: value for name, value in tensors.items() if not getattr(value, "swappable", True)}
+        return {name: value for name, value in tensors.items() if value.shape == flat.find_shape(name)}
 
     def make_states(self, flat: LiveBuffer) -> States:
         """The states of a flat buffer as they will be handed to the optimizer: its own tensors, or new memory.
@@ -198,11 +194,6 @@ class OptimizerMatch:
                     )
         kept = self.probe(flat)
         return {key: restore_scalar(key, value, kept) for key, (value, _) in joined.items()}
-
-
-def _is_swapped(flat: LiveBuffer, state: torch.Tensor) -> bool:
-    """Whether a state is in a swap file, whatever memory holds of it."""
-    return flat.swap is not None and getattr(state, "swappable", True)
 
 
 def tell_hyper(job: LoadContext, target: Target, run: RunState, match: Match) -> list[str]:

@@ -135,12 +135,13 @@ class Transfer:
     def fill(self) -> list[Checked]:
         """Pass 2: fill the live buffers, from the files or from memory apart; what was read again."""
         again = self.reader.read_rest()
-        self.comm.run(self._commit)  # a rank without memory for it must not leave the others waiting
-        return again
 
-    def _commit(self) -> None:
-        self.reader.uploads.close()
-        self.work.into.commit()
+        def commit() -> None:
+            self.reader.uploads.close()
+            self.work.into.commit()
+
+        self.comm.run(commit)  # a rank without memory for it must not leave the others waiting
+        return again
 
 
 def spare_engine(buffers: Sequence[Buffer], window: int, comm: Comm, *, apart: bool) -> bool:

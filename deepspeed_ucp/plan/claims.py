@@ -115,21 +115,18 @@ def list_requests(wants: Iterable[Want], block: int = _ENDLESS) -> list[Request]
 def _join(record: int, pieces: list[Extent]) -> Iterable[Claim]:
     """Claims of one block: contiguous pieces that follow each other are joined."""
     pieces.sort(key=lambda piece: piece.run.src)
-    run: list[Extent] = []
+    run, end = list[Extent](), 0
     for piece in pieces:
         if not piece.is_contiguous:
             yield _claim(record, [piece])
             continue
-        if run and (_end(run[-1]) != piece.run.src * piece.itemsize or len(run) >= MAX_PARTS):
+        if run and (end != piece.run.src * piece.itemsize or len(run) >= MAX_PARTS):
             yield _claim(record, run)
             run = []
         run.append(piece)
+        end = piece.run.src * piece.itemsize + piece.nbytes
     if run:
         yield _claim(record, run)
-
-
-def _end(piece: Extent) -> int:
-    return piece.run.src * piece.itemsize + piece.nbytes
 
 
 def _claim(record: int, pieces: list[Extent]) -> Claim:

@@ -344,7 +344,8 @@ def match_groups(
     taken: dict[int, int] = {}
     for number, names in members.items():
         saved = [match.params[name] for name in names if name in match.params]
-        found = {owner.get(param, -1) for param in saved if param in owner or not _was_frozen(index, param)}
+        trained = [param for param in saved if param in owner or index.find(param.name, MASTER, param.instance)]
+        found = {owner.get(param, -1) for param in trained}
         if not found:
             continue
         if keep_live:
@@ -365,10 +366,6 @@ def match_groups(
             )
         match.groups[number] = min(found)
         match.hyper[number] = index.run.groups[min(found)].hyper
-
-
-def _was_frozen(index: AtomicIndex, param: ParamKey) -> bool:
-    return index.find(param.name, MASTER, param.instance) is None
 
 
 def _join_steps(index: AtomicIndex, groups: Iterable[int]) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def predict_shapes(
     special, plain = ([rule for rule in renames if rule.is_plain == each] for each in (False, True))
     predicted = _Predicted(experts)
     for name, shapes in saved.items():
-        found = [rule for rule in special if _is_about(rule, name)]
+        found = [rule for rule in special if rule.match(name) is not None or (rule.source and rule.match(f"{name}.0"))]
         for rule in found:
             predicted.add(rule, name, shapes)
         if not found:
@@ -56,10 +56,6 @@ def predict_shapes(
             predicted.shapes[next(names, name)] = shapes
     predicted.join()
     return predicted.shapes
-
-
-def _is_about(rule: Rename, name: str) -> bool:
-    return rule.match(name) is not None or bool(rule.source and rule.match(f"{name}.0"))
 
 
 @dataclass
@@ -128,11 +124,8 @@ class _Predicted:
     def join(self) -> None:
         """Add what several experts feed: [experts, …]."""
         for new, (experts, parts, shapes) in self.joined.items():
-            self.shapes[new] = tuple((experts, *_times(shape, parts)) for shape in shapes)
-
-
-def _times(shape: Shape, parts: int) -> Shape:
-    return (shape[0] * parts, *shape[1:]) if shape else shape
+            inner = ((shape[0] * parts, *shape[1:]) if shape else shape for shape in shapes)
+            self.shapes[new] = tuple((experts, *shape) for shape in inner)
 
 
 def _cut(shapes: tuple[Shape, ...], *parts: int) -> tuple[Shape, ...]:

@@ -72,7 +72,7 @@ def apply_renames(
 
 
 def find_renamed(saved: Set[str], live: Set[str], renames: Sequence[Rename]) -> dict[str, str]:
-    """TargetInventory name → saved name, of the saved names that are not live and that rules give a live one."""
+    """Live name → saved name, of the saved names that are not live and that rules give a live one."""
     return {new: old for old, new in rename_names(sorted(saved - live), renames, live).items() if new in live}
 
 
@@ -123,7 +123,7 @@ class _Feeds:
 
     @cached_property
     def experts(self) -> dict[Ends, dict[int, str]]:
-        """TargetInventory names by every number in them, and what surrounds it."""
+        """Live names by every number in them, and what surrounds it."""
         found: dict[Ends, dict[int, str]] = defaultdict(dict)
         for name in self.live:
             for number in _NUMBER.finditer(name):
@@ -206,7 +206,9 @@ class _Feeds:
 
     def _choose(self, rule: Rename, ends: Ends, held: Mapping[int, Slice]) -> None:
         """Every new expert names the saved one that feeds it."""
-        whole = self._find_whole(ends)
+        # The live parameter that holds all experts of a family, one behind the other; empty where each has its own.
+        name = ends[0].removesuffix(".")
+        whole = name if name != ends[0] and not ends[1] and self.live.get(name, ((),))[0] else ""
         experts = dict.fromkeys(range(self.live[whole][0][0]), whole) if whole else self.experts.get(ends, {})
         names = {piece.name for piece in held.values()}
         if not experts or (names == set(experts.values()) and all(self.saved[n] == self.live[n] for n in names)):
@@ -229,11 +231,6 @@ class _Feeds:
             olds = {number: f"{b.name}.{number}" if len(names) < len(held) else b.name for number, b in held.items()}
             self.copied.update({news[expert]: olds[number] for expert, number in chosen.items()})
         self._leave_numbers(held, held.keys() - set(chosen.values()))
-
-    def _find_whole(self, ends: Ends) -> str:
-        """The live parameter that holds all experts of a family, one behind the other; empty where each has its own."""
-        name = ends[0].removesuffix(".")
-        return name if name != ends[0] and not ends[1] and self.live.get(name, ((),))[0] else ""
 
     def _check_tp_shards(self, rule: Rename, names: Iterable[str], *, fused: bool) -> None:
         """Which dimension of several experts' parameter tensor parallelism cuts is not known here.

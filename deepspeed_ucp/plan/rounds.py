@@ -390,10 +390,10 @@ def make_plan(
     direct = order_reads(direct + decision.unclaimed, files, rank)
     count = max([len(decision.rounds), *(int(told[:, 0].max(initial=SELF_READ)) + 1 for told in answers)])
     idle = [Round.idle(len(addressed)) for _ in range(count - len(decision.rounds))]
-    rounds = [
-        replace(each, receives=_pick(addressed, answers, number), places=_find_places(answers, number))
-        for number, each in enumerate([*decision.rounds, *idle])
-    ]
+    rounds = []
+    for number, each in enumerate([*decision.rounds, *idle]):
+        places = [told[told[:, 0] == number, 1].tolist() for told in answers]
+        rounds.append(replace(each, receives=_pick(addressed, answers, number), places=places))
     return LoadPlan(direct, rounds, decision.same_node)
 
 
@@ -423,11 +423,6 @@ def _pick(addressed: Sequence[Sequence[Claim]], answers: Sequence[Answers], want
     """Per owner the claims that got an answer."""
     pairs = zip(addressed, answers, strict=True)
     return [[claims[number] for number in np.flatnonzero(told[:, 0] == wanted).tolist()] for claims, told in pairs]
-
-
-def _find_places(answers: Sequence[Answers], wanted: int) -> list[list[int]]:
-    """Per owner where the bytes of those claims begin that got an answer."""
-    return [told[told[:, 0] == wanted, 1].tolist() for told in answers]
 
 
 def plan_ranks(

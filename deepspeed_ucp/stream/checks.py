@@ -82,11 +82,12 @@ def _group(checks: Iterable[Checked], records: Sequence[Record]) -> dict[int, li
         if records[check.record].crc is not None:
             found[check.record].append(check)
     joined = {number: merge_checks(parts) for number, parts in sorted(found.items())}
-    return {number: [] if _overlap(parts) else parts for number, parts in joined.items()}
-
-
-def _overlap(checks: Sequence[Checked]) -> bool:
-    return any(one.offset + one.nbytes > two.offset for one, two in pairwise(checks))
+    overlap = {
+        number
+        for number, parts in joined.items()
+        if any(one.offset + one.nbytes > two.offset for one, two in pairwise(parts))
+    }
+    return {number: [] if number in overlap else parts for number, parts in joined.items()}
 
 
 def _complete(by_record: dict[int, list[Checked]], index: AtomicIndex, threads: int) -> int:
@@ -95,17 +96,12 @@ def _complete(by_record: dict[int, list[Checked]], index: AtomicIndex, threads: 
     with CopyReader(index.stored) as reader:
         for check in reader.read_parallel(gaps, (), threads):
             by_record[check.record].append(check)
-    sums = {number: _join(checks) for number, checks in by_record.items()}
+    empty = Checked(0, 0, 0, 0)  # of a record without bytes there are no checks
+    sums = {number: next(iter(merge_checks(checks)), empty).crc for number, checks in by_record.items()}
     damaged = {number: crc for number, crc in sums.items() if crc != records[number].crc}
     if damaged:
         raise _tell_damage(index, damaged)
     return sum(gap.nbytes for gap in gaps)
-
-
-def _join(checks: Sequence[Checked]) -> int:
-    """CRC32 of a whole record; of one without bytes there are no checks."""
-    (whole,) = merge_checks(checks) or [Checked(0, 0, 0, 0)]
-    return whole.crc
 
 
 def _list_gaps(record: int, checks: Iterable[Checked], nbytes: int) -> Iterator[Request]:
