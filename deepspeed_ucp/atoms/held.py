@@ -30,6 +30,11 @@ class FileRef:
     header_crc: int | None = None
     places: tuple[str, ...] = ()
 
+    @property
+    def copies(self) -> tuple[str, ...]:
+        """Its paths, the one that is read first in front; at least one."""
+        return self.places or (self.path,)
+
 
 @dataclass(frozen=True, slots=True)
 class Record:

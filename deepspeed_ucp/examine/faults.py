@@ -73,7 +73,7 @@ def _find_atoms(index: AtomicIndex, path: str, offsets: Collection[int]) -> dict
 def _is_copy(file: FileRef, path: str) -> bool:
     """Whether a path leads to a file of the index; also by another of its names."""
     try:
-        return path in file.places or is_same(file.path, path)
+        return path in file.copies or is_same(file.path, path)
     except OSError:  # one that other ranks see
         return False
 

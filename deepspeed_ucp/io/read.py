@@ -16,6 +16,7 @@ from ..atoms import FileRef, Record
 from ..plan.claims import DISCARD, Part, Request
 from .checksum import Checked
 from .distance import choose_map
+from .failover import Failover
 from .memory import Scratch, ScratchPool
 from .opened import Stored, allow_open_files
 from .paths import is_url
@@ -23,6 +24,7 @@ from .store import open_stored
 from .threads import run_threads
 
 R = TypeVar("R", bound="RecordReader")
+T = TypeVar("T")
 
 JOINED = 16 << 20
 """Bytes of a request to a store that its latency hardly shows in: of 20 ms, where 200 MB/s come, a fifth."""
@@ -63,17 +65,20 @@ class MemorySink:
 class RecordReader:
     """Reads byte ranges of records; several threads may use it at once.
 
-    Files are opened when something of them is read, and closed together.
+    Files are opened when something of them is read, and closed together. A copy of a file in which something fails is
+    passed over from then on.
 
     Args:
         records, files: of the source.
-        checksum: form the CRC32 of what is read.
+        checksum: form the CRC32 of what is read. Without, what nothing but that tells from another file (sealed swap
+            files, atoms of an atomic checkpoint) is read in the first place alone.
+        failed: paths of copies that are passed over, to which others are added.
         pool: memory for bytes that cannot be read straight to their places.
         again: whether a request's bytes will be read once more, soon: they are left in the page cache.
         joined: bytes up to which requests for a store's file are joined, where they follow each other.
 
     Attributes:
-        spent: by file the bytes read of it and the seconds that this took, over all threads.
+        spent: by path the bytes read of a file and the seconds that this took, over all threads.
     """
 
     def __init__(
@@ -82,6 +87,7 @@ class RecordReader:
         files: Sequence[FileRef],
         *,
         checksum: bool = True,
+        failed: set[str] | None = None,
         pool: ScratchPool | None = None,
         again: Callable[[Request], bool] = lambda request: False,
         joined: int = JOINED,
@@ -89,11 +95,11 @@ class RecordReader:
         self.records, self.files, self.checksum = records, files, checksum
         self._again, self._joined = again, joined
         self._pool = pool or ScratchPool()
-        self.spent: dict[int, tuple[int, float]] = {}
-        self._open: dict[int, Stored] = {}
-        self._dropped: list[Stored] = []
-        self._opening = defaultdict[int, threading.Lock](threading.Lock)
-        self.lock = threading.Lock()
+        self.spent: dict[str, tuple[int, float]] = {}
+        self._failover = Failover(failed)
+        self._open: dict[str, Stored] = {}
+        self._opening = defaultdict[str, threading.Lock](threading.Lock)
+        self._lock = threading.Lock()
         allow_open_files(len(files))
 
     def __enter__(self: R) -> R:
@@ -116,7 +122,7 @@ class RecordReader:
         Raises:
             CheckpointError: one has been replaced.
         """
-        files = [file for file in self._open.values() if is_url(file.path)]
+        files = [file for path, file in self._open.items() if is_url(path) and path not in self._failover.failed]
         if files:
             list(choose_map(files[0].path)(lambda file: file.confirm(), files))
 
@@ -124,8 +130,6 @@ class RecordReader:
         """Close the files; no thread may be reading."""
         while self._open:
             self._open.popitem()[1].close()
-        while self._dropped:
-            self._dropped.pop().close()
 
     def read(self, requests: Sequence[Request], sinks: Sequence[Sink | None]) -> list[Checked]:
         """Carry out requests, one after the other.
@@ -170,8 +174,10 @@ class RecordReader:
         """Read requests that follow each other in a record."""
         file, begin = self.records[group[0].record].file, time.perf_counter()
         with self._pool.lend() as scratch:
-            fetched = self.fetch(file, group, sinks, scratch)
-            self._note(file, sum(request.nbytes for request in group), time.perf_counter() - begin)
+            path, fetched = self.read_file(
+                file, lambda stored: (stored.path, self._fetch(stored, group, sinks, scratch))
+            )
+            self._note(path, sum(request.nbytes for request in group), time.perf_counter() - begin)
             return [self._take(request, *each) for request, each in zip(group, fetched, strict=True)]
 
     def _take(self, request: Request, views: list[memoryview], staged: list[tuple[Sink, Part, memoryview]]) -> Checked:
@@ -184,20 +190,10 @@ class RecordReader:
             sink.store(part, view)
         return Checked(request.record, request.offset, request.nbytes, crc)
 
-    def fetch(
-        self, number: int, group: Sequence[Request], sinks: Sequence[Sink | None], scratch: Scratch
-    ) -> list[Fetched]:
-        """Read requests that follow each other in a record of file ``number``.
-
-        Raises:
-            CheckpointError: the file cannot be read.
-        """
-        return self.fetch_from(self.take_file(number), group, sinks, scratch)
-
-    def fetch_from(
+    def _fetch(
         self, file: Stored, group: Sequence[Request], sinks: Sequence[Sink | None], scratch: Scratch
     ) -> list[Fetched]:
-        """The same of an open file."""
+        """Read requests that follow each other in a record of an open file."""
         first, nbytes = group[0], sum(request.nbytes for request in group)
         offset = self.records[first.record].offset + first.offset
         data = file.fetch(offset, nbytes, scratch) if len(group) == 1 and not self._again(first) else None
@@ -207,37 +203,37 @@ class RecordReader:
         file.read([view for views, _ in arranged for view in views], offset)
         return arranged
 
-    def _note(self, file: int, nbytes: int, seconds: float) -> None:
-        with self.lock:
-            before = self.spent.get(file, (0, 0.0))
-            self.spent[file] = before[0] + nbytes, before[1] + seconds
+    def _note(self, path: str, nbytes: int, seconds: float) -> None:
+        with self._lock:
+            before = self.spent.get(path, (0, 0.0))
+            self.spent[path] = before[0] + nbytes, before[1] + seconds
 
-    def take_file(self, number: int) -> Stored:
-        """A file that is open for reading.
+    def read_file(self, number: int, work: Callable[[Stored], T]) -> T:
+        """Read something of file ``number``, of another copy where that fails.
 
         Raises:
-            CheckpointError: it cannot be opened.
+            CheckpointError: no copy of it can be read.
         """
-        with self.lock:
-            opening = self._opening[number]
+        file = self.files[number]
+        is_told = file.header_crc is not None or self.checksum
+        copies = file.copies if is_told else (file.path,)
+        return self._failover.read(copies, lambda path: work(self._hold_open(path, file)), file.path)
+
+    def _hold_open(self, path: str, file: FileRef) -> Stored:
+        with self._lock:
+            opening = self._opening[path]
         with opening:  # those that read other files do not wait for it
-            if number not in self._open:
-                self._open[number] = self.open_file(number)
-            return self._open[number]
+            if path not in self._open:
+                self._open[path] = self.open_copy(path, file)
+            return self._open[path]
 
-    def open_file(self, number: int) -> Stored:
-        """Open a file.
+    def open_copy(self, path: str, file: FileRef) -> Stored:
+        """Open one copy of a file.
 
         Raises:
-            CheckpointError: it cannot be opened.
+            CheckpointError: it cannot be opened, or is another file.
         """
-        return open_stored(self.files[number].path, size=self.files[number].size)
-
-    def drop_file(self, number: int, file: Stored) -> None:
-        """Open a file anew when it is read next; other threads may still be reading it."""
-        with self._opening[number]:
-            if self._open.get(number) is file:
-                self._dropped.append(self._open.pop(number))
+        return open_stored(path, size=file.size)
 
 
 def _arrange_group(group: Sequence[Request], sinks: Sequence[Sink | None], scratch: memoryview) -> list[Fetched]:

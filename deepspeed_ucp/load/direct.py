@@ -145,7 +145,7 @@ def _fill(job: LoadContext, target: Target, transfer: Transfer) -> None:
 
 def asks_store(index: AtomicIndex, comm: Comm) -> bool:
     """Whether some rank reads something of a store; collective where ranks may read in different places."""
-    here = any(is_url(path) for file in index.stored.files for path in (file.places or (file.path,))[:1])
+    here = any(is_url(path) for file in index.stored.files for path in file.copies[:1])
     if index.stored.access is None and not any(file.places for file in index.stored.files):
         return here  # the same on every rank
     return bool(comm.any_of(np.array([here]))[0])
@@ -269,7 +269,7 @@ def _read_objects(index: AtomicIndex, path: str, **options: Any) -> dict[str, An
     if not numbers:
         return read_objects(path, **options)
     with CopyReader(index.stored) as reader:
-        header = reader.read_with_failover(numbers[0], lambda file: read_header(file.path))
+        header = reader.read_file(numbers[0], lambda file: read_header(file.path))
     return make_objects(header, **options)
 
 

@@ -171,8 +171,7 @@ class CollectiveReader:
         return checks
 
     def _note_files(self, reader: RecordReader) -> None:
-        for number, (nbytes, seconds) in reader.spent.items():
-            path = reader.take_file(number).path
+        for path, (nbytes, seconds) in reader.spent.items():
             before = self.files.get(path, (0, 0.0))
             self.files[path] = before[0] + nbytes, before[1] + seconds
 

@@ -170,7 +170,7 @@ def look_at_job(folder: str, also: Sequence[str] = ()) -> SavedJob:
     entries = where.entries
     name = "mp_rank_00_model_states.pt"
     if holds_atoms(entries):
-        first = [read_file(where.find(name)[0], name)]
+        first = [where.read(name, lambda folder: read_file(folder, name))]
     else:
         first, _, faults = _find_save(sort_files(folder, where.sizes, where), lambda name: _read_header(where, name))
         error = make_error(faults)
@@ -401,9 +401,11 @@ def _find_strange_variants(where: FileTable, save: Save, comm: Comm) -> list[Fin
 def _read_variant(where: FileTable, name: str) -> FileHeader:
     """The header of a file of this machine's own; without anything in it where it cannot be read."""
     place = next(place for place, odd in sorted(where.odd) if odd == name)
-    look = _look_at(where.folders[place], name)
     told = f"{name} of {socket.gethostname()}"
-    return replace(look, name=told) if isinstance(look, FileHeader) else FileHeader(told, 0, None)
+    try:
+        return replace(read_file(where.folders[place], name), name=told)
+    except (CheckpointError, UnsupportedError):
+        return FileHeader(told, 0, None)
 
 
 def find_unsaved(save: Save) -> list[Finding]:
@@ -443,30 +445,27 @@ def _read_header(where: FileTable, name: str, reader: str = "") -> FileHeader | 
     """A file's header from the first of its places where it can be read, or why it cannot be.
 
     Of what has no checksums the first place's counts: nothing would hold its bytes against another place's header.
+
+    Args:
+        reader: who looks at it, in words.
     """
-    first, *others = where.find(name)
-    look = _look_at(first, name, reader)
-    for folder in others:
-        if isinstance(look, FileHeader):
-            break
-        again = _look_at(folder, name, reader)
-        if isinstance(again, FileHeader) and again.checked:
-            logger.warning("%s %s is taken instead.", look.text, os.path.join(folder, name))
-            return again
-    return look
+    first = where.find(name)[0]
 
+    def read(folder: str) -> FileHeader:
+        header = read_file(folder, name)
+        if folder != first and not header.checked:
+            raise CheckpointError(f"{os.path.join(folder, name)}: has no checksums, which would tell whose it is.")
+        return header
 
-def _look_at(folder: str, name: str, reader: str = "") -> FileHeader | Finding:
-    """A file's header, or why it cannot be read; ``reader`` says who looks at it."""
     try:
-        return read_file(folder, name)
+        return where.read(name, read)
     except UnsupportedError as error:
         return Finding("unsupported", name, str(error))
     except CheckpointError as error:
         # What the system refuses, it may refuse on one node alone; damage is the same for all.
-        where = reader if isinstance(error.__cause__, OSError) else ""
+        told = reader if isinstance(error.__cause__, OSError) else ""
         found = from_failure("header", name, error)
-        return replace(found, text=f"{found.text}{where}{_OVERWRITTEN if strip_writer(name) != name else ''}")
+        return replace(found, text=f"{found.text}{told}{_OVERWRITTEN if strip_writer(name) != name else ''}")
 
 
 def _find_save(

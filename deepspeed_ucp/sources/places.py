@@ -22,6 +22,7 @@ from ..access import ReadAccess
 from ..comm import Comm
 from ..errors import CheckpointError, UcpError, shorten
 from ..io.distance import choose_map, measure_distance
+from ..io.failover import Failover
 from ..io.paths import Entry, is_url
 from ..io.read import sum_range
 from ..io.store import note_listed, open_stored
@@ -71,6 +72,7 @@ class FileTable:
     variants: tuple[str, ...] = ()
     is_first: bool = False
     _distances: list[int] = field(default_factory=list)
+    _failover: Failover = field(default_factory=Failover)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -87,6 +89,16 @@ class FileTable:
         held = self._list_places(name)
         held += [place for place, entries in enumerate(self.own) if name in entries and place not in held]
         return [self.folders[place] for place in held] or [self.folder]
+
+    def read(self, name: str, work: Callable[[str], T]) -> T:
+        """Read a file in the first folder that has it, and in the next one where that fails; ``work``: given a folder.
+
+        Raises:
+            CheckpointError, UnsupportedError: ``work``'s in the first folder, where it fails in all.
+        """
+        folders = {os.path.join(folder, name): folder for folder in self.find(name)}
+        first, *_ = paths = [*folders]
+        return self._failover.read(paths, lambda path: work(folders[path]), first)
 
     def find_near(self, name: str, size: int) -> tuple[str, ...]:
         """Paths of a file of that many bytes, the nearest first, among several places; empty where there is one."""

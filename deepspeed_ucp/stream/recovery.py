@@ -16,7 +16,7 @@ from ..errors import CheckpointError, UcpError, shorten
 from ..io.distance import Identity, identify_file
 from ..io.read import sum_range
 from ..io.store import open_stored
-from .copies import check_copy, list_copies
+from .copies import check_copy
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -129,7 +129,7 @@ def pass_over_damaged(index: AtomicIndex, damaged: Iterable[int], comm: Comm) ->
 
 def _list_lost(stored: StoredAtoms, rank: int) -> set[int]:
     """Files of which this rank has found no copy that it can read, although it sees some."""
-    failed = {number for number, file in enumerate(stored.files) if stored.failed.issuperset(list_copies(file))}
+    failed = {number for number, file in enumerate(stored.files) if stored.failed.issuperset(file.copies)}
     return failed if stored.access is None else {number for number in failed if stored.access.can_read(rank)[number]}
 
 
@@ -138,7 +138,7 @@ def _find_copies(stored: StoredAtoms, files: Iterable[int], rank: int) -> dict[_
     sees = [True] * len(stored.files) if stored.access is None else stored.access.can_read(rank).tolist()
     found = defaultdict[_Copy, list[str]](list)
     for number in (number for number in files if sees[number]):
-        for path in list_copies(stored.files[number]):
+        for path in stored.files[number].copies:
             found[_Copy(number, identify_file(path))].append(path)
     return found
 
