@@ -48,8 +48,9 @@ def _refer(listing: Listing, header: FileHeader) -> FileRef:
     name, size, where = header.name, header.size, listing.where
     if where is None:
         return FileRef(listing.path(name), size, header.crc)
-    path, near = where.path(name, size), where.find_near(name, size)
-    return FileRef(path, size, header.crc, near if _is_told(header) else near and (path,))
+    path, copies = where.path(name, size), where.list_copies(name, near=True) if where.folders[1:] else {}
+    near = [each for each, nbytes in copies.items() if nbytes == size]
+    return FileRef(path, size, header.crc, tuple(near if _is_told(header) else near and [path]))
 
 
 def _is_told(header: FileHeader) -> bool:

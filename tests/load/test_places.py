@@ -29,6 +29,7 @@ from deepspeed_ucp.load.exchange import CollectiveReader
 from deepspeed_ucp.plan import LoadPlan, Part, Request
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.sources import places as places_module
+from deepspeed_ucp.sources.files import list_entries
 from deepspeed_ucp.sources.open import look_at_job, seal_folder
 from deepspeed_ucp.sources.places import find_files
 from deepspeed_ucp.stream.copies import CopyReader, check_copy, refuse_scattered
@@ -124,7 +125,7 @@ def test_any_files_on_any_machines_load_into_any_topology(
 
 def test_where_all_ranks_see_the_same_nothing_more_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save = write(tmp_path, Topology(1, 4))
-    monkeypatch.setattr(places_module, "_tell_content", None)
+    monkeypatch.setattr(places_module, "_sum_content", None)
     for index in indices([save] * 3):
         assert index.stored.access is None
         assert all(file.places == () for file in index.stored.files)
@@ -385,17 +386,16 @@ def test_what_has_no_directory_is_no_copy_of_what_has_one(tmp_path: Path) -> Non
     check_copy(paths[1], FileRef(paths[0], 100, None, tuple(paths)))
 
 
-def test_a_place_that_the_first_rank_cannot_ask_ends_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_that_the_first_rank_cannot_ask_ends_all_ranks(tmp_path: Path) -> None:
     """It asks a store for the others, and lacks what that takes."""
-    save, listed = write(tmp_path, Topology(1, 2)), places_module.list_entries
+    save = write(tmp_path, Topology(1, 2))
 
     def refuse(folder: str) -> Any:
         if "://" in folder:
             raise UnsupportedError(f"{folder}: no module named s3fs")
-        return listed(folder)
+        return list_entries(folder)
 
-    monkeypatch.setattr(places_module, "list_entries", refuse)
-    found = World(2).run(lambda _rank, comm: find_files([str(save), "s3://bucket/run"], comm))
+    found = World(2).run(lambda _rank, comm: find_files([str(save), "s3://bucket/run"], comm, refuse))
     assert [type(each) for each in found] == [UnsupportedError] * 2
 
 

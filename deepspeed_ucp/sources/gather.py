@@ -1,0 +1,237 @@
+"""Reads the headers of a save's files, each by one rank, and holds them against each other."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from ..comm import Comm
+from ..errors import CheckpointError, UnsupportedError, shorten
+from ..io.distance import choose_map
+from .alike import Short, Shortening
+from .compare import find_late_files, find_strangers
+from .expertfiles import ExpertForms
+from .files import SEAL, Listing, read_model_rank, sort_files, strip_writer
+from .findings import COPY, WARNING, Finding, from_failure, make_error
+from .headers import FileHeader
+from .identify import Look, SaveFiles, explain_none, identify_save
+from .places import FileTable
+from .reading import read_file
+from .save import Save, arrange, count_ranks, name_unsaved
+from .swapped import add_swapped
+
+_OVERWRITTEN = (
+    " DeepSpeed's fast writer cuts no file short that it writes over: a save into a tag that was there already may "
+    "leave the end of a longer file. Save into a new tag, or remove the tag's folder before; take another tag now."
+)
+
+_NEVER_SAVED = (
+    "DeepSpeed writes no model states of a tensor-parallel rank whose experts a rank before it holds as well, and what "
+    "such a rank alone held is lost. Save with at least as many expert-parallel ranks as tensor-parallel ones and "
+    "without use_data_before_expert_parallelism, or with expert tensor parallelism."
+)
+
+
+def gather_save(where: FileTable, comm: Comm) -> tuple[Save | None, list[Finding]]:
+    """Read the headers of a save's files, each by one rank that sees it, and hold them against each other; collective.
+
+    Args:
+        where: its files, and who sees which.
+        comm: the ranks that share the files.
+    """
+    try:
+        listing = sort_files(where.folder, where.sizes, where)
+    except (CheckpointError, UnsupportedError) as error:
+        return None, explain_none(where.folder, error)
+    looks = _Looks(where, comm.rank if comm.size > 1 else None)
+    files = _identify(looks, listing, comm)
+    if not files.first:
+        return None, files.faults
+    headers, unread = _read_rest(looks, listing, files, comm)
+    save, findings = arrange(listing, headers), list(files.faults)
+    missing = _find_missing(listing, files, _describe_holders(where, comm))
+    for more in (unread, missing, find_strangers(save), _find_strange_variants(where, save, comm)):
+        findings += keep_new(more, findings)
+    if make_error(findings) is None:
+        findings += add_swapped(save)
+    findings += _find_left(listing, {SEAL, *files.expected, *(header.name for header in save.headers)})
+    return save, findings + (_find_late(where, headers) if comm.rank == 0 else [])
+
+
+def keep_new(more: Iterable[Finding], findings: Sequence[Finding]) -> list[Finding]:
+    """Those of files of which no fault is told yet."""
+    told = {finding.file for finding in findings if not finding.warning}
+    return [finding for finding in more if finding.file not in told]
+
+
+def look_at_header(where: FileTable, name: str, reader: str = "") -> Look:
+    """A file's header from the first of its places where it can be read, or why it cannot be.
+
+    Of what has no checksums the first place's counts: nothing would hold its bytes against another place's header.
+
+    Args:
+        reader: who looks at it, in words.
+    """
+    first = where.find(name)[0]
+
+    def read(folder: str) -> FileHeader:
+        header = read_file(folder, name)
+        if folder != first and not header.checked:
+            raise CheckpointError(f"{os.path.join(folder, name)}: has no checksums, which would tell whose it is.")
+        return header
+
+    try:
+        return where.read(name, read)
+    except UnsupportedError as error:
+        return Finding("unsupported", name, str(error))
+    except CheckpointError as error:
+        # What the system refuses, it may refuse on one node alone; damage is the same for all.
+        told = reader if isinstance(error.__cause__, OSError) else ""
+        found = from_failure("header", name, error)
+        return replace(found, text=f"{found.text}{told}{_OVERWRITTEN if strip_writer(name) != name else ''}")
+
+
+class _Looks(dict[str, Look]):
+    """What this rank has looked at; a file is looked at when it is first asked for."""
+
+    def __init__(self, where: FileTable, rank: int | None) -> None:
+        self.where = where
+        self._reader = "" if rank is None else f" (looked at by rank {rank})"
+
+    def __missing__(self, name: str) -> Look:
+        look = self[name] = look_at_header(self.where, name, self._reader)
+        return look
+
+
+def _identify(looks: _Looks, listing: Listing, comm: Comm) -> SaveFiles:
+    """One rank looks where it sees all files, else each file's own readers; collective."""
+    where = looks.where
+    if where.access is not None:
+        return identify_save(listing, lambda name: where.once(name, lambda: looks[name], comm))
+    if comm.rank:  # meanwhile the others look at what they are likely to be given, one file each
+        held = (sorted(files.items()) for files in (listing.model or listing.model_zero3, listing.optim))
+        further = [name for files in held for _, name in files[1:]]
+        with suppress(Exception):  # if it is wanted after all, it fails in a collective
+            looks[further[comm.rank - 1]]
+    return comm.once(lambda: identify_save(listing, looks.__getitem__))
+
+
+def _read_rest(looks: _Looks, listing: Listing, files: SaveFiles, comm: Comm) -> tuple[list[FileHeader], list[Finding]]:
+    """The headers of a save's files, each read by one rank, the first ones in front; why others cannot be read."""
+    first = files.first
+    known = {header.name for header in first}
+    names = [name for name in files.expected if name in listing.sizes and name not in known]
+    further = {name for (_, rank), name in listing.model_zero3.items() if rank}
+    shortening, forms = Shortening(first[-1]), ExpertForms()
+
+    def read(name: str) -> Look | Short:
+        look = looks[name]
+        del looks[name]  # of thousands the short form is kept alone
+        if isinstance(look, Finding):
+            return look
+        if look.layer is not None:
+            return replace(look, layer=forms.shorten(look.layer))
+        return shortening.cut(_slim(look, first[0], repeats=name in further))
+
+    told = [
+        shortening.restore(look) if isinstance(look, Short) else look
+        for look in looks.where.share(names, read, comm, choose_map(listing.folder), first=1)
+    ]
+    headers = [look for look in told if isinstance(look, FileHeader)]
+    return [*first, *headers], [look for look in told if isinstance(look, Finding)]
+
+
+def _slim(header: FileHeader, first: FileHeader, *, repeats: bool) -> FileHeader:
+    """A header without what the first ranks' headers tell as well (``repeats``): headers travel to all ranks."""
+    model = header.model
+    if model is None or first.model is None:
+        return header
+    hints = {} if repeats or model.hints == first.model.hints else model.hints
+    model = replace(model, degrees=model.degrees or first.model.degrees)
+    if repeats:
+        model = replace(model, module={}, buffers=(), param_shapes=(), shared={}, placements={})
+    return replace(header, model=replace(model, hints=hints, others=()))
+
+
+# -- what is wrong, and what is odd -----------------------------------------------------------------------------------
+
+
+def _find_missing(listing: Listing, files: SaveFiles, holders: str) -> list[Finding]:
+    """Faults of files that are not there; ``holders`` says which machine has which, where they see different ones."""
+    model, lost = files.first[0].model, name_unsaved(listing, files.first)
+    mp, dp = count_ranks(model) if model else (1, 1)
+    ranks = f"{dp} data-parallel ranks" + (f" of {mp} model-parallel ones" if mp > 1 else "")
+    text = f"the checkpoint was saved by {ranks} and needs all of their files. {COPY}"
+    text += f" The machines see different files of it: {holders}." if holders else ""
+    absent = [name for name in files.expected if name not in listing.sizes]
+    return [
+        Finding("missing", name, f"{listing.path(name)} is missing; {_NEVER_SAVED if name in lost else text}")
+        for name in absent
+    ]
+
+
+def _describe_holders(where: FileTable, comm: Comm) -> str:
+    """Which machine has, and had, which files, in words; empty where all see the same; collective."""
+    told = where.describe_hosts()
+    if not told:
+        return ""
+    sealed: Mapping[str, list[str]] = {}
+    if SEAL in where.entries:
+        sealed = where.once(SEAL, lambda: _read_hosts(where.path(SEAL)), comm)
+    lost = {host: [name for name in names if name not in where.entries] for host, names in sealed.items()}
+    return "; ".join([*(f"{host} had {shorten(names)}" for host, names in lost.items() if names), told])
+
+
+def _read_hosts(path: str) -> dict[str, list[str]]:
+    from .seal import read_seal
+
+    try:
+        return read_seal(path).hosts
+    except (CheckpointError, FileNotFoundError):
+        return {}
+
+
+def _find_strange_variants(where: FileTable, save: Save, comm: Comm) -> list[Finding]:
+    """Faults of files that further nodes wrote under a name of this save's, for themselves; collective."""
+    if where.access is None:
+        return []
+    told = comm.each(lambda: [_read_variant(folder, name) for folder, name in where.list_variants()])
+    variants = [each for held in told for each in held if each.model]
+    models = [[*held] for held in save.models]
+    for each in variants:
+        mp = read_model_rank(each.name.partition(" ")[0])
+        if mp is not None and mp < len(models):
+            models[mp].append(_slim(each, save.main, repeats=True))
+    names = {each.name for each in variants}
+    return [each for each in find_strangers(replace(save, models=models)) if each.file in names and not each.warning]
+
+
+def _read_variant(folder: str, name: str) -> FileHeader:
+    """The header of a file of this machine's own; without anything in it where it cannot be read."""
+    told = f"{name} of {socket.gethostname()}"
+    try:
+        return replace(read_file(folder, name), name=told)
+    except (CheckpointError, UnsupportedError):
+        return FileHeader(told, 0, None)
+
+
+def _find_left(listing: Listing, expected: Iterable[str]) -> Iterator[Finding]:
+    """A warning for every file that no load takes."""
+    for name in sorted(name for name, size in listing.sizes.items() if size >= 0 and name not in expected):
+        of = listing.copies.get(name)
+        why = f"another rank's copy of {of}" if of else "left by an earlier save into this folder"
+        text = f"{listing.path(name)}: {why}; it is not loaded."
+        yield Finding("leftover", name, text, WARNING, (of,) if of else ())
+
+
+def _find_late(where: FileTable, headers: Sequence[FileHeader]) -> list[Finding]:
+    """Warnings of files that were written at another time; of places with copies of one save in each by itself."""
+    names = [header.name for header in headers]
+    found = find_late_files(where.folder, where.entries, names)
+    if not found or not where.holds_copies({header.name: header.crc for header in headers}):
+        return found
+    each = zip(where.folders, where.own, strict=True)
+    return [finding for folder, entries in each for finding in find_late_files(folder, entries, names)]
