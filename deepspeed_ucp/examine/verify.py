@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -14,14 +13,15 @@ from typing import TYPE_CHECKING, Any
 from ..atoms import AtomicIndex
 from ..comm import Comm
 from ..errors import CheckpointError, UcpError, shorten
-from ..io.distance import measure_distance
+from ..io.paths import Entry
 from ..io.scan import ScanFile, Scanned, scan_files
 from ..io.store import exists
-from ..sources.files import MANIFEST, SEAL, is_state_file, read_swap_name, scan_folder
+from ..sources.files import MANIFEST, SEAL, is_state_file, list_entries, read_swap_name, scan_folder
 from ..sources.findings import NOTE, WARNING, Finding, from_error, from_failure, sort_findings
 from ..sources.latest import check_latest
 from ..sources.naming import Naming
-from ..sources.open import FolderReport, survey_checkpoint
+from ..sources.open import FolderReport, survey_files
+from ..sources.places import FileTable, find_files
 from ..stream.batches import WorkOptions
 from ..stream.samples import check_samples
 from ..torchsave.records import FileRecord, FileRecords
@@ -86,86 +86,43 @@ class Verification:
         return sum(file.unchecked for file in self.files)
 
 
-def list_files(folder: str) -> tuple[dict[str, int], list[str]]:
-    """Name → bytes of the files that hold state, and the names of all others but seal and manifest, of a folder's tree.
+def list_files(folder: str) -> tuple[dict[str, Entry], list[str]]:
+    """The files that hold state, and the names of all others but seal and manifest, of a folder's tree.
 
     Raises:
         CheckpointError: the folder cannot be listed, or holds none that could be looked at.
     """
-    sizes: dict[str, int] = {}
-    others: list[str] = []
-    for name, entry in scan_folder(folder, deep=True).items():
-        if name.endswith(".pt") or is_state_file(name) or read_swap_name(name):
-            sizes[name] = max(entry.size, 0)
-        else:
-            others.append(name)
-    if not sizes:
-        raise CheckpointError(f"{folder}: holds no checkpoint ({shorten(sorted(others)) or 'nothing'}).")
-    return dict(sorted(sizes.items())), sorted(name for name in others if name not in (SEAL, MANIFEST))
+    tree = scan_folder(folder, deep=True)
+    files = {name: entry for name, entry in sorted(tree.items()) if _holds_state(name)}
+    others = sorted(tree.keys() - files.keys())
+    if not files:
+        raise CheckpointError(f"{folder}: holds no checkpoint ({shorten(others) or 'nothing'}).")
+    return files, [name for name in others if name not in (SEAL, MANIFEST)]
 
 
-@dataclass(frozen=True, slots=True)
-class _Files:
-    """The files of a checkpoint in all of its places.
-
-    Attributes:
-        sizes: their bytes, the same on every rank.
-        mine: those that this rank looks at.
-        copies: by name the tag's folders in which this rank finds it, with its bytes there; the nearest one first,
-            those of other sizes last.
-        others: further files that this rank sees.
-    """
-
-    sizes: dict[str, int]
-    mine: list[str]
-    copies: dict[str, dict[str, int]]
-    others: list[str]
+def _holds_state(name: str) -> bool:
+    return name.endswith(".pt") or is_state_file(name) or read_swap_name(name) is not None
 
 
-def _find_files(folders: Sequence[str], comm: Comm) -> _Files:
-    """List a checkpoint's files in each place; collective.
+def _is_opened(name: str) -> bool:
+    """Whether opening a checkpoint looks at a file of its folder's tree."""
+    return read_swap_name(name) is not None or ("/" not in name and (is_state_file(name) or not _holds_state(name)))
+
+
+def _find_files(folders: Sequence[str], comm: Comm) -> tuple[FileTable, list[str]]:
+    """All files of a checkpoint, and the names of further ones that this rank sees; collective.
 
     Raises:
         CheckpointError: no rank finds any; the first place's error.
     """
-    looks = comm.run(lambda: [_look(folder) for folder in folders])
-    own: dict[str, int] = {}
-    for sizes, _ in reversed(looks):
-        own |= sizes
-    digests = comm.gather(hashlib.sha256(repr(sorted(own.items())).encode()).digest())
-    every = comm.gather(own) if len(set(digests)) > 1 else [own]
-    sizes = {name: nbytes for each in reversed(every) for name, nbytes in sorted(each.items())}
-    if not sizes:
-        comm.run(lambda: list_files(folders[0]))
-    viewers = {name: [rank for rank, each in enumerate(every) if each.get(name) == sizes[name]] for name in sizes}
-    mine = share_files(sizes, comm.size, viewers if len(every) > 1 else {})[comm.rank]
-    near = sorted(zip(folders, looks, strict=True), key=lambda pair: measure_distance(pair[0]))
-    held = {name: {folder: sizes[name] for folder, (sizes, _) in near if name in sizes} for name in mine}
-    copies = {name: dict(sorted(each.items(), key=lambda it: it[1] != sizes[name])) for name, each in held.items()}
-    return _Files(dict(sorted(sizes.items())), mine, copies, sorted({name for _, others in looks for name in others}))
+    further = set[str]()
 
+    def look(folder: str) -> dict[str, Entry]:
+        files, others = list_files(folder)
+        further.update(others)
+        return list_entries(folder) | files
 
-def _choose_places(files: _Files, index: AtomicIndex | None) -> _Files:
-    """The places that a load reads: one alone of a file that nothing tells from another place's; of another size those
-    alone that the index was made of."""
-    stored = index.stored.files if index else ()
-    alone = {file.places[0] for file in stored if len(file.places) == 1}
-    known = {path for file in stored for path in (file.path, *file.places)}
-
-    def choose(name: str, held: Mapping[str, int]) -> dict[str, int]:
-        paths = {folder: os.path.join(folder, name) for folder in held}
-        same = [folder for folder, size in held.items() if size == files.sizes[name]]
-        others = [folder for folder in held if folder not in same and paths[folder] in known]
-        return {each: held[each] for each in [*([each for each in same if paths[each] in alone] or same), *others]}
-
-    return replace(files, copies={name: choose(name, held) for name, held in files.copies.items()})
-
-
-def _look(folder: str) -> tuple[dict[str, int], list[str]]:
-    try:
-        return list_files(folder)
-    except CheckpointError:
-        return {}, []
+    return find_files(folders, comm, look), sorted(further)
 
 
 def verify_checkpoint(
@@ -196,14 +153,19 @@ def verify_checkpoint(
         ConfigError: ``groups`` are of another form, or ``against`` is neither a seal nor a manifest.
     """
     comm, begin = comm or Comm(), time.perf_counter()
-    files = _find_files([folder, *also], comm)
-    report = survey_checkpoint(folder, comm, Naming(groups=groups or "module"), also=also)
+    where, others = _find_files([folder, *also], comm)
+    report = survey_files(where.choose(_is_opened), comm, Naming(groups=groups or "module"))
     more, index = comm.once(lambda: list_findings(report, groups)), report.index
-    files = _choose_places(files, index)
-    seen, read = _examine_all(files, index, options, headers_only=headers_only)
+    where = where.choose(_holds_state)
+    known = {path: number for number, file in enumerate(index.stored.files if index else ()) for path in file.copies}
+    mine = {name: _choose_copies(where, name, index, known) for name in _share(where, comm)}
+    seen, read = _Examiner(index, known, options, headers_only=headers_only).examine_all(mine)
     listed = {name: each.listed for name, each in seen.items() if each.listed is not None}
     faults = [fault for each in seen.values() for fault in each.faults]
-    sizes = {**files.sizes, **{name: each.size for name, each in listed.items()}}
+    sizes = {
+        **{name: max(nbytes, 0) for name, nbytes in where.sizes.items()},
+        **{name: each.size for name, each in listed.items()},
+    }
     manifest, told = comm.run(lambda: _compare_own_manifest(folder, sizes, listed, first=comm.rank == 0))
     faults += told
     if against is not None:
@@ -211,10 +173,10 @@ def verify_checkpoint(
 
         proof = comm.once(lambda: read_proof(against))
         faults += compare_proof(proof, report, sizes, listed, first=comm.rank == 0)
-    reports = [_describe_file(name, sizes[name], listed.get(name)) for name in files.mine]
-    gathered = comm.gather((reports, faults, read))
+    reports = [_describe_file(name, sizes[name], listed.get(name)) for name in mine]
+    gathered = comm.gather((reports, faults, read, others))
     left = {finding.file for finding in more if finding.kind == "leftover"}
-    every = [*more, *(_excuse(fault, left) for _, held, _ in gathered for fault in held)]
+    every = [*more, *(_excuse(fault, left) for _, held, *_ in gathered for fault in held)]
     if index is not None and not headers_only and all(fault.warning for fault in every):
         every += _compare_samples(folder, index, comm)
     return Verification(
@@ -222,8 +184,8 @@ def verify_checkpoint(
         kind="atomic" if report.atomic else "normal",
         topology=index.run.topology.describe() if index else "",
         files=tuple(sorted((report for held, *_ in gathered for report in held), key=lambda r: r.name)),
-        others=tuple(files.others),
-        read=sum(nbytes for *_, nbytes in gathered),
+        others=tuple(sorted({name for *_, names in gathered for name in names})),
+        read=sum(nbytes for *_, nbytes, _ in gathered),
         seconds=time.perf_counter() - begin,
         faults=_sort_faults(every),
         fingerprint=dict(manifest.fingerprint) if manifest else {},
@@ -238,75 +200,129 @@ class _Seen:
     faults: list[Finding]
 
 
-def _examine_all(
-    files: _Files, index: AtomicIndex | None, options: WorkOptions, *, headers_only: bool
-) -> tuple[dict[str, _Seen], int]:
-    """Look at this rank's files, at further copies of those that are not right; by name, and the bytes that were read.
+def _choose_copies(where: FileTable, name: str, index: AtomicIndex | None, known: Mapping[str, int]) -> dict[str, int]:
+    """The copies of a file that a load reads, with their bytes: one alone of what nothing tells from another place's;
+    of another size those alone that the index was made of."""
+    copies, size = where.list_copies(name, near=True), where.entries[name].size
+    number = next((known[path] for path in copies if path in known), None)
+    read = index.stored.files[number].copies if index and number is not None else ()
+    same = [path for path, nbytes in copies.items() if nbytes == size]
+    alone = [path for path in same if path in read] if len(read) == 1 else []
+    others = [path for path, nbytes in copies.items() if nbytes != size and path in read]
+    return {path: max(copies[path], 0) for path in [*(alone or same), *others]}
+
+
+class _Examiner:
+    """Looks at files.
 
     Args:
         index: the checkpoint, as far as it could be opened.
+        known: path → number of the index's file.
+        headers_only: leave the tensors' bytes alone.
     """
-    seen: dict[str, _Seen] = {}
-    left, turn, read = files.mine, 0, 0
-    while left:
-        copies = {name: [*files.copies[name].items()][turn] for name in left}
-        paths = {name: os.path.join(folder, name) for name, (folder, _) in copies.items()}
-        sizes = {name: size for name, (_, size) in copies.items()}
-        found, nbytes = _examine(paths, sizes, index, options, headers_only=headers_only)
-        for name, each in found.items():
-            before = seen.get(name)
-            if before is None:
-                seen[name] = each
-            elif not each.faults:
-                warnings = [_tell_copy(fault, paths[name]) for fault in before.faults]
-                seen[name] = _Seen(each.listed, warnings)
-        if index is not None:
-            index.stored.failed.update(paths[name] for name, each in found.items() if each.faults)
-        read, turn = read + nbytes, turn + 1
-        left = [name for name, each in found.items() if each.faults and turn < len(files.copies[name])]
-    return seen, read
+
+    def __init__(
+        self, index: AtomicIndex | None, known: Mapping[str, int], options: WorkOptions, *, headers_only: bool
+    ) -> None:
+        self.index, self.known, self.options, self.headers_only = index, known, options, headers_only
+        self.sealed = {record.file: record.crc for record in index.stored.records} if index else {}
+
+    def examine_all(self, files: Mapping[str, Mapping[str, int]]) -> tuple[dict[str, _Seen], int]:
+        """Look at files, and at further copies of those that are not right; by name, and the bytes that were read.
+
+        Args:
+            files: by name the paths of its copies, with their bytes.
+        """
+        seen, read = dict[str, _Seen](), 0
+        left = {name: [ScanFile(*copy) for copy in copies.items()] for name, copies in files.items()}
+        while left := {name: copies for name, copies in left.items() if copies}:
+            turn = {name: copies.pop(0) for name, copies in left.items()}
+            found, nbytes = self._examine(turn)
+            read += nbytes
+            for name, each in found.items():
+                path, before = turn[name].path, seen.setdefault(name, each)
+                if not each.faults:
+                    left[name].clear()
+                    seen[name] = _Seen(each.listed, [_excuse_copy(fault, path) for fault in before.faults])
+                elif self.index is not None:
+                    self.index.stored.failed.add(path)
+        return seen, read
+
+    def _examine(self, files: Mapping[str, ScanFile]) -> tuple[dict[str, _Seen], int]:
+        """Look at one copy of each of some files; what was found by name, and the bytes that were read."""
+        threads = max((self.options.count(os.path.dirname(file.path)) for file in files.values()), default=1)
+        swaps = {name for name in files if read_swap_name(name)}  # which have no directory
+        named = [name for name in files if name not in swaps]
+        with ThreadPoolExecutor(max_workers=threads) as pool:
+            looks = dict(zip(named, pool.map(lambda name: _look_at(name, files[name].path), named), strict=True))
+        listed = {name: look for name, look in looks.items() if isinstance(look, FileRecords)}
+        faults = [look for look in looks.values() if isinstance(look, Finding)]
+        scans = {} if self.headers_only else self._scan(files, listed, swaps, threads)
+        for name in swaps & scans.keys():
+            listed[name] = self._list_swap(files[name], scans[name])
+        for name in listed.keys() & scans.keys():  # else it is told why its directory cannot be read
+            faults += find_damage(files[name].path, name, listed[name], scans[name], self.index)
+        faults += [fault for name in listed if (fault := self._compare_known(name, files[name].path, listed[name]))]
+        seen = {name: _Seen(listed.get(name), [fault for fault in faults if fault.file == name]) for name in files}
+        return seen, sum(scan.nbytes for scan in scans.values())
+
+    def _scan(
+        self, files: Mapping[str, ScanFile], listed: Mapping[str, FileRecords], swaps: Set[str], threads: int
+    ) -> dict[str, Scanned]:
+        """Read files with the CRC32 of their records; nothing of those whose directory is not readable."""
+        wanted = []
+        for name, file in files.items():
+            records = listed[name].records if name in listed else ()
+            ranges = ((0, file.size),) if name in swaps else tuple((each.offset, each.nbytes) for each in records)
+            size = listed[name].size if name in listed else file.size if name in swaps else 0
+            wanted.append(ScanFile(file.path, size, ranges))
+        with self.options.bar(sum(file.size for file in wanted)) as progress:
+            scans = scan_files(wanted, threads=threads, window=self.options.window, progress=progress)
+        return dict(zip(files, scans, strict=True))
+
+    def _list_swap(self, file: ScanFile, scan: Scanned) -> FileRecords:
+        """A swap file that was read, as one record with the checksum that a seal has of it.
+
+        In a directory's place is the checksum of all bytes, as in a seal.
+        """
+        record = FileRecord("tensor", 0, file.size, self.sealed.get(self.known.get(file.path, -1)))
+        return FileRecords(file.path, file.size, (record,), scan.crcs[0] or 0, "")
+
+    def _compare_known(self, name: str, path: str, listed: FileRecords) -> Finding | None:
+        """The fault of a file that is whole, and not the one which the index was made of."""
+        number, found = self.known.get(path), listed.header_crc
+        file = self.index.stored.files[number] if self.index and number is not None else None
+        if file is None or not file.places or None in (file.header_crc, found) or file.header_crc == found:
+            return None
+        text = f"{path}: its directory has CRC32 {found:08x}, the save's {file.header_crc:08x}; it is another file."
+        return Finding("foreign", name, text)
 
 
-def _tell_copy(fault: Finding, path: str) -> Finding:
+def _look_at(name: str, path: str) -> FileRecords | Finding:
+    """A file's directory, or why it cannot be read."""
+    try:
+        return list_records(path)
+    except UcpError as error:
+        return from_failure("header", name, error)
+
+
+def _excuse_copy(fault: Finding, path: str) -> Finding:
     """A fault that a right copy of the file makes up for."""
     return replace(fault, severity=WARNING, text=f"{fault.text} {path} is right.")
-
-
-def _examine(
-    paths: Mapping[str, str],
-    sizes: Mapping[str, int],
-    index: AtomicIndex | None,
-    options: WorkOptions,
-    *,
-    headers_only: bool,
-) -> tuple[dict[str, _Seen], int]:
-    """Look at one copy of each of some files; what was found by name, and the bytes that were read."""
-    listed, faults = _list_all(paths, options)
-    scans = [] if headers_only else _scan(paths, sizes, listed, options)
-    listed |= _list_swaps(paths, sizes, index, scans)
-    for name, scan in zip(paths, scans, strict=False):
-        if name in listed:  # else it is told why its directory cannot be read
-            faults += find_damage(paths[name], name, listed[name], scan, index)
-    faults += _find_other_copies(paths, listed, index)
-    seen = {name: _Seen(listed.get(name), [fault for fault in faults if fault.file == name]) for name in paths}
-    return seen, sum(scan.nbytes for scan in scans)
-
-
-def _find_other_copies(
-    paths: Mapping[str, str], listed: Mapping[str, FileRecords], index: AtomicIndex | None
-) -> Iterator[Finding]:
-    """Faults of files that are whole and not those which the index was made of."""
-    known = {path: file.header_crc for file in index.stored.files for path in file.places} if index else {}
-    for name, path in paths.items():
-        crc, found = known.get(path), listed[name].header_crc if name in listed else None
-        if None not in (crc, found) and crc != found:
-            text = f"{path}: its directory has CRC32 {found:08x}, the save's {crc:08x}; it is another file."
-            yield Finding("foreign", name, text)
 
 
 def _excuse(fault: Finding, left: Set[str]) -> Finding:
     """Damage to a file of an earlier save keeps nothing from being loaded."""
     return replace(fault, severity=WARNING) if fault.file in left else fault
+
+
+def _share(where: FileTable, comm: Comm) -> list[str]:
+    """The files that this rank looks at."""
+    sizes, access = {name: max(nbytes, 0) for name, nbytes in where.sizes.items()}, where.access
+    if access is None:
+        return share_files(sizes, comm.size)[comm.rank]
+    readers = [access.list_readers(group).tolist() for group in access.groups.tolist()]
+    return share_files(sizes, comm.size, dict(zip(sizes, readers, strict=True)))[comm.rank]
 
 
 def share_files(
@@ -324,62 +340,6 @@ def share_files(
         shares[rank].append(name)
         loads[rank] += sizes[name] + 1
     return [sorted(share) for share in shares]
-
-
-def _list_all(paths: Mapping[str, str], options: WorkOptions) -> tuple[dict[str, FileRecords], list[Finding]]:
-    """The directories of files, several at once; swap files have none."""
-
-    def look(name: str) -> FileRecords | Finding:
-        try:
-            return list_records(paths[name])
-        except UcpError as error:
-            return from_failure("header", name, error)
-
-    named = [name for name in paths if not read_swap_name(name)]
-    with ThreadPoolExecutor(max_workers=_count_threads(paths, options)) as pool:
-        found = list(zip(named, pool.map(look, named), strict=True))
-    listed = {name: each for name, each in found if isinstance(each, FileRecords)}
-    return listed, [each for _, each in found if isinstance(each, Finding)]
-
-
-def _count_threads(paths: Mapping[str, str], options: WorkOptions) -> int:
-    return max((options.count(path) for path in {os.path.dirname(path) for path in paths.values()}), default=1)
-
-
-def _list_swaps(
-    paths: Mapping[str, str], sizes: Mapping[str, int], index: AtomicIndex | None, scans: Sequence[Scanned]
-) -> dict[str, FileRecords]:
-    """Swap files that were read, as one record each, with the checksum that a seal has of it.
-
-    In a directory's place is the checksum of all bytes, as in a seal.
-
-    Args:
-        scans: of these files, in order; empty where their bytes were not read.
-    """
-    files = index.stored.files if index else ()
-    numbers = {path: number for number, file in enumerate(files) for path in (file.path, *file.places)}
-    sealed = {record.file: record.crc for record in index.stored.records} if index else {}
-    found = {}
-    for (name, path), scan in zip(paths.items(), scans, strict=False):
-        if read_swap_name(name):
-            record = FileRecord("tensor", 0, sizes[name], sealed.get(numbers.get(path, -1)))
-            found[name] = FileRecords(path, sizes[name], (record,), scan.crcs[0] or 0, "")
-    return found
-
-
-def _scan(
-    paths: Mapping[str, str], sizes: Mapping[str, int], listed: Mapping[str, FileRecords], options: WorkOptions
-) -> list[Scanned]:
-    """Read files with the CRC32 of their records; nothing of those whose directory is not readable."""
-    files = []
-    for name, path in paths.items():
-        file = listed.get(name)
-        ranges = tuple((record.offset, record.nbytes) for record in file.records) if file else ()
-        ranges = ((0, sizes[name]),) if read_swap_name(name) else ranges
-        files.append(ScanFile(path, file.size if file else sizes[name] if ranges else 0, ranges))
-    threads = _count_threads(paths, options)
-    with options.bar(sum(file.size for file in files)) as progress:
-        return scan_files(files, threads=threads, window=options.window, progress=progress)
 
 
 def list_findings(report: FolderReport, groups: Any = None) -> list[Finding]:
