@@ -40,7 +40,7 @@ from deepspeed_ucp.patterns import from_config
 from deepspeed_ucp.plan import LoadPlan, ReadSizes, address_claims
 from deepspeed_ucp.plan.claims import SELF_READ
 from deepspeed_ucp.plan.rounds import MIN_DIRECT, SameNode
-from deepspeed_ucp.sources import open as opening
+from deepspeed_ucp.sources import gather as gathering
 from deepspeed_ucp.sources import places
 from deepspeed_ucp.sources.open import open_checkpoint
 from deepspeed_ucp.stream import samples
@@ -82,7 +82,7 @@ def stand_in(entries: Mapping[str, int], read: Any) -> Iterator[None]:
     with ExitStack() as stack:
         for module, name, value in (
             (places, "list_entries", lambda folder: listing),
-            (opening, "read_file", lambda folder, name: read(name)),
+            (gathering, "read_file", lambda folder, name: read(name)),
             (preparing, "check_instances", lambda *_: None),  # which reads some elements
             (Buffer, "fill_in_place", _fill_in_place),  # which looks at memory that there is none of
         ):

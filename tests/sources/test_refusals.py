@@ -16,7 +16,7 @@ import torch
 from deepspeed_ucp.atoms import AtomicIndex
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError, MismatchError, UcpError, UnsupportedError
-from deepspeed_ucp.sources import open as opening
+from deepspeed_ucp.sources import gather as gathering
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.sources.reading import read_file
 from deepspeed_ucp.stream.samples import check_samples
@@ -394,7 +394,7 @@ def test_each_header_is_read_by_one_rank(tmp_path: Path, monkeypatch: pytest.Mon
         read.append((name, threading.get_ident()))
         return read_file(folder, name)
 
-    monkeypatch.setattr(opening, "read_file", note)
+    monkeypatch.setattr(gathering, "read_file", note)
     indexes = run_ranks(4, lambda _, comm: open_checkpoint(str(path), comm))
     assert sorted(name for name, _ in read) == sorted([STATES, *(shard(rank) for rank in range(5))])
     assert max(Counter(rank for _, rank in read).values()) == 3
