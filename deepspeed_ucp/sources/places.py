@@ -205,16 +205,17 @@ def _join_ranks(ranks: Iterable[int]) -> str:
     return " and ".join(f"{low}-{high}" if low != high else str(low) for low, high in runs) or "none"
 
 
-def find_files(folders: Sequence[str], comm: Comm, list_place: Callable[[str], Entries] = list_entries) -> FileTable:
+def find_files(folders: Sequence[str], comm: Comm, list_place: Callable[[str], Entries] | None = None) -> FileTable:
     """Find the files of a checkpoint; collective.
 
     Args:
         folders: the tag's folder in each place, the first one's first.
-        list_place: what lies in one of them.
+        list_place: what lies in one of them; :func:`~.files.list_entries` unless given.
 
     Raises:
         CheckpointError: no rank sees any; machines hold different files under one name. The same on every rank.
     """
+    list_place = list_place or list_entries
     stores = {folder: _list_store(folder, list_place, comm) for folder in folders if is_url(folder)}
     looks: list[tuple[Entries, CheckpointError | None]] = []
 
