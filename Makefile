@@ -57,7 +57,8 @@ help:
 	@echo 'make test-releases   the engine matrix on several releases, and what each saves in all others (an hour or two);'
 	@echo '             writes docs/releases.md. RELEASES="0.16.0 newest" runs these rows again'
 	@echo 'make fuzz    damaged and drawn checkpoints with fresh seeds, for SECONDS=600'
-	@echo 'make mutants make sure that the tests notice mistakes in the code (tests/mutants)'
+	@echo 'make mutants make sure that the tests notice mistakes in the code: every small change of the pure rooms (mutmut),'
+	@echo '             and mistakes that were made or feared (tests/mutants); hours, for a night'
 	@echo 'make bench   the floor, DeepSpeed, upstream and this plugin, timed; writes docs/benchmarks.md'
 	@echo 'make house   lines, functions, names and circles of the package, and what a resume passes (bench/house.py);'
 	@echo '             HOUSE_ARGS="--root DIR" measures another checkout'
@@ -102,7 +103,11 @@ SECONDS ?= 600
 fuzz: $(STAMP)
 	$(call IN_ENV,$(VENV)) $(VENV)/bin/python -m tests.fuzz --seconds $(SECONDS) $(FUZZ_ARGS)
 
+# The changes of the tool (`mutmut show NAME` shows one of them), then those that are kept by hand.
 mutants: $(STAMP)
+	$(VENV)/bin/python $(INSTALL) 'mutmut>=3.8,<4'
+	$(call IN_ENV,$(VENV)) $(TIDY) $(VENV)/bin/python -m mutmut run $(MUTMUT_ARGS)
+	$(VENV)/bin/python -m mutmut results
 	$(call IN_ENV,$(VENV)) $(TIDY) $(VENV)/bin/python -m tests.mutants $(MUTANT_ARGS)
 
 # The modules that have such tests: importing all others takes longer than these.
@@ -141,4 +146,4 @@ $(OLDEST_STAMP): $(REQUIREMENTS)
 	echo $(CURDIR) > $@
 
 clean:
-	rm -rf .venv .venv-oldest .venv-releases build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-oldest .venv-releases build mutants *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -2,13 +2,66 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_ucp.flat import Cut, FlatBuffer, find_gaps, join_parameters, join_reserved
+from deepspeed_ucp.flat import (
+    Cut,
+    FlatBuffer,
+    count_degree,
+    cut_parameter,
+    find_gaps,
+    join_parameters,
+    join_reserved,
+)
 from tests.support.reshard import examples, lay_flat, models
 from tests.synth import Model, Topology, partition_layout
+
+MODEL = ("a", "b", "c"), ((3,), (2, 2), (5,))
+"""Names and shapes of 12 elements."""
+
+
+@pytest.mark.parametrize(
+    ("rank", "cuts", "gaps"),
+    [
+        (0, [Cut("a", 0, 3, 0), Cut("b", 0, 2, 3)], []),
+        (1, [Cut("b", 2, 2, 0), Cut("c", 0, 3, 2)], []),
+        (2, [Cut("c", 3, 2, 0)], [(2, 5)]),
+    ],
+)
+def test_zero_1_cuts_the_buffer(rank: int, cuts: list[Cut], gaps: list[tuple[int, int]]) -> None:
+    buffer = join_parameters(0, *MODEL, parts=3, partition=5)
+    assert (buffer.cuts(rank), buffer.gaps(rank)) == (cuts, gaps)
+
+
+@pytest.mark.parametrize(
+    ("rank", "cuts", "gaps"),
+    [
+        (0, [Cut("a", 0, 1, 0), Cut("b", 0, 2, 1), Cut("c", 0, 2, 3)], []),
+        (1, [Cut("a", 1, 1, 0), Cut("b", 2, 2, 1), Cut("c", 2, 2, 3)], []),
+        (2, [Cut("a", 2, 1, 0), Cut("c", 4, 1, 3)], [(1, 3), (4, 5)]),
+    ],
+)
+def test_zero_3_cuts_every_parameter(rank: int, cuts: list[Cut], gaps: list[tuple[int, int]]) -> None:
+    buffer = join_reserved(0, *MODEL, parts=3)
+    assert (buffer.cuts(rank), buffer.gaps(rank)) == (cuts, gaps)
+    assert [cut_parameter(5, part, 3) for part in range(4)] == [(0, 2), (2, 2), (4, 1), (5, 0)]
+
+
+def test_who_holds_a_partition() -> None:
+    """Of 6 data-parallel ranks in groups of 3, as of MiCS; of experts 4 ranks that the buffer names."""
+    dense = join_parameters(0, *MODEL, parts=3, partition=4)
+    expert = replace(dense, group=1, parts=2, partition=6, ranks=range(1, 8, 2))
+    assert [list(dense.find_ranks(part, 6)) for part in range(3)] == [[0, 3], [1, 4], [2, 5]]
+    assert [list(expert.find_ranks(part, 8)) for part in range(2)] == [[1, 5], [3, 7]]
+    assert (dense.count_replicas(6), expert.count_replicas(8)) == (2, 2)
+    assert dense.is_on(5) and expert.is_on(3) and not expert.is_on(2)
+    others = [replace(expert, ranks=range(first, 8, 4)) for first in range(4)]
+    assert [count_degree(each) for each in ([], [dense], [expert, dense], [*others, dense])] == [1, 1, 1, 4]
+
 
 SIZES = st.lists(st.integers(0, 30), min_size=1, max_size=6)
 
@@ -127,7 +180,7 @@ def test_gaps_are_what_no_span_covers(spans: list[tuple[int, int]], gaps: list[t
 
 def test_what_a_partition_touches_are_tensors() -> None:
     """Of experts that lie in one tensor all of them, though the partition holds a part of one."""
-    buffer = join_parameters(0, ("a", "w", "b"), ((2,), (3, 2), (4,)), parts=3, partition=4)
+    buffer = join_parameters(4, ("a", "w", "b"), ((2,), (3, 2), (4,)), parts=3, partition=4)
     split = buffer.split({"a": {"a": (2,)}, "w": {"w.5": (2,), "w.1": (2,), "w.3": (2,)}, "b": {"b": (4,)}})
     assert [split.join_touched(part).names for part in range(3)] == [
         ("a", "w.5", "w.1", "w.3"),
@@ -135,3 +188,4 @@ def test_what_a_partition_touches_are_tensors() -> None:
         ("b",),
     ]
     assert [buffer.join_touched(part).names for part in range(3)] == [("a", "w"), ("w",), ("b",)]
+    assert buffer.join_touched(2) == join_parameters(4, ("b",), ((4,),))
