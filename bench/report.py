@@ -84,11 +84,17 @@ class Case:
 
 @dataclass(frozen=True)
 class Target:
-    """A figure that was asked for; `value` is None when this run did not measure it."""
+    """A figure that was asked for.
+
+    Attributes:
+        value: None when this run did not measure it.
+        means: what a user has of the figure; `{}` stands for it.
+    """
 
     text: str
     value: float | None
     limit: float
+    means: str
     at_least: bool = False
     unit: str = ""
 
@@ -176,7 +182,8 @@ the cache and a copy out to fresh memory, in large pages where the system gives 
 before it) beyond the engine with its loaded state: the peak less the resident size after, plus what the process holds
 after beyond its size before and the optimizer state that the load allocated, if anything; the worst rank of all
 rounds. After each load each parameter's state is compared with what was saved, by sums of its elements' bits weighted
-by the elements' places."""
+by the elements' places. Bytes from storage are to be at most 1.02 times those of the state, unless a section says
+otherwise, extra memory at most the window ({WINDOW_MIB} MiB) and {ALLOWANCE_MIB} MiB."""
 
 
 def make_section(results: Results, cases: Sequence[Case], title: str, about: str) -> str:
@@ -202,9 +209,7 @@ def _tell_targets(results: Results, cases: Sequence[Case], title: str) -> str:
         return ""
     return f"""### Targets: {title.lower()}
 
-{targets_table(targets)}
-
-The window is {WINDOW_MIB} MiB, to which {ALLOWANCE_MIB} MiB are allowed.
+{describe_targets(targets)}
 
 """
 
@@ -238,21 +243,27 @@ def make_targets(results: Results, cases: Sequence[Case]) -> list[Target]:
     targets = []
     for case in (c for c in cases if c.index_limit is not None):
         share = results.share(case.name, "index", "own load")
-        targets.append(Target(f"{case.title}: index and decision over the load", share, case.index_limit or 0.0))
+        text = f"{case.title}: index and decision over the load"
+        targets.append(Target(text, share, case.index_limit or 0.0, "an unchanged resume takes that part longer"))
     for case in (c for c in cases if c.is_ours):
         name, limit = case.title, WINDOW_MIB + ALLOWANCE_MIB
         if case.own_limit is not None:
             own, upstream = results.ratio(case.name, "deepspeed"), results.ratio(case.upstream, case.name)
-            targets.append(Target(f"{name}: time over DeepSpeed's own load", own, case.own_limit))
+            means = "a load takes {} times as long as DeepSpeed's own"
+            targets.append(Target(f"{name}: time over DeepSpeed's own load", own, case.own_limit, means))
             if any(c.name == case.upstream for c in cases):
-                targets.append(Target(f"{name}: upstream's time over ours", upstream, 15.0, at_least=True))
+                means = "a resume is {} times as fast as conversion and load by DeepSpeed"
+                targets.append(Target(f"{name}: upstream's time over ours", upstream, 15.0, means, at_least=True))
         if case.floor_limit is not None:
             ratio = results.ratio(case.name, case.floor)
-            targets.append(Target(f"{name}: time over the floor", ratio, case.floor_limit))
+            means = "a load takes {} times as long as reading its bytes once"
+            targets.append(Target(f"{name}: time over the floor", ratio, case.floor_limit, means))
         factor, extra = results.storage_factor(case.name), results.extra_mib(case.name)
         targets += [
-            Target(f"{name}: bytes from storage over bytes of state", factor, case.storage_limit),
-            Target(f"{name}: extra memory of the worst rank", extra, limit, unit=" MiB"),
+            Target(
+                f"{name}: bytes from storage over bytes of state", factor, case.storage_limit, "bytes are read twice"
+            ),
+            Target(f"{name}: extra memory of the worst rank", extra, limit, "to be free on each rank", unit=" MiB"),
         ]
     return targets
 
@@ -341,18 +352,22 @@ def put_part(page: str, marks: tuple[str, str], part: str) -> str:
     return page.replace(known, marked) if known else f"{page.rstrip()}\n\n{marked}\n"
 
 
-def targets_table(targets: Iterable[Target]) -> str:
-    verdicts = {True: "reached", False: "**missed**", None: "not measured"}
-    rows = [
-        [
-            target.text,
-            "" if target.value is None else f"{target.value:.3g}{target.unit}",
-            f"{'≥' if target.at_least else '≤'} {target.limit:g}{target.unit}",
-            verdicts[target.reached],
-        ]
-        for target in targets
-    ]
-    return table(["target", "measured", "asked", ""], rows)
+def describe_targets(targets: Sequence[Target]) -> str:
+    """How many are reached; of all others how far from it, and what that means for a user."""
+    others = [target for target in targets if not target.reached]
+    told = f"Reached: {len(targets) - len(others)} of {len(targets)}."
+    if not others:
+        return told
+    missed = table(["**missed**", "measured", "asked", "what it means"], [_tell(target) for target in others])
+    return f"{told} The others:\n\n{missed}"
+
+
+def _tell(target: Target) -> list[str]:
+    asked = f"{'≥' if target.at_least else '≤'} {target.limit:.3g}{target.unit}"
+    if target.value is None:
+        return [target.text, "not measured", asked, ""]
+    value = f"{target.value:.3g}{target.unit}"
+    return [target.text, value, asked, target.means.format(value)]
 
 
 def describe_machine() -> str:
