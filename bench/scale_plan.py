@@ -43,7 +43,7 @@ from deepspeed_ucp.plan.rounds import MIN_DIRECT, SameNode
 from deepspeed_ucp.sources import gather as gathering
 from deepspeed_ucp.sources import places
 from deepspeed_ucp.sources.open import open_checkpoint
-from deepspeed_ucp.stream import samples
+from deepspeed_ucp.stream import duplicates
 from deepspeed_ucp.stream.checks import find_answering, send_checks
 from deepspeed_ucp.targets.base import Target
 
@@ -181,8 +181,8 @@ def follow(work: Work, plan: LoadPlan, target: Target, comm: ToldComm) -> None:
     read = [Checked(each.record, each.offset, each.nbytes, 0) for each in plan.requests]
     send_checks(merge_checks(read), find_answering(work.index.stored, comm), comm)
     comm.run(int)
-    with mock.patch.object(samples, "compare_pairs", side_effect=lambda *_: comm.run(int)):
-        samples.check_samples(work.index, work.touched, comm)
+    with mock.patch.object(duplicates, "compare_pairs", side_effect=lambda *_: comm.run(int)):
+        duplicates.check_samples(work.index, work.touched, comm)
     held = [(flat.buffer.partition, flat.buffer.parts) for flat in target.flats]
     received = sum(COPY_BYTES * numel * (parts - 1) for numel, parts in held)
     comm.note("copies", received, sum(COPY_BYTES * numel for numel, _ in held))

@@ -43,10 +43,10 @@ from ..sources.latest import find_checkpoint
 from ..stream.batches import WorkOptions, stream
 from ..stream.checks import Checks
 from ..stream.copies import refuse_scattered
+from ..stream.duplicates import check_samples
 from ..stream.reader import AtomReader, Item
 from ..stream.recovery import read_with_failover
 from ..stream.report import OutputReport
-from ..stream.samples import check_samples
 from ..stream.united import UnitedAtoms, unite_atoms
 from ..version import __version__
 from .outputs import (

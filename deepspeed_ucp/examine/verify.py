@@ -23,7 +23,7 @@ from ..sources.naming import Naming
 from ..sources.open import FolderReport, survey_files
 from ..sources.places import FileTable, find_files
 from ..stream.batches import WorkOptions
-from ..stream.samples import check_samples
+from ..stream.duplicates import check_samples
 from ..torchsave.records import FileRecord, FileRecords
 from ..torchsave.torchfile import list_records
 from .faults import find_damage

@@ -17,8 +17,8 @@ from ..io.staging import OutputKind, Staging
 from ..io.store import is_folder, list_folder
 from ..io.upload import RemoteStaging, open_staging
 from ..stream.checks import Checks
+from ..stream.duplicates import check_samples, find_parted
 from ..stream.report import OutputReport
-from ..stream.samples import check_samples, find_parted
 from .tensors import ExportOptions, Selection, Tensor
 
 logger = logging.getLogger("deepspeed_ucp")

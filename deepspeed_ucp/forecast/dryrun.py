@@ -22,7 +22,7 @@ from ..plan.rounds import plan_ranks
 from ..plan.settling import describe_irregular, describe_unreadable
 from ..plan.wants import Wants, is_replicated
 from ..sources.files import MANIFEST, list_sizes
-from ..stream.samples import spread_evenly
+from ..stream.duplicates import spread_evenly
 from ..topology import find_differences
 from ..torchsave.torchfile import read_header
 from .degrees import Degrees

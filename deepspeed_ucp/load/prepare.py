@@ -27,11 +27,11 @@ from ..plan.wants import (
     list_touched,
     list_wants,
 )
+from ..stream.duplicates import check_instances
 from ..targets import LiveBuffer, Target
 from ..targets.base import dtype_name
 from .destinations import Destinations, bind
 from .inventory import check_alike, gather_inventory, settle_layouts, tell_idle
-from .replicas import check_instances
 from .states import OptimizerMatch, States, list_tensors
 
 logger = logging.getLogger("deepspeed_ucp")

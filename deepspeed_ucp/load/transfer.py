@@ -19,12 +19,11 @@ from ..plan import Blocks, Claim, LoadPlan, ReadSizes, address_claims, decide, l
 from ..plan.claims import Table
 from ..plan.rounds import SameNode
 from ..plan.wants import Wants
+from ..stream.duplicates import check_replicas, check_samples
 from ..stream.recovery import read_with_failover
-from ..stream.samples import check_samples
 from .destinations import Buffer
 from .exchange import CollectiveReader
 from .prepare import Work
-from .replicas import check_replicas
 
 logger = logging.getLogger("deepspeed_ucp")
 

@@ -15,7 +15,7 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.convert import convert_checkpoint
 from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.sources import open_checkpoint
-from deepspeed_ucp.stream.samples import check_samples
+from deepspeed_ucp.stream.duplicates import check_samples
 from tests.load.test_reshard import keep_what_travels
 from tests.properties.samples import run_cli
 from tests.support.expertmodels import expert_trips, expert_trips_3d, make_router

@@ -18,7 +18,7 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.convert import convert_checkpoint
 from deepspeed_ucp.errors import UcpError
 from deepspeed_ucp.sources import open_checkpoint
-from deepspeed_ucp.stream.samples import check_samples
+from deepspeed_ucp.stream.duplicates import check_samples
 from tests.support.reshard import check_content, load, make_targets, open_for
 from tests.synth import ExpertLayer, Layer, Model, Param, Run, State, Topology, random_state, write_checkpoint
 

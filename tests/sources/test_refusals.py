@@ -19,7 +19,7 @@ from deepspeed_ucp.errors import CheckpointError, MismatchError, UcpError, Unsup
 from deepspeed_ucp.sources import gather as gathering
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.sources.reading import read_file
-from deepspeed_ucp.stream.samples import check_samples
+from deepspeed_ucp.stream.duplicates import check_samples
 from tests.support.ranks import run_ranks
 from tests.synth import Model, Param, Run, Topology, build_files, random_state, write_checkpoint, write_files
 

@@ -26,7 +26,7 @@ from deepspeed_ucp.load.tags import find_tag
 from deepspeed_ucp.load.transfer import Transfer
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.sources.latest import find_checkpoint, read_latest
-from deepspeed_ucp.stream.samples import check_samples
+from deepspeed_ucp.stream.duplicates import check_samples
 from tests.stores.server import BUCKET, Asked, Server, fail_first, serve
 from tests.support.ranks import run_ranks
 from tests.support.reshard import FakeTarget, Loaded, make_targets, open_everywhere, prepare_rank

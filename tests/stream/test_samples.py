@@ -10,8 +10,8 @@ import pytest
 from deepspeed_ucp.atoms import MASTER, AtomicIndex, Atoms
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.sources import open_checkpoint
-from deepspeed_ucp.stream import samples
-from deepspeed_ucp.stream.pairs import Pair
+from deepspeed_ucp.stream import duplicates
+from deepspeed_ucp.stream.element_pairs import Pair
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
 MODEL = Model(tuple(Param(f"w{number}", (7, 5)) for number in range(24)))
@@ -21,8 +21,8 @@ def list_pairs(index: AtomicIndex, monkeypatch: pytest.MonkeyPatch, rank: int = 
     """The masters and copies that a rank compares."""
     found: list[Pair] = []
     comm = mock.Mock(rank=rank, size=size, run=lambda work: work())
-    monkeypatch.setattr(samples, "compare_pairs", lambda _, pairs, *others: found.extend(pairs))
-    samples.check_samples(index, index.stored.atoms, comm)
+    monkeypatch.setattr(duplicates, "compare_pairs", lambda _, pairs, *others: found.extend(pairs))
+    duplicates.check_samples(index, index.stored.atoms, comm)
     return found
 
 

@@ -20,6 +20,9 @@ from .reader import AtomReader
 _AT_ONCE = 8 << 20
 """Bytes of pairs that are read at once."""
 
+_CHUNK = 4 << 20
+"""Bytes of one of the elements of a pair at most."""
+
 
 class Elements(NamedTuple):
     """Elements [low, high) of a flattened shard of an atom."""
@@ -33,6 +36,11 @@ class Elements(NamedTuple):
     def nbytes(self) -> int:
         """Their bytes."""
         return (self.high - self.low) * ITEMSIZE[self.atom.dtype]
+
+    @property
+    def want(self) -> Want:
+        """The same as what is wanted for a buffer of their own."""
+        return Want(self.atom, self.low, self.high - self.low, 0, 0, shard=self.shard)
 
 
 Pair = tuple[Elements, Elements]
@@ -62,17 +70,27 @@ def compare_pairs(index: AtomicIndex, pairs: Sequence[Pair], judge: Judge, comm:
         except UcpError as error:
             failed.append(error)
         first += len(batch)
-    comm.run(lambda: _raise_first(failed))
+
+    def raise_first() -> None:
+        for error in failed:
+            raise error
+
+    comm.run(raise_first)
+
+
+def cut_pair(first: Elements, other: Elements) -> Iterator[Pair]:
+    """As many elements of both, in chunks."""
+    step = _CHUNK // ITEMSIZE[first.atom.dtype]
+    for low in range(0, first.high - first.low, step):
+        one, two = (
+            each._replace(low=each.low + low, high=min(each.low + low + step, each.high)) for each in (first, other)
+        )
+        yield one, two
 
 
 def _judge(values: Iterable[Values], judge: Judge, first: int = 0) -> None:
     for number, (here, there) in enumerate(values, first):
         judge(number, here, there)
-
-
-def _raise_first(failed: Sequence[UcpError]) -> None:
-    if failed:
-        raise failed[0]
 
 
 def _read_here(index: AtomicIndex, pairs: Sequence[Pair]) -> Iterator[Values]:
@@ -96,30 +114,22 @@ def _divide(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
 
 def _read_there(index: AtomicIndex, pairs: Sequence[Pair], comm: Comm) -> list[Values]:
     """The bytes of this rank's pairs, each read by a rank that can; collective."""
-    stored = index.stored
-    requests = [[_list_requests(each) for each in pair] for pair in pairs]
-    asked = [request for pair in requests for each in pair for request in each]
+    stored, elements = index.stored, [each for pair in pairs for each in pair]
+    requests = [list_requests([each.want]) for each in elements]
+    asked = [request for one in requests for request in one]
     ranks = choose_readers(stored, [stored.records[request.record].file for request in asked], comm)
     questions = [(request.record, request.offset, request.nbytes) for request in asked]
     with CopyReader(stored) as reader:
-        answers = iter(
-            comm.ask(list(zip(ranks, questions, strict=True)), lambda question: _read_bytes(reader, *question))
-        )
+
+        def read(question: tuple[int, int, int]) -> bytes:
+            data = bytearray(question[-1])
+            reader.read([Request(*question, (Part(len(data), 0, 0),))], [MemorySink(memoryview(data))])
+            return bytes(data)
+
+        answers = iter(comm.ask(list(zip(ranks, questions, strict=True)), read))
         comm.run(reader.confirm)
-    values = []
-    for pair, (here, there) in zip(pairs, requests, strict=True):
-        values.append((_put_together(pair[0], here, answers), _put_together(pair[1], there, answers)))
-    return values
-
-
-def _list_requests(each: Elements) -> list[Request]:
-    return list_requests([Want(each.atom, each.low, each.high - each.low, 0, 0, shard=each.shard)])
-
-
-def _read_bytes(reader: CopyReader, record: int, offset: int, nbytes: int) -> bytes:
-    data = bytearray(nbytes)
-    reader.read([Request(record, offset, nbytes, (Part(nbytes, 0, 0),))], [MemorySink(memoryview(data))])
-    return bytes(data)
+    values = [_put_together(*each, answers) for each in zip(elements, requests, strict=True)]
+    return list(zip(values[::2], values[1::2], strict=True))
 
 
 def _put_together(each: Elements, requests: Iterable[Request], answers: Iterator[bytes]) -> bytearray:

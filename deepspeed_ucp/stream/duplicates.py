@@ -1,7 +1,11 @@
-"""Holds what the files hold twice against each other: shards of another run or step are found out."""
+"""Holds what the files hold twice against each other: copies of masters, replicas, copies of pipeline stages.
+
+Shards of another run or step are found out so, and replicas that are none.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -9,15 +13,16 @@ import numpy as np
 
 from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex, AtomKey, Fragment, Loose, ParamKey, Row, Spread
 from ..comm import Comm
-from ..errors import CheckpointError
+from ..errors import CheckpointError, MismatchError, shorten
 from ..flat import Span
 from ..io.cast import cast
-from .pairs import Elements, compare_pairs
+from .element_pairs import Elements, Pair, compare_pairs, cut_pair
+
+logger = logging.getLogger("deepspeed_ucp")
 
 _RUNS, _WIDTH = 16, 3
 """Runs of elements that are compared, of a file or a shard, and elements of each: a run is one request to a store."""
 
-_CHUNK = 4 << 20
 _TOLERATED = 0.1
 """Share of differing elements up to which a model that was edited by hand is assumed, not a foreign file."""
 
@@ -49,7 +54,7 @@ def _check_repeated(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) 
     atoms, repeated = index.stored.atoms, index.stored.repeated
     parts = [(key, *each) for key in touched for each in repeated.get(key, ())] if repeated else []
     mine = parts[comm.rank :: comm.size]
-    pairs = [pair for key, tp_shard, again in mine for pair in _cut_repeated(atoms[key], tp_shard, again)]
+    pairs = [pair for key, shard, again in mine for pair in cut_pair(*_pair_repeated(atoms[key], shard, again))]
 
     def judge(number: int, here: bytearray, there: bytearray) -> None:
         if here != there:
@@ -58,13 +63,11 @@ def _check_repeated(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) 
     compare_pairs(index, pairs, judge, comm)
 
 
-def _cut_repeated(atom: Atom, tp_shard: int, again: Fragment) -> Iterator[tuple[Elements, Elements]]:
-    """What lies in a file a second time, and where it lies first, in chunks."""
+def _pair_repeated(atom: Atom, tp_shard: int, again: Fragment) -> Pair:
+    """What lies in a file a second time, and where it lies first."""
     shards = tuple(replace(shard, held=(again,)) for shard in atom.shards)
-    step, end = _CHUNK // ITEMSIZE[atom.dtype], again.start + again.numel
-    for low in range(again.start, end, step):
-        high = min(low + step, end)
-        yield Elements(replace(atom, shards=shards), tp_shard, low, high), Elements(atom, tp_shard, low, high)
+    span = again.start, again.start + again.numel
+    return Elements(replace(atom, shards=shards), tp_shard, *span), Elements(atom, tp_shard, *span)
 
 
 def _refuse_repeated(index: AtomicIndex, again: Elements) -> None:
@@ -221,14 +224,15 @@ def find_parted(index: AtomicIndex, names: Sequence[str], comm: Comm) -> list[st
     """
     parted, owners, pairs = dict[str, None](), list[str](), list[tuple[Elements, Elements]]()
     for name in names if comm.rank == 0 else ():
-        first, *others = [each for each in _list_instances(index, name) if each]
+        instances = range(index.model.instances[name])
+        found = ((index.find(name, state, at) for state in (MASTER, MODULE, COPY)) for at in instances)
+        first, *others = [atom for states in found if (atom := next(filter(None, states), None))]
         for other in others:
-            if not _is_alike(first, other):
+            if (first.dtype, *(s.shape for s in first.shards)) != (other.dtype, *(s.shape for s in other.shards)):
                 parted[name] = None
                 continue
-            found = list(_spread_pair(first, other))
-            pairs += found
-            owners += [name] * len(found)
+            pairs += _spread_pair(first, other)
+            owners += [name] * (len(pairs) - len(owners))
 
     def judge(number: int, here: bytearray, there: bytearray) -> None:
         if here != there:
@@ -239,17 +243,85 @@ def find_parted(index: AtomicIndex, names: Sequence[str], comm: Comm) -> list[st
     return found_by_all
 
 
-def _list_instances(index: AtomicIndex, name: str) -> list[Atom | None]:
-    states, instances = (MASTER, MODULE, COPY), range(index.model.instances[name])
-    return [next(filter(None, (index.find(name, state, at) for state in states)), None) for at in instances]
-
-
-def _is_alike(first: Atom, other: Atom) -> bool:
-    return first.dtype == other.dtype and [s.shape for s in first.shards] == [s.shape for s in other.shards]
-
-
 def _spread_pair(first: Atom, other: Atom) -> Iterator[tuple[Elements, Elements]]:
     """Some elements of each shard of two atoms."""
     for rank, shard in enumerate(first.shards):
         for low, high in _list_runs(shard.numel):
             yield Elements(first, rank, low, high), Elements(other, rank, low, high)
+
+
+_Difference = tuple[AtomKey, float, int, int]
+"""The largest one between parts of two replicas: of which atom, how large, which rank's, at which element."""
+
+
+def check_replicas(atoms: Sequence[Atom], index: AtomicIndex, comm: Comm) -> None:
+    """Compare, byte by byte, what tensor-parallel ranks saved of parameters that they replicate; collective.
+
+    Raises:
+        MismatchError: naming the parameter, the ranks and the largest difference.
+    """
+    every = (
+        chunk
+        for atom in atoms
+        for first, *others in [[Elements(atom, rank, 0, shard.numel) for rank, shard in enumerate(atom.shards)]]
+        for other in others
+        for chunk in cut_pair(first, other)
+    )
+    pairs, found = list(every)[comm.rank :: comm.size], list[_Difference]()
+    compare_pairs(index, pairs, lambda number, *values: found.extend(_measure(pairs[number][1], *values)), comm)
+    largest = list({each[0]: each for each in sorted(found)}.values())  # one per atom: what is told stays short
+    differences = sorted(each for part in comm.gather(largest) for each in part)
+    if differences:  # the same on every rank
+        comm.run(lambda: _refuse_replicas(*max(each for each in differences if each[0] == differences[0][0])))
+
+
+def _measure(part: Elements, first: bytearray, other: bytearray) -> list[_Difference]:
+    if first == other:
+        return []
+    import torch
+
+    dtype = getattr(torch, part.atom.dtype)
+    gap = (torch.frombuffer(first, dtype=dtype).double() - torch.frombuffer(other, dtype=dtype).double()).abs()
+    return [(part.atom.key, float(gap.max()), part.shard, part.low + int(gap.argmax()))]
+
+
+def _refuse_replicas(key: AtomKey, size: float, rank: int, element: int) -> None:
+    raise MismatchError(
+        f"{key.name} ({key.state}) is replicated over tensor-parallel ranks, but ranks 0 and {rank} saved different "
+        f"values: the largest difference is {size:.3e} at element {element}. If the mean is what counts, say so: "
+        f'"patterns": {{"rules": [{{"match": "{key.name}", "pattern": "partial"}}]}}.'
+    )
+
+
+def check_instances(index: AtomicIndex, counts: Mapping[str, int], touched: Iterable[AtomKey], comm: Comm) -> None:
+    """What several pipeline stages saved under one name: equal copies, or values of their own; collective.
+
+    DeepSpeed ties only ``tied_weight_attr``; a tied module's other parameters live on apart in every stage.
+
+    Args:
+        counts: how many stages of the live engine hold a parameter, of those that several do.
+
+    Raises:
+        CheckpointError: copies differ of a parameter that is not of a tied module (bidirectional placements).
+    """
+    loaded = {key.name for key in touched}
+    names = [name for name in index.model.instances if name in loaded]
+    parted = find_parted(index, names, comm) if names else []
+    if parted:  # the same on every rank
+        comm.run(lambda: _refuse_parted(index, parted))
+    dropped = sorted(name for name in parted if counts.get(name, 1) != index.model.instances[name])
+    if dropped and comm.rank == 0:
+        logger.warning(
+            "%s: every pipeline stage that holds the tied module trained values of its own (DeepSpeed ties only "
+            "tied_weight_attr); where one copy remains the first stage's counts",
+            shorten(dropped),
+        )
+
+
+def _refuse_parted(index: AtomicIndex, parted: Iterable[str]) -> None:
+    for name in parted:
+        if "tied_modules." not in name:
+            raise CheckpointError(
+                f"{name} is held by {index.model.instances[name]} pipeline stages with different values; they have to "
+                "be replicas. The folder mixes files of several saves."
+            )
