@@ -33,7 +33,7 @@ from deepspeed_ucp.io.memory import pause_collection
 from deepspeed_ucp.io.paths import Entry
 from deepspeed_ucp.load import prepare as preparing
 from deepspeed_ucp.load.destinations import Buffer
-from deepspeed_ucp.load.inventory import gather_inventory, join_groups, tell_groups
+from deepspeed_ucp.load.inventory import gather_inventory, join_groups, list_stage_groups
 from deepspeed_ucp.load.prepare import Work, prepare
 from deepspeed_ucp.load.transfer import negotiate, spare_engine
 from deepspeed_ucp.patterns import from_config
@@ -133,7 +133,7 @@ def forecast(index: AtomicIndex, job: Job) -> ForecastTarget:
 
 def gather_groups(target: Any, comm: Any) -> Any:
     """The param groups over all ranks, which a load gathers with what else ranks have to tell (`look_at_engine`)."""
-    return join_groups(comm.each(lambda: tell_groups(target)))
+    return join_groups(comm.each(lambda: list_stage_groups(target)))
 
 
 def _ask_tellers(job: Job) -> dict[str, list[bytes]]:

@@ -28,7 +28,7 @@ from ..targets.known import list_unknown
 from ..topology import ATOMIC, find_differences
 from .client import check_trusted
 from .context import LoadContext
-from .inventory import JoinedGroups, StageGroups, join_groups, tell_groups
+from .inventory import JoinedGroups, StageGroups, join_groups, list_stage_groups
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -48,7 +48,7 @@ class LoaderChoice:
     index: AtomicIndex | None = None
 
 
-def decide(job: LoadContext, folder: str, also: Sequence[str] = (), *, upstream: bool = False) -> LoaderChoice:
+def choose_loader(job: LoadContext, folder: str, also: Sequence[str] = (), *, upstream: bool = False) -> LoaderChoice:
     """Compare the checkpoint's topology with the engine's, from headers only; collective.
 
     Args:
@@ -109,7 +109,7 @@ def look_at_engine(job: LoadContext) -> LiveEngine:
         target = open_target(job.engine)
         opened.append(target)
         # Without pipeline and experts all ranks have the same, which need not travel.
-        groups = tell_groups(target) if target.place.pp > 1 or target.experts else None
+        groups = list_stage_groups(target) if target.place.pp > 1 or target.experts else None
         return bool(target.flats), target.list_keys(), groups
 
     told = job.comm.each(look)

@@ -1,4 +1,10 @@
-"""Tensors as destinations of bytes: what a rank wants, bound to memory."""
+"""Tensors as destinations of bytes: what a rank wants, bound to memory.
+
+Until all ranks have agreed that every record is what training wrote, bytes go to uncommitted memory alone: to what is
+no part of the engine yet, to memory apart, and in place where the values that are filled over can be made again to the
+bit (:meth:`Destinations.undo`). All other memory of the engine is written by :meth:`Destinations.commit`, which no
+file can make fail, and by the second pass.
+"""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ from .client import EXTRA_STATES, make_objects, read_objects
 from .context import LoadArguments, LoadContext
 from .custom_load import assemble_module, run_custom_load
 from .prepare import Work, prepare
-from .states import attach_states, tell_hyper
+from .states import attach_states, describe_hyper
 from .transfer import Transfer
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -167,7 +167,7 @@ def _prepare(job: LoadContext, index: AtomicIndex, target: Target, *, with_state
         options = {"strict": arguments.load_module_strict, "with_states": with_states, "with_extras": not custom}
         work = prepare(index, target, comm, job.config, **options)
     objections.settle()
-    told = comm.run(lambda: tell_hyper(job, target, work.index.run, work.match))
+    told = comm.run(lambda: describe_hyper(job, target, work.index.run, work.match))
     for each in told if comm.rank == 0 else ():
         logger.warning("%s: %s", index.run.state_file, each)
     return work, saved

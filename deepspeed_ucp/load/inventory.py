@@ -116,7 +116,7 @@ StageGroups = tuple[int, list[Group], list[dict[str, Any]], dict[str, str]]
 """A pipeline stage, and its own."""
 
 
-def tell_groups(target: Target) -> StageGroups | None:
+def list_stage_groups(target: Target) -> StageGroups | None:
     """What this rank has to tell of the param groups: nothing where others hold the same."""
     place = target.place
     if not (target.is_first_replica and (place.tp_rank == 0 or target.experts_over_tp)):
@@ -132,7 +132,7 @@ def join_groups(told: Iterable[StageGroups | None]) -> JoinedGroups:
     A stage's layers need not follow each other (DualPipeV).
 
     Args:
-        told: by the ranks (:func:`tell_groups`).
+        told: by the ranks (:func:`list_stage_groups`).
     """
     joined: dict[int, tuple[list[dict[tuple[str, bool], None]], list[dict[str, Any]]]] = {}
     order: dict[str, str] = {}
@@ -175,7 +175,7 @@ def _find_layer(name: str) -> int:
     return int(head) if head.isdecimal() else -1
 
 
-def tell_idle(index: AtomicIndex, rules: Sequence[RuleSet]) -> None:
+def warn_idle(index: AtomicIndex, rules: Sequence[RuleSet]) -> None:
     """Log ``rename`` rules that match nothing that was saved."""
     if idle := find_idle(list_names(index), list_renames(rules)):
         logger.info("patterns: %s", shorten(idle))

@@ -31,7 +31,7 @@ from ..stream.duplicates import check_instances
 from ..targets import LiveBuffer, Target
 from ..targets.base import dtype_name
 from .destinations import Destinations, bind
-from .inventory import check_alike, gather_inventory, settle_layouts, tell_idle
+from .inventory import check_alike, gather_inventory, settle_layouts, warn_idle
 from .states import OptimizerMatch, States, list_tensors
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -96,7 +96,7 @@ def prepare(
     def hold_against() -> tuple[Work, Layouts]:
         rules = from_config(config.patterns)
         if tell:
-            tell_idle(saved, rules)
+            warn_idle(saved, rules)
         made = apply_renames(saved, inventory.shapes, list_renames(rules), inventory.aliases)
         index = made.index
         extras_too = inventory.extras if with_extras else None
@@ -141,7 +141,7 @@ def make_work(optimizer: OptimizerMatch, extras: Sequence[LiveBuffer], layouts: 
         anew = dict.fromkeys(name for flat in target.flats for name in optimizer.list_begun_anew(flat))
         match.notes += [_ANEW.format(shorten(anew))] if anew else []
         match.notes += [_UNEVEN.format(type(target.optimizer).__name__)] if optimizer.depends_on_cut() else []
-    match.notes += tell_rounding(wants)
+    match.notes += describe_rounding(wants)
     tensors, copies = list_tensors(states), {}
     for spec in wants.buffers:
         if spec.slot[0] in (MASTER, MODULE):
@@ -164,7 +164,7 @@ _UNEVEN = (
 )
 
 
-def tell_rounding(wants: Wants) -> list[str]:
+def describe_rounding(wants: Wants) -> list[str]:
     """Masters or states that are of fewer bits here than they were saved in."""
     found = set()
     for buffer, stored in wants.sinks:

@@ -29,7 +29,7 @@ from ..targets.finish import refresh_after_own_load, wait_behind_reads
 from ..targets.guard import mark, release
 from ..targets.rule import watch_edits
 from ..topology import ATOMIC
-from .choice import decide
+from .choice import choose_loader
 from .context import LoadArguments, LoadContext, LoadReport
 from .direct import load_direct
 from .inventory import gather_inventory, list_live_rules
@@ -142,19 +142,19 @@ def _resume_tag(
     if folder == load_dir:  # DeepSpeed looks for the tag below the folder that it is given
         own = partial(own, load_dir=os.path.dirname(normalize(load_dir)), tag=tag)
     with report.phase("index"), pause_collection():
-        decision = decide(job, folder, also, upstream=upstream)
-    report.reason, report.direct = decision.reason, decision.index is not None
+        choice = choose_loader(job, folder, also, upstream=upstream)
+    report.reason, report.direct = choice.reason, choice.index is not None
     if comm.rank == 0:
         who = "deepspeed_ucp" if report.direct else "DeepSpeed"
-        logger.info("%s: %s is to load it, %s", folder, who, decision.reason)
+        logger.info("%s: %s is to load it, %s", folder, who, choice.reason)
         for text in list_unsaved(engine) if arguments.with_states else ():
             logger.warning("%s: %s", folder, text)
-    if decision.index is None or decision.target is None:
+    if choice.index is None or choice.target is None:
         with report.phase("own load"):
-            return _load_own(job, own, decision.target)
+            return _load_own(job, own, choice.target)
     if unknown:
         raise UnsupportedError(f"load_checkpoint got arguments that this release does not know: {shorten(unknown)}.")
-    return _load(job, folder, decision.index, decision.target)
+    return _load(job, folder, choice.index, choice.target)
 
 
 def _load_own(job: LoadContext, own: Callable[[], Loaded], target: Target | None) -> Loaded:

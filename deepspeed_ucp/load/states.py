@@ -196,7 +196,7 @@ class OptimizerMatch:
         return {key: restore_scalar(key, value, kept) for key, (value, _) in joined.items()}
 
 
-def tell_hyper(job: LoadContext, target: Target, run: RunState, match: Match) -> list[str]:
+def describe_hyper(job: LoadContext, target: Target, run: RunState, match: Match) -> list[str]:
     """What is to be told of hyper-parameters: those that differ, and what the checkpoint leaves open.
 
     Args:

@@ -123,7 +123,10 @@ class Transfer:
 
     @contextmanager
     def undoing(self) -> Iterator[None]:
-        """Inside, what fails leaves the engine as it was."""
+        """Inside, what fails leaves the engine as it was: what was filled in place is made again.
+
+        All reading up to the agreement about it goes on inside, and whatever else may fail before the engine changes.
+        """
         try:
             yield
         except BaseException:

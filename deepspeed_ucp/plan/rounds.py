@@ -228,6 +228,10 @@ def decide(
 ) -> OwnerPlan:
     """Decide about blocks.
 
+    What an owner promises: each byte of its blocks is read once, by the one rank that it leaves it to or by itself,
+    whatever the others want; ranks that may not read a file are never left anything of it; what it stages lies at the
+    places that it has told until every rank has taken it, which they say two rounds later.
+
     Args:
         tables: per rank its claims on them, in the order of records and offsets, so that they are sent in it.
         owned: (record, block of it) of these blocks, ascending.

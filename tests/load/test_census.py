@@ -10,7 +10,7 @@ import pytest
 
 from deepspeed_ucp.atoms import MASTER, Atom, AtomicIndex, Shard
 from deepspeed_ucp.errors import MismatchError
-from deepspeed_ucp.load.inventory import check_alike, tell_idle
+from deepspeed_ucp.load.inventory import check_alike, warn_idle
 from deepspeed_ucp.patterns import from_config, list_renames
 from deepspeed_ucp.plan.match import TargetInventory
 from deepspeed_ucp.plan.renames import apply_renames
@@ -58,7 +58,7 @@ def test_a_stages_further_copies_have_no_names_of_their_own() -> None:
 def test_rules_that_match_nothing_are_told(caplog: pytest.LogCaptureFixture) -> None:
     rules = from_config({"rename": [{"from": "nothing", "to": "something"}]})
     with caplog.at_level(logging.INFO, logger="deepspeed_ucp"):
-        tell_idle(make_index("w"), rules)
+        warn_idle(make_index("w"), rules)
     assert "'nothing' matches no parameter" in caplog.text
 
 

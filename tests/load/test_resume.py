@@ -19,7 +19,7 @@ from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.errors import CheckpointError, OutOfReachError, RemoteError, StorageError, UnsupportedError
 from deepspeed_ucp.load import tags
-from deepspeed_ucp.load.choice import LoaderChoice, decide, find_damage, find_own_differences, verify_all
+from deepspeed_ucp.load.choice import LoaderChoice, choose_loader, find_damage, find_own_differences, verify_all
 from deepspeed_ucp.load.context import LoadArguments, LoadContext, LoadReport
 from deepspeed_ucp.load.resume import _load, _resume_tag, resume
 from deepspeed_ucp.load.tags import find_folders, find_tag
@@ -262,7 +262,7 @@ def test_an_atomic_checkpoint_is_deepspeeds_where_load_universal_is_on_and_the_e
     tmp_path: Path,
 ) -> None:
     (tmp_path / "zero").mkdir()
-    decision = decide(make_job(UpstreamEngine(), Comm()), str(tmp_path), upstream=True)
+    decision = choose_loader(make_job(UpstreamEngine(), Comm()), str(tmp_path), upstream=True)
     assert decision.index is decision.target is None
     assert "load_universal is on" in decision.reason
     assert "of the future" in decision.reason
@@ -290,7 +290,7 @@ def test_each_nodes_own_files_are_deepspeeds_where_they_are_there_and_nothing_is
     assert "truncated or damaged" in find_own_differences(job, folder, target)[0]
     torch.save({"ds_config": {}, "mp_world_size": 1}, tmp_path / STATES)
     monkeypatch.setattr("deepspeed_ucp.load.choice.look_at_engine", lambda _job: SimpleNamespace(target=target))
-    decision = decide(make_job(NodeLocalEngine(), Comm()), str(tmp_path))
+    decision = choose_loader(make_job(NodeLocalEngine(), Comm()), str(tmp_path))
     assert (decision.target, decision.index) == (target, None)
 
 
@@ -657,7 +657,7 @@ def test_code_in_files_that_only_deepspeed_reads_is_refused_on_every_rank(name: 
     torch.save({"client": Harmful()}, tmp_path / "of_the_user.pt")
 
     def choose(comm: Comm, **options: bool) -> str:
-        return decide(make_job(NodeLocalEngine(), comm, **options), str(tmp_path)).reason
+        return choose_loader(make_job(NodeLocalEngine(), comm, **options), str(tmp_path)).reason
 
     for ranks in (1, 2):
         with pytest.raises(UnsupportedError, match=rf"{name}: holds objects that are not unpickled.*Harmful"):
@@ -676,7 +676,7 @@ def test_every_nodes_own_files_are_looked_at(tmp_path: Path) -> None:
     torch.save({}, tmp_path / "0" / "layer_1_expert_0_mp_rank_00_model_states.pt")
     torch.save({"ds_config": {}, "mp_world_size": 1, "client": Harmful()}, tmp_path / "0" / STATES)
     with pytest.raises(UnsupportedError, match=f"{STATES}.*Harmful"):
-        run_ranks(2, lambda rank, comm: decide(make_job(NodeLocalEngine(), comm), str(tmp_path / str(rank))))
+        run_ranks(2, lambda rank, comm: choose_loader(make_job(NodeLocalEngine(), comm), str(tmp_path / str(rank))))
 
 
 @pytest.mark.usefixtures("uncovered")
@@ -686,7 +686,7 @@ def test_code_in_an_atomic_checkpoint_is_refused_before_deepspeed_loads_it(name:
     torch.save({"client": Harmful()}, tmp_path / name)
 
     def choose(comm: Comm, **options: bool) -> str:
-        return decide(make_job(NodeLocalEngine(), comm, **options), str(tmp_path), upstream=True).reason
+        return choose_loader(make_job(NodeLocalEngine(), comm, **options), str(tmp_path), upstream=True).reason
 
     for ranks in (1, 2):
         with pytest.raises(UnsupportedError, match=rf"{name}: holds objects that are not unpickled.*Harmful"):

@@ -13,7 +13,7 @@ import torch
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import MismatchError
-from deepspeed_ucp.load.prepare import tell_rounding
+from deepspeed_ucp.load.prepare import describe_rounding
 from deepspeed_ucp.plan.wants import BufferSpec, Wants
 from tests.load.test_optimizers import Eager
 from tests.load.test_reshard import take_a_step
@@ -204,7 +204,7 @@ def test_masters_and_states_of_fewer_bits_are_told() -> None:
     wants = Wants()
     for state, dtype in (("fp32", "bfloat16"), ("exp_avg", "float32"), ("module", "bfloat16")):
         wants.add_sink(wants.add_buffer(BufferSpec((state, 0), dtype, 4, live=True)), "float32")
-    assert tell_rounding(wants) == ["fp32 is rounded from float32 to bfloat16, as this run's optimizer keeps it"]
+    assert describe_rounding(wants) == ["fp32 is rounded from float32 to bfloat16, as this run's optimizer keeps it"]
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from deepspeed_ucp.experts import number_in_stage
 from deepspeed_ucp.flat import Cut, FlatBuffer, join_parameters, join_reserved
 from deepspeed_ucp.load.destinations import TensorSink
 from deepspeed_ucp.load.direct import has_masters
-from deepspeed_ucp.load.inventory import join_groups, tell_groups
+from deepspeed_ucp.load.inventory import join_groups, list_stage_groups
 from deepspeed_ucp.load.prepare import Work, prepare
 from deepspeed_ucp.load.states import attach_states
 from deepspeed_ucp.load.transfer import Transfer
@@ -278,7 +278,7 @@ class Loaded:
 
 def groups_of(target: Any, comm: Comm) -> Any:
     """The live param groups over all ranks; collective."""
-    return join_groups(comm.each(lambda: tell_groups(target)))
+    return join_groups(comm.each(lambda: list_stage_groups(target)))
 
 
 def open_for(folder: Path | str, target: FakeTarget, comm: Comm | None = None) -> AtomicIndex:
