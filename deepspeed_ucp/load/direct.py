@@ -12,7 +12,7 @@ good, the engine is marked as one that must not be used.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -39,7 +39,7 @@ from ..targets.finish import (
 )
 from ..targets.guard import guard_engine
 from ..torchsave.torchfile import read_header
-from .client import EXTRA_STATES, make_objects, read_objects
+from .client import EXTRA_STATES, make_objects
 from .context import LoadArguments, LoadContext
 from .custom_load import assemble_module, run_custom_load
 from .prepare import Work, prepare
@@ -164,8 +164,8 @@ def _prepare(job: LoadContext, index: AtomicIndex, target: Target, *, with_state
     with objections:
         saved = _read_saved(job, index, target)
     with objections, job.report.phase("plan"), pause_collection():
-        options = {"strict": arguments.load_module_strict, "with_states": with_states, "with_extras": not custom}
-        work = prepare(index, target, comm, job.config, **options)
+        strict = arguments.load_module_strict
+        work = prepare(index, target, comm, job.config, strict=strict, with_states=with_states, with_extras=not custom)
     objections.settle()
     told = comm.run(lambda: describe_hyper(job, target, work.index.run, work.match))
     for each in told if comm.rank == 0 else ():
@@ -221,22 +221,32 @@ def _read_saved(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
     """
     comm, checked = job.comm, job.config.verify == "crc"
     if checked:
-        checks = Checks()
-        checks.touch(index.run.client_records if comm.rank == 0 else ())
+        index = _verify_client(index, comm)
+    paths, access = [file.path for file in index.stored.files], index.stored.access
 
-        def verify(left: AtomicIndex) -> AtomicIndex:
-            checks.verify(left, comm)
-            return left
+    def read(path: str) -> dict[str, Any]:
+        """From a place where its header can be read."""
+        numbers = [number for number, file in enumerate(index.stored.files) if file.path == path and file.places]
+        if numbers:
+            with CopyReader(index.stored) as reader:
+                header = reader.read_file(numbers[0], lambda file: read_header(file.path))
+        else:
+            header = read_header(path)
+        return make_objects(header, trust_pickle=job.config.trust_pickle, checked=checked)
 
-        index = read_with_failover(index, verify, comm)
-    options = {"trust_pickle": job.config.trust_pickle, "checked": checked}
-    first = _find_reader(index, index.run.state_file)
-    saved = comm.once(lambda: _read_objects(index, index.run.state_file, **options), first)
+    def find_reader(path: str) -> int:
+        """The first rank that can read a file; the same by every rank's reckoning."""
+        return 0 if access is None else access.find_reader(paths.index(path))
+
+    saved = comm.once(lambda: read(index.run.state_file), find_reader(index.run.state_file))
     own = comm.run(lambda: _find_own_file(index, target))  # which may ask a store
-    others = _ask_for(index, own, options, comm)
+    others: list[dict[str, Any]] = []
+    if access is not None:
+        questions = [] if own is None else [(find_reader(own), paths.index(own))]
+        others = comm.ask(questions, lambda number: read(paths[number]))
 
     def take() -> dict[str, Any]:
-        held = saved if own is None else others.pop() if others else _read_objects(index, own, **options)
+        held = saved if own is None else others.pop() if others else read(own)
         if "global_steps" not in held and not job.arguments.load_module_only:
             raise UnsupportedError(
                 f"{own or index.run.state_file}: has no global_steps; it was not saved by engine.save_checkpoint. For "
@@ -247,30 +257,16 @@ def _read_saved(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
     return comm.run(take)
 
 
-def _find_reader(index: AtomicIndex, path: str) -> int:
-    """The first rank that can read a file; the same by every rank's reckoning."""
-    if index.stored.access is None:
-        return 0
-    return index.stored.access.find_reader([file.path for file in index.stored.files].index(path))
+def _verify_client(index: AtomicIndex, comm: Comm) -> AtomicIndex:
+    """The checkpoint without the copies of state files that turn out damaged; collective."""
+    checks = Checks()
+    checks.touch(index.run.client_records if comm.rank == 0 else ())
 
+    def verify(left: AtomicIndex) -> AtomicIndex:
+        checks.verify(left, comm)
+        return left
 
-def _ask_for(index: AtomicIndex, own: str | None, options: Mapping[str, Any], comm: Comm) -> list[dict[str, Any]]:
-    """What is in a rank's own state file, where ranks see different files; collective there."""
-    if index.stored.access is None:
-        return []
-    paths = [file.path for file in index.stored.files]
-    questions = [] if own is None else [(_find_reader(index, own), paths.index(own))]
-    return comm.ask(questions, lambda number: _read_objects(index, paths[number], **options))
-
-
-def _read_objects(index: AtomicIndex, path: str, **options: Any) -> dict[str, Any]:
-    """What is in a state file, from a place where its header can be read."""
-    numbers = [number for number, file in enumerate(index.stored.files) if file.path == path and file.places]
-    if not numbers:
-        return read_objects(path, **options)
-    with CopyReader(index.stored) as reader:
-        header = reader.read_file(numbers[0], lambda file: read_header(file.path))
-    return make_objects(header, **options)
+    return read_with_failover(index, verify, comm)
 
 
 def _find_own_file(index: AtomicIndex, target: Target) -> str | None:

@@ -135,8 +135,10 @@ class CollectiveReader:
             return (request.record, request.offset) in self.again
 
         self.comm.run(begin)
-        options: dict[str, Any] = {"pool": self.uploads.pool, "again": is_read_again, "joined": self.joined}
-        with CopyReader(self.index.stored, checksum=self.checksum, **options) as reader:
+        pool, joined = self.uploads.pool, self.joined
+        with CopyReader(
+            self.index.stored, checksum=self.checksum, pool=pool, again=is_read_again, joined=joined
+        ) as reader:
             for turn, (number, step) in enumerate(steps):
                 each = plan.rounds[number]
                 requests = [*(() if step else each.reads), *shares[turn]]

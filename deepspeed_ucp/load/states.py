@@ -207,11 +207,15 @@ def describe_hyper(job: LoadContext, target: Target, run: RunState, match: Match
     engine, optimizer, takes_saved = job.engine, target.optimizer, job.config.param_groups == "saved"
     held = {flat.group: optimizer.param_groups[target.param_group(flat)] for flat in target.flats}
     pairs = [(held[live], drop_fixed(run.groups[saved].hyper)) for live, saved in sorted(match.groups.items())]
-    options = {"takes_saved": takes_saved, "with_scheduler": job.arguments.load_lr_scheduler_states}
-    told = [list_edits(optimizer, pairs, engine.lr_scheduler, run.configured, **options)]
+    with_scheduler, scheduler = job.arguments.load_lr_scheduler_states, engine.lr_scheduler
+    notes = [
+        list_edits(
+            optimizer, pairs, scheduler, run.configured, takes_saved=takes_saved, with_scheduler=with_scheduler
+        )
+    ]
     if takes_saved:
-        told += [find_doubt(optimizer, *pair, run.configured, read_configured(engine)) for pair in pairs]
-    return list(dict.fromkeys(filter(None, told)))
+        notes += [find_doubt(optimizer, *pair, run.configured, read_configured(engine)) for pair in pairs]
+    return list(dict.fromkeys(filter(None, notes)))
 
 
 def list_tensors(states: list[States]) -> dict[Slot, torch.Tensor]:

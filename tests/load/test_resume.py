@@ -313,7 +313,7 @@ def test_an_engine_is_not_used_that_deepspeeds_own_load_has_failed_on(
     refresh = fail if after else lambda target, **_: refreshed.append(target)
     target: Any = SimpleNamespace()
     choice = LoaderChoice("of the future", target=target)
-    monkeypatch.setattr("deepspeed_ucp.load.resume.decide", lambda *_, **__: choice)
+    monkeypatch.setattr("deepspeed_ucp.load.resume.choose_loader", lambda *_, **__: choice)
     monkeypatch.setattr("deepspeed_ucp.load.resume.list_unsaved", lambda _engine: [])
     monkeypatch.setattr("deepspeed_ucp.load.resume.refresh_after_own_load", refresh)
     with pytest.raises(error, match="its own"):
@@ -475,7 +475,7 @@ def test_a_checkpoints_own_folder_is_loaded(
         looked.append(folder)
         return LoaderChoice("of the future")
 
-    monkeypatch.setattr("deepspeed_ucp.load.resume.decide", choose)
+    monkeypatch.setattr("deepspeed_ucp.load.resume.choose_loader", choose)
     monkeypatch.setattr("deepspeed_ucp.load.resume.list_unsaved", lambda _engine: [])
 
     def load(load_dir: str, tag: str | None) -> tuple[str | None, dict[str, Any]]:
@@ -485,7 +485,7 @@ def test_a_checkpoints_own_folder_is_loaded(
     for load_dir, tag in ((str(own), None), (f"{own}/", None), (str(own), "tag")):
         assert load(load_dir, tag)[0] == str(own)
         assert os.path.samefile(looked.pop(), own)
-    monkeypatch.setattr("deepspeed_ucp.load.resume.decide", lambda *_, **__: 1 // 0)
+    monkeypatch.setattr("deepspeed_ucp.load.resume.choose_loader", lambda *_, **__: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         load(str(own), None)
 
