@@ -112,14 +112,14 @@ def look_at_engine(job: LoadContext) -> LiveEngine:
         groups = list_stage_groups(target) if target.place.pp > 1 or target.experts else None
         return bool(target.flats), target.list_keys(), groups
 
-    told = job.comm.each(look)
+    answers = job.comm.each(look)
     target = opened[0]
-    keys = {key: name for _, held, _ in told for key, name in held.items()}
-    if any(groups for *_, groups in told):
-        joined = join_groups(groups for *_, groups in told)
+    keys = {key: name for _, held, _ in answers for key, name in held.items()}
+    if any(groups for *_, groups in answers):
+        joined = join_groups(groups for *_, groups in answers)
     else:
         joined = target.live_groups(), target.live_hyper(), target.list_names()
-    return LiveEngine(target, any(has for has, *_ in told), keys, joined)
+    return LiveEngine(target, any(has for has, *_ in answers), keys, joined)
 
 
 def has_atoms(folder: str) -> bool:
@@ -138,14 +138,14 @@ def list_unproven(job: LoadContext, target: Target | None, index: AtomicIndex | 
         index: the checkpoint; None where each rank knows its own files alone.
     """
     arguments, by_default = job.arguments, type(job.arguments)()
-    found = ['"param_groups" is "live"'] * (job.config.param_groups == "live" and arguments.with_states)
+    doubts = ['"param_groups" is "live"'] * (job.config.param_groups == "live" and arguments.with_states)
     if target is not None:
         asked = ("load_optimizer_states", "load_module_only", "load_module_strict", "custom_load_fn")
-        found += [name for name in asked if getattr(arguments, name) != getattr(by_default, name)]
-        found += list_unknown(target, index)
+        doubts += [name for name in asked if getattr(arguments, name) != getattr(by_default, name)]
+        doubts += list_unknown(target, index)
     if target is not None and index is not None and arguments.with_states:
-        found += target.find_other_kinds(index)
-    return [f"DeepSpeed's own load is not known to be right with: {shorten(found)}"] if found else []
+        doubts += target.find_other_kinds(index)
+    return [f"DeepSpeed's own load is not known to be right with: {shorten(doubts)}"] if doubts else []
 
 
 def _trust_own_files(job: LoadContext, folder: str, why: str) -> LoaderChoice:
@@ -226,7 +226,7 @@ def _compare(
         index = survey.require()
         return _list_differences(index, target) or _list_elsewhere(index, folder) or list_unproven(job, target, index)
 
-    found = [text for part in comm.each(look) for text in part] or list(own) or list(_list_wishes(job, upstream))
+    reasons = [text for part in comm.each(look) for text in part] or list(own) or list(_list_wishes(job, upstream))
     index = survey.require()
     job.report.saved = index.run.job
     if comm.rank == 0:
@@ -235,14 +235,14 @@ def _compare(
     if comm.rank == 0 and changes:  # another number of ranks is what a resume is for
         level = logging.INFO if all(text.startswith("ranks ") for text in changes) else logging.WARNING
         logger.log(level, "%s: this run differs from the saved one: %s", folder, ", ".join(changes))
-    if not found and job.config.fallback and job.config.verify == "crc":
-        found = find_damage(index, comm, others=bool(also))
-    if not found:
+    if not reasons and job.config.fallback and job.config.verify == "crc":
+        reasons = find_damage(index, comm, others=bool(also))
+    if not reasons:
         if not job.config.trust_pickle:
             comm.alike(lambda: check_trusted(index.run.globals))
         return LoaderChoice(f"same topology ({index.run.topology.describe()})", target=target)
-    told = "; ".join(dict.fromkeys(found))
-    return LoaderChoice(f"{index.run.topology.describe()} → {target.topology.describe()}: {told}", target, index)
+    why = "; ".join(dict.fromkeys(reasons))
+    return LoaderChoice(f"{index.run.topology.describe()} → {target.topology.describe()}: {why}", target, index)
 
 
 def _list_wishes(job: LoadContext, upstream: bool) -> Iterator[str]:

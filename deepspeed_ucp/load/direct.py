@@ -81,8 +81,8 @@ def load_direct(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
         _fill(job, target, transfer)
         with report.phase("finish"):
             comm.run(lambda: _finish(job, target, work, saved, with_states=with_states))
-            if comm.rank == 0 and (told := target.tell_made()):
-                logger.warning("%s", told)
+            if comm.rank == 0 and (note := target.tell_made()):
+                logger.warning("%s", note)
     return pick_client_state(
         saved,
         module_only=arguments.load_module_only,
@@ -167,8 +167,8 @@ def _prepare(job: LoadContext, index: AtomicIndex, target: Target, *, with_state
         strict = arguments.load_module_strict
         work = prepare(index, target, comm, job.config, strict=strict, with_states=with_states, with_extras=not custom)
     objections.settle()
-    told = comm.run(lambda: describe_hyper(job, target, work.index.run, work.match))
-    for each in told if comm.rank == 0 else ():
+    notes = comm.run(lambda: describe_hyper(job, target, work.index.run, work.match))
+    for each in notes if comm.rank == 0 else ():
         logger.warning("%s: %s", index.run.state_file, each)
     return work, saved
 
@@ -282,9 +282,9 @@ def _restore_others(
 ) -> None:
     """Scheduler, random-ltd and data sampler, and modules' extra states."""
     if not job.arguments.load_module_only:
-        told = restore_helpers(job.engine, saved, with_scheduler=job.arguments.load_lr_scheduler_states)
-        if told and job.comm.rank == 0:
-            logger.warning("%s: %s", run.state_file, " ".join(told))
+        notes = restore_helpers(job.engine, saved, with_scheduler=job.arguments.load_lr_scheduler_states)
+        if notes and job.comm.rank == 0:
+            logger.warning("%s: %s", run.state_file, " ".join(notes))
     for module, state in modules:
         module.set_extra_state(state)
 

@@ -30,11 +30,11 @@ def load_switched_off(engine: Any, load_dir: str, tag: Any, own: Callable[[], T]
     try:
         return own()
     except Exception as error:
-        told = explain_failure(engine, load_dir, tag)
-        if told and hasattr(error, "add_note"):
-            error.add_note(told)
-        elif told:
-            logger.error("%s", told)
+        note = explain_failure(engine, load_dir, tag)
+        if note and hasattr(error, "add_note"):
+            error.add_note(note)
+        elif note:
+            logger.error("%s", note)
         raise
 
 

@@ -76,17 +76,17 @@ def _join(
 
 
 def _order(parts: Iterable[tuple[int, Shapes]], tp: int, experts_over_tp: Set[str]) -> Shapes:
-    found: dict[str, dict[int, Shape]] = {}
+    ranks_of: dict[str, dict[int, Shape]] = {}
     for tp_rank, shapes in parts:
         for name, (shape,) in shapes.items():
-            found.setdefault(name, {})[0 if name in experts_over_tp else tp_rank] = shape
-    partial = [name for name, held in found.items() if len(held) != tp and name not in experts_over_tp]
+            ranks_of.setdefault(name, {})[0 if name in experts_over_tp else tp_rank] = shape
+    partial = [name for name, held in ranks_of.items() if len(held) != tp and name not in experts_over_tp]
     if partial:
         raise MismatchError(
             f"Tensor-parallel ranks hold different tensors: {shorten(partial)} are not on every one of the {tp} ranks. "
             "Build the same model on all ranks, with the mpu or the tensor_parallel section of the run that saved it."
         )
-    return {name: tuple(held[rank] for rank in range(len(held))) for name, held in found.items()}
+    return {name: tuple(held[rank] for rank in range(len(held))) for name, held in ranks_of.items()}
 
 
 def check_alike(live: TargetInventory, target: Target, extras: Iterable[LiveBuffer]) -> None:
@@ -125,18 +125,18 @@ def list_stage_groups(target: Target) -> StageGroups | None:
     return place.pp_rank, groups, target.live_hyper(), target.list_names()
 
 
-def join_groups(told: Iterable[StageGroups | None]) -> JoinedGroups:
+def join_groups(answers: Iterable[StageGroups | None]) -> JoinedGroups:
     """The optimizer's param groups as the user made them, over all pipeline stages in the layers' order.
 
     DeepSpeed drops a stage's empty groups, so groups of two stages are the same one where their hyper-parameters are.
     A stage's layers need not follow each other (DualPipeV).
 
     Args:
-        told: by the ranks (:func:`list_stage_groups`).
+        answers: by the ranks (:func:`list_stage_groups`).
     """
     joined: dict[int, tuple[list[dict[tuple[str, bool], None]], list[dict[str, Any]]]] = {}
     order: dict[str, str] = {}
-    for stage, groups, hyper, names in (each for each in told if each is not None):
+    for stage, groups, hyper, names in (each for each in answers if each is not None):
         order = {**order, **names}
         known, _ = joined.setdefault(stage, ([{} for _ in groups], hyper))
         for one, more in zip(known, groups, strict=True):  # the same groups with other experts in them
@@ -215,7 +215,7 @@ def list_live_rules(live: TargetInventory, saved: Mapping[str, str]) -> list[Rul
     Args:
         saved: live name → the name that the checkpoint has for it; attributes of others are left out.
     """
-    found = [from_universal_info(live.info, by="target")] if live.info else []
+    rules = [from_universal_info(live.info, by="target")] if live.info else []
     if live.attributes:
-        found.append(from_attributes({saved[n]: told for n, told in live.attributes.items() if n in saved}))
-    return found
+        rules.append(from_attributes({saved[n]: attributes for n, attributes in live.attributes.items() if n in saved}))
+    return rules

@@ -135,8 +135,8 @@ def make_work(optimizer: OptimizerMatch, extras: Sequence[LiveBuffer], layouts: 
     layout = describe_target(target, extras, states)
     wants = list_wants(index, layout, match, layouts, with_states=with_states)
     # Data-parallel ranks need parts of the same atoms, so that one of them tells.
-    told = list_touched(index, layout, match, with_states=with_states) if target.is_first_replica else []
-    touched = [key for key in told if target.speaks_for(key.name)]
+    keys = list_touched(index, layout, match, with_states=with_states) if target.is_first_replica else []
+    touched = [key for key in keys if target.speaks_for(key.name)]
     if with_states:
         anew = dict.fromkeys(name for flat in target.flats for name in optimizer.list_begun_anew(flat))
         match.notes += [_ANEW.format(shorten(anew))] if anew else []
@@ -166,12 +166,12 @@ _UNEVEN = (
 
 def describe_rounding(wants: Wants) -> list[str]:
     """Masters or states that are of fewer bits here than they were saved in."""
-    found = set()
+    notes = set()
     for buffer, stored in wants.sinks:
         spec = wants.buffers[buffer]
         if spec.slot[0] not in (MODULE, REPLICA) and ITEMSIZE[spec.dtype] < ITEMSIZE[stored]:
-            found.add(f"{spec.slot[0]} is rounded from {stored} to {spec.dtype}, as this run's optimizer keeps it")
-    return sorted(found)
+            notes.add(f"{spec.slot[0]} is rounded from {stored} to {spec.dtype}, as this run's optimizer keeps it")
+    return sorted(notes)
 
 
 def describe_target(target: Target, extras: Sequence[LiveBuffer], states: Sequence[States]) -> TargetLayout:
@@ -224,10 +224,10 @@ def _tell(match: Match, index: AtomicIndex, grown: set[tuple[str, tuple[int, int
     if match.kept:
         logger.warning("%s: %s keep the values that the new model has", index.limits.dropped, shorten(match.kept, 40))
     if match.untouched:
-        told = count_of(len(match.untouched), "frozen tensor")
+        count = count_of(len(match.untouched), "frozen tensor")
         level = logging.INFO if lacks_frozen(index) else logging.WARNING
         text = "load_module_strict=False: %s not in the checkpoint, the live values stay: %s"
-        logger.log(level, text, told, shorten(match.untouched, 3))
+        logger.log(level, text, count, shorten(match.untouched, 3))
     if match.skipped:
         logger.warning("load_module_strict=False, passing over: %s", shorten(match.skipped))
     for name, (old, new) in sorted(grown):

@@ -35,14 +35,14 @@ def write_report(job: LoadContext, path: str | None) -> None:
     if comm.rank:
         return
     report, now = job.report, time.time()
-    told: dict[str, Any] = {"version": VERSION, "time": now, "loaded": path, "step": int(job.engine.global_steps)}
-    told |= {"direct": report.direct, "reason": report.reason, "state_bytes": report.state_bytes, "ranks": ranks}
+    data: dict[str, Any] = {"version": VERSION, "time": now, "loaded": path, "step": int(job.engine.global_steps)}
+    data |= {"direct": report.direct, "reason": report.reason, "state_bytes": report.state_bytes, "ranks": ranks}
     name = f"load-{time.strftime('%Y%m%dT%H%M%S', time.gmtime(now))}-{int(now * 1000) % 1000:03d}.json"
     aside = os.path.join(folder, f".{name}.{os.getpid()}")
     try:
         os.makedirs(folder, exist_ok=True)
         with open(aside, "w", encoding="utf-8") as stream:
-            stream.write(hide_secrets(json.dumps(told, indent=1)))
+            stream.write(hide_secrets(json.dumps(data, indent=1)))
         os.replace(aside, os.path.join(folder, name))
     except OSError as error:
         logger.warning("%s: no report of this load: %s", folder, error)

@@ -68,18 +68,18 @@ def resume(
     comm, report = connect(), LoadReport(direct=False, reason="nothing to resume")
     engine.ucp_report = report
     upstream = bool(engine.load_universal_checkpoint())
-    found = find_tag(load_dir, tag, comm, universal=upstream, fallback=config.fallback, also=config.also)
-    if found is None:
+    chosen = find_tag(load_dir, tag, comm, universal=upstream, fallback=config.fallback, also=config.also)
+    if chosen is None:
         tell_nothing((load_dir, *config.also), comm, require=config.require)
         return own()
     job = LoadContext(engine, comm, config, arguments, report)
     if engine.use_node_local_storage() and not upstream:
-        own = partial(own, tag=found)  # DeepSpeed writes `latest` on the first rank's node alone
-    is_own = find_folders([load_dir], found, comm) == [load_dir]
+        own = partial(own, tag=chosen)  # DeepSpeed writes `latest` on the first rank's node alone
+    is_own = find_folders([load_dir], chosen, comm) == [load_dir]
     if tag is not None or is_own or not config.fallback:
-        loaded = _resume_tag(job, load_dir, found, own, upstream=upstream, unknown=unknown)
+        loaded = _resume_tag(job, load_dir, chosen, own, upstream=upstream, unknown=unknown)
     else:
-        loaded = _resume_first_whole(job, load_dir, found, own, upstream=upstream, unknown=unknown)
+        loaded = _resume_first_whole(job, load_dir, chosen, own, upstream=upstream, unknown=unknown)
     write_report(job, loaded[0])
     return loaded
 
@@ -170,12 +170,12 @@ def _load_own(job: LoadContext, own: Callable[[], Loaded], target: Target | None
         if target is not None:
             refresh_after_own_load(target, job.comm, with_states=with_states)
     except BaseException as error:
-        told = mark(job.engine, error, with_states=with_states)
+        note = mark(job.engine, error, with_states=with_states)
         if hasattr(error, "add_note"):  # Python 3.11
-            error.add_note(told)
+            error.add_note(note)
         raise
-    if job.comm.rank == 0 and (told := tell_edits(loaded[1])):
-        logger.warning("%s: %s", loaded[0], told)
+    if job.comm.rank == 0 and (note := tell_edits(loaded[1])):
+        logger.warning("%s: %s", loaded[0], note)
     release(job.engine)
     return loaded
 

@@ -130,9 +130,9 @@ class OptimizerMatch:
                 "saved hyper-parameters would switch that off. Configure the optimizer as in the saved run, or"
             )
         saved, configured = self.match.hyper.get(flat.group, {}), self.index.run.configured
-        if told := find_other_rule(self.target.optimizer, self.target.optimizer.param_groups[group], saved, configured):
+        if rule := find_other_rule(self.target.optimizer, self.target.optimizer.param_groups[group], saved, configured):
             return (
-                f"The checkpoint's optimizer steps by another rule: {told}. Train on with the saved run's optimizer, "
+                f"The checkpoint's optimizer steps by another rule: {rule}. Train on with the saved run's optimizer, "
                 f"or set {KEEP_LIVE} to go on by this run's rule where it needs no other states, or"
             )
         scalars = set().union(*(self.index.run.scalars.get(param, ()) for param in self.saved_params(flat)))
@@ -209,9 +209,7 @@ def describe_hyper(job: LoadContext, target: Target, run: RunState, match: Match
     pairs = [(held[live], drop_fixed(run.groups[saved].hyper)) for live, saved in sorted(match.groups.items())]
     with_scheduler, scheduler = job.arguments.load_lr_scheduler_states, engine.lr_scheduler
     notes = [
-        list_edits(
-            optimizer, pairs, scheduler, run.configured, takes_saved=takes_saved, with_scheduler=with_scheduler
-        )
+        list_edits(optimizer, pairs, scheduler, run.configured, takes_saved=takes_saved, with_scheduler=with_scheduler)
     ]
     if takes_saved:
         notes += [find_doubt(optimizer, *pair, run.configured, read_configured(engine)) for pair in pairs]

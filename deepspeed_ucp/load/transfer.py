@@ -63,8 +63,8 @@ class Transfer:
         """
         plan = negotiate(self.work.wants, self.work.index, self.comm, self.sizes, find_same_node(self.stages))
         passes = self._plan_passes(plan)
-        told = (self.work.index, self.work.into, passes, self.comm, self.config, self.stages)
-        return plan, self.comm.run(lambda: CollectiveReader(*told))  # which allocates memory apart
+        parts = (self.work.index, self.work.into, passes, self.comm, self.config, self.stages)
+        return plan, self.comm.run(lambda: CollectiveReader(*parts))  # which allocates memory apart
 
     def _plan_passes(self, plan: LoadPlan) -> list[LoadPlan]:
         """The plan of each pass; collective where there are two.
@@ -173,10 +173,12 @@ def has_memory(buffers: Sequence[Buffer], window: int, comm: Comm) -> bool:
     """Whether every machine has memory to fill the live ones of these buffers apart; collective."""
     in_memory = [buffer for buffer in buffers if not buffer.in_file]
     hosted = [buffer for buffer in in_memory if not buffer.uncommitted or buffer.tensor.device.type == "cpu"]
-    told = comm.gather((identify_host(), sum(buffer.tensor.nbytes for buffer in hosted) + window, measure_available()))
+    answers = comm.gather(
+        (identify_host(), sum(buffer.tensor.nbytes for buffer in hosted) + window, measure_available())
+    )
     needed: dict[str, int] = defaultdict(int)
     free: dict[str, int] = {}
-    for host, nbytes, available in told:
+    for host, nbytes, available in answers:
         needed[host] += nbytes
         free[host] = min(available, free.get(host, available))
     if any(needed[host] > SHARE * free[host] for host in needed):

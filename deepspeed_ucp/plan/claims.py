@@ -92,11 +92,11 @@ def make_claims(pieces: Iterable[Extent], block: int) -> list[Claim]:
         pieces: what the rank wants.
         block: bytes per block.
     """
-    found: dict[tuple[int, int], list[Extent]] = defaultdict(list)
+    by_block: dict[tuple[int, int], list[Extent]] = defaultdict(list)
     for whole in pieces:
         for piece in cut_blocks(whole, block):
-            found[piece.record, piece.run.src * piece.itemsize // block].append(piece)
-    claims = [claim for (record, _), held in found.items() for claim in _join(record, held)]
+            by_block[piece.record, piece.run.src * piece.itemsize // block].append(piece)
+    claims = [claim for (record, _), held in by_block.items() for claim in _join(record, held)]
     claims.sort(key=lambda claim: (claim.record, claim.offset))
     return claims
 

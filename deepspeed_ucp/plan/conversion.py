@@ -129,10 +129,10 @@ def is_split(output: Output, most: int = RANGE) -> bool:
 
 
 def _sort_done(done: Iterable[Range]) -> dict[int, list[Range]]:
-    found: dict[int, list[Range]] = {}
+    written: dict[int, list[Range]] = {}
     for each in sorted(done):
-        found.setdefault(each.output, []).append(each)
-    return found
+        written.setdefault(each.output, []).append(each)
+    return written
 
 
 def _cut(number: int, output: Output, step: int, spans: Iterable[tuple[int, int]]) -> Iterator[Range]:

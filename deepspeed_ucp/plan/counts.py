@@ -84,13 +84,13 @@ class ExpertCounts:
             saved: live name → saved name.
             live: local shapes.
         """
-        found = []
+        faults = []
         for name in list(resized):
             block = next((each for each in self.live if name.startswith(each)), None)
             if block is not None and live[name][0][0] == len(_list_numbers(self.live[block])):
                 rule = json.dumps({"from": re.escape(saved[name]), "to": None})
-                found.append(resized.pop(name).add(f", a row for each expert: the rename rule {rule} leaves it out"))
-        return found
+                faults.append(resized.pop(name).add(f", a row for each expert: the rename rule {rule} leaves it out"))
+        return faults
 
     def fold(self, faults: Sequence[Fault]) -> list[Fault]:
         """The same, with one for those of blocks with other experts."""
@@ -139,4 +139,4 @@ def _list_blocks(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _list_numbers(names: Iterable[str]) -> set[int]:
-    return {found[1] for name in names if (found := find_place(name))}
+    return {place[1] for name in names if (place := find_place(name))}

@@ -166,15 +166,15 @@ def _make_atom(index: AtomicIndex, key: AtomKey, made: DerivedParam) -> Atom:
 
 def _repeat(index: AtomicIndex, key: AtomKey, made: DerivedParam) -> Repeated:
     """What of it lies in the files a second time."""
-    atoms, found = index.stored.atoms, []
+    atoms, parts = index.stored.atoms, []
     sources = [key._replace(name=piece.name) for piece in made.slices]
     for tp_shard in range(len(atoms[sources[0]].shards)):
         held = []
         for piece, source in zip(made.slices, sources, strict=True):
             again = tuple(fragment for at, fragment in index.stored.repeated.get(source, ()) if at == tp_shard)
             held.append((piece, atoms[source].shards[tp_shard].numel, again))
-        found += [(tp_shard, fragment) for fragment in _move(held, ITEMSIZE[atoms[sources[0]].dtype])]
-    return tuple(found)
+        parts += [(tp_shard, fragment) for fragment in _move(held, ITEMSIZE[atoms[sources[0]].dtype])]
+    return tuple(parts)
 
 
 def _move(held: Iterable[tuple[Slice, int, tuple[Fragment, ...]]], itemsize: int) -> Iterator[Fragment]:
@@ -202,18 +202,18 @@ def _check_alike(index: AtomicIndex, made: Mapping[str, DerivedParam], used: Con
         if key.name in used:
             kinds[key.name].add((key.state, key.instance, atom.dtype))
     hypers = {param.name: group.hyper for group in index.run.groups for param in group.members if param.name in used}
-    scalars = {param.name: told for param, told in index.run.scalars.items() if param.name in used}
+    scalars = {param.name: facts for param, facts in index.run.scalars.items() if param.name in used}
     for name, each in made.items():
         first, *others = dict.fromkeys(piece.name for piece in each.slices)
         for other in others:
-            for what, told in (("states", kinds), ("step counts", scalars), ("hyper-parameters", hypers)):
-                if told.get(first) != told.get(other):
+            for what, facts in (("states", kinds), ("step counts", scalars), ("hyper-parameters", hypers)):
+                if facts.get(first) != facts.get(other):
                     raise MismatchError(
                         f"{name} is made of {first} and {other}, which were saved with other {what}: "
-                        f"{_show(told.get(first))} and {_show(told.get(other))}. Leave the rules that join them out, "
+                        f"{_show(facts.get(first))} and {_show(facts.get(other))}. Leave the rules that join them out, "
                         "or resume with weights alone (load_optimizer_states=False)."
                     )
 
 
-def _show(told: object) -> str:
-    return f"{sorted(told) if isinstance(told, set) else told}"
+def _show(fact: object) -> str:
+    return f"{sorted(fact) if isinstance(fact, set) else fact}"

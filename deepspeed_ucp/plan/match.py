@@ -148,15 +148,15 @@ class _Matcher:
     def add(self, name: str, shapes: tuple[Shape, ...], is_trained: bool) -> None:
         """Find what a live tensor takes its state from."""
         names = [self.live.renamed.get(each, each) for each in (name, *self.aliases.get(name, ()))]
-        found = _find(self.index, names, is_trained, self.with_states)
-        if found is None:
+        weight = _find(self.index, names, is_trained, self.with_states)
+        if weight is None:
             self._pass_over(name, names, is_trained, shapes[0])
             return
-        if self.with_states and is_trained == (found.state == MODULE):
+        if self.with_states and is_trained == (weight.state == MODULE):
             self.swapped[is_trained].append(name)
-        self.match.params[name] = pick_instance(self.index, found.name, *self.live.ordinals.get(name, FIRST))
-        if len(shapes) == len(found.shapes) == 1 and shapes[0] != found.shapes[0]:
-            self._note_shapes(name, found.shapes[0], shapes[0])
+        self.match.params[name] = pick_instance(self.index, weight.name, *self.live.ordinals.get(name, FIRST))
+        if len(shapes) == len(weight.shapes) == 1 and shapes[0] != weight.shapes[0]:
+            self._note_shapes(name, weight.shapes[0], shapes[0])
 
     def _pass_over(self, name: str, names: Sequence[str], is_trained: bool, shape: Shape) -> None:
         """Note a tensor that the checkpoint does not hold: a fault, unless the save is known to have left it out."""
@@ -172,13 +172,13 @@ class _Matcher:
 
     def _note_shapes(self, name: str, saved: Shape, live: Shape) -> None:
         """A whole tensor of another shape; whether another number of rows is a fault, patterns have to tell."""
-        told = Fault(name, f": shape {saved} in the checkpoint, {live} in the model", SHAPE)
+        fault = Fault(name, f": shape {saved} in the checkpoint, {live} in the model", SHAPE)
         if len(saved) != len(live) or not live or saved[1:] != live[1:]:
-            self.faults.append(told)
+            self.faults.append(fault)
         elif len(live) == 3:
-            self.faults.append(told.add(advise_fused(name, saved[0], live[0])))
+            self.faults.append(fault.add(advise_fused(name, saved[0], live[0])))
         else:
-            self.match.resized[name] = told
+            self.match.resized[name] = fault
 
     def finish(self) -> None:
         """Compare all names, and tell what is at fault, or what a lenient load leaves as it is."""
@@ -345,17 +345,17 @@ def match_groups(
     for number, names in members.items():
         saved = [match.params[name] for name in names if name in match.params]
         trained = [param for param in saved if param in owner or index.find(param.name, MASTER, param.instance)]
-        found = {owner.get(param, -1) for param in trained}
-        if not found:
+        sources = {owner.get(param, -1) for param in trained}
+        if not sources:
             continue
         if keep_live:
-            match.hyper[number] = _join_steps(index, found)
-            match.groups.update({number: min(found)} if len(found) == 1 and -1 not in found else {})
+            match.hyper[number] = _join_steps(index, sources)
+            match.groups.update({number: min(sources)} if len(sources) == 1 and -1 not in sources else {})
             continue
         # Groups of experts are cut by size (``max_group_size``), so that their number changes with the topology.
-        experts = all(map(is_expert, names)) and -1 not in found
-        same = experts and all(index.run.groups[each].hyper == index.run.groups[min(found)].hyper for each in found)
-        if not same and (len(found) != 1 or -1 in found or taken.setdefault(min(found), number) != number):
+        experts = all(map(is_expert, names)) and -1 not in sources
+        same = experts and all(index.run.groups[each].hyper == index.run.groups[min(sources)].hyper for each in sources)
+        if not same and (len(sources) != 1 or -1 in sources or taken.setdefault(min(sources), number) != number):
             raise MismatchError(
                 "The optimizer's param groups differ from the checkpoint's. Checkpoint: "
                 f"{_list_groups([group.names for group in index.run.groups])}. This run: "
@@ -364,8 +364,8 @@ def match_groups(
                 '{"param_groups": "live"}} to keep the groups of this run with their hyper-parameters, or load with '
                 "load_optimizer_states=False."
             )
-        match.groups[number] = min(found)
-        match.hyper[number] = index.run.groups[min(found)].hyper
+        match.groups[number] = min(sources)
+        match.hyper[number] = index.run.groups[min(sources)].hyper
 
 
 def _join_steps(index: AtomicIndex, groups: Iterable[int]) -> dict[str, Any]:

@@ -214,8 +214,8 @@ class OwnerPlan:
         """Let the rounds begin at a place of their own, and wrap around."""
         first, count = _find_begin(len(self.rounds), place), len(self.rounds)
         self.rounds = self.rounds[first:] + self.rounds[:first]
-        for told in self.answers:
-            told[:, 0] = np.where(told[:, 0] == SELF_READ, SELF_READ, (told[:, 0] - first) % max(count, 1))
+        for answers in self.answers:
+            answers[:, 0] = np.where(answers[:, 0] == SELF_READ, SELF_READ, (answers[:, 0] - first) % max(count, 1))
 
 
 def decide(
@@ -342,10 +342,10 @@ class LoadPlan:
                 default all.
             whole: everything is read all the same, for its checksums.
         """
-        told = [iter(each.tolist()) for each in needed] or [repeat(True)] * self.size
+        is_needed = [iter(each.tolist()) for each in needed] or [repeat(True)] * self.size
         rounds = []
         for each in self.rounds:
-            sends = [[send for send in one if next(told[peer])] for peer, one in enumerate(each.sends)]
+            sends = [[send for send in one if next(is_needed[peer])] for peer, one in enumerate(each.sends)]
             rounds.append(each.narrow(sinks, sends, whole=whole))
         direct = [request for request in self.direct if whole or _feeds(request.parts, sinks)]
         return replace(self, direct=direct, rounds=rounds)
@@ -392,11 +392,11 @@ def make_plan(
         for claim in claims
     ]
     direct = order_reads(direct + decision.unclaimed, files, rank)
-    count = max([len(decision.rounds), *(int(told[:, 0].max(initial=SELF_READ)) + 1 for told in answers)])
+    count = max([len(decision.rounds), *(int(answer[:, 0].max(initial=SELF_READ)) + 1 for answer in answers)])
     idle = [Round.idle(len(addressed)) for _ in range(count - len(decision.rounds))]
     rounds = []
     for number, each in enumerate([*decision.rounds, *idle]):
-        places = [told[told[:, 0] == number, 1].tolist() for told in answers]
+        places = [answer[answer[:, 0] == number, 1].tolist() for answer in answers]
         rounds.append(replace(each, receives=_pick(addressed, answers, number), places=places))
     return LoadPlan(direct, rounds, decision.same_node)
 
@@ -426,7 +426,7 @@ def _find_begin(total: int, place: int) -> int:
 def _pick(addressed: Sequence[Sequence[Claim]], answers: Sequence[Answers], wanted: int) -> list[list[Claim]]:
     """Per owner the claims that got an answer."""
     pairs = zip(addressed, answers, strict=True)
-    return [[claims[number] for number in np.flatnonzero(told[:, 0] == wanted).tolist()] for claims, told in pairs]
+    return [[claims[number] for number in np.flatnonzero(answer[:, 0] == wanted).tolist()] for claims, answer in pairs]
 
 
 def plan_ranks(

@@ -50,17 +50,17 @@ def order_rules(index: AtomicIndex, rules: Sequence[RuleSet], live: Sequence[Rul
     Raises:
         UnsupportedError: what the checkpoint tells of itself is of another form than DeepSpeed's.
     """
-    found = [*rules, from_recorded(index.model.recorded)] if index.model.recorded else list(rules)
+    ordered = [*rules, from_recorded(index.model.recorded)] if index.model.recorded else list(rules)
     if info := index.model.hints.get(INFO):
         try:
-            found.append(from_universal_info(info))
+            ordered.append(from_universal_info(info))
         except MismatchError as error:
             if rules:  # the user's word counts before it; what that leaves open is refused all the same
-                return [*found, *live]
+                return [*ordered, *live]
             raise UnsupportedError(f"{index.run.state_file}: {error}. Give the model's patterns.") from error
     if index.model.hints.get("args"):
-        found.append(from_arguments())
-    return [*found, *live]
+        ordered.append(from_arguments())
+    return [*ordered, *live]
 
 
 def list_weights(index: AtomicIndex) -> dict[str, Atom]:

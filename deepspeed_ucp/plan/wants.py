@@ -150,12 +150,12 @@ def list_touched(index: AtomicIndex, layout: TargetLayout, match: Match, *, with
     """Atoms of which the ranks that hold these buffers together want something."""
     wanted = [(held, name) for held in (*layout.flats, *layout.tensors) for name in held.buffer.names]
     owned = {name for held in layout.flats for name in held.buffer.names}
-    found: list[Atom | None] = []
+    atoms: list[Atom | None] = []
     for held, name in wanted:
         if param := match.params.get(name):
-            found.append(pick_weight(index, param, name in owned, with_states))
-            found += [index.find(param.name, state, param.instance) for state in held.states]
-    return [atom.key for atom in found if atom]
+            atoms.append(pick_weight(index, param, name in owned, with_states))
+            atoms += [index.find(param.name, state, param.instance) for state in held.states]
+    return [atom.key for atom in atoms if atom]
 
 
 def is_replicated(atom: Atom, layouts: tuple[Layout, Layout] | None) -> bool:
@@ -171,10 +171,10 @@ def find_states(index: AtomicIndex, param: ParamKey) -> dict[str, str]:
 
 def join_states(index: AtomicIndex, buffer: FlatBuffer, match: Match) -> dict[str, str]:
     """States that some parameter of a buffer has, with the dtype that the first one has it in."""
-    found: dict[str, str] = {}
+    states: dict[str, str] = {}
     for name in reversed(buffer.names):
-        found.update(find_states(index, match.params[name]) if name in match.params else {})
-    return dict(sorted(found.items()))
+        states.update(find_states(index, match.params[name]) if name in match.params else {})
+    return dict(sorted(states.items()))
 
 
 def view_shards(layouts: tuple[Layout, Layout] | None, tp_shard: int) -> tuple[View | None, ...]:

@@ -77,11 +77,11 @@ def send_checks(checks: Sequence[Checked], answering: npt.NDArray[np.int64], com
 
 def _group(checks: Iterable[Checked], records: Sequence[Record]) -> dict[int, list[Checked]]:
     """By record, joined; what two tensors share was read twice and does not add up: nothing is left of it then."""
-    found: dict[int, list[Checked]] = defaultdict(list)
+    by_record: dict[int, list[Checked]] = defaultdict(list)
     for check in checks:
         if records[check.record].crc is not None:
-            found[check.record].append(check)
-    joined = {number: merge_checks(parts) for number, parts in sorted(found.items())}
+            by_record[check.record].append(check)
+    joined = {number: merge_checks(parts) for number, parts in sorted(by_record.items())}
     overlap = {
         number
         for number, parts in joined.items()

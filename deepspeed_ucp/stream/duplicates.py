@@ -81,9 +81,9 @@ def _refuse_repeated(index: AtomicIndex, again: Elements) -> None:
 
 def _check_share(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) -> None:
     """Compare what lies in this rank's files; collective."""
-    found = _find_samples(index, touched, comm)
-    counts = {file: _Count() for file in found}
-    places = [(file, *place) for file, samples in found.items() for place in _spread(samples)]
+    samples_of = _find_samples(index, touched, comm)
+    counts = {file: _Count() for file in samples_of}
+    places = [(file, *place) for file, samples in samples_of.items() for place in _spread(samples)]
     pairs = [(_pick(index, MASTER, sample, span), _pick(index, COPY, sample, span)) for _, sample, span in places]
     compare_pairs(index, pairs, lambda number, *values: counts[places[number][0]].add(*pairs[number], *values), comm)
     comm.run(lambda: _refuse_strangers(index, counts))
@@ -124,15 +124,15 @@ class _Masters:
 
 def _find_masters(index: AtomicIndex, touched: Iterable[AtomKey]) -> Iterable[_Masters]:
     """Those of some atoms that have copies which training keeps equal."""
-    found: dict[int, _Masters] = {}
+    masters_of: dict[int, _Masters] = {}
     held = index.stored.atoms.held if index.run.topology.wrapper != "torch" else {}
     for param in [key.param for key in touched if key.state == MASTER]:
         holdings = held.get(param, ())
         if any(COPY in each.states for each in holdings):
             for tp_shard, _, place, states in holdings:
                 if master := states.get(MASTER):
-                    found.setdefault(id(master), _Masters(master)).owners[place] = param, tp_shard
-    return found.values()
+                    masters_of.setdefault(id(master), _Masters(master)).owners[place] = param, tp_shard
+    return masters_of.values()
 
 
 @dataclass(slots=True)
@@ -152,8 +152,8 @@ class _Count:
             self.total += 1
             if _cast(own, master.dtype, twin.dtype) != copy:
                 self.differing += 1
-                told = _show(own, master.dtype), _show(copy, twin.dtype)
-                self.first = self.first or f"{master.name}[{here.low + number}] is {told[0]} here and {told[1]} there"
+                shown = _show(own, master.dtype), _show(copy, twin.dtype)
+                self.first = self.first or f"{master.name}[{here.low + number}] is {shown[0]} here and {shown[1]} there"
 
 
 def _refuse_strangers(index: AtomicIndex, counts: Mapping[int, _Count]) -> None:
@@ -161,10 +161,10 @@ def _refuse_strangers(index: AtomicIndex, counts: Mapping[int, _Count]) -> None:
     for file, count in counts.items():
         if count.differing > max(tolerated * count.total, 1):
             path, state_file = index.stored.files[file].path, index.run.state_file
-            told = _ONE_FILE if path == state_file else _STRANGER
+            advice = _ONE_FILE if path == state_file else _STRANGER
             raise CheckpointError(
                 f"{path}: its fp32 weights are not those of the model states in {state_file} ({count.differing} of "
-                f"{count.total} elements compared differ; {count.first}). {told}"
+                f"{count.total} elements compared differ; {count.first}). {advice}"
             )
 
 
@@ -225,8 +225,8 @@ def find_parted(index: AtomicIndex, names: Sequence[str], comm: Comm) -> list[st
     parted, owners, pairs = dict[str, None](), list[str](), list[tuple[Elements, Elements]]()
     for name in names if comm.rank == 0 else ():
         instances = range(index.model.instances[name])
-        found = ((index.find(name, state, at) for state in (MASTER, MODULE, COPY)) for at in instances)
-        first, *others = [atom for states in found if (atom := next(filter(None, states), None))]
+        states_of = ((index.find(name, state, at) for state in (MASTER, MODULE, COPY)) for at in instances)
+        first, *others = [atom for states in states_of if (atom := next(filter(None, states), None))]
         for other in others:
             if (first.dtype, *(s.shape for s in first.shards)) != (other.dtype, *(s.shape for s in other.shards)):
                 parted[name] = None
@@ -267,9 +267,9 @@ def check_replicas(atoms: Sequence[Atom], index: AtomicIndex, comm: Comm) -> Non
         for other in others
         for chunk in cut_pair(first, other)
     )
-    pairs, found = list(every)[comm.rank :: comm.size], list[_Difference]()
-    compare_pairs(index, pairs, lambda number, *values: found.extend(_measure(pairs[number][1], *values)), comm)
-    largest = list({each[0]: each for each in sorted(found)}.values())  # one per atom: what is told stays short
+    pairs, gaps = list(every)[comm.rank :: comm.size], list[_Difference]()
+    compare_pairs(index, pairs, lambda number, *values: gaps.extend(_measure(pairs[number][1], *values)), comm)
+    largest = list({each[0]: each for each in sorted(gaps)}.values())  # one per atom: what is told stays short
     differences = sorted(each for part in comm.gather(largest) for each in part)
     if differences:  # the same on every rank
         comm.run(lambda: _refuse_replicas(*max(each for each in differences if each[0] == differences[0][0])))

@@ -77,5 +77,5 @@ class OutputReport(Report):
 
     def to_data(self, *names: str) -> dict[str, Any]:
         """Some of it as plain data."""
-        told = asdict(self)
-        return {name: told[name] for name in names}
+        data = asdict(self)
+        return {name: data[name] for name in names}
