@@ -85,7 +85,7 @@ def resume(
 
 
 def _resume_first_whole(
-    job: LoadContext, load_dir: str, newest: str, own: Callable[..., Loaded], **more: Any
+    job: LoadContext, load_dir: str, newest: str, own: Callable[..., Loaded], *, upstream: bool, unknown: Sequence[str]
 ) -> Loaded:
     """Resume from the newest tag that is whole; collective.
 
@@ -100,7 +100,8 @@ def _resume_first_whole(
             passed.append(f"{os.path.join(load_dir, tag)}: has no seal; its save may have been cut off.")
             continue
         try:
-            loaded = _resume_tag(job, load_dir, tag, partial(own, tag=tag), **more)
+            its_own = partial(own, tag=tag)
+            loaded = _resume_tag(job, load_dir, tag, its_own, upstream=upstream, unknown=unknown)
         except CheckpointError as error:
             if isinstance(error, OutOfReachError) or find_state(job.engine).broken is not marked:
                 raise

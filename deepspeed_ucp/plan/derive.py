@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
-from typing import TypeVar
 
 from ..atoms import ITEMSIZE, Atom, AtomicIndex, AtomKey, Atoms, Fragment, GroupInfo, Holding, ParamKey, Shard
 from ..errors import MismatchError, shorten
 from ..flat import Shape
 
-T = TypeVar("T")
 Repeated = tuple[tuple[int, Fragment], ...]
 
 
@@ -109,90 +108,70 @@ def derive(index: AtomicIndex, made: Mapping[str, DerivedParam], dropped: Iterab
     for name, each in made.items():
         heads[each.slices[0].name].append(name)
     _check_alike(index, made, used)
-    view = _View(used, heads)
+
+    def follow(name: str) -> Sequence[str]:
+        """What stands in a saved parameter's place: where it is used, those whose first slice is of it."""
+        return heads.get(name, ()) if name in used else (name,)
+
+    def follow_all(params: Iterable[ParamKey]) -> Iterator[ParamKey]:
+        return (param._replace(name=new) for param in params for new in follow(param.name))
+
     held: dict[ParamKey, list[Holding]] = {}
-    repeated: dict[AtomKey, Repeated] = {}
+    repeated = {key: parts for key, parts in index.stored.repeated.items() if key.name not in used}
     for param, holdings in index.stored.atoms.held.items():
-        for new in view.params((param,)):
-            held[new] = list(holdings) if param.name not in used else []
+        if param.name not in used:
+            held[param] = list(holdings)
+            continue
+        for new in follow_all((param,)):
+            held[new] = []
             for state in index.stored.atoms.find_states(param):
                 key = AtomKey(new.name, state, new.instance)
-                if param.name in used:
-                    held[new] += _make_atom(index, key, made[new.name]).list_holdings()
-                    again = _repeat(index, key, made[new.name])
-                else:
-                    again = index.stored.repeated.get(key, ())
+                atom, again = _make_atom(index, key, made[new.name])
+                held[new] += atom.list_holdings()
                 repeated.update({key: again} if again else {})
     return index.change(
-        atoms=Atoms(held, view.params(index.stored.atoms.module)),
+        atoms=Atoms(held, follow_all(index.stored.atoms.module)),
         repeated=repeated,
-        scalars=view.move(index.run.scalars),
-        groups=tuple(GroupInfo(tuple(view.params(group.members)), group.hyper) for group in index.run.groups),
-        instances={new: count for name, count in index.model.instances.items() for new in view.names(name)},
+        scalars={new: told for param, told in index.run.scalars.items() for new in follow_all((param,))},
+        groups=tuple(GroupInfo(tuple(follow_all(group.members)), group.hyper) for group in index.run.groups),
+        instances={new: count for name, count in index.model.instances.items() for new in follow(name)},
         aliases={alias: name for alias, name in index.model.aliases.items() if not {alias, name} & used},
-        buffers=frozenset(new for name in index.model.buffers for new in view.names(name)),
+        buffers=frozenset(new for name in index.model.buffers for new in follow(name)),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _View:
-    """What stands in the place of a saved parameter that is used: those whose first piece is of it."""
-
-    used: Container[str]
-    heads: Mapping[str, Sequence[str]]
-
-    def names(self, name: str) -> Sequence[str]:
-        return self.heads.get(name, ()) if name in self.used else (name,)
-
-    def params(self, params: Iterable[ParamKey]) -> Iterator[ParamKey]:
-        return (param._replace(name=new) for param in params for new in self.names(param.name))
-
-    def move(self, held: Mapping[ParamKey, T]) -> dict[ParamKey, T]:
-        return {new: value for param, value in held.items() for new in self.params((param,))}
-
-
-def _make_atom(index: AtomicIndex, key: AtomKey, made: DerivedParam) -> Atom:
-    atoms = index.stored.atoms
-    sources = [atoms[key._replace(name=piece.name)] for piece in made.slices]
-    shards = []
-    for tp_shard, first in enumerate(sources[0].shards):
-        held = [(piece, source.shards[tp_shard]) for piece, source in zip(made.slices, sources, strict=True)]
-        fragments = [part for piece, shard in held for part in [(piece, shard.numel, shard.fragments)]]
-        numel = sum(shard.numel // piece.count for piece, shard in held)
-        shape = made.find_shape(numel, first.shape)
-        shards.append(Shard(shape, tuple(_move(fragments, ITEMSIZE[sources[0].dtype]))))
-    return Atom(key.name, key.state, sources[0].dtype, tuple(shards), key.instance)
-
-
-def _repeat(index: AtomicIndex, key: AtomKey, made: DerivedParam) -> Repeated:
-    """What of it lies in the files a second time."""
-    atoms, parts = index.stored.atoms, []
+def _make_atom(index: AtomicIndex, key: AtomKey, made: DerivedParam) -> tuple[Atom, Repeated]:
+    """One state of it, and what of that lies in the files a second time."""
     sources = [key._replace(name=piece.name) for piece in made.slices]
-    for tp_shard in range(len(atoms[sources[0]].shards)):
-        held = []
-        for piece, source in zip(made.slices, sources, strict=True):
-            again = tuple(fragment for at, fragment in index.stored.repeated.get(source, ()) if at == tp_shard)
-            held.append((piece, atoms[source].shards[tp_shard].numel, again))
-        parts += [(tp_shard, fragment) for fragment in _move(held, ITEMSIZE[atoms[sources[0]].dtype])]
-    return tuple(parts)
+    atoms = [index.stored.atoms[source] for source in sources]
+    shards, again, itemsize = list[Shard](), list[tuple[int, Fragment]](), ITEMSIZE[atoms[0].dtype]
+    for at, held in enumerate(zip(*(atom.shards for atom in atoms), strict=True)):
+        spans = list(_lay_out(made.slices, [shard.numel for shard in held]))
+        first = [_move(shard.fragments, *span, itemsize) for shard, span in zip(held, spans, strict=True)]
+        numel = sum(high - low for low, high, _ in spans)
+        shards.append(Shard(made.find_shape(numel, held[0].shape), tuple(chain.from_iterable(first))))
+        for source, span in zip(sources, spans, strict=True):
+            parts = (part for shard, part in index.stored.repeated.get(source, ()) if shard == at)
+            again += [(at, part) for part in _move(parts, *span, itemsize)]
+    return Atom(key.name, key.state, atoms[0].dtype, tuple(shards), key.instance), tuple(again)
 
 
-def _move(held: Iterable[tuple[Slice, int, tuple[Fragment, ...]]], itemsize: int) -> Iterator[Fragment]:
-    """What fragments hold of slices, where these follow each other.
-
-    Args:
-        held: per piece the elements of the shard that it is cut out of, and the shard's fragments.
-    """
+def _lay_out(slices: Iterable[Slice], numels: Iterable[int]) -> Iterator[tuple[int, int, int]]:
+    """Of each slice its elements [low, high) of a saved shard of so many, and where they begin in the derived one."""
     position = 0
-    for piece, numel, fragments in held:
+    for piece, numel in zip(slices, numels, strict=True):
         size = numel // piece.count
-        begin = piece.number * size
-        for each in fragments:
-            low, high = max(each.start, begin), min(each.start + each.numel, begin + size)
-            if low < high:
-                offset = each.offset + (low - each.start) * itemsize
-                yield Fragment(position + low - begin, high - low, each.record, offset)
+        yield piece.number * size, (piece.number + 1) * size, position
         position += size
+
+
+def _move(fragments: Iterable[Fragment], begin: int, end: int, position: int, itemsize: int) -> Iterator[Fragment]:
+    """What fragments hold of elements [begin, end), as fragments of a shard in which these begin at ``position``."""
+    for each in fragments:
+        low, high = max(each.start, begin), min(each.start + each.numel, end)
+        if low < high:
+            offset = each.offset + (low - each.start) * itemsize
+            yield Fragment(position + low - begin, high - low, each.record, offset)
 
 
 def _check_alike(index: AtomicIndex, made: Mapping[str, DerivedParam], used: Container[str]) -> None:
