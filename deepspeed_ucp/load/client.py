@@ -213,7 +213,9 @@ def _is_value(found: Any, use: Use) -> bool:
 def _is_quiet(kind: type) -> bool:
     """Whether nothing of a class runs when its instances are used but what is called by its name."""
     waits = (types.FunctionType, classmethod, staticmethod, types.GetSetDescriptorType, types.MemberDescriptorType)
-    special = [name for name in vars(kind) if name.startswith("__") and name.endswith("__") and name not in _QUIET]
+    special = [
+        name for name in vars(kind) if name.startswith("__") and name.endswith("__") and name not in _QUIET.split()
+    ]
     asked = [each for each in vars(kind).values() if hasattr(type(each), "__get__") and not isinstance(each, waits)]
     is_python = bool(kind.__flags__ & _HEAP_TYPE) and "__module__" in vars(kind)
     return is_python and kind.__module__.split(".")[0] not in sys.stdlib_module_names and not special and not asked
@@ -228,7 +230,7 @@ def _is_harmless(found: Any, use: Use) -> bool:
     own = [kind for kind in found.__mro__ if kind not in (dict, list, object)]
     plain = issubclass(found, (dict, list)) and all(kind.__module__ != "builtins" for kind in own)
     named = [name for kind in own for name in vars(kind) if _name(kind) not in _READ]
-    runs = any(name in named for name in _RUN_BY_PICKLE)
+    runs = any(name in named for name in _RUN_BY_PICKLE.split())
     steered = use.called and any("__getattr__" in vars(kind) for kind in own)  # by an entry's name
     return plain and type(found) in _PLAIN_KINDS and not runs and not steered and not any(map(_sets_by_code, own))
 
@@ -264,21 +266,11 @@ _READ = frozenset(
 _HEAP_TYPE = 1 << 9
 """``Py_TPFLAGS_HEAPTYPE``: of a class that Python code makes."""
 
-_QUIET = frozenset(
-    [
-        *("__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__slots__", "__annotations__"),
-        *(
-            "__init__",
-            "__init_subclass__",
-            "__orig_bases__",
-            "__parameters__",
-            "__abstractmethods__",
-            "__firstlineno__",
-            "__slotnames__",
-        ),
-        *("__static_attributes__", "__annotate__", "__annotate_func__", "__annotations_cache__", "__class_getitem__"),
-    ]
-)
+_QUIET = """
+    __module__ __qualname__ __doc__ __dict__ __weakref__ __slots__ __annotations__ __init__ __init_subclass__
+    __orig_bases__ __parameters__ __abstractmethods__ __firstlineno__ __slotnames__ __static_attributes__ __annotate__
+    __annotate_func__ __annotations_cache__ __class_getitem__
+"""
 """What a class may have of special names for :func:`_is_quiet`."""
 
 
@@ -289,10 +281,9 @@ def _sets_by_code(kind: type) -> bool:
     return any(each.fset if isinstance(each, property) else hasattr(type(each), "__set__") for each in held)
 
 
-_RUN_BY_PICKLE = (
-    *("__new__", "__init__", "__setstate__", "__setitem__", "append", "extend", "__del__", "__getattribute__"),
-    *("__setattr__", "__hash__", "__eq__"),
-)
+_RUN_BY_PICKLE = """
+    __new__ __init__ __setstate__ __setitem__ append extend __del__ __getattribute__ __setattr__ __hash__ __eq__
+"""
 """Methods that unpickling or discarding an object may call."""
 
 
