@@ -22,7 +22,7 @@ from ..io.checksum import Checked, combine_crc32, crc32
 from ..io.disk import check_space, write_atomically
 from ..io.memory import Scratch
 from ..io.staging import MANIFEST, Staging
-from ..io.upload import RemoteStaging, open_staging, tell_latest
+from ..io.upload import open_staging
 from ..patterns import RuleSet, from_config, read_pattern
 from ..plan.conversion import Batch, Output, Range, plan_conversion
 from ..plan.derive import fuse_experts
@@ -102,7 +102,7 @@ class _Conversion:
     index: AtomicIndex
     comm: Comm
     options: ConvertOptions
-    staging: Staging | RemoteStaging
+    staging: Staging
     report: OutputReport
     united: UnitedAtoms
     files: list[OutputFile]
@@ -262,7 +262,7 @@ def _reuse(work: _Conversion) -> bool:
         fault = _find_fault(staging.destination, manifest, work)
         if not fault:
             if options.latest:
-                tell_latest(staging.parent, staging.name)
+                staging.point_at(staging.name)
             return True
         logger.warning("%s: is not reused: %s", staging.destination, fault)
     work.replace = options.overwrite or (options.refresh and manifest is not None)

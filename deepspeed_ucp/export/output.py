@@ -15,7 +15,7 @@ from ..errors import UnsupportedError, shorten
 from ..io.disk import check_space
 from ..io.staging import OutputKind, Staging
 from ..io.store import is_folder, list_folder
-from ..io.upload import RemoteStaging, open_staging
+from ..io.upload import open_staging
 from ..stream.checks import Checks
 from ..stream.duplicates import check_samples, find_parted
 from ..stream.report import OutputReport
@@ -108,7 +108,7 @@ def stage_export(
     report.bytes_written = sum(report.files.values())
 
 
-def _open_staging(destination: str, source: str, comm: Comm) -> Staging | RemoteStaging:
+def _open_staging(destination: str, source: str, comm: Comm) -> Staging:
     staging = open_staging(destination, source, EXPORT)
     if staging.is_remote and comm.size > 1:
         raise UnsupportedError(
@@ -118,11 +118,11 @@ def _open_staging(destination: str, source: str, comm: Comm) -> Staging | Remote
     return staging
 
 
-def _list_sizes(staging: Staging | RemoteStaging) -> dict[str, int]:
+def _list_sizes(staging: Staging) -> dict[str, int]:
     return {name: os.stat(staging.path(name)).st_size for name in sorted(os.listdir(staging.folder))}
 
 
-def _begin(staging: Staging | RemoteStaging, nbytes: int, overwrite: bool, stack: ExitStack) -> None:
+def _begin(staging: Staging, nbytes: int, overwrite: bool, stack: ExitStack) -> None:
     """Lock the destination and make the staging folder; ``stack`` ends the lock, and clears up after an error."""
     stack.enter_context(staging.lock())
     staging.check_destination(overwrite)

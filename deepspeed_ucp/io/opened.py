@@ -9,11 +9,11 @@ import resource
 import stat
 from abc import abstractmethod
 from collections.abc import Iterable
-from types import TracebackType
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 from ..errors import CheckpointError, OutOfReachError
 from .direct import ALIGNMENT, LEAST, align, is_cached, is_refusal, is_worth_passing, reopen
+from .interface import Stored
 from .memory import Scratch, drop_front
 from .retry import ChangedError
 
@@ -146,53 +146,7 @@ def advise_random(stream: BinaryIO) -> None:
         os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
 
 
-class Stored(Protocol):
-    """A file that is open for reading; several threads may read it at once."""
-
-    path: str
-
-    def fetch(self, offset: int, nbytes: int, scratch: Scratch) -> memoryview | None:
-        """The bytes from ``offset`` on in memory of ``scratch``, where that is the faster way.
-
-        None where it is not: they are to be :meth:`read`.
-
-        Raises:
-            CheckpointError: the file cannot be read, or ends before.
-        """
-
-    def read(self, views: list[memoryview], offset: int) -> None:
-        """Fill memory, one view after the other, with the bytes from ``offset`` on; the list is used up.
-
-        Raises:
-            CheckpointError: the file cannot be read, or ends before.
-        """
-
-    def read_some(self, views: list[memoryview], offset: int) -> int:
-        """One read; how many bytes came, 0 at the end of the file.
-
-        Raises:
-            CheckpointError: the file cannot be read.
-        """
-
-    def confirm(self) -> None:
-        """Make sure that all that was read is of the file that was opened; no thread may be reading.
-
-        Raises:
-            CheckpointError: it has been replaced, or that cannot be told.
-        """
-
-    def close(self) -> None:
-        """Close it; no thread may be reading."""
-
-    def __enter__(self) -> Stored: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close it, and where nothing was raised, :meth:`confirm`."""
-
-
-class StoredFile:
+class StoredFile(Stored):
     """A local file as :class:`Stored`.
 
     Args:
@@ -216,7 +170,7 @@ class StoredFile:
             os.posix_fadvise(self._file.fileno(), 0, 0, advice)
 
     def fetch(self, offset: int, nbytes: int, scratch: Scratch) -> memoryview | None:
-        """As :meth:`Stored.fetch`: past the page cache, unless it holds them, they are few, or it lets none pass."""
+        """Past the page cache, unless it holds them, they are few, or it lets none pass."""
         file = self._file.fileno()
         if not self._passes or nbytes < LEAST or is_cached(file, offset, nbytes):
             return None
@@ -244,11 +198,6 @@ class StoredFile:
         return memory[offset - low : wanted]
 
     def read(self, views: list[memoryview], offset: int) -> None:
-        """Fill memory, one view after the other, with the bytes from ``offset`` on; the list is used up.
-
-        Raises:
-            CheckpointError: the file cannot be read, or ends before.
-        """
         while views:
             got = self.read_some(views, offset)
             if got == 0:
@@ -257,18 +206,10 @@ class StoredFile:
             drop_front(views, got)
 
     def read_some(self, views: list[memoryview], offset: int) -> int:
-        """One read; how many bytes came, 0 at the end of the file.
-
-        Raises:
-            CheckpointError: the file cannot be read.
-        """
         try:
             return os.preadv(self._file.fileno(), views, offset)
         except OSError as error:
             raise self._explain(error, offset) from error
-
-    def confirm(self) -> None:
-        """As :meth:`Stored.confirm`: an open file stays the same one."""
 
     def _explain(self, error: OSError, offset: int) -> CheckpointError:
         return explain_failure(self.path, f"read at byte {offset}", error)
@@ -278,16 +219,7 @@ class StoredFile:
         return CheckpointError(f"{self.path}: ends at byte {size}; it was truncated since its header was read.")
 
     def close(self) -> None:
-        """Close it; no thread may be reading."""
         self._file.close()
-
-    def __enter__(self) -> StoredFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def allow_open_files(count: int) -> None:

@@ -18,7 +18,8 @@ from typing import NoReturn
 
 from ..errors import CheckpointError, UnsupportedError
 from .http import get, read_span
-from .memory import Scratch, drop_front, take_front
+from .interface import Stored
+from .memory import drop_front, take_front
 from .opened import Positioned, explain_failure
 from .paths import FOLDER, Entry, normalize
 from .presign import Access, Link
@@ -152,8 +153,8 @@ def _take(views: list[memoryview], data: memoryview) -> None:
         data = data[count:]
 
 
-class RemoteFile:
-    """A file behind a URL that is read by ranges, as :class:`.store.Stored`.
+class RemoteFile(Stored):
+    """A file behind a URL that is read by ranges, straight to their places.
 
     Args:
         size: in bytes; asked for where it is not known.
@@ -169,17 +170,13 @@ class RemoteFile:
         except OSError as error:
             raise explain_failure(url, "opened", error) from error
 
-    def fetch(self, offset: int, nbytes: int, scratch: Scratch) -> memoryview | None:
-        """As :meth:`.store.Stored.fetch`: what comes over a network is read to its place."""
-        return None
-
     def read(self, views: list[memoryview], offset: int) -> None:
-        """As :meth:`.store.Stored.read`: one request, unless it fails."""
+        """One request, unless it fails."""
         with self._explain(f"read at byte {offset}"):
             self._ranges.fill(views, offset)
 
     def confirm(self) -> None:
-        """As :meth:`.store.Stored.confirm`: a request, where the file system has read of it."""
+        """A request, where the file system has read of it."""
         with self._explain("looked at again"):
             self._ranges.confirm()
 
@@ -195,23 +192,10 @@ class RemoteFile:
             raise explain_failure(self.path, work, error) from error
 
     def read_some(self, views: list[memoryview], offset: int) -> int:
-        """As :meth:`.store.Stored.read_some`; all of it, but at the end of the file."""
+        """All of it, but at the end of the file."""
         nbytes = min(sum(view.nbytes for view in views), max(self._ranges.entry.size - offset, 0))
         self.read(take_front(views, nbytes), offset)
         return nbytes
-
-    def close(self) -> None:
-        """Nothing is held open."""
-
-    def __enter__(self) -> RemoteFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            self.confirm()
-        self.close()
 
 
 class RemoteStream(Positioned):

@@ -17,8 +17,9 @@ from ..plan.claims import DISCARD, Part, Request
 from .checksum import Checked
 from .distance import choose_map
 from .failover import Failover
+from .interface import Stored
 from .memory import Scratch, ScratchPool
-from .opened import Stored, allow_open_files
+from .opened import allow_open_files
 from .paths import is_url
 from .store import open_stored
 from .threads import run_threads

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 from ..errors import CheckpointError
 from .checksum import combine_crc32, crc32
+from .interface import Stored
 from .memory import Scratch
-from .opened import Stored
 from .paths import is_url
 from .read import JOINED
 from .store import open_stored

@@ -84,6 +84,8 @@ class OutputKind:
 class Staging:
     """The destination of one output. Rank 0 locks, begins and commits; every rank uses paths and journals.
 
+    A folder's; :class:`.upload.RemoteStaging` is a URL's.
+
     Args:
         destination: the folder to be.
         source: the folder that it is made of.
@@ -280,7 +282,16 @@ class Staging:
         if os.path.lexists(self.aside):
             shutil.rmtree(self.aside)
         if latest is not None:
-            write_latest(self.parent, latest)
+            self.point_at(latest)
+
+    def point_at(self, name: str) -> None:
+        """Let ``latest_universal`` beside the destination name a checkpoint; atomically.
+
+        Raises:
+            DiskFullError: there is no room.
+        """
+        temporary = self._beside("latest")  # of its own: others may be written beside this one
+        write_atomically(os.path.join(self.parent, LATEST), name.encode(), temporary=temporary)
 
     def _keep_beside(self) -> None:
         """Copy what lies beside an output that is replaced, and is not of its making: soon there is nothing else."""
@@ -319,13 +330,3 @@ def _is_vacant(path: str) -> bool:
     if not os.path.lexists(path):
         return True
     return os.path.isdir(path) and not os.path.islink(path) and not os.listdir(path)
-
-
-def write_latest(parent: str, name: str) -> None:
-    """Let ``latest_universal`` name a checkpoint; atomically.
-
-    Raises:
-        DiskFullError: there is no room.
-    """
-    temporary = os.path.join(parent, f".{name}.ucp-latest")  # of its own: others may be written beside this one
-    write_atomically(os.path.join(parent, LATEST), name.encode(), temporary=temporary)

@@ -1,22 +1,119 @@
 """Where the bytes of checkpoints lie: files of this machine's file systems, and behind URLs.
 
-The one place that knows whether a path is local: whoever looks for files, lists, opens or reads them does so here.
-Paths are strings; ``os.path.join``, ``split`` and ``basename`` serve for both, what asks the system does not.
+The one place that knows whether a path is local: whoever looks for files, lists, opens or reads them does so here, by
+the functions at the end, each of which asks the :class:`Store` that its path leads to. Paths are strings;
+``os.path.join``, ``split`` and ``basename`` serve for both, what asks the system does not.
 """
 
 from __future__ import annotations
 
-import errno
+import functools
 import os
 import stat
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Concatenate, ParamSpec, TypeVar
 
 from .disk import write_atomically
-from .opened import Stored, StoredFile, open_local
+from .interface import Store, Stored
+from .opened import StoredFile, open_local
 from .paths import FOLDER, Entry, is_url, normalize
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class LocalStore(Store):
+    """File systems of this machine, as a :class:`Store`."""
+
+    def list_folder(self, folder: str) -> dict[str, Entry]:
+        with os.scandir(folder) as entries:
+            return {entry.name: self.find_entry(entry.path) or Entry(0, 0.0) for entry in entries}
+
+    def list_tree(self, folder: str) -> dict[str, Entry]:
+        return {os.path.relpath(path, folder): entry for path, entry in self._list_below(folder, frozenset())}
+
+    def _list_below(self, folder: str, above: frozenset[tuple[int, int]]) -> Iterator[tuple[str, Entry]]:
+        """Files by their paths; nothing in a folder that a link leads back up to (``above``: devices, inodes)."""
+        found = os.stat(folder)
+        here = found.st_dev, found.st_ino
+        if here in above:
+            return
+        for name, entry in self.list_folder(folder).items():
+            path = os.path.join(folder, name)
+            if entry.is_folder:
+                yield from self._list_below(path, above | {here})
+            else:
+                yield path, entry
+
+    def find_entry(self, path: str) -> Entry | None:
+        try:
+            found = os.stat(path)
+        except (OSError, ValueError):
+            return None
+        return Entry(FOLDER if stat.S_ISDIR(found.st_mode) else found.st_size, found.st_mtime)
+
+    def find_change(self, path: str) -> int:
+        return os.stat(path).st_mtime_ns
+
+    def is_file(self, path: str) -> bool:
+        return os.path.isfile(path)
+
+    def exists(self, path: str) -> bool:
+        return os.path.lexists(path)
+
+    def read_small(self, path: str, most: int | None = None) -> bytes:
+        with open_local(path) as stream:
+            return stream.read() if most is None else stream.read(most)
+
+    def write_small(self, path: str, data: bytes) -> None:
+        write_atomically(path, data)
+
+    def remove(self, path: str) -> None:
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+
+    def open_regular(self, path: str) -> BinaryIO:
+        return open_local(path)
+
+    def open_stored(self, path: str, advice: int = os.POSIX_FADV_NORMAL, *, size: int | None = None) -> Stored:
+        return StoredFile(path, advice)
+
+
+def _choose(path: str) -> Store:
+    """The store of a path; what reads URLs is imported with the first of them."""
+    if not is_url(path):
+        return LocalStore()
+    from .urls import UrlStore
+
+    return UrlStore()
+
+
+def _by_path(method: Callable[Concatenate[Store, str, P], T]) -> Callable[Concatenate[str, P], T]:
+    """A method of whichever store its first argument, a path, leads to."""
+
+    @functools.wraps(method)
+    def call(path: str, /, *args: P.args, **options: P.kwargs) -> T:
+        found: T = getattr(_choose(path), method.__name__)(path, *args, **options)
+        return found
+
+    return call
+
+
+list_folder = _by_path(Store.list_folder)
+list_tree = _by_path(Store.list_tree)
+note_listed = _by_path(Store.note_listed)
+find_entry = _by_path(Store.find_entry)
+find_change = _by_path(Store.find_change)
+is_folder = _by_path(Store.is_folder)
+is_file = _by_path(Store.is_file)
+exists = _by_path(Store.exists)
+read_small = _by_path(Store.read_small)
+write_small = _by_path(Store.write_small)
+remove = _by_path(Store.remove)
+open_regular = _by_path(Store.open_regular)
+open_stored = _by_path(Store.open_stored)
 
 
 def set_storage_options(options: Mapping[str, Any]) -> None:
@@ -41,185 +138,11 @@ def end_reading() -> None:
         http.close_idle()
 
 
-def list_folder(folder: str) -> dict[str, Entry]:
-    """What lies in a folder, by name. Links are followed; what is nothing in the end has no bytes.
-
-    Raises:
-        OSError: it cannot be listed.
-    """
-    if is_url(folder):
-        from . import remote
-
-        return remote.list_folder(folder)
-    with os.scandir(folder) as entries:
-        return {entry.name: find_entry(entry.path) or Entry(0, 0.0) for entry in entries}
-
-
-def list_tree(folder: str) -> dict[str, Entry]:
-    """The files in a folder and the folders below it, by their path from there. Links are followed.
-
-    Raises:
-        OSError: one cannot be listed.
-    """
-    if is_url(folder):
-        from . import remote
-
-        return remote.list_tree(folder)
-
-    return {os.path.relpath(path, folder): entry for path, entry in _list_below(folder, frozenset())}
-
-
-def _list_below(folder: str, above: frozenset[tuple[int, int]]) -> Iterator[tuple[str, Entry]]:
-    """Files below a folder by their paths; nothing in one that a link leads back up to (``above``: devices, inodes)."""
-    found = os.stat(folder)
-    here = found.st_dev, found.st_ino
-    if here in above:
-        return
-    for name, entry in list_folder(folder).items():
-        path = os.path.join(folder, name)
-        if entry.is_folder:
-            yield from _list_below(path, above | {here})
-        else:
-            yield path, entry
-
-
-def note_listed(folder: str, entries: Mapping[str, Entry]) -> None:
-    """Keep what another process was told of a store's files, as if this one had listed them: reads go by it."""
-    if is_url(folder):
-        from . import remote
-
-        remote.note(normalize(folder), entries)
-
-
-def find_entry(path: str) -> Entry | None:
-    """What a path leads to; None where that is nothing, or cannot be told."""
-    if is_url(path):
-        from . import remote
-
-        return remote.find_entry(path)
-    try:
-        found = os.stat(path)
-    except (OSError, ValueError):
-        return None
-    return Entry(FOLDER if stat.S_ISDIR(found.st_mode) else found.st_size, found.st_mtime)
-
-
-def write_small(path: str, data: bytes) -> None:
-    """Write a small file: after a crash there is the old one or the new one.
-
-    Raises:
-        OSError: it cannot be written.
-        DiskFullError: the disk is full.
-    """
-    if is_url(path):
-        from . import remote
-
-        remote.put_bytes(path, data)
-    else:
-        write_atomically(path, data)
-
-
-def remove(path: str) -> None:
-    """Remove a file, if there is one.
-
-    Raises:
-        OSError: it cannot be removed.
-    """
-    if is_url(path):
-        from . import remote
-
-        remote.remove([path])
-    else:
-        with suppress(FileNotFoundError):
-            os.unlink(path)
-
-
-def find_change(path: str) -> int:
-    """Time of a file's last change in nanoseconds.
-
-    Raises:
-        OSError: there is none.
-    """
-    if not is_url(path):
-        return os.stat(path).st_mtime_ns
-    found = find_entry(path)
-    if found is None:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-    return round(found.changed * 1e9)
-
-
-def is_folder(path: str) -> bool:
-    """Whether a path leads to a folder."""
-    if not is_url(path):
-        return os.path.isdir(path)
-    from . import remote
-
-    return remote.is_folder(path)
-
-
-def is_file(path: str) -> bool:
-    """Whether a path leads to a regular file."""
-    if not is_url(path):
-        return os.path.isfile(path)
-    found = find_entry(path)
-    return found is not None and not found.is_folder
-
-
-def exists(path: str) -> bool:
-    """Whether there is something of that name, be it a link to nothing."""
-    return find_entry(path) is not None if is_url(path) else os.path.lexists(path)
-
-
 def is_same(first: str, second: str) -> bool:
     """Whether two paths lead to one file."""
     if is_url(first) or is_url(second):
         return normalize(first) == normalize(second)
     return os.path.samefile(first, second)
-
-
-def open_regular(path: str) -> BinaryIO:
-    """Open a file to be read here and there in it, as ``opened.open_local``; of one behind a URL what was read is kept.
-
-    Raises:
-        OSError: it cannot be opened, or is no regular file.
-    """
-    if not is_url(path):
-        return open_local(path)
-    from .ranged import RemoteStream
-
-    return RemoteStream(path)  # type: ignore[return-value]
-
-
-def read_small(path: str, most: int | None = None) -> bytes:
-    """A small file's bytes, or the first ``most`` of them.
-
-    Raises:
-        FileNotFoundError: there is none.
-        OSError: it cannot be read, or is no regular file.
-    """
-    if is_url(path):
-        from . import remote
-
-        return remote.read_small(path, most)
-    with open_regular(path) as stream:
-        return stream.read() if most is None else stream.read(most)
-
-
-def open_stored(path: str, advice: int = os.POSIX_FADV_NORMAL, *, size: int | None = None) -> Stored:
-    """Open a file for reading.
-
-    Args:
-        advice: how it will be read, as ``os.posix_fadvise`` takes it.
-        size: in bytes, where it is known: that of a file in a store has to be asked for otherwise.
-
-    Raises:
-        CheckpointError: it cannot be opened.
-    """
-    if is_url(path):
-        from .ranged import RemoteFile
-
-        return RemoteFile(path, size)
-    return StoredFile(path, advice)
 
 
 def read_bytes(path: str, offset: int, nbytes: int) -> bytes:

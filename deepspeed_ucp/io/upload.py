@@ -9,22 +9,22 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from ..errors import DiskFullError, StorageError, UnsupportedError
-from . import remote
 from .distance import choose_map
-from .journal import Journal
 from .paths import is_url, normalize
-from .staging import LATEST, OutputKind, Staging, write_latest
-from .store import list_tree
+from .staging import LATEST, OutputKind, Staging
+from .store import list_tree, remove, write_small
+from .urls import put_file
 
 _UNFINISHED = ".ucp-unfinished"
 """Object at a destination while it is written to: what else lies there may be replaced."""
 
 
-def open_staging(destination: str, source: str, kind: OutputKind) -> Staging | RemoteStaging:
+def open_staging(destination: str, source: str, kind: OutputKind) -> Staging:
     """Where an output grows, of a folder or of a URL.
 
     Raises:
@@ -33,21 +33,8 @@ def open_staging(destination: str, source: str, kind: OutputKind) -> Staging | R
     return (RemoteStaging if is_url(destination) else Staging)(destination, source, kind)
 
 
-def tell_latest(parent: str, name: str) -> None:
-    """Let ``latest_universal`` name a checkpoint, in a folder or behind a URL.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
-    if is_url(parent):
-        with _explain(f"{parent}/{LATEST}"):
-            remote.put_bytes(f"{parent}/{LATEST}", name.encode())
-    else:
-        write_latest(parent, name)
-
-
-class RemoteStaging:
-    """The destination of one output, with the methods of :class:`~.staging.Staging`.
+class RemoteStaging(Staging):
+    """The destination of one output behind a URL: what grows in a rank's scratch folder is gone with it.
 
     Args:
         destination: the URL of the folder to be.
@@ -65,7 +52,7 @@ class RemoteStaging:
     is_remote = True
 
     def __init__(self, destination: str, source: str, kind: OutputKind) -> None:
-        self.destination, self.kind = normalize(destination), kind
+        self.destination, self.kind = normalize(destination), replace(kind, resumable=False)
         self.parent, self.name = os.path.split(self.destination)
         if self.destination.startswith(("http://", "https://")):
             raise UnsupportedError(f"{destination}: is read only. Write to a folder, or to a store that takes files.")
@@ -95,31 +82,13 @@ class RemoteStaging:
                 )
                 raise
 
-    def path(self, *parts: str) -> str:
-        """A path in the scratch folder."""
-        return os.path.join(self.folder, *parts)
-
-    def lock(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def lock(self) -> Iterator[None]:
         """Nothing keeps two writers of one URL apart."""
-        return nullcontext()
-
-    def attempt(self) -> AbstractContextManager[None]:
-        """Nothing is gone on with."""
-        return nullcontext()
-
-    def discard(self) -> None:
-        """There is nothing of an earlier attempt."""
-
-    def journal(self, node: int) -> Journal:
-        """A journal that nobody will read."""
-        return Journal(self.path(f".ucp-journal-{node}"))
+        yield
 
     def check_destination(self, overwrite: bool) -> None:
-        """As :meth:`.staging.Staging.check_destination`; what a stopped upload has left is no obstacle.
-
-        Raises:
-            StorageError: something else is there, or a whole output that is not to be replaced.
-        """
+        """What a stopped upload has left is no obstacle."""
         held = self._list()
         if not held:
             return
@@ -144,10 +113,9 @@ class RemoteStaging:
         held = [name for name in self._list() if self._is_own(name.split("/")[0])]
         marks = [name for name in reversed(self.kind.last) if name in held]
         with _explain(self.destination):
-            remote.put_bytes(f"{self.destination}/{_UNFINISHED}", b"")
-            for name in marks:
-                remote.remove([f"{self.destination}/{name}"])
-            remote.remove([f"{self.destination}/{name}" for name in held if name not in marks])
+            write_small(f"{self.destination}/{_UNFINISHED}", b"")
+            for name in [*marks, *(name for name in held if name not in marks)]:
+                remove(f"{self.destination}/{name}")
         return []
 
     def put(self, name: str) -> None:
@@ -157,7 +125,7 @@ class RemoteStaging:
             StorageError: it cannot be written.
         """
         with _explain(f"{self.destination}/{name}"):
-            remote.put_file(self.path(name), f"{self.destination}/{name}")
+            put_file(self.path(name), f"{self.destination}/{name}")
         os.unlink(self.path(name))
 
     def sync(self) -> None:
@@ -180,9 +148,13 @@ class RemoteStaging:
             if os.path.exists(self.path(name)):
                 self.put(name)
         with _explain(self.destination):
-            remote.remove([f"{self.destination}/{_UNFINISHED}"])
+            remove(f"{self.destination}/{_UNFINISHED}")
         if latest is not None:
-            tell_latest(self.parent, latest)
+            self.point_at(latest)
+
+    def point_at(self, name: str) -> None:
+        with _explain(f"{self.parent}/{LATEST}"):
+            write_small(f"{self.parent}/{LATEST}", name.encode())
 
 
 @contextmanager

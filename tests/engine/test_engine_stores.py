@@ -17,7 +17,7 @@ from tests.support.engines.ranks import Load
 pytest.importorskip("s3fs")
 pytest.importorskip("moto")
 
-from deepspeed_ucp.io import remote
+from deepspeed_ucp.io import remote, urls
 from deepspeed_ucp.testing import WorldPool
 from deepspeed_ucp.torchsave.torchfile import list_records
 from tests.stores.server import BUCKET, Server, fail_first, serve
@@ -40,7 +40,7 @@ def store(folder: Path) -> Iterator[Server]:
 
 def put(folder: Path, name: str) -> None:
     for path in (path for path in folder.rglob("*") if path.is_file()):
-        remote.put_file(str(path), f"s3://{BUCKET}/{name}/{path.relative_to(folder)}")
+        urls.put_file(str(path), f"s3://{BUCKET}/{name}/{path.relative_to(folder)}")
 
 
 def spoil(folder: Path) -> None:

@@ -21,7 +21,7 @@ from deepspeed_ucp.convert.outputs import CONVERSION
 from deepspeed_ucp.errors import CheckpointError, DiskFullError, StorageError, UnsupportedError
 from deepspeed_ucp.io import disk, lock
 from deepspeed_ucp.io.disk import check_space, explain_full, sync_tree, write_at, write_atomically
-from deepspeed_ucp.io.staging import LATEST, MANIFEST, OutputKind, Staging, write_latest
+from deepspeed_ucp.io.staging import LATEST, MANIFEST, OutputKind, Staging
 from tests.support.crash import failing, list_calls, list_writes, run_child, run_dying
 
 KIND = OutputKind(
@@ -66,7 +66,7 @@ def convert(
     staging = stage(destination, destination.parent / "source")
     with staging.lock():
         if (destination / MANIFEST).exists() and (destination / MANIFEST).read_text() == text:
-            write_latest(staging.parent, staging.name)
+            staging.point_at(staging.name)
             return "reused"
         staging.check_destination(overwrite)
         done = [entry["file"] for entry in staging.begin(identity)]
@@ -465,7 +465,7 @@ def test_an_output_without_a_manifest_is_not_committed(staging: Staging) -> None
 
 
 def test_latest_stays_where_it_is_not_asked_for(staging: Staging, tmp_path: Path) -> None:
-    write_latest(str(tmp_path), "other")
+    staging.point_at("other")
     staging.begin(IDENTITY)
     write_atomically(staging.path(MANIFEST), b"new")
     staging.commit(None)

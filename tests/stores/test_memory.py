@@ -24,7 +24,7 @@ from deepspeed_ucp.convert import ConvertOptions, convert_checkpoint
 from deepspeed_ucp.errors import CheckpointError, ConfigError, StorageError, UnsupportedError
 from deepspeed_ucp.export.safetensors import export_safetensors
 from deepspeed_ucp.export.tensors import ExportOptions
-from deepspeed_ucp.io import ranged, remote, store, threads
+from deepspeed_ucp.io import ranged, remote, store, threads, upload
 from deepspeed_ucp.io.paths import Entry
 from deepspeed_ucp.io.ranged import RemoteStream
 from deepspeed_ucp.io.read import MemorySink, RecordReader
@@ -206,7 +206,7 @@ def test_a_stopped_upload_looks_whole_to_nobody(
 ) -> None:
     folder, _ = saved(Topology(1, 2))
     convert_checkpoint(folder, str(tmp_path / "local"))
-    total, to, put = len(read_local(tmp_path / "local")), "memory://stores/there", remote.put_file
+    total, to, put = len(read_local(tmp_path / "local")), "memory://stores/there", upload.put_file
     for _ in range(2):  # a fresh destination, then one that is replaced
         done: list[str] = []
         lock = threading.Lock()
@@ -218,12 +218,12 @@ def test_a_stopped_upload_looks_whole_to_nobody(
                 done.append(url)
             put(path, url)
 
-        monkeypatch.setattr(remote, "put_file", stop)
+        monkeypatch.setattr(upload, "put_file", stop)
         with pytest.raises(StorageError, match="cannot be written .the network is gone"):
             convert_checkpoint(folder, to, options=ConvertOptions(overwrite=True))
         with pytest.raises((CheckpointError, UnsupportedError)):
             open_checkpoint(to, Comm())
-        monkeypatch.setattr(remote, "put_file", put)
+        monkeypatch.setattr(upload, "put_file", put)
         convert_checkpoint(folder, to)
         assert read_store(to) == read_local(tmp_path / "local")
 
@@ -231,7 +231,7 @@ def test_a_stopped_upload_looks_whole_to_nobody(
 def test_what_is_not_ours_is_left_alone(saved: Callable[..., tuple[str, State]]) -> None:
     folder, _ = saved(Topology(1, 2))
     convert_checkpoint(folder, "memory://stores/there")
-    remote.put_bytes("memory://stores/there/thesis.tex", b"years of work")
+    store.write_small("memory://stores/there/thesis.tex", b"years of work")
     with pytest.raises(StorageError, match=r"thesis.*left alone"):
         convert_checkpoint(folder, "memory://stores/there", options=ConvertOptions(overwrite=True))
     with pytest.raises(StorageError, match="lies in the checkpoint"):
@@ -249,7 +249,7 @@ def test_what_has_our_names_and_is_no_output_is_left_alone(
 ) -> None:
     """A save of stage 0 has nothing but model states. In a store and in a folder alike."""
     folder, _ = saved(Topology(1, 2))
-    remote.put_bytes(f"memory://stores/there/{name}", b"of others")
+    store.write_small(f"memory://stores/there/{name}", b"of others")
     (tmp_path / "there" / name).parent.mkdir(parents=True)
     (tmp_path / "there" / name).write_bytes(b"of others")
     for to in ("memory://stores/there", str(tmp_path / "there")):
@@ -265,7 +265,7 @@ def test_a_file_that_changes_is_refused(saved: Callable[..., tuple[str, State]])
     tag = find_checkpoint(URL)
     name = next(name for name in store.list_folder(tag) if "optim" in name)
     file = store.open_stored(f"{tag}/{name}")
-    remote.put_bytes(f"{tag}/{name}", b"short")
+    store.write_small(f"{tag}/{name}", b"short")
     with pytest.raises(CheckpointError, match=r"has changed since its header was read.*Load again"):
         file.read([memoryview(bytearray(9))], 0)
 
@@ -317,17 +317,17 @@ def read_all(url: str, change: Callable[[], None]) -> None:
 def test_a_file_that_is_replaced_by_one_of_its_size_is_refused(read: Callable[..., None]) -> None:
     """Where no answer tells a version: by a look at the file when all of it has been read."""
     url, content = "memory://stores/replaced", b"0123456789" * 1000
-    remote.put_bytes(url, content)
+    store.write_small(url, content)
     store.find_entry(url)
     read(url, lambda: None)
     with pytest.raises((OSError, CheckpointError), match="has changed since its header was read"):
-        read(url, lambda: remote.put_bytes(url, content))
+        read(url, lambda: store.write_small(url, content))
     with pytest.raises(ZeroDivisionError):  # that is told then
-        read(url, lambda: remote.put_bytes(url, content) or 1 // 0)
+        read(url, lambda: store.write_small(url, content) or 1 // 0)
 
 
 def test_what_is_not_read_through_a_file_system_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    remote.put_bytes("memory://stores/left", b"alone")
+    store.write_small("memory://stores/left", b"alone")
     monkeypatch.setattr(ranged._Ranges, "_compare", lambda _: 1 // 0)
     with store.open_stored("memory://stores/left"), RemoteStream("memory://stores/left"):
         pass
@@ -338,7 +338,7 @@ def test_a_load_whose_file_is_replaced_is_refused_on_every_rank(saved: Callable[
     targets = make_targets(MODEL, Topology(3, 2))
     index = open_everywhere(find_checkpoint(URL), targets)
     path = next(file.path for file in index.stored.files if "optim" in file.path)
-    remote.put_bytes(path, store.read_small(path))
+    store.write_small(path, store.read_small(path))
 
     def refuse(rank: int, comm: Comm) -> str:
         with pytest.raises(CheckpointError) as error:
@@ -351,7 +351,7 @@ def test_a_load_whose_file_is_replaced_is_refused_on_every_rank(saved: Callable[
 
 def test_what_a_file_system_has_in_memory_at_once_is_little(monkeypatch: pytest.MonkeyPatch) -> None:
     url, content = "memory://stores/pieces", bytes(range(250)) * 4
-    remote.put_bytes(url, content)
+    store.write_small(url, content)
     monkeypatch.setattr(ranged, "_PIECE", 300)
     system, spans = remote.connect(url)[0], []
     ask = system.cat_file
@@ -480,7 +480,7 @@ def test_a_client_is_made_beside_other_work(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_neighbours_are_read_by_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
     content, url = bytes(range(250)) * 4, "memory://stores/record"
-    remote.put_bytes(url, content)
+    store.write_small(url, content)
     asked: list[int] = []
     fill = ranged._Ranges.fill
 
@@ -506,7 +506,7 @@ def test_a_small_file_whose_ends_meet_is_read_whole(size: int, monkeypatch: pyte
     monkeypatch.setattr(ranged, "_HEAD", 64)
     monkeypatch.setattr(ranged, "_TAIL", 64)
     content = bytes(range(size))
-    remote.put_bytes(f"memory://stores/ends{size}", content)
+    store.write_small(f"memory://stores/ends{size}", content)
     with RemoteStream(f"memory://stores/ends{size}") as stream:
         for low, high in combinations(range(size + 1), 2):
             assert stream.read_at(high - low, low) == content[low:high]
@@ -516,7 +516,7 @@ def test_a_small_file_whose_ends_meet_is_read_whole(size: int, monkeypatch: pyte
 def test_ranges_within_a_large_one_are_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranged, "_HEAD", 64)
     content = bytes(range(256)) * 4
-    remote.put_bytes("memory://stores/ranges", content)
+    store.write_small("memory://stores/ranges", content)
     with RemoteStream("memory://stores/ranges") as stream:
         stream.read_ahead([(300, 20)])
         stream.read_ahead([(0, 500), (100, 50), (290, 100), (450, 200), (700, 10)])
@@ -526,7 +526,7 @@ def test_ranges_within_a_large_one_are_asked_for_once(monkeypatch: pytest.Monkey
 
 def test_blocks_that_overlap_are_joined() -> None:
     content = bytes(range(256)) * 8
-    remote.put_bytes("memory://stores/blocks", content)
+    store.write_small("memory://stores/blocks", content)
     with RemoteStream("memory://stores/blocks") as stream:
         stream.read_ahead([(5, 10), (900, 3), (7, 20)])
         assert stream.read_at(30, 0) == content[:30]

@@ -21,7 +21,7 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.convert import convert_checkpoint
 from deepspeed_ucp.errors import CheckpointError, ConfigError, StorageError
-from deepspeed_ucp.io import presign, ranged, remote, retry, store
+from deepspeed_ucp.io import presign, ranged, remote, retry, store, urls
 from deepspeed_ucp.load.tags import find_tag
 from deepspeed_ucp.load.transfer import Transfer
 from deepspeed_ucp.sources import open_checkpoint
@@ -67,7 +67,7 @@ def save(model: Model, folder: Path, name: str) -> State:
 def put(folder: Path, name: str) -> None:
     for path in folder.rglob("*"):
         if path.is_file():
-            remote.put_file(str(path), f"s3://{BUCKET}/{name}/{path.relative_to(folder)}")
+            urls.put_file(str(path), f"s3://{BUCKET}/{name}/{path.relative_to(folder)}")
 
 
 @pytest.fixture(autouse=True)
@@ -325,7 +325,7 @@ def test_a_file_that_is_replaced_during_a_load_is_refused(server: Server, tmp_pa
     targets = make_targets(SMALL, TARGET)
     index = open_everywhere(folder, targets)
     path = next(file.path for file in index.stored.files if "optim" in file.path)
-    remote.put_bytes(path, store.read_small(path)[:-1] + b"!")  # of the same size
+    store.write_small(path, store.read_small(path)[:-1] + b"!")  # of the same size
 
     def load(rank: int, comm: Comm) -> str:
         with pytest.raises(CheckpointError) as error:
@@ -367,7 +367,7 @@ def test_a_large_file_is_written_in_parts(server: Server, tmp_path: Path) -> Non
             sizes.append(int(environ.get("HTTP_X_AMZ_DECODED_CONTENT_LENGTH") or environ["CONTENT_LENGTH"]))
 
     with server.failing(note):
-        remote.put_file(str(path), f"s3://{BUCKET}/parts")
+        urls.put_file(str(path), f"s3://{BUCKET}/parts")
     assert sorted(sizes) == [4 << 20, 8 << 20, 8 << 20]
     entry = store.find_entry(f"s3://{BUCKET}/parts")
     assert entry is not None and entry.size == 20 << 20
@@ -385,17 +385,17 @@ def test_a_file_whose_last_answer_is_lost_has_arrived(server: Server, tmp_path: 
     faults = {"lost": iter(["lost"]), "404": iter(["404"])}
     for fault, left in faults.items():
         path.write_bytes(bytes(before))
-        remote.put_file(str(path), url)
+        urls.put_file(str(path), url)
         path.write_bytes(fault[:1].encode() * (20 << 20))
         server.asked.clear()
         with server.failing(lambda environ, left=left: next(left, None) if is_completion(environ) else None):
-            remote.put_file(str(path), url)
+            urls.put_file(str(path), url)
         assert len([each for each in server.asked if each.method == "PUT"]) == (3 if fault == "lost" else 6)
         assert store.read_small(url) == path.read_bytes()
 
 
 def test_what_is_asked_is_counted(server: Server) -> None:
     server.asked.clear()
-    remote.put_bytes(f"s3://{BUCKET}/one", b"12345")
+    store.write_small(f"s3://{BUCKET}/one", b"12345")
     assert [(each.method, each.span) for each in server.asked] == [("PUT", None)]
     assert isinstance(server.asked[0], Asked)

@@ -20,6 +20,7 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.io import remote
+from deepspeed_ucp.io.urls import UrlStore
 from deepspeed_ucp.patterns import ShardH, ShardV, read_pattern
 from deepspeed_ucp.sources import open_checkpoint
 from tests.support.ranks import Apart, run_ranks
@@ -113,7 +114,7 @@ def test_of_a_store_one_rank_lists_all_files_once_and_every_rank_knows_their_ver
     monkeypatch.setattr(remote, "_process", Apart())
     listed = list[str]()
     for name in ("list_folder", "list_tree"):
-        monkeypatch.setattr(remote, name, partial(_note, getattr(remote, name), listed))
+        monkeypatch.setattr(UrlStore, name, partial(_note, getattr(UrlStore(), name), listed))
 
     def look(_: int, comm: Comm) -> list[str]:
         files = open_checkpoint(url, comm).stored.files
