@@ -20,7 +20,7 @@ from ..sources.files import holds_atoms, list_entries
 from ..sources.naming import Naming
 from ..sources.open import survey_checkpoint
 from ..sources.ownfiles import compare_own_files, list_own_globals
-from ..stream.checks import Checks
+from ..stream.checks import verify_records
 from ..targets import Target, open_target
 from ..targets.coverage import OWN_LOAD, UnknownLayoutError, describe_own_files
 from ..targets.guard import check_states
@@ -256,6 +256,8 @@ def _list_wishes(job: LoadContext, upstream: bool) -> Iterator[str]:
 def find_damage(index: AtomicIndex, comm: Comm, *, others: bool) -> list[str]:
     """What is damaged, in words, of the files that DeepSpeed's own load would read: the first place's; collective.
 
+    That load does not look at checksums.
+
     Args:
         others: there are further places, so that ours may load what it cannot.
 
@@ -264,23 +266,12 @@ def find_damage(index: AtomicIndex, comm: Comm, *, others: bool) -> list[str]:
     """
     own = tuple(replace(file, places=()) for file in index.stored.files)
     try:
-        verify_all(index.change(files=own), comm)
+        verify_records(index.change(files=own), range(len(index.stored.records)), comm)
     except CheckpointError as error:
         if not others:
             raise
         return [str(error)]
     return []
-
-
-def verify_all(index: AtomicIndex, comm: Comm) -> None:
-    """Hold every record against its checksum, at which DeepSpeed's own load does not look; collective.
-
-    Raises:
-        CheckpointError: one is damaged; the same on every rank.
-    """
-    checks = Checks()
-    checks.touch(range(len(index.stored.records)) if comm.rank == 0 else ())
-    checks.verify(index, comm)
 
 
 def list_changes(index: AtomicIndex, target: Target, ranks: int, total_batch: int) -> list[str]:

@@ -111,7 +111,8 @@ def _allow_all(named: Mapping[Use, str]) -> dict[str, Any]:
         UnsupportedError: not all of it is harmless.
     """
     given = _list_consented()
-    allowed = {**_list_harmless(), **given}
+    harmless = {_name(each): each for each in safe_classes()} | _list_numpys() | {"builtins.Ellipsis": ...}
+    allowed = {**harmless, **_get_allowed_globals(), **given}
     found = {use: allowed.get(use.kind) or _VALUES.get(use.kind) or _find_imported(use.kind) for use in named}
     unknown = [use for use in named if not _is_allowed(use, found[use], given, allowed)]
     if unknown:
@@ -132,12 +133,6 @@ def _select_client(file: TorchFile) -> dict[Any, Any]:
     if isinstance(module, dict):
         kept[EXTRA_STATES] = {key: value for key, value in module.items() if str(key).endswith("_extra_state")}
     return kept
-
-
-def _list_harmless() -> dict[str, Any]:
-    """Classes and functions of :func:`safe_classes` by dotted name, torch's own, and Ellipsis."""
-    own = {_name(each): each for each in safe_classes()} | _list_numpys() | {"builtins.Ellipsis": ...}
-    return {**own, **_get_allowed_globals()}
 
 
 def _list_consented() -> dict[str, Any]:
@@ -344,12 +339,10 @@ class _ClientUnpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> Any:
         _storage, dtype, key, _location, numel = pid
         if key not in self.storages:
-            self.storages[key] = self._read_storage(key, numel)
+            data = bytearray().join(open_storage(self.file, key, numel).pieces)
+            empty = torch.UntypedStorage(0)
+            self.storages[key] = torch.frombuffer(data, dtype=torch.uint8).untyped_storage() if data else empty
         return torch.storage.TypedStorage(wrap_storage=self.storages[key], dtype=dtype, _internal=True)
-
-    def _read_storage(self, key: str, numel: int) -> Any:
-        data = bytearray().join(open_storage(self.file, key, numel).pieces)
-        return torch.frombuffer(data, dtype=torch.uint8).untyped_storage() if data else torch.UntypedStorage(0)
 
 
 def safe_classes() -> list[Any]:

@@ -24,7 +24,7 @@ from ..errors import MismatchError, Objections, UnsupportedError
 from ..io.memory import pause_collection
 from ..io.paths import is_url
 from ..sources.ownfiles import find_state_file
-from ..stream.checks import Checks
+from ..stream.checks import verify_records
 from ..stream.copies import CopyReader, refuse_scattered
 from ..stream.recovery import read_with_failover
 from ..targets import Target
@@ -221,7 +221,12 @@ def _read_saved(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
     """
     comm, checked = job.comm, job.config.verify == "crc"
     if checked:
-        index = _verify_client(index, comm)
+
+        def verify(left: AtomicIndex) -> AtomicIndex:
+            verify_records(left, left.run.client_records, comm)
+            return left
+
+        index = read_with_failover(index, verify, comm)
     paths, access = [file.path for file in index.stored.files], index.stored.access
 
     def read(path: str) -> dict[str, Any]:
@@ -255,18 +260,6 @@ def _read_saved(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
         return held
 
     return comm.run(take)
-
-
-def _verify_client(index: AtomicIndex, comm: Comm) -> AtomicIndex:
-    """The checkpoint without the copies of state files that turn out damaged; collective."""
-    checks = Checks()
-    checks.touch(index.run.client_records if comm.rank == 0 else ())
-
-    def verify(left: AtomicIndex) -> AtomicIndex:
-        checks.verify(left, comm)
-        return left
-
-    return read_with_failover(index, verify, comm)
 
 
 def _find_own_file(index: AtomicIndex, target: Target) -> str | None:

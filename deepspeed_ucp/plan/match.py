@@ -206,7 +206,8 @@ class _Matcher:
             match.skipped = [each for each in match.skipped if each.name not in match.untouched]
         if not faults:
             return
-        hint = _advise_rows(match.resized)
+        advice = next(filter(None, map(advise_vocabulary, match.resized)), "")
+        hint = f" {advice[:1].upper()}{advice[1:]}." if advice else ""
         faults += match.resized.values()
         match.resized.clear()  # listed: no pattern need be asked for
         hint += (
@@ -251,12 +252,6 @@ def _describe_swap(names: Sequence[str], thawed: bool) -> str:
     if thawed:
         return f"{listed} {is_} trained here and {was} not in the saved run: {rest} states begin anew"
     return f"{listed} {was} trained in the saved run and {is_} not here: {rest} states are left out"
-
-
-def _advise_rows(resized: Iterable[str]) -> str:
-    """What to do where a vocabulary has another number of rows; empty where none has."""
-    advice = next(filter(None, map(advise_vocabulary, resized)), "")
-    return f" {advice[:1].upper()}{advice[1:]}." if advice else ""
 
 
 def _advise_rename(missing: Sequence[str], extra: Sequence[str]) -> str:

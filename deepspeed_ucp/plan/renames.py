@@ -281,16 +281,13 @@ class _Feeds:
                 f"rename: {made.slices[0].name} and {self.made[new].slices[0].name} both feed {new}; one rule only may."
             )
         here, tp_shards = self.live[new], range(len(self.saved[made.slices[0].name]))
-        shapes = tuple(self._find_shape(made, tp_shard) for tp_shard in tp_shards)
+        numels = (sum(prod(self.saved[p.name][at]) // p.count for p in made.slices) for at in tp_shards)
+        shapes = tuple(map(made.find_shape, numels, self.saved[made.slices[0].name]))
         if _count(shapes) != _count(here) or (len(shapes) == len(here) and shapes != here):
             raise MismatchError(
                 f"rename: {new} {self.live[new][0]} cannot be made of {_fold([b.name for b in made.slices])} "
                 f"{self.saved[made.slices[0].name][0]}, which makes {shapes[0]}. {_ADVICE}"
             )
-
-    def _find_shape(self, made: DerivedParam, tp_shard: int) -> tuple[int, ...]:
-        numel = sum(prod(self.saved[piece.name][tp_shard]) // piece.count for piece in made.slices)
-        return made.find_shape(numel, self.saved[made.slices[0].name][tp_shard])
 
 
 def _count(shapes: Sequence[tuple[int, ...]]) -> int:

@@ -35,10 +35,6 @@ class Checks:
         """Bytes that were read."""
         return sum(check.nbytes for check in self.read)
 
-    def touch(self, records: Iterable[int]) -> None:
-        """Have whole records verified, of which nothing need be read before."""
-        self.read.extend(Checked(record, 0, 0, 0) for record in records)
-
     def verify(self, index: AtomicIndex, comm: Comm, *, threads: int = 4) -> int:
         """Read what all ranks have left out of the records that they read of, and compare every CRC32; collective.
 
@@ -53,6 +49,20 @@ class Checks:
         stored = index.stored
         mine = _group(send_checks(merge_checks(self.read), find_answering(stored, comm), comm), stored.records)
         return comm.run(lambda: _complete(mine, index, threads))
+
+
+def verify_records(index: AtomicIndex, records: Iterable[int], comm: Comm) -> int:
+    """Read whole records, each by one rank, and hold them against their checksums; collective.
+
+    Returns:
+        Bytes that this rank has read.
+
+    Raises:
+        CheckpointError: one is damaged; the same on every rank.
+    """
+    checks = Checks()
+    checks.add(Checked(record, 0, 0, 0) for record in (records if comm.rank == 0 else ()))
+    return checks.verify(index, comm)
 
 
 def find_answering(stored: StoredAtoms, comm: Comm) -> npt.NDArray[np.int64]:

@@ -231,7 +231,9 @@ def find_parted(index: AtomicIndex, names: Sequence[str], comm: Comm) -> list[st
             if (first.dtype, *(s.shape for s in first.shards)) != (other.dtype, *(s.shape for s in other.shards)):
                 parted[name] = None
                 continue
-            pairs += _spread_pair(first, other)
+            for rank, shard in enumerate(first.shards):
+                spans = _list_runs(shard.numel)
+                pairs += [(Elements(first, rank, *span), Elements(other, rank, *span)) for span in spans]
             owners += [name] * (len(pairs) - len(owners))
 
     def judge(number: int, here: bytearray, there: bytearray) -> None:
@@ -241,13 +243,6 @@ def find_parted(index: AtomicIndex, names: Sequence[str], comm: Comm) -> list[st
     compare_pairs(index, pairs, judge, comm)
     found_by_all: list[str] = comm.broadcast([name for name in names if name in parted])
     return found_by_all
-
-
-def _spread_pair(first: Atom, other: Atom) -> Iterator[tuple[Elements, Elements]]:
-    """Some elements of each shard of two atoms."""
-    for rank, shard in enumerate(first.shards):
-        for low, high in _list_runs(shard.numel):
-            yield Elements(first, rank, low, high), Elements(other, rank, low, high)
 
 
 _Difference = tuple[AtomKey, float, int, int]

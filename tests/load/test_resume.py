@@ -19,12 +19,13 @@ from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.errors import CheckpointError, OutOfReachError, RemoteError, StorageError, UnsupportedError
 from deepspeed_ucp.load import tags
-from deepspeed_ucp.load.choice import LoaderChoice, choose_loader, find_damage, find_own_differences, verify_all
+from deepspeed_ucp.load.choice import LoaderChoice, choose_loader, find_damage, find_own_differences
 from deepspeed_ucp.load.context import LoadArguments, LoadContext, LoadReport
 from deepspeed_ucp.load.resume import _load, _resume_tag, resume
 from deepspeed_ucp.load.tags import find_folders, find_tag
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.sources.files import SEAL
+from deepspeed_ucp.stream.checks import verify_records
 from deepspeed_ucp.targets.coverage import UnknownLayoutError
 from deepspeed_ucp.targets.guard import mark, release
 from tests.load.test_reshard import flip
@@ -381,13 +382,13 @@ def test_damage_in_any_record_is_found(tmp_path: Path) -> None:
     model = Model((Param("a", (3, 5)),))
     write_checkpoint(tmp_path, model, random_state(model, 0), Topology(1, 2), tag="tag")
     index = open_checkpoint(str(tmp_path / "tag"), Comm())
-    run_ranks(2, lambda _, comm: verify_all(index, comm))
+    run_ranks(2, lambda _, comm: verify_records(index, range(len(index.stored.records)), comm))
     for record in (index.stored.records[0], index.stored.records[-1]):
         flip(Path(index.stored.files[record.file].path), record.offset, 3)
         with pytest.raises(CheckpointError, match="damaged"):
-            run_ranks(2, lambda _, comm: verify_all(index, comm))
+            run_ranks(2, lambda _, comm: verify_records(index, range(len(index.stored.records)), comm))
         flip(Path(index.stored.files[record.file].path), record.offset, 3)
-    run_ranks(2, lambda _, comm: verify_all(index, comm))
+    run_ranks(2, lambda _, comm: verify_records(index, range(len(index.stored.records)), comm))
 
 
 def test_damage_is_looked_for_where_deepspeed_reads(tmp_path: Path) -> None:
