@@ -5,7 +5,7 @@ of which files make it up (Lian et al., ATC'25, section 4: the atomic checkpoint
 """
 
 from .atom import Atom, Atoms, are_alike, check_coverage
-from .held import FileRef, Fragment, Holding, Loose, Record, Records, Row, Shard, Spread, Strip
+from .held import FileRef, Fragment, Fragments, ParamStorage, PartitionedState, Record, Records, Shard
 from .index import (
     ASKED,
     BATCH_SIZES,
@@ -37,21 +37,19 @@ __all__ = [
     "Atoms",
     "FileRef",
     "Fragment",
+    "Fragments",
     "GroupInfo",
-    "Holding",
     "Limits",
-    "Loose",
     "ModelInfo",
     "ParamKey",
+    "ParamStorage",
+    "PartitionedState",
     "Record",
     "Records",
-    "Row",
     "RunState",
     "SavedJob",
     "Shard",
-    "Spread",
     "StoredAtoms",
-    "Strip",
     "Use",
     "are_alike",
     "check_coverage",

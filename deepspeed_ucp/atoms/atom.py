@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 
 from ..errors import CheckpointError
-from .held import Fragment, Holding, Loose, Shard, Strip
+from .held import Fragment, Fragments, ParamStorage, Shard
 from .keys import COPY, ITEMSIZE, MODULE, AtomKey, ParamKey, count
 
 
@@ -50,13 +50,11 @@ class Atom:
         """Bytes that all shards together hold."""
         return self.numel * ITEMSIZE[self.dtype]
 
-    def list_holdings(self) -> Iterator[Holding]:
+    def list_storages(self) -> Iterator[ParamStorage]:
         """What holds it, shard by shard."""
         for tp_shard, shard in enumerate(self.shards):
-            if isinstance(shard.held, Strip):
-                yield Holding(tp_shard, shard.shape, shard.held.place, {self.state: shard.held.spread})
-            else:
-                yield Holding(tp_shard, shard.shape, 0, {self.state: Loose(self.dtype, list(shard.held))})
+            held = Fragments(self.dtype, list(shard.held)) if isinstance(shard.held, tuple) else shard.held
+            yield ParamStorage(tp_shard, shard.shape, shard.place, {self.state: held})
 
 
 class Atoms(Mapping[AtomKey, Atom]):
@@ -71,16 +69,16 @@ class Atoms(Mapping[AtomKey, Atom]):
 
     __slots__ = ("held", "module")
 
-    def __init__(self, held: Mapping[ParamKey, Sequence[Holding]], module: Iterable[ParamKey]) -> None:
+    def __init__(self, held: Mapping[ParamKey, Sequence[ParamStorage]], module: Iterable[ParamKey]) -> None:
         self.held, self.module = held, tuple(module)
 
     @classmethod
     def of(cls, atoms: Iterable[Atom]) -> Atoms:
         """Some atoms."""
-        held: dict[ParamKey, list[Holding]] = {}
+        held: dict[ParamKey, list[ParamStorage]] = {}
         module: dict[ParamKey, None] = {}
         for atom in atoms:
-            held.setdefault(atom.param, []).extend(atom.list_holdings())
+            held.setdefault(atom.param, []).extend(atom.list_storages())
             module.update({atom.param: None} if atom.state in (COPY, MODULE) else {})
         return cls(held, module)
 
@@ -123,7 +121,7 @@ class Atoms(Mapping[AtomKey, Atom]):
         return sum(len({state for each in held for state in each.states}) for held in self.held.values())
 
 
-def _list_keys(param: ParamKey, held: Iterable[Holding], *, of_module: bool) -> Iterator[AtomKey]:
+def _list_keys(param: ParamKey, held: Iterable[ParamStorage], *, of_module: bool) -> Iterator[AtomKey]:
     for state in dict.fromkeys(state for each in held for state in each.states):
         if (state in (COPY, MODULE)) == of_module:
             yield AtomKey(param.name, state, param.instance)

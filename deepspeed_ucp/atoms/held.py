@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, overload
 
-from ..flat import FlatBuffer
+from ..flat import Cut, FlatBuffer
 from .keys import ITEMSIZE, count
 
 
@@ -113,7 +113,7 @@ class Fragment:
 
 
 @dataclass(frozen=True, slots=True)
-class Loose:
+class Fragments:
     """One state of one parameter, as fragments in element order."""
 
     dtype: str
@@ -123,10 +123,6 @@ class Loose:
         """Whether it is one fragment, of all elements of a shape; of an empty one, none."""
         numel, parts = count(shape), self.fragments
         return (len(parts) == 1 and (parts[0].start, parts[0].numel) == (0, numel)) or not (parts or numel)
-
-    def hold(self, place: int) -> tuple[Fragment, ...]:
-        """The fragments of its parameter at a place."""
-        return tuple(self.fragments)
 
     def list_records(self) -> Iterable[tuple[int, int]]:
         """Its parts, and the record that each lies in."""
@@ -138,8 +134,10 @@ class Loose:
 
 
 @dataclass(frozen=True)
-class Spread:
+class PartitionedState:
     """One state of all parameters of a flat buffer, as files hold it: a record for each partition.
+
+    So are experts' tensors of one size, each whole in a record of its own: a buffer with as many partitions.
 
     Attributes:
         buffer: its parameters under the whole model's names.
@@ -161,9 +159,11 @@ class Spread:
         """Whether all partitions are there, and in them every element of each parameter once."""
         return self._is_whole
 
-    def hold(self, place: int) -> Strip:
-        """The fragments of its parameter at a place."""
-        return Strip(self, place)
+    def find(self, place: int, low: int, high: int) -> Iterator[Fragment]:
+        """The fragments of elements [low, high) of the parameter at a place, and no further elements."""
+        for part, cut in self.buffer.find_holders(place, low, high):
+            if part < len(self.records) and self.records[part] >= 0:
+                yield self._locate(part, cut)
 
     def list_records(self) -> Iterable[tuple[int, int]]:
         """Its parts, and the record that each lies in."""
@@ -175,64 +175,26 @@ class Spread:
 
     def list_part(self, part: int) -> Iterable[tuple[int, Fragment]]:
         """What is in a part: places of parameters, and the fragment of each."""
-        record, begin, itemsize = self.records[part], self.offsets[part], ITEMSIZE[self.dtype]
-        for cut in self.buffer.cuts(part):
-            yield self._places[cut.name], Fragment(cut.start, cut.numel, record, begin + cut.offset * itemsize)
+        return ((self._places[cut.name], self._locate(part, cut)) for cut in self.buffer.cuts(part))
 
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One state of parameters of one size, each whole in a record of its own.
-
-    Attributes:
-        dtype: as stored.
-        numel: of each of them, at least 1.
-        first: record of the first one; those of the others follow it.
-        offsets: by parameter the byte of the record at which it begins.
-    """
-
-    dtype: str
-    numel: int
-    first: int
-    offsets: Sequence[int]
-
-    def covers(self, shape: tuple[int, ...]) -> bool:
-        """Whether it is all elements of a shape."""
-        return count(shape) == self.numel
-
-    def hold(self, place: int) -> tuple[Fragment, ...]:
-        """The fragments of its parameter at a place."""
-        return (Fragment(0, self.numel, self.first + place, self.offsets[place]),)
-
-    def list_records(self) -> Iterable[tuple[int, int]]:
-        """Its parts, and the record that each lies in."""
-        return enumerate(range(self.first, self.first + len(self.offsets)))
-
-    def list_part(self, part: int) -> Iterable[tuple[int, Fragment]]:
-        """What is in a part: places of parameters, and the fragment of each."""
-        return [(part, self.hold(part)[0])]
-
-
-class Strip(NamedTuple):
-    """The fragments of one parameter of a flat buffer, which are made when they are asked for."""
-
-    spread: Spread
-    place: int
-
-    def find(self, low: int, high: int) -> Iterator[Fragment]:
-        """Those of elements [low, high), and no further elements."""
-        spread, itemsize = self.spread, ITEMSIZE[self.spread.dtype]
-        for part, cut in spread.buffer.find_holders(self.place, low, high):
-            if part < len(spread.records) and (record := spread.records[part]) >= 0:
-                yield Fragment(cut.start, cut.numel, record, spread.offsets[part] + cut.offset * itemsize)
+    def _locate(self, part: int, cut: Cut) -> Fragment:
+        offset = self.offsets[part] + cut.offset * ITEMSIZE[self.dtype]
+        return Fragment(cut.start, cut.numel, self.records[part], offset)
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What one tensor-parallel rank holds of an atom: its local shape, and fragments in element order."""
+    """What one tensor-parallel rank holds of an atom.
+
+    Attributes:
+        shape: local.
+        held: its fragments in element order, or the flat buffer that they are in, which makes them when asked.
+        place: of the parameter in the flat buffer.
+    """
 
     shape: tuple[int, ...]
-    held: tuple[Fragment, ...] | Strip
+    held: tuple[Fragment, ...] | PartitionedState
+    place: int = 0
 
     @property
     def numel(self) -> int:
@@ -242,18 +204,18 @@ class Shard:
     @property
     def fragments(self) -> tuple[Fragment, ...]:
         """All of them."""
-        return tuple(self.held.find(0, self.numel)) if isinstance(self.held, Strip) else self.held
+        return self.held if isinstance(self.held, tuple) else tuple(self.held.find(self.place, 0, self.numel))
 
     def find(self, low: int, high: int) -> Iterable[Fragment]:
         """The fragments that hold elements [low, high)."""
-        if isinstance(self.held, Strip):
-            return self.held.find(low, high)
+        if not isinstance(self.held, tuple):
+            return self.held.find(self.place, low, high)
         first = max(bisect_right(self.held, low, key=lambda fragment: fragment.start) - 1, 0)
         last = bisect_right(self.held, high - 1, key=lambda fragment: fragment.start)
         return self.held[first:last]
 
 
-class Holding(NamedTuple):
+class ParamStorage(NamedTuple):
     """What files hold of a parameter in one tensor-parallel shard.
 
     Attributes:
@@ -265,8 +227,9 @@ class Holding(NamedTuple):
     tp_shard: int
     shape: tuple[int, ...]
     place: int
-    states: Mapping[str, Spread | Row | Loose]
+    states: Mapping[str, PartitionedState | Fragments]
 
     def shard(self, state: str) -> Shard:
         """What it is of an atom."""
-        return Shard(self.shape, self.states[state].hold(self.place))
+        held = self.states[state]
+        return Shard(self.shape, tuple(held.fragments) if isinstance(held, Fragments) else held, self.place)

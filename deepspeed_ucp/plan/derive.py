@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import chain
 from math import prod
 
-from ..atoms import ITEMSIZE, Atom, AtomicIndex, AtomKey, Atoms, Fragment, GroupInfo, Holding, ParamKey, Shard
+from ..atoms import ITEMSIZE, Atom, AtomicIndex, AtomKey, Atoms, Fragment, GroupInfo, ParamKey, ParamStorage, Shard
 from ..errors import MismatchError, shorten
 from ..flat import Shape
 
@@ -116,7 +116,7 @@ def derive(index: AtomicIndex, made: Mapping[str, DerivedParam], dropped: Iterab
     def follow_all(params: Iterable[ParamKey]) -> Iterator[ParamKey]:
         return (param._replace(name=new) for param in params for new in follow(param.name))
 
-    held: dict[ParamKey, list[Holding]] = {}
+    held: dict[ParamKey, list[ParamStorage]] = {}
     repeated = {key: parts for key, parts in index.stored.repeated.items() if key.name not in used}
     for param, holdings in index.stored.atoms.held.items():
         if param.name not in used:
@@ -127,7 +127,7 @@ def derive(index: AtomicIndex, made: Mapping[str, DerivedParam], dropped: Iterab
             for state in index.stored.atoms.find_states(param):
                 key = AtomKey(new.name, state, new.instance)
                 atom, again = _make_atom(index, key, made[new.name])
-                held[new] += atom.list_holdings()
+                held[new] += atom.list_storages()
                 repeated.update({key: again} if again else {})
     return index.change(
         atoms=Atoms(held, follow_all(index.stored.atoms.module)),

@@ -18,13 +18,12 @@ from ..atoms import (
     Atoms,
     FileRef,
     Fragment,
-    Holding,
-    Loose,
+    Fragments,
     ParamKey,
+    ParamStorage,
+    PartitionedState,
     Record,
     Records,
-    Row,
-    Spread,
     check_coverage,
     count,
 )
@@ -42,6 +41,9 @@ TOLD = 16
 
 _COMPRESSION_ERRORS = ("worker_error", "server_error")
 """States of 1-bit optimizers (to DeepSpeed 0.18). They may have as many elements as the parameter."""
+
+_Empty = Mapping[tuple[ParamKey, int], Shape]
+"""Shapes of parameters that have no elements on a tensor-parallel rank, by parameter and rank."""
 
 
 def _refer(listing: Listing, header: FileHeader) -> FileRef:
@@ -84,7 +86,7 @@ class Builder:
         self.unreadable: dict[AtomKey, str] = {}
         self._file_ids: dict[str, int] = {}
         self._record_ids: dict[tuple[int, FileRecord], int] = {}
-        self._held: dict[ParamKey, list[Holding]] = {}
+        self._held: dict[ParamKey, list[ParamStorage]] = {}
         self._tp_shards: dict[ParamKey, int] = {}
         self._module: dict[ParamKey, None] = {}
         self._repeated: dict[AtomKey, list[tuple[int, Fragment]]] = defaultdict(list)
@@ -178,7 +180,9 @@ class Builder:
             if cut.numel:
                 parts.append(Fragment(cut.start, cut.numel, record, offset + cut.offset * itemsize))
 
-    def add_buffer(self, rank: SavedRank, buffer: FlatBuffer, states: Mapping[str, Spread], header: FileHeader) -> None:
+    def add_buffer(
+        self, rank: SavedRank, buffer: FlatBuffer, states: Mapping[str, PartitionedState], header: FileHeader
+    ) -> None:
         """Add what lies in a flat buffer, but for parameters without elements.
 
         Args:
@@ -192,28 +196,37 @@ class Builder:
         """
         for place, (name, shape) in enumerate(zip(buffer.names, buffer.shapes, strict=True)):
             if count(shape):
-                tp_shard, tp_shards = rank.find_tp_shard(name, self.tp)
-                self._hold(rank.param(name), Holding(tp_shard, shape, place, states), tp_shards, header)
+                self.add_storage(rank, name, shape, place, states, header)
 
-    def add_from(
-        self, rank: SavedRank, name: str, states: Mapping[str, Row], shape: Shape, place: int, header: FileHeader
+    def add_storage(
+        self,
+        rank: SavedRank,
+        name: str,
+        shape: Shape,
+        place: int,
+        states: Mapping[str, PartitionedState | Fragments],
+        header: FileHeader,
     ) -> None:
-        """Add one of the model's own tensors that lie in a row.
+        """Add what holds a parameter; arguments as of :class:`~..atoms.ParamStorage`.
 
         Args:
             rank: whose it is.
-            name: of its parameter.
-            states: the row by the state that it is of.
-            shape: local.
-            place: in the row.
-            header: of its file.
+            name: the rank's own.
+            header: of a file that has some of it.
 
         Raises:
             CheckpointError: files disagree about its dtype or shape.
         """
         param, (tp_shard, tp_shards) = rank.param(name), rank.find_tp_shard(name, self.tp)
-        self._module[param] = None
-        self._hold(param, Holding(tp_shard, shape, place, states), tp_shards, header)
+        if COPY in states or MODULE in states:
+            self._module[param] = None
+        held = ParamStorage(tp_shard, shape, place, states)
+        known = self._held.setdefault(param, [])
+        self._tp_shards.setdefault(param, tp_shards)
+        for each in known:
+            if not each.states.keys().isdisjoint(states):
+                self._compare(param, each, held, header)
+        known.append(held)
 
     def number_files(self, headers: Iterable[FileHeader]) -> array[int]:
         """Numbers of files."""
@@ -227,18 +240,7 @@ class Builder:
         self.records.extend(files, offsets, nbytes, crcs)
         return first
 
-    def _hold(self, param: ParamKey, held: Holding, tp_shards: int, header: FileHeader) -> None:
-        known = self._held.get(param)
-        if known is None:
-            self._held[param] = [held]
-            self._tp_shards[param] = tp_shards
-            return
-        for each in known:
-            if not each.states.keys().isdisjoint(held.states):
-                self._compare(param, each, held, header)
-        known.append(held)
-
-    def _compare(self, param: ParamKey, known: Holding, held: Holding, header: FileHeader) -> None:
+    def _compare(self, param: ParamKey, known: ParamStorage, held: ParamStorage, header: FileHeader) -> None:
         for state in held.states.keys() & known.states.keys():
             told, mine = known.states[state].dtype, held.states[state].dtype
             if told != mine or (held.tp_shard == known.tp_shard and held.shape != known.shape):
@@ -273,15 +275,13 @@ class Builder:
         self, rank: SavedRank, name: str, state: str, shape: Shape, dtype: str, header: FileHeader
     ) -> list[Fragment]:
         """The fragments of one state of a parameter that lie alone."""
-        param, (tp_shard, tp_shards) = rank.param(name), rank.find_tp_shard(name, self.tp)
-        for each in self._held.get(param, ()):
+        tp_shard, _ = rank.find_tp_shard(name, self.tp)
+        for each in self._held.get(rank.param(name), ()):
             held = each.states.get(state)
-            if isinstance(held, Loose) and each.tp_shard == tp_shard and (held.dtype, each.shape) == (dtype, shape):
+            if isinstance(held, Fragments) and each.tp_shard == tp_shard and (held.dtype, each.shape) == (dtype, shape):
                 return held.fragments
-        if state in (COPY, MODULE):
-            self._module[param] = None
-        made = Loose(dtype, [])
-        self._hold(param, Holding(tp_shard, shape, 0, {state: made}), tp_shards, header)
+        made = Fragments(dtype, [])
+        self.add_storage(rank, name, shape, 0, {state: made}, header)
         return made.fragments
 
     def add_states(
@@ -377,9 +377,9 @@ class Builder:
             raise CheckpointError(*faults[:TOLD], *more)
         return Atoms(self._held, self._module)
 
-    def _join(self, param: ParamKey, empty: Mapping[tuple[ParamKey, int], Shape], faults: list[str]) -> list[Holding]:
-        """What holds a parameter, of each state one holding in each ``tp_shard``; notes what is not covered."""
-        found: list[Holding] = []
+    def _join(self, param: ParamKey, empty: _Empty, faults: list[str]) -> list[ParamStorage]:
+        """What holds a parameter, of each state one storage in each ``tp_shard``; notes what is not covered."""
+        found: list[ParamStorage] = []
         for state in dict.fromkeys(state for each in self._held[param] for state in each.states):
             try:
                 found += self._join_state(param, state, empty)
@@ -387,11 +387,11 @@ class Builder:
                 faults.append(str(error))
         return found
 
-    def _join_state(self, param: ParamKey, state: str, empty: Mapping[tuple[ParamKey, int], Shape]) -> list[Holding]:
+    def _join_state(self, param: ParamKey, state: str, empty: _Empty) -> list[ParamStorage]:
         held = [each for each in self._held[param] if state in each.states and _has_any(each, state)]
         if not held:
             return []
-        dtype, joined = held[0].states[state].dtype, list[Holding]()
+        dtype, joined = held[0].states[state].dtype, list[ParamStorage]()
         for tp_shard in range(self._tp_shards[param]):
             mine = [each for each in held if each.tp_shard == tp_shard]
             shape = mine[0].shape if mine else empty.get((param, tp_shard))
@@ -403,7 +403,7 @@ class Builder:
                 )
             fragments = [part for each in mine for part in each.shard(state).fragments]
             fragments.sort(key=attrgetter("start"))
-            joined.append(Holding(tp_shard, shape, 0, {state: Loose(dtype, fragments)}))
+            joined.append(ParamStorage(tp_shard, shape, 0, {state: Fragments(dtype, fragments)}))
         atom = Atom(param.name, state, dtype, tuple(each.shard(state) for each in joined), param.instance)
         check_coverage(atom, self._path_of)
         return joined
@@ -412,12 +412,12 @@ class Builder:
         return self.files[self.records.files[fragment.record]].path
 
 
-def _has_any(held: Holding, state: str) -> bool:
+def _has_any(held: ParamStorage, state: str) -> bool:
     """Whether a file has some of a state; some files of a flat buffer may lack it."""
-    return not isinstance(held.states[state], Spread) or bool(held.shard(state).fragments)
+    return not isinstance(held.states[state], PartitionedState) or bool(held.shard(state).fragments)
 
 
-def _is_sound(held: Sequence[Holding], tp_shards: int) -> bool:
+def _is_sound(held: Sequence[ParamStorage], tp_shards: int) -> bool:
     """Whether each state of a parameter is there once in each tensor-parallel shard, in their order, and all of it."""
     seen: dict[str, int] = {}
     for tp_shard, shape, _, states in held:

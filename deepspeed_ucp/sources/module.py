@@ -10,10 +10,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from ..atoms import COPY, MODULE, Row, are_alike, count
+from ..atoms import COPY, MODULE, PartitionedState, are_alike, count
 from ..errors import CheckpointError, UnsupportedError, shorten
 from ..experts import cut_number, find_number
-from ..flat import Cut
+from ..flat import Cut, join_parameters
 from .autoep import find_router_aliases
 from .builder import Builder
 from .expertfiles import WIDTH, ExpertTensors, Filed, Form
@@ -177,15 +177,18 @@ def _check_expert(save: Save, header: FileHeader, expert: int) -> None:
 
 
 def _add_filed(builder: Builder, rank: SavedRank, filed: Filed, optimized: set[str]) -> None:
-    """Add the tensors of experts' files that are alike."""
-    rows, files = [], builder.number_files(filed.headers)
+    """Add the tensors of experts' files that are alike: of each tensor a partition in every file."""
+    states, files, names = [], builder.number_files(filed.headers), list(zip(*filed.tensors, strict=True))
+    parts = len(filed.headers)
     for place, like in enumerate(filed.tensors[0].form):
         *record, starts = (filed.column(place, which) for which in range(WIDTH))
-        row = Row(like.dtype, count(like.shape), builder.number_row(files, *record), starts)
-        rows.append((like.shape, {COPY: row}, {MODULE: row}))
+        buffer = join_parameters(0, names[place], [like.shape] * parts, parts=parts, partition=count(like.shape))
+        first = builder.number_row(files, *record)
+        held = PartitionedState(buffer, like.dtype, range(first, first + parts), starts)
+        states.append((like.shape, {COPY: held}, {MODULE: held}))
     for place, (header, tensors) in enumerate(zip(filed.headers, filed.tensors, strict=True)):
-        for name, (shape, copies, others) in zip(tensors, rows, strict=True):
-            builder.add_from(rank, name, copies if name in optimized else others, shape, place, header)
+        for name, (shape, copies, others) in zip(tensors, states, strict=True):
+            builder.add_storage(rank, name, shape, place, copies if name in optimized else others, header)
 
 
 def find_ties(save: Save, model: ModelHeader) -> dict[str, str]:

@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import chain, zip_longest
 from typing import Any
 
-from ..atoms import MASTER, MODULE, MOMENTUM, USE_MUON, GroupInfo, ParamKey, Spread, count, strip_compiled
+from ..atoms import MASTER, MODULE, MOMENTUM, USE_MUON, GroupInfo, ParamKey, PartitionedState, count, strip_compiled
 from ..errors import CheckpointError, shorten
 from ..experts import DATA_FIRST, count_experts, drop_fixed, find_layer, list_holders, name_experts, number_in_stage
 from ..flat import Cut, FlatBuffer, cut_parameter, find_gaps, join_parameters, join_reserved
@@ -306,8 +306,8 @@ class _Adder:
         for alike in self.held_by.runs:
             for run in alike.split() if apart else (alike,):
                 self._add_run(run)
-        if spreads := {state: Spread(self.buffer, *told) for state, told in self.found.items()}:
-            builder.add_buffer(self.rank, self.buffer, spreads, shards[0])
+        if states := {state: PartitionedState(self.buffer, *told) for state, told in self.found.items()}:
+            builder.add_buffer(self.rank, self.buffer, states, shards[0])
 
     def _add_empty(self, shard: FileHeader) -> None:
         """Parameters without elements, which older releases keep in the groups."""

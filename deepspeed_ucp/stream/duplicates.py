@@ -11,7 +11,19 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex, AtomKey, Fragment, Loose, ParamKey, Row, Spread
+from ..atoms import (
+    COPY,
+    ITEMSIZE,
+    MASTER,
+    MODULE,
+    Atom,
+    AtomicIndex,
+    AtomKey,
+    Fragment,
+    Fragments,
+    ParamKey,
+    PartitionedState,
+)
 from ..comm import Comm
 from ..errors import CheckpointError, MismatchError, shorten
 from ..flat import Span
@@ -65,7 +77,7 @@ def _check_repeated(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) 
 
 def _pair_repeated(atom: Atom, tp_shard: int, again: Fragment) -> Pair:
     """What lies in a file a second time, and where it lies first."""
-    shards = tuple(replace(shard, held=(again,)) for shard in atom.shards)
+    shards = tuple(replace(shard, held=(again,), place=0) for shard in atom.shards)
     span = again.start, again.start + again.numel
     return Elements(replace(atom, shards=shards), tp_shard, *span), Elements(atom, tp_shard, *span)
 
@@ -113,7 +125,7 @@ def _find_samples(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) ->
 class _Masters:
     """Masters that lie together: what holds them, and by place in it the parameter and its shard."""
 
-    held: Spread | Row | Loose
+    held: PartitionedState | Fragments
     owners: dict[int, tuple[ParamKey, int]] = field(default_factory=dict)
 
     def list_part(self, part: int) -> Iterator[_Sample]:
