@@ -30,9 +30,9 @@ from ..atoms import (
 from ..errors import CheckpointError
 from ..flat import Cut, FlatBuffer
 from ..torchsave.records import FileRecord
-from .alike import CRC, NBYTES, OFFSET, Batches, FileBatch
 from .files import Listing
 from .headers import FileHeader, Piece, Shape, TensorStates
+from .pieces import Batches, FileBatch
 from .ranks import SavedRank
 from .save import Save
 
@@ -109,12 +109,13 @@ class Builder:
 
     def number_records(self, batch: FileBatch, piece: int) -> int:
         """Number of the first file's record with a piece; those of the batch's other files follow."""
-        first = batch.form.firsts[piece]
+        first = batch.template.firsts[piece]
         found = batch.records.get(first)
         if found is None:
-            batch.numbers = batch.numbers or self.number_files(batch.files)
-            columns = (batch.column(first, which) for which in (OFFSET, NBYTES, CRC))
-            found = batch.records[first] = self.number_row(batch.numbers, *columns)
+            found = batch.records[first] = len(self.records)
+            batch.numbers = batch.numbers or array("q", map(self._file, batch.files))
+            column = batch.table[:, first]
+            self.records.extend(batch.numbers, *(column[which].tolist() for which in ("offset", "nbytes", "crc")))
         return found
 
     def _file(self, header: FileHeader) -> int:
@@ -227,18 +228,6 @@ class Builder:
             if not each.states.keys().isdisjoint(states):
                 self._compare(param, each, held, header)
         known.append(held)
-
-    def number_files(self, headers: Iterable[FileHeader]) -> array[int]:
-        """Numbers of files."""
-        return array("q", map(self._file, headers))
-
-    def number_row(
-        self, files: Sequence[int], offsets: Sequence[int], nbytes: Sequence[int], crcs: Sequence[int]
-    ) -> int:
-        """Number of the first file's record; those of the other files, one of each, follow."""
-        first = len(self.records)
-        self.records.extend(files, offsets, nbytes, crcs)
-        return first
 
     def _compare(self, param: ParamKey, known: ParamStorage, held: ParamStorage, header: FileHeader) -> None:
         for state in held.states.keys() & known.states.keys():

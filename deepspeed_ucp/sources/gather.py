@@ -11,13 +11,12 @@ from dataclasses import replace
 from ..comm import Comm
 from ..errors import CheckpointError, UnsupportedError, shorten
 from ..io.distance import choose_map
-from .alike import Short, Shortening
 from .compare import find_late_files, find_strangers
-from .expertfiles import ExpertForms
 from .files import SEAL, Listing, read_model_rank, sort_files, strip_writer
 from .findings import COPY, WARNING, Finding, from_failure, make_error
 from .headers import FileHeader
 from .identify import Look, SaveFiles, explain_none, identify_save
+from .pieces import HeaderCodec, HeaderDelta
 from .places import FileTable
 from .reading import read_file
 from .save import Save, arrange, count_ranks, name_unsaved
@@ -125,22 +124,17 @@ def _read_rest(looks: _Looks, listing: Listing, files: SaveFiles, comm: Comm) ->
     known = {header.name for header in first}
     names = [name for name in files.expected if name in listing.sizes and name not in known]
     further = {name for (_, rank), name in listing.model_zero3.items() if rank}
-    shortening, forms = Shortening(first[-1]), ExpertForms()
+    codec = HeaderCodec(first[-1])
 
-    def read(name: str) -> Look | Short:
+    def read(name: str) -> HeaderDelta | Look:
         look = looks[name]
         del looks[name]  # of thousands the short form is kept alone
         if isinstance(look, Finding):
             return look
-        if look.layer is not None:
-            return replace(look, layer=forms.shorten(look.layer))
-        return shortening.cut(_slim(look, first[0], repeats=name in further))
+        return codec.encode(_slim(look, first[0], repeats=name in further))
 
-    told = [
-        shortening.restore(look) if isinstance(look, Short) else look
-        for look in looks.where.share(names, read, comm, choose_map(listing.folder), first=1)
-    ]
-    headers = [look for look in told if isinstance(look, FileHeader)]
+    told = looks.where.share(names, read, comm, choose_map(listing.folder), first=1)
+    headers = [codec.decode(look) for look in told if not isinstance(look, Finding)]
     return [*first, *headers], [look for look in told if isinstance(look, Finding)]
 
 

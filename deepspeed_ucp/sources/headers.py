@@ -47,21 +47,9 @@ class Piece:
         """What tells whether two tensors hold the same bytes, for :func:`~deepspeed_ucp.atoms.are_alike`."""
         return self.shape, self.dtype, self.offset, self.record.nbytes, self.record.crc
 
-    @property
-    def place(self) -> tuple[int, int, int, int]:
-        """Its record's first byte, bytes and checksum (-1: none), and its first byte there."""
-        _, offset, nbytes, crc = self.record
-        return offset, nbytes, -1 if crc is None else crc, self.offset
-
     def narrow(self, start: int, numel: int) -> Piece:
         """Elements [start, start + numel) of the flattened tensor."""
         return Piece(self.record, self.offset + start * ITEMSIZE[self.dtype], (numel,), self.dtype, self.fault)
-
-
-def put_piece(place: Sequence[int], record: str, shape: Shape, dtype: str, fault: str = "") -> Piece:
-    """A piece from its :attr:`Piece.place` and the name of its record."""
-    offset, nbytes, crc, start = place
-    return Piece(FileRecord(record, offset, nbytes, None if crc < 0 else crc), start, shape, dtype, fault)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,11 @@ They are buffers, parameters without optimizer, and copies of optimized ones.
 
 from __future__ import annotations
 
-from collections import Counter
+from array import array
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from ..atoms import COPY, MODULE, PartitionedState, are_alike, count
 from ..errors import CheckpointError, UnsupportedError, shorten
@@ -16,8 +17,8 @@ from ..experts import cut_number, find_number
 from ..flat import Cut, join_parameters
 from .autoep import find_router_aliases
 from .builder import Builder
-from .expertfiles import WIDTH, ExpertTensors, Filed, Form
 from .headers import FileHeader, ModelHeader, Piece, Shape
+from .pieces import Batches, ExpertTensors, FileRun
 from .ranks import TIED, SavedRank, list_ranks
 from .save import Save
 
@@ -132,16 +133,17 @@ def _add_experts(builder: Builder, optimized: set[str]) -> None:
     save = builder.save
     seen: dict[str, Piece] = {}
     ranks = {mp: SavedRank(mp // save.tp, mp % save.tp) for *_, mp in save.experts}
-    alike: dict[tuple[int, Form], Filed] = {}
+    alike: dict[int, list[FileHeader]] = defaultdict(list)
     for (_, expert, mp), header in save.experts.items():
         _check_expert(save, header, expert)
-        tensors = header.layer
-        if isinstance(tensors, ExpertTensors) and not save.experts_over_tp:
-            alike.setdefault((mp, tensors.form), Filed([], [])).add(header, tensors)
+        if isinstance(header.layer, ExpertTensors) and not save.experts_over_tp:
+            alike[mp].append(header)
         else:
             _add_expert(builder, ranks[mp], header, seen, optimized)
-    for (mp, _), filed in alike.items():
-        _add_filed(builder, ranks[mp], filed, optimized)
+    batches = Batches(chain(*alike.values()))
+    for mp, headers in alike.items():
+        for run in batches.list_runs(headers):
+            _add_alike(builder, ranks[mp], run, optimized)
 
 
 def _add_expert(
@@ -176,18 +178,17 @@ def _check_expert(save: Save, header: FileHeader, expert: int) -> None:
             )
 
 
-def _add_filed(builder: Builder, rank: SavedRank, filed: Filed, optimized: set[str]) -> None:
+def _add_alike(builder: Builder, rank: SavedRank, run: FileRun, optimized: set[str]) -> None:
     """Add the tensors of experts' files that are alike: of each tensor a partition in every file."""
-    states, files, names = [], builder.number_files(filed.headers), list(zip(*filed.tensors, strict=True))
-    parts = len(filed.headers)
-    for place, like in enumerate(filed.tensors[0].form):
-        *record, starts = (filed.column(place, which) for which in range(WIDTH))
-        buffer = join_parameters(0, names[place], [like.shape] * parts, parts=parts, partition=count(like.shape))
-        first = builder.number_row(files, *record)
-        held = PartitionedState(buffer, like.dtype, range(first, first + parts), starts)
-        states.append((like.shape, {COPY: held}, {MODULE: held}))
-    for place, (header, tensors) in enumerate(zip(filed.headers, filed.tensors, strict=True)):
-        for name, (shape, copies, others) in zip(tensors, states, strict=True):
+    states, parts, headers = [], len(run.files), run.headers
+    for piece, names in enumerate(zip(*(header.layer or {} for header in headers), strict=True)):
+        first = run.batch.make_piece(piece, run.files[0])
+        buffer = join_parameters(0, names, [first.shape] * parts, parts=parts, partition=first.numel)
+        records = array("q", run.number(builder.number_records(run.batch, piece)))
+        held = PartitionedState(buffer, first.dtype, records, array("q", run.pick(piece, "start")))
+        states.append((first.shape, {COPY: held}, {MODULE: held}))
+    for place, header in enumerate(headers):
+        for name, (shape, copies, others) in zip(header.layer or {}, states, strict=True):
             builder.add_storage(rank, name, shape, place, copies if name in optimized else others, header)
 
 

@@ -14,11 +14,10 @@ from ..atoms import MASTER, MODULE, MOMENTUM, USE_MUON, GroupInfo, ParamKey, Par
 from ..errors import CheckpointError, shorten
 from ..experts import DATA_FIRST, count_experts, drop_fixed, find_layer, list_holders, name_experts, number_in_stage
 from ..flat import Cut, FlatBuffer, cut_parameter, find_gaps, join_parameters, join_reserved
-from .alike import NUMEL, START, Batches, FileRun
 from .builder import Builder
-from .expertfiles import count_filed
 from .headers import FileHeader, OptimHeader, Piece, Shape, TensorStates
 from .module import add_tensors
+from .pieces import Batches, FileRun, count_filed
 from .ranks import SavedRank, fill_param_shapes, list_ranks
 from .save import Save, describe_offload
 
@@ -330,15 +329,15 @@ class _Adder:
         if not swaps:
             self._check_masters(run)
             self._put_pieces(MASTER, self.index, run)
-        if self.index < len(run.batch.form.starts) - 1:
+        if self.index < len(run.batch.template.starts) - 1:
             for same in self._split(run):
                 self._add_states(same, swaps)
 
     def _split(self, run: FileRun) -> Iterable[FileRun]:
         """The files apart where their states are of different sizes."""
-        form = run.batch.form
-        pieces = [self.index, *form.list_states(self.index)] if form.optim.elastic else form.list_states(self.index)
-        sizes = set(zip(*(run.pick(piece, NUMEL) for piece in pieces), strict=True))
+        template = run.batch.template
+        pieces = [*([self.index] if template.optim.elastic else []), *template.list_states(self.index)]
+        sizes = set(zip(*(run.pick(piece, "numel") for piece in pieces), strict=True))
         return run.split() if len(sizes) > 1 else (run,)
 
     def _check_masters(self, run: FileRun) -> None:
@@ -348,8 +347,8 @@ class _Adder:
             CheckpointError: naming a file that is of another run.
         """
         partition, shards = self.buffer.partition, self.held_by.shards
-        if self.index < len(run.batch.form.optim.masters):
-            sizes = zip(run.pick(self.index, NUMEL), run.pick_padding(self.index), strict=True)
+        if self.index < len(run.batch.template.optim.masters):
+            sizes = zip(run.pick(self.index, "numel"), run.pick_padding(self.index), strict=True)
             found = [size + padding for size, padding in sizes]
         else:
             found = [_count_elements(self.builder, shards[run.parts[0]], self.index)]
@@ -379,7 +378,7 @@ class _Adder:
             for part, *slices in zip(run.parts, held, expected, strict=True):
                 self._compare_slices(shards[part], *slices)
         ends = self.own.ends
-        for part, numel in zip(run.parts, run.pick(index, NUMEL), strict=True):
+        for part, numel in zip(run.parts, run.pick(index, "numel"), strict=True):
             if ends[part] > numel:
                 self._refuse_short(part, numel)
 
@@ -405,9 +404,9 @@ class _Adder:
     def _add_states(self, run: FileRun, swapped: Container[str]) -> None:
         """The optimizer's states in files that have them in the same sizes."""
         shard = self.held_by.shards[run.parts[0]]
-        optim, form = _get_optim(shard), run.batch.form
+        optim, template = _get_optim(shard), run.batch.template
         held = optim.tensors[self.index]
-        pieces = dict(zip(held.states, form.list_states(self.index), strict=False))
+        pieces = dict(zip(held.states, template.list_states(self.index), strict=False))
         states = replace(held, states={state: piece for state, piece in held.states.items() if state not in swapped})
         if _keeps_whole_momentum(self.builder.save, optim, self.index):
             states = self._add_momentum(shard, run.parts[0], states)
@@ -429,7 +428,7 @@ class _Adder:
             self.builder.note_unreadable(self.rank, self._list_names(run), state, first.fault)
             return
         base = self.builder.number_records(run.batch, piece)
-        self._put(state, first, run.parts, run.number(base), run.pick(piece, START))
+        self._put(state, first, run.parts, run.number(base), run.pick(piece, "start"))
 
     def _put(
         self, state: str, piece: Piece, parts: Sequence[int], records: Sequence[int], offsets: Sequence[int]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from deepspeed_ucp.errors import CheckpointError
-from deepspeed_ucp.sources.expertfiles import count_filed
 from deepspeed_ucp.sources.headers import FileHeader, OptimHeader
+from deepspeed_ucp.sources.pieces import count_filed
 from deepspeed_ucp.sources.save import align_groups
 from deepspeed_ucp.sources.zero import HeldParameters, deal_parameters
 
