@@ -1,4 +1,4 @@
-"""What travels of experts' files that say the same but for places."""
+"""What travels of files that say the same but for places: experts', optimizers'."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from deepspeed_ucp.sources.headers import FileHeader, Piece
-from deepspeed_ucp.sources.pieces import ExpertTensors, HeaderCodec, HeaderDelta, count_filed
+from deepspeed_ucp.sources.headers import FileHeader, OptimHeader, Piece, TensorStates
+from deepspeed_ucp.sources.pieces import Batches, ExpertTensors, HeaderCodec, HeaderDelta, count_filed
 from deepspeed_ucp.torchsave.records import FileRecord
 
 LAYER = "body.{}.deepspeed_moe.experts.deepspeed_experts."
@@ -71,3 +71,37 @@ def test_experts_are_counted_by_their_files() -> None:
     short = [codec.decode(codec.encode(header)) for header in files]
     headers = [*short, make_header(make_tensors(0, "2")), make_header(PLAIN)]
     assert count_filed(headers) == {LAYER.format(0): 3, LAYER.format(1): 1}
+
+
+def make_optim(rank: int, numel: int, dtype: str = "float32") -> FileHeader:
+    """The file of a rank with one flat buffer, whose master and state share a record."""
+    record = FileRecord("data/0", 64 * rank, 8 * numel, None if rank else 7)
+    master, state = (Piece(record, at * 4 * numel, (numel,), dtype) for at in range(2))
+    tensors = (TensorStates({"exp_avg": state}, {"step": 3}),)
+    slices, paddings = ((("w", rank, numel),),), (rank,)
+    optim = OptimHeader("zero12", 1, (master,), tensors, (0,), ({"lr": 0.1},), slices, paddings=paddings)
+    return FileHeader(f"rank{rank}", 1000 + rank, rank, optim=optim)
+
+
+def unfold(header: FileHeader) -> FileHeader:
+    """The same with all pieces made."""
+    optim = header.optim
+    return replace(header, optim=optim and replace(optim, masters=(*optim.masters,), tensors=(*optim.tensors,)))
+
+
+def test_optimizers_headers_come_back_as_they_were_and_make_up_a_table() -> None:
+    first, *others = headers = [make_optim(rank, numel) for rank, numel in enumerate((8, 5, 8))]
+    odd = make_optim(3, 8, "bfloat16")
+    codec = HeaderCodec(first)
+    short = [codec.encode(header) for header in (*others, odd)]
+    assert [each.template is None for each in short if isinstance(each, HeaderDelta)] == [True, True, False]
+    again = list(map(codec.decode, pickle.loads(pickle.dumps(short))))
+    assert list(map(unfold, again)) == [*others, odd]
+    alike, apart = Batches([first, *again]).list_runs([*again, first])
+    assert (alike.parts, apart.parts) == ([0, 1, 3], [2])
+    assert alike.headers == [*again[:2], first]
+    assert alike.pick(0, "offset") == [64, 128, 0]
+    assert alike.pick(1, "start") == [20, 32, 32]
+    assert alike.pick_padding(0) == [1, 2, 0]
+    assert alike.batch.template.firsts == [0, 0]
+    assert headers[0].optim and alike.batch.make_piece(1, 0) == headers[0].optim.tensors[0].states["exp_avg"]
