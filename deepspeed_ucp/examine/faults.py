@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
-from ..atoms import AtomicIndex, FileRef
+from ..atoms import AtomicIndex
 from ..errors import UcpError, shorten
 from ..io.scan import Scanned
-from ..io.store import is_same
 from ..sources.findings import Finding
 from ..torchsave.records import FileRecord, FileRecords
 from ..torchsave.torchfile import name_storages
@@ -61,21 +60,13 @@ def _tell_contents(held: Sequence[str], record: FileRecord | None) -> str:
 
 def _find_atoms(index: AtomicIndex, path: str, offsets: Collection[int]) -> dict[int, list[str]]:
     """Record offset → atoms with fragments in it."""
-    files = {number for number, file in enumerate(index.stored.files) if _is_copy(file, path)}
+    files = {number for number, file in enumerate(index.stored.files) if path in file.copies}
     records = {n: r.offset for n, r in enumerate(index.stored.records) if r.file in files and r.offset in offsets}
     found: dict[int, dict[str, None]] = {}
     for atom in index.stored.atoms.values():
         for fragment in (f for shard in atom.shards for f in shard.fragments if f.record in records):
             found.setdefault(records[fragment.record], {})[f"{atom.param} ({atom.state})"] = None
     return {offset: list(held) for offset, held in found.items()}
-
-
-def _is_copy(file: FileRef, path: str) -> bool:
-    """Whether a path leads to a file of the index; also by another of its names."""
-    try:
-        return path in file.copies or is_same(file.path, path)
-    except OSError:  # one that other ranks see
-        return False
 
 
 def _name_storages(path: str) -> dict[str, list[str]]:

@@ -138,13 +138,6 @@ def end_reading() -> None:
         http.close_idle()
 
 
-def is_same(first: str, second: str) -> bool:
-    """Whether two paths lead to one file."""
-    if is_url(first) or is_url(second):
-        return normalize(first) == normalize(second)
-    return os.path.samefile(first, second)
-
-
 def read_bytes(path: str, offset: int, nbytes: int) -> bytes:
     """A few bytes, without read-ahead.
 

@@ -28,14 +28,12 @@ class Look(NamedTuple):
     Attributes:
         asked: the tag that the rank was asked for; None for that of ``latest``.
         tag: that is asked for, or that ``latest`` names; None where nothing names any.
-        there: the place has it.
         error: why there is no tag, or not that one.
         newest: the tag that was saved last, where that is wanted.
     """
 
     asked: str | None
     tag: str | None = None
-    there: bool = False
     error: str = ""
     newest: str | None = None
 
@@ -63,69 +61,65 @@ def find_tag(
         told = comm.each(partial(_look, place, wanted, comm.rank, universal=universal, fallback=fallback))
         comm.alike(partial(_compare_asked, load_dir, [look.asked for look in told]))
         every += told
-        found = found or comm.alike(partial(_choose, load_dir, told))
-        if any(look.tag == found and look.there for look in told):
-            return found
-        if found is None and any(look.error for look in told):
+        found = found or comm.alike(partial(_choose, load_dir, [look.tag for look in told]))
+        errors = [look.error for look in every if look.error]
+        if found is None and errors:
             break
-    if found is None and not any(look.error for look in every):
+        if any(look.tag == found and not look.error for look in told if found is not None):
+            return found
+    if found is None and not errors:
         return None
-    if _is_somewhere(places, found, comm):
+    if found is not None and _is_somewhere(places, found, comm):
         return found
-    error = next(look.error for look in every if look.error)
     newest = next((look.newest for look in every if look.newest), None)
-    comm.alike(lambda: _refuse(error, newest))
+    comm.alike(lambda: _refuse(errors[0], newest))
     if comm.rank == 0:
-        logger.warning("%s Falling back to the newest one by step, seal and time: %s", error, newest)
+        logger.warning("%s Falling back to the newest one by step, seal and time: %s", errors[0], newest)
     return newest
 
 
-def _look(place: str, tag: str | None, rank: int, *, universal: bool, fallback: bool) -> Look:
+def _look(place: str, asked: str | None, rank: int, *, universal: bool, fallback: bool) -> Look:
     """What a rank sees in a place; of a store the first one looks, for all."""
-    named = tag
     if rank and is_url(place):
-        return Look(tag)
+        return Look(asked)
+    named = asked
     try:
-        if named is None:
-            named = read_latest(place, universal=universal)
-        if named is None:
-            return Look(tag)
-        check_tag(place, named)
+        named = named if named is not None else read_latest(place, universal=universal)
+        if named is not None:
+            check_tag(place, named)
     except CheckpointError as error:
         newest = None
-        if fallback and tag is None:
+        if fallback and asked is None:
             with suppress(CheckpointError):  # told by the error, unless another rank sees more
                 newest = find_newest(place)
-        return Look(tag, named, error=str(error), newest=newest)
-    return Look(tag, named, there=True)
+        return Look(asked, named, str(error), newest)
+    return Look(asked, named)
 
 
-def _choose(load_dir: str, looks: list[Look]) -> str | None:
+def _choose(load_dir: str, named: Sequence[str | None]) -> str | None:
     """What a place names.
 
     Raises:
         CheckpointError: it names different ones on different ranks.
     """
-    named = [look.tag for look in looks]
     if len({*named} - {None}) > 1:
         raise CheckpointError(
-            f"{load_dir}: ranks see different checkpoints ({_tell_named(named)}). Remove the `latest` of the older "
+            f"{load_dir}: ranks see different checkpoints ({_describe_named(named)}). Remove the `latest` of the older "
             "one, or name the tag (tag=… of load_checkpoint)."
         )
     return next((tag for tag in named if tag is not None), None)
 
 
 def _compare_asked(load_dir: str, asked: Sequence[str | None]) -> None:
-    if len({*asked}) == 1:
-        return
-    named = _tell_named([tag or "none, so that of `latest`" for tag in asked])
-    raise CheckpointError(
-        f"{load_dir}: ranks asked for different tags ({named}), and all load one. Give load_checkpoint the same tag on "
-        "every rank: where each finds it by itself, take rank 0's (torch.distributed.broadcast_object_list)."
-    )
+    if len({*asked}) > 1:
+        named = _describe_named([tag or "none, so that of `latest`" for tag in asked])
+        raise CheckpointError(
+            f"{load_dir}: ranks asked for different tags ({named}), and all load one. Give load_checkpoint the same "
+            "tag on every rank: where each finds it by itself, take rank 0's (torch.distributed.broadcast_object_list)."
+        )
 
 
-def _tell_named(named: Sequence[str | None]) -> str:
+def _describe_named(named: Sequence[str | None]) -> str:
     """Which ranks name which tag."""
     ranks: dict[str, list[int]] = {}
     for rank, tag in enumerate(named):
@@ -134,10 +128,8 @@ def _tell_named(named: Sequence[str | None]) -> str:
     return shorten(f"rank{'s' * (len(each) > 1)} {join_numbers(each)}: {tag}" for tag, each in ranks.items())
 
 
-def _is_somewhere(places: Sequence[str], tag: str | None, comm: Comm) -> bool:
+def _is_somewhere(places: Sequence[str], tag: str, comm: Comm) -> bool:
     """Whether some rank that did not know of a tag has it; collective."""
-    if tag is None:
-        return False
     paths = [os.path.join(place, tag) for place in places]
     here = comm.each(lambda: any(is_folder(path) for path in paths if not is_url(path)))
     return any(here) or comm.once(lambda: any(is_folder(path) for path in paths if is_url(path)))

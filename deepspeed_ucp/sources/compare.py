@@ -113,16 +113,13 @@ def find_strangers(save: Save) -> list[Finding]:
 
 
 def _check_world_sizes(save: Save) -> Iterator[Finding]:
+    most, has_experts = save.dp * save.tp, bool(save.model(0).experts)
     for header in chain(*save.shards):
         counts = header.optim.partition_count if header.optim else ()
-        if any(count != save.dp for count in counts) and not _spreads_experts(save, counts):
+        # the groups of experts are cut over fewer ranks
+        is_spread = has_experts and all(0 < count <= most and not most % count for count in counts)
+        if any(count != save.dp for count in counts) and not is_spread:
             yield _tell_stranger(save, header, f"was saved by {counts} ranks, the model states say {save.dp}")
-
-
-def _spreads_experts(save: Save, counts: Sequence[int]) -> bool:
-    """Whether groups may be those of experts, which are cut over fewer ranks."""
-    most = save.dp * save.tp
-    return bool(save.model(0).experts) and all(0 < count <= most and not most % count for count in counts)
 
 
 def _list_comparisons(save: Save) -> Iterator[Comparison]:

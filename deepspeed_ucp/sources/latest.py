@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from ..errors import CheckpointError, shorten
 from ..io.opened import explain_failure
-from ..io.paths import Entry, normalize
+from ..io.paths import normalize
 from ..io.staging import LATEST as UNIVERSAL
 from ..io.store import exists, is_folder, read_small
 from .files import has_states, holds_atoms, is_state_file, scan_folder, scan_if_there
@@ -133,15 +133,12 @@ def describe_content(folder: str) -> str:
         if found:
             found.sort(key=lambda name: (len(name), name))
             return f"looks like {text.format(shorten(found))}"
-    further = [name for name in sorted(entries) if _has_latest(os.path.join(folder, name), entries[name])]
+    folders = sorted(name for name, entry in entries.items() if entry.is_folder)
+    further = [name for name in folders if exists(os.path.join(folder, name, LATEST))]
     if further:
         return f"holds folders of checkpoints: name one of them, {shorten(further)}"
     seen = sorted(name for name in entries if not name.startswith("."))
     return f"holds {shorten(seen)}, none of them a checkpoint" if seen else ""
-
-
-def _has_latest(folder: str, entry: Entry) -> bool:
-    return entry.is_folder and exists(os.path.join(folder, LATEST))
 
 
 def _check_bucket(load_dir: str) -> None:

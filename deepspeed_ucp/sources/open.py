@@ -241,7 +241,9 @@ def _survey_normal(where: FileTable, comm: Comm, naming: Naming) -> tuple[Atomic
     if naming.weights_only and make_error(findings) is not None and where.access is None:
         save, findings = _read_weights(where, comm) or (save, findings)
     if save is not None and SEAL in where.entries:
-        faults, sums = where.once(SEAL, lambda: _compare_seal(where.find(SEAL)[0], save), comm)
+        from .seal import compare_seal  # what checks a seal's form takes long to import
+
+        faults, sums = where.once(SEAL, lambda: compare_seal(where.find(SEAL)[0], save.headers), comm)
         findings += keep_new(faults, findings)
         adopt_sums(save, sums)
     if save is None or make_error(findings) is not None:
@@ -268,13 +270,6 @@ def _read_weights(where: FileTable, comm: Comm) -> tuple[Save, list[Finding]] | 
 
 def _holds_states(name: str) -> bool:
     return name.endswith("optim_states.pt")
-
-
-def _compare_seal(folder: str, save: Save) -> tuple[list[Finding], dict[str, int]]:
-    """As :func:`.seal.compare_seal`. What checks a seal's form takes long to import."""
-    from .seal import compare_seal
-
-    return compare_seal(folder, save.headers)
 
 
 def _build(save: Save, naming: Naming) -> tuple[AtomicIndex | None, list[Finding]]:

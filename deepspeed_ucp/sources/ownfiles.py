@@ -114,6 +114,7 @@ def _read_facts(model: str, optim: str | None) -> dict[str, Any]:
     config = tree.get("ds_config") or {}
     state = read_header(optim).tree.get("optimizer_state_dict") or {} if optim else {}
     layers = tree.get("ds_autoep_layers", tree.get("autoep_layers")) or []
+    shapes = as_list(tree.get("param_shapes"))
     return {
         "ZeRO stage": int((config.get("zero_optimization") or {}).get("stage") or 0),
         "precision": name_precision(config),
@@ -125,7 +126,7 @@ def _read_facts(model: str, optim: str | None) -> dict[str, Any]:
         "expert-parallel degrees": None,
         "AutoEP placement": [layer.get("expert_placement") for layer in layers],
         ORDER: list(tree.get("module") or ()),
-        "parameters": _list_shapes(tree.get("param_shapes")),
+        "parameters": [[(str(name), tuple(shape)) for name, shape in group.items()] for group in shapes],
         "partitions": [int(to_member(count)) for count in as_list(state.get("partition_count"))],
         "partition groups": state.get("ds_zero_partition_groups"),
     }
@@ -136,10 +137,6 @@ def name_precision(config: Mapping[str, Any]) -> str:
     if enabled(config, "bf16", "bfloat16"):
         return "bf16"
     return "fp16" if enabled(config, "fp16") else "fp32"
-
-
-def _list_shapes(groups: Any) -> list[list[tuple[str, tuple[int, ...]]]]:
-    return [[(str(name), tuple(shape)) for name, shape in group.items()] for group in as_list(groups)]
 
 
 def _count_expert_states(model: str) -> int:

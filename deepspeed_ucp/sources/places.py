@@ -16,6 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 from ..access import ReadAccess
@@ -216,7 +217,9 @@ def find_files(folders: Sequence[str], comm: Comm, list_place: Callable[[str], E
         CheckpointError: no rank sees any; machines hold different files under one name. The same on every rank.
     """
     list_place = list_place or list_entries
-    stores = {folder: _list_store(folder, list_place, comm) for folder in folders if is_url(folder)}
+    stores = {folder: comm.once(partial(_list, folder, list_place)) for folder in folders if is_url(folder)}
+    for folder, (entries, _) in stores.items():
+        note_listed(folder, entries)
     looks: list[tuple[Entries, CheckpointError | None]] = []
 
     def look() -> tuple[bytes, bytes, bool, list[str]]:
@@ -235,7 +238,9 @@ def find_files(folders: Sequence[str], comm: Comm, list_place: Callable[[str], E
     if len({sizes for sizes, *_ in told}) > 1 or not (len(set(views)) == 1 or _is_one_save(found, views, comm)):
         found = _unite(found, views, comm)
     if comm.rank == 0:
-        _warn_unseen([errors for *_, errors in told])
+        for error, *others in zip(*(errors for *_, errors in told), strict=True):
+            if error and all(others):  # a path may be wrong, a store out of reach
+                logger.warning("%s The other places are read.", error)
         _warn_others(found)
     return found
 
@@ -251,15 +256,6 @@ def list_files(folder: str, comm: Comm) -> FileTable:
     return FileTable((folder,), entries, (entries,))
 
 
-def _list_store(
-    folder: str, list_place: Callable[[str], Entries], comm: Comm
-) -> tuple[Entries, CheckpointError | None]:
-    """One rank asks a store, for all; collective."""
-    told = comm.once(lambda: _list(folder, list_place))
-    note_listed(folder, told[0])
-    return told
-
-
 def _list(folder: str, list_place: Callable[[str], Entries]) -> tuple[Entries, CheckpointError | None]:
     """What a place holds, and why it cannot be listed."""
     try:
@@ -272,16 +268,6 @@ def _refuse_nothing(errors: Iterable[CheckpointError | None]) -> None:
     for error in errors:
         if error is not None:
             raise error
-
-
-def _warn_unseen(errors: Iterable[Sequence[str]]) -> None:
-    """Warn of places that no rank can list: a path may be wrong, a store out of reach.
-
-    Args:
-        errors: by rank, then by place.
-    """
-    for error in [error for error, *others in zip(*errors, strict=True) if error and all(others)]:
-        logger.warning("%s The other places are read.", error)
 
 
 def _warn_others(found: FileTable) -> None:

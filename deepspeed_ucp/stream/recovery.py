@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from ..access import ReadAccess
@@ -30,17 +29,19 @@ class _Copy(NamedTuple):
     identity: Identity
 
 
-@dataclass(frozen=True, slots=True)
 class _Copies:
     """The copies of some files, the same on every rank.
 
+    Args:
+        seen: by rank the copies that it sees, and whether each has failed there.
+
     Attributes:
-        seen: by rank the copies that it sees.
         failed: those of which it is known that they are not right.
     """
 
-    seen: Sequence[Iterable[_Copy]]
-    failed: set[_Copy]
+    def __init__(self, seen: Sequence[Mapping[_Copy, bool]]) -> None:
+        self.seen = seen
+        self.failed = {copy for copies in seen for copy, failed in copies.items() if failed}
 
     def list_left(self, file: int) -> set[_Copy]:
         """The copies of a file that may be right."""
@@ -48,18 +49,14 @@ class _Copies:
 
     def list_blind(self) -> list[frozenset[int]]:
         """By rank the files that it sees, and none of whose copies there may be right."""
-        seen = ({copy.file for copy in copies} for copies in self.seen)
-        left = ({copy.file for copy in copies if copy not in self.failed} for copies in self.seen)
-        return [frozenset(one - other) for one, other in zip(seen, left, strict=True)]
+        left = ({copy.file for copy in copies.keys() - self.failed} for copies in self.seen)
+        return [frozenset(copy.file for copy in each) - right for each, right in zip(self.seen, left, strict=True)]
 
-    def share(self, files: Iterable[int]) -> dict[_Copy, int]:
-        """Copies that may be right, each with one of the ranks that see it; these take turns."""
-        viewers = defaultdict[_Copy, list[int]](list)
-        for rank, copies in enumerate(self.seen):
-            for copy in copies:
-                viewers[copy].append(rank)
+    def share(self, files: Iterable[int], rank: int) -> list[_Copy]:
+        """This rank's part of the copies that may be right; the ranks that see one take turns."""
         wanted = sorted((copy for file in files for copy in self.list_left(file)), key=repr)  # of paths or of inodes
-        return {copy: viewers[copy][turn % len(viewers[copy])] for turn, copy in enumerate(wanted)}
+        viewers = [[rank for rank, copies in enumerate(self.seen) if copy in copies] for copy in wanted]
+        return [copy for turn, copy in enumerate(wanted) if viewers[turn][turn % len(viewers[turn])] == rank]
 
 
 def read_with_failover(index: AtomicIndex, work: Callable[[AtomicIndex], T], comm: Comm) -> T:
@@ -109,11 +106,10 @@ def pass_over_damaged(index: AtomicIndex, damaged: Iterable[int], comm: Comm) ->
     doubted = {stored.records[number].file for number in records}
     files = doubted.union(*(lost for _, lost in told))
     here = _find_copies(stored, files, comm.rank)
-    seen = comm.gather({copy: not stored.failed.isdisjoint(paths) for copy, paths in here.items()})
-    copies = _Copies(seen, {copy for each in seen for copy, failed in each.items() if failed})
+    copies = _Copies(comm.gather({copy: not stored.failed.isdisjoint(paths) for copy, paths in here.items()}))
     if any(len(copies.list_left(file)) < 2 for file in doubted):
         return None
-    tests = [copy for copy, rank in copies.share(doubted).items() if rank == comm.rank]
+    tests = copies.share(doubted, comm.rank)
     found = comm.each(lambda: {copy: _find_fault(here[copy][0], stored, copy.file, records) for copy in tests})
     faults = {copy: text for part in found for copy, text in part.items() if text}
     copies.failed.update(faults)
