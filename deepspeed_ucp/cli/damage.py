@@ -7,7 +7,7 @@ from collections import defaultdict
 from typing import Any
 
 from ..errors import UcpError, count_of
-from ..sources.files import is_state_file, list_sizes
+from ..sources.files import is_state_file
 from ..sources.findings import Finding, fold_findings, make_error
 from ..sources.open import FolderReport
 from ..sources.reading import read_file
@@ -28,8 +28,8 @@ def examine_folder(report: FolderReport) -> tuple[UcpError | None, dict[str, Any
             faults[finding.file].append(finding.text)
     missing = sorted({f.file for f in report.findings if f.kind == "missing" and f.file and not f.warning})
     files = [
-        {"name": name, "size": size, **_read_facts(report.folder, name), "faults": faults.pop(name, [])}
-        for name, size in sorted(list_sizes(report.folder).items())
+        {"name": name, "size": size, **_read_facts(report, name), "faults": faults.pop(name, [])}
+        for name, size in sorted(report.files.sizes.items())
         if size >= 0 and is_state_file(name)
     ]
     return error, {
@@ -43,10 +43,10 @@ def examine_folder(report: FolderReport) -> tuple[UcpError | None, dict[str, Any
     }
 
 
-def _read_facts(folder: str, name: str) -> dict[str, Any]:
+def _read_facts(report: FolderReport, name: str) -> dict[str, Any]:
     """What one readable header tells: what it ``holds`` in words, and its ``step``."""
     try:
-        header = read_file(folder, name)
+        header = report.files.read(name, lambda folder: read_file(folder, name))
     except UcpError:
         return {"holds": None}
     if header.layer is not None:

@@ -16,7 +16,6 @@ from ..patterns import RuleSet, Settled, list_families, load_family
 from ..plan.settling import settle_index
 from ..secrets import hide_at
 from ..sources.compare import DEEPSPEEDS
-from ..sources.files import list_sizes
 from ..sources.findings import NOTE, WARNING, Finding
 from ..sources.open import FolderReport
 from ..torchsave.objects import describe
@@ -159,7 +158,7 @@ def _list_files(report: FolderReport) -> dict[str, int]:
         found = {(stat.st_dev, stat.st_ino): (path, stat.st_size) for path in paths if (stat := os.stat(path))}
         return {os.path.relpath(path, report.folder): size for path, size in sorted(found.values())}
     old = {finding.file for finding in report.findings if finding.kind == "leftover"}
-    sizes = list_sizes(report.folder)
+    sizes = report.files.sizes
     return {name: size for name, size in sorted(sizes.items()) if size >= 0 and name not in old}
 
 

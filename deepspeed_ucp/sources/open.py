@@ -38,16 +38,21 @@ class FolderReport:
     """A checkpoint's folder as its headers tell.
 
     Attributes:
-        folder: which.
+        files: all that lie there, and in further places.
         atomic: it is an atomic checkpoint.
         index: the atomic view; with faults only as far as it can be had.
         findings: all that is wrong, the same on every rank, and all that is odd, on the first one.
     """
 
-    folder: str
+    files: FileTable
     atomic: bool
     index: AtomicIndex | None
     findings: tuple[Finding, ...]
+
+    @property
+    def folder(self) -> str:
+        """In the first place."""
+        return self.files.folder
 
     @property
     def fault(self) -> UcpError | None:
@@ -150,7 +155,7 @@ def survey_files(where: FileTable, comm: Comm, naming: Naming | None = None) -> 
             index, findings = _survey_normal(where, comm, naming or Naming())
     except (CheckpointError, UnsupportedError) as error:
         index, findings = None, from_error(where.folder, error)
-    return FolderReport(where.folder, atomic, index, sort_findings(findings))
+    return FolderReport(where, atomic, index, sort_findings(findings))
 
 
 def look_at_job(folder: str, also: Sequence[str] = ()) -> SavedJob:

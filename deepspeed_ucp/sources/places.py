@@ -44,6 +44,10 @@ class NodeView:
     host: str
     places: tuple[dict[str, tuple[int, float]], ...]
 
+    def list_entries(self) -> tuple[Entries, ...]:
+        """By place the files."""
+        return tuple({name: Entry(*look) for name, look in held.items()} for held in self.places)
+
 
 class Copy(NamedTuple):
     """A file in a place, as the ranks of a view see it."""

@@ -21,7 +21,6 @@ from ...atoms import (
 )
 from ...comm import Comm
 from ...errors import CheckpointError, UcpError
-from ...io.distance import measure_distance
 from ...io.paths import Entry, is_url
 from ...io.store import find_entry, list_tree
 from ...plan.derive import split_experts
@@ -52,7 +51,7 @@ def survey_atomic(where: FileTable, comm: Comm) -> tuple[AtomicIndex | None, lis
             same error on every rank.
         UnsupportedError: a kind that is not covered.
     """
-    place, *others = _choose_places(where, comm)
+    place, *others = _choose_places(where)
     folder = where.folders[place]
     manifest = comm.once(lambda: _read_manifest(folder))
     if isinstance(manifest, Finding):
@@ -65,29 +64,23 @@ def survey_atomic(where: FileTable, comm: Comm) -> tuple[AtomicIndex | None, lis
         findings.append(header)
     if findings or not isinstance(header, FileHeader):
         return None, findings
-    return make_index(folder, manifest, header, [where.folders[other] for other in others]), []
+    places = [each for each in where.near if each == place or each in others] if others else []
+    return make_index(folder, manifest, header, [where.folders[each] for each in places]), []
 
 
-def _choose_places(where: FileTable, comm: Comm) -> list[int]:
-    """The places where every rank sees an atomic checkpoint; collective.
+def _choose_places(where: FileTable) -> list[int]:
+    """The places where every rank sees an atomic checkpoint.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is none; the same on every rank.
     """
-    places = range(len(where.folders))
-    if len(where.folders) == 1 and where.access is None:
-        return [0]
-    told = comm.each(lambda: [place for place in places if holds_atoms(where.own[place])])
-    common = [place for place in places if all(place in seen for seen in told)]
-
-    def check() -> None:
-        if not common:
-            raise CheckpointError(
-                f"{where.folder}: some ranks see an atomic checkpoint, others do not. Put all of it where every rank "
-                "sees it."
-            )
-
-    comm.run(check)
+    views = [view.list_entries() for view in where.views] or [where.own]
+    common = [place for place in range(len(where.folders)) if all(holds_atoms(each[place]) for each in views)]
+    if not common:
+        raise CheckpointError(
+            f"{where.folder}: some ranks see an atomic checkpoint, others do not. Put all of it where every rank sees "
+            "it."
+        )
     return common
 
 
@@ -151,18 +144,17 @@ def _read_state_file(folder: str, manifest: Manifest, faults: Sequence[Finding])
     return header
 
 
-def make_index(folder: str, manifest: Manifest, header: FileHeader, also: Sequence[str] = ()) -> AtomicIndex:
+def make_index(folder: str, manifest: Manifest, header: FileHeader, places: Sequence[str] = ()) -> AtomicIndex:
     """The index that a manifest tells of.
 
     Args:
         folder: where the files lie.
         manifest: read from it.
         header: of its state file.
-        also: further folders that may hold the same files.
+        places: the folders that may hold the same files, the nearest first; empty where ``folder`` is all.
     """
     sizes = manifest.files
     crcs = {state.name: state.crc for state in manifest.states}
-    places = sorted([folder, *also], key=measure_distance) if also else []
     files = [
         FileRef(f"{folder}/{name}", size, crcs.get(name), tuple(f"{place}/{name}" for place in places))
         for name, size in sizes.items()
