@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Concatenate, ParamSpec, TypeVar
 from .disk import write_atomically
 from .interface import Store, Stored
 from .opened import StoredFile, open_local
-from .paths import FOLDER, Entry, is_url, normalize
+from .paths import FOLDER, Entry, is_url
 
 P = ParamSpec("P")
 T = TypeVar("T")

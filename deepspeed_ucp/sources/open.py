@@ -22,7 +22,7 @@ from .headers import FileHeader
 from .identify import identify_save
 from .index import build_index
 from .module import call_by_name
-from .naming import GroupNames, NamedGroups, Naming, Rename
+from .naming import GroupNames, NamedGroups, Naming
 from .places import FileTable, find_files, list_files
 from .reading import read_file
 from .save import Save
@@ -92,8 +92,6 @@ def open_checkpoint(
     groups: NamedGroups | None = None,
     weights_only: bool = False,
     dual: bool = False,
-    keys: Mapping[str, str] | None = None,
-    rename: Rename | None = None,
     record: Callable[[], Iterable[str]] | None = None,
     ep: int = 0,
     also: Sequence[str] = (),
@@ -105,8 +103,8 @@ def open_checkpoint(
     Args:
         folder: the tag's folder.
         comm: the ranks that load. They may see different files, which together are the checkpoint.
-        live_groups, live_hyper, live_order, groups, weights_only, dual, keys, rename, record, ep: what names the
-            tensors of a source, as :class:`.naming.Naming` has it.
+        live_groups, live_hyper, live_order, groups, weights_only, dual, record, ep: what names the tensors of
+            a source, as :class:`.naming.Naming` has it.
         also: the tag's folder in further places; files of the first one count.
 
     Raises:
@@ -114,9 +112,10 @@ def open_checkpoint(
         UnsupportedError: a kind of checkpoint that is not covered.
         MismatchError: stage 0 with other param groups than the live ones.
     """
-    naming = Naming(live_groups, live_hyper, groups, weights_only=weights_only, dual=dual, keys=keys or {})
-    naming = replace(naming, order=live_order or {}, record=record, ep=ep)
-    report = survey_checkpoint(folder, comm, replace(naming, rename=rename) if rename else naming, also=also)
+    naming = Naming(
+        live_groups, live_hyper, groups, weights_only, dual=dual, order=live_order or {}, record=record, ep=ep
+    )
+    report = survey_checkpoint(folder, comm, naming, also=also)
     index = comm.run(report.require)
     if comm.rank == 0:
         report.tell_warnings()
