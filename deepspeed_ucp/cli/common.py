@@ -12,7 +12,7 @@ import os
 import shutil
 import textwrap
 from collections.abc import Generator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from ..errors import ConfigError, suggest
 from .printing import show_progress
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from ..comm import Comm
     from ..patterns import RuleSet
 
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+"""What a command's parser is added to."""
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -192,10 +193,10 @@ def find_folders(path: str, also: Sequence[str], comm: Comm) -> list[str]:
         raise CheckpointError(error)
 
     places = (path, *also)
-    told = comm.each(lambda: [look(place) for place in places])
-    found = [next((tag for tag, _ in looks if tag), "") for looks in zip(*told, strict=True)]
+    looks = comm.each(lambda: [look(place) for place in places])
+    found = [next((tag for tag, _ in looks if tag), "") for looks in zip(*looks, strict=True)]
     if not any(found):
-        comm.run(lambda: refuse(told[0][0][1]))
+        comm.run(lambda: refuse(looks[0][0][1]))
     pairs = sorted(zip(places, found, strict=True), key=lambda pair: not pair[1])  # those that nobody sees come last
     first, tag = pairs[0]
     if tag == "." and also:  # of a copy under another name, further places name the tag

@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from .common import (
+    Commands,
     add_checkpoint_options,
     add_command,
     add_work_options,
@@ -18,7 +19,6 @@ from .printing import OK, emit, format_bytes, format_duration
 
 if TYPE_CHECKING:
     from ..stream.report import OutputReport
-    from .common import Commands
 
 
 def add_parser(commands: Commands) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, count_of
 from .common import (
+    Commands,
     add_checkpoint_options,
     add_command,
     add_work_options,
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from ..atoms import AtomicIndex
     from ..examine.diff import AtomDifference, Difference
     from ..examine.values import ValueDifference
-    from .common import Commands
 
 ROWS = 20
 """Lines of the table without ``--all``."""

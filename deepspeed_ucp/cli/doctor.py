@@ -10,17 +10,14 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import ConfigError, StorageError, UcpError, escape
 from ..secrets import hide_text, hide_values
 from ..version import __version__
-from .common import add_checkpoint_options, add_command
+from .common import Commands, add_checkpoint_options, add_command
 from .inspect import look_at, opens
 from .printing import FAULT, OK, emit, find_rank, format_bytes, to_json
-
-if TYPE_CHECKING:
-    from .common import Commands
 
 FILE = "ds_ucp_doctor.txt"
 TITLE = "# ds_ucp doctor"
@@ -80,10 +77,10 @@ def run(options: argparse.Namespace) -> int:
     data["error"] = _read_error(options.error) if options.error else []
     if not find_rank():
         _write(options.out, data)
-    told = [f"wrote {options.out}: read it before you send it"]
+    lines = [f"wrote {options.out}: read it before you send it"]
     if not data["opens"]:
-        told.append(f"the checkpoint does not open: {data['fault']}")
-    emit(options, {"file": options.out, **data}, told)
+        lines.append(f"the checkpoint does not open: {data['fault']}")
+    emit(options, {"file": options.out, **data}, lines)
     return OK if data["opens"] else FAULT
 
 
@@ -186,8 +183,8 @@ def _write(path: str, data: Mapping[str, Any]) -> None:
         "error": data["error"],
     }
     lines = [TITLE]
-    for title, told in sections.items():
-        lines += ["", f"## {title}", "", *(map(escape, told) if any(told) else ["(none)"])]
+    for title, section in sections.items():
+        lines += ["", f"## {title}", "", *(map(escape, section) if any(section) else ["(none)"])]
     try:
         if os.path.exists(path):
             with open(path, "rb") as earlier:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
 from .common import (
+    Commands,
     add_checkpoint_options,
     add_command,
     add_work_options,
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from ..comm import Comm
     from ..export.tensors import ExportOptions
     from ..stream.report import OutputReport
-    from .common import Commands
 
 DTYPES = {
     "fp32": "float32",

@@ -8,14 +8,13 @@ import re
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, advise, shorten
-from .common import add_checkpoint_options, add_command, find_folders, read_groups, read_rules
+from .common import Commands, add_checkpoint_options, add_command, find_folders, read_groups, read_rules
 from .printing import ERROR, OK, emit, tell
 
 if TYPE_CHECKING:
     from ..comm import Comm
     from ..patterns import RuleSet
     from ..sources.open import FolderReport
-    from .common import Commands
     from .parameters import Parameter
     from .survey import Survey
 

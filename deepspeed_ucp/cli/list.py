@@ -7,14 +7,11 @@ import logging
 import os
 from collections.abc import Iterator
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import CheckpointError, UcpError
-from .common import add_command, add_store_option
+from .common import Commands, add_command, add_store_option
 from .printing import FAULT, OK, emit, format_bytes, format_table
-
-if TYPE_CHECKING:
-    from .common import Commands
 
 logger = logging.getLogger("deepspeed_ucp")
 

@@ -151,9 +151,9 @@ def find_file(index: AtomicIndex, record: int) -> str:
 
 def _name_pattern(pattern: Pattern) -> str:
     """A pattern as rules write it, with what differs from its defaults: ``shard-h``, ``shard-nc parts=(1,1)``."""
-    told = record_pattern(pattern)
-    kind = told.pop("kind")
-    plain = {key: value for key, value in told.items() if not isinstance(value, dict)}
+    recorded = record_pattern(pattern)
+    kind = recorded.pop("kind")
+    plain = {key: value for key, value in recorded.items() if not isinstance(value, dict)}
     return " ".join((kind, *(f"{key}={value}".replace(" ", "") for key, value in plain.items())))
 
 

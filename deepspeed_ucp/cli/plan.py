@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, count_of
-from .common import add_checkpoint_options, add_command, open_index, read_rules
+from .common import Commands, add_checkpoint_options, add_command, open_index, read_rules
 from .printing import FAULT, OK, emit, format_bytes, format_count, format_duration, format_table
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from ..forecast.degrees import Degrees
     from ..forecast.dryrun import DryRun
     from ..forecast.estimate import Bandwidths, LoadTotals, Times
-    from .common import Commands
 
 _TITLES = {
     "needed": "needs",
@@ -169,8 +168,8 @@ def _end(speeds: Bandwidths | None, times: Times | None, assumed: Sequence[str])
             ("exchange", times.exchange, f"at {speeds.net or 0:g} GB/s per rank"),
             ("resume", times.load, "reading" if times.exchange is None else "reading and exchange"),
         ]
-        told = [(what, _format_seconds(seconds), how) for what, seconds, how in rows if seconds is not None]
-        yield from ("", f"at {speeds.read:g} GB/s", *(f"  {line}" for line in format_table(told, right=(1,))))
+        table = [(what, _format_seconds(seconds), how) for what, seconds, how in rows if seconds is not None]
+        yield from ("", f"at {speeds.read:g} GB/s", *(f"  {line}" for line in format_table(table, right=(1,))))
     if assumed:
         yield from ("", "assumed", *(f"  - {text}" for text in assumed))
 

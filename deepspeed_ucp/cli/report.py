@@ -8,14 +8,11 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import ConfigError, StorageError, count_of
-from .common import add_command
+from .common import Commands, add_command
 from .printing import OK, emit, format_bytes, format_duration, format_table
-
-if TYPE_CHECKING:
-    from .common import Commands
 
 VERSION = 1
 WHOLE = ("time", "loaded", "step", "direct", "reason", "state_bytes")
@@ -33,7 +30,7 @@ _ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """What one rank told.
+    """What one rank told of a load.
 
     Attributes:
         phases: seconds by phase, in order; the start of its process first.
@@ -77,10 +74,10 @@ def add_parser(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> int:
     """Show it."""
     loads = list_loads(options.folder)
-    told, ranks = read_load(loads[-1])
+    load, ranks = read_load(loads[-1])
     if options.plot:
-        draw(told, ranks, options.plot)
-    emit(options, _to_data(loads, told, ranks), list(_to_text(loads, told, ranks)))
+        draw(load, ranks, options.plot)
+    emit(options, _to_data(loads, load, ranks), list(_to_text(loads, load, ranks)))
     return OK
 
 
@@ -108,36 +105,36 @@ def read_load(path: str) -> tuple[Mapping[str, Any], list[Rank]]:
     """
     try:
         with open(path, encoding="utf-8") as stream:
-            told = json.load(stream)
-        if told["version"] != VERSION or not told["ranks"] or not told.keys() >= {*WHOLE}:
-            raise ValueError(f"version {told['version']}")
-        return told, [_make_rank(each) for each in told["ranks"]]
+            load = json.load(stream)
+        if load["version"] != VERSION or not load["ranks"] or not load.keys() >= {*WHOLE}:
+            raise ValueError(f"version {load['version']}")
+        return load, [_make_rank(each) for each in load["ranks"]]
     except OSError as error:
         raise StorageError(f"{path}: {error.strerror}") from None
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ConfigError(f"{path}: is no report of a load that this release knows ({error!r}).") from None
 
 
-def _make_rank(told: Mapping[str, Any]) -> Rank:
+def _make_rank(entry: Mapping[str, Any]) -> Rank:
     phases: dict[str, float] = {}
-    if told["spans"]:
-        phases[START] = float(told["spans"][0][1]) - float(told["started"])
-    for name, _, seconds in told["spans"]:
+    if entry["spans"]:
+        phases[START] = float(entry["spans"][0][1]) - float(entry["started"])
+    for name, _, seconds in entry["spans"]:
         phases[str(name)] = phases.get(str(name), 0.0) + float(seconds)
-    files = {str(path): (int(nbytes), float(seconds)) for path, (nbytes, seconds) in told["files"].items()}
+    files = {str(path): (int(nbytes), float(seconds)) for path, (nbytes, seconds) in entry["files"].items()}
     rates = [(path, nbytes / seconds) for path, (nbytes, seconds) in files.items() if nbytes and seconds]
     return Rank(
-        rank=int(told["rank"]),
-        host=str(told["host"]),
+        rank=int(entry["rank"]),
+        host=str(entry["host"]),
         phases=phases,
-        nbytes=int(told["bytes_read"]),
-        requests=int(told["requests"]),
-        floor=sum(seconds for _, seconds in files.values()) / max(int(told["threads"]), 1),
+        nbytes=int(entry["bytes_read"]),
+        requests=int(entry["requests"]),
+        floor=sum(seconds for _, seconds in files.values()) / max(int(entry["threads"]), 1),
         slowest=min(rates, key=lambda each: each[1], default=None),
     )
 
 
-def _to_data(loads: Sequence[str], told: Mapping[str, Any], ranks: Sequence[Rank]) -> dict[str, Any]:
+def _to_data(loads: Sequence[str], load: Mapping[str, Any], ranks: Sequence[Rank]) -> dict[str, Any]:
     slowest = max(ranks, key=lambda each: each.seconds)
     listed = [
         {
@@ -147,17 +144,17 @@ def _to_data(loads: Sequence[str], told: Mapping[str, Any], ranks: Sequence[Rank
         }
         for each in ranks
     ]
-    whole = {key: told[key] for key in WHOLE}
+    whole = {key: load[key] for key in WHOLE}
     spent = {"seconds": slowest.seconds, "slowest_rank": slowest.rank}
     return {"file": loads[-1], "loads": len(loads), **whole, **spent, "ranks": listed}
 
 
-def _to_text(loads: Sequence[str], told: Mapping[str, Any], ranks: Sequence[Rank]) -> Iterator[str]:
+def _to_text(loads: Sequence[str], load: Mapping[str, Any], ranks: Sequence[Rank]) -> Iterator[str]:
     """The load, a table of the ranks, the slowest ones."""
     slowest = max(ranks, key=lambda each: each.seconds)
-    taken, by = format_duration(slowest.seconds), "deepspeed_ucp" if told["direct"] else "DeepSpeed"
-    yield f"{told['loaded']}: step {told['step']}, loaded by {by} on {count_of(len(ranks), 'rank')} in {taken}"
-    yield f"  {told['reason']}"
+    taken, by = format_duration(slowest.seconds), "deepspeed_ucp" if load["direct"] else "DeepSpeed"
+    yield f"{load['loaded']}: step {load['step']}, loaded by {by} on {count_of(len(ranks), 'rank')} in {taken}"
+    yield f"  {load['reason']}"
     yield f"  the last of {count_of(len(loads), 'load')}: {os.path.basename(loads[-1])}"
     yield ""
     phases = _list_phases(ranks)
@@ -186,7 +183,7 @@ def _list_phases(ranks: Sequence[Rank]) -> list[str]:
     return list(dict.fromkeys(name for rank in ranks for name in rank.phases))
 
 
-def draw(told: Mapping[str, Any], ranks: Sequence[Rank], path: str) -> None:
+def draw(load: Mapping[str, Any], ranks: Sequence[Rank], path: str) -> None:
     """Draw the heat map of a load: seconds by rank and phase.
 
     What is coloured are those beyond the phase's median, so that stragglers stand out. Errors are those of
@@ -211,6 +208,6 @@ def draw(told: Mapping[str, Any], ranks: Sequence[Rank], path: str) -> None:
     axes.set_yticks(list(shown), [f"rank {ranks[at].rank}" for at in shown], fontsize=8)
     axes.tick_params(length=0, labelcolor=INK)
     axes.set_title("seconds; coloured: beyond the phase's median", fontsize=9, color=FAINT_INK, loc="left")
-    title = f"{told['loaded']}: step {told['step']}, {len(ranks)} ranks · {told['reason']}"
+    title = f"{load['loaded']}: step {load['step']}, {len(ranks)} ranks · {load['reason']}"
     figure.suptitle(title[:150], x=0.01, ha="left", color=INK, fontsize=11)
     save_figure(figure, path, dpi=130)

@@ -9,15 +9,12 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .. import heartbeat
 from ..errors import ConfigError, UcpError
-from .common import add_command, read_patterns
+from .common import Commands, add_command, read_patterns
 from .printing import ERROR, OK, tell
-
-if TYPE_CHECKING:
-    from .common import Commands
 
 
 def _read_json(text: str) -> Any:

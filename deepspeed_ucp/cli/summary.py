@@ -106,10 +106,10 @@ def _describe_step(index: AtomicIndex) -> str:
 
 
 def _describe_optimizer(survey: Survey) -> str:
-    told = survey.data["optimizer"]
-    states, groups = told["states"], told["groups"]
-    name = told["name"] or ("a client optimizer" if states or groups else "no states")
-    scalars = [f"{key} {_write_range(value)}" for key, value in told["scalars"].items()]
+    optimizer = survey.data["optimizer"]
+    states, groups = optimizer["states"], optimizer["groups"]
+    name = optimizer["name"] or ("a client optimizer" if states or groups else "no states")
+    scalars = [f"{key} {_write_range(value)}" for key, value in optimizer["scalars"].items()]
     return ", ".join([f"{name}: {' '.join(states)}" if states else name, *scalars])
 
 

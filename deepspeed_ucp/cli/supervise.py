@@ -8,11 +8,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from ..errors import ConfigError
-from .common import add_command
+from .common import Commands, add_command
 
 if TYPE_CHECKING:
     from ..supervise.command import Command
-    from .common import Commands
 
 T = TypeVar("T", int, float)
 

@@ -200,12 +200,12 @@ def _find_limits(
 ) -> Iterator[Finding]:
     """What other topologies cannot take, or not before somebody says how; what cannot be checked."""
     if unsettled := [row for row in rows if row.why]:
-        told = {row.why.get("match", row.name): row.why for row in unsettled}
+        advice = {row.why.get("match", row.name): row.why for row in unsettled}
         text = (
             "nothing tells how tensor parallelism cuts these; to convert, or to resume with another degree, give "
             f"--patterns: {_advise(index, rules)}"
         )
-        yield Finding("unsettled", "", text, WARNING, tuple(row.name for row in unsettled), tuple(told.values()))
+        yield Finding("unsettled", "", text, WARNING, tuple(row.name for row in unsettled), tuple(advice.values()))
     irregular = {f"{key.param}.{key.state}": text for key, text in index.limits.irregular.items()}
     unreadable = {f"{key.param} ({key.state})": text for key, text in index.limits.unreadable.items()}
     for kind, what, faults in (

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
 from ..errors import UcpError
-from .common import add_command
+from .common import Commands, add_command
 from .printing import ERROR, OK, tell
-
-if TYPE_CHECKING:
-    from .common import Commands
 
 
 def add_parser(commands: Commands) -> None:

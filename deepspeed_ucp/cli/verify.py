@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError, ConfigError, count_of
 from .common import (
+    Commands,
     add_checkpoint_options,
     add_command,
     add_work_options,
@@ -20,7 +21,6 @@ from .printing import FAULT, OK, emit, format_bytes, format_duration, tell
 if TYPE_CHECKING:
     from ..examine.verify import Verification
     from ..sources.findings import Finding
-    from .common import Commands
 
 
 def add_parser(commands: Commands) -> None:
@@ -146,8 +146,8 @@ def to_text(found: Verification, *, headers_only: bool = False) -> list[str]:
         lines.append(f"{count_of(len(found.others), 'other file')} not looked into")
     warnings = sum(fault.warning for fault in found.faults)
     verdict = "whole" if found.whole else count_of(len(found.faults) - warnings, "fault")
-    told = f" ({count_of(warnings, 'warning')})" if warnings else ""
-    return [*lines, *map(_word, fold_findings(found.faults)), verdict + told]
+    more = f" ({count_of(warnings, 'warning')})" if warnings else ""
+    return [*lines, *map(_word, fold_findings(found.faults)), verdict + more]
 
 
 def _word(fault: Finding) -> str:

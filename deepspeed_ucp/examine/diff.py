@@ -194,8 +194,8 @@ def _compare_rest(
     notes = [f"topology: {text}" for text in find_differences(*topology)]
     notes += [f"{side}: {index.limits.dropped}" for side, index in (("A", left), ("B", right)) if index.limits.dropped]
     if not options.only and not options.states:
-        found, told = compare_runs(left, right)
-        values, notes = values + found, notes + told
+        found, more = compare_runs(left, right)
+        values, notes = values + found, notes + more
     return values, notes
 
 
@@ -217,8 +217,8 @@ def _list_differences(pairs: Pairs, tallies: Tallies) -> tuple[AtomDifference, .
         if values.differing or padding.differing:
             pair = pairs.both[number]
             index, shard = pair.locate(values.first if values.differing else padding.first)
-            told = _describe(pair.left.atom, "values", tally=values, padding=padding, index=index, shard=shard)
-            found.append(replace(told, dtypes=(pair.left.dtype, pair.right.dtype)))
+            difference = _describe(pair.left.atom, "values", tally=values, padding=padding, index=index, shard=shard)
+            found.append(replace(difference, dtypes=(pair.left.dtype, pair.right.dtype)))
     return tuple(sorted(found, key=_rate))
 
 

@@ -200,8 +200,8 @@ def _compare_shapes(
     wrong = {}
     for name in (name for name in names if name in mine and name in theirs):
         shapes = [side[name][0].shape for side in (mine, theirs)]
-        told = settled.wrong.get(name) or settled.open[name].text
-        wrong[name] = f"shape {shapes[0]} ≠ {shapes[1]}" if shapes[0] != shapes[1] else told
+        why = settled.wrong.get(name) or settled.open[name].text
+        wrong[name] = f"shape {shapes[0]} ≠ {shapes[1]}" if shapes[0] != shapes[1] else why
     unknown = {name: each for name, each in settled.open.items() if name not in wrong}
     contradicted = {name: text for name, text in settled.wrong.items() if name not in wrong}
     replace(settled, open=unknown, wrong=contradicted).require()

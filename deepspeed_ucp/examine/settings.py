@@ -69,8 +69,8 @@ def compare_hyper(index: AtomicIndex, config: Mapping[str, Any], *, is_left: boo
     Args:
         is_left: the save is A.
     """
-    told = config.get("optimizer")
-    given = told.get("params") if isinstance(told, Mapping) else None
+    optimizer = config.get("optimizer")
+    given = optimizer.get("params") if isinstance(optimizer, Mapping) else None
     params = given if isinstance(given, Mapping) else {}
     found = []
     for group in index.run.groups:

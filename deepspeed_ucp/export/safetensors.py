@@ -74,8 +74,8 @@ class SafeLayout:
         """Content of the index file."""
         nbytes = sum(self.sizes.values()) - sum(map(len, self.heads.values()))
         weights = {name: file for name, (file, _) in self.places.items()}
-        told = {"metadata": {"total_size": nbytes}, "weight_map": weights}
-        return (json.dumps(told, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+        index = {"metadata": {"total_size": nbytes}, "weight_map": weights}
+        return (json.dumps(index, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
 
 def lay_out(tensors: Mapping[str, Tensor], max_shard: int = MAX_SHARD) -> SafeLayout:

@@ -76,16 +76,16 @@ def complete_group(hyper: Mapping[str, Any], states: Mapping[str, Mapping[str, A
         states: of all parameters; they tell whether the optimizer is Adam's kind.
         names: the group's parameters.
     """
-    told = {key: value for key, value in hyper.items() if key not in ("params", "param_names")}
-    told |= {"initial_lr": told["lr"]} if "lr" in told and "initial_lr" not in told else {}
+    kept = {key: value for key, value in hyper.items() if key not in ("params", "param_names")}
+    kept |= {"initial_lr": kept["lr"]} if "lr" in kept and "initial_lr" not in kept else {}
     held = next((states[name] for name in names if name in states), {})
     if not {"exp_avg", "exp_avg_sq"} <= set(held):
-        return told
+        return kept
     defaults = torch.optim.AdamW([torch.zeros(1)]).param_groups[0]
-    missing = {key: value for key, value in defaults.items() if key not in told and key != "params"}
+    missing = {key: value for key, value in defaults.items() if key not in kept and key != "params"}
     if "max_exp_avg_sq" in held:
         missing = {**missing, "amsgrad": True} if "amsgrad" in missing else missing
-    return {**told, **missing}
+    return {**kept, **missing}
 
 
 def flatten_optimizer(optimizer: Mapping[str, Any]) -> dict[str, Any]:

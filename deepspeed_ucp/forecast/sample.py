@@ -130,8 +130,8 @@ class Sampler:
         tables = [address_claims(held, one)[0][0] for held in claims.values()]
         plan = decide(tables, self.blocks, chosen, replace(self.sizes, share=_ENDLESS))
         at = list(claims).index(rank)
-        told = plan.answers[at][:, 0].tolist()
-        self_read = [claim for claim, answer in zip(claims[rank], told, strict=True) if answer == SELF_READ]
+        answers = plan.answers[at][:, 0].tolist()
+        self_read = [claim for claim, answer in zip(claims[rank], answers, strict=True) if answer == SELF_READ]
         serving = plan.rounds[0] if plan.rounds else Round.idle(len(claims))
         return self_read, plan, serving, sum(send.nbytes for send in serving.sends[at])
 
