@@ -8,7 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
+from typing import TypeVar
 
+Number = TypeVar("Number", int, float)
 Shape = tuple[int, ...]
 Span = tuple[int, int]
 """First element, and behind the last."""
@@ -218,3 +220,14 @@ def find_gaps(spans: Iterable[Span], high: int, low: int = 0) -> list[Span]:
             gaps.append((position, begin))
         position = max(position, end)
     return gaps
+
+
+def join_spans(spans: Iterable[tuple[Number, Number]]) -> list[tuple[Number, Number]]:
+    """Ranges [low, high) in order, joined where they meet."""
+    joined: list[tuple[Number, Number]] = []
+    for low, high in sorted(spans):
+        if joined and low <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(high, joined[-1][1])
+        else:
+            joined.append((low, high))
+    return joined

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex, ParamKey, count
 from ..errors import ConfigError, StorageError, count_of, hide_secrets
+from ..flat import join_spans
 from ..io.paths import is_url, normalize
 from ..sources.files import NO_LAYER, sort_files
 from .parameters import Parameter, sort_states, split_layer
@@ -213,20 +214,9 @@ def _paint_rows(axes: Any, drawn: Map) -> None:
         top = number + 0.04
         for kind, share in shares.items():
             height, colour = 0.92 * share / sum(shares.values()), COLOURS[kind]
-            bars = [(low, high - low) for low, high in _unite(drawn.lanes[row, kind])]
+            bars = [(low, high - low) for low, high in join_spans(span[:2] for span in drawn.lanes[row, kind])]
             axes.broken_barh(bars, (top, height), color=colour, linewidth=0.15, snap=False, rasterized=True)
             top += height
-
-
-def _unite(spans: Iterable[tuple[float, float, int]]) -> list[tuple[float, float]]:
-    """Spans without what they have in common, neighbours as one."""
-    united: list[tuple[float, float]] = []
-    for low, high, _ in sorted(spans):
-        if united and low <= united[-1][1]:
-            united[-1] = united[-1][0], max(united[-1][1], high)
-        else:
-            united.append((low, high))
-    return united
 
 
 def _paint_layers(axes: Any, drawn: Map) -> None:

@@ -17,7 +17,7 @@ from operator import itemgetter
 import numpy as np
 
 from ..atoms import ITEMSIZE, AtomicIndex, ParamKey
-from ..flat import FlatBuffer, Span
+from ..flat import FlatBuffer, Span, join_spans
 from ..patterns import Run, restrict_source
 from ..plan import OwnerPlan, ReadSizes, Request, Round, decide
 from ..plan.claims import SELF_READ, Blocks, Claim, address_claims, list_claims
@@ -171,14 +171,3 @@ class Sampler:
             for dp_rank in shared.buffer.find_ranks(part, shards):
                 rank = (stage * shards + dp_rank) * self.target.degrees.tp + tp_rank
                 yield rank, replace(shared.want, start=cut.start, numel=cut.numel)
-
-
-def join_spans(spans: Iterable[Span]) -> list[Span]:
-    """Spans in order, joined where they meet."""
-    joined: list[Span] = []
-    for low, high in sorted(spans):
-        if joined and low <= joined[-1][1]:
-            joined[-1] = joined[-1][0], max(high, joined[-1][1])
-        else:
-            joined.append((low, high))
-    return joined
