@@ -100,9 +100,8 @@ class Sampler:
         """
         mine = list_claims(wants.wants, self.block)
         owned = list(self.blocks.owned(rank, self.touched))
-        others = {(claim.record, claim.offset // self.block) for claim in mine}.difference(owned)
         self_read, own, serving, kept = self._decide(owned, rank)
-        self_read += self._decide(sorted(others), rank)[0]
+        self_read += self._decide(self._choose_others(mine, set(owned), rank), rank)[0]
         reads = [Request(claim.record, claim.offset, claim.nbytes, claim.parts) for claim in self_read]
         reads += own.unclaimed + serving.reads
         sent = serving.sent - kept
@@ -117,6 +116,18 @@ class Sampler:
             "rounds": -(-max(moved) // share),
             "peak": max(measure_scratch(reads, threads), sum(min(nbytes, share) for nbytes in moved)),
         }
+
+    def _choose_others(self, mine: Iterable[Claim], owned: set[Block], rank: int) -> list[Block]:
+        """Other owners' blocks of which the rank may read some itself: of short claims, where nobody else claims."""
+        long: dict[Block, bool] = {}
+        for claim in mine:
+            key = claim.record, claim.offset // self.block
+            long[key] = long.get(key, False) or (claim.count == 1 and claim.run >= self.sizes.min_direct)
+        return [each for each in sorted(long) if each not in owned and (long[each] or self._is_alone(rank, each))]
+
+    def _is_alone(self, rank: int, block: Block) -> bool:
+        """Whether no other rank claims any of a block."""
+        return not any(other != rank and self._claim([want], {block}) for other, want in self._find_wants({block}))
 
     def _decide(self, chosen: list[Block], rank: int) -> tuple[list[Claim], OwnerPlan, Round, int]:
         """What the owners of some blocks, as if they were one rank, decide.
@@ -138,16 +149,19 @@ class Sampler:
     def list_claims(self, chosen: set[Block]) -> dict[int, list[Claim]]:
         """All ranks' claims on some blocks."""
         wants: dict[int, list[Want]] = defaultdict(list)
+        for rank, want in self._find_wants(chosen):
+            wants[rank].append(want)
+        return {rank: self._claim(held, chosen) for rank, held in wants.items()}
+
+    def _claim(self, wants: Iterable[Want], chosen: set[Block]) -> list[Claim]:
+        claims = list_claims(wants, self.block)
+        return [claim for claim in claims if (claim.record, claim.offset // self.block) in chosen]
+
+    def _find_wants(self, chosen: set[Block]) -> Iterator[tuple[int, Want]]:
+        """Parts of ranks' wants among which are all that these blocks hold, each element once."""
         for number, spans in self._find_spans(chosen).items():
             for low, high in join_spans(spans):
-                for rank, want in self._divide(self.wants[number], low, high):
-                    wants[rank].append(want)
-        return {
-            rank: [
-                claim for claim in list_claims(held, self.block) if (claim.record, claim.offset // self.block) in chosen
-            ]
-            for rank, held in wants.items()
-        }
+                yield from self._divide(self.wants[number], low, high)
 
     def _find_spans(self, chosen: Iterable[Block]) -> dict[int, list[Span]]:
         """Elements of target shards among which are all that lie in some blocks, by the number of what wants them."""

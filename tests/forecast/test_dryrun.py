@@ -118,7 +118,7 @@ def load(folder: Path, targets: Sequence[FakeTarget], options: Options) -> tuple
     def work(number: int, comm: Comm) -> tuple[AtomicIndex, Loaded]:
         index = open_for(folder, targets[number], comm)
         rank = prepare_rank(index, targets[number], comm, options)
-        read(index, rank, options)
+        read(rank, options)
         return index, rank
 
     results = run_ranks(len(targets), work)
