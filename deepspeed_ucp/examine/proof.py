@@ -90,19 +90,16 @@ def compare_manifest(
     What is missing is told as the checkpoint is opened, and records' bytes are held against their checksums by reading
     them. Arguments as of :func:`compare_proof`.
     """
-    extra = sorted(set(sizes) - manifest.files.keys() - _find_unlisted_steps(manifest)) if first else []
+    steps: set[str] = set()
+    if not any(os.path.basename(state.name) == "step.pt" for state in manifest.states):
+        # It is of a release that listed none of the parameters' step files.
+        steps = {os.path.join(os.path.dirname(atom.file), "step.pt") for atom in manifest.atoms}
+    extra = sorted(set(sizes) - manifest.files.keys() - steps) if first else []
     found = [
         Finding("extra", n, f"{n}: the manifest does not list it; DeepSpeed would load it all the same. Remove it.")
         for n in extra
     ]
     return [*found, *_compare_states(manifest, listed), *_compare_atoms(manifest.atoms, listed)]
-
-
-def _find_unlisted_steps(manifest: Manifest) -> set[str]:
-    """The parameters' step files, where the manifest is of a release that listed none of them."""
-    if any(os.path.basename(state.name) == "step.pt" for state in manifest.states):
-        return set()
-    return {os.path.join(os.path.dirname(atom.file), "step.pt") for atom in manifest.atoms}
 
 
 def _compare_states(manifest: Manifest, listed: Mapping[str, FileRecords]) -> Iterator[Finding]:

@@ -219,7 +219,8 @@ def _find_other(left: TorchFile, first: TensorRef, right: TorchFile, second: Ten
     kinds = [(ref.dtype, ref.shape, ref.stride) for ref in (first, second)]
     if kinds[0] != kinds[1] or (first.data is not None and first.data != second.data):
         return str(_shorten(second))
-    nbytes = _span(first) * ITEMSIZE.get(first.dtype, 1)
+    ends = sum((size - 1) * stride for size, stride in zip(first.shape, first.stride, strict=True))
+    nbytes = (ends + 1 if first.numel else 0) * ITEMSIZE.get(first.dtype, 1)
     for low in range(0, nbytes, _PIECE):
         piece = min(_PIECE, nbytes - low)
         if _read(left, first, low, piece) != _read(right, second, low, piece):
@@ -230,13 +231,6 @@ def _find_other(left: TorchFile, first: TensorRef, right: TorchFile, second: Ten
 def _read(file: TorchFile, ref: TensorRef, low: int, nbytes: int) -> bytes:
     offset = file.storages[ref.storage.key].offset + ref.offset * ITEMSIZE.get(ref.dtype, 1)
     return read_bytes(file.path, offset + low, nbytes)
-
-
-def _span(ref: TensorRef) -> int:
-    """Elements from a tensor's first to its last."""
-    if not ref.numel:
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(ref.shape, ref.stride, strict=True))
 
 
 class _Words(reprlib.Repr):
