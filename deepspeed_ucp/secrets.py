@@ -20,7 +20,7 @@ _WORDS = (
 )
 _NAME = re.compile(rf"{_WORDS}|^(?:key|sas|sig)$|token$|_(?:sas|key)$", re.IGNORECASE)
 _OPEN = frozenset({"endpoint_url", "region_name", "account_name", "project", "protocol"})
-_TOLD = re.compile(
+_NAMED = re.compile(
     rf"""((?:[\w.-]*(?:{_WORDS})[\w-]*|[\w.-]*token|\b(?:key|sas|sig))"""
     r"""(?:\\?["']?\s*[:=]\s*|(?<=[\w])\s+(?=[^\s-]\S{11})))"""
     r"""(?:b?\\?"[^"\n]*"|b?\\?'[^'\n]*'|(?:(?:Bearer|Basic)\s+)?[^\s"',;&)}\]]+)""",
@@ -44,8 +44,8 @@ def hide_values(value: Any, name: str = "") -> Any:
     if _NAME.search(name) and value not in (None, True, False):
         return HIDDEN
     if isinstance(value, Mapping):
-        held = {key: hide_values(each, str(key)) for key, each in value.items()}
-        return _close(held) if name == STORES else held
+        shown = {key: hide_values(each, str(key)) for key, each in value.items()}
+        return _close(shown) if name == STORES else shown
     if isinstance(value, (list, tuple)):
         return [hide_values(each) for each in value]
     return hide_text(value) if isinstance(value, str) else value
@@ -64,8 +64,8 @@ def _close(value: Mapping[str, Any]) -> dict[str, Any]:
 
 def hide_text(text: str) -> str:
     """Lines of a log, or a value, with what looks like a secret hidden."""
-    for told in (_FLAG, _TOLD):
-        text = told.sub(rf"\1{HIDDEN}", text)
+    for pattern in (_FLAG, _NAMED):
+        text = pattern.sub(rf"\1{HIDDEN}", text)
     return hide_secrets(_SHAPES.sub(HIDDEN, text))
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import functools
 import mmap
 import os
 import threading
@@ -53,16 +52,6 @@ class _ThreadMemory(threading.local):
 _own = _ThreadMemory()
 
 
-@functools.cache
-def _load_libc() -> ctypes.CDLL:
-    libc = load_libc()
-    libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
-    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_longlong)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-    return libc
-
-
 def is_worth_passing(fd: int) -> bool:
     """Whether what is read of a file had better pass the cache by.
 
@@ -74,10 +63,10 @@ def is_worth_passing(fd: int) -> bool:
 def find_readahead(device: int) -> int:
     """Bytes that the system reads ahead on a device; 0 where it does not tell, as of several disks in one."""
     try:
-        told = (_DEVICES / f"{os.major(device)}:{os.minor(device)}" / "read_ahead_kb").read_text()
+        kib = (_DEVICES / f"{os.major(device)}:{os.minor(device)}" / "read_ahead_kb").read_text()
     except OSError:
         return 0
-    return int(told) << 10
+    return int(kib) << 10
 
 
 def reopen(fd: int, mode: int = os.O_RDONLY) -> int | None:
@@ -157,12 +146,12 @@ def is_cached(fd: int, offset: int, nbytes: int) -> bool:
     """Whether the page cache holds most of a range; also where the system does not tell."""
     low = offset // mmap.PAGESIZE * mmap.PAGESIZE
     size = offset + nbytes - low
-    libc, pages = _load_libc(), (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
+    libc, pages = load_libc(), (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
     address = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, low)
     if address in (None, ctypes.c_void_p(-1).value):
         return True
     try:
-        told = libc.mincore(address, size, pages) == 0
+        is_known = libc.mincore(address, size, pages) == 0
     finally:
         libc.munmap(address, size)
-    return not told or 2 * bytes(pages).count(0) < len(pages)
+    return not is_known or 2 * bytes(pages).count(0) < len(pages)

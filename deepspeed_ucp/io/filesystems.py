@@ -29,21 +29,22 @@ class _Statfs(ctypes.Structure):
 
 @functools.cache
 def load_libc() -> ctypes.CDLL:
-    """The C library, whose calls tell ``errno``."""
-    return ctypes.CDLL(None, use_errno=True)
-
-
-@functools.cache
-def _load_calls() -> ctypes.CDLL:
-    libc = load_libc()
-    libc.statfs.argtypes = (ctypes.c_char_p, ctypes.c_void_p)
-    libc.fstatfs.argtypes = (ctypes.c_int, ctypes.c_void_p)
+    """The C library, whose calls tell ``errno``; those that take addresses or sizes know their types."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    number, address, size = ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t
+    libc.statfs.argtypes = ctypes.c_char_p, address
+    libc.fstatfs.argtypes = number, address
+    libc.madvise.argtypes = address, size, number
+    libc.mincore.argtypes = address, size, address
+    libc.mmap.argtypes = address, size, number, number, number, ctypes.c_longlong
+    libc.mmap.restype = address
+    libc.munmap.argtypes = address, size
     return libc
 
 
 def find_kind(file: int | str) -> str:
     """The kind of file system that a file lies in, open or by its path; empty where the system does not tell."""
-    libc, found = _load_calls(), _Statfs()
-    told = ctypes.byref(found)
-    failed = libc.fstatfs(file, told) if isinstance(file, int) else libc.statfs(os.fsencode(file), told)
+    libc, found = load_libc(), _Statfs()
+    address = ctypes.byref(found)
+    failed = libc.fstatfs(file, address) if isinstance(file, int) else libc.statfs(os.fsencode(file), address)
     return "" if failed else _LOCAL.get(found.f_type & 0xFFFFFFFF, NETWORK)

@@ -55,8 +55,8 @@ def find_address(memory: mmap.mmap | memoryview) -> int:
 @functools.cache
 def has_large_pages() -> bool:
     """Whether the system gives large pages to who asks for them."""
-    told = _read(_LARGE_PAGES)
-    return "[always]" in told or "[madvise]" in told
+    modes = _read(_LARGE_PAGES)
+    return "[always]" in modes or "[madvise]" in modes
 
 
 class Scratch:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import mmap
 
 from .filesystems import load_libc
@@ -51,12 +49,5 @@ class LargePages:
                 _advise(*place, mmap.MADV_NOHUGEPAGE)
 
 
-@functools.cache
-def _load_libc() -> ctypes.CDLL:
-    libc = load_libc()
-    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return libc
-
-
 def _advise(address: int, nbytes: int, advice: int) -> bool:
-    return bool(_load_libc().madvise(address, nbytes, advice) == 0)
+    return bool(load_libc().madvise(address, nbytes, advice) == 0)

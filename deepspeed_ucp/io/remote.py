@@ -189,11 +189,11 @@ def make_entry(info: Mapping[str, Any]) -> Entry:
         return Entry(FOLDER, 0.0)
     changed = next((info[key] for key in _CHANGES if info.get(key)), 0.0)
     seconds = _to_seconds(changed)
-    version = next((str(info[key]) for key in _VERSIONS if info.get(key)), "") or _tell_time(changed, seconds)
+    version = next((str(info[key]) for key in _VERSIONS if info.get(key)), "") or _make_version(changed, seconds)
     return Entry(int(info.get("size") or 0), seconds, version)
 
 
-def _tell_time(changed: Any, seconds: float) -> str:
+def _make_version(changed: Any, seconds: float) -> str:
     """A time as a version: the same whether a listing or a look at the file tells it, in a form of its own each."""
     return repr(seconds) if seconds else str(changed or "")
 

@@ -25,7 +25,7 @@ LEAST_RATE = 1024
 _PAUSE, _LONGEST_PAUSE = 0.2, 20.0
 """Seconds: the longest pause behind the first failure, which doubles with each, and the longest of all."""
 
-_TOLD, _SILENCE = 3, 60.0
+_WARN_AT, _SILENCE = 3, 60.0
 """Of a request the failure that is told of, and the seconds in which no other's of its store is: many fail at once."""
 
 _TRANSIENT, _REFUSED = {408, 425, 429}, {501, 505}
@@ -52,7 +52,7 @@ _LASTING = re.compile(
 CHANGED = "has changed since its header was read"
 
 
-_told: dict[str, float] = {}
+_warned: dict[str, float] = {}
 """When a failure of a store was last told."""
 
 
@@ -85,27 +85,27 @@ def attempt(work: Callable[[], T], what: str, left: Callable[[], int] = lambda: 
             came = before - left()
             count = 1 if came and came >= LEAST_RATE * (time.monotonic() - begin) else count + 1
             if count == ATTEMPTS:
-                told = f"failed {ATTEMPTS} times, at last with {_describe(error)}"
+                text = f"failed {ATTEMPTS} times, at last with {_describe(error)}"
                 advice = "check credentials, endpoint and network, and try again when the store answers"
-                raise OSError(f"{told}; {advice}") from error
+                raise OSError(f"{text}; {advice}") from error
             _pause(count, what, error)
 
 
 def _pause(count: int, what: str, error: Exception) -> None:
     """Exponential backoff with full jitter, so that thousands of ranks do not come back at once."""
     pause = random.uniform(0, min(_PAUSE * 2 ** (count - 1), _LONGEST_PAUSE))
-    level = logging.WARNING if count == _TOLD and _is_due(what) else logging.DEBUG
-    told = f"attempt {count} of {ATTEMPTS} failed with {_describe(error)}"
-    logger.log(level, "%s: %s; the next one is in %.1f s", what, told, pause)
+    level = logging.WARNING if count == _WARN_AT and _is_due(what) else logging.DEBUG
+    text = f"attempt {count} of {ATTEMPTS} failed with {_describe(error)}"
+    logger.log(level, "%s: %s; the next one is in %.1f s", what, text, pause)
     time.sleep(pause)
 
 
 def _is_due(url: str) -> bool:
     """Whether nothing was told of a URL's store for a while."""
     store, now = find_store(url), time.monotonic()
-    if now - _told.get(store, -_SILENCE) < _SILENCE:
+    if now - _warned.get(store, -_SILENCE) < _SILENCE:
         return False
-    _told[store] = now
+    _warned[store] = now
     return True
 
 
@@ -113,8 +113,8 @@ def _find_cause(error: Exception) -> Exception:
     """What fsspec says of the web's files is that they are not there, whatever failed."""
     cause = error.__cause__
     if isinstance(error, FileNotFoundError) and isinstance(cause, Exception):
-        told = isinstance(cause, (TypeError, ValueError, TimeoutError, ConnectionError))
-        return cause if told or type(cause).__module__.split(".")[0] == "aiohttp" else error
+        is_cause = isinstance(cause, (TypeError, ValueError, TimeoutError, ConnectionError))
+        return cause if is_cause or type(cause).__module__.split(".")[0] == "aiohttp" else error
     return error
 
 
@@ -156,9 +156,9 @@ def _is_refusal(error: BaseException, status: int | None) -> bool:
 def _find_status(error: BaseException) -> int | None:
     """The HTTP status that an error is about; botocore's, of which s3fs makes others, keeps it in the answer."""
     answers = [getattr(each, "response", None) for each in (error, error.__cause__)]
-    told = [each.get("ResponseMetadata", {}).get("HTTPStatusCode") for each in answers if isinstance(each, Mapping)]
-    told += [getattr(error, name, None) for name in ("status", "status_code", "code")]
-    return next((status for status in told if isinstance(status, int) and 300 <= status < 600), None)
+    statuses = [each.get("ResponseMetadata", {}).get("HTTPStatusCode") for each in answers if isinstance(each, Mapping)]
+    statuses += [getattr(error, name, None) for name in ("status", "status_code", "code")]
+    return next((status for status in statuses if isinstance(status, int) and 300 <= status < 600), None)
 
 
 def _describe(error: BaseException) -> str:

@@ -38,18 +38,18 @@ def share_memory(nbytes: int, rank: int, gather: Callable[[Any], list[Any]]) -> 
     fd, own = _make(nbytes, token)
     path = f"/proc/{os.getpid()}/fd/{fd}" if fd >= 0 else ""
     try:
-        told: list[tuple[str, str, bytes, bool]] = gather((identify_host(), path, token, own is not None))
-        _refuse_lacking([number for number, each in enumerate(told) if not each[3]], nbytes, rank)
-        host = told[rank][0]
-        near = [number for number, each in enumerate(told) if each[0] == host and number != rank]
-        seen = {number: memory for number in near if (memory := _map(*told[number][1:3], nbytes)) is not None}
+        offers: list[tuple[str, str, bytes, bool]] = gather((identify_host(), path, token, own is not None))
+        _refuse_lacking([number for number, each in enumerate(offers) if not each[3]], nbytes, rank)
+        host = offers[rank][0]
+        near = [number for number, each in enumerate(offers) if each[0] == host and number != rank]
+        seen = {number: memory for number in near if (memory := _map(*offers[number][1:3], nbytes)) is not None}
         shared = gather(fd >= 0 and len(seen) == len(near))
     finally:
         if fd >= 0:
             os.close(fd)
     if not all(shared[number] for number in (*near, rank)):
         seen = {}
-    return [own if number == rank else seen.get(number) for number in range(len(told))]
+    return [own if number == rank else seen.get(number) for number in range(len(offers))]
 
 
 def _refuse_lacking(ranks: list[int], nbytes: int, rank: int) -> None:

@@ -89,11 +89,11 @@ class RemoteStaging(Staging):
 
     def check_destination(self, overwrite: bool) -> None:
         """What a stopped upload has left is no obstacle."""
-        held = self._list()
-        if not held:
+        present = self._list()
+        if not present:
             return
-        stopped = _UNFINISHED in held
-        names = {name.split("/")[0] for name in held} - {_UNFINISHED}
+        stopped = _UNFINISHED in present
+        names = {name.split("/")[0] for name in present} - {_UNFINISHED}
         is_ours = stopped or self.kind.is_one(self.destination)
         self.kind.refuse_taken(self.destination, names, is_ours=is_ours, overwrite=overwrite or stopped)
 
@@ -110,11 +110,11 @@ class RemoteStaging(Staging):
 
     def begin(self, identity: dict[str, Any]) -> list[dict[str, Any]]:
         """Remove what lies at the destination; what makes it look whole first."""
-        held = [name for name in self._list() if self._is_own(name.split("/")[0])]
-        marks = [name for name in reversed(self.kind.last) if name in held]
+        present = [name for name in self._list() if self._is_own(name.split("/")[0])]
+        marks = [name for name in reversed(self.kind.last) if name in present]
         with _explain(self.destination):
             write_small(f"{self.destination}/{_UNFINISHED}", b"")
-            for name in [*marks, *(name for name in held if name not in marks)]:
+            for name in [*marks, *(name for name in present if name not in marks)]:
                 remove(f"{self.destination}/{name}")
         return []
 

@@ -153,9 +153,9 @@ def put_file(path: str, url: str) -> None:
                 raise
             if find_entry(url) in (None, before):  # else the answer alone was lost to the request that ended it
                 raise ConnectionError("parts of it are not there any more") from error
-        held = find_entry(url)
-        if held is None or held.size != size:
-            raise EOFError(f"{held.size if held else 0} bytes arrived of {size}")
+        arrived = find_entry(url)
+        if arrived is None or arrived.size != size:
+            raise EOFError(f"{arrived.size if arrived else 0} bytes arrived of {size}")
 
     _write(work, url)
 

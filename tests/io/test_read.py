@@ -320,7 +320,7 @@ def test_the_cache_is_asked_for_its_own_pages(monkeypatch: pytest.MonkeyPatch) -
             return 0
 
     monkeypatch.setattr(mmap, "PAGESIZE", 64 << 10)
-    monkeypatch.setattr(direct, "_load_libc", Libc)
+    monkeypatch.setattr(direct, "load_libc", Libc)
     assert not direct.is_cached(0, (64 << 10) + 4096, 512 << 10)
 
 

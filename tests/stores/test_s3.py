@@ -198,7 +198,7 @@ def test_a_server_that_keeps_failing_is_told(
 ) -> None:
     folder = find_checkpoint(f"s3://{BUCKET}/small")
     monkeypatch.setattr(retry, "ATTEMPTS", 4)
-    monkeypatch.setattr(retry, "_told", {})
+    monkeypatch.setattr(retry, "_warned", {})
     told = r"optim_states.pt .2 files.: cannot be .*failed 4 times.*check credentials, endpoint and network, and"
     with server.failing(fail_first(99, "503", having="optim")), pytest.raises(CheckpointError, match=told):
         open_checkpoint(folder, Comm())
