@@ -65,25 +65,25 @@ class UcpError(RuntimeError):
     """Base of every error that this package raises on purpose. What it is about is data; text is for people alone.
 
     Args:
-        lines: what is told, a line each, as :func:`escape` has it.
+        lines: what is told, a line each, as :func:`escape` has it; a finding's is its text.
         path: the file or folder that it is about, which is told in front of the first line.
         kind: of what is found there, as a :class:`Finding` has it.
 
     Attributes:
         text: what is told without the path.
-        findings: what it was made of, where that is more than one finding.
+        findings: what it was made of, where that is more than path and kind tell.
         shared: every rank of the launch raises it.
         echo: and another rank than this one is to tell it.
         rank: that has found it, where several ranks raise it.
     """
 
-    findings: tuple[Finding, ...] = ()
     shared = False
     echo = False
     rank: int | None = None
 
     def __init__(self, *lines: object, path: str = "", kind: str = "") -> None:
-        texts = [escape(str(line)) for line in lines]
+        self.findings = tuple(line for line in lines if isinstance(line, Finding))
+        texts = [escape(line.text if isinstance(line, Finding) else str(line)) for line in lines]
         self.path, self.kind, self.text = path, kind, "\n".join(texts)
         if path:
             texts[0] = f"{escape(path)}: {texts[0]}"

@@ -9,7 +9,10 @@ import pytest
 
 import deepspeed_ucp
 from deepspeed_ucp import errors
-from deepspeed_ucp.errors import CheckpointError, escape, fold_names, shorten, suggest
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.errors import CheckpointError, Finding, UcpError, escape, fold_names, shorten, suggest
+from deepspeed_ucp.sources.findings import from_error
+from tests.ranks import run_ranks
 
 
 @pytest.mark.parametrize("name", ["CheckpointError", "ConfigError", "MismatchError", "UnsupportedError"])
@@ -100,3 +103,25 @@ def test_only_lines_of_our_own_are_lines() -> None:
 def test_the_packages_log_is_escaped(caplog: pytest.LogCaptureFixture) -> None:
     logging.getLogger("deepspeed_ucp").warning("%s: %d", "a\nb\x1b", 3)
     assert caplog.messages == ["a\\nb\\x1b: 3"]
+
+
+def test_what_an_error_is_about_travels_between_ranks_as_data() -> None:
+    """Its path and findings, and the rank that has found it; nothing is read back from its text."""
+    missing = Finding("missing", "a.pt", "run/tag/a.pt is missing; copy it")
+    found = CheckpointError("is damaged", path="run/tag/b.pt", kind="crc"), CheckpointError(missing)
+
+    def work(rank: int, comm: Comm) -> list[UcpError]:
+        with pytest.raises(CheckpointError) as caught:
+            comm.run(lambda: raise_if(found[rank - 1] if rank else None))
+        return [pickle.loads(pickle.dumps(caught.value))]
+
+    def raise_if(error: UcpError | None) -> None:
+        if error is not None:
+            raise error
+
+    for rank, (error,) in enumerate(run_ranks(3, work)):
+        assert str(error) == "[rank 1] run/tag/b.pt: is damaged"
+        assert (error.path, error.kind, error.text, error.echo) == ("run/tag/b.pt", "crc", "is damaged", rank > 0)
+        assert from_error("run/tag", error) == [Finding("crc", "b.pt", "run/tag/b.pt: is damaged")]
+    assert from_error("run/tag", found[1]) == [missing]
+    assert from_error("elsewhere", found[0]) == [Finding("crc", "", "run/tag/b.pt: is damaged")]

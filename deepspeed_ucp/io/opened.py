@@ -43,7 +43,7 @@ def explain_failure(path: str, what: str, error: OSError) -> CheckpointError:
     """
     is_at_fault = isinstance(error, _AT_FAULT) or error.errno in _LASTING
     kind = CheckpointError if is_at_fault else OutOfReachError
-    return kind(f"{path}: cannot be {what} ({error.strerror or error}).")
+    return kind(f"cannot be {what} ({error.strerror or error}).", path=path)
 
 
 def open_local(path: str) -> BinaryIO:
@@ -216,7 +216,7 @@ class StoredFile(Stored):
 
     def _explain_end(self) -> CheckpointError:
         size = os.fstat(self._file.fileno()).st_size
-        return CheckpointError(f"{self.path}: ends at byte {size}; it was truncated since its header was read.")
+        return CheckpointError(f"ends at byte {size}; it was truncated since its header was read.", path=self.path)
 
     def close(self) -> None:
         self._file.close()

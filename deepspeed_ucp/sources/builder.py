@@ -244,8 +244,9 @@ class Builder:
             CheckpointError: always.
         """
         raise CheckpointError(
-            f"{self.save.path(header)}: {param} ({state}) is {found[0]} of shape {found[1]}; other files hold it "
-            f"as {known[0]} of shape {known[1]}. The folder mixes files of several saves."
+            f"{param} ({state}) is {found[0]} of shape {found[1]}; other files hold it "
+            f"as {known[0]} of shape {known[1]}. The folder mixes files of several saves.",
+            path=self.save.path(header),
         )
 
     def add_repeated(self, rank: SavedRank, state: str, cuts: Sequence[Cut], header: FileHeader, piece: Piece) -> None:
@@ -336,8 +337,9 @@ class Builder:
                 self.irregular.setdefault(param.atom(key), what)
             else:
                 raise CheckpointError(
-                    f"{self.save.path(header)}: {param} has {key} {value}, other files of this checkpoint say "
-                    f"{known[key]}. The file belongs to another step or run; put the right one back."
+                    f"{param} has {key} {value}, other files of this checkpoint say "
+                    f"{known[key]}. The file belongs to another step or run; put the right one back.",
+                    path=self.save.path(header),
                 )
 
     def close_gaps(self) -> list[str]:
@@ -387,8 +389,9 @@ class Builder:
             if shape is None:
                 path = next((self._path_of(part) for each in held for part in each.shard(state).fragments), None)
                 raise CheckpointError(
-                    f"{path or self.save.listing.folder}: holds {param} ({state}), the files of tensor-parallel rank "
-                    f"{tp_shard} do not. The folder mixes files of several saves, or lacks files."
+                    f"holds {param} ({state}), the files of tensor-parallel rank "
+                    f"{tp_shard} do not. The folder mixes files of several saves, or lacks files.",
+                    path=path or self.save.listing.folder,
                 )
             fragments = [part for each in mine for part in each.shard(state).fragments]
             fragments.sort(key=attrgetter("start"))

@@ -195,8 +195,9 @@ def sort_files(folder: str, sizes: dict[str, int], where: FileTable | None = Non
             listing.swaps.setdefault(swap, name)
     if not listing.model and not listing.model_zero3:
         raise CheckpointError(
-            f"{folder}: no model states found (mp_rank_00_model_states.pt or zero_pp_rank_*_model_states.pt), only "
-            f"{shorten(sorted(sizes)) or 'nothing'}. It is not a DeepSpeed checkpoint, or the save was interrupted."
+            "no model states found (mp_rank_00_model_states.pt or zero_pp_rank_*_model_states.pt), only "
+            f"{shorten(sorted(sizes)) or 'nothing'}. It is not a DeepSpeed checkpoint, or the save was interrupted.",
+            path=folder,
         )
     return listing
 
@@ -229,8 +230,9 @@ def choose_copies(folder: str, names: Iterable[str]) -> tuple[dict[str, str], di
         if len(held) > 1 and (_OPTIM.fullmatch(role) or held[-1][2] == role):
             two = f"{held[0][2]} and {held[-1][2]}"
             raise CheckpointError(
-                f"{folder}: holds the files of two saves ({two}). Remove the older save's files; DeepSpeed's fast "
-                "writer leaves them, with other numbers of writers, where a tag is saved into that was there already."
+                f"holds the files of two saves ({two}). Remove the older save's files; DeepSpeed's fast "
+                "writer leaves them, with other numbers of writers, where a tag is saved into that was there already.",
+                path=folder,
             )
     chosen = {role: held[0][2] for role, held in found.items()}
     return chosen, {name: held[0][2] for held in found.values() for _, _, name in held[1:]}
@@ -239,8 +241,9 @@ def choose_copies(folder: str, names: Iterable[str]) -> tuple[dict[str, str], di
 def _refuse_unsupported(folder: str, name: str) -> None:
     if _PIPELINE.fullmatch(name) and not _LAYER.fullmatch(name):
         raise UnsupportedError(
-            f"{folder}: {name} belongs to a pipeline with axes of its own, which this release does not convert. "
-            'DeepSpeed\'s own load takes it in the topology that wrote it, with "checkpoint": {"universal": false}.'
+            f"{name} belongs to a pipeline with axes of its own, which this release does not convert. "
+            'DeepSpeed\'s own load takes it in the topology that wrote it, with "checkpoint": {"universal": false}.',
+            path=folder,
         )
 
 

@@ -37,22 +37,12 @@ _ERRORS: dict[str, type[UcpError]] = {
 
 
 def from_error(folder: str, error: UcpError) -> list[Finding]:
-    """What an error tells of a folder: the findings that it was made of, else one a line."""
+    """What an error tells of a folder: the findings that it was made of, else one a line, of its path and kind."""
     if error.findings:
         return list(error.findings)
-    kind = next((kind for kind, each in _ERRORS.items() if isinstance(error, each)), error.kind)
-    texts = [text for line in error.args for text in line.splitlines()]
-    return [Finding(kind or _classify(text), _find_file(folder, error.path, text), text) for text in texts]
-
-
-def _classify(text: str) -> str:
-    return "missing" if " missing" in text else "inconsistent"
-
-
-def _find_file(folder: str, path: str, text: str) -> str:
-    """Name of the file that an error is about; empty where it is about the folder."""
-    path = path or text.partition(": ")[0].partition(" is missing")[0]
-    return os.path.relpath(path, folder) if path.startswith(f"{folder}{os.sep}") else ""
+    kind = next((kind for kind, each in _ERRORS.items() if isinstance(error, each)), error.kind or "inconsistent")
+    file = os.path.relpath(error.path, folder) if error.path.startswith(f"{folder}{os.sep}") else ""
+    return [Finding(kind, file, text) for line in error.args for text in line.splitlines()]
 
 
 def from_failure(kind: str, file: str, error: UcpError) -> Finding:

@@ -262,23 +262,26 @@ def _refuse_engines(save: Save, naming: Naming) -> None:
             else "The module's own weights are whole: load them with load_optimizer_states=False."
         )
         raise UnsupportedError(
-            f"{path}: was saved by ZenFlow. The moments of the columns that it selects, which ones it selects, the "
+            "was saved by ZenFlow. The moments of the columns that it selects, which ones it selects, the "
             "gradients that it gathers between two updates, and its step are in no file, and in the masters these "
-            f"columns are behind the weights. {way}"
+            f"columns are behind the weights. {way}",
+            path=path,
         )
     autoep = enabled(save.main.config, "expert_parallel") and save.model(0).experts
     if autoep and not save.model(0).placements:
         raise UnsupportedError(
-            f"{path}: is a mixture-of-experts checkpoint of AutoEP without a description of which rank has which "
+            "is a mixture-of-experts checkpoint of AutoEP without a description of which rank has which "
             "experts, which this release does not convert. It can be resumed by DeepSpeed itself in the topology that "
-            "wrote it."
+            "wrote it.",
+            path=path,
         )
     sliced = [name for model in save.first_models for name in _list_sliced_bases(model)]
     if sliced:
         raise UnsupportedError(
-            f"{path}: of the frozen base weights of LoRA's OptimizedLinear only rank 0's slice was saved "
+            "of the frozen base weights of LoRA's OptimizedLinear only rank 0's slice was saved "
             f"(base_weight_sharding > 1): {shorten(dict.fromkeys(sliced))}. Take them from the model that the training "
-            "began with, and save with base_weight_sharding 1."
+            "began with, and save with base_weight_sharding 1.",
+            path=path,
         )
 
 

@@ -38,24 +38,25 @@ def read_tag(path: str) -> str:
         tag = data.decode("utf-8").strip()
     except FileNotFoundError:
         if os.path.islink(path):
-            raise CheckpointError(f"{path}: cannot be read (it is a link to nothing).") from None
+            raise CheckpointError("cannot be read (it is a link to nothing).", path=path) from None
         raise
     except NotADirectoryError:
         folder, file = os.path.split(os.path.dirname(path))
-        raise CheckpointError(f"{os.path.join(folder, file)}: is a file. Name the folder that it lies in.") from None
+        raise CheckpointError("is a file. Name the folder that it lies in.", path=os.path.join(folder, file)) from None
     except OSError as error:
         raise explain_failure(path, "read", error) from error
     except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error}).") from error
+        raise CheckpointError(f"cannot be read ({error}).", path=path) from error
     if not tag:
         known = shorten(find_tags(os.path.dirname(path) or "."))
         raise CheckpointError(f"{path} is empty; write the wanted tag into it ({known}).")
     if len(data) > _LONGEST or not tag.isprintable():
-        raise CheckpointError(f"{path}: holds {tag[:80]!r}…, which is no tag; write the wanted tag into it.")
+        raise CheckpointError(f"holds {tag[:80]!r}…, which is no tag; write the wanted tag into it.", path=path)
     if os.path.isabs(tag) or ".." in tag.split("/"):
         raise CheckpointError(
-            f"{path}: names {tag!r}, which lies outside of the folder. A tag is a folder beside that file: write one "
-            "into it, or name the checkpoint's own folder."
+            f"names {tag!r}, which lies outside of the folder. A tag is a folder beside that file: write one "
+            "into it, or name the checkpoint's own folder.",
+            path=path,
         )
     return tag
 
@@ -174,7 +175,7 @@ def check_tag(load_dir: str, tag: str) -> str:
     if not leads_to_folder(folder):
         tags = find_tags(load_dir)
         known = f"the folder holds {shorten(tags)}" if tags else "the folder holds no checkpoint"
-        raise CheckpointError(f"{folder}: no checkpoint with tag {tag!r} in {load_dir}; {known}. {COPY}")
+        raise CheckpointError(f"no checkpoint with tag {tag!r} in {load_dir}; {known}. {COPY}", path=folder)
     return folder
 
 
@@ -197,7 +198,7 @@ def find_checkpoint(path: str) -> str:
     tag = read_latest(folder)
     if tag is None:
         told = describe_content(folder) or "is empty"
-        raise CheckpointError(f"{folder}: neither a checkpoint's folder nor one with `latest`: it {told}.")
+        raise CheckpointError(f"neither a checkpoint's folder nor one with `latest`: it {told}.", path=folder)
     return check_tag(folder, tag)
 
 

@@ -117,8 +117,9 @@ def _find_tied_experts(save: Save, header: FileHeader, module: Mapping[str, Piec
         ]
         if not twins:
             raise UnsupportedError(
-                f"{save.path(header)}: holds {name}, which by its name is an expert's; no file of a single expert has "
-                "the same. It can be resumed by DeepSpeed itself in the topology that wrote it."
+                f"holds {name}, which by its name is an expert's; no file of a single expert has "
+                "the same. It can be resumed by DeepSpeed itself in the topology that wrote it.",
+                path=save.path(header),
             )
         ties[name] = twins[0]
     return ties
@@ -173,8 +174,9 @@ def _check_expert(save: Save, header: FileHeader, expert: int) -> None:
     for name in tensors:
         if find_number(name) != expert:
             raise CheckpointError(
-                f"{save.path(header)}: holds {name}, which is not of expert {expert}. The file "
-                "belongs to another expert or run; put the right one back."
+                f"holds {name}, which is not of expert {expert}. The file "
+                "belongs to another expert or run; put the right one back.",
+                path=save.path(header),
             )
 
 
@@ -252,9 +254,10 @@ def read_module(save: Save, header: FileHeader, known: Iterable[str]) -> dict[st
     # A state dict of the client's own may leave buffers out; what is lost may be any of those that are not seen.
     if lost and (unseen - owned or len(lost) > len(unseen)):
         raise UnsupportedError(
-            f"{save.path(header)}: its module states are nested, and these cannot be told by name: "
+            "its module states are nested, and these cannot be told by name: "
             f"{shorten(sorted(lost or unseen))}. The model's own names are such as {shorten(sorted(named), 3)}. It can "
-            "be resumed by DeepSpeed itself in the topology that wrote it."
+            "be resumed by DeepSpeed itself in the topology that wrote it.",
+            path=save.path(header),
         )
     return {found[key]: piece for key, piece in module.items() if key in found}
 
@@ -386,8 +389,9 @@ class _LayerFiles:
                 axis = "" if all(rank < 0 for _, rank in self.save.listing.layers) else f"-model_{tp:02d}"
                 names = [f"layer_{layer:02d}{axis}-model_states.pt" for layer in lacking]
                 raise CheckpointError(
-                    f"{self.save.listing.folder}: {shorten(names)} missing; these layers have parameters. Copy the "
-                    "whole folder."
+                    f"{shorten(names)} missing; these layers have parameters. Copy the whole folder.",
+                    path=self.save.listing.folder,
+                    kind="missing",
                 )
 
     def _add_tied(self, places: Mapping[int, Sequence[Place]]) -> None:
@@ -406,8 +410,9 @@ class _LayerFiles:
         header = self.save.layers[0][layer]
         if others := self._list_others(key, header):
             raise UnsupportedError(
-                f"{self.save.path(header)}: holds {shorten(others)} of a tied module, and which one's or which stage's "
-                "cannot be told. It can be resumed by DeepSpeed itself in the topology that wrote it."
+                f"holds {shorten(others)} of a tied module, and which one's or which stage's "
+                "cannot be told. It can be resumed by DeepSpeed itself in the topology that wrote it.",
+                path=self.save.path(header),
             )
 
     def _is_optimized(self, key: str, name: str) -> bool:

@@ -143,8 +143,9 @@ def name_groups(save: Save, groups: NamedGroups) -> list[list[tuple[str, bool]]]
         return [[(strip_compiled(name), True) for name in names] for names in lists]
     if save.is_pipeline:
         raise MismatchError(
-            f"{save.path(save.main)}: a pipeline's files do not tell which of its layers are tied, so that the order "
-            "of its parameters is not known. Give the names of each group as a list of lists."
+            "a pipeline's files do not tell which of its layers are tied, so that the order "
+            "of its parameters is not known. Give the names of each group as a list of lists.",
+            path=save.path(save.main),
         )
     others = {*save.model(0).buffers, *save.model(0).shared, *find_all_ties(save, ())}
     dense = [name for name in read_module(save, save.main, ()) if name not in others]
@@ -170,7 +171,7 @@ def fit_groups(
         for names in (named, held):
             if fits(names, optim, shapes):
                 return names
-    raise MismatchError(f"{path}: {tell_misfit(optim, model, shapes, live or ())}")
+    raise MismatchError(f"{tell_misfit(optim, model, shapes, live or ())}", path=path)
 
 
 def pick_names(live: GroupNames, only_owned: bool) -> list[tuple[str, ...]]:
@@ -209,8 +210,9 @@ def check_group_order(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping
     before, now = ([tuple(repr(group[key]) for key in shared) for group in groups] for groups in (saved, live))
     if before != now and sorted(before) == sorted(now):
         raise MismatchError(
-            f"{path}: this run's param groups have the saved groups' hyper-parameters in another order "
-            f"({', '.join(shared)}). Stage 0 saves no parameter names, so make the groups in the saved order."
+            "this run's param groups have the saved groups' hyper-parameters in another order "
+            f"({', '.join(shared)}). Stage 0 saves no parameter names, so make the groups in the saved order.",
+            path=path,
         )
 
 
@@ -230,9 +232,10 @@ def check_state_shapes(part: NamedOptimizer, path: str) -> None:
         if found != expected and sorted(found) == sorted(expected):
             name, shape = next(pair for pair in pairs if pair[1] != part.shapes[pair[0]])
             raise MismatchError(
-                f"{path}: {name} has shape {part.shapes[name]}, the {state} saved at its place has {shape}. Stage 0 "
+                f"{name} has shape {part.shapes[name]}, the {state} saved at its place has {shape}. Stage 0 "
                 "saves no parameter names: this run gives its parameters to the optimizer in another order than the "
-                "saved run did. Use the saved run's order."
+                "saved run did. Use the saved run's order.",
+                path=path,
             )
 
 

@@ -88,9 +88,10 @@ class ModuleOrder:
         if doubt := self._find_doubt(moved, swapped, recorded):
             one, other = self._find_pair((moved or swapped)[0])
             raise MismatchError(
-                f"{self.path}: this run's module defines its parameters in another order ({one} before {other}; in the "
+                f"this run's module defines its parameters in another order ({one} before {other}; in the "
                 f"checkpoint behind it), and {doubt}. Stage 0 saves optimizer states by position, without names: "
-                "define the modules in the saved order, or load with load_optimizer_states=False."
+                "define the modules in the saved order, or load with load_optimizer_states=False.",
+                path=self.path,
             )
         pairs = zip(held, groups, strict=True)
         return [self._move(group, names) if names in moved else group for names, group in pairs]

@@ -50,8 +50,9 @@ def place_layers(save: Save, naming: Naming, live: GroupNames) -> list[NamedOpti
         found = list(_Search(save, named, module[0].shapes).run())
         if len(found) > 1:
             raise MismatchError(
-                f"{save.path(save.main)}: the layers of the pipeline's stages cannot be told from their states' sizes "
-                f"({_tell(found[0])}, or {_tell(found[1])}). Load with load_optimizer_states=False."
+                "the layers of the pipeline's stages cannot be told from their states' sizes "
+                f"({_tell(found[0])}, or {_tell(found[1])}). Load with load_optimizer_states=False.",
+                path=save.path(save.main),
             )
         if found:
             _tell_two_ways(save, _TwoWays(save, named, module[0].shapes), dual=naming.dual)
@@ -59,11 +60,12 @@ def place_layers(save: Save, naming: Naming, live: GroupNames) -> list[NamedOpti
     for mp in range(save.tp):
         if any(strip_compiled(name) not in module[mp].shapes for group in live for name, _ in group):
             told = tell_misfit(save.optim(mp), save.model(mp), module[mp].shapes, live)
-            raise MismatchError(f"{save.path(save.models[mp][0])}: {told}")
+            raise MismatchError(f"{told}", path=save.path(save.models[mp][0]))
     raise MismatchError(
-        f"{save.path(save.main)}: no division of the layers into {save.pp} runs fits the states that the pipeline's "
+        f"no division of the layers into {save.pp} runs fits the states that the pipeline's "
         "stages saved. Stage 0 saves no parameter names, so the param groups must be made as in the saved run; or "
-        "load with load_optimizer_states=False."
+        "load with load_optimizer_states=False.",
+        path=save.path(save.main),
     )
 
 
@@ -81,9 +83,10 @@ def _tell_two_ways(save: Save, search: _TwoWays, *, dual: bool) -> None:
     path = save.path(save.main)
     if dual:
         raise MismatchError(
-            f"{path}: stage 0 in fp32 does not save which layers a stage held, and these may be a PipelineModule's or "
+            "stage 0 in fp32 does not save which layers a stage held, and these may be a PipelineModule's or "
             "a DualPipeVModule's. Load with load_optimizer_states=False; or, in the topology that was saved, set "
-            '"checkpoint": {"universal": false} for DeepSpeed\'s own load.'
+            '"checkpoint": {"universal": false} for DeepSpeed\'s own load.',
+            path=path,
         )
     logger.warning(
         "%s: stage 0 in fp32 does not save which layers a stage held; they are taken for a PipelineModule's. If a "
@@ -256,7 +259,7 @@ def _make_part(
     stage, header, optim = stages[mp // save.tp], save.models[mp][0], save.optim(mp)
     groups = fit_stage(named, stage, optim, module.shapes)
     if groups is None:
-        raise MismatchError(f"{save.path(header)}: its states have other sizes than those of its stage's first rank.")
+        raise MismatchError("its states have other sizes than those of its stage's first rank.", path=save.path(header))
     tensors = {name: found for name, found in module.layers.items() if int(name.partition(".")[0]) in stage.layers}
     for key in stage.tied:
         layers = [layer for layer in module.tied.get(key, {}) if _writer(stages, key, layer) == mp // save.tp]

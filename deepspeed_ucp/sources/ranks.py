@@ -133,8 +133,9 @@ def _find_shape(save: Save, mp: int, raw: str, numels: Mapping[str, int]) -> Sha
     if len(fitting) == 1:
         return fitting.pop()
     raise CheckpointError(
-        f"{save.listing.folder}: the shape of {raw} ({numels[raw]} elements) is in none of the model's files. The "
-        "folder lacks a file or mixes files of several saves."
+        f"the shape of {raw} ({numels[raw]} elements) is in none of the model's files. The "
+        "folder lacks a file or mixes files of several saves.",
+        path=save.listing.folder,
     )
 
 
@@ -207,6 +208,7 @@ def check_steps(save: Save, ranks: Sequence[SavedRank], scalars: Mapping[ParamKe
         if held and held.isdisjoint(first):
             files = save.shards[mp] or save.models[mp]
             raise CheckpointError(
-                f"{save.path(files[0])}: has step {min(held)}, other stages of this checkpoint have {min(first)}. The "
-                "file belongs to another step or run; put the right one back."
+                f"has step {min(held)}, other stages of this checkpoint have {min(first)}. The "
+                "file belongs to another step or run; put the right one back.",
+                path=save.path(files[0]),
             )

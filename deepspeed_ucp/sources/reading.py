@@ -67,7 +67,9 @@ def explain_damage(path: str) -> Iterator[None]:
         raise
     except (Exception, MemoryError) as error:  # a damaged header can upset every parser in its own way
         kind = type(error).__name__
-        raise CheckpointError(f"{path}: its header cannot be read ({kind}: {error}); the file is damaged.") from error
+        raise CheckpointError(
+            f"its header cannot be read ({kind}: {error}); the file is damaged.", path=path
+        ) from error
 
 
 def read_file(folder: str, name: str) -> FileHeader:
@@ -82,11 +84,14 @@ def read_file(folder: str, name: str) -> FileHeader:
         file = read_header(path)
         if file.saved_as not in (None, strip_writer(name).removesuffix(".pt")) and is_state_file(f"{file.saved_as}.pt"):
             raise CheckpointError(
-                f"{path}: was saved as {file.saved_as}.pt and renamed or copied since; it holds another rank's or "
-                "run's state. Put the original file back."
+                f"was saved as {file.saved_as}.pt and renamed or copied since; it holds another rank's or "
+                "run's state. Put the original file back.",
+                path=path,
             )
         if not isinstance(file.tree, dict):
-            raise CheckpointError(f"{path}: holds a {type(file.tree).__name__}, a DeepSpeed state file holds a dict.")
+            raise CheckpointError(
+                f"holds a {type(file.tree).__name__}, a DeepSpeed state file holds a dict.", path=path
+            )
         return HeaderReader(file).read(name)
 
 
@@ -167,18 +172,18 @@ class HeaderReader:
             return replace(header, model=replace(model, shard_size=_read_shard_size(header.config, model.counters)))
         state = tree.get("optimizer_state_dict", tree.get("optimizer"))  # the latter of stage 0 with experts
         if not isinstance(state, dict):
-            raise CheckpointError(f"{self.file.path}: has no optimizer_state_dict.")
+            raise CheckpointError("has no optimizer_state_dict.", path=self.file.path)
         return replace(header, optim=self.read_optim(state))
 
     def piece(self, value: Any, what: str) -> Piece:
         if not isinstance(value, TensorRef):
-            raise CheckpointError(f"{self.file.path}: {what} is no tensor but {describe(value)}.")
+            raise CheckpointError(f"{what} is no tensor but {describe(value)}.", path=self.file.path)
         record = self.file.storages.get(value.storage.key, _EMPTY)
         itemsize = ITEMSIZE.get(value.dtype)
         if itemsize is None:
             return Piece(record, 0, value.shape, value.dtype, f"dtype {value.dtype} is not covered")
         if (value.offset + value.numel) * itemsize > record.nbytes:
-            raise CheckpointError(f"{self.file.path}: the bytes of {what} are not all there; the file is damaged.")
+            raise CheckpointError(f"the bytes of {what} are not all there; the file is damaged.", path=self.file.path)
         fault = ""
         if not value.is_contiguous():
             fault = f"its memory is not contiguous (shape {value.shape}, strides {value.stride})"
@@ -247,13 +252,16 @@ class HeaderReader:
         if "state" in state and "param_groups" in state:
             return self.read_flat({"optimizer_state_dict": state}, "torch", [])
         raise UnsupportedError(
-            f"{self.file.path}: optimizer state with keys {sorted(map(str, state))} is a wrapper that is not covered."
+            f"optimizer state with keys {sorted(map(str, state))} is a wrapper that is not covered.",
+            path=self.file.path,
         )
 
     def _read_zero12(self, state: dict[str, Any]) -> OptimHeader:
         slices = state.get("param_slice_mappings")
         if slices is None:
-            raise UnsupportedError(f"{self.file.path}: no param_slice_mappings; saved by a DeepSpeed release too old.")
+            raise UnsupportedError(
+                "no param_slice_mappings; saved by a DeepSpeed release too old.", path=self.file.path
+            )
         kind = "zero12" if "zero_stage" in state else "bf16"
         base: Any = state.get("base_optimizer_state")
         elastic = isinstance(base, list)
@@ -425,7 +433,7 @@ def read_hyper(value: Any, path: str) -> Any:
         CheckpointError: it is larger than any hyper-parameter.
     """
     if has_more_parts(value, _MOST_PARTS):
-        raise CheckpointError(f"{path}: {describe(value)} as a hyper-parameter is too large; the file is damaged.")
+        raise CheckpointError(f"{describe(value)} as a hyper-parameter is too large; the file is damaged.", path=path)
     plain = _simplify(value)
     if _is_plain(plain):
         return plain

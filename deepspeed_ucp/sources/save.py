@@ -99,7 +99,7 @@ class Save:
         """
         model = self.models[mp][0].model
         if model is None:
-            raise CheckpointError(f"{self.path(self.models[mp][0])}: holds no model states.")
+            raise CheckpointError("holds no model states.", path=self.path(self.models[mp][0]))
         return model
 
     def shard(self, stage: int, rank: int) -> FileHeader:
@@ -119,7 +119,7 @@ class Save:
         """
         optim = self.model(mp).optim
         if optim is None:
-            raise CheckpointError(f"{self.path(self.models[mp][0])}: holds no optimizer state.")
+            raise CheckpointError("holds no optimizer state.", path=self.path(self.models[mp][0]))
         return optim
 
     def list_globals(self) -> dict[Use, str]:
@@ -154,8 +154,9 @@ def find_degrees(listing: Listing, model: ModelHeader) -> tuple[int, int]:
     tp = len({max(tp, 0) for _, tp in listing.layers}) or 1
     if ranks % tp:
         raise CheckpointError(
-            f"{listing.folder}: saved by {ranks} model-parallel ranks, its layer files are of {tp} tensor-parallel "
-            "ones. The folder lacks files or mixes two saves."
+            f"saved by {ranks} model-parallel ranks, its layer files are of {tp} tensor-parallel "
+            "ones. The folder lacks files or mixes two saves.",
+            path=listing.folder,
         )
     return ranks // tp, tp
 
@@ -279,12 +280,13 @@ def _name_layers(listing: Listing, tp: int) -> list[str]:
     numbered = {layer for layer, rank in listing.layers if 0 <= rank < tp}
     if not plain and not numbered:
         raise CheckpointError(
-            f"{listing.folder}: a pipeline's model states without any layer_*-model_states.pt. Copy the whole folder."
+            "a pipeline's model states without any layer_*-model_states.pt. Copy the whole folder.", path=listing.folder
         )
     if plain and numbered and tp == 1:
         raise CheckpointError(
-            f"{listing.folder}: holds the layer files of two saves ({listing.layers[min(plain), NO_AXIS]} and "
-            f"{listing.layers[min(numbered), 0]} do not belong together). Remove the older save's files."
+            f"holds the layer files of two saves ({listing.layers[min(plain), NO_AXIS]} and "
+            f"{listing.layers[min(numbered), 0]} do not belong together). Remove the older save's files.",
+            path=listing.folder,
         )
     if tp == 1 and plain:
         return [listing.layers[layer, NO_AXIS] for layer in sorted(plain)]
@@ -319,7 +321,7 @@ def arrange(listing: Listing, headers: Sequence[FileHeader]) -> Save:
     """
     model = headers[0].model
     if model is None:
-        raise CheckpointError(f"{listing.path(headers[0].name)}: holds no model states.")
+        raise CheckpointError("holds no model states.", path=listing.path(headers[0].name))
     pp, tp = find_degrees(listing, model)
     ranks, layers = range(pp * tp), [dict[int, FileHeader]() for _ in range(tp)]
     save = Save(listing, pp, tp, count_ranks(model)[1], [[] for _ in ranks], [[] for _ in ranks], layers)

@@ -66,9 +66,9 @@ def read_seal(path: str) -> Seal:
     except (ValidationError, RecursionError) as error:
         where = ".".join(map(str, error.errors()[0]["loc"])) if isinstance(error, ValidationError) else ""
         told = f"{where} is missing or of another form" if where else "it is no JSON of that form"
-        raise CheckpointError(f"{path}: is not the seal that was written ({told}); it is damaged.") from None
+        raise CheckpointError(f"is not the seal that was written ({told}); it is damaged.", path=path) from None
     if seal.digest != seal.make_digest():
-        raise CheckpointError(f"{path}: its digest is not that of its contents; it is damaged or was edited.")
+        raise CheckpointError("its digest is not that of its contents; it is damaged or was edited.", path=path)
     return seal
 
 

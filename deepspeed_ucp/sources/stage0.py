@@ -119,8 +119,9 @@ def _find_holders(save: Save) -> list[list[range]]:
     ranks = save.dp * save.tp if save.experts_over_tp else save.dp
     if ranks % degree:
         raise CheckpointError(
-            f"{save.path(save.main)}: was saved by {ranks} ranks that held the experts, and {degree} expert-parallel "
-            "ones have files of optimizer states. The folder lacks files or mixes two saves."
+            f"was saved by {ranks} ranks that held the experts, and {degree} expert-parallel "
+            "ones have files of optimizer states. The folder lacks files or mixes two saves.",
+            path=save.path(save.main),
         )
     holders = list_holders(ranks, ranks // degree, data_first=bool(save.main.config.get(DATA_FIRST)))
     if save.experts_over_tp:
@@ -160,9 +161,10 @@ def _name_parts(save: Save, live: GroupNames | None, naming: Naming) -> list[Nam
     """
     if live is None and (save.optim(0).names is None or save.is_pipeline):
         raise MismatchError(
-            f"{save.path(save.main)}: stage 0 saves no parameter names, and there is no live engine to name them. Say "
+            "stage 0 saves no parameter names, and there is no live engine to name them. Say "
             "what the optimizer was given: --groups module if that was model.parameters() in one group, or --groups "
-            "with a YAML or JSON file that lists the names of each group in order."
+            "with a YAML or JSON file that lists the names of each group in order.",
+            path=save.path(save.main),
         )
     if save.is_pipeline:
         return place_layers(save, naming, live or ())
@@ -248,10 +250,11 @@ def _deal_experts(save: Save, live: GroupNames, ep: int, order: ModuleOrder | No
         groups = file.optim.groups if file.optim else ()
         if len({str(group.get("name")) for group in groups if group.get("moe")}) > 1:
             raise MismatchError(
-                f"{save.path(file)}: stage 0 does not save which layer's experts were spread over how many ranks, and "
+                "stage 0 does not save which layer's experts were spread over how many ranks, and "
                 "here were several such degrees. Load with load_optimizer_states=False; or, where every layer has the "
                 'degree and every param group the place that it had, set "checkpoint": {"universal": false} for '
-                "DeepSpeed's own load, which takes them by their order."
+                "DeepSpeed's own load, which takes them by their order.",
+                path=save.path(file),
             )
     dealt: list[list[list[tuple[str, bool]]]] = [[] for _ in _find_holders(save)[0]]
     for group in live:
@@ -261,8 +264,9 @@ def _deal_experts(save: Save, live: GroupNames, ep: int, order: ModuleOrder | No
             parts = deal_experts(list(owned), len(dealt), ep, ordered=kept)
         except ValueError as error:
             raise MismatchError(
-                f"{save.path(files[0])}: {error}. Stage 0 saves no parameter names: give the optimizer "
-                "the experts in the module's order, or load with load_optimizer_states=False."
+                f"{error}. Stage 0 saves no parameter names: give the optimizer "
+                "the experts in the module's order, or load with load_optimizer_states=False.",
+                path=save.path(files[0]),
             ) from error
         for held, names in zip(dealt, parts, strict=True):
             held.append([(name, owned[name]) for name in names])

@@ -118,9 +118,10 @@ def _share_experts(save: Save, held: Mapping[str, int], totals: Mapping[str, int
         total = totals.get(strip_compiled(layer), 0)
         if total % degree or total // degree < count_held:
             raise CheckpointError(
-                f"{save.path(save.main)}: tells of {count_held} experts in {layer} on each of {degree} "
+                f"tells of {count_held} experts in {layer} on each of {degree} "
                 f"expert-parallel ranks; the files of single experts are of {total}. The folder lacks files or mixes "
-                "two saves."
+                "two saves.",
+                path=save.path(save.main),
             )
     return {layer: totals.get(strip_compiled(layer), 0) // degree for layer in held}
 
@@ -135,8 +136,9 @@ def _find_holders(save: Save, mp: int, replicas: int, *, over_tp: bool) -> list[
     ranks = dp * save.tp if over_tp else dp
     if replicas < 1 or ranks % replicas:
         raise CheckpointError(
-            f"{save.path(save.shards[mp][0])}: has a param group that is cut over {replicas} ranks, which does not "
-            f"divide the {ranks} that hold the model. The file is damaged, or of another save."
+            f"has a param group that is cut over {replicas} ranks, which does not "
+            f"divide the {ranks} that hold the model. The file is damaged, or of another save.",
+            path=save.path(save.shards[mp][0]),
         )
     holders = list_holders(ranks, replicas, data_first=data_first)
     return holders if over_tp else [number_in_stage(held, save.tp, mp % save.tp) for held in holders]
@@ -149,9 +151,10 @@ def _check_placements(save: Save, mp: int, group: Sequence[tuple[str, Shape]], d
         placement = placements.get(find_layer(name, placements) or "", ())
         if placement and (len(placement) != degree or any(shape[:1] != (len(held),) for held in placement)):
             raise CheckpointError(
-                f"{save.path(save.models[mp][0])}: {name} of shape {shape} is spread over {degree} expert-parallel "
+                f"{name} of shape {shape} is spread over {degree} expert-parallel "
                 f"ranks, its expert placement tells of {[len(held) for held in placement]} experts by rank. The file "
-                "is damaged, or of another save."
+                "is damaged, or of another save.",
+                path=save.path(save.models[mp][0]),
             )
 
 
@@ -249,9 +252,10 @@ def _check_folding(save: Save, shards: Sequence[FileHeader], ranks: range, place
     for rank, shard in zip(ranks, shards, strict=True):
         if shard.folding not in (None, (rank % save.tp, place)):
             raise CheckpointError(
-                f"{save.path(shard)}: is of tensor- and expert-parallel rank {shard.folding}, by its name and the "
+                f"is of tensor- and expert-parallel rank {shard.folding}, by its name and the "
                 f"degrees it has to be of {(rank % save.tp, place)}. The file belongs to another run; put the right "
-                "one back."
+                "one back.",
+                path=save.path(shard),
             )
 
 
@@ -268,13 +272,15 @@ def _check_holders(save: Save, stage: int, group: int, place: int, parts: HeldPa
         held, model = _get_optim(shard).partition_ranks, header.model
         if held and held[group : group + 1] != (ranks,):
             raise CheckpointError(
-                f"{save.path(shard)}: sub-group {group} is cut over other ranks than {shorten(ranks)}, as the degrees "
-                "have it. The file belongs to another run; put the right one back."
+                f"sub-group {group} is cut over other ranks than {shorten(ranks)}, as the degrees "
+                "have it. The file belongs to another run; put the right one back.",
+                path=save.path(shard),
             )
         if parts.named and model and model.ep_rank != place:
             raise CheckpointError(
-                f"{save.path(header)}: is of expert-parallel rank {model.ep_rank}, by the degrees it has to be "
-                f"of {place}. The file belongs to another run; put the right one back."
+                f"is of expert-parallel rank {model.ep_rank}, by the degrees it has to be "
+                f"of {place}. The file belongs to another run; put the right one back.",
+                path=save.path(header),
             )
 
 
@@ -356,8 +362,9 @@ class _Adder:
             if size != partition:
                 what = "sub-group" if self.buffer.by_parameter else "partition"
                 raise CheckpointError(
-                    f"{self._path(shards[part])}: {what} {self.index} has {size} elements, {partition} are expected. "
-                    "The file belongs to another run or world size; put the right one back."
+                    f"{what} {self.index} has {size} elements, {partition} are expected. "
+                    "The file belongs to another run or world size; put the right one back.",
+                    path=self._path(shards[part]),
                 )
         if not self.buffer.by_parameter:
             self._check_slices(run)
@@ -385,8 +392,9 @@ class _Adder:
     def _refuse_short(self, part: int, numel: int) -> None:
         cut = next(cut for cut in self.buffer.cuts(part) if cut.offset + cut.numel > numel)
         raise CheckpointError(
-            f"{self._path(self.held_by.shards[part])}: {cut.name} ends beyond the fp32 partition of group {self.index} "
-            f"({cut.offset + cut.numel} > {numel} elements). The file belongs to another rank or run."
+            f"{cut.name} ends beyond the fp32 partition of group {self.index} "
+            f"({cut.offset + cut.numel} > {numel} elements). The file belongs to another rank or run.",
+            path=self._path(self.held_by.shards[part]),
         )
 
     def _compare_slices(self, shard: FileHeader, held: Slices, expected: Slices) -> None:
@@ -396,9 +404,10 @@ class _Adder:
         if found != wanted:
             odd = sorted(set(found) ^ set(wanted))[0]
             raise CheckpointError(
-                f"{self._path(shard)}: holds other parts of group {self.index} than this rank's file of this "
+                f"holds other parts of group {self.index} than this rank's file of this "
                 f"checkpoint has to (first difference: {odd[0]}, elements [{odd[1]}, {odd[1] + odd[2]}) of its "
-                "partition). The file belongs to another rank, run or world size; put the right one back."
+                "partition). The file belongs to another rank, run or world size; put the right one back.",
+                path=self._path(shard),
             )
 
     def _add_states(self, run: FileRun, swapped: Container[str]) -> None:
@@ -487,8 +496,9 @@ def _count_elements(builder: Builder, shard: FileHeader, index: int) -> int:
     optim = _get_optim(shard)
     if index >= len(optim.masters):
         raise CheckpointError(
-            f"{builder.save.path(shard)}: has {len(optim.masters)} flat buffers, the model states tell of more. The "
-            "file belongs to another run; put the right one back."
+            f"has {len(optim.masters)} flat buffers, the model states tell of more. The "
+            "file belongs to another run; put the right one back.",
+            path=builder.save.path(shard),
         )
     padding = optim.paddings[index] if optim.kind == "zero12" and index < len(optim.paddings) else 0
     return optim.masters[index].numel + padding
@@ -525,5 +535,5 @@ def _is_placeholder(found: int, numel: int, zero: Mapping[str, Any]) -> bool:
 
 def _get_optim(shard: FileHeader) -> OptimHeader:
     if shard.optim is None:
-        raise CheckpointError(f"{shard.name}: holds no optimizer state.")
+        raise CheckpointError("holds no optimizer state.", path=shard.name)
     return shard.optim

@@ -128,9 +128,10 @@ def _tell_damage(index: AtomicIndex, damaged: Mapping[int, int]) -> CheckpointEr
     number, crc = next(iter(damaged.items()))
     record = index.stored.records[number]
     error = CheckpointError(
-        f"{index.stored.files[record.file].path}: the {record.nbytes} bytes at {record.offset} have CRC32 {crc:08x}, "
+        f"the {record.nbytes} bytes at {record.offset} have CRC32 {crc:08x}, "
         f"the writer stored {record.crc:08x}; the file is damaged. Nothing was changed. Restore the file from a copy, "
-        "or take another tag."
+        "or take another tag.",
+        path=index.stored.files[record.file].path,
     )
     error.damaged = tuple(damaged)
     return error

@@ -22,8 +22,9 @@ def refuse_scattered(index: AtomicIndex, why: str) -> None:
     """
     if index.stored.access is not None and not all(file.places for file in index.stored.files):
         raise UnsupportedError(
-            f"{index.run.state_file}: ranks see different files of this checkpoint, and {why}. Copy all files to where "
-            'every rank sees them, or name a further place that has them all ("also", --also).'
+            f"ranks see different files of this checkpoint, and {why}. Copy all files to where "
+            'every rank sees them, or name a further place that has them all ("also", --also).',
+            path=index.run.state_file,
         )
 
 
@@ -59,8 +60,8 @@ def check_copy(path: str, file: FileRef) -> None:
         return
     found = sum_directory(path)
     if found is None and len(file.places) > 1:
-        raise CheckpointError(f"{path}: has no directory with checksums, as the save's has; it is another file.")
+        raise CheckpointError("has no directory with checksums, as the save's has; it is another file.", path=path)
     if found not in (None, file.header_crc):
         raise CheckpointError(
-            f"{path}: its directory has CRC32 {found:08x}, the save's {file.header_crc:08x}; it is another file."
+            f"its directory has CRC32 {found:08x}, the save's {file.header_crc:08x}; it is another file.", path=path
         )

@@ -105,7 +105,7 @@ class AtomReader(CopyReader):
             checks += self._read_shard(item, shard, other)
             if other != item.into:
                 raise MismatchError(
-                    f"{os.path.dirname(self.index.run.state_file)}: {_tell_difference(item, shard, other)}"
+                    f"{_tell_difference(item, shard, other)}", path=os.path.dirname(self.index.run.state_file)
                 )
         return checks
 

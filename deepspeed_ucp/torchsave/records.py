@@ -121,7 +121,8 @@ def _open_zip(path: str, stream: BinaryIO, size: int) -> tuple[_Front, zipfile.Z
         return front, zipfile.ZipFile(front)
     except (zipfile.BadZipFile, NotImplementedError, ValueError, OverflowError, EOFError) as error:
         raise CheckpointError(
-            f"{path}: no zip directory at its end ({error}; {size} bytes); the file is truncated or damaged. {RESTORE}"
+            f"no zip directory at its end ({error}; {size} bytes); the file is truncated or damaged. {RESTORE}",
+            path=path,
         ) from None
 
 
@@ -212,14 +213,15 @@ def _foresee(entries: list[zipfile.ZipInfo], end: int) -> dict[int, int]:
 def _locate(path: str, stream: BinaryIO, info: zipfile.ZipInfo, size: int, offset: int | None) -> FileRecord:
     if info.compress_type != zipfile.ZIP_STORED:
         raise UnsupportedError(
-            f"{path}: record {info.filename} is compressed, which torch.save never does: another program has packed "
-            f"the file anew. {RESTORE}"
+            f"record {info.filename} is compressed, which torch.save never does: another program has packed "
+            f"the file anew. {RESTORE}",
+            path=path,
         )
     if offset is None:
         offset = _read_place(path, stream, info, size)
     if offset + info.file_size > size:
         raise CheckpointError(
-            f"{path}: record {info.filename} ends beyond the file ({size} bytes); it is truncated. {RESTORE}"
+            f"record {info.filename} ends beyond the file ({size} bytes); it is truncated. {RESTORE}", path=path
         )
     name = info.filename.partition("/")[2] or info.filename
     return FileRecord(name, offset, info.file_size, info.CRC)
@@ -231,7 +233,8 @@ def _read_place(path: str, stream: BinaryIO, info: zipfile.ZipInfo, size: int) -
     header = read_at(stream, LOCAL.size, at)
     if len(header) < LOCAL.size or header[:4] != LOCAL_MAGIC:
         raise CheckpointError(
-            f"{path}: record {info.filename} has no header at byte {info.header_offset}; the file is damaged. {RESTORE}"
+            f"record {info.filename} has no header at byte {info.header_offset}; the file is damaged. {RESTORE}",
+            path=path,
         )
     *_, name_length, extra_length = LOCAL.unpack(header)
     return int(info.header_offset + LOCAL.size + name_length + extra_length)
@@ -242,18 +245,20 @@ def _check_names(path: str, names: list[str]) -> None:
     pickles = names.count(PICKLE)
     if not pickles and BYTEORDER in names and not any(name.startswith("data/") for name in names):
         raise CheckpointError(
-            f"{path}: holds no objects (data.pkl): torch.save failed when it was to write them, as it does where a "
+            "holds no objects (data.pkl): torch.save failed when it was to write them, as it does where a "
             "client state holds what cannot be pickled (a torch.memory_format, a lock, a module). That save raised an "
-            "error, which names it. Take it out of the client state for later saves, and load another tag."
+            "error, which names it. Take it out of the client state for later saves, and load another tag.",
+            path=path,
         )
     if pickles != 1:
         raise CheckpointError(
-            f"{path}: a torch.save file has one data.pkl, this zip has {pickles}; it is damaged or no torch.save "
-            f"file. {RESTORE}"
+            f"a torch.save file has one data.pkl, this zip has {pickles}; it is damaged or no torch.save "
+            f"file. {RESTORE}",
+            path=path,
         )
     if len(set(names)) < len(names):
         twice = Counter(names).most_common(1)[0][0]
-        raise CheckpointError(f"{path}: its directory lists record {twice} twice; the file is damaged. {RESTORE}")
+        raise CheckpointError(f"its directory lists record {twice} twice; the file is damaged. {RESTORE}", path=path)
 
 
 def _check_apart(path: str, records: list[FileRecord]) -> None:
@@ -261,7 +266,7 @@ def _check_apart(path: str, records: list[FileRecord]) -> None:
     for first, second in pairwise(records):
         if first.offset + first.nbytes > second.offset:
             raise CheckpointError(
-                f"{path}: records {first.name} and {second.name} overlap; its directory is damaged. {RESTORE}"
+                f"records {first.name} and {second.name} overlap; its directory is damaged. {RESTORE}", path=path
             )
 
 
@@ -285,6 +290,6 @@ def check_crc(path: str, record: FileRecord, found: int) -> None:
     """
     if record.crc is not None and found != record.crc:
         raise CheckpointError(
-            f"{path}: {record.name} has CRC32 {found:08x}, the writer stored {record.crc:08x}; the file is "
-            f"damaged. {RESTORE}"
+            f"{record.name} has CRC32 {found:08x}, the writer stored {record.crc:08x}; the file is damaged. {RESTORE}",
+            path=path,
         )

@@ -65,7 +65,7 @@ def open_storage(file: TorchFile, key: str, numel: int) -> Stream:
     """
     record = file.storages.get(key) if numel else FileRecord(f"{DATA}{key}", 0, 0, None)
     if record is None:
-        raise CheckpointError(f"{file.path}: storage {key} of a tensor is missing; the file is damaged.")
+        raise CheckpointError(f"storage {key} of a tensor is missing; the file is damaged.", path=file.path)
     return Stream(record.nbytes, _read_storage(file.path, record))
 
 

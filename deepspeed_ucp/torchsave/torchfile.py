@@ -112,9 +112,9 @@ def _read_zip(path: str, stream: BinaryIO) -> tuple[Pickled, FileRecords]:
     listed = list_zip(path, stream)
     named = {record.name: record for record in listed.records}
     if PICKLE not in named:
-        raise CheckpointError(f"{path}: its data.pkl is empty; the file is damaged. {RESTORE}")
+        raise CheckpointError(f"its data.pkl is empty; the file is damaged. {RESTORE}", path=path)
     if BYTEORDER in named and read_record(stream, path, named[BYTEORDER]) != b"little":
-        raise UnsupportedError(f"{path}: {_BIG_ENDIAN}")
+        raise UnsupportedError(f"{_BIG_ENDIAN}", path=path)
     return read_pickle(read_record(stream, path, named[PICKLE]), path), listed
 
 
@@ -140,21 +140,24 @@ def _read_front(data: bytes, path: str) -> tuple[Pickled, list[str], int]:
     """The object, the storages' keys in their order, and where the storages start."""
     if _is_datastates(data):
         raise UnsupportedError(
-            f"{path}: is of the DataStates library's own format (datastates_ckpt), which is not read here. Save once "
-            "more without datastates_ckpt."
+            "is of the DataStates library's own format (datastates_ckpt), which is not read here. Save once "
+            "more without datastates_ckpt.",
+            path=path,
         )
     magic = read_pickle(data, path) if data[:1] == b"\x80" else None
     if magic is None or magic.root != _LEGACY_MAGIC:
-        raise CheckpointError(f"{path}: neither a torch.save zip nor its legacy format; the file is damaged. {RESTORE}")
+        raise CheckpointError(
+            f"neither a torch.save zip nor its legacy format; the file is damaged. {RESTORE}", path=path
+        )
     protocol = read_pickle(data, path, magic.end)
     system = read_pickle(data, path, protocol.end)
     if isinstance(system.root, dict) and system.root.get("little_endian") is False:
-        raise UnsupportedError(f"{path}: {_BIG_ENDIAN}")
+        raise UnsupportedError(f"{_BIG_ENDIAN}", path=path)
     pickled = read_pickle(data, path, system.end)
     keys = read_pickle(data, path, pickled.end)
     if not isinstance(keys.root, list) or not all(isinstance(key, str) for key in keys.root):
         raise CheckpointError(
-            f"{path}: holds {describe(keys.root)} for the keys of its storages; it is damaged. {RESTORE}"
+            f"holds {describe(keys.root)} for the keys of its storages; it is damaged. {RESTORE}", path=path
         )
     return pickled, keys.root, keys.end
 
@@ -175,16 +178,16 @@ def _find_storages(path: str, stream: BinaryIO, pickled: Pickled, keys: list[str
         if ref is None or len(head) < 8:
             text = "no tensor refers to" if ref is None else f"it ends at byte {size} before"
             raise CheckpointError(
-                f"{path}: {text} storage {describe(key)}; the file is truncated or damaged. {RESTORE}"
+                f"{text} storage {describe(key)}; the file is truncated or damaged. {RESTORE}", path=path
             )
         nbytes = ref.numel * _find_itemsize(ref)
         if struct.unpack("<q", head)[0] != ref.numel:
             raise CheckpointError(
-                f"{path}: storage {describe(key)} is not of {ref.numel} elements; it is damaged. {RESTORE}"
+                f"storage {describe(key)} is not of {ref.numel} elements; it is damaged. {RESTORE}", path=path
             )
         if offset + 8 + nbytes > size:
             text = f"storage {describe(key)} ends beyond the file ({size} bytes)"
-            raise CheckpointError(f"{path}: {text}; it is truncated. {RESTORE}")
+            raise CheckpointError(f"{text}; it is truncated. {RESTORE}", path=path)
         found.append(FileRecord(f"data/{key}", offset + 8, nbytes, None))
         offset += 8 + nbytes
     return found
@@ -201,7 +204,7 @@ def _find_element(ref: TensorRef, path: str, storages: dict[str, FileRecord]) ->
     if record is None or (ref.offset + 1) * itemsize > record.nbytes:
         key = describe(ref.storage.key)
         raise CheckpointError(
-            f"{path}: storage {key} of a tensor of one element is missing; the file is damaged. {RESTORE}"
+            f"storage {key} of a tensor of one element is missing; the file is damaged. {RESTORE}", path=path
         )
     return record, record.offset + ref.offset * itemsize
 

@@ -113,12 +113,12 @@ def read_pickle(data: bytes, path: str, start: int = 0) -> Pickled:
             root = machine.load()
     except EOFError:
         raise CheckpointError(
-            f"{path}: its pickle cannot be read (it does not end); the file is truncated. {RESTORE}"
+            f"its pickle cannot be read (it does not end); the file is truncated. {RESTORE}", path=path
         ) from None
     except _FAULTS as error:
         kind, text = type(error).__name__, str(error)[:200]
         raise CheckpointError(
-            f"{path}: its pickle cannot be read ({kind}: {text}); the file is damaged. {RESTORE}"
+            f"its pickle cannot be read ({kind}: {text}); the file is damaged. {RESTORE}", path=path
         ) from None
     uses, members = machine.list_uses()
     return Pickled(root, machine.proto, stream.tell(), machine.tensors, machine.storages, uses, members)
@@ -211,8 +211,9 @@ class _Machine(pickle._Unpickler):
         if code not in _NAMES:
             raise ValueError(f"{code[0]:#04x} is no instruction")
         raise UnsupportedError(
-            f"{self.path}: its pickle uses the instruction {_NAMES[code]}, which Python 3's pickle and torch.save do "
-            "not write; save the checkpoint anew with a current release."
+            f"its pickle uses the instruction {_NAMES[code]}, which Python 3's pickle and torch.save do "
+            "not write; save the checkpoint anew with a current release.",
+            path=self.path,
         )
 
     def load_frame(self) -> None:
@@ -241,7 +242,7 @@ class _Machine(pickle._Unpickler):
             if isinstance(pid, tuple) and len(pid) > 1 and pid[0] == "module" and isinstance(pid[1], Global):
                 return pid[1]
             raise UnsupportedError(
-                f"{self.path}: its pickle refers to {describe(pid)} instead of a storage; it is damaged or too old."
+                f"its pickle refers to {describe(pid)} instead of a storage; it is damaged or too old.", path=self.path
             )
         _, kind, key, location, numel = pid[:5]
         storage = StorageRef(str(key), kind, location, numel)

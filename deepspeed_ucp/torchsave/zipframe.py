@@ -264,6 +264,6 @@ def _write_record(file: BinaryIO, entry: _Entry, stream: Stream, path: str) -> i
         crc = isal_zlib.crc32(piece, crc)
         written += memoryview(piece).nbytes
     if written != stream.nbytes:
-        raise CheckpointError(f"{path}: record {entry.name} was to have {stream.nbytes} bytes, {written} came.")
+        raise CheckpointError(f"record {entry.name} was to have {stream.nbytes} bytes, {written} came.", path=path)
     file.write(entry.describe(crc))
     return crc

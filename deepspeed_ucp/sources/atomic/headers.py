@@ -26,7 +26,7 @@ from ...torchsave.objects import TensorRef
 from ...torchsave.torchfile import TorchFile, read_header
 from ..compare import find_strangers
 from ..files import MANIFEST, ZERO, Listing, scan_folder, sort_files
-from ..findings import make_error
+from ..findings import Finding, make_error
 from ..headers import FileHeader, OptimHeader, Piece
 from ..reading import HeaderReader, explain_damage, read_file, read_stage
 from ..save import Save, arrange, name_model_files
@@ -110,16 +110,19 @@ def _list_params(folder: str, sizes: Mapping[str, int]) -> dict[str, Entry]:
     """
     if _TEMPORARY in sizes:
         raise CheckpointError(
-            f"{folder}: holds {_TEMPORARY}, where ds_to_universal keeps fragments while it works; the conversion was "
-            "interrupted. Convert again; if it was run with --keep_temp_folder, remove that folder."
+            f"holds {_TEMPORARY}, where ds_to_universal keeps fragments while it works; the conversion was "
+            "interrupted. Convert again; if it was run with --keep_temp_folder, remove that folder.",
+            path=folder,
         )
     held = scan_folder(os.path.join(folder, ZERO), deep=is_url(folder))
     found = _sort_by_param(held)
     if not found or os.path.basename(OPTIMIZER) not in held:
         lacking = OPTIMIZER if found else "every parameter's folder"
         raise CheckpointError(
-            f"{folder}: {lacking} is missing; the conversion by ds_to_universal was interrupted, or the copy is not "
-            "complete. Convert or copy again."
+            f"{lacking} is missing; the conversion by ds_to_universal was interrupted, or the copy is not "
+            "complete. Convert or copy again.",
+            path=folder,
+            kind="missing",
         )
     return held
 
@@ -142,10 +145,11 @@ def _read_param(folder: str, name: str, files: Sequence[str]) -> dict[str, Param
     """
     files = files or sorted(scan_folder(os.path.join(folder, ZERO, name)))
     if f"{MODULE}.pt" in files:
-        raise CheckpointError(
+        text = (
             f"{folder}/{MANIFEST} is missing: {ZERO}/{name}/{MODULE}.pt was written by `ds_ucp convert`, which writes "
             "it last. Copy the whole folder, or convert again."
         )
+        raise CheckpointError(Finding("missing", MANIFEST, text))
     return {file[:-3]: _read_file(folder, f"{ZERO}/{name}/{file}") for file in files if file.endswith(".pt")}
 
 
@@ -165,7 +169,9 @@ def _describe(file: TorchFile, name: str) -> ParamHeader:
     tree, header = file.tree, FileHeader(name, file.size, crc=file.crc)
     if isinstance(tree, dict):
         if PARAM not in tree:
-            raise CheckpointError(f"{file.path}: has no {PARAM!r} but {sorted(map(str, tree))}; another kind of file.")
+            raise CheckpointError(
+                f"has no {PARAM!r} but {sorted(map(str, tree))}; another kind of file.", path=file.path
+            )
         keys = {key: tree[key] for key in (CAT_DIM, EQUAL_PARTS, VOCABULARY) if isinstance(tree.get(key), int)}
         piece = HeaderReader(file).piece(tree[PARAM], name)
         return ParamHeader(header, piece, keys=keys, experts=_count_experts(file, tree, piece))
@@ -175,7 +181,7 @@ def _describe(file: TorchFile, name: str) -> ParamHeader:
         return ParamHeader(header, piece, value, dtype)
     if isinstance(tree, (int, float)):
         return ParamHeader(header, value=tree)
-    raise CheckpointError(f"{file.path}: holds a {type(tree).__name__}, neither a tensor nor a number.")
+    raise CheckpointError(f"holds a {type(tree).__name__}, neither a tensor nor a number.", path=file.path)
 
 
 def _count_experts(file: TorchFile, tree: Mapping[Any, Any], piece: Piece) -> int:
@@ -184,7 +190,7 @@ def _count_experts(file: TorchFile, tree: Mapping[Any, Any], piece: Piece) -> in
     if not tree.get(IS_EXPERT):
         return 0
     if type(count) is not int or not holds_experts(piece.shape, count):
-        raise CheckpointError(f"{file.path}: is of {count!r} experts and holds {piece.shape}; the file is damaged.")
+        raise CheckpointError(f"is of {count!r} experts and holds {piece.shape}; the file is damaged.", path=file.path)
     return count
 
 
@@ -201,7 +207,7 @@ def _read_optimizer(folder: str) -> tuple[OptimHeader, int]:
         file = read_header(path)
         tree = file.tree
         if not isinstance(tree, dict) or not isinstance(tree.get("param_groups"), list):
-            raise CheckpointError(f"{path}: has no param_groups; it is no optimizer state of ds_to_universal.")
+            raise CheckpointError("has no param_groups; it is no optimizer state of ds_to_universal.", path=path)
         reader = HeaderReader(file)
         if "fp32_flat_groups" in tree:
             return reader.read_optim(tree), 3
@@ -222,8 +228,10 @@ def _read_models(folder: str, sizes: dict[str, int], stage: int, comm: Comm) -> 
     names = [name for name in name_model_files(listing, first)[1:] if name not in listing.experts.values()]
     if absent := [name for name in names if name not in sizes]:
         raise CheckpointError(
-            f"{folder}: {shorten(absent)} missing; the conversion was interrupted or the copy is not complete. Convert "
-            "or copy again."
+            f"{shorten(absent)} missing; the conversion was interrupted or the copy is not complete. Convert "
+            "or copy again.",
+            path=folder,
+            kind="missing",
         )
     save = arrange(listing, [first, *comm.share(names, lambda name: read_file(folder, name), choose_map(folder))])
     error = make_error(find_strangers(save))
@@ -239,8 +247,10 @@ def _find_main(folder: str, sizes: dict[str, int], stage: int) -> tuple[Listing,
     if main is None:
         wanted = "zero_pp_rank_0_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt"
         raise CheckpointError(
-            f"{folder}: {wanted} is missing, which a checkpoint converted from stage {stage} has. The conversion was "
-            "interrupted, or the copy is not complete. Convert or copy again."
+            f"{wanted} is missing, which a checkpoint converted from stage {stage} has. The conversion was "
+            "interrupted, or the copy is not complete. Convert or copy again.",
+            path=folder,
+            kind="missing",
         )
     return listing, main
 
@@ -252,8 +262,9 @@ def _list_owned(save: Save, optim: OptimHeader) -> tuple[dict[str, dict[int, Sha
     for mp, model in enumerate(save.first_models):
         if model.param_shapes is None:
             raise CheckpointError(
-                f"{save.path(save.models[mp][0])}: has no param_shapes, so that the parameters of its param groups are "
-                "not known. It is no checkpoint that ds_to_universal converts."
+                "has no param_shapes, so that the parameters of its param groups are "
+                "not known. It is no checkpoint that ds_to_universal converts.",
+                path=save.path(save.models[mp][0]),
             )
         for index, group in enumerate(model.param_shapes):
             for name, shape in group:

@@ -180,7 +180,7 @@ def parse_manifest(text: str, path: str) -> Manifest:
     except ValidationError as error:
         fault = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, fault["loc"]))
-        raise CheckpointError(f"{path}: {where} is of another form than expected ({fault['msg']}).") from None
+        raise CheckpointError(f"{where} is of another form than expected ({fault['msg']}).", path=path) from None
     except (ValueError, RecursionError) as error:
         text = f"{path}: is not the manifest that was written ({error}); the file is damaged."
         raise CheckpointError(text) from error
@@ -191,17 +191,19 @@ def parse_manifest(text: str, path: str) -> Manifest:
 def _check_form(told: Any, path: str) -> None:
     """Kind, format, and the digest, which is taken out."""
     if not isinstance(told, dict) or told.get("kind") != _KIND:
-        raise CheckpointError(f"{path}: is no manifest of an atomic checkpoint.")
+        raise CheckpointError("is no manifest of an atomic checkpoint.", path=path)
     if told.get("version") != FORMAT:
         raise UnsupportedError(
-            f"{path}: is of format {told.get('version')!r}, this release reads format {FORMAT}. It was written by "
-            f"deepspeed_ucp {told.get('package', 'of an unknown version')}: update deepspeed_ucp, or convert again."
+            f"is of format {told.get('version')!r}, this release reads format {FORMAT}. It was written by "
+            f"deepspeed_ucp {told.get('package', 'of an unknown version')}: update deepspeed_ucp, or convert again.",
+            path=path,
         )
     digest = told.pop("digest", None)
     if digest != _sum(told):
         raise CheckpointError(
-            f"{path}: its digest is {digest}, its contents have {_sum(told)}; the file is damaged or was edited. "
-            "Restore it from a copy, or convert again."
+            f"its digest is {digest}, its contents have {_sum(told)}; the file is damaged or was edited. "
+            "Restore it from a copy, or convert again.",
+            path=path,
         )
 
 
@@ -212,24 +214,26 @@ def _check_entries(found: Manifest, path: str) -> None:
         *(part for atom in found.atoms for part in (atom.name, atom.state)),
     ]
     if odd := sorted({name for name in names if _leads_out(name)}):
-        raise CheckpointError(f"{path}: names files outside of its folder: {shorten(odd)}. Do not trust it.")
+        raise CheckpointError(f"names files outside of its folder: {shorten(odd)}. Do not trust it.", path=path)
     if found.state_file not in {state.name for state in found.states}:
-        raise CheckpointError(f"{path}: lists no state file {found.state_file}.")
+        raise CheckpointError(f"lists no state file {found.state_file}.", path=path)
     fused = [(atom, found.fused[atom.name]) for atom in found.atoms if atom.name in found.fused]
     if unfit := [f"{atom.name} ({atom.state})" for atom, experts in fused if not holds_experts(atom.shape, experts)]:
-        raise CheckpointError(f"{path}: holds other numbers of experts than it says: {shorten(unfit)}.")
+        raise CheckpointError(f"holds other numbers of experts than it says: {shorten(unfit)}.", path=path)
     if loops := sorted(alias for alias, name in found.aliases.items() if name in found.aliases):
-        raise CheckpointError(f"{path}: aliases of aliases: {shorten(loops)}.")
+        raise CheckpointError(f"aliases of aliases: {shorten(loops)}.", path=path)
     if unfit := [f"{atom.name} ({atom.state})" for atom in found.atoms if not _fits(atom)]:
-        raise CheckpointError(f"{path}: shape, dtype and bytes contradict each other: {shorten(unfit)}.")
+        raise CheckpointError(f"shape, dtype and bytes contradict each other: {shorten(unfit)}.", path=path)
     sizes: dict[str, set[int]] = defaultdict(set)
     for each in found.atoms:
         sizes[each.file].add(each.size)
     if two := sorted(name for name, held in sizes.items() if len(held) > 1):
-        raise CheckpointError(f"{path}: gives a file two sizes: {shorten(two)}.")
+        raise CheckpointError(f"gives a file two sizes: {shorten(two)}.", path=path)
     kinds = {name: kind for name, kind in get_type_hints(Topology).items() if name != "flats"}
     if odd := [name for name in {**kinds, **found.source} if type(found.source.get(name)) is not kinds.get(name)]:
-        raise CheckpointError(f"{path}: source: {shorten(odd)} is missing, unknown, or of another form than expected.")
+        raise CheckpointError(
+            f"source: {shorten(odd)} is missing, unknown, or of another form than expected.", path=path
+        )
 
 
 def _fits(atom: AtomRecord) -> bool:
@@ -275,7 +279,7 @@ def read_manifest_file(path: str) -> Manifest:
     except OSError as error:
         raise explain_failure(path, "read", error) from error
     except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error}).") from error
+        raise CheckpointError(f"cannot be read ({error}).", path=path) from error
 
 
 def make_manifest(

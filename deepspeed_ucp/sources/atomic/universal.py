@@ -86,20 +86,20 @@ def _add_param(builder: Builder, part: UniversalHeaders, name: str) -> None:
         builder.add(SavedRank(), name, MASTER, part.save.main, nothing)
         return
     if master is None or master.piece is None:
-        raise CheckpointError(
-            f"{part.folder}/zero/{name}/{MASTER}.pt is missing, {part.save.main.name} lists the parameter. The "
-            "conversion by ds_to_universal was interrupted, or the copy is not complete; convert or copy again."
+        file = f"zero/{name}/{MASTER}.pt"
+        text = (
+            f"{part.folder}/{file} is missing, {part.save.main.name} lists the parameter. The conversion by "
+            "ds_to_universal was interrupted, or the copy is not complete; convert or copy again."
         )
+        raise CheckpointError(Finding("missing", file, text))
     shape = _find_shape(part, master, master.piece, shapes)
     for state, header in held.items():
         if state == _STEP:
             continue
         if header.piece is None or header.piece.numel != count(shape):
             found = header.piece.shape if header.piece else "a number"
-            raise CheckpointError(
-                f"{part.folder}/{header.file.name}: holds {found}, {name} has shape {shape}. The file is of "
-                "another run."
-            )
+            text = f"holds {found}, {name} has shape {shape}. The file is of another run."
+            raise CheckpointError(text, path=f"{part.folder}/{header.file.name}")
         builder.add(SavedRank(), name, state, header.file, replace(header.piece, shape=shape))
 
 
@@ -115,8 +115,8 @@ def _find_shape(part: UniversalHeaders, header: ParamHeader, piece: Piece, shape
     if piece.shape == (count(local),):
         return local
     raise CheckpointError(
-        f"{part.folder}/{header.file.name}: has shape {piece.shape}, {part.save.main.name} says {local}. The file "
-        "belongs to another run."
+        f"has shape {piece.shape}, {part.save.main.name} says {local}. The file belongs to another run.",
+        path=f"{part.folder}/{header.file.name}",
     )
 
 
@@ -137,15 +137,17 @@ def _check_states(part: UniversalHeaders) -> None:
         ]
         if lacking:
             raise CheckpointError(
-                f"{part.folder}/zero: {shorten(lacking)} missing, other parameters of the same param group have such "
-                "files. The conversion by ds_to_universal was interrupted, or the copy is not complete; convert or "
-                "copy again."
+                f"{shorten(lacking)} missing, other parameters of the same param group have such files. The conversion "
+                "by ds_to_universal was interrupted, or the copy is not complete; convert or copy again.",
+                path=f"{part.folder}/zero",
+                kind="missing",
             )
     strangers = [name for name, held in part.params.items() if set(held) - {MASTER} and name not in part.shapes]
     if strangers:
         raise CheckpointError(
-            f"{part.folder}/zero: {shorten(strangers)} have optimizer states, but {part.save.main.name} does not list "
-            "them. The folder holds the files of two runs; convert into a new folder."
+            f"{shorten(strangers)} have optimizer states, but {part.save.main.name} does not list them. The folder "
+            "holds the files of two runs; convert into a new folder.",
+            path=f"{part.folder}/zero",
         )
 
 
@@ -174,8 +176,9 @@ def _add_sharded(builder: Builder, part: UniversalHeaders, name: str, flat: int)
     tensors = part.optim.tensors
     if flat >= len(tensors):
         raise CheckpointError(
-            f"{part.folder}/zero/optimizer_state.pt: has states of {len(tensors)} sub-groups, {part.save.main.name} "
-            "says more. The file belongs to another run."
+            f"has states of {len(tensors)} sub-groups, {part.save.main.name} says more. The file belongs to another "
+            "run.",
+            path=f"{part.folder}/zero/optimizer_state.pt",
         )
     held = tensors[flat]
     builder.add_scalars(ParamKey(name), dict(held.scalars), part.save.main)
