@@ -22,6 +22,8 @@ logger = logging.getLogger("deepspeed_ucp")
 _ENGINE = "deepspeed.runtime.engine"
 """The module whose import brings all of DeepSpeed's classes that are wrapped."""
 
+_CONFIG = "deepspeed.runtime.config"
+
 
 class Wrapped(NamedTuple):
     """What is wrapped, and with what.
@@ -45,22 +47,15 @@ class Wrapped(NamedTuple):
 
 TABLE = [
     Wrapped(_ENGINE, _ENGINE, "DeepSpeedEngine.load_checkpoint", "hook", "_load_checkpoint"),
-    Wrapped(
-        *(_ENGINE, "deepspeed.runtime.config", "DeepSpeedConfig._configure_train_batch_size"),
-        *("hook", "_configure_train_batch_size"),
-    ),
+    Wrapped(_ENGINE, _CONFIG, "DeepSpeedConfig._configure_train_batch_size", "hook", "_configure_train_batch_size"),
     Wrapped(_ENGINE, _ENGINE, "DeepSpeedEngine._check_for_duplicates", "hook", "_check_for_duplicates"),
     Wrapped(_ENGINE, _ENGINE, "DeepSpeedEngine.save_checkpoint", "hook", "_save_checkpoint"),
-    Wrapped(
-        *(_ENGINE, _ENGINE, "DeepSpeedEngine._commit_decoupled_checkpoint"),
-        *("hook", "_commit_decoupled_checkpoint"),
-        newer=True,
-    ),
+    Wrapped(_ENGINE, _ENGINE, "DeepSpeedEngine._commit_decoupled_checkpoint", "hook", "_commit_save", newer=True),
     Wrapped(_ENGINE, _ENGINE, "DeepSpeedEngine._take_model_step", "hook", "_take_model_step"),
 ]
 """All that is wrapped, of DeepSpeed first."""
 
-_HF, _ACCELERATE = "transformers.trainer", "accelerate.accelerator"
+_HF, _ACCELERATE, _SCHEDULER = "transformers.trainer", "accelerate.accelerator", "accelerate.scheduler"
 TABLE += [
     Wrapped(_HF, _HF, "Trainer.train", "trainers.huggingface", "train"),
     Wrapped(_HF, _HF, "Trainer._load_optimizer_and_scheduler", "trainers.huggingface", "load_scheduler"),
@@ -71,10 +66,7 @@ TABLE += [
     Wrapped(_ACCELERATE, _ACCELERATE, "Accelerator._prepare_deepspeed", "trainers.accelerating", "prepare_deepspeed"),
     Wrapped(_ACCELERATE, _ACCELERATE, "Accelerator.save_state", "trainers.accelerating", "save_state"),
     Wrapped(_ACCELERATE, _ACCELERATE, "Accelerator.load_state", "trainers.accelerating", "load_state"),
-    Wrapped(
-        *(_ACCELERATE, "accelerate.scheduler", "AcceleratedScheduler.step"),
-        *("trainers.accelerating", "step_scheduler"),
-    ),
+    Wrapped(_ACCELERATE, _SCHEDULER, "AcceleratedScheduler.step", "trainers.accelerating", "step_scheduler"),
 ]
 
 _MEGATRON, _TRAINING = "megatron.checkpointing", "megatron.training"  # Megatron-DeepSpeed's
@@ -127,16 +119,13 @@ def install_when_imported() -> None:
         if name not in sys.modules:
             continue
         module = importlib.import_module(name)  # of another thread's import this waits for the end
-        if not _is_initializing(module):
+        if not getattr(module.__spec__, "_initializing", False):
             _attach(module)
         else:
-            library = name.partition(".")[0]
-            told = "deepspeed_ucp was imported by %s's own import: call deepspeed_ucp.install() after it."
-            logger.warning(told, "DeepSpeed" if name == _ENGINE else library)
-
-
-def _is_initializing(module: ModuleType) -> bool:
-    return bool(getattr(module.__spec__, "_initializing", False))
+            library = "DeepSpeed" if name == _ENGINE else name.partition(".")[0]
+            logger.warning(
+                f"deepspeed_ucp was imported by {library}'s own import: call deepspeed_ucp.install() after it."
+            )
 
 
 class _Watcher:
@@ -198,10 +187,10 @@ def _wrap(owner: Any, name: str, wrapped: Wrapped) -> None:
     if not hasattr(owner, name):
         if not wrapped.newer and wrapped not in _lacking:
             _lacking.add(wrapped)
+            library = wrapped.after.partition(".")[0]
             logger.warning(
-                "this release of %s has no %s, which deepspeed_ucp replaces: what it is for does not happen here. "
-                "Take one of the releases that docs/trainers.md names.",
-                *(wrapped.after.partition(".")[0], wrapped.name),
+                f"this release of {library} has no {wrapped.name}, which deepspeed_ucp replaces: what it is for does "
+                "not happen here. Take one of the releases that docs/trainers.md names."
             )
         return
     original: Callable[..., Any] = getattr(owner, name)

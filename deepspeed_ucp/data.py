@@ -76,17 +76,19 @@ class Order(ABC):
         size: samples.
         total_batch: samples of a step, over all ranks and micro batches.
         rank, world: this rank among those that read other samples than the others (the data-parallel ones).
+        shuffle: False keeps the order that the dataset, or its shards, have.
         seed: of the shuffling; every epoch has an order of its own.
     """
 
-    def __init__(self, size: int, total_batch: int, *, rank: int, world: int, seed: int) -> None:
+    def __init__(self, size: int, total_batch: int, *, rank: int, world: int, shuffle: bool, seed: int) -> None:
         _check_place(rank, world)
         if total_batch < 1 or total_batch % world:
             raise ConfigError(
                 f"a total batch of {total_batch} samples cannot be dealt to {world} ranks alike: take a positive "
                 f"multiple of {world}, or a number of ranks that divides it."
             )
-        self.size, self.total_batch, self.rank, self.world, self.seed = size, total_batch, rank, world, seed
+        self.size, self.total_batch, self.rank, self.world = size, total_batch, rank, world
+        self.shuffle, self.seed = shuffle, seed
         self._start, self._offset = 0, 0
         self._engine: Any = None
         self._counted = False  # by an engine, also where that stays behind
@@ -104,9 +106,17 @@ class Order(ABC):
     def arrange(self, epoch: int) -> Callable[[int], Ids]:
         """An epoch's order: by step of the epoch the samples of its slots."""
 
-    @abstractmethod
     def describe(self) -> dict[str, Any]:
         """What makes the order, but for the seed: plain values, the same in every world."""
+        return {"size": self.size, "total_batch": self.total_batch, "shuffle": self.shuffle}
+
+    def _draw_with(self, epoch: int, *more: int) -> np.random.RandomState:
+        """Draws an epoch's order: of numpy's generators this one alone draws the same in every release."""
+        return np.random.RandomState([self.seed & 0xFFFFFFFF, epoch, *more])
+
+    def _permute(self, count: int, epoch: int, *more: int) -> Ids:
+        """Numbers up to a count, shuffled where that is wanted."""
+        return self._draw_with(epoch, *more).permutation(count) if self.shuffle else np.arange(count)
 
     @property
     def consumed(self) -> int:
@@ -162,9 +172,8 @@ class Order(ABC):
         """Where the run stands, and in which order: plain values, the same on every rank."""
         if self.consumed % self.total_batch and self.rank == 0:
             logger.warning(
-                "the engine has trained on %d samples, no multiple of the %d of a step: its steps are not those of the "
-                "data's order, in which a resume goes on with whole steps",
-                *(self.consumed, self.total_batch),
+                f"the engine has trained on {self.consumed} samples, no multiple of the {self.total_batch} of a step: "
+                "its steps are not those of the data's order, in which a resume goes on with whole steps"
             )
         return {**self.describe(), "seed": self.seed, "consumed": self.consumed, "epoch": self.epoch}
 
@@ -264,15 +273,13 @@ class ElasticSampler(Order, Sampler[int]):
         weights: Sequence[float] | None = None,
         lengths: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(
-            dataset if isinstance(dataset, int) else len(dataset), total_batch, rank=rank, world=world, seed=seed
-        )
+        size = dataset if isinstance(dataset, int) else len(dataset)
+        super().__init__(size, total_batch, rank=rank, world=world, shuffle=shuffle, seed=seed)
         for given in (weights, lengths):
             if given is not None and len(given) != self.size:
                 raise ConfigError(f"weights or lengths of {len(given)} samples were given for {self.size}.")
         if weights is not None and not _can_draw(weights):
             raise ConfigError("weights have to be finite, none below 0, and some above.")
-        self.shuffle = shuffle
         self._digests = {"weights": _digest(weights), "lengths": _digest(lengths)}
         self.weights = None if weights is None else np.asarray(weights, np.float64) / np.sum(weights)
         self.lengths = None if lengths is None else np.asarray(lengths)
@@ -282,8 +289,7 @@ class ElasticSampler(Order, Sampler[int]):
         return self.size // self.total_batch
 
     def describe(self) -> dict[str, Any]:
-        numbers = {"size": self.size, "total_batch": self.total_batch, "shuffle": self.shuffle}
-        return numbers | self._digests
+        return super().describe() | self._digests
 
     def arrange(self, epoch: int) -> Callable[[int], Ids]:
         order = self._draw(epoch)[: self.steps_per_epoch * self.total_batch]
@@ -293,11 +299,9 @@ class ElasticSampler(Order, Sampler[int]):
         return lambda step: steps[step]
 
     def _draw(self, epoch: int) -> Ids:
-        # Of numpy's generators this one alone draws the same in every release.
-        drawn = np.random.RandomState([self.seed & 0xFFFFFFFF, epoch])
         if self.weights is not None:
-            return drawn.choice(self.size, self.size, p=self.weights).astype(np.int64)
-        return drawn.permutation(self.size) if self.shuffle else np.arange(self.size)
+            return self._draw_with(epoch).choice(self.size, self.size, p=self.weights).astype(np.int64)
+        return self._permute(self.size, epoch)
 
     def _group(self, order: Ids, lengths: Ids, epoch: int) -> Ids:
         """Sort each run of some steps by length, then let the steps come in a random order, the longest first: where
@@ -308,9 +312,7 @@ class ElasticSampler(Order, Sampler[int]):
         steps = steps.reshape(-1, self.total_batch)
         longest = int(np.argmax(lengths[steps].max(axis=1)))
         others = np.delete(np.arange(len(steps)), longest)
-        if self.shuffle:
-            others = np.random.RandomState([self.seed & 0xFFFFFFFF, epoch, 1]).permutation(others)
-        return steps[[longest, *others]].reshape(-1)
+        return steps[[longest, *others[self._permute(len(others), epoch, 1)]]].reshape(-1)
 
     def __iter__(self) -> Iterator[int]:
         for ids, end in self._walk()[1]:
@@ -365,17 +367,16 @@ class ElasticStream(Order, IterableDataset[Sample], Generic[Sample]):
             raise ConfigError(
                 f"{self.lanes} lanes: {world} ranks have to divide them, and they the total batch of {total_batch}."
             )
-        super().__init__(int(sum(sizes)), total_batch, rank=rank, world=world, seed=seed)
+        super().__init__(int(sum(sizes)), total_batch, rank=rank, world=world, shuffle=shuffle, seed=seed)
         self.shards, self.sizes, self.read = list(shards), np.asarray(sizes, np.int64), read
-        self.batch_size, self.shuffle = batch_size, shuffle
+        self.batch_size = batch_size
 
     @property
     def steps_per_epoch(self) -> int:
         return self.size // self.lanes // (self.total_batch // self.lanes)
 
     def describe(self) -> dict[str, Any]:
-        numbers = {"size": self.size, "total_batch": self.total_batch, "shuffle": self.shuffle}
-        return {**numbers, "lanes": self.lanes, "sizes": _digest(self.sizes)}
+        return super().describe() | {"lanes": self.lanes, "sizes": _digest(self.sizes)}
 
     def arrange(self, epoch: int) -> Callable[[int], Ids]:
         wide = self.total_batch // self.lanes
@@ -424,7 +425,5 @@ class ElasticStream(Order, IterableDataset[Sample], Generic[Sample]):
 
     def _order_shards(self, epoch: int) -> tuple[Ids, Ids]:
         """An epoch's shards, and where in the row of its samples each ends."""
-        count = len(self.shards)
-        drawn = np.random.RandomState([self.seed & 0xFFFFFFFF, epoch])
-        order = drawn.permutation(count) if self.shuffle else np.arange(count)
+        order = self._permute(len(self.shards), epoch)
         return order, np.cumsum(self.sizes[order])

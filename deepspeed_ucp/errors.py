@@ -184,11 +184,11 @@ def hide_secrets(text: str) -> str:
     """Text without what may be secret in its URLs: ``https://me:word@host/run?sig=1`` is ``https://…@host/run?sig=…``."""
     if "://" not in text:
         return text
-    return _QUERY.sub(lambda found: found[1] + _hide_values(found[2]), _USERINFO.sub("…@", text))
 
+    def hide(query: re.Match[str]) -> str:
+        return query[1] + (re.sub(r"(?<==)[^&]+", "…", query[2]) if "=" in query[2] else "…")
 
-def _hide_values(query: str) -> str:
-    return re.sub(r"(?<==)[^&]+", "…", query) if "=" in query else "…"
+    return _QUERY.sub(hide, _USERINFO.sub("…@", text))
 
 
 def shorten(names: object, limit: int = 8) -> str:
@@ -240,7 +240,7 @@ def describe_faults(error: Any, keys: Iterable[str] = (), listed: str = "") -> s
         listed: the sentence that names these, told where an unknown key is like none of them.
     """
     keys, found = tuple(keys), error.errors()
-    faults = [(".".join(map(str, each["loc"])), _tell_fault(each)) for each in found]
+    faults = [(".".join(map(str, each["loc"])), _describe_fault(each)) for each in found]
     text = "; ".join(": ".join(filter(None, fault)) for fault in faults)
     advice = [_advise_fault(each, keys, listed) for each in found]
     return " ".join([f"{text}.", *filter(None, dict.fromkeys(advice))])
@@ -249,8 +249,8 @@ def describe_faults(error: Any, keys: Iterable[str] = (), listed: str = "") -> s
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument", "invalid_key")
 
 
-def _tell_fault(fault: Mapping[str, Any]) -> str:
-    return "unknown key" if fault["type"] in _UNKNOWN else f"{fault['msg']} (found {_tell_found(fault)})"
+def _describe_fault(fault: Mapping[str, Any]) -> str:
+    return "unknown key" if fault["type"] in _UNKNOWN else f"{fault['msg']} (found {_describe_input(fault)})"
 
 
 def _advise_fault(fault: Mapping[str, Any], keys: Sequence[str], listed: str) -> str:
@@ -265,7 +265,7 @@ def _begin(sentence: str) -> str:
     return sentence[:1].upper() + sentence[1:]
 
 
-def _tell_found(fault: Mapping[str, Any]) -> str:
+def _describe_input(fault: Mapping[str, Any]) -> str:
     value, is_near = fault["input"], fault["type"] in ("literal_error", "greater_than_equal", "less_than_equal")
     return repr(value) if is_near and isinstance(value, (str, int)) else describe_type(value)
 

@@ -65,7 +65,7 @@ def _configure_train_batch_size(original: Callable[..., Any], config: Any) -> No
     if options is not None:
         show_decisions()
         if config.global_rank == 0:
-            tell_untested(sys.modules["deepspeed"].__version__)
+            warn_untested(sys.modules["deepspeed"].__version__)
         shorten_uncaught()
         connect()  # from here on others that wait for this rank know that it lives
         from_config(options.patterns)  # what is wrong with them is told here, not hours later
@@ -77,7 +77,7 @@ def _configure_train_batch_size(original: Callable[..., Any], config: Any) -> No
 
 
 @cache
-def tell_untested(release: str) -> None:
+def warn_untested(release: str) -> None:
     """Warn, once in a process, of a release of DeepSpeed outside of those that we are for."""
     numbers = tuple(map(int, re.findall(r"\d+", release)[:3]))
     if not FIRST_RELEASE <= numbers < END_OF_RELEASES:
@@ -98,11 +98,11 @@ def _fit_batch_sizes(config: Any, options: UniversalConfig) -> None:
     if fit is not None:
         config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps = fit
         changes = describe_changes(("micro batch", micro, fit[0]), ("gradient accumulation", gas, fit[1]))
-        _tell_once(f"train_batch_size {train} kept on {count_of(world, 'rank')}: {changes}")
+        _log_once(f"train_batch_size {train} kept on {count_of(world, 'rank')}: {changes}")
 
 
 @cache
-def _tell_once(text: str) -> None:
+def _log_once(text: str) -> None:
     """Once in a process: trainers make DeepSpeed's configuration several times."""
     logger.info("%s", text)
 
@@ -135,7 +135,7 @@ def _save_checkpoint(
     return saved
 
 
-def _commit_decoupled_checkpoint(original: Callable[..., Any], engine: Any) -> Any:
+def _commit_save(original: Callable[..., Any], engine: Any) -> Any:
     """The end of a save by a writer of its own, some steps later."""
     save = engine.checkpoint_engine.get_commit_info()
     committed = original(engine)

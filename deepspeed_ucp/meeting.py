@@ -165,9 +165,4 @@ def _end() -> None:
         leave(store, dist.get_rank(), error)
 
 
-def _let_go() -> None:
-    """In a forked child: the thread is its parent's."""
-    _here.thread = None
-
-
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=lambda: setattr(_here, "thread", None))  # that is its parent's

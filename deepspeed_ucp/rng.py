@@ -63,8 +63,16 @@ def list_generators(engine: Any = None) -> dict[str, Generator]:
     DeepSpeed's activation checkpointing, which draw apart on tensor-parallel ranks, and that of an engine's curriculum
     sampler, from which the first rank draws for all."""
     found = {
-        "python": Generator(_read_python, _write_python, random.seed),
-        "numpy": Generator(_read_numpy, _write_numpy, _seed_numpy),
+        "python": Generator(
+            lambda: pack_python(random.getstate()),
+            lambda version, words, gauss: random.setstate((version, tuple(_read_words(words).tolist()), gauss)),
+            random.seed,
+        ),
+        "numpy": Generator(  # the global generator is what scripts use
+            lambda: pack_numpy(np.random.get_state(legacy=True)),  # type: ignore[arg-type]  # noqa: NPY002
+            lambda kind, words, *rest: np.random.set_state((kind, _read_words(words), *rest)),  # noqa: NPY002
+            np.random.seed,
+        ),
         "torch": Generator(
             lambda: pack_torch(torch.get_rng_state()),
             lambda data: torch.set_rng_state(_unpack(data)),
@@ -244,36 +252,15 @@ def pack_numpy(state: tuple[Any, ...]) -> State:
 
 def pack_torch(state: torch.Tensor) -> State:
     """What ``torch.get_rng_state`` and an accelerator's give, as a state."""
-    return (_pack(state),)
-
-
-def _pack(state: torch.Tensor) -> bytes:
-    return bytes(state.cpu().numpy())
+    return (bytes(state.cpu().numpy()),)
 
 
 def _unpack(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _read_python() -> State:
-    return pack_python(random.getstate())
-
-
-def _write_python(version: int, words: bytes, gauss: float | None) -> None:
-    random.setstate((version, tuple(np.frombuffer(words, np.uint32).tolist()), gauss))
-
-
-def _read_numpy() -> State:
-    state: Any = np.random.get_state(legacy=True)  # noqa: NPY002 - the global generator is what scripts use
-    return pack_numpy(state)
-
-
-def _write_numpy(kind: str, words: bytes, *rest: Any) -> None:
-    np.random.set_state((kind, np.frombuffer(words, np.uint32), *rest))  # noqa: NPY002
-
-
-def _seed_numpy(seed: int) -> None:
-    np.random.seed(seed)  # noqa: NPY002
+def _read_words(words: bytes) -> np.ndarray[Any, np.dtype[np.uint32]]:
+    return np.frombuffer(words, np.uint32)
 
 
 def _draw_with(source: np.random.BitGenerator) -> Generator:

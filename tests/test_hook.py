@@ -214,7 +214,7 @@ def test_a_writer_of_its_own_seals_when_it_is_done(tmp_path: Path) -> None:
     engine.checkpoint_engine = SimpleNamespace(is_decoupled=lambda: True, get_commit_info=lambda: told)
     save(engine, tmp_path / "tag")
     assert not (tmp_path / "tag" / SEAL).exists()
-    hook._commit_decoupled_checkpoint(lambda _: None, engine)
+    hook._commit_save(lambda _: None, engine)
     assert (tmp_path / "tag" / SEAL).exists()
 
 
@@ -393,8 +393,8 @@ def test_a_release_that_setup_cfg_does_not_admit_is_told_once(release: str, capl
     setup.read(Path(__file__).parents[1] / "setup.cfg")
     requirements = map(Requirement, filter(None, setup["options"]["install_requires"].splitlines()))
     (admitted,) = (each.specifier for each in requirements if each.name == "deepspeed")
-    hook.tell_untested.cache_clear()
+    hook.warn_untested.cache_clear()
     for _ in range(2):
-        hook.tell_untested(release)
+        hook.warn_untested(release)
     assert len(caplog.messages) == (0 if admitted.contains(release) else 1)
     assert all(text.startswith(f"DeepSpeed {release} ") for text in caplog.messages)

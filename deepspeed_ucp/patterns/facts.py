@@ -83,9 +83,9 @@ class Facts:
         if isinstance(node, ast.Constant) and isinstance(node.value, (int, float, str)):
             return node.value
         if isinstance(node, ast.Name):
-            return self._tell_name(node.id)
+            return self._find_name(node.id)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "args":
-            return self._tell_argument(node.attr)
+            return self._find_argument(node.attr)
         if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
             return self._calculate(type(node.op), node.left, node.right, text)
         if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _ARITHMETIC:
@@ -114,7 +114,7 @@ class Facts:
                 continue
         return self._walk(node.values[-1], text)
 
-    def _tell_argument(self, key: str) -> Any:
+    def _find_argument(self, key: str) -> Any:
         value = self.args.get(key)
         if isinstance(value, (list, tuple)) and len(value) == 1:
             value = value[0]  # Megatron-DeepSpeed keeps --num-experts as a list
@@ -122,7 +122,7 @@ class Facts:
             raise UnknownError(f"args.{key}")
         return value
 
-    def _tell_name(self, name: str) -> Any:
+    def _find_name(self, name: str) -> Any:
         if name in self.values:
             return self.values[name]
         if name not in self.variables:
@@ -153,18 +153,14 @@ class Facts:
                     return self._measure(self.stem + suffix, dim)
                 case "shape", expression, dim:
                     return self._measure_all(expression, dim)
-                case "has", key:
-                    return self._has(key)
+                case "has", key:  # which release of the script saved
+                    if not self.args:
+                        raise UnknownError("args")
+                    return key in self.args
         except TypeError as error:
             raise ConfigError(f"patterns: {function} in {text!r} has arguments of another kind: {error}") from None
         advice = advise(function, ("own", "sibling", "shape", "has"))
         raise ConfigError(f"patterns: unknown function {function!r} in {text!r}. {advice}")
-
-    def _has(self, key: str) -> bool:
-        """Whether the training script has an argument at all: which release of it saved."""
-        if not self.args:
-            raise UnknownError("args")
-        return key in self.args
 
     def _measure(self, name: str, dim: int) -> int:
         shape = self.shapes.get(name)

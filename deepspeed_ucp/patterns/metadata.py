@@ -116,7 +116,8 @@ def from_universal_info(info: object, by: str = "checkpoint") -> RuleSet:
 
 
 def _read_info(name: str, info: Mapping[str, Any], by: str) -> RuleSet:
-    rules = [*_read_unsupported(name, info), *_read_affine(name, info), *_read_parts(info), *_read_lists(info)]
+    unsupported = [_refuse_rule(text, f"{name}: {why}") for text, why in (info.get(UNSUPPORTED) or {}).items()]
+    rules = [*unsupported, *_read_affine(name, info), *_read_parts(info), *_read_lists(info)]
     literal: dict[str, list[Rule]] = {}
     for rule in rules:
         if (whole_name := _unescape(rule.text)) is not None:
@@ -143,7 +144,7 @@ def _make_rule(text: str, says: Pattern | Spec, rank: int = 0, vocab: bool = Fal
     return Rule(text, match, says, rank, vocab)
 
 
-def _refuse(text: str, reason: str) -> Rule:
+def _refuse_rule(text: str, reason: str) -> Rule:
     """A rule by which a parameter is refused, whatever others say."""
     return _make_rule(text, Spec(match=text, pattern="unsettled", reason=reason), rank=-1)
 
@@ -205,14 +206,11 @@ def _read_parts(info: Mapping[str, Any]) -> Iterator[Rule]:
         for text in texts:
             known = tuple(tuple(map(int, part)) for part in widths.get(text) or ()) or None
             parts = _read_sizes(told, known, version)
-            _check_sizes(entry, (*sizes, *((parts,) if isinstance(parts, int) else parts)))
+            known_sizes = (*sizes, *((parts,) if isinstance(parts, int) else parts))
+            if min(known_sizes) < -1 or 0 in known_sizes or len(known_sizes) > _MOST_PARTS:
+                raise MismatchError(f"universal_checkpoint_info: {PARTS} has an entry of odd sizes: {entry!r:.200}")
             pattern = Viewed(sizes, axis, parts, known)
             yield _make_rule(text, pattern, rank=1)
-
-
-def _check_sizes(entry: Any, sizes: Sequence[int]) -> None:
-    if min(sizes) < -1 or 0 in sizes or len(sizes) > _MOST_PARTS:
-        raise MismatchError(f"universal_checkpoint_info: {PARTS} has an entry of odd sizes: {entry!r:.200}")
 
 
 def _read_sizes(told: Any, widths: Any, version: float) -> tuple[int, ...] | int:
@@ -232,11 +230,6 @@ def _add(size: Any) -> int:
     return sum(size) if isinstance(size, (list, tuple)) else int(size)
 
 
-def _read_unsupported(name: str, info: Mapping[str, Any]) -> Iterator[Rule]:
-    for text, reason in (info.get(UNSUPPORTED) or {}).items():
-        yield _refuse(text, f"{name}: {reason}")
-
-
 def _read_affine(name: str, info: Mapping[str, Any]) -> Iterator[Rule]:
     told = info.get(AFFINE) or {}
     if int(told.get("version", FORMAT)) > FORMAT:
@@ -248,4 +241,4 @@ def _read_affine(name: str, info: Mapping[str, Any]) -> Iterator[Rule]:
         try:
             yield _make_rule(text, read_map(entry))
         except MismatchError as error:
-            yield _refuse(text, f"{name}: {error}")
+            yield _refuse_rule(text, f"{name}: {error}")

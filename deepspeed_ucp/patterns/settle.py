@@ -162,7 +162,9 @@ class _Settler:
             self.settled.open[name] = Unsettled(name, source, target, why)
             return
         if self.degree is not None:
-            target = sides[1][0].spread(sides[0][0].join(source).shape, self.degree, self._pad_unit())
+            unit = self.facts.args.get("make_vocab_size_divisible_by")  # Megatron pads to it times the degree
+            pad = unit if isinstance(unit, int) and unit > 0 else None
+            target = sides[1][0].spread(sides[0][0].join(source).shape, self.degree, pad)
         self._keep(name, sides, source, target)
 
     def _note(self, name: str, source: tuple[Shape, ...]) -> None:
@@ -197,11 +199,6 @@ class _Settler:
             return None
         return _twice(Replicate(), SHAPES)
 
-    def _pad_unit(self) -> int | None:
-        """What Megatron pads the vocabulary to, times the degree."""
-        unit = self.facts.args.get("make_vocab_size_divisible_by")
-        return unit if isinstance(unit, int) and unit > 0 else None
-
     def _measure(self, source: Sequence[Shape]) -> dict[str, int]:
         """Logical sizes if a dimension is cut, and the vocabulary: what expressions may ask for."""
         totals = {f"total{dim}": sum(shape[dim] for shape in source) for dim in range(len(source[0]))}
@@ -213,7 +210,9 @@ class _Settler:
         asked: dict[int, Pattern | None] = {}
         sides = []
         for side in ("source", "target"):
-            for each in _order(self.rule_sets, side):
+            # The user's sets; for the target what the live engine says of itself; the others; for the source that last.
+            places = {"user": 0, "target": 1 if side == "target" else 3, "checkpoint": 2}
+            for each in sorted(self.rule_sets, key=lambda each: places[each.by]):
                 if id(each) not in asked:
                     asked[id(each)] = self._ask(each, name)
                 if (pattern := asked[id(each)]) is not None:
@@ -244,12 +243,6 @@ def _describe_open(unsettled: Mapping[str, Unsettled]) -> str:
         f"{', '.join(list_families())}), or give rules; to be checked and pasted: "
         f'"checkpoint": {{"universal": {{"patterns": [{", ".join(rules)}]}}}}'
     )
-
-
-def _order(rule_sets: Sequence[RuleSet], side: str) -> list[RuleSet]:
-    """The user's sets; for the target what the live engine says of itself; the others; for the source that one last."""
-    places = {"user": 0, "target": 1 if side == "target" else 3, "checkpoint": 2}
-    return sorted(rule_sets, key=lambda each: places[each.by])
 
 
 def _fit_whole(name: str, source: Shape, target: Shape, sides: _Sides | None) -> Pattern:

@@ -58,10 +58,10 @@ def run(words: Sequence[str]) -> None:
     # A store that the agents keep is the same in every round, and so is what dead ranks have left in it.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     rendezvous_handler_registry.register(BACKEND, _create)
-    record(torchrun.run)(prepare(words))
+    record(torchrun.run)(choose_arguments(words))
 
 
-def prepare(words: Sequence[str]) -> Any:
+def choose_arguments(words: Sequence[str]) -> Any:
     """Torchrun's arguments, with our rendezvous in the place of its own.
 
     Raises:

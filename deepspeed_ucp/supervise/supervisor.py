@@ -169,21 +169,18 @@ class Supervisor:
     def _launch(self, number: int, hosts: Hosts) -> Outcome:
         # A folder per launch: what tidies /tmp up may take one that is weeks old.
         with tempfile.TemporaryDirectory(prefix="ds_ucp_supervise_", ignore_cleanup_errors=True) as folder:
-            return self._launch_in(folder, number, hosts)
+            command, environment = self._write_command(folder, hosts)
+            self.tell("starting", attempt=number, hosts=dict(hosts), command=command)
+            process = start(command, environment)
+            code: int | None = None
+            reason = "interrupted"
+            try:
+                code, reason = self._follow(process)
+            finally:
+                self._clear_away(process, failed=bool(reason))
+            return self._judge(Outcome(code, reason))
 
-    def _launch_in(self, folder: str, number: int, hosts: Hosts) -> Outcome:
-        command, environment = self._prepare(folder, hosts)
-        self.tell("starting", attempt=number, hosts=dict(hosts), command=command)
-        process = start(command, environment)
-        code: int | None = None
-        reason = "interrupted"
-        try:
-            code, reason = self._follow(process)
-        finally:
-            self._clear_away(process, failed=bool(reason))
-        return self._judge(Outcome(code, reason))
-
-    def _prepare(self, folder: str, hosts: Hosts) -> tuple[list[str], dict[str, str]]:
+    def _write_command(self, folder: str, hosts: Hosts) -> tuple[list[str], dict[str, str]]:
         """The command for these hosts, and an environment that takes the ranks' lines along.
 
         The launcher exports variables to other hosts by the beginnings of their names, and those of a file.

@@ -51,6 +51,28 @@ class RankStatus:
     is_open: bool = True
     said_goodbye: bool = False
 
+    @classmethod
+    def greet(cls, hello: Mapping[str, Any], address: str) -> RankStatus:
+        """Of a rank's first words."""
+        return cls(int(hello["rank"]), str(hello["host"]), int(hello["pid"]), address, time.monotonic())
+
+    def hear(self, told: Mapping[str, Any]) -> None:
+        """What it tells more."""
+        self.heard = time.monotonic()
+        if "step" in told:
+            self.step = int(told["step"])
+        if "error" in told:
+            self.error = str(told["error"])
+        if "code" in told:
+            self.code = int(told["code"])
+        if "error" in told or "code" in told:
+            self.fail()
+        self.said_goodbye = self.said_goodbye or "end" in told
+
+    def fail(self) -> None:
+        """Note when it has failed; the first time counts."""
+        self.failed = time.monotonic() if self.failed is None else self.failed
+
     def describe(self) -> str:
         """What has become of it, in words."""
         how = "has failed" if self.error is not None else "has gone without a word"
@@ -58,14 +80,14 @@ class RankStatus:
 
 
 @dataclass(slots=True)
-class _Line:
+class _Heartbeat:
     """A connection: since when, what has come of a line that is not whole yet, and whose it is."""
 
     socket: socket.socket
     since: float
     is_known: bool = False
     data: bytearray = field(default_factory=bytearray)
-    seen: RankStatus | None = None
+    status: RankStatus | None = None
 
 
 class Watch:
@@ -84,7 +106,7 @@ class Watch:
         self._server = socket.create_server((address, 0), backlog=1024)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ, None)
-        self._lines: dict[socket.socket, _Line] = {}
+        self._heartbeats: dict[socket.socket, _Heartbeat] = {}
         self._ranks: list[RankStatus] = []
         self.heard_until = time.monotonic()
         self._lock, self._closed = threading.RLock(), False
@@ -95,8 +117,8 @@ class Watch:
         """Forget the ranks of the launch before, whose lines end, and with them they; what the next ones are to find in
         their environment."""
         with self._lock:
-            for line in list(self._lines.values()):
-                self._drop(line)
+            for heartbeat in list(self._heartbeats.values()):
+                self._drop(heartbeat)
             self._ranks, self.key = [], secrets.token_hex(8)
             return f"{self.address}:{self._server.getsockname()[1]}:{self.key}"
 
@@ -107,7 +129,7 @@ class Watch:
 
     def send(self, number: int) -> int:
         """Let every rank send itself a signal; how many have been told."""
-        return sum(self._tell(line, number) for line in self._list_open())
+        return sum(self._send_one(heartbeat, number) for heartbeat in self._list_open())
 
     def wait_for_end(self, seconds: float) -> list[RankStatus]:
         """Ranks whose lines have not ended after some time."""
@@ -120,17 +142,17 @@ class Watch:
         """Stop; whoever is still there ends."""
         self._closed = True
         self._thread.join()
-        for line in self._list_open():
-            self._drop(line)
+        for heartbeat in self._list_open():
+            self._drop(heartbeat)
         self._server.close()
 
-    def _list_open(self) -> list[_Line]:
+    def _list_open(self) -> list[_Heartbeat]:
         with self._lock:
-            return [line for line in self._lines.values() if line.seen is not None]
+            return [heartbeat for heartbeat in self._heartbeats.values() if heartbeat.status is not None]
 
-    def _tell(self, line: _Line, number: int) -> bool:
+    def _send_one(self, heartbeat: _Heartbeat, number: int) -> bool:
         try:
-            line.socket.send(json.dumps({"signal": number}).encode() + b"\n", socket.MSG_DONTWAIT)
+            heartbeat.socket.send(json.dumps({"signal": number}).encode() + b"\n", socket.MSG_DONTWAIT)
         except OSError:
             return False
         return True
@@ -141,19 +163,19 @@ class Watch:
             for key, _ in self._selector.select(timeout=0.1):
                 if key.fileobj is self._server:
                     self._accept()
-                elif line := self._lines.get(key.fileobj):  # type: ignore[call-overload]
-                    self._receive(line)
+                elif heartbeat := self._heartbeats.get(key.fileobj):  # type: ignore[call-overload]
+                    self._receive(heartbeat)
             self._drop_strangers()
             self.heard_until = began
 
     def _drop_strangers(self) -> None:
         """Let go of who has not told the key in time, and of those who came first where they are too many."""
         with self._lock:
-            strangers = [line for line in self._lines.values() if not line.is_known]  # in the order in which they came
+            strangers = [each for each in self._heartbeats.values() if not each.is_known]  # in order of arrival
             late = time.monotonic() - _GREETING
-            for at, line in enumerate(strangers):
-                if line.since < late or len(strangers) - at > _STRANGERS:
-                    self._drop(line)
+            for at, heartbeat in enumerate(strangers):
+                if heartbeat.since < late or len(strangers) - at > _STRANGERS:
+                    self._drop(heartbeat)
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
@@ -161,70 +183,49 @@ class Watch:
             connection.setblocking(False)
             keep_alive(connection)
             with self._lock:
-                self._lines[connection] = _Line(connection, time.monotonic())
+                self._heartbeats[connection] = _Heartbeat(connection, time.monotonic())
                 self._selector.register(connection, selectors.EVENT_READ)
 
-    def _receive(self, line: _Line) -> None:
+    def _receive(self, heartbeat: _Heartbeat) -> None:
         try:
-            data = line.socket.recv(_LONGEST)
+            data = heartbeat.socket.recv(_LONGEST)
         except BlockingIOError:
             return
         except OSError:
             data = b""
         with self._lock:
-            line.data += data
-            *whole, rest = line.data.split(b"\n")
-            line.data = bytearray(rest)
-            fine = all(self._take(line, bytes(text)) for text in whole)
-            if not data or not fine or len(rest) > (_LONGEST if line.is_known else _LONGEST_KEY):
-                self._drop(line)
+            heartbeat.data += data
+            *whole, rest = heartbeat.data.split(b"\n")
+            heartbeat.data = bytearray(rest)
+            fine = all(self._take(heartbeat, bytes(text)) for text in whole)
+            if not data or not fine or len(rest) > (_LONGEST if heartbeat.is_known else _LONGEST_KEY):
+                self._drop(heartbeat)
 
-    def _take(self, line: _Line, text: bytes) -> bool:
+    def _take(self, heartbeat: _Heartbeat, text: bytes) -> bool:
         """What a line says; False where it is not one of this launch's."""
-        if not line.is_known:
-            line.is_known = secrets.compare_digest(text, self.key.encode())
-            return line.is_known
+        if not heartbeat.is_known:
+            heartbeat.is_known = secrets.compare_digest(text, self.key.encode())
+            return heartbeat.is_known
         try:
             told = json.loads(text)
-            if line.seen is None:
-                line.seen = _greet(told["hello"], line.socket.getpeername()[0])
-                self._ranks.append(line.seen)
+            if heartbeat.status is None:
+                heartbeat.status = RankStatus.greet(told["hello"], heartbeat.socket.getpeername()[0])
+                self._ranks.append(heartbeat.status)
             else:
-                _note(line.seen, told)
+                heartbeat.status.hear(told)
         except Exception:  # noqa: BLE001 - whatever it is: the other lines are heard on
-            return line.seen is not None  # a rank whose sending was cut short tells more in the next line
+            return heartbeat.status is not None  # a rank whose sending was cut short tells more in the next line
         return True
 
-    def _drop(self, line: _Line) -> None:
-        if self._lines.pop(line.socket, None) is None:
+    def _drop(self, heartbeat: _Heartbeat) -> None:
+        if self._heartbeats.pop(heartbeat.socket, None) is None:
             return
-        self._selector.unregister(line.socket)
-        line.socket.close()
-        if line.seen is not None:
-            line.seen.is_open = False
-            if not line.seen.said_goodbye:
-                _note_failure(line.seen)
-
-
-def _greet(hello: Mapping[str, Any], address: str) -> RankStatus:
-    return RankStatus(int(hello["rank"]), str(hello["host"]), int(hello["pid"]), address, time.monotonic())
-
-
-def _note(seen: RankStatus, told: Mapping[str, Any]) -> None:
-    seen.heard = time.monotonic()
-    if "step" in told:
-        seen.step = int(told["step"])
-    if "error" in told:
-        seen.error = str(told["error"])
-    if "code" in told:
-        seen.code = int(told["code"])
-    if "error" in told or "code" in told:
-        _note_failure(seen)
-    seen.said_goodbye = seen.said_goodbye or "end" in told
-
-
-def _note_failure(seen: RankStatus) -> None:
-    seen.failed = time.monotonic() if seen.failed is None else seen.failed
+        self._selector.unregister(heartbeat.socket)
+        heartbeat.socket.close()
+        if heartbeat.status is not None:
+            heartbeat.status.is_open = False
+            if not heartbeat.status.said_goodbye:
+                heartbeat.status.fail()
 
 
 @dataclass(frozen=True, slots=True)

@@ -202,7 +202,8 @@ def _identity(tensor: Tensor) -> Tensor:
 
 
 def _fill(state: ParameterState, parameter: Any, home: _Home) -> None:
-    elementwise = [key for key, value in home.state.items() if _is_like(value, home.master)]
+    tensors = {key: value for key, value in home.state.items() if torch.is_tensor(value) and value.dim() > 0}
+    elementwise = [key for key, value in tensors.items() if value.shape == home.master.shape]
     state.scalars = {key: float(value) for key, value in home.state.items() if _is_scalar(value, elementwise, key)}
     state.hyper = home.hyper
     if home.whole is not None:
@@ -213,10 +214,6 @@ def _fill(state: ParameterState, parameter: Any, home: _Home) -> None:
     state.fp32 = _copy(safe_get_full_fp32_param(parameter)).to(home.master.dtype)
     found = {key: safe_get_full_optimizer_state(parameter, key) for key in elementwise}
     state.tensors = {key: _copy(tensor).to(home.state[key].dtype) for key, tensor in found.items()}
-
-
-def _is_like(value: Any, master: Tensor) -> bool:
-    return torch.is_tensor(value) and value.shape == master.shape and value.dim() > 0
 
 
 def _is_scalar(value: Any, elementwise: list[str], key: str) -> bool:

@@ -253,7 +253,8 @@ def _serve(connection: Connection, variables: dict[str, str], folder: str, timeo
     gc.freeze()  # what the fork server has imported is nobody's garbage, and shared as long as it is not touched
     gc.set_threshold(20_000, 20, 50)  # what a call leaves is collected after it
     os.setsid()  # a group of its own, so that what it starts (a checkpoint writer's process) can be killed with it
-    _die_with_parent()
+    if sys.platform == "linux":  # ended with the fork server: a stopped rank does not see that nobody asks any more
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.environ.clear()
     os.environ.update(variables)
     _redirect_output(_log_path(Path(folder), int(variables["RANK"])))
@@ -275,26 +276,16 @@ def _serve(connection: Connection, variables: dict[str, str], folder: str, timeo
             gc.freeze()  # what has been imported by now need not be walked after every call
 
 
-def _die_with_parent() -> None:
-    """Have Linux kill this process when the fork server ends: a stopped rank does not see that nobody asks any more."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def _answer(call: bytes) -> bytes:
     try:
         fn, args, kwargs = pickle.loads(call)
-        return _pickle_answer(_Answer(fn(*args, **kwargs)))
+        data = io.BytesIO()
+        _Pickler(data, pickle.HIGHEST_PROTOCOL).dump(_Answer(fn(*args, **kwargs)))
+        return data.getvalue()
     except BaseException as error:  # noqa: BLE001 - whatever ended the function is the answer
         text = traceback.format_exc()
         traceback.print_exc()
         return pickle.dumps(_Answer(error=text, exception=_pickled(error)))
-
-
-def _pickle_answer(answer: _Answer) -> bytes:
-    data = io.BytesIO()
-    _Pickler(data, pickle.HIGHEST_PROTOCOL).dump(answer)
-    return data.getvalue()
 
 
 class _Pickler(pickle.Pickler):

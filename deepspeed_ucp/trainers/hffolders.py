@@ -149,10 +149,10 @@ def find_job(
 
 def _find_tag(folder: str, config: UniversalConfig, comm: Comm) -> str:
     tag = find_tag(folder, None, comm, fallback=config.fallback, also=config.also)
-    return tag if tag is not None else comm.once(lambda: _refuse(folder))
+    return tag if tag is not None else comm.once(lambda: _refuse_stateless(folder))
 
 
-def _refuse(folder: str) -> str:
+def _refuse_stateless(folder: str) -> str:
     beside = [name for name in sorted(os.listdir(folder)) if name == _SCHEDULER or name.startswith("rng_state")]
     if beside:
         raise CheckpointError(

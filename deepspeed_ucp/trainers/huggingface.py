@@ -364,7 +364,9 @@ def compute_loss(original: Callable[..., Any], trainer: Any, *args: Any, **kwarg
         return original(*call.args, **call.kwargs)
     if state.looks is None:
         watched = call.arguments["num_items_in_batch"] = number.as_subclass(Watched)
-        with _run_uncompiled():
+        # A compiled model takes no tensor of another class.
+        eager = torch.compiler.set_stance("force_eager") if hasattr(torch.compiler, "set_stance") else nullcontext()
+        with eager:
             made = original(*call.args, **call.kwargs)
         state.looks = watched.used
         if not state.looks:
@@ -373,11 +375,6 @@ def compute_loss(original: Callable[..., Any], trainer: Any, *args: Any, **kwarg
         made = original(*call.args, **call.kwargs)
     factor = 1.0 if state.looks else find_factor(trainer, state.begun, training=call.arguments["model"].training)
     return (made[0] * factor, *made[1:]) if isinstance(made, tuple) else made * factor
-
-
-def _run_uncompiled() -> Any:
-    """A compiled model takes no tensor of another class."""
-    return torch.compiler.set_stance("force_eager") if hasattr(torch.compiler, "set_stance") else nullcontext()
 
 
 def _warn_size(trainer: Any, begun: tuple[int, int]) -> None:

@@ -131,18 +131,15 @@ def on_run_start(original: Callable[..., Any], loop: Any, data_fetcher: Any) -> 
     trainer = loop.trainer
     if _find_options(trainer.strategy) is not None:
         loaders = trainer.fit_loop._combined_loader.flattened
-        if any(isinstance(_find_inner(loader), Order) for loader in loaders):
+        samplers = (getattr(loader, "sampler", None) for loader in loaders)
+        # Lightning's own sampler deals out once more what the inner one gives.
+        if any(isinstance(getattr(getattr(each, "dataset", None), "_sampler", None), Order) for each in samplers):
             raise ConfigError(
                 "an ElasticSampler deals samples to ranks itself: Trainer(use_distributed_sampler=False)."
             )
         if trainer.global_rank == 0:
             _warn_data(loop, loaders)
     return original(loop, data_fetcher)
-
-
-def _find_inner(loader: Any) -> Any:
-    """The sampler that Lightning's own one deals out once more."""
-    return getattr(getattr(getattr(loader, "sampler", None), "dataset", None), "_sampler", None)
 
 
 def _warn_data(loop: Any, loaders: list[Any]) -> None:

@@ -95,10 +95,10 @@ def restore_ranks(engine: Any, folder: str, job: SavedJob, read: Callable[[int],
 
     derived = comm.each(restore)
     if comm.rank == 0:
-        _tell(folder, [rank for rank, each in enumerate(told) if not each], derived)
+        _warn_other_states(folder, [rank for rank, each in enumerate(told) if not each], derived)
 
 
-def _tell(folder: str, lacking: list[int], derived: list[list[str]]) -> None:
+def _warn_other_states(folder: str, lacking: list[int], derived: list[list[str]]) -> None:
     if lacking:
         ranks = shorten(map(str, lacking))
         logger.warning("%s: the saved random states of ranks %s are missing", folder, ranks)
