@@ -114,7 +114,7 @@ class GuardedRendezvous(RendezvousHandler):
 
     def __init__(self, own: RendezvousHandler, patience: Patience, events: str | None) -> None:
         self.own, self.patience = own, patience
-        self._tell = make_log(events, pid=os.getpid()) if events else _say_nothing
+        self._log = make_log(events, pid=os.getpid()) if events else _say_nothing
         self._watch, self._attempts = Watch(), list[Attempt]()
         self._world: int | None = None
         self._silence: float | None = None
@@ -137,13 +137,13 @@ class GuardedRendezvous(RendezvousHandler):
         self._is_watching.clear()
         ranks = self._watch.look()
         step = max((seen.step for seen in ranks if seen.step is not None), default=None)
-        self._tell("rendezvous", step=step, reason=self._find_reason(ranks))
+        self._log("rendezvous", step=step, reason=self._find_reason(ranks))
         self._silence, os.environ[VARIABLE] = None, self._watch.begin()
         info = self.own.next_rendezvous()
         former, self._world = self._world, info.world_size
         if former is not None:
             self._look_back(Attempt(step, lost=former != info.world_size))
-        self._tell("round", agents=info.world_size, agent=info.rank)
+        self._log("round", agents=info.world_size, agent=info.rank)
         self._is_watching.set()
         return info
 
@@ -160,7 +160,7 @@ class GuardedRendezvous(RendezvousHandler):
         self._attempts.append(attempt)
         decision = decide(self._attempts, RestartLimits(restarts=1 << 30))  # torchrun counts them
         if decision.pause is None:
-            self._tell("gave_up", reason=decision.reason)
+            self._log("gave_up", reason=decision.reason)
             self.own.set_closed()
             raise UcpError(
                 f"the workers are not started again: {decision.reason}. Mend what their log says, and start anew: the "
@@ -176,7 +176,7 @@ class GuardedRendezvous(RendezvousHandler):
             if silence is not None:
                 self._is_watching.clear()
                 self._silence = silence
-                self._tell("hanging", seconds=round(silence, 2), ranks=[seen.rank for seen in ranks])
+                self._log("hanging", seconds=round(silence, 2), ranks=[seen.rank for seen in ranks])
                 for seen in ranks:
                     kill_descendant(seen.pid)
 

@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 from ..errors import ConfigError, hide_secrets
 
-Tell = Callable[..., None]
-"""``tell(event, **fields)``."""
+Log = Callable[..., None]
+"""``log(event, **fields)``."""
 
 
-def make_log(path: str | None, **always: object) -> Tell:
+def make_log(path: str | None, **always: object) -> Log:
     """What writes events, each at once: to the end of a file, or to stderr.
 
     Training does not end for its log: what the file does not take, as on a full disk, goes to stderr.
@@ -28,7 +28,7 @@ def make_log(path: str | None, **always: object) -> Tell:
     if path is not None:
         _append(path, "")
 
-    def tell(event: str, **fields: object) -> None:
+    def log(event: str, **fields: object) -> None:
         line = hide_secrets(json.dumps({"event": event, "time": round(time.time(), 3), **always, **fields})) + "\n"
         try:
             if path is None:
@@ -38,7 +38,7 @@ def make_log(path: str | None, **always: object) -> Tell:
         except ConfigError as error:
             _print(f"deepspeed_ucp: {error}\n{line}")
 
-    return tell
+    return log
 
 
 def _print(text: str) -> None:

@@ -13,7 +13,7 @@ from types import FrameType
 from ..heartbeat import VARIABLE
 from .command import Command
 from .hosts import Hosts, Reach, find_own_address, write_hostfile
-from .log import Tell
+from .log import Log
 from .policy import Attempt, RestartLimits, decide
 from .processes import adopt_orphans, end_everything, make_sweep, reap, start, wait_for_all
 from .watch import Patience, RankStatus, Watch, end_ranks, find_ended, find_first_failure, find_silence
@@ -71,11 +71,11 @@ class Supervisor:
     Args:
         command: what is started.
         hosts: slots by host; None where the command runs on this machine, as it finds it.
-        tell: gets every event.
+        log: gets every event.
     """
 
-    def __init__(self, command: Command, hosts: Hosts | None, settings: Settings, tell: Tell) -> None:
-        self.command, self.hosts, self.settings, self.tell = command, hosts, settings, tell
+    def __init__(self, command: Command, hosts: Hosts | None, settings: Settings, log: Log) -> None:
+        self.command, self.hosts, self.settings, self.log = command, hosts, settings, log
         self.reach = Reach(command.find("--launcher") or "pdsh", command.find("--ssh_port"))
         self._signals: list[int] = []
         self._stopped_by: int | None = None
@@ -115,24 +115,24 @@ class Supervisor:
             outcome = self._launch(len(attempts) + 1, hosts)
             lost = self._sweep(hosts)
             if not outcome.reason:
-                self.tell("finished", step=outcome.step)
+                self.log("finished", step=outcome.step)
                 return 0
             if self._stopped_by is not None:
                 return self._end(outcome)
             attempts.append(Attempt(outcome.step, lost=bool(lost)))
             decision = decide(attempts, self.settings.limits)
             if decision.pause is None:
-                self.tell("gave_up", reason=decision.reason, error=outcome.error)
+                self.log("gave_up", reason=decision.reason, error=outcome.error)
                 code = outcome.code or 1
                 return code if code > 0 else _SIGNALLED - code
-            self.tell("restarting", seconds=decision.pause, lost=lost)
+            self.log("restarting", seconds=decision.pause, lost=lost)
             self._pause(decision.pause)
 
     def _end(self, outcome: Outcome | None) -> int:
         """The end on a signal, or for want of hosts."""
         if self._stopped_by is None:
             return 1
-        self.tell("stopped", signal=signal.Signals(self._stopped_by).name, step=outcome.step if outcome else None)
+        self.log("stopped", signal=signal.Signals(self._stopped_by).name, step=outcome.step if outcome else None)
         code = outcome.code if outcome else None
         return code if code is not None and 0 <= code < _SIGNALLED else _SIGNALLED + self._stopped_by
 
@@ -159,9 +159,9 @@ class Supervisor:
             if len(answering) >= self.settings.min_nodes:
                 return answering
             if time.monotonic() > until:
-                self.tell("gave_up", reason=f"{len(answering)} hosts answer", missing=missing)
+                self.log("gave_up", reason=f"{len(answering)} hosts answer", missing=missing)
                 return None
-            self.tell("waiting", answering=list(answering), missing=missing, needed=self.settings.min_nodes)
+            self.log("waiting", answering=list(answering), missing=missing, needed=self.settings.min_nodes)
             self._pause(pause)
             pause = min(2 * pause, self.settings.limits.longest_pause)
         return None
@@ -170,7 +170,7 @@ class Supervisor:
         # A folder per launch: what tidies /tmp up may take one that is weeks old.
         with tempfile.TemporaryDirectory(prefix="ds_ucp_supervise_", ignore_cleanup_errors=True) as folder:
             command, environment = self._write_command(folder, hosts)
-            self.tell("starting", attempt=number, hosts=dict(hosts), command=command)
+            self.log("starting", attempt=number, hosts=dict(hosts), command=command)
             process = start(command, environment)
             code: int | None = None
             reason = "interrupted"
@@ -204,7 +204,7 @@ class Supervisor:
             ranks, now = self._watch.look(), time.monotonic()
             if not running and any(seen.step is not None for seen in ranks):
                 running = True
-                self.tell("running", seconds=round(now - began, 2), ranks=len(ranks))
+                self.log("running", seconds=round(now - began, 2), ranks=len(ranks))
             if code is not None:
                 break
             self._forward(process)
@@ -225,7 +225,7 @@ class Supervisor:
         silence = find_silence(ranks, self.settings.patience, self._watch.heard_until)
         if silence is not None:
             steps = sorted({-1 if seen.step is None else seen.step for seen in ranks})
-            self.tell("hanging", seconds=round(silence, 2), ranks=len(ranks), steps=[steps[0], steps[-1]])
+            self.log("hanging", seconds=round(silence, 2), ranks=len(ranks), steps=[steps[0], steps[-1]])
             return f"no rank has ended a step for {silence:.0f} s", 0.0
         failed = find_first_failure(ranks)
         if failed is None:
@@ -254,7 +254,7 @@ class Supervisor:
         while self._signals:
             number = self._signals.pop(0)
             told = self._watch.send(number)
-            self.tell("signal", signal=signal.Signals(number).name, ranks=told)
+            self.log("signal", signal=signal.Signals(number).name, ranks=told)
             is_for_all = number in STOPPING or not self.command.takes_hosts
             if not told and is_for_all and process.poll() is None:
                 os.killpg(process.pid, number)
@@ -270,7 +270,7 @@ class Supervisor:
         end_ranks(self._watch)
         left = end_everything(process, grace=0.0 if self.hosts else 3.0)
         if left:
-            self.tell("killed", processes=left)
+            self.log("killed", processes=left)
 
     def _judge(self, outcome: Outcome) -> Outcome:
         """An outcome with what the ranks told."""
@@ -282,7 +282,7 @@ class Supervisor:
             last = (error or "").rstrip().rpartition("\n")[2] or None
             rank = failed.rank if failed else None
             ended = find_ended(ranks)
-            self.tell("failed", code=outcome.code, reason=outcome.reason, step=step, rank=rank, error=last, ended=ended)
+            self.log("failed", code=outcome.code, reason=outcome.reason, step=step, rank=rank, error=last, ended=ended)
         return Outcome(outcome.code, outcome.reason, step, error)
 
 
