@@ -196,6 +196,21 @@ def test_how_a_rank_ends_is_told(watch: Watch, then: str, goodbye: bool, error: 
     os.killpg(process.pid, signal.SIGKILL)
 
 
+def test_a_process_that_has_nothing_to_tell_is_not_heard_of(watch: Watch) -> None:
+    """Importing the package connects to nobody; an error before the first engine is told all the same."""
+    environment = {**os.environ, VARIABLE: watch.begin(), "RANK": "5"}
+    for code, expected in (("pass", 0), ("1 / 0", 1)):
+        done = subprocess.run(
+            [sys.executable, "-c", f"import deepspeed_ucp\n{code}"],
+            env=environment,
+            stderr=subprocess.DEVNULL,
+            check=False,
+        )
+        assert done.returncode == expected
+        wait_until(lambda wanted=expected: len(watch.look()) == wanted)
+    assert "ZeroDivisionError" in (watch.look()[0].error or "")
+
+
 def test_a_rank_ends_with_its_watcher(watch: Watch) -> None:
     process = start(watch.begin(), "time.sleep(60)")
     wait_until(lambda: watch.look() and watch.look()[0].step == 1)
