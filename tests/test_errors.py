@@ -12,7 +12,7 @@ from deepspeed_ucp import errors
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError, Finding, UcpError, escape, fold_names, shorten, suggest
 from deepspeed_ucp.sources.findings import from_error
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 
 @pytest.mark.parametrize("name", ["CheckpointError", "ConfigError", "MismatchError", "UnsupportedError"])

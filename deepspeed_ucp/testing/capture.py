@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 
 
 @dataclass
-class ParameterState:
+class CapturedParameter:
     """One parameter, whole, on the CPU.
 
     Attributes:
@@ -42,7 +42,7 @@ class ParameterState:
 
 
 @dataclass
-class EngineState:
+class CapturedEngine:
     """Everything that a resume has to bring back.
 
     Attributes:
@@ -53,14 +53,14 @@ class EngineState:
         loss_scale: the current loss scale; None where the engine has none.
     """
 
-    parameters: dict[str, ParameterState]
+    parameters: dict[str, CapturedParameter]
     buffers: dict[str, Tensor]
     counters: dict[str, int]
     scheduler: dict[str, Any] | None
     loss_scale: float | None
 
 
-def capture(engine: Any) -> EngineState:
+def capture(engine: Any) -> CapturedEngine:
     """Copy the state of `engine`. Collective: all ranks of the engine call it together."""
     homes = dict(_list_homes(engine))
     named = dict(engine.module.named_parameters())
@@ -68,11 +68,11 @@ def capture(engine: Any) -> EngineState:
         values = {name: _copy(each.data) for name, each in named.items()}
     parameters = {}
     for name, parameter in named.items():
-        parameters[strip_compiled(name)] = state = ParameterState(value=values[name])
+        parameters[strip_compiled(name)] = state = CapturedParameter(value=values[name])
         if id(parameter) in homes:
             _fill(state, parameter, homes[id(parameter)])
     scheduler = engine.lr_scheduler
-    return EngineState(
+    return CapturedEngine(
         parameters=parameters,
         buffers=_copy_buffers(engine),
         counters={key: int(getattr(engine, key)) for key in ("global_steps", "global_samples", "skipped_steps")},
@@ -201,7 +201,7 @@ def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _fill(state: ParameterState, parameter: Any, home: _Home) -> None:
+def _fill(state: CapturedParameter, parameter: Any, home: _Home) -> None:
     tensors = {key: value for key, value in home.state.items() if torch.is_tensor(value) and value.dim() > 0}
     elementwise = [key for key, value in tensors.items() if value.shape == home.master.shape]
     state.scalars = {key: float(value) for key, value in home.state.items() if _is_scalar(value, elementwise, key)}

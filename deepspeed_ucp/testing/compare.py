@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from deepspeed_ucp.testing.capture import EngineState, ParameterState
+from deepspeed_ucp.testing.capture import CapturedEngine, CapturedParameter
 
 Tensor = torch.Tensor
 
 
-def compare(saved: EngineState, loaded: EngineState, *, optimizer_states: bool = True) -> tuple[int, list[str]]:
+def compare(saved: CapturedEngine, loaded: CapturedEngine, *, optimizer_states: bool = True) -> tuple[int, list[str]]:
     """Compare the state of an engine at its save with that of the engine that loaded it.
 
     Element-wise states are equal when their bits are. A state that only one side has (one optimizer makes it before
@@ -58,7 +58,9 @@ def _names(kind: str, saved: Mapping[str, Any], loaded: Mapping[str, Any]) -> It
         yield f"{kind} {name}: not in the engine that saved"
 
 
-def _pairs(saved: ParameterState, loaded: ParameterState, optimizer_states: bool) -> Iterator[tuple[str, Any, Any]]:
+def _pairs(
+    saved: CapturedParameter, loaded: CapturedParameter, optimizer_states: bool
+) -> Iterator[tuple[str, Any, Any]]:
     master = saved.fp32 if saved.fp32 is not None else saved.value
     if loaded.fp32 is not None:
         yield "fp32", master.to(loaded.fp32.dtype), loaded.fp32
@@ -71,7 +73,7 @@ def _pairs(saved: ParameterState, loaded: ParameterState, optimizer_states: bool
         yield state, saved.tensors.get(state, zeros).to(got.dtype), got
 
 
-def _settings(name: str, saved: ParameterState, loaded: ParameterState, optimizer_states: bool) -> list[str]:
+def _settings(name: str, saved: CapturedParameter, loaded: CapturedParameter, optimizer_states: bool) -> list[str]:
     if saved.fp32 is None or loaded.fp32 is None or not optimizer_states:
         return []
     # Some optimizers add defaults to their groups when they load; a parameter without gradients has no step at stage 0.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import deepspeed_ucp  # noqa: F401 - installs the hook in this process
-from deepspeed_ucp.testing.capture import EngineState, capture
+from deepspeed_ucp.testing.capture import CapturedEngine, capture
 from deepspeed_ucp.testing.compare import compare
 
 CLIENT_STATE = {"deepspeed_ucp_testing": {"note": "comes back", "numbers": [1, 2, 3]}}
@@ -65,9 +65,9 @@ def _resume(training: Generator[Any, None, None], engine: Any, steps: int, folde
     return Resumed(len(state.parameters), count, direct, differences, losses)
 
 
-def saved_state(folder: str) -> EngineState:
+def saved_state(folder: str) -> CapturedEngine:
     """What `run_source` left in the folder."""
-    state: EngineState = torch.load(Path(folder) / _REFERENCE, weights_only=False)
+    state: CapturedEngine = torch.load(Path(folder) / _REFERENCE, weights_only=False)
     return state
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from deepspeed_ucp.convert import convert_checkpoint
 from deepspeed_ucp.testing import LOSS_TOLERANCE, ResumeReport, WorldPool
-from deepspeed_ucp.testing.capture import EngineState
+from deepspeed_ucp.testing.capture import CapturedEngine
 from deepspeed_ucp.testing.compare import compare
 from deepspeed_ucp.testing.resume import SavedRun
 from deepspeed_ucp.testing.resume import resume_each as resume_runs
@@ -251,7 +251,7 @@ def test_upstream_loads_other_parallelism(
         assert loaded[0].losses == pytest.approx(saved[0].losses, rel=LOSS_TOLERANCE["fp32"])
 
 
-def keep_what_upstream_knows(state: EngineState, model: str) -> EngineState:
+def keep_what_upstream_knows(state: CapturedEngine, model: str) -> CapturedEngine:
     """One value of what several stages hold (the last one's positions are idle); no padding of the vocabulary."""
     kept = {name: each for name, each in state.parameters.items() if "#" not in name}
     rows = MODELS[model]["vocabulary"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deepspeed_ucp.testing import WorldPool
-from deepspeed_ucp.testing.capture import EngineState
+from deepspeed_ucp.testing.capture import CapturedEngine
 from deepspeed_ucp.testing.ranks import saved_state
 from deepspeed_ucp.testing.resume import LOSS_TOLERANCE
 from tests.support.covering import params
@@ -80,7 +80,7 @@ def test_from_masters_in_16_bit(target: Kind, resume_each: ResumeEach, compiled_
     resume_each([TARGETS[3], *CHOSEN] if target == WIDE[3] else TARGETS, case, live=live, model="mixed")
 
 
-def list_dtypes(state: EngineState) -> set[tuple[str, torch.dtype]]:
+def list_dtypes(state: CapturedEngine) -> set[tuple[str, torch.dtype]]:
     """Of masters and moments."""
     trained = [each for each in state.parameters.values() if each.fp32 is not None]
     masters = {("fp32", each.fp32.dtype) for each in trained if each.fp32 is not None}

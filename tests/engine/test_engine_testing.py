@@ -24,7 +24,7 @@ from deepspeed_ucp.testing import (
     WorldTimeout,
     assert_resume_equivalent,
 )
-from deepspeed_ucp.testing.capture import EngineState
+from deepspeed_ucp.testing.capture import CapturedEngine
 from deepspeed_ucp.testing.compare import compare
 from tests.support.engines.cases import Case, train, training
 
@@ -295,8 +295,8 @@ def test_world_size_is_positive(world_size: int) -> None:
 
 
 def test_a_schedulers_field_that_another_torch_release_lacks_is_no_difference() -> None:
-    def state(**scheduler: float) -> EngineState:
-        return EngineState({}, {}, {}, scheduler, None)
+    def state(**scheduler: float) -> CapturedEngine:
+        return CapturedEngine({}, {}, {}, scheduler, None)
 
     assert compare(state(last_epoch=3), state(last_epoch=3, _is_initial=0, verbose=0))[1] == []
     for saved, loaded in (({"last_epoch": 3}, {"last_epoch": 4}), ({"gamma": 1, "verbose": 0}, {"verbose": 0})):

@@ -17,7 +17,7 @@ import pytest
 
 from deepspeed_ucp.errors import ConfigError, UcpError
 from deepspeed_ucp.heartbeat import VARIABLE
-from deepspeed_ucp.supervise.agent import BACKEND, GuardedRendezvous, prepare
+from deepspeed_ucp.supervise.agent import BACKEND, GuardedRendezvous, choose_arguments
 from deepspeed_ucp.supervise.watch import Patience
 from tests.supervise.standins import ROOT, is_running, wait_until
 
@@ -126,7 +126,7 @@ def test_workers_of_the_round_before_are_let_go(tmp_path: Path) -> None:
     ],
 )
 def test_torchruns_arguments_are_its_own_on_our_rendezvous(words: list[str], endpoint: str, conf: str) -> None:
-    args = prepare([*words, "train.py", "--rdzv-conf", "x"])
+    args = choose_arguments([*words, "train.py", "--rdzv-conf", "x"])
     assert (args.rdzv_backend, args.rdzv_endpoint, args.standalone, args.max_restarts) == (
         BACKEND,
         endpoint,
@@ -135,13 +135,13 @@ def test_torchruns_arguments_are_its_own_on_our_rendezvous(words: list[str], end
     )
     assert args.rdzv_conf == f"keep_alive_interval=3,keep_alive_max_attempt=4,{conf}"
     assert args.training_script_args == ["--rdzv-conf", "x"]
-    assert [prepare(["--max-restarts", many, "train.py"]).max_restarts for many in "30"] == [3, 0]
+    assert [choose_arguments(["--max-restarts", many, "train.py"]).max_restarts for many in "30"] == [3, 0]
 
 
 def test_another_rendezvous_is_refused() -> None:
-    assert prepare(["--rdzv-backend", "c10d", "train.py"]).rdzv_backend == BACKEND
+    assert choose_arguments(["--rdzv-backend", "c10d", "train.py"]).rdzv_backend == BACKEND
     with pytest.raises(ConfigError, match="--rdzv-backend etcd: .* Leave the option out"):
-        prepare(["--rdzv-backend", "etcd", "train.py"])
+        choose_arguments(["--rdzv-backend", "etcd", "train.py"])
 
 
 SCRIPT = """

@@ -13,7 +13,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import partition_parameters
 
-from deepspeed_ucp.testing.capture import EngineState, capture
+from deepspeed_ucp.testing.capture import CapturedEngine, capture
 from deepspeed_ucp.testing.ranks import train as train_steps
 from tests.support.engines.cases import make_engine, train_engine
 from tests.support.engines.models import MODELS, param_groups
@@ -80,7 +80,7 @@ def train_zenflow(ds_config: dict[str, Any]) -> Generator[Any, None, None]:
     yield from train_engine(engine)
 
 
-def save(training: Callable[[], Generator[Any, None, None]], folder: str, count: int = 2) -> EngineState:
+def save(training: Callable[[], Generator[Any, None, None]], folder: str, count: int = 2) -> CapturedEngine:
     """Train and save; what was held then."""
     steps = training()
     engine = next(steps)
@@ -102,7 +102,7 @@ def train_away(ds_config: dict[str, Any], **options: Any) -> Generator[Any, None
     yield from train_engine(engine)
 
 
-def save_away(ds_config: dict[str, Any], folders: tuple[str, str], **options: Any) -> list[EngineState]:
+def save_away(ds_config: dict[str, Any], folders: tuple[str, str], **options: Any) -> list[CapturedEngine]:
     """Save an engine whose states are away, and once more when they are back and it has trained on."""
     engine = make_engine(ds_config, **options)
     trained = train_engine(engine)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from deepspeed_ucp.testing import LOSS_TOLERANCE
-from deepspeed_ucp.testing.capture import EngineState, ParameterState
+from deepspeed_ucp.testing.capture import CapturedEngine, CapturedParameter
 from deepspeed_ucp.testing.compare import compare
 from tests.support.engines import gpt as engine_gpt
 from tests.support.engines import letters as engine_letters
@@ -220,7 +220,7 @@ def mean_losses(locals_: Sequence[Local]) -> list[float]:
 # --- what all ranks hold together
 
 
-def join(locals_: Sequence[Local], model: str) -> EngineState:
+def join(locals_: Sequence[Local], model: str) -> CapturedEngine:
     """The whole model of what all ranks hold, under one build's names.
 
     A parameter that several stages hold is once there for each: "name", "name#1", … in the order of the stages.
@@ -230,7 +230,7 @@ def join(locals_: Sequence[Local], model: str) -> EngineState:
         twin = by_place.setdefault((local.place.pp_rank, local.place.tp_rank), local)
         differences = compare(twin.state, local.state)[1]
         assert not differences, differences
-    parameters: dict[str, ParameterState] = {}
+    parameters: dict[str, CapturedParameter] = {}
     buffers: dict[str, Any] = {}
     family = find_family(model)
     for stage in sorted({stage for stage, _ in by_place}):
@@ -255,7 +255,7 @@ def count_copies(name: str, found: Mapping[str, Any]) -> int:
     return sum(each.partition("#")[0] == name.partition("#")[0] for each in found)
 
 
-def _join_parameter(shards: Sequence[ParameterState], name: str, model: str) -> ParameterState:
+def _join_parameter(shards: Sequence[CapturedParameter], name: str, model: str) -> CapturedParameter:
     if find_family(model).find_blocks(name, model):
         shards = [shard for shard in shards if shard.value.numel()]  # DeepSpeed does not optimize empty ones
     first = shards[0]
@@ -285,7 +285,7 @@ def join_tensors(shards: Sequence[Any], name: str, model: str) -> Any:
     return torch.cat([torch.cat(block, dim) for block in zip(*parts, strict=True)], dim)
 
 
-def expect(saved: EngineState, loaded: EngineState) -> EngineState:
+def expect(saved: CapturedEngine, loaded: CapturedEngine) -> CapturedEngine:
     """What a load of `saved` should make of an engine that holds what `loaded` names.
 
     Stages take their own copy back where there are as many as were saved, else the first stage the first one and the
@@ -311,7 +311,7 @@ def _pick(name: str, saved: Mapping[str, Any], loaded: Mapping[str, Any]) -> str
     return f"{plain}#{old - 1}" if old > 1 else plain
 
 
-def _fit_rows(state: ParameterState, rows: int) -> ParameterState:
+def _fit_rows(state: CapturedParameter, rows: int) -> CapturedParameter:
     def fit(tensor: Any) -> Any:
         if len(tensor) <= rows:
             return torch.cat([tensor, tensor.new_zeros((rows - len(tensor), *tensor.shape[1:]))])

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import deepspeed_ucp
 from deepspeed_ucp.targets import Instance, Place, find_place, gathering, open_target
-from deepspeed_ucp.testing.capture import EngineState, capture
+from deepspeed_ucp.testing.capture import CapturedEngine, capture
 from deepspeed_ucp.testing.compare import compare
 from deepspeed_ucp.testing.ranks import CLIENT_STATE, saved_state
 from deepspeed_ucp.testing.ranks import train as train_steps
@@ -199,10 +199,10 @@ class Local:
     """
 
     place: Place
-    state: EngineState
+    state: CapturedEngine
     layers: tuple[int, int] = (0, 0)
     instances: dict[str, Instance] = field(default_factory=dict)
-    before: EngineState | None = None
+    before: CapturedEngine | None = None
     path: str | None = None
     client_state: dict[str, Any] | None = None
     direct: bool | None = None
@@ -282,7 +282,7 @@ def _renaming(rename: dict[str, str]) -> Any:
     return load_renamed
 
 
-def differences(folder: str, state: EngineState, optimizer_states: bool = True) -> list[str]:
+def differences(folder: str, state: CapturedEngine, optimizer_states: bool = True) -> list[str]:
     """What differs between the source of `folder` and a captured state."""
     return compare(saved_state(folder), state, optimizer_states=optimizer_states)[1]
 
