@@ -250,7 +250,11 @@ _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument", "invalid_key")
 
 
 def _describe_fault(fault: Mapping[str, Any]) -> str:
-    return "unknown key" if fault["type"] in _UNKNOWN else f"{fault['msg']} (found {_describe_input(fault)})"
+    if fault["type"] in _UNKNOWN:
+        return "unknown key"
+    value, is_near = fault["input"], fault["type"] in ("literal_error", "greater_than_equal", "less_than_equal")
+    is_shown = is_near and isinstance(value, (str, int))
+    return f"{fault['msg']} (found {repr(value) if is_shown else describe_type(value)})"
 
 
 def _advise_fault(fault: Mapping[str, Any], keys: Sequence[str], listed: str) -> str:
@@ -263,11 +267,6 @@ def _advise_fault(fault: Mapping[str, Any], keys: Sequence[str], listed: str) ->
 
 def _begin(sentence: str) -> str:
     return sentence[:1].upper() + sentence[1:]
-
-
-def _describe_input(fault: Mapping[str, Any]) -> str:
-    value, is_near = fault["input"], fault["type"] in ("literal_error", "greater_than_equal", "less_than_equal")
-    return repr(value) if is_near and isinstance(value, (str, int)) else describe_type(value)
 
 
 def describe_type(value: object) -> str:
@@ -293,18 +292,14 @@ def _fold_group(group: Mapping[str, T]) -> list[tuple[str, list[T]]]:
     numbers = {name: tuple(map(int, _NUMBER.findall(name))) for name in group}
     places = [sorted(set(values)) for values in zip(*numbers.values(), strict=True)]
     if len(group) == prod(map(len, places)):
-        spans = iter(places)
-        name = _NUMBER.sub(lambda digits: _describe_numbers(next(spans), digits[0]), next(iter(group)))
+        spans = (None if len(values) == 1 else f"{{{join_numbers(values)}}}" for values in places)
+        name = _NUMBER.sub(lambda digits: next(spans) or digits[0], next(iter(group)))
         return [(name, list(group.values()))]
     at = next((place for place, values in enumerate(places) if len(values) > 1), None)
     if at is None:  # numbers that are written in several ways
         return [(name, [item]) for name, item in group.items()]
     parts = [{name: group[name] for name in group if numbers[name][at] == value} for value in places[at]]
     return [folded for part in parts for folded in _fold_group(part)]
-
-
-def _describe_numbers(values: Sequence[int], digits: str) -> str:
-    return digits if len(values) == 1 else f"{{{join_numbers(values)}}}"
 
 
 def join_numbers(values: Iterable[int]) -> str:

@@ -204,7 +204,12 @@ def rename_names(names: Iterable[str], rules: Sequence[Rename], live: Container[
     for name in names:
         candidates = (new for rule in plain if (new := rule.apply(name)) is not None)
         renamed[name] = next((new for new in candidates if live is None or new in live), name)
-    _check_distinct(renamed)
+    owners: dict[str, list[str]] = {}
+    for name, new in renamed.items():
+        owners.setdefault(new, []).append(name)
+    clashes = [f"{' and '.join(olds)} become {new}" for new, olds in owners.items() if len(olds) > 1]
+    if clashes:
+        raise MismatchError(f"rename: {shorten(clashes)}")
     return renamed
 
 
@@ -213,12 +218,3 @@ def find_idle(names: Iterable[str], rules: Sequence[Rename]) -> list[str]:
     names = list(names)
     idle = [rule for rule in rules if rule.pattern is not None and all(rule.match(n) is None for n in names)]
     return [f"rename: {rule.pattern!r} matches no parameter" for rule in idle]
-
-
-def _check_distinct(renamed: dict[str, str]) -> None:
-    owners: dict[str, list[str]] = {}
-    for name, new in renamed.items():
-        owners.setdefault(new, []).append(name)
-    clashes = [f"{' and '.join(olds)} become {new}" for new, olds in owners.items() if len(olds) > 1]
-    if clashes:
-        raise MismatchError(f"rename: {shorten(clashes)}")

@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 
 from ..errors import ConfigError, UcpError
 from ..heartbeat import VARIABLE
-from .log import make_log
+from .log import Log, make_log
 from .policy import Attempt, RestartLimits, decide
 from .processes import kill_descendant
 from .watch import Patience, RankStatus, Watch, find_first_failure, find_silence
@@ -100,10 +100,6 @@ def _create(params: RendezvousParameters) -> RendezvousHandler:
     return GuardedRendezvous(create_handler(store, backend, params), patience, params.get("events"))
 
 
-def _say_nothing(event: str, **fields: object) -> None:
-    """What events are told to where nobody wants them."""
-
-
 class GuardedRendezvous(RendezvousHandler):
     """A rendezvous whose workers are watched between two rounds.
 
@@ -114,7 +110,7 @@ class GuardedRendezvous(RendezvousHandler):
 
     def __init__(self, own: RendezvousHandler, patience: Patience, events: str | None) -> None:
         self.own, self.patience = own, patience
-        self._log = make_log(events, pid=os.getpid()) if events else _say_nothing
+        self._log: Log = make_log(events, pid=os.getpid()) if events else lambda *_, **__: None
         self._watch, self._attempts = Watch(), list[Attempt]()
         self._world: int | None = None
         self._silence: float | None = None

@@ -77,17 +77,12 @@ class Command:
             options = [option for option in options if option is not None and option[0] != "--master_addr"]
         kept = [option for option in options if option is not None]
         if len(hosts) == 1 and ("--force_multi", None) not in kept:
-            settled = _settle_lone(next(iter(hosts)))
+            # Unless told not to, the launcher starts a lone host's ranks on this machine, whichever it is, and asks it
+            # over ssh, although nothing else goes that way.
+            here: list[tuple[str, str | None]] = [("--no_ssh_check", None), ("--master_addr", "127.0.0.1")]
+            settled = here if is_local(next(iter(hosts))) else [("--force_multi", None)]
             kept = [*(option for option in kept if option[0] not in dict(settled)), *settled]
         return replace(self, options=(("--hostfile", hostfile), *kept))
-
-
-def _settle_lone(host: str) -> list[tuple[str, str | None]]:
-    """Options for one host: unless told not to, the launcher starts its ranks on this machine, whichever it is, and
-    asks it over ssh, although nothing else goes that way."""
-    if not is_local(host):
-        return [("--force_multi", None)]
-    return [("--no_ssh_check", None), ("--master_addr", "127.0.0.1")]
 
 
 def _leave_out(key: str, value: str | None, hosts: Hosts) -> tuple[str, str | None] | None:

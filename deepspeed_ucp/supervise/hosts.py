@@ -7,7 +7,7 @@ import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from ..errors import ConfigError
@@ -148,11 +148,6 @@ class Reach:
         """
         if all(map(is_local, hosts)) and len(hosts) == 1:
             return dict(hosts)
-        answers = map_at_once(lambda host: self.run(host, command), list(hosts))
+        with ThreadPoolExecutor(max_workers=min(_AT_ONCE, max(1, len(hosts)))) as pool:
+            answers = list(pool.map(lambda host: self.run(host, command), hosts))
         return {host: slots for (host, slots), answer in zip(hosts.items(), answers, strict=True) if answer}
-
-
-def map_at_once(work: Callable[[str], bool], hosts: Sequence[str]) -> list[bool]:
-    """``work`` for every host, many at a time."""
-    with ThreadPoolExecutor(max_workers=min(_AT_ONCE, max(1, len(hosts)))) as pool:
-        return list(pool.map(work, hosts))

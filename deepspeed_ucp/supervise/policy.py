@@ -57,7 +57,10 @@ def decide(attempts: Sequence[Attempt], limits: RestartLimits) -> Decision:
         return Decision(None, f"{times}: the script itself, or what it needs beside the hosts")
     if len(attempts) > limits.restarts:
         return Decision(None, f"{limits.restarts} restarts were allowed")
-    return Decision(min(limits.longest_pause, limits.first_pause * 2 ** min(count_stuck(attempts), 30)))
+    # How many launches right before the last one had come as far as it, or further.
+    *before, last = [-1 if step is None else step for step in list_steps(attempts)]
+    stuck = next((count for count, step in enumerate(reversed(before)) if step < last), len(before))
+    return Decision(min(limits.longest_pause, limits.first_pause * 2 ** min(stuck, 30)))
 
 
 def list_steps(attempts: Sequence[Attempt]) -> list[int | None]:
@@ -66,9 +69,3 @@ def list_steps(attempts: Sequence[Attempt]) -> list[int | None]:
     for attempt in attempts:
         steps.append(attempt.step if attempt.step is not None or not steps else steps[-1])
     return steps
-
-
-def count_stuck(attempts: Sequence[Attempt]) -> int:
-    """How many launches right before the last one had come as far as it, or further."""
-    *before, last = [-1 if step is None else step for step in list_steps(attempts)]
-    return next((count for count, step in enumerate(reversed(before)) if step < last), len(before))

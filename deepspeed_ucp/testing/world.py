@@ -99,7 +99,9 @@ class World(AbstractContextManager["World"]):
         self.timeout = timeout
         self.closed = False
         self._folder = Path(tempfile.mkdtemp(prefix="ucp-world-"))
-        self._port = _free_port()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._port = int(probe.getsockname()[1])
         self._processes: list[mp.process.BaseProcess] = []
         self._connections: list[Connection] = []
         context = mp.get_context("forkserver")
@@ -436,9 +438,3 @@ def _get_pid(process: mp.process.BaseProcess) -> int:
     if process.pid is None:
         raise RuntimeError(f"{process.name} was never started")
     return process.pid
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

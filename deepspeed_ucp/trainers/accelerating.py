@@ -144,21 +144,16 @@ def _keep_total_batch(accelerator: Any, engine: Any, folder: str, job: SavedJob,
     if changed or fit[0] != live.micro:
         advice = f"Take a data loader with batch_size={fit[0]} and gradient_accumulation_steps={fit[1]}"
         live.refuse(folder, job, advice)
-    set_accumulation(engine, job.total_batch, fit[1])
+    engine.set_train_batch_size(job.total_batch)
+    if hasattr(engine.optimizer, BATCH_SIZES[2]):
+        engine.optimizer.gradient_accumulation_steps = fit[1]
+    if isinstance(engine.config, dict):  # its saves tell of it
+        asked = live.micro * live.accumulation
+        engine.config.update({BATCH_SIZES[0]: job.total_batch, BATCH_SIZES[2]: fit[1], ASKED: asked})
     accelerator.gradient_accumulation_steps = fit[1]
     if accelerator.is_main_process:
         kept = f"{folder}: total batch {job.total_batch} kept on {count_of(live.ranks, 'rank')}"
         logger.warning(f"{kept}: gradient accumulation {was} → {fit[1]}")
-
-
-def set_accumulation(engine: Any, total: int, accumulation: int) -> None:
-    """Have an engine accumulate otherwise, and say so in its saves."""
-    asked = engine.train_micro_batch_size_per_gpu() * engine.gradient_accumulation_steps()
-    engine.set_train_batch_size(total)
-    if hasattr(engine.optimizer, BATCH_SIZES[2]):
-        engine.optimizer.gradient_accumulation_steps = accumulation
-    if isinstance(engine.config, dict):
-        engine.config.update({BATCH_SIZES[0]: total, BATCH_SIZES[2]: accumulation, ASKED: asked})
 
 
 def _list_schedulers(accelerator: Any, folder: str) -> list[tuple[Any, dict[str, Any]]]:

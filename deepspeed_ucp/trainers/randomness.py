@@ -95,13 +95,7 @@ def restore_ranks(engine: Any, folder: str, job: SavedJob, read: Callable[[int],
 
     derived = comm.each(restore)
     if comm.rank == 0:
-        _warn_other_states(folder, [rank for rank, each in enumerate(told) if not each], derived)
-
-
-def _warn_other_states(folder: str, lacking: list[int], derived: list[list[str]]) -> None:
-    if lacking:
-        ranks = shorten(map(str, lacking))
-        logger.warning("%s: the saved random states of ranks %s are missing", folder, ranks)
-    new = [str(rank) for rank, each in enumerate(derived) if each]
-    if new:
-        logger.info("%s: random states derived, not saved ones, on ranks %s", folder, shorten(new))
+        if lacking := [str(rank) for rank, each in enumerate(told) if not each]:
+            logger.warning("%s: the saved random states of ranks %s are missing", folder, shorten(lacking))
+        if new := [str(rank) for rank, each in enumerate(derived) if each]:
+            logger.info("%s: random states derived, not saved ones, on ranks %s", folder, shorten(new))
