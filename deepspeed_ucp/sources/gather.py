@@ -79,7 +79,7 @@ def look_at_header(where: FileTable, name: str, reader: str = "") -> Look:
     def read(folder: str) -> FileHeader:
         header = read_file(folder, name)
         if folder != first and not header.checked:
-            raise CheckpointError(f"{os.path.join(folder, name)}: has no checksums, which would tell whose it is.")
+            raise CheckpointError("has no checksums, which would tell whose it is.", path=os.path.join(folder, name))
         return header
 
     try:

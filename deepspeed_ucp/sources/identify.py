@@ -90,8 +90,9 @@ class _Folder:
             candidates.append([sharded, mate])
         if len(candidates) > 1:
             raise CheckpointError(
-                f"{listing.folder}: holds the files of two saves ({candidates[0][0].name} and {candidates[1][-1].name} "
-                "do not belong together). Remove the older save's files."
+                f"holds the files of two saves ({candidates[0][0].name} and {candidates[1][-1].name} "
+                "do not belong together). Remove the older save's files.",
+                path=listing.folder,
             )
         if candidates:
             return candidates[0]
@@ -99,9 +100,10 @@ class _Folder:
             return [plain]  # the weights alone: enough for load_optimizer_states=False
         known = next((header.name for header in (plain, sharded) if header), "the model states")
         raise CheckpointError(
-            f"{listing.folder}: the optimizer states that go with {known} are missing "
+            f"the optimizer states that go with {known} are missing "
             f"({shorten(sorted(listing.sizes))}). Copy the whole folder, or load with load_optimizer_states=False "
-            "where the model states hold the weights (ZeRO 0-2)."
+            "where the model states hold the weights (ZeRO 0-2).",
+            path=listing.folder,
         )
 
     def _find_mate(self, model: FileHeader | None, kinds: Sequence[str]) -> FileHeader | None:

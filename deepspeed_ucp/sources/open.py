@@ -179,7 +179,7 @@ def look_at_job(folder: str, also: Sequence[str] = ()) -> SavedJob:
             raise error
     model = next((header.model for header in first if header.model), None)
     if model is None:
-        raise CheckpointError(f"{folder}: holds no model states.")
+        raise CheckpointError("holds no model states.", path=folder)
     return SavedJob.read({**model.counters, **model.batch})
 
 

@@ -86,8 +86,9 @@ def _refuse_repeated(index: AtomicIndex, again: Elements) -> None:
     atom, stored = again.atom, index.stored
     path = stored.files[stored.records[atom.shards[again.shard].fragments[0].record].file].path
     raise CheckpointError(
-        f"{path}: {atom.name} ({atom.state}) is in the files of several ranks, and this one has other values of "
-        f"its elements [{again.low}, {again.high}). The file belongs to another run or step; put the right one back."
+        f"{atom.name} ({atom.state}) is in the files of several ranks, and this one has other values of "
+        f"its elements [{again.low}, {again.high}). The file belongs to another run or step; put the right one back.",
+        path=path,
     )
 
 
@@ -175,8 +176,9 @@ def _refuse_strangers(index: AtomicIndex, counts: Mapping[int, _Count]) -> None:
             path, state_file = index.stored.files[file].path, index.run.state_file
             advice = _ONE_FILE if path == state_file else _STRANGER
             raise CheckpointError(
-                f"{path}: its fp32 weights are not those of the model states in {state_file} ({count.differing} of "
-                f"{count.total} elements compared differ; {count.first}). {advice}"
+                f"its fp32 weights are not those of the model states in {state_file} ({count.differing} of "
+                f"{count.total} elements compared differ; {count.first}). {advice}",
+                path=path,
             )
 
 

@@ -118,7 +118,7 @@ def test_strangers_are_let_go_in_time_and_are_never_many(watch: Watch, monkeypat
         wait_until(watch.look)
         strangers = [stack.enter_context(connect(told)) for _ in range(5)]
         assert [line.recv(1) for line in strangers[:2]] == [b"", b""]  # who came first
-        assert len(watch._lines) == 4
+        assert len(watch._heartbeats) == 4
         monkeypatch.setattr(watch_module, "_GREETING", 0.0)
         assert [line.recv(1) for line in strangers[2:]] == [b"", b"", b""]
         assert [seen.is_open for seen in watch.look()] == [True]
