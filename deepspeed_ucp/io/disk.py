@@ -49,7 +49,7 @@ def check_space(folder: str, nbytes: int) -> None:
     if needed > free:
         show = _show if _show(needed) != _show(free) else _show_all
         raise DiskFullError(
-            f"{folder}: disk full: needs {show(needed)}, has {show(free)} free. Make room, or write elsewhere."
+            f"disk full: needs {show(needed)}, has {show(free)} free. Make room, or write elsewhere.", path=folder
         )
 
 
@@ -87,7 +87,7 @@ def explain_full(path: str) -> Iterator[None]:
             error.filename = error.filename or path
             raise
         raise DiskFullError(
-            f"{path}: disk full ({error.strerror}); {_describe_space(path)}. Make room, then run it again."
+            f"disk full ({error.strerror}); {_describe_space(path)}. Make room, then run it again.", path=path
         ) from error
 
 

@@ -71,15 +71,16 @@ def _take(fd: int, made: bool, path: str, purpose: str) -> None:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise StorageError(
-            f"{path}: {purpose} is under way already ({_read_holder(fd)}). Wait until it has ended."
+            f"{purpose} is under way already ({_read_holder(fd)}). Wait until it has ended.", path=path
         ) from error
     except OSError as error:
         if error.errno not in _UNSUPPORTED:
             raise
         if not made:
             raise StorageError(
-                f"{path}: {purpose} is under way already ({_read_holder(fd)}), or was killed: this file system has no "
-                "locks that end with their holder. If that process is no more, remove the file and run it again."
+                f"{purpose} is under way already ({_read_holder(fd)}), or was killed: this file system has no "
+                "locks that end with their holder. If that process is no more, remove the file and run it again.",
+                path=path,
             ) from error
 
 

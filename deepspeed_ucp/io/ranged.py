@@ -124,7 +124,7 @@ class _Ranges:
             raise EOFError(f"{data.nbytes} bytes came of {nbytes}")
 
     def _refuse_whole(self) -> NoReturn:
-        raise UnsupportedError(f"{self.url}: the server answers with the whole file where a part is asked for.")
+        raise UnsupportedError("the server answers with the whole file where a part is asked for.", path=self.url)
 
     def confirm(self) -> None:
         """Make sure that all that has come is of the version that was listed; no thread may be reading.
@@ -186,7 +186,7 @@ class RemoteFile(Stored):
             yield
         except ChangedError as error:
             raise CheckpointError(
-                f"{self.path}: {error}: something writes to it. Load again when that has ended, or another tag."
+                f"{error}: something writes to it. Load again when that has ended, or another tag.", path=self.path
             ) from error
         except OSError as error:
             raise explain_failure(self.path, work, error) from error

@@ -146,7 +146,7 @@ class _Scan:
 
     def _shorten(self, error: CheckpointError) -> str:
         """Without the path, which is the caller's to tell."""
-        return error.text.removeprefix(f"{self.file.path}: ").removesuffix(".")
+        return error.text.removesuffix(".")
 
     def join(self) -> Scanned:
         """What was found."""

@@ -70,15 +70,15 @@ class OutputKind:
             StorageError: it is something that is never removed, or there without ``overwrite``.
         """
         if not is_ours:
-            raise StorageError(f"{folder}: exists and is not {self.name}, so it is left alone. Write elsewhere.")
+            raise StorageError(f"exists and is not {self.name}, so it is left alone. Write elsewhere.", path=folder)
         foreign = [name for name in names if not (self.parts.fullmatch(name) or self.kept.fullmatch(name))]
         if foreign:
             raise StorageError(
-                f"{folder}: holds what no {self.maker} wrote ({shorten(sorted(foreign))}), so it is left alone. Write "
-                "elsewhere."
+                f"holds what no {self.maker} wrote ({shorten(sorted(foreign))}), so it is left alone. Write elsewhere.",
+                path=folder,
             )
         if not overwrite:
-            raise StorageError(f"{folder}: exists already. --overwrite (overwrite=True) replaces it.")
+            raise StorageError("exists already. --overwrite (overwrite=True) replaces it.", path=folder)
 
 
 class Staging:
@@ -273,7 +273,7 @@ class Staging:
             DiskFullError: there turned out to be no room.
         """
         if not self.kind.is_one(self.folder):
-            raise CheckpointError(f"{self.folder}: is not {self.kind.name}; it is not whole.")
+            raise CheckpointError(f"is not {self.kind.name}; it is not whole.", path=self.folder)
         self._keep_beside()
         for path in [*self._find_journals(), *([self.path(_IDENTITY)] if self.kind.resumable else [])]:
             os.unlink(path)

@@ -78,8 +78,8 @@ def _choose_places(where: FileTable) -> list[int]:
     common = [place for place in range(len(where.folders)) if all(holds_atoms(each[place]) for each in views)]
     if not common:
         raise CheckpointError(
-            f"{where.folder}: some ranks see an atomic checkpoint, others do not. Put all of it where every rank sees "
-            "it."
+            "some ranks see an atomic checkpoint, others do not. Put all of it where every rank sees it.",
+            path=where.folder,
         )
     return common
 
