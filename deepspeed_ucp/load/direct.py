@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ import torch
 
 from ..atoms import AtomicIndex, RunState, strip_compiled
 from ..comm import Comm
+from ..config import UniversalConfig
 from ..errors import MismatchError, Objections, UnsupportedError
 from ..io.memory import pause_collection
 from ..io.paths import is_url
@@ -219,25 +221,16 @@ def _read_saved(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
         CheckpointError: it is damaged.
         UnsupportedError: it is no save of an engine, or needs the user's consent.
     """
-    comm, checked = job.comm, job.config.verify == "crc"
-    if checked:
+    comm = job.comm
 
-        def verify(left: AtomicIndex) -> AtomicIndex:
-            verify_records(left, left.run.client_records, comm)
-            return left
+    def verify(left: AtomicIndex) -> AtomicIndex:
+        verify_records(left, left.run.client_records, comm)
+        return left
 
+    if job.config.verify == "crc":
         index = read_with_failover(index, verify, comm)
-    paths, access = [file.path for file in index.stored.files], index.stored.access
-
-    def read(path: str) -> dict[str, Any]:
-        """From a place where its header can be read."""
-        numbers = [number for number, file in enumerate(index.stored.files) if file.path == path and file.places]
-        if numbers:
-            with CopyReader(index.stored) as reader:
-                header = reader.read_file(numbers[0], lambda file: read_header(file.path))
-        else:
-            header = read_header(path)
-        return make_objects(header, trust_pickle=job.config.trust_pickle, checked=checked)
+    read, access = partial(_read_state_file, index, job.config), index.stored.access
+    paths = [file.path for file in index.stored.files]
 
     def find_reader(path: str) -> int:
         """The first rank that can read a file; the same by every rank's reckoning."""
@@ -260,6 +253,17 @@ def _read_saved(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
         return held
 
     return comm.run(take)
+
+
+def _read_state_file(index: AtomicIndex, config: UniversalConfig, path: str) -> dict[str, Any]:
+    """What is in a state file, from a place where its header can be read."""
+    numbers = [number for number, file in enumerate(index.stored.files) if file.path == path and file.places]
+    if numbers:
+        with CopyReader(index.stored) as reader:
+            header = reader.read_file(numbers[0], lambda file: read_header(file.path))
+    else:
+        header = read_header(path)
+    return make_objects(header, trust_pickle=config.trust_pickle, checked=config.verify == "crc")
 
 
 def _find_own_file(index: AtomicIndex, target: Target) -> str | None:

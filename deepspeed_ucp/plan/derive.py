@@ -8,7 +8,7 @@ index knows that it is not a saved one. AutoEP's universal form and the user's r
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from math import prod
@@ -116,19 +116,7 @@ def derive(index: AtomicIndex, made: Mapping[str, DerivedParam], dropped: Iterab
     def follow_all(params: Iterable[ParamKey]) -> Iterator[ParamKey]:
         return (param._replace(name=new) for param in params for new in follow(param.name))
 
-    held: dict[ParamKey, list[ParamStorage]] = {}
-    repeated = {key: parts for key, parts in index.stored.repeated.items() if key.name not in used}
-    for param, holdings in index.stored.atoms.held.items():
-        if param.name not in used:
-            held[param] = list(holdings)
-            continue
-        for new in follow_all((param,)):
-            held[new] = []
-            for state in index.stored.atoms.find_states(param):
-                key = AtomKey(new.name, state, new.instance)
-                atom, again = _make_atom(index, key, made[new.name])
-                held[new] += atom.list_storages()
-                repeated.update({key: again} if again else {})
+    held, repeated = _derive_atoms(index, made, used, follow_all)
     return index.change(
         atoms=Atoms(held, follow_all(index.stored.atoms.module)),
         repeated=repeated,
@@ -138,6 +126,29 @@ def derive(index: AtomicIndex, made: Mapping[str, DerivedParam], dropped: Iterab
         aliases={alias: name for alias, name in index.model.aliases.items() if not {alias, name} & used},
         buffers=frozenset(new for name in index.model.buffers for new in follow(name)),
     )
+
+
+def _derive_atoms(
+    index: AtomicIndex,
+    made: Mapping[str, DerivedParam],
+    used: Container[str],
+    follow: Callable[[Iterable[ParamKey]], Iterable[ParamKey]],
+) -> tuple[dict[ParamKey, list[ParamStorage]], dict[AtomKey, Repeated]]:
+    """What holds each parameter, and what of it lies in the files a second time."""
+    held: dict[ParamKey, list[ParamStorage]] = {}
+    repeated = {key: parts for key, parts in index.stored.repeated.items() if key.name not in used}
+    for param, holdings in index.stored.atoms.held.items():
+        if param.name not in used:
+            held[param] = list(holdings)
+            continue
+        for new in follow((param,)):
+            held[new] = []
+            for state in index.stored.atoms.find_states(param):
+                key = AtomKey(new.name, state, new.instance)
+                atom, again = _make_atom(index, key, made[new.name])
+                held[new] += atom.list_storages()
+                repeated.update({key: again} if again else {})
+    return held, repeated
 
 
 def _make_atom(index: AtomicIndex, key: AtomKey, made: DerivedParam) -> tuple[Atom, Repeated]:
