@@ -31,7 +31,7 @@ def find_damage(path: str, name: str, listed: FileRecords, scan: Scanned, index:
     found = []
     for kind, text, record in damaged:
         held = (atoms.get(record.offset) or storages.get(record.name, [])) if record else []
-        found.append(Finding(kind, name, f"{text}{_tell_contents(held, record)}.", names=tuple(held)))
+        found.append(Finding(kind, name, f"{text}{_describe_contents(held, record)}.", names=tuple(held)))
     return found
 
 
@@ -52,7 +52,7 @@ def _compare_records(
             yield "crc", text, record
 
 
-def _tell_contents(held: Sequence[str], record: FileRecord | None) -> str:
+def _describe_contents(held: Sequence[str], record: FileRecord | None) -> str:
     if held:
         return f"; it holds {shorten(held, NAMED)}"
     return "; it holds the object tree of the file" if record and record.name == "data.pkl" else ""

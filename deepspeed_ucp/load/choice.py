@@ -230,7 +230,7 @@ def _compare(
     index = survey.require()
     job.report.saved = index.run.job
     if comm.rank == 0:
-        survey.tell_warnings()
+        survey.log_warnings()
     changes = list_changes(index, target, comm.size, job.engine.train_batch_size())
     if comm.rank == 0 and changes:  # another number of ranks is what a resume is for
         level = logging.INFO if all(text.startswith("ranks ") for text in changes) else logging.WARNING

@@ -34,7 +34,7 @@ from .context import LoadArguments, LoadContext, LoadReport
 from .direct import load_direct
 from .inventory import gather_inventory, list_live_rules
 from .report import write_report
-from .tags import find_folders, find_tag, tell_nothing
+from .tags import find_folders, find_tag, report_nothing
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -70,7 +70,7 @@ def resume(
     upstream = bool(engine.load_universal_checkpoint())
     chosen = find_tag(load_dir, tag, comm, universal=upstream, fallback=config.fallback, also=config.also)
     if chosen is None:
-        tell_nothing((load_dir, *config.also), comm, require=config.require)
+        report_nothing((load_dir, *config.also), comm, require=config.require)
         return own()
     job = LoadContext(engine, comm, config, arguments, report)
     if engine.use_node_local_storage() and not upstream:

@@ -157,7 +157,7 @@ def _ask(place: str, look: Callable[[], T], comm: Comm) -> list[T]:
     return [comm.once(look)] if is_url(place) else comm.each(look)
 
 
-def tell_nothing(places: Sequence[str], comm: Comm, *, require: bool) -> None:
+def report_nothing(places: Sequence[str], comm: Comm, *, require: bool) -> None:
     """Say that there is nothing to resume; collective. A warning where a folder is neither missing nor empty.
 
     Raises:

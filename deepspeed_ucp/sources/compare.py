@@ -104,7 +104,7 @@ def _digest(value: Any, tell: Callable[[Any], str]) -> str:
     return found.hexdigest()[:16]
 
 
-def find_strangers(save: Save) -> list[Finding]:
+def find_foreign_files(save: Save) -> list[Finding]:
     """A finding for every file that is of another step, run or world size than most; of two the first one counts."""
     found: dict[str, Finding] = {}
     for finding in chain(_check_world_sizes(save), *(_compare(save, *each) for each in _list_comparisons(save))):
@@ -119,7 +119,7 @@ def _check_world_sizes(save: Save) -> Iterator[Finding]:
         # the groups of experts are cut over fewer ranks
         is_spread = has_experts and all(0 < count <= most and not most % count for count in counts)
         if any(count != save.dp for count in counts) and not is_spread:
-            yield _tell_stranger(save, header, f"was saved by {counts} ranks, the model states say {save.dp}")
+            yield _describe_foreign(save, header, f"was saved by {counts} ranks, the model states say {save.dp}")
 
 
 def _list_comparisons(save: Save) -> Iterator[Comparison]:
@@ -182,7 +182,9 @@ def _compare(
     alike: list[tuple[Any, list[FileHeader]]] = []
     for header in headers:
         value = read(header)
-        held = next((held for known, held in alike if _is_equal(known, value)), None)
+        # NaN is not equal to itself
+        same = (held for known, held in alike if known is value or known == value or repr(known) == repr(value))
+        held = next(same, None)
         if held is None:
             alike.append((value, [header]))
         else:
@@ -190,17 +192,13 @@ def _compare(
     if len(alike) < 2:
         return
     usual, most = max(alike, key=lambda each: len(each[1]))
-    for value, strangers in alike:
-        for header in strangers if strangers is not most else ():
+    for value, foreign in alike:
+        for header in foreign if foreign is not most else ():
             fault = f"{what} differs from that of {most[0].name} ({_contrast(value, usual)})"
-            yield _tell_stranger(save, header, fault, severity)
+            yield _describe_foreign(save, header, fault, severity)
 
 
-def _is_equal(one: Any, other: Any) -> bool:
-    return one is other or bool(one == other) or repr(one) == repr(other)  # NaN is not equal to itself
-
-
-def _tell_stranger(save: Save, header: FileHeader, fault: str, severity: str = FAULT) -> Finding:
+def _describe_foreign(save: Save, header: FileHeader, fault: str, severity: str = FAULT) -> Finding:
     advice = (
         "The file belongs to another step, run or world size; put the right one back."
         if severity == FAULT
@@ -248,7 +246,7 @@ def _find_gap(folder: str, times: Sequence[tuple[float, str]], slack: float) -> 
     older, newer = [name for _, name in times[:at]], [name for _, name in times[at:]]
     fewer, others = (older, "before") if len(older) < len(newer) else (newer, "after")
     text = (
-        f"{folder}: {shorten(fewer)} were written {_tell_span(gap)} {others} the other files. A save into a tag that "
+        f"{folder}: {shorten(fewer)} were written {_name_span(gap)} {others} the other files. A save into a tag that "
         "was there before, and that was cut off, leaves files of two runs, which nothing else may tell; load another "
         "tag if that is what happened."
     )
@@ -273,7 +271,7 @@ def _find_unfinished(folder: str, times: Sequence[tuple[float, str]], slack: flo
     return [Finding("times", late[0], text, WARNING, tuple(late))]
 
 
-def _tell_span(seconds: float) -> str:
+def _name_span(seconds: float) -> str:
     for unit, name in ((86400, "days"), (3600, "hours"), (60, "minutes")):
         if seconds >= 2 * unit:
             return f"{seconds / unit:.0f} {name}"

@@ -11,7 +11,7 @@ from dataclasses import replace
 from ..comm import Comm
 from ..errors import CheckpointError, UnsupportedError, shorten
 from ..io.distance import choose_map
-from .compare import find_late_files, find_strangers
+from .compare import find_foreign_files, find_late_files
 from .files import SEAL, Listing, read_model_rank, sort_files, strip_writer
 from .findings import COPY, WARNING, Finding, from_failure, make_error
 from .headers import FileHeader
@@ -52,7 +52,7 @@ def gather_save(where: FileTable, comm: Comm) -> tuple[Save | None, list[Finding
     headers, unread = _read_rest(looks, listing, files, comm)
     save, findings = arrange(listing, headers), list(files.faults)
     missing = _find_missing(listing, files, _describe_holders(where, comm))
-    for more in (unread, missing, find_strangers(save), _find_strange_variants(where, save, comm)):
+    for more in (unread, missing, find_foreign_files(save), _find_foreign_variants(where, save, comm)):
         findings += keep_new(more, findings)
     if make_error(findings) is None:
         findings += add_swapped(save)
@@ -188,7 +188,7 @@ def _read_hosts(path: str) -> dict[str, list[str]]:
         return {}
 
 
-def _find_strange_variants(where: FileTable, save: Save, comm: Comm) -> list[Finding]:
+def _find_foreign_variants(where: FileTable, save: Save, comm: Comm) -> list[Finding]:
     """Faults of files that further nodes wrote under a name of this save's, for themselves; collective."""
     if where.access is None:
         return []
@@ -200,7 +200,9 @@ def _find_strange_variants(where: FileTable, save: Save, comm: Comm) -> list[Fin
         if mp is not None and mp < len(models):
             models[mp].append(_slim(each, save.main, repeats=True))
     names = {each.name for each in variants}
-    return [each for each in find_strangers(replace(save, models=models)) if each.file in names and not each.warning]
+    return [
+        each for each in find_foreign_files(replace(save, models=models)) if each.file in names and not each.warning
+    ]
 
 
 def _read_variant(folder: str, name: str) -> FileHeader:

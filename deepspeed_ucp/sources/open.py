@@ -72,7 +72,7 @@ class FolderReport:
             raise UcpError(f"{self.folder}: was not read.")
         return self.index
 
-    def tell_warnings(self) -> None:
+    def log_warnings(self) -> None:
         """Log what is odd."""
         warnings = [finding for finding in self.findings if finding.severity == WARNING]
         if left := _list_left(warnings):
@@ -118,7 +118,7 @@ def open_checkpoint(
     report = survey_checkpoint(folder, comm, naming, also=also)
     index = comm.run(report.require)
     if comm.rank == 0:
-        report.tell_warnings()
+        report.log_warnings()
     return index
 
 

@@ -24,7 +24,7 @@ from ...io.store import note_listed
 from ...patterns.layout import Shape
 from ...torchsave.objects import TensorRef
 from ...torchsave.torchfile import TorchFile, read_header
-from ..compare import find_strangers
+from ..compare import find_foreign_files
 from ..files import MANIFEST, ZERO, Listing, scan_folder, sort_files
 from ..findings import Finding, make_error
 from ..headers import FileHeader, OptimHeader, Piece
@@ -234,7 +234,7 @@ def _read_models(folder: str, sizes: dict[str, int], stage: int, comm: Comm) -> 
             kind="missing",
         )
     save = arrange(listing, [first, *comm.share(names, lambda name: read_file(folder, name), choose_map(folder))])
-    error = make_error(find_strangers(save))
+    error = make_error(find_foreign_files(save))
     if error is not None:
         raise error
     return save
