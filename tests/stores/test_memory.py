@@ -24,7 +24,7 @@ from deepspeed_ucp.convert import ConvertOptions, convert_checkpoint
 from deepspeed_ucp.errors import CheckpointError, ConfigError, StorageError, UnsupportedError
 from deepspeed_ucp.export.safetensors import export_safetensors
 from deepspeed_ucp.export.tensors import ExportOptions
-from deepspeed_ucp.io import ranged, remote, store, threads, upload
+from deepspeed_ucp.io import paths, ranged, remote, store, threads, upload
 from deepspeed_ucp.io.paths import Entry
 from deepspeed_ucp.io.ranged import RemoteStream
 from deepspeed_ucp.io.read import MemorySink, RecordReader
@@ -405,9 +405,9 @@ def test_what_reads_a_url_is_told(scheme: str, extra: str, monkeypatch: pytest.M
 
 
 def test_urls_and_paths_are_told_apart(tmp_path: Path) -> None:
-    assert store.is_url("s3://bucket/run") and store.is_url("abfs://a@b/c") and not store.is_url("/s3://x")
-    assert not store.is_url(f"file://{tmp_path}") and store.normalize(f"file://{tmp_path}/") == str(tmp_path)
-    assert store.normalize("s3://bucket/run//") == "s3://bucket/run"
+    assert paths.is_url("s3://bucket/run") and paths.is_url("abfs://a@b/c") and not paths.is_url("/s3://x")
+    assert not paths.is_url(f"file://{tmp_path}") and paths.normalize(f"file://{tmp_path}/") == str(tmp_path)
+    assert paths.normalize("s3://bucket/run//") == "s3://bucket/run"
 
 
 def test_a_chained_url_is_no_local_path(
