@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,15 +10,21 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.swap_tensor import optimizer_utils, partitioned_param_swapper, utils
 from torch import Tensor, nn
 
+from deepspeed_ucp.sources import swapped
 from deepspeed_ucp.testing.capture import capture
 from tests.support.engines import aio as aio_standin
 from tests.support.engines.going_on import Loaded, States, load_and_go_on, save_and_go_on
 
 BATCH = 8
-WIDTH = 1024
-"""A matrix of that many rows and columns is 1 MiB of fp32 on each of 4 ranks, the least that DeepSpeed swaps."""
+AS_DEEPSPEED = bool({"UCP_EXHAUSTIVE", "UCP_TEST_AIO"} & os.environ.keys())
+"""With the least that DeepSpeed swaps, 1 MiB; else a sixteenth of it, for models of a sixteenth of the size."""
+LEAST = 1 << 20 if AS_DEEPSPEED else 1 << 16
+WIDTH = 1024 if AS_DEEPSPEED else 256
+"""A matrix of that many rows and columns takes the least that is swapped in fp32 on each of 4 ranks."""
+NARROW = WIDTH // 64
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,7 @@ class Kind:
             "zero_optimization": zero,
             "zero_force_ds_cpu_optimizer": False,
             "checkpoint": {"universal": self.universal},
+            "aio": {"block_size": LEAST},
         }
         if self.muon:
             config["optimizer"] = {"type": "Muon", "params": {"lr": 0.002, "muon_lr": 0.01, "momentum": 0.9}}
@@ -84,10 +92,10 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(16, WIDTH)
+        self.first = nn.Linear(NARROW, WIDTH)
         self.large = nn.Linear(WIDTH, WIDTH)
-        self.frozen = nn.Linear(WIDTH, 16).requires_grad_(False)
-        self.middle = nn.Linear(16, WIDTH, bias=False)
+        self.frozen = nn.Linear(WIDTH, NARROW).requires_grad_(False)
+        self.middle = nn.Linear(NARROW, WIDTH, bias=False)
         self.other = nn.Linear(WIDTH, WIDTH, bias=False)
         self.third = nn.Linear(WIDTH, WIDTH // 2, bias=False)
         self.last = nn.Linear(WIDTH // 2, 3)
@@ -102,6 +110,9 @@ class Model(nn.Module):
 def make(kind: Kind, seed: int, swap: str) -> Any:
     """An engine that swaps to a folder."""
     aio_standin.install()
+    for module in (utils, optimizer_utils, partitioned_param_swapper):
+        module.MIN_AIO_BYTES = LEAST
+    vars(swapped)["_LEAST"] = LEAST
     torch._dynamo.config.disable = True  # Muon's compiled update needs minutes
     torch.manual_seed(seed)
     with deepspeed.zero.Init(config_dict_or_path=kind.make_config(swap), enabled=kind.early):
@@ -123,7 +134,7 @@ def train(engine: Any, steps: range) -> list[float]:
     """This rank's own losses."""
     losses, dtype = [], torch.bfloat16 if engine.bfloat16_enabled() else torch.float32
     for step in steps:
-        batch = torch.randn(BATCH, 16, generator=torch.Generator().manual_seed(step))
+        batch = torch.randn(BATCH, NARROW, generator=torch.Generator().manual_seed(step))
         own = batch.chunk(dist.get_world_size())[dist.get_rank()]
         loss = (engine(own.to(dtype)).float() - own[:, :3]).pow(2).mean()
         engine.backward(loss)
