@@ -55,16 +55,14 @@ def compare(left: Buffer, right: Buffer, dtype: str, other: str) -> Tally:
     Elements of one dtype are equal if their bits are; of two dtypes if their values are, or both are NaN.
     """
     first, second = np.frombuffer(left, find_dtype(dtype)), np.frombuffer(right, find_dtype(other))
-    unequal = _differ_in_bits(first, second) if dtype == other else _differ_in_value(_widen(first), _widen(second))
-    places = np.flatnonzero(unequal)
+    if dtype == other:
+        bits = f"u{first.itemsize}" if first.itemsize <= 8 else f"V{first.itemsize}"
+        places = np.flatnonzero(first.view(bits) != second.view(bits))
+    else:
+        places = np.flatnonzero(_differ_in_value(_widen(first), _widen(second)))
     if not len(places):
         return Tally(len(first))
     return Tally(len(first), len(places), int(places[0]), *_measure(_widen(first[places]), _widen(second[places])))
-
-
-def _differ_in_bits(first: Array, second: Array) -> Array:
-    kind = f"u{first.itemsize}" if first.itemsize <= 8 else f"V{first.itemsize}"
-    return np.asarray(first.view(kind) != second.view(kind))
 
 
 def _differ_in_value(first: Array, second: Array) -> Array:

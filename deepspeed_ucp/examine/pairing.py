@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, AtomKey, ParamKey, count
-from ..patterns import Layout, Pattern, RuleSet, SameShards, Settled, list_renames, settle
+from ..patterns import RuleSet, SameShards, Settled, list_renames, settle
 from ..patterns.layout import Shape
 from ..plan.renames import RemappedIndex, apply_renames, list_shapes
 from ..plan.settling import Shapes, order_rules
@@ -99,24 +99,20 @@ def pair_atoms(
     keys = _match(mine, theirs, left, right, names)
     met = {a for a, _ in keys}, {b for _, b in keys}
     settled = _settle_both(left, right, keys, rules)
-    layouts = settled.pairs
+    layouts, both = settled.pairs, []
+    for a, b in keys:
+        if a.name not in settled.wrong:
+            (have, want), pattern = layouts[a.name], settled.patterns[a.name]
+            kept = have.local_shapes if isinstance(pattern, SameShards) else ()
+            both.append(Pair(unite_shards(mine[a], have), unite_shards(theirs[b], want), pattern.vocab, kept))
     return Pairs(
-        both=[
-            _make_pair(mine[a], theirs[b], layouts[a.name], settled.patterns[a.name])
-            for a, b in keys
-            if a.name not in settled.wrong
-        ],
+        both=both,
         only_left=[atom for key, atom in mine.items() if key not in met[0]],
         only_right=[atom for key, atom in theirs.items() if key not in met[1]],
         shapes=[(mine[a], settled.wrong[a.name]) for a, _ in keys if a.name in settled.wrong],
         names=names,
         unused=settled.unused,
     )
-
-
-def _make_pair(atom: Atom, other: Atom, layouts: tuple[Layout, Layout], pattern: Pattern) -> Pair:
-    kept = layouts[0].local_shapes if isinstance(pattern, SameShards) else ()
-    return Pair(unite_shards(atom, layouts[0]), unite_shards(other, layouts[1]), pattern.vocab, kept)
 
 
 def _list_wanted(index: AtomicIndex, wanted: Callable[[str, str], bool]) -> dict[AtomKey, Atom]:

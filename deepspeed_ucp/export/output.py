@@ -34,12 +34,15 @@ BESIDE = re.compile(
 """Files that Hugging Face's libraries want beside the weights."""
 
 
-def _is_export(folder: str) -> bool:
-    return is_folder(folder) and any(_EXPORTED.fullmatch(name) for name in list_folder(folder))
-
-
-_LAST = ("model.safetensors", "model.safetensors.index.json", ".metadata")
-EXPORT = OutputKind("an export", "export", _is_export, _EXPORTED, resumable=False, kept=BESIDE, last=_LAST)
+EXPORT = OutputKind(
+    name="an export",
+    maker="export",
+    is_one=lambda folder: is_folder(folder) and any(map(_EXPORTED.fullmatch, list_folder(folder))),
+    parts=_EXPORTED,
+    resumable=False,
+    kept=BESIDE,
+    last=("model.safetensors", "model.safetensors.index.json", ".metadata"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +105,9 @@ def stage_export(
     with report.timed(), ExitStack() as stack, staging.scratch():
         comm.once(lambda: _begin(staging, nbytes, options.overwrite, stack))
         yield Export(index, comm, options, staging.folder, report)
-        report.files = comm.once(lambda: _list_sizes(staging))
+        report.files = comm.once(
+            lambda: {name: os.stat(staging.path(name)).st_size for name in sorted(os.listdir(staging.folder))}
+        )
         comm.run(staging.sync)
         comm.once(lambda: staging.commit(overwrite=options.overwrite))
     report.bytes_written = sum(report.files.values())
@@ -116,10 +121,6 @@ def _open_staging(destination: str, source: str, comm: Comm) -> Staging:
             "on one node, or to a shared file system and copy that."
         )
     return staging
-
-
-def _list_sizes(staging: Staging) -> dict[str, int]:
-    return {name: os.stat(staging.path(name)).st_size for name in sorted(os.listdir(staging.folder))}
 
 
 def _begin(staging: Staging, nbytes: int, overwrite: bool, stack: ExitStack) -> None:

@@ -47,10 +47,12 @@ def _make_optimizer(
     for name, held in states.items():
         scalars = index.run.scalars.get(ParamKey(name), {})
         held.update({scalar: _make_scalar(index, scalar, value) for scalar, value in scalars.items()})
+    # DeepSpeed's own Adam decouples weight decay unless its ds_config tells that it is not AdamW.
+    is_plain = str(index.run.optimizer).lower() == "adam" and index.run.optimizer_params.get("adam_w_mode") is False
     groups = []
     for group in index.run.groups:
         names = [selection.names[name] for name in group.names if name in selection.names]
-        hyper = {**_find_mode(index), **group.hyper}
+        hyper = {**({"decoupled_weight_decay": False} if is_plain else {}), **group.hyper}
         groups.append({**complete_group(hyper, states, group.names), "params": names})
     return {"state": {selection.names[name]: held for name, held in states.items()}, "param_groups": groups}
 
@@ -59,12 +61,6 @@ def _make_scalar(index: AtomicIndex, name: str, value: Any) -> Any:
     """Torch's optimizers keep ``step`` as a 0-dim float32 tensor; DeepSpeed's own keep a number."""
     dtype = index.run.scalar_dtypes.get(name, "float32" if name == "step" else None)
     return value if dtype is None else torch.tensor(value, dtype=getattr(torch, dtype))
-
-
-def _find_mode(index: AtomicIndex) -> dict[str, Any]:
-    """What DeepSpeed's own Adam does with weight decay where its ds_config tells that it is not AdamW."""
-    is_plain = str(index.run.optimizer).lower() == "adam" and index.run.optimizer_params.get("adam_w_mode") is False
-    return {"decoupled_weight_decay": False} if is_plain else {}
 
 
 def complete_group(hyper: Mapping[str, Any], states: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> Any:

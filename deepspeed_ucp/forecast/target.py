@@ -168,7 +168,9 @@ def predict_target(
 
     def lay_out(stage: int, tp_shard: int) -> ModelRank:
         shapes = {name: held[tp_shard] for name, held in local.items() if stage in stages[name]}
-        match = Match({name: _pick_instance(index, name, stages[name], stage) for name in shapes})
+        match = Match(
+            {name: pick_instance(index, name, stages[name].index(stage), len(stages[name])) for name in shapes}
+        )
         held = [[name for name in names if count(shapes.get(name, (0,)))] for names in groups]
         grouped = plan_groups(list(zip(held, hypers, strict=True)), layers, shapes, degrees.max_group)
         planned = [(group, find_whole(group, degrees)) for group in grouped]
@@ -188,10 +190,6 @@ def predict_target(
 
     held = tuple(lay_out(stage, tp_shard) for stage in range(degrees.pp) for tp_shard in range(degrees.tp))
     return ForecastTarget(index, degrees, held, layouts, atoms, (*assumed, ORDER), origin)
-
-
-def _pick_instance(index: AtomicIndex, name: str, stages: Sequence[int], stage: int) -> ParamKey:
-    return pick_instance(index, name, stages.index(stage), len(stages))
 
 
 def find_whole(group: PlannedGroup, degrees: Degrees) -> tuple[str, ...]:
