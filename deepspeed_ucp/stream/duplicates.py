@@ -99,7 +99,7 @@ def _check_share(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) -> 
     places = [(file, *place) for file, samples in samples_of.items() for place in _spread(samples)]
     pairs = [(_pick(index, MASTER, sample, span), _pick(index, COPY, sample, span)) for _, sample, span in places]
     compare_pairs(index, pairs, lambda number, *values: counts[places[number][0]].add(*pairs[number], *values), comm)
-    comm.run(lambda: _refuse_strangers(index, counts))
+    comm.run(lambda: _refuse_foreign(index, counts))
 
 
 def _pick(index: AtomicIndex, state: str, sample: _Sample, span: Span) -> Elements:
@@ -169,12 +169,12 @@ class _Count:
                 self.first = self.first or f"{master.name}[{here.low + number}] is {shown[0]} here and {shown[1]} there"
 
 
-def _refuse_strangers(index: AtomicIndex, counts: Mapping[int, _Count]) -> None:
+def _refuse_foreign(index: AtomicIndex, counts: Mapping[int, _Count]) -> None:
     tolerated = _TOLERATED if index.run.topology.zero_stage else _TOLERATED_STAGE0
     for file, count in counts.items():
         if count.differing > max(tolerated * count.total, 1):
             path, state_file = index.stored.files[file].path, index.run.state_file
-            advice = _ONE_FILE if path == state_file else _STRANGER
+            advice = _ONE_FILE if path == state_file else _FOREIGN
             raise CheckpointError(
                 f"its fp32 weights are not those of the model states in {state_file} ({count.differing} of "
                 f"{count.total} elements compared differ; {count.first}). {advice}",
@@ -182,7 +182,7 @@ def _refuse_strangers(index: AtomicIndex, counts: Mapping[int, _Count]) -> None:
             )
 
 
-_STRANGER = (
+_FOREIGN = (
     "The file belongs to another run or step; put the right one back. If the copies were changed on purpose (averaged "
     "or merged weights), take them with load_optimizer_states=False or load_module_only=True; training that goes on "
     'with optimizer states goes on from the fp32 weights, which "verify": "off" loads.'
