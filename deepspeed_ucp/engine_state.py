@@ -100,8 +100,8 @@ def find_state(engine: Any) -> EngineState:
 
 
 def get_config(engine: Any) -> UniversalConfig | None:
-    """The plugin's options for an engine; None where it is off."""
-    return getattr(engine._config, "ucp_config", None)
+    """The plugin's options for an engine; None where it is off, and for what is no engine (yet)."""
+    return getattr(getattr(engine, "_config", None), "ucp_config", None)
 
 
 def carry(engine: Any, name: str, carried: Carried) -> Carried | None:

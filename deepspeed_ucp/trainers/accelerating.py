@@ -43,11 +43,8 @@ with the scheduler's state."""
 
 def find_engine(accelerator: Any) -> tuple[Any, UniversalConfig] | None:
     """The first engine that was prepared, with the plugin's options; None without one, or where the plugin is off."""
-    for model in accelerator._models:
-        config = get_config(model) if hasattr(model, "_config") else None
-        if config is not None:
-            return model, config
-    return None
+    found = ((model, get_config(model)) for model in accelerator._models)
+    return next(((model, config) for model, config in found if config is not None), None)
 
 
 def prepare_deepspeed(original: Callable[..., Any], accelerator: Any, *args: Any) -> Any:

@@ -41,7 +41,7 @@ def load_checkpoint(
         MismatchError: its total batch is another one.
         UnsupportedError: a stateful data loader's position in another world.
     """
-    config = _find_options(strategy)
+    config = get_config(strategy.model)
     fitting = strategy.lightning_module is not None and strategy.lightning_module.trainer.state.fn == "fit"
     if config is None or not fitting or not os.path.isdir(checkpoint_path):
         return original(strategy, checkpoint_path, *args, **kwargs)
@@ -86,12 +86,6 @@ def backward(original: Callable[..., Any], precision: Any, tensor: Any, model: A
     return original(precision, tensor, model, *args, **kwargs)
 
 
-def _find_options(strategy: Any) -> UniversalConfig | None:
-    """The plugin's options for a strategy's engine; None before it has one, or where the plugin is off."""
-    engine = strategy.model
-    return get_config(engine) if hasattr(engine, "_config") else None
-
-
 def _check_total_batch(engine: Any, folder: str, job: SavedJob, config: UniversalConfig) -> None:
     live = Batch.of(engine)
     if live.is_kept(job, config):
@@ -129,7 +123,7 @@ def on_run_start(original: Callable[..., Any], loop: Any, data_fetcher: Any) -> 
         ConfigError: Lightning has put a sampler of its own around an elastic one.
     """
     trainer = loop.trainer
-    if _find_options(trainer.strategy) is not None:
+    if get_config(trainer.strategy.model) is not None:
         loaders = trainer.fit_loop._combined_loader.flattened
         samplers = (getattr(loader, "sampler", None) for loader in loaders)
         # Lightning's own sampler deals out once more what the inner one gives.
