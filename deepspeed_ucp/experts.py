@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
 
@@ -80,25 +81,13 @@ def count_experts(names: Iterable[str]) -> dict[str, int]:
     return counts
 
 
-def find_place(name: str) -> tuple[str, int] | None:
-    """The layer of the expert whose an atom is, and the expert's number in it; None where it is no expert's."""
-    found = read_name(name)
-    return found and (found.layer, found.number)
-
-
-def find_number(name: str) -> int | None:
-    """The number in the whole layer of the expert whose an atom is; None where it is no expert's."""
-    found = read_name(name)
-    return found.number if found else None
-
-
 def find_block(name: str) -> str | None:
     """What the names of everything begin with that is in the block of an expert's atom, its router's name too.
 
     It is the same of a layer of DeepSpeed's own and of AutoEP's in its place.
     """
-    found = find_place(name)
-    return None if found is None else _LAYER.sub("", found[0])
+    found = read_name(name)
+    return None if found is None else _LAYER.sub("", found.layer)
 
 
 def holds_experts(shape: Shape, experts: int) -> bool:
@@ -108,7 +97,7 @@ def holds_experts(shape: Shape, experts: int) -> bool:
 
 def is_expert(name: str) -> bool:
     """Whether an atom's name is that of an expert's parameter."""
-    return find_number(name) is not None
+    return read_name(name) is not None
 
 
 def find_layer(name: str, layers: Collection[str]) -> str | None:
@@ -134,30 +123,27 @@ def name_experts(name: str, shape: Shape, held: Held) -> dict[str, Shape]:
     return {f"{name}.{number}": shape[1:] for number in held[layer]}
 
 
-def list_holders(dp: int, replicas: int, *, data_first: bool) -> list[range]:
-    """Data-parallel ranks that hold the same experts, by expert-parallel rank (``deepspeed/utils/groups.py``).
+def place_experts(dp: int, degree: int, tp: int = 1, tp_rank: int | None = None, *, data_first: bool) -> list[range]:
+    """Ranks of a pipeline stage that hold the same experts, by expert-parallel rank (``deepspeed/utils/groups.py``).
 
     Args:
-        dp: data-parallel ranks.
-        replicas: how many of them hold the same experts.
+        dp, tp: data- and tensor-parallel ranks; the stage has ``dp * tp``.
+        degree: expert-parallel ranks, which divides those over which experts are spread.
+        tp_rank: the tensor-parallel rank over whose data-parallel ranks they are; None where they are over all.
         data_first: ``use_data_before_expert_parallelism``.
     """
-    degree = dp // replicas
+    ranks = range(dp * tp) if tp_rank is None else range(tp_rank, dp * tp, tp)
+    replicas = len(ranks) // degree
     if data_first:
-        return [range(rank * replicas, (rank + 1) * replicas) for rank in range(degree)]
-    return [range(rank, dp, degree) for rank in range(degree)]
-
-
-def number_in_stage(ranks: range, tp: int, tp_rank: int) -> range:
-    """Data-parallel ranks of a tensor-parallel rank, numbered as ranks of their pipeline stage."""
-    return range(ranks.start * tp + tp_rank, ranks.stop * tp + tp_rank, ranks.step * tp)
+        return [ranks[rank * replicas : (rank + 1) * replicas] for rank in range(degree)]
+    return [ranks[rank::degree] for rank in range(degree)]
 
 
 Placement = dict[range, tuple[int, ...]]
 """Of a layer: ranks of a pipeline stage that hold the same experts → the numbers of these experts."""
 
 
-def place_experts(buffers: Iterable[FlatBuffer], dp: int) -> dict[str, Placement]:
+def read_placement(buffers: Iterable[FlatBuffer], dp: int) -> dict[str, Placement]:
     """Which ranks hold which experts, by layer, as flat buffers under the whole model's names tell."""
     found: dict[str, dict[range, dict[int, None]]] = {}
     for buffer in buffers:
@@ -191,7 +177,8 @@ def deal_experts(names: Sequence[str], degree: int, live: int = 0, *, ordered: b
         return [list(names)] * degree
     if any(count % degree for count in counts.values()):
         raise ValueError(f"{degree} expert-parallel ranks do not fit {sorted(set(counts.values()))} experts")
-    known = [each for each in range(1, max(counts.values()) + 1) if _join(_deal(names, counts, each)) == list(names)]
+    dealt = [_deal(names, counts, each) for each in range(1, max(counts.values()) + 1)]
+    known = [len(held) for held in dealt if list(dict.fromkeys(chain(*held))) == list(names)]
     if known and (ordered or degree in known):
         return _deal(names, counts, degree)
     if degree != live:
@@ -200,11 +187,6 @@ def deal_experts(names: Sequence[str], degree: int, live: int = 0, *, ordered: b
             f"expert-parallel ranks, where the saved run had {degree}"
         )
     return [_shift(names, counts, degree, place) for place in range(degree)]
-
-
-def _join(dealt: Iterable[Iterable[str]]) -> list[str]:
-    """What all ranks have, each name once."""
-    return list(dict.fromkeys(name for names in dealt for name in names))
 
 
 def _deal(names: Sequence[str], counts: Mapping[str, int], degree: int) -> list[list[str]]:

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import islice
+from typing import Any
 
 from .flat import FlatBuffer
-
-ATOMIC = "atomic"
-"""Wrapper of an atomic checkpoint: whole tensors, which nothing wraps."""
-
-BARE = "none"
-"""Wrapper of an engine below ZeRO 3 without optimizer, and of its saves: nothing is partitioned, on any ranks."""
-
-STATELESS = "optimizer states missing"
-"""Wrapper of a save that has lost them: its trained parameters have copies alone."""
+from .wrappers import ATOMIC, BARE, Wrapper, find_wrapper
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +19,7 @@ class Topology:
         dp: ranks over which ZeRO partitions (sequence parallelism folded in); 1 at stage 0, where nothing is cut.
         tp, pp, sp, ep: tensor, pipeline, sequence and expert parallel degrees.
         zero_stage: 0 to 3.
-        wrapper: ``zero12``, ``zero3``, ``zero3_inference``, ``bf16``, ``fp16_fused``, ``fp16_unfused``, ``torch``,
-            ``none``, ``atomic`` or ``STATELESS``.
+        wrapper: name of a row of :data:`~deepspeed_ucp.wrappers.WRAPPERS`.
         precision: dtype of the model's parameters, as ``float32``, ``bfloat16`` or ``float16``.
         undeclared: that is not fp32, and the ds_config switches no other precision on, by which files are named.
         master: dtype of the master weights; without a wrapper of the first parameter.
@@ -49,11 +42,53 @@ class Topology:
     offload: str = "none/none"
     flats: tuple[FlatBuffer, ...] = ()
 
+    @property
+    def traits(self) -> Wrapper:
+        """What its optimizer wrapper does to masters and states."""
+        return find_wrapper(self.wrapper)
+
+    @property
+    def is_atomic(self) -> bool:
+        """Whether it is that of an atomic checkpoint."""
+        return self.wrapper == ATOMIC
+
     def describe(self) -> str:
         """One short phrase for messages: ``ZeRO-1 dp=4 bfloat16 (zero12)``."""
         told = {"dp": self.wrapper != BARE, **{key: getattr(self, key) > 1 for key in ("tp", "pp", "sp", "ep")}}
         degrees = "".join(f" {key}={getattr(self, key)}" for key, is_told in told.items() if is_told)
         return f"ZeRO-{self.zero_stage}{degrees} {self.precision} ({self.wrapper})"
+
+
+def number_groups(stages: Sequence[Sequence[Mapping[str, Any]]], ignored: Collection[str] = ()) -> list[list[int]]:
+    """Numbers in the whole model of each pipeline stage's param groups.
+
+    DeepSpeed drops the groups that are empty on a stage, so that a group's place there means nothing: the n-th one of
+    those with the same hyper-parameters is the n-th of these on every stage.
+
+    Args:
+        stages: by stage the hyper-parameters of its groups.
+        ignored: hyper-parameters that may differ.
+    """
+    numbers: dict[tuple[str, int], int] = {}
+    found = []
+    for groups in stages:
+        kinds = [repr(sorted((k, repr(value)) for k, value in group.items() if k not in ignored)) for group in groups]
+        keys = [(kind, kinds[:place].count(kind)) for place, kind in enumerate(kinds)]
+        found.append([numbers.setdefault(key, len(numbers)) for key in keys])
+    return found
+
+
+_SWITCHES = {"bfloat16": ("bf16", "bfloat16"), "float16": ("fp16",)}
+
+
+def find_precision(config: Mapping[str, Any]) -> str:
+    """Dtype to which a ds_config casts the model's parameters; ``float32`` where it switches none on."""
+    return next((dtype for dtype, names in _SWITCHES.items() if enabled(config, *names)), "float32")
+
+
+def enabled(config: Mapping[str, Any], *names: str) -> bool:
+    """Whether a section of a ds_config is switched on, under one of its names."""
+    return any(bool((config.get(name) or {}).get("enabled")) for name in names)
 
 
 def find_differences(source: Topology, target: Topology) -> list[str]:
@@ -84,7 +119,8 @@ def _compare_flats(old: FlatBuffer, new: FlatBuffer, same: bool) -> str:
     if old.names != new.names:
         return "parameter order" if same else f"parameters ({len(old.names)} → {len(new.names)} or other names)"
     if old.shapes != new.shapes:
-        return _compare_shapes(old, new)
+        shapes = zip(old.names, old.shapes, new.shapes, strict=True)
+        return next(f"{name} {before} → {after}" for name, before, after in shapes if before != after)
     counts = (("param group", old.group, new.group), ("partitions", old.parts, new.parts))
     found = [f"{name} {before} → {after}" for name, before, after in counts if before != after]
     others = {
@@ -95,9 +131,3 @@ def _compare_flats(old: FlatBuffer, new: FlatBuffer, same: bool) -> str:
     }
     found += [text for text, differs in others.items() if differs]
     return found[0] if found else "parameter alignment"
-
-
-def _compare_shapes(old: FlatBuffer, new: FlatBuffer) -> str:
-    shapes = zip(old.names, old.shapes, new.shapes, strict=True)
-    name, before, after = next(each for each in shapes if each[1] != each[2])
-    return f"{name} {before} → {after}"

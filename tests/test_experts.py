@@ -12,9 +12,8 @@ from deepspeed_ucp.experts import (
     find_expert,
     find_layer,
     is_expert,
-    list_holders,
     name_experts,
-    number_in_stage,
+    place_experts,
 )
 
 LAYER = "body.3.deepspeed_moe.experts.deepspeed_experts."
@@ -68,14 +67,15 @@ def test_experts_that_lie_in_one_parameter() -> None:
 
 def test_ranks_of_both_orders() -> None:
     """As utils/groups.py deals them, for 8 ranks and 4 expert-parallel ones."""
-    assert list(map(list, list_holders(8, 2, data_first=False))) == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert list(map(list, list_holders(8, 2, data_first=True))) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert list_holders(3, 3, data_first=False) == [range(3)]
+    assert list(map(list, place_experts(8, 4, data_first=False))) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert list(map(list, place_experts(8, 4, data_first=True))) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert place_experts(3, 1, data_first=False) == [range(3)]
 
 
 def test_data_parallel_ranks_among_all_of_a_stage() -> None:
-    assert list(number_in_stage(range(1, 4, 2), 3, 2)) == [5, 11]
-    assert list(number_in_stage(range(2), 1, 0)) == [0, 1]
+    assert list(map(list, place_experts(4, 2, 3, 2, data_first=False))) == [[2, 8], [5, 11]]
+    assert list(map(list, place_experts(4, 2, 3, 2, data_first=True))) == [[2, 5], [8, 11]]
+    assert list(map(list, place_experts(2, 2, 2, data_first=False))) == [[0, 2], [1, 3]]
 
 
 def test_an_experts_name_without_its_number() -> None:

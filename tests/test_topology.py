@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from deepspeed_ucp.flat import FlatBuffer, join_parameters
-from deepspeed_ucp.topology import BARE, Topology, find_differences
+from deepspeed_ucp.topology import Topology, find_differences
+from deepspeed_ucp.wrappers import BARE
 
 FLAT = join_parameters(0, ("a", "b"), ((3,), (1, 5)), parts=2, partition=6, gaps=(1, 0))
 BASE = Topology(1, "zero12", "bfloat16", dp=2, flats=(FLAT, join_parameters(1, ("c",), ((2,),), parts=2, partition=1)))

@@ -19,7 +19,19 @@ from .index import (
     StoredAtoms,
     Use,
 )
-from .keys import COPY, ITEMSIZE, MASTER, MODULE, MOMENTUM, USE_MUON, AtomKey, ParamKey, count, strip_compiled
+from .keys import (
+    COPY,
+    ITEMSIZE,
+    MASTER,
+    MODULE,
+    TIED,
+    AtomKey,
+    ParamKey,
+    count,
+    find_owner,
+    number_layer,
+    strip_compiled,
+)
 
 __all__ = [
     "ASKED",
@@ -29,8 +41,7 @@ __all__ = [
     "ITEMSIZE",
     "MASTER",
     "MODULE",
-    "MOMENTUM",
-    "USE_MUON",
+    "TIED",
     "Atom",
     "AtomKey",
     "AtomicIndex",
@@ -54,5 +65,7 @@ __all__ = [
     "are_alike",
     "check_coverage",
     "count",
+    "find_owner",
+    "number_layer",
     "strip_compiled",
 ]

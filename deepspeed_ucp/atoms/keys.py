@@ -5,6 +5,9 @@ from __future__ import annotations
 from math import prod
 from typing import NamedTuple
 
+TIED = "tied_modules."
+"""What the names of a pipeline's tied modules begin with."""
+
 MASTER = "fp32"
 """State name of the master weight."""
 
@@ -13,12 +16,6 @@ MODULE = "module"
 
 COPY = "copy"
 """State name of the model's own copy of an optimized parameter (16-bit, or fp32), as the module states hold it."""
-
-MOMENTUM = "momentum_buffer"
-"""State name of what Muon keeps; other optimizers keep a state of that name as well."""
-
-USE_MUON = "use_muon"
-"""Hyper-parameter of the param groups of DeepSpeed's Muon: whether it is used, or an Adam."""
 
 ITEMSIZE = {
     "float64": 8,
@@ -77,3 +74,14 @@ def count(shape: tuple[int, ...]) -> int:
 def strip_compiled(name: str) -> str:
     """Parameter name without the prefixes that ``torch.compile`` inserts: the name that an atom has."""
     return name.replace("_orig_mod.", "")
+
+
+def find_owner(name: str) -> str:
+    """Layer or tied module of a pipeline's parameter."""
+    return strip_compiled(name).removeprefix(TIED).partition(".")[0]
+
+
+def number_layer(name: str) -> int:
+    """Number of the layer of a pipeline's parameter; -1 of a tied module's, which were registered before the layers."""
+    head = strip_compiled(name).partition(".")[0]
+    return int(head) if head.isdecimal() else -1

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..atoms import AtomicIndex
 from ..errors import fold_names
-from ..experts import find_block, place_experts, read_name
+from ..experts import find_block, read_name, read_placement
 from .printing import format_table
 
 _OFTEN = 4
@@ -50,7 +50,7 @@ def list_layers(index: AtomicIndex) -> dict[str, ExpertLayer]:
             counts[read.layer] = max(counts.get(read.layer, 0), read.number + 1)
             names[read.layer] = (find_block(key.name) or read.layer).rstrip(".")
     dp = index.run.counters.get("dp_world_size") or index.run.topology.dp
-    placed = place_experts(chain(*index.run.flats.values()), dp)
+    placed = read_placement(chain(*index.run.flats.values()), dp)
     found = {}
     for layer, number in counts.items():
         held = [HeldExperts(tuple(ranks), tuple(each)) for ranks, each in placed.get(layer, {}).items()]

@@ -79,7 +79,7 @@ def _write_value(value: Any) -> str:
 
 def _describe_writer(survey: Survey) -> str:
     topology, written = survey.index.run.topology, survey.data["written_by"]
-    if topology.wrapper == "atomic":
+    if topology.is_atomic:
         source = _describe_source(written["source"]) if written["source"] else ""
         return f"{written['tool']}, an atomic checkpoint{source}"
     version = f"DeepSpeed {written['deepspeed']}: " if written["deepspeed"] else ""
@@ -162,7 +162,7 @@ def name_others(index: AtomicIndex) -> str:
 def _describe_resume(index: AtomicIndex) -> str:
     """Who can resume it where."""
     topology = index.run.topology
-    if topology.wrapper == "atomic":
+    if topology.is_atomic:
         return "by deepspeed_ucp on any topology; by DeepSpeed with load_universal where that can"
     if not any(key.state not in (MODULE, COPY) for key in index.stored.atoms):
         return "weights only (load_optimizer_states=False): optimizer states are missing or have no names"

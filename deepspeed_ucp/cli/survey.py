@@ -184,7 +184,7 @@ def _find_writer(index: AtomicIndex, folder: str) -> dict[str, Any]:
     Raises:
         CheckpointError: the manifest is damaged.
     """
-    if index.run.topology.wrapper != "atomic":
+    if not index.run.topology.is_atomic:
         return {"tool": "deepspeed", "source": None}
     from ..sources.atomic.manifest import read_manifest
 

@@ -24,6 +24,7 @@ from ..torchsave.objects import Global, PickledObject, make_instance
 from ..torchsave.rewrite import count_bytes, save_parts
 from ..torchsave.torchfile import TorchFile, read_header
 from ..torchsave.zipframe import make_tensor
+from ..wrappers import STAGE, WRAPPERS
 
 MODEL_STATES: Final = "mp_rank_00_model_states.pt"
 MODEL_STATES_ZERO3: Final = "zero_pp_rank_0_mp_rank_00_model_states.pt"
@@ -33,20 +34,12 @@ OPTIMIZER_STATE: Final = "zero/optimizer_state.pt"
 _EMPTIED = ("optimizer", "frozen_param_fragments")
 """Entries of a model-states file that hold nothing but tensors of the model (``load.client``)."""
 
-_SHARDED = (
-    "base_optimizer_state",
-    "single_partition_of_fp32_groups",
-    "param_slice_mappings",
-    "fp32_flat_groups",
-    "fp32_groups_flat",
-    "fp32_groups",
-    "optimizer_state_dict",
-    "state",
-    "param_groups",
-)
+_INNER = tuple({row.inner: None for row in WRAPPERS.values() if row.inner})
+"""Where a wrapper keeps the wrapped optimizer's state."""
+
+_SHARDED = {"param_slice_mappings", *_INNER, *(key for row in WRAPPERS.values() for key in row.keys)} - {STAGE}
 """Entries of an optimizer's state that belong to one rank of the source."""
 
-_INNER = ("base_optimizer_state", "optimizer_state_dict")  # where a wrapper keeps the wrapped optimizer's state
 _SCALERS = "deepspeed.runtime.fp16.loss_scaler"
 _OLDEST = "0.16.0"  # upstream refuses a file without a version; of a source that tells none, any recent one will do
 _KEPT_BYTES = 1 << 16  # other entries with tensors beyond this are some rank's partition, too
@@ -122,7 +115,7 @@ def _strip_model(saved: Mapping[Any, Any]) -> dict[Any, Any]:
 def _find_optimizer(index: AtomicIndex, main: TorchFile) -> tuple[TorchFile, Any]:
     """The source's first optimizer state: the file that it is in, and its dictionary (None: there is none)."""
     folder = os.path.dirname(index.run.state_file)
-    if index.run.topology.wrapper == "atomic":
+    if index.run.topology.is_atomic:
         file = read_header(os.path.join(folder, OPTIMIZER_STATE))
         return file, file.tree
     listed = sort_files(folder, {os.path.basename(file.path): file.size for file in index.stored.files}).optim

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from ..errors import ConfigError, advise
 from ..topology import Topology
+from ..wrappers import Wrapper, choose_wrapper, find_wrapper, list_foreseen
 
 SUB_GROUP = 1_000_000_000
 """ZeRO 3's default ``sub_group_size``."""
@@ -22,14 +23,6 @@ _PRECISIONS = {
     "fp32": "float32",
     "bf16": "bfloat16",
     "fp16": "float16",
-}
-_WRAPPERS = {
-    "zero12": ((1, 2), ("float32", "bfloat16", "float16")),
-    "zero3": ((3,), ("float32", "bfloat16", "float16")),
-    "bf16": ((0, 1), ("bfloat16",)),
-    "fp16_fused": ((0,), ("bfloat16", "float16")),
-    "fp16_unfused": ((0,), ("bfloat16", "float16")),
-    "torch": ((0,), ("float32",)),
 }
 _NUMBERS = ("dp", "tp", "pp", "sp", "zero", "sub_group", "max_group", "experts")
 _TEXTS = ("ep", "data_first", "precision", "wrapper")
@@ -86,7 +79,12 @@ class Degrees:
     @property
     def partitions(self) -> bool:
         """Whether masters are cut over data-parallel ranks."""
-        return self.zero > 0 or self.wrapper == "bf16"
+        return self.traits.is_cut
+
+    @property
+    def traits(self) -> Wrapper:
+        """What the wrapper does to masters and states."""
+        return find_wrapper(self.wrapper)
 
     def describe(self) -> str:
         """One short phrase: ``ZeRO-3 dp=384 bfloat16 (zero3), 384 ranks``."""
@@ -111,7 +109,7 @@ class Degrees:
             pp=self.pp,
             ep=max(self.ep),
             master=self.master,
-            elastic=source.elastic and self.wrapper == "zero12",
+            elastic=source.elastic and self.traits.can_be_elastic,
             flats=(),
         )
 
@@ -153,7 +151,7 @@ def parse_degrees(
         zero=zero,
         wrapper=wrapper,
         precision=precision,
-        master="float32" if source.wrapper == "torch" != wrapper else source.master,
+        master="float32" if wrapper != source.wrapper and not source.traits.has_copies else source.master,
         sub_group=numbers.get("sub_group", sub_group or SUB_GROUP),
         ep=tuple(_number("ep", part) for part in told.get("ep", "1").split(".")),
         data_first=_read_flag("data_first", told) if "data_first" in told else data_first,
@@ -200,25 +198,20 @@ def _read_flag(key: str, told: Mapping[str, str]) -> bool:
 
 def _choose_wrapper(zero: int, precision: str, pp: int, source: Topology) -> str:
     """What DeepSpeed takes (engine.py ``_do_optimizer_sanity_check``); the saved one where there is a choice."""
-    if source.wrapper in _WRAPPERS:
-        stages, precisions = _WRAPPERS[source.wrapper]
-        if zero in stages and source.zero_stage == zero and precision in precisions and (zero or pp == 1):
-            return source.wrapper
-    if zero:
-        return "zero3" if zero == 3 else "zero12"
-    if precision == "float32":
-        return "torch"
-    return "bf16" if precision == "bfloat16" and pp > 1 else "fp16_fused"
+    if source.traits in list_foreseen(zero, precision) and source.zero_stage == zero and (zero or pp == 1):
+        return source.wrapper
+    return choose_wrapper(zero, precision, pipeline=pp > 1).name
 
 
 def _check_wrapper(found: Degrees) -> None:
-    if found.wrapper not in _WRAPPERS:
-        raise ConfigError(f"--target: wrapper {found.wrapper!r} is unknown. {advise(found.wrapper, _WRAPPERS)}")
-    stages, precisions = _WRAPPERS[found.wrapper]
-    if found.zero not in stages or found.precision not in precisions:
+    known = [row.name for row in list_foreseen()]
+    if found.wrapper not in known:
+        raise ConfigError(f"--target: wrapper {found.wrapper!r} is unknown. {advise(found.wrapper, known)}")
+    row = found.traits
+    if row not in list_foreseen(found.zero, found.precision):
         raise ConfigError(
-            f"--target: wrapper {found.wrapper} is for ZeRO {' or '.join(map(str, stages))} in "
-            f"{' or '.join(precisions)}, not for ZeRO {found.zero} in {found.precision}."
+            f"--target: wrapper {found.wrapper} is for ZeRO {' or '.join(map(str, row.stages))} in "
+            f"{' or '.join(row.precisions)}, not for ZeRO {found.zero} in {found.precision}."
         )
 
 

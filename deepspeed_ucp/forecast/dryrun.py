@@ -240,7 +240,7 @@ def list_all_wants(target: ForecastTarget, exact: bool | None, block: int) -> di
 
 def _sum_up(index: AtomicIndex, target: ForecastTarget, run: DryRun, sampler: Sampler) -> LoadTotals:
     folder, params = os.path.dirname(index.run.state_file), target.list_params()
-    if index.run.topology.wrapper == "atomic":
+    if index.run.topology.is_atomic:
         sizes = [file.size for file in index.stored.files]
     else:
         sizes = [size for size in list_sizes(folder).values() if size >= 0]

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..atoms import COPY, MASTER, MODULE, AtomicIndex, count
 from ..errors import MismatchError
-from ..experts import ExpertName, list_holders, place_experts, read_name
+from ..experts import ExpertName, place_experts, read_name, read_placement
 from ..flat import Shape
 from .degrees import Degrees
 
@@ -94,7 +94,7 @@ def spread_layers(index: AtomicIndex, names: Iterable[str], degrees: Degrees) ->
             raise MismatchError(
                 f"ep={degree} has to divide the {degrees.shards} data-parallel ranks and the {held} experts of {layer}"
             )
-        holders = list_holders(degrees.shards, degrees.shards // degree, data_first=degrees.data_first)
+        holders = place_experts(degrees.shards, degree, data_first=degrees.data_first)
         layers[layer] = SpreadLayer(held, tuple(holders))
     return layers
 
@@ -213,7 +213,7 @@ def find_moved_experts(index: AtomicIndex, degrees: Degrees) -> list[str]:
     if degrees.tp > 1:
         return []
     names = [key.name for key in index.stored.atoms if key.state == MASTER]
-    saved = place_experts(chain(*index.run.flats.values()), degrees.shards)
+    saved = read_placement(chain(*index.run.flats.values()), degrees.shards)
     found = []
     for layer, spread in spread_layers(index, names, degrees).items():
         wanted = {ranks: tuple(spread.list_held(place)) for place, ranks in enumerate(spread.holders)}

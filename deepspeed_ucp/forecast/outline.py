@@ -67,7 +67,7 @@ def outline_run(params: int, degrees: Degrees, optimizer: str, window: int) -> O
         window: bytes of the load's window.
     """
     states = 4 * OPTIMIZERS[optimizer]
-    width, is_bare = ITEMSIZE[degrees.precision], degrees.wrapper == "torch"
+    width, is_bare = ITEMSIZE[degrees.precision], not degrees.traits.has_copies
     held = -(-params // (degrees.tp * degrees.pp))
     partition = -(-held // degrees.shards) if degrees.partitions else held
     memory = Memory(

@@ -6,13 +6,12 @@ import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
-from ..atoms import AtomicIndex, strip_compiled
+from ..atoms import TIED, AtomicIndex, strip_compiled
 from ..errors import MismatchError
 
 Stages = Mapping[str, tuple[int, ...]]
 """Plain name → the stages that hold it, ascending."""
 
-TIED = "tied_modules."
 _LAYER = re.compile(r"^(\d+)\.|\.(\d+)\.")
 
 SAVED = "the checkpoint's own pipeline stages"

@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, MOMENTUM, USE_MUON, Atom, AtomicIndex, ParamKey, count
+from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, TIED, Atom, AtomicIndex, ParamKey, count
 from ..experts import read_name
-from ..flat import FlatBuffer, Shape, join_parameters, join_reserved, reserve
+from ..flat import FlatBuffer, Shape, join_parameters, join_reserved
 from ..patterns import RuleSet, list_renames
 from ..plan.derive import rename_all
 from ..plan.match import Match, pick_instance
@@ -22,10 +22,7 @@ from ..plan.settling import Shapes, list_weights, settle_index
 from ..plan.wants import HeldBuffer, Layouts, TargetLayout, Wants, join_states, list_wants
 from .degrees import Degrees
 from .experts import Layers, PlannedGroup, plan_groups, spread_layers
-from .split import TIED, Stages, find_layer, place_stages
-
-ALIGNMENT = 2
-"""ZeRO 1/2 and BF16_Optimizer pad flat buffers to this times dp elements (``nccl_start_alignment_factor``)."""
+from .split import Stages, find_layer, place_stages
 
 EQUAL = "Tensor-parallel ranks hold equal parts; the live model's own shapes count in the load."
 EXPERTS = "Every rank holds all experts (expert-parallel degree 1)."
@@ -126,7 +123,7 @@ class ForecastTarget:
             for each in held.buffers
             if each.buffer.is_on(dp_rank)
         )
-        if degrees.wrapper != "torch":
+        if degrees.traits.has_copies:
             buffers = [each.buffer for each in held.layout.flats if each.buffer.is_on(dp_rank)]
             copies = sum(each.partition * (1 if each.by_parameter else each.parts) for each in buffers)
             total += copies * ITEMSIZE[degrees.precision]
@@ -173,7 +170,7 @@ def predict_target(
         )
         held = [[name for name in names if count(shapes.get(name, (0,)))] for names in groups]
         grouped = plan_groups(list(zip(held, hypers, strict=True)), layers, shapes, degrees.max_group)
-        planned = [(group, find_whole(group, degrees)) for group in grouped]
+        planned = [(group, tuple(degrees.traits.list_whole(group.hyper))) for group in grouped]
         flats = [
             HeldBuffer(flat, 0, tp_shard, degrees.master, join_states(index, flat, match), whole=whole)
             for group, whole in planned
@@ -190,11 +187,6 @@ def predict_target(
 
     held = tuple(lay_out(stage, tp_shard) for stage in range(degrees.pp) for tp_shard in range(degrees.tp))
     return ForecastTarget(index, degrees, held, layouts, atoms, (*assumed, ORDER), origin)
-
-
-def find_whole(group: PlannedGroup, degrees: Degrees) -> tuple[str, ...]:
-    """ZeRO 1 and 2 keep Muon's momentum of whole parameters."""
-    return (MOMENTUM,) if group.hyper.get(USE_MUON) and degrees.wrapper == "zero12" else ()
 
 
 def _lay_tensor(name: str, shape: Shape, index: AtomicIndex, degrees: Degrees, layers: Layers) -> FlatBuffer:
@@ -257,31 +249,6 @@ def _lay_group(group: PlannedGroup, local: Mapping[str, Shape], degrees: Degrees
     # A rank's own parameter goes by the name of the first that lies in it.
     parts = {tensor[0]: {name: local[name] for name in tensor} for tensor in group.tensors}
     shapes = [(len(held), *held[own]) if len(held) > 1 else held[own] for own, held in parts.items()]
-    for buffer in _lay_tensors(group.number, list(parts), shapes, degrees, len(group.ranks or range(degrees.shards))):
+    ranks = len(group.ranks or range(degrees.shards))
+    for buffer in degrees.traits.foresee(group.number, list(parts), shapes, ranks, degrees.sub_group):
         yield replace(buffer.split(parts), ranks=group.ranks)
-
-
-def _lay_tensors(
-    group: int, held: Sequence[str], shapes: Sequence[Shape], degrees: Degrees, parts: int
-) -> Iterator[FlatBuffer]:
-    if degrees.wrapper == "zero3":
-        for some in cut_sub_groups(list(map(count, shapes)), parts, degrees.sub_group):
-            yield join_reserved(group, held[some], shapes[some], parts)
-    elif degrees.wrapper in ("zero12", "bf16"):
-        partition = -(-sum(map(count, shapes)) // (ALIGNMENT * parts)) * ALIGNMENT
-        yield join_parameters(group, held, shapes, parts=parts, partition=partition)
-    elif degrees.wrapper == "fp16_fused":
-        yield join_parameters(group, held, shapes)
-    else:
-        for name, shape in zip(held, shapes, strict=True):
-            yield join_parameters(group, (name,), (shape,))
-
-
-def cut_sub_groups(numels: Sequence[int], dp: int, size: int) -> Iterator[slice]:
-    """ZeRO 3 (stage3.py ``_create_fp16_sub_groups``): a sub-group ends with the parameter that reaches ``size``."""
-    begin = held = 0
-    for at, numel in enumerate(numels):
-        held += reserve(numel, dp)
-        if held >= size or at == len(numels) - 1:
-            yield slice(begin, at + 1)
-            begin, held = at + 1, 0

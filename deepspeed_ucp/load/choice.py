@@ -25,7 +25,7 @@ from ..targets import Target, open_target
 from ..targets.coverage import OWN_LOAD, UnknownLayoutError, describe_own_files
 from ..targets.guard import check_states
 from ..targets.known import list_unknown
-from ..topology import ATOMIC, find_differences
+from ..topology import find_differences
 from .client import check_trusted
 from .context import LoadContext
 from .inventory import JoinedGroups, StageGroups, join_groups, list_stage_groups
@@ -281,7 +281,7 @@ def list_changes(index: AtomicIndex, target: Target, ranks: int, total_batch: in
         ranks: of this job.
         total_batch: samples of a step of it.
     """
-    saved, whole = index.run.job, index.run.topology.wrapper == ATOMIC
+    saved, whole = index.run.job, index.run.topology.is_atomic
     facts = (
         ("total batch", saved.total_batch, total_batch),
         ("ranks", saved.ranks, ranks),

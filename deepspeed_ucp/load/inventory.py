@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
-from ..atoms import AtomicIndex, strip_compiled
+from ..atoms import AtomicIndex, number_layer
 from ..comm import Comm
 from ..errors import MismatchError, shorten
 from ..flat import Shape
@@ -19,6 +18,7 @@ from ..plan.wants import Layouts
 from ..sources.naming import CHANGING
 from ..targets import LiveBuffer, Target
 from ..targets.parallel import live_attributes, live_universal_info
+from ..topology import number_groups
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -128,8 +128,8 @@ def list_stage_groups(target: Target) -> StageGroups | None:
 def join_groups(answers: Iterable[StageGroups | None]) -> JoinedGroups:
     """The optimizer's param groups as the user made them, over all pipeline stages in the layers' order.
 
-    DeepSpeed drops a stage's empty groups, so groups of two stages are the same one where their hyper-parameters are.
-    A stage's layers need not follow each other (DualPipeV).
+    Groups of two stages are one by :func:`~deepspeed_ucp.topology.number_groups`. A stage's layers need not follow each
+    other (DualPipeV).
 
     Args:
         answers: by the ranks (:func:`list_stage_groups`).
@@ -143,7 +143,7 @@ def join_groups(answers: Iterable[StageGroups | None]) -> JoinedGroups:
             one.update(dict.fromkeys(more))
     stages = {stage: ([list(group) for group in each], hyper) for stage, (each, hyper) in joined.items()}
     if len(stages) > 1:
-        order = dict(sorted(order.items(), key=lambda names: _find_layer(names[1])))
+        order = dict(sorted(order.items(), key=lambda names: number_layer(names[1])))
     return *_join_stages(stages), order
 
 
@@ -152,27 +152,15 @@ def _join_stages(
 ) -> tuple[list[Group], list[dict[str, Any]]]:
     if len(stages) == 1:
         return next(iter(stages.values()))
-    joined: list[Group] = []
-    joined_hyper: list[dict[str, Any]] = []
-    numbers: dict[tuple[str, int], int] = {}
-    for groups, hyper in (stages[stage] for stage in sorted(stages)):
-        seen: Counter[str] = Counter()
-        for group, fields in zip(groups, hyper, strict=False):
-            kind = repr(sorted((key, repr(value)) for key, value in fields.items() if key not in CHANGING))
-            seen[kind] += 1
-            number = numbers.setdefault((kind, seen[kind]), len(joined))
-            if number == len(joined):
-                joined.append([])
-                joined_hyper.append(fields)
-            present = {name for name, _ in joined[number]}
-            joined[number] += [item for item in group if item[0] not in present]
-    return [sorted(group, key=lambda item: _find_layer(item[0])) for group in joined], joined_hyper
-
-
-def _find_layer(name: str) -> int:
-    """The layer of a pipeline's parameter; tied modules were registered before the layers."""
-    head = strip_compiled(name).partition(".")[0]
-    return int(head) if head.isdecimal() else -1
+    ordered = [stages[stage] for stage in sorted(stages)]
+    joined: dict[int, tuple[dict[str, bool], dict[str, Any]]] = {}
+    numbers = number_groups([hyper for _, hyper in ordered], CHANGING)
+    for (groups, hyper), own in zip(ordered, numbers, strict=True):
+        for group, fields, number in zip(groups, hyper, own, strict=False):
+            members, _ = joined.setdefault(number, ({}, fields))
+            members.update((name, owned) for name, owned in group if name not in members)
+    held = [sorted(members.items(), key=lambda item: number_layer(item[0])) for members, _ in joined.values()]
+    return held, [fields for _, fields in joined.values()]
 
 
 def warn_idle(index: AtomicIndex, rules: Sequence[RuleSet]) -> None:

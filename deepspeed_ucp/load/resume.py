@@ -28,7 +28,6 @@ from ..targets.coverage import list_unsaved
 from ..targets.finish import refresh_after_own_load, wait_behind_reads
 from ..targets.guard import mark, release
 from ..targets.rule import watch_edits
-from ..topology import ATOMIC
 from .choice import choose_loader
 from .context import LoadArguments, LoadContext, LoadReport
 from .direct import load_direct
@@ -184,7 +183,7 @@ def _load_own(job: LoadContext, own: Callable[[], Loaded], target: Target | None
 def _load(job: LoadContext, folder: str, index: AtomicIndex, target: Target) -> Loaded:
     """The direct load, from a new atomic checkpoint in mode "atomic"; collective."""
     # Without its optimizer an index is no whole checkpoint: a look at the weights leaves nothing behind.
-    if job.config.mode == "atomic" and index.run.topology.wrapper != ATOMIC and job.arguments.with_states:
+    if job.config.mode == "atomic" and not index.run.topology.is_atomic and job.arguments.with_states:
         with job.report.phase("convert"):
             index, job.report.converted = convert_first(index, target, folder, job.comm, job.config)
     engine = job.engine

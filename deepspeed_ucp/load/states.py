@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..atoms import USE_MUON, AtomicIndex, ParamKey, RunState
+from ..atoms import AtomicIndex, ParamKey, RunState
 from ..errors import MismatchError, shorten
 from ..experts import drop_fixed
 from ..plan.match import Match
@@ -20,10 +20,8 @@ from ..targets import LiveBuffer, Target
 from ..targets.base import flatten
 from ..targets.optimizer import StateKinds, depends_on_cut, probe_optimizer, restore_hyper, restore_scalar
 from ..targets.rule import KEEP_LIVE, find_doubt, find_other_rule, list_edits, read_configured
+from ..wrappers import USE_MUON
 from .context import LoadContext
-
-_NAMELESS = ("torch", "fp16_fused", "fp16_unfused")
-"""Wrappers whose saves name no parameters of the optimizer."""
 
 WEIGHTS_ONLY = "load with load_optimizer_states=False (weights only)"
 
@@ -84,7 +82,7 @@ class OptimizerMatch:
             yield f"{text} To go on,"
         saved, tp = self.index.run.topology, self.target.place.tp
         is_muon = any(hyper.get(USE_MUON) for hyper in self.match.hyper.values())
-        if is_muon and saved.wrapper in _NAMELESS and saved.tp != tp:
+        if is_muon and saved.traits.is_positional and saved.tp != tp:
             yield (
                 "Stage 0 saves no parameter names, and DeepSpeed's Muon sorts its parameters by their local shapes, "
                 f"which tp {saved.tp} → {tp} changes. Resume at the saved degree under ZeRO, whose saves have names, or"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..errors import fold_names
-from ..experts import find_block, find_expert, find_place
+from ..experts import find_block, find_expert, read_name
 from .settling import Shapes
 
 _DOCUMENT = "docs/patterns.md"
@@ -139,4 +139,4 @@ def _list_blocks(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _list_numbers(names: Iterable[str]) -> set[int]:
-    return {place[1] for name in names if (place := find_place(name))}
+    return {read.number for name in names if (read := read_name(name))}

@@ -52,16 +52,10 @@ def _refer(listing: Listing, header: FileHeader) -> FileRef:
         return FileRef(listing.path(name), size, header.crc)
     path, copies = where.path(name, size), where.list_copies(name, near=True) if where.folders[1:] else {}
     near = [each for each, nbytes in copies.items() if nbytes == size]
-    return FileRef(path, size, header.crc, tuple(near if _is_told(header) else near and [path]))
-
-
-def _is_told(header: FileHeader) -> bool:
-    """Whether checksums tell a file from others of its size: its directory's, or a sealed swap file's own.
-
-    What has none, as legacy files and unsealed swap files, is read in the first place that has it: a nearer copy may be
-    an earlier save's.
-    """
-    return header.checked or (header.swap is not None and header.swap.record.crc is not None)
+    # What no checksums tell from others of its size, as legacy files and unsealed swap files, is read in the first
+    # place that has it: a nearer copy may be an earlier save's.
+    told = header.checked or (header.swap is not None and header.swap.record.crc is not None)
+    return FileRef(path, size, header.crc, tuple(near if told else near and [path]))
 
 
 class Builder:
@@ -136,12 +130,7 @@ class Builder:
         Raises:
             CheckpointError: files disagree about its dtype or shape.
         """
-        if piece.fault:
-            self.note_unreadable(rank, [name], state, piece.fault)
-            return
-        parts, numel = self._find_parts(rank, name, state, piece.shape, piece.dtype, header), piece.numel
-        if numel:
-            parts.append(Fragment(0, numel, self.record(header, piece.record), piece.offset))
+        self.add_cuts(rank, state, (Cut(name, 0, piece.numel, 0),), header, piece, {name: piece.shape})
 
     def note_unreadable(self, rank: SavedRank, names: Iterable[str], state: str, fault: str) -> None:
         """Note tensors whose bytes cannot be cut."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..atoms import ITEMSIZE, Use, count, strip_compiled
 from ..torchsave.records import FileRecord
+from ..wrappers import Wrapper, find_wrapper
 
 Shape = tuple[int, ...]
 
@@ -91,7 +92,7 @@ class OptimHeader:
     """An optimizer's state in one file.
 
     Attributes:
-        kind: ``zero12``, ``zero3``, ``bf16``, ``fp16_fused``, ``fp16_unfused`` or ``torch``.
+        kind: name of the wrapper that saved it, as in :data:`~deepspeed_ucp.wrappers.WRAPPERS`.
         stage: of ZeRO; 0 where there is none, 1 of ``bf16``.
         masters: per flat buffer the fp32 partition (unfused: of all groups' parameters in order).
         tensors: the optimizer's states per flat buffer (or per parameter), in the order of the param groups.
@@ -123,6 +124,11 @@ class OptimHeader:
     clip_grad: float | None = None
     names: tuple[tuple[str, ...], ...] | None = None
     partition_ranks: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def traits(self) -> Wrapper:
+        """What that wrapper does to masters and states."""
+        return find_wrapper(self.kind)
 
     def count_members(self) -> list[int]:
         """Per param group its flat buffers, or its parameters."""

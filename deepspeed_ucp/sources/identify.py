@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import CheckpointError, UcpError, UnsupportedError, shorten
+from ..topology import find_precision
+from ..wrappers import Form
 from .files import Listing
 from .findings import Finding, from_error
 from .headers import FileHeader
-from .index import enabled
 from .save import complete_experts, count_ranks, expect_files, find_degrees
 
 Look = FileHeader | Finding
@@ -80,12 +81,12 @@ class _Folder:
         listing = self.listing
         plain, sharded = self.find_first(listing.model), self.find_first(listing.model_zero3)
         candidates = []
-        mate = self._find_mate(plain, ("zero12", "bf16"))
-        if plain and plain.model and plain.model.optim and plain.model.optim.kind != "bf16":
+        mate = self._find_mate(plain, Form.PARTITIONS)
+        if plain and plain.model and plain.model.optim and not plain.model.optim.traits.is_cut:
             candidates.append([plain])  # shards of ZeRO 1/2 beside it lost their model file to it: leftovers
         elif plain and mate:
             candidates.append([plain, mate])
-        mate = self._find_mate(sharded, ("zero3",))
+        mate = self._find_mate(sharded, Form.RESERVED)
         if sharded and mate:
             candidates.append([sharded, mate])
         if len(candidates) > 1:
@@ -106,7 +107,7 @@ class _Folder:
             path=listing.folder,
         )
 
-    def _find_mate(self, model: FileHeader | None, kinds: Sequence[str]) -> FileHeader | None:
+    def _find_mate(self, model: FileHeader | None, form: Form) -> FileHeader | None:
         """The lowest rank's optimizer file that goes with a model file; files of the saved precision's prefix come
         first.
 
@@ -114,11 +115,11 @@ class _Folder:
         """
         if model is None:
             return None
-        usual = "bf16_" if enabled(model.config, "bf16", "bfloat16") else ""
+        usual = "bf16_" if find_precision(model.config) == "bfloat16" else ""
         optim = self.listing.optim
         for prefix in sorted({prefix for prefix, _, _ in optim}, key=lambda each: (each != usual, each)):
             header = self.find_first(optim, (key for key in optim if key[0] == prefix))
-            if header and header.optim and header.optim.kind in kinds:
+            if header and header.optim and header.optim.traits.form is form:
                 return header
         return None
 

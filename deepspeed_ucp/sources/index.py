@@ -21,15 +21,16 @@ from ..atoms import (
     strip_compiled,
 )
 from ..errors import UnsupportedError, fold_names, shorten
-from ..experts import find_number, is_expert
+from ..experts import is_expert
 from ..flat import FlatBuffer, count_degree
-from ..topology import BARE, STATELESS, Topology
+from ..topology import Topology, enabled, find_precision
 from ..torchsave.objects import is_short
+from ..wrappers import BARE, STATELESS, Form, find_wrapper
 from .builder import Builder
 from .headers import ModelHeader, OptimHeader
 from .hints import join_hints
 from .naming import Naming
-from .ranks import check_steps, merge_groups
+from .ranks import check_steps, join_groups
 from .reading import WRITERS
 from .save import Save, describe_offload, name_shards
 from .stage0 import build_stage0
@@ -56,21 +57,21 @@ def build_index(save: Save, naming: Naming) -> AtomicIndex:
         build_stage0(builder, naming)
     check_steps(save, builder.ranks, builder.scalars)
     atoms = builder.finish_atoms()
-    optim = _find_optim(save)
+    optim, stage = _find_optim(save), int(save.zero.get("stage") or 0)
     flats = builder.ranks[0].flats
     has_lost = not optim and _has_trained(save)
-    kind = optim.kind if optim else STATELESS if has_lost else BARE
-    groups = merge_groups(save, builder.ranks)
-    precision = find_precision(save, atoms, flats, groups)
+    wrapper = optim.traits if optim else find_wrapper(STATELESS if has_lost else BARE)
+    groups = join_groups(save, builder.ranks)
+    precision = find_saved_precision(save, atoms, flats, groups)
     topology = Topology(
-        zero_stage=int(save.zero.get("stage") or 0) if has_lost or kind == "bf16" else optim.stage if optim else 0,
-        wrapper=kind,
+        zero_stage=optim.stage if optim and wrapper.tells_stage else stage if optim or has_lost else 0,
+        wrapper=wrapper.name,
         precision=precision,
-        dp=save.dp if has_lost and save.zero.get("stage") else max(len(save.shards[0]), 1),
+        dp=save.dp if has_lost and stage else max(len(save.shards[0]), 1),
         tp=save.tp,
         pp=save.pp,
         ep=count_degree(flats),
-        undeclared=precision != "float32" and _is_undeclared(save.main.config),
+        undeclared=bool(save.main.config) and find_precision(save.main.config) != precision,
         master=optim.masters[0].dtype if optim and optim.masters else _find_master(atoms, groups),
         elastic=bool(optim and optim.elastic),
         offload=describe_offload(save.zero),
@@ -90,20 +91,16 @@ def _tell_stateless(save: Save) -> str:
     folder, way = save.listing.folder, "For the weights alone load with load_optimizer_states=False"
     if not _has_trained(save):
         return f"{folder}: holds no optimizer states: the run that saved it had no optimizer. {way}."
-    if not save.zero.get("stage") or _accumulates_in_fp32(save):  # where BF16_Optimizer is due, and they take none
+    in_bf16 = find_precision(save.main.config) == "bfloat16"
+    in_fp32 = (save.main.config.get("data_types") or {}).get("grad_accum_dtype") == "fp32"
+    if not save.zero.get("stage") or (in_bf16 and in_fp32):  # where BF16_Optimizer is due, and they take none
         return (
             f"{folder}: holds no optimizer states: DeepSpeed 0.17.6 to 0.18.4 write none in bf16 without ZeRO or with "
             f"fp32 gradients, and what they were is lost. {way}, or load a tag that another release saved."
         )
-    prefix = "bf16_" if enabled(save.main.config, "bf16", "bfloat16") else ""
-    names = [(name, None) for name in name_shards(save.listing, prefix, len(save.models), save.dp)]
+    names = [(name, None) for name in name_shards(save.listing, "bf16_" * in_bf16, len(save.models), save.dp)]
     told = shorten(name for name, _ in fold_names(names, lambda _: None))
     return f"{folder}: {told} missing: all files of optimizer states. Copy them here or load another tag. {way}."
-
-
-def _accumulates_in_fp32(save: Save) -> bool:
-    config, dtypes = save.main.config, save.main.config.get("data_types") or {}
-    return enabled(config, "bf16", "bfloat16") and dtypes.get("grad_accum_dtype") == "fp32"
 
 
 def _find_master(atoms: Mapping[AtomKey, Atom], groups: Sequence[GroupInfo]) -> str:
@@ -176,11 +173,11 @@ def _find_unnoticed(builder: Builder, topology: Topology, atoms: Atoms) -> Itera
     yield from (f"files of another writer than torch.save ({name})" for name in writers)
     if builder.save.expert_optims and not builder.save.main.config and topology.precision == "float32":
         yield "states of experts' optimizers, which DeepSpeed looks for in the model states alone"
-    if topology.wrapper == "zero3" and builder.save.model(0).counters.get("dp_world_size", 0) > topology.dp:
+    if topology.traits.form is Form.RESERVED and builder.save.model(0).counters.get("dp_world_size", 0) > topology.dp:
         yield "data-parallel ranks that MiCS has grouped"
     if any(map(is_expert, builder.aliases)):
         yield "tied experts, of which DeepSpeed's own load gives every rank the first one's"
-    if topology.wrapper in ("zero12", "bf16") and any(
+    if topology.traits.form is Form.PARTITIONS and any(
         "expert" in param.name
         and not any(COPY in each.states for each in held)
         and any(MASTER in each.states for each in held)
@@ -194,7 +191,7 @@ def _find_fused(save: Save, atoms: Iterable[AtomKey]) -> dict[str, int]:
     counts = {strip_compiled(layer): sum(map(len, held)) for layer, held in save.model(0).placements.items()}
     if not counts:
         return {}
-    names = [key.name.rpartition(".")[0] for key in atoms if find_number(key.name) is not None]
+    names = [key.name.rpartition(".")[0] for key in atoms if is_expert(key.name)]
     return {name: counts[layer] for name in names if (layer := name[: name.rfind(".") + 1]) in counts}
 
 
@@ -205,18 +202,16 @@ def _find_optim(save: Save) -> OptimHeader | None:
     return next((optim for optim in found if optim.masters), found[0] if found else None)
 
 
-def find_precision(
+def find_saved_precision(
     save: Save,
     atoms: Mapping[AtomKey, Atom],
     flats: tuple[FlatBuffer, ...] = (),
     groups: Sequence[GroupInfo] = (),
 ) -> str:
     """Dtype of the model's own parameters: what the ds_config casts them to, else that of the first optimized one."""
-    config, model = save.main.config, save.model(0)
-    if enabled(config, "bf16", "bfloat16"):
-        return "bfloat16"
-    if enabled(config, "fp16"):
-        return "float16"
+    model, precision = save.model(0), find_precision(save.main.config)
+    if precision != "float32":
+        return precision
     dtypes = {name: piece.dtype for name, piece in (model.module or {}).items() if name not in model.buffers}
     if save.is_pipeline or model.nested:
         buffers = {name for each in save.first_models for name in each.buffers}
@@ -226,16 +221,6 @@ def find_precision(
     flat_names = [strip_compiled(name) for flat in flats for name in flat.names]
     names = [*flat_names, *(member.name for group in groups for member in group.members)]
     return next((dtypes[name] for name in (*names, *dtypes) if name in dtypes), "float32")
-
-
-def enabled(config: Mapping[str, Any], *names: str) -> bool:
-    """Whether a precision is switched on in a ds_config, under one of its names."""
-    return any(bool((config.get(name) or {}).get("enabled")) for name in names)
-
-
-def _is_undeclared(config: Mapping[str, Any]) -> bool:
-    """Whether a ds_config switches no precision on; where the files have none, nothing says so."""
-    return bool(config) and not enabled(config, "bf16", "bfloat16", "fp16")
 
 
 def _read_optimizer(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,15 +11,15 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, pairwise
 
-from ..atoms import COPY, MODULE, PartitionedState, are_alike, count
+from ..atoms import COPY, MODULE, TIED, PartitionedState, are_alike, count, number_layer
 from ..errors import CheckpointError, UnsupportedError, shorten
-from ..experts import cut_number, find_number
+from ..experts import cut_number, read_name
 from ..flat import Cut, join_parameters
 from .autoep import find_router_aliases
 from .builder import Builder
 from .headers import FileHeader, ModelHeader, Piece, Shape
 from .pieces import Batches, ExpertTensors, FileRun
-from .ranks import TIED, SavedRank, list_ranks
+from .ranks import SavedRank, list_ranks
 from .save import Save
 
 Place = tuple[str, int]
@@ -104,7 +104,7 @@ def _find_tied_experts(save: Save, header: FileHeader, module: Mapping[str, Piec
     Raises:
         UnsupportedError: no file of an expert has the same bytes.
     """
-    numbered = {name: number for name in module if (number := find_number(name)) is not None} if save.experts else {}
+    numbered = {name: read.number for name in module if (read := read_name(name))} if save.experts else {}
     files = [(key[1], each.layer or {}) for key, each in save.experts.items()] if numbered else []
     ties = {}
     for name, number in numbered.items():
@@ -172,7 +172,7 @@ def _check_expert(save: Save, header: FileHeader, expert: int) -> None:
     if isinstance(tensors, ExpertTensors) and tensors.number == expert:
         return
     for name in tensors:
-        if find_number(name) != expert:
+        if (read := read_name(name)) is None or read.number != expert:
             raise CheckpointError(
                 f"holds {name}, which is not of expert {expert}. The file "
                 "belongs to another expert or run; put the right one back.",
@@ -333,29 +333,23 @@ class _LayerFiles:
         spans = [span for span in self._spans if span]
         self._contiguous = all(low[1] < high[0] for low, high in pairwise(spans))
 
-    def _add_stage(self, stage: int, names: Iterable[str]) -> None:
-        layers: set[int] = set()
-        for name in names:
+    def _add_stage(self, stage: int, names: Collection[str]) -> None:
+        for name in (name for name in names if name.startswith(TIED)):
             head, _, key = name.removeprefix(TIED).partition(".")
-            if name.startswith(TIED):
-                self.tied.setdefault(head, {}).setdefault(stage, set()).add(key)
-            elif head.isdecimal():
-                layers.add(int(head))
+            self.tied.setdefault(head, {}).setdefault(stage, set()).add(key)
+        layers = set(map(number_layer, names)) - {-1}
         self.layers |= layers
         self._spans.append((min(layers), max(layers)) if layers else None)
 
     def _find_tied(self, layer: int, tp: int, tensors: Mapping[str, Piece]) -> list[Place]:
         """(tied key, stage) of the modules that a layer's file can be of: same keys, same shapes, right place."""
-        return [
-            (key, stage)
-            for key, stages in self.tied.items()
-            for stage, keys in stages.items()
-            if keys <= set(tensors) and self._has_shapes(key, stage, tp, tensors) and self._can_hold(stage, layer)
-        ]
-
-    def _has_shapes(self, key: str, stage: int, tp: int, tensors: Mapping[str, Piece]) -> bool:
-        shapes = self.ranks[stage][tp].shapes
-        return all(piece.shape == shapes.get(f"{TIED}{key}.{name}", piece.shape) for name, piece in tensors.items())
+        found = []
+        for key, stage in ((key, stage) for key, stages in self.tied.items() for stage in stages):
+            shapes = self.ranks[stage][tp].shapes
+            same = (each.shape == shapes.get(f"{TIED}{key}.{name}", each.shape) for name, each in tensors.items())
+            if self.tied[key][stage] <= set(tensors) and all(same) and self._can_hold(stage, layer):
+                found.append((key, stage))
+        return found
 
     def _can_hold(self, stage: int, layer: int) -> bool:
         """Whether a layer can lie on a stage, where stages are runs of layers; elsewhere all can."""
@@ -383,7 +377,7 @@ class _LayerFiles:
         self._add_tied(places)
 
     def _check_missing(self) -> None:
-        trained = {int(head) for name in self.optimized if (head := name.partition(".")[0]).isdecimal()}
+        trained = set(map(number_layer, self.optimized)) - {-1}
         for tp, layers in enumerate(self.save.layers):
             if lacking := sorted(trained - set(layers)):
                 axis = "" if all(rank < 0 for _, rank in self.save.listing.layers) else f"-model_{tp:02d}"

@@ -10,7 +10,6 @@ from ..atoms import count, strip_compiled
 from ..errors import ConfigError, MismatchError, shorten
 from .headers import FileHeader, ModelHeader, OptimHeader, Piece, Shape
 from .module import find_all_ties, read_module
-from .ranks import TIED
 from .save import Save
 
 GroupNames = Sequence[Sequence[tuple[str, bool]]]
@@ -83,11 +82,6 @@ def _list_names(save: Save) -> set[str]:
     return {name for tensors in named for name in tensors}.union(layers)
 
 
-def find_owner(name: str) -> str:
-    """Layer or tied module of a pipeline's parameter."""
-    return name.removeprefix(TIED).partition(".")[0]
-
-
 @dataclass(frozen=True, slots=True)
 class NamedOptimizer:
     """What one model-parallel rank's optimizer holds.
@@ -121,7 +115,7 @@ class NamedOptimizer:
 
     def find_lost(self) -> set[str]:
         """Parameters whose master would be the model's own tensor, which no file holds."""
-        if self.optim.kind != "torch":
+        if self.optim.traits.has_copies:
             return set()
         return {part for name in self.names for part in self.list_parts(name) if part not in self.tensors}
 
@@ -191,7 +185,7 @@ def tell_misfit(optim: OptimHeader, model: ModelHeader, shapes: Mapping[str, Sha
     others = f" Parameters that are in no group here: {shorten(extra)}." if extra else ""
     return (
         f"the param groups differ. Checkpoint: groups of {group_sizes(optim)} "
-        f"{'elements' if optim.kind == 'fp16_fused' else 'parameters'}; this run: "
+        f"{'elements' if optim.traits.is_flat else 'parameters'}; this run: "
         f"{groups}, or their shapes differ.{others} Stage 0 saves no parameter names, so the groups "
         "must be made as in the saved run; or load with load_optimizer_states=False."
     )
@@ -223,7 +217,7 @@ def check_state_shapes(part: NamedOptimizer, path: str) -> None:
         MismatchError: naming the first parameter whose states are of another one's shape.
     """
     optim, names = part.optim, part.names
-    if optim.kind == "fp16_fused" or len(names) != len(optim.tensors):
+    if optim.traits.is_flat or len(names) != len(optim.tensors):
         return
     for state in sorted({state for held in optim.tensors for state in held.states}):
         pairs = [(n, h.states[state].shape) for n, h in zip(names, optim.tensors, strict=True) if state in h.states]
@@ -241,7 +235,7 @@ def check_state_shapes(part: NamedOptimizer, path: str) -> None:
 
 def group_sizes(optim: OptimHeader) -> list[int]:
     """Per saved group its number of elements (FP16_Optimizer) or parameters."""
-    if optim.kind == "fp16_fused":
+    if optim.traits.is_flat:
         return [master.numel for master in optim.masters]
     return optim.count_members()
 
@@ -251,11 +245,11 @@ def fits(named: Sequence[Sequence[str]], optim: OptimHeader, shapes: Mapping[str
     sizes = group_sizes(optim)
     if len(named) != len(sizes) or any(name not in shapes for group in named for name in group):
         return False
-    if optim.kind == "fp16_fused":
+    if optim.traits.is_flat:
         return sizes == [sum(count(shapes[name]) for name in group) for group in named]
     if sizes != [len(group) for group in named]:
         return False
-    if optim.kind == "fp16_unfused":
+    if optim.traits.has_copies:
         flat = [name for group in named for name in group]
         return all(m.shape == shapes[name] for m, name in zip(optim.masters, flat, strict=True))
     return True

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ..atoms import strip_compiled
+from ..atoms import find_owner, strip_compiled
 from ..errors import MismatchError
 from ..experts import is_expert, read_name
 from .headers import Shape
 from .module import match_names, read_module
-from .naming import CHANGING, GroupNames, Naming, find_owner
+from .naming import CHANGING, GroupNames, Naming
 from .save import Save
 
 Place = tuple[int, int]
@@ -86,7 +86,9 @@ class ModuleOrder:
         if not any(self._differ(names, recorded) for names in (*moved, *swapped)):
             return groups
         if doubt := self._find_doubt(moved, swapped, recorded):
-            one, other = self._find_pair((moved or swapped)[0])
+            names = (moved or swapped)[0]
+            pair = zip(_sort(names, self.now), _sort(names, self.before), strict=True)
+            one, other = next(both for both in pair if both[0] != both[1])
             raise MismatchError(
                 f"this run's module defines its parameters in another order ({one} before {other}; in the "
                 f"checkpoint behind it), and {doubt}. Stage 0 saves optimizer states by position, without names: "
@@ -136,11 +138,6 @@ class ModuleOrder:
 
     def _differ(self, names: list[str], places: Places) -> bool:
         return _sort(names, places) != _sort(names, self.before)
-
-    def _find_pair(self, names: list[str]) -> tuple[str, str]:
-        """Two parameters, the first of which has moved behind the other."""
-        pairs = zip(_sort(names, self.now), _sort(names, self.before), strict=True)
-        return next((one, other) for one, other in pairs if one != other)
 
     def _move(self, group: Sequence[tuple[str, bool]], names: list[str]) -> list[tuple[str, bool]]:
         """A group, of whose parameters those with known places are in the saved order."""

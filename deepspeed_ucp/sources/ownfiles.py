@@ -13,10 +13,10 @@ from typing import Any
 
 from ..atoms import AtomicIndex, Use
 from ..io.store import is_file
+from ..topology import find_precision
 from ..torchsave.objects import to_member
 from ..torchsave.torchfile import read_header
 from .files import CLIENT, ZERO, scan_folder
-from .index import enabled
 from .reading import as_list, list_globals
 
 _EXPERT_STATES = re.compile(r"expp_rank_(\d+)_(mp_rank_\d+)_optim_states\.pt")
@@ -117,7 +117,7 @@ def _read_facts(model: str, optim: str | None) -> dict[str, Any]:
     shapes = as_list(tree.get("param_shapes"))
     return {
         "ZeRO stage": int((config.get("zero_optimization") or {}).get("stage") or 0),
-        "precision": name_precision(config),
+        "precision": find_precision(config),
         "data-parallel ranks": tree.get("dp_world_size"),
         "model-parallel ranks": tree.get("mp_world_size"),
         "experts per layer": as_list(tree.get("num_experts")),
@@ -130,13 +130,6 @@ def _read_facts(model: str, optim: str | None) -> dict[str, Any]:
         "partitions": [int(to_member(count)) for count in as_list(state.get("partition_count"))],
         "partition groups": state.get("ds_zero_partition_groups"),
     }
-
-
-def name_precision(config: Mapping[str, Any]) -> str:
-    """``bf16``, ``fp16`` or ``fp32``, as a ds_config switches it on."""
-    if enabled(config, "bf16", "bfloat16"):
-        return "bf16"
-    return "fp16" if enabled(config, "fp16") else "fp32"
 
 
 def _count_expert_states(model: str) -> int:

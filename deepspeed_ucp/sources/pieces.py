@@ -323,7 +323,7 @@ class FileRun:
     def pick_padding(self, group: int) -> list[int]:
         """Elements of padding at the end of a group's partition, by file; 0 where files do not tell."""
         optim = self.batch.template.optim
-        told = optim.kind == "zero12" and group < len(optim.paddings)
+        told = optim.traits.strips_padding and group < len(optim.paddings)
         return [header.optim.paddings[group] if told and header.optim else 0 for header in self.headers]
 
     def number(self, first: int) -> list[int]:

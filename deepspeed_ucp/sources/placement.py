@@ -8,12 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, combinations
 
-from ..atoms import count, strip_compiled
+from ..atoms import TIED, count, find_owner, number_layer, strip_compiled
 from ..errors import MismatchError, shorten
 from .headers import FileHeader, OptimHeader, Piece, Shape
-from .naming import GroupNames, NamedOptimizer, Naming, find_owner, fits, group_sizes, pick_names, tell_misfit
+from .naming import GroupNames, NamedOptimizer, Naming, fits, group_sizes, pick_names, tell_misfit
 from .order import compare_layers
-from .ranks import TIED
 from .save import Save
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -76,7 +75,7 @@ def _tell_two_ways(save: Save, search: _TwoWays, *, dual: bool) -> None:
         MismatchError: the live pipeline is one.
     """
     optim = save.optim(0)
-    if optim.kind != "torch" or not any(held.states for held in optim.tensors):
+    if optim.traits.has_copies or not any(held.states for held in optim.tensors):
         return
     if save.count_micro_batches() < 2 * save.pp or not search.fits():  # a step of DualPipeV takes as many
         return
@@ -136,10 +135,8 @@ class _Search:
     def __init__(self, save: Save, named: Sequence[Sequence[str]], shapes: Mapping[str, Shape]) -> None:
         self.save, self.named, self.shapes = save, named, shapes
         everything = [name for group in named for name in group]
-        self.layers = sorted({int(name.partition(".")[0]) for name in everything if not name.startswith(TIED)})
-        self.tied = list(
-            dict.fromkeys(n.removeprefix(TIED).partition(".")[0] for n in everything if n.startswith(TIED))
-        )
+        self.layers = sorted({number_layer(name) for name in everything if not name.startswith(TIED)})
+        self.tied = list(dict.fromkeys(find_owner(name) for name in everything if name.startswith(TIED)))
         self.buffers = [{find_owner(name) for name in save.model(stage * save.tp).buffers} for stage in range(save.pp)]
 
     def run(self) -> Iterator[list[_Stage]]:
@@ -177,7 +174,7 @@ class _Search:
         """Per layer and tied module its parameters, or their elements where the saved groups tell these."""
         weights: Counter[str] = Counter()
         for name in (name for group in self.named for name in group):
-            weights[find_owner(name)] += count(self.shapes[name]) if optim.kind == "fp16_fused" else 1
+            weights[find_owner(name)] += count(self.shapes[name]) if optim.traits.is_flat else 1
         return weights
 
     def _has_buffers(self, stage: int, found: _Stage) -> bool:
@@ -193,7 +190,7 @@ class _Search:
         if groups is None:
             return False
         names = [name for group in groups for name in group]
-        if optim.kind == "fp16_fused" or len(names) != len(optim.tensors):
+        if optim.traits.is_flat or len(names) != len(optim.tensors):
             return True
         pairs = zip(names, optim.tensors, strict=True)
         return all(not h.states or any(p.shape == self.shapes[n] for p in h.states.values()) for n, h in pairs)
@@ -260,7 +257,7 @@ def _make_part(
     groups = fit_stage(named, stage, optim, module.shapes)
     if groups is None:
         raise MismatchError("its states have other sizes than those of its stage's first rank.", path=save.path(header))
-    tensors = {name: found for name, found in module.layers.items() if int(name.partition(".")[0]) in stage.layers}
+    tensors = {name: found for name, found in module.layers.items() if number_layer(name) in stage.layers}
     for key in stage.tied:
         layers = [layer for layer in module.tied.get(key, {}) if _writer(stages, key, layer) == mp // save.tp]
         for layer in layers[:1]:

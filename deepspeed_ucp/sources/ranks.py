@@ -6,15 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..atoms import AtomKey, GroupInfo, ParamKey, count, strip_compiled
+from ..atoms import TIED, AtomKey, GroupInfo, ParamKey, count, strip_compiled
 from ..errors import CheckpointError
 from ..experts import cut_number, find_expert, find_layer
 from ..flat import FlatBuffer
+from ..topology import number_groups
 from .headers import FileHeader, Shape
 from .save import Save
-
-TIED = "tied_modules."
-"""What the names of a pipeline's tied modules begin with."""
 
 
 @dataclass(slots=True)
@@ -165,28 +163,19 @@ def _look_into_experts(save: Save, mp: int, name: str) -> set[Shape]:
     return {piece.shape for key, piece in pieces.items() if find_expert(key) and cut_number(key) == wanted}
 
 
-def merge_groups(save: Save, ranks: Sequence[SavedRank]) -> tuple[GroupInfo, ...]:
+def join_groups(save: Save, ranks: Sequence[SavedRank]) -> tuple[GroupInfo, ...]:
     """The param groups of the whole model.
 
-    A tensor-parallel rank may lack parameters that are empty there. The stages' groups are matched by position where
-    all agree about the hyper-parameters. Elsewhere by their hyper-parameters, the n-th with the n-th of the same ones:
-    DeepSpeed drops the groups that are empty on a stage.
+    A tensor-parallel rank may lack parameters that are empty there.
     """
     stages = [ranks[first : first + save.tp] for first in range(0, len(ranks), save.tp)]
-    hypers = [[group.hyper for group in held[0].groups] for held in stages]
-    by_place = all(hyper == hypers[0] for hyper in hypers)
-    merged: list[tuple[dict[ParamKey, None], dict[str, Any]]] = []
-    for held in stages:
-        free = list(range(len(merged)))
-        for index, group in enumerate(held[0].groups):
-            members = dict.fromkeys(member for rank in held for member in rank.groups[index].members)
-            place = next((i for i in free if by_place or merged[i][1] == group.hyper), None)
-            if place is None:
-                merged.append((members, group.hyper))
-            else:
-                free.remove(place)
-                merged[place][0].update(members)
-    return tuple(GroupInfo(tuple(members), hyper) for members, hyper in merged)
+    numbers = number_groups([[group.hyper for group in held[0].groups] for held in stages])
+    joined: dict[int, tuple[dict[ParamKey, None], dict[str, Any]]] = {}
+    for held, own in zip(stages, numbers, strict=True):
+        for index, number in enumerate(own):
+            members, _ = joined.setdefault(number, ({}, held[0].groups[index].hyper))
+            members.update(dict.fromkeys(member for rank in held for member in rank.groups[index].members))
+    return tuple(GroupInfo(tuple(members), hyper) for members, hyper in joined.values())
 
 
 def check_steps(save: Save, ranks: Sequence[SavedRank], scalars: Mapping[ParamKey, Mapping[str, Any]]) -> None:

@@ -28,6 +28,7 @@ from ..torchsave.objects import (
 from ..torchsave.records import FileRecord
 from ..torchsave.repickle import write_pickle
 from ..torchsave.torchfile import TorchFile, read_header
+from ..wrappers import STAGE, Form, Wrapper, find_saved
 from .autoep import read_folding, read_placements
 from .compare import read_marks
 from .files import holds_state_dict, is_state_file, strip_writer
@@ -240,69 +241,52 @@ class HeaderReader:
             CheckpointError: as :meth:`read_model`.
             UnsupportedError: a wrapper that is not covered, or of a DeepSpeed release too old.
         """
-        if "single_partition_of_fp32_groups" in state:
-            return self._read_zero12(state)
-        if "fp32_flat_groups" in state:
-            return self._read_zero3(state)
-        if "fp32_groups_flat" in state:
-            return self.read_flat(state, "fp16_fused", state["fp32_groups_flat"])
-        if "fp32_groups" in state:
-            flat = [tensor for group in state["fp32_groups"] for tensor in group]
-            return self.read_flat(state, "fp16_unfused", flat)
-        if "state" in state and "param_groups" in state:
-            return self.read_flat({"optimizer_state_dict": state}, "torch", [])
-        raise UnsupportedError(
-            f"optimizer state with keys {sorted(map(str, state))} is a wrapper that is not covered.",
-            path=self.file.path,
-        )
+        wrapper = find_saved(state)
+        if wrapper is None:
+            raise UnsupportedError(
+                f"optimizer state with keys {sorted(map(str, state))} is a wrapper that is not covered.",
+                path=self.file.path,
+            )
+        masters: list[Any] = state[wrapper.keys[0]] if wrapper.has_copies else []
+        if wrapper.form is Form.SINGLE:
+            masters = [tensor for group in masters for tensor in group]
+        inner: Any = state.get(wrapper.inner) if wrapper.inner else state
+        elastic = wrapper.form is Form.PARTITIONS and isinstance(inner, list)
+        if elastic:
+            inner = _unite_elastic(inner, state.get("base_optimizer_state_step"))
+        header = replace(self.read_flat(state, inner or {}, wrapper, masters), elastic=elastic)
+        if wrapper.form is Form.PARTITIONS:
+            return self._add_partitions(header, state)
+        return _add_holders(header, state) if wrapper.form is Form.RESERVED else header
 
-    def _read_zero12(self, state: dict[str, Any]) -> OptimHeader:
+    def _add_partitions(self, header: OptimHeader, state: dict[str, Any]) -> OptimHeader:
         slices = state.get("param_slice_mappings")
         if slices is None:
             raise UnsupportedError(
                 "no param_slice_mappings; saved by a DeepSpeed release too old.", path=self.file.path
             )
-        kind = "zero12" if "zero_stage" in state else "bf16"
-        base: Any = state.get("base_optimizer_state")
-        elastic = isinstance(base, list)
-        if elastic:
-            step = state.get("base_optimizer_state_step")
-            groups = [{} if step is None else {"step": step} for _ in base]
-            base = {
-                "state": dict(enumerate(base)),
-                "param_groups": [{**group, "params": [i]} for i, group in enumerate(groups)],
-            }
-        header = self.read_flat({**state, "optimizer_state_dict": base}, kind, state["single_partition_of_fp32_groups"])
         return replace(
             header,
-            stage=_as_int(read_stage(state.get("zero_stage", 1))),
+            stage=_as_int(read_stage(state.get(STAGE, header.stage))),
             slices=tuple(_read_slices(group) for group in slices),
-            partition_count=_as_ints(state.get("partition_count")),
             paddings=_as_ints(state.get("group_paddings")),
             alignment=tuple(map(_as_ints, as_list(state.get("param_alignment_paddings")))),
-            elastic=elastic,
         )
 
-    def _read_zero3(self, state: dict[str, Any]) -> OptimHeader:
-        header = self.read_flat(state, "zero3", state["fp32_flat_groups"], stage=3)
-        groups = as_list(state.get("ds_zero_partition_groups"))  # AutoEP
-        ranks = tuple(_as_ints(group["partition_ranks"]) for group in groups)
-        counts = tuple(map(len, ranks)) if groups else header.partition_count
-        return replace(header, partition_count=counts, partition_ranks=ranks)
-
-    def read_flat(self, state: dict[str, Any], kind: str, masters: list[Any], stage: int = 0) -> OptimHeader:
-        """Masters, and the states and param groups of the torch optimizer inside."""
-        inner = state.get("optimizer_state_dict") or {}
+    def read_flat(
+        self, state: dict[str, Any], inner: dict[str, Any], wrapper: Wrapper, masters: list[Any]
+    ) -> OptimHeader:
+        """Masters, and the states and param groups of the torch optimizer inside, whose state dict ``inner`` is."""
         groups = [dict(group) for group in inner.get("param_groups", [])]
         params = [tuple(group.pop("params", ())) for group in groups]
         named = [group.pop("param_names", None) for group in groups]
         states = {key: self._read_states(value) for key, value in inner.get("state", {}).items()}
-        kept = sum(map(len, params)) if kind == "fp16_unfused" else len(groups)
-        if kind.startswith("fp16") and len(masters) != kept:
+        kept = len(groups) if wrapper.is_flat else sum(map(len, params))
+        if wrapper.has_copies and not wrapper.is_cut and len(masters) != kept:
             raise ValueError(f"{len(masters)} fp32 weights, and optimizer states of {kept}")
         return OptimHeader(
-            kind=kind,
-            stage=stage,
+            kind=wrapper.name,
+            stage=wrapper.stages[-1],
             masters=tuple(self.piece(tensor, f"fp32 partition {i}") for i, tensor in enumerate(masters)),
             tensors=tuple(states.get(position, TensorStates()) for held in params for position in held),
             owners=tuple(group for group, held in enumerate(params) for _ in held),
@@ -310,7 +294,7 @@ class HeaderReader:
             partition_count=_as_ints(state.get("partition_count")),
             scaler=_read_scaler(state),
             clip_grad=_read_clip(state.get("clip_grad")),
-            names=tuple(map(_as_names, named)) if kind == "torch" and named and all(named) else None,
+            names=tuple(map(_as_names, named)) if not wrapper.has_copies and named and all(named) else None,
         )
 
     def _read_states(self, entries: dict[str, Any]) -> TensorStates:
@@ -330,6 +314,19 @@ class HeaderReader:
             else:
                 other[str(name)] = describe(value)
         return TensorStates(states, scalars, zero_dim, other, single)
+
+
+def _unite_elastic(states: list[Any], step: Any) -> dict[str, Any]:
+    """An elastic checkpoint's list of states, one per group, as the state dict of a torch optimizer."""
+    groups = [{"params": [number]} | ({} if step is None else {"step": step}) for number in range(len(states))]
+    return {"state": dict(enumerate(states)), "param_groups": groups}
+
+
+def _add_holders(header: OptimHeader, state: dict[str, Any]) -> OptimHeader:
+    """Which ranks hold each sub-group, as AutoEP tells it at ZeRO 3."""
+    ranks = tuple(_as_ints(group["partition_ranks"]) for group in as_list(state.get("ds_zero_partition_groups")))
+    counts = tuple(map(len, ranks)) if ranks else header.partition_count
+    return replace(header, partition_count=counts, partition_ranks=ranks)
 
 
 def _is_offload_buffer(name: Any, entries: Mapping[Any, Any]) -> bool:

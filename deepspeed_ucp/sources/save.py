@@ -10,7 +10,7 @@ from typing import Any
 
 from ..atoms import Use
 from ..errors import CheckpointError
-from ..experts import DATA_FIRST, list_holders
+from ..experts import DATA_FIRST, place_experts
 from .files import NO_AXIS, NO_LAYER, Listing, name_expert
 from .headers import FileHeader, ModelHeader, OptimHeader
 
@@ -135,6 +135,17 @@ class Save:
         return self.listing.path(header.name)
 
 
+def list_holders(save: Save, mp: int, degree: int, *, over_tp: bool) -> list[range]:
+    """Ranks of a model-parallel rank's pipeline stage that hold the same parameters, by expert-parallel rank.
+
+    Args:
+        degree: expert-parallel ranks, which divides those that hold them; 1 for what is no expert's.
+        over_tp: they are spread over the tensor-parallel ranks too.
+    """
+    tp_rank = None if over_tp else mp % save.tp
+    return place_experts(save.dp, degree, save.tp, tp_rank, data_first=bool(save.main.config.get(DATA_FIRST)))
+
+
 def count_ranks(model: ModelHeader) -> tuple[int, int]:
     """(model-parallel, data-parallel) ranks that a file of model states tells of, MiCS's replicas not counted."""
     return model.counters.get("mp_world_size") or 1, model.shard_size or model.counters.get("dp_world_size") or 1
@@ -239,8 +250,7 @@ def name_unsaved(listing: Listing, first: Sequence[FileHeader]) -> set[str]:
     degree = max(map(_find_degree, optim.groups), default=0)
     if not degree or dp * tp % degree or count_expert_tp_shards(listing, first, tp) > 1:
         return set()
-    holders = list_holders(dp * tp, dp * tp // degree, data_first=bool(header.config.get(DATA_FIRST)))
-    writers = {held[0] for held in holders}
+    writers = {held[0] for held in place_experts(dp, degree, tp, data_first=bool(header.config.get(DATA_FIRST)))}
     return {name for mp, name in enumerate(name_model_files(listing, header)) if mp % tp not in writers}
 
 

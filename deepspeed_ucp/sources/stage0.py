@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, repeat
 
-from ..atoms import MASTER, GroupInfo, count, strip_compiled
+from ..atoms import MASTER, TIED, GroupInfo, count, strip_compiled
 from ..errors import CheckpointError, MismatchError, shorten
-from ..experts import DATA_FIRST, deal_experts, drop_fixed, find_layer, is_expert, list_holders, number_in_stage
-from ..flat import FlatBuffer, join_parameters
+from ..experts import deal_experts, drop_fixed, find_layer, is_expert
+from ..flat import FlatBuffer
 from .builder import Builder
 from .headers import FileHeader, ModelHeader, OptimHeader, Piece, Shape, TensorStates
 from .module import add_tensors, read_module
 from .naming import GroupNames, NamedOptimizer, Naming, check_group_order, check_state_shapes, fit_groups, name_groups
 from .order import ModuleOrder, compare_modules
 from .placement import place_layers
-from .ranks import TIED, SavedRank, list_ranks
-from .save import Save
+from .ranks import SavedRank, list_ranks
+from .save import Save, list_holders
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -38,7 +38,7 @@ def build_stage0(builder: Builder, naming: Naming) -> None:
     save, naming = builder.save, naming.translate(builder.save)
     live = naming.live
     wrapper = save.model(0).optim
-    if wrapper is None or wrapper.kind == "bf16" or not naming.optimizer:  # BF16_Optimizer's states lie elsewhere
+    if wrapper is None or wrapper.traits.is_cut or not naming.optimizer:  # BF16_Optimizer's states lie elsewhere
         owned = [model.owned for model in save.first_models]  # ZeRO's files tell which it had trained
         builder.ranks, builder.instances = list_ranks(save, [list(shapes) for shapes in owned])
         for rank, shapes in zip(builder.ranks, owned, strict=True):
@@ -92,7 +92,8 @@ def _add_experts(
     Raises:
         CheckpointError: the expert-parallel ranks do not divide those that hold the model.
     """
-    holders = _find_holders(save)
+    degree, over_tp = _count_expert_ranks(save), save.experts_over_tp
+    holders = [list_holders(save, mp, degree, over_tp=over_tp) for mp in range(len(save.models))]
     sharing = [save.list_expert_ranks(mp) for mp in range(len(save.models))]
     mine = [[(p, held) for p, held in zip(parts, owned, strict=True) if p.mp in held_by] for held_by in sharing]
     names = [
@@ -113,8 +114,8 @@ def _add_experts(
             _join_rank(builder.ranks[mp], rank, holders[mp][part.ep] if named else None)
 
 
-def _find_holders(save: Save) -> list[list[range]]:
-    """Per model-parallel rank: ranks of its pipeline stage by expert-parallel rank."""
+def _count_expert_ranks(save: Save) -> int:
+    """Expert-parallel ranks, which have files of their own."""
     degree = 1 + max(rank for _, rank in save.expert_optims)
     ranks = save.dp * save.tp if save.experts_over_tp else save.dp
     if ranks % degree:
@@ -123,10 +124,7 @@ def _find_holders(save: Save) -> list[list[range]]:
             "ones have files of optimizer states. The folder lacks files or mixes two saves.",
             path=save.path(save.main),
         )
-    holders = list_holders(ranks, ranks // degree, data_first=bool(save.main.config.get(DATA_FIRST)))
-    if save.experts_over_tp:
-        return [holders] * len(save.models)
-    return [[number_in_stage(held, save.tp, mp % save.tp) for held in holders] for mp in range(len(save.models))]
+    return degree
 
 
 def _join_rank(whole: SavedRank, part: SavedRank, holders: range | None) -> None:
@@ -256,7 +254,7 @@ def _deal_experts(save: Save, live: GroupNames, ep: int, order: ModuleOrder | No
                 "DeepSpeed's own load, which takes them by their order.",
                 path=save.path(file),
             )
-    dealt: list[list[list[tuple[str, bool]]]] = [[] for _ in _find_holders(save)[0]]
+    dealt: list[list[list[tuple[str, bool]]]] = [[] for _ in range(_count_expert_ranks(save))]
     for group in live:
         owned = dict(group)
         try:
@@ -305,19 +303,14 @@ def _add_part(
     rank.groups = tuple(
         GroupInfo(tuple(map(rank.param, names)), hyper) for names, hyper in zip(held, part.optim.groups, strict=True)
     )
-    if part.optim.kind == "fp16_fused":
-        rank.flats = tuple(_add_fused(builder, rank, part, index, ordered) for index in range(len(held)))
-        return
-    # fp32: the model's own parameters are the masters
-    masters: Sequence[Piece | None] = part.optim.masters if part.optim.kind != "torch" else [None] * len(part.names)
-    for name, master, states in zip(part.names, masters, share_steps(part.optim), strict=True):
-        _add_whole(builder, rank, part, name, master, states)
-    rank.flats = tuple(
-        _lay_whole(part, name, index)
-        for index, names in enumerate(part.groups)
-        for name in names
-        if any(each in ordered for each in part.list_parts(name))
-    )
+    optim, flats = part.optim, list[FlatBuffer]()
+    for index, names in enumerate(part.groups):
+        flats += optim.traits.lay_out(index, names, [part.shapes[name] for name in names])
+    masters: Sequence[Piece | None] = optim.masters if optim.traits.has_copies else [None] * len(flats)
+    states = chain(share_steps(optim), repeat(TensorStates()))
+    flats = [_add_buffer(builder, rank, part, *each) for each in zip(flats, masters, states, strict=False)]
+    flats = [buffer.keep(name for name in buffer.names if name in ordered) for buffer in flats]
+    rank.flats = tuple(buffer for buffer in flats if buffer.names or optim.traits.is_flat)
 
 
 def share_steps(optim: OptimHeader) -> list[TensorStates]:
@@ -328,49 +321,33 @@ def share_steps(optim: OptimHeader) -> list[TensorStates]:
     ``bias_correction``.
     """
     found = list(optim.tensors)
-    for number, group in enumerate(optim.groups if optim.kind == "torch" else ()):
+    for number, group in enumerate(() if optim.traits.has_copies else optim.groups):
         if not ("bias_correction" in group and group.get("step") == 0):
             continue
         members = [place for place, owner in enumerate(optim.owners) if owner == number and found[place].states]
         steps = [found[place].scalars.get("step") for place in members]
-        if any(step != 0 for step in steps[:-1]) or len(_list_dtypes(found[place] for place in members)) > 1:
+        dtypes = {piece.dtype for place in members for piece in found[place].states.values()}
+        if any(step != 0 for step in steps[:-1]) or len(dtypes) > 1:
             continue  # a parameter without gradients now and then, or several dtypes: counts of their own
         for place in members:
             found[place] = replace(found[place], scalars={**found[place].scalars, "step": steps[-1]})
     return found
 
 
-def _list_dtypes(states: Iterable[TensorStates]) -> set[str]:
-    return {piece.dtype for each in states for piece in each.states.values()}
+def _add_buffer(
+    builder: Builder, rank: SavedRank, part: NamedOptimizer, own: FlatBuffer, master: Piece | None, states: TensorStates
+) -> FlatBuffer:
+    """What the optimizer keeps for the parameters in a buffer; without a master the model's own tensors are that.
 
-
-def _lay_whole(part: NamedOptimizer, name: str, group: int) -> FlatBuffer:
-    """A parameter with a master and states of its own; the experts in it, one behind the other."""
-    return join_parameters(group, (name,), (part.shapes[name],)).split({name: part.list_parts(name)})
-
-
-def _add_whole(
-    builder: Builder, rank: SavedRank, part: NamedOptimizer, name: str, master: Piece | None, states: TensorStates
-) -> None:
-    """What the optimizer keeps for one parameter; without a master the model's own tensors are that."""
-    shape = part.shapes[name]
-    cuts = [cut for cut in _lay_whole(part, name, 0).cuts(0) if cut.name in rank.shapes]
+    Frozen parameters of older releases may be among them. Returns the buffer, experts in it one behind the other.
+    """
+    buffer = own.split({name: part.list_parts(name) for name in own.names})
+    cuts = [cut for cut in buffer.cuts(0) if cut.name in rank.shapes]
     if master is not None:
         builder.add_cuts(rank, MASTER, cuts, part.header, master)
     for cut in cuts if master is None else ():
         builder.add(rank, cut.name, MASTER, *part.tensors[cut.name])
-    builder.add_states(rank, cuts, states if shape else states.of_zero_dim(), count(shape), part.header)
-
-
-def _add_fused(
-    builder: Builder, rank: SavedRank, part: NamedOptimizer, index: int, held: Collection[str]
-) -> FlatBuffer:
-    """FP16_Optimizer: one flat buffer per param group, frozen parameters of older releases included."""
-    names = part.groups[index]
-    buffer = join_parameters(index, names, [part.shapes[name] for name in names])
-    buffer = buffer.split({name: part.list_parts(name) for name in names})
-    cuts = [cut for cut in buffer.cuts(0) if cut.name in rank.shapes]
-    builder.add_cuts(rank, MASTER, cuts, part.header, part.optim.masters[index])
-    if index < len(part.optim.tensors):
-        builder.add_states(rank, cuts, part.optim.tensors[index], buffer.partition, part.header)
-    return buffer.keep([name for name in buffer.names if name in held])
+    if not part.optim.traits.is_flat and not part.shapes[own.names[0]]:
+        states = states.of_zero_dim()
+    builder.add_states(rank, cuts, states, buffer.partition, part.header)
+    return buffer

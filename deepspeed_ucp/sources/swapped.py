@@ -15,10 +15,11 @@ from itertools import pairwise
 from math import prod
 from typing import Any
 
-from ..atoms import ITEMSIZE, MASTER, MOMENTUM, strip_compiled
+from ..atoms import ITEMSIZE, MASTER, strip_compiled
 from ..errors import CheckpointError, shorten
 from ..flat import reserve
 from ..torchsave.records import FileRecord
+from ..wrappers import MOMENTUM, Form
 from .files import OFFLOADED, SwapName
 from .findings import COPY, WARNING, Finding, from_error
 from .headers import FileHeader, OptimHeader, Piece
@@ -89,7 +90,7 @@ def adopt_sums(save: Save, sums: Mapping[str, int]) -> None:
 def _list_swapped(save: Save) -> list[SubGroup]:
     """What is swapped, by the size; where the engine swaps nothing, nothing."""
     first = save.shards[0][0].optim if save.shards[0] else None
-    if first is None or first.kind != "zero3" or not describe_offload(save.zero).startswith("nvme/"):
+    if first is None or first.traits.form is not Form.RESERVED or not describe_offload(save.zero).startswith("nvme/"):
         return []
     least = max(_LEAST, _read_option(save, "block_size", _LEAST))
     found = []
@@ -120,7 +121,9 @@ def _list_states(save: Save, optim: OptimHeader | None, index: int) -> list[str]
 def _look_at(save: Save, name: SwapName, group: SubGroup) -> FileHeader | Finding:
     """A swap file as its sub-group has it, or what is wrong with it."""
     listing = save.listing
-    file = listing.swaps.get(name) or _spell(name)
+    state = f"{name.state}-" if name.state else ""  # as DeepSpeed spells it
+    spelled = f"{OFFLOADED}/rank{name.rank:02d}/{state}{name.begin}_{name.end}.tensor.swp"
+    file = listing.swaps.get(name) or spelled
     size, whole = listing.sizes.get(file), _pad(save, group)
     if size is None:
         text = f"{listing.path(file)} is missing; it holds {_tell(name, group)}. {COPY}"
@@ -147,12 +150,6 @@ def _tell_longer(save: Save, swapped: Sequence[SubGroup]) -> Iterator[Finding]:
             "them apart."
         )
         yield Finding("inconsistent", longer[0], text, WARNING, tuple(longer))
-
-
-def _spell(name: SwapName) -> str:
-    """The file's name as DeepSpeed spells it."""
-    state = f"{name.state}-" if name.state else ""
-    return f"{OFFLOADED}/rank{name.rank:02d}/{state}{name.begin}_{name.end}.tensor.swp"
 
 
 def _tell(name: SwapName, group: SubGroup) -> str:

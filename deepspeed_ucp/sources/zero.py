@@ -8,18 +8,18 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, zip_longest
-from typing import Any
 
-from ..atoms import MASTER, MODULE, MOMENTUM, USE_MUON, GroupInfo, ParamKey, PartitionedState, count, strip_compiled
+from ..atoms import MASTER, MODULE, GroupInfo, ParamKey, PartitionedState, count, strip_compiled
 from ..errors import CheckpointError, shorten
-from ..experts import DATA_FIRST, count_experts, drop_fixed, find_layer, list_holders, name_experts, number_in_stage
-from ..flat import Cut, FlatBuffer, cut_parameter, find_gaps, join_parameters, join_reserved
+from ..experts import count_experts, drop_fixed, find_layer, name_experts
+from ..flat import Cut, FlatBuffer, cut_parameter, find_gaps
+from ..wrappers import MOMENTUM
 from .builder import Builder
 from .headers import FileHeader, OptimHeader, Piece, Shape, TensorStates
 from .module import add_tensors
 from .pieces import Batches, FileRun, count_filed
 from .ranks import SavedRank, fill_param_shapes, list_ranks
-from .save import Save, describe_offload
+from .save import Save, describe_offload, list_holders
 
 Slices = tuple[tuple[str, int, int], ...]
 """Parts of parameters in a partition: name, first element of the partition, elements."""
@@ -88,7 +88,7 @@ def deal_parameters(save: Save, mp: int, filed: Mapping[str, int]) -> list[list[
     for number, group in enumerate(save.model(mp).param_shapes or ()):
         held = count_experts(name for name, _ in group) if save.experts else {}
         spread = bool(held) or any(find_layer(name, placements) for name, _ in group)
-        replicas = counts[number] if spread and number < len(counts) else len(save.shards[mp])
+        replicas = counts[number] if spread and number < len(counts) else save.dp
         holders = _find_holders(save, mp, replicas, over_tp=spread and save.experts_over_tp)
         _check_placements(save, mp, group, len(holders))
         shares = _share_experts(save, held, filed, len(holders))
@@ -127,21 +127,14 @@ def _share_experts(save: Save, held: Mapping[str, int], totals: Mapping[str, int
 
 
 def _find_holders(save: Save, mp: int, replicas: int, *, over_tp: bool) -> list[range]:
-    """Ranks of the pipeline stage that hold the same parameters of a group: by expert-parallel rank.
-
-    Raises:
-        CheckpointError: they cannot be so many.
-    """
-    dp, data_first = len(save.shards[mp]), bool(save.main.config.get(DATA_FIRST))
-    ranks = dp * save.tp if over_tp else dp
+    ranks = save.dp * save.tp if over_tp else save.dp
     if replicas < 1 or ranks % replicas:
         raise CheckpointError(
             f"has a param group that is cut over {replicas} ranks, which does not "
             f"divide the {ranks} that hold the model. The file is damaged, or of another save.",
             path=save.path(save.shards[mp][0]),
         )
-    holders = list_holders(ranks, replicas, data_first=data_first)
-    return holders if over_tp else [number_in_stage(held, save.tp, mp % save.tp) for held in holders]
+    return list_holders(save, mp, ranks // replicas, over_tp=over_tp)
 
 
 def _check_placements(save: Save, mp: int, group: Sequence[tuple[str, Shape]], degree: int) -> None:
@@ -232,15 +225,14 @@ def _lay_own(
 
     ZeRO 1/2 and BF16_Optimizer cut one flat buffer per param group into equal partitions.
     """
-    if builder.save.is_sharded:
-        return known or _Own(join_reserved(owner, tuple(held.own), tuple(held.own.values()), len(shards)))
-    partition = _count_elements(builder, shards[0], index)
-    if known and (known.buffer.partition, known.buffer.parts) == (partition, len(shards)):
+    optim, sharded = _get_optim(shards[0]), builder.save.is_sharded
+    partition = None if sharded else _count_elements(builder, shards[0], index)
+    if known and (sharded or (known.buffer.partition, known.buffer.parts) == (partition, len(shards))):
         return known
-    alignment = _get_optim(shards[0]).alignment
-    gaps = alignment[index] if alignment else ()
+    gaps = optim.alignment[index] if optim.alignment else ()
     names, shapes = tuple(held.own), tuple(held.own.values())
-    return _Own(join_parameters(index, names, shapes, parts=len(shards), partition=partition, gaps=gaps))
+    (buffer,) = optim.traits.lay_out(owner if sharded else index, names, shapes, len(shards), partition, gaps)
+    return _Own(buffer)
 
 
 def _check_folding(save: Save, shards: Sequence[FileHeader], ranks: range, place: int) -> None:
@@ -445,17 +437,14 @@ class _Adder:
         nowhere = array("q", [-1]) * self.buffer.parts
         dtype, held, begins = self.found.setdefault(state, (piece.dtype, nowhere, nowhere[:]))
         if dtype != piece.dtype:
-            self._refuse_dtype(state, piece.dtype, dtype, parts[0])
+            name, shard = self.buffer.cuts(parts[0])[0].name, self.held_by.shards[parts[0]]
+            shape = self.rank.shapes[name]
+            self.builder.refuse_other(shard, self.rank.param(name), state, (piece.dtype, shape), (dtype, shape))
         if len(parts) == self.buffer.parts:  # all, in order
             held[:], begins[:] = array("q", records), array("q", offsets)
             return
         for part, record, offset in zip(parts, records, offsets, strict=True):
             held[part], begins[part] = record, offset
-
-    def _refuse_dtype(self, state: str, found: str, known: str, part: int) -> None:
-        name = self.buffer.cuts(part)[0].name
-        shape, shard = self.rank.shapes[name], self.held_by.shards[part]
-        self.builder.refuse_other(shard, self.rank.param(name), state, (found, shape), (known, shape))
 
     def _add_momentum(self, shard: FileHeader, part: int, held: TensorStates) -> TensorStates:
         """Add the momentum of the parameters that a partition touches; what else there is of states.
@@ -486,9 +475,8 @@ class _Adder:
 
 
 def _keeps_whole_momentum(save: Save, optim: OptimHeader, index: int) -> bool:
-    """ZeRO 1 and 2 keep Muon's momentum of whole parameters, unless the optimizer is offloaded."""
-    is_muon = bool(optim.groups[optim.owners[index]].get(USE_MUON))
-    return is_muon and optim.kind == "zero12" and describe_offload(save.zero).startswith("none/")
+    offloaded = not describe_offload(save.zero).startswith("none/")
+    return MOMENTUM in optim.traits.list_whole(optim.groups[optim.owners[index]], offloaded=offloaded)
 
 
 def _count_elements(builder: Builder, shard: FileHeader, index: int) -> int:
@@ -500,7 +488,7 @@ def _count_elements(builder: Builder, shard: FileHeader, index: int) -> int:
             "file belongs to another run; put the right one back.",
             path=builder.save.path(shard),
         )
-    padding = optim.paddings[index] if optim.kind == "zero12" and index < len(optim.paddings) else 0
+    padding = optim.paddings[index] if optim.traits.strips_padding and index < len(optim.paddings) else 0
     return optim.masters[index].numel + padding
 
 
@@ -513,6 +501,7 @@ def add_frozen_zero3(builder: Builder, rank: SavedRank, models: Sequence[FileHea
     if first and zero.get("zero_quantized_nontrainable_weights"):
         builder.note_unreadable(rank, first.frozen, MODULE, "a frozen parameter saved quantized, without its scales")
         return
+    on_nvme = describe_offload(zero).endswith("/nvme")
     for part, header in enumerate(models):
         model = header.model
         for name, piece in model.frozen.items() if model else ():
@@ -520,17 +509,12 @@ def add_frozen_zero3(builder: Builder, rank: SavedRank, models: Sequence[FileHea
                 continue
             shape = model.frozen_shapes[name]
             start, numel = cut_parameter(count(shape), part, len(models))
-            if _is_placeholder(piece.numel, numel, zero):
+            # DeepSpeed saves one element of 1.0 in the place of a frozen parameter that is on NVMe.
+            if piece.numel < numel or (on_nvme and piece.numel == 1):
                 fault = "a frozen parameter on NVMe, of which the save holds a placeholder alone"
                 builder.note_unreadable(rank, [name], MODULE, fault)
             else:
                 builder.add_cuts(rank, MODULE, (Cut(name, start, numel, 0),), header, piece, {name: shape})
-
-
-def _is_placeholder(found: int, numel: int, zero: Mapping[str, Any]) -> bool:
-    """DeepSpeed saves one element of 1.0 in the place of a frozen parameter that is on NVMe."""
-    on_nvme = describe_offload(zero).endswith("/nvme")
-    return found < numel or (on_nvme and found == 1)
 
 
 def _get_optim(shard: FileHeader) -> OptimHeader:

@@ -138,7 +138,7 @@ class _Masters:
 def _find_masters(index: AtomicIndex, touched: Iterable[AtomKey]) -> Iterable[_Masters]:
     """Those of some atoms that have copies which training keeps equal."""
     masters_of: dict[int, _Masters] = {}
-    held = index.stored.atoms.held if index.run.topology.wrapper != "torch" else {}
+    held = index.stored.atoms.held if index.run.topology.traits.has_copies else {}
     for param in [key.param for key in touched if key.state == MASTER]:
         holdings = held.get(param, ())
         if any(COPY in each.states for each in holdings):

@@ -23,7 +23,8 @@ from ..experts import drop_fixed, find_layer, is_expert, name_experts
 from ..flat import FlatBuffer, join_parameters, join_reserved
 from ..plan.wants import find_states
 from ..topology import Topology
-from .coverage import name_device
+from ..wrappers import Wrapper, find_wrapper
+from .coverage import find_declared, name_device
 from .optimizer import find_other_kind, to_plain
 from .parallel import HeldExperts, Instance, find_experts, find_instances, find_place, find_unfiled
 from .rule import find_doubt, find_other_rule, read_configured
@@ -153,11 +154,10 @@ class Target(ABC):
         experts: layers of experts by what the names of their parameters begin with.
         experts_over_tp: parameters and buffers of experts that are spread over the tensor-parallel ranks too, whole.
         ep: expert-parallel degree; of several the largest.
-        has_copies: the model computes with copies of the masters, and not with these themselves.
+        wrapper: the name of its row (:mod:`deepspeed_ucp.wrappers`).
     """
 
     wrapper = ""
-    has_copies = True
     experts: Mapping[str, HeldExperts] = MappingProxyType({})
     experts_over_tp: Set[str] = frozenset()
     ep = 1
@@ -184,6 +184,16 @@ class Target(ABC):
         self.layout: list[FlatBuffer] = []
         self.collect()
         self.owned = {name for flat in self.flats for name in flat.names} | self._find_empty()
+
+    @property
+    def traits(self) -> Wrapper:
+        """What the wrapper does to masters and states."""
+        return find_wrapper(self.wrapper)
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether the model computes with copies of the masters, and not with these themselves."""
+        return self.traits.has_copies
 
     def _add_parameter(self, param: Any) -> None:
         """Note a parameter of the module; where experts lie in it, each one's, with its place there."""
@@ -268,7 +278,7 @@ class Target(ABC):
     def topology(self) -> Topology:
         """What this engine is, in the words of a checkpoint."""
         engine = self.engine
-        zero, precision = engine._config.zero_config, self._precision()
+        zero, precision = engine._config.zero_config, self._find_precision()
         return Topology(
             zero_stage=int(engine.zero_optimization_stage()),
             wrapper=self.wrapper,
@@ -277,9 +287,9 @@ class Target(ABC):
             tp=self.place.tp,
             pp=self.place.pp,
             ep=self.ep,
-            undeclared=precision != "float32" and not (engine.bfloat16_enabled() or engine.fp16_enabled()),
+            undeclared=precision != find_declared(engine),
             master=dtype_name(self.flats[0].dtype) if self.flats else "float32",
-            elastic=bool(getattr(self.wrapped, "elastic_checkpoint", False)) and self.wrapper == "zero12",
+            elastic=self.traits.can_be_elastic and bool(getattr(self.wrapped, "elastic_checkpoint", False)),
             offload=f"{name_device(zero.offload_optimizer)}/{name_device(zero.offload_param)}",
             flats=tuple(self.layout),
         )
@@ -289,12 +299,10 @@ class Target(ABC):
         """Ranks that the masters are partitioned over."""
         return 1
 
-    def _precision(self) -> str:
-        """As :func:`deepspeed_ucp.sources.index.find_precision` tells it of a checkpoint of this engine."""
-        if self.engine.bfloat16_enabled():
-            return "bfloat16"
-        if self.engine.fp16_enabled():
-            return "float16"
+    def _find_precision(self) -> str:
+        """As :func:`deepspeed_ucp.sources.index.find_saved_precision` tells it of a checkpoint of this engine."""
+        if (declared := find_declared(self.engine)) != "float32":
+            return declared
         first = next((name for flat in self.flats for name in flat.names), next(iter(self.params), None))
         return dtype_name(self.params[first].dtype if first is not None else self.engine.get_data_types()[0])
 

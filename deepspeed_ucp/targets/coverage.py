@@ -10,6 +10,7 @@ from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import DeepSpeed
 
 from ..engine_state import RANDOM_STATES, is_carried
 from ..errors import UnsupportedError, shorten
+from ..wrappers import find_live
 
 OWN_LOAD = 'For DeepSpeed\'s own load all the same set "checkpoint": {"universal": false}.'
 """The way out of a refusal."""
@@ -43,14 +44,6 @@ def name_device(section: Any) -> str:
     return str(getattr(device, "value", device) or "none")
 
 
-def _runs_zenflow(engine: Any) -> bool:
-    return bool(getattr(engine, "zenflow", False))
-
-
-def _runs_superoffload(engine: Any) -> bool:
-    return type(engine.optimizer).__name__ == "SuperOffloadOptimizer_Stage3"
-
-
 def _list_offloaded(engine: Any) -> list[str]:
     """What ``engine.offload_states`` has moved: some is copied back over a load, some has left empty lists."""
     return sorted(str(getattr(state, "value", state)) for state in getattr(engine.optimizer, "offloaded_states", ()))
@@ -71,12 +64,12 @@ def _list_sharded_bases(engine: Any) -> list[str]:
 
 _REFUSED: tuple[tuple[Callable[[Any], Any], str], ...] = (
     (
-        _runs_zenflow,
+        lambda engine: bool(getattr(engine, "zenflow", False)),
         "The engine runs ZenFlow{}: the moments of the columns that it selects, which ones, the gradients between two "
         "updates, and its step are in no save, and no load restores them. Resume without zero_optimization.zenflow.",
     ),
     (
-        _runs_superoffload,
+        lambda engine: type(engine.optimizer).__name__ == "SuperOffloadOptimizer_Stage3",
         "The engine runs SuperOffload{}, whose moments live in another process: no load restores them. Resume without "
         "offload_optimizer.super_offload.",
     ),
@@ -119,7 +112,8 @@ def writes_states(engine: Any) -> bool:
 
     DeepSpeed 0.17.6 to 0.18.4 take these wrappers at ZeRO 1 too, with bf16 weights and fp32 gradients.
     """
-    return type(engine.optimizer).__name__ in ("FP16_Optimizer", "FP16_UnfusedOptimizer")
+    wrapper = find_live(engine.optimizer)
+    return wrapper is not None and wrapper.has_copies and not wrapper.is_cut
 
 
 def list_unsaved(engine: Any) -> list[str]:
@@ -158,12 +152,16 @@ def describe_own_files(engine: Any, folder: str) -> tuple[str, str | None, dict[
     return model, engine._get_zero_ckpt_name(load_dir, tag), facts | _describe_partitions(engine)
 
 
+def find_declared(engine: Any) -> str:
+    """As :func:`deepspeed_ucp.topology.find_precision` tells it of the engine's ds_config."""
+    return "bfloat16" if engine.bfloat16_enabled() else "float16" if engine.fp16_enabled() else "float32"
+
+
 def _describe_degrees(engine: Any) -> dict[str, Any]:
     layers = [child for child in engine.module.modules() if hasattr(child, PLACEMENT)]
-    precision = "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32"
     return {
         "ZeRO stage": int(engine.zero_optimization_stage()),
-        "precision": precision,
+        "precision": find_declared(engine),
         "model-parallel ranks": int(engine.mp_world_size),
         "experts per layer": list(engine.num_experts),
         "use_data_before_expert_parallelism": bool(engine._config.use_data_before_expert_parallel_),

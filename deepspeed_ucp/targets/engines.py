@@ -9,9 +9,7 @@ import torch
 from deepspeed import comm as ds_comm
 from torch._utils import _unflatten_dense_tensors
 
-from ..atoms import MOMENTUM
-from ..flat import join_parameters, join_reserved
-from ..topology import BARE
+from ..wrappers import BARE, MOMENTUM, WRAPPERS, find_live
 from .base import Target, flatten
 from .coverage import UnknownLayoutError, check_engine
 from .gathering import gather_in_place
@@ -47,13 +45,10 @@ class Zero12Target(Target):
         for group, (params, flat, _, master, process_group) in enumerate(self._list_groups()):
             parts, gaps = ds_comm.get_world_size(group=process_group), padding[group] if padding else ()
             size = flat.numel() // parts
-            buffer = join_parameters(group, *self.describe(params), parts=parts, partition=size, gaps=gaps)
-            self.add_flat(buffer, ds_comm.get_rank(group=process_group), master, self._list_whole(group))
-
-    def _list_whole(self, group: int) -> frozenset[str]:
-        """What is kept of whole parameters: Muon's momentum, unless it is offloaded."""
-        is_muon = is_muon_group(self.optimizer, group) and not self.wrapped.cpu_offload
-        return frozenset({MOMENTUM}) if is_muon else frozenset()
+            (buffer,) = self.traits.lay_out(group, *self.describe(params), parts, size, gaps)
+            hyper = self.optimizer.param_groups[group] if is_muon_group(self.optimizer, group) else {}
+            whole = self.traits.list_whole(hyper, offloaded=bool(getattr(self.wrapped, "cpu_offload", False)))
+            self.add_flat(buffer, ds_comm.get_rank(group=process_group), master, whole)
 
     def prepare(self) -> None:
         wait = getattr(self.wrapped, "_wait_for_offload_copies", None)
@@ -94,9 +89,6 @@ class Bf16Target(Zero12Target):
         "real_dp_process_group",
     )
 
-    def _list_whole(self, group: int) -> frozenset[str]:
-        return frozenset()
-
 
 class Zero3Target(Target):
     """DeepSpeedZeroOptimizer_Stage3: per sub-group a flat buffer of each parameter's ``ceil(numel / dp)`` elements."""
@@ -116,10 +108,8 @@ class Zero3Target(Target):
         for index, params in enumerate(opt.fp16_groups):
             process_group = getattr(params[0], "ds_process_group", opt.dp_process_group)
             parts, group = ds_comm.get_world_size(group=process_group), opt.sub_group_to_group_id[index]
-            buffer, holder = (
-                join_reserved(group, *self.describe(params), parts),
-                opt.fp32_partitioned_groups_flat[index],
-            )
+            (buffer,) = self.traits.lay_out(group, *self.describe(params), parts)
+            holder = opt.fp32_partitioned_groups_flat[index]
             self.add_flat(buffer, ds_comm.get_rank(group=process_group), holder, swap=self._find_swap(index, holder))
 
     def _find_swap(self, index: int, holder: torch.Tensor) -> SwapPlace | None:
@@ -171,68 +161,65 @@ class Zero3Target(Target):
                 swapper._get_param_swap_info(flat.holder).release_memory()
 
 
-class Fp16FusedTarget(Target):
-    """FP16_Optimizer (fp16 and bf16, stage 0): one whole flat master per group on every rank."""
+class WholeTarget(Target):
+    """A wrapper that cuts nothing: every rank has all masters, one per param group or one per parameter."""
 
-    wrapper = "fp16_fused"
+    def list_pairs(self, group: int) -> list[tuple[list[Any], torch.Tensor]]:
+        """The masters of a param group, each with its parameters, which follow each other in it."""
+        params, masters = (getattr(self.wrapped, name)[group] for name in (self.traits.params, self.traits.masters))
+        if self.traits.is_flat:
+            return [(params, masters)]
+        return [([param], master) for param, master in zip(params, masters, strict=True)]
+
+    @property
+    def _pairs(self) -> list[tuple[list[Any], torch.Tensor]]:
+        return [pair for group in range(len(self.optimizer.param_groups)) for pair in self.list_pairs(group)]
 
     def collect(self) -> None:
-        for group, params in enumerate(self.wrapped.fp16_groups):
-            self.add_flat(join_parameters(group, *self.describe(params)), 0, self.wrapped.fp32_groups_flat[group])
+        for group in range(len(self.optimizer.param_groups)):
+            for params, master in self.list_pairs(group):
+                (buffer,) = self.traits.lay_out(group, *self.describe(params))
+                self.add_flat(buffer, 0, master)
 
     def refresh_copies(self) -> None:
-        for params, master in zip(self.wrapped.fp16_groups, self.wrapped.fp32_groups_flat, strict=True):
-            for param, value in zip(params, _unflatten_dense_tensors(master.data, params), strict=True):
+        for params, master in self._pairs if self.has_copies else ():
+            for param, value in zip(params, _unflatten_dense_tensors(master.data.reshape(-1), params), strict=True):
                 param.data.copy_(value)
 
     def find_copies(self, flat: int) -> Sequence[torch.Tensor]:
-        return [flatten(param) for param in self.wrapped.fp16_groups[flat]]
+        return [flatten(param) for param in self._pairs[flat][0]] if self.has_copies else ()
 
 
-class Fp16UnfusedTarget(Target):
-    """FP16_UnfusedOptimizer (stage 0): a whole master per parameter on every rank."""
+class Fp16FusedTarget(WholeTarget):
+    """FP16_Optimizer (fp16 and bf16, stage 0): a flat master per group."""
+
+    wrapper = "fp16_fused"
+
+
+class Fp16UnfusedTarget(WholeTarget):
+    """FP16_UnfusedOptimizer (stage 0): a master per parameter."""
 
     wrapper = "fp16_unfused"
 
-    def collect(self) -> None:
-        for group, (params, masters) in enumerate(zip(self.wrapped.fp16_groups, self.wrapped.fp32_groups, strict=True)):
-            for param, master in zip(params, masters, strict=True):
-                self.add_flat(join_parameters(group, *self.describe([param])), 0, master)
 
-    def refresh_copies(self) -> None:
-        for params, masters in zip(self.wrapped.fp16_groups, self.wrapped.fp32_groups, strict=True):
-            for param, master in zip(params, masters, strict=True):
-                param.data.copy_(master.data)
-
-    def find_copies(self, flat: int) -> Sequence[torch.Tensor]:
-        return [flatten([param for params in self.wrapped.fp16_groups for param in params][flat])]
-
-
-class TorchTarget(Target):
+class TorchTarget(WholeTarget):
     """No wrapper (stage 0, fp32): the model's parameters are their own masters."""
 
     wrapper = "torch"
-    has_copies = False
-
-    def collect(self) -> None:
-        for group, fields in enumerate(self.wrapped.param_groups):
-            for param in fields["params"]:
-                if param.requires_grad and param.numel():
-                    self.add_flat(join_parameters(group, *self.describe([param])), 0, param)
 
     @property
     def optimizer(self) -> Any:
         return self.wrapped
 
-    def refresh_copies(self) -> None:
-        """Nothing to do: there are no copies."""
+    def list_pairs(self, group: int) -> list[tuple[list[Any], torch.Tensor]]:
+        params = self.wrapped.param_groups[group]["params"]
+        return [([param], param) for param in params if param.requires_grad and param.numel()]
 
 
 class WeightsTarget(Target):
     """An engine without an optimizer below ZeRO 3; in bf16 it has a wrapper all the same, around nothing."""
 
     wrapper = BARE
-    has_copies = False
 
     def collect(self) -> None:
         """No masters."""
@@ -261,14 +248,19 @@ class OffloadOnlyTarget(WeightsTarget):
 
 
 TARGETS: dict[str, type[Target]] = {
-    "DeepSpeedZeroOptimizer": Zero12Target,
-    "DeepSpeedZeroOptimizer_Stage3": Zero3Target,
-    "BF16_Optimizer": Bf16Target,
-    "FP16_Optimizer": Fp16FusedTarget,
-    "FP16_UnfusedOptimizer": Fp16UnfusedTarget,
-    "DeepSpeedZeRoOffload": OffloadOnlyTarget,
-    "NoneType": WeightsTarget,
+    each.wrapper: each
+    for each in (
+        Zero12Target,
+        Zero3Target,
+        Bf16Target,
+        Fp16FusedTarget,
+        Fp16UnfusedTarget,
+        TorchTarget,
+        WeightsTarget,
+        OffloadOnlyTarget,
+    )
 }
+"""By the name of the wrapper's row."""
 
 
 def open_target(engine: Any) -> Target:
@@ -279,15 +271,15 @@ def open_target(engine: Any) -> Target:
         UnsupportedError: the engine keeps state that no load restores.
     """
     check_engine(engine)
-    kind = type(engine.optimizer).__name__
-    found = TARGETS.get(kind)
+    wrapper = find_live(engine.optimizer)
     if not getattr(engine.optimizer, "using_real_optimizer", True):
-        found = WeightsTarget
-    if found is None and isinstance(engine.optimizer, torch.optim.Optimizer):
-        found = TorchTarget
-    if found is None:
-        raise UnknownLayoutError(
-            f"the engine's optimizer wrapper {kind} is not covered (covered: {', '.join(sorted(TARGETS))} and raw "
-            "torch optimizers)"
-        )
-    return found(engine)
+        return WeightsTarget(engine)
+    if wrapper is not None:
+        return TARGETS[wrapper.name](engine)
+    if isinstance(engine.optimizer, torch.optim.Optimizer):
+        return TorchTarget(engine)
+    covered = sorted(row.live_class for row in WRAPPERS.values() if row.live_class)
+    raise UnknownLayoutError(
+        f"the engine's optimizer wrapper {type(engine.optimizer).__name__} is not covered (covered: "
+        f"{', '.join(covered)} and raw torch optimizers)"
+    )

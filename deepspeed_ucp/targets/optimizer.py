@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from ..atoms import MOMENTUM, USE_MUON
 from ..experts import drop_fixed
+from ..wrappers import MOMENTUM, USE_MUON
 
 _SIZES = (5, 3, 2)
 """Sizes of the probe parameter's first dimensions; further ones have 2 elements."""

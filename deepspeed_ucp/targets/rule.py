@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from ..atoms import USE_MUON
 from ..errors import shorten
 from ..experts import drop_fixed
+from ..wrappers import USE_MUON
 
 Fields = Mapping[str, Any]
 """A param group."""
@@ -125,7 +125,8 @@ def list_edits(
         rate = _find_rate(live, saved, scheduler, configured)
         if "initial_lr" in live and not (takes_saved and with_scheduler):  # the scheduler has its way in any case
             rate = {}
-        cycled = _CYCLED if _cycles(scheduler) or "max_momentum" in {*live, *saved} else ()
+        cycles = hasattr(scheduler, "get_mom") or bool(getattr(scheduler, "cycle_momentum", False))
+        cycled = _CYCLED if cycles or "max_momentum" in {*live, *saved} else ()
         keys = [key for key in list_given(optimizer, live) if key in saved and key not in cycled]
         values = {**rate, **{key: (saved[key], live[key]) for key in keys}}
         found.update(f"{key} {_show(old)} → {_show(new)}" for key, (old, new) in values.items() if _differ(old, new))
@@ -180,13 +181,10 @@ def read_configured(engine: Any) -> Fields:
 
 def list_given(optimizer: Any, live: Fields) -> list[str]:
     """Keys of a live param group that the user sets: the constructor's arguments, and what no constructor knows."""
-    known = {name for kind in type(optimizer).__mro__ for name in _list_arguments(kind)}
+    makers = [vars(kind)["__init__"] for kind in type(optimizer).__mro__ if "__init__" in vars(kind)]
+    known = {name for maker in makers for name in inspect.signature(maker).parameters}
     defaults = getattr(optimizer, "defaults", {})
     return [key for key in live if key not in _IDLE and (key in known or key not in defaults)]
-
-
-def _list_arguments(kind: type) -> Iterable[str]:
-    return inspect.signature(kind.__init__).parameters if "__init__" in vars(kind) else ()  # type: ignore[misc]
 
 
 def _find_mark(fields: Fields) -> str:
@@ -233,10 +231,6 @@ def _find_rate(live: Fields, saved: Fields, scheduler: Any, configured: Fields) 
         return {"initial_lr": (saved["initial_lr"], live.get("initial_lr", live["lr"]))}
     is_moved = not _differ(_read_params(configured).get("lr"), live["lr"])  # by the script, from the same start
     return {} if scheduler is not None or "initial_lr" in live or is_moved else {"lr": (saved["lr"], live["lr"])}
-
-
-def _cycles(scheduler: Any) -> bool:
-    return hasattr(scheduler, "get_mom") or bool(getattr(scheduler, "cycle_momentum", False))
 
 
 def _differ(old: Any, new: Any) -> bool:

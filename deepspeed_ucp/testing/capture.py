@@ -18,6 +18,7 @@ from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 from deepspeed_ucp.atoms import strip_compiled
+from deepspeed_ucp.wrappers import WRAPPERS, Form
 
 Tensor = torch.Tensor
 
@@ -98,16 +99,6 @@ class _Home:
     whole: Whole | None = None
 
 
-_WRAPPERS = {
-    "fp32_partitioned_groups_flat": "fp16_groups",  # stage 3, per sub-group
-    "single_partition_of_fp32_groups": "bit16_groups",  # stages 1 and 2
-    "fp32_groups_flat_partition": "bf16_groups",  # BF16_Optimizer
-    "fp32_groups_flat": "fp16_groups",  # FP16_Optimizer, fused
-    "fp32_groups": "fp16_groups",  # FP16_UnfusedOptimizer
-}
-"""Where each of DeepSpeed's optimizer wrappers keeps its masters, and the parameters they belong to, group by group."""
-
-
 def _list_homes(engine: Any) -> Iterator[tuple[int, _Home]]:
     """By the parameter's identity."""
     wrapper = engine.optimizer
@@ -124,22 +115,22 @@ Masters = Iterator[tuple[Any, Tensor, Whole | None]]
 
 def _list_masters(wrapper: Any, inner: Any) -> Iterator[tuple[int, Masters]]:
     """Masters with the number of the optimizer's group that they are in."""
-    kind = next((name for name in _WRAPPERS if hasattr(wrapper, name)), None)
-    if kind is None:  # the raw torch optimizer
+    row = next((row for row in WRAPPERS.values() if row.masters and hasattr(wrapper, row.masters)), None)
+    if row is None:  # the raw torch optimizer
         for number, group in enumerate(inner.param_groups if inner is not None else ()):
             yield number, ((parameter, parameter, _identity) for parameter in group["params"])
         return
-    for index, masters in enumerate(getattr(wrapper, kind)):
-        parameters = getattr(wrapper, _WRAPPERS[kind])[index]
+    for index, masters in enumerate(getattr(wrapper, row.masters)):
+        parameters = getattr(wrapper, row.params)[index]
         number = wrapper.sub_group_to_group_id[index] if hasattr(wrapper, "sub_group_to_group_id") else index
-        if kind == "fp32_groups":
+        if row.form is Form.SINGLE:
             found: Masters = zip(parameters, masters, repeat(_identity))
-        elif kind == "fp32_groups_flat":
+        elif row.is_flat:
             starts = accumulate((parameter.numel() for parameter in parameters), initial=0)
             found = ((p, masters, _cut(p, start)) for p, start in zip(parameters, starts, strict=False))
         elif getattr(wrapper, "round_robin_gradients", False):
             found = _list_shuffled(wrapper, index, masters)
-        elif kind == "fp32_partitioned_groups_flat" and masters.dtype != torch.float32:
+        elif row.form is Form.RESERVED and masters.dtype != torch.float32:
             found = _list_partitioned(parameters, masters)
         else:
             _link(parameters, masters, inner)

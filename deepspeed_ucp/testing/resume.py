@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_ucp.testing.world import DEFAULT_TIMEOUT, WorldPool
+from deepspeed_ucp.topology import find_precision
 
 TrainFn = Callable[[dict[str, Any]], Generator[Any, None, None]]
 
@@ -20,6 +21,8 @@ LOSS_TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 5e-2}
 The restored state is compared bit by bit, so the gap is only rounding: another world size adds the same numbers in
 another order, another precision rounds activations and gradients elsewhere. fp32 keeps 24 bits of a number, fp16 11 and
 bf16 8; a few optimizer steps amplify the last of them."""
+
+_SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
 @dataclass(frozen=True)
@@ -171,7 +174,7 @@ def _make_report(saved: SavedRun, answers: Sequence[Any], target: Launch, tolera
                 f"the state that was loaded differs from the saved one (rank {rank}; {launches}):{shown}{more}"
             )
     if tolerance is None:
-        tolerance = max(LOSS_TOLERANCE[_find_precision(each.ds_config)] for each in (saved.launch, target))
+        tolerance = max(LOSS_TOLERANCE[_SHORT[find_precision(each.ds_config)]] for each in (saved.launch, target))
     resumed = _average([answer.losses for answer in answers])
     return ResumeReport(
         parameters=answers[0].parameters,
@@ -193,14 +196,6 @@ def _compare_losses(reference: Sequence[float], resumed: Sequence[float], tolera
                 f"the resumed one's {resumed[step]!r}, a relative gap of {gap:.2e} > {tolerance:.2e}"
             )
     return max(gaps, default=0.0)
-
-
-def _find_precision(ds_config: Mapping[str, Any]) -> str:
-    """ "bf16", "fp16" or "fp32": what the configuration trains in."""
-    for name, keys in {"bf16": ("bf16", "bfloat16"), "fp16": ("fp16",)}.items():
-        if any(ds_config.get(key, {}).get("enabled") for key in keys):
-            return name
-    return "fp32"
 
 
 def _average(losses: list[list[float]]) -> tuple[float, ...]:

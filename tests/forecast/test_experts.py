@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from deepspeed_ucp.experts import list_holders
+from deepspeed_ucp.experts import place_experts
 from deepspeed_ucp.forecast.experts import SpreadLayer, plan_groups
 
 LAYER = "{}.deepspeed_moe.experts.deepspeed_experts."
@@ -17,7 +17,7 @@ def name_experts(layer: str, count: int) -> list[str]:
 
 
 def spread(count: int, degree: int, dp: int) -> SpreadLayer:
-    return SpreadLayer(count, tuple(list_holders(dp, dp // degree, data_first=False)))
+    return SpreadLayer(count, tuple(place_experts(dp, degree, data_first=False)))
 
 
 def test_degrees_are_in_the_order_of_their_names() -> None:

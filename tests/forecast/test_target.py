@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deepspeed_ucp.forecast.target import cut_sub_groups
+from deepspeed_ucp.wrappers import cut_sub_groups
 
 
 @pytest.mark.parametrize(

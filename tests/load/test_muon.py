@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_ucp.atoms import MOMENTUM, Limits
+from deepspeed_ucp.atoms import Limits
 from deepspeed_ucp.errors import CheckpointError, MismatchError
 from deepspeed_ucp.load.states import OptimizerMatch
 from deepspeed_ucp.plan.match import Match
+from deepspeed_ucp.topology import Topology as SavedTopology
+from deepspeed_ucp.wrappers import MOMENTUM
 from tests.support.reshard import FakeTarget, load, open_for
 from tests.synth import Model, Param, Run, State, Topology, build_files, random_state, write_files
 
@@ -104,7 +106,7 @@ def test_an_adams_states_are_none_of_muons(tmp_path: Path) -> None:
 )
 def test_an_order_by_local_shapes_is_not_taken_for_another_degrees(wrapper: str, saved: int, *, refused: bool) -> None:
     """At stage 0 states are told by their place among those of the group, which Muon has sorted."""
-    run = SimpleNamespace(topology=SimpleNamespace(wrapper=wrapper, tp=saved))
+    run = SimpleNamespace(topology=SavedTopology(0, wrapper, "float32", tp=saved))
     index = SimpleNamespace(run=run, limits=Limits(), stored=SimpleNamespace(atoms={}))
     target: Any = SimpleNamespace(place=SimpleNamespace(tp=1), flats=[])
     optimizer = OptimizerMatch(index, target, Match(hyper={0: {"use_muon": True}}))  # type: ignore[arg-type]

@@ -36,6 +36,7 @@ def make_save(
         experts={(0, e, 0): SimpleNamespace(layer={f"{LAYER}{e}.w": None}) for e in range(experts)},
         model=lambda mp: model,
         tp=tp,
+        dp=4,
         experts_over_tp=folded,
     )
 

@@ -15,7 +15,7 @@ EXPERT = "moe.deepspeed_moe.experts.deepspeed_experts.0.weight"
 PLACEMENT = {"num_experts": 4, "ep_size": 2, "ranks": [{"rank": 0, "experts": [0, 1]}, {"rank": 1, "experts": [2, 3]}]}
 LIVE: dict[str, Any] = {
     "ZeRO stage": 1,
-    "precision": "bf16",
+    "precision": "bfloat16",
     "model-parallel ranks": 1,
     "data-parallel ranks": 4,
     "experts per layer": [4],
@@ -47,7 +47,7 @@ def test_the_same_engine(files: tuple[str, str]) -> None:
     ("key", "value"),
     [
         ("ZeRO stage", 2),
-        ("precision", "fp32"),
+        ("precision", "float32"),
         ("data-parallel ranks", 2),
         ("model-parallel ranks", 2),
         ("experts per layer", [8]),

@@ -23,8 +23,7 @@ from hypothesis import strategies as st
 from deepspeed_ucp.atoms import AtomicIndex
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
-from deepspeed_ucp.experts import number_in_stage
-from deepspeed_ucp.flat import Cut, FlatBuffer, join_parameters, join_reserved
+from deepspeed_ucp.flat import Cut, FlatBuffer, join_reserved
 from deepspeed_ucp.load.destinations import TensorSink
 from deepspeed_ucp.load.direct import has_masters
 from deepspeed_ucp.load.inventory import join_groups, list_stage_groups
@@ -37,6 +36,7 @@ from deepspeed_ucp.targets import LiveBuffer, Target
 from deepspeed_ucp.targets.base import hold_whole
 from deepspeed_ucp.targets.parallel import HeldExperts, Instance, Place
 from deepspeed_ucp.targets.swap import SwapFiles
+from deepspeed_ucp.wrappers import Form
 from tests.support.ranks import run_ranks
 from tests.synth import (
     ExpertLayer,
@@ -104,7 +104,7 @@ class FakeTarget(Target):
         self.layers: tuple[int, ...] = ()
         self.recorded: Callable[[], list[str]] | None = None
         self.swaps = SwapFiles()
-        self.has_copies = topology.kind != "raw"
+        self.wrapper = topology.row.name
         stage = {"zero_optimization_stage": lambda: topology.stage}
         self.layout, self.engine = [], SimpleNamespace(module=module or torch.nn.Module(), **stage)
         self.aliases = {p.name: p.alias_of for p in model.params if p.alias_of is not None}
@@ -121,16 +121,16 @@ class FakeTarget(Target):
         self.others = self._make_extras()
 
     def collect(self) -> None:
-        kind = self.kind.kind
+        row = self.kind.row
         for flat in own_layout(self.model, self.kind, self.rank):
-            if kind == "raw" and not _find(self.model, flat.names[0]).trains:
+            if not row.has_copies and not _find(self.model, flat.names[0]).trains:
                 continue
             holder = torch.full((flat.numel,), SENTINEL)
-            if kind in ("raw", "unfused"):
+            if row.form is Form.SINGLE:
                 holder = holder.view(flat.own[0].shape)
             part = self.own.seat(flat.group, self.kind, self.rank)[0] if self.kind.partitions else 0
             self.add_flat(lay_flat(self.own, self.kind, flat), part, holder.requires_grad_())
-            self.made_from.append([] if kind == "raw" else [self.flats[-1].data.bfloat16()])
+            self.made_from.append([] if not row.has_copies else [self.flats[-1].data.bfloat16()])
             cuts = self.flats[-1].buffer.cuts(part)
             assert cuts == [Cut(each.name, each.start, each.numel, each.offset) for each in flat.slices]
 
@@ -187,7 +187,11 @@ def hold_experts(model: Model, topology: Topology, layer: ExpertLayer, rank: int
     """What a data-parallel rank holds of a layer of experts."""
     degree, seat, folded = degree_of(model, topology, layer), find_seat(model, topology, rank), topology.folds_experts
     replicas, numbers = list_replicas(topology, degree, seat), list_held(layer, topology, degree, seat)
-    ranks = replicas if folded else number_in_stage(replicas, topology.tp, model.lane)
+    ranks = (
+        replicas
+        if folded
+        else range(model.lane, topology.dp * topology.tp, topology.tp)[replicas.start : replicas.stop : replicas.step]
+    )
     held = ranks if folded or degree > 1 else None
     return HeldExperts(numbers, degree, held, folded, is_first_replica=replicas[0] == seat)
 
@@ -196,12 +200,9 @@ def lay_flat(own: Model, topology: Topology, flat: Flat) -> FlatBuffer:
     """A flat buffer of a rank's module as the package describes it."""
     names, shapes = [param.name for param in flat.own], [param.shape for param in flat.own]
     parts = count_parts(own, flat.group, topology) if topology.partitions else 1
-    if topology.stage == 3:
-        return join_reserved(flat.group, names, shapes, parts)
-    if topology.kind in ("raw", "unfused"):
-        return join_parameters(flat.group, names, shapes)
-    gaps = group_layouts(own, topology)[flat.group].paddings
-    return join_parameters(flat.group, names, shapes, parts=parts, partition=flat.numel, gaps=gaps)
+    gaps = group_layouts(own, topology)[flat.group].paddings if topology.flattens else ()
+    (buffer,) = topology.row.lay_out(flat.group, names, shapes, parts, flat.numel, gaps)
+    return buffer
 
 
 def fill_like(tensor: torch.Tensor) -> torch.Tensor:

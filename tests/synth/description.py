@@ -8,10 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from deepspeed_ucp.wrappers import Form, Wrapper, find_wrapper, list_foreseen
+
 from .stages import differs_by_stage, instance_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+SHORT = {"torch": "raw", "fp16_unfused": "unfused", "fp16_fused": "fused", "zero12": "zero", "zero3": "zero"}
+"""What tests call a wrapper of the package's table."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "amsgrad": False}
@@ -209,6 +214,12 @@ class Topology:
         return self.wrapper or self._valid_kinds()[0]
 
     @property
+    def row(self) -> Wrapper:
+        """What the package knows of it."""
+        zero = "zero3" if self.stage == 3 else "zero12"
+        return find_wrapper({**{short: name for name, short in SHORT.items()}, "zero": zero}.get(self.kind, self.kind))
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of the module's parameters."""
         return DTYPES[self.precision]
@@ -216,17 +227,17 @@ class Topology:
     @property
     def flattens(self) -> bool:
         """Whether the module's parameters are views of one flat buffer per group."""
-        return self.kind in ("fused", "bf16") or (self.kind == "zero" and self.stage < 3)
+        return self.row.form in (Form.FLAT, Form.PARTITIONS)
 
     @property
     def keeps_lean_states(self) -> bool:
         """Whether elastic_checkpoint has its effect: a list of unpadded states instead of torch's state_dict."""
-        return self.elastic and self.kind == "zero" and self.stage in (1, 2)
+        return self.elastic and self.row.can_be_elastic
 
     @property
     def partitions(self) -> bool:
         """Whether data-parallel ranks own partitions and write files of their own."""
-        return self.stage > 0 or self.kind == "bf16"
+        return self.row.is_cut
 
     @property
     def mp(self) -> int:
@@ -281,14 +292,10 @@ class Topology:
         return {"stage": self.stage, **{name: value for name, value in options.items() if value}}
 
     def _valid_kinds(self) -> tuple[str, ...]:
-        if self.stage == 0:
-            return self._valid_whole_kinds()
-        return ("zero", "bf16") if self.stage == 1 and self.precision == "bf16" else ("zero",)
-
-    def _valid_whole_kinds(self) -> tuple[str, ...]:
-        if self.precision == "bf16":
-            return ("bf16",) if self.pp > 1 else ("unfused", "fused", "bf16")
-        return ("raw",) if self.precision == "fp32" else ("unfused", "fused")
+        rows = list_foreseen(self.stage, str(self.dtype).removeprefix("torch."))
+        piped = [row for row in rows if self.stage in row.by_pipelines]
+        kinds = [SHORT.get(row.name, row.name) for row in (self.pp > 1 and piped) or rows]
+        return tuple(sorted(kinds, key=lambda kind: (kind != "unfused", kind == "bf16")))
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,14 +173,14 @@ def clip(whole: Slice, start: int, end: int) -> Slice | None:
 
 
 def _lay_out_group(index: int, params: tuple[Param, ...], topology: Topology, parts: int) -> GroupLayout:
-    zero = topology.kind == "zero"
+    zero = topology.row.strips_padding
     params = _round_robin(params, parts) if zero and topology.round_robin else params
     unit = _PARAMETER_ALIGNMENT // topology.dtype.itemsize if zero and topology.parameter_alignment else 1
     # Every parameter starts at a multiple of the unit, so the padding depends on its own size only.
     paddings = [-param.numel % unit for param in params[:-1]] + [0] * bool(params)
     spans = [param.numel + padding for param, padding in zip(params, paddings, strict=True)]
     used = sum(spans)
-    alignment = 1 if topology.kind == "fused" else _START_ALIGNMENT * parts
+    alignment = 1 if topology.row.is_flat else _START_ALIGNMENT * parts
     return GroupLayout(index, params, _starts(spans), tuple(paddings), used, used + -used % alignment, parts)
 
 
@@ -197,7 +197,7 @@ def _rank_flat(group: GroupLayout, topology: Topology, part: int, parts: int) ->
     start, end = part * size, (part + 1) * size
     slices = tuple(piece for whole in group.slices if (piece := clip(whole, start, end)))
     padding = min(max(end - group.used, 0), size)
-    if topology.kind == "bf16":  # all of it is booked on the last rank, even where it exceeds the partition
+    if not topology.row.strips_padding:  # all of it is booked on the last rank, even where it exceeds the partition
         padding = group.numel - group.used if part == parts - 1 else 0
     return Flat(group.group, list_atoms(group.params), size, padding, slices, group.params)
 
@@ -214,11 +214,11 @@ def _stage3_flats(model: Model, topology: Topology, rank: int) -> Iterator[Flat]
 
 
 def _whole_flats(model: Model, topology: Topology) -> Iterator[Flat]:
-    if topology.kind == "fused":
+    if topology.row.is_flat:
         for layout in group_layouts(model, topology):
             yield Flat(layout.group, list_atoms(layout.params), layout.numel, 0, layout.slices, layout.params)
         return
     for index, group in enumerate(model.groups):
-        for param in group if topology.kind == "raw" else trained(group):
+        for param in group if not topology.row.has_copies else trained(group):
             slices = tuple(take_apart(param, Slice(param.name, 0, 0, param.numel)))
             yield Flat(index, param.atoms, param.numel, 0, slices, (param,))

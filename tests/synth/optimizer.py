@@ -12,6 +12,8 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils import fragment_address
 
+from deepspeed_ucp.wrappers import Form
+
 from .description import find_seat
 from .layout import Flat, GroupLayout, clip, group_layouts, recorded_offsets, trained
 
@@ -25,13 +27,13 @@ def optimizer_state(
     model: Model, state: State, topology: Topology, run: Run, flats: Sequence[Flat], rank: int
 ) -> dict[str, Any]:
     """What the wrapper's `state_dict()` gives on one rank whose buffers are `flats`."""
-    if topology.kind == "raw":
+    if not topology.row.has_copies:
         return _torch_state_dict(model, state, flats, shaped=True)
-    if topology.kind in ("fused", "unfused"):
+    if not topology.row.is_cut:
         return _fp16_state(model, state, topology, run, flats)
-    if topology.stage == 3:
+    if topology.row.form is Form.RESERVED:
         return _stage3_state(model, state, topology, run, flats, rank)
-    write = _bf16_state if topology.kind == "bf16" else _stage12_state
+    write = _stage12_state if topology.row.strips_padding else _bf16_state
     return write(model, state, topology, run, flats, rank)
 
 
@@ -67,11 +69,11 @@ def _stage12_state(
 ) -> dict[str, Any]:
     """`DeepSpeedZeroOptimizer.state_dict`: BF16_Optimizer's keys and its own, the masters without their padding."""
     result = {**_bf16_state(model, state, topology, run, flats, rank), **_scaling(topology, run)}
-    result["single_partition_of_fp32_groups"] = [_lean(_master(flat, state), flat) for flat in flats]
+    result[topology.row.keys[0]] = [_lean(_master(flat, state), flat) for flat in flats]
     result["zero_stage"] = ZeroStageEnum(topology.stage)
     result["param_alignment_paddings"] = [list(group.paddings) for group in group_layouts(model, topology)]
     if topology.keeps_lean_states:
-        result["base_optimizer_state"] = _lean_states(state, flats)
+        result[topology.row.inner] = _lean_states(state, flats)
         if "step" in state.groups[0]:
             result["base_optimizer_state_step"] = state.groups[0]["step"]
     return result
@@ -84,8 +86,8 @@ def _bf16_state(
     groups = group_layouts(model, topology)
     return {
         "clip_grad": run.clip_grad,
-        "base_optimizer_state": _torch_state_dict(model, state, flats),
-        "single_partition_of_fp32_groups": [_master(flat, state) for flat in flats],
+        topology.row.inner: _torch_state_dict(model, state, flats),
+        topology.row.keys[0]: [_master(flat, state) for flat in flats],
         "group_paddings": [flat.padding for flat in flats],
         "partition_count": [group.parts for group in groups],
         "ds_version": version_of(run),
@@ -108,8 +110,8 @@ def _stage3_state(
         **_scaling(topology, run),
         "partition_count": topology.dp,
         **({"ds_zero_partition_groups": parted} if parted else {}),
-        "optimizer_state_dict": _torch_state_dict(model, state, flats, padding=run.garbage),
-        "fp32_flat_groups": [_master(flat, state, run.garbage) for flat in flats],
+        topology.row.inner: _torch_state_dict(model, state, flats, padding=run.garbage),
+        topology.row.keys[0]: [_master(flat, state, run.garbage) for flat in flats],
     }
 
 
@@ -128,16 +130,17 @@ def _partition_group(model: Model, flat: Flat, topology: Topology, number: int, 
 
 def _fp16_state(model: Model, state: State, topology: Topology, run: Run, flats: Sequence[Flat]) -> dict[str, Any]:
     """`FP16_Optimizer.state_dict` (one flat per group) and `FP16_UnfusedOptimizer.state_dict` (nested lists)."""
-    if topology.kind == "fused":
+    (key,) = topology.row.keys
+    if topology.row.is_flat:
         scaling = _fp16_scaling(topology, run) if topology.precision == "fp16" else {}
         base = _torch_state_dict(model, state, flats)
         masters = [_master(flat, state) for flat in flats]
-        return {**scaling, "optimizer_state_dict": base, "fp32_groups_flat": masters, "clip_grad": run.clip_grad}
+        return {**scaling, topology.row.inner: base, key: masters, "clip_grad": run.clip_grad}
     base = _torch_state_dict(model, state, flats, shaped=True)
     nested = [
         [_whole_master(flat, state) for flat in flats if flat.group == index] for index in range(len(model.groups))
     ]
-    return {**_fp16_scaling(topology, run), "optimizer_state_dict": base, "fp32_groups": nested}
+    return {**_fp16_scaling(topology, run), topology.row.inner: base, key: nested}
 
 
 def _fp16_scaling(topology: Topology, run: Run) -> dict[str, Any]:

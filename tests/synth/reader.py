@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from deepspeed_ucp.wrappers import Form
+
 from .description import Model, State, Topology, find_seat
 from .expertfiles import expert_optim_file
 from .experts import expert_rank, held_layers, is_writer, largest_degree
@@ -118,21 +120,16 @@ def _buffers(optimizer: Mapping[str, Any], topology: Topology, index: int) -> Ma
 
 
 def _masters(optimizer: Mapping[str, Any], topology: Topology) -> list[torch.Tensor] | None:
-    if topology.kind == "raw":
+    row = topology.row
+    if not row.has_copies:
         return None
-    if topology.kind == "unfused":
-        return [tensor for group in optimizer["fp32_groups"] for tensor in group]
-    if topology.kind == "fused":
-        return optimizer["fp32_groups_flat"]
-    return optimizer["fp32_flat_groups" if topology.stage == 3 else "single_partition_of_fp32_groups"]
+    held = optimizer[row.keys[0]]
+    return [tensor for group in held for tensor in group] if row.form is Form.SINGLE else held
 
 
 def _base(optimizer: Mapping[str, Any], topology: Topology) -> Any:
     """Torch's own state_dict, or the list that an elastic checkpoint keeps."""
-    if topology.kind == "raw":
-        return optimizer
-    stage12 = topology.kind in ("zero", "bf16") and topology.stage < 3
-    return optimizer["base_optimizer_state" if stage12 else "optimizer_state_dict"]
+    return optimizer[topology.row.inner] if topology.row.inner else optimizer
 
 
 def _take(
@@ -162,7 +159,7 @@ def _take_module(
 ) -> None:
     """Parameters that no master holds: the module's own."""
     for param in model.owners:
-        if topology.kind == "raw" or not param.trains or param.group is None:
+        if not topology.row.has_copies or not param.trains or param.group is None:
             del atoms[param.name]["fp32"]
             if param.name in module:
                 atoms[param.name]["fp32"] = module[param.name].float()

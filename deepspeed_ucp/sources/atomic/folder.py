@@ -24,7 +24,8 @@ from ...errors import CheckpointError, UcpError
 from ...io.paths import Entry, is_url
 from ...io.store import find_entry, list_tree
 from ...plan.derive import split_experts
-from ...topology import ATOMIC, Topology
+from ...topology import Topology
+from ...wrappers import ATOMIC
 from ..files import MANIFEST, holds_atoms
 from ..findings import Finding, from_failure
 from ..headers import FileHeader

@@ -24,6 +24,7 @@ from ...io.store import note_listed
 from ...patterns.layout import Shape
 from ...torchsave.objects import TensorRef
 from ...torchsave.torchfile import TorchFile, read_header
+from ...wrappers import STAGE, find_wrapper
 from ..compare import find_foreign_files
 from ..files import MANIFEST, ZERO, Listing, scan_folder, sort_files
 from ..findings import Finding, make_error
@@ -209,11 +210,11 @@ def _read_optimizer(folder: str) -> tuple[OptimHeader, int]:
         if not isinstance(tree, dict) or not isinstance(tree.get("param_groups"), list):
             raise CheckpointError("has no param_groups; it is no optimizer state of ds_to_universal.", path=path)
         reader = HeaderReader(file)
-        if "fp32_flat_groups" in tree:
+        if find_wrapper("zero3").saved(tree):
             return reader.read_optim(tree), 3
-        state = {**tree, "optimizer_state_dict": {"param_groups": tree["param_groups"]}}
-        kind = "zero12" if "zero_stage" in tree else "bf16"
-        return reader.read_flat(state, kind, []), int(read_stage(tree.get("zero_stage", 0)))
+        wrapper = find_wrapper("zero12" if STAGE in tree else "bf16")
+        header = reader.read_flat(tree, {"param_groups": tree["param_groups"]}, wrapper, [])
+        return header, int(read_stage(tree.get(STAGE, 0)))
 
 
 def _read_models(folder: str, sizes: dict[str, int], stage: int, comm: Comm) -> Save:

@@ -14,13 +14,14 @@ from ...patterns.layout import Shape
 from ...patterns.recorded import record_pattern
 from ...patterns.regex import Matcher
 from ...plan.derive import split_experts
-from ...topology import ATOMIC, Topology
+from ...topology import Topology
 from ...torchsave.records import FileRecord
+from ...wrappers import ATOMIC
 from ..builder import Builder
 from ..findings import WARNING, Finding
 from ..headers import Piece
 from ..hints import INFO
-from ..index import find_precision, make_index
+from ..index import find_saved_precision, make_index
 from ..module import add_modules
 from ..ranks import SavedRank
 from ..save import describe_offload
@@ -67,7 +68,7 @@ def _build(part: UniversalHeaders) -> tuple[AtomicIndex, list[str]]:
     topology = Topology(
         zero_stage=part.stage or int(save.zero.get("stage") or 0),
         wrapper=ATOMIC,
-        precision=find_precision(save, atoms),
+        precision=find_saved_precision(save, atoms),
         master=masters[0] if masters else "float32",
         offload=describe_offload(save.zero),
     )

@@ -1,0 +1,98 @@
+"""A wrapper that nobody has heard of: one row of the table, and one class for its live engines."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed_ucp.forecast.degrees import parse_degrees
+from deepspeed_ucp.forecast.target import predict_target
+from deepspeed_ucp.targets import engines, open_target
+from deepspeed_ucp.wrappers import WRAPPERS, Form, Wrapper
+from tests.support.reshard import check_content, check_reads, load, make_targets, open_for
+from tests.synth import Model, Param, Run, Topology, build_files, random_state, read_state, write_files
+from tests.synth.description import ADAMW
+
+
+def make_row(form: Form, stage: int, *keys: str) -> Wrapper:
+    return Wrapper("made_up", form, (stage,), ("bfloat16",), "MadeUp", keys=keys, inner="torch_states")
+
+
+ROWS = {
+    "partitions": make_row(Form.PARTITIONS, 1, "cuts"),
+    "reserved": make_row(Form.RESERVED, 3, "rows", "zero_stage"),
+    "flat": make_row(Form.FLAT, 0, "whole"),
+    "single": make_row(Form.SINGLE, 0, "singles"),
+}
+
+MODEL = Model((Param("a", (5, 3)), Param("b", (7,), 1), Param("c", (2, 2), 1)))
+
+STATE = replace(random_state(MODEL, 0, precision="bf16"), groups=({**ADAMW, "lr": 0.5}, {**ADAMW, "lr": 0.25}))
+
+OTHERS = [Topology(0, 2, "bf16"), Topology(2, 3, "bf16"), Topology(3, 2, "bf16")]
+
+
+@pytest.fixture(params=ROWS)
+def made_up(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Wrapper:
+    """A row that is in the table."""
+    row = ROWS[request.param]
+    monkeypatch.setitem(WRAPPERS, row.name, row)
+    return row
+
+
+def make_topology(row: Wrapper, dp: int) -> Topology:
+    return Topology(row.stages[0], dp, "bf16", wrapper=row.name)
+
+
+def resume(folder: Path, source: Topology, target: Topology) -> None:
+    """Save, load, and look at every element."""
+    write_files(folder, build_files(MODEL, STATE, source, Run()))
+    targets = make_targets(MODEL, target)
+    index = open_for(folder, targets[0])
+    assert index.run.topology.wrapper == source.row.name
+    ranks = load(index, targets)
+    check_content(ranks, read_state(folder, MODEL, source))
+    check_reads(index, ranks, 64)
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=lambda topology: topology.label)
+def test_its_saves_load_everywhere_and_all_saves_into_it(tmp_path: Path, made_up: Wrapper, other: Topology) -> None:
+    resume(tmp_path / "from", make_topology(made_up, 2), other)
+    resume(tmp_path / "into", other, make_topology(made_up, 3))
+
+
+def test_its_saves_load_into_other_degrees_of_it(tmp_path: Path, made_up: Wrapper) -> None:
+    resume(tmp_path, make_topology(made_up, 2), make_topology(made_up, 4))
+
+
+def test_it_is_foreseen_as_it_is(tmp_path: Path, made_up: Wrapper) -> None:
+    source = Topology(3, 2, "bf16")
+    write_files(tmp_path, build_files(MODEL, STATE, source, Run()))
+    index = open_for(tmp_path, make_targets(MODEL, source)[0])
+    degrees = parse_degrees(f"dp=2,zero={made_up.stages[0]},wrapper=made_up", index.run.topology)
+    (rank,) = predict_target(index, degrees).model_ranks
+    live = make_targets(MODEL, make_topology(made_up, 2))[0]
+    assert [flat.buffer for flat in rank.layout.flats] == [flat.buffer for flat in live.flats]
+
+
+def test_an_engine_that_has_it_is_opened_by_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    class MadeUpTarget(engines.WholeTarget):
+        wrapper = "made_up"
+
+        def __init__(self, engine: Any) -> None:
+            self.wrapped = engine.optimizer
+
+    row = replace(ROWS["flat"], masters="my_masters", params="mine")
+    monkeypatch.setitem(WRAPPERS, "made_up", row)
+    monkeypatch.setitem(engines.TARGETS, "made_up", MadeUpTarget)
+    held = {"my_masters": [torch.zeros(4)], "mine": [[torch.zeros(3), torch.zeros(1)]]}
+    target = open_target(SimpleNamespace(module=torch.nn.Module(), optimizer=type("MadeUp", (), held)()))
+    assert isinstance(target, MadeUpTarget)
+    assert target.has_copies
+    ((params, master),) = target.list_pairs(0)
+    assert params is held["mine"][0] and master is held["my_masters"][0]
