@@ -151,8 +151,8 @@ def check_keys(keys: Iterable[Any], known: dict[int, list[Any]]) -> None:
 class _Machine(pickle._Unpickler):
     """Python's unpickler in Python: its stack, marks and memo, its readers of numbers, texts and plain containers.
 
-    Every instruction that could run something, hash something or make more than the stream holds is one of ours;
-    :data:`_INSTRUCTIONS` lists all that there are.
+    Every instruction that could run something, hash something or make more than the stream holds is read by one of
+    ours; :data:`_INSTRUCTIONS` has all that there are: these, and Python's that are listed.
     """
 
     def __init__(self, stream: io.BytesIO, path: str) -> None:
@@ -536,7 +536,6 @@ only to be remembered."""
 
 _INERT = [
     "proto",
-    "frame",
     "none",
     "true",
     "false",
@@ -556,7 +555,6 @@ _INERT = [
     "binbytes",
     "binbytes8",
     "short_binbytes",
-    "bytearray8",
     "empty_list",
     "empty_dictionary",
     "empty_set",
@@ -566,20 +564,9 @@ _INERT = [
     "tuple2",
     "tuple3",
     "list",
-    "dict",
-    "frozenset",
     "global",
     "stack_global",
     "binpersid",
-    "reduce",
-    "newobj",
-    "newobj_ex",
-    "append",
-    "appends",
-    "setitem",
-    "setitems",
-    "additems",
-    "build",
     "mark",
     "pop",
     "pop_mark",
@@ -587,14 +574,15 @@ _INERT = [
     "get",
     "binget",
     "long_binget",
-    "put",
     "binput",
     "long_binput",
     "memoize",
 ]
+"""Python's own readers that run, hash and import nothing by themselves; one that comes anew is none of them."""
+
 _INSTRUCTIONS: dict[bytes, Callable[[_Machine], None]] = {
     bytes([code]): getattr(_Machine, load.__name__)
     for code, load in pickle._Unpickler.dispatch.items()
-    if load.__name__.removeprefix("load_") in _INERT
+    if load.__name__ in vars(_Machine) or load.__name__.removeprefix("load_") in _INERT
 }
 _NAMES = {getattr(pickle, name): name for name in pickle.__all__ if name.isupper() and len(name) > 1}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Final
 
@@ -108,15 +108,16 @@ class _Entry:
         return 45 if self.wide else 20
 
 
-def _close(directory: bytes, entries: int, offset: int) -> bytes:
-    """What follows the directory, which starts at byte ``offset``."""
-    size, wide = len(directory), b""
-    if offset >= _ZIP64_LIMIT or entries >= 0xFFFF:
-        fixed = (44, 45, 45, 0, 0, entries, entries, size, offset)
+def _close(entries: Sequence[_Entry], crcs: Iterable[int], offset: int) -> bytes:
+    """What follows the records: the directory, which starts at byte ``offset``, and the zip's end."""
+    directory = b"".join(entry.directory(crc) for entry, crc in zip(entries, crcs, strict=True))
+    number, size, wide = len(entries), len(directory), b""
+    if offset >= _ZIP64_LIMIT or number >= 0xFFFF:
+        fixed = (44, 45, 45, 0, 0, number, number, size, offset)
         wide = struct.pack("<4sQ2H2I4Q", b"PK\x06\x06", *fixed)
         wide += struct.pack("<4sIQI", b"PK\x06\x07", 0, offset + size, 1)
-    entries, size, offset = min(entries, 0xFFFF), min(size, _ELSEWHERE), min(offset, _ELSEWHERE)
-    return wide + struct.pack("<4s4H2IH", b"PK\x05\x06", 0, 0, entries, entries, size, offset, 0)
+    number, size, offset = min(number, 0xFFFF), min(size, _ELSEWHERE), min(offset, _ELSEWHERE)
+    return directory + wide + struct.pack("<4s4H2IH", b"PK\x05\x06", 0, 0, number, number, size, offset, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,18 +137,14 @@ class ZipImage:
 
     def tail(self, crc: int) -> bytes:
         """What follows the storage's bytes, at ``data_offset + nbytes``; ``crc`` is the CRC32 of these."""
-        return self.entries[-1].describe(crc) + self._directory(crc)
+        descriptor = self.entries[-1].describe(crc)
+        crcs = (crc if entry.crc is None else entry.crc for entry in self.entries)
+        return descriptor + _close(self.entries, crcs, self.data_offset + self.nbytes + len(descriptor))
 
     @property
     def size(self) -> int:
         """Bytes of the whole file."""
         return self.data_offset + self.nbytes + len(self.tail(0))
-
-    def _directory(self, crc: int) -> bytes:
-        last = self.entries[-1]
-        start = self.data_offset + self.nbytes + len(last.describe(crc))
-        listed = b"".join(entry.directory(crc if entry.crc is None else entry.crc) for entry in self.entries)
-        return listed + _close(listed, len(self.entries), start)
 
 
 def make_image(
@@ -249,9 +246,7 @@ def _write_file(file: BinaryIO, pickled: bytes, storages: Mapping[str, bytes | S
         entry = _Entry(f"{root}/{DATA}{key}", file.tell(), stream.nbytes)
         crcs.append(_write_record(file, entry, stream, path))
         entries.append(entry)
-    start = file.tell()
-    listed = b"".join(entry.directory(crc) for entry, crc in zip(entries, crcs, strict=True))
-    closing = listed + _close(listed, len(entries), start)
+    closing = _close(entries, crcs, file.tell())
     file.write(closing)
     return int(isal_zlib.crc32(closing))
 
