@@ -183,14 +183,15 @@ def _check_expert(save: Save, header: FileHeader, expert: int) -> None:
 def _add_alike(builder: Builder, rank: SavedRank, run: FileRun, optimized: set[str]) -> None:
     """Add the tensors of experts' files that are alike: of each tensor a partition in every file."""
     states, parts, headers = [], len(run.files), run.headers
-    for piece, names in enumerate(zip(*(header.layer or {} for header in headers), strict=True)):
+    names = list(zip(*(header.layer or {} for header in headers), strict=True))
+    for piece, named in enumerate(names):
         first = run.batch.make_piece(piece, run.files[0])
-        buffer = join_parameters(0, names, [first.shape] * parts, parts=parts, partition=first.numel)
+        buffer = join_parameters(0, named, [first.shape] * parts, parts=parts, partition=first.numel)
         records = array("q", run.number(builder.number_records(run.batch, piece)))
         held = PartitionedState(buffer, first.dtype, records, array("q", run.pick(piece, "start")))
         states.append((first.shape, {COPY: held}, {MODULE: held}))
-    for place, header in enumerate(headers):
-        for name, (shape, copies, others) in zip(header.layer or {}, states, strict=True):
+    for place, (header, *own) in enumerate(zip(headers, *names, strict=True)):
+        for name, (shape, copies, others) in zip(own, states, strict=True):
             builder.add_storage(rank, name, shape, place, copies if name in optimized else others, header)
 
 
