@@ -45,11 +45,13 @@ def _list_pieces(header: FileHeader) -> list[Piece]:
     return [*header.optim.masters, *chain(*map(_list_states, header.optim.tensors))]
 
 
-def _list_numbers(header: FileHeader) -> Iterator[int]:
-    """The numbers of all pieces of a header, as :data:`PIECE` has them, one piece's behind the other's."""
+def _number_pieces(header: FileHeader) -> bytes:
+    """All pieces of a header, one :data:`PIECE` behind the other."""
+    numbers = list[int]()
     for piece in _list_pieces(header):
         _, offset, nbytes, crc = piece.record
-        yield from (offset, nbytes, -1 if crc is None else crc, piece.offset, piece.numel)
+        numbers += (offset, nbytes, -1 if crc is None else crc, piece.offset, piece.numel)
+    return _pack(numbers)
 
 
 def _pack(numbers: Collection[int]) -> bytes:
@@ -129,7 +131,7 @@ class HeaderTemplate:
 
     def fill(self, delta: HeaderDelta) -> FileHeader:
         """The header of another file."""
-        like, numbers = self.header, _pack(delta.numbers)
+        like, numbers = self.header, delta.numbers
         optim, layer = like.optim, like.layer
         if optim is None:
             layer = ExpertTensors(self, numbers, *delta.own)
@@ -222,8 +224,8 @@ class HeaderDelta(NamedTuple):
     Attributes:
         template: None where it is the first rank's optimizer file, which every rank has.
         name, size, crc, folding: the header's.
-        numbers: of its pieces, as :data:`PIECE` has them; pickled one by one, most take a few bytes.
         own: what else is its own.
+        numbers: of its pieces, one :data:`PIECE` behind the other.
     """
 
     template: HeaderTemplate | None
@@ -231,8 +233,16 @@ class HeaderDelta(NamedTuple):
     size: int
     crc: int | None
     folding: tuple[int, int] | None
-    numbers: tuple[int, ...]
     own: _Own
+    numbers: bytes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """The numbers one by one: most take a few bytes."""
+        return _take_delta, (*self[:-1], struct.unpack(f"<{len(self.numbers) // 8}q", self.numbers))
+
+
+def _take_delta(*told: Any) -> HeaderDelta:
+    return HeaderDelta._make((*told[:-1], _pack(told[-1])))
 
 
 class HeaderCodec:
@@ -253,9 +263,9 @@ class HeaderCodec:
             return header
         template = HeaderTemplate(header)
         known = self._known.setdefault(template, template)
-        numbers = tuple(_list_numbers(header))
+        numbers = _number_pieces(header)
         sent = None if known is self.first else known
-        return HeaderDelta(sent, header.name, header.size, header.crc, header.folding, numbers, own)
+        return HeaderDelta(sent, header.name, header.size, header.crc, header.folding, own, numbers)
 
     def decode(self, told: FileHeader | HeaderDelta) -> FileHeader:
         """The header that was encoded."""
@@ -350,7 +360,7 @@ class Batches:
         if isinstance(parts, (LazyParts, ExpertTensors)):
             template, numbers = parts.template, parts.numbers
         else:
-            template, numbers = HeaderTemplate(header), _pack(list(_list_numbers(header)))
+            template, numbers = HeaderTemplate(header), _number_pieces(header)
         batch = self._batches.setdefault(template, FileBatch(template))
         self._places[header.name] = batch, len(batch.files)
         batch.add(header, numbers)
