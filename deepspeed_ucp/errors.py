@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
 from math import prod
 from typing import Any, TypeVar
@@ -25,53 +24,17 @@ _QUERY = re.compile(r"(://[^\s?#\"]*\?)([^\s#\"]+?)(?=[:.,;)]*(?:[\s#\"]|$))")
 """What a URL asks with; a signature or a token may be among it."""
 
 
-FAULT, WARNING, NOTE = "fault", "warning", "note"
-"""Severities: it cannot be loaded; it can, but a user should know before; something to know."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that is wrong with a checkpoint, odd, or to be decided.
-
-    Attributes:
-        kind: of a file: ``header`` (unreadable, damaged, renamed), ``crc``, ``read``, ``missing``, ``foreign`` (of
-            another step, run or world size), ``inconsistent`` (elements missing or covered twice, contradictions),
-            ``manifest``, ``seal``, ``extra``, ``leftover`` (of an earlier save, or another rank's copy; not loaded),
-            ``times`` (written at another time).
-            Of the whole: ``unsupported``, ``latest``, ``unnamed`` (stage 0: nothing tells whose optimizer states are
-            whose), ``unsettled``, ``irregular``, ``unreadable``, ``checksums``, ``dropped``, ``rules``,
-            ``unsaved`` (state that DeepSpeed saves nowhere).
-        file: name in the folder; empty where it is the folder's.
-        text: what was expected, what was found, what to do.
-        severity: ``fault``, ``warning`` or ``note``.
-        names: the atoms, parameters or files that it is about.
-        rules: unsettled: rules to be checked and pasted, one for all names that it matches.
-    """
-
-    kind: str
-    file: str
-    text: str
-    severity: str = FAULT
-    names: tuple[str, ...] = ()
-    rules: tuple[dict[str, Any], ...] = ()
-
-    @property
-    def warning(self) -> bool:
-        """It does not keep the checkpoint from being loaded."""
-        return self.severity != FAULT
-
-
 class UcpError(RuntimeError):
     """Base of every error that this package raises on purpose. What it is about is data; text is for people alone.
 
     Args:
-        lines: what is told, a line each, as :func:`escape` has it; a finding's is its text.
+        lines: what is told, a line each, as :func:`escape` has it.
         path: the file or folder that it is about, which is told in front of the first line.
-        kind: of what is found there, as a :class:`Finding` has it.
+        kind: of what is found there, as a finding (:mod:`deepspeed_ucp.sources.findings`) has it.
+        findings: what it was made of, where that is more than path and kind tell.
 
     Attributes:
         text: what is told without the path.
-        findings: what it was made of, where that is more than path and kind tell.
         shared: every rank of the launch raises it.
         echo: and another rank than this one is to tell it.
         rank: that has found it, where several ranks raise it.
@@ -81,10 +44,9 @@ class UcpError(RuntimeError):
     echo = False
     rank: int | None = None
 
-    def __init__(self, *lines: object, path: str = "", kind: str = "") -> None:
-        self.findings = tuple(line for line in lines if isinstance(line, Finding))
-        texts = [escape(line.text if isinstance(line, Finding) else str(line)) for line in lines]
-        self.path, self.kind, self.text = path, kind, "\n".join(texts)
+    def __init__(self, *lines: object, path: str = "", kind: str = "", findings: Iterable[Any] = ()) -> None:
+        texts = [escape(str(line)) for line in lines]
+        self.path, self.kind, self.text, self.findings = path, kind, "\n".join(texts), tuple(findings)
         if path:
             texts[0] = f"{escape(path)}: {texts[0]}"
         super().__init__(*texts)

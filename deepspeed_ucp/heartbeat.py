@@ -19,7 +19,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -34,7 +33,6 @@ _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID
 _ERROR_CHARACTERS = 8000
 
 
-@dataclass(slots=True)
 class _Watcher:
     """What watches over this process; a forked one has none.
 
@@ -45,10 +43,9 @@ class _Watcher:
         code: what ``sys.exit`` was called with.
     """
 
-    address: str = ""
-    connection: socket.socket | None = None
-    passed_on: set[int] = field(default_factory=set)
-    code: int = 0
+    def __init__(self) -> None:
+        self.address, self.code, self.passed_on = "", 0, set[int]()
+        self.connection: socket.socket | None = None
 
 
 _watcher = _Watcher()

@@ -10,8 +10,8 @@ import pytest
 import deepspeed_ucp
 from deepspeed_ucp import errors
 from deepspeed_ucp.comm import Comm
-from deepspeed_ucp.errors import CheckpointError, Finding, UcpError, escape, fold_names, shorten, suggest
-from deepspeed_ucp.sources.findings import from_error
+from deepspeed_ucp.errors import CheckpointError, UcpError, escape, fold_names, shorten, suggest
+from deepspeed_ucp.sources.findings import Finding, from_error
 from tests.support.ranks import run_ranks
 
 
@@ -108,7 +108,10 @@ def test_the_packages_log_is_escaped(caplog: pytest.LogCaptureFixture) -> None:
 def test_what_an_error_is_about_travels_between_ranks_as_data() -> None:
     """Its path and findings, and the rank that has found it; nothing is read back from its text."""
     missing = Finding("missing", "a.pt", "run/tag/a.pt is missing; copy it")
-    found = CheckpointError("is damaged", path="run/tag/b.pt", kind="crc"), CheckpointError(missing)
+    found = (
+        CheckpointError("is damaged", path="run/tag/b.pt", kind="crc"),
+        CheckpointError(missing.text, findings=[missing]),
+    )
 
     def work(rank: int, comm: Comm) -> list[UcpError]:
         with pytest.raises(CheckpointError) as caught:

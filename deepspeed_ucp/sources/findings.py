@@ -5,14 +5,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 from ..errors import (
-    FAULT,
-    NOTE,
-    WARNING,
     CheckpointError,
-    Finding,
     MismatchError,
     OutOfReachError,
     UcpError,
@@ -20,6 +17,9 @@ from ..errors import (
     fold_names,
     shorten,
 )
+
+FAULT, WARNING, NOTE = "fault", "warning", "note"
+"""Severities: it cannot be loaded; it can, but a user should know before; something to know."""
 
 COPY = 'Copy what is missing here, name a place that has it ("also"), or take an older tag ("fallback").'
 """What to do about files that are not there."""
@@ -34,6 +34,38 @@ _ERRORS: dict[str, type[UcpError]] = {
     "unsupported": UnsupportedError,
     "unnamed": MismatchError,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong with a checkpoint, odd, or to be decided.
+
+    Attributes:
+        kind: of a file: ``header`` (unreadable, damaged, renamed), ``crc``, ``read``, ``missing``, ``foreign`` (of
+            another step, run or world size), ``inconsistent`` (elements missing or covered twice, contradictions),
+            ``manifest``, ``seal``, ``extra``, ``leftover`` (of an earlier save, or another rank's copy; not loaded),
+            ``times`` (written at another time).
+            Of the whole: ``unsupported``, ``latest``, ``unnamed`` (stage 0: nothing tells whose optimizer states are
+            whose), ``unsettled``, ``irregular``, ``unreadable``, ``checksums``, ``dropped``, ``rules``,
+            ``unsaved`` (state that DeepSpeed saves nowhere).
+        file: name in the folder; empty where it is the folder's.
+        text: what was expected, what was found, what to do.
+        severity: ``fault``, ``warning`` or ``note``.
+        names: the atoms, parameters or files that it is about.
+        rules: unsettled: rules to be checked and pasted, one for all names that it matches.
+    """
+
+    kind: str
+    file: str
+    text: str
+    severity: str = FAULT
+    names: tuple[str, ...] = ()
+    rules: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def warning(self) -> bool:
+        """It does not keep the checkpoint from being loaded."""
+        return self.severity != FAULT
 
 
 def from_error(folder: str, error: UcpError) -> list[Finding]:
@@ -58,9 +90,7 @@ def make_error(findings: Iterable[Finding]) -> UcpError | None:
     texts = list(dict.fromkeys(finding.text for finding in fold_findings(faults)))
     more = [f"… and {len(texts) - _TOLD} more faults."] if len(texts) > _TOLD else []
     kind = "read" if any(each.kind == "read" for each in faults) else faults[0].kind
-    error = _ERRORS.get(kind, CheckpointError)(*texts[:_TOLD], *more)
-    error.findings = tuple(faults)
-    return error
+    return _ERRORS.get(kind, CheckpointError)(*texts[:_TOLD], *more, findings=faults)
 
 
 def fold_findings(findings: Iterable[Finding]) -> list[Finding]:

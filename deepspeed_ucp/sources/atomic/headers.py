@@ -150,7 +150,7 @@ def _read_param(folder: str, name: str, files: Sequence[str]) -> dict[str, Param
             f"{folder}/{MANIFEST} is missing: {ZERO}/{name}/{MODULE}.pt was written by `ds_ucp convert`, which writes "
             "it last. Copy the whole folder, or convert again."
         )
-        raise CheckpointError(Finding("missing", MANIFEST, text))
+        raise CheckpointError(text, findings=[Finding("missing", MANIFEST, text)])
     return {file[:-3]: _read_file(folder, f"{ZERO}/{name}/{file}") for file in files if file.endswith(".pt")}
 
 

@@ -92,7 +92,7 @@ def _add_param(builder: Builder, part: UniversalHeaders, name: str) -> None:
             f"{part.folder}/{file} is missing, {part.save.main.name} lists the parameter. The conversion by "
             "ds_to_universal was interrupted, or the copy is not complete; convert or copy again."
         )
-        raise CheckpointError(Finding("missing", file, text))
+        raise CheckpointError(text, findings=[Finding("missing", file, text)])
     shape = _find_shape(part, master, master.piece, shapes)
     for state, header in held.items():
         if state == _STEP:
