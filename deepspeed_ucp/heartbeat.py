@@ -1,10 +1,10 @@
 """A rank's connection to what watches over its launch: tells of every step, and ends the rank with the watcher.
 
 ``ds_ucp supervise`` and ``ds_ucp torchrun`` name the watcher in the environment; without one nothing here happens.
-Importing the package notes it and opens nothing: the connection opens with the first engine, or the first thing to be
-told. It is one TCP connection: the launch's key, then JSON lines. The rank tells who it is, its steps, what ended it;
-the watcher tells signals. A connection that ends, or that nobody answers for half a minute, ends the rank with SIGKILL:
-no rank trains on for a launch that has been given up.
+Importing the package notes it and opens nothing: the connection opens when DeepSpeed has been imported, or with the
+first thing to be told. It is one TCP connection: the launch's key, then JSON lines. The rank tells who it is, its
+steps, what ended it; the watcher tells signals. A connection that ends, or that nobody answers for half a minute, ends
+the rank with SIGKILL: no rank trains on for a launch that has been given up.
 """
 
 from __future__ import annotations

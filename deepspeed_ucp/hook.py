@@ -59,7 +59,6 @@ def read_options(ds_config: Mapping[str, Any]) -> UniversalConfig | None:
 
 def _configure_train_batch_size(original: Callable[..., Any], config: Any) -> None:
     """At ``initialize``: validate ``checkpoint.universal``, and make or refuse the batch size for this world."""
-    heartbeat.connect()
     options = read_options(config._param_dict)
     config.ucp_config = options
     if options is not None:

@@ -39,8 +39,8 @@ def test_what_a_command_imports_is_light() -> None:
 
 
 def test_an_import_opens_nothing() -> None:
-    """No socket, no thread, no file, also where something watches over the launch, which hears of the first engine; and
-    nothing that takes long: the package's own part of an import is 0.05 s."""
+    """No socket, no thread, no file, also where something watches over the launch; and nothing that takes long: the
+    package's own part of an import is 0.05 s."""
     found = run("""
         import os, sys, threading
         os.environ["DEEPSPEED_UCP_LIFELINE"] = "127.0.0.1:1:key"
@@ -136,6 +136,27 @@ import deepspeed_ucp
 told(); thread.join()
 """,
 }
+
+
+def test_a_watcher_hears_of_a_rank_with_deepspeed() -> None:
+    """So that a rank that hangs before its first engine is noticed."""
+    found = run(
+        FAKE
+        + """
+import os, socket
+server = socket.create_server(("127.0.0.1", 0))
+server.settimeout(0.2)
+os.environ["DEEPSPEED_UCP_LIFELINE"] = "127.0.0.1:%d:key" % server.getsockname()[1]
+import deepspeed_ucp
+try:
+    server.accept()
+except TimeoutError:
+    import deepspeed
+    print(server.accept()[0].recv(4))
+    deepspeed_ucp.heartbeat._let_go()
+"""
+    )
+    assert found == "b'key\\n'"
 
 
 @pytest.mark.parametrize("order", ORDERS)
