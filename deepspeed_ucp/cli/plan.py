@@ -371,6 +371,7 @@ def _plan_run(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 def _read_degrees(options: argparse.Namespace) -> Degrees:
     from ..forecast.degrees import parse_degrees
     from ..topology import Topology
+    from ..wrappers import ATOMIC
 
     asked = {part.partition("=")[0].strip() for part in (options.target or "").split(",")}
     if twice := {"zero", "precision"} & asked:
@@ -381,4 +382,4 @@ def _read_degrees(options: argparse.Namespace) -> Degrees:
         raise ConfigError(f"--target: {', '.join(sorted(unknown))} can be planned with a checkpoint alone.")
     stage, precision = options.stage if options.stage is not None else 1, options.precision or "bf16"
     text = ",".join(filter(None, (options.target, f"zero={stage},precision={precision}")))
-    return parse_degrees(text, Topology(stage, "", precision), world=options.ranks)
+    return parse_degrees(text, Topology(stage, ATOMIC, precision), world=options.ranks)
