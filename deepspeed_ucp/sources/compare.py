@@ -113,12 +113,13 @@ def find_foreign_files(save: Save) -> list[Finding]:
 
 
 def _check_world_sizes(save: Save) -> Iterator[Finding]:
-    most, has_experts = save.dp * save.tp, bool(save.model(0).experts)
+    most = save.dp * save.tp
     for header in chain(*save.shards):
         counts = header.optim.partition_count if header.optim else ()
-        # the groups of experts are cut over fewer ranks
-        is_spread = has_experts and all(0 < count <= most and not most % count for count in counts)
-        if any(count != save.dp for count in counts) and not is_spread:
+        if all(count == save.dp for count in counts):
+            continue
+        # Groups of experts are cut over fewer ranks; whether there are any is asked last, as the file may be missing.
+        if not all(0 < count <= most and not most % count for count in counts) or not save.model(0).experts:
             yield _describe_foreign(save, header, f"was saved by {counts} ranks, the model states say {save.dp}")
 
 
