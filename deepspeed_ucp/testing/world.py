@@ -255,8 +255,7 @@ def _serve(connection: Connection, variables: dict[str, str], folder: str, timeo
     gc.freeze()  # what the fork server has imported is nobody's garbage, and shared as long as it is not touched
     gc.set_threshold(20_000, 20, 50)  # what a call leaves is collected after it
     os.setsid()  # a group of its own, so that what it starts (a checkpoint writer's process) can be killed with it
-    if sys.platform == "linux":  # ended with the fork server: a stopped rank does not see that nobody asks any more
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _die_with_parent()
     os.environ.clear()
     os.environ.update(variables)
     _redirect_output(_log_path(Path(folder), int(variables["RANK"])))
@@ -276,6 +275,12 @@ def _serve(connection: Connection, variables: dict[str, str], folder: str, timeo
         gc.collect()  # engines are cycles
         if calls == 0:
             gc.freeze()  # what has been imported by now need not be walked after every call
+
+
+def _die_with_parent() -> None:
+    """Have Linux kill this process when the fork server ends: a stopped rank does not see that nobody asks any more."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _answer(call: bytes) -> bytes:
