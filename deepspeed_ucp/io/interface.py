@@ -12,14 +12,40 @@ from typing import BinaryIO, TypeVar
 from .memory import Scratch
 from .paths import Entry
 
-S = TypeVar("S", bound="Stored")
+C = TypeVar("C", bound="Confirmed")
 
 
-class Stored(ABC):
-    r"""A file that is open for reading; several threads may read it at once.
-
-    As a context manager it is closed in the end, and where nothing was raised, :meth:`confirm`\ ed before.
+class Confirmed:
+    r"""Something open for reading, which as a context manager is closed in the end, and where nothing was raised,
+    :meth:`confirm`\ ed before.
     """
+
+    def confirm(self) -> None:
+        """Make sure that all that was read is of what was opened; no thread may be reading. An open local file stays
+        the same one.
+
+        Raises:
+            CheckpointError: it has been replaced, or that cannot be told.
+        """
+
+    def close(self) -> None:
+        """Close it; no thread may be reading. Of a store's file nothing is held open."""
+
+    def __enter__(self: C) -> C:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self.confirm()
+        finally:
+            self.close()
+
+
+class Stored(Confirmed, ABC):
+    """A file that is open for reading; several threads may read it at once."""
 
     path: str
 
@@ -48,28 +74,6 @@ class Stored(ABC):
         Raises:
             CheckpointError: the file cannot be read.
         """
-
-    def confirm(self) -> None:  # noqa: B027 - an open local file stays the same one
-        """Make sure that all that was read is of the file that was opened; no thread may be reading.
-
-        Raises:
-            CheckpointError: it has been replaced, or that cannot be told.
-        """
-
-    def close(self) -> None:  # noqa: B027 - of a store's file nothing is held open
-        """Close it; no thread may be reading."""
-
-    def __enter__(self: S) -> S:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if error is None:
-                self.confirm()
-        finally:
-            self.close()
 
 
 class Store(ABC):

@@ -6,7 +6,6 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -17,14 +16,13 @@ from ..plan.claims import DISCARD, Part, Request
 from .checksum import Checked
 from .distance import choose_map
 from .failover import Failover
-from .interface import Stored
+from .interface import Confirmed, Stored
 from .memory import Scratch, ScratchPool
 from .opened import allow_open_files
 from .paths import is_url
 from .store import open_stored
 from .threads import run_threads
 
-R = TypeVar("R", bound="RecordReader")
 T = TypeVar("T")
 
 JOINED = 16 << 20
@@ -63,7 +61,7 @@ class MemorySink:
         np.lib.stride_tricks.as_strided(base, rows.shape, (part.stride * self.itemsize, 1))[:] = rows
 
 
-class RecordReader:
+class RecordReader(Confirmed):
     """Reads byte ranges of records; several threads may use it at once.
 
     Files are opened when something of them is read, and closed together. A copy of a file in which something fails is
@@ -102,18 +100,6 @@ class RecordReader:
         self._opening = defaultdict[str, threading.Lock](threading.Lock)
         self._lock = threading.Lock()
         allow_open_files(len(files))
-
-    def __enter__(self: R) -> R:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if error is None:
-                self.confirm()
-        finally:
-            self.close()
 
     def confirm(self) -> None:
         """Make sure that all that was read is of the files that were opened; no thread may be reading.
