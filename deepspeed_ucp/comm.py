@@ -164,12 +164,10 @@ class Comm:
 
     def _raise_first(self, reports: Sequence[UcpError | None], error: Exception | None, first: int = 0) -> None:
         """Raise the first of the errors of the ranks from ``first`` on; ``error`` is this rank's own."""
-        failed = next((rank for rank, report in enumerate(reports, first) if report is not None), None)
-        if failed is None:
-            return
-        report: UcpError = reports[failed - first]  # type: ignore[assignment]
-        rank = failed if self.size > 1 and report.rank is None else report.rank
-        raise report.copy(shared=True, echo=self.rank > 0, rank=rank) from error
+        for failed, report in enumerate(reports, first):
+            if report is not None:
+                rank = failed if self.size > 1 and report.rank is None else report.rank
+                raise report.copy(shared=True, echo=self.rank > 0, rank=rank) from error
 
     def _pack(self, value: Any) -> Any:
         """Pickled here and not in the collective, where an object that cannot be would fail one rank alone."""
