@@ -114,9 +114,9 @@ def install(*, default_on: bool | Mapping[str, Any] | None = None) -> None:
 
 def install_when_imported() -> None:
     """Wrap now what libraries that have been imported hold of the table, else as soon as they are."""
-    _watcher.awake = True
-    if _watcher not in sys.meta_path:  # it stays: to remove it would make other threads' imports skip a finder
-        sys.meta_path.insert(0, _watcher)
+    _finder.awake = True
+    if _finder not in sys.meta_path:  # it stays: to remove it would make other threads' imports skip a finder
+        sys.meta_path.insert(0, _finder)
     for name in dict.fromkeys(each.after for each in TABLE):
         if name not in sys.modules:
             continue
@@ -130,7 +130,7 @@ def install_when_imported() -> None:
             )
 
 
-class _Watcher:
+class _Finder:
     """Finds the table's modules as the other finders do, and attaches to each right after it has run."""
 
     def __init__(self) -> None:
@@ -146,19 +146,19 @@ class _Watcher:
         return spec
 
 
-_watcher = _Watcher()
+_finder = _Finder()
 
 
 def _execute(loader: Any, module: ModuleType) -> None:
     del loader.exec_module  # the class's own again
     loader.exec_module(module)
-    if _watcher.awake:
+    if _finder.awake:
         _attach(module)
 
 
 def uninstall() -> None:
     """Put back what libraries had themselves; those that have not been imported yet are left alone."""
-    _watcher.awake = False
+    _finder.awake = False
     for (owner, name), original in _originals.items():
         if original is None:
             delattr(owner, name)

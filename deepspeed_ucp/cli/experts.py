@@ -17,7 +17,7 @@ _OFTEN = 4
 
 
 @dataclass(frozen=True, slots=True)
-class HeldExperts:
+class ExpertHolders:
     """Ranks of a pipeline stage, and the experts that each of them holds."""
 
     ranks: tuple[int, ...]
@@ -38,7 +38,7 @@ class ExpertLayer:
     layer: str
     experts: int
     ep: int | None
-    held: tuple[HeldExperts, ...] | None
+    held: tuple[ExpertHolders, ...] | None
 
 
 def list_layers(index: AtomicIndex) -> dict[str, ExpertLayer]:
@@ -53,7 +53,7 @@ def list_layers(index: AtomicIndex) -> dict[str, ExpertLayer]:
     placed = read_placement(chain(*index.run.flats.values()), dp)
     found = {}
     for layer, number in counts.items():
-        held = [HeldExperts(tuple(ranks), tuple(each)) for ranks, each in placed.get(layer, {}).items()]
+        held = [ExpertHolders(tuple(ranks), tuple(each)) for ranks, each in placed.get(layer, {}).items()]
         found[layer] = ExpertLayer(names[layer], number, len(held) or None, tuple(held) or None)
     return found
 
@@ -75,7 +75,7 @@ def write_layers(layers: Iterable[ExpertLayer]) -> list[str]:
     return format_table(rows, ("layer of experts", "experts", "ep", "ranks: experts that they hold"), right=(1, 2))
 
 
-def _write_held(held: Sequence[HeldExperts] | None) -> str:
+def _write_held(held: Sequence[ExpertHolders] | None) -> str:
     if held is None:
         return "not told by these files"
     shown = [f"{write_numbers(each.ranks)}: {write_numbers(each.experts)}" for each in held[:_OFTEN]]
