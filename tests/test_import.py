@@ -152,7 +152,8 @@ try:
     server.accept()
 except TimeoutError:
     import deepspeed
-    print(server.accept()[0].recv(4))
+    rank = server.accept()[0]  # kept: a rank ends when its connection closes
+    print(rank.recv(4))
     deepspeed_ucp.heartbeat._let_go()
 """
     )
