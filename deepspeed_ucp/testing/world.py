@@ -1,4 +1,4 @@
-"""Worlds: N processes on this machine that form one gloo process group and run functions for a test.
+"""Worlds: N processes on this machine that form one process group and run functions for a test.
 
 Importing torch and DeepSpeed costs seconds of CPU per process. The ranks are therefore forked from a fork server that
 has imported both, and a world stays alive between calls: a fresh engine in a warm world takes well under a second.
@@ -36,6 +36,9 @@ from unittest import mock
 
 DEFAULT_TIMEOUT = 180.0
 """Seconds that one call on a world may take."""
+
+SHARED = "host"
+"""The backend of ranks that share GPUs (:mod:`.sharing`)."""
 
 _GRACE = 5.0  # seconds that the other ranks have to come back once one has failed
 _PR_SET_PDEATHSIG = 1
@@ -77,14 +80,15 @@ class WorldTimeout(WorldFailure, TimeoutError):
 
 
 class World(AbstractContextManager["World"]):
-    """`world_size` processes in one gloo process group, in which DeepSpeed is initialised.
+    """`world_size` processes in one process group, in which DeepSpeed is initialised.
 
     Every call of `run` runs one function on all ranks; state of the processes (modules, globals) lives on between
     calls, the engines of one call are collected after it and DeepSpeed's parallel groups are as they were before it.
     Process groups of the same ranks are made once and shared by all engines of a world. A world in which a call failed
     is closed.
     RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set as a launcher sets them, and
-    DS_ACCELERATOR is "cpu" unless the environment says otherwise.
+    DS_ACCELERATOR is "cpu" unless the environment says otherwise, and the group's backend gloo. With "cuda" it is NCCL
+    where each rank has a GPU of its own; else ranks share GPUs, and their collectives go through host memory.
 
     Args:
         world_size: number of ranks, at least 1.
@@ -104,18 +108,17 @@ class World(AbstractContextManager["World"]):
             self._port = int(probe.getsockname()[1])
         self._processes: list[mp.process.BaseProcess] = []
         self._connections: list[Connection] = []
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
         base = {"DS_ACCELERATOR": "cpu", **os.environ, "OMP_NUM_THREADS": "1"}
         base.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self._port), WORLD_SIZE=str(world_size))
         # The DeepSpeed launcher's: the number of nodes and this one's; its checkpoint writers want them.
         base.update(LOCAL_WORLD_SIZE=str(world_size), CROSS_SIZE="1", CROSS_RANK="0", **(env or {}))
         base.pop("LOCAL_SIZE", None)  # the DeepSpeed launcher's: it would switch shared-memory collectives on
+        context = _choose_context(base["DS_ACCELERATOR"])
         with mock.patch.dict(os.environ, DS_ACCELERATOR=base["DS_ACCELERATOR"]):
             for rank in range(world_size):
                 ours, theirs = context.Pipe()
                 variables = {**base, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                arguments = (theirs, variables, str(self._folder), timeout)
+                arguments = (theirs, variables, str(self._folder), timeout, PRELOAD)
                 process = context.Process(target=_serve, args=arguments, name=f"ucp-rank-{rank}", daemon=False)
                 process.start()
                 theirs.close()
@@ -250,7 +253,16 @@ class _Answer:
     stamp: float = field(default_factory=time.monotonic)  # one clock for all processes of a machine
 
 
-def _serve(connection: Connection, variables: dict[str, str], folder: str, timeout: float) -> None:
+def _choose_context(accelerator: str) -> Any:
+    """How ranks start: forked; on GPUs new, as a fork of what has looked for a GPU can use none."""
+    if accelerator != "cpu":
+        return mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
+
+
+def _serve(connection: Connection, variables: dict[str, str], folder: str, timeout: float, modules: list[str]) -> None:
     """The life of a rank: join the group, then answer calls until the other end goes away."""
     gc.freeze()  # what the fork server has imported is nobody's garbage, and shared as long as it is not touched
     gc.set_threshold(20_000, 20, 50)  # what a call leaves is collected after it
@@ -259,6 +271,9 @@ def _serve(connection: Connection, variables: dict[str, str], folder: str, timeo
     os.environ.clear()
     os.environ.update(variables)
     _redirect_output(_log_path(Path(folder), int(variables["RANK"])))
+    for name in modules:  # they are there already in a rank that was forked
+        with suppress(ImportError):
+            importlib.import_module(name)
     try:
         _join_group(folder, timeout)
     except Exception:  # noqa: BLE001 - whatever it was, the log has it and the other end sees the exit code
@@ -296,17 +311,17 @@ def _answer(call: bytes) -> bytes:
 
 
 class _Pickler(pickle.Pickler):
-    """Plain tensors as their bytes: torch's own way writes and reads a whole file for each of them."""
+    """Plain tensors as their bytes, to be a CPU's: torch's own way writes and reads a whole file for each of them."""
 
     def reducer_override(self, obj: Any) -> Any:
         import torch
 
-        if type(obj) is not torch.Tensor or obj.device.type != "cpu" or obj.layout is not torch.strided:
+        if type(obj) is not torch.Tensor or obj.is_meta or obj.layout is not torch.strided:
             return NotImplemented
         if obj.requires_grad or vars(obj) or obj.is_quantized or obj.is_conj() or obj.is_neg():
             return NotImplemented
         return _make_tensor, (
-            obj.contiguous().flatten().view(torch.uint8).numpy().tobytes(),
+            obj.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes(),
             obj.dtype,
             tuple(obj.shape),
         )
@@ -342,15 +357,32 @@ def _join_group(folder: str, timeout: float) -> None:
         vars(backend)["build_shm_op"] = lambda: None
     _share_device()
     _ask_for_the_processor_once()
-    deepspeed.init_distributed(
-        dist_backend="gloo",
-        init_method=f"file://{folder}/store",
-        rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=timedelta(seconds=timeout),
-        verbose=False,
-    )
+    chosen = _choose_backend(int(os.environ["WORLD_SIZE"]))
+    options: dict[str, Any] = {
+        "init_method": f"file://{folder}/store",
+        "rank": int(os.environ["RANK"]),
+        "world_size": int(os.environ["WORLD_SIZE"]),
+        "timeout": timedelta(seconds=timeout),
+    }
+    if chosen == SHARED:  # DeepSpeed would bind it to a device, which it has not
+        torch.distributed.init_process_group(chosen, **options)
+    deepspeed.init_distributed(dist_backend=chosen, verbose=False, **options)
     _share_groups()
+
+
+def _choose_backend(ranks: int) -> str:
+    """On CPUs gloo; the accelerator's own where each rank has a device, else one that lets ranks share a GPU."""
+    from deepspeed.accelerator import get_accelerator
+
+    device = get_accelerator()
+    if device.device_name() == "cpu":
+        return "gloo"
+    if device.device_name() != "cuda" or ranks <= device.device_count():
+        return str(device.communication_backend_name())
+    from .sharing import share_gpus
+
+    share_gpus(SHARED)
+    return SHARED
 
 
 def _ask_for_the_processor_once() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder.builder import OpBuilder
 from torch import Tensor
 
@@ -76,5 +77,5 @@ class FusedAdam:
             update(mode == 1, step, lr, (beta1, beta2), eps, decay, bool(correct), (param, grad, *moments))
 
 
-STAND_INS = {"cpu_adam": CpuAdam(), "fused_adam": FusedAdam()}
+STAND_INS = {"cpu_adam": CpuAdam(), **({"fused_adam": FusedAdam()} if get_accelerator().device_name() == "cpu" else {})}
 OpBuilder._loaded_ops.update(STAND_INS)

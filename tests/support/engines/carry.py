@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 
 from deepspeed_ucp import preemption, rng
 from deepspeed_ucp.data import ElasticSampler
@@ -62,13 +63,15 @@ def _take(sampler: ElasticSampler, steps: int, share: int) -> Iterator[list[int]
 
 def _train(engine: Any, samples: list[int]) -> list[int]:
     batch = torch.tensor(samples, dtype=torch.float32)[:, None].expand(-1, FEATURES) / SAMPLES
-    engine.backward(engine(batch.contiguous()).square().mean())
+    engine.backward(engine(batch.to(engine.device, memory_format=torch.contiguous_format)).square().mean())
     engine.step()
     return samples
 
 
 def _draw() -> list[float]:
-    return [random.random(), float(np.random.rand()), torch.rand(1).item()]  # noqa: NPY002
+    device = get_accelerator().current_device_name()
+    drawn = [random.random(), float(np.random.rand()), torch.rand(1).item()]  # noqa: NPY002
+    return [*drawn, torch.rand(1, device=device).item()]
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ def train_until_told(ds_config: dict[str, Any], folder: str, number: int, steps:
     preemption.follow(engine, folder, client_state=lambda: {"mine": 7})
     try:
         for step in range(steps):
-            loss = engine(torch.ones(1, FEATURES)).square().mean()
+            loss = engine(torch.ones(1, FEATURES, device=engine.device)).square().mean()
             if step == 1 and dist.get_rank() == dist.get_world_size() - 1:
                 os.kill(os.getpid(), number)
             engine.backward(loss)

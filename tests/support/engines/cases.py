@@ -108,7 +108,7 @@ def train_engine(engine: Any) -> Generator[float, None, None]:
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     while True:
         generator = torch.Generator().manual_seed(1000 + engine.global_steps)
-        batch = torch.randn(BATCH, FEATURES + 1, generator=generator).chunk(ranks)[rank]
+        batch = torch.randn(BATCH, FEATURES + 1, generator=generator).chunk(ranks)[rank].to(engine.device)
         loss = (engine(batch[:, :FEATURES]).float().squeeze(-1) - batch[:, FEATURES]).square().mean()
         engine.backward(loss)
         engine.step()
@@ -169,6 +169,6 @@ def forget_autocast() -> None:
 
 def build_op(name: str) -> None:
     """Compile one of DeepSpeed's ops, or find it compiled."""
-    import deepspeed.ops.op_builder.cpu as builders
+    from deepspeed.accelerator import get_accelerator
 
-    getattr(builders, name)().load()
+    get_accelerator().create_op_builder(name).load()

@@ -99,7 +99,7 @@ def train_on_noise(
     losses = []
     for step in steps:
         batch = torch.randn(*shape, generator=torch.Generator().manual_seed(step))
-        own = batch.chunk(part[1])[part[0]].to(next(engine.module.parameters()).dtype)
+        own = batch.chunk(part[1])[part[0]].to(engine.device, next(engine.module.parameters()).dtype)
         if isinstance(engine.module, PipelineModule):
             parts = own.split(engine.train_micro_batch_size_per_gpu())
             losses.append(float(engine.train_batch(iter([(each, label(each)) for each in parts]))))

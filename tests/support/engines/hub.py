@@ -82,7 +82,7 @@ def make(name: str, stage: int, ep: int | None, checkpoint: Any) -> Any:
 def train(engine: Any, steps: range) -> None:
     for step in steps:
         tokens = torch.randint(0, 32, (4, 12), generator=torch.Generator().manual_seed(step))
-        own = tokens.chunk(dist.get_world_size())[dist.get_rank()]
+        own = tokens.chunk(dist.get_world_size())[dist.get_rank()].to(engine.device)
         loss = engine(input_ids=own, labels=own).loss
         engine.backward(loss)
         engine.step()

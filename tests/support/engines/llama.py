@@ -58,7 +58,7 @@ def train(model: str, launch: Launch, ds_config: dict[str, Any], seed: int) -> G
     while True:
         generator = torch.Generator().manual_seed(1000 + engine.global_steps)
         tokens = torch.randint(0, VOCABULARY, (engine.train_batch_size(), 8), generator=generator)
-        share = tokens.chunk(place.dp)[place.dp_rank]
+        share = tokens.chunk(place.dp)[place.dp_rank].to(engine.device)
         loss = engine(input_ids=share, labels=share, use_cache=False).loss
         engine.backward(loss)
         engine.step()

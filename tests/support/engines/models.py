@@ -319,6 +319,8 @@ def _fused_adam(groups: Any) -> Any:
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-2, betas=(0.8, 0.95)),
+    "adamw_fused": lambda groups: torch.optim.AdamW(groups, lr=1e-2, betas=(0.8, 0.95), fused=True),
+    "adamw_capturable": lambda groups: torch.optim.AdamW(groups, lr=1e-2, betas=(0.8, 0.95), capturable=True),
     "amsgrad": lambda groups: torch.optim.AdamW(groups, lr=1e-2, amsgrad=True),
     "sgd": lambda groups: torch.optim.SGD(groups, lr=1e-2),
     "momentum": lambda groups: torch.optim.SGD(groups, lr=1e-2, momentum=0.9),

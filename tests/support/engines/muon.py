@@ -95,7 +95,7 @@ def train(engine: Any, steps: range) -> list[float]:
     losses = []
     for step in steps:
         batch = torch.randn(BATCH, 4, generator=torch.Generator().manual_seed(step))
-        own = batch.chunk(dist.get_world_size())[dist.get_rank()]
+        own = batch.chunk(dist.get_world_size())[dist.get_rank()].to(engine.device)
         loss = (engine(own.to(next(engine.module.parameters()).dtype)).float() - own[:, :1]).pow(2).mean()
         engine.backward(loss)
         engine.step()

@@ -135,7 +135,7 @@ def train(engine: Any, steps: range) -> list[float]:
     losses, dtype = [], torch.bfloat16 if engine.bfloat16_enabled() else torch.float32
     for step in steps:
         batch = torch.randn(BATCH, NARROW, generator=torch.Generator().manual_seed(step))
-        own = batch.chunk(dist.get_world_size())[dist.get_rank()]
+        own = batch.chunk(dist.get_world_size())[dist.get_rank()].to(engine.device)
         loss = (engine(own.to(dtype)).float() - own[:, :3]).pow(2).mean()
         engine.backward(loss)
         engine.step()

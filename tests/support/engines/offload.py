@@ -18,9 +18,14 @@ from deepspeed_ucp.testing.ranks import train as train_steps
 from tests.support.engines.cases import make_engine, train_engine
 from tests.support.engines.models import MODELS, param_groups
 
+ON_GPU = get_accelerator().device_name() == "cuda"
+"""Then nothing has a stand-in."""
+
 
 def split() -> AbstractContextManager[Any]:
     """An accelerator by name: partial offload then steps its share of the sub-groups with a second optimizer."""
+    if ON_GPU:
+        return nullcontext()
     return mock.patch.object(get_accelerator(), "_name", "cpu:0")
 
 
@@ -29,6 +34,9 @@ def superoffload() -> Iterator[None]:
     """A stream to be waited for, which there is none of on a CPU, and no question for the accelerator's name."""
     from deepspeed.runtime.superoffload import superoffload_stage3
 
+    if ON_GPU:
+        yield
+        return
     stream = SimpleNamespace(synchronize=lambda: None, wait_stream=lambda _other: None)
     with (
         mock.patch.object(superoffload_stage3, "_validate_superoffload_accelerator"),
@@ -52,6 +60,8 @@ class Quantizer:
 
 
 def quantized() -> AbstractContextManager[Any]:
+    if ON_GPU:
+        return nullcontext()
     partition_parameters.CUDAQuantizer.quantizer_cuda_module = Quantizer()
     return nullcontext()
 

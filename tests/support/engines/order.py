@@ -65,7 +65,7 @@ def save(folder: str, precision: str) -> States:
     engine = make("b a c", precision, seed=1)
     for step in range(3):
         torch.manual_seed(step)
-        engine.backward(engine(torch.randn(1, 6).to(engine.module.a.weight.dtype)))
+        engine.backward(engine(torch.randn(1, 6).to(engine.module.a.weight)))
         engine.step()
     engine.save_checkpoint(folder)
     states = read(engine)

@@ -108,7 +108,7 @@ def read(engine: Any) -> dict[str, torch.Tensor]:
 def train(engine: Any) -> None:
     for step in range(2):
         torch.manual_seed(10 * step)
-        loss = engine(torch.randn(4, 6))
+        loss = engine(torch.randn(4, 6).to(engine.device))
         engine.backward(loss)
         engine.step()
 
@@ -164,4 +164,4 @@ def evaluate_after_fit(folder: str) -> tuple[list[float], float]:
 def evaluate(engine: Any) -> float:
     torch.manual_seed(5)
     with torch.no_grad():
-        return float(engine(torch.randn(4, 6)))
+        return float(engine(torch.randn(4, 6).to(engine.device)))

@@ -1,0 +1,95 @@
+"""Ranks that share a GPU: NCCL takes one rank per GPU, so their collectives go through host memory and gloo."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Work, _create_work_from_future
+from torch.distributed import distributed_c10d
+
+_COLLECTIVE = re.compile("all_?(reduce|gather|to_?all)|_allgather|_?reduce|broadcast|barrier|send|recv|gather|scatter")
+"""Methods of groups, by the beginnings of their names in torch 2.5 to 2.13; what they write is their first argument."""
+
+
+class HostGroup(dist.ProcessGroup):
+    """A process group whose collectives are done by gloo on copies in host memory, and have ended when they return."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        gloo = distributed_c10d.ProcessGroupGloo(store, rank, size, timeout=timeout)
+        self._host = dist.ProcessGroup(store, rank, size)
+        self._host._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        self._host._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+
+    def _start_coalescing(self, device: Any) -> None:
+        """What is put together comes in one call, or each by itself."""
+
+    def _end_coalescing(self, device: Any) -> Work:
+        return _make_done()
+
+    def _get_sequence_number_for_group(self) -> int:
+        return 0
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Counted for debugging alone."""
+
+
+def _wrap(name: str) -> Callable[..., Work]:
+    def collective(self: HostGroup, *args: Any, **options: Any) -> Work:
+        on_host = [_to_host(arg) for arg in args]
+        getattr(self._host, name)(*on_host, **options).wait()
+        if args:
+            _copy_back(args[0], on_host[0])
+        return _make_done()
+
+    return collective
+
+
+for _name in filter(_COLLECTIVE.match, dir(dist.ProcessGroup)):
+    setattr(HostGroup, _name, _wrap(_name))
+
+
+def _to_host(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    return [_to_host(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _copy_back(into: Any, values: Any) -> None:
+    if isinstance(into, torch.Tensor):
+        into.detach().copy_(values)
+    elif isinstance(into, list | tuple):
+        for each, value in zip(into, values, strict=True):
+            _copy_back(each, value)
+
+
+def _make_done() -> Work:
+    done: torch.futures.Future[None] = torch.futures.Future()
+    done.set_result(None)
+    return _create_work_from_future(done)  # type: ignore[no-any-return]
+
+
+def share_gpus(backend: str) -> None:
+    """Let ranks of this machine share its GPUs: rank r takes GPU r modulo their number.
+
+    Args:
+        backend: the name that :class:`HostGroup` gets among torch's backends.
+    """
+    from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+
+    count = max(torch.cuda.device_count(), 1)
+    for name in ("set_device", "device_name", "device"):
+        setattr(CUDA_Accelerator, name, _wrap_index(getattr(CUDA_Accelerator, name), count))
+    dist.Backend.register_backend(backend, HostGroup, devices=["cuda"])
+
+
+def _wrap_index(method: Callable[..., Any], count: int) -> Callable[..., Any]:
+    def call(self: Any, device_index: Any = None) -> Any:
+        return method(self, None if device_index is None else int(device_index) % count)
+
+    return call
