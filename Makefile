@@ -45,7 +45,7 @@ endef
 export TIDY_SCRIPT
 TIDY = bash -c "$$TIDY_SCRIPT" tidy
 
-.PHONY: help demo figures proofs test test-all fuzz mutants bench house lint pytest test-oldest test-releases clean
+.PHONY: help demo figures proofs test test-all fuzz mutants bench house lint pytest test-oldest test-gpu test-releases clean
 help:
 	@echo 'make demo    a GPT is trained on 4 ranks, killed, and resumed on 2 and on 3 (examples/byte_gpt);'
 	@echo '             then one with TP 2 and PP 2 goes on under other TP, PP and ZeRO (examples/megatron_gpt),'
@@ -53,6 +53,7 @@ help:
 	@echo 'make figures the correctness figures of the paper, all of them (examples/megatron_gpt; minutes each)'
 	@echo 'make proofs  where plain DeepSpeed resumes wrongly in an unchanged topology (examples/unchanged_topology)'
 	@echo 'make test    lint, all tests, and the engine smoke tests on the oldest DeepSpeed ($(OLDEST_DEEPSPEED))'
+	@echo 'make test-gpu    the tests of engines on GPUs, in an environment whose torch has CUDA'
 	@echo 'make test-all    every combination of what make test combines in pairs, as well (an hour or two)'
 	@echo 'make test-releases   the engine matrix on several releases, and what each saves in all others (an hour or two);'
 	@echo '             writes docs/releases.md. RELEASES="0.16.0 newest" runs these rows again'
@@ -109,6 +110,11 @@ mutants: $(STAMP)
 	$(call IN_ENV,$(VENV)) $(TIDY) $(VENV)/bin/python -m mutmut run $(MUTMUT_ARGS)
 	$(VENV)/bin/python -m mutmut results
 	$(call IN_ENV,$(VENV)) $(TIDY) $(VENV)/bin/python -m tests.mutants $(MUTANT_ARGS)
+
+# On this machine's GPUs, with the torch that drives them: NCCL where each rank has a GPU, else ranks share them.
+test-gpu: export DS_ACCELERATOR := cuda
+test-gpu: $(STAMP)
+	$(call IN_ENV,$(VENV)) $(TIDY) $(VENV)/bin/python -m pytest tests/engine $(PYTEST_ARGS)
 
 # The modules that have such tests: importing all others takes longer than these.
 SMOKE = $(shell grep -rl engine_smoke tests --include='test_*.py')

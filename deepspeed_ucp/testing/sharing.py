@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Work, _create_work_from_future
+from torch._C._distributed_c10d import Work, _create_work_from_future  # type: ignore[attr-defined]
 from torch.distributed import distributed_c10d
 
 _COLLECTIVE = re.compile("all_?(reduce|gather|to_?all)|_allgather|_?reduce|broadcast|barrier|send|recv|gather|scatter")
@@ -25,6 +25,10 @@ class HostGroup(dist.ProcessGroup):
         self._host = dist.ProcessGroup(store, rank, size)
         self._host._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self._host._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        return distributed_c10d._world.pg_names[self]
 
     def _start_coalescing(self, device: Any) -> None:
         """What is put together comes in one call, or each by itself."""
@@ -83,13 +87,21 @@ def share_gpus(backend: str) -> None:
     from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 
     count = max(torch.cuda.device_count(), 1)
-    for name in ("set_device", "device_name", "device"):
+    for name in ("device_name", "device"):
         setattr(CUDA_Accelerator, name, _wrap_index(getattr(CUDA_Accelerator, name), count))
+    set_device = torch.cuda.set_device  # which torch's device meshes call as well
+    torch.cuda.set_device = lambda device: set_device(_find_index(device) % count)
     dist.Backend.register_backend(backend, HostGroup, devices=["cuda"])
 
 
 def _wrap_index(method: Callable[..., Any], count: int) -> Callable[..., Any]:
     def call(self: Any, device_index: Any = None) -> Any:
-        return method(self, None if device_index is None else int(device_index) % count)
+        return method(self, None if device_index is None else _find_index(device_index) % count)
 
     return call
+
+
+def _find_index(device: Any) -> int:
+    """The number in ``torch.device("cuda", 1)``, ``"cuda:1"``, ``"1"`` and 1."""
+    index = device.index if isinstance(device, torch.device) else str(device).rpartition(":")[2]
+    return int(index) if index not in (None, "cuda") else torch.cuda.current_device()
