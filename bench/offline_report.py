@@ -102,9 +102,10 @@ def convert_targets(found: Found, title: str) -> list[Target]:
     written = max((run.written_bytes / found.state_bytes for run in runs), default=None)
     faster = found.ratio("upstream-convert", "ours-convert", DURABLE)
     floors = {kind: found.ratio("ours-convert", "floor-cp", kind) for kind in (DURABLE, CACHED)}
+    faster_by = "a conversion is {} times as fast as DeepSpeed's"
     copying = "a conversion takes {} times as long as a copy of the files"
     return [
-        Target(f"{title}: upstream's default over ours", faster, 10, "{} times as fast as DeepSpeed's", at_least=True),
+        Target(f"{title}: upstream's default over ours", faster, 10, faster_by, at_least=True),
         Target(f"{title}: time over `cp`'s, both durable", floors[DURABLE], 1.0, copying),
         Target(f"{title}: time over `cp`'s, both in the page cache", floors[CACHED], 1.0, copying),
         Target(f"{title}: bytes from storage over bytes of state", read, 1.02, "bytes are read twice"),
@@ -117,7 +118,11 @@ def export_targets(found: Found, title: str) -> list[Target]:
     floor = found.ratio("ours-export", "floor-weights", DURABLE)
     return [
         Target(
-            f"{title}: `zero_to_fp32.py`'s time over ours", ratio, 5, "{} times as fast as DeepSpeed's", at_least=True
+            f"{title}: `zero_to_fp32.py`'s time over ours",
+            ratio,
+            5,
+            "an export is {} times as fast as DeepSpeed's script",
+            at_least=True,
         ),
         Target(
             f"{title}: time over that of `cp` of the weights, both durable",
@@ -130,7 +135,7 @@ def export_targets(found: Found, title: str) -> list[Target]:
 
 def verify_targets(found: Found, title: str) -> list[Target]:
     inside = found.ratio("ours-verify", "floor-files", INSIDE)
-    means = "it takes {} times as long as reading the files"
+    means = "a check takes {} times as long as reading the files"
     return [Target(f"{title}: time over that of plain reading, start-up aside", inside, 1.0, means)]
 
 
@@ -138,19 +143,18 @@ def phases_table(found: Found, name: str) -> str:
     """Where the time of one job goes."""
     runs = found.of_job(name)
     names = list(dict.fromkeys(phase for run in runs for phase in run.phases))
-    rows = [[phase, f"{median(run.phases.get(phase, 0.0) for run in runs):.2f}"] for phase in names]
+    seconds = {phase: median(run.phases.get(phase, 0.0) for run in runs) for phase in names}
     start = [run.seconds - run.inside_seconds for run in runs if run.inside_seconds is not None]
     if start:
-        rows.insert(0, ["start-up, headers", f"{median(start):.2f}"])
-    return table(["phase", "seconds"], rows)
+        seconds = {"start-up, headers": median(start), **seconds}
+    return table(list(seconds), [[f"{each:.2f}" for each in seconds.values()]])
 
 
-EXPLAINED = """Commands are timed from start to end, the interpreter's start included, with a cold page cache (see
-above); before each of them all dirty pages are written out. *And durable* adds what fsync(2) of every file takes when
-the command has ended, and *÷ floor* is of these seconds: ours has done that itself, which *cached* leaves out. *From
-storage* and *written* are `read_bytes` and `write_bytes` of /proc/self/io with all processes. *Peak memory* is VmHWM of
-one process, and of several the highest sum of their proportional set sizes (20 looks a second). What ours wrote is
-compared with what was saved."""
+EXPLAINED = """Commands are timed from start to end, their interpreter's start included,
+with a cold page cache and no dirty pages. *And durable* adds the fsync(2) of every file afterwards, and *÷ floor* is of
+these seconds. Ours syncs by itself, which *÷ floor, cached* leaves out. *From storage* and *written* are `read_bytes`
+and `write_bytes` of /proc/self/io of all processes. *Peak memory* is VmHWM of one process, and of several the highest
+sum of their proportional set sizes. What ours wrote is compared with what was saved."""
 
 
 def make_offline_section(name: str, found: dict[str, Found], titles: dict[str, str], jobs: Sequence[Job]) -> str:
@@ -169,9 +173,9 @@ def make_offline_section(name: str, found: dict[str, Found], titles: dict[str, s
         parts += [f"### `ds_ucp {name}`: {titles[key]}", _tell_sizes(each), commands_table(each, jobs)]
         ours = next(job.name for job in jobs if job.is_ours)
         if any(run.phases for run in each.of_job(ours)):
-            parts += ["Where ours spends its time (median over rounds):", phases_table(each, ours)]
+            parts += ["Seconds in each phase of ours:", phases_table(each, ours)]
         targets += make_targets(each, titles[key])
-    return "\n\n".join([*parts, f"### Targets: `ds_ucp {name}`", describe_targets(targets)]) + "\n"
+    return "\n\n".join([*parts, describe_targets(targets)]) + "\n"
 
 
 def _tell_sizes(found: Found) -> str:
@@ -198,21 +202,21 @@ def summarise(found: dict[str, Found], titles: dict[str, str], jobs: Sequence[Jo
 SECTIONS: dict[str, tuple[str, str, Any]] = {
     "convert": (
         "Atomic checkpoints: `ds_ucp convert`",
-        f"""A normal checkpoint becomes an atomic one on disk, by one process with
-its default threads. Upstream's is `python -m deepspeed.checkpoint.ds_to_universal`; the floor is `cp` of the files
-that hold masters and moments. {EXPLAINED}""",
+        f"""One process with its default threads writes an atomic checkpoint.
+Upstream's is `python -m deepspeed.checkpoint.ds_to_universal`; the floor is `cp` of the files that hold masters and
+moments. {EXPLAINED}""",
         convert_targets,
     ),
     "export": (
         "Consolidated weights: `ds_ucp export`",
-        """The fp32 weights as safetensors, against the script that DeepSpeed puts into every
-checkpoint. The floor is `cp` of what has been written.""",
+        """The fp32 weights as safetensors, against the script that DeepSpeed puts
+into every checkpoint. The floor is `cp` of what was written.""",
         export_targets,
     ),
     "verify": (
         "Checking a checkpoint: `ds_ucp verify`",
-        """Every record's CRC32 and every atom's coverage, against reading the same files once, by as many
-threads. *÷ floor* is of what the command takes without its start.""",
+        """Every record's CRC32, and whether every element is there once. The floor is
+reading the same files once by as many threads; *÷ floor* leaves the command's start out.""",
         verify_targets,
     ),
 }

@@ -168,50 +168,44 @@ def take_faster(one: Mapping[int, float], other: Mapping[int, float]) -> dict[in
 
 def explain(results: Results) -> str:
     """How the loads were measured, the same in all sections."""
-    return f"""The page cache is cold before every case (dropped with posix_fadvise, checked with mincore), and memory
-of four times the checkpoint's size has been used a moment ago: what has been free for long a virtual machine's host
-takes back, and who uses it next waits. In each of {results.rounds} rounds all cases follow each other, in an order
-drawn for it; ratios are medians of per-round ratios. The time is that of `engine.load_checkpoint` alone in an engine
-that is ready, after a barrier, of the slowest rank. What a process's first load imports of the plugin is there before;
-it would take {results.import_seconds:.2f} s more. The floor is as many threads as a load has on as many processes,
-which read the records of the state once, in two ways in each round, of which the faster counts: `preadv` into buffers
-that they reuse; and past the page cache (`O_DIRECT`) with what a reader of that kind cannot do without, a checksum in
-the cache and a copy out to fresh memory, in large pages where the system gives any.
-*Processor* is what all processes together used of it, the system's work for them included; *from storage* is
-`read_bytes` of /proc/self/io, likewise. *Extra memory a rank* is the peak resident size during the load (VmHWM, reset
-before it) beyond the engine with its loaded state: the peak less the resident size after, plus what the process holds
-after beyond its size before and the optimizer state that the load allocated, if anything; the worst rank of all
-rounds. After each load each parameter's state is compared with what was saved, by sums of its elements' bits weighted
-by the elements' places. Bytes from storage are to be at most 1.02 times those of the state, unless a section says
-otherwise, extra memory at most the window ({WINDOW_MIB} MiB) and {ALLOWANCE_MIB} MiB."""
+    return f"""*Ours* is this plugin; *upstream* is DeepSpeed's offline conversion and its load. How loads are measured:
+
+* **Rounds.** Each of {results.rounds} rounds runs all cases in an order of its own. Ratios are medians of the rounds'
+  ratios.
+* **Cold.** Before each case the page cache is emptied and checked, and memory of four times the checkpoint's size has
+  just been in use.
+* **Seconds** are those of `engine.load_checkpoint` alone, on the slowest rank. What a process's first load imports of
+  the plugin takes {results.import_seconds:.2f} s more.
+* **Floor**: as many processes and threads as the load has read the same bytes once, through the page cache or past it
+  (`O_DIRECT`, with a checksum and a copy). The faster one counts.
+* **Processor** is the time of all processes, the system's work for them included. **From storage** is their
+  `read_bytes` of /proc/self/io.
+* **Extra memory a rank**: the peak resident size beyond that of the engine with its loaded state, on the worst rank.
+* **Phases** are seconds of the slowest rank, and may overlap.
+* **Targets.** Unless a section says otherwise, a load of ours reads at most 1.02 times the state from storage, and
+  takes at most {WINDOW_MIB + ALLOWANCE_MIB} MiB of extra memory.
+
+After each load every parameter's state is compared with what was saved."""
 
 
 def make_section(results: Results, cases: Sequence[Case], title: str, about: str) -> str:
     """One suite's section of docs/benchmarks.md."""
-    notes = _conversion_note(results, cases) + _fault_notes(results, cases) + _tell_targets(results, cases, title)
+    notes = _conversion_note(results, cases) + _fault_notes(results, cases) + _tell_targets(results, cases)
     return f"""## {title}
 
 Written by `{results.command}`. {about}
 
 {cases_table(results, cases)}
 
-{notes}### Where the time goes: {title.lower()}
-
-Seconds in each phase, of the slowest rank, median over rounds. Phases may overlap.
+{notes}Seconds in each phase:
 
 {phases_table(results, cases)}
 """
 
 
-def _tell_targets(results: Results, cases: Sequence[Case], title: str) -> str:
+def _tell_targets(results: Results, cases: Sequence[Case]) -> str:
     targets = make_targets(results, cases)
-    if not targets:
-        return ""
-    return f"""### Targets: {title.lower()}
-
-{describe_targets(targets)}
-
-"""
+    return f"{describe_targets(targets)}\n\n" if targets else ""
 
 
 def _conversion_note(results: Results, cases: Sequence[Case]) -> str:
@@ -229,8 +223,8 @@ def _tell_failures(count: int) -> str:
     if not count:
         return ""
     return (
-        f" The conversion failed {count} times before: two pipeline stages write the\n"
-        "tied module's position embeddings to files of the same names, and whose values are read is chance."
+        f" The conversion failed {count} time{'s' * (count > 1)} before: two pipeline\n"
+        "stages write the tied module's position embeddings to the same files, and whose values are read is chance."
     )
 
 
@@ -244,7 +238,8 @@ def make_targets(results: Results, cases: Sequence[Case]) -> list[Target]:
     for case in (c for c in cases if c.index_limit is not None):
         share = results.share(case.name, "index", "own load")
         text = f"{case.title}: index and decision over the load"
-        targets.append(Target(text, share, case.index_limit or 0.0, "an unchanged resume takes that part longer"))
+        means = "an unchanged resume takes longer by {} of DeepSpeed's load"
+        targets.append(Target(text, share, case.index_limit or 0.0, means))
     for case in (c for c in cases if c.is_ours):
         name, limit = case.title, WINDOW_MIB + ALLOWANCE_MIB
         if case.own_limit is not None:
@@ -326,11 +321,11 @@ _KEYS = ("title", "seconds", "busy", "storage", "factor", "extra", "floor", "ups
 
 
 def phases_table(results: Results, cases: Iterable[Case]) -> str:
-    """Ours, phase by phase: the slowest rank of each round, then the median over rounds."""
+    """A row for each load of ours: the slowest rank of each round, then the median over rounds."""
     ours = [c for c in cases if any(m.phases for m in results.of(c.name))]
     names = list(dict.fromkeys(phase for c in ours for m in results.of(c.name) for phase in m.phases))
-    rows = [[name, *(_phase(results, c, name) for c in ours)] for name in names]
-    return table(["phase", *(c.title for c in ours)], rows) if rows else ""
+    rows = [[c.title, *(_phase(results, c, name) for name in names)] for c in ours]
+    return table(["load", *names], rows) if rows else ""
 
 
 def _phase(results: Results, case: Case, phase: str) -> str:
@@ -355,7 +350,7 @@ def put_part(page: str, marks: tuple[str, str], part: str) -> str:
 def describe_targets(targets: Sequence[Target]) -> str:
     """How many are reached; of all others how far from it, and what that means for a user."""
     others = [target for target in targets if not target.reached]
-    told = f"Reached: {len(targets) - len(others)} of {len(targets)}."
+    told = f"Targets reached: {len(targets) - len(others)} of {len(targets)}."
     if not others:
         return told
     missed = table(["**missed**", "measured", "asked", "what it means"], [_tell(target) for target in others])

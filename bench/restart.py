@@ -140,8 +140,11 @@ def make_restart_section(found: dict[str, Any]) -> str:
         phases = [median(column) for column in zip(*runs, strict=True)]
         rows.append([title, *(f"{seconds:.1f}" for seconds in phases), f"{median(map(sum, runs)):.1f}"])
     header = ["seconds", *PHASES, "kill → first step"]
-    return (
-        f"## A whole restart\n\nA run of {found['params_m']:.0f} M parameters on {SOURCE_RANKS} ranks with ZeRO-1 is "
-        f"killed; {TARGET_RANKS} ranks go on from its save, the cache cold: {found['rounds']} rounds, medians.\n\n"
-        f"{table(header, rows)}\n"
-    )
+    command = found.get("command", "python bench/run.py")  # results of an earlier form do not tell
+    return f"""## A whole restart
+
+Written by `{command}`. A run of {found["params_m"]:.0f} M parameters on {SOURCE_RANKS} ranks with
+ZeRO-1 is killed; {TARGET_RANKS} ranks go on from its save, the cache cold: {found["rounds"]} rounds, medians.
+
+{table(header, rows)}
+"""

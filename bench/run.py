@@ -194,7 +194,8 @@ def main() -> None:
         if SCALING in args.suites and not args.only:
             found[SCALING] |= {"simulated": simulate_scaling(say, quick=args.quick), "command": tell_command()}
         if RESTART in args.suites and not args.only:
-            found[RESTART] = measure_restarts(folder / RESTART, args.params_m, args.rounds, say)
+            restarts = measure_restarts(folder / RESTART, args.params_m, args.rounds, say)
+            found[RESTART] = {**restarts, "command": tell_command()}
         note.write_text(json.dumps(found, indent=1))
         page = make_page(found)
         is_whole = not args.partial and {*found} == {*ALL}

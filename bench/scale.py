@@ -114,50 +114,42 @@ def make_scale_section(found: dict[str, Any]) -> str:
     store = next(iter(STORES.values()))
     return f"""## At scale
 
-Written by `{found["command"]}`. Nothing of a network or a store is measured here: the planner is the real one, its
-files, peers and storage are made up. Models: a GPT of 1.01 · 10^12 parameters (128 layers, hidden size 25600; TP8 PP64)
-and a mixture of experts of 1.03 · 10^12 (128 layers of 256 experts, 98,304 parameters of experts, each an atom of its
-own). The headers of the files are in memory, and what a rank hears from the others in each collective is what they
-would say; of their judgement nothing is computed. One rank's plan is everything from the param groups to the finished
-plan (`join_groups`, `open_checkpoint`, `prepare`, `negotiate`), of some ranks of each job, each in a process of its
-own; the worst counts. *Seconds* are those of the processor, which the target is held against: a rank of a real job has
-a core of its own. *By the clock* is the same on this machine, whatever else it does. *Heard* is what one rank receives
-in all collectives up to there, and *behind* the seconds of what follows but for reading and copying: checksums and
-samples that are told and chosen.
+Written by `{found["command"]}`. The planner is the real one; files, peers and storage are made up, so
+that no network and no store is measured. Models: a GPT of 1.01 · 10^12 parameters (TP8 PP64), and a mixture of experts
+of 1.03 · 10^12 (128 layers of 256 experts).
+
+One rank's plan is everything from the param groups to the list of its reads; the worst of some ranks of each job is
+shown. *Seconds* are those of the processor, as a rank of a real job has a core of its own, and the target is held
+against them; *by the clock* is the same on this machine. *Heard* is what one rank receives in all collectives until
+then. *Behind* are the seconds of what follows, without reading and copying.
 
 {_plans_table(plans)}
-
-### Targets: at scale
 
 {describe_targets(_make_targets(plans, whole))}
 
 ### What one rank hears, by step
 
-KiB that one rank receives; a step that the ranks do not tell each other much in is left out. Bytes are in proportion
-to files, parameters and ranks, none to a product of these. Behind the plan follow, in the one pass over the files that
-fills a fresh engine, *rounds* of exchange between machines with an agreement of one byte each
-(`scale_plan._exchange`), checksums (`checks.send_checks`), and the *copies* in 16 bit that the data-parallel ranks
-gather from each other, as after every step of training.
+KiB that one rank receives, in all steps of more than 4 KiB: in proportion to files, parameters and ranks, not to a
+product of these. Behind the plan come *rounds* of exchange between machines, checksums (`checks.send_checks`), and the
+*copies* in 16 bit that data-parallel ranks gather from each other, as after every step of training.
 
 {_steps_table(plans)}
 
 ### All ranks' reads
 
-The plans of all ranks of a job. *Balance* is the node (of {PER_NODE} ranks) that reads the most over the mean, beside
-that of what nodes want, which no plan changes. *Exchanged* is within a node, and between nodes. The ZeRO-3 job is that
-of a model of 13 B parameters, as each of its ranks reads some of every parameter.
+The plans of all ranks of a job. *Balance* is what the node (of {PER_NODE} ranks) that reads most reads over the mean;
+*of wants* is the same of what nodes want, which no plan changes. *Exchanged* is within and between nodes. The ZeRO-3
+job is a model of 13 B parameters, since each of its ranks reads some of every parameter.
 
 {_reads_table(whole)}
 
 ### Loads in virtual time
 
-A store of {store.servers} servers (of fewer, one a node, for few nodes), each {store.server / 1e9:.0f} GB/s, one after
-the other; a stream moves at most {store.stream / 1e9:g} GB/s, a node's link {store.link / 1e9:.0f} GB/s, and a read
-waits {store.latency * 1e3:g} ms; {store.threads} threads a rank. Files lie on one server each, or in stripes over all;
-one server, or one node, is ten times as slow as the others. Simulated is the one pass that fills a fresh engine: rounds
-of exchange, then direct reads; what processors do meanwhile (checksums, copies, a look at what masters can be made of)
-is not. The limit is what no order of reads can beat: all bytes at all rates, the fullest server, or what a node wants
-through its link. Cells are seconds, and these over the limit.
+A store of {store.servers} servers (one a node for few nodes), each of which serves its reads one after the other at
+{store.server / 1e9:.0f} GB/s. A stream moves at most {store.stream / 1e9:g} GB/s, a node's link
+{store.link / 1e9:.0f} GB/s; a read waits {store.latency * 1e3:g} ms; a rank has {store.threads} threads.
+A slow server or node is ten times as slow as the others. Simulated is the one pass that fills a fresh engine, without
+the work of processors. The limit is what no order of reads can beat. Cells are seconds, and these over the limit.
 
 {_loads_table(whole)}
 

@@ -83,25 +83,21 @@ def make_scaling_section(found: dict[str, Any]) -> str:
     large, small = simulated["large"], simulated["small"]
     return f"""## Strong scaling of a conversion
 
-Written by `{found["command"]}`. On this machine the ZeRO-1 checkpoint of above is
-converted by 1 and 2 workers (threads) of one process, and by 1 and 2 MPI ranks of one worker each (`mpirun`). Seconds
-are from start to end, all starts included, until the output is durable.
+Written by `{found["command"]}`. The ZeRO-1 checkpoint of above, converted by workers
+(threads) of one process, and by MPI ranks of one worker each. Seconds are from start to end, all starts included, until
+the output is durable.
 
 {_runs_table(runs)}
 
-A slow store on many nodes is simulated in virtual time: every request of every stream waits
-{store["latency"] * 1e3:.0f} ms, then its bytes come or go at {store["bandwidth"] / 1e6:.0f} MB/s; nothing else takes
-time. The plan is the real one, of the parameters of BLOOM ({large[0]["parameters"] / 1e9:.0f} B: 70 layers, hidden size
-14336, vocabulary 250880) with fp32 masters and two moments; *share* is the largest over the mean, of bytes.
+A slow store on many nodes, in virtual time: every request waits {store["latency"] * 1e3:.0f} ms, then its bytes come or
+go at {store["bandwidth"] / 1e6:.0f} MB/s; nothing else takes time. The plan is the real one for BLOOM
+({large[0]["parameters"] / 1e9:.0f} B parameters, fp32 masters and two moments). *Share* is the largest over the mean.
 
 {_simulated_table(large, 3600, "hours")}
 
-The executor's own threads do the same with reads and writes that sleep in virtual time, for a model of
-{small[0]["parameters"] / 1e9:.1f} B parameters with as many layers:
+The same by the converter's own threads, for {small[0]["parameters"] / 1e9:.1f} B parameters in as many layers:
 
 {_simulated_table(small, 1, "seconds")}
-
-### Targets: scaling
 
 {describe_targets(make_scaling_targets(found))}
 """

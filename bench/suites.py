@@ -83,13 +83,13 @@ DATA_PARALLEL = Suite(
     name="dp",
     title="Other ranks, other ZeRO stage",
     short="ZeRO-1, 4 ranks",
-    about="""A checkpoint of {size_m:.0f} M parameters in the shapes of a
-GPT, two param groups, AdamW, saved by 4 ranks under ZeRO-1 in bf16: {state_gib:.2f} GiB of state (fp32 masters and two
-moments). The object store is a server of S3's protocol on this machine, whose files the page cache holds: 200 MB/s a
-stream, the first byte after 20 ms. Its floor is plain GETs of the same bytes by as many processes and streams as the
-load has: few, where the store is what limits both, and as many as a load uses unless it is told otherwise, where
-the server and its readers share the processors of this machine. *From storage* are the bytes of objects that it has
-sent.""",
+    about="""A GPT of {size_m:.0f} M parameters in two param groups, saved by
+4 ranks under ZeRO-1 in bf16: {state_gib:.2f} GiB of state (fp32 masters and AdamW's two moments).
+
+The object store is an S3 server on this machine with its files in the page cache: 200 MB/s a stream, the first byte
+after 20 ms. Its floor is plain GETs by as many processes and streams; *from storage* is what it has sent. With few
+streams the store sets the pace; with as many as a load uses by default, the server and its readers share this machine's
+processors.""",
     source=Engine(4, 1),
     topologies={
         "deepspeed": Engine(4, 1),
@@ -142,12 +142,10 @@ PARALLEL = Suite(
     name="3d",
     title="Other tensor and pipeline parallelism",
     short="TP2 PP2, ZeRO-1",
-    about="""The GPT of
-examples/megatron_gpt with {size_m:.0f} M parameters, two param groups, AdamW, saved by 4 ranks (TP2 PP2 DP1) under
-ZeRO-1 in bf16: {state_gib:.2f} GiB of state without what several ranks hold alike. Its client state carries
-`universal_checkpoint_info`. The targets are TP1 PP1 DP2; TP4, where row-parallel weights are cut finer than they were
-saved (a refined Shard-H); and ZeRO-3 on 2 ranks without a pipeline, where parameters have other names and a `rename`
-rule says which.""",
+    about="""The GPT of examples/megatron_gpt with {size_m:.0f} M
+parameters, saved by 4 ranks (TP2 PP2 DP1) under ZeRO-1 in bf16: {state_gib:.2f} GiB of state without replicas. Its
+client state has `universal_checkpoint_info`. TP4 cuts row-parallel weights finer than they were saved, and may read
+1.10 times the state. ZeRO-3 has no pipeline, so that its parameters have other names; a `rename` rule tells them.""",
     source=Topology(4, tp=2, pp=2),
     topologies={
         "ours-dp2": Topology(2, checkpoint=OURS),
@@ -177,10 +175,10 @@ EXPERTS = Suite(
     name="moe",
     title="Other expert-parallel degree",
     short="EP4, ZeRO-1",
-    about="""A GPT
-whose feed-forward layers have 8 experts each (`deepspeed.moe`), {size_m:.0f} M parameters in all, two param groups,
-AdamW, saved by 4 ranks with expert-parallel degree 4 under ZeRO-1 in bf16: {state_gib:.2f} GiB of state. The target is
-degree 2 on 2 ranks. Upstream has no way there: its conversion fails on experts that are spread over ranks.""",
+    about="""A GPT of {size_m:.0f} M parameters with 8 experts in each
+feed-forward layer (`deepspeed.moe`), saved by 4 ranks at expert-parallel degree 4 under ZeRO-1 in bf16:
+{state_gib:.2f} GiB of state. 2 ranks load it at degree 2. Upstream cannot: its conversion fails on experts that are
+spread over ranks.""",
     source=ExpertEngine(4, 1, ep=4),
     topologies={
         "deepspeed": ExpertEngine(4, 1, ep=4),
@@ -200,9 +198,9 @@ EVERYWHERE = Suite(
     name="stage0",
     title="All of the state on every rank",
     short="ZeRO-1, 4 ranks",
-    about="""The same checkpoint of ZeRO-1 on 4 ranks in bf16, with {size_m:.0f} M parameters and {state_gib:.2f} GiB of
-state, loaded at stage 0 by 4 ranks: each takes all of it. One reads it, the others copy it. The model has half of the
-other suites' parameters, as each of the four engines is as large as the whole state.""",
+    about="""The same with {size_m:.0f} M parameters and {state_gib:.2f} GiB of
+state, loaded at stage 0 by 4 ranks: one reads all of it, the others copy it. The model is half as large as the others,
+since each of the four engines holds the whole state.""",
     share=0.5,
     source=Engine(4, 1),
     topologies={"ours-z0-4": Engine(4, 0, OURS)},
@@ -216,8 +214,8 @@ PRECISION = Suite(
     name="fp32",
     title="Another precision",
     short="ZeRO-1 in fp32, 4 ranks",
-    about="""The same model of {size_m:.0f} M parameters, saved by 4 ranks under ZeRO-1 in fp32: {state_gib:.2f} GiB
-of state. The target trains in bf16. The way from bf16 to fp32 is above.""",
+    about="""The GPT of {size_m:.0f} M parameters, saved by 4 ranks under
+ZeRO-1 in fp32: {state_gib:.2f} GiB of state. The target trains in bf16. From bf16 to fp32 is above.""",
     source=Engine(4, 1, precision="fp32"),
     topologies={"ours-bf16-2": Engine(2, 1, OURS)},
     floors=list_floors(2),
@@ -233,9 +231,9 @@ PEER = Suite(
     name="dcp",
     title="The peer: torch.distributed.checkpoint",
     short="FSDP2, 4 ranks",
-    about="""The same parameters under FSDP2 in fp32, AdamW's two moments, saved by 4 ranks with
-`torch.distributed.checkpoint`: {state_gib:.2f} GiB of state, which 2 ranks load with resharding. Its time is that of
-`get_state_dict`, `load` and `set_state_dict`, as torch's own documentation has it.""",
+    about="""The same parameters under FSDP2 in fp32, saved by 4 ranks with
+`torch.distributed.checkpoint`: {state_gib:.2f} GiB of state, which 2 ranks load. Its time is that of `get_state_dict`,
+`load` and `set_state_dict`, as in torch's documentation.""",
     source=dcp.Shards(4),
     topologies={"dcp": dcp.Shards(2)},
     floors=list_floors(2),
