@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import traceback
 from itertools import product
@@ -98,6 +99,15 @@ def test_every_key_can_be_set() -> None:
 def test_the_configuration_that_spells_all_options_out_does(pytestconfig: pytest.Config) -> None:
     config = hjson.loads((pytestconfig.rootpath / "ds_configs" / "zero1_bf16.json").read_text(encoding="utf-8"))
     assert config["checkpoint"]["universal"] == UniversalConfig().model_dump()
+
+
+def test_the_guide_tells_every_option_and_its_default(pytestconfig: pytest.Config) -> None:
+    page = (pytestconfig.rootpath / "docs" / "guide.md").read_text(encoding="utf-8")
+    section = re.search(r"^## Options\n(.*?)(?=^##)", page, re.MULTILINE | re.DOTALL)
+    assert section
+    told = dict(re.findall(r"^\| `(\w+)` \| `?(.*?)`? \|", section[1], re.MULTILINE))
+    options = UniversalConfig().model_dump()
+    assert told == {name: "none" if value is None else json.dumps(value) for name, value in options.items()}
 
 
 @pytest.mark.parametrize(

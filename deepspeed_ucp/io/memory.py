@@ -37,7 +37,7 @@ def allocate_large(nbytes: int) -> memoryview:
 
     They begin at a large page and lie in such pages as far as they fill them, where the system gives any: a request to
     a disk holds few hundred pages, and with small ones a disk gets requests of 1 MiB, which costs it up to half of its
-    speed (docs/benchmarks.md).
+    speed (docs/performance.md).
     """
     memory = allocate(nbytes + LARGE_PAGE)
     start = -find_address(memory) % LARGE_PAGE
@@ -162,7 +162,7 @@ def take_front(views: Iterable[memoryview], nbytes: int) -> list[memoryview]:
 def pause_collection() -> Iterator[None]:
     """Make many small acyclic objects without Python's cyclic collector walking torch's heap again and again.
 
-    For the headers of a 1 T model's checkpoint that walk takes three quarters of the time (docs/benchmarks.md).
+    For the headers of a 1 T model's checkpoint that walk takes three quarters of the time.
     """
     enabled = gc.isenabled()
     gc.disable()
