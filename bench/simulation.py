@@ -24,7 +24,7 @@ from deepspeed_ucp.convert import driver, outputs
 from deepspeed_ucp.io.opened import StoredFile
 from deepspeed_ucp.plan.conversion import RANGE, Batch, Output, plan_conversion
 from deepspeed_ucp.stream.checks import Checks
-from deepspeed_ucp.stream.united import UnitedAtom
+from deepspeed_ucp.stream.full_tensors import FullTensor
 from deepspeed_ucp.torchsave.zipframe import make_image
 
 FP32 = "float32"
@@ -228,14 +228,14 @@ def _make_work(
     )
 
 
-def _make_atoms(shapes: dict[str, Shape]) -> Iterator[UnitedAtom]:
+def _make_atoms(shapes: dict[str, Shape]) -> Iterator[FullTensor]:
     """Atoms each of which is a record of its own."""
     for record, (key, shape) in enumerate(_list_atoms(shapes).items()):
         fragment = Fragment(0, count(shape), record, 0)
-        yield UnitedAtom(Atom(*key, FP32, (Shard(shape, (fragment,)),)), shape)
+        yield FullTensor(Atom(*key, FP32, (Shard(shape, (fragment,)),)), shape)
 
 
-def _make_index(atoms: Sequence[UnitedAtom], path: str) -> Any:
+def _make_index(atoms: Sequence[FullTensor], path: str) -> Any:
     """What a reader asks of an index; all records are in one file, which is empty."""
     Path(path).touch()
     records = [Record(0, 0, atom.nbytes, None) for atom in atoms]

@@ -44,10 +44,10 @@ from ..stream.batches import WorkOptions, stream
 from ..stream.checks import Checks
 from ..stream.copies import refuse_scattered
 from ..stream.duplicates import check_samples
+from ..stream.full_tensors import FullTensors, assemble_full_tensors
 from ..stream.reader import AtomReader, Item
 from ..stream.recovery import read_with_failover
 from ..stream.report import OutputReport
-from ..stream.united import UnitedAtoms, unite_atoms
 from ..version import __version__
 from .outputs import (
     CONVERSION,
@@ -104,7 +104,7 @@ class _Conversion:
     options: ConvertOptions
     staging: Staging
     report: OutputReport
-    united: UnitedAtoms
+    full: FullTensors
     files: list[OutputFile]
     steps: dict[str, tuple[bytes, int]]
     identity: dict[str, Any]
@@ -177,7 +177,7 @@ def convert_index(
             with report.phase("plan"):
                 work = comm.run(lambda: _plan(left, comm, options, report, rules, live))
                 if comm.rank == 0:
-                    _warn_losses(left, work.united)
+                    _warn_losses(left, work.full)
             comm.run(lambda: stack.enter_context(work.staging.scratch()))
             report.reused, work.entries = comm.once(lambda: _begin(work, stack))
             if not report.reused:
@@ -201,18 +201,18 @@ def _plan(
     if text := describe_irregular(index):
         raise UnsupportedError(f"{text} The weights alone can be had with `ds_ucp export`.")
     index = fuse_experts(index)  # as upstream's loader knows them
-    united = unite_atoms(index, rules, live=live)
+    full = assemble_full_tensors(index, rules, live=live)
     staging = open_staging(report.destination, report.source, CONVERSION)
-    files, steps = list_files(united, index.model.fused), list_steps(index)
+    files, steps = list_files(full, index.model.fused), list_steps(index)
     check_paths([*(file.path for file in files), *steps])
-    identity = _identify(index, united, options) if comm.rank == 0 else {}
-    return _Conversion(index, comm, options, staging, report, united, files, steps, identity)
+    identity = _identify(index, full, options) if comm.rank == 0 else {}
+    return _Conversion(index, comm, options, staging, report, full, files, steps, identity)
 
 
-def _warn_losses(index: AtomicIndex, united: UnitedAtoms) -> None:
-    if united.unused:
-        logger.warning("patterns: rules that match no parameter: %s", shorten(united.unused))
-    if formless := find_formless(united):
+def _warn_losses(index: AtomicIndex, full: FullTensors) -> None:
+    if full.unused:
+        logger.warning("patterns: rules that match no parameter: %s", shorten(full.unused))
+    if formless := find_formless(full):
         logger.warning(
             "DeepSpeed's own load_universal cannot cut %s as they are cut; at tensor-parallel degrees above 1 load "
             "this checkpoint with deepspeed_ucp",
@@ -222,9 +222,9 @@ def _warn_losses(index: AtomicIndex, united: UnitedAtoms) -> None:
         logger.warning("hyper-parameters that are objects are not kept: %s", shorten(unplain))
 
 
-def _identify(index: AtomicIndex, united: UnitedAtoms, options: ConvertOptions) -> dict[str, Any]:
+def _identify(index: AtomicIndex, full: FullTensors, options: ConvertOptions) -> dict[str, Any]:
     """What decides the output's bytes, and whether what was read has been checked."""
-    patterns = {name: repr(pattern) for name, pattern in sorted(united.patterns.items())}
+    patterns = {name: repr(pattern) for name, pattern in sorted(full.patterns.items())}
     return {
         "format": FORMAT,
         "package": __version__,
@@ -286,9 +286,9 @@ def _find_fault(folder: str, manifest: Manifest, work: _Conversion) -> str:
     if work.options.verify and not manifest.verified:
         return "it was made without verifying the source"
     expected = {file.path: file.atom.shape for file in work.files}
-    united = {name: read_pattern(told["pattern"]) for name, told in manifest.patterns.items()}
-    if united != work.united.patterns or expected != {record.file: record.shape for record in manifest.atoms}:
-        return "it was united by other patterns"
+    patterns = {name: read_pattern(told["pattern"]) for name, told in manifest.patterns.items()}
+    if patterns != work.full.patterns or expected != {record.file: record.shape for record in manifest.atoms}:
+        return "it was assembled by other patterns"
     return next((fault.text for fault in find_faults(folder, manifest.files)), "")
 
 
@@ -306,7 +306,7 @@ def _convert(work: _Conversion) -> None:
         if work.options.verify:
             checks.add(known)
             nbytes += checks.verify(work.index, comm, threads=report.workers)
-            check_samples(work.index, [united.atom.key for united in work.united.atoms.values()], comm)
+            check_samples(work.index, [tensor.atom.key for tensor in work.full.tensors.values()], comm)
     _finish(work, written)
     report.bytes_read = sum(comm.gather(nbytes))
     report.tensors, report.state_bytes = len(work.files), sum(file.atom.nbytes for file in work.files)
@@ -475,19 +475,19 @@ def _write_states(work: _Conversion) -> tuple[list[StateRecord], int]:
 
 def _commit(work: _Conversion, crcs: dict[int, int], states: list[StateRecord]) -> int:
     """Write the manifest and let the output appear; bytes of the manifest and of the atoms' files."""
-    staging, united = work.staging, work.united
-    records = [_make_record(file, crcs[number], united) for number, file in enumerate(work.files)]
+    staging, full = work.staging, work.full
+    records = [_make_record(file, crcs[number], full) for number, file in enumerate(work.files)]
     states = [*states, *(StateRecord(path, len(data), crc) for path, (data, crc) in sorted(work.steps.items()))]
     verified = work.options.verify
-    manifest = make_manifest(work.index, records, united.patterns, united.origin, states, verified=verified)
+    manifest = make_manifest(work.index, records, full.patterns, full.origin, states, verified=verified)
     text = manifest.to_json().encode()
     write_atomically(staging.path(MANIFEST), text)
     staging.commit(staging.name if work.options.latest else None, overwrite=work.replace)
     return sum(file.image.size for file in work.files) + len(text)
 
 
-def _make_record(file: OutputFile, crc: int, united: UnitedAtoms) -> AtomRecord:
-    atom, pattern = file.atom, united.patterns.get(file.atom.name)
+def _make_record(file: OutputFile, crc: int, full: FullTensors) -> AtomRecord:
+    atom, pattern = file.atom, full.patterns.get(file.atom.name)
     return AtomRecord(
         name=atom.name,
         state=atom.atom.state,

@@ -19,7 +19,7 @@ from ..io.staging import MANIFEST, OutputKind
 from ..io.store import exists, is_folder, read_bytes
 from ..patterns import Partial, Replicate, Unique
 from ..sources.atomic.upstream import expert_keys, upstream_keys
-from ..stream.united import UnitedAtom, UnitedAtoms
+from ..stream.full_tensors import FullTensor, FullTensors
 from ..torchsave.zipframe import ZipImage, dump_value, make_image
 from .states import OPTIMIZER_STATE
 
@@ -51,7 +51,7 @@ CONVERSION = OutputKind(
 class OutputFile:
     """A file of the atomic checkpoint: an atom, where it goes (relative), and the bytes around its data."""
 
-    atom: UnitedAtom
+    atom: FullTensor
     path: str
     image: ZipImage
 
@@ -120,33 +120,33 @@ def make_folders(folder: str, paths: Iterable[str]) -> None:
             os.makedirs(os.path.join(folder, parent), exist_ok=True)
 
 
-def list_files(united: UnitedAtoms, fused: Mapping[str, int]) -> list[OutputFile]:
+def list_files(full: FullTensors, fused: Mapping[str, int]) -> list[OutputFile]:
     """The atoms' files, in a fixed order.
 
     Args:
         fused: parameters that hold several experts each: name → how many.
     """
-    return [_make_file(united, united.atoms[key], fused.get(key.name, 0)) for key in sorted(united.atoms)]
+    return [_make_file(full, full.tensors[key], fused.get(key.name, 0)) for key in sorted(full.tensors)]
 
 
-def _make_file(united: UnitedAtoms, atom: UnitedAtom, experts: int) -> OutputFile:
+def _make_file(full: FullTensors, atom: FullTensor, experts: int) -> OutputFile:
     """Upstream sees a vocabulary, we the rows that pad it as well."""
-    pattern = united.patterns.get(atom.name)
+    pattern = full.patterns.get(atom.name)
     keys = upstream_keys(pattern, atom.shape, atom.name)
     # Its loader counts every rank's experts of its own layers from 0: at degrees above 1 it would take other ranks',
     # were they not said to be of none, which it refuses there.
     if experts or find_expert(atom.name):
         keys = expert_keys(experts)
-    image = make_image(keys, atom.dtype, atom.numel, united.cut_padding(atom))
+    image = make_image(keys, atom.dtype, atom.numel, full.cut_padding(atom))
     return OutputFile(atom, place_file(atom.atom.key), image)
 
 
-def find_formless(united: UnitedAtoms) -> list[str]:
+def find_formless(full: FullTensors) -> list[str]:
     """Parameters whose cut upstream's files cannot tell: its loader takes them whole, or cuts them wrongly."""
-    shapes = {key.name: atom.shape for key, atom in united.atoms.items()}
+    shapes = {key.name: atom.shape for key, atom in full.tensors.items()}
     return sorted(
         name
-        for name, pattern in united.patterns.items()
+        for name, pattern in full.patterns.items()
         if not isinstance(pattern, (Unique, Replicate, Partial)) and not upstream_keys(pattern, shapes.get(name, ()))
     )
 

@@ -204,7 +204,7 @@ def _tally(pair: Pair, mine: Item, theirs: Item) -> tuple[Tally, Tally]:
     border = min(max(pair.meaning - mine.start, 0), mine.numel)
     found = []
     for low, high in ((0, border), (border, mine.numel)):
-        first, second = (item.into[low * item.united.itemsize : high * item.united.itemsize] for item in (mine, theirs))
+        first, second = (item.into[low * item.tensor.itemsize : high * item.tensor.itemsize] for item in (mine, theirs))
         found.append(compare(first, second, pair.left.dtype, pair.right.dtype).shift(mine.start + low))
     return found[0], found[1]
 

@@ -12,7 +12,7 @@ from ..patterns import RuleSet, SameShards, Settled, list_renames, settle
 from ..patterns.layout import Shape
 from ..plan.renames import RemappedIndex, apply_renames, list_shapes
 from ..plan.settling import Shapes, order_rules
-from ..stream.united import UnitedAtom, is_remade, unite_shards
+from ..stream.full_tensors import FullTensor, assemble_full_tensor, is_remade
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,8 @@ class Pair:
         kept: both sides are cut alike, and nothing tells how: local shapes by tensor-parallel rank.
     """
 
-    left: UnitedAtom
-    right: UnitedAtom
+    left: FullTensor
+    right: FullTensor
     vocab: int | None = None
     kept: tuple[Shape, ...] = ()
 
@@ -104,7 +104,9 @@ def pair_atoms(
         if a.name not in settled.wrong:
             (have, want), pattern = layouts[a.name], settled.patterns[a.name]
             kept = have.local_shapes if isinstance(pattern, SameShards) else ()
-            both.append(Pair(unite_shards(mine[a], have), unite_shards(theirs[b], want), pattern.vocab, kept))
+            both.append(
+                Pair(assemble_full_tensor(mine[a], have), assemble_full_tensor(theirs[b], want), pattern.vocab, kept)
+            )
     return Pairs(
         both=both,
         only_left=[atom for key, atom in mine.items() if key not in met[0]],

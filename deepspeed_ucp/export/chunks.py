@@ -36,7 +36,7 @@ class Chunk:
     @property
     def nbytes(self) -> int:
         """Bytes of the source that it is made from."""
-        return self.numel * self.tensor.united.itemsize
+        return self.numel * self.tensor.full.itemsize
 
 
 class Planner(DefaultSavePlanner):
@@ -99,7 +99,7 @@ class Planner(DefaultSavePlanner):
         memory, scratch = self._own.memory
         data = memory.take(chunk.nbytes)
         checks = self.repeated if chunk.again else self.checks
-        checks.add(self.reader.read_items((Item(chunk.tensor.united, chunk.start, chunk.numel, data),)))
+        checks.add(self.reader.read_items((Item(chunk.tensor.full, chunk.start, chunk.numel, data),)))
         self.progress(data.nbytes)
         return torch.frombuffer(chunk.tensor.convert(data, scratch), dtype=dtype)
 
@@ -145,7 +145,7 @@ def deal(planner: Planner, plan: SavePlan, workers: int) -> list[SavePlan]:
     dealt: list[list[WriteItem]] = [[] for _ in range(workers)]
     dealt[0] += [item for item in plan.items if item.index not in chunks]
     cut = [item for item in plan.items if item.index in chunks]
-    cut.sort(key=lambda item: (chunks[item.index].tensor.united.place, chunks[item.index].start))
+    cut.sort(key=lambda item: (chunks[item.index].tensor.full.place, chunks[item.index].start))
     for item, worker in zip(cut, deal_runs([chunks[item.index].nbytes for item in cut], workers), strict=True):
         dealt[worker].append(item)
     mappings = [plan.planner_data, *({} for _ in range(workers - 1))]

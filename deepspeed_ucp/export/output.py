@@ -65,7 +65,7 @@ class Export:
             CheckpointError: the source is damaged, or of several runs; the same on every rank.
         """
         nbytes = again + checks.nbytes + checks.verify(self.index, self.comm, threads=self.report.workers)
-        check_samples(self.index, [tensor.united.atom.key for tensor in tensors], self.comm)
+        check_samples(self.index, [tensor.full.atom.key for tensor in tensors], self.comm)
         self.report.bytes_read = sum(self.comm.gather(nbytes))
 
 
@@ -97,7 +97,7 @@ def stage_export(
         source=os.path.dirname(index.run.state_file),
         destination=destination,
         tensors=tensors,
-        parameters=sum(each.numel for each in selection.weights if each.united.name not in index.model.buffers),
+        parameters=sum(each.numel for each in selection.weights if each.full.name not in index.model.buffers),
         dtypes=tuple(sorted({each.dtype for each in selection.weights})),
         nodes=comm.size,
     )

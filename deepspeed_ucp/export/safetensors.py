@@ -205,7 +205,7 @@ def _fill(export: Export, tensors: Sequence[Tensor], layout: SafeLayout) -> Chec
     """Read, cast and write this node's batches; what was read; collective."""
     comm, report = export.comm, export.report
     report.workers, most = export.options.divide(report.source)
-    outputs = [Output(tensor.numel, tensor.united.itemsize, tensor.united.place) for tensor in tensors]
+    outputs = [Output(tensor.numel, tensor.full.itemsize, tensor.full.place) for tensor in tensors]
     plan = plan_conversion(outputs, comm.size, most=most)
     checks = Checks()
 
@@ -219,7 +219,7 @@ def _fill(export: Export, tensors: Sequence[Tensor], layout: SafeLayout) -> Chec
 
     def write_share() -> None:
         with AtomReader(export.index) as reader, export.options.bar(plan.shares[comm.rank]) as progress:
-            source = (reader, [tensor.united for tensor in tensors])
+            source = (reader, [tensor.full for tensor in tensors])
             stream([source], plan.nodes[comm.rank], consume, threads=report.workers, progress=progress)
 
     comm.run(write_share)

@@ -16,7 +16,7 @@ from ..plan.predicted import predict_renames
 from ..plan.settling import list_weights, refuse_unreadable
 from ..stream.batches import WorkOptions
 from ..stream.copies import refuse_scattered
-from ..stream.united import UnitedAtom, unite_atoms
+from ..stream.full_tensors import FullTensor, assemble_full_tensors
 
 WEIGHTS = (MASTER, MODULE, COPY)
 """States that hold a weight or a buffer; the first that a name has counts."""
@@ -54,13 +54,13 @@ class Tensor:
 
     Attributes:
         names: under which its data is written: its own, and those that are tied to it.
-        united: the atom; elements are taken from its front, so that rows of padding fall away.
+        full: the whole of it; elements are taken from its front, so that rows of padding fall away.
         shape: as written.
         dtype: as written.
     """
 
     names: tuple[str, ...]
-    united: UnitedAtom
+    full: FullTensor
     shape: Shape
     dtype: str
 
@@ -76,10 +76,10 @@ class Tensor:
 
     def convert(self, data: memoryview, scratch: Scratch) -> memoryview:
         """Elements as they are written, from elements as they are stored; ``scratch`` takes them where these differ."""
-        if self.dtype == self.united.dtype:
+        if self.dtype == self.full.dtype:
             return data
-        into = scratch.take(data.nbytes // self.united.itemsize * ITEMSIZE[self.dtype])
-        cast(data, self.united.dtype, into, self.dtype)
+        into = scratch.take(data.nbytes // self.full.itemsize * ITEMSIZE[self.dtype])
+        cast(data, self.full.dtype, into, self.dtype)
         return into
 
 
@@ -136,9 +136,9 @@ def select_tensors(
     renames = (*options.renames, *list_renames(rules))
     made = predict_renames(index, renames, options.experts)
     index = made.index
-    united = unite_atoms(index, rules, states=states)
+    full = assemble_full_tensors(index, rules, states=states)
     left_out = set() if options.frozen else _find_frozen(index)
-    kept = {key: atom for key, atom in united.atoms.items() if not key.instance and key.name not in left_out}
+    kept = {key: atom for key, atom in full.tensors.items() if not key.instance and key.name not in left_out}
     listed = dict.fromkeys([*(key.name for key in kept), *index.model.aliases])
     names = name_tensors(listed, renames, options.strip_prefix, made.made)
     copies: dict[str, list[str]] = defaultdict(list)
@@ -146,8 +146,8 @@ def select_tensors(
         for alias, owner in index.model.aliases.items():
             copies[owner].append(names[alias])
 
-    def make(atom: UnitedAtom, dtype: str | None, *aliases: str) -> Tensor:
-        shape = atom.shape if options.keep_padding else united.cut_padding(atom)
+    def make(atom: FullTensor, dtype: str | None, *aliases: str) -> Tensor:
+        shape = atom.shape if options.keep_padding else full.cut_padding(atom)
         written = dtype if dtype and atom.dtype in FLOATING else atom.dtype
         return Tensor((names[atom.name], *aliases), atom, shape, written)
 
@@ -161,7 +161,7 @@ def select_tensors(
         weights=tuple(make(atom, options.dtype, *copies[atom.name]) for atom in chosen),
         states={key: make(atom, None) for key, atom in kept.items() if key.state not in WEIGHTS},
         names=names,
-        unused=united.unused,
+        unused=full.unused,
     )
 
 

@@ -1,4 +1,4 @@
-"""Batches of ranges of united atoms: read by a node's threads, each handed to a consumer as soon as it is there."""
+"""Batches of ranges of full tensors: read by a node's threads, each handed to a consumer as soon as it is there."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ..io.distance import count_readers
 from ..io.memory import Scratch
 from ..io.threads import run_threads
 from ..plan.conversion import ALIGNMENT, RANGE, Batch
+from .full_tensors import FullTensor
 from .reader import AtomReader, Item
-from .united import UnitedAtom
 
 _ALIGNED = direct.ALIGNMENT
 """Bytes; in memory ranges begin at multiples of it, so that they can be written from there past the page cache."""
@@ -63,7 +63,7 @@ class WorkOptions:
 
 
 def stream(
-    sources: Sequence[tuple[AtomReader, Sequence[UnitedAtom]]],
+    sources: Sequence[tuple[AtomReader, Sequence[FullTensor]]],
     batches: Sequence[Batch],
     consume: Consume,
     *,
@@ -100,7 +100,7 @@ def stream(
     run_threads(batches, work, threads)
 
 
-def _lay_out(batch: Batch, atoms: Sequence[UnitedAtom]) -> list[int]:
+def _lay_out(batch: Batch, atoms: Sequence[FullTensor]) -> list[int]:
     """Where each range of a batch begins in memory, in bytes, and where the last one ends."""
     places = [0]
     for each in batch.ranges:
@@ -109,7 +109,7 @@ def _lay_out(batch: Batch, atoms: Sequence[UnitedAtom]) -> list[int]:
     return places
 
 
-def _make_items(batch: Batch, atoms: Sequence[UnitedAtom], memory: memoryview) -> list[Item]:
+def _make_items(batch: Batch, atoms: Sequence[FullTensor], memory: memoryview) -> list[Item]:
     return [
         Item(
             atoms[each.output], each.start, each.numel, memory[place : place + each.numel * atoms[each.output].itemsize]

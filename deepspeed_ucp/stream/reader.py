@@ -18,14 +18,14 @@ from ..plan.claims import list_requests
 from ..plan.locate import Want
 from ..plan.rounds import BLOCK
 from .copies import CopyReader
-from .united import UnitedAtom
+from .full_tensors import FullTensor
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Elements [start, start + numel) of a flattened united atom go into ``into``, C-contiguous bytes."""
+    """Elements [start, start + numel) of a flattened full tensor go into ``into``, C-contiguous bytes."""
 
-    united: UnitedAtom
+    tensor: FullTensor
     start: int
     numel: int
     into: memoryview
@@ -33,11 +33,11 @@ class Item:
     @property
     def is_mean(self) -> bool:
         """Whether the value is the mean of the shards (Partial)."""
-        return self.united.view is not None and self.united.view.source.mean
+        return self.tensor.view is not None and self.tensor.view.source.mean
 
     def want(self, buffer: int, shard: int | None = None) -> Want:
         """The same for ``plan.locate``; of one source shard if asked for."""
-        return self.united.want(self.start, self.numel, buffer, shard)
+        return self.tensor.want(self.start, self.numel, buffer, shard)
 
 
 class AtomReader(CopyReader):
@@ -74,13 +74,13 @@ class AtomReader(CopyReader):
             CheckpointError: a file cannot be read.
             MismatchError: replicas differ.
         """
-        sinks = [MemorySink(item.into, item.united.itemsize) for item in items]
+        sinks = [MemorySink(item.into, item.tensor.itemsize) for item in items]
         plain = [item.want(number) for number, item in enumerate(items) if not item.is_mean]
         checks = self.read_wants(plain, sinks)
         for item in items:
             if item.is_mean:
                 checks += self._read_mean(item)
-            elif item.united.view is not None and item.united.view.source.replicated:
+            elif item.tensor.view is not None and item.tensor.view.source.replicated:
                 checks += self._compare_replicas(item)
         return checks
 
@@ -96,12 +96,12 @@ class AtomReader(CopyReader):
         return data
 
     def _read_shard(self, item: Item, shard: int, into: memoryview) -> list[Checked]:
-        return self.read_wants([item.want(0, shard)], [MemorySink(into, item.united.itemsize)])
+        return self.read_wants([item.want(0, shard)], [MemorySink(into, item.tensor.itemsize)])
 
     def _compare_replicas(self, item: Item) -> list[Checked]:
         checks: list[Checked] = []
         other = Scratch().take(item.into.nbytes)
-        for shard in range(1, len(item.united.atom.shards)):
+        for shard in range(1, len(item.tensor.atom.shards)):
             checks += self._read_shard(item, shard, other)
             if other != item.into:
                 raise MismatchError(
@@ -114,10 +114,10 @@ class AtomReader(CopyReader):
         import torch
 
         checks: list[Checked] = []
-        copy, dtype = Scratch().take(item.into.nbytes), getattr(torch, item.united.dtype)
+        copy, dtype = Scratch().take(item.into.nbytes), getattr(torch, item.tensor.dtype)
 
         def read_shards() -> Iterator[torch.Tensor]:
-            for shard in range(len(item.united.atom.shards)):
+            for shard in range(len(item.tensor.atom.shards)):
                 checks.extend(self._read_shard(item, shard, copy))
                 yield torch.frombuffer(copy, dtype=dtype)
 
@@ -126,7 +126,7 @@ class AtomReader(CopyReader):
 
 
 def _tell_difference(item: Item, shard: int, other: memoryview) -> str:
-    name, state = item.united.name, item.united.atom.state
+    name, state = item.tensor.name, item.tensor.atom.state
     left, right = (np.frombuffer(data, np.uint8).reshape(item.numel, -1) for data in (item.into, other))
     element = item.start + int(np.flatnonzero((left != right).any(1))[0])
     advice = (

@@ -21,10 +21,10 @@ from deepspeed_ucp.errors import CheckpointError, StorageError, UcpError, Unsupp
 from deepspeed_ucp.io.staging import Staging
 from deepspeed_ucp.plan.conversion import Range
 from deepspeed_ucp.sources import open_checkpoint
+from deepspeed_ucp.stream.full_tensors import assemble_full_tensors
 from deepspeed_ucp.stream.reader import AtomReader
-from deepspeed_ucp.stream.united import unite_atoms
 from tests.convert.conversions import read_bytes
-from tests.stream.test_united import check_atoms, flip_bit, open_held, read_whole, rules_of
+from tests.stream.test_full_tensors import check_atoms, flip_bit, open_held, read_whole, rules_of
 from tests.support.ranks import run_ranks
 from tests.support.reshard import examples, get_field, temporary_folder
 from tests.support.reshard3d import Held, draw_state, make_plain, trips
@@ -55,10 +55,10 @@ def test_what_is_written_is_the_state(trip: Any, nodes: int) -> None:
         report = run_ranks(nodes, lambda rank, comm: convert(index, held, source, to, comm))[0]
         assert read_bytes(source) == before
         again = open_checkpoint(str(to), Comm())
-        wholes = unite_atoms(again)
+        wholes = assemble_full_tensors(again)
         with AtomReader(again) as reader:
-            assert check_atoms(reader, wholes.atoms, held, None) > 0
-        assert report.tensors == len(wholes.atoms) == len(unite_atoms(index, rules_of(held)).atoms)
+            assert check_atoms(reader, wholes.tensors, held, None) > 0
+        assert report.tensors == len(wholes.tensors) == len(assemble_full_tensors(index, rules_of(held)).tensors)
         for field in ("scalars", "scalar_dtypes", "aliases", "buffers", "counters", "scaler", "clip_grad", "hints"):
             assert get_field(again, field) == get_field(index, field), field
         assert [(g.members, g.hyper) for g in again.run.groups] == [(g.members, g.hyper) for g in index.run.groups]
@@ -374,5 +374,5 @@ def test_a_name_may_hold_any_character(tmp_path: Path) -> None:
     with AtomReader(again) as reader:
         for name, states in state.atoms.items():
             for kind, value in states.items():
-                whole = unite_atoms(again).atoms[AtomKey(name, kind)]
+                whole = assemble_full_tensors(again).tensors[AtomKey(name, kind)]
                 assert torch.equal(read_whole(reader, whole), value), (name, kind)

@@ -32,7 +32,7 @@ from deepspeed_ucp.export.tensors import ExportOptions
 from deepspeed_ucp.sources import open_checkpoint
 from tests.export import fsdp_run
 from tests.export.test_safetensors import MODEL, TOPOLOGIES, check_same, measure_peak, open_model
-from tests.stream.test_united import flip_bit, open_held, rules_of
+from tests.stream.test_full_tensors import flip_bit, open_held, rules_of
 from tests.support.ranks import run_ranks
 from tests.support.reshard import examples
 from tests.support.reshard3d import VOCAB, draw_state, make_plain

@@ -31,8 +31,8 @@ from deepspeed_ucp.io.cast import FLOATING, cast
 from deepspeed_ucp.io.staging import Staging
 from deepspeed_ucp.patterns import Rename, from_config
 from deepspeed_ucp.sources import open_checkpoint
-from deepspeed_ucp.stream.united import UnitedAtom
-from tests.stream.test_united import flip_bit, open_held, rules_of
+from deepspeed_ucp.stream.full_tensors import FullTensor
+from tests.stream.test_full_tensors import flip_bit, open_held, rules_of
 from tests.support.ranks import World, run_ranks
 from tests.support.reshard import Case, cases, examples, temporary_folder
 from tests.support.reshard3d import VOCAB, Held, draw_state, make_pipeline, make_plain, trips
@@ -245,7 +245,7 @@ FILE = "model.safetensors"
 
 
 def make_tensor(dtype: str, numel: int = 1) -> Tensor:
-    return Tensor(("x",), UnitedAtom(Atom("x", MASTER, dtype, ()), (numel,)), (numel,), dtype)
+    return Tensor(("x",), FullTensor(Atom("x", MASTER, dtype, ()), (numel,)), (numel,), dtype)
 
 
 def test_element_types_are_in_the_librarys_order(tmp_path: Path) -> None:

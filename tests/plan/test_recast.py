@@ -14,7 +14,7 @@ from deepspeed_ucp.patterns import from_config, parse_renames
 from deepspeed_ucp.plan import locate
 from deepspeed_ucp.plan.derive import DerivedParam, Slice, derive, fuse_experts, split_experts
 from deepspeed_ucp.plan.renames import RemappedIndex, apply_renames
-from deepspeed_ucp.stream.united import UnitedAtom, unite_atoms
+from deepspeed_ucp.stream.full_tensors import FullTensor, assemble_full_tensors
 from tests.plan import planning
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -119,16 +119,16 @@ def lay_shards(lanes: Sequence[Mapping[str, np.ndarray]]) -> tuple[AtomicIndex, 
     return planning.make_index(atoms, [Record(0, 0, 4 * position, None)], tp=len(lanes)), data
 
 
-def read_united(united: UnitedAtom, data: np.ndarray) -> np.ndarray:
-    found = np.full(united.numel, -1)
-    for run in (extent.run for extent in locate(united.want(0, united.numel, 0))):
+def read_full(full: FullTensor, data: np.ndarray) -> np.ndarray:
+    found = np.full(full.numel, -1)
+    for run in (extent.run for extent in locate(full.want(0, full.numel, 0))):
         for number in range(run.count):
             src, dst = run.src + number * run.src_step, run.dst + number * run.dst_step
             found[dst : dst + run.width] = data[src : src + run.width]
-    return found.reshape(united.shape)
+    return found.reshape(full.shape)
 
 
-def test_what_is_cut_out_of_tensor_parallel_shards_is_united_by_rules_of_its_own() -> None:
+def test_what_is_cut_out_of_tensor_parallel_shards_is_assembled_by_rules_of_its_own() -> None:
     """Experts fused as [experts × (gate; up), in] and [experts × out, in], of which each rank has its share of each."""
     both, out = np.arange(96).reshape(2, 2, 6, 4), np.arange(48).reshape(8, 6)
     names = "mlp.experts.weight1", "mlp.experts.w2"
@@ -144,7 +144,7 @@ def test_what_is_cut_out_of_tensor_parallel_shards_is_united_by_rules_of_its_own
     wanted |= {f"mlp.experts.w2.{e}": out.reshape(2, 4, 6)[e] for e in range(2)}
     live = {name: (tensor.shape,) for name, tensor in wanted.items()}
     made = apply_renames(index, live, [each for one in rules for each in one.renames])
-    found = {key.name: read_united(united, data) for key, united in unite_atoms(made.index, rules).atoms.items()}
+    found = {key.name: read_full(full, data) for key, full in assemble_full_tensors(made.index, rules).tensors.items()}
     assert found.keys() == wanted.keys()
     assert all(np.array_equal(found[name], tensor) for name, tensor in wanted.items())
 

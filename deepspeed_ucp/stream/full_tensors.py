@@ -1,4 +1,4 @@
-"""United atoms: how the shards of a source make up whole tensors where no live engine tells."""
+"""Full tensors: how the shards of a source make up whole tensors where no live engine tells."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ..plan.settling import settle_index
 
 
 @dataclass(frozen=True, slots=True)
-class UnitedAtom:
-    """One atom as a whole tensor.
+class FullTensor:
+    """One atom as a full tensor.
 
     Attributes:
         atom: its shards.
@@ -64,37 +64,37 @@ class UnitedAtom:
 
 
 @dataclass(frozen=True, slots=True)
-class UnitedAtoms:
-    """The atoms of a source, united.
+class FullTensors:
+    """The atoms of a source as full tensors.
 
     Attributes:
-        atoms: by the keys of the index.
+        tensors: by the keys of the index.
         patterns: by name, where a rule told one.
         origin: what told it.
         unused: rules of the user's that match nothing.
     """
 
-    atoms: dict[AtomKey, UnitedAtom]
+    tensors: dict[AtomKey, FullTensor]
     patterns: dict[str, Pattern]
     origin: dict[str, str]
     unused: list[str]
 
-    def cut_padding(self, atom: UnitedAtom) -> Shape:
-        """An atom's shape without rows that pad a vocabulary."""
-        pattern = self.patterns.get(atom.name)
+    def cut_padding(self, tensor: FullTensor) -> Shape:
+        """A tensor's shape without rows that pad a vocabulary."""
+        pattern = self.patterns.get(tensor.name)
         if pattern is None or pattern.vocab is None:
-            return atom.shape
-        return (min(pattern.vocab, atom.shape[0]), *atom.shape[1:])
+            return tensor.shape
+        return (min(pattern.vocab, tensor.shape[0]), *tensor.shape[1:])
 
 
-def unite_atoms(
+def assemble_full_tensors(
     index: AtomicIndex,
     rules: Sequence[RuleSet] = (),
     *,
     states: Callable[[str], bool] = lambda _: True,
     live: Sequence[RuleSet] = (),
-) -> UnitedAtoms:
-    """Unite the shards of every parameter and buffer.
+) -> FullTensors:
+    """Assemble every parameter and buffer of its shards.
 
     Copies of parameters that have a master are left out: they are made from it.
 
@@ -108,22 +108,22 @@ def unite_atoms(
     """
     settled = settle_index(index, rules, live=live).require()
     patterns = {name: each for name, each in settled.patterns.items() if not isinstance(each, Unique) or each.vocab}
-    atoms = {
-        key: unite_shards(atom, settled.layouts[key.name][0])
+    tensors = {
+        key: assemble_full_tensor(atom, settled.layouts[key.name][0])
         for key, atom in index.stored.atoms.items()
         if states(key.state) and not is_remade(key, index)
     }
-    return UnitedAtoms(atoms, patterns, settled.origin, settled.unused)
+    return FullTensors(tensors, patterns, settled.origin, settled.unused)
 
 
-def unite_shards(atom: Atom, layout: Layout) -> UnitedAtom:
+def assemble_full_tensor(atom: Atom, layout: Layout) -> FullTensor:
     """An atom as its shards' layout makes it up."""
     if len(layout.shards) == 1:
-        return UnitedAtom(atom, layout.shape)
+        return FullTensor(atom, layout.shape)
     full = tuple(((0, size),) for size in layout.view)
     target = Layout(layout.shape, layout.view, (full,), (layout.shape,))
     shards = (0,) if layout.replicated and not layout.mean else tuple(range(len(layout.shards)))
-    return UnitedAtom(atom, layout.shape, View(layout, target, 0, shards))
+    return FullTensor(atom, layout.shape, View(layout, target, 0, shards))
 
 
 def is_remade(key: AtomKey, index: AtomicIndex) -> bool:

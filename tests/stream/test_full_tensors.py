@@ -17,8 +17,8 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError, MismatchError
 from deepspeed_ucp.patterns import ShardH, from_config
 from deepspeed_ucp.stream.checks import Checks
+from deepspeed_ucp.stream.full_tensors import FullTensor, assemble_full_tensors
 from deepspeed_ucp.stream.reader import AtomReader, Item
-from deepspeed_ucp.stream.united import UnitedAtom, unite_atoms
 from tests.support.ranks import run_ranks
 from tests.support.reshard import examples, open_for, temporary_folder
 from tests.support.reshard3d import Held, draw_state, make_config, make_plain, trips
@@ -48,7 +48,7 @@ def rules_of(held: Held) -> Any:
 
 
 def read_whole(
-    reader: AtomReader, whole: UnitedAtom, step: int | None = None, checks: Checks | None = None
+    reader: AtomReader, whole: FullTensor, step: int | None = None, checks: Checks | None = None
 ) -> torch.Tensor:
     """A logical tensor, read in ranges of ``step`` elements."""
     checks = checks or Checks()
@@ -66,7 +66,7 @@ def read_whole(
 
 def check_atoms(
     reader: AtomReader,
-    wholes: Mapping[tuple[str, str], UnitedAtom],
+    wholes: Mapping[tuple[str, str], FullTensor],
     held: Held,
     step: int | None,
     checks: Checks | None = None,
@@ -90,11 +90,11 @@ def check_atoms(
 def test_union_is_the_inverse_of_the_cut(trip: Any, step: int | None) -> None:
     with temporary_folder() as folder:
         index = open_held(trip.source, folder)
-        wholes = unite_atoms(index, rules_of(trip.source))
-        assert not any(key.state == COPY and index.find(key.name, MASTER, key.instance) for key in wholes.atoms)
+        wholes = assemble_full_tensors(index, rules_of(trip.source))
+        assert not any(key.state == COPY and index.find(key.name, MASTER, key.instance) for key in wholes.tensors)
         with AtomReader(index) as reader:
             checks = Checks()
-            assert check_atoms(reader, wholes.atoms, trip.source, step, checks) > 0
+            assert check_atoms(reader, wholes.tensors, trip.source, step, checks) > 0
         checks.verify(index, Comm())
 
 
@@ -105,10 +105,10 @@ def make_plain_source(tp: int, kinds: tuple[str, ...] = ("norm", "row", "qkv", "
 def test_every_source_byte_is_read_once(tmp_path: Path) -> None:
     held = make_plain_source(2)
     index = open_held(held, tmp_path)
-    wholes = unite_atoms(index, rules_of(held))
+    wholes = assemble_full_tensors(index, rules_of(held))
     checks = Checks()
     with AtomReader(index) as reader:
-        for whole in wholes.atoms.values():
+        for whole in wholes.tensors.values():
             read_whole(reader, whole, 7, checks)
     touched = {check.record for check in checks.read}
     rest = checks.verify(index, Comm())
@@ -119,18 +119,18 @@ def test_items_that_follow_each_other_are_one_read(tmp_path: Path, monkeypatch: 
     """Small parameters that lie side by side in a partition."""
     held = draw_state(make_plain(("norm", "column", "bias")), Topology(1, 1))
     index = open_held(held, tmp_path)
-    wholes = unite_atoms(index)
+    wholes = assemble_full_tensors(index)
     calls: list[int] = []
     real = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, views, *rest: (calls.append(len(views)), real(fd, views, *rest))[1])
     items = [
         Item(whole, 0, whole.numel, memoryview(bytearray(whole.nbytes)))
-        for whole in sorted(wholes.atoms.values(), key=lambda whole: whole.place)
+        for whole in sorted(wholes.tensors.values(), key=lambda whole: whole.place)
         if whole.atom.state == MASTER
     ]
     with AtomReader(index) as reader:
         reader.read_items(items)
-    groups = len({(index.stored.records[item.united.place[0]].file, item.united.place[0]) for item in items})
+    groups = len({(index.stored.records[item.tensor.place[0]].file, item.tensor.place[0]) for item in items})
     assert len(calls) == groups < len(items)
 
 
@@ -141,12 +141,12 @@ def test_a_replica_that_differs_is_named(tmp_path: Path) -> None:
     write_files(tmp_path, build_local_files(locals_, held.topology))
     targets = held.make_targets()
     index = run_ranks(len(targets), lambda rank, comm: open_for(tmp_path, targets[rank], comm))[0]
-    wholes = unite_atoms(index, rules_of(held))
+    wholes = assemble_full_tensors(index, rules_of(held))
     with (
         AtomReader(index) as reader,
         pytest.raises(MismatchError, match=r"body\.norm \(fp32\).*ranks 0 and 1.*element 3"),
     ):
-        read_whole(reader, wholes.atoms[AtomKey("body.norm", MASTER)])
+        read_whole(reader, wholes.tensors[AtomKey("body.norm", MASTER)])
 
 
 def test_partial_is_the_mean(tmp_path: Path) -> None:
@@ -161,9 +161,9 @@ def test_partial_is_the_mean(tmp_path: Path) -> None:
         {"match": r".*\.norm", "pattern": "partial"} if rule["match"] == r".*\.norm" else rule
         for rule in patterns["rules"]
     ]
-    wholes = unite_atoms(index, from_config(patterns))
+    wholes = assemble_full_tensors(index, from_config(patterns))
     with AtomReader(index) as reader:
-        found = read_whole(reader, wholes.atoms[AtomKey("body.norm", MASTER)])
+        found = read_whole(reader, wholes.tensors[AtomKey("body.norm", MASTER)])
     both = [locals_[rank].state.atoms["body.norm"]["fp32"] for rank in (0, 1)]
     assert torch.equal(found, torch.stack(both).double().mean(0).float())
 
@@ -171,21 +171,21 @@ def test_partial_is_the_mean(tmp_path: Path) -> None:
 def test_what_nothing_settles_is_refused_with_rules_to_paste(tmp_path: Path) -> None:
     index = open_held(make_plain_source(2), tmp_path)
     with pytest.raises(MismatchError, match=r"body\.row.*not known|not known.*body\.row"):
-        unite_atoms(index)
+        assemble_full_tensors(index)
 
 
 def test_a_pattern_is_kept_where_nothing_is_cut(tmp_path: Path) -> None:
     """Whoever cuts the atoms later wants to know it."""
     held = make_plain_source(1)
-    wholes = unite_atoms(open_held(held, tmp_path), rules_of(held))
+    wholes = assemble_full_tensors(open_held(held, tmp_path), rules_of(held))
     assert wholes.patterns["body.row"] == ShardH()
-    assert wholes.atoms[AtomKey("body.row", MASTER)].view is None
+    assert wholes.tensors[AtomKey("body.row", MASTER)].view is None
 
 
 def test_a_rule_of_the_users_that_contradicts_a_whole_shape_is_told(tmp_path: Path) -> None:
     index = open_held(make_plain_source(1), tmp_path)
     with pytest.raises(MismatchError, match=r"body\.norm"):
-        unite_atoms(index, from_config([{"match": r"body\.norm", "pattern": "shard-h"}]))
+        assemble_full_tensors(index, from_config([{"match": r"body\.norm", "pattern": "shard-h"}]))
 
 
 @pytest.mark.parametrize("place", ["atom", "padding"])
@@ -193,7 +193,7 @@ def test_a_flipped_bit_is_found(tmp_path: Path, place: str) -> None:
     """In an atom's bytes, and in padding that no atom holds."""
     held = draw_state(make_plain(("norm",)), Topology(1, 2))
     index = open_held(held, tmp_path)
-    whole = unite_atoms(index).atoms[AtomKey("body.norm", MASTER)]
+    whole = assemble_full_tensors(index).tensors[AtomKey("body.norm", MASTER)]
     last = whole.atom.shards[0].fragments[-1]
     padded = last.offset + last.numel * 4 < index.stored.records[last.record].nbytes
     assert place == "atom" or padded, "the last partition is padded"
@@ -206,14 +206,14 @@ def test_a_flipped_bit_is_found(tmp_path: Path, place: str) -> None:
 
 
 def test_a_users_rule_counts_for_a_buffer_that_is_equal_everywhere(tmp_path: Path) -> None:
-    """Zeros of the first step must not decide how it is united."""
+    """Zeros of the first step must not decide how it is assembled."""
     held = make_plain_source(2)
     index = open_held(held, tmp_path)
     rules = make_config(held.model).patterns["rules"]
     shapes = []
     for more in ([], [{"match": r".*\.count", "pattern": "shard-v"}]):
-        wholes = unite_atoms(index, from_config([*rules, *more]))
-        shapes.append(wholes.atoms[AtomKey("body.count", "module")].shape)
+        wholes = assemble_full_tensors(index, from_config([*rules, *more]))
+        shapes.append(wholes.tensors[AtomKey("body.count", "module")].shape)
     assert shapes == [(3,), (6,)]
 
 
@@ -222,6 +222,6 @@ def test_a_copy_stays_where_there_is_no_master(tmp_path: Path) -> None:
     with_masters = open_held(draw_state(make_plain(("norm", "column")), Topology(1, 2, precision="bf16")), tmp_path)
     copies = {key for key in with_masters.stored.atoms if key.state == COPY}
     assert copies
-    assert not copies & unite_atoms(with_masters).atoms.keys()
+    assert not copies & assemble_full_tensors(with_masters).tensors.keys()
     kept = Atoms.of(atom for key, atom in with_masters.stored.atoms.items() if key.state != MASTER)
-    assert copies <= unite_atoms(with_masters.change(atoms=kept)).atoms.keys()
+    assert copies <= assemble_full_tensors(with_masters.change(atoms=kept)).tensors.keys()
