@@ -21,7 +21,8 @@ from ..sources.findings import NOTE, WARNING, Finding, from_error, from_failure,
 from ..sources.latest import check_latest
 from ..sources.naming import Naming
 from ..sources.open import FolderReport, survey_files
-from ..sources.places import FileTable, find_files
+from ..sources.places import find_files
+from ..sources.table import FileTable
 from ..stream.batches import WorkOptions
 from ..stream.duplicates import check_samples
 from ..torchsave.records import FileRecord, FileRecords

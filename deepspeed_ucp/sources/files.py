@@ -7,16 +7,13 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from ..errors import CheckpointError, UnsupportedError, shorten
 from ..io.opened import explain_failure
 from ..io.paths import Entry
 from ..io.staging import MANIFEST
 from ..io.store import list_folder, list_tree
-
-if TYPE_CHECKING:
-    from .places import FileTable
+from .table import FileTable
 
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _MODEL_ZERO3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")

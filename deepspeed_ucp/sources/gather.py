@@ -17,10 +17,11 @@ from .findings import COPY, WARNING, Finding, from_failure, make_error
 from .headers import FileHeader
 from .identify import Look, SaveFiles, explain_none, identify_save
 from .pieces import HeaderCodec, HeaderDelta
-from .places import FileTable
+from .places import describe_hosts, hold_copies, list_variants
 from .reading import read_file
 from .save import Save, arrange, count_ranks, name_unsaved
 from .swapped import add_swapped
+from .table import FileTable
 
 _OVERWRITTEN = (
     " DeepSpeed's fast writer cuts no file short that it writes over: a save into a tag that was there already may "
@@ -169,7 +170,7 @@ def _find_missing(listing: Listing, files: SaveFiles, holders: str) -> list[Find
 
 def _describe_holders(where: FileTable, comm: Comm) -> str:
     """Which machine has, and had, which files, in words; empty where all see the same; collective."""
-    told = where.describe_hosts()
+    told = describe_hosts(where)
     if not told:
         return ""
     sealed: Mapping[str, list[str]] = {}
@@ -192,7 +193,7 @@ def _find_foreign_variants(where: FileTable, save: Save, comm: Comm) -> list[Fin
     """Faults of files that further nodes wrote under a name of this save's, for themselves; collective."""
     if where.access is None:
         return []
-    told = comm.each(lambda: [_read_variant(folder, name) for folder, name in where.list_variants()])
+    told = comm.each(lambda: [_read_variant(folder, name) for folder, name in list_variants(where)])
     variants = [each for held in told for each in held if each.model]
     models = [[*held] for held in save.models]
     for each in variants:
@@ -227,7 +228,7 @@ def _find_late(where: FileTable, headers: Sequence[FileHeader]) -> list[Finding]
     """Warnings of files that were written at another time; of places with copies of one save in each by itself."""
     names = [header.name for header in headers]
     found = find_late_files(where.folder, where.entries, names)
-    if not found or not where.holds_copies({header.name: header.crc for header in headers}):
+    if not found or not hold_copies(where, {header.name: header.crc for header in headers}):
         return found
     each = zip(where.folders, where.own, strict=True)
     return [finding for folder, entries in each for finding in find_late_files(folder, entries, names)]

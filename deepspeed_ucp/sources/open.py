@@ -23,10 +23,11 @@ from .identify import identify_save
 from .index import build_index
 from .module import call_by_name
 from .naming import GroupNames, NamedGroups, Naming
-from .places import FileTable, find_files, list_files
+from .places import find_files, list_by_host, list_files
 from .reading import read_file
 from .save import Save
 from .swapped import adopt_sums
+from .table import FileTable
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -225,7 +226,7 @@ def seal_folder(folder: str, comm: Comm, *, local: bool = False) -> None:
     if where.access is None:
         comm.once(lambda: write_seal(folder, sealed))
     else:
-        hosts = where.list_by_host()
+        hosts = list_by_host(where)
         comm.run(lambda: write_seal(folder, sealed, hosts) if where.is_first else None)
 
 

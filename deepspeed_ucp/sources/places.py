@@ -15,38 +15,22 @@ import socket
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from ..access import ReadAccess
 from ..comm import Comm
-from ..errors import CheckpointError, UcpError, shorten
+from ..errors import CheckpointError, UcpError, join_numbers, shorten
 from ..io.distance import choose_map, measure_distance
-from ..io.failover import Failover
 from ..io.paths import Entry, is_url
 from ..io.read import sum_range
 from ..io.store import note_listed, open_stored
 from ..torchsave.records import sum_directory
 from .files import SEAL, list_entries, read_model_rank, read_optim_ranks, read_swap_name
+from .table import Entries, FileTable, NodeView
 
 logger = logging.getLogger("deepspeed_ucp")
-
-T = TypeVar("T")
-
-Entries = Mapping[str, Entry]
-
-
-@dataclass(frozen=True, slots=True)
-class NodeView:
-    """What the ranks of a view see: the first one's machine, and by place the files' (bytes, time of change)."""
-
-    host: str
-    places: tuple[dict[str, tuple[int, float]], ...]
-
-    def list_entries(self) -> tuple[Entries, ...]:
-        """By place the files."""
-        return tuple({name: Entry(*look) for name, look in held.items()} for held in self.places)
 
 
 class Copy(NamedTuple):
@@ -54,160 +38,6 @@ class Copy(NamedTuple):
 
     place: int
     view: int
-
-
-@dataclass(frozen=True, slots=True)
-class FileTable:
-    """The files of a checkpoint, and where this rank finds them.
-
-    Attributes:
-        folders: of the tag, by place. Messages name the first.
-        entries: all files by name, the same on every rank: of several copies the one that counts.
-        own: by place what this rank sees.
-        near: the places, the nearest first.
-        access: which ranks can read which files, in the order of the entries; None where every rank can read all.
-        odd: (place, name) of what this rank sees that is another file than the one which counts.
-        views: what the ranks see, each view once; empty without ``access``.
-        is_first: this rank speaks for those that see the same.
-    """
-
-    folders: tuple[str, ...]
-    entries: Entries
-    own: tuple[Entries, ...]
-    near: tuple[int, ...] = (0,)
-    access: ReadAccess | None = None
-    odd: frozenset[tuple[int, str]] = frozenset()
-    views: tuple[NodeView, ...] = ()
-    is_first: bool = False
-    _failover: Failover = field(default_factory=Failover)
-
-    @property
-    def folder(self) -> str:
-        """Of the tag in the first place."""
-        return self.folders[0]
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Bytes of each file, ``FOLDER`` for a folder."""
-        return {name: entry.size for name, entry in self.entries.items()}
-
-    def choose(self, keep: Callable[[str], bool]) -> FileTable:
-        """The same of some of the files, by name."""
-        entries, *own = ({name: each[name] for name in each if keep(name)} for each in (self.entries, *self.own))
-        return replace(self, entries=entries, own=tuple(own), access=self.see([*entries]))
-
-    def path(self, name: str, size: int | None = None) -> str:
-        """Where this rank finds a file, of ``size`` bytes if given; in the first place if it finds none."""
-        held = (path for path, nbytes in self.list_copies(name).items() if size in (None, nbytes))
-        return next(held, os.path.join(self.folder, name))
-
-    def list_copies(self, name: str, *, near: bool = False) -> dict[str, int]:
-        """Where this rank finds a file, with its bytes there, by place; ``near``: the nearest first."""
-        places = self.near if near else range(len(self.own))
-        held = [place for place in places if name in self.own[place] and (place, name) not in self.odd]
-        return {os.path.join(self.folders[place], name): self.own[place][name].size for place in held}
-
-    def find(self, name: str) -> list[str]:
-        """Folders in which this rank finds a file, in the order of the places; with another file in it comes last."""
-        held = [place for place, entries in enumerate(self.own) if name in entries]
-        held.sort(key=lambda place: (place, name) in self.odd)
-        return [self.folders[place] for place in held] or [self.folder]
-
-    def read(self, name: str, work: Callable[[str], T]) -> T:
-        """Read a file in the first folder that has it, and in the next one where that fails; ``work``: given a folder.
-
-        Raises:
-            CheckpointError, UnsupportedError: ``work``'s in the first folder, where it fails in all.
-        """
-        folders = {os.path.join(folder, name): folder for folder in self.find(name)}
-        first, *_ = paths = [*folders]
-        return self._failover.read(paths, lambda path: work(folders[path]), first)
-
-    def holds_copies(self, sums: Mapping[str, int | None]) -> bool:
-        """Whether further places have files of the first one's save, by their CRC32s, and no others; all see the same.
-
-        Args:
-            sums: by name the CRC32 of the directory of a file of the save.
-        """
-        first, *others = zip(self.folders, self.own, strict=True)
-        for folder, entries in others:
-            both = [name for name in sums if name in entries and name in first[1]]
-            both = [name for name in both if first[1][name].size == entries[name].size]
-            paths = [os.path.join(folder, name) for name in both]
-            if entries and (not both or list(choose_map(folder)(_sum, paths)) != [sums[name] for name in both]):
-                return False
-        return self.access is None and bool(others)
-
-    def see(self, names: Sequence[str]) -> ReadAccess | None:
-        """Which ranks can read which of some files; None where every rank can read all."""
-        if self.access is None:
-            return None
-        numbers = {name: number for number, name in enumerate(self.entries)}
-        return self.access.choose([numbers[name] for name in names])
-
-    def share(
-        self,
-        names: Sequence[str],
-        work: Callable[[str], T],
-        comm: Comm,
-        apply: Callable[[Callable[[str], T], Sequence[str]], Iterable[T]] = map,
-        *,
-        first: int = 0,
-    ) -> list[T]:
-        """Each file is worked on by one rank that can read it; every rank gets all results; collective.
-
-        Args:
-            apply, first: as of :meth:`.Comm.share`; ``first`` where every rank can read all.
-
-        Raises:
-            UcpError: the first failing rank's error, the same on all ranks.
-        """
-        access = self.see(names)
-        if access is None:
-            return comm.share(names, work, apply, first=first)
-        ranks = access.take_turns(range(len(names))).tolist()
-        mine = [at for at, rank in enumerate(ranks) if rank == comm.rank]
-        parts = comm.each(lambda: dict(zip(mine, apply(work, [names[at] for at in mine]), strict=True)))
-        return [parts[rank][at] for at, rank in enumerate(ranks)]
-
-    def once(self, name: str, work: Callable[[], T], comm: Comm) -> T:
-        """A rank that can read a file runs ``work``; every rank gets its result, or its error; collective."""
-        access = self.see([name])
-        return comm.once(work, 0 if access is None else access.find_reader(0))
-
-    def list_by_host(self) -> dict[str, list[str]]:
-        """Names of the files that each machine has; nothing where all see the same."""
-        held: dict[str, set[str]] = defaultdict(set)
-        for view in self.views:
-            names = (name for place in view.places for name in place)
-            held[view.host] |= {name for name in names if name != SEAL and self.entries[name].size >= 0}
-        return {host: sorted(names) for host, names in sorted(held.items())}
-
-    def describe_hosts(self) -> str:
-        """Of which data-parallel ranks each machine has files, in words; empty where all see the same."""
-        held = {
-            host: {ranks[1] for name in names if (ranks := read_optim_ranks(name))}
-            for host, names in self.list_by_host().items()
-        }
-        told = [f"{host} has the files of data-parallel ranks {_join_ranks(ranks)}" for host, ranks in held.items()]
-        return shorten(told, 16).replace(", ", "; ") if any(held.values()) else ""
-
-    def list_variants(self) -> list[tuple[str, str]]:
-        """Files (folder, name) of this rank's machine under a name that a file which counts has on another one, where
-        every node writes one of its own."""
-        odd = sorted(self.odd) if self.is_first else []
-        return [(self.folders[place], name) for place, name in odd if read_model_rank(name) is not None]
-
-
-def _join_ranks(ranks: Iterable[int]) -> str:
-    """``0-3 and 8``; ``none``."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and runs[-1][1] == rank - 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return " and ".join(f"{low}-{high}" if low != high else str(low) for low, high in runs) or "none"
 
 
 def find_files(folders: Sequence[str], comm: Comm, list_place: Callable[[str], Entries] | None = None) -> FileTable:
@@ -258,6 +88,53 @@ def list_files(folder: str, comm: Comm) -> FileTable:
     entries = comm.once(lambda: list_entries(folder))
     note_listed(folder, entries)
     return FileTable((folder,), entries, (entries,))
+
+
+def hold_copies(table: FileTable, sums: Mapping[str, int | None]) -> bool:
+    """Whether further places have files of the first one's save, by their CRC32s, and no others; all see the same.
+
+    Args:
+        sums: by name the CRC32 of the directory of a file of the save.
+    """
+    first, *others = zip(table.folders, table.own, strict=True)
+    for folder, entries in others:
+        both = [name for name in sums if name in entries and name in first[1]]
+        both = [name for name in both if first[1][name].size == entries[name].size]
+        paths = [os.path.join(folder, name) for name in both]
+        if entries and (not both or list(choose_map(folder)(_sum, paths)) != [sums[name] for name in both]):
+            return False
+    return table.access is None and bool(others)
+
+
+def list_by_host(table: FileTable) -> dict[str, list[str]]:
+    """Names of the files that each machine has; nothing where all see the same."""
+    held: dict[str, set[str]] = defaultdict(set)
+    for view in table.views:
+        names = (name for place in view.places for name in place)
+        held[view.host] |= {name for name in names if name != SEAL and table.entries[name].size >= 0}
+    return {host: sorted(names) for host, names in sorted(held.items())}
+
+
+def describe_hosts(table: FileTable) -> str:
+    """Of which data-parallel ranks each machine has files, in words; empty where all see the same."""
+    held = {
+        host: {ranks[1] for name in names if (ranks := read_optim_ranks(name))}
+        for host, names in list_by_host(table).items()
+    }
+    told = [f"{host} has the files of data-parallel ranks {_describe_ranks(ranks)}" for host, ranks in held.items()]
+    return shorten(told, 16).replace(", ", "; ") if any(held.values()) else ""
+
+
+def list_variants(table: FileTable) -> list[tuple[str, str]]:
+    """Files (folder, name) of this rank's machine under a name that a file which counts has on another one, where
+    every node writes one of its own."""
+    odd = sorted(table.odd) if table.is_first else []
+    return [(table.folders[place], name) for place, name in odd if read_model_rank(name) is not None]
+
+
+def _describe_ranks(ranks: Iterable[int]) -> str:
+    """``0-3 and 8``; ``none``."""
+    return join_numbers(sorted(ranks)).replace(",", " and ") or "none"
 
 
 def _list(folder: str, list_place: Callable[[str], Entries]) -> tuple[Entries, CheckpointError | None]:

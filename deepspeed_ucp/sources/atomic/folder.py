@@ -29,8 +29,8 @@ from ...wrappers import ATOMIC
 from ..files import MANIFEST, holds_atoms
 from ..findings import Finding, from_failure
 from ..headers import FileHeader
-from ..places import FileTable
 from ..reading import read_file
+from ..table import FileTable
 from .universal import open_universal
 
 if TYPE_CHECKING:
