@@ -19,7 +19,7 @@ from .autoep import find_router_aliases
 from .builder import Builder
 from .headers import FileHeader, ModelHeader, Piece, Shape
 from .pieces import Batches, ExpertTensors, FileRun
-from .ranks import SavedRank, list_ranks
+from .ranks import LayerNames, SavedRank, list_ranks
 from .save import Save
 
 Place = tuple[str, int]
@@ -305,16 +305,12 @@ def _find_change(key: str, name: str) -> tuple[str, str]:
 class _LayerFiles:
     """A pipeline's layer files, and what the ranks say about their part of the model.
 
-    A layer's file has the keys of the layer's own state_dict; PipelineModule calls its parameters ``<layer>.<key>``,
-    those of a tied module ``tied_modules.<tied key>.<key>`` (runtime/pipe/module.py, ``_build`` and
-    ``save_state_dict``). Which layer is a tied one, and which stage wrote a file, is not recorded: it is concluded
-    from names and shapes.
+    Which layer is a tied one, and which stage wrote a file, is not recorded: it is concluded from names and shapes.
 
     Attributes:
         ranks: per pipeline stage.
         optimized: parameters that an optimizer owns on some stage.
-        layers: those that have names of their own.
-        tied: per tied module and stage the names in it.
+        names: per pipeline stage those of its layers.
     """
 
     def __init__(self, builder: Builder, tied: Collection[str]) -> None:
@@ -322,42 +318,36 @@ class _LayerFiles:
         self.ranks = [
             builder.ranks[first : first + self.save.tp] for first in range(0, len(builder.ranks), self.save.tp)
         ]
-        self.layers: set[int] = set()
-        self.tied: dict[str, dict[int, set[str]]] = {}
-        self._spans: list[tuple[int, int] | None] = []
+        self.names: list[LayerNames] = []
         for stage, ranks in enumerate(self.ranks):
             models = [self.save.model(stage * self.save.tp + tp) for tp in range(self.save.tp)]
             names = {name for model in models for name in (*model.buffers, *model.frozen_shapes)}
             names.update(*(rank.shapes for rank in ranks))
             names.update(*(tied for model in models if model.param_shapes is None))
-            self._add_stage(stage, names)
-        spans = [span for span in self._spans if span]
-        self._contiguous = all(low[1] < high[0] for low, high in pairwise(spans))
-
-    def _add_stage(self, stage: int, names: Collection[str]) -> None:
-        for name in (name for name in names if name.startswith(TIED)):
-            head, _, key = name.removeprefix(TIED).partition(".")
-            self.tied.setdefault(head, {}).setdefault(stage, set()).add(key)
-        layers = set(map(number_layer, names)) - {-1}
-        self.layers |= layers
-        self._spans.append((min(layers), max(layers)) if layers else None)
+            self.names.append(LayerNames.of(names))
+        self._contiguous = all(
+            max(low) < min(high) for low, high in pairwise(each.own for each in self.names if each.own)
+        )
 
     def _find_tied(self, layer: int, tp: int, tensors: Mapping[str, Piece]) -> list[Place]:
         """(tied key, stage) of the modules that a layer's file can be of: same keys, same shapes, right place."""
+        if any(layer in names.own for names in self.names):
+            return []
         found = []
-        for key, stage in ((key, stage) for key, stages in self.tied.items() for stage in stages):
+        for stage, names in enumerate(self.names):
             shapes = self.ranks[stage][tp].shapes
-            same = (each.shape == shapes.get(f"{TIED}{key}.{name}", each.shape) for name, each in tensors.items())
-            if self.tied[key][stage] <= set(tensors) and all(same) and self._can_hold(stage, layer):
-                found.append((key, stage))
+            for key in names.find_tied(layer, tensors):
+                same = (each.shape == shapes.get(f"{TIED}{key}.{name}", each.shape) for name, each in tensors.items())
+                if all(same) and self._can_hold(stage, layer):
+                    found.append((key, stage))
         return found
 
     def _can_hold(self, stage: int, layer: int) -> bool:
         """Whether a layer can lie on a stage, where stages are runs of layers; elsewhere all can."""
         if not self._contiguous:
             return True
-        before = [span[1] for span in self._spans[:stage] if span]
-        after = [span[0] for span in self._spans[stage + 1 :] if span]
+        before = (held for names in self.names[:stage] for held in names.own)
+        after = (held for names in self.names[stage + 1 :] for held in names.own)
         return max(before, default=-1) < layer < min(after, default=layer + 1)
 
     def add(self) -> None:
@@ -368,7 +358,7 @@ class _LayerFiles:
         for tp, layers in enumerate(self.save.layers):
             for layer, header in layers.items():
                 tensors = header.layer or {}
-                if layer not in self.layers and (fitting := self._find_tied(layer, tp, tensors)):
+                if fitting := self._find_tied(layer, tp, tensors):
                     places[layer] = [place for place in fitting if place in places.get(layer, fitting)]
                     continue
                 named = {f"{layer}.{key}": piece for key, piece in tensors.items()}

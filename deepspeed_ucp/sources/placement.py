@@ -13,6 +13,7 @@ from ..errors import MismatchError, shorten
 from .headers import FileHeader, OptimHeader, Piece, Shape
 from .naming import GroupNames, NamedOptimizer, Naming, fits, group_sizes, pick_names, tell_misfit
 from .order import compare_layers
+from .ranks import LayerNames
 from .save import Save
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -108,20 +109,14 @@ class _TensorParallelRank:
     """
 
     def __init__(self, save: Save, tp: int, live: GroupNames) -> None:
-        names = [strip_compiled(name) for group in live for name, _ in group]
-        keys: dict[str, set[str]] = {}
-        for name in names:
-            if name.startswith(TIED):
-                key, _, rest = name.removeprefix(TIED).partition(".")
-                keys.setdefault(key, set()).add(rest)
-        known = {name.partition(".")[0] for name in names}
+        names = LayerNames.of([strip_compiled(name) for group in live for name, _ in group])
         self.shapes: dict[str, Shape] = {}
         self.layers: dict[str, tuple[FileHeader, Piece]] = {}
         self.tied: dict[str, dict[int, FileHeader]] = {}
         for layer, header in save.layers[tp].items():
             tensors = header.layer or {}
-            fitting = [key for key, held in keys.items() if held <= set(tensors)]
-            if str(layer) in known or len(fitting) != 1:
+            fitting = names.find_tied(layer, tensors)
+            if len(fitting) != 1:
                 self.layers.update({f"{layer}.{key}": (header, piece) for key, piece in tensors.items()})
                 self.shapes.update({f"{layer}.{key}": piece.shape for key, piece in tensors.items()})
             else:

@@ -2,17 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..atoms import TIED, AtomKey, GroupInfo, ParamKey, count, strip_compiled
+from ..atoms import TIED, AtomKey, GroupInfo, ParamKey, count, number_layer, strip_compiled
 from ..errors import CheckpointError
 from ..experts import cut_number, find_expert, find_layer
 from ..flat import FlatBuffer
 from ..topology import number_groups
 from .headers import FileHeader, Shape
 from .save import Save
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNames:
+    """What parameters' names tell of a pipeline's layer files.
+
+    These have the keys of a layer's own state_dict; PipelineModule calls its parameters ``<layer>.<key>``, those of a
+    tied module ``tied_modules.<tied key>.<key>`` (runtime/pipe/module.py, ``_build`` and ``save_state_dict``).
+
+    Attributes:
+        own: layers that have names of their own.
+        tied: per tied module the keys in it.
+    """
+
+    own: set[int]
+    tied: dict[str, set[str]]
+
+    @classmethod
+    def of(cls, names: Collection[str]) -> LayerNames:
+        """From full names."""
+        tied = defaultdict[str, set[str]](set)
+        for head, _, key in (name.removeprefix(TIED).partition(".") for name in names if name.startswith(TIED)):
+            tied[head].add(key)
+        return cls({number_layer(name) for name in names} - {-1}, tied)
+
+    def find_tied(self, layer: int, tensors: Mapping[str, object]) -> list[str]:
+        """The tied modules that a layer's file can be of: it has all their keys."""
+        return [] if layer in self.own else [key for key, names in self.tied.items() if names <= tensors.keys()]
 
 
 @dataclass(slots=True)
@@ -138,14 +167,15 @@ def _find_shape(save: Save, mp: int, raw: str, numels: Mapping[str, int]) -> Sha
 
 
 def _look_into_layers(layers: Mapping[int, FileHeader], name: str, names: set[str]) -> set[Shape]:
-    """Shapes that a parameter has in its layer's file; that of a tied module can be any with such a key."""
+    """Shapes that a parameter has in its layer's file; that of a tied module in any that can be its."""
     head, _, key = name.removeprefix(TIED).partition(".")
+    tensors = {layer: header.layer or {} for layer, header in layers.items()}
     if name.startswith(TIED):
-        named = {each.partition(".")[0] for each in names}
-        files = [header for layer, header in layers.items() if str(layer) not in named]
+        known = LayerNames.of(names)
+        files = [held for layer, held in tensors.items() if head in known.find_tied(layer, held)]
     else:
-        files = [header for layer, header in layers.items() if str(layer) == head]
-    return {header.layer[key].shape for header in files if header.layer and key in header.layer}
+        files = [held for layer, held in tensors.items() if str(layer) == head]
+    return {held[key].shape for held in files if key in held}
 
 
 def _look_into_experts(save: Save, mp: int, name: str) -> set[Shape]:
