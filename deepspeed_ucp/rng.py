@@ -95,10 +95,10 @@ def list_generators(engine: Any = None) -> dict[str, Generator]:
 def follow(engine: Any) -> None:
     """Save and restore the random states of all ranks with every ``save_checkpoint`` and ``load_checkpoint``; to be
     called on every rank."""
-    carry(engine, RANDOM_STATES, Carried(partial(capture, engine), partial(_restore_and_tell, engine)))
+    carry(engine, RANDOM_STATES, Carried(partial(capture, engine), partial(_restore_and_log, engine)))
 
 
-def _restore_and_tell(engine: Any, saved: Mapping[str, Any]) -> None:
+def _restore_and_log(engine: Any, saved: Mapping[str, Any]) -> None:
     rank, derived = connect().rank, restore(engine, saved)
     if derived:
         logger.info("random states derived, not saved ones, on rank %d: %s", rank, ", ".join(derived))

@@ -113,7 +113,7 @@ def test_a_saved_tracker_that_is_not_there_is_told(
     own = {name: each.read() for name, each in rng.list_generators().items()}
     for held, told in ((own, False), ({**own, "accelerator": (b"",)}, False), ({**own, "tracker:mp": (b"",)}, True)):
         saved = rng.make_record([(coords_of(place), held)], dict.fromkeys(held, ()), 1, 2)
-        rng._restore_and_tell(None, saved)
+        rng._restore_and_log(None, saved)
         assert ("tracker:mp" in caplog.text) is told
 
 

@@ -14,7 +14,7 @@ from types import ModuleType
 from ..errors import UcpError
 from ..version import __version__
 from .common import HelpFormatter, Parser, read_storage_options
-from .printing import BROKEN_PIPE, ERROR, INTERRUPTED, Lines, emit, find_rank, prepare_streams, tell
+from .printing import BROKEN_PIPE, ERROR, INTERRUPTED, Lines, emit, find_rank, prepare_streams, print_message
 
 COMMANDS = (
     "run", "supervise", "torchrun",
@@ -84,7 +84,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run_command(_parse(ours))
     except KeyboardInterrupt:
-        tell(f"ds_ucp: interrupted\n{traceback.format_exc()}".rstrip() if "--debug" in ours else "ds_ucp: interrupted")
+        print_message(
+            f"ds_ucp: interrupted\n{traceback.format_exc()}".rstrip() if "--debug" in ours else "ds_ucp: interrupted"
+        )
         return INTERRUPTED
     except BrokenPipeError:
         return BROKEN_PIPE
@@ -121,7 +123,7 @@ def _report(error: Exception, options: argparse.Namespace) -> None:
     from ..comm import describe_os_error
 
     if options.debug:
-        tell(traceback.format_exc().rstrip())
+        print_message(traceback.format_exc().rstrip())
     elif isinstance(error, UcpError) and error.echo:
         return
     if isinstance(error, UcpError):
@@ -131,7 +133,7 @@ def _report(error: Exception, options: argparse.Namespace) -> None:
     else:
         hint = "" if options.debug else " (a fault of ds_ucp itself; --debug shows where)"
         text = f"{type(error).__name__}: {error}{hint}"
-    tell(f"ds_ucp: error: {text}")
+    print_message(f"ds_ucp: error: {text}")
     if getattr(options, "json", False):
         emit(options, {"error": text, "kind": type(error).__name__}, ())
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, advise, shorten
 from .common import Commands, add_checkpoint_options, add_command, find_folders, read_groups, read_rules
-from .printing import ERROR, OK, emit, tell
+from .printing import ERROR, OK, emit, print_message
 
 if TYPE_CHECKING:
     from ..comm import Comm
@@ -93,7 +93,7 @@ def _show(options: argparse.Namespace, survey: Survey) -> None:
     else:
         emit(options, survey.data, write_summary(survey, unfold=options.all))
     if options.plot and not options.quiet:
-        tell(f"ds_ucp: drew {options.plot}")
+        print_message(f"ds_ucp: drew {options.plot}")
 
 
 def pick_parameter(survey: Survey, wanted: str) -> Parameter:
@@ -126,4 +126,4 @@ def _show_damage(options: argparse.Namespace, report: FolderReport) -> None:
         report.require()
     error, data = examine_folder(report)
     emit(options, data, write_damage(data))
-    tell(f"ds_ucp: error: {str(error).removeprefix(f'{report.folder}{os.sep}')}")
+    print_message(f"ds_ucp: error: {str(error).removeprefix(f'{report.folder}{os.sep}')}")

@@ -146,10 +146,10 @@ class Lines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         kind = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
-        tell(f"ds_ucp: {kind}{record.getMessage()}")
+        print_message(f"ds_ucp: {kind}{record.getMessage()}")
 
 
-def tell(text: str) -> None:
+def print_message(text: str) -> None:
     """A message on stderr that leaves a progress bar whole; all but its first line are indented."""
     first, *more = map(escape, text.split("\n"))
     shown = "\n".join([first, *(f"    {line}" for line in more)])

@@ -14,7 +14,7 @@ from typing import Any
 from .. import heartbeat
 from ..errors import ConfigError, UcpError
 from .common import Commands, add_command, read_patterns
-from .printing import ERROR, OK, tell
+from .printing import ERROR, OK, print_message
 
 
 def _read_json(text: str) -> Any:
@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
         default = read_default(options)
         _check_script(options.script, is_module=options.module)
     except UcpError as error:
-        tell(f"ds_ucp run: {error}")
+        print_message(f"ds_ucp run: {error}")
         return ERROR
     run_script(options.script, [*options.launcher, *options.args], is_module=options.module, default_on=default)
     return OK

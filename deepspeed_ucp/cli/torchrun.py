@@ -6,7 +6,7 @@ import argparse
 
 from ..errors import UcpError
 from .common import Commands, add_command
-from .printing import ERROR, OK, tell
+from .printing import ERROR, OK, print_message
 
 
 def add_parser(commands: Commands) -> None:
@@ -33,6 +33,6 @@ def run(options: argparse.Namespace) -> int:
     try:
         run_agent(options.args)
     except UcpError as error:
-        tell(f"ds_ucp torchrun: {error}")
+        print_message(f"ds_ucp torchrun: {error}")
         return ERROR
     return OK

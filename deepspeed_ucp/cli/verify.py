@@ -16,7 +16,7 @@ from .common import (
     read_groups,
     read_work_options,
 )
-from .printing import FAULT, OK, emit, format_bytes, format_duration, tell
+from .printing import FAULT, OK, emit, format_bytes, format_duration, print_message
 
 if TYPE_CHECKING:
     from ..examine.verify import Verification
@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
         if options.seal and found.whole:
             seal_folder(folder, comm)
             if not options.quiet and not comm.rank:
-                tell(f"ds_ucp: wrote {os.path.join(folder, SEAL)}")
+                print_message(f"ds_ucp: wrote {os.path.join(folder, SEAL)}")
     emit(options, to_data(found), to_text(found, headers_only=options.headers_only))
     return OK if found.whole else FAULT
 

@@ -89,11 +89,11 @@ class Degrees:
     def describe(self) -> str:
         """One short phrase: ``ZeRO-3 dp=384 bfloat16 (zero3), 384 ranks``."""
         degrees = "".join(f" {key}={getattr(self, key)}" for key in ("tp", "pp", "sp") if getattr(self, key) > 1)
-        degrees += f" ep={self.tell_ep()}" if max(self.ep) > 1 else ""
+        degrees += f" ep={self.describe_ep()}" if max(self.ep) > 1 else ""
         ranks = f"{self.world} rank{'s' * (self.world > 1)}"
         return f"ZeRO-{self.zero} dp={self.dp}{degrees} {self.precision} ({self.wrapper}), {ranks}"
 
-    def tell_ep(self) -> str:
+    def describe_ep(self) -> str:
         """The expert-parallel degrees as they are asked for: ``2``, ``2.4``."""
         return ".".join(map(str, self.ep))
 

@@ -79,7 +79,9 @@ def spread_layers(index: AtomicIndex, names: Iterable[str], degrees: Degrees) ->
     found = _read_names(index, dict.fromkeys(names))
     if not found:
         if max(degrees.ep) > 1:
-            raise MismatchError(f"The checkpoint has no experts that ep={degrees.tell_ep()} could spread over ranks.")
+            raise MismatchError(
+                f"The checkpoint has no experts that ep={degrees.describe_ep()} could spread over ranks."
+            )
         return {}
     _check_engine(found, degrees)
     counts: dict[str, int] = {}
@@ -87,7 +89,7 @@ def spread_layers(index: AtomicIndex, names: Iterable[str], degrees: Degrees) ->
         counts[read.layer] = max(counts.get(read.layer, 0), read.number + 1)
     asked = degrees.ep * len(counts) if len(degrees.ep) == 1 else degrees.ep
     if len(asked) != len(counts):
-        raise MismatchError(f"ep={degrees.tell_ep()} is for {len(asked)} layers of experts, found {len(counts)}.")
+        raise MismatchError(f"ep={degrees.describe_ep()} is for {len(asked)} layers of experts, found {len(counts)}.")
     layers = {}
     for (layer, held), degree in zip(counts.items(), asked, strict=True):
         if degrees.shards % degree or held % degree:

@@ -83,7 +83,7 @@ def load_direct(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
         _fill(job, target, transfer)
         with report.phase("finish"):
             comm.run(lambda: _finish(job, target, work, saved, with_states=with_states))
-            if comm.rank == 0 and (note := target.tell_made()):
+            if comm.rank == 0 and (note := target.describe_made()):
                 logger.warning("%s", note)
     return pick_client_state(
         saved,

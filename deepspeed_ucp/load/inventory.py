@@ -32,7 +32,7 @@ def gather_inventory(target: Target, extras: Sequence[LiveBuffer], comm: Comm) -
     place = target.place
     ordinals = {name: (each.ordinal, each.count) for name, each in target.instances().items()}
 
-    def tell() -> tuple[int, TargetInventory] | None:
+    def report() -> tuple[int, TargetInventory] | None:
         """This rank's own tensors; the first of its replicas speaks for the others."""
         if not target.is_first_replica:
             return None
@@ -46,7 +46,7 @@ def gather_inventory(target: Target, extras: Sequence[LiveBuffer], comm: Comm) -
             experts_over_tp=target.experts_over_tp,
         )
 
-    parts = [each for each in comm.each(tell) if each is not None]
+    parts = [each for each in comm.each(report) if each is not None]
     return comm.run(lambda: _join(parts, ordinals, place.tp))
 
 
@@ -170,14 +170,14 @@ def warn_idle(index: AtomicIndex, rules: Sequence[RuleSet]) -> None:
 
 
 def settle_layouts(
-    index: AtomicIndex, live: TargetInventory, match: Match, rules: Sequence[RuleSet], *, tell: bool
+    index: AtomicIndex, live: TargetInventory, match: Match, rules: Sequence[RuleSet], *, log: bool
 ) -> Layouts:
     """How source and target cut each matched tensor, by saved name; without tensor parallelism only those of
     another number of rows, which a vocabulary's padding makes.
 
     Args:
         rules: the user's.
-        tell: log what was passed over.
+        log: whether what was passed over is logged.
 
     Raises:
         MismatchError: a tensor whose pattern nothing settles, or shapes that contradict it.
@@ -189,7 +189,7 @@ def settle_layouts(
     target = {saved: shapes[name] for name, saved in match.saved.items()}
     names = [match.params[name].name for name in match.resized] if whole else None
     settled = settle_index(index, rules, target, list_live_rules(live, match.saved), names=names).require()
-    if tell and not whole:
+    if log and not whole:
         for text in settled.notes:
             logger.info("%s", text)
         if settled.unused:

@@ -91,11 +91,11 @@ def prepare(
         return Work(saved)
     extras = comm.run(target.extras) if with_extras else []
     inventory = gather_inventory(target, extras, comm)
-    tell = comm.rank == 0
+    log = comm.rank == 0
 
     def hold_against() -> tuple[Work, Layouts]:
         rules = from_config(config.patterns)
-        if tell:
+        if log:
             warn_idle(saved, rules)
         made = apply_renames(saved, inventory.shapes, list_renames(rules), inventory.aliases)
         index = made.index
@@ -111,7 +111,7 @@ def prepare(
             if with_states:
                 match_groups(index, target.group_members(), match, keep_live=config.param_groups == "live")
         with objections:
-            layouts = settle_layouts(index, live, match, rules, tell=tell)
+            layouts = settle_layouts(index, live, match, rules, log=log)
         optimizer = OptimizerMatch(index, target, match)
         with objections:
             if with_states and not match.fault:
@@ -199,12 +199,12 @@ def _share(inventory: TargetInventory, layouts: Layouts, work: Work, comm: Comm)
     work.state_bytes = sum(counted for _, _, counted in everyone)
     work.replicated = [key for key in cut if is_replicated(atoms[key], layouts[key.name])]
 
-    def tell() -> None:  # rank 0 alone
+    def log_all() -> None:  # rank 0 alone
         for text in dict.fromkeys(text for _, notes, _ in everyone for text in notes):
             logger.warning("%s", text)
-        _tell(work.match, index, {item for grown, *_ in everyone for item in grown.items()})
+        _log_match(work.match, index, {item for grown, *_ in everyone for item in grown.items()})
 
-    comm.once(tell)
+    comm.once(log_all)
     check_instances(index, inventory.counts, work.touched, comm)
 
 
@@ -220,7 +220,7 @@ def _join_touched(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) ->
     return [AtomKey(held[at].name, states[state], held[at].instance) for at, state in np.argwhere(needed).tolist()]
 
 
-def _tell(match: Match, index: AtomicIndex, grown: set[tuple[str, tuple[int, int]]]) -> None:
+def _log_match(match: Match, index: AtomicIndex, grown: set[tuple[str, tuple[int, int]]]) -> None:
     if match.kept:
         logger.warning("%s: %s keep the values that the new model has", index.limits.dropped, shorten(match.kept, 40))
     if match.untouched:

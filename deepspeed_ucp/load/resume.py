@@ -163,7 +163,7 @@ def _load_own(job: LoadContext, own: Callable[[], Loaded], target: Target | None
     Whatever cuts it short, an interrupt too, leaves an engine that is not to be used.
     """
     with_states = job.arguments.with_states
-    tell_edits = watch_edits(job.engine, with_scheduler=job.arguments.load_lr_scheduler_states)
+    describe_edits = watch_edits(job.engine, with_scheduler=job.arguments.load_lr_scheduler_states)
     try:
         with wait_behind_reads(job.engine, job.comm):
             loaded = own()
@@ -174,7 +174,7 @@ def _load_own(job: LoadContext, own: Callable[[], Loaded], target: Target | None
         if hasattr(error, "add_note"):  # Python 3.11
             error.add_note(note)
         raise
-    if job.comm.rank == 0 and (note := tell_edits(loaded[1])):
+    if job.comm.rank == 0 and (note := describe_edits(loaded[1])):
         logger.warning("%s: %s", loaded[0], note)
     release(job.engine)
     return loaded
@@ -216,11 +216,11 @@ def convert_first(
     rules = from_config(config.patterns)
     inventory = gather_inventory(target, (), comm)
 
-    def tell() -> list[RuleSet]:
+    def list_rules() -> list[RuleSet]:
         renamed = find_renamed(list_names(index), {*inventory.shapes, *inventory.aliases}, list_renames(rules))
         return list_live_rules(inventory, {name: renamed.get(name, name) for name in inventory.attributes})
 
-    live = comm.run(tell)
+    live = comm.run(list_rules)
     parent, tag = os.path.split(normalize(folder))
     destination = default_destination(os.path.join(config.atomic_dir or parent, tag))
     options = ConvertOptions(

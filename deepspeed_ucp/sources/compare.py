@@ -84,7 +84,7 @@ def _keep_letters(value: Any) -> str:
     return re.sub(r"\d+", "", value) if isinstance(value, str) else ""
 
 
-def _digest(value: Any, tell: Callable[[Any], str]) -> str:
+def _digest(value: Any, write: Callable[[Any], str]) -> str:
     """A short hash of plain data; empty where there is none, or too much of it."""
     if not value or has_more_parts(value, _LIMIT):
         return ""
@@ -100,7 +100,7 @@ def _digest(value: Any, tell: Callable[[Any], str]) -> str:
         elif isinstance(each, PickledObject):
             found.update(each.kind.encode("utf-8", "replace"))
         elif each is None or isinstance(each, (bool, int, float, str)):
-            found.update(tell(each).encode("utf-8", "replace") + b";")
+            found.update(write(each).encode("utf-8", "replace") + b";")
     return found.hexdigest()[:16]
 
 

@@ -78,7 +78,7 @@ def build_index(save: Save, naming: Naming) -> AtomicIndex:
         flats=flats,
     )
     index = make_index(builder, atoms, optim, topology, groups)
-    return index if optim else index.change(stateless=_tell_stateless(save))
+    return index if optim else index.change(stateless=_describe_stateless(save))
 
 
 def _has_trained(save: Save) -> bool:
@@ -86,7 +86,7 @@ def _has_trained(save: Save) -> bool:
     return any(model.owned for model in save.first_models)
 
 
-def _tell_stateless(save: Save) -> str:
+def _describe_stateless(save: Save) -> str:
     """Why a save has no optimizer states, and what to do."""
     folder, way = save.listing.folder, "For the weights alone load with load_optimizer_states=False"
     if not _has_trained(save):

@@ -165,7 +165,7 @@ def fit_groups(
         for names in (named, held):
             if fits(names, optim, shapes):
                 return names
-    raise MismatchError(f"{tell_misfit(optim, model, shapes, live or ())}", path=path)
+    raise MismatchError(f"{describe_misfit(optim, model, shapes, live or ())}", path=path)
 
 
 def pick_names(live: GroupNames, only_owned: bool) -> list[tuple[str, ...]]:
@@ -173,7 +173,7 @@ def pick_names(live: GroupNames, only_owned: bool) -> list[tuple[str, ...]]:
     return [tuple(strip_compiled(name) for name, owned in group if owned or not only_owned) for group in live]
 
 
-def tell_misfit(optim: OptimHeader, model: ModelHeader, shapes: Mapping[str, Shape], live: GroupNames) -> str:
+def describe_misfit(optim: OptimHeader, model: ModelHeader, shapes: Mapping[str, Shape], live: GroupNames) -> str:
     """Why live groups do not name a saved optimizer's states."""
     names = [strip_compiled(name) for group in live for name, _ in group]
     missing = [name for name in names if name not in shapes]

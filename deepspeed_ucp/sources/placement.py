@@ -11,7 +11,7 @@ from itertools import accumulate, chain, combinations
 from ..atoms import TIED, count, find_owner, number_layer, strip_compiled
 from ..errors import MismatchError, shorten
 from .headers import FileHeader, OptimHeader, Piece, Shape
-from .naming import GroupNames, NamedOptimizer, Naming, fits, group_sizes, pick_names, tell_misfit
+from .naming import GroupNames, NamedOptimizer, Naming, describe_misfit, fits, group_sizes, pick_names
 from .order import compare_layers
 from .ranks import LayerNames
 from .save import Save
@@ -51,15 +51,15 @@ def place_layers(save: Save, naming: Naming, live: GroupNames) -> list[NamedOpti
         if len(found) > 1:
             raise MismatchError(
                 "the layers of the pipeline's stages cannot be told from their states' sizes "
-                f"({_tell(found[0])}, or {_tell(found[1])}). Load with load_optimizer_states=False.",
+                f"({_describe(found[0])}, or {_describe(found[1])}). Load with load_optimizer_states=False.",
                 path=save.path(save.main),
             )
         if found:
-            _tell_two_ways(save, _TwoWays(save, named, module[0].shapes), dual=naming.dual)
+            _warn_two_ways(save, _TwoWays(save, named, module[0].shapes), dual=naming.dual)
             return [_make_part(save, mp, found[0], named, module[mp % save.tp]) for mp in range(len(save.models))]
     for mp in range(save.tp):
         if any(strip_compiled(name) not in module[mp].shapes for group in live for name, _ in group):
-            told = tell_misfit(save.optim(mp), save.model(mp), module[mp].shapes, live)
+            told = describe_misfit(save.optim(mp), save.model(mp), module[mp].shapes, live)
             raise MismatchError(f"{told}", path=save.path(save.models[mp][0]))
     raise MismatchError(
         f"no division of the layers into {save.pp} runs fits the states that the pipeline's "
@@ -69,7 +69,7 @@ def place_layers(save: Save, naming: Naming, live: GroupNames) -> list[NamedOpti
     )
 
 
-def _tell_two_ways(save: Save, search: _TwoWays, *, dual: bool) -> None:
+def _warn_two_ways(save: Save, search: _TwoWays, *, dual: bool) -> None:
     """Tell of stages that may be a DualPipeV's as well; masters are held against the layers, other states cannot be.
 
     Raises:
@@ -95,7 +95,7 @@ def _tell_two_ways(save: Save, search: _TwoWays, *, dual: bool) -> None:
     )
 
 
-def _tell(stages: Sequence[_Stage]) -> str:
+def _describe(stages: Sequence[_Stage]) -> str:
     return " | ".join(shorten([*stage.tied, *stage.layers], 4) or "nothing" for stage in stages)
 
 

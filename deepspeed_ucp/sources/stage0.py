@@ -45,7 +45,7 @@ def build_stage0(builder: Builder, naming: Naming) -> None:
             rank.shapes.update(shapes)
         tied = {strip_compiled(name) for group in live or () for name, _ in group if name.startswith(TIED)}
         add_tensors(builder, tied)
-        _tell_lost(save, builder.close_gaps())
+        _warn_lost(save, builder.close_gaps())
     else:
         if live is None and naming.groups is not None:
             live = name_groups(save, naming.groups)
@@ -53,7 +53,7 @@ def build_stage0(builder: Builder, naming: Naming) -> None:
         add_tensors(builder)
 
 
-def _tell_lost(save: Save, lost: Collection[str]) -> None:
+def _warn_lost(save: Save, lost: Collection[str]) -> None:
     if lost:  # of a layer with a forward_fn there is no file, and masters would be the stage's own
         logger.warning(
             "%s: %s: a pipeline stage's own values are in no file; those of the stage that saved them are taken",
@@ -70,7 +70,7 @@ def _add_optimizers(builder: Builder, live: GroupNames | None, naming: Naming) -
             check_state_shapes(part, save.path(part.header))
     trained = [_find_trained(part, live) for part in parts]
     losses = [part.find_lost() for part in parts]
-    _tell_lost(save, dict.fromkeys(chain(*losses)))
+    _warn_lost(save, dict.fromkeys(chain(*losses)))
     owned = [
         {n: shape for n, shape in held.items() if n not in lost} for held, lost in zip(trained, losses, strict=True)
     ]

@@ -75,7 +75,7 @@ def add_swapped(save: Save) -> list[Finding]:
                     faults.append(look)
                 else:
                     held[state or MASTER] = look
-    return [*faults, *_tell_longer(save, swapped)]
+    return [*faults, *_warn_longer(save, swapped)]
 
 
 def adopt_sums(save: Save, sums: Mapping[str, int]) -> None:
@@ -126,19 +126,19 @@ def _look_at(save: Save, name: SwapName, group: SubGroup) -> FileHeader | Findin
     file = listing.swaps.get(name) or spelled
     size, whole = listing.sizes.get(file), _pad(save, group)
     if size is None:
-        text = f"{listing.path(file)} is missing; it holds {_tell(name, group)}. {COPY}"
+        text = f"{listing.path(file)} is missing; it holds {_describe(name, group)}. {COPY}"
         return Finding("missing", file, text)
     if size < whole:
         text = (
-            f"{listing.path(file)}: has {size} bytes, {_tell(name, group)} takes {whole}. The file is truncated, or "
-            "belongs to another run; put the right one back."
+            f"{listing.path(file)}: has {size} bytes, {_describe(name, group)} takes {whole}. The file is truncated, "
+            "or belongs to another run; put the right one back."
         )
         return Finding("inconsistent", file, text)
     record = FileRecord("", 0, size, None)
     return FileHeader(file, size, swap=Piece(record, 0, (group.numel,), group.dtype))
 
 
-def _tell_longer(save: Save, swapped: Sequence[SubGroup]) -> Iterator[Finding]:
+def _warn_longer(save: Save, swapped: Sequence[SubGroup]) -> Iterator[Finding]:
     """DeepSpeed writes over an earlier engine's file without cutting it; another world size's file looks the same."""
     wholes = {group.index: _pad(save, group) for group in swapped}
     held = [(header, wholes[index]) for (_, index), states in save.swaps.items() for header in states.values()]
@@ -152,7 +152,7 @@ def _tell_longer(save: Save, swapped: Sequence[SubGroup]) -> Iterator[Finding]:
         yield Finding("inconsistent", longer[0], text, WARNING, tuple(longer))
 
 
-def _tell(name: SwapName, group: SubGroup) -> str:
+def _describe(name: SwapName, group: SubGroup) -> str:
     return f"{name.state or MASTER} of {shorten(group.names, 3)} ({group.numel} elements of {group.dtype})"
 
 

@@ -110,7 +110,7 @@ def _complete(by_record: dict[int, list[Checked]], index: AtomicIndex, threads: 
     sums = {number: next(iter(merge_checks(checks)), empty).crc for number, checks in by_record.items()}
     damaged = {number: crc for number, crc in sums.items() if crc != records[number].crc}
     if damaged:
-        raise _tell_damage(index, damaged)
+        raise _describe_damage(index, damaged)
     return sum(gap.nbytes for gap in gaps)
 
 
@@ -123,7 +123,7 @@ def _list_gaps(record: int, checks: Iterable[Checked], nbytes: int) -> Iterator[
             yield Request(record, begin, size, (Part(size, DISCARD, 0),))
 
 
-def _tell_damage(index: AtomicIndex, damaged: Mapping[int, int]) -> CheckpointError:
+def _describe_damage(index: AtomicIndex, damaged: Mapping[int, int]) -> CheckpointError:
     """The first of the records that are damaged, by number with the CRC32s that were found."""
     number, crc = next(iter(damaged.items()))
     record = index.stored.records[number]

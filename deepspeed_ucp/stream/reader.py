@@ -105,7 +105,7 @@ class AtomReader(CopyReader):
             checks += self._read_shard(item, shard, other)
             if other != item.into:
                 raise MismatchError(
-                    f"{_tell_difference(item, shard, other)}", path=os.path.dirname(self.index.run.state_file)
+                    f"{_describe_difference(item, shard, other)}", path=os.path.dirname(self.index.run.state_file)
                 )
         return checks
 
@@ -125,7 +125,7 @@ class AtomReader(CopyReader):
         return checks
 
 
-def _tell_difference(item: Item, shard: int, other: memoryview) -> str:
+def _describe_difference(item: Item, shard: int, other: memoryview) -> str:
     name, state = item.tensor.name, item.tensor.atom.state
     left, right = (np.frombuffer(data, np.uint8).reshape(item.numel, -1) for data in (item.into, other))
     element = item.start + int(np.flatnonzero((left != right).any(1))[0])

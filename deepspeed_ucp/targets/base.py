@@ -377,7 +377,7 @@ class Target(ABC):
         named = ((strip_compiled(key), strip_compiled(name)) for key, name in self.state_dict.keys.items())
         return {key: name for key, name in named if not is_expert(name)}
 
-    def tell_made(self) -> str:
+    def describe_made(self) -> str:
         """What the module's state dict makes anew, and otherwise than it was saved, in words."""
         changed = find_changed(self.engine.module, self.state_dict)
         return f"{shorten(changed)}: the module makes them itself, and not as they were saved" if changed else ""

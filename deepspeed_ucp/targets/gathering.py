@@ -33,14 +33,14 @@ def gather_in_place(flat: torch.Tensor, process_group: Any) -> None:
         return
     parts = partitions.view(torch.uint8)
 
-    def tell(value: Any) -> list[Any]:
+    def gather(value: Any) -> list[Any]:
         told = [None] * size
         dist.all_gather_object(told, value, group=process_group)
         return told
 
     slice_bytes = min(_SLICE, parts.shape[1])
     try:
-        shared = [memory for memory in share_memory(2 * slice_bytes, rank, tell) if memory is not None]
+        shared = [memory for memory in share_memory(2 * slice_bytes, rank, gather) if memory is not None]
     except RemoteError:  # on every rank
         shared = []
     if len(shared) == size:

@@ -151,7 +151,7 @@ def watch_edits(engine: Any, *, with_scheduler: bool = True) -> Callable[[Fields
     """
     held = _copy_groups(engine)
 
-    def tell(client_state: Fields | None) -> str:
+    def describe(client_state: Fields | None) -> str:
         if not held:
             return ""
         config = (client_state or {}).get("ds_config")
@@ -160,7 +160,7 @@ def watch_edits(engine: Any, *, with_scheduler: bool = True) -> Callable[[Fields
         options = {"takes_saved": True, "with_scheduler": with_scheduler}
         return list_edits(engine.basic_optimizer, pairs, engine.lr_scheduler, configured or {}, **options)
 
-    return tell
+    return describe
 
 
 def _copy_groups(engine: Any) -> list[dict[str, Any]]:

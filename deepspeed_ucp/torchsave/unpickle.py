@@ -390,14 +390,14 @@ class _Machine(pickle._Unpickler):
         used = {each for each in walk(self.used) if type(each) is Global} if self.made or looks_up else set[Global]()
         others = {*used, *self.made, *self.states}
 
-        def tell(each: Global) -> Use:
+        def describe(each: Global) -> Use:
             value = each in self.made and each not in used
             member = each.kind == GETATTR and not any(other.kind == GETATTR for other in others)
             states = frozenset(self.states.get(each, ()))
             return Use(each.kind, value, states, each in self.called, each in self.steered, member)
 
         members = tuple(Use(name, member=True) for name in sorted(self.looked_up))
-        return {each: tell(each) for each in named}, members
+        return {each: describe(each) for each in named}, members
 
 
 def _is_plain_call(op: bytes, maker: Global, args: tuple[Any, ...]) -> bool:

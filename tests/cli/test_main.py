@@ -348,11 +348,11 @@ def test_a_closed_pipe_is_no_error() -> None:
 SAYING = """
 import os, sys
 from deepspeed_ucp.cli import dispatch, inspect
-from deepspeed_ucp.cli.printing import emit, tell
+from deepspeed_ucp.cli.printing import emit, print_message
 def run(options):
     opened = os.open(os.devnull, os.O_RDONLY)
     emit(options, {"name": "\\xfc\\u2192\\U0001f600"}, ["1 \\u2192 2 \\u2026 \\xfc"])
-    tell(f"done {opened > 2}")
+    print_message(f"done {opened > 2}")
     return 1
 inspect.run = run
 sys.exit(dispatch.main(["inspect", "x", *sys.argv[1:]]))

@@ -60,7 +60,7 @@ def _build(part: UniversalHeaders) -> tuple[AtomicIndex, list[str]]:
     for name in part.shapes:
         _add_param(builder, part, name)
     _add_steps(builder, part, notes)
-    notes += _tell_copies(part)
+    notes += _describe_copies(part)
     dropped = _add_rest(builder, part, set(part.shapes), notes)
     _check_states(part)
     atoms = builder.finish_atoms()
@@ -238,7 +238,7 @@ def _read_shared(part: UniversalHeaders) -> tuple[Matcher, ...]:
         return ()
 
 
-def _tell_copies(part: UniversalHeaders) -> list[str]:
+def _describe_copies(part: UniversalHeaders) -> list[str]:
     """Parameters of several pipeline stages: the converter joins all stages' files under one name, the last one counts.
 
     Those that the checkpoint says to be alike are taken from the first stage.
