@@ -154,12 +154,12 @@ def read_work_options(options: argparse.Namespace, *, least: int) -> dict[str, A
 
 
 def open_index(
-    options: argparse.Namespace, folder: str, comm: Comm, *, also: Sequence[str] = (), weights_only: bool = False
+    options: argparse.Namespace, folders: Sequence[str], comm: Comm, *, weights_only: bool = False
 ) -> AtomicIndex:
     """The index of a checkpoint, named by ``--groups`` where it is given; collective.
 
     Args:
-        also: further places of it.
+        folders: of it in each place, as :func:`find_folders` has them.
 
     Raises:
         UcpError: what :func:`~deepspeed_ucp.sources.open_checkpoint` raises.
@@ -167,8 +167,8 @@ def open_index(
     from ..sources import open_checkpoint
 
     groups = comm.run(lambda: read_groups(options.groups))
-    first, *others = find_folders(folder, also, comm)
-    return open_checkpoint(first, comm, groups=groups, weights_only=weights_only, also=others)
+    folder, *also = folders
+    return open_checkpoint(folder, comm, groups=groups, weights_only=weights_only, also=also)
 
 
 def find_folders(path: str, also: Sequence[str], comm: Comm) -> list[str]:

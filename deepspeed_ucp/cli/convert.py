@@ -63,10 +63,10 @@ def run(options: argparse.Namespace) -> int:
     )
     with join_launch() as comm:
         rules = comm.run(lambda: read_rules(options))
-        folder = find_folders(options.source, options.also, comm)[0]
-        index = open_index(options, options.source, comm, also=options.also)
-        destination = options.destination or default_destination(folder)
-        report = convert_index(index, folder, destination, comm, how, rules=rules)
+        folders = find_folders(options.source, options.also, comm)
+        index = open_index(options, folders, comm)
+        destination = options.destination or default_destination(folders[0])
+        report = convert_index(index, folders[0], destination, comm, how, rules=rules)
         names = ("source", "destination", "reused", "state_bytes", "bytes_read", "bytes_written", "resumed_bytes")
         data = report.to_data(*names, "nodes", "workers", "phases", "seconds")
         emit(options, {"atoms": report.tensors, **data}, [_to_text(report)])

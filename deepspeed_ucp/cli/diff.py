@@ -13,6 +13,7 @@ from .common import (
     add_checkpoint_options,
     add_command,
     add_work_options,
+    find_folders,
     open_index,
     read_rules,
     read_work_options,
@@ -73,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
     )
     with join_launch() as comm:
         rules = comm.run(lambda: read_rules(options))
-        left, right = (open_index(options, path, comm, also=also) for path, also in _list_sides(options))
+        left, right = (open_index(options, find_folders(*side, comm), comm) for side in _list_sides(options))
         found = diff_checkpoints(left, right, comm, how, rules=rules)
     emit(options, to_data(found, options.a, options.b), to_text(found, everything=options.all))
     return OK if found.equal else FAULT
@@ -115,7 +116,7 @@ def _open_settings(
 
     if is_file(path):
         return None, read_config(path)
-    index = open_index(options, path, Comm(), also=also)
+    index = open_index(options, find_folders(path, also, Comm()), Comm())
     return index, read_saved_config(index)
 
 

@@ -13,6 +13,7 @@ from .common import (
     add_checkpoint_options,
     add_command,
     add_work_options,
+    find_folders,
     open_index,
     read_rules,
     read_work_options,
@@ -100,7 +101,8 @@ def run(options: argparse.Namespace) -> int:
     _check(options)
     with join_launch() as comm:
         only_weights = options.format == "safetensors" or options.weights_only
-        index = open_index(options, options.checkpoint, comm, also=options.also, weights_only=only_weights)
+        folders = find_folders(options.checkpoint, options.also, comm)
+        index = open_index(options, folders, comm, weights_only=only_weights)
         report = _export(options, index, comm)
         names = ("format", "files", "tensors", "parameters", "dtypes", "bytes_read", "bytes_written", "seconds")
         data = {"folder": report.destination, **report.to_data(*names, "nodes", "workers")}

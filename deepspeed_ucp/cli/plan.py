@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, count_of
-from .common import Commands, add_checkpoint_options, add_command, open_index, read_rules
+from .common import Commands, add_checkpoint_options, add_command, find_folders, open_index, read_rules
 from .printing import FAULT, OK, emit, format_bytes, format_count, format_duration, format_table
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ def _plan_resume(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]
     if (options.nodes is None) != (options.ranks_per_node is None):
         raise ConfigError("--nodes and --ranks-per-node go together.")
     speeds, times = _read_bandwidths(options), None
-    index = open_index(options, options.checkpoint, Comm(), also=options.also)
+    index = open_index(options, find_folders(options.checkpoint, options.also, Comm()), Comm())
     found = dry_run(
         index,
         _read_target(options, index),
