@@ -77,6 +77,10 @@ class CheckpointError(UcpError):
     damaged: tuple[int, ...] = ()
 
 
+class ChecksumError(CheckpointError):
+    """The bytes of a file are not those that its writer stored a checksum of."""
+
+
 class MismatchError(UcpError):
     """Checkpoint and live engine disagree: parameters, shapes, param groups or the kind of optimizer."""
 

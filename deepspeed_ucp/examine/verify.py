@@ -407,11 +407,11 @@ def _sort_faults(faults: Iterable[Finding]) -> tuple[Finding, ...]:
     return sort_findings(fault for fault in unique.values() if not _is_repeated(fault, files))
 
 
+_CAUSES = {"manifest": ("header",), "inconsistent": ("crc", "header", "missing", "manifest")}
+"""By kind of a fault the kinds of those that it may follow from, and that tell more."""
+
+
 def _is_repeated(fault: Finding, files: Mapping[str, Set[str]]) -> bool:
     """Whether a fault follows from a more telling one; ``files`` are those with faults, by kind."""
-    if fault.kind == "header":
-        return fault.file in files["crc"] and "has CRC32" in fault.text
-    if fault.kind == "manifest":
-        return fault.file in files["header"]
-    causes = (name for kind in ("crc", "header", "missing", "manifest") for name in files[kind])
-    return fault.kind == "inconsistent" and any(name in fault.text for name in causes)
+    causes = (fault.cause,) if fault.cause else _CAUSES.get(fault.kind, ())
+    return any(name in files[kind] for kind in causes for name in (fault.file, *fault.names))

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..errors import (
     CheckpointError,
+    ChecksumError,
     MismatchError,
     OutOfReachError,
     UcpError,
@@ -53,6 +54,7 @@ class Finding:
         severity: ``fault``, ``warning`` or ``note``.
         names: the atoms, parameters or files that it is about.
         rules: unsettled: rules to be checked and pasted, one for all names that it matches.
+        cause: kind of the finding that it comes from and that tells more, if its file has one.
     """
 
     kind: str
@@ -61,6 +63,7 @@ class Finding:
     severity: str = FAULT
     names: tuple[str, ...] = ()
     rules: tuple[dict[str, Any], ...] = ()
+    cause: str = ""
 
     @property
     def warning(self) -> bool:
@@ -79,7 +82,8 @@ def from_error(folder: str, error: UcpError) -> list[Finding]:
 
 def from_failure(kind: str, file: str, error: UcpError) -> Finding:
     """What a file's error tells: of that kind, unless it is no fault of the file."""
-    return Finding("read" if isinstance(error, OutOfReachError) else kind, file, str(error))
+    kind, cause = "read" if isinstance(error, OutOfReachError) else kind, "crc" * isinstance(error, ChecksumError)
+    return Finding(kind, file, str(error), cause=cause)
 
 
 def make_error(findings: Iterable[Finding]) -> UcpError | None:

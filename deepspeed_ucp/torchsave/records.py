@@ -13,7 +13,7 @@ from typing import BinaryIO, Final, NamedTuple
 
 from isal import isal_zlib
 
-from ..errors import CheckpointError, UnsupportedError
+from ..errors import CheckpointError, ChecksumError, UnsupportedError
 from ..io.opened import Positioned, explain_failure, is_remote, measure, read_ahead, read_at
 from ..io.store import open_regular
 from .objects import RESTORE
@@ -286,10 +286,10 @@ def check_crc(path: str, record: FileRecord, found: int) -> None:
     """Compare a CRC32 with the one that the writer stored.
 
     Raises:
-        CheckpointError: they differ.
+        ChecksumError: they differ.
     """
     if record.crc is not None and found != record.crc:
-        raise CheckpointError(
+        raise ChecksumError(
             f"{record.name} has CRC32 {found:08x}, the writer stored {record.crc:08x}; the file is damaged. {RESTORE}",
             path=path,
         )
