@@ -189,8 +189,8 @@ def _write(path: str, data: Mapping[str, Any]) -> None:
         if os.path.exists(path):
             with open(path, "rb") as earlier:
                 if earlier.read(len(TITLE)) != TITLE.encode():
-                    raise StorageError(f"{path}: is there, and no earlier report; name another file with --out.")
+                    raise StorageError("is there, and no earlier report; name another file with --out.", path=path)
         with open(path, "w", encoding="utf-8") as stream:
             stream.write("\n".join(lines) + "\n")
     except OSError as error:
-        raise StorageError(f"{path}: cannot be written ({error.strerror}).") from None
+        raise StorageError(f"cannot be written ({error.strerror}).", path=path) from None

@@ -110,7 +110,7 @@ def read_load(path: str) -> tuple[Mapping[str, Any], list[Rank]]:
             raise ValueError(f"version {load['version']}")
         return load, [_make_rank(each) for each in load["ranks"]]
     except OSError as error:
-        raise StorageError(f"{path}: {error.strerror}") from None
+        raise StorageError(f"{error.strerror}", path=path) from None
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ConfigError(f"{path}: is no report of a load that this release knows ({error!r}).") from None
 

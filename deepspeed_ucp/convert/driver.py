@@ -360,8 +360,9 @@ def _prepare_folder(work: _Conversion) -> None:
 def _check_folder(folder: str) -> None:
     if not os.path.isdir(folder):
         raise StorageError(
-            f"{folder}: is not here; rank 0 has made it. Every node needs the same destination: name a folder on a "
-            "shared file system."
+            "is not here; rank 0 has made it. Every node needs the same destination: name a folder on a "
+            "shared file system.",
+            path=folder,
         )
 
 

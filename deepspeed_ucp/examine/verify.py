@@ -97,7 +97,7 @@ def list_files(folder: str) -> tuple[dict[str, Entry], list[str]]:
     files = {name: entry for name, entry in sorted(tree.items()) if _holds_state(name)}
     others = sorted(tree.keys() - files.keys())
     if not files:
-        raise CheckpointError(f"{folder}: holds no checkpoint ({shorten(others) or 'nothing'}).")
+        raise CheckpointError(f"holds no checkpoint ({shorten(others) or 'nothing'}).", path=folder)
     return files, [name for name in others if name not in (SEAL, MANIFEST)]
 
 

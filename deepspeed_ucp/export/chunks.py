@@ -114,7 +114,7 @@ class Planner(DefaultSavePlanner):
             stored = self.reader.index.stored
             path = stored.files[stored.records[min(changed).record].file].path
             raise CheckpointError(
-                f"{path}: was written to while it was exported. Export again when no save is under way."
+                "was written to while it was exported. Export again when no save is under way.", path=path
             )
 
 

@@ -117,8 +117,9 @@ def _open_staging(destination: str, source: str, comm: Comm) -> Staging:
     staging = open_staging(destination, source, EXPORT)
     if staging.is_remote and comm.size > 1:
         raise UnsupportedError(
-            f"{destination}: an export's files are written by all nodes together, which a store does not allow. Export "
-            "on one node, or to a shared file system and copy that."
+            "an export's files are written by all nodes together, which a store does not allow. Export "
+            "on one node, or to a shared file system and copy that.",
+            path=destination,
         )
     return staging
 

@@ -194,7 +194,7 @@ def _copy_beside(source: str, folder: str) -> None:
         CheckpointError: there is no ``config.json``.
     """
     if not os.path.isfile(os.path.join(source, "config.json")):
-        raise CheckpointError(f"{source}: holds no config.json, so it is no Hugging Face model.")
+        raise CheckpointError("holds no config.json, so it is no Hugging Face model.", path=source)
     for name in filter(BESIDE.fullmatch, sorted(os.listdir(source))):
         if os.path.isfile(os.path.join(source, name)):
             with explain_full(folder):

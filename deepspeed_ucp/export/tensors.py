@@ -154,7 +154,7 @@ def select_tensors(
     chosen = [kept[key] for key in _order_weights(index) if key in kept]
     if not chosen:
         raise CheckpointError(
-            f"{index.run.state_file}: there are no weights to export. Export a tag whose model states are whole."
+            "there are no weights to export. Export a tag whose model states are whole.", path=index.run.state_file
         )
     return Selection(
         index,

@@ -106,7 +106,7 @@ def connect(url: str, *, writing: bool = False) -> tuple[Any, str]:
         inner = url.rpartition("::")[2]
         raise ConfigError(f"{url}: layers in front of a store are not read; give the store's own URL ({inner}).")
     if writing and scheme in ("http", "https"):
-        raise UnsupportedError(f"{url}: {READ_ONLY}")
+        raise UnsupportedError(READ_ONLY, path=url)
     with _process.lock, pause_collection():  # a fifth of what the imports take
         try:
             kind = _find_kind(url)
@@ -118,7 +118,7 @@ def connect(url: str, *, writing: bool = False) -> tuple[Any, str]:
         except ImportError as error:
             extra = next((extra for extra, schemes in _EXTRAS.items() if scheme in schemes), None)
             advice = f"; pip install 'deepspeed_ucp[{extra}]' installs what reads such URLs." if extra else "."
-            raise UnsupportedError(f"{url}: {error}{advice}") from error
+            raise UnsupportedError(f"{error}{advice}", path=url) from error
         system = _process.systems[key]
     return system, str(system._strip_protocol(normalize(url)))
 
@@ -132,7 +132,7 @@ def _find_kind(url: str) -> Any:
         return fsspec.get_filesystem_class(scheme)
     except ValueError as error:
         advice = "there are s3, gs, abfs, http, https, and others that fsspec knows"
-        raise UnsupportedError(f"{url}: {scheme}:// is unknown; {advice}.") from error
+        raise UnsupportedError(f"{scheme}:// is unknown; {advice}.", path=url) from error
 
 
 def _find_server(kind: Any, url: str) -> dict[str, Any]:

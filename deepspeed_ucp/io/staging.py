@@ -102,7 +102,7 @@ class Staging:
         self.kind = kind
         self.parent, self.name = os.path.split(self.destination)
         if not self.name:
-            raise StorageError(f"{destination}: the root folder cannot be {kind.name}; name a folder below it.")
+            raise StorageError(f"the root folder cannot be {kind.name}; name a folder below it.", path=destination)
         _check_apart(self.destination, source)
         self.folder = self._beside("partial")
         self.aside = self._beside("old")
@@ -310,7 +310,9 @@ class Staging:
     def _exchange(self, overwrite: bool) -> None:
         if not _is_vacant(self.destination):
             if not overwrite or os.path.islink(self.destination) or not self.kind.is_one(self.destination):
-                raise StorageError(f"{self.destination}: appeared while the {self.kind.maker} ran; it is not replaced.")
+                raise StorageError(
+                    f"appeared while the {self.kind.maker} ran; it is not replaced.", path=self.destination
+                )
             os.rename(self.destination, self.aside)
         os.rename(self.folder, self.destination)
         sync_folder(self.parent)
@@ -320,9 +322,9 @@ def _check_apart(destination: str, source: str) -> None:
     real, origin = os.path.realpath(destination), os.path.realpath(source)
     common = os.path.commonpath([real, origin])
     if common == real:
-        raise StorageError(f"{destination}: holds the checkpoint that is read; write it elsewhere.")
+        raise StorageError("holds the checkpoint that is read; write it elsewhere.", path=destination)
     if common == origin:
-        raise StorageError(f"{destination}: lies in the checkpoint that is read; write it elsewhere.")
+        raise StorageError("lies in the checkpoint that is read; write it elsewhere.", path=destination)
 
 
 def _is_vacant(path: str) -> bool:

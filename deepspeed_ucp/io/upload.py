@@ -55,14 +55,14 @@ class RemoteStaging(Staging):
         self.destination, self.kind = normalize(destination), replace(kind, resumable=False)
         self.parent, self.name = os.path.split(self.destination)
         if self.destination.startswith(("http://", "https://")):
-            raise UnsupportedError(f"{destination}: is read only. Write to a folder, or to a store that takes files.")
+            raise UnsupportedError("is read only. Write to a folder, or to a store that takes files.", path=destination)
         if "://" not in self.parent:
-            raise StorageError(f"{destination}: a whole bucket cannot be {kind.name}; name a folder in it.")
+            raise StorageError(f"a whole bucket cannot be {kind.name}; name a folder in it.", path=destination)
         origin = normalize(source)
         if f"{origin}/".startswith(f"{self.destination}/"):
-            raise StorageError(f"{destination}: holds the checkpoint that is read; write it elsewhere.")
+            raise StorageError("holds the checkpoint that is read; write it elsewhere.", path=destination)
         if self.destination.startswith(f"{origin}/"):
-            raise StorageError(f"{destination}: lies in the checkpoint that is read; write it elsewhere.")
+            raise StorageError("lies in the checkpoint that is read; write it elsewhere.", path=destination)
         self.folder = ""
 
     @contextmanager
@@ -103,7 +103,7 @@ class RemoteStaging(Staging):
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise StorageError(f"{self.destination}: cannot be listed ({error}).") from error
+            raise StorageError(f"cannot be listed ({error}).", path=self.destination) from error
 
     def _is_own(self, name: str) -> bool:
         return self.kind.parts.fullmatch(name) is not None
@@ -162,4 +162,4 @@ def _explain(url: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StorageError(f"{url}: cannot be written ({error}).") from error
+        raise StorageError(f"cannot be written ({error}).", path=url) from error

@@ -170,6 +170,6 @@ def _write(work: Callable[[], None], url: str) -> None:
     try:
         attempt(work, url)
     except NotImplementedError as error:
-        raise UnsupportedError(f"{url}: {READ_ONLY}") from error
+        raise UnsupportedError(READ_ONLY, path=url) from error
     except FileNotFoundError as error:
         raise FileNotFoundError(f"there is no bucket {find_store(url)}; check its name and the endpoint") from error

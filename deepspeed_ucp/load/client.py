@@ -118,16 +118,19 @@ def _allow_all(named: Mapping[Use, str]) -> dict[str, Any]:
     if unknown:
         kinds = shorten(dict.fromkeys(use.kind for use in unknown), 20)
         raise UnsupportedError(
-            f"{named[unknown[0]]}: holds objects that are not unpickled without your consent ({kinds}). If you trust "
+            f"holds objects that are not unpickled without your consent ({kinds}). If you trust "
             "the checkpoint, allow these classes with torch.serialization.add_safe_globals or set "
-            '"checkpoint": {"universal": {"trust_pickle": true}}.'
+            '"checkpoint": {"universal": {"trust_pickle": true}}.',
+            path=named[unknown[0]],
         )
     return {**allowed, **{use.kind: each for use, each in found.items() if not use.member}}
 
 
 def _select_client(file: TorchFile) -> dict[Any, Any]:
     if not isinstance(file.tree, dict):
-        raise CheckpointError(f"{file.path}: holds a {type(file.tree).__name__}, a DeepSpeed state file holds a dict.")
+        raise CheckpointError(
+            f"holds a {type(file.tree).__name__}, a DeepSpeed state file holds a dict.", path=file.path
+        )
     kept = {key: value for key, value in file.tree.items() if key not in _BULKY}
     module = file.tree.get("module")
     if isinstance(module, dict):
@@ -291,7 +294,7 @@ def _check_copies(file: TorchFile, calls: Iterable[PickledObject]) -> None:
     """Refuse calls that together copy many times what the file holds."""
     sized = (arg for made in calls for arg in made.args if isinstance(arg, (str, bytes, bytearray, list, tuple)))
     if sum(map(len, sized)) > _COPIES * file.size:
-        raise CheckpointError(f"{file.path}: its objects copy one value over and over; the file is made to harm.")
+        raise CheckpointError("its objects copy one value over and over; the file is made to harm.", path=file.path)
 
 
 def _check_keys(file: TorchFile, calls: Iterable[PickledObject]) -> None:
@@ -303,7 +306,7 @@ def _check_keys(file: TorchFile, calls: Iterable[PickledObject]) -> None:
         try:
             check_keys([key for key in (*given, *filled) if isinstance(key, (int, tuple, frozenset))], {})
         except ValueError as error:
-            raise CheckpointError(f"{file.path}: {describe(made)} has {error}.") from None
+            raise CheckpointError(f"{describe(made)} has {error}.", path=file.path) from None
 
 
 def _build(file: TorchFile, kept: Mapping[Any, Any], allowed: dict[str, Any] | None) -> dict[str, Any]:
@@ -315,8 +318,9 @@ def _build(file: TorchFile, kept: Mapping[Any, Any], allowed: dict[str, Any] | N
     except Exception as error:  # all of it was read before as inert data: what fails now is the objects' own code
         kind = type(error).__name__
         raise UnsupportedError(
-            f"{file.path}: its client state cannot be unpickled ({kind}: {error}). Install what its classes "
-            "need, as in the run that saved it; for the weights alone use `ds_ucp export`."
+            f"its client state cannot be unpickled ({kind}: {error}). Install what its classes "
+            "need, as in the run that saved it; for the weights alone use `ds_ucp export`.",
+            path=file.path,
         ) from error
 
 

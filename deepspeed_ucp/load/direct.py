@@ -247,8 +247,9 @@ def _read_saved(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
         held = saved if own is None else others.pop() if others else read(own)
         if "global_steps" not in held and not job.arguments.load_module_only:
             raise UnsupportedError(
-                f"{own or index.run.state_file}: has no global_steps; it was not saved by engine.save_checkpoint. For "
-                "its weights use load_module_only=True."
+                "has no global_steps; it was not saved by engine.save_checkpoint. For "
+                "its weights use load_module_only=True.",
+                path=own or index.run.state_file,
             )
         return held
 

@@ -119,7 +119,7 @@ class CollectiveReader:
         changed = set(again) - set(self.checks.read)
         if changed:
             path = self.index.stored.files[self.index.stored.records[min(changed).record].file].path
-            raise CheckpointError(f"{path}: was written to while it was being loaded.")
+            raise CheckpointError("was written to while it was being loaded.", path=path)
 
     def _run_pass(self, plan: LoadPlan, *, uncommitted: bool) -> list[Checked]:
         steps = [(number, step) for number, each in enumerate(plan.rounds) for step in range(each.steps)]

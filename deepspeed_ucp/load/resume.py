@@ -109,7 +109,7 @@ def _resume_first_whole(
             if passed and job.comm.rank == 0:
                 logger.warning("%s: resumed from %s; passed over: %s", load_dir, tag, " ".join(passed))
             return loaded
-    raise CheckpointError(f"{load_dir}: none of its {len(passed)} checkpoints is whole: {' '.join(passed)}")
+    raise CheckpointError(f"none of its {len(passed)} checkpoints is whole: {' '.join(passed)}", path=load_dir)
 
 
 def _list_candidates(job: LoadContext, places: Sequence[str], newest: str) -> Iterator[tuple[str, bool]]:

@@ -104,8 +104,9 @@ def _choose(load_dir: str, named: Sequence[str | None]) -> str | None:
     """
     if len({*named} - {None}) > 1:
         raise CheckpointError(
-            f"{load_dir}: ranks see different checkpoints ({_describe_named(named)}). Remove the `latest` of the older "
-            "one, or name the tag (tag=… of load_checkpoint)."
+            f"ranks see different checkpoints ({_describe_named(named)}). Remove the `latest` of the older "
+            "one, or name the tag (tag=… of load_checkpoint).",
+            path=load_dir,
         )
     return next((tag for tag in named if tag is not None), None)
 
@@ -114,8 +115,9 @@ def _compare_asked(load_dir: str, asked: Sequence[str | None]) -> None:
     if len({*asked}) > 1:
         named = _describe_named([tag or "none, so that of `latest`" for tag in asked])
         raise CheckpointError(
-            f"{load_dir}: ranks asked for different tags ({named}), and all load one. Give load_checkpoint the same "
-            "tag on every rank: where each finds it by itself, take rank 0's (torch.distributed.broadcast_object_list)."
+            f"ranks asked for different tags ({named}), and all load one. Give load_checkpoint the same tag "
+            "on every rank: where each finds it by itself, take rank 0's (torch.distributed.broadcast_object_list).",
+            path=load_dir,
         )
 
 

@@ -57,7 +57,7 @@ def order_rules(index: AtomicIndex, rules: Sequence[RuleSet], live: Sequence[Rul
         except MismatchError as error:
             if rules:  # the user's word counts before it; what that leaves open is refused all the same
                 return [*ordered, *live]
-            raise UnsupportedError(f"{index.run.state_file}: {error}. Give the model's patterns.") from error
+            raise UnsupportedError(f"{error}. Give the model's patterns.", path=index.run.state_file) from error
     if index.model.hints.get("args"):
         ordered.append(from_arguments())
     return [*ordered, *live]

@@ -150,6 +150,7 @@ def _unite(one: Any, other: Any, where: tuple[str, str, str]) -> Any:
     if isinstance(one, list) and isinstance(other, list):
         return [*one, *(item for item in other if item not in one)]
     raise CheckpointError(
-        f"{where[1]}: its {where[2]} is {other!r}, {where[0]} has {one!r}. The file belongs to another run; put the "
-        "right one back."
+        f"its {where[2]} is {other!r}, {where[0]} has {one!r}. The file belongs to another run; put the "
+        "right one back.",
+        path=where[1],
     )

@@ -152,7 +152,7 @@ def _check_bucket(load_dir: str) -> None:
         return
     with suppress(OSError):  # who may read one folder of a bucket need not be let look at the bucket
         if not exists(match[0]):
-            raise CheckpointError(f"{load_dir}: there is no bucket {match[0]}; check its name and the endpoint.")
+            raise CheckpointError(f"there is no bucket {match[0]}; check its name and the endpoint.", path=load_dir)
 
 
 def find_tags(load_dir: str) -> list[str]:

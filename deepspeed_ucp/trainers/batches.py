@@ -59,9 +59,10 @@ class Batch:
             MismatchError: with what to do.
         """
         raise MismatchError(
-            f"{folder}: saved with a total batch of {job.total_batch} samples, this run has {self.total} ({self.micro} "
+            f"saved with a total batch of {job.total_batch} samples, this run has {self.total} ({self.micro} "
             f"a device, {count_of(self.ranks, 'rank')}): it would go on at other samples and learning rates. {advice}, "
-            f"or {LIVE}."
+            f"or {LIVE}.",
+            path=folder,
         )
 
 
@@ -74,8 +75,9 @@ def refuse_loader_position(folder: str, job: SavedJob, advice: str = "") -> None
     ranks = connect().size
     if job.ranks != ranks:
         raise UnsupportedError(
-            f"{folder}: a stateful data loader's position was saved by {count_of(job.ranks, 'rank')}, each of its own "
-            f"batches, and means other samples on {ranks}: use deepspeed_ucp.data.ElasticSampler{advice}."
+            f"a stateful data loader's position was saved by {count_of(job.ranks, 'rank')}, each of its own "
+            f"batches, and means other samples on {ranks}: use deepspeed_ucp.data.ElasticSampler{advice}.",
+            path=folder,
         )
 
 

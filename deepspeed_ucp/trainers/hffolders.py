@@ -62,7 +62,7 @@ def choose_folder(args: Any, wanted: Any, config: UniversalConfig) -> Any:
                     logger.warning("%s: resuming from it; passed over: %s", folder, " ".join(dict.fromkeys(passed)))
                 return folder
             passed.append(fault)
-    raise CheckpointError(f"{folders[0]}: neither it nor one before it is whole: {' '.join(dict.fromkeys(passed))}")
+    raise CheckpointError(f"neither it nor one before it is whole: {' '.join(dict.fromkeys(passed))}", path=folders[0])
 
 
 def list_folders(output: str) -> list[str]:
@@ -120,7 +120,7 @@ def _read_beside(folder: str, args: Any, ranks: int, comm: Comm) -> None:
         if exists(schedule):
             read_objects(schedule, trust_pickle=False)
         elif not {"optimizer", "scheduler"} & own.keys():  # else the engine keeps it
-            raise CheckpointError(f"{schedule}: missing")
+            raise CheckpointError("missing", path=schedule)
     for rank in range(comm.rank, ranks, comm.size):
         read_random(folder, ranks, rank)
 
@@ -156,12 +156,14 @@ def _refuse_stateless(folder: str) -> str:
     beside = [name for name in sorted(os.listdir(folder)) if name == _SCHEDULER or name.startswith("rng_state")]
     if beside:
         raise CheckpointError(
-            f"{folder}: the engine's state is missing (`latest` and the folder of a tag, global_step…), which was "
-            f"saved with {beside[0]}. Copy it there, or take an older checkpoint."
+            "the engine's state is missing (`latest` and the folder of a tag, global_step…), which was "
+            f"saved with {beside[0]}. Copy it there, or take an older checkpoint.",
+            path=folder,
         )
     raise CheckpointError(
-        f"{folder}: holds weights without the engine's state (save_only_model leaves out optimizer, scheduler and "
-        "random states), so that no run can be resumed from it: start a new one from its weights."
+        "holds weights without the engine's state (save_only_model leaves out optimizer, scheduler and "
+        "random states), so that no run can be resumed from it: start a new one from its weights.",
+        path=folder,
     )
 
 
@@ -177,11 +179,11 @@ def read_trainer_state(folder: str) -> dict[str, Any]:
         with open(path, encoding="utf-8") as stream:
             state = json.load(stream)
     except FileNotFoundError:
-        raise CheckpointError(f"{path}: missing, which a save writes last: it was cut short. {advice}") from None
+        raise CheckpointError(f"missing, which a save writes last: it was cut short. {advice}", path=path) from None
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error}). {advice}") from error
+        raise CheckpointError(f"cannot be read ({error}). {advice}", path=path) from error
     if not isinstance(state, dict):
-        raise CheckpointError(f"{path}: holds no trainer's state. {advice}")
+        raise CheckpointError(f"holds no trainer's state. {advice}", path=path)
     return state
 
 

@@ -61,7 +61,7 @@ def read_states(path: str, keys: Mapping[str, str], rank: int) -> States:
         if held is not None:
             found["accelerator"] = pack_torch(held[rank % len(held)] if isinstance(held, list) else held)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{path}: holds no random states that this release knows ({error!r}).") from error
+        raise CheckpointError(f"holds no random states that this release knows ({error!r}).", path=path) from error
     return found
 
 
