@@ -16,6 +16,12 @@ if TYPE_CHECKING:  # numpy takes long to import
     from ..access import ReadAccess
 
 
+def _read_all() -> ReadAccess:
+    from ..access import READ_ALL
+
+    return READ_ALL
+
+
 @dataclass(frozen=True, slots=True)
 class GroupInfo:
     """A param group of the source: its parameters and the hyper-parameters that the optimizer kept for them."""
@@ -37,7 +43,7 @@ class StoredAtoms:
         files, records: that atoms' fragments refer to by number.
         atoms: by parameter, state and instance.
         repeated: elements that lie in the files a second time, as ``tp_shard`` and fragment; they have to be the same.
-        access: which ranks can read which files; None where every rank can read all.
+        access: which ranks can read which files.
         failed: paths among the files' places that this rank passes over, since something there has failed.
     """
 
@@ -45,7 +51,7 @@ class StoredAtoms:
     records: Records
     atoms: Atoms
     repeated: dict[AtomKey, tuple[tuple[int, Fragment], ...]] = field(default_factory=dict)
-    access: ReadAccess | None = None
+    access: ReadAccess = field(default_factory=_read_all)
     failed: set[str] = field(default_factory=set, compare=False)
 
     @classmethod

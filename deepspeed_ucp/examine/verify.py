@@ -320,9 +320,9 @@ def _excuse(fault: Finding, left: Set[str]) -> Finding:
 def _share(where: FileTable, comm: Comm) -> list[str]:
     """The files that this rank looks at."""
     sizes, access = {name: max(nbytes, 0) for name, nbytes in where.sizes.items()}, where.access
-    if access is None:
+    if not access.is_partial:
         return share_files(sizes, comm.size)[comm.rank]
-    readers = [access.list_readers(group).tolist() for group in access.groups.tolist()]
+    readers = [access.list_readers(number, comm.size).tolist() for number in range(len(sizes))]
     return share_files(sizes, comm.size, dict(zip(sizes, readers, strict=True)))[comm.rank]
 
 

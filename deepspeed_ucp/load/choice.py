@@ -303,7 +303,7 @@ def _list_elsewhere(index: AtomicIndex, folder: str) -> list[str]:
     """What DeepSpeed's own load would not find of a checkpoint, in words."""
     if is_url(folder):
         return ["DeepSpeed's own load reads no URLs"]
-    if index.stored.access is not None:
+    if index.stored.access.is_partial:
         return ["its files lie on several nodes"]
     inside = os.path.join(folder, "")
     return [] if all(file.path.startswith(inside) for file in index.stored.files) else ["some files lie elsewhere"]

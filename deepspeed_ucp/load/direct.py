@@ -148,7 +148,7 @@ def _fill(job: LoadContext, target: Target, transfer: Transfer) -> None:
 def asks_store(index: AtomicIndex, comm: Comm) -> bool:
     """Whether some rank reads something of a store; collective where ranks may read in different places."""
     here = any(is_url(path) for file in index.stored.files for path in file.copies[:1])
-    if index.stored.access is None and not any(file.places for file in index.stored.files):
+    if not index.stored.access.is_partial and not any(file.places for file in index.stored.files):
         return here  # the same on every rank
     return bool(comm.any_of(np.array([here]))[0])
 
@@ -234,12 +234,12 @@ def _read_saved(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
 
     def find_reader(path: str) -> int:
         """The first rank that can read a file; the same by every rank's reckoning."""
-        return 0 if access is None else access.find_reader(paths.index(path))
+        return access.find_reader(paths.index(path)) if access.is_partial else 0
 
     saved = comm.once(lambda: read(index.run.state_file), find_reader(index.run.state_file))
     own = comm.run(lambda: _find_own_file(index, target))  # which may ask a store
     others: list[dict[str, Any]] = []
-    if access is not None:
+    if access.is_partial:
         questions = [] if own is None else [(find_reader(own), paths.index(own))]
         others = comm.ask(questions, lambda number: read(paths[number]))
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..access import ReadAccess
+from ..access import READ_ALL, ReadAccess
 from ..atoms import Record, Records
 from .locate import Extent, Want, cut_blocks, locate
 
@@ -154,76 +154,38 @@ class Blocks:
         nbytes: of each record.
         block: bytes per block.
         size: ranks.
-        access: which of them can read which records; None where all can read all.
+        access: which of them can read which records.
     """
 
     first: npt.NDArray[np.int64]
     nbytes: npt.NDArray[np.int64]
     block: int
     size: int
-    access: ReadAccess | None = None
+    access: ReadAccess = READ_ALL
 
     @classmethod
-    def of(cls, records: Sequence[Record], block: int, size: int, access: ReadAccess | None = None) -> Blocks:
+    def of(cls, records: Sequence[Record], block: int, size: int, access: ReadAccess = READ_ALL) -> Blocks:
         """Number the blocks of all records one after the other.
 
         Args:
             access: which ranks can read which files.
         """
         records = Records.of(records)
-        nbytes = np.array(records.nbytes, np.int64)
-        counts = -(-nbytes // block)
-        if access is None:
-            return cls(_number(counts), nbytes, block, size)
-        held = access.choose(records.files)
-        first = np.zeros(len(records), np.int64)
-        for rows in split_groups(held.groups):
-            first[rows] = _number(counts[rows])
-        return cls(first, nbytes, block, size, held)
+        nbytes, held = np.array(records.nbytes, np.int64), access.choose(records.files)
+        return cls(held.number(np.arange(len(records)), -(-nbytes // block)), nbytes, block, size, held)
 
     def owners(self, records: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Owner of each (record, byte offset)."""
-        turns: npt.NDArray[np.int64] = self.first[records] + offsets // self.block
-        if self.access is None:
-            return turns % self.size
-        groups = self.access.groups[records]
-        for rows in split_groups(groups):
-            readers = self.access.list_readers(groups[rows[0]])
-            turns[rows] = readers[turns[rows] % len(readers)]
-        return turns
+        return self.access.assign(records, self.first[records] + offsets // self.block, self.size)
 
     def owned(self, rank: int, touched: npt.NDArray[np.int64]) -> Iterable[tuple[int, int]]:
         """(record, block of it) of the blocks that ``rank`` owns in these records, which are ascending."""
-        for record, place, owners in self._list_shares(rank, touched):
+        records, places, steps = self.access.find_places(rank, touched, self.size)
+        begins = (places - self.first[records]) % steps
+        some = begins * self.block < self.nbytes[records]
+        for record, begin, step in zip(*(each[some].tolist() for each in (records, begins, steps)), strict=True):
             count = -(-int(self.nbytes[record]) // self.block)
-            for number in range((place - int(self.first[record])) % owners, count, owners):
-                yield record, number
-
-    def _list_shares(self, rank: int, touched: npt.NDArray[np.int64]) -> Iterable[tuple[int, int, int]]:
-        """Records of which a rank may own blocks, with its place among their owners, and how many these are."""
-        if self.access is None:
-            turns = (rank - self.first[touched]) % self.size
-            return ((record, rank, self.size) for record in touched[turns * self.block < self.nbytes[touched]].tolist())
-        mine = touched[self.access.can_read(rank)[touched]]
-        groups = self.access.groups[mine].tolist()
-        readers = {group: self.access.list_readers(group) for group in set(groups)}
-        places = {group: (int(np.searchsorted(ranks, rank)), len(ranks)) for group, ranks in readers.items()}
-        return ((record, *places[group]) for record, group in zip(mine.tolist(), groups, strict=True))
-
-    def find_blind(self, record: int) -> npt.NDArray[np.bool_] | None:
-        """[ranks] which ranks cannot read a record; None where all can."""
-        return None if self.access is None else ~self.access.who_reads(int(self.access.groups[record]))
-
-
-def _number(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Where each of several runs begins that follow each other."""
-    return np.concatenate([[0], np.cumsum(counts)])[:-1].astype(np.int64)
-
-
-def split_groups(groups: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
-    """By group, ascending, the places where it stands."""
-    order = np.argsort(groups, kind="stable")
-    return np.split(order, np.flatnonzero(np.diff(groups[order])) + 1) if len(groups) else []
+            yield from ((record, number) for number in range(begin, count, step))
 
 
 def address_claims(claims: Sequence[Claim], blocks: Blocks) -> tuple[list[Table], list[list[Claim]]]:

@@ -21,7 +21,7 @@ from operator import itemgetter
 import numpy as np
 import numpy.typing as npt
 
-from ..access import ReadAccess
+from ..access import READ_ALL, ReadAccess
 from ..atoms import Record
 from ..flat import Span, find_gaps
 from .claims import DISCARD, SELF_READ, STAGE, Blocks, Claim, Part, Request, Table, address_claims
@@ -245,7 +245,8 @@ def decide(
         low = number * blocks.block
         high = min(low + blocks.block, int(blocks.nbytes[record]))
         claims = claimed.get((record, number), [])
-        self_read, owner_read = _split(claims, low, sizes.min_direct, blocks.find_blind(record) if claims else None)
+        blind = blocks.access.find_blind(record) if claims else None
+        self_read, owner_read = _split(claims, low, sizes.min_direct, blind)
         gaps = find_gaps(self_read, high, low)
         if owner_read:
             decision.owner_read(record, gaps, owner_read, sizes.share)
@@ -430,7 +431,7 @@ def _pick(addressed: Sequence[Sequence[Claim]], answers: Sequence[Answers], want
 
 
 def plan_ranks(
-    claims: Sequence[Sequence[Claim]], records: Sequence[Record], sizes: ReadSizes, access: ReadAccess | None = None
+    claims: Sequence[Sequence[Claim]], records: Sequence[Record], sizes: ReadSizes, access: ReadAccess = READ_ALL
 ) -> list[LoadPlan]:
     """The plans of as many ranks as there are lists of claims, each on a machine of its own.
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
-from ..access import ReadAccess
+from ..access import READ_ALL, ReadAccess
 from ..atoms import (
     COPY,
     ITEMSIZE,
@@ -119,10 +119,10 @@ class Builder:
             self.files.append(_refer(self.save.listing, header))
         return found
 
-    def find_access(self) -> ReadAccess | None:
-        """Which ranks can read which of the files; None where every rank can read all."""
+    def find_access(self) -> ReadAccess:
+        """Which ranks can read which of the files."""
         where = self.save.listing.where
-        return None if where is None else where.see(list(self._file_ids))
+        return READ_ALL if where is None else where.see(list(self._file_ids))
 
     def add(self, rank: SavedRank, name: str, state: str, header: FileHeader, piece: Piece) -> None:
         """Add a whole local tensor as the shard of atom (name, state) that a tensor-parallel rank holds.

@@ -109,7 +109,7 @@ class _Looks(dict[str, Look]):
 def _identify(looks: _Looks, listing: Listing, comm: Comm) -> SaveFiles:
     """One rank looks where it sees all files, else each file's own readers; collective."""
     where = looks.where
-    if where.access is not None:
+    if where.access.is_partial:
         return identify_save(listing, lambda name: where.once(name, lambda: looks[name], comm))
     if comm.rank:  # meanwhile the others look at what they are likely to be given, one file each
         held = (sorted(files.items()) for files in (listing.model or listing.model_zero3, listing.optim))
@@ -191,7 +191,7 @@ def _read_hosts(path: str) -> dict[str, list[str]]:
 
 def _find_foreign_variants(where: FileTable, save: Save, comm: Comm) -> list[Finding]:
     """Faults of files that further nodes wrote under a name of this save's, for themselves; collective."""
-    if where.access is None:
+    if not where.access.is_partial:
         return []
     told = comm.each(lambda: [_read_variant(folder, name) for folder, name in list_variants(where)])
     variants = [each for held in told for each in held if each.model]

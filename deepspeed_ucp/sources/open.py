@@ -223,11 +223,11 @@ def seal_folder(folder: str, comm: Comm, *, local: bool = False) -> None:
     found = where.share(list(swaps), lambda name: _sum_file(folder, name, swaps[name]), comm)
     sums = dict(zip(swaps, found, strict=True))
     sealed = [replace(header, crc=sums.get(header.name, header.crc)) for header in headers]
-    if where.access is None:
-        comm.once(lambda: write_seal(folder, sealed))
-    else:
+    if where.access.is_partial:
         hosts = list_by_host(where)
         comm.run(lambda: write_seal(folder, sealed, hosts) if where.is_first else None)
+    else:
+        comm.once(lambda: write_seal(folder, sealed))
 
 
 def _sum_file(folder: str, name: str, size: int) -> int:
@@ -243,7 +243,7 @@ def _list_left(findings: Iterable[Finding]) -> list[str]:
 def _survey_normal(where: FileTable, comm: Comm, naming: Naming) -> tuple[AtomicIndex | None, list[Finding]]:
     """The index of a normal checkpoint and everything that is wrong with its files; collective."""
     save, findings = gather_save(where, comm)
-    if naming.weights_only and make_error(findings) is not None and where.access is None:
+    if naming.weights_only and make_error(findings) is not None and not where.access.is_partial:
         save, findings = _read_weights(where, comm) or (save, findings)
     if save is not None and SEAL in where.entries:
         from .seal import compare_seal  # what checks a seal's form takes long to import

@@ -44,7 +44,7 @@ def find_state_file(index: AtomicIndex, mp_rank: int, dp_rank: int = 0) -> str |
     folder, name = os.path.split(run.state_file)
     name = name.replace("mp_rank_00", f"mp_rank_{mp_rank:02d}").replace("zero_pp_rank_0_", f"zero_pp_rank_{dp_rank}_")
     held = [file.path for file in index.stored.files if os.path.basename(file.path) == name]
-    if index.stored.access is not None:
+    if index.stored.access.is_partial:
         return next((path for path in held if path != run.state_file), None)
     paths = (*held, os.path.join(folder, name), os.path.join(folder, CLIENT, name))
     return next((path for path in paths if path != run.state_file and is_file(path)), None)

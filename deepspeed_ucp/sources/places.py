@@ -2,7 +2,7 @@
 
 Every rank lists the tag's folder in every place. Where all see the same, that is all: a digest tells it or, where times
 alone differ, the directories of the files. Else the files of all ranks together are the checkpoint, and a table says
-who can read which (:class:`~..access.ReadAccess`). It is made of views: ranks that see the same, as those of one
+who can read which (:class:`~..access.PartialAccess`). It is made of views: ranks that see the same, as those of one
 machine do, count once.
 """
 
@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from ..access import ReadAccess
+from ..access import READ_ALL, PartialAccess
 from ..comm import Comm
 from ..errors import CheckpointError, UcpError, join_numbers, shorten
 from ..io.distance import choose_map, measure_distance
@@ -103,7 +103,7 @@ def hold_copies(table: FileTable, sums: Mapping[str, int | None]) -> bool:
         paths = [os.path.join(folder, name) for name in both]
         if entries and (not both or list(choose_map(folder)(_sum, paths)) != [sums[name] for name in both]):
             return False
-    return table.access is None and bool(others)
+    return bool(others) and not table.access.is_partial
 
 
 def list_by_host(table: FileTable) -> dict[str, list[str]]:
@@ -254,7 +254,7 @@ def _unite(found: FileTable, told: Sequence[bytes], comm: Comm) -> FileTable:
     return replace(
         found,
         entries={name: Entry(*union.look(name, union.homes[name])) for name in same},
-        access=ReadAccess.of(ranks, readers) if same else None,
+        access=PartialAccess.of(ranks, readers) if same else READ_ALL,
         odd=frozenset(odd),
         views=tuple(union.views),
         is_first=is_first,

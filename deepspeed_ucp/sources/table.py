@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from ..access import ReadAccess
+from ..access import READ_ALL, ReadAccess
 from ..comm import Comm
 from ..io.failover import Failover
 from ..io.paths import Entry
@@ -38,9 +38,9 @@ class FileTable:
         entries: all files by name, the same on every rank: of several copies the one that counts.
         own: by place what this rank sees.
         near: the places, the nearest first.
-        access: which ranks can read which files, in the order of the entries; None where every rank can read all.
+        access: which ranks can read which files, in the order of the entries.
         odd: (place, name) of what this rank sees that is another file than the one which counts.
-        views: what the ranks see, each view once; empty without ``access``.
+        views: what the ranks see, each view once; empty where every rank can read all.
         is_first: this rank speaks for those that see the same.
     """
 
@@ -48,7 +48,7 @@ class FileTable:
     entries: Entries
     own: tuple[Entries, ...]
     near: tuple[int, ...] = (0,)
-    access: ReadAccess | None = None
+    access: ReadAccess = READ_ALL
     odd: frozenset[tuple[int, str]] = frozenset()
     views: tuple[NodeView, ...] = ()
     is_first: bool = False
@@ -96,10 +96,8 @@ class FileTable:
         first, *_ = paths = [*folders]
         return self._failover.read(paths, lambda path: work(folders[path]), first)
 
-    def see(self, names: Sequence[str]) -> ReadAccess | None:
-        """Which ranks can read which of some files; None where every rank can read all."""
-        if self.access is None:
-            return None
+    def see(self, names: Sequence[str]) -> ReadAccess:
+        """Which ranks can read which of some files."""
         numbers = {name: number for number, name in enumerate(self.entries)}
         return self.access.choose([numbers[name] for name in names])
 
@@ -121,14 +119,13 @@ class FileTable:
             UcpError: the first failing rank's error, the same on all ranks.
         """
         access = self.see(names)
-        if access is None:
+        if not access.is_partial:
             return comm.share(names, work, apply, first=first)
-        ranks = access.take_turns(range(len(names))).tolist()
+        ranks = access.take_turns(range(len(names)), comm.size).tolist()
         mine = [at for at, rank in enumerate(ranks) if rank == comm.rank]
         parts = comm.each(lambda: dict(zip(mine, apply(work, [names[at] for at in mine]), strict=True)))
         return [parts[rank][at] for at, rank in enumerate(ranks)]
 
     def once(self, name: str, work: Callable[[], T], comm: Comm) -> T:
         """A rank that can read a file runs ``work``; every rank gets its result, or its error; collective."""
-        access = self.see([name])
-        return comm.once(work, 0 if access is None else access.find_reader(0))
+        return comm.once(work, self.see([name]).find_reader(0))

@@ -67,10 +67,7 @@ def verify_records(index: AtomicIndex, records: Iterable[int], comm: Comm) -> in
 
 def find_answering(stored: StoredAtoms, comm: Comm) -> npt.NDArray[np.int64]:
     """[records] the rank that answers for each record: one that can read its file."""
-    numbers = np.arange(len(stored.records))
-    if stored.access is None or comm.size == 1:
-        return numbers % comm.size
-    return stored.access.choose([record.file for record in stored.records]).take_turns(numbers)
+    return stored.access.take_turns(stored.records.files, comm.size)
 
 
 def send_checks(checks: Sequence[Checked], answering: npt.NDArray[np.int64], comm: Comm) -> list[Checked]:

@@ -20,7 +20,7 @@ def refuse_scattered(index: AtomicIndex, why: str) -> None:
     Raises:
         UnsupportedError: some lie on other machines alone.
     """
-    if index.stored.access is not None and not all(file.places for file in index.stored.files):
+    if index.stored.access.is_partial and not all(file.places for file in index.stored.files):
         raise UnsupportedError(
             f"ranks see different files of this checkpoint, and {why}. Copy all files to where "
             'every rank sees them, or name a further place that has them all ("also", --also).',

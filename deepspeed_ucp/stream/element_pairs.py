@@ -58,7 +58,7 @@ def compare_pairs(index: AtomicIndex, pairs: Sequence[Pair], judge: Judge, comm:
     Raises:
         UcpError: a file cannot be read, or ``judge``'s; the same on every rank.
     """
-    if index.stored.access is None or comm.size == 1:
+    if not index.stored.access.is_partial or comm.size == 1:
         comm.run(lambda: _judge(_read_here(index, pairs), judge))
         return
     batches, first, failed = list(_divide(pairs)), 0, list[UcpError]()
@@ -145,9 +145,6 @@ def _put_together(each: Elements, requests: Iterable[Request], answers: Iterator
 
 def choose_readers(stored: StoredAtoms, files: Sequence[int], comm: Comm) -> list[int]:
     """Who reads something of each of some files: this rank what it can, else ranks that can, in turn."""
-    access = stored.access
-    if access is None:
-        return [comm.rank] * len(files)
-    mine = access.can_read(comm.rank)[np.asarray(files, np.int64)]
-    chosen: list[int] = np.where(mine, comm.rank, access.take_turns(files)).tolist()
+    mine = stored.access.can_read(comm.rank, files)
+    chosen: list[int] = np.where(mine, comm.rank, stored.access.take_turns(files, comm.size)).tolist()
     return chosen

@@ -6,9 +6,9 @@ import logging
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import compress
 from typing import NamedTuple, TypeVar
 
-from ..access import ReadAccess
 from ..atoms import AtomicIndex, StoredAtoms
 from ..comm import Comm
 from ..errors import CheckpointError, UcpError, shorten
@@ -119,21 +119,20 @@ def pass_over_damaged(index: AtomicIndex, damaged: Iterable[int], comm: Comm) ->
     blind = copies.list_blind()
     if not (faults or any(blind)) or not all(map(copies.list_left, files)):
         return None
-    access = ReadAccess.lose(stored.access, blind, len(stored.files)) if any(blind) else stored.access
+    access = stored.access.lose(blind, len(stored.files)) if any(blind) else stored.access
     return index.change(access=access)
 
 
 def _list_lost(stored: StoredAtoms, rank: int) -> set[int]:
     """Files of which this rank has found no copy that it can read, although it sees some."""
-    failed = {number for number, file in enumerate(stored.files) if stored.failed.issuperset(file.copies)}
-    return failed if stored.access is None else {number for number in failed if stored.access.can_read(rank)[number]}
+    failed = [number for number, file in enumerate(stored.files) if stored.failed.issuperset(file.copies)]
+    return set(compress(failed, stored.access.can_read(rank, failed)))
 
 
 def _find_copies(stored: StoredAtoms, files: Iterable[int], rank: int) -> dict[_Copy, list[str]]:
     """The copies of some files that this rank sees, with the paths that lead there: hard links are one copy."""
-    sees = [True] * len(stored.files) if stored.access is None else stored.access.can_read(rank).tolist()
-    found = defaultdict[_Copy, list[str]](list)
-    for number in (number for number in files if sees[number]):
+    wanted, found = [*files], defaultdict[_Copy, list[str]](list)
+    for number in compress(wanted, stored.access.can_read(rank, wanted)):
         for path in stored.files[number].copies:
             found[_Copy(number, identify_file(path))].append(path)
     return found

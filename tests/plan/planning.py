@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from deepspeed_ucp.access import ReadAccess
+from deepspeed_ucp.access import READ_ALL, ReadAccess
 from deepspeed_ucp.atoms import Atom, AtomicIndex, Fragment, Record, RunState, Shard, StoredAtoms
 from deepspeed_ucp.plan import DISCARD, Blocks, Claim, Extent, LoadPlan, Part, ReadSizes, Want, locate, make_claims
 from deepspeed_ucp.plan.claims import STAGE
@@ -45,7 +45,7 @@ def plan_pieces(
     block: int = 1 << 20,
     window: int = 1 << 20,
     min_direct: int = 1,
-    access: ReadAccess | None = None,
+    access: ReadAccess = READ_ALL,
 ) -> Planned:
     """The plans of as many ranks as there are lists of pieces."""
     claims = [make_claims(mine, block) for mine in pieces]
