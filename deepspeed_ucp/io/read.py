@@ -1,4 +1,7 @@
-"""Reading of requests with ``preadv``, each byte once, checksummed while it is still in the cache."""
+"""Reading of requests, each byte once, to its place where that can be, checksummed while it is still in the cache.
+
+The bytes themselves come from a :class:`~.interface.Stored`: ``opened`` has local files, ``ranged`` those behind URLs.
+"""
 
 from __future__ import annotations
 

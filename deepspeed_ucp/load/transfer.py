@@ -101,7 +101,7 @@ class Transfer:
             read_with_failover(self.work.index, attempt, self.comm)
 
     def read(self) -> list[Checked]:
-        """Pass 1: read everything, with its checksums, and fill what is not part of the engine."""
+        """Pass 1: read everything, with its checksums, and fill what is not part of the engine or can be made again."""
         return self.reader.read_first()
 
     def verify(self) -> int:
