@@ -58,7 +58,8 @@ class Wrapper:
         live_class: DeepSpeed's class; empty where the engine has the optimizer itself, or nothing.
         masters, params: attributes of a live one, with the masters and the parameters that they belong to, group by
             group (sub-group by sub-group).
-        keys: that its state dict has in a file, that of the masters in front.
+        keys: that its state dict has in a file, that of the masters in front: of ``SINGLE`` a list of them
+            for each group.
         inner: key there of the torch optimizer's own state dict; empty where it is that itself.
         by_pipelines: stages at which engines have it by themselves only where they are pipelines.
         has_copies: the model computes with copies of the masters, and not with these themselves.

@@ -157,6 +157,8 @@ class Store(ABC):
     def open_regular(self, path: str, /) -> BinaryIO:
         """Open a file to be read here and there in it; of one behind a URL what was read is kept.
 
+        It has a descriptor (``fileno``), or else is an :class:`~.opened.Positioned` with a ``read_ahead`` of its own.
+
         Raises:
             OSError: it cannot be opened, or is no regular file.
         """
