@@ -61,6 +61,7 @@ _HF, _ACCELERATE, _SCHEDULER = "transformers.trainer", "accelerate.accelerator",
 TABLE += [
     Wrapped(_HF, _HF, "Trainer.train", "trainers.huggingface", "train"),
     Wrapped(_HF, _HF, "Trainer._load_optimizer_and_scheduler", "trainers.huggingface", "load_scheduler"),
+    Wrapped(_HF, _HF, "Trainer._save_optimizer_and_scheduler", "trainers.huggingface", "save_optimizer_and_scheduler"),
     Wrapped(_HF, _HF, "Trainer.compute_loss", "trainers.huggingface", "compute_loss"),
     Wrapped(_HF, _HF, "Trainer._inner_training_loop", "trainers.huggingface", "inner_training_loop"),
     Wrapped(_HF, _HF, "Trainer.set_initial_training_values", "trainers.huggingface", "set_initial_training_values"),

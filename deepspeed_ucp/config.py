@@ -17,6 +17,41 @@ ENVIRONMENT = "DEEPSPEED_UCP"
 Argument = Literal["load_module_strict", "load_optimizer_states", "load_lr_scheduler_states", "load_module_only"]
 
 
+class SaveTier(BaseModel):
+    """A place that saves go to from memory.
+
+    Attributes:
+        place: a folder of tags, or its URL.
+        every: of so many saves one goes there.
+        keep: how many of the run's saves stay there; all unless it is said.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    place: str
+    every: int = Field(default=1, ge=1)
+    keep: int | None = Field(default=None, ge=1)
+
+
+class SaveOptions(BaseModel):
+    """Saves that do not stop training; ``"save": true`` takes all defaults.
+
+    Attributes:
+        memory: folder in which saves lie until they are written, and the newest ones after it: of memory, or of local
+            NVMe. It may name variables of the environment.
+        keep: whole saves of this run that stay there.
+        to: where saves go instead of the folder that the script names.
+        wait_s: seconds for which the end of the job waits for what is not written yet, and one node for another's part.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    memory: str = "/dev/shm"
+    keep: int = Field(default=1, ge=1)
+    to: list[SaveTier] = []
+    wait_s: float = Field(default=600, ge=0)
+
+
 class UniversalConfig(BaseModel):
     """Options of the plugin for one engine; ``"universal": true`` takes all defaults.
 
@@ -53,6 +88,8 @@ class UniversalConfig(BaseModel):
             report``).
         storage_options: for the stores behind URLs, as fsspec's file systems take them (``endpoint_url``, ``anon``…);
             what is not said here is fsspec's configuration's and the environment's to say.
+        save: ``true`` or an object (:class:`SaveOptions`): ``save_checkpoint`` writes into memory, and a process of its
+            own from there to where it is to go, while training goes on. Loads take the newest whole save of both.
         trust_pickle: allow custom Python classes in the client state, as ``torch.load(weights_only=False)`` does. Only
             for checkpoints you trust.
     """
@@ -76,7 +113,13 @@ class UniversalConfig(BaseModel):
     also: list[str] = []
     report: str | None = None
     storage_options: dict[str, Any] | None = None
+    save: SaveOptions | None = None
     trust_pickle: bool = False
+
+    @field_validator("save", mode="before")
+    @classmethod
+    def _read_switch(cls, value: object) -> object:
+        return ({} if value else None) if isinstance(value, bool) else value
 
     @field_validator("report")
     @classmethod
@@ -135,7 +178,8 @@ def _check_options(who: str, value: Mapping[Any, Any]) -> dict[str, Any]:
     try:
         UniversalConfig.model_validate(dict(value))
     except ValidationError as error:
-        faults = describe_faults(error, UniversalConfig.model_fields, describe_keys())
+        keys = (name for model in (UniversalConfig, SaveOptions, SaveTier) for name in model.model_fields)
+        faults = describe_faults(error, keys, describe_keys())
         raise ConfigError(f"{who} is not valid: {faults}") from None
     return dict(value)
 

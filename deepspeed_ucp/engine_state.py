@@ -82,6 +82,7 @@ class EngineState:
         broken: why it must not be used: it holds a part of a checkpoint. Empty where it does not.
         half_states: of a broken one: its optimizer's states may be a mixture, which a load of the weights alone leaves.
         accumulation: under Lightning, that of the run that began, where this run's differs.
+        saver: of its saves into memory (:mod:`deepspeed_ucp.saves.saver`), from the first one on.
     """
 
     param_groups: list[list[str]] | None = None
@@ -91,6 +92,7 @@ class EngineState:
     broken: str = ""
     half_states: bool = False
     accumulation: int | None = None
+    saver: Any = None
 
 
 def find_state(engine: Any) -> EngineState:

@@ -19,16 +19,17 @@ from typing import Any
 
 from . import heartbeat
 from .attach import get_default
-from .comm import connect
+from .comm import Comm, connect
 from .config import SECTION, UniversalConfig, choose_batch, parse_config, read_environment
 from .engine_state import collect, find_state, get_config, hand_out
-from .errors import UcpError, count_of, describe_changes
+from .errors import CheckpointError, UcpError, count_of, describe_changes
 from .io.store import begin_reading, end_reading, set_storage_options
 from .load.context import LoadArguments
 from .load.disabled import load_switched_off
 from .load.resume import resume
 from .patterns import from_config
 from .preemption import end_step
+from .saves.saver import find_in_memory, save_into_memory
 from .sealing import seal_last, seal_late, seal_save
 from .targets.guard import guard_engine
 from .uncaught import find_fault, shorten_uncaught
@@ -127,10 +128,21 @@ def _save_checkpoint(
     """DeepSpeed's own save, with what the engine carries; the seal is written when all files are there, as
     ``checkpoint.universal.seal`` asks."""
     seal_last(engine)
-    saved = original(engine, save_dir, tag, collect(engine, client_state), *args, **more)
+    tag = f"global_step{engine.global_steps}" if tag is None else tag
+    client_state = collect(engine, client_state)
+
+    def write(folder: Any) -> Any:
+        return original(engine, folder, tag, client_state, *args, **more)
+
+    config, in_memory = get_config(engine), False
+    if config is None or config.save is None:
+        saved = write(save_dir)
+    else:
+        latest = bool(args[0] if args else more.get("save_latest", True))
+        saved, in_memory = save_into_memory(engine, config, str(save_dir), str(tag), write, latest=latest)
     heartbeat.report_step(engine.global_steps)
-    if not is_decoupled(engine):
-        seal_save(engine, save_dir, f"global_step{engine.global_steps}" if tag is None else tag)
+    if not (in_memory or is_decoupled(engine)):
+        seal_save(engine, save_dir, tag)
     return saved
 
 
@@ -207,8 +219,9 @@ def _load(
     else:
         arguments, begin = LoadArguments(**wanted), time.monotonic()
         try:
-            with connect():
-                path, client_state = resume(engine, load_dir, tag, arguments, config, own, unknown=unknown)
+            with connect() as comm:
+                found = _load_from_memory(engine, load_dir, tag, arguments, config, own, unknown, comm)
+                path, client_state = found or resume(engine, load_dir, tag, arguments, config, own, unknown=unknown)
         finally:
             end_reading()
         if path is not None and engine.global_rank == 0:
@@ -218,3 +231,33 @@ def _load(
         with guard_engine(engine, with_states=False):
             hand_out(engine, client_state, wanted=not wanted["load_module_only"], together=config is not None)
     return path, client_state
+
+
+def _load_from_memory(
+    engine: Any,
+    load_dir: str,
+    tag: Any,
+    arguments: LoadArguments,
+    config: UniversalConfig,
+    own: Callable[..., Any],
+    unknown: list[str],
+    comm: Comm,
+) -> Any:
+    """Load what is newer in the nodes' memory than in its place; None where nothing is; collective.
+
+    What is found damaged there, before it has changed anything, is a warning.
+    """
+    found = find_in_memory(engine, config, load_dir, tag, comm)
+    if found is None:
+        return None
+    if comm.rank == 0:
+        logger.info("%s: taken from memory, tag %s of step %d: %s", load_dir, found.tag, found.step, found.folder)
+    own, marked = partial(own, load_dir=found.folder, tag=found.tag), find_state(engine).broken
+    try:
+        return resume(engine, found.folder, found.tag, arguments, config, own, unknown=unknown)
+    except CheckpointError as error:
+        if find_state(engine).broken is not marked:
+            raise
+        if comm.rank == 0:
+            logger.warning("%s: what memory holds cannot be loaded: %s", load_dir, error)
+        return None

@@ -18,6 +18,7 @@ import numpy as np
 from .comm import connect
 from .engine_state import Preemption, find_state
 from .heartbeat import has_passed_on, is_watched
+from .saves.saver import finish_saves
 from .writer import end_writer, finish_save
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -101,6 +102,7 @@ def end_step(engine: Any) -> None:
         logger.warning("%s: saving to %s at step %d", names, asked.save_dir, engine.global_steps)
     engine.save_checkpoint(asked.save_dir, client_state=dict(asked.client_state()) if asked.client_state else {})
     finish_save(engine)
+    finish_saves(engine)
     for number in came:
         _arrived[number] = False
     ends = [(asked.actions if for_all else asked.alone)[number] for number, for_all in came.items()]

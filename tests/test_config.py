@@ -66,6 +66,7 @@ def test_true_and_an_empty_object_take_all_defaults() -> None:
         "also": [],
         "report": None,
         "storage_options": None,
+        "save": None,
         "trust_pickle": False,
     }
 
@@ -89,6 +90,12 @@ def test_every_key_can_be_set() -> None:
         "also": ["/local", "s3://bucket/run"],
         "report": "reports",
         "storage_options": {"endpoint_url": "http://localhost:9000"},
+        "save": {
+            "memory": "/local/nvme",
+            "keep": 2,
+            "to": [{"place": "s3://bucket/run", "every": 10, "keep": 5}],
+            "wait_s": 60.0,
+        },
         "trust_pickle": True,
     }
     found = parse(given)
@@ -127,6 +134,10 @@ def test_the_guide_tells_every_option_and_its_default(pytestconfig: pytest.Confi
         ({"preserve_batch_size": 1}, "preserve_batch_size"),
         ({"patterns": 3}, "patterns"),
         ({"report": "s3://bucket/reports"}, "report"),
+        ({"save": 1}, "save"),
+        ({"save": {"keep": 0}}, "save"),
+        ({"save": {"to": [{"every": 2}]}}, "save"),
+        ({"save": {"too": []}}, "save"),
         ({"patterns": ("bloom",)}, "patterns"),
         ({"storage_options": "anon"}, "storage_options"),
         ({"trust_pickle": "yes"}, "trust_pickle"),

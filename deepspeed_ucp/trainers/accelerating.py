@@ -18,6 +18,7 @@ from ..config import UniversalConfig
 from ..engine_state import get_config
 from ..errors import ConfigError, count_of
 from ..load.client import read_objects
+from ..saves.saver import finish_saves
 from ..sources.latest import check_tag
 from ..sources.open import look_at_job
 from .batches import Batch, refuse_loader_position, warn_unfinished
@@ -80,7 +81,10 @@ def save_state(original: Callable[..., Any], accelerator: Any, *args: Any, **kwa
             "gradients are in no file, a resume has to take these micro batches again. Save where "
             "accelerator.sync_gradients is true."
         )
-    return original(accelerator, *args, **kwargs)
+    saved = original(accelerator, *args, **kwargs)
+    for engine in filter(get_config, accelerator._models):
+        finish_saves(engine)  # older ones may be removed next
+    return saved
 
 
 def load_state(

@@ -26,6 +26,7 @@ from ..comm import connect
 from ..config import UniversalConfig
 from ..errors import MismatchError, UnsupportedError, count_of, describe_changes
 from ..hook import read_options, show_decisions
+from ..saves.saver import finish_saves
 from .batches import LIVE, Batch
 from .hffolders import choose_folder, find_job, read_random, read_trainer_state
 from .randomness import restore_ranks
@@ -298,6 +299,13 @@ def _read_steps(folder: str) -> int | None:
     state = read_trainer_state(folder)
     step, epoch = state.get("global_step"), state.get("epoch")
     return math.ceil(step / epoch - 1e-6) if step and epoch else None
+
+
+def save_optimizer_and_scheduler(original: Callable[..., Any], trainer: Any, output_dir: Any) -> None:
+    """``Trainer._save_optimizer_and_scheduler``: written when it returns, as older checkpoints are removed next."""
+    original(trainer, output_dir)
+    if trainer.is_deepspeed_enabled:
+        finish_saves(trainer.model_wrapped)
 
 
 def load_scheduler(original: Callable[..., Any], trainer: Any, checkpoint: str | None) -> None:

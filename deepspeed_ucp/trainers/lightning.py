@@ -17,6 +17,7 @@ from ..config import UniversalConfig
 from ..data import Order
 from ..engine_state import find_state, get_config
 from ..errors import ConfigError
+from ..saves.saver import finish_saves
 from ..sources.latest import find_checkpoint
 from ..sources.open import look_at_job
 from .batches import Batch, refuse_loader_position, warn_unfinished
@@ -74,7 +75,9 @@ def save_checkpoint(
     """``DeepSpeedStrategy.save_checkpoint``: by what the gradients were divided is saved where it is kept."""
     begun = find_state(strategy.model).accumulation
     kept = {} if begun is None else {_ACCUMULATION: begun}
-    return original(strategy, {**checkpoint, **kept}, *args, **kwargs)
+    saved = original(strategy, {**checkpoint, **kept}, *args, **kwargs)
+    finish_saves(strategy.model)  # older ones may be removed next
+    return saved
 
 
 def backward(original: Callable[..., Any], precision: Any, tensor: Any, model: Any, *args: Any, **kwargs: Any) -> Any:

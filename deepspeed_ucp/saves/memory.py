@@ -1,0 +1,210 @@
+"""What lies in memory: folders of jobs, with a folder for each of their saves, which outlive every process.
+
+``<memory>/deepspeed_ucp-<user>/<job>/`` has ``owner`` (the process that saves), ``lock`` (held by the writer while it
+lives) and a folder for each save. That is a folder of tags as any other, with DeepSpeed's own files of one tag in it;
+``save-<node>.json`` is there once all ranks of the node have written, ``done-<node>.json`` says which places have it.
+Numbers of saves rise, whatever the clock does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from ..errors import StorageError
+from ..io.disk import write_atomically
+
+_RECORD, _DONE = "save-", "done-"
+_OWNER, _WRITTEN = "owner", "written"
+LOCK = "lock"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a save goes to.
+
+    Attributes:
+        folder: of the tags, or its URL.
+        keep: how many of this job's saves stay there; None: all.
+    """
+
+    folder: str
+    keep: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A save in the memory of one node.
+
+    Attributes:
+        job: of which it is, the same on all nodes.
+        number: among the saves of that job.
+        save_dir: that the script named, as :func:`normalize` has it.
+        tag: under which it is there.
+        step: of the engine.
+        latest: whether ``latest`` is to name it.
+        node, nodes: whose files these are, of how many nodes; each has a part of them.
+        places: that are to have it.
+        folder: of tags, in memory; not in the record.
+    """
+
+    job: str
+    number: int
+    save_dir: str
+    tag: str
+    step: int
+    latest: bool
+    node: int
+    nodes: int
+    places: tuple[Place, ...]
+    folder: str = ""
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Which save it is, on every node."""
+        return self.job, self.number
+
+    def list_files(self) -> list[str]:
+        """What belongs to it, by paths below :attr:`folder`: the tag's files, and scripts beside the tag."""
+        found = []
+        for above, _, names in os.walk(self.folder):
+            found += [os.path.relpath(os.path.join(above, name), self.folder) for name in names]
+        own = (_RECORD, _DONE, "latest", ".")
+        return sorted(name for name in found if os.sep in name or not name.startswith(own))
+
+    def list_pending(self) -> list[Place]:
+        """Places that do not have it yet."""
+        done = self.read_done()
+        return [place for place in self.places if place.folder not in done]
+
+    def read_done(self) -> dict[str, str]:
+        """By place that has it, or is not to have it any more, in a word which of both: ``written``, ``dropped``."""
+        try:
+            told: dict[str, str] = json.loads(Path(self.folder, f"{_DONE}{self.node}.json").read_text())
+        except FileNotFoundError:
+            return {}
+        return told
+
+    def note_done(self, place: Place, how: str) -> None:
+        """Note that a place has it, or is not to have it any more."""
+        told = json.dumps({**self.read_done(), place.folder: how})
+        write_atomically(os.path.join(self.folder, f"{_DONE}{self.node}.json"), told.encode())
+
+    def write_record(self) -> None:
+        """Say that it is whole on this node.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        told = asdict(replace(self, folder=""))
+        write_atomically(os.path.join(self.folder, f"{_RECORD}{self.node}.json"), json.dumps(told).encode())
+
+    def remove(self) -> None:
+        """Give its memory back; the record goes first."""
+        with suppress(FileNotFoundError):
+            os.unlink(os.path.join(self.folder, f"{_RECORD}{self.node}.json"))
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class Job:
+    """The folder of one job's saves in a node's memory."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self.name = os.path.basename(folder)
+
+    def own(self) -> None:
+        """Make the folder, and say that this process saves into it."""
+        os.makedirs(self.folder, mode=0o700, exist_ok=True)
+        write_atomically(os.path.join(self.folder, _OWNER), _sign(os.getpid()).encode())
+
+    def is_owned(self) -> bool:
+        """Whether the process that saves into it lives."""
+        try:
+            told = Path(self.folder, _OWNER).read_text()
+            return _sign(int(told.split()[0])) == told
+        except (OSError, ValueError, IndexError):
+            return False
+
+    def read_written(self) -> dict[str, list[str]]:
+        """By place the tags that this job has there, in the order in which they were written."""
+        try:
+            told: dict[str, list[str]] = json.loads(Path(self.folder, _WRITTEN).read_text())
+        except FileNotFoundError:
+            return {}
+        return told
+
+    def note_written(self, written: Mapping[str, list[str]]) -> None:
+        """Note what :meth:`read_written` tells."""
+        write_atomically(os.path.join(self.folder, _WRITTEN), json.dumps(written).encode())
+
+    def find_folder(self, number: int) -> str:
+        """Of a save."""
+        return os.path.join(self.folder, f"{number:08d}")
+
+    def list_numbers(self) -> list[int]:
+        """Of all saves that were begun, the first one first."""
+        return sorted(int(name) for name in _list(self.folder) if name.isdecimal())
+
+    def list_saves(self) -> list[Snapshot]:
+        """Those that are whole on this node, the first one first."""
+        return [save for number in self.list_numbers() for save in _read_records(self.find_folder(number))]
+
+    def remove(self) -> None:
+        """Give all of its memory back."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def find_root(memory: str) -> str:
+    """The folder of this user's jobs in a folder of memory, which may name variables of the environment.
+
+    Raises:
+        StorageError: it is another user's.
+    """
+    root = os.path.join(os.path.abspath(os.path.expandvars(memory)), f"deepspeed_ucp-{os.getuid()}")
+    os.makedirs(root, mode=0o700, exist_ok=True)
+    if os.stat(root).st_uid != os.getuid():  # what lies there is loaded
+        raise StorageError("belongs to another user. Remove it, or name another folder of memory.", path=root)
+    return root
+
+
+def list_jobs(root: str) -> list[Job]:
+    """All jobs that have saved into this node's memory, as far as they are still there."""
+    return [Job(os.path.join(root, name)) for name in sorted(_list(root))]
+
+
+def drop_unwanted(saves: Sequence[Snapshot], keep: int) -> Iterator[Snapshot]:
+    """Those of a job's saves, the first one first, that nothing waits for and that newer ones take the place of."""
+    for save in saves[: -keep or None]:
+        if not save.list_pending():
+            yield save
+
+
+def _read_records(folder: str) -> Iterator[Snapshot]:
+    for name in sorted(_list(folder)):
+        if name.startswith(_RECORD) and name.endswith(".json"):
+            with suppress(OSError, ValueError, TypeError, KeyError):
+                told = json.loads(Path(folder, name).read_text())
+                places = tuple(Place(**place) for place in told.pop("places"))
+                yield Snapshot(**{**told, "places": places, "folder": folder})
+
+
+def _list(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _sign(pid: int) -> str:
+    """A process by its number and the time of its start, in clock ticks since the machine's: numbers come again.
+
+    Raises:
+        OSError: there is none.
+    """
+    return f"{pid} {Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[19]}"

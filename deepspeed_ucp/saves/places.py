@@ -1,0 +1,199 @@
+"""Takes a save from memory to a place, a folder or a URL, where nothing names it before it is whole."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+from ..comm import Comm
+from ..errors import StorageError
+from ..io.disk import explain_full, sync_file, sync_folder
+from ..io.paths import is_url
+from ..io.store import list_folder, list_tree, remove, write_small
+from ..io.urls import put_file
+from ..sources.latest import LATEST, read_tag
+from ..sources.open import seal_folder
+from ..sources.seal import remove_seal
+from .memory import Place, Snapshot
+
+logger = logging.getLogger("deepspeed_ucp")
+
+_ASIDE = ".ucp-save-"
+"""Of the name of a folder in which a save grows."""
+
+_COPIERS = 4
+_SENT = 64 << 20
+"""Bytes that are asked of the system at once."""
+
+_LOOKED_AGAIN = 0.05
+"""Seconds between looks for what other nodes have written."""
+
+
+def write_save(save: Snapshot, place: Place, wait: float) -> None:
+    """Write a node's files of a save to a place; when all are there the first node seals it, and ``latest`` names it.
+
+    Args:
+        wait: seconds that other nodes may take longer.
+
+    Raises:
+        UcpError: another node has not written in time, or the files do not belong together.
+        OSError: as the system or the store tells it.
+    """
+    (_write_to_store if is_url(place.folder) else _write_to_folder)(save, place, wait)
+
+
+def _write_to_folder(save: Snapshot, place: Place, wait: float) -> None:
+    """In a folder aside, which takes the tag's place at once."""
+    final = os.path.join(place.folder, save.tag)
+    above, name = os.path.split(final)
+    aside = os.path.join(above, f".{name}{_ASIDE}{save.job}-{save.number}")
+    os.makedirs(aside, exist_ok=True)
+    inside = [each for each in save.list_files() if each.startswith(f"{save.tag}{os.sep}")]
+
+    def copy(each: str) -> None:
+        _copy(os.path.join(save.folder, each), os.path.join(aside, os.path.relpath(each, save.tag)))
+
+    with explain_full(aside):
+        _do_each(copy, inside)
+        sync_folder(aside)
+        _sign_node(aside, save)
+        if save.node:
+            return
+        _wait_for_nodes(lambda: os.listdir(aside), save, aside, wait)
+        for node in range(save.nodes):
+            os.unlink(os.path.join(aside, _name_node(node)))
+        seal_folder(aside, Comm())
+        _exchange(aside, final)
+        sync_folder(above)
+        _remove_left(above, save)
+        for each in set(save.list_files()).difference(inside):
+            _copy(os.path.join(save.folder, each), os.path.join(place.folder, each))
+        if save.latest:
+            write_small(os.path.join(place.folder, LATEST), save.tag.encode())
+
+
+def _write_to_store(save: Snapshot, place: Place, wait: float) -> None:
+    """Stores do not rename: a tag that is written over has no seal meanwhile."""
+    final = f"{place.folder}/{save.tag}"
+    if save.node == 0:
+        remove_seal(final)
+    files = save.list_files()
+    _do_each(lambda each: put_file(os.path.join(save.folder, each), f"{place.folder}/{each}"), files)
+    write_small(f"{final}/{_name_node(save.node)}", save.job.encode())
+    if save.node:
+        return
+    _wait_for_nodes(lambda: list_folder(final), save, final, wait)
+    for node in range(save.nodes):
+        remove(f"{final}/{_name_node(node)}")
+    if save.nodes == 1:
+        inside = {os.path.relpath(each, save.tag) for each in files if each.startswith(f"{save.tag}{os.sep}")}
+        for left in set(list_tree(final)).difference(inside):
+            remove(f"{final}/{left}")
+    seal_folder(final, Comm())
+    if save.latest:
+        write_small(f"{place.folder}/{LATEST}", save.tag.encode())
+
+
+def prune_place(place: Place, tags: Iterable[str]) -> list[str]:
+    """Remove the first ones of those tags that this job has written to a place, down to as many as stay.
+
+    Args:
+        tags: in the order in which they were written.
+
+    Returns:
+        Those that are left. One that ``latest`` names, and the last one that is sealed, are always among them.
+    """
+    held = list(tags)
+    if place.keep is None:
+        return held
+    try:
+        named = read_tag(os.path.join(place.folder, LATEST))
+    except (OSError, StorageError):
+        named = ""
+    spare = [tag for tag in held[: -max(place.keep, 1)] if tag != named]
+    for tag in spare:
+        _remove_tag(place, tag)
+    return [tag for tag in held if tag not in spare]
+
+
+def _remove_tag(place: Place, tag: str) -> None:
+    """The seal goes first: what is left by a stop is not taken for a whole save."""
+    folder = os.path.join(place.folder, tag)
+    with suppress(OSError):
+        remove_seal(folder)
+    if not is_url(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    with suppress(OSError):
+        for name in list_tree(folder):
+            remove(f"{folder}/{name}")
+
+
+def _remove_left(folder: str, save: Snapshot) -> None:
+    """What earlier saves of this job have left that were not finished."""
+    for name in os.listdir(folder):
+        _, mark, number = name.rpartition(f"{_ASIDE}{save.job}-")
+        if mark and number.isdecimal() and int(number) < save.number:
+            shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
+
+
+def _do_each(work: Callable[[str], None], files: list[str]) -> None:
+    with ThreadPoolExecutor(_COPIERS) as pool:
+        list(pool.map(work, files))
+
+
+def _copy(source: str, destination: str) -> None:
+    """A file's bytes and access rights, made durable under a name aside, then named."""
+    os.makedirs(os.path.dirname(destination), exist_ok=True)
+    aside = f"{destination}.ucp-tmp"
+    with open(source, "rb") as read, open(aside, "wb") as written:
+        size = os.fstat(read.fileno()).st_size
+        while size and (sent := os.sendfile(written.fileno(), read.fileno(), None, _SENT)):
+            size -= sent
+        os.fchmod(written.fileno(), os.fstat(read.fileno()).st_mode & 0o777)
+    sync_file(aside)
+    os.replace(aside, destination)
+
+
+def _name_node(node: int) -> str:
+    return f".ucp-written-{node}"
+
+
+def _sign_node(folder: str, save: Snapshot) -> None:
+    write_small(os.path.join(folder, _name_node(save.node)), save.job.encode())
+
+
+def _wait_for_nodes(look: Callable[[], Iterable[str]], save: Snapshot, folder: str, wait: float) -> None:
+    wanted, end = {_name_node(node) for node in range(save.nodes)}, time.monotonic() + wait
+    while lacking := wanted.difference(look()):
+        if time.monotonic() > end:
+            raise StorageError(
+                f"{len(lacking)} of {save.nodes} nodes have not written their files within {wait:.0f} s. It is left "
+                "without a seal, and `latest` does not name it.",
+                path=folder,
+            )
+        time.sleep(_LOOKED_AGAIN)
+
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+def _exchange(new: str, final: str) -> None:
+    """Put a folder in another one's place, at once where the file system can, and remove that one."""
+    try:
+        os.rename(new, final)
+    except OSError:  # something is there
+        libc = ctypes.CDLL(None, use_errno=True)
+        paths = _AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(final), _RENAME_EXCHANGE
+        if libc.renameat2(*paths):  # not on every file system
+            old = f"{new}-old"
+            os.rename(final, old)
+            os.rename(new, final)
+            new = old
+        shutil.rmtree(new, ignore_errors=True)

@@ -1,0 +1,337 @@
+"""Saves into memory, on the ranks: DeepSpeed's own save into another folder; and loads from there.
+
+On each node one rank, the node's first, keeps the folder, starts the writer and tells it of saves.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import shutil
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+from ..comm import Comm, connect
+from ..config import SaveOptions, UniversalConfig
+from ..engine_state import find_state
+from ..errors import StorageError, UcpError, count_of
+from ..io.memory import identify_host
+from ..io.paths import is_url, normalize
+from ..sources.latest import read_latest
+from ..sources.older import find_age
+from .memory import Job, Place, Snapshot, find_root, list_jobs
+from .writer import is_locked, list_late, start_writer
+
+logger = logging.getLogger("deepspeed_ucp")
+
+_POLLED = 0.05
+"""Seconds between looks whether the writer has done what is pending."""
+
+_SPARE = 1.05
+"""Of the bytes that a save is reckoned to take: files have more in them than tensors."""
+
+
+class Saver:
+    """One engine's saves, on one rank.
+
+    Args:
+        is_first: this rank is its node's first.
+        node, nodes: of the first ranks, which one this is; -1 for other ranks.
+    """
+
+    def __init__(self, config: UniversalConfig, name: str, is_first: bool, node: int, nodes: int) -> None:
+        options = config.save or SaveOptions()
+        self.settings = list_settings(config)
+        self.options, self.is_first, self.node, self.nodes = options, is_first, node, nodes
+        self.root = find_root(options.memory)
+        self.job = Job(os.path.join(self.root, name))
+        self.number, self.bytes = 0, 0
+        self._lines: Any = None
+        self._late = dict[str, int]()
+
+    def open(self) -> None:
+        """Make this job's folder, and have done what dead ones have left."""
+        self.job.own()
+        finish_dead(self.root, self.settings)
+        atexit.register(self.close)
+
+    @property
+    def folder(self) -> str:
+        """Of the save that is made: of tags, in memory."""
+        return self.job.find_folder(self.number)
+
+    def make_room(self, needed: int) -> str:
+        """Let go of what is not needed, where a save would not fit; why it does not even so, in words."""
+        saves = self.job.list_saves()
+        for save in [*self._list_dead(), *saves[:-1]]:
+            if _count_free(self.root) < needed and not save.list_pending():
+                save.remove()
+        free = _count_free(self.root)
+        if free >= needed:
+            return ""
+        return f"a save takes {needed >> 20:,} MiB of {self.root}, where {free >> 20:,} MiB are free"
+
+    def _list_dead(self) -> Iterator[Snapshot]:
+        for job in list_jobs(self.root):
+            if job.name != self.job.name and not job.is_owned():
+                yield from job.list_saves()
+
+    def begin(self) -> None:
+        """Make the folder of the next save."""
+        os.makedirs(self.folder, mode=0o700)
+
+    def end(self, save_dir: str, tag: str, step: int, *, latest: bool, local: bool) -> None:
+        """All of the node's files are there: say so, and have the writer take them on."""
+        places = [each for each in self.options.to if self.number % each.every == 0]
+        node, nodes = (0, 1) if local else (self.node, self.nodes)
+        Snapshot(
+            job=self.job.name if nodes == self.nodes else f"{self.job.name}-{self.node}",
+            number=self.number, save_dir=normalize(save_dir), tag=tag, step=step, latest=latest, node=node, nodes=nodes,
+            places=tuple(Place(normalize(each.place), each.keep) for each in places)
+            if self.options.to
+            else (Place(normalize(save_dir)),),
+            folder=self.folder,
+        ).write_record()  # fmt: skip
+        self.bytes = sum(path.stat().st_size for path in Path(self.folder).rglob("*") if path.is_file())
+        self._tell_writer()
+        for job in list_jobs(self.root):
+            if job.name != self.job.name and not job.is_owned() and _is_replaced(job, save_dir):
+                job.remove()
+
+    def _tell_writer(self) -> None:
+        if self._lines is None or not is_locked(self.job):
+            self._lines = start_writer(self.job, self.settings)
+        try:
+            self._lines.write(b"\n")
+            self._lines.flush()
+        except BrokenPipeError:  # it has been killed
+            self._lines = start_writer(self.job, self.settings)
+
+    def warn_late(self) -> None:
+        """Say by how many saves a place is behind, where that has become more."""
+        late = list_late(self.job.list_saves())
+        for place, count in late.items():
+            if count > max(1, self._late.get(place, 0)):
+                log = os.path.join(self.job.folder, "log")
+                logger.warning("%s is %s behind: see %s", place, count_of(count, "save"), log)
+        self._late = late
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until all places have what they are to have; whether they do."""
+        end, told = time.monotonic() + seconds, False
+        while late := list_late(self.job.list_saves()):
+            if time.monotonic() > end:
+                logger.warning("still to be written: %s; the writer goes on with it", ", ".join(sorted(late)))
+                return False
+            if not told:
+                logger.info("waiting for saves to be written, %.0f s at most: %s", seconds, ", ".join(sorted(late)))
+                told = True
+            time.sleep(_POLLED)
+        return True
+
+    def close(self) -> None:
+        """At the end of the process: finish what is pending; the writer ends, and memory is what the next run finds."""
+        if self._lines is not None:
+            with suppress(OSError):
+                self._lines.close()
+            self._lines = None
+            self.wait(self.options.wait_s)
+
+
+def save_into_memory(
+    engine: Any, config: UniversalConfig, save_dir: str, tag: str, write: Callable[[str], Any], *, latest: bool
+) -> tuple[Any, bool]:
+    """Save into memory, from where a process of its own writes to the places; collective.
+
+    Args:
+        write: DeepSpeed's own save, into a folder of tags.
+
+    Returns:
+        What that has returned, and whether it has gone into memory. Where there is no room it has written to
+        ``save_dir`` itself, with a warning.
+
+    Raises:
+        StorageError: there is no room in memory, and DeepSpeed cannot write to where it is to go; the same everywhere.
+    """
+    comm, saver = connect(), _open_saver(engine, config)
+    needed = _count_needed(engine, saver, comm)
+    answers = comm.each(lambda: saver.make_room(needed) if saver.is_first else "")
+    why = next(filter(None, answers), "")
+    if why:
+        if is_url(save_dir):
+            raise StorageError(f"cannot be saved to by way of memory: {why}. {_ADVICE}", path=save_dir)
+        if comm.rank == 0:
+            logger.warning("%s: saved while training waits, as %s. %s", save_dir, why, _ADVICE)
+        return write(save_dir), False
+    saver.number += 1
+    comm.run(lambda: saver.begin() if saver.is_first else None)
+    saved = write(saver.folder)
+
+    def end() -> None:
+        if saver.is_first:
+            saver.warn_late()
+            local = engine.use_node_local_storage()
+            saver.end(save_dir, tag, engine.global_steps, latest=latest, local=local)
+
+    comm.run(end)
+    return saved, True
+
+
+def finish_saves(engine: Any) -> None:
+    """Wait until all places have an engine's saves that are to have them, ``wait_s`` at most; collective.
+
+    For what goes by files that lie there: a trainer that removes older checkpoints, a job that ends.
+    """
+    saver = find_state(engine).saver
+    if saver is not None:
+        connect().run(lambda: saver.wait(saver.options.wait_s) if saver.is_first else True)
+
+
+_ADVICE = 'Give the container more memory, or let "save": {"memory": …} name a folder of local NVMe'
+
+
+def _open_saver(engine: Any, config: UniversalConfig) -> Saver:
+    """The engine's, made with its first save; collective."""
+    state = find_state(engine)
+    if state.saver is None:
+        comm, is_first = connect(), max(engine.local_rank, 0) == 0
+        name = comm.broadcast(f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:8]}")
+        first = [rank for rank, told in enumerate(comm.gather(is_first)) if told]
+        node = first.index(comm.rank) if is_first else -1
+        saver = comm.run(partial(Saver, config, name, is_first, node, len(first)))
+        comm.run(lambda: saver.open() if is_first else None)
+        state.saver = saver
+    found: Saver = state.saver
+    return found
+
+
+def _count_needed(engine: Any, saver: Saver, comm: Comm) -> int:
+    """Bytes of memory that a save takes on this node; collective."""
+    own = identify_host()
+    told = comm.each(lambda: (own, count_saved(engine), saver.bytes))
+    reckoned = sum(count for host, count, _ in told if host == own)
+    return int(_SPARE * (max(before for host, _, before in told if host == own) or reckoned))
+
+
+def count_saved(engine: Any) -> int:
+    """Bytes of the tensors that a rank saves, about."""
+    wrapped = engine.optimizer
+    inner = getattr(wrapped, "optimizer", wrapped)
+    tensors = [each for group in getattr(inner, "param_groups", ()) for each in group["params"]]
+    states = [each for state in getattr(inner, "state", {}).values() for each in dict(state).values()]
+    held = {id(each): each for each in [*tensors, *states] if hasattr(each, "untyped_storage")}
+    model = list(engine.module.parameters()) if engine.save_non_zero_checkpoint else []
+    return sum(each.numel() * each.element_size() for each in [*held.values(), *model])
+
+
+def _count_free(root: str) -> int:
+    """Bytes that may be written to a folder of memory: what a container may take counts."""
+    disk = shutil.disk_usage(root).free
+    free = [disk, psutil.virtual_memory().available] if _is_memory(root) else [disk]
+    for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+        for folder in ("/sys/fs/cgroup", "/sys/fs/cgroup/memory"):
+            with suppress(OSError, ValueError):
+                most, now = (int(Path(folder, name).read_text()) for name in (limit, used))
+                free += [most - now] if _is_memory(root) else []
+    return min(free)
+
+
+def _is_memory(folder: str) -> bool:
+    mounts = (line.split() for line in Path("/proc/self/mounts").read_text().splitlines())
+    held = {mount[1]: mount[2] for mount in mounts}
+    path = os.path.realpath(folder)
+    while path not in held and path != "/":
+        path = os.path.dirname(path)
+    return held.get(path) in ("tmpfs", "ramfs")
+
+
+def finish_dead(root: str, settings: Mapping[str, Any]) -> None:
+    """Have written what dead jobs have left in memory, and remove what holds nothing whole."""
+    for job in list_jobs(root):
+        if job.is_owned():
+            continue
+        saves = job.list_saves()
+        if list_late(saves):
+            start_writer(job, settings).close()
+        elif not saves and not is_locked(job):
+            job.remove()
+
+
+def list_settings(config: UniversalConfig) -> dict[str, Any]:
+    """Of the writer."""
+    options = config.save or SaveOptions()
+    return {"keep": options.keep, "wait_s": options.wait_s, "storage_options": config.storage_options}
+
+
+def _is_replaced(job: Job, save_dir: str) -> bool:
+    """Whether all saves of a dead job are where they are to be, and were for this place or one beside it."""
+    saves, above = job.list_saves(), os.path.dirname(normalize(save_dir))
+    return not list_late(saves) and all(os.path.dirname(save.save_dir) == above for save in saves)
+
+
+class Found(NamedTuple):
+    """A whole save in the nodes' memory.
+
+    Attributes:
+        folder: of tags, on this rank's node; nodes without a part of it have none there.
+    """
+
+    folder: str
+    tag: str
+    step: int
+
+
+def find_in_memory(engine: Any, config: UniversalConfig, load_dir: str, tag: Any, comm: Comm) -> Found | None:
+    """The newest save of a place that is whole in the memory of all nodes together; collective.
+
+    None where there is none, or where the place itself has a later one.
+    """
+    options = config.save
+    if options is None:
+        return None
+    root, wanted = comm.run(lambda: find_root(options.memory)), normalize(load_dir)
+    is_first = max(engine.local_rank, 0) == 0
+
+    def look() -> list[tuple[tuple[str, int], int, int, str, int, str]]:
+        if not is_first:
+            return []
+        finish_dead(root, list_settings(config))
+        saves = [save for job in list_jobs(root) for save in job.list_saves()]
+        saves = [save for save in saves if wanted in (save.save_dir, *(place.folder for place in save.places))]
+        return [
+            (save.key, save.node, save.nodes, save.tag, save.step, os.path.relpath(save.folder, root)) for save in saves
+        ]
+
+    nodes, found = defaultdict[tuple[str, int], set[int]](set), dict[tuple[str, int], tuple[int, str, int, str]]()
+    for key, node, count, name, step, folder in (each for told in comm.each(look) for each in told):
+        nodes[key].add(node)
+        found[key] = count, name, step, folder
+    whole = [
+        (step, key[1], name, folder)
+        for key, (count, name, step, folder) in found.items()
+        if len(nodes[key]) == count and tag in (None, name)
+    ]
+    if not whole:
+        return None
+    step, _, name, folder = max(whole)
+    if comm.once(lambda: _find_step(load_dir, tag)) > step:
+        return None
+    return Found(os.path.join(root, folder), name, step)
+
+
+def _find_step(load_dir: str, tag: Any) -> int:
+    """Of what lies in the place itself; -1 where that cannot be told."""
+    try:
+        named = tag if tag is not None else read_latest(load_dir)
+        return find_age([os.path.join(load_dir, named)]).step if named else -1
+    except (UcpError, OSError):
+        return -1

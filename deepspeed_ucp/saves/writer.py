@@ -1,0 +1,143 @@
+"""The process that takes a node's saves from memory to their places; it goes on when the ranks are gone.
+
+``python -m deepspeed_ucp.saves.writer FOLDER``. The first line on standard input has its settings as JSON; each further
+one says that there is a new save, the end that no more will come: what is pending is finished then, and it ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import select
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, BinaryIO
+
+from ..errors import UcpError, escape
+from ..io.store import set_storage_options
+from .memory import LOCK, Job, Place, Snapshot, drop_unwanted
+from .places import prune_place, write_save
+
+logger = logging.getLogger("deepspeed_ucp")
+
+_AGAIN = 10.0
+"""Seconds until a place that failed is tried again, where no new save comes before."""
+
+_TRIES_AT_END = 3
+
+
+def main(folder: str) -> int:
+    """Write until nothing is pending and nobody will save any more; the exit code is 1 where something is left."""
+    logging.basicConfig(format=f"[%(asctime)s] [%(levelname)s] [deepspeed_ucp] writer of {folder}: %(message)s")
+    os.nice(10)  # training comes first
+    settings, job = json.loads(sys.stdin.readline()), Job(folder)
+    if settings["storage_options"] is not None:
+        set_storage_options(settings["storage_options"])
+    with open(os.path.join(folder, LOCK), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one that is gone on with after its ranks' end may be at work still
+        return Writer(job, settings["keep"], settings["wait_s"]).run()
+
+
+def start_writer(job: Job, settings: Mapping[str, Any]) -> BinaryIO:
+    """Start the process that writes a job's saves, and is no child of this one; what to tell it by.
+
+    Args:
+        settings: ``keep``, ``wait_s`` and ``storage_options``, which may hold secrets and are told by a pipe alone.
+    """
+    command = [sys.executable, "-m", __name__, job.folder]
+    with open(os.path.join(job.folder, "log"), "ab") as log:
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
+    lines: Any = process.stdin
+    lines.write(json.dumps(dict(settings)).encode() + b"\n")
+    lines.flush()
+    return lines  # type: ignore[no-any-return]
+
+
+def is_locked(job: Job) -> bool:
+    """Whether a job's writer lives."""
+    try:
+        with open(os.path.join(job.folder, LOCK)) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
+
+
+class Writer:
+    """Writes the saves of one job's folder.
+
+    Args:
+        keep: whole saves that stay in memory.
+        wait: seconds that other nodes may take longer.
+    """
+
+    def __init__(self, job: Job, keep: int, wait: float) -> None:
+        self.job, self.keep, self.wait = job, keep, wait
+        self._told = dict[str, str]()
+
+    def run(self) -> int:
+        """Until standard input ends, and for what is pending then."""
+        while True:
+            is_clean = self.write_pending()
+            ready, *_ = select.select([sys.stdin], [], [], None if is_clean else _AGAIN)
+            if ready and not os.read(sys.stdin.fileno(), 4096):
+                return 0 if any(self.write_pending() for _ in range(_TRIES_AT_END)) else 1
+
+    def write_pending(self) -> bool:
+        """Write the newest save that each place lacks, and drop older ones there; whether none failed."""
+        is_clean = True
+        while True:
+            saves = self.job.list_saves()
+            pending = [(save, place) for save in reversed(saves) for place in save.list_pending()]
+            newest = {place.folder: (save, place) for save, place in reversed(pending)}
+            for save, place in pending:
+                if newest[place.folder][0] is not save:
+                    logger.warning("%s is too slow: %s is dropped for a newer save", place.folder, save.tag)
+                    save.note_done(place, "dropped")
+            outcomes = [self._write(save, place) for save, place in newest.values()]
+            is_clean = all(outcomes)
+            for save in drop_unwanted(self.job.list_saves(), self.keep):
+                save.remove()
+            if not is_clean or not pending:
+                return is_clean
+
+    def _write(self, save: Snapshot, place: Place) -> bool:
+        try:
+            write_save(save, place, self.wait)
+        except (UcpError, OSError) as error:
+            self._warn(place.folder, str(error))
+            return False
+        self._told.pop(place.folder, None)
+        save.note_done(place, "written")
+        written = self.job.read_written()
+        tags = [tag for tag in written.get(place.folder, ()) if tag != save.tag]
+        self.job.note_written({**written, place.folder: [*tags, save.tag]})
+        self.job.note_written({**written, place.folder: prune_place(place, [*tags, save.tag])})
+        return True
+
+    def _warn(self, place: str, why: str) -> None:
+        """Once for each fault of a place."""
+        if self._told.get(place) != why:
+            self._told[place] = why
+            logger.warning("%s: not written, to be tried again: %s", place, escape(why))
+
+
+def list_late(saves: Sequence[Snapshot]) -> dict[str, int]:
+    """By place how many of a job's saves it does not have yet."""
+    found: dict[str, int] = defaultdict(int)
+    for save in saves:
+        for place in save.list_pending():
+            found[place.folder] += 1
+    return dict(found)
+
+
+if __name__ == "__main__":
+    if os.fork():  # no child of a rank's: a launcher that ends it would end this process too
+        os._exit(0)
+    sys.exit(main(*sys.argv[1:]))

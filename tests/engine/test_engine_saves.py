@@ -1,0 +1,57 @@
+"""Saves by way of memory: DeepSpeed's own files, whole before anything names them, and loads from memory."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepspeed_ucp.testing import WorldPool
+from deepspeed_ucp.testing.compare import compare
+from tests.support.engines import saves as engine_saves
+from tests.support.engines.cases import Case
+from tests.support.engines.ranks import files_that_differ
+
+CASES = [Case(1, 2, "bf16"), Case(3, 3), Case(0, 2), Case(2, 1, "fp16")]
+
+
+def saving(case: Case, memory: Path, **options: Any) -> dict[str, Any]:
+    save = {"memory": str(memory), "wait_s": 60, **options}
+    return case.but(config={"checkpoint": {"universal": {"save": save}}}).ds_config
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_files_are_those_of_deepspeeds_own_save(case: Case, tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    world = ucp_worlds.get(case.dp)
+    world.run(
+        engine_saves.save_each, saving(case, tmp_path / "memory"), str(tmp_path / "saved"), 2, own=str(tmp_path / "own")
+    )
+    assert len(list((tmp_path / "saved").glob("*/ucp_seal.json"))) == 2
+    differing = files_that_differ(str(tmp_path / "own"), str(tmp_path / "saved"))
+    assert [name for name in differing if not name.endswith("ucp_seal.json")] == []
+
+
+@pytest.mark.parametrize("target", [Case(1, 2, "bf16"), Case(3, 3)], ids=str)
+def test_a_load_takes_the_newest_of_memory_and_place(target: Case, tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """In the topology that saved and in another one; what lies in the place counts where memory has nothing newer."""
+    source, folder, memory = Case(1, 2, "bf16"), str(tmp_path / "saved"), tmp_path / "memory"
+    states = ucp_worlds.get(2).run(engine_saves.save_each, saving(source, memory), folder, 2)[0]
+    config = saving(target, memory)
+    for found in ucp_worlds.get(target.dp).run(engine_saves.load, config, folder):
+        assert found[0].startswith(str(memory)) and found[1]["number"] == 1
+        assert compare(states[1], found[2])[1] == []
+    for found in ucp_worlds.get(target.dp).run(engine_saves.load, config, folder, tag="global_step1"):
+        assert found[0].startswith(folder) and found[1]["number"] == 0
+        assert compare(states[0], found[2])[1] == []
+    shutil.rmtree(memory)
+    for found in ucp_worlds.get(target.dp).run(engine_saves.load, config, folder):
+        assert found[0].startswith(folder) and found[1]["number"] == 1
+
+
+def test_without_room_a_save_is_deepspeeds_own(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    config = saving(Case(2, 2), tmp_path / "memory")
+    ucp_worlds.get(2).run(engine_saves.save_without_room, config, str(tmp_path / "saved"))
+    assert (tmp_path / "saved" / "latest").read_text() == "global_step1"
+    assert not list((tmp_path / "memory").rglob("*_states.pt"))

@@ -1,0 +1,51 @@
+"""Saves in memory without any engine: made files, a record, a writer in this process."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.errors import UcpError
+from deepspeed_ucp.saves.memory import Job, Place, Snapshot
+from deepspeed_ucp.saves.writer import Writer
+from deepspeed_ucp.sources import open_checkpoint
+from deepspeed_ucp.sources.older import is_sealed
+from tests.convert.conversions import write_source
+
+TAG = "global_step3"
+
+
+def make_save(job: Job, *folders: str, tag: str = TAG, keep: int | None = None, **changes: object) -> Snapshot:
+    """The next save of a job: whole, of other weights than the last one."""
+    number = max(job.list_numbers(), default=0) + 1
+    folder = Path(job.find_folder(number))
+    made = write_source(folder, number)
+    if tag != TAG:
+        made.rename(folder / tag)
+    (folder / "zero_to_fp32.py").write_text("# a script")
+    places = tuple(Place(each, keep) for each in folders)
+    save = Snapshot(job.name, number, folders[0], tag, number, True, 0, 1, places, str(folder))
+    save = replace(save, **changes)  # type: ignore[arg-type]
+    save.write_record()
+    return save
+
+
+def write(job: Job, *, wait: float = 5.0) -> bool:
+    """What a new writer does with what is pending; whether nothing failed."""
+    return Writer(job, 1, wait).write_pending()
+
+
+def is_whole(folder: str) -> bool:
+    """Whether a tag's folder has a seal, and its files are those that were sealed."""
+    try:
+        open_checkpoint(folder, Comm())
+    except UcpError:
+        return False
+    return is_sealed([os.path.dirname(folder)], os.path.basename(folder))
+
+
+def strip(content: dict[str, bytes]) -> dict[str, bytes]:
+    """Without the seal."""
+    return {name: data for name, data in content.items() if name != "ucp_seal.json"}

@@ -1,0 +1,229 @@
+"""The writer's process without any engine: what it leaves in places, whatever stops it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepspeed_ucp.saves import places
+from deepspeed_ucp.saves.memory import Job, Place, Snapshot
+from deepspeed_ucp.saves.writer import Writer, is_locked, list_late, start_writer
+from tests.convert.conversions import read_bytes, write_source
+from tests.saves.saving import TAG, is_whole, make_save, strip, write
+from tests.support.crash import failing, list_calls, run_dying
+
+SETTINGS = {"keep": 1, "wait_s": 20.0, "storage_options": None}
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    made = Job(str(tmp_path / "memory" / "job"))
+    made.own()
+    return made
+
+
+@pytest.fixture
+def save(job: Job, tmp_path: Path) -> Callable[..., Snapshot]:
+    """Makes saves of the job, one after the other; places are named below the test's folder."""
+
+    def make(*folders: str, **changes: Any) -> Snapshot:
+        return make_save(job, *(str(tmp_path / each) for each in folders or ("place",)), **changes)
+
+    return make
+
+
+def test_a_save_comes_to_its_place(job: Job, save: Callable[..., Snapshot], tmp_path: Path) -> None:
+    made = save()
+    assert write(job)
+    assert strip(read_bytes(tmp_path / "place" / TAG)) == read_bytes(Path(made.folder) / TAG)
+    assert is_whole(str(tmp_path / "place" / TAG))
+    assert sorted(os.listdir(tmp_path / "place")) == [TAG, "latest", "zero_to_fp32.py"]
+    assert (tmp_path / "place" / "latest").read_text() == TAG
+    assert list_late(job.list_saves()) == {} and made.read_done() == {str(tmp_path / "place"): "written"}
+
+
+def test_the_newest_save_stays_in_memory(job: Job, save: Callable[..., Snapshot], tmp_path: Path) -> None:
+    save(tag="a")
+    assert write(job)
+    save(tag="b")
+    assert write(job)
+    assert [each.tag for each in job.list_saves()] == ["b"]
+    assert {"a", "b"} <= set(os.listdir(tmp_path / "place"))
+
+
+def test_a_place_that_is_too_slow_gets_the_newest_alone(
+    job: Job, save: Callable[..., Snapshot], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for tag in "abc":
+        save(tag=tag)
+    assert write(job)
+    assert set(os.listdir(tmp_path / "place")) == {"c", "latest", "zero_to_fp32.py"}
+    assert "too slow: a is dropped" in caplog.text and "b is dropped" in caplog.text
+
+
+def test_a_place_keeps_so_many(job: Job, save: Callable[..., Snapshot], tmp_path: Path) -> None:
+    """Not what others wrote there, nor what `latest` names."""
+    (tmp_path / "place" / "theirs").mkdir(parents=True)
+    for tag in "abcd":
+        save(tag=tag, keep=2, latest=tag == "a")
+        assert write(job)
+    assert set(os.listdir(tmp_path / "place")) == {"a", "c", "d", "latest", "theirs", "zero_to_fp32.py"}
+
+
+def test_one_place_that_fails_is_not_the_others(
+    job: Job, save: Callable[..., Snapshot], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And is tried again."""
+    (tmp_path / "file").write_text("no folder")
+    save("file", "place")
+    writer = Writer(job, 1, 5.0)
+    assert not writer.write_pending() and not writer.write_pending()
+    assert is_whole(str(tmp_path / "place" / TAG))
+    assert caplog.text.count("not written, to be tried again") == 1
+    (tmp_path / "file").unlink()
+    assert writer.write_pending() and is_whole(str(tmp_path / "file" / TAG))
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS], ids=errno.errorcode.get)
+def test_a_disk_that_fails_leaves_what_was_there(
+    code: int, job: Job, save: Callable[..., Snapshot], tmp_path: Path
+) -> None:
+    save()
+    assert write(job)
+    before = read_bytes(tmp_path / "place")
+    save()
+    for at in range(0, 12, 3):
+        with failing(at, code=code):
+            assert not write(job)
+        assert strip(before) == {name: data for name, data in read_bytes(tmp_path / "place").items() if name in before}
+    save(tag="next")
+    assert write(job)
+    save()
+    assert write(job)
+    assert read_bytes(tmp_path / "place") != before and is_whole(str(tmp_path / "place" / TAG))
+    assert set(os.listdir(tmp_path / "place")) == {TAG, "next", "latest", "zero_to_fp32.py"}
+
+
+def test_killed_at_any_call(job: Job, save: Callable[..., Snapshot], tmp_path: Path) -> None:
+    """What `latest` names is whole at every moment, also where a tag is written over; and the next writer goes on."""
+    save()
+    assert write(job)
+    save()
+    kept = tmp_path / "kept"
+    shutil.copytree(tmp_path / "memory", kept / "memory")
+    shutil.copytree(tmp_path / "place", kept / "place")
+
+    def reset() -> None:
+        for name in ("memory", "place"):
+            shutil.rmtree(tmp_path / name)
+            shutil.copytree(kept / name, tmp_path / name)
+
+    calls = len(list_calls(lambda: write(job)))
+    assert calls > 20
+    for at in range(calls):
+        reset()
+        assert run_dying(lambda: write(job), at)
+        named = tmp_path / "place" / (tmp_path / "place" / "latest").read_text()
+        assert is_whole(str(named)), at
+        assert write(job)
+        assert is_whole(str(tmp_path / "place" / TAG))
+        assert set(os.listdir(tmp_path / "place")) == {TAG, "latest", "zero_to_fp32.py"}, at
+
+
+def test_the_process_ends_when_all_is_written(job: Job, save: Callable[..., Snapshot], tmp_path: Path) -> None:
+    """Without those that started it, and with what came while it wrote."""
+    lines = start_writer(job, SETTINGS)
+    save()
+    lines.write(b"\n")
+    lines.close()
+    wait_for(lambda: not list_late(job.list_saves()))
+    wait_for(lambda: not is_locked(job))
+    assert is_whole(str(tmp_path / "place" / TAG))
+
+
+def test_a_killed_process_is_followed_by_another(job: Job, save: Callable[..., Snapshot], tmp_path: Path) -> None:
+    lines = start_writer(job, SETTINGS)
+    wait_for(lambda: is_locked(job))
+    with suppress(ProcessLookupError):
+        os.kill(find_writer(job), signal.SIGKILL)
+    wait_for(lambda: not is_locked(job))
+    save()
+    start_writer(job, SETTINGS).close()
+    wait_for(lambda: not list_late(job.list_saves()))
+    assert is_whole(str(tmp_path / "place" / TAG))
+    lines.close()
+
+
+def find_writer(job: Job) -> int:
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if job.folder.encode() in (path / "cmdline").read_bytes():
+                return int(path.name)
+    raise AssertionError("there is no writer")
+
+
+def wait_for(done: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> list[Job]:
+    """Two nodes' memory with a part of one save each."""
+    jobs = [Job(str(tmp_path / f"node{node}" / "job")) for node in range(2)]
+    whole = write_source(tmp_path / "whole")
+    for node, each in enumerate(jobs):
+        each.own()
+        folder = Path(each.find_folder(1))
+        (folder / TAG).mkdir(parents=True)
+        for number, path in enumerate(sorted(whole.iterdir())):
+            if number % 2 == node:
+                shutil.copy(path, folder / TAG)
+        place = (Place(str(tmp_path / "place")),)
+        Snapshot("job", 1, str(tmp_path / "place"), TAG, 3, True, node, 2, place, str(folder)).write_record()
+    return jobs
+
+
+def test_nodes_write_their_parts_of_one_save(nodes: list[Job], tmp_path: Path) -> None:
+    first = threading.Thread(target=write, args=(nodes[0],))
+    first.start()
+    time.sleep(0.3)
+    assert not (tmp_path / "place" / "latest").exists()
+    assert write(nodes[1])
+    first.join()
+    assert read_bytes(tmp_path / "whole" / TAG) == strip(read_bytes(tmp_path / "place" / TAG))
+    assert is_whole(str(tmp_path / "place" / TAG))
+    assert set(os.listdir(tmp_path / "place")) == {TAG, "latest"}
+
+
+def test_a_node_that_never_writes_is_no_save(
+    nodes: list[Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert not write(nodes[0], wait=0.2)
+    assert "1 of 2 nodes have not written their files" in caplog.text
+    assert [name for name in os.listdir(tmp_path / "place") if not name.startswith(".")] == []
+    assert write(nodes[1])
+    assert write(nodes[0]) and is_whole(str(tmp_path / "place" / TAG))
+
+
+def test_folders_that_cannot_be_exchanged_are_renamed(
+    job: Job, save: Callable[..., Snapshot], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(places.ctypes, "CDLL", lambda *_, **__: type("C", (), {"renameat2": lambda *_: -1})())
+    for _ in range(2):
+        made = save()
+        assert write(job)
+        assert strip(read_bytes(tmp_path / "place" / TAG)) == read_bytes(Path(made.folder) / TAG)
+    assert set(os.listdir(tmp_path / "place")) == {TAG, "latest", "zero_to_fp32.py"}
