@@ -10,7 +10,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import stat
+import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -18,6 +22,7 @@ from pathlib import Path
 
 from ..errors import StorageError
 from ..io.disk import write_atomically
+from ..io.paths import is_url, normalize
 
 _RECORD, _DONE = "save-", "done-"
 _OWNER, _WRITTEN = "owner", "written"
@@ -44,7 +49,7 @@ class Snapshot:
     Attributes:
         job: of which it is, the same on all nodes.
         number: among the saves of that job.
-        save_dir: that the script named, as :func:`normalize` has it.
+        save_dir: that the script named, as :func:`locate` has it.
         tag: under which it is there.
         step: of the engine.
         latest: whether ``latest`` is to name it.
@@ -83,16 +88,16 @@ class Snapshot:
         return [place for place in self.places if place.folder not in done]
 
     def read_done(self) -> dict[str, str]:
-        """By place that has it, or is not to have it any more, in a word which of both: ``written``, ``dropped``."""
+        """By place that has it the digest of its seal there; empty where the place is not to have it any more."""
         try:
             told: dict[str, str] = json.loads(Path(self.folder, f"{_DONE}{self.node}.json").read_text())
         except FileNotFoundError:
             return {}
         return told
 
-    def note_done(self, place: Place, how: str) -> None:
-        """Note that a place has it, or is not to have it any more."""
-        told = json.dumps({**self.read_done(), place.folder: how})
+    def note_done(self, place: Place, digest: str) -> None:
+        """Note that a place has it with a seal of this digest, or with none is not to have it any more."""
+        told = json.dumps({**self.read_done(), place.folder: digest})
         write_atomically(os.path.join(self.folder, f"{_DONE}{self.node}.json"), told.encode())
 
     def write_record(self) -> None:
@@ -168,14 +173,28 @@ def find_root(memory: str) -> str:
     """
     root = os.path.join(os.path.abspath(os.path.expandvars(memory)), f"deepspeed_ucp-{os.getuid()}")
     os.makedirs(root, mode=0o700, exist_ok=True)
-    if os.stat(root).st_uid != os.getuid():  # what lies there is loaded
+    found = os.lstat(root)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():  # what lies there is loaded, and removed
         raise StorageError("belongs to another user. Remove it, or name another folder of memory.", path=root)
     return root
 
 
+def name_job() -> str:
+    """A new job's folder; no other folder is ever taken for one."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:8]}"
+
+
+_JOB = re.compile(r"\d{8}-\d{6}-[0-9a-f]{8}")
+
+
 def list_jobs(root: str) -> list[Job]:
     """All jobs that have saved into this node's memory, as far as they are still there."""
-    return [Job(os.path.join(root, name)) for name in sorted(_list(root))]
+    return [Job(os.path.join(root, name)) for name in sorted(_list(root)) if _JOB.fullmatch(name)]
+
+
+def locate(place: str) -> str:
+    """A folder by the path that every process of this machine knows it by, or a URL."""
+    return normalize(place) if is_url(place) else os.path.realpath(normalize(place))
 
 
 def drop_unwanted(saves: Sequence[Snapshot], keep: int) -> Iterator[Snapshot]:

@@ -12,14 +12,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from ..comm import Comm
-from ..errors import StorageError
+from ..errors import StorageError, UcpError
 from ..io.disk import explain_full, sync_file, sync_folder
 from ..io.paths import is_url
 from ..io.store import list_folder, list_tree, remove, write_small
 from ..io.urls import put_file
+from ..sources.files import SEAL
 from ..sources.latest import LATEST, read_tag
 from ..sources.open import seal_folder
-from ..sources.seal import remove_seal
+from ..sources.seal import read_seal, remove_seal
 from .memory import Place, Snapshot
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -35,17 +36,29 @@ _LOOKED_AGAIN = 0.05
 """Seconds between looks for what other nodes have written."""
 
 
-def write_save(save: Snapshot, place: Place, wait: float) -> None:
+def write_save(save: Snapshot, place: Place, wait: float) -> str:
     """Write a node's files of a save to a place; when all are there the first node seals it, and ``latest`` names it.
 
     Args:
         wait: seconds that other nodes may take longer.
+
+    Returns:
+        The digest of its seal, on the first node; elsewhere a word.
 
     Raises:
         UcpError: another node has not written in time, or the files do not belong together.
         OSError: as the system or the store tells it.
     """
     (_write_to_store if is_url(place.folder) else _write_to_folder)(save, place, wait)
+    return read_digest(place.folder, save.tag) if save.node == 0 else "on the first node"
+
+
+def read_digest(place: str, tag: str) -> str:
+    """Of the seal that a tag has in a place; empty where it has none that can be read."""
+    try:
+        return read_seal(os.path.join(place, tag, SEAL)).digest
+    except (OSError, UcpError):
+        return ""
 
 
 def _write_to_folder(save: Snapshot, place: Place, wait: float) -> None:

@@ -10,10 +10,10 @@ import logging
 import os
 import shutil
 import time
-import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,16 +25,20 @@ from ..config import SaveOptions, UniversalConfig
 from ..engine_state import find_state
 from ..errors import StorageError, UcpError, count_of
 from ..io.memory import identify_host
-from ..io.paths import is_url, normalize
+from ..io.paths import is_url
 from ..sources.latest import read_latest
 from ..sources.older import find_age
-from .memory import Job, Place, Snapshot, find_root, list_jobs
+from .memory import Job, Place, Snapshot, find_root, list_jobs, locate, name_job
+from .places import read_digest
 from .writer import is_locked, list_late, start_writer
 
 logger = logging.getLogger("deepspeed_ucp")
 
 _POLLED = 0.05
 """Seconds between looks whether the writer has done what is pending."""
+
+_STARTING = 20.0
+"""Seconds that a writer may take to start."""
 
 _SPARE = 1.05
 """Of the bytes that a save is reckoned to take: files have more in them than tensors."""
@@ -95,10 +99,10 @@ class Saver:
         node, nodes = (0, 1) if local else (self.node, self.nodes)
         Snapshot(
             job=self.job.name if nodes == self.nodes else f"{self.job.name}-{self.node}",
-            number=self.number, save_dir=normalize(save_dir), tag=tag, step=step, latest=latest, node=node, nodes=nodes,
-            places=tuple(Place(normalize(each.place), each.keep) for each in places)
+            number=self.number, save_dir=locate(save_dir), tag=tag, step=step, latest=latest, node=node, nodes=nodes,
+            places=tuple(Place(locate(each.place), each.keep) for each in places)
             if self.options.to
-            else (Place(normalize(save_dir)),),
+            else (Place(locate(save_dir)),),
             folder=self.folder,
         ).write_record()  # fmt: skip
         self.bytes = sum(path.stat().st_size for path in Path(self.folder).rglob("*") if path.is_file())
@@ -126,11 +130,14 @@ class Saver:
         self._late = late
 
     def wait(self, seconds: float) -> bool:
-        """Wait until all places have what they are to have; whether they do."""
-        end, told = time.monotonic() + seconds, False
+        """Wait until all places have what they are to have, or nobody writes any more; whether they have it."""
+        seen, told = time.monotonic(), False
+        end = seen + seconds
         while late := list_late(self.job.list_saves()):
-            if time.monotonic() > end:
-                logger.warning("still to be written: %s; the writer goes on with it", ", ".join(sorted(late)))
+            now = time.monotonic()
+            seen = now if is_locked(self.job) else seen
+            if now > min(end, seen + _STARTING):
+                logger.warning("still to be written: %s; see %s/log", ", ".join(sorted(late)), self.job.folder)
                 return False
             if not told:
                 logger.info("waiting for saves to be written, %.0f s at most: %s", seconds, ", ".join(sorted(late)))
@@ -204,7 +211,7 @@ def _open_saver(engine: Any, config: UniversalConfig) -> Saver:
     state = find_state(engine)
     if state.saver is None:
         comm, is_first = connect(), max(engine.local_rank, 0) == 0
-        name = comm.broadcast(f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:8]}")
+        name = comm.broadcast(name_job())
         first = [rank for rank, told in enumerate(comm.gather(is_first)) if told]
         node = first.index(comm.rank) if is_first else -1
         saver = comm.run(partial(Saver, config, name, is_first, node, len(first)))
@@ -274,7 +281,7 @@ def list_settings(config: UniversalConfig) -> dict[str, Any]:
 
 def _is_replaced(job: Job, save_dir: str) -> bool:
     """Whether all saves of a dead job are where they are to be, and were for this place or one beside it."""
-    saves, above = job.list_saves(), os.path.dirname(normalize(save_dir))
+    saves, above = job.list_saves(), os.path.dirname(locate(save_dir))
     return not list_late(saves) and all(os.path.dirname(save.save_dir) == above for save in saves)
 
 
@@ -298,40 +305,44 @@ def find_in_memory(engine: Any, config: UniversalConfig, load_dir: str, tag: Any
     options = config.save
     if options is None:
         return None
-    root, wanted = comm.run(lambda: find_root(options.memory)), normalize(load_dir)
+    root, wanted = comm.run(lambda: find_root(options.memory)), locate(load_dir)
     is_first = max(engine.local_rank, 0) == 0
 
-    def look() -> list[tuple[tuple[str, int], int, int, str, int, str]]:
+    def look() -> list[tuple[Snapshot, str | None]]:
         if not is_first:
             return []
         finish_dead(root, list_settings(config))
-        saves = [save for job in list_jobs(root) for save in job.list_saves()]
-        saves = [save for save in saves if wanted in (save.save_dir, *(place.folder for place in save.places))]
+        saves = [save for job in list_jobs(root) for save in job.list_saves() if tag in (None, save.tag)]
+        mine = [save for save in saves if wanted in (save.save_dir, *(place.folder for place in save.places))]
         return [
-            (save.key, save.node, save.nodes, save.tag, save.step, os.path.relpath(save.folder, root)) for save in saves
+            (replace(save, folder=os.path.relpath(save.folder, root)), save.read_done().get(wanted)) for save in mine
         ]
 
-    nodes, found = defaultdict[tuple[str, int], set[int]](set), dict[tuple[str, int], tuple[int, str, int, str]]()
-    for key, node, count, name, step, folder in (each for told in comm.each(look) for each in told):
-        nodes[key].add(node)
-        found[key] = count, name, step, folder
-    whole = [
-        (step, key[1], name, folder)
-        for key, (count, name, step, folder) in found.items()
-        if len(nodes[key]) == count and tag in (None, name)
-    ]
-    if not whole:
+    nodes, found = defaultdict[tuple[str, int], set[int]](set), dict[tuple[str, int], tuple[Snapshot, str | None]]()
+    for save, digest in sorted((each for told in comm.each(look) for each in told), key=lambda each: -each[0].node):
+        nodes[save.key].add(save.node)
+        found[save.key] = save, digest
+    whole = [(save, digest) for key, (save, digest) in found.items() if len(nodes[key]) == save.nodes]
+    newest = max(whole, key=lambda each: (each[0].step, each[0].number), default=None)
+    if newest is None or not comm.once(lambda: _is_newer(*newest, load_dir, tag)):
         return None
-    step, _, name, folder = max(whole)
-    if comm.once(lambda: _find_step(load_dir, tag)) > step:
-        return None
-    return Found(os.path.join(root, folder), name, step)
+    return Found(os.path.join(root, newest[0].folder), newest[0].tag, newest[0].step)
 
 
-def _find_step(load_dir: str, tag: Any) -> int:
-    """Of what lies in the place itself; -1 where that cannot be told."""
+def _is_newer(save: Snapshot, digest: str | None, load_dir: str, tag: Any) -> bool:
+    """Whether a save is not older than what a place has, or is that.
+
+    What has been written there counts as long as the place names it and has its seal: who puts another tag into
+    ``latest``, or something else under this tag, wants that.
+
+    Args:
+        digest: of its seal there, where it has been written; None where it has not been yet.
+        tag: that is asked for.
+    """
     try:
         named = tag if tag is not None else read_latest(load_dir)
-        return find_age([os.path.join(load_dir, named)]).step if named else -1
+        if digest:
+            return named == save.tag and read_digest(load_dir, save.tag) == digest
+        return named is None or find_age([os.path.join(load_dir, named)]).step <= save.step
     except (UcpError, OSError):
-        return -1
+        return True  # it cannot be told, and memory has a whole one

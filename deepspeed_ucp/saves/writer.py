@@ -13,6 +13,7 @@ import os
 import select
 import subprocess
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO
@@ -27,7 +28,8 @@ logger = logging.getLogger("deepspeed_ucp")
 _AGAIN = 10.0
 """Seconds until a place that failed is tried again, where no new save comes before."""
 
-_TRIES_AT_END = 3
+_AGAIN_AT_END = 1.0
+"""The same when no new save can come."""
 
 
 def main(folder: str) -> int:
@@ -74,7 +76,7 @@ class Writer:
 
     Args:
         keep: whole saves that stay in memory.
-        wait: seconds that other nodes may take longer.
+        wait: seconds that other nodes may take longer, and for which a place that fails is tried again at the end.
     """
 
     def __init__(self, job: Job, keep: int, wait: float) -> None:
@@ -87,7 +89,15 @@ class Writer:
             is_clean = self.write_pending()
             ready, *_ = select.select([sys.stdin], [], [], None if is_clean else _AGAIN)
             if ready and not os.read(sys.stdin.fileno(), 4096):
-                return 0 if any(self.write_pending() for _ in range(_TRIES_AT_END)) else 1
+                return self._finish()
+
+    def _finish(self) -> int:
+        end = time.monotonic() + self.wait
+        while not self.write_pending():
+            if time.monotonic() > end:
+                return 1
+            time.sleep(_AGAIN_AT_END)
+        return 0
 
     def write_pending(self) -> bool:
         """Write the newest save that each place lacks, and drop older ones there; whether none failed."""
@@ -99,7 +109,7 @@ class Writer:
             for save, place in pending:
                 if newest[place.folder][0] is not save:
                     logger.warning("%s is too slow: %s is dropped for a newer save", place.folder, save.tag)
-                    save.note_done(place, "dropped")
+                    save.note_done(place, "")
             outcomes = [self._write(save, place) for save, place in newest.values()]
             is_clean = all(outcomes)
             for save in drop_unwanted(self.job.list_saves(), self.keep):
@@ -109,12 +119,12 @@ class Writer:
 
     def _write(self, save: Snapshot, place: Place) -> bool:
         try:
-            write_save(save, place, self.wait)
+            digest = write_save(save, place, self.wait)
         except (UcpError, OSError) as error:
             self._warn(place.folder, str(error))
             return False
         self._told.pop(place.folder, None)
-        save.note_done(place, "written")
+        save.note_done(place, digest)
         written = self.job.read_written()
         tags = [tag for tag in written.get(place.folder, ()) if tag != save.tag]
         self.job.note_written({**written, place.folder: [*tags, save.tag]})

@@ -45,6 +45,13 @@ def test_a_load_takes_the_newest_of_memory_and_place(target: Case, tmp_path: Pat
     for found in ucp_worlds.get(target.dp).run(engine_saves.load, config, folder, tag="global_step1"):
         assert found[0].startswith(folder) and found[1]["number"] == 0
         assert compare(states[0], found[2])[1] == []
+    (tmp_path / "saved" / "latest").write_text("global_step1")  # who writes that wants it
+    for found in ucp_worlds.get(target.dp).run(engine_saves.load, config, folder):
+        assert found[0].startswith(folder) and found[1]["number"] == 0
+    (tmp_path / "saved" / "latest").write_text("global_step2")
+    (tmp_path / "saved" / "global_step2" / "ucp_seal.json").unlink()  # DeepSpeed alone saves without
+    for found in ucp_worlds.get(target.dp).run(engine_saves.load, config, folder):
+        assert found[0].startswith(folder) and found[1]["number"] == 1
     shutil.rmtree(memory)
     for found in ucp_worlds.get(target.dp).run(engine_saves.load, config, folder):
         assert found[0].startswith(folder) and found[1]["number"] == 1
