@@ -28,6 +28,7 @@ from ..io.memory import identify_host
 from ..io.paths import is_url
 from ..sources.latest import read_latest
 from ..sources.older import find_age
+from ..writer import is_decoupled
 from .memory import Job, Place, Snapshot, find_root, list_jobs, locate, name_job
 from .places import read_digest
 from .writer import is_locked, list_late, start_writer
@@ -82,7 +83,7 @@ class Saver:
         free = _count_free(self.root)
         if free >= needed:
             return ""
-        return f"a save takes {needed >> 20:,} MiB of {self.root}, where {free >> 20:,} MiB are free"
+        return f"a save takes {needed >> 20:,} MiB of {self.root}, where {free >> 20:,} MiB are free. {_ADVICE}"
 
     def _list_dead(self) -> Iterator[Snapshot]:
         for job in list_jobs(self.root):
@@ -163,21 +164,24 @@ def save_into_memory(
         write: DeepSpeed's own save, into a folder of tags.
 
     Returns:
-        What that has returned, and whether it has gone into memory. Where there is no room it has written to
-        ``save_dir`` itself, with a warning.
+        What that has returned, and whether it has gone into memory. Where there is no room, and with tags and
+        writers that memory is not for, it has written to ``save_dir`` itself, with a warning.
 
     Raises:
-        StorageError: there is no room in memory, and DeepSpeed cannot write to where it is to go; the same everywhere.
+        StorageError: it cannot go into memory, and DeepSpeed cannot write to where it is to go; the same everywhere.
     """
     comm, saver = connect(), _open_saver(engine, config)
     needed = _count_needed(engine, saver, comm)
-    answers = comm.each(lambda: saver.make_room(needed) if saver.is_first else "")
-    why = next(filter(None, answers), "")
-    if why:
+
+    def ask() -> str:
+        answers = comm.each(lambda: _find_obstacle(engine, tag) or (saver.make_room(needed) if saver.is_first else ""))
+        return next(filter(None, answers), "")
+
+    if why := ask():
         if is_url(save_dir):
-            raise StorageError(f"cannot be saved to by way of memory: {why}. {_ADVICE}", path=save_dir)
+            raise StorageError(f"cannot be saved to by way of memory: {why}", path=save_dir)
         if comm.rank == 0:
-            logger.warning("%s: saved while training waits, as %s. %s", save_dir, why, _ADVICE)
+            logger.warning("%s: saved while training waits, as %s", save_dir, why)
         return write(save_dir), False
     saver.number += 1
     comm.run(lambda: saver.begin() if saver.is_first else None)
@@ -204,6 +208,15 @@ def finish_saves(engine: Any) -> None:
 
 
 _ADVICE = 'Give the container more memory, or let "save": {"memory": …} name a folder of local NVMe'
+
+
+def _find_obstacle(engine: Any, tag: str) -> str:
+    """Why a save cannot go by way of memory however much there is, in words; empty where it can."""
+    if is_decoupled(engine):
+        return 'its files come after it ("checkpoint": {"writer": {"decoupled": …}})'
+    if tag != os.path.normpath(tag) or os.path.isabs(tag) or tag in (".", "..") or tag.startswith("../"):
+        return f"its tag {tag!r} is no path of a folder below that one"
+    return ""
 
 
 def _open_saver(engine: Any, config: UniversalConfig) -> Saver:
