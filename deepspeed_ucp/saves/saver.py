@@ -165,7 +165,8 @@ def save_into_memory(
 
     Returns:
         What that has returned, and whether it has gone into memory. Where there is no room, and with tags and
-        writers that memory is not for, it has written to ``save_dir`` itself, with a warning.
+        writers that memory is not for, it has written to ``save_dir`` itself, with a warning: once what is pending
+        has been written.
 
     Raises:
         StorageError: it cannot go into memory, and DeepSpeed cannot write to where it is to go; the same everywhere.
@@ -178,6 +179,9 @@ def save_into_memory(
         return next(filter(None, answers), "")
 
     if why := ask():
+        finish_saves(engine)  # `latest` would go back to what is written after this one
+        why = ask()
+    if why:
         if is_url(save_dir):
             raise StorageError(f"cannot be saved to by way of memory: {why}", path=save_dir)
         if comm.rank == 0:

@@ -10,8 +10,10 @@ import pytest
 
 from deepspeed_ucp.config import SaveOptions, UniversalConfig
 from deepspeed_ucp.errors import StorageError
+from deepspeed_ucp.saves import saver as savers
 from deepspeed_ucp.saves.saver import save_into_memory
-from tests.saves.saving import TAG
+from tests.convert.conversions import write_source
+from tests.saves.saving import TAG, is_whole
 
 
 class FakeEngine(SimpleNamespace):
@@ -65,3 +67,20 @@ def test_files_that_come_after_the_save_are_left_to_their_writer(
 ) -> None:
     engine.checkpoint_engine.is_decoupled = lambda: True
     assert save(str(tmp_path / "place"), TAG) == (str(tmp_path / "place"), False)
+
+
+def test_a_save_without_room_comes_after_those_that_are_pending(
+    save: Callable[..., tuple[str, bool]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else `latest` would go back to them."""
+    place = tmp_path / "place"
+
+    def write_first(folder: str) -> None:
+        write_source(Path(folder)).rename(Path(folder) / "first")
+
+    def look(_: str) -> None:
+        assert (place / "latest").read_text() == "first" and is_whole(str(place / "first"))
+
+    assert save(str(place), "first", write_first)[1]
+    monkeypatch.setattr(savers, "_count_free", lambda _: -1)
+    assert save(str(place), "second", look) == (str(place), False)
