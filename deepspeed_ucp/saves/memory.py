@@ -136,15 +136,15 @@ class Job:
         except (OSError, ValueError, IndexError):
             return False
 
-    def read_written(self) -> dict[str, list[str]]:
-        """By place the tags that this job has there, in the order in which they were written."""
+    def read_written(self) -> dict[str, dict[str, str]]:
+        """By place the tags that this job has there, in the order in which they were written, with their digests."""
         try:
-            told: dict[str, list[str]] = json.loads(Path(self.folder, _WRITTEN).read_text())
+            told: dict[str, dict[str, str]] = json.loads(Path(self.folder, _WRITTEN).read_text())
         except FileNotFoundError:
             return {}
         return told
 
-    def note_written(self, written: Mapping[str, list[str]]) -> None:
+    def note_written(self, written: Mapping[str, Mapping[str, str]]) -> None:
         """Note what :meth:`read_written` tells."""
         write_atomically(os.path.join(self.folder, _WRITTEN), json.dumps(written).encode())
 

@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
@@ -15,9 +15,9 @@ from ..comm import Comm
 from ..errors import StorageError, UcpError
 from ..io.disk import explain_full, sync_file, sync_folder
 from ..io.paths import is_url
-from ..io.store import list_folder, list_tree, remove, write_small
+from ..io.store import list_folder, list_tree, read_small, remove, write_small
 from ..io.urls import put_file
-from ..sources.files import SEAL
+from ..sources.files import OFFLOADED, SEAL, is_state_file
 from ..sources.latest import LATEST, read_tag
 from ..sources.open import seal_folder
 from ..sources.seal import read_seal, remove_seal
@@ -27,6 +27,11 @@ logger = logging.getLogger("deepspeed_ucp")
 
 _ASIDE = ".ucp-save-"
 """Of the name of a folder in which a save grows."""
+
+_OLD = "-old"
+"""Of the name of a folder that one which grew aside has taken the place of."""
+
+_WRITTEN = ".ucp-written-"
 
 _COPIERS = 4
 _SENT = 64 << 20
@@ -62,28 +67,31 @@ def read_digest(place: str, tag: str) -> str:
 
 
 def _write_to_folder(save: Snapshot, place: Place, wait: float) -> None:
-    """In a folder aside, which takes the tag's place at once."""
+    """In a folder aside, which takes the tag's place at once; what others had in the tag moves into it."""
     final = os.path.join(place.folder, save.tag)
     above, name = os.path.split(final)
     aside = os.path.join(above, f".{name}{_ASIDE}{save.job}-{save.number}")
-    os.makedirs(aside, exist_ok=True)
     inside = [each for each in save.list_files() if each.startswith(f"{save.tag}{os.sep}")]
 
     def copy(each: str) -> None:
         _copy(os.path.join(save.folder, each), os.path.join(aside, os.path.relpath(each, save.tag)))
 
     with explain_full(aside):
-        _do_each(copy, inside)
-        sync_folder(aside)
-        _sign_node(aside, save)
+        if not os.path.exists(os.path.join(final, _name_node(save, save.node))):  # else it has taken its place
+            os.makedirs(aside, exist_ok=True)
+            _do_each(copy, inside)
+            sync_folder(aside)
+            write_small(os.path.join(aside, _name_node(save, save.node)), b"")
+            if save.node:
+                return
+            _wait_for_nodes(lambda: os.listdir(aside), save, aside, wait)
+            seal_folder(aside, Comm())
+            _exchange(aside, final)
         if save.node:
             return
-        _wait_for_nodes(lambda: os.listdir(aside), save, aside, wait)
-        for node in range(save.nodes):
-            os.unlink(os.path.join(aside, _name_node(node)))
-        seal_folder(aside, Comm())
-        _exchange(aside, final)
         sync_folder(above)
+        for old in (aside, f"{aside}{_OLD}"):
+            _keep_others(old, final)
         _remove_left(above, save)
         for each in set(save.list_files()).difference(inside):
             _copy(os.path.join(save.folder, each), os.path.join(place.folder, each))
@@ -97,42 +105,48 @@ def _write_to_store(save: Snapshot, place: Place, wait: float) -> None:
     if save.node == 0:
         remove_seal(final)
     files = save.list_files()
+    inside = [os.path.relpath(each, save.tag) for each in files if each.startswith(f"{save.tag}{os.sep}")]
     _do_each(lambda each: put_file(os.path.join(save.folder, each), f"{place.folder}/{each}"), files)
-    write_small(f"{final}/{_name_node(save.node)}", save.job.encode())
+    write_small(f"{final}/{_name_node(save, save.node)}", "\n".join(inside).encode())
     if save.node:
         return
     _wait_for_nodes(lambda: list_folder(final), save, final, wait)
-    for node in range(save.nodes):
-        remove(f"{final}/{_name_node(node)}")
-    if save.nodes == 1:
-        inside = {os.path.relpath(each, save.tag) for each in files if each.startswith(f"{save.tag}{os.sep}")}
-        for left in set(list_tree(final)).difference(inside):
-            remove(f"{final}/{left}")
+    signs = [_name_node(save, node) for node in range(save.nodes)]
+    own = {*signs, *(each for sign in signs for each in read_small(f"{final}/{sign}").decode().split("\n"))}
+    for left in filter(_is_saved, set(list_tree(final)).difference(own)):
+        remove(f"{final}/{left}")
     seal_folder(final, Comm())
     if save.latest:
         write_small(f"{place.folder}/{LATEST}", save.tag.encode())
 
 
-def prune_place(place: Place, tags: Iterable[str]) -> list[str]:
+def end_save(save: Snapshot, place: Place) -> None:
+    """Take away what nodes told each other by, once it is noted that the place has the save."""
+    for node in range(save.nodes if save.node == 0 else 0):
+        remove(os.path.join(place.folder, save.tag, _name_node(save, node)))
+
+
+def prune_place(place: Place, held: Mapping[str, str]) -> dict[str, str]:
     """Remove the first ones of those tags that this job has written to a place, down to as many as stay.
 
     Args:
-        tags: in the order in which they were written.
+        held: digests of their seals by tag, in the order in which they were written. What has another one by now, or
+            none, is another's.
 
     Returns:
         Those that are left. One that ``latest`` names, and the last one that is sealed, are always among them.
     """
-    held = list(tags)
     if place.keep is None:
-        return held
+        return dict(held)
     try:
         named = read_tag(os.path.join(place.folder, LATEST))
     except (OSError, StorageError):
         named = ""
-    spare = [tag for tag in held[: -max(place.keep, 1)] if tag != named]
+    spare = [tag for tag in list(held)[: -max(place.keep, 1)] if tag != named]
     for tag in spare:
-        _remove_tag(place, tag)
-    return [tag for tag in held if tag not in spare]
+        if read_digest(place.folder, tag) == held[tag]:
+            _remove_tag(place, tag)
+    return {tag: digest for tag, digest in held.items() if tag not in spare}
 
 
 def _remove_tag(place: Place, tag: str) -> None:
@@ -140,12 +154,38 @@ def _remove_tag(place: Place, tag: str) -> None:
     folder = os.path.join(place.folder, tag)
     with suppress(OSError):
         remove_seal(folder)
-    if not is_url(folder):
-        shutil.rmtree(folder, ignore_errors=True)
-        return
+        if is_url(folder):
+            for name in filter(_is_saved, list_tree(folder)):
+                remove(f"{folder}/{name}")
+        else:
+            _remove_saved(folder)
+
+
+def _is_saved(name: str) -> bool:
+    """Whether a path in a tag is that of a save's file, not of what others have put there: another tag may be."""
+    return is_state_file(name) or name == SEAL or name.startswith((f"{OFFLOADED}/", _WRITTEN))
+
+
+def _remove_saved(folder: str) -> None:
+    """Remove a save's files, and its folder where that holds nothing else."""
+    shutil.rmtree(os.path.join(folder, OFFLOADED), ignore_errors=True)
+    for name in filter(_is_saved, os.listdir(folder)):
+        with suppress(OSError):
+            os.unlink(os.path.join(folder, name))
     with suppress(OSError):
-        for name in list_tree(folder):
-            remove(f"{folder}/{name}")
+        os.rmdir(folder)
+
+
+def _keep_others(old: str, final: str) -> None:
+    """Remove a save that another has taken the place of; what others had put there moves to that one."""
+    if not os.path.isdir(old) or os.path.islink(old):
+        with suppress(FileNotFoundError):
+            os.unlink(old)
+        return
+    for name in os.listdir(old):
+        if not _is_saved(name) and name != OFFLOADED and not os.path.lexists(os.path.join(final, name)):
+            os.rename(os.path.join(old, name), os.path.join(final, name))
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _remove_left(folder: str, save: Snapshot) -> None:
@@ -174,16 +214,13 @@ def _copy(source: str, destination: str) -> None:
     os.replace(aside, destination)
 
 
-def _name_node(node: int) -> str:
-    return f".ucp-written-{node}"
-
-
-def _sign_node(folder: str, save: Snapshot) -> None:
-    write_small(os.path.join(folder, _name_node(save.node)), save.job.encode())
+def _name_node(save: Snapshot, node: int) -> str:
+    """Of the file that says that a node has written its part of a save."""
+    return f"{_WRITTEN}{save.job}-{save.number}-{node}"
 
 
 def _wait_for_nodes(look: Callable[[], Iterable[str]], save: Snapshot, folder: str, wait: float) -> None:
-    wanted, end = {_name_node(node) for node in range(save.nodes)}, time.monotonic() + wait
+    wanted, end = {_name_node(save, node) for node in range(save.nodes)}, time.monotonic() + wait
     while lacking := wanted.difference(look()):
         if time.monotonic() > end:
             raise StorageError(
@@ -198,15 +235,12 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def _exchange(new: str, final: str) -> None:
-    """Put a folder in another one's place, at once where the file system can, and remove that one."""
+    """Put a folder in another one's place, at once where the file system can: that one is where it was, or aside."""
     try:
         os.rename(new, final)
     except OSError:  # something is there
         libc = ctypes.CDLL(None, use_errno=True)
         paths = _AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(final), _RENAME_EXCHANGE
         if libc.renameat2(*paths):  # not on every file system
-            old = f"{new}-old"
-            os.rename(final, old)
+            os.rename(final, f"{new}{_OLD}")
             os.rename(new, final)
-            new = old
-        shutil.rmtree(new, ignore_errors=True)

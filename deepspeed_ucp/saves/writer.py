@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 from ..errors import UcpError, escape
 from ..io.store import set_storage_options
 from .memory import LOCK, Job, Place, Snapshot, drop_unwanted
-from .places import prune_place, write_save
+from .places import end_save, prune_place, write_save
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -125,10 +125,14 @@ class Writer:
             return False
         self._told.pop(place.folder, None)
         save.note_done(place, digest)
+        if save.node:  # the first node's are all
+            return True
+        end_save(save, place)
         written = self.job.read_written()
-        tags = [tag for tag in written.get(place.folder, ()) if tag != save.tag]
-        self.job.note_written({**written, place.folder: [*tags, save.tag]})
-        self.job.note_written({**written, place.folder: prune_place(place, [*tags, save.tag])})
+        held = {tag: each for tag, each in written.get(place.folder, {}).items() if tag != save.tag}
+        held[save.tag] = digest
+        self.job.note_written({**written, place.folder: held})
+        self.job.note_written({**written, place.folder: prune_place(place, held)})
         return True
 
     def _warn(self, place: str, why: str) -> None:

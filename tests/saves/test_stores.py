@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_ucp.io import remote, retry
-from deepspeed_ucp.io.store import list_tree, read_small
+from deepspeed_ucp.io.store import list_tree, read_small, write_small
 from deepspeed_ucp.saves.memory import Job
 from tests.saves.saving import TAG, is_whole, make_save, write
 from tests.stores.server import BUCKET, Server, fail_first, serve
@@ -81,3 +81,31 @@ def test_a_store_that_is_down_is_named_by_nothing(job: Job, server: Server, capl
     assert "not written, to be tried again" in caplog.text
     assert not any(name.startswith("down/") for name in list_tree(f"s3://{BUCKET}"))
     assert write(job) and is_whole(f"{url}/{TAG}")
+
+
+@pytest.mark.usefixtures("server")
+def test_what_others_have_in_a_tag_stays(job: Job) -> None:
+    """Files of an earlier save, of more ranks, do not."""
+    url = f"s3://{BUCKET}/others"
+    write_small(f"{url}/{TAG}/arguments.json", b"{}")
+    write_small(f"{url}/{TAG}/zero_pp_rank_9_mp_rank_00_optim_states.pt", b"of another save")
+    made = make_save(job, url)
+    assert write(job)
+    own = {name.split("/")[-1] for name in made.list_files()}
+    assert list_names(url) == own | {"ucp_seal.json", "latest", "arguments.json"}
+
+
+@pytest.mark.usefixtures("server")
+def test_a_part_of_an_earlier_save_is_none_of_this_one(job: Job, tmp_path: Path) -> None:
+    """The other node has written a save under this tag that the first one gave up."""
+    url, other = f"s3://{BUCKET}/parts", Job(str(tmp_path / "other" / "job"))
+    other.own()
+    make_save(other, url, node=1, nodes=2)
+    assert write(other)
+    make_save(job, url)
+    make_save(job, url, nodes=2)
+    assert not write(job, wait=0.2)
+    assert "latest" not in list_names(url) and not is_whole(f"{url}/{TAG}")
+    make_save(other, url, node=1, nodes=2)
+    assert write(other) and write(job)
+    assert is_whole(f"{url}/{TAG}") and not any(name.startswith(".ucp") for name in list_names(url))

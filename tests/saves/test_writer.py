@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -227,3 +228,70 @@ def test_folders_that_cannot_be_exchanged_are_renamed(
         assert write(job)
         assert strip(read_bytes(tmp_path / "place" / TAG)) == read_bytes(Path(made.folder) / TAG)
     assert set(os.listdir(tmp_path / "place")) == {TAG, "latest", "zero_to_fp32.py"}
+
+
+def test_what_others_have_in_a_tag_stays(job: Job, save: Callable[..., Snapshot], tmp_path: Path) -> None:
+    """Also where the tag is written over by fewer ranks, or another tag lies below it."""
+    tag = tmp_path / "place" / TAG
+    (tag / "below").mkdir(parents=True)
+    (tag / "below" / "mp_rank_00_model_states.pt").write_text("another tag's")
+    (tag / "arguments.json").write_text("{}")
+    (tag / "zero_pp_rank_9_mp_rank_00_optim_states.pt").write_text("of another save")
+    made = save(keep=1)
+    assert write(job)
+    own = set(os.listdir(Path(made.folder) / TAG)) | {"ucp_seal.json"}
+    assert set(os.listdir(tag)) == own | {"arguments.json", "below"} and is_whole(str(tag))
+    save(tag="next", keep=1)
+    assert write(job)
+    assert set(os.listdir(tag)) == {"arguments.json", "below"} and os.listdir(tag / "below")
+    assert [name for name in os.listdir(tmp_path / "place") if name.startswith(".")] == []
+
+
+def test_a_tag_that_another_has_saved_anew_is_not_this_jobs(
+    job: Job, save: Callable[..., Snapshot], tmp_path: Path
+) -> None:
+    other = Job(str(tmp_path / "memory" / "other"))
+    other.own()
+    save(tag="a", keep=1)
+    assert write(job)
+    for _ in range(2):  # of other weights
+        make_save(other, str(tmp_path / "place"), tag="a")
+    assert write(other)
+    save(tag="b", keep=1)
+    assert write(job)
+    assert is_whole(str(tmp_path / "place" / "a"))
+
+
+def test_a_node_that_is_not_the_first_removes_nothing(nodes: list[Job], tmp_path: Path) -> None:
+    """It has written before the save is whole; where `latest` names none that was the last whole one."""
+    first = threading.Thread(target=write, args=(nodes[0],))
+    first.start()
+    assert write(nodes[1])
+    first.join()
+    (tmp_path / "place" / "latest").unlink()
+    made = nodes[1].list_saves()[0]
+    folder = Path(nodes[1].find_folder(2))
+    shutil.copytree(Path(made.folder) / TAG, folder / "next")
+    places = (Place(str(tmp_path / "place"), 1),)
+    replace(made, number=2, tag="next", places=places, latest=False, folder=str(folder)).write_record()
+    assert write(nodes[1])
+    assert is_whole(str(tmp_path / "place" / TAG))
+
+
+def test_a_first_node_killed_at_any_call_goes_on(nodes: list[Job], tmp_path: Path) -> None:
+    """The other one has written by then, and does not do so again."""
+    assert write(nodes[1])
+    kept = tmp_path / "kept"
+    for name in ("node0", "place"):
+        shutil.copytree(tmp_path / name, kept / name)
+
+    def reset() -> None:
+        for name in ("node0", "place"):
+            shutil.rmtree(tmp_path / name)
+            shutil.copytree(kept / name, tmp_path / name)
+
+    for at in range(len(list_calls(lambda: write(nodes[0])))):
+        reset()
+        assert run_dying(lambda: write(nodes[0]), at)
+        assert write(nodes[0], wait=0.5), at
+        assert is_whole(str(tmp_path / "place" / TAG))
