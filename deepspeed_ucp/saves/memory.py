@@ -25,7 +25,7 @@ from ..io.disk import write_atomically
 from ..io.paths import is_url, normalize
 
 _RECORD, _DONE = "save-", "done-"
-_OWNER, _WRITTEN = "owner", "written"
+_OWNER, _WRITTEN, _SPARE = "owner", "written", "spare"
 LOCK = "lock"
 
 
@@ -111,9 +111,20 @@ class Snapshot:
 
     def remove(self) -> None:
         """Give its memory back; the record goes first."""
+        self._forget()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def spare(self) -> None:
+        """Keep its files' memory for the job's next save, if none is kept for it yet: new pages take longest."""
+        self._forget()
+        try:
+            os.rename(self.folder, os.path.join(os.path.dirname(self.folder), _SPARE))
+        except OSError:
+            self.remove()
+
+    def _forget(self) -> None:
         with suppress(FileNotFoundError):
             os.unlink(os.path.join(self.folder, f"{_RECORD}{self.node}.json"))
-        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class Job:
@@ -122,6 +133,7 @@ class Job:
     def __init__(self, folder: str) -> None:
         self.folder = folder
         self.name = os.path.basename(folder)
+        self.spare = os.path.join(folder, _SPARE)
 
     def own(self) -> None:
         """Make the folder, and say that this process saves into it."""
@@ -159,6 +171,16 @@ class Job:
     def list_saves(self) -> list[Snapshot]:
         """Those that are whole on this node, the first one first."""
         return [save for number in self.list_numbers() for save in _read_records(self.find_folder(number))]
+
+    def reuse(self, path: str) -> None:
+        """Have the file that a spare save has under the same name stand at ``path``: its memory is written over.
+
+        Args:
+            path: of a file that is not there yet, in a tag's folder.
+        """
+        for tag in _list(self.spare):
+            with suppress(OSError):
+                os.rename(os.path.join(self.spare, tag, os.path.basename(path)), path)
 
     def remove(self) -> None:
         """Give all of its memory back."""

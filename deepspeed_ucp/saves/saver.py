@@ -12,13 +12,14 @@ import shutil
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
+import torch
 
 from ..comm import Comm, connect
 from ..config import SaveOptions, UniversalConfig
@@ -80,6 +81,8 @@ class Saver:
         for save in [*self._list_dead(), *saves[:-1]]:
             if _count_free(self.root) < needed and not save.list_pending():
                 save.remove()
+        if _count_free(self.root) < needed:
+            shutil.rmtree(self.job.spare, ignore_errors=True)
         free = _count_free(self.root)
         if free >= needed:
             return ""
@@ -89,6 +92,13 @@ class Saver:
         for job in list_jobs(self.root):
             if job.name != self.job.name and not job.is_owned():
                 yield from job.list_saves()
+
+    def write_file(self, state_dict: Any, path: str) -> None:
+        """What ``torch.save`` does, into memory that an older save has left."""
+        self.job.reuse(path)
+        with open(path, "r+b" if os.path.exists(path) else "wb") as file:
+            torch.save(state_dict, file)
+            file.truncate()
 
     def begin(self) -> None:
         """Make the folder of the next save."""
@@ -189,16 +199,31 @@ def save_into_memory(
         return write(save_dir), False
     saver.number += 1
     comm.run(lambda: saver.begin() if saver.is_first else None)
-    saved = write(saver.folder)
+    with _write_by(engine.checkpoint_engine, saver.write_file):
+        saved = write(saver.folder)
 
     def end() -> None:
         if saver.is_first:
+            shutil.rmtree(saver.job.spare, ignore_errors=True)
             saver.warn_late()
             local = engine.use_node_local_storage()
             saver.end(save_dir, tag, engine.global_steps, latest=latest, local=local)
 
     comm.run(end)
     return saved, True
+
+
+@contextmanager
+def _write_by(checkpoint_engine: Any, write: Callable[[Any, str], None]) -> Iterator[None]:
+    """Have DeepSpeed's plain writer write in another way; what else it may be given writes in its own."""
+    if type(checkpoint_engine).__name__ != "TorchCheckpointEngine" or not checkpoint_engine.zipfile_serialization:
+        yield
+        return
+    checkpoint_engine.save = write
+    try:
+        yield
+    finally:
+        del checkpoint_engine.save
 
 
 def finish_saves(engine: Any) -> None:

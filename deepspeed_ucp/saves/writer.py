@@ -113,7 +113,7 @@ class Writer:
             outcomes = [self._write(save, place) for save, place in newest.values()]
             is_clean = all(outcomes)
             for save in drop_unwanted(self.job.list_saves(), self.keep):
-                save.remove()
+                save.spare()
             if not is_clean or not pending:
                 return is_clean
 
