@@ -16,6 +16,7 @@ from deepspeed_ucp.flat import (
     find_gaps,
     join_parameters,
     join_reserved,
+    join_spans,
 )
 from tests.support.reshard import examples, lay_flat, models
 from tests.synth import Model, Topology, partition_layout
@@ -189,3 +190,17 @@ def test_what_a_partition_touches_are_tensors() -> None:
     ]
     assert [buffer.join_touched(part).names for part in range(3)] == [("a", "w"), ("w",), ("b",)]
     assert buffer.join_touched(2) == join_parameters(4, ("b",), ((4,),))
+
+
+@pytest.mark.parametrize(
+    ("spans", "joined"),
+    [
+        ([], []),
+        ([(3, 5), (0, 2)], [(0, 2), (3, 5)]),
+        ([(2, 4), (0, 2)], [(0, 4)]),
+        ([(0, 9), (2, 4), (9, 10)], [(0, 10)]),
+    ],
+    ids=str,
+)
+def test_spans_are_joined_where_they_meet(spans: list[tuple[int, int]], joined: list[tuple[int, int]]) -> None:
+    assert join_spans(spans) == joined

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
-import torch
 
 from ..comm import Comm, connect
 from ..config import SaveOptions, UniversalConfig
@@ -30,6 +29,7 @@ from ..io.paths import is_url
 from ..sources.latest import read_latest
 from ..sources.older import find_age
 from ..writer import is_decoupled
+from .files import save_over
 from .memory import Job, Place, Snapshot, find_root, list_jobs, locate, name_job
 from .places import read_digest
 from .writer import is_locked, list_late, start_writer
@@ -96,9 +96,7 @@ class Saver:
     def write_file(self, state_dict: Any, path: str) -> None:
         """What ``torch.save`` does, into memory that an older save has left."""
         self.job.reuse(path)
-        with open(path, "r+b" if os.path.exists(path) else "wb") as file:
-            torch.save(state_dict, file)
-            file.truncate()
+        save_over(state_dict, path)
 
     def begin(self) -> None:
         """Make the folder of the next save."""
