@@ -352,7 +352,8 @@ def find_in_memory(engine: Any, config: UniversalConfig, load_dir: str, tag: Any
         if not is_first:
             return []
         finish_dead(root, list_settings(config))
-        saves = [save for job in list_jobs(root) for save in job.list_saves() if tag in (None, save.tag)]
+        saves = [save for job in list_jobs(root) for save in job.list_saves()]
+        saves = [save for save in saves if (save.latest if tag is None else save.tag == str(tag))]
         mine = [save for save in saves if wanted in (save.save_dir, *(place.folder for place in save.places))]
         return [
             (replace(save, folder=os.path.relpath(save.folder, root)), save.read_done().get(wanted)) for save in mine
@@ -363,10 +364,9 @@ def find_in_memory(engine: Any, config: UniversalConfig, load_dir: str, tag: Any
         nodes[save.key].add(save.node)
         found[save.key] = save, digest
     whole = [(save, digest) for key, (save, digest) in found.items() if len(nodes[key]) == save.nodes]
-    newest = max(whole, key=lambda each: (each[0].step, each[0].number), default=None)
-    if newest is None or not comm.once(lambda: _is_newer(*newest, load_dir, tag)):
-        return None
-    return Found(os.path.join(root, newest[0].folder), newest[0].tag, newest[0].step)
+    whole.sort(key=lambda each: (each[0].step, each[0].number), reverse=True)
+    newest = comm.once(lambda: next((save for save, digest in whole if _is_newer(save, digest, load_dir, tag)), None))
+    return None if newest is None else Found(os.path.join(root, newest.folder), newest.tag, newest.step)
 
 
 def _is_newer(save: Snapshot, digest: str | None, load_dir: str, tag: Any) -> bool:

@@ -100,14 +100,17 @@ class Writer:
         return 0
 
     def write_pending(self) -> bool:
-        """Write the newest save that each place lacks, and drop older ones there; whether none failed."""
+        """Write the newest save that each place lacks, and drop older ones there; whether none failed.
+
+        Of those that ``latest`` is to name, and of the others, each the newest: one is not in the other's place.
+        """
         is_clean = True
         while True:
             saves = self.job.list_saves()
             pending = [(save, place) for save in reversed(saves) for place in save.list_pending()]
-            newest = {place.folder: (save, place) for save, place in reversed(pending)}
+            newest = {(place.folder, save.latest): (save, place) for save, place in reversed(pending)}
             for save, place in pending:
-                if newest[place.folder][0] is not save:
+                if newest[place.folder, save.latest][0] is not save:
                     logger.warning("%s is too slow: %s is dropped for a newer save", place.folder, save.tag)
                     save.note_done(place, "")
             outcomes = [self._write(save, place) for save, place in newest.values()]

@@ -1,19 +1,22 @@
-"""The ranks' side of a save without any engine: what goes by way of memory."""
+"""The ranks' side of a save without any engine: what goes by way of memory, and what is found there."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import SaveOptions, UniversalConfig
 from deepspeed_ucp.errors import StorageError
 from deepspeed_ucp.saves import saver as savers
-from deepspeed_ucp.saves.saver import save_into_memory
+from deepspeed_ucp.saves.memory import Job, find_root, name_job
+from deepspeed_ucp.saves.saver import find_in_memory, save_into_memory
 from tests.convert.conversions import write_source
-from tests.saves.saving import TAG, is_whole
+from tests.saves.saving import TAG, is_whole, make_save, write
 
 
 class FakeEngine(SimpleNamespace):
@@ -84,3 +87,38 @@ def test_a_save_without_room_comes_after_those_that_are_pending(
     assert save(str(place), "first", write_first)[1]
     monkeypatch.setattr(savers, "_count_free", lambda _: -1)
     assert save(str(place), "second", look) == (str(place), False)
+
+
+def find(engine: FakeEngine, memory: Path, folder: Path, tag: str | None = None) -> str | None:
+    """The tag that a load takes from memory."""
+    config = UniversalConfig(save=SaveOptions(memory=str(memory)))
+    found = find_in_memory(engine, config, str(folder), tag, Comm())
+    return found and found.tag
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    """One that this process saves into, so that nobody writes what is pending."""
+    made = Job(os.path.join(find_root(str(tmp_path / "memory")), name_job()))
+    made.own()
+    return made
+
+
+def test_a_load_without_a_tag_takes_what_latest_is_to_name(engine: FakeEngine, job: Job, tmp_path: Path) -> None:
+    make_save(job, str(tmp_path / "place"), tag="a", step=3)
+    make_save(job, str(tmp_path / "place"), tag="best", step=4, latest=False)
+    assert find(engine, tmp_path / "memory", tmp_path / "place") == "a"
+    assert find(engine, tmp_path / "memory", tmp_path / "place", "best") == "best"
+
+
+def test_what_a_place_does_not_count_hides_no_other_save(engine: FakeEngine, job: Job, tmp_path: Path) -> None:
+    """The later one has been written, and who rolled back has named another."""
+    place = tmp_path / "place"
+    make_save(job, str(place), tag="abandoned", step=9)
+    assert write(job)
+    assert find(engine, tmp_path / "memory", place) == "abandoned"
+    write_source(place, 7).rename(place / "earlier")
+    (place / "latest").write_text("earlier")
+    assert find(engine, tmp_path / "memory", place) is None
+    make_save(job, str(place), tag="next", step=5)
+    assert find(engine, tmp_path / "memory", place) == "next"

@@ -72,6 +72,17 @@ def test_a_place_that_is_too_slow_gets_the_newest_alone(
     assert "too slow: a is dropped" in caplog.text and "b is dropped" in caplog.text
 
 
+def test_a_save_that_latest_is_to_name_waits_for_its_like(
+    job: Job, save: Callable[..., Snapshot], tmp_path: Path
+) -> None:
+    """Not dropped for a newer one that it is not to name."""
+    save(tag="a")
+    save(tag="best", latest=False)
+    assert write(job)
+    assert (tmp_path / "place" / "latest").read_text() == "a" and is_whole(str(tmp_path / "place" / "a"))
+    assert is_whole(str(tmp_path / "place" / "best"))
+
+
 def test_a_place_keeps_so_many(job: Job, save: Callable[..., Snapshot], tmp_path: Path) -> None:
     """Not what others wrote there, nor what `latest` names."""
     (tmp_path / "place" / "theirs").mkdir(parents=True)
