@@ -1,13 +1,14 @@
 """What lies in memory: folders of jobs, with a folder for each of their saves, which outlive every process.
 
-``<memory>/deepspeed_ucp-<user>/<job>/`` has ``owner`` (the process that saves), ``lock`` (held by the writer while it
-lives) and a folder for each save. That is a folder of tags as any other, with DeepSpeed's own files of one tag in it;
+``<memory>/deepspeed_ucp-<user>/<job>/`` has ``owner`` (held by the process that saves while it lives), ``lock`` (by the
+writer) and a folder for each save. That is a folder of tags as any other, with DeepSpeed's own files of one tag in it;
 ``save-<node>.json`` is there once all ranks of the node have written, ``done-<node>.json`` says which places have it.
 Numbers of saves rise, whatever the clock does.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -18,6 +19,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from ..errors import StorageError
@@ -136,17 +138,15 @@ class Job:
         self.spare = os.path.join(folder, _SPARE)
 
     def own(self) -> None:
-        """Make the folder, and say that this process saves into it."""
+        """Make the folder, and hold it as the process that saves into it, until that ends."""
         os.makedirs(self.folder, mode=0o700, exist_ok=True)
-        write_atomically(os.path.join(self.folder, _OWNER), _sign(os.getpid()).encode())
+        held = os.open(os.path.join(self.folder, _OWNER), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(held, fcntl.LOCK_EX)
+        os.register_at_fork(after_in_child=partial(os.close, held))  # a child's does not count
 
     def is_owned(self) -> bool:
-        """Whether the process that saves into it lives."""
-        try:
-            told = Path(self.folder, _OWNER).read_text()
-            return _sign(int(told.split()[0])) == told
-        except (OSError, ValueError, IndexError):
-            return False
+        """Whether the process that saves into it lives, in whatever container that shares the memory."""
+        return is_held(os.path.join(self.folder, _OWNER))
 
     def read_written(self) -> dict[str, dict[str, str]]:
         """By place the tags that this job has there, in the order in which they were written, with their digests."""
@@ -242,10 +242,13 @@ def _list(folder: str) -> list[str]:
         return []
 
 
-def _sign(pid: int) -> str:
-    """A process by its number and the time of its start, in clock ticks since the machine's: numbers come again.
-
-    Raises:
-        OSError: there is none.
-    """
-    return f"{pid} {Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[19]}"
+def is_held(path: str) -> bool:
+    """Whether a process holds the lock of a file, by ``flock``."""
+    try:
+        with open(path) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 from ..errors import UcpError, escape
 from ..io.store import set_storage_options
-from .memory import LOCK, Job, Place, Snapshot, drop_unwanted
+from .memory import LOCK, Job, Place, Snapshot, drop_unwanted, is_held
 from .places import end_save, prune_place, write_save
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -61,14 +61,7 @@ def start_writer(job: Job, settings: Mapping[str, Any]) -> BinaryIO:
 
 def is_locked(job: Job) -> bool:
     """Whether a job's writer lives."""
-    try:
-        with open(os.path.join(job.folder, LOCK)) as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
-    return False
+    return is_held(os.path.join(job.folder, LOCK))
 
 
 class Writer:

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -174,6 +175,26 @@ def test_a_killed_process_is_followed_by_another(job: Job, save: Callable[..., S
     wait_for(lambda: not list_late(job.list_saves()))
     assert is_whole(str(tmp_path / "place" / TAG))
     lines.close()
+
+
+def test_a_job_lives_as_long_as_the_process_that_saves(tmp_path: Path) -> None:
+    """Also for those that cannot see the process: containers share memory, not numbers of processes."""
+    job, (told, tell), (ended, end) = Job(str(tmp_path / "job")), os.pipe(), os.pipe()
+    child = os.fork()
+    if not child:
+        job.own()
+        worker = os.fork()  # outlives it, and is not the one that saves
+        os.write(tell, b"owned" if worker else b"")
+        os.close(end)
+        os.read(ended, 1 if worker else 9)
+        os._exit(0)
+    assert os.read(told, 5) == b"owned"
+    with mock.patch.object(Path, "read_text", side_effect=OSError):
+        assert job.is_owned()
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert not job.is_owned()
+    os.close(end)
 
 
 def find_writer(job: Job) -> int:
