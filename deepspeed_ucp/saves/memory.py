@@ -214,6 +214,15 @@ def list_jobs(root: str) -> list[Job]:
     return [Job(os.path.join(root, name)) for name in sorted(_list(root)) if _JOB.fullmatch(name)]
 
 
+def list_later(save: Snapshot) -> list[Snapshot]:
+    """Whole saves of the same folder by jobs that live, where the save's own does not: they come after it."""
+    job = Job(os.path.dirname(save.folder))
+    if job.is_owned():
+        return []
+    living = (other for other in list_jobs(os.path.dirname(job.folder)) if other.is_owned())
+    return [each for other in living for each in other.list_saves() if each.save_dir == save.save_dir]
+
+
 def locate(place: str) -> str:
     """A folder by the path that every process of this machine knows it by, or a URL."""
     return normalize(place) if is_url(place) else os.path.realpath(normalize(place))

@@ -21,7 +21,7 @@ from ..sources.files import OFFLOADED, SEAL, is_state_file
 from ..sources.latest import LATEST, read_tag
 from ..sources.open import seal_folder
 from ..sources.seal import read_seal, remove_seal
-from .memory import Place, Snapshot
+from .memory import Place, Snapshot, list_later
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -86,6 +86,8 @@ def _write_to_folder(save: Snapshot, place: Place, wait: float) -> None:
                 return
             _wait_for_nodes(lambda: os.listdir(aside), save, aside, wait)
             seal_folder(aside, Comm())
+            if is_replaced(save):
+                raise StorageError("a later job has saved this tag while it was written.", path=final)
             _exchange(aside, final)
         if save.node:
             return
@@ -95,7 +97,7 @@ def _write_to_folder(save: Snapshot, place: Place, wait: float) -> None:
         _remove_left(above, save)
         for each in set(save.list_files()).difference(inside):
             _copy(os.path.join(save.folder, each), os.path.join(place.folder, each))
-        if save.latest:
+        if save.latest and not list_later(save):
             write_small(os.path.join(place.folder, LATEST), save.tag.encode())
 
 
@@ -116,8 +118,13 @@ def _write_to_store(save: Snapshot, place: Place, wait: float) -> None:
     for left in filter(_is_saved, set(list_tree(final)).difference(own)):
         remove(f"{final}/{left}")
     seal_folder(final, Comm())
-    if save.latest:
+    if save.latest and not list_later(save):
         write_small(f"{place.folder}/{LATEST}", save.tag.encode())
+
+
+def is_replaced(save: Snapshot) -> bool:
+    """Whether a later job has saved under the same tag."""
+    return any(later.tag == save.tag for later in list_later(save))
 
 
 def end_save(save: Snapshot, place: Place) -> None:

@@ -376,11 +376,14 @@ def _is_newer(save: Snapshot, digest: str | None, load_dir: str, tag: Any) -> bo
     ``latest``, or something else under this tag, wants that.
 
     Args:
-        digest: of its seal there, where it has been written; None where it has not been yet.
+        digest: of its seal there, where it has been written; None where it has not been yet; empty where it is not to
+            be any more.
         tag: that is asked for.
     """
     try:
         named = tag if tag is not None else read_latest(load_dir)
+        if digest == "" and tag is None:
+            return False
         if digest:
             return named == save.tag and read_digest(load_dir, save.tag) == digest
         return named is None or find_age([os.path.join(load_dir, named)]).step <= save.step

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 from ..errors import UcpError, escape
 from ..io.store import set_storage_options
 from .memory import LOCK, Job, Place, Snapshot, drop_unwanted, is_held
-from .places import end_save, prune_place, write_save
+from .places import end_save, is_replaced, prune_place, write_save
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -103,10 +103,10 @@ class Writer:
             pending = [(save, place) for save in reversed(saves) for place in save.list_pending()]
             newest = {(place.folder, save.latest): (save, place) for save, place in reversed(pending)}
             for save, place in pending:
-                if newest[place.folder, save.latest][0] is not save:
+                if newest[place.folder, save.latest][0] is not save or is_replaced(save):
                     logger.warning("%s is too slow: %s is dropped for a newer save", place.folder, save.tag)
                     save.note_done(place, "")
-            outcomes = [self._write(save, place) for save, place in newest.values()]
+            outcomes = [self._write(save, place) for save, place in newest.values() if not is_replaced(save)]
             is_clean = all(outcomes)
             for save in drop_unwanted(self.job.list_saves(), self.keep):
                 save.spare()

@@ -122,3 +122,14 @@ def test_what_a_place_does_not_count_hides_no_other_save(engine: FakeEngine, job
     assert find(engine, tmp_path / "memory", place) is None
     make_save(job, str(place), tag="next", step=5)
     assert find(engine, tmp_path / "memory", place) == "next"
+
+
+def test_what_was_dropped_for_a_later_save_is_not_loaded(engine: FakeEngine, job: Job, tmp_path: Path) -> None:
+    """A run that was rolled back has gone on to later steps than the one that follows it."""
+    place = tmp_path / "place"
+    made = make_save(job, str(place), tag="dropped", step=9)
+    made.note_done(made.places[0], "")
+    write_source(place, 7)
+    (place / "latest").write_text(TAG)
+    assert find(engine, tmp_path / "memory", place) is None
+    assert find(engine, tmp_path / "memory", place, "dropped") == "dropped"

@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 
 from deepspeed_ucp.saves import places
-from deepspeed_ucp.saves.memory import Job, Place, Snapshot
+from deepspeed_ucp.saves.memory import Job, Place, Snapshot, name_job
 from deepspeed_ucp.saves.writer import Writer, is_locked, list_late, start_writer
 from tests.convert.conversions import read_bytes, write_source
 from tests.saves.saving import TAG, is_whole, make_save, strip, write
@@ -195,6 +195,21 @@ def test_a_job_lives_as_long_as_the_process_that_saves(tmp_path: Path) -> None:
     os.waitpid(child, 0)
     assert not job.is_owned()
     os.close(end)
+
+
+@pytest.mark.parametrize("tag", ["later", "same"])
+def test_what_a_dead_job_has_left_comes_before_a_living_ones(tag: str, tmp_path: Path) -> None:
+    """It may have been rolled back: `latest` does not go back to it, nor what lies under a tag."""
+    dead, living = (Job(str(tmp_path / "memory" / name_job())) for _ in range(2))
+    living.own()
+    left = make_save(dead, str(tmp_path / "place"), tag="same")
+    make_save(living, str(tmp_path / "place"), tag="before")
+    made = make_save(living, str(tmp_path / "place"), tag=tag)
+    assert write(living)
+    assert write(dead) and not left.list_pending()
+    assert (tmp_path / "place" / "latest").read_text() == tag
+    assert strip(read_bytes(tmp_path / "place" / tag)) == read_bytes(Path(made.folder) / tag)
+    assert is_whole(str(tmp_path / "place" / "same"))
 
 
 def find_writer(job: Job) -> int:
