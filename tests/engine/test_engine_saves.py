@@ -62,3 +62,22 @@ def test_without_room_a_save_is_deepspeeds_own(tmp_path: Path, ucp_worlds: World
     ucp_worlds.get(2).run(engine_saves.save_without_room, config, str(tmp_path / "saved"))
     assert (tmp_path / "saved" / "latest").read_text() == "global_step1"
     assert not list((tmp_path / "memory").rglob("*_states.pt"))
+
+
+def test_nodes_hold_a_part_of_each_save(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """All of them together have the newest one; when one is gone, the place has it."""
+    folder, memory, variable = str(tmp_path / "saved"), str(tmp_path / "memory"), Path("$NODE_MEMORY")
+    saver = saving(Case(1, 2, "bf16"), variable)
+    world = ucp_worlds.get(2)
+    states = world.run(engine_saves.on_nodes, engine_saves.save_each, memory, saver, folder, 2)[0]
+    parts = [{path.name for path in (tmp_path / "memory" / f"node{node}").rglob("*_states.pt")} for node in range(2)]
+    assert all(parts) and not parts[0] & parts[1]
+    assert len(list(tmp_path.glob("saved/*/ucp_seal.json"))) == 2
+    loader = saving(Case(3, 2), variable)
+    for found in world.run(engine_saves.on_nodes, engine_saves.load, memory, loader, folder):
+        assert found[0].startswith(memory) and found[1]["number"] == 1
+        assert compare(states[1], found[2])[1] == []
+    shutil.rmtree(tmp_path / "memory" / "node1")
+    for found in world.run(engine_saves.on_nodes, engine_saves.load, memory, loader, folder):
+        assert found[0].startswith(folder) and found[1]["number"] == 1
+        assert compare(states[1], found[2])[1] == []

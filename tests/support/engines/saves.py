@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -47,3 +49,10 @@ def load(ds_config: dict[str, Any], folder: str, tag: str | None = None) -> tupl
     loss = next(itertools.islice(train_engine(engine), 1))
     engine.destroy()
     return path, client_state, state, loss
+
+
+def on_nodes(work: Callable[..., Any], memory: str, *args: Any, **options: Any) -> Any:
+    """`work` as if every rank were a node of its own, whose memory is another folder."""
+    rank = os.environ["RANK"]
+    with mock.patch.dict(os.environ, LOCAL_RANK="0", NODE_MEMORY=os.path.join(memory, f"node{rank}")):
+        return work(*args, **options)
