@@ -121,13 +121,15 @@ class Saver:
                 job.remove()
 
     def _tell_writer(self) -> None:
-        if self._lines is None or not is_locked(self.job):
-            self._lines = start_writer(self.job, self.settings)
+        """Of a new save, which is safe in memory: what keeps a writer from starting is a warning."""
         try:
+            if self._lines is None or not is_locked(self.job):
+                self._lines = start_writer(self.job, self.settings)
             self._lines.write(b"\n")
             self._lines.flush()
-        except BrokenPipeError:  # it has been killed
-            self._lines = start_writer(self.job, self.settings)
+        except OSError as error:  # there is no process to be had, or it has been killed just now: the next save's is
+            self._lines = None
+            logger.warning("%s: saves stay in memory until a writer can be started: %s", self.job.folder, error)
 
     def warn_late(self) -> None:
         """Say by how many saves a place is behind, where that has become more."""
@@ -140,6 +142,8 @@ class Saver:
 
     def wait(self, seconds: float) -> bool:
         """Wait until all places have what they are to have, or nobody writes any more; whether they have it."""
+        if list_late(self.job.list_saves()) and not is_locked(self.job):
+            self._tell_writer()  # it has been killed
         seen, told = time.monotonic(), False
         end = seen + seconds
         while late := list_late(self.job.list_saves()):
@@ -156,11 +160,16 @@ class Saver:
 
     def close(self) -> None:
         """At the end of the process: finish what is pending; the writer ends, and memory is what the next run finds."""
+        self._end_writer()
+        self.wait(self.options.wait_s)
+        self._end_writer()  # another one, where that had been killed
+
+    def _end_writer(self) -> None:
+        """Have the writer end when nothing is pending."""
         if self._lines is not None:
             with suppress(OSError):
                 self._lines.close()
             self._lines = None
-            self.wait(self.options.wait_s)
 
 
 def save_into_memory(
@@ -308,7 +317,10 @@ def finish_dead(root: str, settings: Mapping[str, Any]) -> None:
             continue
         saves = job.list_saves()
         if list_late(saves):
-            start_writer(job, settings).close()
+            try:
+                start_writer(job, settings).close()
+            except OSError as error:
+                logger.warning("%s: not written on: %s", job.folder, error)
         elif not saves and not is_locked(job):
             job.remove()
 

@@ -97,39 +97,47 @@ class Writer:
 
         Of those that ``latest`` is to name, and of the others, each the newest: one is not in the other's place.
         """
-        is_clean = True
         while True:
             saves = self.job.list_saves()
             pending = [(save, place) for save in reversed(saves) for place in save.list_pending()]
             newest = {(place.folder, save.latest): (save, place) for save, place in reversed(pending)}
-            for save, place in pending:
-                if newest[place.folder, save.latest][0] is not save or is_replaced(save):
-                    logger.warning("%s is too slow: %s is dropped for a newer save", place.folder, save.tag)
-                    save.note_done(place, "")
-            outcomes = [self._write(save, place) for save, place in newest.values() if not is_replaced(save)]
-            is_clean = all(outcomes)
+            wanted = [(save, place) for save, place in newest.values() if not is_replaced(save)]
+            kept = {(save.number, place.folder) for save, place in wanted}
+            spare = [(save, place) for save, place in pending if (save.number, place.folder) not in kept]
+            is_clean = all([self._drop(*each) for each in spare] + [self._write(*each) for each in wanted])
             for save in drop_unwanted(self.job.list_saves(), self.keep):
                 save.spare()
             if not is_clean or not pending:
                 return is_clean
 
+    def _drop(self, save: Snapshot, place: Place) -> bool:
+        try:
+            save.note_done(place, "")
+        except (UcpError, OSError) as error:  # memory is full
+            self._warn(place.folder, str(error))
+            return False
+        logger.warning("%s is too slow: %s is dropped for a newer save", place.folder, save.tag)
+        return True
+
     def _write(self, save: Snapshot, place: Place) -> bool:
         try:
             digest = write_save(save, place, self.wait)
+            save.note_done(place, digest)
+            if save.node == 0:  # what the others have written is no whole save yet
+                self._note_written(save, place, digest)
         except (UcpError, OSError) as error:
             self._warn(place.folder, str(error))
             return False
         self._told.pop(place.folder, None)
-        save.note_done(place, digest)
-        if save.node:  # the first node's are all
-            return True
+        return True
+
+    def _note_written(self, save: Snapshot, place: Place, digest: str) -> None:
         end_save(save, place)
         written = self.job.read_written()
         held = {tag: each for tag, each in written.get(place.folder, {}).items() if tag != save.tag}
         held[save.tag] = digest
         self.job.note_written({**written, place.folder: held})
         self.job.note_written({**written, place.folder: prune_place(place, held)})
-        return True
 
     def _warn(self, place: str, why: str) -> None:
         """Once for each fault of a place."""

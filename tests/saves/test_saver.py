@@ -6,11 +6,13 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import SaveOptions, UniversalConfig
+from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.errors import StorageError
 from deepspeed_ucp.saves import saver as savers
 from deepspeed_ucp.saves.memory import Job, find_root, name_job
@@ -133,3 +135,14 @@ def test_what_was_dropped_for_a_later_save_is_not_loaded(engine: FakeEngine, job
     (place / "latest").write_text(TAG)
     assert find(engine, tmp_path / "memory", place) is None
     assert find(engine, tmp_path / "memory", place, "dropped") == "dropped"
+
+
+def test_a_writer_that_cannot_be_started_stops_no_training(
+    engine: FakeEngine, save: Callable[..., tuple[str, bool]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is in memory is written by the one that is started at the next save, or at the end."""
+    place = str(tmp_path / "place")
+    with mock.patch.object(savers, "start_writer", side_effect=OSError("no process")):
+        assert save(place, TAG, lambda folder: write_source(Path(folder)))[1]
+    assert "no process" in caplog.text
+    assert find_state(engine).saver.wait(20.0) and is_whole(os.path.join(place, TAG))

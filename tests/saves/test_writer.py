@@ -17,6 +17,7 @@ from unittest import mock
 
 import pytest
 
+from deepspeed_ucp.errors import DiskFullError
 from deepspeed_ucp.saves import places
 from deepspeed_ucp.saves.memory import Job, Place, Snapshot, name_job
 from deepspeed_ucp.saves.writer import Writer, is_locked, list_late, start_writer
@@ -125,6 +126,19 @@ def test_a_disk_that_fails_leaves_what_was_there(
     assert write(job)
     assert read_bytes(tmp_path / "place") != before and is_whole(str(tmp_path / "place" / TAG))
     assert set(os.listdir(tmp_path / "place")) == {TAG, "next", "latest", "zero_to_fp32.py"}
+
+
+def test_memory_that_is_full_ends_no_writer(job: Job, save: Callable[..., Snapshot]) -> None:
+    """It cannot note then what it has written; it does so once there is room."""
+    made = save()
+    full = mock.patch.object(Snapshot, "note_done", side_effect=DiskFullError("full", path=made.folder))
+    writer = Writer(job, 1, 5.0)
+    with full:
+        assert not writer.write_pending()
+    save(tag="next")
+    with full:
+        assert not writer.write_pending()
+    assert writer.write_pending() and not list_late(job.list_saves())
 
 
 def test_killed_at_any_call(job: Job, save: Callable[..., Snapshot], tmp_path: Path) -> None:
