@@ -66,6 +66,21 @@ def read_digest(place: str, tag: str) -> str:
         return ""
 
 
+def is_as_written(place: str, tag: str, digest: str) -> bool:
+    """Whether a tag is still what was sealed with this digest, as far as its files' times tell.
+
+    Who saves there anew without the plugin leaves the seal as it is.
+    """
+    folder = os.path.join(place, tag)
+    try:
+        held = list_folder(folder)
+        sealed = held[SEAL].changed if SEAL in held else -1.0
+    except (OSError, UcpError):
+        return False
+    times = [entry.changed for name, entry in held.items() if is_state_file(name)]
+    return max(times, default=0.0) <= sealed and read_digest(place, tag) == digest
+
+
 def _write_to_folder(save: Snapshot, place: Place, wait: float) -> None:
     """In a folder aside, which takes the tag's place at once; what others had in the tag moves into it."""
     final = os.path.join(place.folder, save.tag)
@@ -151,7 +166,7 @@ def prune_place(place: Place, held: Mapping[str, str]) -> dict[str, str]:
         named = ""
     spare = [tag for tag in list(held)[: -max(place.keep, 1)] if tag != named]
     for tag in spare:
-        if read_digest(place.folder, tag) == held[tag]:
+        if is_as_written(place.folder, tag, held[tag]):
             _remove_tag(place, tag)
     return {tag: digest for tag, digest in held.items() if tag not in spare}
 

@@ -31,7 +31,7 @@ from ..sources.older import find_age
 from ..writer import is_decoupled
 from .files import save_over
 from .memory import Job, Place, Snapshot, find_root, list_jobs, locate, name_job
-from .places import read_digest
+from .places import is_as_written
 from .writer import is_locked, list_late, start_writer
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -397,7 +397,7 @@ def _is_newer(save: Snapshot, digest: str | None, load_dir: str, tag: Any) -> bo
         if digest == "" and tag is None:
             return False
         if digest:
-            return named == save.tag and read_digest(load_dir, save.tag) == digest
+            return named == save.tag and is_as_written(load_dir, save.tag, digest)
         return named is None or find_age([os.path.join(load_dir, named)]).step <= save.step
     except (UcpError, OSError):
         return True  # it cannot be told, and memory has a whole one

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -146,3 +147,14 @@ def test_a_writer_that_cannot_be_started_stops_no_training(
         assert save(place, TAG, lambda folder: write_source(Path(folder)))[1]
     assert "no process" in caplog.text
     assert find_state(engine).saver.wait(20.0) and is_whole(os.path.join(place, TAG))
+
+
+def test_a_tag_that_was_saved_anew_without_the_plugin_counts(engine: FakeEngine, job: Job, tmp_path: Path) -> None:
+    """At the same step, and below the seal that is left of the older save."""
+    place = tmp_path / "place"
+    make_save(job, str(place))
+    assert write(job)
+    assert find(engine, tmp_path / "memory", place) == TAG
+    write_source(tmp_path / "anew", 7)
+    shutil.copytree(tmp_path / "anew" / TAG, place / TAG, dirs_exist_ok=True, copy_function=shutil.copyfile)
+    assert find(engine, tmp_path / "memory", place) is None
