@@ -82,7 +82,11 @@ class Snapshot:
         for above, _, names in os.walk(self.folder):
             found += [os.path.relpath(os.path.join(above, name), self.folder) for name in names]
         own = (_RECORD, _DONE, "latest", ".")
-        return sorted(name for name in found if os.sep in name or not name.startswith(own))
+        return sorted(
+            name
+            for name in found
+            if name.startswith(f"{self.tag}{os.sep}") or not (os.sep in name or name.startswith(own))
+        )
 
     def list_pending(self) -> list[Place]:
         """Places that do not have it yet."""
@@ -181,6 +185,11 @@ class Job:
         for tag in _list(self.spare):
             with suppress(OSError):
                 os.rename(os.path.join(self.spare, tag, os.path.basename(path)), path)
+
+    def holds_none(self) -> bool:
+        """Whether none of its saves is whole on this node; one whose record is not understood may be."""
+        folders = map(self.find_folder, self.list_numbers())
+        return not any(name.startswith(_RECORD) for folder in folders for name in _list(folder))
 
     def remove(self) -> None:
         """Give all of its memory back."""

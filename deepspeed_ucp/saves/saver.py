@@ -321,7 +321,7 @@ def finish_dead(root: str, settings: Mapping[str, Any]) -> None:
                 start_writer(job, settings).close()
             except OSError as error:
                 logger.warning("%s: not written on: %s", job.folder, error)
-        elif not saves and not is_locked(job):
+        elif job.holds_none() and not is_locked(job):
             job.remove()
 
 
@@ -334,7 +334,7 @@ def list_settings(config: UniversalConfig) -> dict[str, Any]:
 def _is_replaced(job: Job, save_dir: str) -> bool:
     """Whether all saves of a dead job are where they are to be, and were for this place or one beside it."""
     saves, above = job.list_saves(), os.path.dirname(locate(save_dir))
-    return not list_late(saves) and all(os.path.dirname(save.save_dir) == above for save in saves)
+    return bool(saves) and not list_late(saves) and all(os.path.dirname(save.save_dir) == above for save in saves)
 
 
 class Found(NamedTuple):

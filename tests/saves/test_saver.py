@@ -158,3 +158,13 @@ def test_a_tag_that_was_saved_anew_without_the_plugin_counts(engine: FakeEngine,
     write_source(tmp_path / "anew", 7)
     shutil.copytree(tmp_path / "anew" / TAG, place / TAG, dirs_exist_ok=True, copy_function=shutil.copyfile)
     assert find(engine, tmp_path / "memory", place) is None
+
+
+def test_another_releases_saves_stay(engine: FakeEngine, save: Callable[..., tuple[str, bool]], tmp_path: Path) -> None:
+    """They may be pending."""
+    other = Job(os.path.join(find_root(str(tmp_path / "memory")), name_job()))
+    made = make_save(other, str(tmp_path / "place"))
+    record = Path(made.folder) / "save-0.json"
+    record.write_text(record.read_text().replace('"keep"', '"later_name"'))
+    assert save(str(tmp_path / "place"), TAG, lambda folder: write_source(Path(folder)))[1]
+    assert record.exists()

@@ -356,3 +356,13 @@ def test_a_first_node_killed_at_any_call_goes_on(nodes: list[Job], tmp_path: Pat
         assert run_dying(lambda: write(nodes[0]), at)
         assert write(nodes[0], wait=0.5), at
         assert is_whole(str(tmp_path / "place" / TAG))
+
+
+def test_what_a_load_has_made_beside_the_tag_is_no_part_of_it(
+    job: Job, save: Callable[..., Snapshot], tmp_path: Path
+) -> None:
+    made = save()
+    (Path(made.folder) / f"{TAG}_universal" / "zero").mkdir(parents=True)
+    (Path(made.folder) / f"{TAG}_universal" / "zero" / "half").write_text("of an atomic checkpoint")
+    assert write(job)
+    assert sorted(os.listdir(tmp_path / "place")) == [TAG, "latest", "zero_to_fp32.py"]
