@@ -122,14 +122,31 @@ class Saver:
 
     def _tell_writer(self) -> None:
         """Of a new save, which is safe in memory: what keeps a writer from starting is a warning."""
+        if self._reach_writer():
+            return
         try:
-            if self._lines is None or not is_locked(self.job):
-                self._lines = start_writer(self.job, self.settings)
+            self._lines = start_writer(self.job, self.settings)
+        except OSError as error:
+            logger.warning("%s: saves stay in memory until a writer can be started: %s", self.job.folder, error)
+
+    def _reach_writer(self) -> bool:
+        """Whether there is one: its end of the pipe is closed once it has been killed, and not while it starts."""
+        if self._lines is None:
+            return False
+        try:
             self._lines.write(b"\n")
             self._lines.flush()
-        except OSError as error:  # there is no process to be had, or it has been killed just now: the next save's is
+        except OSError:
+            self._end_writer()
+            return False
+        return True
+
+    def _end_writer(self) -> None:
+        """Have the writer end when nothing is pending; what is not closed here outlives this object with its Popen."""
+        if self._lines is not None:
+            with suppress(OSError):
+                self._lines.close()
             self._lines = None
-            logger.warning("%s: saves stay in memory until a writer can be started: %s", self.job.folder, error)
 
     def warn_late(self) -> None:
         """Say by how many saves a place is behind, where that has become more."""
@@ -142,13 +159,14 @@ class Saver:
 
     def wait(self, seconds: float) -> bool:
         """Wait until all places have what they are to have, or nobody writes any more; whether they have it."""
-        if list_late(self.job.list_saves()) and not is_locked(self.job):
-            self._tell_writer()  # it has been killed
         seen, told = time.monotonic(), False
         end = seen + seconds
         while late := list_late(self.job.list_saves()):
             now = time.monotonic()
-            seen = now if is_locked(self.job) else seen
+            if is_locked(self.job):
+                seen = now
+            elif self._lines is not None:
+                self._tell_writer()  # it starts, or has been killed
             if now > min(end, seen + _STARTING):
                 logger.warning("still to be written: %s; see %s/log", ", ".join(sorted(late)), self.job.folder)
                 return False
@@ -158,18 +176,18 @@ class Saver:
             time.sleep(_POLLED)
         return True
 
+    def finish(self) -> bool:
+        """What :meth:`wait` does, for ``wait_s`` at most and with another writer where that has been killed."""
+        if list_late(self.job.list_saves()):
+            self._tell_writer()
+        return self.wait(self.options.wait_s)
+
     def close(self) -> None:
         """At the end of the process: finish what is pending; the writer ends, and memory is what the next run finds."""
+        if list_late(self.job.list_saves()):
+            self._tell_writer()
         self._end_writer()
         self.wait(self.options.wait_s)
-        self._end_writer()  # another one, where that had been killed
-
-    def _end_writer(self) -> None:
-        """Have the writer end when nothing is pending."""
-        if self._lines is not None:
-            with suppress(OSError):
-                self._lines.close()
-            self._lines = None
 
 
 def save_into_memory(
@@ -240,7 +258,7 @@ def finish_saves(engine: Any) -> None:
     """
     saver = find_state(engine).saver
     if saver is not None:
-        connect().run(lambda: saver.wait(saver.options.wait_s) if saver.is_first else True)
+        connect().run(lambda: saver.finish() if saver.is_first else True)
 
 
 _ADVICE = 'Give the container more memory, or let "save": {"memory": …} name a folder of local NVMe'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,3 +50,12 @@ def is_whole(folder: str) -> bool:
 def strip(content: dict[str, bytes]) -> dict[str, bytes]:
     """Without the seal."""
     return {name: data for name, data in content.items() if name != "ucp_seal.json"}
+
+
+def find_writer(job: Job) -> int:
+    """The number of the process that writes a job's saves."""
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if job.folder.encode() in (path / "cmdline").read_bytes():
+                return int(path.name)
+    raise AssertionError("there is no writer")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from deepspeed_ucp.saves import saver as savers
 from deepspeed_ucp.saves.memory import Job, find_root, name_job
 from deepspeed_ucp.saves.saver import find_in_memory, save_into_memory
 from tests.convert.conversions import write_source
-from tests.saves.saving import TAG, is_whole, make_save, write
+from tests.saves.saving import TAG, find_writer, is_whole, make_save, write
 
 
 class FakeEngine(SimpleNamespace):
@@ -146,7 +147,7 @@ def test_a_writer_that_cannot_be_started_stops_no_training(
     with mock.patch.object(savers, "start_writer", side_effect=OSError("no process")):
         assert save(place, TAG, lambda folder: write_source(Path(folder)))[1]
     assert "no process" in caplog.text
-    assert find_state(engine).saver.wait(20.0) and is_whole(os.path.join(place, TAG))
+    assert find_state(engine).saver.finish() and is_whole(os.path.join(place, TAG))
 
 
 def test_a_tag_that_was_saved_anew_without_the_plugin_counts(engine: FakeEngine, job: Job, tmp_path: Path) -> None:
@@ -168,3 +169,29 @@ def test_another_releases_saves_stay(engine: FakeEngine, save: Callable[..., tup
     record.write_text(record.read_text().replace('"keep"', '"later_name"'))
     assert save(str(tmp_path / "place"), TAG, lambda folder: write_source(Path(folder)))[1]
     assert record.exists()
+
+
+def test_saves_that_come_while_the_writer_starts_have_the_same_writer(
+    engine: FakeEngine, save: Callable[..., tuple[str, bool]], tmp_path: Path
+) -> None:
+    """Two would wait for each other: the one that has the lock is told nothing."""
+    place = str(tmp_path / "place")
+    with mock.patch.object(savers, "start_writer", side_effect=savers.start_writer) as start:
+        for tag in ("a", "b"):
+            assert save(place, tag, lambda folder, tag=tag: write_source(Path(folder)).rename(Path(folder) / tag))[1]
+        assert find_state(engine).saver.finish()
+        assert save(place, "c", lambda folder: write_source(Path(folder)).rename(Path(folder) / "c"))[1]
+        assert find_state(engine).saver.wait(15.0)
+    assert start.call_count == 1 and is_whole(os.path.join(place, "c"))
+
+
+def test_a_writer_that_was_killed_is_followed_by_another(
+    engine: FakeEngine, save: Callable[..., tuple[str, bool]], tmp_path: Path
+) -> None:
+    place = str(tmp_path / "place")
+    assert save(place, "a", lambda folder: write_source(Path(folder)).rename(Path(folder) / "a"))[1]
+    saver = find_state(engine).saver
+    assert saver.finish()
+    os.kill(find_writer(saver.job), signal.SIGKILL)
+    assert save(place, "b", lambda folder: write_source(Path(folder)).rename(Path(folder) / "b"))[1]
+    assert saver.finish() and is_whole(os.path.join(place, "b"))

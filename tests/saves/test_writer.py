@@ -22,7 +22,7 @@ from deepspeed_ucp.saves import places
 from deepspeed_ucp.saves.memory import Job, Place, Snapshot, name_job
 from deepspeed_ucp.saves.writer import Writer, is_locked, list_late, start_writer
 from tests.convert.conversions import read_bytes, write_source
-from tests.saves.saving import TAG, is_whole, make_save, strip, write
+from tests.saves.saving import TAG, find_writer, is_whole, make_save, strip, write
 from tests.support.crash import failing, list_calls, run_dying
 
 SETTINGS = {"keep": 1, "wait_s": 20.0, "storage_options": None}
@@ -224,14 +224,6 @@ def test_what_a_dead_job_has_left_comes_before_a_living_ones(tag: str, tmp_path:
     assert (tmp_path / "place" / "latest").read_text() == tag
     assert strip(read_bytes(tmp_path / "place" / tag)) == read_bytes(Path(made.folder) / tag)
     assert is_whole(str(tmp_path / "place" / "same"))
-
-
-def find_writer(job: Job) -> int:
-    for path in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if job.folder.encode() in (path / "cmdline").read_bytes():
-                return int(path.name)
-    raise AssertionError("there is no writer")
 
 
 def wait_for(done: Callable[[], bool]) -> None:
