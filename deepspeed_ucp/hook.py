@@ -247,7 +247,7 @@ def _load_from_memory(
 
     What is found damaged there, before it has changed anything, is a warning.
     """
-    found = find_in_memory(engine, config, load_dir, tag, comm)
+    found = find_in_memory(config, load_dir, tag, comm)
     if found is None:
         return None
     if comm.rank == 0:

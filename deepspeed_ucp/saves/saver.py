@@ -50,7 +50,7 @@ class Saver:
     """One engine's saves, on one rank.
 
     Args:
-        is_first: this rank is its node's first.
+        is_first: this rank is its node's first: of those that share a folder of memory.
         node, nodes: of the first ranks, which one this is; -1 for other ranks.
     """
 
@@ -277,15 +277,29 @@ def _open_saver(engine: Any, config: UniversalConfig) -> Saver:
     """The engine's, made with its first save; collective."""
     state = find_state(engine)
     if state.saver is None:
-        comm, is_first = connect(), max(engine.local_rank, 0) == 0
-        name = comm.broadcast(name_job())
-        first = [rank for rank, told in enumerate(comm.gather(is_first)) if told]
+        comm = connect()
+        name, first = comm.broadcast(name_job()), list_first(config, comm)
+        is_first = comm.rank in first
         node = first.index(comm.rank) if is_first else -1
         saver = comm.run(partial(Saver, config, name, is_first, node, len(first)))
         comm.run(lambda: saver.open() if is_first else None)
         state.saver = saver
     found: Saver = state.saver
     return found
+
+
+def list_first(config: UniversalConfig, comm: Comm) -> list[int]:
+    """The first ones of the ranks that share a folder of memory, whatever local ranks a launcher gives; collective."""
+    options = config.save or SaveOptions()
+
+    def look() -> tuple[str, int, int]:
+        found = os.stat(find_root(options.memory))
+        return identify_host(), found.st_dev, found.st_ino
+
+    ranks = dict[tuple[str, int, int], int]()
+    for rank, memory in enumerate(comm.each(look)):
+        ranks.setdefault(memory, rank)
+    return list(ranks.values())
 
 
 def _count_needed(engine: Any, saver: Saver, comm: Comm) -> int:
@@ -367,7 +381,7 @@ class Found(NamedTuple):
     step: int
 
 
-def find_in_memory(engine: Any, config: UniversalConfig, load_dir: str, tag: Any, comm: Comm) -> Found | None:
+def find_in_memory(config: UniversalConfig, load_dir: str, tag: Any, comm: Comm) -> Found | None:
     """The newest save of a place that is whole in the memory of all nodes together; collective.
 
     None where there is none, or where the place itself has a later one.
@@ -376,7 +390,7 @@ def find_in_memory(engine: Any, config: UniversalConfig, load_dir: str, tag: Any
     if options is None:
         return None
     root, wanted = comm.run(lambda: find_root(options.memory)), locate(load_dir)
-    is_first = max(engine.local_rank, 0) == 0
+    is_first = comm.rank in list_first(config, comm)
 
     def look() -> list[tuple[Snapshot, str | None]]:
         if not is_first:

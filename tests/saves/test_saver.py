@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,6 +17,7 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import SaveOptions, UniversalConfig
 from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.errors import StorageError
+from deepspeed_ucp.io.memory import identify_host
 from deepspeed_ucp.saves import saver as savers
 from deepspeed_ucp.saves.memory import Job, find_root, name_job
 from deepspeed_ucp.saves.saver import find_in_memory, save_into_memory
@@ -93,10 +95,10 @@ def test_a_save_without_room_comes_after_those_that_are_pending(
     assert save(str(place), "second", look) == (str(place), False)
 
 
-def find(engine: FakeEngine, memory: Path, folder: Path, tag: str | None = None) -> str | None:
+def find(memory: Path, folder: Path, tag: str | None = None) -> str | None:
     """The tag that a load takes from memory."""
     config = UniversalConfig(save=SaveOptions(memory=str(memory)))
-    found = find_in_memory(engine, config, str(folder), tag, Comm())
+    found = find_in_memory(config, str(folder), tag, Comm())
     return found and found.tag
 
 
@@ -108,35 +110,35 @@ def job(tmp_path: Path) -> Job:
     return made
 
 
-def test_a_load_without_a_tag_takes_what_latest_is_to_name(engine: FakeEngine, job: Job, tmp_path: Path) -> None:
+def test_a_load_without_a_tag_takes_what_latest_is_to_name(job: Job, tmp_path: Path) -> None:
     make_save(job, str(tmp_path / "place"), tag="a", step=3)
     make_save(job, str(tmp_path / "place"), tag="best", step=4, latest=False)
-    assert find(engine, tmp_path / "memory", tmp_path / "place") == "a"
-    assert find(engine, tmp_path / "memory", tmp_path / "place", "best") == "best"
+    assert find(tmp_path / "memory", tmp_path / "place") == "a"
+    assert find(tmp_path / "memory", tmp_path / "place", "best") == "best"
 
 
-def test_what_a_place_does_not_count_hides_no_other_save(engine: FakeEngine, job: Job, tmp_path: Path) -> None:
+def test_what_a_place_does_not_count_hides_no_other_save(job: Job, tmp_path: Path) -> None:
     """The later one has been written, and who rolled back has named another."""
     place = tmp_path / "place"
     make_save(job, str(place), tag="abandoned", step=9)
     assert write(job)
-    assert find(engine, tmp_path / "memory", place) == "abandoned"
+    assert find(tmp_path / "memory", place) == "abandoned"
     write_source(place, 7).rename(place / "earlier")
     (place / "latest").write_text("earlier")
-    assert find(engine, tmp_path / "memory", place) is None
+    assert find(tmp_path / "memory", place) is None
     make_save(job, str(place), tag="next", step=5)
-    assert find(engine, tmp_path / "memory", place) == "next"
+    assert find(tmp_path / "memory", place) == "next"
 
 
-def test_what_was_dropped_for_a_later_save_is_not_loaded(engine: FakeEngine, job: Job, tmp_path: Path) -> None:
+def test_what_was_dropped_for_a_later_save_is_not_loaded(job: Job, tmp_path: Path) -> None:
     """A run that was rolled back has gone on to later steps than the one that follows it."""
     place = tmp_path / "place"
     made = make_save(job, str(place), tag="dropped", step=9)
     made.note_done(made.places[0], "")
     write_source(place, 7)
     (place / "latest").write_text(TAG)
-    assert find(engine, tmp_path / "memory", place) is None
-    assert find(engine, tmp_path / "memory", place, "dropped") == "dropped"
+    assert find(tmp_path / "memory", place) is None
+    assert find(tmp_path / "memory", place, "dropped") == "dropped"
 
 
 def test_a_writer_that_cannot_be_started_stops_no_training(
@@ -150,18 +152,18 @@ def test_a_writer_that_cannot_be_started_stops_no_training(
     assert find_state(engine).saver.finish() and is_whole(os.path.join(place, TAG))
 
 
-def test_a_tag_that_was_saved_anew_without_the_plugin_counts(engine: FakeEngine, job: Job, tmp_path: Path) -> None:
+def test_a_tag_that_was_saved_anew_without_the_plugin_counts(job: Job, tmp_path: Path) -> None:
     """At the same step, and below the seal that is left of the older save."""
     place = tmp_path / "place"
     make_save(job, str(place))
     assert write(job)
-    assert find(engine, tmp_path / "memory", place) == TAG
+    assert find(tmp_path / "memory", place) == TAG
     write_source(tmp_path / "anew", 7)
     shutil.copytree(tmp_path / "anew" / TAG, place / TAG, dirs_exist_ok=True, copy_function=shutil.copyfile)
-    assert find(engine, tmp_path / "memory", place) is None
+    assert find(tmp_path / "memory", place) is None
 
 
-def test_another_releases_saves_stay(engine: FakeEngine, save: Callable[..., tuple[str, bool]], tmp_path: Path) -> None:
+def test_another_releases_saves_stay(save: Callable[..., tuple[str, bool]], tmp_path: Path) -> None:
     """They may be pending."""
     other = Job(os.path.join(find_root(str(tmp_path / "memory")), name_job()))
     made = make_save(other, str(tmp_path / "place"))
@@ -195,3 +197,21 @@ def test_a_writer_that_was_killed_is_followed_by_another(
     os.kill(find_writer(saver.job), signal.SIGKILL)
     assert save(place, "b", lambda folder: write_source(Path(folder)).rename(Path(folder) / "b"))[1]
     assert saver.finish() and is_whole(os.path.join(place, "b"))
+
+
+def test_one_rank_of_a_folder_of_memory_keeps_it(tmp_path: Path) -> None:
+    """Launchers may give each rank the local rank 0, and nodes may be containers of one machine."""
+
+    class TwoRanks(Comm):
+        size, others = 2, tmp_path / "memory"
+
+        def gather(self, value: Any) -> list[Any]:
+            if self.others == tmp_path / "memory":
+                return [value, value]
+            found = os.stat(find_root(str(self.others)))
+            return [value, (self._pack((identify_host(), found.st_dev, found.st_ino)), None)]
+
+    config, comm = UniversalConfig(save=SaveOptions(memory=str(tmp_path / "memory"))), TwoRanks()
+    assert savers.list_first(config, comm) == [0]
+    comm.others = tmp_path / "container"
+    assert savers.list_first(config, comm) == [0, 1]
