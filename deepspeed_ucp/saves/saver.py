@@ -184,6 +184,8 @@ class Saver:
 
     def close(self) -> None:
         """At the end of the process: finish what is pending; the writer ends, and memory is what the next run finds."""
+        if not self.is_first:
+            return
         if list_late(self.job.list_saves()):
             self._tell_writer()
         self._end_writer()

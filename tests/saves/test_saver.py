@@ -215,3 +215,11 @@ def test_one_rank_of_a_folder_of_memory_keeps_it(tmp_path: Path) -> None:
     assert savers.list_first(config, comm) == [0]
     comm.others = tmp_path / "container"
     assert savers.list_first(config, comm) == [0, 1]
+
+
+def test_only_the_rank_that_keeps_the_folder_starts_a_writer(job: Job, tmp_path: Path) -> None:
+    make_save(job, str(tmp_path / "place"))
+    config = UniversalConfig(save=SaveOptions(memory=str(tmp_path / "memory"), wait_s=0.0))
+    with mock.patch.object(savers, "start_writer") as start:
+        savers.Saver(config, job.name, False, -1, 1).close()
+    assert not start.called
