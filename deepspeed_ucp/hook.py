@@ -245,7 +245,7 @@ def _load_from_memory(
 ) -> Any:
     """Load what is newer in the nodes' memory than in its place; None where nothing is; collective.
 
-    What is found damaged there, before it has changed anything, is a warning.
+    What all ranks find damaged there, before it has changed anything, is a warning.
     """
     found = find_in_memory(config, load_dir, tag, comm)
     if found is None:
@@ -256,7 +256,7 @@ def _load_from_memory(
     try:
         return resume(engine, found.folder, found.tag, arguments, config, own, unknown=unknown)
     except CheckpointError as error:
-        if find_state(engine).broken is not marked:
+        if find_state(engine).broken is not marked or (comm.size > 1 and not error.shared):
             raise
         if comm.rank == 0:
             logger.warning("%s: what memory holds cannot be loaded: %s", load_dir, error)

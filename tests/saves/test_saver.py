@@ -13,11 +13,13 @@ from unittest import mock
 
 import pytest
 
+from deepspeed_ucp import hook
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import SaveOptions, UniversalConfig
 from deepspeed_ucp.engine_state import find_state
-from deepspeed_ucp.errors import StorageError
+from deepspeed_ucp.errors import CheckpointError, StorageError
 from deepspeed_ucp.io.memory import identify_host
+from deepspeed_ucp.load.context import LoadArguments
 from deepspeed_ucp.saves import saver as savers
 from deepspeed_ucp.saves.memory import Job, find_root, name_job
 from deepspeed_ucp.saves.saver import find_in_memory, save_into_memory
@@ -223,3 +225,21 @@ def test_only_the_rank_that_keeps_the_folder_starts_a_writer(job: Job, tmp_path:
     with mock.patch.object(savers, "start_writer") as start:
         savers.Saver(config, job.name, False, -1, 1).close()
     assert not start.called
+
+
+def test_a_rank_that_fails_alone_does_not_go_on_to_the_place(engine: FakeEngine) -> None:
+    """The others would wait for it in what they do from memory."""
+    found, error = savers.Found("folder", TAG, 3), CheckpointError("alone")
+    config, comm = UniversalConfig(save=SaveOptions()), Comm()
+    with mock.patch.multiple(hook, find_in_memory=mock.DEFAULT, resume=mock.DEFAULT) as mocked:
+        mocked["find_in_memory"].return_value, mocked["resume"].side_effect = found, error
+
+        def load() -> object:
+            return hook._load_from_memory(engine, "place", None, LoadArguments(), config, mock.Mock(), [], comm)
+
+        assert load() is None
+        comm.size = 2
+        with pytest.raises(CheckpointError, match="alone"):
+            load()
+        error.shared = True
+        assert load() is None
