@@ -116,6 +116,11 @@ class UniversalConfig(BaseModel):
     save: SaveOptions | None = None
     trust_pickle: bool = False
 
+    def with_tiers(self) -> UniversalConfig:
+        """With the places that saves go to among those that are read."""
+        tiers = [tier.place for tier in self.save.to] if self.save else []
+        return self.model_copy(update={"also": [*self.also, *tiers]}) if tiers else self
+
     @field_validator("save", mode="before")
     @classmethod
     def _read_switch(cls, value: object) -> object:

@@ -221,7 +221,8 @@ def _load(
         try:
             with connect() as comm:
                 found = _load_from_memory(engine, load_dir, tag, arguments, config, own, unknown, comm)
-                path, client_state = found or resume(engine, load_dir, tag, arguments, config, own, unknown=unknown)
+                everywhere = config.with_tiers()
+                path, client_state = found or resume(engine, load_dir, tag, arguments, everywhere, own, unknown=unknown)
         finally:
             end_reading()
         if path is not None and engine.global_rank == 0:

@@ -19,7 +19,6 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from ..errors import StorageError
@@ -133,6 +132,10 @@ class Snapshot:
             os.unlink(os.path.join(self.folder, f"{_RECORD}{self.node}.json"))
 
 
+_own = set[str]()
+"""Folders of the jobs that this process saves for."""
+
+
 class Job:
     """The folder of one job's saves in a node's memory."""
 
@@ -140,13 +143,31 @@ class Job:
         self.folder = folder
         self.name = os.path.basename(folder)
         self.spare = os.path.join(folder, _SPARE)
+        self._held: int | None = None
 
     def own(self) -> None:
         """Make the folder, and hold it as the process that saves into it, until that ends."""
         os.makedirs(self.folder, mode=0o700, exist_ok=True)
-        held = os.open(os.path.join(self.folder, _OWNER), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(held, fcntl.LOCK_EX)
-        os.register_at_fork(after_in_child=partial(os.close, held))  # a child's does not count
+        self._held = os.open(os.path.join(self.folder, _OWNER), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._held, fcntl.LOCK_EX)
+        os.register_at_fork(after_in_child=self._close)  # a child's does not count
+        _own.add(self.folder)
+
+    def disown(self) -> None:
+        """This process saves into it no more."""
+        if self._held is not None:
+            fcntl.flock(self._held, fcntl.LOCK_UN)
+            self._close()
+            _own.discard(self.folder)
+
+    def _close(self) -> None:
+        if self._held is not None:
+            os.close(self._held)
+            self._held = None
+
+    def is_own(self) -> bool:
+        """Whether this process saves into it."""
+        return self.folder in _own
 
     def is_owned(self) -> bool:
         """Whether the process that saves into it lives, in whatever container that shares the memory."""
@@ -188,8 +209,11 @@ class Job:
 
     def holds_none(self) -> bool:
         """Whether none of its saves is whole on this node; one whose record is not understood may be."""
-        folders = map(self.find_folder, self.list_numbers())
-        return not any(name.startswith(_RECORD) for folder in folders for name in _list(folder))
+        return all(map(self.is_unfinished, self.list_numbers()))
+
+    def is_unfinished(self, number: int) -> bool:
+        """Whether a save that was begun is whole on no node."""
+        return not any(name.startswith(_RECORD) for name in _list(self.find_folder(number)))
 
     def remove(self) -> None:
         """Give all of its memory back."""

@@ -99,7 +99,10 @@ class Saver:
         save_over(state_dict, path)
 
     def begin(self) -> None:
-        """Make the folder of the next save."""
+        """Make the folder of the next save; what earlier ones have left that failed goes."""
+        for number in self.job.list_numbers():
+            if self.job.is_unfinished(number):
+                shutil.rmtree(self.job.find_folder(number), ignore_errors=True)
         os.makedirs(self.folder, mode=0o700)
 
     def end(self, save_dir: str, tag: str, step: int, *, latest: bool, local: bool) -> None:
@@ -190,6 +193,7 @@ class Saver:
             self._tell_writer()
         self._end_writer()
         self.wait(self.options.wait_s)
+        self.job.disown()
 
 
 def save_into_memory(
@@ -253,14 +257,27 @@ def _write_by(checkpoint_engine: Any, write: Callable[[Any, str], None]) -> Iter
         del checkpoint_engine.save
 
 
-def finish_saves(engine: Any) -> None:
+def finish_saves(engine: Any, *, required: bool = False) -> None:
     """Wait until all places have an engine's saves that are to have them, ``wait_s`` at most; collective.
 
-    For what goes by files that lie there: a trainer that removes older checkpoints, a job that ends.
+    Args:
+        required: what is not there by then is an error: a trainer removes older checkpoints next.
+
+    Raises:
+        StorageError: it is required, and is not there; the same on every rank.
     """
     saver = find_state(engine).saver
+
+    def finish() -> None:
+        if saver.is_first and not saver.finish() and required:
+            raise StorageError(
+                f"its saves were not written within {saver.options.wait_s:.0f} s ({saver.job.folder}/log tells why). "
+                "Older checkpoints, which would be removed now, stay; memory has the newest one.",
+                path=", ".join(sorted(list_late(saver.job.list_saves()))),
+            )
+
     if saver is not None:
-        connect().run(lambda: saver.finish() if saver.is_first else True)
+        connect().run(finish)
 
 
 _ADVICE = 'Give the container more memory, or let "save": {"memory": …} name a folder of local NVMe'
@@ -366,9 +383,14 @@ def list_settings(config: UniversalConfig) -> dict[str, Any]:
 
 
 def _is_replaced(job: Job, save_dir: str) -> bool:
-    """Whether all saves of a dead job are where they are to be, and were for this place or one beside it."""
-    saves, above = job.list_saves(), os.path.dirname(locate(save_dir))
-    return bool(saves) and not list_late(saves) and all(os.path.dirname(save.save_dir) == above for save in saves)
+    """Whether a dead job's saves may go now that a living one has a whole save for the same place.
+
+    Those that were for a place beside it, as a trainer's are, may go when all of them are where they are to be.
+    """
+    saves, own = job.list_saves(), locate(save_dir)
+    if all(save.save_dir == own for save in saves):
+        return bool(saves) and not is_locked(job)
+    return not list_late(saves) and all(os.path.dirname(save.save_dir) == os.path.dirname(own) for save in saves)
 
 
 class Found(NamedTuple):
@@ -398,7 +420,9 @@ def find_in_memory(config: UniversalConfig, load_dir: str, tag: Any, comm: Comm)
         if not is_first:
             return []
         finish_dead(root, list_settings(config))
-        saves = [save for job in list_jobs(root) for save in job.list_saves()]
+        # A living job's next save writes over the memory of an older one.
+        jobs = [job for job in list_jobs(root) if job.is_own() or not job.is_owned()]
+        saves = [save for job in jobs for save in job.list_saves()]
         saves = [save for save in saves if (save.latest if tag is None else save.tag == str(tag))]
         mine = [save for save in saves if wanted in (save.save_dir, *(place.folder for place in save.places))]
         return [

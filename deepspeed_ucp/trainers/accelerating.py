@@ -83,7 +83,7 @@ def save_state(original: Callable[..., Any], accelerator: Any, *args: Any, **kwa
         )
     saved = original(accelerator, *args, **kwargs)
     for engine in filter(get_config, accelerator._models):
-        finish_saves(engine)  # older ones may be removed next
+        finish_saves(engine, required=True)  # older ones may be removed next
     return saved
 
 

@@ -305,7 +305,7 @@ def save_optimizer_and_scheduler(original: Callable[..., Any], trainer: Any, out
     """``Trainer._save_optimizer_and_scheduler``: written when it returns, as older checkpoints are removed next."""
     original(trainer, output_dir)
     if trainer.is_deepspeed_enabled:
-        finish_saves(trainer.model_wrapped)
+        finish_saves(trainer.model_wrapped, required=True)
 
 
 def load_scheduler(original: Callable[..., Any], trainer: Any, checkpoint: str | None) -> None:

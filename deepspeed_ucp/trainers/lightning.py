@@ -76,7 +76,7 @@ def save_checkpoint(
     begun = find_state(strategy.model).accumulation
     kept = {} if begun is None else {_ACCUMULATION: begun}
     saved = original(strategy, {**checkpoint, **kept}, *args, **kwargs)
-    finish_saves(strategy.model)  # older ones may be removed next
+    finish_saves(strategy.model, required=True)  # older ones may be removed next
     return saved
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
@@ -15,14 +16,14 @@ import pytest
 
 from deepspeed_ucp import hook
 from deepspeed_ucp.comm import Comm
-from deepspeed_ucp.config import SaveOptions, UniversalConfig
+from deepspeed_ucp.config import SaveOptions, SaveTier, UniversalConfig
 from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.errors import CheckpointError, StorageError
 from deepspeed_ucp.io.memory import identify_host
 from deepspeed_ucp.load.context import LoadArguments
 from deepspeed_ucp.saves import saver as savers
 from deepspeed_ucp.saves.memory import Job, find_root, name_job
-from deepspeed_ucp.saves.saver import find_in_memory, save_into_memory
+from deepspeed_ucp.saves.saver import find_in_memory, finish_saves, save_into_memory
 from tests.convert.conversions import write_source
 from tests.saves.saving import TAG, find_writer, is_whole, make_save, write
 
@@ -243,3 +244,31 @@ def test_a_rank_that_fails_alone_does_not_go_on_to_the_place(engine: FakeEngine)
             load()
         error.shared = True
         assert load() is None
+
+
+def test_a_living_job_of_another_process_is_not_read(job: Job, tmp_path: Path) -> None:
+    """Its next save writes over the memory of an older one, also while that is read."""
+    make_save(job, str(tmp_path / "place"))
+    assert find(tmp_path / "memory", tmp_path / "place") == TAG
+    job.disown()
+    with open(os.path.join(job.folder, "owner")) as other:
+        fcntl.flock(other, fcntl.LOCK_EX)  # as another process would
+        assert find(tmp_path / "memory", tmp_path / "place") is None
+
+
+def test_places_of_saves_are_read_too() -> None:
+    config = UniversalConfig(
+        also=["/also"], save=SaveOptions(to=[SaveTier(place="/fast"), SaveTier(place="s3://b/run")])
+    )
+    assert config.with_tiers().also == ["/also", "/fast", "s3://b/run"]
+    assert UniversalConfig(also=["/also"], save=SaveOptions()).with_tiers().also == ["/also"]
+
+
+def test_a_trainer_that_would_remove_older_checkpoints_is_told(
+    engine: FakeEngine, save: Callable[..., tuple[str, bool]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert save(str(tmp_path / "place"), TAG)[1]
+    monkeypatch.setattr(savers.Saver, "finish", lambda _: False)
+    finish_saves(engine)
+    with pytest.raises(StorageError, match="Older checkpoints, which would be removed now, stay"):
+        finish_saves(engine, required=True)
