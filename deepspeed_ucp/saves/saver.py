@@ -60,7 +60,7 @@ class Saver:
         self.options, self.is_first, self.node, self.nodes = options, is_first, node, nodes
         self.root = find_root(options.memory)
         self.job = Job(os.path.join(self.root, name))
-        self.number, self.bytes = 0, 0
+        self.number, self.bytes, self.failed = 0, 0, ""
         self._lines: Any = None
         self._late = dict[str, int]()
 
@@ -94,12 +94,20 @@ class Saver:
                 yield from job.list_saves()
 
     def write_file(self, state_dict: Any, path: str) -> None:
-        """What ``torch.save`` does, into memory that an older save has left."""
-        self.job.reuse(path)
-        save_over(state_dict, path)
+        """What ``torch.save`` does, into memory that an older save has left.
+
+        What fails is kept for the end of the save: other ranks would wait for this one in DeepSpeed's own barrier.
+        """
+        if self.failed:
+            return
+        try:
+            self.job.reuse(path)
+            save_over(state_dict, path)
+        except OSError as error:
+            self.failed = f"{path} cannot be written ({error})"
 
     def begin(self) -> None:
-        """Make the folder of the next save; what earlier ones have left that failed goes."""
+        """Make the folder of the next save, on the node's first rank; what earlier ones have left that failed goes."""
         for number in self.job.list_numbers():
             if self.job.is_unfinished(number):
                 shutil.rmtree(self.job.find_folder(number), ignore_errors=True)
@@ -223,15 +231,15 @@ def save_into_memory(
         finish_saves(engine)  # `latest` would go back to what is written after this one
         why = ask()
     if why:
-        if is_url(save_dir):
-            raise StorageError(f"cannot be saved to by way of memory: {why}", path=save_dir)
-        if comm.rank == 0:
-            logger.warning("%s: saved while training waits, as %s", save_dir, why)
-        return write(save_dir), False
-    saver.number += 1
+        return _write_slowly(save_dir, why, write, comm), False
+    saver.number, saver.failed = saver.number + 1, ""
     comm.run(lambda: saver.begin() if saver.is_first else None)
     with _write_by(engine.checkpoint_engine, saver.write_file):
         saved = write(saver.folder)
+    if why := next(filter(None, comm.each(lambda: saver.failed)), ""):
+        comm.run(lambda: shutil.rmtree(saver.folder, ignore_errors=True) if saver.is_first else None)
+        finish_saves(engine)
+        return _write_slowly(save_dir, f"memory is full by now: {why}. {_ADVICE}", write, comm), False
 
     def end() -> None:
         if saver.is_first:
@@ -242,6 +250,15 @@ def save_into_memory(
 
     comm.run(end)
     return saved, True
+
+
+def _write_slowly(save_dir: str, why: str, write: Callable[[str], Any], comm: Comm) -> Any:
+    """DeepSpeed's own save, where it cannot go into memory; collective."""
+    if is_url(save_dir):
+        raise StorageError(f"cannot be saved to by way of memory: {why}", path=save_dir)
+    if comm.rank == 0:
+        logger.warning("%s: saved while training waits, as %s", save_dir, why)
+    return write(save_dir)
 
 
 @contextmanager

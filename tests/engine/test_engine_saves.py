@@ -81,3 +81,13 @@ def test_nodes_hold_a_part_of_each_save(tmp_path: Path, ucp_worlds: WorldPool) -
     for found in world.run(engine_saves.on_nodes, engine_saves.load, memory, loader, folder):
         assert found[0].startswith(folder) and found[1]["number"] == 1
         assert compare(states[1], found[2])[1] == []
+
+
+def test_memory_that_runs_full_in_a_save_makes_it_deepspeeds_own(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """No rank waits for the one that has found it, and the next save is in memory again."""
+    config = saving(Case(1, 2), tmp_path / "memory")
+    ucp_worlds.get(2).run(engine_saves.save_where_memory_runs_full, config, str(tmp_path / "saved"))
+    assert {path.name for path in (tmp_path / "saved").glob("global_step*")} >= {"global_step2", "global_step3"}
+    assert not (tmp_path / "saved" / "global_step2" / "ucp_seal.json").exists()
+    assert (tmp_path / "saved" / "global_step3" / "ucp_seal.json").exists()
+    assert (tmp_path / "saved" / "latest").read_text() == "global_step3"

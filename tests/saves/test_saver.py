@@ -267,7 +267,7 @@ def test_places_of_saves_are_read_too() -> None:
 def test_a_trainer_that_would_remove_older_checkpoints_is_told(
     engine: FakeEngine, save: Callable[..., tuple[str, bool]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert save(str(tmp_path / "place"), TAG)[1]
+    assert save(str(tmp_path / "place"), TAG, lambda folder: write_source(Path(folder)))[1]
     monkeypatch.setattr(savers.Saver, "finish", lambda _: False)
     finish_saves(engine)
     with pytest.raises(StorageError, match="Older checkpoints, which would be removed now, stay"):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
+
+import torch.distributed as dist
 
 from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.testing.capture import CapturedEngine, capture
@@ -56,3 +60,16 @@ def on_nodes(work: Callable[..., Any], memory: str, *args: Any, **options: Any) 
     rank = os.environ["RANK"]
     with mock.patch.dict(os.environ, LOCAL_RANK="0", NODE_MEMORY=os.path.join(memory, f"node{rank}")):
         return work(*args, **options)
+
+
+def save_where_memory_runs_full(ds_config: dict[str, Any], folder: str) -> None:
+    """On the last rank, in its second save."""
+    engine = make_engine(ds_config)
+    trained, full = train_engine(engine), mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    for number in range(3):
+        train_steps(trained, 1)
+        is_full = number == 1 and dist.get_rank() == dist.get_world_size() - 1
+        with mock.patch("deepspeed_ucp.saves.saver.save_over", full) if is_full else nullcontext():
+            engine.save_checkpoint(folder)
+    find_state(engine).saver.close()
+    engine.destroy()
