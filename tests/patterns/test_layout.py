@@ -227,3 +227,27 @@ def test_time_does_not_grow_with_the_elements():
     for low in range(0, size, size // 500):
         copy_runs(source, 1, target, 0, low, low + size // 500)
     assert time.perf_counter() - start < 2.0
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "runs"),
+    [
+        (0, 0, [(0, 0, 1), (2, 2, 1)]),
+        (0, 1, [(3, 0, 1)]),
+        (1, 0, []),
+        (1, 1, [(2, 1, 3)]),
+    ],
+    ids=str,
+)
+def test_of_what_shards_share_each_gives_what_it_claims(src: int, dst: int, runs: list[tuple[int, int, int]]) -> None:
+    """Shards of elements 0-4 and 2-7 claim 0, 2, 3 and 4, 5, 6; nobody claims 1 and 7, which therefore come from none."""
+
+    def shard(*intervals: tuple[int, int]) -> tuple[tuple[tuple[int, int], ...]]:
+        return (intervals,)
+
+    claims = shard((0, 1), (2, 4)), shard((1, 1), (4, 7))
+    source = Layout((8,), (8,), (shard((0, 5)), shard((2, 8))), ((5,), (6,)), claims=claims)
+    target = Layout((8,), (8,), (shard((0, 3)), shard((3, 8))), ((3,), (5,)))
+    found = copy_runs(source, src, target, dst, 0, (3, 5)[dst])
+    assert [(run.src, run.dst, run.width) for run in found] == runs
+    assert all(run.count == 1 for run in found)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from deepspeed_ucp.atoms import MASTER, Atom, AtomicIndex, Fragment, ParamKey, Record, Shard
+import pytest
+
+from deepspeed_ucp.atoms import MASTER, MODULE, Atom, AtomicIndex, Fragment, ParamKey, Record, Shard
 from deepspeed_ucp.flat import join_parameters
 from deepspeed_ucp.patterns.layout import Layout, stack
 from deepspeed_ucp.plan import Want, locate
+from deepspeed_ucp.plan.locate import View
 from deepspeed_ucp.plan.match import Match
-from deepspeed_ucp.plan.wants import HeldBuffer, TargetLayout, list_wants
+from deepspeed_ucp.plan.wants import BufferSpec, HeldBuffer, TargetLayout, Wants, list_wants
 from tests.plan import planning
 
 
@@ -59,3 +62,95 @@ def test_folded_experts_have_one_lane_for_every_tensor_parallel_rank() -> None:
     match = Match({name: ParamKey(name) for name in layouts})
     found = list_wants(index, TargetLayout(flats, ()), match, layouts, with_states=True)
     assert [find_bytes(want) for want in found.wants] == [[(1, 0, 12)], [(2, 0, 12), (3, 0, 12)]]
+
+
+A, B = (planning.make_atom(name, numel) for name, numel in (("a", 6), ("b", 3)))
+A_MOMENT = replace(A, state="exp_avg", dtype="bfloat16")
+TWO = join_parameters(0, ("a", "b"), ((6,), (3,)), parts=2, partition=5)
+MATCH = Match({"a": ParamKey("a"), "b": ParamKey("b")})
+
+
+def list_of(held: HeldBuffer, match: Match = MATCH, *, tensor: bool = False) -> Wants:
+    """What a rank with one buffer wants of `a`, which has a moment, and `b`, which has none."""
+    layout = TargetLayout((), [held]) if tensor else TargetLayout([held], ())
+    return list_wants(planning.make_index([A, B, A_MOMENT]), layout, match, {}, with_states=True)
+
+
+def test_a_partition_element_by_element() -> None:
+    """The second partition of two: the last element of `a`, all of `b`, padding; of the moment all else is zero."""
+    found = list_of(HeldBuffer(TWO, 1, 0, "float32", {"exp_avg": "float16"}, live=("exp_avg",)))
+    specs = [((MASTER, 0), "float32", 5, True, False), (("exp_avg", 0), "float16", 5, True, False)]
+    assert found.buffers == [BufferSpec(*spec) for spec in specs]
+    assert found.sinks == [(0, "float32"), (1, "bfloat16")]
+    assert found.wants == [
+        Want(A, 5, 1, 0, 0, None),
+        Want(B, 0, 3, 0, 1, None),
+        Want(A_MOMENT, 5, 1, 1, 0, None),
+    ]
+    assert found.blanks == [(0, 4, 5), (1, 1, 5)]
+    assert found.list_spans() == [[(0, 1), (1, 4), (4, 5)], [(0, 1), (1, 5)]]
+    assert (found.means, found.grown) == ([], {})
+
+
+def test_what_the_checkpoint_does_not_have_keeps_its_masters_and_loses_its_states() -> None:
+    found = list_of(HeldBuffer(TWO, 1, 0, "float32", {"exp_avg": "float32"}), Match({"b": ParamKey("b")}))
+    assert found.wants == [Want(B, 0, 3, 0, 1, None)]
+    assert found.blanks == [(0, 4, 5), (1, 0, 5)]
+
+
+@pytest.mark.parametrize(
+    ("swapped", "live", "flags"),
+    [
+        (False, (), [(True, False), (False, False)]),
+        (False, ("exp_avg",), [(True, False), (True, False)]),
+        (True, (), [(False, True), (False, True)]),
+        (True, (MASTER, "exp_avg"), [(True, False), (True, False)]),
+    ],
+    ids=str,
+)
+def test_where_buffers_are(swapped: bool, live: tuple[str, ...], flags: list[tuple[bool, bool]]) -> None:
+    """Live, or in a file: states that are not there yet are neither."""
+    held = HeldBuffer(TWO, 0, 0, "float32", {"exp_avg": "float32"}, live=live, swapped=swapped)
+    assert [(spec.live, spec.in_file) for spec in list_of(held).buffers] == flags
+
+
+def test_a_state_that_is_kept_whole() -> None:
+    """Of every parameter that the partition touches, wherever that cuts it."""
+    held = HeldBuffer(TWO, 0, 0, "float32", {"exp_avg": "float32"}, whole=("exp_avg",))
+    found = list_of(held)
+    assert [spec.numel for spec in found.buffers] == [5, 6]
+    assert found.wants == [Want(A, 0, 5, 0, 0, None), Want(A_MOMENT, 0, 6, 1, 0, None)]
+    assert found.blanks == []
+
+
+def test_a_tensor_that_no_optimizer_owns() -> None:
+    held = HeldBuffer(join_parameters(0, ("b",), ((3,),)), 0, 0, "bfloat16")
+    found = list_of(held, tensor=True)
+    assert found.buffers == [BufferSpec((MODULE, 0), "bfloat16", 3, True)]
+    assert (found.wants, found.sinks, found.blanks) == ([Want(B, 0, 3, 0, 0, None)], [(0, "float32")], [])
+    assert list_of(held, Match({}), tensor=True) == Wants()
+
+
+def test_a_state_in_two_dtypes_has_two_sinks() -> None:
+    """Whose bytes come to the same buffer."""
+    moment = replace(B, state="exp_avg")
+    held = HeldBuffer(TWO, 1, 0, "float32", {"exp_avg": "float32"})
+    index = planning.make_index([A, B, A_MOMENT, moment])
+    found = list_wants(index, TargetLayout([held], ()), MATCH, {}, with_states=True)
+    assert found.sinks == [(0, "float32"), (1, "bfloat16"), (1, "float32")]
+    assert found.wants[2:] == [Want(A_MOMENT, 5, 1, 1, 0, None), Want(moment, 0, 3, 2, 1, None)]
+
+
+def test_a_vocabulary_that_grows_has_its_new_rows_zeroed() -> None:
+    """All of the cut, before what was saved is read into it."""
+    atom = Atom("vocabulary", MASTER, "float32", (Shard((4, 2), ()),))
+    held = HeldBuffer(join_parameters(0, ("vocabulary",), ((6, 2),)), 0, 0, "float32")
+    saved, wanted = (Layout((rows, 2), (rows, 2), ((((0, rows),), ((0, 2),)),), ((rows, 2),)) for rows in (4, 6))
+    layouts = {"vocabulary": (saved, wanted)}
+    match = Match({"vocabulary": ParamKey("vocabulary")})
+    found = list_wants(planning.make_index([atom]), TargetLayout([held], ()), match, layouts, with_states=True)
+    assert found.blanks == [(0, 0, 12)]
+    assert found.grown == {"vocabulary": (4, 6)}
+    (want,) = found.wants
+    assert (want.start, want.numel, want.buffer, want.offset) == (0, 12, 0, 0)
+    assert want.view == View(saved, wanted, 0, (0,))
