@@ -240,7 +240,7 @@ def test_time_does_not_grow_with_the_elements():
     ids=str,
 )
 def test_of_what_shards_share_each_gives_what_it_claims(src: int, dst: int, runs: list[tuple[int, int, int]]) -> None:
-    """Shards of elements 0-4 and 2-7 claim 0, 2, 3 and 4, 5, 6; nobody claims 1 and 7, which therefore come from none."""
+    """Shards of elements 0-4 and 2-7 claim 0, 2, 3 and 4, 5, 6; nobody claims 1 and 7, which come from none."""
 
     def shard(*intervals: tuple[int, int]) -> tuple[tuple[tuple[int, int], ...]]:
         return (intervals,)
