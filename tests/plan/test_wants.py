@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from deepspeed_ucp.atoms import MASTER, MODULE, Atom, AtomicIndex, Fragment, ParamKey, Record, Shard
+from deepspeed_ucp.atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, Fragment, ParamKey, Record, Shard
 from deepspeed_ucp.flat import join_parameters
 from deepspeed_ucp.patterns.layout import Layout, stack
 from deepspeed_ucp.plan import Want, locate
 from deepspeed_ucp.plan.locate import View
 from deepspeed_ucp.plan.match import Match
-from deepspeed_ucp.plan.wants import BufferSpec, HeldBuffer, TargetLayout, Wants, list_wants
+from deepspeed_ucp.plan.wants import REPLICA, BufferSpec, HeldBuffer, Mean, TargetLayout, Wants, list_wants
 from tests.plan import planning
 
 
@@ -154,3 +154,48 @@ def test_a_vocabulary_that_grows_has_its_new_rows_zeroed() -> None:
     (want,) = found.wants
     assert (want.start, want.numel, want.buffer, want.offset) == (0, 12, 0, 0)
     assert want.view == View(saved, wanted, 0, (0,))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "with_states", "wanted"), [(False, True, MASTER), (False, False, COPY), (True, True, MODULE)], ids=str
+)
+def test_which_of_a_parameters_weights_is_wanted(tensor: bool, with_states: bool, wanted: str) -> None:
+    """A master where states go on from it, else what the model computed with; of what no optimizer owns its own."""
+    atoms = [replace(B, state=state) for state in (MASTER, COPY, MODULE)]
+    held = HeldBuffer(join_parameters(0, ("b",), ((3,),)), 0, 0, "float32")
+    layout = TargetLayout((), [held]) if tensor else TargetLayout([held], ())
+    (want,) = list_wants(planning.make_index(atoms), layout, MATCH, {}, with_states=with_states).wants
+    assert want.atom.state == wanted
+
+
+def test_of_a_mean_every_replica_is_wanted() -> None:
+    """Two shards of six elements, each whole, whose mean fills the second half."""
+    atom = replace(A, shards=A.shards * 2)
+    saved = Layout((6,), (6,), ((((0, 6),),),) * 2, ((6,),) * 2, replicated=True, mean=True)
+    wanted = Layout((6,), (6,), ((((0, 6),),),), ((6,),))
+    held = HeldBuffer(join_parameters(0, ("a",), ((6,),), parts=2, partition=3), 1, 0, "bfloat16")
+    match, layouts = Match({"a": ParamKey("a")}), {"a": (saved, wanted)}
+    found = list_wants(planning.make_index([atom]), TargetLayout([held], ()), match, layouts, with_states=True)
+    assert [(spec.slot, spec.dtype, spec.numel, spec.live) for spec in found.buffers] == [
+        ((MASTER, 0), "bfloat16", 3, True),
+        ((REPLICA, 1), "float32", 3, False),
+        ((REPLICA, 2), "float32", 3, False),
+    ]
+    assert found.sinks == [(0, "float32"), (1, "float32"), (2, "float32")]
+    views = [View(saved, wanted, 0, (shard,)) for shard in range(2)]
+    assert found.wants == [Want(atom, 3, 3, 1, 0, views[0]), Want(atom, 3, 3, 2, 0, views[1])]
+    assert found.means == [Mean(0, 0, 3, (1, 2))]
+    assert found.blanks == []
+
+
+@pytest.mark.parametrize("tensor", [False, True])
+def test_states_and_tensors_come_from_their_own_shard(tensor: bool) -> None:
+    """The second of two, of the moment as of the master."""
+    layout = cut(2)
+    atoms = [replace(A, state=state, shards=A.shards * 2) for state in (MASTER, "exp_avg")]
+    held = HeldBuffer(join_parameters(0, ("a",), ((6, 2),)), 0, 1, "float32", {} if tensor else {"exp_avg": "float32"})
+    target = TargetLayout((), [held]) if tensor else TargetLayout([held], ())
+    match = Match({"a": ParamKey("a")})
+    found = list_wants(planning.make_index(atoms), target, match, {"a": (layout, layout)}, with_states=True)
+    assert [want.view for want in found.wants] == [View(layout, layout, 1, (1,))] * (1 if tensor else 2)
+    assert found.blanks == [] and found.grown == {}
