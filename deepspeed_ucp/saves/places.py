@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from ..comm import Comm
 from ..errors import StorageError, UcpError
 from ..io.disk import explain_full, sync_file, sync_folder
+from ..io.filesystems import load_libc
 from ..io.paths import is_url
 from ..io.store import list_folder, list_tree, read_small, remove, write_small
+from ..io.threads import map_threads
 from ..io.urls import put_file
 from ..sources.files import OFFLOADED, SEAL, is_state_file
 from ..sources.latest import LATEST, read_tag
@@ -94,7 +94,7 @@ def _write_to_folder(save: Snapshot, place: Place, wait: float) -> None:
     with explain_full(aside):
         if not os.path.exists(os.path.join(final, _name_node(save, save.node))):  # else it has taken its place
             os.makedirs(aside, exist_ok=True)
-            _do_each(copy, inside)
+            map_threads(copy, inside, _COPIERS)
             sync_folder(aside)
             write_small(os.path.join(aside, _name_node(save, save.node)), b"")
             if save.node:
@@ -123,7 +123,7 @@ def _write_to_store(save: Snapshot, place: Place, wait: float) -> None:
         remove_seal(final)
     files = save.list_files()
     inside = [os.path.relpath(each, save.tag) for each in files if each.startswith(f"{save.tag}{os.sep}")]
-    _do_each(lambda each: put_file(os.path.join(save.folder, each), f"{place.folder}/{each}"), files)
+    map_threads(lambda each: put_file(os.path.join(save.folder, each), f"{place.folder}/{each}"), files, _COPIERS)
     write_small(f"{final}/{_name_node(save, save.node)}", "\n".join(inside).encode())
     if save.node:
         return
@@ -218,11 +218,6 @@ def _remove_left(folder: str, save: Snapshot) -> None:
             shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
 
 
-def _do_each(work: Callable[[str], None], files: list[str]) -> None:
-    with ThreadPoolExecutor(_COPIERS) as pool:
-        list(pool.map(work, files))
-
-
 def _copy(source: str, destination: str) -> None:
     """A file's bytes and access rights, made durable under a name aside, then named."""
     os.makedirs(os.path.dirname(destination), exist_ok=True)
@@ -261,8 +256,7 @@ def _exchange(new: str, final: str) -> None:
     try:
         os.rename(new, final)
     except OSError:  # something is there
-        libc = ctypes.CDLL(None, use_errno=True)
         paths = _AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(final), _RENAME_EXCHANGE
-        if libc.renameat2(*paths):  # not on every file system
+        if load_libc().renameat2(*paths):  # not on every file system
             os.rename(final, f"{new}{_OLD}")
             os.rename(new, final)

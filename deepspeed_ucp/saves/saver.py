@@ -18,13 +18,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
-
 from ..comm import Comm, connect
 from ..config import SaveOptions, UniversalConfig
 from ..engine_state import find_state
 from ..errors import StorageError, UcpError, count_of
-from ..io.memory import identify_host
+from ..io.filesystems import MEMORY, find_kind
+from ..io.memory import identify_host, measure_available
 from ..io.paths import is_url
 from ..sources.latest import read_latest
 from ..sources.older import find_age
@@ -358,24 +357,9 @@ def count_saved(engine: Any) -> int:
 
 
 def _count_free(root: str) -> int:
-    """Bytes that may be written to a folder of memory: what a container may take counts."""
-    disk = shutil.disk_usage(root).free
-    free = [disk, psutil.virtual_memory().available] if _is_memory(root) else [disk]
-    for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
-        for folder in ("/sys/fs/cgroup", "/sys/fs/cgroup/memory"):
-            with suppress(OSError, ValueError):
-                most, now = (int(Path(folder, name).read_text()) for name in (limit, used))
-                free += [most - now] if _is_memory(root) else []
-    return min(free)
-
-
-def _is_memory(folder: str) -> bool:
-    mounts = (line.split() for line in Path("/proc/self/mounts").read_text().splitlines())
-    held = {mount[1]: mount[2] for mount in mounts}
-    path = os.path.realpath(folder)
-    while path not in held and path != "/":
-        path = os.path.dirname(path)
-    return held.get(path) in ("tmpfs", "ramfs")
+    """Bytes that may be written to a folder: where it lies in memory, what a container may take counts."""
+    free = shutil.disk_usage(root).free
+    return min(free, measure_available()) if find_kind(root) == MEMORY else free
 
 
 def finish_dead(root: str, settings: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from ..errors import UcpError, escape
 from ..io.store import set_storage_options
@@ -53,10 +53,10 @@ def start_writer(job: Job, settings: Mapping[str, Any]) -> BinaryIO:
     command = [sys.executable, "-m", __name__, job.folder]
     with open(os.path.join(job.folder, "log"), "ab") as log:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
-    lines: Any = process.stdin
+    lines = cast("BinaryIO", process.stdin)
     lines.write(json.dumps(dict(settings)).encode() + b"\n")
     lines.flush()
-    return lines  # type: ignore[no-any-return]
+    return lines
 
 
 def is_locked(job: Job) -> bool:

@@ -6,6 +6,7 @@ import os
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import UcpError
@@ -18,7 +19,7 @@ from tests.convert.conversions import write_source
 TAG = "global_step3"
 
 
-def make_save(job: Job, *folders: str, tag: str = TAG, keep: int | None = None, **changes: object) -> Snapshot:
+def make_save(job: Job, *folders: str, tag: str = TAG, keep: int | None = None, **changes: Any) -> Snapshot:
     """The next save of a job: whole, of other weights than the last one."""
     number = max(job.list_numbers(), default=0) + 1
     folder = Path(job.find_folder(number))
@@ -28,7 +29,7 @@ def make_save(job: Job, *folders: str, tag: str = TAG, keep: int | None = None, 
     (folder / "zero_to_fp32.py").write_text("# a script")
     places = tuple(Place(each, keep) for each in folders)
     save = Snapshot(job.name, number, folders[0], tag, number, True, 0, 1, places, str(folder))
-    save = replace(save, **changes)  # type: ignore[arg-type]
+    save = replace(save, **changes)
     save.write_record()
     return save
 

@@ -275,7 +275,7 @@ def test_a_node_that_never_writes_is_no_save(
 def test_folders_that_cannot_be_exchanged_are_renamed(
     job: Job, save: Callable[..., Snapshot], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(places.ctypes, "CDLL", lambda *_, **__: type("C", (), {"renameat2": lambda *_: -1})())
+    monkeypatch.setattr(places, "load_libc", type("C", (), {"renameat2": lambda *_: -1}))
     for _ in range(2):
         made = save()
         assert write(job)
