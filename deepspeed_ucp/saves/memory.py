@@ -31,7 +31,7 @@ LOCK = "lock"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Destination:
     """Where a save goes to.
 
     Attributes:
@@ -67,7 +67,7 @@ class Snapshot:
     latest: bool
     node: int
     nodes: int
-    places: tuple[Place, ...]
+    places: tuple[Destination, ...]
     folder: str = ""
 
     @property
@@ -87,7 +87,7 @@ class Snapshot:
             if name.startswith(f"{self.tag}{os.sep}") or not (os.sep in name or name.startswith(own))
         )
 
-    def list_pending(self) -> list[Place]:
+    def list_pending(self) -> list[Destination]:
         """Places that do not have it yet."""
         done = self.read_done()
         return [place for place in self.places if place.folder not in done]
@@ -100,7 +100,7 @@ class Snapshot:
             return {}
         return told
 
-    def note_done(self, place: Place, digest: str) -> None:
+    def note_done(self, place: Destination, digest: str) -> None:
         """Note that a place has it with a seal of this digest, or with none is not to have it any more."""
         told = json.dumps({**self.read_done(), place.folder: digest})
         write_atomically(os.path.join(self.folder, f"{_DONE}{self.node}.json"), told.encode())
@@ -273,7 +273,7 @@ def _read_records(folder: str) -> Iterator[Snapshot]:
         if name.startswith(_RECORD) and name.endswith(".json"):
             with suppress(OSError, ValueError, TypeError, KeyError):
                 told = json.loads(Path(folder, name).read_text())
-                places = tuple(Place(**place) for place in told.pop("places"))
+                places = tuple(Destination(**place) for place in told.pop("places"))
                 yield Snapshot(**{**told, "places": places, "folder": folder})
 
 

@@ -21,7 +21,7 @@ from ..sources.files import OFFLOADED, SEAL, is_state_file
 from ..sources.latest import LATEST, read_tag
 from ..sources.open import seal_folder
 from ..sources.seal import read_seal, remove_seal
-from .memory import Place, Snapshot, list_later
+from .memory import Destination, Snapshot, list_later
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -41,7 +41,7 @@ _LOOKED_AGAIN = 0.05
 """Seconds between looks for what other nodes have written."""
 
 
-def write_save(save: Snapshot, place: Place, wait: float) -> str:
+def write_save(save: Snapshot, place: Destination, wait: float) -> str:
     """Write a node's files of a save to a place; when all are there the first node seals it, and ``latest`` names it.
 
     Args:
@@ -81,7 +81,7 @@ def is_as_written(place: str, tag: str, digest: str) -> bool:
     return max(times, default=0.0) <= sealed and read_digest(place, tag) == digest
 
 
-def _write_to_folder(save: Snapshot, place: Place, wait: float) -> None:
+def _write_to_folder(save: Snapshot, place: Destination, wait: float) -> None:
     """In a folder aside, which takes the tag's place at once; what others had in the tag moves into it."""
     final = os.path.join(place.folder, save.tag)
     above, name = os.path.split(final)
@@ -116,7 +116,7 @@ def _write_to_folder(save: Snapshot, place: Place, wait: float) -> None:
             write_small(os.path.join(place.folder, LATEST), save.tag.encode())
 
 
-def _write_to_store(save: Snapshot, place: Place, wait: float) -> None:
+def _write_to_store(save: Snapshot, place: Destination, wait: float) -> None:
     """Stores do not rename: a tag that is written over has no seal meanwhile."""
     final = f"{place.folder}/{save.tag}"
     if save.node == 0:
@@ -142,13 +142,13 @@ def is_replaced(save: Snapshot) -> bool:
     return any(later.tag == save.tag for later in list_later(save))
 
 
-def end_save(save: Snapshot, place: Place) -> None:
+def end_save(save: Snapshot, place: Destination) -> None:
     """Take away what nodes told each other by, once it is noted that the place has the save."""
     for node in range(save.nodes if save.node == 0 else 0):
         remove(os.path.join(place.folder, save.tag, _name_node(save, node)))
 
 
-def prune_place(place: Place, held: Mapping[str, str]) -> dict[str, str]:
+def prune_place(place: Destination, held: Mapping[str, str]) -> dict[str, str]:
     """Remove the first ones of those tags that this job has written to a place, down to as many as stay.
 
     Args:
@@ -171,7 +171,7 @@ def prune_place(place: Place, held: Mapping[str, str]) -> dict[str, str]:
     return {tag: digest for tag, digest in held.items() if tag not in spare}
 
 
-def _remove_tag(place: Place, tag: str) -> None:
+def _remove_tag(place: Destination, tag: str) -> None:
     """The seal goes first: what is left by a stop is not taken for a whole save."""
     folder = os.path.join(place.folder, tag)
     with suppress(OSError):

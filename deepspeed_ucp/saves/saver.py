@@ -29,7 +29,7 @@ from ..sources.latest import read_latest
 from ..sources.older import find_age
 from ..writer import is_decoupled
 from .files import save_over
-from .memory import Job, Place, Snapshot, find_root, list_jobs, locate, name_job
+from .memory import Destination, Job, Snapshot, find_root, list_jobs, locate, name_job
 from .places import is_as_written
 from .writer import is_locked, list_late, start_writer
 
@@ -119,9 +119,9 @@ class Saver:
         Snapshot(
             job=self.job.name if nodes == self.nodes else f"{self.job.name}-{self.node}",
             number=self.number, save_dir=locate(save_dir), tag=tag, step=step, latest=latest, node=node, nodes=nodes,
-            places=tuple(Place(locate(each.place), each.keep) for each in places)
+            places=tuple(Destination(locate(each.place), each.keep) for each in places)
             if self.options.to
-            else (Place(locate(save_dir)),),
+            else (Destination(locate(save_dir)),),
             folder=self.folder,
         ).write_record()  # fmt: skip
         self.bytes = sum(path.stat().st_size for path in Path(self.folder).rglob("*") if path.is_file())

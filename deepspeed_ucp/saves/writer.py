@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, cast
 
 from ..errors import UcpError, escape
 from ..io.store import set_storage_options
-from .memory import LOCK, Job, Place, Snapshot, drop_unwanted, is_held
+from .memory import LOCK, Destination, Job, Snapshot, drop_unwanted, is_held
 from .places import end_save, is_replaced, prune_place, write_save
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -41,7 +41,7 @@ def main(folder: str) -> int:
         set_storage_options(settings["storage_options"])
     with open(os.path.join(folder, LOCK), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # one that is gone on with after its ranks' end may be at work still
-        return Writer(job, settings["keep"], settings["wait_s"]).run()
+        return SaveWriter(job, settings["keep"], settings["wait_s"]).run()
 
 
 def start_writer(job: Job, settings: Mapping[str, Any]) -> BinaryIO:
@@ -64,7 +64,7 @@ def is_locked(job: Job) -> bool:
     return is_held(os.path.join(job.folder, LOCK))
 
 
-class Writer:
+class SaveWriter:
     """Writes the saves of one job's folder.
 
     Args:
@@ -110,7 +110,7 @@ class Writer:
             if not is_clean or not pending:
                 return is_clean
 
-    def _drop(self, save: Snapshot, place: Place) -> bool:
+    def _drop(self, save: Snapshot, place: Destination) -> bool:
         try:
             save.note_done(place, "")
         except (UcpError, OSError) as error:  # memory is full
@@ -119,7 +119,7 @@ class Writer:
         logger.warning("%s is too slow: %s is dropped for a newer save", place.folder, save.tag)
         return True
 
-    def _write(self, save: Snapshot, place: Place) -> bool:
+    def _write(self, save: Snapshot, place: Destination) -> bool:
         try:
             digest = write_save(save, place, self.wait)
             save.note_done(place, digest)
@@ -131,7 +131,7 @@ class Writer:
         self._told.pop(place.folder, None)
         return True
 
-    def _note_written(self, save: Snapshot, place: Place, digest: str) -> None:
+    def _note_written(self, save: Snapshot, place: Destination, digest: str) -> None:
         end_save(save, place)
         written = self.job.read_written()
         held = {tag: each for tag, each in written.get(place.folder, {}).items() if tag != save.tag}

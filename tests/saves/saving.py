@@ -10,8 +10,8 @@ from typing import Any
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import UcpError
-from deepspeed_ucp.saves.memory import Job, Place, Snapshot
-from deepspeed_ucp.saves.writer import Writer
+from deepspeed_ucp.saves.memory import Destination, Job, Snapshot
+from deepspeed_ucp.saves.writer import SaveWriter
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.sources.older import is_sealed
 from tests.convert.conversions import write_source
@@ -27,7 +27,7 @@ def make_save(job: Job, *folders: str, tag: str = TAG, keep: int | None = None, 
     if tag != TAG:
         made.rename(folder / tag)
     (folder / "zero_to_fp32.py").write_text("# a script")
-    places = tuple(Place(each, keep) for each in folders)
+    places = tuple(Destination(each, keep) for each in folders)
     save = Snapshot(job.name, number, folders[0], tag, number, True, 0, 1, places, str(folder))
     save = replace(save, **changes)
     save.write_record()
@@ -36,7 +36,7 @@ def make_save(job: Job, *folders: str, tag: str = TAG, keep: int | None = None, 
 
 def write(job: Job, *, wait: float = 5.0) -> bool:
     """What a new writer does with what is pending; whether nothing failed."""
-    return Writer(job, 1, wait).write_pending()
+    return SaveWriter(job, 1, wait).write_pending()
 
 
 def is_whole(folder: str) -> bool:

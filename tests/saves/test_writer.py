@@ -19,8 +19,8 @@ import pytest
 
 from deepspeed_ucp.errors import DiskFullError
 from deepspeed_ucp.saves import places
-from deepspeed_ucp.saves.memory import Job, Place, Snapshot, name_job
-from deepspeed_ucp.saves.writer import Writer, is_locked, list_late, start_writer
+from deepspeed_ucp.saves.memory import Destination, Job, Snapshot, name_job
+from deepspeed_ucp.saves.writer import SaveWriter, is_locked, list_late, start_writer
 from tests.convert.conversions import read_bytes, write_source
 from tests.saves.saving import TAG, find_writer, is_whole, make_save, strip, write
 from tests.support.crash import failing, list_calls, run_dying
@@ -100,7 +100,7 @@ def test_one_place_that_fails_is_not_the_others(
     """And is tried again."""
     (tmp_path / "file").write_text("no folder")
     save("file", "place")
-    writer = Writer(job, 1, 5.0)
+    writer = SaveWriter(job, 1, 5.0)
     assert not writer.write_pending() and not writer.write_pending()
     assert is_whole(str(tmp_path / "place" / TAG))
     assert caplog.text.count("not written, to be tried again") == 1
@@ -132,7 +132,7 @@ def test_memory_that_is_full_ends_no_writer(job: Job, save: Callable[..., Snapsh
     """It cannot note then what it has written; it does so once there is room."""
     made = save()
     full = mock.patch.object(Snapshot, "note_done", side_effect=DiskFullError("full", path=made.folder))
-    writer = Writer(job, 1, 5.0)
+    writer = SaveWriter(job, 1, 5.0)
     with full:
         assert not writer.write_pending()
     save(tag="next")
@@ -245,7 +245,7 @@ def nodes(tmp_path: Path) -> list[Job]:
         for number, path in enumerate(sorted(whole.iterdir())):
             if number % 2 == node:
                 shutil.copy(path, folder / TAG)
-        place = (Place(str(tmp_path / "place")),)
+        place = (Destination(str(tmp_path / "place")),)
         Snapshot("job", 1, str(tmp_path / "place"), TAG, 3, True, node, 2, place, str(folder)).write_record()
     return jobs
 
@@ -325,7 +325,7 @@ def test_a_node_that_is_not_the_first_removes_nothing(nodes: list[Job], tmp_path
     made = nodes[1].list_saves()[0]
     folder = Path(nodes[1].find_folder(2))
     shutil.copytree(Path(made.folder) / TAG, folder / "next")
-    places = (Place(str(tmp_path / "place"), 1),)
+    places = (Destination(str(tmp_path / "place"), 1),)
     replace(made, number=2, tag="next", places=places, latest=False, folder=str(folder)).write_record()
     assert write(nodes[1])
     assert is_whole(str(tmp_path / "place" / TAG))
