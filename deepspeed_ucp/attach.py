@@ -24,7 +24,7 @@ logger = logging.getLogger("deepspeed_ucp")
 _ENGINE = "deepspeed.runtime.engine"
 """The module whose import brings all of DeepSpeed's classes that are wrapped."""
 
-_CONFIG = "deepspeed.runtime.config"
+_CONFIG, _PARTITIONS = "deepspeed.runtime.config", "deepspeed.runtime.zero.partition_parameters"
 
 
 class Wrapped(NamedTuple):
@@ -54,6 +54,9 @@ TABLE = [
     Wrapped(_ENGINE, _ENGINE, "DeepSpeedEngine.save_checkpoint", "hook", "_save_checkpoint"),
     Wrapped(_ENGINE, _ENGINE, "DeepSpeedEngine._commit_decoupled_checkpoint", "hook", "_commit_save", newer=True),
     Wrapped(_ENGINE, _ENGINE, "DeepSpeedEngine._take_model_step", "hook", "_take_model_step"),
+    Wrapped(_ENGINE, _ENGINE, "DeepSpeedEngine.offload_states", "hook", "_change_states", newer=True),
+    Wrapped(_ENGINE, _ENGINE, "DeepSpeedEngine.reload_states", "hook", "_change_states", newer=True),
+    Wrapped(_ENGINE, _PARTITIONS, "GatheredParameters.__exit__", "hook", "_change_states"),
 ]
 """All that is wrapped, of DeepSpeed first."""
 

@@ -40,6 +40,8 @@ class SaveOptions(BaseModel):
         memory: folder in which saves lie until they are written, and the newest ones after it: of memory, or of local
             NVMe. It may name variables of the environment.
         keep: whole saves of this run that stay there.
+        overlap: what only the optimizer's step changes is copied during the next forward and backward passes, which a
+            script then must not change by itself; else all of it before a save returns.
         to: where saves go instead of the folder that the script names.
         wait_s: seconds for which the end of the job waits for what is not written yet, and one node for another's part.
     """
@@ -48,6 +50,7 @@ class SaveOptions(BaseModel):
 
     memory: str = "/dev/shm"
     keep: int = Field(default=1, ge=1)
+    overlap: bool = False
     to: list[SaveTier] = []
     wait_s: float = Field(default=600, ge=0)
 

@@ -29,7 +29,7 @@ from .load.disabled import load_switched_off
 from .load.resume import resume
 from .patterns import from_config
 from .preemption import end_step
-from .saves.saver import find_in_memory, save_into_memory
+from .saves.saver import find_in_memory, save_into_memory, wait_for_copies
 from .sealing import seal_last, seal_late, seal_save
 from .targets.guard import guard_engine
 from .uncaught import find_fault, shorten_uncaught
@@ -157,12 +157,19 @@ def _commit_save(original: Callable[..., Any], engine: Any) -> Any:
 
 def _take_model_step(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> None:
     """The optimizer's step, then a word to who watches, and a look at what the job has been told."""
+    wait_for_copies()
     if get_config(engine) is not None:
         finish_save(engine)  # a pipeline's step would change what is being written
     original(engine, *args, **kwargs)
     heartbeat.report_step(engine.global_steps)
     seal_late(engine)
     end_step(engine)
+
+
+def _change_states(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What changes an engine's state other than by a step."""
+    wait_for_copies()
+    return original(*args, **kwargs)
 
 
 def _load_checkpoint(
@@ -192,6 +199,7 @@ def _load_checkpoint(
     config = get_config(engine)
     if config is not None:
         _overrule(wanted, config)
+    wait_for_copies()
     own = partial(original, engine, load_dir=load_dir, tag=tag, **wanted, **kwargs)
     try:
         return _load(engine, str(load_dir), tag, wanted, own, sorted(kwargs))

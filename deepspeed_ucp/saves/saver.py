@@ -11,12 +11,16 @@ import os
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any, NamedTuple
+from weakref import WeakSet
+
+from torch.optim import Optimizer
 
 from ..comm import Comm, connect
 from ..config import SaveOptions, UniversalConfig
@@ -27,8 +31,9 @@ from ..io.memory import identify_host, measure_available
 from ..io.paths import is_url
 from ..sources.latest import read_latest
 from ..sources.older import find_age
+from ..wrappers import USE_MUON, WRAPPERS
 from ..writer import is_decoupled
-from .files import save_over
+from .files import Stable, StateFile, save_over
 from .memory import Destination, Job, Snapshot, find_root, list_jobs, locate, name_job
 from .places import is_as_written
 from .writer import is_locked, list_late, start_writer
@@ -37,6 +42,11 @@ logger = logging.getLogger("deepspeed_ucp")
 
 _POLLED = 0.05
 """Seconds between looks whether the writer has done what is pending."""
+
+_COPIED = 0.005
+"""Seconds between looks whether the node's other ranks have copied."""
+
+_AT_ONCE = 'without "overlap" all is copied before a save returns'
 
 _STARTING = 20.0
 """Seconds that a writer may take to start."""
@@ -49,17 +59,22 @@ class Saver:
     """One engine's saves, on one rank.
 
     Args:
-        is_first: this rank is its node's first: of those that share a folder of memory.
-        node, nodes: of the first ranks, which one this is; -1 for other ranks.
+        first: by rank the first one of those that share a folder of memory with it: its node's.
     """
 
-    def __init__(self, config: UniversalConfig, name: str, is_first: bool, node: int, nodes: int) -> None:
+    def __init__(self, config: UniversalConfig, name: str, rank: int, first: Sequence[int]) -> None:
         options = config.save or SaveOptions()
         self.settings = list_settings(config)
-        self.options, self.is_first, self.node, self.nodes = options, is_first, node, nodes
+        firsts = list(dict.fromkeys(first))
+        self.options, self.rank, self.ranks = options, rank, first.count(first[rank])
+        self.is_first, self.node, self.nodes = first[rank] == rank, firsts.index(first[rank]), len(firsts)
         self.root = find_root(options.memory)
         self.job = Job(os.path.join(self.root, name))
         self.number, self.bytes, self.failed = 0, 0, ""
+        self._thread: Thread | None = None
+        self._stable, self._left = Stable(), list[StateFile]()
+        self._copied = Event()
+        self._copied.set()
         self._lines: Any = None
         self._late = dict[str, int]()
 
@@ -101,16 +116,78 @@ class Saver:
             return
         try:
             self.job.reuse(path)
-            save_over(state_dict, path)
+            left = save_over(state_dict, path, self._stable)
         except OSError as error:
             self.failed = f"{path} cannot be written ({error})"
+        else:
+            self._left += [left] if left else []
 
-    def begin(self) -> None:
-        """Make the folder of the next save, on the node's first rank; what earlier ones have left that failed goes."""
-        for number in self.job.list_numbers():
+    def begin(self, needed: int) -> str:
+        """Make the folder of the next save, on the node's first rank; why there is no room for it, in words."""
+        for number in self.job.list_numbers():  # what earlier ones have left that failed
             if self.job.is_unfinished(number):
                 shutil.rmtree(self.job.find_folder(number), ignore_errors=True)
+        if why := self.make_room(needed):
+            return why
         os.makedirs(self.folder, mode=0o700)
+        return ""
+
+    def drop(self) -> None:
+        """Give up the save that is made."""
+        while self._left:
+            self._left.pop().abandon()
+        if self.is_first:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def note_stable(self, engine: Any) -> None:
+        """Take what may be copied until the next step, where that is asked for."""
+        self._stable = find_stable(engine) if self.options.overlap else Stable()
+
+    def end_behind(self, end: Callable[[], None]) -> None:
+        """Copy what is left in a thread of its own, and ``end`` the save when all ranks of the node have."""
+        self._copied.clear()
+        self._thread = Thread(target=self._copy_left, args=(end,), name="ucp-save")
+        self._thread.start()
+
+    def _copy_left(self, end: Callable[[], None]) -> None:
+        why = ""
+        try:
+            while self._left:
+                self._left.pop().copy_left()
+            if not self._stable.is_unchanged():
+                why = f"weights were written to between it and the next step: {_AT_ONCE}"
+        except (OSError, UcpError) as error:
+            why = str(error)
+        self._stable = Stable()
+        self._copied.set()
+        if why:
+            logger.warning("%s: this save is dropped: %s", self.folder, why)
+        try:
+            open(os.path.join(self.folder, f".{'failed' if why else 'copied'}-{self.rank}"), "x").close()
+            if self.is_first and self._have_copied():
+                end()
+        except (OSError, UcpError) as error:
+            logger.warning("%s: this save is dropped: %s", self.folder, error)
+
+    def _have_copied(self) -> bool:
+        """Wait for the node's other ranks; whether all have copied their parts."""
+        until = time.monotonic() + self.options.wait_s
+        while time.monotonic() < until:
+            told = [name for name in os.listdir(self.folder) if name.startswith((".copied-", ".failed-"))]
+            if len(told) == self.ranks:
+                return not any(name.startswith(".failed-") for name in told)
+            time.sleep(_COPIED)
+        raise StorageError(f"of {self.ranks} ranks not all have copied their parts within {self.options.wait_s:.0f} s.")
+
+    def wait_for_copy(self) -> None:
+        """Wait until this rank has copied all that it saves: then it may be changed."""
+        self._copied.wait()
+
+    def finish_copy(self) -> None:
+        """Wait until the node's ranks have, and the save counts."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
 
     def end(self, save_dir: str, tag: str, step: int, *, latest: bool, local: bool) -> None:
         """All of the node's files are there: say so, and have the writer take them on."""
@@ -169,6 +246,7 @@ class Saver:
 
     def wait(self, seconds: float) -> bool:
         """Wait until all places have what they are to have, or nobody writes any more; whether they have it."""
+        self.finish_copy()
         seen, told = time.monotonic(), False
         end = seen + seconds
         while late := list_late(self.job.list_saves()):
@@ -194,6 +272,7 @@ class Saver:
 
     def close(self) -> None:
         """At the end of the process: finish what is pending; the writer ends, and memory is what the next run finds."""
+        self.finish_copy()
         if not self.is_first:
             return
         if list_late(self.job.list_saves()):
@@ -220,34 +299,40 @@ def save_into_memory(
         StorageError: it cannot go into memory, and DeepSpeed cannot write to where it is to go; the same everywhere.
     """
     comm, saver = connect(), _open_saver(engine, config)
-    needed = _count_needed(engine, saver, comm)
-
-    def ask() -> str:
-        answers = comm.each(lambda: _find_obstacle(engine, tag) or (saver.make_room(needed) if saver.is_first else ""))
-        return next(filter(None, answers), "")
-
-    if why := ask():
-        finish_saves(engine)  # `latest` would go back to what is written after this one
-        why = ask()
-    if why:
-        return _write_slowly(save_dir, why, write, comm), False
+    saver.finish_copy()
     saver.number, saver.failed = saver.number + 1, ""
-    comm.run(lambda: saver.begin() if saver.is_first else None)
-    with _write_by(engine.checkpoint_engine, saver.write_file):
-        saved = write(saver.folder)
-    if why := next(filter(None, comm.each(lambda: saver.failed)), ""):
-        comm.run(lambda: shutil.rmtree(saver.folder, ignore_errors=True) if saver.is_first else None)
-        finish_saves(engine)
-        return _write_slowly(save_dir, f"memory is full by now: {why}. {_ADVICE}", write, comm), False
+    told = comm.each(lambda: (identify_host(), count_saved(engine), saver.bytes, _find_obstacle(engine, tag)))
+    needed, obstacle = _count_needed(told), next(filter(None, (each[-1] for each in told)), "")
+
+    def begin() -> str:
+        return obstacle or next(filter(None, comm.each(lambda: saver.begin(needed) if saver.is_first else "")), "")
+
+    if why := begin():
+        finish_saves(engine)  # `latest` would go back to what is written after this one
+        why = begin()
+    if not why:
+        saver.note_stable(engine)
+        with _write_by(engine.checkpoint_engine, saver.write_file):
+            saved = write(saver.folder)
+        if full := next(filter(None, comm.each(lambda: saver.failed)), ""):
+            why = f"memory is full by now: {full}. {_ADVICE}"
+            comm.run(saver.drop)
+            finish_saves(engine)
+    if why:
+        saver.number -= 1
+        return _write_slowly(save_dir, why, write, comm), False
+    step, local = engine.global_steps, engine.use_node_local_storage()
 
     def end() -> None:
         if saver.is_first:
             shutil.rmtree(saver.job.spare, ignore_errors=True)
             saver.warn_late()
-            local = engine.use_node_local_storage()
-            saver.end(save_dir, tag, engine.global_steps, latest=latest, local=local)
+            saver.end(save_dir, tag, step, latest=latest, local=local)
 
-    comm.run(end)
+    if saver.options.overlap:
+        saver.end_behind(end)
+    else:
+        comm.run(end)
     return saved, True
 
 
@@ -285,6 +370,7 @@ def finish_saves(engine: Any, *, required: bool = False) -> None:
     saver = find_state(engine).saver
 
     def finish() -> None:
+        saver.finish_copy()
         if saver.is_first and not saver.finish() and required:
             raise StorageError(
                 f"its saves were not written within {saver.options.wait_s:.0f} s ({saver.job.folder}/log tells why). "
@@ -314,17 +400,16 @@ def _open_saver(engine: Any, config: UniversalConfig) -> Saver:
     if state.saver is None:
         comm = connect()
         name, first = comm.broadcast(name_job()), list_first(config, comm)
-        is_first = comm.rank in first
-        node = first.index(comm.rank) if is_first else -1
-        saver = comm.run(partial(Saver, config, name, is_first, node, len(first)))
-        comm.run(lambda: saver.open() if is_first else None)
+        saver = comm.run(partial(Saver, config, name, comm.rank, first))
+        comm.run(lambda: saver.open() if saver.is_first else None)
         state.saver = saver
+        _savers.add(saver)
     found: Saver = state.saver
     return found
 
 
 def list_first(config: UniversalConfig, comm: Comm) -> list[int]:
-    """The first ones of the ranks that share a folder of memory, whatever local ranks a launcher gives; collective."""
+    """By rank the first one that shares its folder of memory, whatever local ranks a launcher gives; collective."""
     options = config.save or SaveOptions()
 
     def look() -> tuple[str, int, int]:
@@ -332,28 +417,49 @@ def list_first(config: UniversalConfig, comm: Comm) -> list[int]:
         return identify_host(), found.st_dev, found.st_ino
 
     ranks = dict[tuple[str, int, int], int]()
-    for rank, memory in enumerate(comm.each(look)):
-        ranks.setdefault(memory, rank)
-    return list(ranks.values())
+    return [ranks.setdefault(memory, rank) for rank, memory in enumerate(comm.each(look))]
 
 
-def _count_needed(engine: Any, saver: Saver, comm: Comm) -> int:
-    """Bytes of memory that a save takes on this node; collective."""
-    own = identify_host()
-    told = comm.each(lambda: (own, count_saved(engine), saver.bytes))
-    reckoned = sum(count for host, count, _ in told if host == own)
-    return int(_SPARE * (max(before for host, _, before in told if host == own) or reckoned))
+def _count_needed(told: Sequence[tuple[str, int, int, str]]) -> int:
+    """Bytes of memory that a save takes on this node, by what ranks tell of: host, reckoned, those of the last one."""
+    own = [each for each in told if each[0] == identify_host()]
+    return int(_SPARE * (max(before for _, _, before, _ in own) or sum(reckoned for _, reckoned, _, _ in own)))
 
 
 def count_saved(engine: Any) -> int:
     """Bytes of the tensors that a rank saves, about."""
-    wrapped = engine.optimizer
-    inner = getattr(wrapped, "optimizer", wrapped)
+    model = list(engine.module.parameters()) if engine.save_non_zero_checkpoint else []
+    return sum(each.numel() * each.element_size() for each in [*_list_states(engine), *model])
+
+
+def _list_states(engine: Any) -> list[Any]:
+    """The tensors of an engine's optimizer: masters, and states."""
+    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     tensors = [each for group in getattr(inner, "param_groups", ()) for each in group["params"]]
     states = [each for state in getattr(inner, "state", {}).values() for each in dict(state).values()]
-    held = {id(each): each for each in [*tensors, *states] if hasattr(each, "untyped_storage")}
-    model = list(engine.module.parameters()) if engine.save_non_zero_checkpoint else []
-    return sum(each.numel() * each.element_size() for each in [*held.values(), *model])
+    return list({id(each): each for each in [*tensors, *states] if hasattr(each, "untyped_storage")}.values())
+
+
+def find_stable(engine: Any) -> Stable:
+    """What of an engine only its optimizer's step changes; nothing of engines that do so beside the backward pass."""
+    optimizer = engine.optimizer
+    inner = getattr(optimizer, "optimizer", optimizer)
+    known = {row.live_class for row in WRAPPERS.values()} - {""}
+    is_known = type(optimizer).__name__ in known or (inner is optimizer and isinstance(optimizer, Optimizer))
+    is_muon = any(group.get(USE_MUON) for group in getattr(inner, "param_groups", ()))
+    if not is_known or is_muon or getattr(engine, "zenflow", False):
+        return Stable()
+    model = [] if engine.zero_optimization_partition_weights() else list(engine.module.parameters())
+    return Stable([*_list_states(engine), *model], engine.module.buffers())
+
+
+_savers = WeakSet[Saver]()
+
+
+def wait_for_copies() -> None:
+    """Wait until what engines of this process save may be changed."""
+    for saver in list(_savers):
+        saver.wait_for_copy()
 
 
 def _count_free(root: str) -> int:
@@ -415,7 +521,7 @@ def find_in_memory(config: UniversalConfig, load_dir: str, tag: Any, comm: Comm)
     if options is None:
         return None
     root, wanted = comm.run(lambda: find_root(options.memory)), locate(load_dir)
-    is_first = comm.rank in list_first(config, comm)
+    is_first = list_first(config, comm)[comm.rank] == comm.rank
 
     def look() -> list[tuple[Snapshot, str | None]]:
         if not is_first:

@@ -272,7 +272,7 @@ class RecordWriter:
     """Writes a ``torch.save`` file record by record, over what a file holds already; not made durable.
 
     What ``torch.serialization`` writes into, in the place of its own writer: each byte is read once, for its copy and
-    its checksum.
+    its checksum. Records have their places before their bytes, which may come in any order.
 
     Args:
         fd: of a file that may be written; what is behind the last record is cut off.
@@ -280,7 +280,7 @@ class RecordWriter:
 
     def __init__(self, fd: int, *, root: str = ROOT) -> None:
         self._fd, self._root, self._offset = fd, root, 0
-        self._entries, self._crcs = list[_Entry](), list[int]()
+        self._entries, self._starts, self._crcs = list[_Entry](), list[int](), list[int]()
 
     def write_record(self, name: str, data: bytes | memoryview, nbytes: int) -> None:
         """Write a record of ``nbytes`` bytes.
@@ -288,29 +288,56 @@ class RecordWriter:
         Raises:
             OSError: as the system tells it.
         """
-        entry, view = _Entry(f"{self._root}/{name}", self._offset, nbytes), memoryview(data).cast("B")[:nbytes]
-        self._put(entry.local(ALIGNMENT))
-        crc = 0
-        for low in range(0, nbytes, _PIECE):
-            piece = view[low : low + _PIECE]
-            crc = isal_zlib.crc32(piece, crc)
-            self._put(piece)
-        self._put(entry.describe(crc))
+        self.fill_record(self.reserve_record(name, nbytes), [memoryview(data).cast("B")[:nbytes]])
+
+    def reserve_record(self, name: str, nbytes: int) -> int:
+        """Give the next record its place; its number, for :meth:`fill_record`.
+
+        Raises:
+            OSError: as the system tells it.
+        """
+        entry = _Entry(f"{self._root}/{name}", self._offset, nbytes)
+        start = self._put(entry.local(ALIGNMENT), self._offset)
+        self._offset = start + nbytes + len(entry.describe(0))
         self._entries.append(entry)
-        self._crcs.append(crc)
+        self._starts.append(start)
+        self._crcs.append(0)
+        return len(self._entries) - 1
+
+    def fill_record(self, number: int, pieces: Iterable[memoryview]) -> None:
+        """Write a record's bytes; several threads may fill different ones.
+
+        Raises:
+            CheckpointError: they are not as many as it was to have.
+            OSError: as the system tells it.
+        """
+        entry, crc, offset = self._entries[number], 0, self._starts[number]
+        for view in pieces:
+            for low in range(0, view.nbytes, _PIECE):
+                piece = view[low : low + _PIECE]
+                crc = isal_zlib.crc32(piece, crc)
+                offset = self._put(piece, offset)
+        if offset != self._starts[number] + entry.nbytes:
+            raise CheckpointError(f"record {entry.name} was to have {entry.nbytes} bytes, others came.")
+        self._put(entry.describe(crc), offset)
+        self._crcs[number] = crc
+
+    def count_bytes(self) -> int:
+        """Of the file, with all that has its place by now."""
+        return self._offset + len(_close(self._entries, self._crcs, self._offset)) + ALIGNMENT + _PIECE
 
     def close(self) -> None:
-        """Write what makes the records a file.
+        """Write what makes the records a file, when all are filled.
 
         Raises:
             OSError: as the system tells it.
         """
         self.write_record(VERSION, b"3\n", 2)
-        self._put(_close(self._entries, self._crcs, self._offset))
-        os.ftruncate(self._fd, self._offset)
+        os.ftruncate(self._fd, self._put(_close(self._entries, self._crcs, self._offset), self._offset))
 
-    def _put(self, data: bytes | memoryview) -> None:
+    def _put(self, data: bytes | memoryview, offset: int) -> int:
         view = memoryview(data)
         while view.nbytes:
-            written = os.pwrite(self._fd, view, self._offset)
-            self._offset, view = self._offset + written, view[written:]
+            written = os.pwrite(self._fd, view, offset)
+            offset, view = offset + written, view[written:]
+        return offset

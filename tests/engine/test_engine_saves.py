@@ -28,9 +28,34 @@ def test_the_files_are_those_of_deepspeeds_own_save(case: Case, tmp_path: Path, 
     world.run(
         engine_saves.save_each, saving(case, tmp_path / "memory"), str(tmp_path / "saved"), 2, own=str(tmp_path / "own")
     )
-    assert len(list((tmp_path / "saved").glob("*/ucp_seal.json"))) == 2
-    differing = files_that_differ(str(tmp_path / "own"), str(tmp_path / "saved"))
+    check_files(tmp_path, 2)
+
+
+def check_files(folder: Path, count: int) -> None:
+    assert len(list((folder / "saved").glob("*/ucp_seal.json"))) == count
+    differing = files_that_differ(str(folder / "own"), str(folder / "saved"))
     assert [name for name in differing if not name.endswith("ucp_seal.json")] == []
+
+
+@pytest.mark.parametrize("case", [*CASES, Case(0, 1)], ids=str)
+def test_what_is_copied_behind_training_is_of_the_step_that_was_saved(
+    case: Case, tmp_path: Path, ucp_worlds: WorldPool
+) -> None:
+    """The next step waits for it; what a forward pass changes is copied at once."""
+    config = saving(case, tmp_path / "memory", overlap=True)
+    folders = str(tmp_path / "saved"), str(tmp_path / "own")
+    counts = ucp_worlds.get(case.dp).run(engine_saves.save_overlapped, config, *folders, 2)
+    for at_once, then in counts[0]:
+        assert at_once == 0 < then
+    check_files(tmp_path, 2)
+
+
+def test_what_is_written_to_while_it_is_copied_is_not_saved(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """And says so, on the rank that has seen it."""
+    config = saving(Case(1, 2, "bf16"), tmp_path / "memory", overlap=True, wait_s=5)
+    for warned in ucp_worlds.get(2).run(engine_saves.save_what_is_changed, config, str(tmp_path / "saved")):
+        assert "weights were written to between it and the next step" in warned
+    assert [path.name for path in (tmp_path / "saved").glob("global_step*")] == ["global_step2"]
 
 
 @pytest.mark.parametrize("target", [Case(1, 2, "bf16"), Case(3, 3)], ids=str)

@@ -215,7 +215,7 @@ def test_one_rank_of_a_folder_of_memory_keeps_it(tmp_path: Path) -> None:
             return [value, (self._pack((identify_host(), found.st_dev, found.st_ino)), None)]
 
     config, comm = UniversalConfig(save=SaveOptions(memory=str(tmp_path / "memory"))), TwoRanks()
-    assert savers.list_first(config, comm) == [0]
+    assert savers.list_first(config, comm) == [0, 0]
     comm.others = tmp_path / "container"
     assert savers.list_first(config, comm) == [0, 1]
 
@@ -224,7 +224,7 @@ def test_only_the_rank_that_keeps_the_folder_starts_a_writer(job: Job, tmp_path:
     make_save(job, str(tmp_path / "place"))
     config = UniversalConfig(save=SaveOptions(memory=str(tmp_path / "memory"), wait_s=0.0))
     with mock.patch.object(savers, "start_writer") as start:
-        savers.Saver(config, job.name, False, -1, 1).close()
+        savers.Saver(config, job.name, 1, [0, 0]).close()
     assert not start.called
 
 

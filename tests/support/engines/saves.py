@@ -5,14 +5,17 @@ from __future__ import annotations
 import errno
 import itertools
 import os
-from collections.abc import Callable
-from contextlib import nullcontext
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 
 from deepspeed_ucp.engine_state import find_state
+from deepspeed_ucp.saves.files import StateFile
 from deepspeed_ucp.testing.capture import CapturedEngine, capture
 from deepspeed_ucp.testing.ranks import train as train_steps
 from tests.support.engines.cases import make_engine, train_engine
@@ -73,3 +76,58 @@ def save_where_memory_runs_full(ds_config: dict[str, Any], folder: str) -> None:
             engine.save_checkpoint(folder)
     find_state(engine).saver.close()
     engine.destroy()
+
+
+@contextmanager
+def slow_copies(seconds: float) -> Iterator[mock.Mock]:
+    """What may be copied later is, however small it is, and takes its time."""
+    copied, copy_left = mock.Mock(), StateFile.copy_left
+
+    def copy(file: StateFile) -> None:
+        if file._left:
+            time.sleep(seconds)
+            copied()
+        copy_left(file)
+
+    with mock.patch("deepspeed_ucp.saves.files._SMALL", 0), mock.patch.object(StateFile, "copy_left", copy):
+        yield copied
+
+
+def save_overlapped(ds_config: dict[str, Any], folder: str, own: str, steps: int) -> list[tuple[int, int]]:
+    """As `save_each`, training on at once; by save how many files were copied when it returned, and after a step."""
+    engine, counts = make_engine(ds_config), list[tuple[int, int]]()
+    buffer = torch.zeros(100)
+    engine.module.register_buffer("counted", buffer)
+    engine.module.register_forward_hook(lambda *_: (buffer.add_(1), None)[1])
+    trained = train_engine(engine)
+    with slow_copies(0.2) as copied:
+        for _ in range(steps):
+            train_steps(trained, 1)
+            with uninstalled():
+                engine.save_checkpoint(own)
+            before = copied.call_count
+            engine.save_checkpoint(folder)
+            at_once = copied.call_count - before
+            train_steps(trained, 1)
+            counts.append((at_once, copied.call_count - before))
+            assert not find_state(engine).saver.is_first or find_state(engine).saver.wait(60)
+    find_state(engine).saver.close()
+    engine.destroy()
+    return counts
+
+
+def save_what_is_changed(ds_config: dict[str, Any], folder: str) -> str:
+    """Write to a weight while it is copied; then what the save's warning says, and save again."""
+    engine = make_engine(ds_config)
+    trained = train_engine(engine)
+    train_steps(trained, 1)
+    with slow_copies(0.3), mock.patch("deepspeed_ucp.saves.saver.logger.warning") as warned:
+        engine.save_checkpoint(folder)
+        with torch.no_grad():
+            next(engine.module.parameters()).add_(1)
+        train_steps(trained, 1)
+        find_state(engine).saver.finish_copy()
+    engine.save_checkpoint(folder)
+    find_state(engine).saver.close()
+    engine.destroy()
+    return "".join(str(call.args) for call in warned.call_args_list)
