@@ -24,6 +24,7 @@ class SaveTier(BaseModel):
         place: a folder of tags, or its URL.
         every: of so many saves one goes there.
         keep: how many of the run's saves stay there; all unless it is said.
+        limit_mb_s: MiB that each node writes there in a second at most; as many as go, unless it is said.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -31,6 +32,7 @@ class SaveTier(BaseModel):
     place: str
     every: int = Field(default=1, ge=1)
     keep: int | None = Field(default=None, ge=1)
+    limit_mb_s: float | None = Field(default=None, gt=0)
 
 
 class SaveOptions(BaseModel):

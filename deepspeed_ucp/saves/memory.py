@@ -37,10 +37,12 @@ class Destination:
     Attributes:
         folder: of the tags, or its URL.
         keep: how many of this job's saves stay there; None: all.
+        limit_mb_s: MiB that a node writes there in a second at most; None: as many as go.
     """
 
     folder: str
     keep: int | None = None
+    limit_mb_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,15 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from typing import TypeVar
 
 from ..comm import Comm
 from ..errors import StorageError, UcpError
 from ..io.disk import explain_full, sync_file, sync_folder
 from ..io.filesystems import load_libc
+from ..io.pace import Pace, keep_pace
 from ..io.paths import is_url
-from ..io.store import list_folder, list_tree, read_small, remove, write_small
+from ..io.store import exists, list_folder, list_tree, read_small, remove, write_small
 from ..io.threads import map_threads
 from ..io.urls import put_file
 from ..sources.files import OFFLOADED, SEAL, is_state_file
@@ -24,6 +26,8 @@ from ..sources.seal import read_seal, remove_seal
 from .memory import Destination, Snapshot, list_later
 
 logger = logging.getLogger("deepspeed_ucp")
+
+T = TypeVar("T")
 
 _ASIDE = ".ucp-save-"
 """Of the name of a folder in which a save grows."""
@@ -37,15 +41,16 @@ _COPIERS = 4
 _SENT = 64 << 20
 """Bytes that are asked of the system at once."""
 
-_LOOKED_AGAIN = 0.05
-"""Seconds between looks for what other nodes have written."""
+_LOOKED_AGAIN, _SELDOM = 0.05, 1.0
+"""Seconds between the first looks for what other nodes have done, and between later ones."""
 
 
-def write_save(save: Snapshot, place: Destination, wait: float) -> str:
+def write_save(save: Snapshot, place: Destination, wait: float, pace: Pace) -> str:
     """Write a node's files of a save to a place; when all are there the first node seals it, and ``latest`` names it.
 
     Args:
         wait: seconds that other nodes may take longer.
+        pace: of the place.
 
     Returns:
         The digest of its seal, on the first node; elsewhere a word.
@@ -54,7 +59,7 @@ def write_save(save: Snapshot, place: Destination, wait: float) -> str:
         UcpError: another node has not written in time, or the files do not belong together.
         OSError: as the system or the store tells it.
     """
-    (_write_to_store if is_url(place.folder) else _write_to_folder)(save, place, wait)
+    (_write_to_store if is_url(place.folder) else _write_to_folder)(save, place, wait, pace)
     return read_digest(place.folder, save.tag) if save.node == 0 else "on the first node"
 
 
@@ -81,15 +86,27 @@ def is_as_written(place: str, tag: str, digest: str) -> bool:
     return max(times, default=0.0) <= sealed and read_digest(place, tag) == digest
 
 
-def _write_to_folder(save: Snapshot, place: Destination, wait: float) -> None:
-    """In a folder aside, which takes the tag's place at once; what others had in the tag moves into it."""
+def has_begun(save: Snapshot, place: Destination) -> bool:
+    """Whether the first node writes a save to a place, or this one has done its part."""
     final = os.path.join(place.folder, save.tag)
-    above, name = os.path.split(final)
-    aside = os.path.join(above, f".{name}{_ASIDE}{save.job}-{save.number}")
+    mark = os.path.join(final, _name_begun(save)) if is_url(final) else _name_aside(save, place)
+    return exists(mark) or exists(os.path.join(final, _name_node(save, save.node)))
+
+
+def _name_aside(save: Snapshot, place: Destination) -> str:
+    """The folder in which a save grows."""
+    above, name = os.path.split(os.path.join(place.folder, save.tag))
+    return os.path.join(above, f".{name}{_ASIDE}{save.job}-{save.number}")
+
+
+def _write_to_folder(save: Snapshot, place: Destination, wait: float, pace: Pace) -> None:
+    """In a folder aside, which takes the tag's place at once; what others had in the tag moves into it."""
+    final, aside = os.path.join(place.folder, save.tag), _name_aside(save, place)
+    above = os.path.dirname(final)
     inside = [each for each in save.list_files() if each.startswith(f"{save.tag}{os.sep}")]
 
     def copy(each: str) -> None:
-        _copy(os.path.join(save.folder, each), os.path.join(aside, os.path.relpath(each, save.tag)))
+        _copy(os.path.join(save.folder, each), os.path.join(aside, os.path.relpath(each, save.tag)), pace)
 
     with explain_full(aside):
         if not os.path.exists(os.path.join(final, _name_node(save, save.node))):  # else it has taken its place
@@ -111,25 +128,35 @@ def _write_to_folder(save: Snapshot, place: Destination, wait: float) -> None:
             _keep_others(old, final)
         _remove_left(above, save)
         for each in set(save.list_files()).difference(inside):
-            _copy(os.path.join(save.folder, each), os.path.join(place.folder, each))
+            _copy(os.path.join(save.folder, each), os.path.join(place.folder, each), pace)
         if save.latest and not list_later(save):
             write_small(os.path.join(place.folder, LATEST), save.tag.encode())
 
 
-def _write_to_store(save: Snapshot, place: Destination, wait: float) -> None:
+def _write_to_store(save: Snapshot, place: Destination, wait: float, pace: Pace) -> None:
     """Stores do not rename: a tag that is written over has no seal meanwhile."""
     final = f"{place.folder}/{save.tag}"
     if save.node == 0:
         remove_seal(final)
+        write_small(f"{final}/{_name_begun(save)}", b"")
     files = save.list_files()
     inside = [os.path.relpath(each, save.tag) for each in files if each.startswith(f"{save.tag}{os.sep}")]
-    map_threads(lambda each: put_file(os.path.join(save.folder, each), f"{place.folder}/{each}"), files, _COPIERS)
+
+    def put(each: str) -> None:
+        with keep_pace(pace):
+            put_file(os.path.join(save.folder, each), f"{place.folder}/{each}")
+
+    map_threads(put, files, _COPIERS)
     write_small(f"{final}/{_name_node(save, save.node)}", "\n".join(inside).encode())
     if save.node:
         return
     _wait_for_nodes(lambda: list_folder(final), save, final, wait)
     signs = [_name_node(save, node) for node in range(save.nodes)]
-    own = {*signs, *(each for sign in signs for each in read_small(f"{final}/{sign}").decode().split("\n"))}
+    own = {
+        *signs,
+        _name_begun(save),
+        *(each for sign in signs for each in read_small(f"{final}/{sign}").decode().split("\n")),
+    }
     for left in filter(_is_saved, set(list_tree(final)).difference(own)):
         remove(f"{final}/{left}")
     seal_folder(final, Comm())
@@ -144,8 +171,9 @@ def is_replaced(save: Snapshot) -> bool:
 
 def end_save(save: Snapshot, place: Destination) -> None:
     """Take away what nodes told each other by, once it is noted that the place has the save."""
-    for node in range(save.nodes if save.node == 0 else 0):
-        remove(os.path.join(place.folder, save.tag, _name_node(save, node)))
+    names = [_name_begun(save), *(_name_node(save, node) for node in range(save.nodes))]
+    for name in names if save.node == 0 else ():
+        remove(os.path.join(place.folder, save.tag, name))
 
 
 def prune_place(place: Destination, held: Mapping[str, str]) -> dict[str, str]:
@@ -218,13 +246,18 @@ def _remove_left(folder: str, save: Snapshot) -> None:
             shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
 
 
-def _copy(source: str, destination: str) -> None:
+def _copy(source: str, destination: str, pace: Pace) -> None:
     """A file's bytes and access rights, made durable under a name aside, then named."""
     os.makedirs(os.path.dirname(destination), exist_ok=True)
     aside = f"{destination}.ucp-tmp"
     with open(source, "rb") as read, open(aside, "wb") as written:
         size = os.fstat(read.fileno()).st_size
-        while size and (sent := os.sendfile(written.fileno(), read.fileno(), None, _SENT)):
+        most = pace.cut(_SENT)
+        while size:
+            pace.wait(min(size, most))
+            sent = os.sendfile(written.fileno(), read.fileno(), None, most)
+            if not sent:
+                break
             size -= sent
         os.fchmod(written.fileno(), os.fstat(read.fileno()).st_mode & 0o777)
     sync_file(aside)
@@ -236,16 +269,39 @@ def _name_node(save: Snapshot, node: int) -> str:
     return f"{_WRITTEN}{save.job}-{save.number}-{node}"
 
 
+def _name_begun(save: Snapshot) -> str:
+    """Of the object that says that the first node writes a save to a store."""
+    return f"{_WRITTEN}{save.job}-{save.number}-begun"
+
+
 def _wait_for_nodes(look: Callable[[], Iterable[str]], save: Snapshot, folder: str, wait: float) -> None:
-    wanted, end = {_name_node(save, node) for node in range(save.nodes)}, time.monotonic() + wait
-    while lacking := wanted.difference(look()):
+    wanted = {_name_node(save, node) for node in range(save.nodes)}
+    lacking = wanted
+
+    def find() -> bool | None:
+        nonlocal lacking
+        lacking = wanted.difference(look())
+        return not lacking or None
+
+    text = f"of {save.nodes} nodes have not written their files"
+    wait_until(
+        find, wait, lambda: f"{len(lacking)} {text}. It is left without a seal, `latest` does not name it", folder
+    )
+
+
+def wait_until(look: Callable[[], T | None], wait: float, explain: Callable[[], str], folder: str) -> T:
+    """Look again and again for what other nodes do, and ever more seldom.
+
+    Raises:
+        StorageError: it has not come within ``wait`` seconds.
+    """
+    end, pause = time.monotonic() + wait, _LOOKED_AGAIN
+    while (found := look()) is None:
         if time.monotonic() > end:
-            raise StorageError(
-                f"{len(lacking)} of {save.nodes} nodes have not written their files within {wait:.0f} s. It is left "
-                "without a seal, and `latest` does not name it.",
-                path=folder,
-            )
-        time.sleep(_LOOKED_AGAIN)
+            raise StorageError(f"{explain()}, after {wait:.0f} s.", path=folder)
+        time.sleep(pause)
+        pause = min(2 * pause, _SELDOM)
+    return found
 
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2

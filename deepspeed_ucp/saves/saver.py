@@ -76,7 +76,7 @@ class Saver:
         self._copied = Event()
         self._copied.set()
         self._lines: Any = None
-        self._late = dict[str, int]()
+        self._reached, self._told = dict[str, int](), dict[str, int]()  # by place that is late
 
     def open(self) -> None:
         """Make this job's folder, and have done what dead ones have left."""
@@ -196,7 +196,7 @@ class Saver:
         Snapshot(
             job=self.job.name if nodes == self.nodes else f"{self.job.name}-{self.node}",
             number=self.number, save_dir=locate(save_dir), tag=tag, step=step, latest=latest, node=node, nodes=nodes,
-            places=tuple(Destination(locate(each.place), each.keep) for each in places)
+            places=tuple(Destination(locate(each.place), each.keep, each.limit_mb_s) for each in places)
             if self.options.to
             else (Destination(locate(save_dir)),),
             folder=self.folder,
@@ -235,14 +235,20 @@ class Saver:
                 self._lines.close()
             self._lines = None
 
-    def warn_late(self) -> None:
-        """Say by how many saves a place is behind, where that has become more."""
+    def warn_late(self, step: int) -> None:
+        """Say by how many steps a place is behind more than a save, whenever that has doubled."""
         late = list_late(self.job.list_saves())
         for place, count in late.items():
-            if count > max(1, self._late.get(place, 0)):
+            behind = step - self._reached.setdefault(place, step)
+            if count > 1 and behind >= 2 * self._told.get(place, 0):
+                self._told[place] = max(behind, 1)
                 log = os.path.join(self.job.folder, "log")
-                logger.warning("%s is %s behind: see %s", place, count_of(count, "save"), log)
-        self._late = late
+                logger.warning(
+                    "%s is %s behind, older saves give way to newer ones: see %s", place, count_of(behind, "step"), log
+                )
+        for place in self._reached.keys() - late.keys():
+            self._told.pop(place, None)
+            del self._reached[place]
 
     def wait(self, seconds: float) -> bool:
         """Wait until all places have what they are to have, or nobody writes any more; whether they have it."""
@@ -326,7 +332,7 @@ def save_into_memory(
     def end() -> None:
         if saver.is_first:
             shutil.rmtree(saver.job.spare, ignore_errors=True)
-            saver.warn_late()
+            saver.warn_late(step)
             saver.end(save_dir, tag, step, latest=latest, local=local)
 
     if saver.options.overlap:

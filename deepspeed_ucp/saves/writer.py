@@ -9,27 +9,35 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
+import math
 import os
-import select
 import subprocess
 import sys
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any, BinaryIO, cast
 
 from ..errors import UcpError, escape
+from ..io.pace import Pace
 from ..io.store import set_storage_options
+from ..io.threads import map_threads
 from .memory import LOCK, Destination, Job, Snapshot, drop_unwanted, is_held
-from .places import end_save, is_replaced, prune_place, write_save
+from .places import end_save, has_begun, is_replaced, prune_place, wait_until, write_save
 
 logger = logging.getLogger("deepspeed_ucp")
 
-_AGAIN = 10.0
-"""Seconds until a place that failed is tried again, where no new save comes before."""
+Pending = tuple[Snapshot, Destination]
+"""A save and a place that lacks it."""
 
-_AGAIN_AT_END = 1.0
-"""The same when no new save can come."""
+_AGAIN, _AGAIN_AT_END = 10.0, 1.0
+"""Seconds until a place that failed is tried again where no new save comes before, and the same when none can come."""
+
+_DOUBLED = 5
+"""How often they double, with each failure that follows."""
 
 
 def main(folder: str) -> int:
@@ -65,7 +73,7 @@ def is_locked(job: Job) -> bool:
 
 
 class SaveWriter:
-    """Writes the saves of one job's folder.
+    """Writes the saves of one job's folder, to each place in a thread of its own: none waits for a slower one.
 
     Args:
         keep: whole saves that stay in memory.
@@ -75,69 +83,158 @@ class SaveWriter:
     def __init__(self, job: Job, keep: int, wait: float) -> None:
         self.job, self.keep, self.wait = job, keep, wait
         self._told = dict[str, str]()
+        self._paces = dict[str, Pace]()
+        self._busy = defaultdict[str, set[int]](set)  # by place the numbers of the saves that are written
+        self._lock = threading.RLock()  # around what memory has and what is noted there
+        self._changed, self._news, self._end = threading.Condition(), 0, math.inf
 
     def run(self) -> int:
         """Until standard input ends, and for what is pending then."""
+        threads = dict[str, threading.Thread]()
         while True:
-            is_clean = self.write_pending()
-            ready, *_ = select.select([sys.stdin], [], [], None if is_clean else _AGAIN)
-            if ready and not os.read(sys.stdin.fileno(), 4096):
-                return self._finish()
+            for folder in self._list_places():
+                with suppress(OSError):  # memory is full: its thread tells
+                    self._drop_older(folder)
+                if folder not in threads:
+                    threads[folder] = threading.Thread(target=self._serve, args=(folder,), name=f"ucp-{folder}")
+                    threads[folder].start()
+            is_last = not os.read(sys.stdin.fileno(), 4096)
+            with self._changed:
+                self._news += 1
+                self._end = time.monotonic() + self.wait if is_last else math.inf
+                self._changed.notify_all()
+            if is_last:
+                for thread in threads.values():
+                    thread.join()
+                return 1 if list_late(self.job.list_saves()) else 0
 
-    def _finish(self) -> int:
-        end = time.monotonic() + self.wait
-        while not self.write_pending():
-            if time.monotonic() > end:
-                return 1
-            time.sleep(_AGAIN_AT_END)
-        return 0
+    def _serve(self, folder: str) -> None:
+        """Write to a place whenever there is something new, and where that failed after pauses that grow."""
+        failures, was_last = 0, False
+        while True:
+            with self._changed:
+                news, is_last = self._news, self._end < math.inf
+            failures = 0 if was_last != is_last else failures
+            was_last = is_last
+            failures = 0 if self._write_place(folder) else failures + 1
+            with self._changed:
+                left = self._end - time.monotonic()
+                if is_last and (not failures or left <= 0):
+                    return
+                pause = (_AGAIN_AT_END if is_last else _AGAIN) * 2 ** min(failures - 1, _DOUBLED)
+                self._changed.wait_for(partial(self._is_new, news), min(pause, left) if failures else None)
+
+    def _is_new(self, news: int) -> bool:
+        return self._news != news
 
     def write_pending(self) -> bool:
-        """Write the newest save that each place lacks, and drop older ones there; whether none failed.
+        """Write what is pending to all places; whether none failed."""
+        places = self._list_places()
+        return all(map_threads(self._write_place, places, len(places)))
+
+    def _list_places(self) -> list[str]:
+        with self._lock:
+            return list(list_late(self.job.list_saves()))
+
+    def _list_pending(self, folder: str) -> list[Pending]:
+        """A place's, the newest first; those that are written at the moment are none."""
+        with self._lock:
+            saves = [save for save in reversed(self.job.list_saves()) if save.number not in self._busy[folder]]
+            return [(save, place) for save in saves for place in save.list_pending() if place.folder == folder]
+
+    def _write_place(self, folder: str) -> bool:
+        """Write the newest save that a place lacks, and drop older ones there, until it lacks none; whether it went.
 
         Of those that ``latest`` is to name, and of the others, each the newest: one is not in the other's place.
         """
-        while True:
-            saves = self.job.list_saves()
-            pending = [(save, place) for save in reversed(saves) for place in save.list_pending()]
-            newest = {(place.folder, save.latest): (save, place) for save, place in reversed(pending)}
-            wanted = [(save, place) for save, place in newest.values() if not is_replaced(save)]
-            kept = {(save.number, place.folder) for save, place in wanted}
-            spare = [(save, place) for save, place in pending if (save.number, place.folder) not in kept]
-            is_clean = all([self._drop(*each) for each in spare] + [self._write(*each) for each in wanted])
+        try:
+            while True:
+                begun = self._wait_for_first(folder)
+                with self._lock:
+                    chosen = self._choose(folder, begun)
+                    self._busy[folder] = {save.number for save, _ in chosen}
+                if not chosen:
+                    return True
+                try:
+                    written = [self._write(*each) for each in chosen]
+                finally:
+                    self._busy[folder] = set()
+                if not all(written):
+                    return False
+        except (UcpError, OSError) as error:
+            self._warn(folder, str(error))
+            return False
+
+    def _wait_for_first(self, folder: str) -> set[int]:
+        """The numbers of a place's pending saves that may be written: on all nodes those that the first one has begun.
+
+        Raises:
+            StorageError: it has begun none in time.
+        """
+
+        def look() -> set[int] | None:
+            pending = self._list_pending(folder)
+            begun = {save.number for save, place in pending if save.node == 0 or has_begun(save, place)}
+            return begun if begun or not pending else None
+
+        return wait_until(
+            look, self.wait, lambda: "the first node has begun none of the saves that are pending", folder
+        )
+
+    def _drop_older(self, folder: str) -> None:
+        """Let go of what a place is not to have any more while it is busy: memory is not to fill with it."""
+        with self._lock:
+            self._choose(folder, {save.number for save, _ in self._list_pending(folder) if save.node == 0})
+
+    def _choose(self, folder: str, begun: set[int]) -> list[Pending]:
+        """Those to be written next; older ones are dropped."""
+        chosen, spare = list[Pending](), list[Pending]()
+        for latest in (True, False):
+            group = [each for each in self._list_pending(folder) if each[0].latest == latest]
+            first = next((number for number, (save, _) in enumerate(group) if save.number in begun), len(group))
+            chosen += group[first : first + 1]
+            spare += group[first + 1 :]
+        spare += [each for each in chosen if is_replaced(each[0])]
+        for save, place in spare:
+            save.note_done(place, "")
+            logger.warning("%s is too slow: %s is dropped for a newer save", place.folder, save.tag)
+        if spare:
+            self._free()
+        return [each for each in chosen if each not in spare]
+
+    def _free(self) -> None:
+        with self._lock:
             for save in drop_unwanted(self.job.list_saves(), self.keep):
                 save.spare()
-            if not is_clean or not pending:
-                return is_clean
-
-    def _drop(self, save: Snapshot, place: Destination) -> bool:
-        try:
-            save.note_done(place, "")
-        except (UcpError, OSError) as error:  # memory is full
-            self._warn(place.folder, str(error))
-            return False
-        logger.warning("%s is too slow: %s is dropped for a newer save", place.folder, save.tag)
-        return True
 
     def _write(self, save: Snapshot, place: Destination) -> bool:
         try:
-            digest = write_save(save, place, self.wait)
-            save.note_done(place, digest)
+            digest = write_save(save, place, self.wait, self._find_pace(place))
+            with self._lock:
+                save.note_done(place, digest)
             if save.node == 0:  # what the others have written is no whole save yet
                 self._note_written(save, place, digest)
-        except (UcpError, OSError) as error:
-            self._warn(place.folder, str(error))
+        except Exception as error:  # noqa: BLE001 - whatever a place or its library does, other places go on
+            self._warn(place.folder, str(error) or repr(error))
             return False
+        self._free()
         self._told.pop(place.folder, None)
         return True
 
+    def _find_pace(self, place: Destination) -> Pace:
+        rate = None if place.limit_mb_s is None else place.limit_mb_s * (1 << 20)
+        return self._paces.setdefault(place.folder, Pace(rate))
+
     def _note_written(self, save: Snapshot, place: Destination, digest: str) -> None:
         end_save(save, place)
-        written = self.job.read_written()
-        held = {tag: each for tag, each in written.get(place.folder, {}).items() if tag != save.tag}
+        held = {tag: each for tag, each in self.job.read_written().get(place.folder, {}).items() if tag != save.tag}
         held[save.tag] = digest
-        self.job.note_written({**written, place.folder: held})
-        self.job.note_written({**written, place.folder: prune_place(place, held)})
+        self._note(place, held)
+        self._note(place, prune_place(place, held))
+
+    def _note(self, place: Destination, held: Mapping[str, str]) -> None:
+        with self._lock:
+            self.job.note_written({**self.job.read_written(), place.folder: held})
 
     def _warn(self, place: str, why: str) -> None:
         """Once for each fault of a place."""

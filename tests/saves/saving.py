@@ -19,7 +19,9 @@ from tests.convert.conversions import write_source
 TAG = "global_step3"
 
 
-def make_save(job: Job, *folders: str, tag: str = TAG, keep: int | None = None, **changes: Any) -> Snapshot:
+def make_save(
+    job: Job, *folders: str | Destination, tag: str = TAG, keep: int | None = None, **changes: Any
+) -> Snapshot:
     """The next save of a job: whole, of other weights than the last one."""
     number = max(job.list_numbers(), default=0) + 1
     folder = Path(job.find_folder(number))
@@ -27,8 +29,8 @@ def make_save(job: Job, *folders: str, tag: str = TAG, keep: int | None = None, 
     if tag != TAG:
         made.rename(folder / tag)
     (folder / "zero_to_fp32.py").write_text("# a script")
-    places = tuple(Destination(each, keep) for each in folders)
-    save = Snapshot(job.name, number, folders[0], tag, number, True, 0, 1, places, str(folder))
+    places = tuple(each if isinstance(each, Destination) else Destination(each, keep) for each in folders)
+    save = Snapshot(job.name, number, places[0].folder, tag, number, True, 0, 1, places, str(folder))
     save = replace(save, **changes)
     save.write_record()
     return save

@@ -155,6 +155,16 @@ def test_a_writer_that_cannot_be_started_stops_no_training(
     assert find_state(engine).saver.finish() and is_whole(os.path.join(place, TAG))
 
 
+def test_a_place_that_is_behind_is_told_of_more_and_more_seldom(
+    engine: FakeEngine, save: Callable[..., tuple[str, bool]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with mock.patch.object(savers, "start_writer", side_effect=OSError("no process")):
+        for engine.global_steps in range(10, 100, 10):
+            assert save(str(tmp_path / "place"), f"step{engine.global_steps}", lambda _: None)[1]
+    told = [record.getMessage() for record in caplog.records if "behind" in record.getMessage()]
+    assert [text.split(" is ")[1].split(",")[0] for text in told] == [f"{count} steps behind" for count in (10, 20, 40)]
+
+
 def test_a_tag_that_was_saved_anew_without_the_plugin_counts(job: Job, tmp_path: Path) -> None:
     """At the same step, and below the seal that is left of the older save."""
     place = tmp_path / "place"

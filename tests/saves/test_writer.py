@@ -6,11 +6,13 @@ import errno
 import os
 import shutil
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,6 +21,7 @@ import pytest
 
 from deepspeed_ucp.errors import DiskFullError
 from deepspeed_ucp.saves import places
+from deepspeed_ucp.saves import writer as writing
 from deepspeed_ucp.saves.memory import Destination, Job, Snapshot, name_job
 from deepspeed_ucp.saves.writer import SaveWriter, is_locked, list_late, start_writer
 from tests.convert.conversions import read_bytes, write_source
@@ -106,6 +109,50 @@ def test_one_place_that_fails_is_not_the_others(
     assert caplog.text.count("not written, to be tried again") == 1
     (tmp_path / "file").unlink()
     assert writer.write_pending() and is_whole(str(tmp_path / "file" / TAG))
+
+
+def test_a_slow_place_holds_up_no_other_and_memory_does_not_fill(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waits for it longer than a newer save is let go at once."""
+    slow, fast = Destination(str(tmp_path / "slow"), limit_mb_s=0.02), Destination(str(tmp_path / "fast"))
+    lines = start_writer(job, SETTINGS)
+    for tag in "abcd":
+        make_save(job, slow, fast, tag=tag)
+        lines.write(b"\n")
+        lines.flush()
+        wait_for(lambda tag=tag: is_whole(str(tmp_path / "fast" / tag)))
+    wait_for(lambda: list_late(job.list_saves()) == {slow.folder: 2})
+    assert [save.tag for save in job.list_saves()] == ["a", "d"] and not (tmp_path / "slow" / "a").exists()
+    lines.close()
+    wait_for(lambda: not is_locked(job))
+    assert {"a", "d", "latest"} <= set(os.listdir(tmp_path / "slow")) and is_whole(str(tmp_path / "slow" / "d"))
+    assert (tmp_path / "slow" / "latest").read_text() == "d"
+    assert "slow is too slow: b is dropped" in Path(job.folder, "log").read_text()
+
+
+def test_a_place_that_fails_is_tried_again_after_longer_and_longer_pauses(
+    job: Job, save: Callable[..., Snapshot], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once where a save comes, and at the end for as long as was told."""
+    monkeypatch.setattr(writing, "_AGAIN", 0.05)
+    monkeypatch.setattr(writing, "_AGAIN_AT_END", 0.05)
+    tried = list[float]()
+
+    def fail(*_: object) -> str:
+        tried.append(time.monotonic())
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(writing, "write_save", fail)
+    save()
+    read, write = os.pipe()
+    with open(read) as lines:
+        monkeypatch.setattr(sys, "stdin", lines)
+        threading.Timer(0.9, os.close, (write,)).start()
+        assert SaveWriter(job, 1, 0.5).run() == 1
+    pauses = [after - before for before, after in pairwise(tried)]
+    assert 6 <= len(pauses) <= 9 and all(pauses[number] >= 0.05 * 2**number for number in range(4))
+    assert sum(pauses) < 2
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS], ids=errno.errorcode.get)
@@ -250,6 +297,33 @@ def nodes(tmp_path: Path) -> list[Job]:
     return jobs
 
 
+def begin(save: Snapshot) -> None:
+    """What the first node does before anything else: others follow it."""
+    os.makedirs(places._name_aside(save, save.places[0]))
+
+
+def test_nodes_that_have_other_saves_pending_write_what_the_first_has_begun(
+    nodes: list[Job], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A later one that this node has already, or an older one that the first one has dropped, is none of it."""
+    for job in nodes:
+        made = job.list_saves()[0]
+        for number in (2, 3):
+            shutil.copytree(made.folder, job.find_folder(number))
+            replace(made, number=number, folder=job.find_folder(number)).write_record()
+    os.rename(nodes[0].find_folder(3), tmp_path / "not yet")
+    other = threading.Thread(target=write, args=(nodes[1],))
+    other.start()
+    time.sleep(0.2)
+    assert not (tmp_path / "place").exists()
+    assert write(nodes[0])
+    assert [save.number for save in nodes[0].list_saves() if not save.list_pending()] == [2]
+    os.rename(tmp_path / "not yet", nodes[0].find_folder(3))
+    assert write(nodes[0])
+    other.join()
+    assert caplog.text.count("1 is dropped") == 0 and not list_late(nodes[1].list_saves())
+
+
 def test_nodes_write_their_parts_of_one_save(nodes: list[Job], tmp_path: Path) -> None:
     first = threading.Thread(target=write, args=(nodes[0],))
     first.start()
@@ -326,13 +400,16 @@ def test_a_node_that_is_not_the_first_removes_nothing(nodes: list[Job], tmp_path
     folder = Path(nodes[1].find_folder(2))
     shutil.copytree(Path(made.folder) / TAG, folder / "next")
     places = (Destination(str(tmp_path / "place"), 1),)
-    replace(made, number=2, tag="next", places=places, latest=False, folder=str(folder)).write_record()
+    made = replace(made, number=2, tag="next", places=places, latest=False, folder=str(folder))
+    made.write_record()
+    begin(made)
     assert write(nodes[1])
     assert is_whole(str(tmp_path / "place" / TAG))
 
 
 def test_a_first_node_killed_at_any_call_goes_on(nodes: list[Job], tmp_path: Path) -> None:
     """The other one has written by then, and does not do so again."""
+    begin(nodes[0].list_saves()[0])
     assert write(nodes[1])
     kept = tmp_path / "kept"
     for name in ("node0", "place"):
