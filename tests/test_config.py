@@ -93,7 +93,8 @@ def test_every_key_can_be_set() -> None:
         "save": {
             "memory": "/local/nvme",
             "keep": 2,
-            "to": [{"place": "s3://bucket/run", "every": 10, "keep": 5}],
+            "overlap": True,
+            "to": [{"place": "s3://bucket/run", "every": 10, "keep": 5, "limit_mb_s": 2.5}],
             "wait_s": 60.0,
         },
         "trust_pickle": True,
