@@ -56,7 +56,7 @@ TABLE = [
     Wrapped(_ENGINE, _ENGINE, "DeepSpeedEngine._take_model_step", "hook", "_take_model_step"),
     Wrapped(_ENGINE, _ENGINE, "DeepSpeedEngine.offload_states", "hook", "_change_states", newer=True),
     Wrapped(_ENGINE, _ENGINE, "DeepSpeedEngine.reload_states", "hook", "_change_states", newer=True),
-    Wrapped(_ENGINE, _PARTITIONS, "GatheredParameters.__exit__", "hook", "_change_states"),
+    Wrapped(_PARTITIONS, _PARTITIONS, "GatheredParameters.__exit__", "hook", "_change_states"),
 ]
 """All that is wrapped, of DeepSpeed first."""
 

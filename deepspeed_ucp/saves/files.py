@@ -70,21 +70,22 @@ class StateFile(RecordWriter):
         finally:
             self.abandon()
 
+    def has_left(self) -> bool:
+        """Whether something is."""
+        return bool(self._left)
+
     def abandon(self) -> None:
         """Let go of it as it is."""
         self._left.clear()
         os.close(self._file)
 
-    def has_left(self) -> bool:
-        """Whether something is left, which has its room then: only a fault of the system keeps it from being copied.
-
-        Raises:
-            OSError: it has none.
-        """
-        size = self.count_bytes()
+    def lay_out(self) -> int:
+        """What follows the records, behind them; all of it has its room then, so that nothing fails for lack of it."""
+        size = super().lay_out()
+        os.ftruncate(self._file, size)
         if self._left and os.fstat(self._file).st_blocks * 512 < size:
             os.posix_fallocate(self._file, 0, size)
-        return bool(self._left)
+        return size
 
     def write_record(self, name: str, data: Any, nbytes: int) -> None:
         if isinstance(data, torch.UntypedStorage):
@@ -141,6 +142,7 @@ def save_over(value: Any, path: str, stable: Stable | None = None) -> StateFile 
     fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
     try:
         file = _write(save, value, fd, stable or Stable())
+        file.lay_out()
         if file.has_left():
             return file
         file.copy_left()

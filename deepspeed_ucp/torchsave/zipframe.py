@@ -275,7 +275,7 @@ class RecordWriter:
     its checksum. Records have their places before their bytes, which may come in any order.
 
     Args:
-        fd: of a file that may be written; what is behind the last record is cut off.
+        fd: of a file that may be written; whoever made it longer cuts it to what :meth:`lay_out` tells.
     """
 
     def __init__(self, fd: int, *, root: str = ROOT) -> None:
@@ -322,18 +322,22 @@ class RecordWriter:
         self._put(entry.describe(crc), offset)
         self._crcs[number] = crc
 
-    def count_bytes(self) -> int:
-        """Of the file, with all that has its place by now."""
-        return self._offset + len(_close(self._entries, self._crcs, self._offset)) + ALIGNMENT + _PIECE
-
-    def close(self) -> None:
-        """Write what makes the records a file, when all are filled.
+    def lay_out(self) -> int:
+        """Write what follows the records, as far as it is known while they are filled; bytes of the whole file.
 
         Raises:
             OSError: as the system tells it.
         """
         self.write_record(VERSION, b"3\n", 2)
-        os.ftruncate(self._fd, self._put(_close(self._entries, self._crcs, self._offset), self._offset))
+        return self.close()
+
+    def close(self) -> int:
+        """Write what makes the records a file, when it is laid out and they are filled; its size in bytes.
+
+        Raises:
+            OSError: as the system tells it.
+        """
+        return self._put(_close(self._entries, self._crcs, self._offset), self._offset)
 
     def _put(self, data: bytes | memoryview, offset: int) -> int:
         view = memoryview(data)
