@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 AT_SCALE = ("<!-- at scale: written by bench/scale.py -->", "<!-- end of at scale -->")
-"""What is around that command's part of docs/benchmarks.md."""
+INTERVALS = ("<!-- intervals: written by bench/intervals.py -->", "<!-- end of intervals -->")
+"""What is around these commands' parts of docs/benchmarks.md."""
 
 MIB = 1 << 20
 WINDOW_MIB = 256  # the plugin's default window_mb

@@ -26,6 +26,7 @@ from offline import Bench as OfflineBench  # noqa: E402
 from offline_report import Found, make_offline_section, summarise  # noqa: E402
 from report import (  # noqa: E402
     AT_SCALE,
+    INTERVALS,
     SUMMARY,
     Measured,
     Results,
@@ -200,7 +201,8 @@ def main() -> None:
         page = make_page(found)
         is_whole = not args.partial and {*found} == {*ALL}
         output = args.output or (ROOT / "docs" if is_whole else out) / "benchmarks.md"
-        if output.exists() and (kept := find_part(output.read_text(), AT_SCALE)):
+        before = output.read_text() if output.exists() else ""
+        for kept in filter(None, (find_part(before, marks) for marks in (AT_SCALE, INTERVALS))):
             page = f"{page.rstrip()}\n\n{kept}\n"
         output.write_text(page)
         if is_whole and not args.output:

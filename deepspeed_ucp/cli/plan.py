@@ -1,18 +1,20 @@
 """``ds_ucp plan``: what a resume at another topology would read, exchange and need, without an engine.
 
-Without a checkpoint: what a run of so many parameters needs of memory, disk and time.
+Without a checkpoint: what a run of so many parameters needs of memory, disk and time. Of both: how often to save.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, count_of
 from .common import Commands, add_checkpoint_options, add_command, find_folders, open_index, read_rules
-from .printing import FAULT, OK, emit, format_bytes, format_count, format_duration, format_table
+from .interval import OPTIONS, add_interval_options, check_interval_options, plan_interval
+from .numbers import positive, size, speed
+from .printing import FAULT, OK, emit, format_both, format_bytes, format_count, format_seconds, format_table
 
 if TYPE_CHECKING:
     from ..atoms import AtomicIndex
@@ -45,32 +47,8 @@ _WITH = (
 )  # fmt: skip
 """Those of a plan with one alone."""
 
-_SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
-
-
-def _number(wanted: str, read: Callable[[str], float], most: float = float("inf")) -> Callable[[str], Any]:
-    """An option's type: a number above 0 as ``read`` reads it, which refuses by a ValueError."""
-
-    def parse(text: str) -> float:
-        try:
-            value = read(text)
-        except (ValueError, OverflowError):
-            value = 0
-        if not 0 < value < most:
-            raise argparse.ArgumentTypeError(f"{wanted}, found {text!r}")
-        return value
-
-    return parse
-
-
-def _read_size(text: str) -> int:
-    scale = _SUFFIXES.get(text[-1:].upper(), 1.0)
-    return round(float(text[:-1] if scale > 1 else text) * scale)
-
-
-_positive = _number("a positive integer is needed", lambda text: int(text) if text.isdecimal() else 0)
-_speed = _number("GB/s above 0 are needed", float)
-_size = _number("a number such as 70e9 or 175B is needed", _read_size, 1e18 + 1)
+_SAVES = ("write_gbs", "ranks_per_node")
+"""What either takes that tells how often to save."""
 
 
 def add_parser(commands: Commands) -> None:
@@ -80,14 +58,15 @@ def add_parser(commands: Commands) -> None:
         "plan",
         help="what a resume at another topology would read and need",
         description="A dry run from the headers alone: is the resume possible, who would load, and what every rank "
-        "would read, exchange and need. Without a checkpoint (--params): memory, disk and seconds of a run. Exit code "
-        "0: possible, 1: not possible, 2: an error.",
+        "would read, exchange and need. Without a checkpoint (--params): memory, disk and seconds of a run. With "
+        "--mtbf: how often to save. Exit code 0: possible, 1: not possible, 2: an error.",
         examples="""
             ds_ucp plan checkpoints/ --target "dp=3,tp=2,pp=1,zero=3"
             ds_ucp plan checkpoints/ --target "dp=384,zero=3" --read-gbs 273 --net-gbs 25
             ds_ucp plan checkpoints/ --target "tp=8,pp=48" --nodes 96 --ranks-per-node 8 --patterns megatron-gpt --json
             ds_ucp plan --params 70e9 --stage 3 --ranks 512 --read-gbs 100 --write-gbs 50
             ds_ucp plan --params 175B --stage 1 --ranks 1024 --target tp=8,pp=16 --optimizer adamw
+            ds_ucp plan checkpoints/ --target dp=512 --mtbf 8h --restart 90s --read-gbs 100 --write-gbs 50
         """,
     )
     add_checkpoint_options(parser, needed=False)
@@ -99,33 +78,37 @@ def add_parser(commands: Commands) -> None:
         "checkpoint"
     )
     add("--target", metavar="DEGREES", help=text)
-    add("--nodes", type=_positive, metavar="N", help="nodes; with --ranks-per-node dp may be left out")
-    add("--ranks-per-node", type=_positive, metavar="N", help="ranks per node")
+    add("--nodes", type=positive, metavar="N", help="nodes; with --ranks-per-node dp may be left out")
+    add("--ranks-per-node", type=positive, metavar="N", help="ranks per node")
     text = "a train_batch_size in place of the saved ds_config's"
-    add("--train-batch-size", type=_positive, metavar="N", help=text)
-    add("--window-mb", type=_positive, default=256, metavar="MB", help="window_mb of the load (default: 256)")
+    add("--train-batch-size", type=positive, metavar="N", help=text)
+    add("--window-mb", type=positive, default=256, metavar="MB", help="window_mb of the load (default: 256)")
     add = parser.add_argument_group("without a checkpoint").add_argument
-    add("--params", type=_size, metavar="N", help="parameters of the model: 70e9, 175B")
+    add("--params", type=size, metavar="N", help="parameters of the model: 70e9, 175B")
     add("--stage", type=int, choices=range(4), help="ZeRO stage (default: 1)")
-    add("--ranks", type=_positive, metavar="N", help="ranks; --target may name more degrees, as tp=8")
+    add("--ranks", type=positive, metavar="N", help="ranks; --target may name more degrees, as tp=8")
     add("--precision", choices=("fp32", "bf16", "fp16"), help="of the model (default: bf16)")
     add("--optimizer", choices=OPTIMIZERS, help="default: adam")
     text = "what the storage takes of all ranks together, in GB/s: for the seconds of a save"
-    add("--write-gbs", type=_speed, metavar="GBS", help=text)
+    add("--write-gbs", type=speed, metavar="GBS", help=text)
     add = parser.add_argument_group("bandwidths, in GB/s of 10^9 bytes").add_argument
-    add("--read-gbs", type=_speed, metavar="GBS", help="what the storage gives all ranks together")
-    add("--rank-gbs", type=_speed, metavar="GBS", help="what it gives one rank at most")
-    add("--net-gbs", type=_speed, metavar="GBS", help="what a rank sends or receives")
+    add("--read-gbs", type=speed, metavar="GBS", help="what the storage gives all ranks together")
+    add("--rank-gbs", type=speed, metavar="GBS", help="what it gives one rank at most")
+    add("--net-gbs", type=speed, metavar="GBS", help="what a rank sends or receives")
+    add_interval_options(parser)
     extent = parser.add_argument_group("extent")
     extent.add_argument("--all", action="store_true", help="tell of each rank that was planned")
     how = extent.add_mutually_exclusive_group()
     how.add_argument("--exact", action="store_true", help="plan every rank, however long it takes")
     text = "plan N ranks (default: all where that takes seconds, else 3 to 5)"
-    how.add_argument("--sample", type=_positive, metavar="N", help=text)
+    how.add_argument("--sample", type=positive, metavar="N", help=text)
 
 
 def run(options: argparse.Namespace) -> int:
     """Plan, print, and tell by the exit code whether it is possible."""
+    if options.mtbf is None:
+        _refuse(options, OPTIONS, "it tells how often to save, with --mtbf alone")
+    check_interval_options(options)
     data, lines = _plan_run(options) if options.checkpoint is None else _plan_resume(options)
     emit(options, data, lines)
     return OK if data["possible"] else FAULT
@@ -137,7 +120,9 @@ def _refuse(options: argparse.Namespace, names: Sequence[str], why: str) -> None
     Raises:
         ConfigError: some are given.
     """
-    given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) not in (None, False, [])]
+    allowed = () if options.mtbf is None else _SAVES
+    names = [name for name in names if name not in allowed and getattr(options, name) not in (None, False, [])]
+    given = [f"--{name.replace('_', '-')}" for name in names]
     if given:
         raise ConfigError(f"{', '.join(given)}: {why}; leave it out.")
 
@@ -168,20 +153,10 @@ def _end(speeds: Bandwidths | None, times: Times | None, assumed: Sequence[str])
             ("exchange", times.exchange, f"at {speeds.net or 0:g} GB/s per rank"),
             ("resume", times.load, "reading" if times.exchange is None else "reading and exchange"),
         ]
-        table = [(what, _format_seconds(seconds), how) for what, seconds, how in rows if seconds is not None]
+        table = [(what, format_seconds(seconds), how) for what, seconds, how in rows if seconds is not None]
         yield from ("", f"at {speeds.read:g} GB/s", *(f"  {line}" for line in format_table(table, right=(1,))))
     if assumed:
         yield from ("", "assumed", *(f"  - {text}" for text in assumed))
-
-
-def _format_seconds(seconds: float) -> str:
-    """A little finer than durations are told elsewhere."""
-    return f"{seconds:.1f} s" if 10 <= seconds < 120 else format_duration(seconds)
-
-
-def _format_both(nbytes: int) -> str:
-    """Binary units as elsewhere, and decimal ones, which bandwidths are told in."""
-    return format_bytes(nbytes) + (f" ({format_count(nbytes)}B)" if nbytes >= 1_000_000_000 else "")
 
 
 # -- of a checkpoint --------------------------------------------------------------------------------------------------
@@ -197,13 +172,14 @@ def _plan_resume(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]
     from ..config import UniversalConfig
     from ..forecast.dryrun import dry_run
     from ..forecast.estimate import estimate_times
+    from ..forecast.interval import count_state
 
     _refuse(options, _WITHOUT, "a plan of a checkpoint takes what is saved")
     if options.window_mb < 16:
         raise ConfigError(f"--window-mb is at least 16, found {options.window_mb}.")
     if options.target is None:
         raise ConfigError('--target is missing: the topology to plan for, such as --target "dp=3,zero=3".')
-    if (options.nodes is None) != (options.ranks_per_node is None):
+    if (options.nodes is None) != (options.ranks_per_node is None) and (options.nodes or not options.mtbf):
         raise ConfigError("--nodes and --ranks-per-node go together.")
     speeds, times = _read_bandwidths(options), None
     index = open_index(options, find_folders(options.checkpoint, options.also, Comm()), Comm())
@@ -218,9 +194,13 @@ def _plan_resume(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]
     )
     if speeds and found.totals and found.ranks:
         times = estimate_times(found.totals, found.ranks, found.degrees.world, speeds)
-    lines = _describe(index, found, every=options.all)
-    assumed = found.assumed if found.totals is not None else ()
-    return {**_to_data(index, found), "bandwidths": speeds, "seconds": times}, [*lines, *_end(speeds, times, assumed)]
+    lines = [*_describe(index, found, every=options.all), *_end(speeds, times, ())]
+    assumed = found.assumed if found.totals is not None else []
+    data: dict[str, Any] = {"bandwidths": speeds, "seconds": times}
+    if options.mtbf and found.possible:
+        data["saves"], told, more = plan_interval(options, found.degrees, *count_state(index, found.degrees))
+        lines, assumed = [*lines, *told], [*assumed, *more]
+    return {**_to_data(index, found), **data, "assumed": assumed}, [*lines, *_end(None, None, assumed)]
 
 
 def _read_target(options: argparse.Namespace, index: AtomicIndex) -> Degrees:
@@ -284,14 +264,14 @@ def _describe(index: AtomicIndex, found: DryRun, *, every: bool) -> list[str]:
 def _describe_totals(totals: LoadTotals, *, exact: bool) -> list[str]:
     state = "masters, optimizer states, buffers; 16-bit copies are made from them"
     rows = [
-        ["checkpoint", _format_both(totals.checkpoint), f"{format_count(totals.files)} files"],
-        ["state to restore", _format_both(totals.state), state],
-        ["read from storage", _format_both(totals.read), f"{totals.ratio:.4f} × state, each byte once"],
-        ["held afterwards", _format_both(totals.needed), "by all ranks together"],
-        ["exchanged", ("" if exact else "about ") + _format_both(totals.exchanged), "between ranks"],
+        ["checkpoint", format_both(totals.checkpoint), f"{format_count(totals.files)} files"],
+        ["state to restore", format_both(totals.state), state],
+        ["read from storage", format_both(totals.read), f"{totals.ratio:.4f} × state, each byte once"],
+        ["held afterwards", format_both(totals.needed), "by all ranks together"],
+        ["exchanged", ("" if exact else "about ") + format_both(totals.exchanged), "between ranks"],
     ]
     if totals.replicas:
-        rows.append(["read to compare", _format_both(totals.replicas), "replicas, on top"])
+        rows.append(["read to compare", format_both(totals.replicas), "replicas, on top"])
     return format_table([*rows, ["headers", str(totals.headers), "per rank at most"]])
 
 
@@ -356,15 +336,19 @@ def _plan_run(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         ["masters", format_bytes(memory.masters), "float32"],
         ["optimizer states", format_bytes(memory.states), optimizer],
         ["each rank", format_bytes(memory.total), f"of {degrees.world}; {load}"],
-        ["checkpoint", _format_both(totals.checkpoint), f"{totals.files} files"],
-        ["state to restore", _format_both(totals.state), "each byte is read once"],
+        ["checkpoint", format_both(totals.checkpoint), f"{totals.files} files"],
+        ["state to restore", format_both(totals.state), "each byte is read once"],
     ]
     lines = [f"to     {degrees.describe()}", f"model  {format_count(options.params)} parameters", ""]
     if degrees.refused:
         lines += ["NOT POSSIBLE:", *(f"  - {text}" for text in degrees.refused), ""]
     lines += [*format_table(rows, right=(1,)), *_end(speeds, times, ())]
     if save is not None:
-        lines += ["", f"a save at {options.write_gbs:g} GB/s takes {_format_seconds(save)}"]
+        lines += ["", f"a save at {options.write_gbs:g} GB/s takes {format_seconds(save)}"]
+    if options.mtbf:
+        data["saves"], told, more = plan_interval(options, degrees, totals.state, totals.checkpoint - totals.state)
+        lines += told
+        assumed += more
     return data, [*lines, *_end(None, None, assumed)]
 
 

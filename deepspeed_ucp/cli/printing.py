@@ -164,6 +164,11 @@ def format_bytes(nbytes: float) -> str:
     return _scale(nbytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
 
 
+def format_both(nbytes: int) -> str:
+    """Binary units as elsewhere, and decimal ones, which bandwidths are told in."""
+    return format_bytes(nbytes) + (f" ({format_count(nbytes)}B)" if nbytes >= 1_000_000_000 else "")
+
+
 def format_count(count: float) -> str:
     """A count with three digits: ``512``, ``304 M``, ``1.02 T``."""
     return _scale(count, 1000, ("", "k", "M", "G", "T", "P")).rstrip()
@@ -189,6 +194,11 @@ def format_duration(seconds: float) -> str:
     if whole < 7200:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def format_seconds(seconds: float) -> str:
+    """The same a little finer, for what is foretold."""
+    return f"{seconds:.1f} s" if 10 <= seconds < 120 else format_duration(seconds)
 
 
 def format_table(

@@ -13,7 +13,17 @@ from deepspeed_ucp.cli.dispatch import COMMANDS, build_parser, main
 from tests.cli.samples import list_actions, make_gpt, write_sample
 from tests.synth import Topology
 
-TEXT = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+TEXT = (DOCS / "cli.md").read_text(encoding="utf-8")
+FORETOLD = [
+    pytest.param(*found, id=f"{page.stem}-{number}")
+    for page in sorted(DOCS.glob("*.md"))
+    for number, found in enumerate(
+        re.findall(r"```console\n\$ ds_ucp (plan --params [^\n]*)\n(.*?)```", page.read_text(), re.DOTALL)
+    )
+]
+"""Command lines whose output is the same wherever they are given, and what pages show of it."""
+
 SHARED = "What all commands share"
 GENERAL = {"-h", "--help", "--json", "-q", "--quiet", "--debug"}
 """Options of every command, which the shared section tells; a command's own section names all others."""
@@ -69,6 +79,23 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("inspect", ["{checkpoint}"]),
         ("plan", ["{checkpoint}", "--target", "dp=3,zero=3"]),
         ("plan", ["--params", "1B", "--ranks", "8"]),
+        (
+            "plan",
+            [
+                "--params",
+                "1B",
+                "--ranks",
+                "8",
+                "--mtbf",
+                "8h",
+                "--restart",
+                "1m",
+                "--read-gbs",
+                "1",
+                "--write-gbs",
+                "1",
+            ],
+        ),
         ("verify", ["{checkpoint}"]),
         ("diff", ["{checkpoint}", "{checkpoint}"]),
         ("diff", ["{checkpoint}", "{checkpoint}", "--config"]),
@@ -84,3 +111,16 @@ def test_every_key_of_the_json_is_told(
     assert main([name, *filled, "--json"]) == 0
     told = set(re.findall(r"`(\w+)`", find_section(name).rpartition("JSON: ")[2]))
     assert set(json.loads(capsys.readouterr().out)) <= told
+
+
+@pytest.mark.parametrize(("line", "shown"), FORETOLD)
+def test_what_is_foretold_in_the_docs_is_what_the_command_prints(
+    line: str, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(line.split()) == 0
+    parts = [re.escape(part.strip("\n")) for part in re.split(r"^…$", shown, flags=re.MULTILINE)]
+    assert re.fullmatch(".*".join(parts), capsys.readouterr().out.strip("\n"), re.DOTALL)
+
+
+def test_pages_show_what_is_foretold() -> None:
+    assert [case.id for case in FORETOLD] == ["benchmarks-0", "cli-0", "cli-1"]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from deepspeed_ucp.cli.dispatch import main
+from deepspeed_ucp.cli.numbers import duration
 from tests.support.huge import make_gpt, save_sparse, write_gpt
 from tests.synth import Model, Param, Run, Topology, random_state, write_checkpoint
 
@@ -191,6 +192,93 @@ def test_the_text_shows_the_whole_and_what_the_resume_reads(trillion: Path, caps
     assert "12.6 TiB (13.8 TB)" in text
     assert "in stages of near equal bytes that end with a layer" in text
     assert "2 of 768 ranks, exactly" in text
+
+
+@pytest.mark.exhaustive
+def test_the_papers_largest_checkpoint_is_safe_after_fifty_seconds(trillion: Path, plan: Plan) -> None:
+    options = ("--patterns", "megatron-gpt", "--sample", "1", "--stall", "2s", *SAVES)
+    code, found = plan(trillion, "dp=4,tp=8,pp=16,zero=1", *options)
+    assert code == 0, found["obstacles"]
+    own, stored, _ = found["saves"]["ways"]
+    assert own["stall"] == pytest.approx(50.5, abs=0.1)
+    assert stored["safe"] == 2 + own["stall"]
+
+
+# -- how often to save ------------------------------------------------------------------------------------------------
+
+SAVES = ("--mtbf", "4h", "--restart", "2m", "--read-gbs", "273", "--write-gbs", "273")
+
+
+def test_the_textbook_case_of_as_many_parameters(run_json: Plan) -> None:
+    line = ["plan", "--params", "985.7e9", "--ranks", "8192", "--target", "tp=8,pp=64", *SAVES, "--against", "4h"]
+    code, found = run_json(*line, "--net-gbs", "25")
+    assert (code, found["saves"]["mtbf"], found["saves"]["size"]["nodes"]) == (0, 14400, 1024)
+    assert found["saves"]["size"]["total"] == found["totals"]["checkpoint"] == pytest.approx(13.8e12, rel=1e-3)
+    four, own, stored, neighbour, memory = found["saves"]["ways"]
+    assert own["stall"] == found["seconds"]["save"] == pytest.approx(50.5, abs=0.1)
+    assert stored["safe"] == pytest.approx(own["stall"] + stored["stall"])
+    # A node has 8 of 8192 partitions, and one of 64 stages' 16-bit copies.
+    assert found["saves"]["size"]["node"] == pytest.approx(985.7e9 * (12 / 1024 + 2 / 64), rel=1e-6)
+    assert four["interval"]["seconds"] == 14400
+    shares = [way["interval"]["trains"] for way in (four, own, stored, neighbour, memory)]
+    assert shares == sorted(shares) and shares[0] < 0.6 and shares[2] > 0.96
+
+
+def test_a_checkpoint_of_the_same_topology_and_of_another(folder: Path, plan: Plan) -> None:
+    size = sum(file.stat().st_size for file in folder.glob("*/*.pt"))
+    numel = sum(param.numel for param in MODEL.params)
+    for target in ("dp=4", "dp=6,zero=2"):
+        code, found = plan(folder, target, *SAVES, "--ranks-per-node", "2", "--every", "3")
+        assert (code, found["saves"]["size"]["total"]) == (0, 14 * numel)
+        assert 14 * numel < size  # files have headers
+        assert [way["every"] for way in found["saves"]["ways"]] == [1, 3, 1]
+    assert "A node has" not in " ".join(found["assumed"])
+    assert plan(folder, "dp=5,zero=1", *SAVES)[1].get("saves") is None
+
+
+def test_how_often_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    image = pytest.importorskip("matplotlib.image")
+    line = ["plan", "--params", "70B", "--ranks", "64", *SAVES, "--plot", str(tmp_path / "saves.png")]
+    assert main(line) == 0
+    told = capsys.readouterr()
+    assert f"drew {tmp_path}/saves.png" in told.err
+    assert "to memory        the node's memory" in told.out
+    assert image.imread(tmp_path / "saves.png").shape == (750, 1950, 4)
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (["--mtbf", "8h"], "--mtbf needs --read-gbs, --write-gbs, --restart too"),
+        (["--plot", "a.png", "--stall", "1s"], "--stall, --plot: it tells how often to save, with --mtbf alone"),
+        (["--ranks-per-node", "8"], "--ranks-per-node: a plan without a checkpoint"),
+        ([*SAVES, "--nodes", "8"], "--nodes: a plan without a checkpoint"),
+        ([*SAVES, "--plot", "a.xyz"], "does not end in a format that can be drawn"),
+    ],
+)
+def test_options_that_do_not_tell_how_often(more: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--params", "1B", "--ranks", "8", *more]) == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("8h", 28800), ("30m", 1800), ("1h30m", 5400), ("2.5s", 2.5), ("1d", 86400), ("0.5h1s", 1801)],
+)
+def test_times_have_units(text: str, seconds: float) -> None:
+    assert duration(text) == seconds
+
+
+@pytest.mark.parametrize(
+    "text", ["8", "", "h", "0h", "-1h", "8 h", "1s1h", "nans", "infh", "1e3s", f"{'9' * 400}s", "8x"]
+)
+def test_a_time_is_one(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--params", "1B", "--ranks", "8", f"--mtbf={text}"])
+    assert "argument --mtbf: a time such as 8h, 30m, 1h30m or 2.5s is needed" in capsys.readouterr().err
+
+
+# -- without a checkpoint ---------------------------------------------------------------------------------------------
 
 
 def test_without_a_checkpoint_the_needs_of_a_run_are_told(run_json: Plan, capsys: pytest.CaptureFixture[str]) -> None:
