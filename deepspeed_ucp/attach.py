@@ -51,6 +51,7 @@ TABLE = [
     Wrapped(_ENGINE, _ENGINE, "DeepSpeedEngine.load_checkpoint", "hook", "_load_checkpoint"),
     Wrapped(_ENGINE, _CONFIG, "DeepSpeedConfig._configure_train_batch_size", "hook", "_configure_train_batch_size"),
     Wrapped(_ENGINE, _ENGINE, "DeepSpeedEngine._check_for_duplicates", "hook", "_check_for_duplicates"),
+    Wrapped(_ENGINE, _ENGINE, "DeepSpeedEngine._configure_checkpointing", "hook", "_configure_checkpointing"),
     Wrapped(_ENGINE, _ENGINE, "DeepSpeedEngine.save_checkpoint", "hook", "_save_checkpoint"),
     Wrapped(_ENGINE, _ENGINE, "DeepSpeedEngine._commit_decoupled_checkpoint", "hook", "_commit_save", newer=True),
     Wrapped(_ENGINE, _ENGINE, "DeepSpeedEngine._take_model_step", "hook", "_take_model_step"),

@@ -29,7 +29,7 @@ from .load.disabled import load_switched_off
 from .load.resume import resume
 from .patterns import from_config
 from .preemption import end_step
-from .saves.saver import find_in_memory, save_into_memory, wait_for_copies
+from .saves.saver import find_in_memory, foresee_saves, save_into_memory, wait_for_copies
 from .sealing import seal_last, seal_late, seal_save
 from .targets.guard import guard_engine
 from .uncaught import find_fault, shorten_uncaught
@@ -105,6 +105,14 @@ def _fit_batch_sizes(config: Any, options: UniversalConfig) -> None:
 def _log_once(text: str) -> None:
     """Once in a process: trainers make DeepSpeed's configuration several times."""
     logger.info("%s", text)
+
+
+def _configure_checkpointing(original: Callable[..., Any], engine: Any) -> None:
+    """At ``initialize``, when the optimizer is there: what saves will take."""
+    original(engine)
+    config = get_config(engine)
+    if config is not None and config.save is not None:
+        foresee_saves(engine, config)
 
 
 def _check_for_duplicates(original: Callable[..., Any], engine: Any, optimizer: Any) -> Any:

@@ -217,6 +217,15 @@ class Job:
         """Whether a save that was begun is whole on no node."""
         return not any(name.startswith(_RECORD) for name in _list(self.find_folder(number)))
 
+    def count_bytes(self) -> int:
+        """Of memory that it holds."""
+        files = (os.path.join(above, name) for above, _, names in os.walk(self.folder) for name in names)
+        found = 0
+        for path in files:
+            with suppress(FileNotFoundError):
+                found += os.lstat(path).st_blocks * 512
+        return found
+
     def remove(self) -> None:
         """Give all of its memory back."""
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -20,18 +20,19 @@ from threading import Event, Thread
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
+from torch import is_tensor
 from torch.optim import Optimizer
 
 from ..comm import Comm, connect
 from ..config import SaveOptions, UniversalConfig
 from ..engine_state import find_state
-from ..errors import StorageError, UcpError, count_of
+from ..errors import ConfigError, StorageError, UcpError, count_of
 from ..io.filesystems import MEMORY, find_kind
 from ..io.memory import identify_host, measure_available
 from ..io.paths import is_url
 from ..sources.latest import read_latest
 from ..sources.older import find_age
-from ..wrappers import USE_MUON, WRAPPERS
+from ..wrappers import USE_MUON, find_live
 from ..writer import is_decoupled
 from .files import Stable, StateFile, save_over
 from .memory import Destination, Job, Snapshot, find_root, list_jobs, locate, name_job
@@ -432,31 +433,70 @@ def _count_needed(told: Sequence[tuple[str, int, int, str]]) -> int:
     return int(_SPARE * (max(before for _, _, before, _ in own) or sum(reckoned for _, reckoned, _, _ in own)))
 
 
+def foresee_saves(engine: Any, config: UniversalConfig) -> None:
+    """Say what saves of a new engine take of the nodes' memory, and what these have; collective.
+
+    Raises:
+        ConfigError: a node has no room for one; the same on every rank.
+    """
+    options, comm = config.save or SaveOptions(), connect()
+
+    def look() -> tuple[str, int, int]:
+        root = find_root(options.memory)
+        left = sum(job.count_bytes() for job in list_jobs(root) if not job.is_owned())  # it goes where it is needed
+        return identify_host(), count_saved(engine), _count_free(root) + left
+
+    nodes = dict[str, tuple[int, int]]()
+    for host, needed, free in comm.each(look):
+        known = nodes.get(host, (0, free))
+        nodes[host] = known[0] + needed, min(known[1], free)
+    needed, free = max(nodes.values(), key=lambda node: node[0] - node[1])
+    needed = int(_SPARE * needed)
+    told = f"a save takes about {needed >> 20:,} MiB of {options.memory} on a node, where {free >> 20:,} MiB are free"
+    if needed > free:
+        raise ConfigError(f'{told}. {_ADVICE}, or leave out "save".')
+    if comm.rank == 0:
+        few = "" if free >= (options.keep + 1) * needed else "; older ones go before the next one is made"
+        logger.info("%s%s", told, few)
+
+
 def count_saved(engine: Any) -> int:
-    """Bytes of the tensors that a rank saves, about."""
-    model = list(engine.module.parameters()) if engine.save_non_zero_checkpoint else []
-    return sum(each.numel() * each.element_size() for each in [*_list_states(engine), *model])
+    """Bytes of the tensors that a rank saves, about; with states that its optimizer makes in its first step."""
+    inner, masters, states = _list_states(engine)
+    model = _list_weights(engine) if engine.save_non_zero_checkpoint else []
+    groups = getattr(inner, "param_groups", ())
+    later = max((len(group.get("betas", ())) or bool(group.get("momentum")) for group in groups), default=0)
+    unmade = [each for each in masters if not inner.state.get(each)] * later
+    return sum(int(each.numel() * each.element_size()) for each in [*masters, *states, *unmade, *model])
 
 
-def _list_states(engine: Any) -> list[Any]:
-    """The tensors of an engine's optimizer: masters, and states."""
-    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
-    tensors = [each for group in getattr(inner, "param_groups", ()) for each in group["params"]]
-    states = [each for state in getattr(inner, "state", {}).values() for each in dict(state).values()]
-    return list({id(each): each for each in [*tensors, *states] if hasattr(each, "untyped_storage")}.values())
+def _list_states(engine: Any) -> tuple[Any, list[Any], list[Any]]:
+    """Torch's optimizer, within a wrapper or by itself; an engine's masters, and states; nothing of kinds not known."""
+    optimizer, row = engine.optimizer, find_live(engine.optimizer)
+    inner = getattr(optimizer, "optimizer", optimizer)
+    if row is not None and row.masters:
+        groups = [each if isinstance(each, list) else [each] for each in getattr(optimizer, row.masters)]
+        masters = [each for group in groups for each in group]
+    elif isinstance(optimizer, Optimizer):
+        masters = [each for group in optimizer.param_groups for each in group["params"]]
+    else:
+        return inner, [], []
+    states = [each for state in inner.state.values() for each in dict(state).values()]
+    return inner, [*filter(is_tensor, masters)], [*filter(is_tensor, states)]
 
 
 def find_stable(engine: Any) -> Stable:
     """What of an engine only its optimizer's step changes; nothing of engines that do so beside the backward pass."""
-    optimizer = engine.optimizer
-    inner = getattr(optimizer, "optimizer", optimizer)
-    known = {row.live_class for row in WRAPPERS.values()} - {""}
-    is_known = type(optimizer).__name__ in known or (inner is optimizer and isinstance(optimizer, Optimizer))
+    inner, masters, states = _list_states(engine)
     is_muon = any(group.get(USE_MUON) for group in getattr(inner, "param_groups", ()))
-    if not is_known or is_muon or getattr(engine, "zenflow", False):
+    if not masters or is_muon or getattr(engine, "zenflow", False):
         return Stable()
-    model = [] if engine.zero_optimization_partition_weights() else list(engine.module.parameters())
-    return Stable([*_list_states(engine), *model], engine.module.buffers())
+    return Stable([*masters, *states, *_list_weights(engine)], engine.module.buffers())
+
+
+def _list_weights(engine: Any) -> list[Any]:
+    """Of the model, as far as saves have them: ZeRO 3 saves its masters alone."""
+    return [] if engine.zero_optimization_partition_weights() else list(engine.module.parameters())
 
 
 _savers = WeakSet[Saver]()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from deepspeed_ucp.errors import ConfigError
 from deepspeed_ucp.testing import WorldPool
 from deepspeed_ucp.testing.compare import compare
 from tests.support.engines import saves as engine_saves
@@ -116,3 +117,18 @@ def test_memory_that_runs_full_in_a_save_makes_it_deepspeeds_own(tmp_path: Path,
     assert not (tmp_path / "saved" / "global_step2" / "ucp_seal.json").exists()
     assert (tmp_path / "saved" / "global_step3" / "ucp_seal.json").exists()
     assert (tmp_path / "saved" / "latest").read_text() == "global_step3"
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_what_saves_take_is_told_when_an_engine_is_made(case: Case, tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """States that the first step makes are counted; counters of steps are not."""
+    config, world = saving(case, tmp_path / "memory"), ucp_worlds.get(case.dp)
+    answers = world.run(engine_saves.foresee, config, 1 << 30)
+    told = f"a save takes about 0 MiB of {tmp_path / 'memory'} on a node, where 1,024 MiB are free"
+    assert [each[0] for each in answers] == [told, *[""] * (case.dp - 1)]
+    for _, before, after in answers:
+        assert before <= after < before + 100
+    needed = int(1.05 * sum(before for _, before, _ in answers))
+    assert "older ones go before the next one is made" in world.run(engine_saves.foresee, config, needed)[0][0]
+    with pytest.raises(ConfigError, match=r"where 0 MiB are free\. Give the container more memory"):
+        world.run(engine_saves.foresee, config, needed - 1)

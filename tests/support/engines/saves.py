@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.saves.files import StateFile
+from deepspeed_ucp.saves.saver import count_saved
 from deepspeed_ucp.testing.capture import CapturedEngine, capture
 from deepspeed_ucp.testing.ranks import train as train_steps
 from tests.support.engines.cases import make_engine, train_engine
@@ -131,3 +132,18 @@ def save_what_is_changed(ds_config: dict[str, Any], folder: str) -> str:
     find_state(engine).saver.close()
     engine.destroy()
     return "".join(str(call.args) for call in warned.call_args_list)
+
+
+def foresee(ds_config: dict[str, Any], free: int) -> tuple[str, int, int]:
+    """What a new engine tells with so many bytes free, and what a save of it is reckoned to take, before a step and
+    after one."""
+    with (
+        mock.patch("deepspeed_ucp.saves.saver._count_free", return_value=free),
+        mock.patch("deepspeed_ucp.saves.saver.logger.info") as told,
+    ):
+        engine = make_engine(ds_config)
+    before = count_saved(engine)
+    train_steps(train_engine(engine), 1)
+    after = count_saved(engine)
+    engine.destroy()
+    return "".join(call.args[0] % call.args[1:] for call in told.call_args_list), before, after
