@@ -145,6 +145,26 @@ class Store(ABC):
             DiskFullError: the disk is full.
         """
 
+    def exchange_small(self, path: str, data: bytes, before: bytes | None, /) -> bool:
+        """Write a small file unless it is another one by now; whether it has ``data``.
+
+        Where a store knows no conditions, what another writes between the look and the write is written over.
+
+        Args:
+            before: its bytes until now; None where there was none.
+
+        Raises:
+            OSError: it cannot be read or written.
+            DiskFullError: the disk is full.
+        """
+        try:
+            now = self.read_small(path)
+        except FileNotFoundError:
+            now = None
+        if now == before:
+            self.write_small(path, data)
+        return now in (before, data)
+
     @abstractmethod
     def remove(self, path: str, /) -> None:
         """Remove a file, if there is one.

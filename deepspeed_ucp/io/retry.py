@@ -125,7 +125,7 @@ def explain(error: BaseException, what: str) -> OSError | None:
         ConfigError: the store's library cannot do with what it was given.
         BaseException: ``error``, where it is none of a request's.
     """
-    status = _find_status(error)
+    status = find_status(error)
     if status is not None and (status in _TRANSIENT or (status >= 500 and status not in _REFUSED)):
         return None
     if isinstance(error, ChangedError) or status == 416:
@@ -153,7 +153,7 @@ def _is_refusal(error: BaseException, status: int | None) -> bool:
     return type(error).__module__.split(".")[0] in _CLIENTS and _LASTING.search(type(error).__name__) is not None
 
 
-def _find_status(error: BaseException) -> int | None:
+def find_status(error: BaseException) -> int | None:
     """The HTTP status that an error is about; botocore's, of which s3fs makes others, keeps it in the answer."""
     answers = [getattr(each, "response", None) for each in (error, error.__cause__)]
     statuses = [each.get("ResponseMetadata", {}).get("HTTPStatusCode") for each in answers if isinstance(each, Mapping)]

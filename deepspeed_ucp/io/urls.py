@@ -6,13 +6,14 @@ bytes are asked for.
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, BinaryIO
 
-from ..errors import UnsupportedError
+from ..errors import StorageError, UnsupportedError
 from .http import read_front
 from .interface import Store
 from .pace import find_pace
@@ -20,13 +21,16 @@ from .paths import Entry, find_store, normalize
 from .presign import Access
 from .ranged import RemoteFile, RemoteStream
 from .remote import READ_ONLY, ask, connect, descends, find_entry, is_s3, limit_uploads, make_entry, note
-from .retry import attempt
+from .retry import attempt, find_status
 
 _PART, _PARTS = 8 << 20, 4
 """Bytes of a part of an upload to S3, and the parts of a file that are under way at once: all are in memory."""
 
 _MOST_PARTS = 10_000
 """Of a file, in S3."""
+
+_LOOKS = 3
+"""At what is to be exchanged, until another's writes count as in the way."""
 
 _SMALL = 1 << 30
 """Bytes of what is read as a small file at most: of a manifest of a million tensors."""
@@ -89,6 +93,25 @@ class UrlStore(Store):
 
         _write(work, url)
 
+    def exchange_small(self, url: str, data: bytes, before: bytes | None) -> bool:
+        """By a condition of the store's, where it has them; its word counts for what came between."""
+        system, there = connect(url, writing=True)
+        for _ in range(_LOOKS):
+            entry = find_entry(url)
+            now = None if entry is None else self.read_small(url)
+            if now == data or now != before:
+                return now == data
+            condition = _find_condition(system, entry)
+            if not condition:
+                break
+            with suppress(_TakenError):  # or the answer was lost to the request that wrote it: the next look tells
+                _write(partial(_write_where, partial(system.pipe_file, there, data), condition), url)
+                return True
+        else:
+            return False
+        self.write_small(url, data)
+        return True
+
     def remove(self, url: str) -> None:
         system, there = connect(url, writing=True)
         with suppress(FileNotFoundError):
@@ -132,8 +155,59 @@ def _complete(system: Any, info: Mapping[str, Any]) -> Entry:
     return make_entry(info)
 
 
-def put_file(path: str, url: str) -> None:
+class _TakenError(Exception):
+    """What a write was to make, or to find unchanged, is not so any more."""
+
+
+def _find_condition(system: Any, entry: Entry | None) -> dict[str, str]:
+    """What lets a library write only where there is nothing, or still the same; nothing where it cannot."""
+    if entry is not None:
+        return {"IfMatch": entry.version} if is_s3(system) and entry.version else {}
+    write = getattr(system, "_pipe_file", system.pipe_file)
+    return {"mode": "create"} if "mode" in inspect.signature(write).parameters else {}
+
+
+def _write_where(write: Callable[..., Any], condition: Mapping[str, str]) -> None:
+    """Write under a condition, and without where a store says that it knows none.
+
+    Raises:
+        _TakenError: it does not hold, or another's write is under way.
+    """
+    try:
+        write(**condition)
+    except (OSError, NotImplementedError) as error:
+        status = find_status(error)
+        if condition and (isinstance(error, FileExistsError) or status in (409, 412)):
+            raise _TakenError from error
+        if not condition or status not in (400, 501):
+            raise
+        write()
+
+
+def abort_uploads(folder: str, names: Container[str]) -> None:
+    """Give up what processes that are no more have begun to write in parts: it costs until then, and cannot be ended.
+
+    Args:
+        names: of files by their paths from the folder, which nobody writes.
+
+    Raises:
+        OSError: it cannot be listed, or given up.
+    """
+    system, there = connect(folder, writing=True)
+    if not is_s3(system):  # others forget such of themselves
+        return
+    bucket, key, _ = system.split_path(there)
+    told = attempt(lambda: system.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{key}/"), folder)
+    for upload in told.get("Uploads", []):
+        if upload["Key"].removeprefix(f"{key}/") in names:
+            attempt(partial(system.abort_mpu, bucket, upload["Key"], upload["UploadId"]), folder)
+
+
+def put_file(path: str, url: str, *, new: bool = False) -> None:
     """Write a local file, in parts where it is large, and make sure that all of it has arrived.
+
+    Args:
+        new: never over another one, where the store can tell; one of the same size passes for this.
 
     Raises:
         FileNotFoundError: there is no such bucket.
@@ -143,14 +217,20 @@ def put_file(path: str, url: str) -> None:
     size = os.stat(path).st_size
     part = max(_PART, -(-size // _MOST_PARTS))
     options = {"chunksize": part, "max_concurrency": _PARTS} if is_s3(system) else {}
+    knows = "mode" in inspect.signature(getattr(system, "_put_file", system.put_file)).parameters
+    condition = {"mode": "create"} if new and knows else {}
     before = find_entry(url) if options and size >= 2 * part else None
 
     def work() -> None:
         try:
             with limit_uploads():
-                if not options:  # another store's library takes a file as a whole
+                if not is_s3(system):  # another store's library takes a file as a whole
                     find_pace().wait(size)
-                system.put_file(path, there, **options)
+                _write_where(partial(system.put_file, path, there, **options), condition)
+        except _TakenError as error:  # or the answer was lost to the request that wrote it
+            arrived = find_entry(url)
+            if arrived is not None and arrived.size != size:
+                raise StorageError("another save's file is there.", path=url) from error
         except FileNotFoundError as error:
             if _find_code(error) != "NoSuchUpload":
                 raise

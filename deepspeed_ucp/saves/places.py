@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -11,17 +12,19 @@ from contextlib import suppress
 from typing import TypeVar
 
 from ..comm import Comm
-from ..errors import StorageError, UcpError
+from ..errors import CheckpointError, StorageError, UcpError
 from ..io.disk import explain_full, sync_file, sync_folder
 from ..io.filesystems import load_libc
 from ..io.pace import Pace, keep_pace
 from ..io.paths import is_url
-from ..io.store import exists, list_folder, list_tree, read_small, remove, write_small
+from ..io.store import exchange_small, exists, list_folder, list_tree, read_small, remove, write_small
 from ..io.threads import map_threads
 from ..io.urls import put_file
 from ..sources.files import OFFLOADED, SEAL, is_state_file
 from ..sources.latest import LATEST, read_tag
+from ..sources.older import find_age
 from ..sources.open import seal_folder
+from ..sources.reading import read_file
 from ..sources.seal import read_seal, remove_seal
 from .memory import Destination, Snapshot, list_later
 
@@ -101,7 +104,7 @@ def _name_aside(save: Snapshot, place: Destination) -> str:
 
 def _write_to_folder(save: Snapshot, place: Destination, wait: float, pace: Pace) -> None:
     """In a folder aside, which takes the tag's place at once; what others had in the tag moves into it."""
-    final, aside = os.path.join(place.folder, save.tag), _name_aside(save, place)
+    final, aside, named = os.path.join(place.folder, save.tag), _name_aside(save, place), _read_latest(place)
     above = os.path.dirname(final)
     inside = [each for each in save.list_files() if each.startswith(f"{save.tag}{os.sep}")]
 
@@ -129,39 +132,109 @@ def _write_to_folder(save: Snapshot, place: Destination, wait: float, pace: Pace
         _remove_left(above, save)
         for each in set(save.list_files()).difference(inside):
             _copy(os.path.join(save.folder, each), os.path.join(place.folder, each), pace)
-        if save.latest and not list_later(save):
-            write_small(os.path.join(place.folder, LATEST), save.tag.encode())
+        _name_latest(save, place, named)
 
 
 def _write_to_store(save: Snapshot, place: Destination, wait: float, pace: Pace) -> None:
-    """Stores do not rename: a tag that is written over has no seal meanwhile."""
-    final = f"{place.folder}/{save.tag}"
-    if save.node == 0:
+    """Stores do not rename: a tag that is written over has no seal meanwhile.
+
+    Of what is left of it nothing is there before the first file, and no file is written over: two jobs that write one
+    tag, as one that hung and the one that followed it, cannot have their files mixed below a seal.
+    """
+    final, named = f"{place.folder}/{save.tag}", _read_latest(place)
+    if save.node == 0 and not exists(f"{final}/{_name_begun(save)}"):
         remove_seal(final)
+        map_threads(lambda left: remove(f"{final}/{left}"), filter(_is_saved, _list_sizes(final)), _COPIERS)
         write_small(f"{final}/{_name_begun(save)}", b"")
-    files = save.list_files()
-    inside = [os.path.relpath(each, save.tag) for each in files if each.startswith(f"{save.tag}{os.sep}")]
-
-    def put(each: str) -> None:
-        with keep_pace(pace):
-            put_file(os.path.join(save.folder, each), f"{place.folder}/{each}")
-
-    map_threads(put, files, _COPIERS)
-    write_small(f"{final}/{_name_node(save, save.node)}", "\n".join(inside).encode())
+    own = _upload(save, place, pace)
     if save.node:
         return
     _wait_for_nodes(lambda: list_folder(final), save, final, wait)
-    signs = [_name_node(save, node) for node in range(save.nodes)]
-    own = {
-        *signs,
-        _name_begun(save),
-        *(each for sign in signs for each in read_small(f"{final}/{sign}").decode().split("\n")),
-    }
-    for left in filter(_is_saved, set(list_tree(final)).difference(own)):
-        remove(f"{final}/{left}")
-    seal_folder(final, Comm())
-    if save.latest and not list_later(save):
-        write_small(f"{place.folder}/{LATEST}", save.tag.encode())
+    if is_replaced(save):
+        raise StorageError("a later job has saved this tag while it was written.", path=final)
+    try:
+        _seal_uploaded(save, final)
+    except CheckpointError:
+        for name in own if not exists(f"{final}/{SEAL}") else ():  # the next attempt puts them there anew
+            remove(f"{final}/{name}")
+        raise
+    _name_latest(save, place, named)
+
+
+def _upload(save: Snapshot, place: Destination, pace: Pace) -> list[str]:
+    """Put a node's files where they are to be, but those that are there from before a stop; the tag's own ones."""
+    final, files = f"{place.folder}/{save.tag}", save.list_files()
+    own, held = [os.path.relpath(each, save.tag) for each in files], _list_sizes(final)
+    own = [name for name in own if not name.startswith("..")]
+
+    def put(each: str) -> None:
+        path, name = os.path.join(save.folder, each), os.path.relpath(each, save.tag)
+        if name not in own or held.get(name) != os.path.getsize(path):
+            with keep_pace(pace):
+                put_file(path, f"{place.folder}/{each}", new=name in own)
+
+    map_threads(put, files, _COPIERS)
+    told = {name: _sum_up(save, name) for name in own}
+    write_small(f"{final}/{_name_node(save, save.node)}", json.dumps(told).encode())
+    return own
+
+
+def _seal_uploaded(save: Snapshot, final: str) -> None:
+    """Seal what all nodes have put into a store; what is there of another save goes.
+
+    Raises:
+        CheckpointError: files are others' by now, or do not belong together.
+        StorageError: it has another save's seal.
+    """
+    signs, written = [_name_node(save, node) for node in range(save.nodes)], dict[str, tuple[int, int | None]]()
+    for sign in signs:
+        told = json.loads(read_small(f"{final}/{sign}"))
+        written.update({name: (size, crc) for name, (size, crc) in told.items()})
+    held = set(list_tree(final))
+    for left in filter(_is_saved, held.difference(written, signs, [_name_begun(save)])):
+        if SEAL not in held:  # else it is sealed already, by this writer before a stop or by another
+            remove(f"{final}/{left}")
+    seal_folder(final, Comm(), own=written)
+
+
+def _list_sizes(folder: str) -> dict[str, int]:
+    """Bytes of the files of a tag, which need not be there."""
+    try:
+        return {name: entry.size for name, entry in list_tree(folder).items()}
+    except FileNotFoundError:
+        return {}
+
+
+def _sum_up(save: Snapshot, name: str) -> tuple[int, int | None]:
+    """A file's bytes, and the CRC32 that a header tells of it."""
+    folder = os.path.join(save.folder, save.tag)
+    if is_state_file(name):
+        header = read_file(folder, name)
+        return header.size, header.crc
+    return os.path.getsize(os.path.join(folder, name)), None
+
+
+def _read_latest(place: Destination) -> bytes | None:
+    try:
+        return read_small(os.path.join(place.folder, LATEST))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _name_latest(save: Snapshot, place: Destination, named: bytes | None) -> None:
+    """Let ``latest`` name a save, where it is to, and nobody has let it name a later one meanwhile.
+
+    Args:
+        named: what it held before the save was written.
+    """
+    if not save.latest or list_later(save):
+        return
+    while not exchange_small(os.path.join(place.folder, LATEST), save.tag.encode(), named):
+        named = _read_latest(place)
+        tag = (named or b"").decode(errors="replace").strip()
+        if tag and find_age([os.path.join(place.folder, tag)]).step > save.step:
+            logger.warning("%s: another job has let `latest` name %s, which stays", place.folder, tag)
+            return
 
 
 def is_replaced(save: Snapshot) -> bool:
@@ -284,9 +357,7 @@ def _wait_for_nodes(look: Callable[[], Iterable[str]], save: Snapshot, folder: s
         return not lacking or None
 
     text = f"of {save.nodes} nodes have not written their files"
-    wait_until(
-        find, wait, lambda: f"{len(lacking)} {text}. It is left without a seal, `latest` does not name it", folder
-    )
+    wait_until(find, wait, lambda: f"{len(lacking)} {text}", folder)
 
 
 def wait_until(look: Callable[[], T | None], wait: float, explain: Callable[[], str], folder: str) -> T:
@@ -298,7 +369,7 @@ def wait_until(look: Callable[[], T | None], wait: float, explain: Callable[[], 
     end, pause = time.monotonic() + wait, _LOOKED_AGAIN
     while (found := look()) is None:
         if time.monotonic() > end:
-            raise StorageError(f"{explain()}, after {wait:.0f} s.", path=folder)
+            raise StorageError(f"{explain()} within {wait:.0f} s.", path=folder)
         time.sleep(pause)
         pause = min(2 * pause, _SELDOM)
     return found

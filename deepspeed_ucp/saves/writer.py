@@ -23,8 +23,10 @@ from typing import Any, BinaryIO, cast
 
 from ..errors import UcpError, escape
 from ..io.pace import Pace
+from ..io.paths import is_url
 from ..io.store import set_storage_options
 from ..io.threads import map_threads
+from ..io.urls import abort_uploads
 from .memory import LOCK, Destination, Job, Snapshot, drop_unwanted, is_held
 from .places import end_save, has_begun, is_replaced, prune_place, wait_until, write_save
 
@@ -85,6 +87,10 @@ class SaveWriter:
         self._told = dict[str, str]()
         self._paces = dict[str, Pace]()
         self._busy = defaultdict[str, set[int]](set)  # by place the numbers of the saves that are written
+        self._begun = defaultdict[str, set[str]](set)  # by URL the files that another writer may have begun
+        for save in job.list_saves():
+            for place in filter(lambda each: is_url(each.folder), save.list_pending()):
+                self._begun[place.folder].update(save.list_files())
         self._lock = threading.RLock()  # around what memory has and what is noted there
         self._changed, self._news, self._end = threading.Condition(), 0, math.inf
 
@@ -209,6 +215,9 @@ class SaveWriter:
 
     def _write(self, save: Snapshot, place: Destination) -> bool:
         try:
+            if names := self._begun.pop(place.folder, None):
+                with suppress(OSError):  # who may write need not be let list this
+                    abort_uploads(place.folder, names)
             digest = write_save(save, place, self.wait, self._find_pace(place))
             with self._lock:
                 save.note_done(place, digest)

@@ -195,12 +195,16 @@ def lacks_states(folder: str) -> bool:
     return model is not None and model.optim is None
 
 
-def seal_folder(folder: str, comm: Comm, *, local: bool = False) -> None:
+def seal_folder(
+    folder: str, comm: Comm, *, local: bool = False, own: Mapping[str, tuple[int, int | None]] | None = None
+) -> None:
     """Write the seal of a save that has come to its end, in place of an older one; collective.
 
     Args:
         folder: the tag's folder.
         local: every node has a folder of its own, and gets the seal.
+        own: by name the bytes that files have to have, and the CRC32s that a seal tells of them: others may write
+            there, and their seal is not written over.
 
     Raises:
         CheckpointError: the files are damaged or do not belong together; there is no seal then.
@@ -216,7 +220,11 @@ def seal_folder(folder: str, comm: Comm, *, local: bool = False) -> None:
         error = make_error(findings)
         if error is not None:
             raise error
-        return save.headers if save else []
+        headers = save.headers if save else []
+        others = [each.name for each in headers if own and own.get(each.name) not in (None, (each.size, each.crc))]
+        if others:
+            raise CheckpointError(f"holds another save's {shorten(others)}: two jobs write this tag.", path=folder)
+        return headers
 
     headers = comm.run(check)
     swaps = {header.name: header.size for header in headers if header.swap}
@@ -227,7 +235,7 @@ def seal_folder(folder: str, comm: Comm, *, local: bool = False) -> None:
         hosts = list_by_host(where)
         comm.run(lambda: write_seal(folder, sealed, hosts) if where.is_first else None)
     else:
-        comm.once(lambda: write_seal(folder, sealed))
+        comm.once(lambda: write_seal(folder, sealed, new=own is not None))
 
 
 def _sum_file(folder: str, name: str, size: int) -> int:

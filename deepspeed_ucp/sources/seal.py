@@ -10,9 +10,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, StorageError
 from ..io.opened import explain_failure
-from ..io.store import read_small, remove, write_small
+from ..io.store import exchange_small, read_small, remove, write_small
 from .files import SEAL
 from .findings import Finding, from_failure
 from .headers import FileHeader
@@ -72,13 +72,17 @@ def read_seal(path: str) -> Seal:
     return seal
 
 
-def write_seal(folder: str, headers: Iterable[FileHeader], hosts: Mapping[str, list[str]] | None = None) -> None:
+def write_seal(
+    folder: str, headers: Iterable[FileHeader], hosts: Mapping[str, list[str]] | None = None, *, new: bool = False
+) -> None:
     """Write the seal of a save whose files lie in ``folder``, at once.
 
     Args:
         hosts: names of the files that each machine has, where not every machine has all.
+        new: never over another one.
 
     Raises:
+        StorageError: there is another one by now.
         OSError: it cannot be written.
         DiskFullError: the disk is full.
     """
@@ -86,7 +90,11 @@ def write_seal(folder: str, headers: Iterable[FileHeader], hosts: Mapping[str, l
     seal = Seal(files=dict(sorted(files.items())), hosts=dict(hosts or {}))
     seal = seal.model_copy(update={"digest": seal.make_digest()})
     text = seal.model_dump_json(exclude=None if seal.hosts else {"hosts"})
-    write_small(os.path.join(folder, SEAL), text.encode())
+    path = os.path.join(folder, SEAL)
+    if not new:
+        write_small(path, text.encode())
+    elif not exchange_small(path, text.encode(), None):
+        raise StorageError("is another save's by now: two jobs write this tag.", path=path)
 
 
 def remove_seal(folder: str) -> None:

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import suppress
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 
 from deepspeed_ucp.io import remote, retry
 from deepspeed_ucp.io.store import list_tree, read_small, write_small
-from deepspeed_ucp.saves.memory import Job
-from tests.saves.saving import TAG, is_whole, make_save, write
+from deepspeed_ucp.saves import places
+from deepspeed_ucp.saves.memory import Destination, Job, Snapshot
+from deepspeed_ucp.saves.writer import is_locked, start_writer
+from tests.saves.saving import TAG, find_writer, is_whole, make_save, wait_for, write
 from tests.stores.server import BUCKET, Server, fail_first, serve
+from tests.support.crash import run_child
 
 pytest.importorskip("s3fs", reason="the store of these tests is S3")
 
@@ -81,6 +90,139 @@ def test_a_store_that_is_down_is_named_by_nothing(job: Job, server: Server, capl
     assert "not written, to be tried again" in caplog.text
     assert not any(name.startswith("down/") for name in list_tree(f"s3://{BUCKET}"))
     assert write(job) and is_whole(f"{url}/{TAG}")
+
+
+STEPS = ("put_file", "remove", "write_small", "exchange_small", "seal_folder", "remove_seal", "read_small")
+"""What a writer calls of a store, one after the other."""
+
+ORIGINAL = {name: getattr(places, name) for name in STEPS}
+
+
+@contextmanager
+def before_each(act: Callable[[int, str], None]) -> Iterator[None]:
+    """Call ``act`` with number and name before each step of a writer of this process."""
+    numbers, lock = count(), threading.Lock()
+
+    def wrap(name: str, step: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            with lock:
+                act(next(numbers), name)
+            return step(*args, **options)
+
+        return call
+
+    with mock.patch.multiple(places, **{name: wrap(name, getattr(places, name)) for name in STEPS}):
+        yield
+
+
+@pytest.mark.usefixtures("server")
+def test_killed_at_any_step(job: Job) -> None:
+    """What `latest` names is whole, and the next writer goes on."""
+    url = f"s3://{BUCKET}/killed"
+    for tag in ("before", "same"):
+        make_save(job, url, tag=tag)
+        assert write(job)
+    at = 0
+    while True:
+        latest = make_save(job, url, tag="same" if at // 2 % 2 else f"new{at}").tag
+
+        def work(at: int = at) -> None:
+            with before_each(lambda number, _: os.kill(os.getpid(), signal.SIGKILL) if number == at else None):
+                write(job)
+
+        killed = run_child(work) < 0
+        named = read_small(f"{url}/latest").decode()
+        assert is_whole(f"{url}/{named}") or (named == latest == "same"), at  # stores do not rename
+        assert write(job) and is_whole(f"{url}/{latest}") and read_small(f"{url}/latest").decode() == latest
+        if not killed:
+            assert not any(name.startswith(".ucp") for name in list_tree(f"{url}/{latest}"))
+            break
+        at += 1 if os.environ.get("UCP_EXHAUSTIVE") else 2
+    assert at > 8
+
+
+@pytest.mark.usefixtures("server")
+def test_a_writer_that_hung_does_not_mix_its_files_with_those_of_another_job(tmp_path: Path) -> None:
+    """It goes on once the other, which knows nothing of it, has saved under the same tag."""
+    hung, ended = list[str](), set[str]()
+    for at in range(30):
+        url, job, other = f"s3://{BUCKET}/hung{at}", *(Job(str(tmp_path / f"{at}{name}" / "job")) for name in "ab")
+        job.own()
+        other.own()
+        make_save(job, url)
+        make_save(other, url)
+        make_save(other, url)  # the sizes are the same, the weights are not
+
+        def act(number: int, name: str, at: int = at, other: Job = other) -> None:
+            if number == at:
+                hung.append(name)
+                with mock.patch.multiple(places, **ORIGINAL):
+                    assert write(other)
+
+        with before_each(act):
+            went = write(job)
+        assert is_whole(f"{url}/{TAG}"), (at, hung)
+        if len(hung) == at:
+            break
+        ended.add(f"{hung[-1]} {went}")
+    assert {"put_file False", "seal_folder False", "exchange_small True"} <= ended
+
+
+@pytest.mark.parametrize(("step", "named"), [(1, "theirs"), (9, TAG)])
+@pytest.mark.usefixtures("server")
+def test_latest_does_not_go_back(step: int, named: str, job: Job, tmp_path: Path) -> None:
+    """To a save that was older than what another job has written meanwhile."""
+    url, other = f"s3://{BUCKET}/back{step}", Job(str(tmp_path / "other" / "job"))
+    other.own()
+    make_save(other, url, tag="theirs", step=3)
+    make_save(job, url, step=step)
+
+    def act(_: int, name: str) -> None:
+        if name == "seal_folder":
+            with mock.patch.multiple(places, **ORIGINAL):
+                assert write(other)
+
+    with before_each(act):
+        assert write(job)
+    assert read_small(f"{url}/latest").decode() == named and is_whole(f"{url}/{TAG}")
+
+
+@pytest.mark.usefixtures("server")
+def test_a_tag_that_is_saved_anew_while_it_is_uploaded(job: Job) -> None:
+    url, made = f"s3://{BUCKET}/anew", list[Snapshot]()
+    make_save(job, url)
+
+    def act(number: int, _: str) -> None:
+        if number == 4:
+            made.append(make_save(job, url))
+
+    with before_each(act):
+        assert write(job)
+    assert is_whole(f"{url}/{TAG}") and [save.number for save in job.list_saves()] == [2]
+    for name in made[0].list_files():
+        assert read_small(f"{url}/{name}") == Path(made[0].folder, name).read_bytes()
+
+
+def list_uploads() -> list[str]:
+    system, _ = remote.connect("s3://x", writing=True)
+    return [upload["Key"] for upload in system.list_multipart_uploads(BUCKET)]
+
+
+def test_what_a_killed_writer_has_begun_to_upload_is_given_up(job: Job, server: Server) -> None:
+    """Where a newer save takes the place of that one, too."""
+    url = f"s3://{BUCKET}/large"
+    for tag in ("a", "b"):
+        made = make_save(job, Destination(url, limit_mb_s=4.0), tag=tag)
+        Path(made.folder, "large.py").write_bytes(bytes(20 << 20))
+        lines = start_writer(job, {"keep": 1, "wait_s": 60.0, "storage_options": server.options})
+        wait_for(lambda tag=tag: "large/large.py" in list_uploads())
+        os.kill(find_writer(job), signal.SIGKILL)
+        lines.close()
+        wait_for(lambda: not is_locked(job))
+        assert len(list_uploads()) == 1
+    make_save(job, url, tag="c")
+    assert write(job)
+    assert list_uploads() == [] and list_names(url) >= {"latest"} and is_whole(f"{url}/c")
 
 
 @pytest.mark.usefixtures("server")

@@ -25,7 +25,7 @@ from deepspeed_ucp.saves import writer as writing
 from deepspeed_ucp.saves.memory import Destination, Job, Snapshot, name_job
 from deepspeed_ucp.saves.writer import SaveWriter, is_locked, list_late, start_writer
 from tests.convert.conversions import read_bytes, write_source
-from tests.saves.saving import TAG, find_writer, is_whole, make_save, strip, write
+from tests.saves.saving import TAG, find_writer, is_whole, make_save, strip, wait_for, write
 from tests.support.crash import failing, list_calls, run_dying
 
 SETTINGS = {"keep": 1, "wait_s": 20.0, "storage_options": None}
@@ -271,13 +271,6 @@ def test_what_a_dead_job_has_left_comes_before_a_living_ones(tag: str, tmp_path:
     assert (tmp_path / "place" / "latest").read_text() == tag
     assert strip(read_bytes(tmp_path / "place" / tag)) == read_bytes(Path(made.folder) / tag)
     assert is_whole(str(tmp_path / "place" / "same"))
-
-
-def wait_for(done: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
-    while not done():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 @pytest.fixture
