@@ -18,7 +18,7 @@ from .printing import BROKEN_PIPE, ERROR, INTERRUPTED, Lines, emit, find_rank, p
 
 COMMANDS = (
     "run", "supervise", "torchrun",
-    "list", "inspect", "verify", "diff", "plan", "convert", "export", "report", "doctor",
+    "list", "prune", "inspect", "verify", "diff", "plan", "convert", "export", "report", "doctor",
 )  # fmt: skip
 """Each is a module of this package with ``add_parser(commands)`` and ``run(options) -> exit code``."""
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..errors import CheckpointError, UcpError
+from ..errors import CheckpointError
 from .common import Commands, add_command, add_store_option
 from .printing import FAULT, OK, emit, format_bytes, format_table
+
+if TYPE_CHECKING:
+    from ..examine.tags import TagReport
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -39,39 +42,18 @@ def add_parser(commands: Commands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """List; 1 where a checkpoint is not whole."""
+    from ..examine.tags import find_saves, look_at_tag
+
     folder = options.folder.rstrip("/") or options.folder
-    ages, rows, saves = {}, {}, find_saves(folder)
-    named = dict(_read_names(folder))
-    for path in saves:
-        rows[path], ages[path] = _look_at(folder, path)
-        rows[path]["named_by"] = [name for name, tag in named.items() if tag == path]
-    found = [rows[path] for path in sorted(rows, key=ages.__getitem__, reverse=True)]
+    saves = [look_at_tag(folder, path) for path in find_saves(folder)]
+    named = dict(read_names(folder))
+    found = [_describe(save, named) for save in sorted(saves, key=lambda save: save.age, reverse=True)]
     emit(options, {"folder": folder, **named, "checkpoints": found}, _write(found))
-    return OK if all(each["whole"] for each in found) else FAULT
+    return OK if all(each["whole"] or each["weights_only"] for each in found) else FAULT
 
 
-def find_saves(folder: str) -> list[str]:
-    """The folders of checkpoints in a folder and in its subfolders, relative to it; ``.`` where it is one itself.
-
-    Raises:
-        CheckpointError: there is none, or the folder cannot be listed.
-    """
-    from ..sources.files import scan_if_there
-    from ..sources.latest import LOST, find_checkpoint, find_tags, is_checkpoint
-
-    if is_checkpoint(folder):
-        return ["."]
-    found = find_tags(folder)
-    for name, entry in sorted(scan_if_there(folder).items()):
-        if entry.is_folder and name not in (LOST, *found):
-            try:
-                found += [os.path.join(name, tag) for tag in find_tags(os.path.join(folder, name))]
-            except CheckpointError as error:
-                logger.warning("%s", error)
-    return found or [os.path.relpath(find_checkpoint(folder), folder)]  # raises, and tells what the folder looks like
-
-
-def _read_names(folder: str) -> Iterator[tuple[str, str | None]]:
+def read_names(folder: str) -> Iterator[tuple[str, str | None]]:
+    """By name of a file that names a tag the tag; None where it is not there, or cannot be followed."""
     from ..sources.latest import LATEST, UNIVERSAL, read_tag
 
     for name in (LATEST, UNIVERSAL):
@@ -84,57 +66,35 @@ def _read_names(folder: str) -> Iterator[tuple[str, str | None]]:
             yield name, None
 
 
-def _look_at(folder: str, path: str) -> tuple[dict[str, Any], tuple[int, bool, float]]:
-    """What is told of a checkpoint, and its age."""
-    from ..comm import Comm
-    from ..io.store import list_tree
-    from ..sources.naming import Naming
-    from ..sources.older import find_age
-    from ..sources.open import survey_checkpoint
-
-    where = folder if path == "." else os.path.join(folder, path)
-    topology: str | None = None
-    fault: UcpError | str | None = None
-    try:
-        report = survey_checkpoint(where, Comm(), Naming(groups="module"))
-        topology, fault = report.index.run.topology.describe() if report.index else None, report.fault
-    except UcpError as error:
-        fault = error
-    fault = fault or _find_cut_short(os.path.dirname(where))
-    age = find_age([where])
-    sizes = [entry.size for entry in list_tree(where).values() if not entry.is_folder]
-    row = {
-        "tag": path,
-        "folder": where,
+def _describe(save: TagReport, named: Mapping[str, str | None]) -> dict[str, Any]:
+    """What is told of a checkpoint."""
+    age = save.age
+    return {
+        "tag": save.path,
+        "folder": save.folder,
         "step": None if age.step < 0 else age.step,
-        "whole": not fault,
+        "whole": not save.fault,
+        "weights_only": save.weights_only,
         "sealed": age.sealed,
-        "bytes": sum(sizes),
-        "files": len(sizes),
+        "bytes": sum(entry.size for entry in save.files.values()),
+        "files": len(save.files),
         "written": datetime.fromtimestamp(age.time).astimezone().isoformat(timespec="seconds") if age.time else None,
-        "topology": topology,
-        "fault": str(fault).removeprefix(where).lstrip("/: ") if fault else None,
+        "topology": save.topology,
+        "fault": save.describe_fault(),
+        "named_by": [name for name, tag in named.items() if tag == save.path],
     }
-    return row, age
 
 
-def _find_cut_short(folder: str) -> str:
-    """What tells that Hugging Face's Trainer has not come to the end of a save; empty where nothing does."""
-    from ..sources.files import scan_if_there
-
-    names = scan_if_there(folder).keys()
-    begun = any(name == "scheduler.pt" or name.startswith("rng_state") for name in names)
-    is_cut = begun and "trainer_state.json" not in names
-    return f"{folder}/trainer_state.json: missing, which a trainer's save writes last" if is_cut else ""
+def name_whole(*, whole: bool, weights_only: bool) -> str:
+    """Whether a checkpoint is whole, in a word."""
+    return "weights" if weights_only else "yes" if whole else "no"
 
 
 def _write(found: list[dict[str, Any]]) -> list[str]:
-    def word(value: bool) -> str:
-        return "yes" if value else "no"
-
     rows = [
         [
-            *(each["tag"], "?" if each["step"] is None else each["step"], word(each["whole"]), word(each["sealed"])),
+            *(each["tag"], "?" if each["step"] is None else each["step"]),
+            *(name_whole(whole=each["whole"], weights_only=each["weights_only"]), "yes" if each["sealed"] else "no"),
             *(format_bytes(each["bytes"]), (each["written"] or "?")[:16].replace("T", " "), each["topology"] or "?"),
             ", ".join(each["named_by"]),
         ]

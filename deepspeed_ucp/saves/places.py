@@ -27,6 +27,7 @@ from ..sources.open import seal_folder
 from ..sources.reading import read_file
 from ..sources.seal import read_seal, remove_seal
 from .memory import Destination, Snapshot, list_later
+from .removing import WRITTEN, choose_spare, is_saved, remove_tag
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -37,8 +38,6 @@ _ASIDE = ".ucp-save-"
 
 _OLD = "-old"
 """Of the name of a folder that one which grew aside has taken the place of."""
-
-_WRITTEN = ".ucp-written-"
 
 _COPIERS = 4
 _SENT = 64 << 20
@@ -144,7 +143,7 @@ def _write_to_store(save: Snapshot, place: Destination, wait: float, pace: Pace)
     final, named = f"{place.folder}/{save.tag}", _read_latest(place)
     if save.node == 0 and not exists(f"{final}/{_name_begun(save)}"):
         remove_seal(final)
-        map_threads(lambda left: remove(f"{final}/{left}"), filter(_is_saved, _list_sizes(final)), _COPIERS)
+        map_threads(lambda left: remove(f"{final}/{left}"), filter(is_saved, _list_sizes(final)), _COPIERS)
         write_small(f"{final}/{_name_begun(save)}", b"")
     own = _upload(save, place, pace)
     if save.node:
@@ -191,7 +190,7 @@ def _seal_uploaded(save: Snapshot, final: str) -> None:
         told = json.loads(read_small(f"{final}/{sign}"))
         written.update({name: (size, crc) for name, (size, crc) in told.items()})
     held = set(list_tree(final))
-    for left in filter(_is_saved, held.difference(written, signs, [_name_begun(save)])):
+    for left in filter(is_saved, held.difference(written, signs, [_name_begun(save)])):
         if SEAL not in held:  # else it is sealed already, by this writer before a stop or by another
             remove(f"{final}/{left}")
     seal_folder(final, Comm(), own=written)
@@ -265,38 +264,12 @@ def prune_place(place: Destination, held: Mapping[str, str]) -> dict[str, str]:
         named = read_tag(os.path.join(place.folder, LATEST))
     except (OSError, StorageError):
         named = ""
-    spare = [tag for tag in list(held)[: -max(place.keep, 1)] if tag != named]
+    spare = choose_spare(list(held), place.keep, {named})
     for tag in spare:
         if is_as_written(place.folder, tag, held[tag]):
-            _remove_tag(place, tag)
+            with suppress(OSError):
+                remove_tag(os.path.join(place.folder, tag))
     return {tag: digest for tag, digest in held.items() if tag not in spare}
-
-
-def _remove_tag(place: Destination, tag: str) -> None:
-    """The seal goes first: what is left by a stop is not taken for a whole save."""
-    folder = os.path.join(place.folder, tag)
-    with suppress(OSError):
-        remove_seal(folder)
-        if is_url(folder):
-            for name in filter(_is_saved, list_tree(folder)):
-                remove(f"{folder}/{name}")
-        else:
-            _remove_saved(folder)
-
-
-def _is_saved(name: str) -> bool:
-    """Whether a path in a tag is that of a save's file, not of what others have put there: another tag may be."""
-    return is_state_file(name) or name == SEAL or name.startswith((f"{OFFLOADED}/", _WRITTEN))
-
-
-def _remove_saved(folder: str) -> None:
-    """Remove a save's files, and its folder where that holds nothing else."""
-    shutil.rmtree(os.path.join(folder, OFFLOADED), ignore_errors=True)
-    for name in filter(_is_saved, os.listdir(folder)):
-        with suppress(OSError):
-            os.unlink(os.path.join(folder, name))
-    with suppress(OSError):
-        os.rmdir(folder)
 
 
 def _keep_others(old: str, final: str) -> None:
@@ -306,7 +279,7 @@ def _keep_others(old: str, final: str) -> None:
             os.unlink(old)
         return
     for name in os.listdir(old):
-        if not _is_saved(name) and name != OFFLOADED and not os.path.lexists(os.path.join(final, name)):
+        if not is_saved(name) and name != OFFLOADED and not os.path.lexists(os.path.join(final, name)):
             os.rename(os.path.join(old, name), os.path.join(final, name))
     shutil.rmtree(old, ignore_errors=True)
 
@@ -339,12 +312,12 @@ def _copy(source: str, destination: str, pace: Pace) -> None:
 
 def _name_node(save: Snapshot, node: int) -> str:
     """Of the file that says that a node has written its part of a save."""
-    return f"{_WRITTEN}{save.job}-{save.number}-{node}"
+    return f"{WRITTEN}{save.job}-{save.number}-{node}"
 
 
 def _name_begun(save: Snapshot) -> str:
     """Of the object that says that the first node writes a save to a store."""
-    return f"{_WRITTEN}{save.job}-{save.number}-begun"
+    return f"{WRITTEN}{save.job}-{save.number}-begun"
 
 
 def _wait_for_nodes(look: Callable[[], Iterable[str]], save: Snapshot, folder: str, wait: float) -> None:

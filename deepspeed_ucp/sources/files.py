@@ -37,6 +37,9 @@ CLIENT = "client"
 
 SEAL = "ucp_seal.json"
 
+FROZEN = "ucp_frozen.json"
+"""Of a tag whose frozen tensors lie in a folder beside it: names that folder."""
+
 NO_AXIS = -1
 """Tensor-parallel rank of a layer file whose name has none: the process topology had no model axis."""
 
@@ -282,6 +285,11 @@ def holds_state_dict(name: str) -> bool:
 def holds_run(name: str) -> bool:
     """Whether a file holds model states with what tells of the run: its step, its ranks."""
     return any(pattern.fullmatch(strip_writer(name)) for pattern in (_MODEL, _MODEL_ZERO3))
+
+
+def holds_optimizer(name: str) -> bool:
+    """Whether a file, by its path in a tag, holds an optimizer's states and nothing else: a swap file, too."""
+    return strip_writer(name).endswith("optim_states.pt") or name.startswith(f"{OFFLOADED}/")
 
 
 def is_state_file(name: str) -> bool:

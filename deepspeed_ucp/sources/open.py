@@ -15,7 +15,7 @@ from ..errors import CheckpointError, MismatchError, UcpError, UnsupportedError,
 from ..io.read import sum_range
 from ..io.store import open_stored
 from .atomic import survey_atomic
-from .files import SEAL, holds_atoms, sort_files
+from .files import SEAL, holds_atoms, holds_optimizer, sort_files
 from .findings import WARNING, Finding, fold_findings, from_error, make_error, sort_findings
 from .gather import gather_save, keep_new, look_at_header
 from .headers import FileHeader
@@ -158,6 +158,16 @@ def survey_files(where: FileTable, comm: Comm, naming: Naming | None = None) -> 
     return FolderReport(where, atomic, index, sort_findings(findings))
 
 
+def survey_weights(folder: str) -> FolderReport:
+    """Look at a checkpoint as it would be without its optimizer's files; its index, if it has one, has the weights.
+
+    Raises:
+        CheckpointError: the folder cannot be listed.
+    """
+    where = list_files(folder, Comm()).choose(lambda name: not holds_optimizer(name))
+    return survey_files(where, Comm(), Naming(groups="module", weights_only=True))
+
+
 def look_at_job(folder: str, also: Sequence[str] = ()) -> SavedJob:
     """What ran around a saved engine, from one model-states file that this process sees.
 
@@ -187,7 +197,7 @@ def look_at_job(folder: str, also: Sequence[str] = ()) -> SavedJob:
 def lacks_states(folder: str) -> bool:
     """Whether a folder on this node is a save at stage 0 without any optimizer states, as far as it can be read."""
     try:
-        if any(map(_holds_states, os.listdir(folder))):
+        if any(map(holds_optimizer, os.listdir(folder))):
             return False
         model = read_file(folder, "mp_rank_00_model_states.pt").model
     except (UcpError, OSError):
@@ -270,19 +280,15 @@ def _survey_normal(where: FileTable, comm: Comm, naming: Naming) -> tuple[Atomic
 
 def _read_weights(where: FileTable, comm: Comm) -> tuple[Save, list[Finding]] | None:
     """What of a save is whole without its optimizer's files, where that holds the weights; collective."""
-    if not any(map(_holds_states, where.entries)):
+    if not any(map(holds_optimizer, where.entries)):
         return None
-    save, findings = gather_save(where.choose(lambda name: not _holds_states(name)), comm)
+    save, findings = gather_save(where.choose(lambda name: not holds_optimizer(name)), comm)
     if save is None or make_error(findings) is not None:
         return None
     text = (
         f"{where.folder}: its files of optimizer states are not whole, and are left out: the weights alone are wanted."
     )
     return save, [*findings, Finding("missing", "", text, WARNING)]
-
-
-def _holds_states(name: str) -> bool:
-    return name.endswith("optim_states.pt")
 
 
 def _build(save: Save, naming: Naming) -> tuple[AtomicIndex | None, list[Finding]]:

@@ -17,6 +17,7 @@ from ..atoms import SavedJob
 from ..comm import Comm, connect
 from ..config import UniversalConfig
 from ..errors import CheckpointError, OutOfReachError, shorten
+from ..examine.tags import TRAINER_STATE
 from ..examine.verify import verify_checkpoint
 from ..io.store import exists
 from ..load.client import read_objects
@@ -27,7 +28,7 @@ from .randomness import States, read_states
 logger = logging.getLogger("deepspeed_ucp")
 
 _NAME = re.compile(r"checkpoint-(\d+)")
-_STATE, _SCHEDULER = "trainer_state.json", "scheduler.pt"
+_SCHEDULER = "scheduler.pt"
 
 _RANDOM = {"python": "python", "numpy": "numpy", "torch": "cpu", "accelerator": "{}"}
 """Keys of ``rng_state_N.pth``."""
@@ -173,7 +174,7 @@ def read_trainer_state(folder: str) -> dict[str, Any]:
     Raises:
         CheckpointError: it is missing or cannot be read.
     """
-    path = os.path.join(folder, _STATE)
+    path = os.path.join(folder, TRAINER_STATE)
     advice = 'Take an older checkpoint, or let "fallback": true find one that is whole.'
     try:
         with open(path, encoding="utf-8") as stream:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
@@ -14,14 +15,21 @@ from unittest import mock
 
 import pytest
 
+from deepspeed_ucp.cli.dispatch import main
+from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.io import remote, retry
 from deepspeed_ucp.io.store import list_tree, read_small, write_small
+from deepspeed_ucp.io.urls import put_file
 from deepspeed_ucp.saves import places
 from deepspeed_ucp.saves.memory import Destination, Job, Snapshot
 from deepspeed_ucp.saves.writer import is_locked, start_writer
+from deepspeed_ucp.sources import open_checkpoint
+from deepspeed_ucp.sources.open import seal_folder
+from tests.cli.samples import make_gpt, write_sample
 from tests.saves.saving import TAG, find_writer, is_whole, make_save, wait_for, write
 from tests.stores.server import BUCKET, Server, fail_first, serve
 from tests.support.crash import run_child
+from tests.synth import Topology
 
 pytest.importorskip("s3fs", reason="the store of these tests is S3")
 
@@ -227,14 +235,16 @@ def test_what_a_killed_writer_has_begun_to_upload_is_given_up(job: Job, server: 
 
 @pytest.mark.usefixtures("server")
 def test_what_others_have_in_a_tag_stays(job: Job) -> None:
-    """Files of an earlier save, of more ranks, do not."""
+    """Another tag may lie below it. Files of an earlier save, of more ranks, do not."""
     url = f"s3://{BUCKET}/others"
     write_small(f"{url}/{TAG}/arguments.json", b"{}")
+    write_small(f"{url}/{TAG}/below/mp_rank_00_model_states.pt", b"another tag's")
     write_small(f"{url}/{TAG}/zero_pp_rank_9_mp_rank_00_optim_states.pt", b"of another save")
     made = make_save(job, url)
     assert write(job)
     own = {name.split("/")[-1] for name in made.list_files()}
     assert list_names(url) == own | {"ucp_seal.json", "latest", "arguments.json"}
+    assert read_small(f"{url}/{TAG}/below/mp_rank_00_model_states.pt") == b"another tag's"
 
 
 @pytest.mark.usefixtures("server")
@@ -250,3 +260,27 @@ def test_a_part_of_an_earlier_save_is_none_of_this_one(job: Job, tmp_path: Path)
         assert write(other)
     assert write(job)
     assert is_whole(f"{url}/{TAG}") and not any(name.startswith(".ucp") for name in list_names(url))
+
+
+@pytest.mark.usefixtures("server")
+def test_a_run_is_pruned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A weight that is left loads from there."""
+    url = f"s3://{BUCKET}/pruned"
+    for step in (1, 2, 3):
+        time.sleep(step == 3)  # S3 tells times in seconds, and what is as old as a whole one may be growing
+        made = write_sample(tmp_path, Topology(1, 2, "bf16"), make_gpt(1), global_steps=step)
+        seal_folder(str(made), Comm())
+        for path in made.iterdir():
+            put_file(str(path), f"{url}/{made.name}/{path.name}")
+    write_small(f"{url}/latest", b"global_step3")
+    argv = ["prune", url, "--keep", "1"]
+    assert main([*argv, "--strip-optimizer", "--dry-run"]) == 0
+    told = capsys.readouterr().out
+    assert main([*argv, "--strip-optimizer"]) == 0
+    assert capsys.readouterr().out == told
+    held = set(list_tree(f"{url}/global_step1"))
+    assert held == {"mp_rank_00_model_states.pt"} and open_checkpoint(f"{url}/global_step1", Comm(), weights_only=True)
+    assert main(argv) == 0
+    assert {name.split("/")[0] for name in list_tree(url)} == {"global_step3", "latest"} and is_whole(
+        f"{url}/global_step3"
+    )

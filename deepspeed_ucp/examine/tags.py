@@ -1,0 +1,145 @@
+"""The tags of a folder: of which step each is, whether it is whole, and why not; headers alone are read."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..comm import Comm
+from ..errors import CheckpointError, OutOfReachError, UcpError
+from ..io.paths import Entry
+from ..io.store import list_tree
+from ..sources.files import scan_if_there
+from ..sources.latest import LOST, find_checkpoint, find_tags, is_checkpoint
+from ..sources.naming import Naming
+from ..sources.older import Age, find_age
+from ..sources.open import survey_checkpoint, survey_weights
+from ..wrappers import STATELESS
+
+logger = logging.getLogger("deepspeed_ucp")
+
+TRAINER_STATE = "trainer_state.json"
+"""What Hugging Face's Trainer writes last into its ``checkpoint-N``, beside the engine's tag and `latest`."""
+
+_TRAINERS = re.compile(r"checkpoint-\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class TagReport:
+    """A tag as its headers tell.
+
+    Attributes:
+        path: of it in the folder that was looked into; ``.`` where it is that folder.
+        folder: its own.
+        fault: why it is not whole; None where it is, or where what wrote it is not covered and nothing else is wrong.
+        topology: that saved it, in words; None where that cannot be told.
+        is_known: what wrote it is covered, or its seal tells that it is whole.
+        weights_only: it lacks its optimizer states alone, all of them.
+        is_atomic: it is an atomic checkpoint.
+        files: that lie in it and below it.
+    """
+
+    path: str
+    folder: str
+    age: Age
+    fault: UcpError | str | None
+    topology: str | None
+    is_known: bool
+    weights_only: bool
+    is_atomic: bool
+    files: Mapping[str, Entry]
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether its files may be whole or not, as far as could be looked at them."""
+        return isinstance(self.fault, OutOfReachError) or not (self.fault or self.is_known)
+
+    @property
+    def changed(self) -> float:
+        """When the last of its files was written; 0 where that is not known of one."""
+        times = [entry.changed for entry in self.files.values()]
+        return max(times) if times and all(times) else 0.0
+
+    def describe_fault(self) -> str | None:
+        """Why it is not whole, without its folder in front."""
+        return str(self.fault).removeprefix(self.folder).lstrip("/: ") if self.fault else None
+
+
+def find_saves(folder: str) -> list[str]:
+    """The folders of checkpoints in a folder and in its subfolders, relative to it; ``.`` where it is one itself.
+
+    Raises:
+        CheckpointError: there is none, or the folder cannot be listed.
+    """
+    if is_checkpoint(folder):
+        return ["."]
+    found = find_tags(folder)
+    for name, entry in sorted(scan_if_there(folder).items()):
+        if entry.is_folder and name not in (LOST, *found):
+            try:
+                found += [os.path.join(name, tag) for tag in find_tags(os.path.join(folder, name))]
+            except CheckpointError as error:
+                logger.warning("%s", error)
+    return found or [os.path.relpath(find_checkpoint(folder), folder)]  # raises, and tells what the folder looks like
+
+
+def look_at_tag(folder: str, path: str) -> TagReport:
+    """What is told of a tag that :func:`find_saves` has found.
+
+    Raises:
+        CheckpointError, OSError: it cannot be listed.
+    """
+    where = folder if path == "." else os.path.join(folder, path)
+    files = {name: entry for name, entry in list_tree(where).items() if not entry.is_folder}  # before they are read
+    index, fault, is_atomic = None, None, False
+    try:
+        report = survey_checkpoint(where, Comm(), Naming(groups="module"))
+        index, fault, is_atomic = report.index, report.fault, report.atomic
+    except UcpError as error:
+        fault = error
+    age = find_age([where])
+    weights_only = index is not None and not fault and index.run.topology.wrapper == STATELESS
+    if index and weights_only:
+        fault = CheckpointError(index.limits.stateless)
+    return TagReport(
+        path,
+        where,
+        age,
+        fault or _find_cut_short(os.path.dirname(where)),
+        index.run.topology.describe() if index else None,
+        is_known=index is not None or age.sealed,
+        weights_only=weights_only,
+        is_atomic=is_atomic,
+        files=files,
+    )
+
+
+def leaves_weights(folder: str) -> bool:
+    """Whether without its optimizer's files a tag would be its weights, and be known to lack optimizer states.
+
+    Raises:
+        CheckpointError: the folder cannot be listed, or a file is out of reach.
+    """
+    report = survey_weights(folder)
+    if isinstance(report.fault, OutOfReachError):
+        raise report.fault
+    return not report.fault and report.index is not None and report.index.run.topology.wrapper == STATELESS
+
+
+def is_trainers(folder: str) -> bool:
+    """Whether a folder is one of Hugging Face's Trainer, with what that writes beside the engine's tag."""
+    return _TRAINERS.fullmatch(os.path.basename(folder)) is not None and any(map(_is_beside, scan_if_there(folder)))
+
+
+def _is_beside(name: str) -> bool:
+    return name in (TRAINER_STATE, "scheduler.pt") or name.startswith("rng_state")
+
+
+def _find_cut_short(folder: str) -> str:
+    """What tells that Hugging Face's Trainer has not come to the end of a save; empty where nothing does."""
+    names = scan_if_there(folder)
+    is_cut = any(map(_is_beside, names)) and TRAINER_STATE not in names
+    return f"{folder}/{TRAINER_STATE}: missing, which a trainer's save writes last" if is_cut else ""
