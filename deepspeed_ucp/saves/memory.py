@@ -95,16 +95,16 @@ class Snapshot:
         return [place for place in self.places if place.folder not in done]
 
     def read_done(self) -> dict[str, str]:
-        """By place that has it the digest of its seal there; empty where the place is not to have it any more."""
+        """By place that has it its mark there; empty where the place is not to have it any more."""
         try:
             told: dict[str, str] = json.loads(Path(self.folder, f"{_DONE}{self.node}.json").read_text())
         except FileNotFoundError:
             return {}
         return told
 
-    def note_done(self, place: Destination, digest: str) -> None:
-        """Note that a place has it with a seal of this digest, or with none is not to have it any more."""
-        told = json.dumps({**self.read_done(), place.folder: digest})
+    def note_done(self, place: Destination, mark: str) -> None:
+        """Note that a place has it with this mark, or with none is not to have it any more."""
+        told = json.dumps({**self.read_done(), place.folder: mark})
         write_atomically(os.path.join(self.folder, f"{_DONE}{self.node}.json"), told.encode())
 
     def write_record(self) -> None:
@@ -176,7 +176,7 @@ class Job:
         return is_held(os.path.join(self.folder, _OWNER))
 
     def read_written(self) -> dict[str, dict[str, str]]:
-        """By place the tags that this job has there, in the order in which they were written, with their digests."""
+        """By place the tags that this job has there, in the order in which they were written, with their marks."""
         try:
             told: dict[str, dict[str, str]] = json.loads(Path(self.folder, _WRITTEN).read_text())
         except FileNotFoundError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -36,8 +37,11 @@ T = TypeVar("T")
 _ASIDE = ".ucp-save-"
 """Of the name of a folder in which a save grows."""
 
-_OLD = "-old"
-"""Of the name of a folder that one which grew aside has taken the place of."""
+_OLD, _GONE = "-old", "-gone"
+"""Of the names of folders that one which grew aside has taken the place of, and that nobody goes on with."""
+
+_ABANDONED = 86400.0
+"""Seconds without any change after which a folder in which another job's save grows is nobody's."""
 
 _COPIERS = 4
 _SENT = 64 << 20
@@ -55,37 +59,28 @@ def write_save(save: Snapshot, place: Destination, wait: float, pace: Pace) -> s
         pace: of the place.
 
     Returns:
-        The digest of its seal, on the first node; elsewhere a word.
+        Its mark there (:func:`find_mark`), on the first node; elsewhere a word.
 
     Raises:
         UcpError: another node has not written in time, or the files do not belong together.
         OSError: as the system or the store tells it.
     """
     (_write_to_store if is_url(place.folder) else _write_to_folder)(save, place, wait, pace)
-    return read_digest(place.folder, save.tag) if save.node == 0 else "on the first node"
+    return find_mark(place.folder, save.tag) if save.node == 0 else "on the first node"
 
 
-def read_digest(place: str, tag: str) -> str:
-    """Of the seal that a tag has in a place; empty where it has none that can be read."""
-    try:
-        return read_seal(os.path.join(place, tag, SEAL)).digest
-    except (OSError, UcpError):
-        return ""
+def find_mark(place: str, tag: str) -> str:
+    """What a sealed tag is in a place: whoever writes a file of it anew changes this, whatever the clocks tell.
 
-
-def is_as_written(place: str, tag: str, digest: str) -> bool:
-    """Whether a tag is still what was sealed with this digest, as far as its files' times tell.
-
-    Who saves there anew without the plugin leaves the seal as it is.
+    Who saves there without the plugin leaves the seal as it is. Empty where there is none that can be read.
     """
     folder = os.path.join(place, tag)
     try:
-        held = list_folder(folder)
-        sealed = held[SEAL].changed if SEAL in held else -1.0
+        digest, held = read_seal(os.path.join(folder, SEAL)).digest, list_folder(folder)
     except (OSError, UcpError):
-        return False
-    times = [entry.changed for name, entry in held.items() if is_state_file(name)]
-    return max(times, default=0.0) <= sealed and read_digest(place, tag) == digest
+        return ""
+    told = [(name, str(entry)) for name, entry in sorted(held.items()) if is_state_file(name)]
+    return hashlib.sha256(json.dumps([digest, told]).encode()).hexdigest()
 
 
 def has_begun(save: Snapshot, place: Destination) -> bool:
@@ -128,7 +123,7 @@ def _write_to_folder(save: Snapshot, place: Destination, wait: float, pace: Pace
         sync_folder(above)
         for old in (aside, f"{aside}{_OLD}"):
             _keep_others(old, final)
-        _remove_left(above, save)
+        _remove_left(above, save, os.stat(os.path.join(final, SEAL)).st_mtime)
         for each in set(save.list_files()).difference(inside):
             _copy(os.path.join(save.folder, each), os.path.join(place.folder, each), pace)
         _name_latest(save, place, named)
@@ -252,8 +247,7 @@ def prune_place(place: Destination, held: Mapping[str, str]) -> dict[str, str]:
     """Remove the first ones of those tags that this job has written to a place, down to as many as stay.
 
     Args:
-        held: digests of their seals by tag, in the order in which they were written. What has another one by now, or
-            none, is another's.
+        held: their marks by tag, in the order in which they were written. What has another one by now is another's.
 
     Returns:
         Those that are left. One that ``latest`` names, and the last one that is sealed, are always among them.
@@ -266,10 +260,10 @@ def prune_place(place: Destination, held: Mapping[str, str]) -> dict[str, str]:
         named = ""
     spare = choose_spare(list(held), place.keep, {named})
     for tag in spare:
-        if is_as_written(place.folder, tag, held[tag]):
+        if find_mark(place.folder, tag) == held[tag]:
             with suppress(OSError):
                 remove_tag(os.path.join(place.folder, tag))
-    return {tag: digest for tag, digest in held.items() if tag not in spare}
+    return {tag: mark for tag, mark in held.items() if tag not in spare}
 
 
 def _keep_others(old: str, final: str) -> None:
@@ -284,12 +278,31 @@ def _keep_others(old: str, final: str) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _remove_left(folder: str, save: Snapshot) -> None:
-    """What earlier saves of this job have left that were not finished."""
+def _remove_left(folder: str, save: Snapshot, now: float) -> None:
+    """What earlier saves of this job have left that were not finished, and other jobs' that nobody goes on with.
+
+    Args:
+        now: by the clock of the file system, about.
+    """
     for name in os.listdir(folder):
-        _, mark, number = name.rpartition(f"{_ASIDE}{save.job}-")
-        if mark and number.isdecimal() and int(number) < save.number:
-            shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
+        tag, mark, owner = name.rpartition(_ASIDE)
+        job, _, number = owner.rpartition("-")
+        path = os.path.join(folder, name)
+        if mark and job == save.job and number.isdecimal():
+            if int(number) < save.number:
+                shutil.rmtree(path, ignore_errors=True)
+        elif mark:
+            with suppress(OSError):
+                if _is_abandoned(path, os.path.join(folder, tag[1:]), now):
+                    os.rename(path, f"{path}{_GONE}")  # its writer, if it lives after all, misses it and begins anew
+                    shutil.rmtree(f"{path}{_GONE}", ignore_errors=True)
+
+
+def _is_abandoned(aside: str, final: str, now: float) -> bool:
+    """Whether nothing in a folder aside has changed for long, and it is not the only whole save of its tag."""
+    files = [os.path.join(above, name) for above, _, names in os.walk(aside) for name in (*names, ".")]
+    is_old = max(os.stat(path).st_mtime for path in files) < now - _ABANDONED
+    return is_old and (os.path.isdir(final) or not os.path.exists(os.path.join(aside, SEAL)))
 
 
 def _copy(source: str, destination: str, pace: Pace) -> None:

@@ -9,6 +9,7 @@ import atexit
 import logging
 import os
 import shutil
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,7 +37,7 @@ from ..wrappers import USE_MUON, find_live
 from ..writer import is_decoupled
 from .files import Stable, StateFile, save_over
 from .memory import Destination, Job, Snapshot, find_root, list_jobs, locate, name_job
-from .places import is_as_written
+from .places import find_mark
 from .writer import is_locked, list_late, start_writer
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -54,6 +55,10 @@ _STARTING = 20.0
 
 _SPARE = 1.05
 """Of the bytes that a save is reckoned to take: files have more in them than tensors."""
+
+
+_claimed = dict[tuple[str, str], tuple[str, str, int]]()
+"""By place of ``to`` and tag the folder that this script named for it, the job, and the step."""
 
 
 class Saver:
@@ -122,6 +127,34 @@ class Saver:
             self.failed = f"{path} cannot be written ({error})"
         else:
             self._left += [left] if left else []
+
+    def copy(self, work: Callable[..., Any], source: str, destination: str, **options: Any) -> Any:
+        """What ``shutil`` does, into memory; what fails is kept as by :meth:`write_file`."""
+        try:
+            return work(source, destination, **options)
+        except OSError as error:
+            if not destination.startswith(f"{self.folder}{os.sep}"):
+                raise
+            faults = error.args[0] if isinstance(error, shutil.Error) else [error]  # of a tree a list
+            self.failed = self.failed or f"{destination} cannot be written ({faults[0]})"
+            return destination
+
+    def claim(self, save_dir: str, tag: str, step: int) -> None:
+        """Keep what two engines, or saves into two folders, put into one place of ``to`` apart.
+
+        Raises:
+            StorageError: the place has another save of this script's under the same tag.
+        """
+        for tier in self.options.to:
+            place, own = locate(tier.place), (locate(save_dir), self.job.name, step)
+            other = _claimed.setdefault((place, tag), own)
+            if other[0] != own[0] and other[1:] != own[1:]:
+                raise StorageError(
+                    f"has {tag!r} of {other[0]}, in whose place that of {own[0]} would come. Give each engine a place "
+                    'of its own in "save": {"to": …}, or each save a tag of its own.',
+                    path=place,
+                )
+            _claimed[place, tag] = own
 
     def begin(self, needed: int) -> str:
         """Make the folder of the next save, on the node's first rank; why there is no room for it, in words."""
@@ -306,6 +339,8 @@ def save_into_memory(
         StorageError: it cannot go into memory, and DeepSpeed cannot write to where it is to go; the same everywhere.
     """
     comm, saver = connect(), _open_saver(engine, config)
+    if saver.options.to:
+        comm.run(lambda: saver.claim(save_dir, tag, engine.global_steps))
     saver.finish_copy()
     saver.number, saver.failed = saver.number + 1, ""
     told = comm.each(lambda: (identify_host(), count_saved(engine), saver.bytes, _find_obstacle(engine, tag)))
@@ -319,7 +354,7 @@ def save_into_memory(
         why = begin()
     if not why:
         saver.note_stable(engine)
-        with _write_by(engine.checkpoint_engine, saver.write_file):
+        with _write_by(engine.checkpoint_engine, saver.write_file), _copy_by(saver.copy):
             saved = write(saver.folder)
         if full := next(filter(None, comm.each(lambda: saver.failed)), ""):
             why = f"memory is full by now: {full}. {_ADVICE}"
@@ -363,6 +398,20 @@ def _write_by(checkpoint_engine: Any, write: Callable[[Any, str], None]) -> Iter
         yield
     finally:
         del checkpoint_engine.save
+
+
+@contextmanager
+def _copy_by(copy: Callable[..., Any]) -> Iterator[None]:
+    """Have DeepSpeed copy in another way what lies beside its own files: swap files on NVMe, scripts."""
+    copying = (shutil, "copytree"), (sys.modules.get("deepspeed.runtime.engine"), "copyfile")
+    before = [(module, name, getattr(module, name)) for module, name in copying if hasattr(module, name)]
+    for module, name, work in before:
+        setattr(module, name, partial(copy, work))
+    try:
+        yield
+    finally:
+        for each in before:
+            setattr(*each)
 
 
 def finish_saves(engine: Any, *, required: bool = False) -> None:
@@ -583,32 +632,32 @@ def find_in_memory(config: UniversalConfig, load_dir: str, tag: Any, comm: Comm)
         ]
 
     nodes, found = defaultdict[tuple[str, int], set[int]](set), dict[tuple[str, int], tuple[Snapshot, str | None]]()
-    for save, digest in sorted((each for told in comm.each(look) for each in told), key=lambda each: -each[0].node):
+    for save, mark in sorted((each for told in comm.each(look) for each in told), key=lambda each: -each[0].node):
         nodes[save.key].add(save.node)
-        found[save.key] = save, digest
-    whole = [(save, digest) for key, (save, digest) in found.items() if len(nodes[key]) == save.nodes]
+        found[save.key] = save, mark
+    whole = [(save, mark) for key, (save, mark) in found.items() if len(nodes[key]) == save.nodes]
     whole.sort(key=lambda each: (each[0].step, each[0].number), reverse=True)
-    newest = comm.once(lambda: next((save for save, digest in whole if _is_newer(save, digest, load_dir, tag)), None))
+    newest = comm.once(lambda: next((save for save, mark in whole if _is_newer(save, mark, load_dir, tag)), None))
     return None if newest is None else Found(os.path.join(root, newest.folder), newest.tag, newest.step)
 
 
-def _is_newer(save: Snapshot, digest: str | None, load_dir: str, tag: Any) -> bool:
+def _is_newer(save: Snapshot, mark: str | None, load_dir: str, tag: Any) -> bool:
     """Whether a save is not older than what a place has, or is that.
 
     What has been written there counts as long as the place names it and has its seal: who puts another tag into
     ``latest``, or something else under this tag, wants that.
 
     Args:
-        digest: of its seal there, where it has been written; None where it has not been yet; empty where it is not to
-            be any more.
+        mark: of it there, where it has been written; None where it has not been yet; empty where it is not to be any
+            more.
         tag: that is asked for.
     """
     try:
         named = tag if tag is not None else read_latest(load_dir)
-        if digest == "" and tag is None:
+        if mark == "" and tag is None:
             return False
-        if digest:
-            return named == save.tag and is_as_written(load_dir, save.tag, digest)
+        if mark:
+            return named == save.tag and mark == find_mark(load_dir, save.tag)
         return named is None or find_age([os.path.join(load_dir, named)]).step <= save.step
     except (UcpError, OSError):
         return True  # it cannot be told, and memory has a whole one

@@ -218,11 +218,11 @@ class SaveWriter:
             if names := self._begun.pop(place.folder, None):
                 with suppress(OSError):  # who may write need not be let list this
                     abort_uploads(place.folder, names)
-            digest = write_save(save, place, self.wait, self._find_pace(place))
+            mark = write_save(save, place, self.wait, self._find_pace(place))
             with self._lock:
-                save.note_done(place, digest)
+                save.note_done(place, mark)
             if save.node == 0:  # what the others have written is no whole save yet
-                self._note_written(save, place, digest)
+                self._note_written(save, place, mark)
         except Exception as error:  # noqa: BLE001 - whatever a place or its library does, other places go on
             self._warn(place.folder, str(error) or repr(error))
             return False
@@ -234,10 +234,10 @@ class SaveWriter:
         rate = None if place.limit_mb_s is None else place.limit_mb_s * (1 << 20)
         return self._paces.setdefault(place.folder, Pace(rate))
 
-    def _note_written(self, save: Snapshot, place: Destination, digest: str) -> None:
+    def _note_written(self, save: Snapshot, place: Destination, mark: str) -> None:
         end_save(save, place)
         held = {tag: each for tag, each in self.job.read_written().get(place.folder, {}).items() if tag != save.tag}
-        held[save.tag] = digest
+        held[save.tag] = mark
         self._note(place, held)
         self._note(place, prune_place(place, held))
 

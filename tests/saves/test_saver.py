@@ -166,6 +166,55 @@ def test_a_place_that_is_behind_is_told_of_more_and_more_seldom(
     assert re.findall(r"is (\d+) steps behind", caplog.text) == ["10", "20", "40"]
 
 
+def test_swap_files_that_memory_has_no_room_for_are_copied_by_deepspeed(
+    save: Callable[..., tuple[str, bool]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """Found in the midst of a save: no rank is to wait for another one then, in DeepSpeed's own barrier."""
+    (tmp_path / "nvme").mkdir()
+    (tmp_path / "nvme" / "swapped").write_text("state")
+    copytree, place = shutil.copytree, str(tmp_path / "place")
+
+    def copy(source: str, destination: str, **options: Any) -> str:
+        if destination.startswith(place):
+            return copytree(source, destination, **options)
+        raise shutil.Error([(source, destination, "[Errno 28] No space left on device")])
+
+    def write_files(folder: str) -> None:
+        write_source(Path(folder))
+        shutil.copytree(str(tmp_path / "nvme"), os.path.join(folder, TAG, "offloaded_tensors"), dirs_exist_ok=True)
+
+    monkeypatch.setattr(shutil, "copytree", copy)
+    assert not save(place, TAG, write_files)[1]
+    assert "memory is full by now" in caplog.text and "No space left" in caplog.text
+    assert (tmp_path / "place" / TAG / "offloaded_tensors" / "swapped").read_text() == "state"
+    with pytest.raises(shutil.Error):
+        shutil.copytree(str(tmp_path / "nvme"), str(tmp_path / "elsewhere"))
+
+
+def test_two_engines_do_not_write_over_each_others_tags(
+    engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does one engine that saves different steps into two folders."""
+    other = FakeEngine(**vars(engine))
+    options = SaveOptions(memory=str(tmp_path / "memory"), to=[SaveTier(place=str(tmp_path / "place"))])
+    config = UniversalConfig(save=options)
+
+    def save(engine: FakeEngine, folder: str, tag: str) -> None:
+        save_into_memory(engine, config, str(tmp_path / folder), tag, lambda _: None, latest=True)
+
+    with mock.patch.object(savers, "start_writer", side_effect=OSError("no process")):
+        for folder in ("a", "a", "best"):
+            save(engine, folder, "step")
+        with pytest.raises(StorageError, match="Give each engine a place of its own"):
+            save(other, "b", "step")
+        engine.global_steps += 1
+        with pytest.raises(StorageError, match="or each save a tag of its own"):
+            save(engine, "a", "step")
+        save(other, "b", "other")
+    for each in (engine, other):
+        find_state(each).saver.job.remove()
+
+
 def test_a_tag_that_was_saved_anew_without_the_plugin_counts(job: Job, tmp_path: Path) -> None:
     """At the same step, and below the seal that is left of the older save."""
     place = tmp_path / "place"

@@ -350,6 +350,45 @@ def test_folders_that_cannot_be_exchanged_are_renamed(
     assert set(os.listdir(tmp_path / "place")) == {TAG, "latest", "zero_to_fp32.py"}
 
 
+def test_what_a_dead_job_has_left_in_a_place_goes_after_a_day(
+    job: Job, save: Callable[..., Snapshot], tmp_path: Path
+) -> None:
+    """By the clock of the place, and unless it is the only whole save of its tag."""
+    place = tmp_path / "place"
+    kept = {".new.ucp-save-living-3", ".whole.ucp-save-dead-4"}
+    for name in {".new.ucp-save-dead-3", f".{TAG}.ucp-save-dead-4", f".{TAG}.ucp-save-dead-4-old", *kept}:
+        (place / name).mkdir(parents=True)
+        (place / name / "file").write_text("")
+        (place / name / "ucp_seal.json" if "new" not in name else place / name).touch()
+        for path in [place / name, *(place / name).iterdir()] if "living" not in name else [place / name]:
+            os.utime(path, (0, time.time() - 90000))
+    save()
+    assert write(job)
+    assert set(os.listdir(place)) == {TAG, "latest", "zero_to_fp32.py", *kept}
+
+
+@pytest.mark.parametrize("moved", [-1e5, 1e5])
+def test_a_clock_that_is_set_back_or_ahead_changes_nothing(
+    moved: float, job: Job, save: Callable[..., Snapshot], tmp_path: Path
+) -> None:
+    """Of what a job has written older saves go, and what is written anew by others stays, whatever files' times are."""
+    place = tmp_path / "place"
+
+    def move(tag: str) -> None:
+        for number, path in enumerate((place / tag).iterdir()):
+            os.utime(path, (0, time.time() + moved * (number + 1)))
+
+    for tag in "abcd":
+        with mock.patch.object(places, "_name_latest", side_effect=lambda save, *_: move(save.tag)):
+            save(tag=tag, keep=2)
+            assert write(job)
+        if tag == "b":
+            path = place / "b" / "mp_rank_00_model_states.pt"
+            path.write_bytes(path.read_bytes())
+            os.utime(path, (0, (place / "b" / "ucp_seal.json").stat().st_mtime - 1))
+    assert {path.name for path in place.iterdir() if path.is_dir()} == {"b", "c", "d"}
+
+
 def test_what_others_have_in_a_tag_stays(job: Job, save: Callable[..., Snapshot], tmp_path: Path) -> None:
     """Also where the tag is written over by fewer ranks, or another tag lies below it."""
     tag = tmp_path / "place" / TAG
