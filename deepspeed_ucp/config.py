@@ -46,6 +46,11 @@ class SaveOptions(BaseModel):
             script then must not change by itself; else all of it before a save returns.
         to: where saves go instead of the folder that the script names.
         wait_s: seconds for which the end of the job waits for what is not written yet, and one node for another's part.
+        copies: in the memory of so many other nodes each node's part of a save lies too.
+        domain: what nodes fail with that have the same, such as ``$RACK``; copies go to nodes of others. It names
+            variables of the environment.
+        address: by which the other nodes reach this one; by default that of the way to ``MASTER_ADDR``. It names
+            variables of the environment.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -55,6 +60,9 @@ class SaveOptions(BaseModel):
     overlap: bool = False
     to: list[SaveTier] = []
     wait_s: float = Field(default=600, ge=0)
+    copies: int = Field(default=0, ge=0)
+    domain: str | None = None
+    address: str | None = None
 
 
 class UniversalConfig(BaseModel):

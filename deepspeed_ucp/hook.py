@@ -270,8 +270,9 @@ def _load_from_memory(
     if comm.rank == 0:
         logger.info("%s: taken from memory, tag %s of step %d: %s", load_dir, found.tag, found.step, found.folder)
     own, marked = partial(own, load_dir=found.folder, tag=found.tag), find_state(engine).broken
+    everywhere = config.model_copy(update={"also": [*found.copies, *config.also]})
     try:
-        return resume(engine, found.folder, found.tag, arguments, config, own, unknown=unknown)
+        return resume(engine, found.folder, found.tag, arguments, everywhere, own, unknown=unknown)
     except CheckpointError as error:
         if find_state(engine).broken is not marked or (comm.size > 1 and not error.shared):
             raise

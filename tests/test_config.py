@@ -96,6 +96,9 @@ def test_every_key_can_be_set() -> None:
             "overlap": True,
             "to": [{"place": "s3://bucket/run", "every": 10, "keep": 5, "limit_mb_s": 2.5}],
             "wait_s": 60.0,
+            "copies": 1,
+            "domain": "$RACK",
+            "address": "$POD_IP",
         },
         "trust_pickle": True,
     }

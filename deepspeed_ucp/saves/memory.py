@@ -2,7 +2,8 @@
 
 ``<memory>/deepspeed_ucp-<user>/<job>/`` has ``owner`` (held by the process that saves while it lives), ``lock`` (by the
 writer) and a folder for each save. That is a folder of tags as any other, with DeepSpeed's own files of one tag in it;
-``save-<node>.json`` is there once all ranks of the node have written, ``done-<node>.json`` says which places have it.
+``save-<node>.json`` is there once all ranks of the node have written, ``done-<node>.json`` says which places have it,
+``copied-<node>.json`` which other nodes. What these have of it lies in a folder of its own, with the same record.
 Numbers of saves rise, whatever the clock does.
 """
 
@@ -13,20 +14,23 @@ import json
 import os
 import re
 import shutil
+import socket
 import stat
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ..errors import StorageError
 from ..io.disk import write_atomically
+from ..io.filesystems import MEMORY, find_kind
+from ..io.memory import measure_available
 from ..io.paths import is_url, normalize
 
-_RECORD, _DONE = "save-", "done-"
-_OWNER, _WRITTEN, _SPARE = "owner", "written", "spare"
+_RECORD, _DONE, _COPIED = "save-", "done-", "copied-"
+_OWNER, _WRITTEN, _SPARE, _COPYING = "owner", "written", "spare", "copying"
 LOCK = "lock"
 
 
@@ -82,12 +86,12 @@ class Snapshot:
         found = []
         for above, _, names in os.walk(self.folder):
             found += [os.path.relpath(os.path.join(above, name), self.folder) for name in names]
-        own = (_RECORD, _DONE, "latest", ".")
-        return sorted(
-            name
-            for name in found
-            if name.startswith(f"{self.tag}{os.sep}") or not (os.sep in name or name.startswith(own))
-        )
+        return sorted(filter(self.owns, found))
+
+    def owns(self, path: str) -> bool:
+        """Whether a path below :attr:`folder` is one of its files'."""
+        others = (_RECORD, _DONE, _COPIED, "latest", ".")
+        return path.startswith(f"{self.tag}{os.sep}") or not (os.sep in path or path.startswith(others))
 
     def list_pending(self) -> list[Destination]:
         """Places that do not have it yet."""
@@ -96,16 +100,42 @@ class Snapshot:
 
     def read_done(self) -> dict[str, str]:
         """By place that has it its mark there; empty where the place is not to have it any more."""
+        return self._read(_DONE)
+
+    def note_done(self, place: Destination, mark: str) -> None:
+        """Note that a place has it with this mark, or with none is not to have it any more."""
+        self.replace_done({**self.read_done(), place.folder: mark})
+
+    def replace_done(self, done: Mapping[str, str]) -> None:
+        """Note what :meth:`read_done` tells."""
+        self._note(_DONE, done)
+
+    def read_copied(self) -> dict[str, str]:
+        """By node that was asked to have a copy the name of its machine; empty where it has not come to have it."""
+        return self._read(_COPIED)
+
+    def note_copied(self, node: int, host: str) -> None:
+        """Note what :meth:`read_copied` tells of a node."""
+        self._note(_COPIED, {**self.read_copied(), str(node): host})
+
+    def list_hosts(self) -> list[str]:
+        """Machines that have it in their memory, its own first; none where it is only there."""
+        others = [host for host in self.read_copied().values() if host]
+        return [socket.gethostname(), *others] if others else []
+
+    def _read(self, kind: str) -> dict[str, str]:
         try:
-            told: dict[str, str] = json.loads(Path(self.folder, f"{_DONE}{self.node}.json").read_text())
+            told: dict[str, str] = json.loads(Path(self.folder, f"{kind}{self.node}.json").read_text())
         except FileNotFoundError:
             return {}
         return told
 
-    def note_done(self, place: Destination, mark: str) -> None:
-        """Note that a place has it with this mark, or with none is not to have it any more."""
-        told = json.dumps({**self.read_done(), place.folder: mark})
-        write_atomically(os.path.join(self.folder, f"{_DONE}{self.node}.json"), told.encode())
+    def _note(self, kind: str, told: Mapping[str, str]) -> None:
+        write_atomically(os.path.join(self.folder, f"{kind}{self.node}.json"), json.dumps(dict(told)).encode())
+
+    def is_recorded(self) -> bool:
+        """Whether it is still there, whole on this node."""
+        return os.path.exists(os.path.join(self.folder, f"{_RECORD}{self.node}.json"))
 
     def write_record(self) -> None:
         """Say that it is whole on this node.
@@ -123,11 +153,19 @@ class Snapshot:
 
     def spare(self) -> None:
         """Keep its files' memory for the job's next save, if none is kept for it yet: new pages take longest."""
-        self._forget()
         try:
-            os.rename(self.folder, os.path.join(os.path.dirname(self.folder), _SPARE))
+            self.move(os.path.join(os.path.dirname(self.folder), _SPARE))
         except OSError:
             self.remove()
+
+    def move(self, folder: str) -> None:
+        """Have its files stand in a folder that is not there, as no save: their memory is written over.
+
+        Raises:
+            OSError: something is there.
+        """
+        self._forget()
+        os.rename(self.folder, folder)
 
     def _forget(self) -> None:
         with suppress(FileNotFoundError):
@@ -199,6 +237,30 @@ class Job:
         """Those that are whole on this node, the first one first."""
         return [save for number in self.list_numbers() for save in _read_records(self.find_folder(number))]
 
+    def find_copy(self, node: int, number: int) -> str:
+        """The folder of the part that another node has of a save."""
+        return os.path.join(self.folder, f"copy-{node}-{number:08d}")
+
+    def list_copies(self) -> list[Snapshot]:
+        """Parts of other nodes that are whole here, of each node the first save's first."""
+        names = sorted(name for name in _list(self.folder) if _COPY.fullmatch(name))
+        return [copy for name in names for copy in _read_records(os.path.join(self.folder, name))]
+
+    def read_copying(self) -> tuple[int, int]:
+        """The last save of which all copies are whole, and the one that is copied now; 0: none.
+
+        The first of them is what is left when a node is lost before the others have its part of a later one.
+        """
+        try:
+            safe, current = map(int, json.loads(Path(self.folder, _COPYING).read_text()))
+        except FileNotFoundError:
+            return 0, 0
+        return safe, current
+
+    def note_copying(self, safe: int, current: int) -> None:
+        """Note what :meth:`read_copying` tells."""
+        write_atomically(os.path.join(self.folder, _COPYING), json.dumps([safe, current]).encode())
+
     def reuse(self, path: str) -> None:
         """Have the file that a spare save has under the same name stand at ``path``: its memory is written over.
 
@@ -210,8 +272,9 @@ class Job:
                 os.rename(os.path.join(self.spare, tag, os.path.basename(path)), path)
 
     def holds_none(self) -> bool:
-        """Whether none of its saves is whole on this node; one whose record is not understood may be."""
-        return all(map(self.is_unfinished, self.list_numbers()))
+        """Whether none of its saves is whole on this node, nor another's part of one; one whose record is not
+        understood may be."""
+        return all(map(self.is_unfinished, self.list_numbers())) and not any(map(_COPY.fullmatch, _list(self.folder)))
 
     def is_unfinished(self, number: int) -> bool:
         """Whether a save that was begun is whole on no node."""
@@ -251,6 +314,7 @@ def name_job() -> str:
 
 
 _JOB = re.compile(r"\d{8}-\d{6}-[0-9a-f]{8}")
+_COPY = re.compile(r"copy-\d+-\d{8}")
 
 
 def list_jobs(root: str) -> list[Job]:
@@ -272,11 +336,18 @@ def locate(place: str) -> str:
     return normalize(place) if is_url(place) else os.path.realpath(normalize(place))
 
 
-def drop_unwanted(saves: Sequence[Snapshot], keep: int) -> Iterator[Snapshot]:
+def drop_unwanted(job: Job, keep: int) -> Iterator[Snapshot]:
     """Those of a job's saves, the first one first, that nothing waits for and that newer ones take the place of."""
-    for save in saves[: -keep or None]:
-        if not save.list_pending():
+    copying = job.read_copying()
+    for save in job.list_saves()[: -keep or None]:
+        if not save.list_pending() and save.number not in copying:
             yield save
+
+
+def count_free(root: str) -> int:
+    """Bytes that may be written to a folder: where it lies in memory, what a container may take counts."""
+    free = shutil.disk_usage(root).free
+    return min(free, measure_available()) if find_kind(root) == MEMORY else free
 
 
 def _read_records(folder: str) -> Iterator[Snapshot]:

@@ -8,9 +8,10 @@ import logging
 import os
 import shutil
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ..comm import Comm
 from ..errors import CheckpointError, StorageError, UcpError
@@ -110,11 +111,14 @@ def _write_to_folder(save: Snapshot, place: Destination, wait: float, pace: Pace
             os.makedirs(aside, exist_ok=True)
             map_threads(copy, inside, _COPIERS)
             sync_folder(aside)
-            write_small(os.path.join(aside, _name_node(save, save.node)), b"")
+            write_small(
+                os.path.join(aside, _name_node(save, save.node)),
+                _sign(save, _list_sizes(os.path.join(save.folder, save.tag))),
+            )
             if save.node:
                 return
             _wait_for_nodes(lambda: os.listdir(aside), save, aside, wait)
-            seal_folder(aside, Comm())
+            seal_folder(aside, Comm(), hosts=_list_hosts(_read_signs(save, aside)))
             if is_replaced(save):
                 raise StorageError("a later job has saved this tag while it was written.", path=final)
             _exchange(aside, final)
@@ -168,8 +172,7 @@ def _upload(save: Snapshot, place: Destination, pace: Pace) -> list[str]:
                 put_file(path, f"{place.folder}/{each}", new=name in own)
 
     map_threads(put, files, _COPIERS)
-    told = {name: _sum_up(save, name) for name in own}
-    write_small(f"{final}/{_name_node(save, save.node)}", json.dumps(told).encode())
+    write_small(f"{final}/{_name_node(save, save.node)}", _sign(save, {name: _sum_up(save, name) for name in own}))
     return own
 
 
@@ -180,15 +183,14 @@ def _seal_uploaded(save: Snapshot, final: str) -> None:
         CheckpointError: files are others' by now, or do not belong together.
         StorageError: it has another save's seal.
     """
-    signs, written = [_name_node(save, node) for node in range(save.nodes)], dict[str, tuple[int, int | None]]()
-    for sign in signs:
-        told = json.loads(read_small(f"{final}/{sign}"))
-        written.update({name: (size, crc) for name, (size, crc) in told.items()})
+    signs, written = _read_signs(save, final), dict[str, tuple[int, int | None]]()
+    for told in signs.values():
+        written.update({name: (size, crc) for name, (size, crc) in told["files"].items()})
     held = set(list_tree(final))
     for left in filter(is_saved, held.difference(written, signs, [_name_begun(save)])):
         if SEAL not in held:  # else it is sealed already, by this writer before a stop or by another
             remove(f"{final}/{left}")
-    seal_folder(final, Comm(), own=written)
+    seal_folder(final, Comm(), own=written, hosts=_list_hosts(signs))
 
 
 def _list_sizes(folder: str) -> dict[str, int]:
@@ -331,6 +333,26 @@ def _name_node(save: Snapshot, node: int) -> str:
 def _name_begun(save: Snapshot) -> str:
     """Of the object that says that the first node writes a save to a store."""
     return f"{WRITTEN}{save.job}-{save.number}-begun"
+
+
+def _sign(save: Snapshot, files: Mapping[str, object]) -> bytes:
+    """What that file says: which of the tag's files the node has written, and which machines have them in memory."""
+    return json.dumps({"files": files, "hosts": save.list_hosts()}).encode()
+
+
+def _read_signs(save: Snapshot, folder: str) -> dict[str, dict[str, Any]]:
+    """By its name what each node's file says."""
+    names = [_name_node(save, node) for node in range(save.nodes)]
+    return {name: json.loads(read_small(f"{folder}/{name}")) for name in names}
+
+
+def _list_hosts(signs: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
+    """By machine the files that lie in its memory; nothing where none has another's."""
+    held = defaultdict[str, set[str]](set)
+    for sign in signs.values():
+        for host in sign["hosts"]:
+            held[host].update(sign["files"])
+    return {host: sorted(files) for host, files in held.items()}
 
 
 def _wait_for_nodes(look: Callable[[], Iterable[str]], save: Snapshot, folder: str, wait: float) -> None:

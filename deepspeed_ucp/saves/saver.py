@@ -28,15 +28,15 @@ from ..comm import Comm, connect
 from ..config import SaveOptions, UniversalConfig
 from ..engine_state import find_state
 from ..errors import ConfigError, StorageError, UcpError, count_of
-from ..io.filesystems import MEMORY, find_kind
-from ..io.memory import identify_host, measure_available
+from ..io.memory import identify_host
 from ..io.paths import is_url
 from ..sources.latest import read_latest
 from ..sources.older import find_age
 from ..wrappers import USE_MUON, find_live
 from ..writer import is_decoupled
 from .files import Stable, StateFile, save_over
-from .memory import Destination, Job, Snapshot, find_root, list_jobs, locate, name_job
+from .memory import Destination, Job, Snapshot, count_free, drop_unwanted, find_root, list_jobs, locate, name_job
+from .neighbours import Neighbours, find_neighbours
 from .places import find_mark
 from .writer import is_locked, list_late, start_writer
 
@@ -76,6 +76,7 @@ class Saver:
         self.is_first, self.node, self.nodes = first[rank] == rank, firsts.index(first[rank]), len(firsts)
         self.root = find_root(options.memory)
         self.job = Job(os.path.join(self.root, name))
+        self.neighbours: Neighbours | None = None
         self.number, self.bytes, self.failed = 0, 0, ""
         self._thread: Thread | None = None
         self._stable, self._left = Stable(), list[StateFile]()
@@ -97,13 +98,14 @@ class Saver:
 
     def make_room(self, needed: int) -> str:
         """Let go of what is not needed, where a save would not fit; why it does not even so, in words."""
-        saves = self.job.list_saves()
-        for save in [*self._list_dead(), *saves[:-1]]:
-            if _count_free(self.root) < needed and not save.list_pending():
+        safe, _ = self.job.read_copying()
+        older = sorted(self.job.list_saves()[:-1], key=lambda save: save.number == safe)
+        for save in [*self._list_dead(), *older]:
+            if count_free(self.root) < needed and not save.list_pending():
                 save.remove()
-        if _count_free(self.root) < needed:
+        if count_free(self.root) < needed:
             shutil.rmtree(self.job.spare, ignore_errors=True)
-        free = _count_free(self.root)
+        free = count_free(self.root)
         if free >= needed:
             return ""
         return f"a save takes {needed >> 20:,} MiB of {self.root}, where {free >> 20:,} MiB are free. {_ADVICE}"
@@ -111,7 +113,7 @@ class Saver:
     def _list_dead(self) -> Iterator[Snapshot]:
         for job in list_jobs(self.root):
             if job.name != self.job.name and not job.is_owned():
-                yield from job.list_saves()
+                yield from [*job.list_saves(), *job.list_copies()]
 
     def write_file(self, state_dict: Any, path: str) -> None:
         """What ``torch.save`` does, into memory that an older save has left.
@@ -165,6 +167,13 @@ class Saver:
             return why
         os.makedirs(self.folder, mode=0o700)
         return ""
+
+    def choose_copied(self, comm: Comm) -> None:
+        """Before the next save: agree on which one is copied to other nodes, and let go of older ones; collective."""
+        if self.neighbours is not None:
+            self.neighbours.agree(self.number + 1, comm)
+            for save in drop_unwanted(self.job, self.options.keep) if self.is_first else ():
+                save.spare()
 
     def drop(self) -> None:
         """Give up the save that is made."""
@@ -237,8 +246,9 @@ class Saver:
         ).write_record()  # fmt: skip
         self.bytes = sum(path.stat().st_size for path in Path(self.folder).rglob("*") if path.is_file())
         self._tell_writer()
+        is_safe = self.neighbours is None or self.neighbours.safe  # until then a lost node leaves the older ones alone
         for job in list_jobs(self.root):
-            if job.name != self.job.name and not job.is_owned() and _is_replaced(job, save_dir):
+            if is_safe and job.name != self.job.name and not job.is_owned() and _is_replaced(job, save_dir):
                 job.remove()
 
     def _tell_writer(self) -> None:
@@ -246,7 +256,7 @@ class Saver:
         if self._reach_writer():
             return
         try:
-            self._lines = start_writer(self.job, self.settings)
+            self._lines = start_writer(self.job, self.settings, self.neighbours)
         except OSError as error:
             logger.warning("%s: saves stay in memory until a writer can be started: %s", self.job.folder, error)
 
@@ -318,7 +328,12 @@ class Saver:
         if list_late(self.job.list_saves()):
             self._tell_writer()
         self._end_writer()
+        end = time.monotonic() + self.options.wait_s
         self.wait(self.options.wait_s)
+        if self.neighbours is not None:
+            while self.neighbours.is_waited_for() and is_locked(self.job) and time.monotonic() < end:
+                time.sleep(_POLLED)
+            self.neighbours.close()
         self.job.disown()
 
 
@@ -342,6 +357,7 @@ def save_into_memory(
     if saver.options.to:
         comm.run(lambda: saver.claim(save_dir, tag, engine.global_steps))
     saver.finish_copy()
+    saver.choose_copied(comm)
     saver.number, saver.failed = saver.number + 1, ""
     told = comm.each(lambda: (identify_host(), count_saved(engine), saver.bytes, _find_obstacle(engine, tag)))
     needed, obstacle = _count_needed(told), next(filter(None, (each[-1] for each in told)), "")
@@ -458,10 +474,20 @@ def _open_saver(engine: Any, config: UniversalConfig) -> Saver:
         name, first = comm.broadcast(name_job()), list_first(config, comm)
         saver = comm.run(partial(Saver, config, name, comm.rank, first))
         comm.run(lambda: saver.open() if saver.is_first else None)
+        if saver.options.copies:
+            saver.neighbours = _find_neighbours(engine, saver, list(dict.fromkeys(first)), comm)
         state.saver = saver
         _savers.add(saver)
     found: Saver = state.saver
     return found
+
+
+def _find_neighbours(engine: Any, saver: Saver, first: Sequence[int], comm: Comm) -> Neighbours | None:
+    if not engine.use_node_local_storage():
+        return find_neighbours(saver.options, saver.job, first, comm)
+    if comm.rank == 0:
+        logger.warning("no node's save is copied to another: each has its own (checkpoint.use_node_local_storage)")
+    return None
 
 
 def list_first(config: UniversalConfig, comm: Comm) -> list[int]:
@@ -493,7 +519,7 @@ def foresee_saves(engine: Any, config: UniversalConfig) -> None:
     def look() -> tuple[str, int, int]:
         root = find_root(options.memory)
         left = sum(job.count_bytes() for job in list_jobs(root) if not job.is_owned())  # it goes where it is needed
-        return identify_host(), count_saved(engine), _count_free(root) + left
+        return identify_host(), count_saved(engine), count_free(root) + left
 
     nodes = dict[str, tuple[int, int]]()
     for host, needed, free in comm.each(look):
@@ -505,7 +531,8 @@ def foresee_saves(engine: Any, config: UniversalConfig) -> None:
     if needed > free:
         raise ConfigError(f'{told}. {_ADVICE}, or leave out "save".')
     if comm.rank == 0:
-        few = "" if free >= (options.keep + 1) * needed else "; older ones go before the next one is made"
+        wanted = (options.keep + 1) * needed * (1 + min(options.copies, len(nodes) - 1))
+        few = "" if free >= wanted else "; older ones go before the next one is made"
         logger.info("%s%s", told, few)
 
 
@@ -557,12 +584,6 @@ def wait_for_copies() -> None:
         saver.wait_for_copy()
 
 
-def _count_free(root: str) -> int:
-    """Bytes that may be written to a folder: where it lies in memory, what a container may take counts."""
-    free = shutil.disk_usage(root).free
-    return min(free, measure_available()) if find_kind(root) == MEMORY else free
-
-
 def finish_dead(root: str, settings: Mapping[str, Any]) -> None:
     """Have written what dead jobs have left in memory, and remove what holds nothing whole."""
     for job in list_jobs(root):
@@ -589,7 +610,7 @@ def _is_replaced(job: Job, save_dir: str) -> bool:
 
     Those that were for a place beside it, as a trainer's are, may go when all of them are where they are to be.
     """
-    saves, own = job.list_saves(), locate(save_dir)
+    saves, own = job.list_saves() or job.list_copies(), locate(save_dir)
     if all(save.save_dir == own for save in saves):
         return bool(saves) and not is_locked(job)
     return not list_late(saves) and all(os.path.dirname(save.save_dir) == os.path.dirname(own) for save in saves)
@@ -600,11 +621,13 @@ class Found(NamedTuple):
 
     Attributes:
         folder: of tags, on this rank's node; nodes without a part of it have none there.
+        copies: the same for the parts that other nodes have had.
     """
 
     folder: str
     tag: str
     step: int
+    copies: tuple[str, ...] = ()
 
 
 def find_in_memory(config: UniversalConfig, load_dir: str, tag: Any, comm: Comm) -> Found | None:
@@ -624,7 +647,7 @@ def find_in_memory(config: UniversalConfig, load_dir: str, tag: Any, comm: Comm)
         finish_dead(root, list_settings(config))
         # A living job's next save writes over the memory of an older one.
         jobs = [job for job in list_jobs(root) if job.is_own() or not job.is_owned()]
-        saves = [save for job in jobs for save in job.list_saves()]
+        saves = [save for job in jobs for save in [*job.list_copies(), *job.list_saves()]]
         saves = [save for save in saves if (save.latest if tag is None else save.tag == str(tag))]
         mine = [save for save in saves if wanted in (save.save_dir, *(place.folder for place in save.places))]
         return [
@@ -632,20 +655,26 @@ def find_in_memory(config: UniversalConfig, load_dir: str, tag: Any, comm: Comm)
         ]
 
     nodes, found = defaultdict[tuple[str, int], set[int]](set), dict[tuple[str, int], tuple[Snapshot, str | None]]()
+    folders = defaultdict[tuple[str, int], set[str]](set)
     for save, mark in sorted((each for told in comm.each(look) for each in told), key=lambda each: -each[0].node):
         nodes[save.key].add(save.node)
+        folders[save.key].add(save.folder)
         found[save.key] = save, mark
     whole = [(save, mark) for key, (save, mark) in found.items() if len(nodes[key]) == save.nodes]
     whole.sort(key=lambda each: (each[0].step, each[0].number), reverse=True)
     newest = comm.once(lambda: next((save for save, mark in whole if _is_newer(save, mark, load_dir, tag)), None))
-    return None if newest is None else Found(os.path.join(root, newest.folder), newest.tag, newest.step)
+    if newest is None:
+        return None
+    own = Job(os.path.join(root, os.path.dirname(newest.folder))).find_folder(newest.number)
+    copies = sorted({os.path.join(root, each) for each in folders[newest.key]} - {own})
+    return Found(own, newest.tag, newest.step, tuple(copies))
 
 
 def _is_newer(save: Snapshot, mark: str | None, load_dir: str, tag: Any) -> bool:
     """Whether a save is not older than what a place has, or is that.
 
     What has been written there counts as long as the place names it and has its seal: who puts another tag into
-    ``latest``, or something else under this tag, wants that.
+    ``latest``, or something else under this tag, wants that. A place that is gone wants nothing.
 
     Args:
         mark: of it there, where it has been written; None where it has not been yet; empty where it is not to be any
@@ -656,7 +685,7 @@ def _is_newer(save: Snapshot, mark: str | None, load_dir: str, tag: Any) -> bool
         named = tag if tag is not None else read_latest(load_dir)
         if mark == "" and tag is None:
             return False
-        if mark:
+        if mark and named is not None:
             return named == save.tag and mark == find_mark(load_dir, save.tag)
         return named is None or find_age([os.path.join(load_dir, named)]).step <= save.step
     except (UcpError, OSError):

@@ -11,12 +11,13 @@ import json
 import logging
 import math
 import os
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, BinaryIO, cast
@@ -28,6 +29,7 @@ from ..io.store import set_storage_options
 from ..io.threads import map_threads
 from ..io.urls import abort_uploads
 from .memory import LOCK, Destination, Job, Snapshot, drop_unwanted, is_held
+from .neighbours import Neighbours, Replicator
 from .places import end_save, has_begun, is_replaced, prune_place, wait_until, write_save
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -51,18 +53,32 @@ def main(folder: str) -> int:
         set_storage_options(settings["storage_options"])
     with open(os.path.join(folder, LOCK), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # one that is gone on with after its ranks' end may be at work still
-        return SaveWriter(job, settings["keep"], settings["wait_s"]).run()
+        writer, told = SaveWriter(job, settings["keep"], settings["wait_s"]), settings.get("neighbours")
+        if told is None:
+            return writer.run()
+        with socket.socket(fileno=told["listener"]) as listener:
+            replicator = Replicator(job, told, listener, settings["keep"], settings["wait_s"])
+            replicator.start()
+            code = writer.run(replicator.end)
+            replicator.finish()
+        return code
 
 
-def start_writer(job: Job, settings: Mapping[str, Any]) -> BinaryIO:
+def start_writer(job: Job, settings: Mapping[str, Any], neighbours: Neighbours | None = None) -> BinaryIO:
     """Start the process that writes a job's saves, and is no child of this one; what to tell it by.
 
     Args:
         settings: ``keep``, ``wait_s`` and ``storage_options``, which may hold secrets and are told by a pipe alone.
+        neighbours: that have copies of them; their secret is told there too.
     """
-    command = [sys.executable, "-m", __name__, job.folder]
+    command, listeners = [sys.executable, "-m", __name__, job.folder], list[int]()
+    if neighbours is not None and neighbours.listener is not None:
+        listeners = [neighbours.listener.fileno()]
+        settings = {**settings, "neighbours": {**neighbours.settings, "listener": listeners[0]}}
     with open(os.path.join(job.folder, "log"), "ab") as log:
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True, pass_fds=listeners
+        )
     lines = cast("BinaryIO", process.stdin)
     lines.write(json.dumps(dict(settings)).encode() + b"\n")
     lines.flush()
@@ -94,8 +110,8 @@ class SaveWriter:
         self._lock = threading.RLock()  # around what memory has and what is noted there
         self._changed, self._news, self._end = threading.Condition(), 0, math.inf
 
-    def run(self) -> int:
-        """Until standard input ends, and for what is pending then."""
+    def run(self, note_end: Callable[[], None] = lambda: None) -> int:
+        """Until standard input ends, of which it notes that, and for what is pending then."""
         threads = dict[str, threading.Thread]()
         while True:
             for folder in self._list_places():
@@ -110,6 +126,7 @@ class SaveWriter:
                 self._end = time.monotonic() + self.wait if is_last else math.inf
                 self._changed.notify_all()
             if is_last:
+                note_end()
                 for thread in threads.values():
                     thread.join()
                 return 1 if list_late(self.job.list_saves()) else 0
@@ -210,7 +227,7 @@ class SaveWriter:
 
     def _free(self) -> None:
         with self._lock:
-            for save in drop_unwanted(self.job.list_saves(), self.keep):
+            for save in drop_unwanted(self.job, self.keep):
                 save.spare()
 
     def _write(self, save: Snapshot, place: Destination) -> bool:

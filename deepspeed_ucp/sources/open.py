@@ -206,7 +206,12 @@ def lacks_states(folder: str) -> bool:
 
 
 def seal_folder(
-    folder: str, comm: Comm, *, local: bool = False, own: Mapping[str, tuple[int, int | None]] | None = None
+    folder: str,
+    comm: Comm,
+    *,
+    local: bool = False,
+    own: Mapping[str, tuple[int, int | None]] | None = None,
+    hosts: Mapping[str, list[str]] | None = None,
 ) -> None:
     """Write the seal of a save that has come to its end, in place of an older one; collective.
 
@@ -215,6 +220,7 @@ def seal_folder(
         local: every node has a folder of its own, and gets the seal.
         own: by name the bytes that files have to have, and the CRC32s that a seal tells of them: others may write
             there, and their seal is not written over.
+        hosts: names of the files that each machine has somewhere else.
 
     Raises:
         CheckpointError: the files are damaged or do not belong together; there is no seal then.
@@ -245,7 +251,7 @@ def seal_folder(
         hosts = list_by_host(where)
         comm.run(lambda: write_seal(folder, sealed, hosts) if where.is_first else None)
     else:
-        comm.once(lambda: write_seal(folder, sealed, new=own is not None))
+        comm.once(lambda: write_seal(folder, sealed, hosts, new=own is not None))
 
 
 def _sum_file(folder: str, name: str, size: int) -> int:

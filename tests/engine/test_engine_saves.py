@@ -109,6 +109,24 @@ def test_nodes_hold_a_part_of_each_save(tmp_path: Path, ucp_worlds: WorldPool) -
         assert compare(states[1], found[2])[1] == []
 
 
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_node_is_no_loss(lost: int, tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """Its neighbour has its part; what is left resumes on fewer ranks, or beside an empty node, without any place."""
+    folder, memory, variable = tmp_path / "saved", tmp_path / "memory", Path("$NODE_MEMORY")
+    saver = saving(Case(1, 2, "bf16"), variable, copies=1)
+    saved = ucp_worlds.get(2).run(engine_saves.on_nodes, engine_saves.save_each, str(memory), saver, str(folder), 2)
+    shutil.rmtree(folder)
+    shutil.rmtree(memory / f"node{lost}")
+    (memory / f"node{1 - lost}").rename(memory / "left")
+    for target in (Case(3, 1), Case(2, 2), Case(1, 2, "bf16"), Case(0, 2)):
+        shutil.rmtree(memory / "node1", ignore_errors=True)
+        shutil.copytree(memory / "left", memory / "node0", dirs_exist_ok=True)
+        world, loader = ucp_worlds.get(target.dp), saving(target, variable)
+        for found in world.run(engine_saves.on_nodes, engine_saves.load, str(memory), loader, str(folder)):
+            assert found[0].startswith(str(memory)) and found[1]["number"] == 1
+            assert compare(saved[0][1], found[2])[1] == []
+
+
 def test_memory_that_runs_full_in_a_save_makes_it_deepspeeds_own(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """No rank waits for the one that has found it, and the next save is in memory again."""
     config = saving(Case(1, 2), tmp_path / "memory")

@@ -95,7 +95,7 @@ def test_a_save_without_room_comes_after_those_that_are_pending(
         assert (place / "latest").read_text() == "first" and is_whole(str(place / "first"))
 
     assert save(str(place), "first", write_first)[1]
-    monkeypatch.setattr(savers, "_count_free", lambda _: -1)
+    monkeypatch.setattr(savers, "count_free", lambda _: -1)
     assert save(str(place), "second", look) == (str(place), False)
 
 

@@ -44,7 +44,7 @@ def save_each(ds_config: dict[str, Any], folder: str, steps: int, seed: int = 0,
 def save_without_room(ds_config: dict[str, Any], folder: str) -> None:
     engine = make_engine(ds_config)
     train_steps(train_engine(engine), 1)
-    with mock.patch("deepspeed_ucp.saves.saver._count_free", return_value=1000):
+    with mock.patch("deepspeed_ucp.saves.saver.count_free", return_value=1000):
         engine.save_checkpoint(folder)
     engine.destroy()
 
@@ -138,7 +138,7 @@ def foresee(ds_config: dict[str, Any], free: int) -> tuple[str, int, int]:
     """What a new engine tells with so many bytes free, and what a save of it is reckoned to take, before a step and
     after one."""
     with (
-        mock.patch("deepspeed_ucp.saves.saver._count_free", return_value=free),
+        mock.patch("deepspeed_ucp.saves.saver.count_free", return_value=free),
         mock.patch("deepspeed_ucp.saves.saver.logger.info") as told,
     ):
         engine = make_engine(ds_config)

@@ -1,0 +1,610 @@
+"""Copies of each node's saves in the memory of other nodes: the writers send and take them, the ranks agree on which.
+
+A connection is for one save. Both ends prove that they know the job's secret. Then come a description of the save as
+JSON, the answer whether it is wanted, its files, each with its CRC32 behind it, a byte that says that none of them has
+changed meanwhile, and the answer that all is there. What comes is written aside and gets its name when all has come.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import secrets
+import shutil
+import socket
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ..comm import Comm
+from ..config import SaveOptions
+from ..errors import UcpError, escape, shorten
+from ..io.checksum import crc32
+from ..io.disk import write_at
+from .memory import Job, Snapshot, count_free
+
+logger = logging.getLogger("deepspeed_ucp")
+
+_NONCE, _MAC, _SUM, _LENGTH = 32, 32, 4, 4
+"""Bytes of what is asked of the other end, of its proof, of a file's CRC32 and of a message's length."""
+
+_LONGEST = 16 << 20
+"""Bytes of a message: descriptions of 100,000 files."""
+
+_PIECE = 1 << 20
+"""Bytes that are read, summed and sent at once."""
+
+_REACHED, _SILENT = 10.0, 30.0
+"""Seconds in which a node is to be reached, and after which one that says nothing counts as gone."""
+
+_LOOKED, _AGAIN = 0.1, 2.0
+"""Seconds between looks for a save that is to be copied, and until one that failed is sent again."""
+
+_LONGEST_PATH = 4096
+
+_STRANGERS = 64
+"""Connections that are served at once."""
+
+_SENDER, _TAKER, _UNCHANGED = b"sender", b"taker", b"\1"
+
+
+# -- on the ranks: who has whose copies, and of which save -------------------------------------------------------------
+
+_COPIED, _WAITING, _FAILED, _GONE = "copied", "waiting", "failed", "gone"
+"""What may have become of a node's part of a save."""
+
+
+class _Node(NamedTuple):
+    """What a node's first rank tells of it: names of the host and of what it fails with, its address as it finds it
+    by the way to the first one, and that one's."""
+
+    host: str
+    domain: str
+    address: str
+    master: str
+
+
+@dataclass(slots=True)
+class Neighbours:
+    """The nodes that have a part of each save, as one rank knows them.
+
+    Attributes:
+        job: its node's folder of saves.
+        settings: for the writer; none on ranks that keep no folder.
+        listener: on which the writer is reached; it outlives one that is killed.
+        safe, current: as :meth:`.memory.Job.read_copying` has them.
+        failed: names of the nodes whose saves have not come to their neighbours.
+    """
+
+    job: Job
+    settings: dict[str, Any] = field(default_factory=dict)
+    listener: socket.socket | None = None
+    safe: int = 0
+    current: int = 0
+    failed: set[str] = field(default_factory=set)
+
+    def agree(self, number: int, comm: Comm) -> None:
+        """Before a save of this number is made: which copies are whole, and which save is copied next; collective.
+
+        All nodes copy the same save until it is whole everywhere, or cannot be: of what each chose for itself there
+        might never be one that all have.
+        """
+        told = comm.each(self._look)
+        states = [state for _, state in filter(None, told)]
+        failed = {host for host, state in filter(None, told) if state == _FAILED}
+        if set(states) == {_COPIED}:
+            self.safe = self.current
+        if _WAITING not in states:
+            self.current = number
+        if self.listener is not None:
+            with suppress(UcpError, OSError):  # memory is full: what was noted holds
+                self.job.note_copying(self.safe, self.current)
+        if comm.rank == 0 and failed - self.failed:
+            told_of, log = shorten(sorted(failed)), os.path.join(self.job.folder, "log")
+            logger.warning("saves of %s do not come to their neighbours' memory: see %s there", told_of, log)
+        self.failed = failed
+
+    def _look(self) -> tuple[str, str] | None:
+        """Whether the save that is copied has come from this node to its neighbours."""
+        if self.listener is None:
+            return None
+        name, targets = self.settings["name"], set(self.settings["to"])
+        save = next((each for each in self.job.list_saves() if each.number == self.current), None)
+        if save is None:
+            return name, _GONE
+        copied = save.read_copied()
+        if targets - set(copied):
+            return name, _WAITING
+        return name, _COPIED if all(copied[node] for node in targets) else _FAILED
+
+    def is_waited_for(self) -> bool:
+        """Whether the newest save is still to be copied by this node, and its neighbours can be reached."""
+        saves = self.job.list_saves()
+        return bool(saves) and not set(saves[-1].read_copied()) >= set(self.settings.get("to", ()))
+
+    def close(self) -> None:
+        """The writer goes on with a listener of its own."""
+        if self.listener is not None:
+            self.listener.close()
+
+
+def find_neighbours(options: SaveOptions, job: Job, first: Sequence[int], comm: Comm) -> Neighbours | None:
+    """Who has a copy of whose saves; None, with a word, where nobody has; collective.
+
+    Args:
+        first: by node the rank that keeps its folder.
+    """
+    if len(first) == 1:
+        if comm.rank == 0:
+            logger.warning('"save": {"copies": %d}: there is one node, and nobody to have a copy', options.copies)
+        return None
+    secret = comm.broadcast(secrets.token_hex(32))
+    told = comm.each(lambda: _describe_node(options) if comm.rank in first else None)
+    nodes = [_Node(*node) for node in filter(None, told)]
+    targets = choose_neighbours([node.domain or number for number, node in enumerate(nodes)], options.copies)
+    if comm.rank == 0:
+        _tell(options, nodes, targets)
+    mine = first.index(comm.rank) if comm.rank in first else -1
+    address = find_address(nodes, mine) if mine >= 0 else ""
+    listener = comm.run(lambda: _listen(address) if mine >= 0 else None)
+    ports = comm.each(lambda: (address, listener.getsockname()[1]) if listener else None)
+    reached = list(filter(None, ports))
+    if listener is None:
+        return Neighbours(job)
+    settings = {
+        "secret": secret,
+        "name": nodes[mine].host,
+        "nodes": len(nodes),
+        "to": {str(node): reached[node] for node in targets[mine]},
+        "from": [node for node, chosen in enumerate(targets) if mine in chosen],
+    }
+    return Neighbours(job, settings, listener)
+
+
+def choose_neighbours(domains: Sequence[object], copies: int) -> list[list[int]]:
+    """By node those that have its copies: next in order of those that have fewest, each of another domain."""
+    nodes, load = len(domains), [0] * len(domains)
+    chosen: list[list[int]] = [[] for _ in domains]
+    for _ in range(copies):
+        for node, mine in enumerate(chosen):
+            taken = {domains[each] for each in (node, *mine)}
+            others = [(node + step) % nodes for step in range(1, nodes)]
+            free = [each for each in others if domains[each] not in taken]
+            if free:
+                mine.append(min(free, key=load.__getitem__))
+                load[mine[-1]] += 1
+    return chosen
+
+
+def _tell(options: SaveOptions, nodes: Sequence[_Node], targets: Sequence[Sequence[int]]) -> None:
+    pairs = [f"{nodes[node].host} → {nodes[each].host}" for node, chosen in enumerate(targets) for each in chosen]
+    logger.info("each node's part of a save is copied to others' memory: %s", shorten(pairs, 8) or "to none")
+    lacking = [node for node, chosen in zip(nodes, targets, strict=True) if len(chosen) < options.copies]
+    if lacking:
+        told = shorten([f"{node.host} ({node.domain})" if node.domain else node.host for node in lacking], 8)
+        logger.warning("fewer copies than %d, for want of nodes of other domains: of %s", options.copies, told)
+
+
+def _describe_node(options: SaveOptions) -> _Node:
+    address, master = _find_way(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+    domain, own = (os.path.expandvars(each or "") for each in (options.domain, options.address))
+    return _Node(socket.gethostname(), domain, own or address, master)
+
+
+def _find_way(master: str) -> tuple[str, str]:
+    """This machine's address on the way to another one, and that one's; nothing is sent."""
+    with suppress(OSError):
+        family, kind, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0]), str(address[0])
+    return "127.0.0.1", "127.0.0.1"
+
+
+def find_address(nodes: Sequence[_Node], node: int) -> str:
+    """By which the others reach a node: a machine that calls itself by a name of the loopback has one to them."""
+    if not _is_loopback(nodes[node].address):
+        return nodes[node].address
+    return next((each.master for each in nodes if not _is_loopback(each.master)), nodes[node].address)
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
+
+
+def _listen(address: str) -> socket.socket:
+    """At any address where the system does not know this one: nobody is stopped for that."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        return socket.create_server((address, 0), family=family, backlog=_STRANGERS)
+    except OSError:
+        return socket.create_server(("", 0), backlog=_STRANGERS)
+
+
+# -- in the writers: what they tell each other -------------------------------------------------------------------------
+
+
+class _Sent(BaseModel):
+    """A file: its path below a folder of tags, bytes, and time of change (ns)."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    path: str
+    size: int = Field(ge=0, lt=1 << 62)
+    changed: int = Field(ge=0, lt=1 << 62)
+
+
+class _Parcel(BaseModel):
+    """What a sender has: a save, its files (none, where the other end has them), and which places have it."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    save: Snapshot
+    files: list[_Sent]
+    done: dict[str, str]
+
+
+class _Answer(BaseModel):
+    """Whose it is, and whether the files are wanted; why they cannot be taken."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    host: str = Field(max_length=256)
+    wanted: bool = False
+    why: str = Field(default="", max_length=4096)
+
+
+class _TransferError(Exception):
+    """What came is not what was to come; in words."""
+
+
+def _prove(sock: socket.socket, secret: bytes, own: bytes, other: bytes) -> None:
+    """Show the other end that this one knows the secret, and see that it does; it speaks as ``other``.
+
+    Raises:
+        _TransferError: it does not.
+    """
+    mine = secrets.token_bytes(_NONCE)
+    sock.sendall(mine)
+    theirs = _read(sock, _NONCE)
+    sock.sendall(_sum(secret, own, theirs, mine))
+    if not hmac.compare_digest(_read(sock, _MAC), _sum(secret, other, mine, theirs)):
+        raise _TransferError("the other end does not know this job's secret")
+
+
+def _sum(secret: bytes, role: bytes, *asked: bytes) -> bytes:
+    return hmac.digest(secret, b"|".join((role, *asked)), "sha256")
+
+
+def _say(sock: socket.socket, told: str) -> None:
+    data = told.encode()
+    sock.sendall(len(data).to_bytes(_LENGTH, "big") + data)
+
+
+def _hear(sock: socket.socket) -> bytes:
+    size = int.from_bytes(_read(sock, _LENGTH), "big")
+    if size > _LONGEST:
+        raise _TransferError(f"a message of {size:,} bytes")
+    return _read(sock, size)
+
+
+def _hear_answer(sock: socket.socket) -> _Answer:
+    answer = _Answer.model_validate_json(_hear(sock))
+    if answer.why:
+        raise _TransferError(f"{answer.host}: {answer.why}")
+    return answer
+
+
+def _read(sock: socket.socket, nbytes: int) -> bytes:
+    data = bytearray(nbytes)
+    _fill(sock, memoryview(data))
+    return bytes(data)
+
+
+def _fill(sock: socket.socket, view: memoryview) -> None:
+    while view:
+        count = sock.recv_into(view)
+        if not count:
+            raise _TransferError("the connection has ended in the middle")
+        view = view[count:]
+
+
+def _send_file(sock: socket.socket, path: str, size: int, buffer: memoryview) -> None:
+    crc, at = 0, 0
+    with open(path, "rb", buffering=0) as file:
+        while at < size:
+            count = file.readinto(buffer[: size - at])
+            if not count:
+                raise _TransferError(f"{path} has become shorter")
+            crc, at = crc32(buffer[:count], crc), at + count
+            sock.sendall(buffer[:count])
+    sock.sendall(crc.to_bytes(_SUM, "big"))
+
+
+def _take_file(sock: socket.socket, path: str, size: int, buffer: memoryview, note: Callable[[], None]) -> None:
+    """Over the bytes of a file that is there: its pages need not be found anew; ``note`` that something has come."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    fd, crc, at = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), 0, 0
+    try:
+        while at < size:
+            piece = buffer[: size - at]
+            _fill(sock, piece)
+            crc = crc32(piece, crc)
+            write_at(fd, piece, at)
+            at += piece.nbytes
+            note()
+        os.ftruncate(fd, size)
+    finally:
+        os.close(fd)
+    if crc != int.from_bytes(_read(sock, _SUM), "big"):
+        raise _TransferError(f"{path}: its CRC32 is not the one that was sent")
+
+
+class Replicator:
+    """A writer's side of the copies: sends its node's saves, and takes those of others.
+
+    Args:
+        settings: of :class:`Neighbours`.
+        keep: whole saves of a node that stay.
+        wait: seconds after the job's end in which what is on its way is finished.
+    """
+
+    def __init__(self, job: Job, settings: Mapping[str, Any], listener: socket.socket, keep: int, wait: float) -> None:
+        self.job, self.keep, self.wait, self.listener = job, keep, wait, listener
+        self.secret, self.name = bytes.fromhex(settings["secret"]), str(settings["name"])
+        self.nodes, self.sources = int(settings["nodes"]), list[int](settings["from"])
+        self.targets = {int(node): (str(host), int(port)) for node, (host, port) in settings["to"].items()}
+        self._is_ending, self._is_over = threading.Event(), threading.Event()
+        self._told = dict[object, str]()
+        self._noting, self._taking = threading.Lock(), defaultdict[int, threading.Lock](threading.Lock)
+        self._current = dict[int, socket.socket]()
+        self._heard = dict[int, float]()
+        self._served = threading.BoundedSemaphore(_STRANGERS)
+        self._failing = dict[int, float]()
+        self._forwarded = defaultdict[int, dict[int, dict[str, str]]](dict)
+        self._ended = 0.0
+
+    def start(self) -> None:
+        """Send and take in the background."""
+        threading.Thread(target=self._serve, daemon=True, name="copies").start()
+        for node in self.targets:
+            threading.Thread(target=self._send_all, args=(node,), daemon=True, name=f"copies to {node}").start()
+
+    def end(self) -> None:
+        """No save will come any more: the newest one is sent, whichever the ranks have agreed upon."""
+        self._ended = time.monotonic()
+        self._is_ending.set()
+
+    def finish(self) -> None:
+        """Wait for the newest save, both ways; not for a node that cannot be reached, or that has gone silent."""
+        while (now := time.monotonic()) < self._ended + self.wait:
+            if not any(self._lacks(node, now) for node in self.targets) and not self._is_awaiting(now):
+                break
+            time.sleep(_LOOKED)
+        self._is_over.set()
+
+    def _lacks(self, node: int, now: float) -> bool:
+        """Whether a node is still to get the newest save, or to hear of it, and can be reached."""
+        saves = self.job.list_saves()
+        lacks = bool(saves) and self._forwarded[node].get(saves[-1].number) != saves[-1].read_done()
+        return lacks and now < self._failing.get(node, now) + _REACHED
+
+    def _is_awaiting(self, now: float) -> bool:
+        """Whether the newest save is still to come from a node that has not gone silent."""
+        newest = max((save.number for save in self.job.list_saves()), default=0)
+        came = {(copy.node, copy.number) for copy in self.job.list_copies()}
+        awaited = [node for node in self.sources if newest and (node, newest) not in came]
+        return any(now < max(self._ended, self._heard.get(node, 0.0)) + _SILENT for node in awaited)
+
+    # -- sending
+
+    def _send_all(self, node: int) -> None:
+        """Send a node what it is to have."""
+        while not self._is_over.wait(_LOOKED):
+            save = None
+            try:
+                save = self._choose(node)
+                if save is not None:
+                    self._forwarded[node][save.number] = self._send(node, save)
+                    self._told.pop(node, None)
+                    self._failing.pop(node, None)
+            except (OSError, UcpError, _TransferError, ValueError) as error:
+                self._note_failure(node, save, str(error))
+                time.sleep(_AGAIN)
+
+    def _choose(self, node: int) -> Snapshot | None:
+        """The save that a node is to get now, or one of which it is to hear which places have it."""
+        saves, (_, current) = self.job.list_saves(), self.job.read_copying()
+        for save in saves[::-1]:
+            if save.read_copied().get(str(node)):
+                if self._forwarded[node].get(save.number) != save.read_done():
+                    return save
+            elif save.number == current or (self._is_ending.is_set() and save is saves[-1]):
+                return save
+        return None
+
+    def _send(self, node: int, save: Snapshot) -> dict[str, str]:
+        """Send a save; which places have it, as the other node has been told.
+
+        Raises:
+            OSError, _TransferError, ValidationError: it has not come there whole.
+        """
+        done, has_it = save.read_done(), save.read_copied().get(str(node))
+        paths = [] if has_it else save.list_files()
+        looks = {path: os.stat(os.path.join(save.folder, path)) for path in paths}
+        files = [_Sent(path=path, size=look.st_size, changed=look.st_mtime_ns) for path, look in looks.items()]
+        parcel = _Parcel(save=replace(save, folder=""), files=files, done=done)
+        with socket.create_connection(self.targets[node], timeout=_REACHED) as sock:
+            sock.settimeout(_SILENT)
+            _prove(sock, self.secret, _SENDER, _TAKER)
+            _say(sock, parcel.model_dump_json())
+            answer = _hear_answer(sock)
+            if answer.wanted:
+                buffer = memoryview(bytearray(_PIECE))
+                for each in files:
+                    _send_file(sock, os.path.join(save.folder, each.path), each.size, buffer)
+                if not save.is_recorded():  # a newer one may be written over it
+                    raise _TransferError(f"{save.tag} is no longer in memory")
+                sock.sendall(_UNCHANGED)
+                answer = _hear_answer(sock)
+        if not has_it:
+            with self._noting:
+                save.note_copied(node, answer.host or "?")
+        return done
+
+    def _note_failure(self, node: int, save: Snapshot | None, why: str) -> None:
+        self._failing.setdefault(node, time.monotonic())
+        self._warn(node, f"node {node} has no copy, to be sent again: {why}")
+        with suppress(OSError, UcpError), self._noting:
+            if save is not None and save.is_recorded() and not save.read_copied().get(str(node)):
+                save.note_copied(node, "")
+
+    def _warn(self, about: object, text: str) -> None:
+        """Once for each fault."""
+        if self._told.get(about) != text:
+            self._told[about] = text
+            logger.warning("%s", escape(text))
+
+    # -- taking
+
+    def _serve(self) -> None:
+        while not self._is_over.is_set():
+            self._served.acquire()
+            try:
+                sock, _ = self.listener.accept()
+            except OSError as error:  # too many files are open
+                self._served.release()
+                self._warn("listener", str(error))
+                time.sleep(_AGAIN)
+                continue
+            threading.Thread(target=self._serve_one, args=(sock,), daemon=True).start()
+
+    def _serve_one(self, sock: socket.socket) -> None:
+        try:
+            with sock:
+                sock.settimeout(_REACHED)
+                _prove(sock, self.secret, _TAKER, _SENDER)
+                sock.settimeout(_SILENT)
+                self._take(sock)
+        except (OSError, UcpError, _TransferError) as error:
+            self._warn("taken", f"a copy has not come: {error}")
+        finally:
+            self._served.release()
+
+    def _take(self, sock: socket.socket) -> None:
+        """Take what a sender has, if it is wanted.
+
+        Raises:
+            OSError, UcpError, _TransferError: it has not come whole; nothing is there for it.
+        """
+        try:
+            parcel = _Parcel.model_validate_json(_hear(sock))
+            self._check(parcel)
+        except (ValidationError, _TransferError) as error:
+            told = "it is no description of a save" if isinstance(error, ValidationError) else str(error)
+            self._answer(sock, why=f"refused: {told}"[:_LONGEST_PATH])
+            raise _TransferError(f"refused: {told}") from None
+        with self._alone(parcel.save.node, sock):
+            self._take_parcel(sock, parcel)
+
+    def _take_parcel(self, sock: socket.socket, parcel: _Parcel) -> None:
+        save = replace(parcel.save, folder=self.job.find_copy(parcel.save.node, parcel.save.number))
+        if save.is_recorded() or not parcel.files:
+            if save.is_recorded():
+                save.replace_done(parcel.done)
+            self._answer(sock)
+            return
+        aside = os.path.join(self.job.folder, f"copy-{save.node}-new")
+        self._reuse(save, aside)
+        if why := self._find_obstacle(parcel, aside):
+            self._answer(sock, why=why)
+            raise _TransferError(why)
+        self._answer(sock, wanted=True)
+        buffer = memoryview(bytearray(_PIECE))
+        for each in parcel.files:
+            path = os.path.join(aside, each.path)
+            _take_file(sock, path, each.size, buffer, partial(self._hear_from, save.node))
+            os.utime(path, ns=(each.changed, each.changed))
+        if _read(sock, len(_UNCHANGED)) != _UNCHANGED:
+            raise _TransferError("it has changed while it was sent")
+        _remove_others(aside, {each.path for each in parcel.files})
+        aside_save = replace(save, folder=aside)
+        aside_save.replace_done(parcel.done)
+        aside_save.write_record()
+        shutil.rmtree(save.folder, ignore_errors=True)  # one that had been let go of
+        os.rename(aside, save.folder)
+        self._answer(sock)
+
+    def _hear_from(self, node: int) -> None:
+        self._heard[node] = time.monotonic()
+
+    @contextmanager
+    def _alone(self, node: int, sock: socket.socket) -> Iterator[None]:
+        """Nobody else takes a node's saves: who comes later takes the place of a connection that may be half there."""
+        before = self._current.get(node)
+        self._current[node] = sock
+        if before is not None:
+            with suppress(OSError):
+                before.shutdown(socket.SHUT_RDWR)
+        with self._taking[node]:
+            yield
+
+    def _check(self, parcel: _Parcel) -> None:
+        """Raise what a parcel cannot be taken for, whatever it says of itself."""
+        save = parcel.save
+        if (save.job, save.nodes) != (self.job.name, self.nodes) or save.node not in self.sources:
+            raise _TransferError("it is not from a node of this job that sends here")
+        if not 0 < save.number < 10**8 or not _is_below(save.tag):
+            raise _TransferError("neither its number nor its tag may lead elsewhere")
+        for each in parcel.files:
+            if not (_is_below(each.path) and save.owns(each.path)):
+                raise _TransferError(f"{each.path!r} is no file of {save.tag!r}")
+
+    def _reuse(self, save: Snapshot, aside: str) -> None:
+        """Let go of what newer copies of a node have taken the place of; the new one is written over the first."""
+        kept = self.job.read_copying()
+        copies = [copy for copy in self.job.list_copies() if copy.node == save.node]
+        for copy in copies[: -self.keep] if not self._is_ending.is_set() else []:
+            if copy.number not in kept:
+                try:
+                    copy.move(aside)
+                except OSError:  # one is there
+                    copy.remove()
+
+    def _find_obstacle(self, parcel: _Parcel, aside: str) -> str:
+        """Why memory has no room for a copy, in words: this node's own next save comes first."""
+        own = [_measure(save.folder) for save in self.job.list_saves()]
+        next_one = own[-1] if len(own) == 1 and not os.path.isdir(self.job.spare) else 0
+        needed = sum(each.size for each in parcel.files) + next_one
+        free = count_free(self.job.folder) + (_measure(aside) if os.path.isdir(aside) else 0)
+        if needed <= free:
+            return ""
+        return f"a copy takes {needed >> 20:,} MiB of {self.job.folder}, where {free >> 20:,} MiB are free"
+
+    def _answer(self, sock: socket.socket, *, wanted: bool = False, why: str = "") -> None:
+        _say(sock, _Answer(host=self.name, wanted=wanted, why=why).model_dump_json())
+
+
+def _is_below(path: str) -> bool:
+    """Whether a path leads to something below a folder, by one name alone."""
+    is_plain = path == os.path.normpath(path) and path not in (".", "..") and not path.startswith(("/", "../"))
+    return is_plain and "\0" not in path and len(path) < _LONGEST_PATH
+
+
+def _measure(folder: str) -> int:
+    return sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
+
+
+def _remove_others(folder: str, wanted: set[str]) -> None:
+    for path in Path(folder).rglob("*"):
+        if not path.is_dir() and str(path.relative_to(folder)) not in wanted:
+            path.unlink()
