@@ -25,6 +25,7 @@ _ENGINE = "deepspeed.runtime.engine"
 """The module whose import brings all of DeepSpeed's classes that are wrapped."""
 
 _CONFIG, _PARTITIONS = "deepspeed.runtime.config", "deepspeed.runtime.zero.partition_parameters"
+_PIPELINE = "deepspeed.runtime.pipe.engine"
 
 
 class Wrapped(NamedTuple):
@@ -58,6 +59,7 @@ TABLE = [
     Wrapped(_ENGINE, _ENGINE, "DeepSpeedEngine.offload_states", "hook", "_change_states", newer=True),
     Wrapped(_ENGINE, _ENGINE, "DeepSpeedEngine.reload_states", "hook", "_change_states", newer=True),
     Wrapped(_PARTITIONS, _PARTITIONS, "GatheredParameters.__exit__", "hook", "_change_states"),
+    Wrapped(_PIPELINE, _PIPELINE, "PipelineEngine.train_batch", "hook", "_train_batch"),
 ]
 """All that is wrapped, of DeepSpeed first."""
 

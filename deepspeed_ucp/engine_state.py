@@ -83,6 +83,7 @@ class EngineState:
         half_states: of a broken one: its optimizer's states may be a mixture, which a load of the weights alone leaves.
         accumulation: under Lightning, that of the run that began, where this run's differs.
         saver: of its saves into memory (:mod:`deepspeed_ucp.saves.saver`), from the first one on.
+        snapshots: that are made of it without a script's help (:mod:`deepspeed_ucp.snapshots`); None for none.
     """
 
     param_groups: list[list[str]] | None = None
@@ -93,6 +94,7 @@ class EngineState:
     half_states: bool = False
     accumulation: int | None = None
     saver: Any = None
+    snapshots: Any = None
 
 
 def find_state(engine: Any) -> EngineState:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any
 
-from . import heartbeat
+from . import heartbeat, snapshots
 from .attach import get_default
 from .comm import Comm, connect
 from .config import SECTION, UniversalConfig, choose_batch, parse_config, read_environment
@@ -137,7 +137,8 @@ def _save_checkpoint(
     ``checkpoint.universal.seal`` asks."""
     seal_last(engine)
     tag = f"global_step{engine.global_steps}" if tag is None else tag
-    client_state = collect(engine, client_state)
+    by_itself = isinstance(client_state, snapshots.Prepared)
+    client_state = client_state if by_itself else collect(engine, client_state)
 
     def write(folder: Any) -> Any:
         return original(engine, folder, tag, client_state, *args, **more)
@@ -147,7 +148,11 @@ def _save_checkpoint(
         saved = write(save_dir)
     else:
         latest = bool(args[0] if args else more.get("save_latest", True))
-        saved, in_memory = save_into_memory(engine, config, str(save_dir), str(tag), write, latest=latest)
+        saved, in_memory = save_into_memory(
+            engine, config, str(save_dir), str(tag), write, latest=latest, by_itself=by_itself
+        )
+        if not by_itself:
+            snapshots.note_save(engine, str(save_dir), latest=latest)
     heartbeat.report_step(engine.global_steps)
     if not (in_memory or is_decoupled(engine)):
         seal_save(engine, save_dir, tag)
@@ -165,13 +170,20 @@ def _commit_save(original: Callable[..., Any], engine: Any) -> Any:
 
 def _take_model_step(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> None:
     """The optimizer's step, then a word to who watches, and a look at what the job has been told."""
-    wait_for_copies()
+    snapshots.wait_for_copy(engine)
     if get_config(engine) is not None:
         finish_save(engine)  # a pipeline's step would change what is being written
     original(engine, *args, **kwargs)
     heartbeat.report_step(engine.global_steps)
     seal_late(engine)
     end_step(engine)
+    snapshots.end_step(engine)
+
+
+def _train_batch(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
+    """A pipeline's step, which begins here for all of its stages."""
+    snapshots.begin_step(engine)
+    return original(engine, *args, **kwargs)
 
 
 def _change_states(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -244,6 +256,7 @@ def _load(
         if path is not None and engine.global_rank == 0:
             seconds = time.monotonic() - begin
             logger.info("%s: loaded in %.1f s, step %d", os.path.dirname(path), seconds, engine.global_steps)
+    snapshots.note_load(engine)
     if client_state is not None:
         with guard_engine(engine, with_states=False):
             hand_out(engine, client_state, wanted=not wanted["load_module_only"], together=config is not None)

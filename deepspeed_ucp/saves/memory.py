@@ -63,6 +63,7 @@ class Snapshot:
         node, nodes: whose files these are, of how many nodes; each has a part of them.
         places: that are to have it.
         folder: of tags, in memory; not in the record.
+        by_itself: no script has asked for it.
     """
 
     job: str
@@ -75,6 +76,7 @@ class Snapshot:
     nodes: int
     places: tuple[Destination, ...]
     folder: str = ""
+    by_itself: bool = False
 
     @property
     def key(self) -> tuple[str, int]:

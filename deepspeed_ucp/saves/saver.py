@@ -78,6 +78,7 @@ class Saver:
         self.job = Job(os.path.join(self.root, name))
         self.neighbours: Neighbours | None = None
         self.number, self.bytes, self.failed = 0, 0, ""
+        self.made = {False: 0, True: 0}  # saves that a script has asked for, and others
         self._thread: Thread | None = None
         self._stable, self._left = Stable(), list[StateFile]()
         self._copied = Event()
@@ -96,11 +97,16 @@ class Saver:
         """Of the save that is made: of tags, in memory."""
         return self.job.find_folder(self.number)
 
-    def make_room(self, needed: int) -> str:
-        """Let go of what is not needed, where a save would not fit; why it does not even so, in words."""
-        safe, _ = self.job.read_copying()
+    def make_room(self, needed: int, save_dir: str) -> str:
+        """Let go of what is not needed, where a save would not fit; why it does not even so, in words.
+
+        Args:
+            save_dir: what another job has for it in memory alone is needed until this one has something.
+        """
+        safe, own = self.job.read_copying()[0], locate(save_dir)
         older = sorted(self.job.list_saves()[:-1], key=lambda save: save.number == safe)
-        for save in [*self._list_dead(), *older]:
+        dead = [save for save in self._list_dead() if save.places or save.save_dir != own]
+        for save in [*dead, *older]:
             if count_free(self.root) < needed and not save.list_pending():
                 save.remove()
         if count_free(self.root) < needed:
@@ -158,12 +164,14 @@ class Saver:
                 )
             _claimed[place, tag] = own
 
-    def begin(self, needed: int) -> str:
+    def begin(self, needed: int, save_dir: str) -> str:
         """Make the folder of the next save, on the node's first rank; why there is no room for it, in words."""
+        if not self.is_first:
+            return ""
         for number in self.job.list_numbers():  # what earlier ones have left that failed
             if self.job.is_unfinished(number):
                 shutil.rmtree(self.job.find_folder(number), ignore_errors=True)
-        if why := self.make_room(needed):
+        if why := self.make_room(needed, save_dir):
             return why
         os.makedirs(self.folder, mode=0o700)
         return ""
@@ -232,23 +240,26 @@ class Saver:
             self._thread.join()
             self._thread = None
 
-    def end(self, save_dir: str, tag: str, step: int, *, latest: bool, local: bool) -> None:
+    def end(self, save_dir: str, tag: str, step: int, *, latest: bool, local: bool, by_itself: bool) -> None:
         """All of the node's files are there: say so, and have the writer take them on."""
-        places = [each for each in self.options.to if self.number % each.every == 0]
+        self.made[by_itself] += 1
+        turn = [each for each in self.options.to if self.made[by_itself] % each.every == 0]
+        places = [Destination(locate(each.place), 1 if by_itself else each.keep, each.limit_mb_s) for each in turn]
+        if not (self.options.to or by_itself):
+            places.append(Destination(locate(save_dir)))
         node, nodes = (0, 1) if local else (self.node, self.nodes)
         Snapshot(
             job=self.job.name if nodes == self.nodes else f"{self.job.name}-{self.node}",
             number=self.number, save_dir=locate(save_dir), tag=tag, step=step, latest=latest, node=node, nodes=nodes,
-            places=tuple(Destination(locate(each.place), each.keep, each.limit_mb_s) for each in places)
-            if self.options.to
-            else (Destination(locate(save_dir)),),
-            folder=self.folder,
+            places=tuple(places), folder=self.folder, by_itself=by_itself,
         ).write_record()  # fmt: skip
         self.bytes = sum(path.stat().st_size for path in Path(self.folder).rglob("*") if path.is_file())
         self._tell_writer()
         is_safe = self.neighbours is None or self.neighbours.safe  # until then a lost node leaves the older ones alone
         for job in list_jobs(self.root):
-            if is_safe and job.name != self.job.name and not job.is_owned() and _is_replaced(job, save_dir):
+            if job.name == self.job.name or job.is_owned() or (by_itself and list_late(job.list_saves())):
+                continue
+            if is_safe and _is_replaced(job, save_dir):
                 job.remove()
 
     def _tell_writer(self) -> None:
@@ -338,12 +349,20 @@ class Saver:
 
 
 def save_into_memory(
-    engine: Any, config: UniversalConfig, save_dir: str, tag: str, write: Callable[[str], Any], *, latest: bool
+    engine: Any,
+    config: UniversalConfig,
+    save_dir: str,
+    tag: str,
+    write: Callable[[str], Any],
+    *,
+    latest: bool,
+    by_itself: bool = False,
 ) -> tuple[Any, bool]:
     """Save into memory, from where a process of its own writes to the places; collective.
 
     Args:
         write: DeepSpeed's own save, into a folder of tags.
+        by_itself: no script has asked for it: it is not for ``save_dir``, and waits for nothing.
 
     Returns:
         What that has returned, and whether it has gone into memory. Where there is no room, and with tags and
@@ -351,7 +370,8 @@ def save_into_memory(
         has been written.
 
     Raises:
-        StorageError: it cannot go into memory, and DeepSpeed cannot write to where it is to go; the same everywhere.
+        StorageError: it cannot go into memory, and DeepSpeed cannot write to where it is to go, or has not been asked
+            to; the same everywhere.
     """
     comm, saver = connect(), _open_saver(engine, config)
     if saver.options.to:
@@ -363,10 +383,10 @@ def save_into_memory(
     needed, obstacle = _count_needed(told), next(filter(None, (each[-1] for each in told)), "")
 
     def begin() -> str:
-        return obstacle or next(filter(None, comm.each(lambda: saver.begin(needed) if saver.is_first else "")), "")
+        return obstacle or next(filter(None, comm.each(partial(saver.begin, needed, save_dir))), "")
 
     if why := begin():
-        finish_saves(engine)  # `latest` would go back to what is written after this one
+        _finish_others(engine, by_itself=by_itself)
         why = begin()
     if not why:
         saver.note_stable(engine)
@@ -375,17 +395,17 @@ def save_into_memory(
         if full := next(filter(None, comm.each(lambda: saver.failed)), ""):
             why = f"memory is full by now: {full}. {_ADVICE}"
             comm.run(saver.drop)
-            finish_saves(engine)
+            _finish_others(engine, by_itself=by_itself)
     if why:
         saver.number -= 1
-        return _write_slowly(save_dir, why, write, comm), False
+        return _write_slowly(save_dir, why, write, comm, by_itself=by_itself), False
     step, local = engine.global_steps, engine.use_node_local_storage()
 
     def end() -> None:
         if saver.is_first:
             shutil.rmtree(saver.job.spare, ignore_errors=True)
             saver.warn_late(step)
-            saver.end(save_dir, tag, step, latest=latest, local=local)
+            saver.end(save_dir, tag, step, latest=latest, local=local, by_itself=by_itself)
 
     if saver.options.overlap:
         saver.end_behind(end)
@@ -394,10 +414,20 @@ def save_into_memory(
     return saved, True
 
 
-def _write_slowly(save_dir: str, why: str, write: Callable[[str], Any], comm: Comm) -> Any:
+def _finish_others(engine: Any, *, by_itself: bool) -> None:
+    """Before DeepSpeed's own save: `latest` would go back to what is written after it."""
+    if not by_itself:
+        finish_saves(engine)
+
+
+def _write_slowly(save_dir: str, why: str, write: Callable[[str], Any], comm: Comm, *, by_itself: bool) -> Any:
     """DeepSpeed's own save, where it cannot go into memory; collective."""
-    if is_url(save_dir):
-        raise StorageError(f"cannot be saved to by way of memory: {why}", path=save_dir)
+
+    def check() -> None:
+        if by_itself or is_url(save_dir):
+            raise StorageError(f"cannot be saved to by way of memory: {why}", path=save_dir)
+
+    comm.alike(check)
     if comm.rank == 0:
         logger.warning("%s: saved while training waits, as %s", save_dir, why)
     return write(save_dir)

@@ -19,6 +19,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, BinaryIO, cast
 
@@ -39,6 +40,9 @@ Pending = tuple[Snapshot, Destination]
 
 _AGAIN, _AGAIN_AT_END = 10.0, 1.0
 """Seconds until a place that failed is tried again where no new save comes before, and the same when none can come."""
+
+_BY_ITSELF = "\0by itself"
+"""Behind a place, what it has of saves that no script has asked for: they do not count among the others."""
 
 _DOUBLED = 5
 """How often they double, with each failure that follows."""
@@ -114,6 +118,8 @@ class SaveWriter:
         """Until standard input ends, of which it notes that, and for what is pending then."""
         threads = dict[str, threading.Thread]()
         while True:
+            with suppress(OSError):
+                self._free()  # what has no place
             for folder in self._list_places():
                 with suppress(OSError):  # memory is full: its thread tells
                     self._drop_older(folder)
@@ -168,7 +174,8 @@ class SaveWriter:
     def _write_place(self, folder: str) -> bool:
         """Write the newest save that a place lacks, and drop older ones there, until it lacks none; whether it went.
 
-        Of those that ``latest`` is to name, and of the others, each the newest: one is not in the other's place.
+        Of those that ``latest`` is to name, of the others, and of those that no script has asked for, each the newest:
+        one is not in the other's place.
         """
         try:
             while True:
@@ -212,18 +219,19 @@ class SaveWriter:
     def _choose(self, folder: str, begun: set[int]) -> list[Pending]:
         """Those to be written next; older ones are dropped."""
         chosen, spare = list[Pending](), list[Pending]()
-        for latest in (True, False):
-            group = [each for each in self._list_pending(folder) if each[0].latest == latest]
+        for kind in (True, False), (True, True), (False, False):
+            group = [each for each in self._list_pending(folder) if (each[0].latest, each[0].by_itself) == kind]
             first = next((number for number, (save, _) in enumerate(group) if save.number in begun), len(group))
             chosen += group[first : first + 1]
             spare += group[first + 1 :]
         spare += [each for each in chosen if is_replaced(each[0])]
         for save, place in spare:
             save.note_done(place, "")
-            logger.warning("%s is too slow: %s is dropped for a newer save", place.folder, save.tag)
+            if not save.by_itself:
+                logger.warning("%s is too slow: %s is dropped for a newer save", place.folder, save.tag)
         if spare:
             self._free()
-        return [each for each in chosen if each not in spare]
+        return sorted((each for each in chosen if each not in spare), key=lambda each: each[0].number)
 
     def _free(self) -> None:
         with self._lock:
@@ -235,7 +243,8 @@ class SaveWriter:
             if names := self._begun.pop(place.folder, None):
                 with suppress(OSError):  # who may write need not be let list this
                     abort_uploads(place.folder, names)
-            mark = write_save(save, place, self.wait, self._find_pace(place))
+            named = save.latest and not self._is_overtaken(save, place)
+            mark = write_save(replace(save, latest=named), place, self.wait, self._find_pace(place))
             with self._lock:
                 save.note_done(place, mark)
             if save.node == 0:  # what the others have written is no whole save yet
@@ -247,20 +256,27 @@ class SaveWriter:
         self._told.pop(place.folder, None)
         return True
 
+    def _is_overtaken(self, save: Snapshot, place: Destination) -> bool:
+        """Whether ``latest`` has named a later save there."""
+        with self._lock:
+            later = [other for other in self.job.list_saves() if other.latest and other.number > save.number]
+            return any(other.read_done().get(place.folder) for other in later)
+
     def _find_pace(self, place: Destination) -> Pace:
         rate = None if place.limit_mb_s is None else place.limit_mb_s * (1 << 20)
         return self._paces.setdefault(place.folder, Pace(rate))
 
     def _note_written(self, save: Snapshot, place: Destination, mark: str) -> None:
         end_save(save, place)
-        held = {tag: each for tag, each in self.job.read_written().get(place.folder, {}).items() if tag != save.tag}
+        key = f"{place.folder}{_BY_ITSELF if save.by_itself else ''}"
+        held = {tag: each for tag, each in self.job.read_written().get(key, {}).items() if tag != save.tag}
         held[save.tag] = mark
-        self._note(place, held)
-        self._note(place, prune_place(place, held))
+        self._note(key, held)
+        self._note(key, prune_place(place, held))
 
-    def _note(self, place: Destination, held: Mapping[str, str]) -> None:
+    def _note(self, key: str, held: Mapping[str, str]) -> None:
         with self._lock:
-            self.job.note_written({**self.job.read_written(), place.folder: held})
+            self.job.note_written({**self.job.read_written(), key: held})
 
     def _warn(self, place: str, why: str) -> None:
         """Once for each fault of a place."""

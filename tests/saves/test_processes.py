@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 import time
@@ -20,14 +22,24 @@ ROOT = Path(__file__).parents[2]
 
 def run(folder: Path, memory: Path, steps: int, end: str) -> tuple[list[Any], int]:
     """What the job's load found, and its exit code."""
-    command = [sys.executable, str(SCRIPT), str(folder), str(memory), str(steps), end]
-    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    variables |= {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    environment = {**os.environ, **variables}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    found = next((line for line in done.stdout.splitlines() if line.startswith("FOUND ")), None)
-    assert found, done.stdout + done.stderr
-    return json.loads(found.removeprefix("FOUND ")), done.returncode
+    found, _, code = end_rank(start_rank(0, 1, folder, memory, steps, end))
+    return found, code
+
+
+def start_rank(rank: int, ranks: int, *arguments: object, port: int = 0) -> subprocess.Popen[str]:
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    variables |= {"PYTHONPATH": ROOT, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **{name: str(value) for name, value in variables.items()}}
+    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def end_rank(process: subprocess.Popen[str]) -> tuple[list[Any], str, int]:
+    """What its load found, a digest of its weights in the end, and its exit code."""
+    output, errors = process.communicate(timeout=120)
+    told = dict(line.split(" ", 1) for line in output.splitlines() if line.startswith(("FOUND ", "WEIGHTS ")))
+    assert "FOUND" in told, output + errors
+    return json.loads(told["FOUND"]), told.get("WEIGHTS", ""), process.returncode
 
 
 @pytest.mark.timeout(300)
@@ -48,3 +60,27 @@ def test_jobs_one_after_the_other(tmp_path: Path) -> None:
         time.sleep(0.05)
     assert is_whole(str(folder / "global_step4"))
     assert [path for path in folder.iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.timeout(300)
+def test_all_ranks_killed_between_snapshots(tmp_path: Path) -> None:
+    """No more than the steps since the last one are lost, and the run goes on as the one that was not killed."""
+
+    def run_both(steps: int, end: str) -> tuple[list[Any], str, int]:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        arguments = (tmp_path / "place", tmp_path / "memory", steps, end, 3)
+        both = [start_rank(rank, 2, *arguments, port=port) for rank in range(2)]
+        told = [end_rank(each) for each in both]
+        assert told[0] == told[1]
+        return told[0]
+
+    killed = run_both(8, "killed")
+    assert killed[0] == [None, 0, None] and killed[2] == -signal.SIGKILL
+    (path, *found), weights, code = run_both(4, "ended")
+    assert path.startswith(str(tmp_path / "memory")) and found == [6, 6] and code == 0
+    # All ranks have the same samples, so that one trains as two.
+    whole = end_rank(start_rank(0, 1, tmp_path / "whole", tmp_path / "memory", 10, "ended", 99))
+    assert weights == whole[1] != killed[1]
+    assert not (tmp_path / "place").exists()

@@ -332,3 +332,47 @@ def test_a_trainer_that_would_remove_older_checkpoints_is_told(
     finish_saves(engine)
     with pytest.raises(StorageError, match="Older checkpoints, which would be removed now, stay"):
         finish_saves(engine, required=True)
+
+
+def test_snapshots_count_apart_from_a_scripts_saves(engine: FakeEngine, tmp_path: Path) -> None:
+    """They never go to the folder that a load names, and take no turn of a script's save."""
+    places = [SaveTier(place=str(tmp_path / "fast")), SaveTier(place=str(tmp_path / "slow"), every=2, keep=3)]
+    told: list[tuple[bool, list[tuple[str, int | None]]]] = []
+    for to in ([], places):
+        options = SaveOptions(memory=str(tmp_path / "memory"), wait_s=20.0, to=to)
+        find_state(engine).saver = None
+        for by_itself in (True, True, False, True, False):
+            with mock.patch.object(savers.Saver, "_tell_writer"):
+                save_into_memory(
+                    engine, UniversalConfig(save=options), str(tmp_path / "saved"), TAG,
+                    lambda folder: write_source(Path(folder)), latest=True, by_itself=by_itself,
+                )  # fmt: skip
+            made = find_state(engine).saver.job.list_saves()[-1]
+            assert made.by_itself is by_itself
+            told.append((by_itself, [(os.path.basename(each.folder), each.keep) for each in made.places]))
+    saved, fast = [("saved", None)], ("fast", None)
+    assert [each for by_itself, each in told[:5] if not by_itself] == [saved, saved]
+    assert [each for by_itself, each in told[:5] if by_itself] == [[]] * 3
+    assert [each for by_itself, each in told[5:] if not by_itself] == [[fast], [fast, ("slow", 3)]]
+    often, seldom = [("fast", 1)], [("fast", 1), ("slow", 1)]
+    assert [each for by_itself, each in told[5:] if by_itself] == [often, seldom, often]
+
+
+def test_a_dead_jobs_snapshot_stays_until_there_is_another(
+    engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing else has its state; what lies there for other folders makes room."""
+    dead = Job(os.path.join(find_root(str(tmp_path / "memory")), name_job()))
+    for number, name in enumerate(("saved", "other")):
+        make_save(dead, str(tmp_path / name), tag=name, step=number, places=(), by_itself=True)
+    config = UniversalConfig(save=SaveOptions(memory=str(tmp_path / "memory"), wait_s=20.0))
+    monkeypatch.setattr(savers, "_count_free", lambda _: -1)
+    with pytest.raises(StorageError, match="MiB are free"):
+        save_into_memory(engine, config, str(tmp_path / "saved"), TAG, mock.Mock(), latest=True, by_itself=True)
+    assert [save.tag for save in dead.list_saves()] == ["saved"]
+    monkeypatch.undo()
+    save_into_memory(
+        engine, config, str(tmp_path / "saved"), TAG, lambda folder: write_source(Path(folder)), latest=True,
+        by_itself=True,
+    )  # fmt: skip
+    assert dead.list_saves() == []

@@ -97,6 +97,33 @@ def test_a_place_keeps_so_many(job: Job, save: Callable[..., Snapshot], tmp_path
     assert set(os.listdir(tmp_path / "place")) == {"a", "c", "d", "latest", "theirs", "zero_to_fp32.py"}
 
 
+def test_snapshots_take_the_place_of_none_that_a_script_asked_for(
+    job: Job, save: Callable[..., Snapshot], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither in a place, nor while both wait for it; and `latest` does not go back to the one that comes later."""
+    for tag in ("a", "b", "c", "d"):
+        save(tag=tag, keep=2)
+        save(tag=f"{tag}-by-itself", keep=1, by_itself=True)
+        save(tag=f"{tag}-later", keep=1, by_itself=True)
+        assert write(job)
+        assert (tmp_path / "place" / "latest").read_text() == f"{tag}-later"
+    assert set(os.listdir(tmp_path / "place")) == {"c", "d", "d-later", "latest", "zero_to_fp32.py"}
+    save(tag="last")
+    save(tag="last-by-itself", keep=1, by_itself=True)
+    own = writing.write_save
+
+    def fail_first(save: Snapshot, *args: Any) -> str:
+        if save.tag == "last":
+            raise OSError("not yet")
+        return own(save, *args)
+
+    with mock.patch.object(writing, "write_save", fail_first):
+        assert not write(job)
+    assert write(job) and is_whole(str(tmp_path / "place" / "last"))
+    assert (tmp_path / "place" / "latest").read_text() == "last-by-itself"
+    assert "is dropped" not in caplog.text
+
+
 def test_one_place_that_fails_is_not_the_others(
     job: Job, save: Callable[..., Snapshot], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
