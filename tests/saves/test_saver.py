@@ -366,7 +366,7 @@ def test_a_dead_jobs_snapshot_stays_until_there_is_another(
     for number, name in enumerate(("saved", "other")):
         make_save(dead, str(tmp_path / name), tag=name, step=number, places=(), by_itself=True)
     config = UniversalConfig(save=SaveOptions(memory=str(tmp_path / "memory"), wait_s=20.0))
-    monkeypatch.setattr(savers, "_count_free", lambda _: -1)
+    monkeypatch.setattr(savers, "count_free", lambda _: -1)
     with pytest.raises(StorageError, match="MiB are free"):
         save_into_memory(engine, config, str(tmp_path / "saved"), TAG, mock.Mock(), latest=True, by_itself=True)
     assert [save.tag for save in dead.list_saves()] == ["saved"]

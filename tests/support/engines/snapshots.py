@@ -153,7 +153,7 @@ def fail(ds_config: dict[str, Any], folder: str) -> tuple[list[int], list[str]]:
         note_taken(taken),
         mock.patch.object(snapshots.logger, "warning", lambda text, *args: told.append(text % args)),
     ):
-        with mock.patch("deepspeed_ucp.saves.saver._count_free", return_value=1000):
+        with mock.patch("deepspeed_ucp.saves.saver.count_free", return_value=1000):
             train_steps(trained, 5)
         train_steps(trained, 2)
         if dist.get_rank():
