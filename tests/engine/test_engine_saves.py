@@ -51,6 +51,19 @@ def test_what_is_copied_behind_training_is_of_the_step_that_was_saved(
     check_files(tmp_path, 2)
 
 
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_saves_at_step_0_in_the_midst_of_a_step_and_twice_under_one_tag(
+    overlap: bool, case: Case, tmp_path: Path, ucp_worlds: WorldPool
+) -> None:
+    config = {**saving(case, tmp_path / "memory", overlap=overlap), "gradient_accumulation_steps": 2}
+    folders = str(tmp_path / "saved"), str(tmp_path / "own")
+    ucp_worlds.get(case.dp).run(engine_saves.save_at_odd_times, config, *folders)
+    check_files(tmp_path, 2)
+    assert {path.name for path in (tmp_path / "saved").glob("*/")} == {"global_step0", "twice"}
+    assert (tmp_path / "saved" / "latest").read_text() == "twice"
+
+
 def test_what_is_written_to_while_it_is_copied_is_not_saved(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """And says so, on the rank that has seen it."""
     config = saving(Case(1, 2, "bf16"), tmp_path / "memory", overlap=True, wait_s=5)

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -27,21 +27,11 @@ from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.sources.open import seal_folder
 from tests.cli.samples import make_gpt, write_sample
 from tests.saves.saving import TAG, find_writer, is_whole, make_save, wait_for, write
-from tests.stores.server import BUCKET, Server, fail_first, serve
+from tests.stores.server import BUCKET, Server, fail_first
 from tests.support.crash import run_child
 from tests.synth import Topology
 
 pytest.importorskip("s3fs", reason="the store of these tests is S3")
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serve() as found:
-        remote.set_options(found.options)
-        with suppress(FileExistsError):
-            remote.connect("s3://x", writing=True)[0].mkdir(BUCKET)
-        yield found
-    remote.set_options({})
 
 
 @pytest.fixture(autouse=True)

@@ -41,6 +41,21 @@ def save_each(ds_config: dict[str, Any], folder: str, steps: int, seed: int = 0,
     return states
 
 
+def save_at_odd_times(ds_config: dict[str, Any], folder: str, own: str) -> None:
+    """Before the first step, in the midst of one, and once more under that tag; by DeepSpeed alone, too."""
+    engine = make_engine(ds_config)
+    trained = train_engine(engine)
+    for micro_steps, tag in ((0, None), (1, "twice"), (1, "twice")):
+        train_steps(trained, micro_steps)
+        with uninstalled():
+            engine.save_checkpoint(own, tag=tag)
+        engine.save_checkpoint(folder, tag=tag)
+        saver = find_state(engine).saver
+        assert tag or not saver.is_first or saver.wait(60)  # else it gives way to the next one
+    saver.close()
+    engine.destroy()
+
+
 def save_without_room(ds_config: dict[str, Any], folder: str) -> None:
     engine = make_engine(ds_config)
     train_steps(train_engine(engine), 1)

@@ -1,0 +1,46 @@
+"""Writes saves to a small disk of its own, which fails and is mended: ``-m tests.saves.small_disk FOLDER FAULT``.
+
+In a mount namespace of its own (``unshare --map-root-user --mount``), so that nothing of it is left.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from deepspeed_ucp.saves.memory import Job
+from deepspeed_ucp.saves.writer import is_locked, list_late, start_writer
+from tests.saves.saving import is_whole, make_save, wait_for
+
+folder, fault = Path(sys.argv[1]), sys.argv[2]
+place = folder / "place"
+
+
+def mount(options: str) -> None:
+    """The disk, in place of the one that is there."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "small", str(place)], check=True)
+
+
+place.mkdir()
+mount("size=96k")
+job = Job(str(folder / "memory" / "job"))
+job.own()
+lines = start_writer(job, {"keep": 1, "wait_s": 20.0, "storage_options": None})
+make_save(job, str(place), tag="first")
+lines.write(b"\n")
+lines.flush()
+wait_for(lambda: not list_late(job.list_saves()))
+if fault == "ro":
+    mount("remount,ro")
+make_save(job, str(place), tag="second")
+lines.write(b"\n")
+lines.flush()
+wait_for(lambda: "not written, to be tried again" in Path(job.folder, "log").read_text())
+assert (place / "latest").read_text() == "first"
+assert is_whole(str(place / "first"))
+mount("remount,rw,size=4m")
+lines.close()
+wait_for(lambda: not is_locked(job))
+assert (place / "latest").read_text() == "second"
+assert is_whole(str(place / "first")) and is_whole(str(place / "second"))
+assert not list(place.glob(".*"))
+print(Path(job.folder, "log").read_text())

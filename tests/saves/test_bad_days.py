@@ -1,0 +1,112 @@
+"""What goes wrong around whole processes: disks and stores that fail and are mended, writers that hang, other jobs."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from deepspeed_ucp.config import SaveOptions, UniversalConfig
+from deepspeed_ucp.engine_state import find_state
+from deepspeed_ucp.io.store import read_small
+from deepspeed_ucp.saves.memory import Job
+from deepspeed_ucp.saves.saver import save_into_memory
+from deepspeed_ucp.saves.writer import is_locked, list_late, start_writer
+from tests.convert.conversions import write_source
+from tests.saves.saving import find_writer, is_whole, make_save, wait_for
+from tests.stores.server import BUCKET, Server
+
+ROOT = Path(__file__).parents[2]
+SETTINGS = {"keep": 1, "wait_s": 20.0, "storage_options": None}
+
+
+@pytest.mark.parametrize(("fault", "told"), [("full", "disk full"), ("ro", "Read-only file system")])
+def test_a_disk_that_fails_and_is_mended_has_all_then(fault: str, told: str, tmp_path: Path) -> None:
+    apart = ["unshare", "--map-root-user", "--mount"]
+    if subprocess.run([*apart, "mount", "-t", "tmpfs", "x", "/mnt"], capture_output=True, check=False).returncode:
+        pytest.skip("no mounts of one's own here")
+    command = [*apart, sys.executable, "-m", "tests.saves.small_disk", str(tmp_path), fault]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert told in done.stdout
+
+
+def test_a_writer_that_hangs_stops_no_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Nor the end of the job for longer than was told; when it goes on, so does what it wrote."""
+    place, writer = tmp_path / "place", SimpleNamespace(is_decoupled=lambda: False)
+    module = SimpleNamespace(parameters=list)
+    engine = SimpleNamespace(
+        global_steps=3, optimizer=None, module=module, save_non_zero_checkpoint=False, checkpoint_engine=writer,
+        use_node_local_storage=lambda: False,
+    )  # fmt: skip
+    config = UniversalConfig(save=SaveOptions(memory=str(tmp_path / "memory"), wait_s=0.5))
+
+    def save(tag: str) -> None:
+        def write(folder: str) -> None:
+            write_source(Path(folder)).rename(Path(folder) / tag)
+
+        assert save_into_memory(engine, config, str(place), tag, write, latest=True)[1]
+
+    save("a")
+    saver = find_state(engine).saver
+    assert saver.wait(20)
+    stopped = find_writer(saver.job)
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        begin = time.monotonic()
+        save("b")
+        save("c")
+        saver.close()
+        assert time.monotonic() - begin < 5
+        assert f"still to be written: {place}" in caplog.text and (place / "latest").read_text() == "a"
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    wait_for(lambda: not is_locked(saver.job))
+    assert (place / "latest").read_text() == "c" and is_whole(str(place / "c"))
+
+
+@pytest.mark.parametrize("kind", ["folder", "store"])
+def test_two_jobs_at_once_with_the_same_tags(kind: str, tmp_path: Path, server: Server) -> None:
+    """On machines that know nothing of each other."""
+    place = str(tmp_path / "place") if kind == "folder" else f"s3://{BUCKET}/both"
+    jobs = [Job(str(tmp_path / f"memory{number}" / "job")) for number in range(2)]
+    for job in jobs:
+        job.own()
+    settings = {**SETTINGS, "wait_s": 2.0, "storage_options": server.options}
+    lines, drawn = [start_writer(job, settings) for job in jobs], random.Random(1)
+    for number in range(6):
+        for job, line in zip(jobs, lines, strict=True):
+            make_save(job, place, tag=f"step{number // 3}", step=number // 3)
+            line.write(b"\n")
+            line.flush()
+        time.sleep(drawn.uniform(0, 0.3))
+    for line in lines:
+        line.close()
+    for job in jobs:
+        wait_for(lambda job=job: not is_locked(job))
+    logs = [Path(job.folder, "log").read_text() for job in jobs]
+    assert read_small(f"{place}/latest") == b"step1" and is_whole(f"{place}/step1"), logs
+
+
+def test_a_store_that_is_down_for_a_while_holds_up_no_other_place(tmp_path: Path, server: Server) -> None:
+    url, local = f"s3://{BUCKET}/away", str(tmp_path / "place")
+    job = Job(str(tmp_path / "memory" / "job"))
+    job.own()
+    with server.failing(lambda _: "503"):
+        lines = start_writer(job, {**SETTINGS, "storage_options": server.options})
+        for tag in "abc":
+            make_save(job, url, local, tag=tag)
+            lines.write(b"\n")
+            lines.flush()
+            wait_for(lambda tag=tag: is_whole(f"{local}/{tag}"))
+        wait_for(lambda: list(list_late(job.list_saves())) == [url])
+    lines.close()
+    wait_for(lambda: not is_locked(job))
+    assert read_small(f"{url}/latest") == b"c" and is_whole(f"{url}/c")
