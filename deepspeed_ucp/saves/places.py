@@ -44,6 +44,9 @@ _OLD, _GONE = "-old", "-gone"
 _ABANDONED = 86400.0
 """Seconds without any change after which a folder in which another job's save grows is nobody's."""
 
+_DONE = "on the first node"
+"""What is noted of a part of a save in the place of its mark."""
+
 _COPIERS = 4
 _SENT = 64 << 20
 """Bytes that are asked of the system at once."""
@@ -66,8 +69,10 @@ def write_save(save: Snapshot, place: Destination, wait: float, pace: Pace) -> s
         UcpError: another node has not written in time, or the files do not belong together.
         OSError: as the system or the store tells it.
     """
+    if save.node and not has_begun(save, place) and is_sealed(save, place):
+        return _DONE  # it was stopped right before it could note that
     (_write_to_store if is_url(place.folder) else _write_to_folder)(save, place, wait, pace)
-    return find_mark(place.folder, save.tag) if save.node == 0 else "on the first node"
+    return find_mark(place.folder, save.tag) if save.node == 0 else _DONE
 
 
 def find_mark(place: str, tag: str) -> str:
@@ -89,6 +94,17 @@ def has_begun(save: Snapshot, place: Destination) -> bool:
     final = os.path.join(place.folder, save.tag)
     mark = os.path.join(final, _name_begun(save)) if is_url(final) else _name_aside(save, place)
     return exists(mark) or exists(os.path.join(final, _name_node(save, save.node)))
+
+
+def is_sealed(save: Snapshot, place: Destination) -> bool:
+    """Whether the seal of a save's tag names this node's files as they are in memory."""
+    final = os.path.join(place.folder, save.tag)
+    try:
+        sealed = read_seal(os.path.join(final, SEAL)).files
+        own = [name for name in os.listdir(os.path.join(save.folder, save.tag)) if is_state_file(name)]
+        return all(name in sealed and (sealed[name].size, sealed[name].crc) == _sum_up(save, name) for name in own)
+    except (OSError, UcpError):
+        return False
 
 
 def _name_aside(save: Snapshot, place: Destination) -> str:

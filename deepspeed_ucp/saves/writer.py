@@ -23,7 +23,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, BinaryIO, cast
 
-from ..errors import UcpError, escape
+from ..errors import StorageError, UcpError, escape
 from ..io.pace import Pace
 from ..io.paths import is_url
 from ..io.store import set_storage_options
@@ -31,7 +31,7 @@ from ..io.threads import map_threads
 from ..io.urls import abort_uploads
 from .memory import LOCK, Destination, Job, Snapshot, drop_unwanted, is_held
 from .neighbours import Neighbours, Replicator
-from .places import end_save, has_begun, is_replaced, prune_place, wait_until, write_save
+from .places import end_save, has_begun, is_replaced, is_sealed, prune_place, wait_until, write_save
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -207,9 +207,12 @@ class SaveWriter:
             begun = {save.number for save, place in pending if save.node == 0 or has_begun(save, place)}
             return begun if begun or not pending else None
 
-        return wait_until(
-            look, self.wait, lambda: "the first node has begun none of the saves that are pending", folder
-        )
+        try:
+            return wait_until(look, self.wait, lambda: "the first node has begun none of the pending saves", folder)
+        except StorageError:  # it may have ended one that this node has not noted
+            if not (ended := {save.number for save, place in self._list_pending(folder) if is_sealed(save, place)}):
+                raise
+            return ended
 
     def _drop_older(self, folder: str) -> None:
         """Let go of what a place is not to have any more while it is busy: memory is not to fill with it."""

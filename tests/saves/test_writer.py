@@ -486,6 +486,26 @@ def test_a_first_node_killed_at_any_call_goes_on(nodes: list[Job], tmp_path: Pat
         assert is_whole(str(tmp_path / "place" / TAG))
 
 
+def test_a_node_that_could_not_note_what_it_has_done_sees_it_in_the_place(nodes: list[Job], tmp_path: Path) -> None:
+    """The first one has ended the save meanwhile; what lies under the tag may be another save, too."""
+    save = nodes[1].list_saves()[0]
+    first = threading.Thread(target=write, args=(nodes[0],))
+    first.start()
+    assert write(nodes[1])
+    first.join()
+    done = Path(save.folder) / "done-1.json"
+    done.unlink()
+    assert write(nodes[1], wait=0.2) and set(os.listdir(tmp_path / "place")) == {TAG, "latest"}
+    done.unlink()
+    shutil.rmtree(tmp_path / "place")
+    other = Job(str(tmp_path / "other" / "job"))
+    other.own()
+    for _ in range(2):  # of other weights
+        make_save(other, str(tmp_path / "place"))
+    assert write(other)
+    assert not write(nodes[1], wait=0.2)
+
+
 def test_what_a_load_has_made_beside_the_tag_is_no_part_of_it(
     job: Job, save: Callable[..., Snapshot], tmp_path: Path
 ) -> None:
