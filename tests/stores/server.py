@@ -112,6 +112,7 @@ _CODES = {
     "404": b"NoSuchUpload",
     "429": b"TooManyRequests",
     "500": b"InternalError",
+    "501": b"NotImplemented",
     "503": b"SlowDown",
 }
 _ERROR = b'<?xml version="1.0" encoding="UTF-8"?><Error><Code>%s</Code><Message>injected</Message></Error>'

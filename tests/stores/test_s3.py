@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,14 @@ from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.convert import convert_checkpoint
 from deepspeed_ucp.errors import CheckpointError, ConfigError, StorageError
 from deepspeed_ucp.io import presign, ranged, remote, retry, store, urls
+from deepspeed_ucp.io.pace import Pace, keep_pace
+from deepspeed_ucp.io.threads import map_threads
 from deepspeed_ucp.load.tags import find_tag
 from deepspeed_ucp.load.transfer import Transfer
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.sources.latest import find_checkpoint, read_latest
 from deepspeed_ucp.stream.duplicates import check_samples
-from tests.stores.server import BUCKET, Asked, Server, fail_first, serve
+from tests.stores.server import BUCKET, Asked, Fault, Server, fail_first, serve
 from tests.support.ranks import run_ranks
 from tests.support.reshard import FakeTarget, Loaded, make_targets, open_everywhere, prepare_rank
 from tests.synth import Model, Param, State, Topology, random_state, write_checkpoint
@@ -392,6 +395,91 @@ def test_a_file_whose_last_answer_is_lost_has_arrived(server: Server, tmp_path: 
             urls.put_file(str(path), url)
         assert len([each for each in server.asked if each.method == "PUT"]) == (3 if fault == "lost" else 6)
         assert store.read_small(url) == path.read_bytes()
+
+
+def fail_once(fault: str, is_meant: Callable[[dict[str, Any]], bool]) -> Fault:
+    left = iter([fault])
+    return lambda environ: (next(left, None) or None) if is_meant(environ) else None
+
+
+def is_put(environ: dict[str, Any]) -> bool:
+    return environ["REQUEST_METHOD"] == "PUT"
+
+
+@pytest.mark.parametrize(
+    ("fault", "size"), [("", 100), ("lost", 100), ("", 20 << 20), ("lost", 20 << 20), ("404", 20 << 20)]
+)
+def test_a_new_file_is_not_written_over(fault: str, size: int, server: Server, tmp_path: Path) -> None:
+    """In one request and in parts; one whose own answer was lost is no other's."""
+    path, url = tmp_path / "file", f"s3://{BUCKET}/new{fault}/{size}"
+    path.write_bytes(bytes(size))
+    with server.failing(fail_once(fault, is_put if size == 100 else is_completion)):
+        urls.put_file(str(path), url, new=True)
+    path.write_bytes(b"1" * size)
+    urls.put_file(str(path), url, new=True)
+    path.write_bytes(b"1" * (size + 1))
+    with pytest.raises(StorageError, match="another save's file is there"):
+        urls.put_file(str(path), url, new=True)
+    assert store.read_small(url) == bytes(size)
+    assert remote.connect("s3://x", writing=True)[0].list_multipart_uploads(BUCKET) == []
+
+
+@pytest.mark.parametrize("fault", ["", "lost"])
+def test_a_small_file_is_exchanged_while_it_is_what_it_was(fault: str, server: Server) -> None:
+    url = f"s3://{BUCKET}/exchanged{fault}"
+
+    def exchange(data: bytes, before: bytes | None) -> bool:
+        with server.failing(fail_once(fault, is_put)):
+            return store.exchange_small(url, data, before)
+
+    assert not exchange(b"1", b"0") and not store.exists(url)
+    assert exchange(b"1", None) and exchange(b"1", None)
+    assert not exchange(b"2", None) and not exchange(b"2", b"0")
+    assert exchange(b"2", b"1") and store.read_small(url) == b"2"
+
+
+@pytest.mark.parametrize("before", [None, b"0"])
+def test_what_another_writes_between_look_and_write_stays(before: bytes | None, server: Server) -> None:
+    url, seen = f"s3://{BUCKET}/between{before}", list[str]()
+    if before is not None:
+        store.write_small(url, before)
+
+    def interpose(environ: dict[str, Any]) -> None:
+        if is_put(environ) and not seen:
+            seen.append(environ.get("HTTP_IF_MATCH") or environ["HTTP_IF_NONE_MATCH"])
+            store.write_small(url, b"theirs")
+
+    with server.failing(interpose):
+        assert not store.exchange_small(url, b"ours", before)
+    assert seen and store.read_small(url) == b"theirs"
+
+
+def test_a_store_without_conditions_is_written_to_all_the_same(server: Server, tmp_path: Path) -> None:
+    def refuse(environ: dict[str, Any]) -> str | None:
+        return "501" if {"HTTP_IF_MATCH", "HTTP_IF_NONE_MATCH"} & environ.keys() else None
+
+    url, path = f"s3://{BUCKET}/unconditional", tmp_path / "file"
+    path.write_bytes(b"new")
+    with server.failing(refuse):
+        assert store.exchange_small(url, b"1", None) and store.exchange_small(url, b"2", b"1")
+        assert not store.exchange_small(url, b"3", b"1") and store.read_small(url) == b"2"
+        urls.put_file(str(path), url, new=True)
+    assert store.read_small(url) == b"new"
+
+
+def test_uploads_keep_to_a_pace(server: Server, tmp_path: Path) -> None:
+    """In parts and as wholes, all together."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(20 << 20))
+    pace, begin = Pace(40 << 20), time.monotonic()
+
+    def put(number: int) -> None:
+        with keep_pace(pace):
+            urls.put_file(str(path), f"s3://{BUCKET}/paced{number}")
+
+    map_threads(put, range(2), 2)
+    assert time.monotonic() - begin >= 1
+    assert store.exists(f"s3://{BUCKET}/paced1")
 
 
 def test_what_is_asked_is_counted(server: Server) -> None:
