@@ -23,7 +23,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, BinaryIO, cast
 
-from ..errors import StorageError, UcpError, escape
+from ..errors import StorageError, escape
 from ..io.pace import Pace
 from ..io.paths import is_url
 from ..io.store import set_storage_options
@@ -191,8 +191,8 @@ class SaveWriter:
                     self._busy[folder] = set()
                 if not all(written):
                     return False
-        except (UcpError, OSError) as error:
-            self._warn(folder, str(error))
+        except Exception as error:  # noqa: BLE001 - whatever a place or its library does, it is tried again
+            self._warn(folder, str(error) or repr(error))
             return False
 
     def _wait_for_first(self, folder: str) -> set[int]:
@@ -252,7 +252,7 @@ class SaveWriter:
                 save.note_done(place, mark)
             if save.node == 0:  # what the others have written is no whole save yet
                 self._note_written(save, place, mark)
-        except Exception as error:  # noqa: BLE001 - whatever a place or its library does, other places go on
+        except Exception as error:  # noqa: BLE001 - another save may go there all the same
             self._warn(place.folder, str(error) or repr(error))
             return False
         self._free()

@@ -466,24 +466,27 @@ def test_a_node_that_is_not_the_first_removes_nothing(nodes: list[Job], tmp_path
     assert is_whole(str(tmp_path / "place" / TAG))
 
 
-def test_a_first_node_killed_at_any_call_goes_on(nodes: list[Job], tmp_path: Path) -> None:
-    """The other one has written by then, and does not do so again."""
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_node_killed_at_any_call_goes_on(killed: int, nodes: list[Job], tmp_path: Path) -> None:
+    """Where the other one has written by then it does not do so again."""
     begin(nodes[0].list_saves()[0])
-    assert write(nodes[1])
-    kept = tmp_path / "kept"
-    for name in ("node0", "place"):
+    if killed == 0:
+        assert write(nodes[1])
+    kept, names = tmp_path / "kept", ("node0", "node1", "place")
+    for name in names:
         shutil.copytree(tmp_path / name, kept / name)
 
     def reset() -> None:
-        for name in ("node0", "place"):
+        for name in names:
             shutil.rmtree(tmp_path / name)
             shutil.copytree(kept / name, tmp_path / name)
 
-    for at in range(len(list_calls(lambda: write(nodes[0])))):
+    for at in range(len(list_calls(lambda: write(nodes[killed])))):
         reset()
-        assert run_dying(lambda: write(nodes[0]), at)
-        assert write(nodes[0], wait=0.5), at
-        assert is_whole(str(tmp_path / "place" / TAG))
+        assert run_dying(lambda: write(nodes[killed]), at)
+        assert write(nodes[killed], wait=0.5), at
+        assert write(nodes[0], wait=0.5) and is_whole(str(tmp_path / "place" / TAG))
+        assert set(os.listdir(tmp_path / "place")) == {TAG, "latest"}
 
 
 def test_a_node_that_could_not_note_what_it_has_done_sees_it_in_the_place(nodes: list[Job], tmp_path: Path) -> None:

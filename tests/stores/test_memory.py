@@ -260,6 +260,15 @@ def test_what_has_our_names_and_is_no_output_is_left_alone(
     assert read_store("memory://stores/there") == read_local(tmp_path / "there") == {name: b"of others"}
 
 
+@pytest.mark.parametrize("kind", ["folder", "store"])
+def test_a_small_file_is_exchanged_while_it_is_what_it_was(kind: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "file") if kind == "folder" else "memory://stores/file"
+    assert not store.exchange_small(path, b"1", b"0") and not store.exists(path)
+    assert store.exchange_small(path, b"1", None) and store.exchange_small(path, b"1", None)
+    assert not store.exchange_small(path, b"2", None) and store.read_small(path) == b"1"
+    assert store.exchange_small(path, b"2", b"1") and store.read_small(path) == b"2"
+
+
 def test_a_file_that_changes_is_refused(saved: Callable[..., tuple[str, State]]) -> None:
     saved(Topology(1, 2))
     tag = find_checkpoint(URL)
