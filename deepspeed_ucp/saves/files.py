@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import pickle
 from collections.abc import Iterable, Iterator
@@ -10,7 +11,9 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ..torchsave.zipframe import RecordWriter
 
@@ -44,6 +47,49 @@ class Stable:
         return all(each._version == version for each, version in self._held)
 
 
+class MappedFiles:
+    """Memory of files that a process has mapped: to write over them there is one copy, where a system call takes two.
+
+    A mapping keeps the memory of a file that has lost its name until :meth:`tidy`.
+
+    Args:
+        wanted: there are any.
+    """
+
+    def __init__(self, *, wanted: bool) -> None:
+        self._wanted, self._new = wanted, list[int]()
+        self._held = dict[tuple[int, int], tuple[int, NDArray[np.uint8]]]()
+
+    def find(self, fd: int) -> NDArray[np.uint8] | None:
+        """A file's bytes, as far as they are mapped."""
+        found = os.fstat(fd)
+        return self._held.get((found.st_dev, found.st_ino), (0, None))[1]
+
+    def note(self, fd: int) -> None:
+        """Have a file mapped by :meth:`settle`."""
+        if self._wanted and os.fstat(fd).st_size > _SMALL and self.find(fd) is None:
+            self._new.append(os.dup(fd))
+
+    def settle(self) -> None:
+        """Map what is to be; its memory is there, so that writing to it cannot fail. In any thread."""
+        while self._new:
+            fd = self._new.pop()
+            found = os.fstat(fd)
+            if found.st_nlink and found.st_blocks * 512 >= found.st_size:
+                with suppress(OSError):
+                    memory = mmap.mmap(fd, found.st_size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+                    self._held[found.st_dev, found.st_ino] = fd, np.frombuffer(memory, np.uint8)
+                    continue
+            os.close(fd)
+
+    def tidy(self, *, everything: bool = False) -> None:
+        """Let go of files that have lost their names, or of all."""
+        for key, (fd, _) in list(self._held.items()):
+            if everything or not os.fstat(fd).st_nlink:
+                del self._held[key]
+                os.close(fd)
+
+
 class StateFile(RecordWriter):
     """A file that is written by ``torch.save``; storages are copied at once, or left until :meth:`copy_left`.
 
@@ -51,9 +97,9 @@ class StateFile(RecordWriter):
         stable: what is left.
     """
 
-    def __init__(self, fd: int, stable: Stable) -> None:
-        super().__init__(fd)
-        self._file, self._stable = fd, stable
+    def __init__(self, fd: int, stable: Stable, mapped: MappedFiles) -> None:
+        super().__init__(fd, mapped.find(fd))
+        self._file, self._stable, self._mapped = fd, stable, mapped
         self._storages = dict[str, torch.UntypedStorage]()
         self._left = list[tuple[int, torch.UntypedStorage]]()
 
@@ -67,8 +113,13 @@ class StateFile(RecordWriter):
             for number, storage in self._left:
                 self.fill_record(number, _read_pieces(storage))
             self.close()
+            self._mapped.note(self._file)
         finally:
             self.abandon()
+
+    def renew(self) -> StateFile:
+        """The same file, with nothing in it yet."""
+        return StateFile(self._file, self._stable, self._mapped)
 
     def has_left(self) -> bool:
         """Whether something is."""
@@ -123,11 +174,12 @@ class StateFile(RecordWriter):
         return SimpleNamespace(Pickler=Pickler)
 
 
-def save_over(value: Any, path: str, stable: Stable | None = None) -> StateFile | None:
+def save_over(value: Any, path: str, stable: Stable, mapped: MappedFiles) -> StateFile | None:
     """What ``torch.save(value, path)`` does, over the bytes of a file that is there: its pages need not be found anew.
 
     Args:
         stable: what may be copied later.
+        mapped: by this process; the file is to be, once it is whole.
 
     Returns:
         The file, where something is left to be copied into it.
@@ -139,9 +191,9 @@ def save_over(value: Any, path: str, stable: Stable | None = None) -> StateFile 
     if save is None:
         torch.save(value, path)
         return None
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        file = _write(save, value, fd, stable or Stable())
+        file = _write(save, value, StateFile(fd, stable, mapped))
         file.lay_out()
         if file.has_left():
             return file
@@ -153,14 +205,13 @@ def save_over(value: Any, path: str, stable: Stable | None = None) -> StateFile 
     return None
 
 
-def _write(save: Any, value: Any, fd: int, stable: Stable) -> StateFile:
+def _write(save: Any, value: Any, file: StateFile) -> StateFile:
     skip_data: Any = getattr(torch.serialization, "skip_data", None)
     if skip_data is not None and torch.cuda.is_available():
         with suppress(RuntimeError), skip_data():  # of tensors that are more than a storage and its shape
-            file = StateFile(fd, stable)
             save(value, file, file.make_pickle(), _PROTOCOL, False)
             return file
-    file = StateFile(fd, stable)
+        file = file.renew()
     save(value, file, pickle, _PROTOCOL, False)
     return file
 

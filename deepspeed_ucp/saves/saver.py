@@ -28,13 +28,14 @@ from ..comm import Comm, connect
 from ..config import SaveOptions, UniversalConfig
 from ..engine_state import find_state
 from ..errors import ConfigError, StorageError, UcpError, count_of
+from ..io.filesystems import MEMORY, find_kind
 from ..io.memory import identify_host
 from ..io.paths import is_url
 from ..sources.latest import read_latest
 from ..sources.older import find_age
 from ..wrappers import USE_MUON, find_live
 from ..writer import is_decoupled
-from .files import Stable, StateFile, save_over
+from .files import MappedFiles, Stable, StateFile, save_over
 from .memory import Destination, Job, Snapshot, count_free, drop_unwanted, find_root, list_jobs, locate, name_job
 from .neighbours import Neighbours, find_neighbours
 from .places import find_mark
@@ -81,6 +82,7 @@ class Saver:
         self.made = {False: 0, True: 0}  # saves that a script has asked for, and others
         self._thread: Thread | None = None
         self._stable, self._left = Stable(), list[StateFile]()
+        self.mapped = MappedFiles(wanted=find_kind(self.root) == MEMORY)
         self._copied = Event()
         self._copied.set()
         self._lines: Any = None
@@ -130,7 +132,7 @@ class Saver:
             return
         try:
             self.job.reuse(path)
-            left = save_over(state_dict, path, self._stable)
+            left = save_over(state_dict, path, self._stable, self.mapped)
         except OSError as error:
             self.failed = f"{path} cannot be written ({error})"
         else:
@@ -197,7 +199,14 @@ class Saver:
     def end_behind(self, end: Callable[[], None]) -> None:
         """Copy what is left in a thread of its own, and ``end`` the save when all ranks of the node have."""
         self._copied.clear()
-        self._thread = Thread(target=self._copy_left, args=(end,), name="ucp-save")
+        self._begin_behind(partial(self._copy_left, end))
+
+    def map_behind(self) -> None:
+        """Map what has been written for the first time, in a thread of its own."""
+        self._begin_behind(self.mapped.settle)
+
+    def _begin_behind(self, work: Callable[[], None]) -> None:
+        self._thread = Thread(target=work, name="ucp-save")
         self._thread.start()
 
     def _copy_left(self, end: Callable[[], None]) -> None:
@@ -219,6 +228,7 @@ class Saver:
                 end()
         except (OSError, UcpError) as error:
             logger.warning("%s: this save is dropped: %s", self.folder, error)
+        self.mapped.settle()
 
     def _have_copied(self) -> bool:
         """Wait for the node's other ranks; whether all have copied their parts."""
@@ -377,6 +387,7 @@ def save_into_memory(
     if saver.options.to:
         comm.run(lambda: saver.claim(save_dir, tag, engine.global_steps))
     saver.finish_copy()
+    saver.mapped.tidy()
     saver.choose_copied(comm)
     saver.number, saver.failed = saver.number + 1, ""
     told = comm.each(lambda: (identify_host(), count_saved(engine), saver.bytes, _find_obstacle(engine, tag)))
@@ -387,6 +398,7 @@ def save_into_memory(
 
     if why := begin():
         _finish_others(engine, by_itself=by_itself)
+        saver.mapped.tidy(everything=True)
         why = begin()
     if not why:
         saver.note_stable(engine)
@@ -411,6 +423,7 @@ def save_into_memory(
         saver.end_behind(end)
     else:
         comm.run(end)
+        saver.map_behind()
     return saved, True
 
 

@@ -15,7 +15,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Final
 
+import numpy as np
 from isal import isal_zlib
+from numpy.typing import NDArray
 
 from ..atoms import ITEMSIZE, count
 from ..errors import CheckpointError
@@ -35,7 +37,7 @@ ALIGNMENT: Final = 64
 STREAMED: Final = 0x0008
 """Flag of a record behind whose bytes a descriptor follows."""
 
-_PIECE = 1 << 20
+_PIECE = 1 << 18
 """Bytes that are summed and written at once, while they are near."""
 
 _UTF8 = 0x0800
@@ -276,10 +278,12 @@ class RecordWriter:
 
     Args:
         fd: of a file that may be written; whoever made it longer cuts it to what :meth:`lay_out` tells.
+        memory: the file's first bytes, mapped: these are written there.
     """
 
-    def __init__(self, fd: int, *, root: str = ROOT) -> None:
+    def __init__(self, fd: int, memory: NDArray[np.uint8] | None = None, *, root: str = ROOT) -> None:
         self._fd, self._root, self._offset = fd, root, 0
+        self._memory = np.empty(0, np.uint8) if memory is None else memory
         self._entries, self._starts, self._crcs = list[_Entry](), list[int](), list[int]()
 
     def write_record(self, name: str, data: bytes | memoryview, nbytes: int) -> None:
@@ -341,6 +345,9 @@ class RecordWriter:
 
     def _put(self, data: bytes | memoryview, offset: int) -> int:
         view = memoryview(data)
+        if 0 < view.nbytes <= self._memory.nbytes - offset:
+            self._memory[offset : offset + view.nbytes] = np.frombuffer(view, np.uint8)
+            return offset + view.nbytes
         while view.nbytes:
             written = os.pwrite(self._fd, view, offset)
             offset, view = offset + written, view[written:]

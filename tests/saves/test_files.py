@@ -1,0 +1,111 @@
+"""``torch.save`` over files in memory: the same bytes by every way, and memory that goes back."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from deepspeed_ucp.saves import files
+from deepspeed_ucp.saves.files import MappedFiles, Stable, save_over
+
+
+def make_state(numel: int = 100_000) -> dict[str, Any]:
+    weights = torch.arange(numel, dtype=torch.float32)
+    return {"weights": weights, "view": weights[5:10], "other": torch.ones(7, dtype=torch.bfloat16), "step": 3}
+
+
+@pytest.fixture
+def shared() -> Any:
+    folder = Path(f"/dev/shm/ucp-test-{os.getpid()}")
+    folder.mkdir()
+    yield folder
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+
+
+def read(path: Path) -> Any:
+    return torch.load(path, weights_only=True)
+
+
+def check(path: Path, state: dict[str, Any]) -> None:
+    found = read(path)
+    assert found.keys() == state.keys() and found["step"] == state["step"]
+    assert all(torch.equal(found[name], state[name]) for name in ("weights", "view", "other"))
+    assert found["view"].untyped_storage().data_ptr() == found["weights"].untyped_storage().data_ptr()
+
+
+def test_a_file_is_written_over_by_its_mapping(shared: Path) -> None:
+    """Longer ones too, whose end is not mapped, and shorter ones."""
+    mapped, path = MappedFiles(wanted=True), shared / "state.pt"
+    assert save_over(make_state(), str(path), Stable(), mapped) is None
+    mapped.settle()
+    with open(path) as file:
+        assert mapped.find(file.fileno()) is not None
+    for numel in (100_000, 150_000, 30_000):
+        state = make_state(numel)
+        with mock.patch.object(os, "pwrite", side_effect=os.pwrite) as written:
+            assert save_over(state, str(path), Stable(), mapped) is None
+        assert (written.call_count == 0) == (numel != 150_000)
+        check(path, state)
+
+
+def test_memory_of_files_that_have_lost_their_names_goes_back(shared: Path) -> None:
+    mapped, path = MappedFiles(wanted=True), shared / "state.pt"
+    before = os.statvfs(shared).f_bfree
+    save_over(make_state(1 << 20), str(path), Stable(), mapped)
+    mapped.settle()
+    path.unlink()
+    assert before - os.statvfs(shared).f_bfree >= 1024
+    mapped.tidy()
+    assert before - os.statvfs(shared).f_bfree < 1024
+
+
+def test_what_is_stable_is_left_and_copied_when_it_is_asked_for(tmp_path: Path) -> None:
+    state, path = make_state(), tmp_path / "state.pt"
+    left = save_over(state, str(path), Stable([state["weights"]]), MappedFiles(wanted=False))
+    assert left is not None
+    assert path.stat().st_blocks * 512 >= path.stat().st_size > state["weights"].nbytes  # it has its room
+    state["other"].zero_()  # has been copied
+    left.copy_left()
+    state["other"].fill_(1)
+    check(path, state)
+
+
+def test_what_shares_memory_with_what_changes_is_not_stable() -> None:
+    weights = torch.zeros(100_000)
+    assert weights.untyped_storage() in Stable([weights])
+    assert weights.untyped_storage() not in Stable([weights], [weights[3:]])
+    assert torch.zeros(100_000).untyped_storage() not in Stable([weights])
+
+
+def test_what_autograd_counts_as_written_to_is_seen() -> None:
+    weights = torch.zeros(10)
+    stable = Stable([weights])
+    weights[3:].sum()
+    assert stable.is_unchanged()
+    weights[3:].add_(1)
+    assert not stable.is_unchanged()
+
+
+def test_storages_of_devices_are_left_to_us(tmp_path: Path) -> None:
+    """As on machines with a GPU, where torch would copy each one whole before it is written."""
+    state, path = make_state(), tmp_path / "state.pt"
+    with (
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
+        mock.patch.object(files, "_read_pieces", side_effect=files._read_pieces) as read_pieces,
+    ):
+        assert save_over(state, str(path), Stable(), MappedFiles(wanted=False)) is None
+    assert [call.args[0].nbytes() for call in read_pieces.call_args_list] == [400_000, 14]
+    check(path, state)
+    quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)  # more than a storage and a shape
+    with mock.patch.object(torch.cuda, "is_available", return_value=True):
+        assert save_over({"q": quantized, **state}, str(path), Stable(), MappedFiles(wanted=False)) is None
+    found = torch.load(path, weights_only=False)
+    assert torch.equal(found["weights"], state["weights"])
+    assert torch.equal(found["q"].dequantize(), quantized.dequantize())
