@@ -444,8 +444,8 @@ class Replicator:
         files = [_Sent(path=path, size=look.st_size, changed=look.st_mtime_ns) for path, look in looks.items()]
         parcel = _Parcel(save=replace(save, folder=""), files=files, done=done)
         with socket.create_connection(self.targets[node], timeout=_REACHED) as sock:
-            sock.settimeout(_SILENT)
             _prove(sock, self.secret, _SENDER, _TAKER)
+            sock.settimeout(_SILENT)
             _say(sock, parcel.model_dump_json())
             answer = _hear_answer(sock)
             if answer.wanted:

@@ -703,7 +703,7 @@ def find_in_memory(config: UniversalConfig, load_dir: str, tag: Any, comm: Comm)
         nodes[save.key].add(save.node)
         folders[save.key].add(save.folder)
         found[save.key] = save, mark
-    whole = [(save, mark) for key, (save, mark) in found.items() if len(nodes[key]) == save.nodes]
+    whole = [(save, _find_mark(save, found)) for save, _ in found.values() if len(nodes[save.key]) == save.nodes]
     whole.sort(key=lambda each: (each[0].step, each[0].number), reverse=True)
     newest = comm.once(lambda: next((save for save, mark in whole if _is_newer(save, mark, load_dir, tag)), None))
     if newest is None:
@@ -711,6 +711,13 @@ def find_in_memory(config: UniversalConfig, load_dir: str, tag: Any, comm: Comm)
     own = Job(os.path.join(root, os.path.dirname(newest.folder))).find_folder(newest.number)
     copies = sorted({os.path.join(root, each) for each in folders[newest.key]} - {own})
     return Found(own, newest.tag, newest.step, tuple(copies))
+
+
+def _find_mark(save: Snapshot, found: Mapping[tuple[str, int], tuple[Snapshot, str | None]]) -> str | None:
+    """What a place has of a save; what has given way to later ones, of which none has come there, has not."""
+    mark = found[save.key][1]
+    later = [other for each, other in found.values() if each.job == save.job and each.number > save.number]
+    return None if mark == "" and later and not any(later) else mark
 
 
 def _is_newer(save: Snapshot, mark: str | None, load_dir: str, tag: Any) -> bool:

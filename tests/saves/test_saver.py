@@ -145,6 +145,19 @@ def test_what_was_dropped_for_a_later_save_is_not_loaded(job: Job, tmp_path: Pat
     assert find(tmp_path / "memory", place, "dropped") == "dropped"
 
 
+def test_what_was_dropped_for_one_that_never_came_is_loaded(job: Job, tmp_path: Path) -> None:
+    """The node with the other part of that one is lost."""
+    place = tmp_path / "place"
+    made = make_save(job, str(place), tag="dropped", step=4)
+    later = make_save(job, str(place), tag="next", step=5, nodes=2)
+    made.note_done(made.places[0], "")
+    write_source(place, 7)
+    (place / "latest").write_text(TAG)
+    assert find(tmp_path / "memory", place) == "dropped"
+    later.note_done(later.places[0], "on the first node")
+    assert find(tmp_path / "memory", place) is None
+
+
 def test_a_writer_that_cannot_be_started_stops_no_training(
     engine: FakeEngine, save: Callable[..., tuple[str, bool]], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
