@@ -703,9 +703,14 @@ def find_in_memory(config: UniversalConfig, load_dir: str, tag: Any, comm: Comm)
         nodes[save.key].add(save.node)
         folders[save.key].add(save.folder)
         found[save.key] = save, mark
-    whole = [(save, _find_mark(save, found)) for save, _ in found.values() if len(nodes[save.key]) == save.nodes]
-    whole.sort(key=lambda each: (each[0].step, each[0].number), reverse=True)
-    newest = comm.once(lambda: next((save for save, mark in whole if _is_newer(save, mark, load_dir, tag)), None))
+    whole = [save for save, _ in found.values() if len(nodes[save.key]) == save.nodes]
+    whole.sort(key=lambda save: (save.step, save.number), reverse=True)
+
+    def choose() -> Snapshot | None:
+        marks = {save.key: _find_mark(save, found, load_dir) for save in whole}
+        return next((save for save in whole if _is_newer(save, marks[save.key], load_dir, tag)), None)
+
+    newest = comm.once(choose)
     if newest is None:
         return None
     own = Job(os.path.join(root, os.path.dirname(newest.folder))).find_folder(newest.number)
@@ -713,11 +718,17 @@ def find_in_memory(config: UniversalConfig, load_dir: str, tag: Any, comm: Comm)
     return Found(own, newest.tag, newest.step, tuple(copies))
 
 
-def _find_mark(save: Snapshot, found: Mapping[tuple[str, int], tuple[Snapshot, str | None]]) -> str | None:
-    """What a place has of a save; what has given way to later ones, of which none has come there, has not."""
+def _find_mark(
+    save: Snapshot, found: Mapping[tuple[str, int], tuple[Snapshot, str | None]], load_dir: str
+) -> str | None:
+    """A save's mark in a place; what has given way to later ones, of which none has come there, counts as pending."""
     mark = found[save.key][1]
-    later = [other for each, other in found.values() if each.job == save.job and each.number > save.number]
-    return None if mark == "" and later and not any(later) else mark
+    if mark != "":
+        return mark
+    later = [each for each in found.values() if each[0].job == save.job and each[0].number > save.number]
+    # What a further node has written alone is no save yet.
+    has_come = any(other and (each.node == 0 or find_mark(load_dir, each.tag)) for each, other in later)
+    return None if later and not has_come else mark
 
 
 def _is_newer(save: Snapshot, mark: str | None, load_dir: str, tag: Any) -> bool:

@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -154,8 +155,14 @@ def test_what_was_dropped_for_one_that_never_came_is_loaded(job: Job, tmp_path: 
     write_source(place, 7)
     (place / "latest").write_text(TAG)
     assert find(tmp_path / "memory", place) == "dropped"
-    later.note_done(later.places[0], "on the first node")
+    later.note_done(later.places[0], "mark")
     assert find(tmp_path / "memory", place) is None
+    later.remove()
+    later = replace(later, node=1)
+    Path(later.folder).mkdir()
+    later.write_record()
+    later.note_done(later.places[0], "on the first node")  # which has not come to that
+    assert find(tmp_path / "memory", place) == "dropped"
 
 
 def test_a_writer_that_cannot_be_started_stops_no_training(
