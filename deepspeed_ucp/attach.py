@@ -58,7 +58,7 @@ TABLE = [
     Wrapped(_ENGINE, _ENGINE, "DeepSpeedEngine._take_model_step", "hook", "_take_model_step"),
     Wrapped(_ENGINE, _ENGINE, "DeepSpeedEngine.offload_states", "hook", "_change_states", newer=True),
     Wrapped(_ENGINE, _ENGINE, "DeepSpeedEngine.reload_states", "hook", "_change_states", newer=True),
-    Wrapped(_PARTITIONS, _PARTITIONS, "GatheredParameters.__exit__", "hook", "_change_states"),
+    Wrapped(_PARTITIONS, _PARTITIONS, "GatheredParameters.__exit__", "hook", "_leave_gathered"),
     Wrapped(_PIPELINE, _PIPELINE, "PipelineEngine.train_batch", "hook", "_train_batch"),
 ]
 """All that is wrapped, of DeepSpeed first."""

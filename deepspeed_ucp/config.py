@@ -45,6 +45,8 @@ class SaveOptions(BaseModel):
         overlap: what only the optimizer's step changes is copied during the next forward and backward passes, which a
             script then must not change by itself; else all of it before a save returns.
         to: where saves go instead of the folder that the script names.
+        frozen: ``once`` writes parameters that are not trained with the first save to a place alone, into a folder
+            beside the tags, which each tag names.
         wait_s: seconds for which the end of the job waits for what is not written yet, and one node for another's part.
         copies: in the memory of so many other nodes each node's part of a save lies too.
         domain: what nodes fail with that have the same, such as ``$RACK``; copies go to nodes of others. It names
@@ -59,6 +61,7 @@ class SaveOptions(BaseModel):
     keep: int = Field(default=1, ge=1)
     overlap: bool = False
     to: list[SaveTier] = []
+    frozen: Literal["always", "once"] = "always"
     wait_s: float = Field(default=600, ge=0)
     copies: int = Field(default=0, ge=0)
     domain: str | None = None

@@ -29,7 +29,7 @@ from .load.disabled import load_switched_off
 from .load.resume import resume
 from .patterns import from_config
 from .preemption import end_step
-from .saves.saver import find_in_memory, foresee_saves, save_into_memory, wait_for_copies
+from .saves.saver import find_in_memory, foresee_saves, forget_frozen, save_into_memory, wait_for_copies
 from .sealing import seal_last, seal_late, seal_save
 from .targets.guard import guard_engine
 from .uncaught import find_fault, shorten_uncaught
@@ -140,16 +140,25 @@ def _save_checkpoint(
     by_itself = isinstance(client_state, snapshots.Prepared)
     client_state = client_state if by_itself else collect(engine, client_state)
 
-    def write(folder: Any) -> Any:
-        return original(engine, folder, tag, client_state, *args, **more)
+    more |= dict(zip(("save_latest", "exclude_frozen_parameters"), args, strict=False))
+
+    def write(folder: Any, **changes: Any) -> Any:
+        return original(engine, folder, tag, client_state, **{**more, **changes})
 
     config, in_memory = get_config(engine), False
     if config is None or config.save is None:
         saved = write(save_dir)
     else:
-        latest = bool(args[0] if args else more.get("save_latest", True))
+        latest, without = bool(more.get("save_latest", True)), bool(more.get("exclude_frozen_parameters"))
         saved, in_memory = save_into_memory(
-            engine, config, str(save_dir), str(tag), write, latest=latest, by_itself=by_itself
+            engine,
+            config,
+            str(save_dir),
+            str(tag),
+            write,
+            latest=latest,
+            by_itself=by_itself,
+            frozen=not without,
         )
         if not by_itself:
             snapshots.note_save(engine, str(save_dir), latest=latest)
@@ -190,6 +199,13 @@ def _change_states(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     """What changes an engine's state other than by a step."""
     wait_for_copies()
     return original(*args, **kwargs)
+
+
+def _leave_gathered(original: Callable[..., Any], gathered: Any, *exc: Any) -> Any:
+    """The end of a script's own look at parameters of ZeRO 3, or change of them, which no tensor's version tells."""
+    if getattr(gathered, "src_rank", None) is not None and not all(param.requires_grad for param in gathered.params):
+        forget_frozen()
+    return _change_states(original, gathered, *exc)
 
 
 def _load_checkpoint(
@@ -253,6 +269,7 @@ def _load(
                 path, client_state = found or resume(engine, load_dir, tag, arguments, everywhere, own, unknown=unknown)
         finally:
             end_reading()
+            forget_frozen()
         if path is not None and engine.global_rank == 0:
             seconds = time.monotonic() - begin
             logger.info("%s: loaded in %.1f s, step %d", os.path.dirname(path), seconds, engine.global_steps)

@@ -95,6 +95,7 @@ def test_every_key_can_be_set() -> None:
             "keep": 2,
             "overlap": True,
             "to": [{"place": "s3://bucket/run", "every": 10, "keep": 5, "limit_mb_s": 2.5}],
+            "frozen": "once",
             "wait_s": 60.0,
             "copies": 1,
             "domain": "$RACK",

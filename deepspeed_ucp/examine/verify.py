@@ -16,7 +16,7 @@ from ..errors import CheckpointError, UcpError, shorten
 from ..io.paths import Entry
 from ..io.scan import ScanFile, Scanned, scan_files
 from ..io.store import exists
-from ..sources.files import MANIFEST, SEAL, is_state_file, list_entries, read_swap_name, scan_folder
+from ..sources.files import BASE, FROZEN, MANIFEST, SEAL, is_state_file, list_entries, read_swap_name, scan_folder
 from ..sources.findings import NOTE, WARNING, Finding, from_error, from_failure, sort_findings
 from ..sources.latest import check_latest
 from ..sources.naming import Naming
@@ -88,7 +88,7 @@ class Verification:
 
 
 def list_files(folder: str) -> tuple[dict[str, Entry], list[str]]:
-    """The files that hold state, and the names of all others but seal and manifest, of a folder's tree.
+    """The files that hold state, and the names of all others but seal, reference and manifest, of a folder's tree.
 
     Raises:
         CheckpointError: the folder cannot be listed, or holds none that could be looked at.
@@ -98,7 +98,7 @@ def list_files(folder: str) -> tuple[dict[str, Entry], list[str]]:
     others = sorted(tree.keys() - files.keys())
     if not files:
         raise CheckpointError(f"holds no checkpoint ({shorten(others) or 'nothing'}).", path=folder)
-    return files, [name for name in others if name not in (SEAL, MANIFEST)]
+    return files, [name for name in others if name not in (SEAL, FROZEN, MANIFEST)]
 
 
 def _holds_state(name: str) -> bool:
@@ -107,6 +107,8 @@ def _holds_state(name: str) -> bool:
 
 def _is_opened(name: str) -> bool:
     """Whether opening a checkpoint looks at a file of its folder's tree."""
+    if name.startswith(f"../{BASE}"):
+        return True
     return read_swap_name(name) is not None or ("/" not in name and (is_state_file(name) or not _holds_state(name)))
 
 

@@ -52,6 +52,18 @@ def normalize(path: str) -> str:
     return f"{scheme}://{rest.rstrip('/')}"
 
 
+def join_path(folder: str, name: str) -> str:
+    """The path of a file by its name in a folder; a name that begins with ``../`` is of one beside the folder.
+
+    Beside a folder that is a link is where that leads.
+    """
+    if not name.startswith("../"):
+        return os.path.join(folder, name)
+    if is_url(folder):
+        return os.path.join(os.path.dirname(folder), name[3:])
+    return os.path.normpath(os.path.join(os.path.realpath(folder) if os.path.islink(folder) else folder, name))
+
+
 def find_store(url: str) -> str:
     """The part of a URL that names the store, or the bucket: ``s3://bucket``."""
     return "/".join(url.split("/")[:3])

@@ -16,7 +16,7 @@ from ..io.memory import identify_host
 from ..io.paths import is_url
 from ..patterns import from_config, list_renames
 from ..plan.renames import find_renamed
-from ..sources.files import holds_atoms, list_entries
+from ..sources.files import FROZEN, holds_atoms, list_entries, scan_if_there
 from ..sources.naming import Naming
 from ..sources.open import survey_checkpoint
 from ..sources.ownfiles import compare_own_files, list_own_globals
@@ -182,6 +182,8 @@ def find_own_differences(job: LoadContext, folder: str, target: Target | None = 
             if target is None:
                 raise
             differing = [str(error)]
+        if FROZEN in scan_if_there(folder):
+            differing.append(f"frozen parameters that lie beside the tag ({FROZEN})")
         return [*list_unproven(job, target), *differing]
 
     return list(dict.fromkeys(text for part in job.comm.each(compare) for text in part))
@@ -305,5 +307,5 @@ def _list_elsewhere(index: AtomicIndex, folder: str) -> list[str]:
         return ["DeepSpeed's own load reads no URLs"]
     if index.stored.access.is_partial:
         return ["its files lie on several nodes"]
-    inside = os.path.join(folder, "")
+    inside = os.path.join(folder, "")  # what lies beside it has no such path
     return [] if all(file.path.startswith(inside) for file in index.stored.files) else ["some files lie elsewhere"]

@@ -28,6 +28,7 @@ from ..io.disk import write_atomically
 from ..io.filesystems import MEMORY, find_kind
 from ..io.memory import measure_available
 from ..io.paths import is_url, normalize
+from ..sources.files import BASE
 
 _RECORD, _DONE, _COPIED = "save-", "done-", "copied-"
 _OWNER, _WRITTEN, _SPARE, _COPYING = "owner", "written", "spare", "copying"
@@ -84,7 +85,7 @@ class Snapshot:
         return self.job, self.number
 
     def list_files(self) -> list[str]:
-        """What belongs to it, by paths below :attr:`folder`: the tag's files, and scripts beside the tag."""
+        """What belongs to it, by paths below :attr:`folder`: its tag, and scripts and frozen parameters beside that."""
         found = []
         for above, _, names in os.walk(self.folder):
             found += [os.path.relpath(os.path.join(above, name), self.folder) for name in names]
@@ -92,8 +93,17 @@ class Snapshot:
 
     def owns(self, path: str) -> bool:
         """Whether a path below :attr:`folder` is one of its files'."""
-        others = (_RECORD, _DONE, _COPIED, "latest", ".")
-        return path.startswith(f"{self.tag}{os.sep}") or not (os.sep in path or path.startswith(others))
+        others, inside = (_RECORD, _DONE, _COPIED, "latest", "."), (f"{self.tag}{os.sep}", self._base)
+        return path.startswith(inside) or not (os.sep in path or path.startswith(others))
+
+    @property
+    def _base(self) -> str:
+        """What paths of files with frozen parameters begin with."""
+        return os.path.join(os.path.dirname(self.tag), BASE)
+
+    def list_base(self) -> list[str]:
+        """Those of its files that hold frozen parameters, of which further saves may have the same."""
+        return [name for name in self.list_files() if name.startswith(self._base)]
 
     def list_pending(self) -> list[Destination]:
         """Places that do not have it yet."""
@@ -155,6 +165,9 @@ class Snapshot:
 
     def spare(self) -> None:
         """Keep its files' memory for the job's next save, if none is kept for it yet: new pages take longest."""
+        self._forget()
+        for name in self.list_base():  # the links of other saves lead to the same memory
+            os.unlink(os.path.join(self.folder, name))
         try:
             self.move(os.path.join(os.path.dirname(self.folder), _SPARE))
         except OSError:
@@ -366,6 +379,20 @@ def _list(folder: str) -> list[str]:
         return os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
         return []
+
+
+def link_file(source: str, destination: str) -> None:
+    """Another name for a file; where the file system has none, a copy.
+
+    Raises:
+        OSError: as the system tells it.
+    """
+    try:
+        os.link(source, destination)
+    except FileExistsError:
+        return
+    except OSError:
+        shutil.copyfile(source, destination)
 
 
 def is_held(path: str) -> bool:

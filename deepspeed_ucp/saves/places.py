@@ -11,6 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from ..comm import Comm
@@ -28,6 +29,7 @@ from ..sources.older import find_age
 from ..sources.open import seal_folder
 from ..sources.reading import read_file
 from ..sources.seal import read_seal, remove_seal
+from .bases import bring_base, find_base, list_brought, remove_bases
 from .memory import Destination, Snapshot, list_later
 from .removing import WRITTEN, choose_spare, is_saved, remove_tag
 
@@ -123,6 +125,7 @@ def _write_to_folder(save: Snapshot, place: Destination, wait: float, pace: Pace
         _copy(os.path.join(save.folder, each), os.path.join(aside, os.path.relpath(each, save.tag)), pace)
 
     with explain_full(aside):
+        bring_base(save, place, partial(_copy, pace=pace))
         if not os.path.exists(os.path.join(final, _name_node(save, save.node))):  # else it has taken its place
             os.makedirs(aside, exist_ok=True)
             map_threads(copy, inside, _COPIERS)
@@ -144,7 +147,7 @@ def _write_to_folder(save: Snapshot, place: Destination, wait: float, pace: Pace
         for old in (aside, f"{aside}{_OLD}"):
             _keep_others(old, final)
         _remove_left(above, save, os.stat(os.path.join(final, SEAL)).st_mtime)
-        for each in set(save.list_files()).difference(inside):
+        for each in set(save.list_files()).difference(inside, save.list_base()):
             _copy(os.path.join(save.folder, each), os.path.join(place.folder, each), pace)
         _name_latest(save, place, named)
 
@@ -177,7 +180,8 @@ def _write_to_store(save: Snapshot, place: Destination, wait: float, pace: Pace)
 
 def _upload(save: Snapshot, place: Destination, pace: Pace) -> list[str]:
     """Put a node's files where they are to be, but those that are there from before a stop; the tag's own ones."""
-    final, files = f"{place.folder}/{save.tag}", save.list_files()
+    final = f"{place.folder}/{save.tag}"
+    files = sorted(set(save.list_files()).difference(list_brought(save, place)))
     own, held = [os.path.relpath(each, save.tag) for each in files], _list_sizes(final)
     own = [name for name in own if not name.startswith("..")]
 
@@ -276,11 +280,14 @@ def prune_place(place: Destination, held: Mapping[str, str]) -> dict[str, str]:
         named = read_tag(os.path.join(place.folder, LATEST))
     except (OSError, StorageError):
         named = ""
-    spare = choose_spare(list(held), place.keep, {named})
+    spare, bases = choose_spare(list(held), place.keep, {named}), set[str]()
     for tag in spare:
         if find_mark(place.folder, tag) == held[tag]:
+            bases |= find_base(place.folder, tag)
             with suppress(OSError):
                 remove_tag(os.path.join(place.folder, tag))
+    if bases := bases.difference(*(find_base(place.folder, tag) for tag in held if tag not in spare)):
+        remove_bases(place, bases)
     return {tag: mark for tag, mark in held.items() if tag not in spare}
 
 

@@ -15,15 +15,12 @@ from ..examine.tags import TRAINER_STATE, TagReport, find_saves, is_trainers, le
 from ..io.paths import Entry, is_url
 from ..io.staging import LATEST as UNIVERSAL
 from ..io.store import list_tree, read_small, remove
-from ..sources.files import FROZEN, SEAL, holds_optimizer, scan_folder
+from ..sources.files import BASE, FROZEN, SEAL, holds_optimizer, scan_folder
 from ..sources.latest import LATEST, read_tag
 from ..sources.seal import read_seal
 from .removing import choose_spare, is_saved, remove_tag, remove_tree
 
 KEEP, STRIP, REMOVE = "keep", "strip", "remove"
-
-_FROZEN = "ucp_frozen-"
-"""Begin of the name of a folder of frozen tensors, which tags name by a file :data:`FROZEN`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +67,7 @@ def plan_pruning(folder: str, options: PruneOptions) -> list[Verdict]:
             folders of tags alone, of which we do not know whether they may go.
         OSError: something cannot be listed.
     """
-    found = [path for path in find_saves(folder) if not path.startswith(_FROZEN)]
+    found = [path for path in find_saves(folder) if not path.startswith(BASE)]
     if found == ["."]:
         raise CheckpointError("is one checkpoint's own folder; name the folder that holds all of them.", path=folder)
     saves = sorted((look_at_tag(folder, path) for path in found), key=lambda save: save.age, reverse=True)
@@ -283,7 +280,7 @@ def _judge_weights(name: str, save: TagReport, why: str) -> Verdict | None:
 
 def _judge_frozen(folder: str, verdicts: Iterable[Verdict], whole: Sequence[TagReport]) -> list[Verdict]:
     """What becomes of folders of frozen tensors: one that no tag names may be a save's that has just begun."""
-    names = sorted(name for name, each in scan_folder(folder).items() if each.is_folder and name.startswith(_FROZEN))
+    names = sorted(name for name, each in scan_folder(folder).items() if each.is_folder and name.startswith(BASE))
     gone = [each.name for each in verdicts if each.action == REMOVE]
     named, found = _list_frozen(folder, gone) if names else set(), list[Verdict]()
     for name in names:

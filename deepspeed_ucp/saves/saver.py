@@ -12,7 +12,7 @@ import shutil
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -31,11 +31,14 @@ from ..errors import ConfigError, StorageError, UcpError, count_of
 from ..io.filesystems import MEMORY, find_kind
 from ..io.memory import identify_host
 from ..io.paths import is_url
+from ..sources.files import BASE
 from ..sources.latest import read_latest
 from ..sources.older import find_age
+from ..sources.seal import SealedFile
 from ..wrappers import USE_MUON, find_live
 from ..writer import is_decoupled
 from .files import MappedFiles, Stable, StateFile, save_over
+from .frozen import FrozenBase, choose_base
 from .memory import Destination, Job, Snapshot, count_free, drop_unwanted, find_root, list_jobs, locate, name_job
 from .neighbours import Neighbours, find_neighbours
 from .places import find_mark
@@ -85,6 +88,8 @@ class Saver:
         self.mapped = MappedFiles(wanted=find_kind(self.root) == MEMORY)
         self._copied = Event()
         self._copied.set()
+        self.base: FrozenBase | None = None
+        self._said = set[str]()
         self._lines: Any = None
         self._reached, self._told = dict[str, int](), dict[str, int]()  # by place that is late
 
@@ -137,6 +142,30 @@ class Saver:
             self.failed = f"{path} cannot be written ({error})"
         else:
             self._left += [left] if left else []
+
+    def write_split(self, base: FrozenBase, engine: Any, state_dict: Any, path: str) -> None:
+        """The same without frozen parameters, which a base has."""
+        if self.failed:
+            return
+        try:
+            base.write(state_dict, path, engine, self.write_file)
+        except OSError as error:
+            self.failed = f"frozen parameters of {path} cannot be written ({error})"
+
+    def change_base(self, base: FrozenBase, written: Iterable[Mapping[str, SealedFile]] | None) -> None:
+        """The save that is made names a base, of which each rank has written some files, or has failed (None)."""
+        if self.base is not base and self.is_first:
+            for left in filter(None, [self.base if written is not None else base]):
+                left.remove()
+        if written is not None:
+            base.join(written)
+            self.base = base
+
+    def tell_once(self, text: str) -> None:
+        """Log something, on the first rank, that is the same of each save."""
+        if self.rank == 0 and text not in self._said:
+            logger.info("%s", text)
+        self._said.add(text)
 
     def copy(self, work: Callable[..., Any], source: str, destination: str, **options: Any) -> Any:
         """What ``shutil`` does, into memory; what fails is kept as by :meth:`write_file`."""
@@ -250,8 +279,24 @@ class Saver:
             self._thread.join()
             self._thread = None
 
-    def end(self, save_dir: str, tag: str, step: int, *, latest: bool, local: bool, by_itself: bool) -> None:
-        """All of the node's files are there: say so, and have the writer take them on."""
+    def end(
+        self,
+        save_dir: str,
+        tag: str,
+        step: int,
+        base: FrozenBase | None = None,
+        *,
+        latest: bool,
+        local: bool,
+        by_itself: bool,
+    ) -> None:
+        """All of the node's files are there: say so, and have the writer take them on.
+
+        Args:
+            base: has its frozen parameters.
+        """
+        if base is not None:
+            base.add(self.folder, tag)
         self.made[by_itself] += 1
         turn = [each for each in self.options.to if self.made[by_itself] % each.every == 0]
         places = [Destination(locate(each.place), 1 if by_itself else each.keep, each.limit_mb_s) for each in turn]
@@ -263,7 +308,8 @@ class Saver:
             number=self.number, save_dir=locate(save_dir), tag=tag, step=step, latest=latest, node=node, nodes=nodes,
             places=tuple(places), folder=self.folder, by_itself=by_itself,
         ).write_record()  # fmt: skip
-        self.bytes = sum(path.stat().st_size for path in Path(self.folder).rglob("*") if path.is_file())
+        files = (path for path in Path(self.folder).rglob("*") if path.is_file())
+        self.bytes = sum(path.stat().st_size for path in files if not path.parent.name.startswith(BASE))
         self._tell_writer()
         is_safe = self.neighbours is None or self.neighbours.safe  # until then a lost node leaves the older ones alone
         for job in list_jobs(self.root):
@@ -363,16 +409,18 @@ def save_into_memory(
     config: UniversalConfig,
     save_dir: str,
     tag: str,
-    write: Callable[[str], Any],
+    write: Callable[..., Any],
     *,
     latest: bool,
     by_itself: bool = False,
+    frozen: bool = True,
 ) -> tuple[Any, bool]:
     """Save into memory, from where a process of its own writes to the places; collective.
 
     Args:
-        write: DeepSpeed's own save, into a folder of tags.
+        write: DeepSpeed's own save, into a folder of tags, by which arguments.
         by_itself: no script has asked for it: it is not for ``save_dir``, and waits for nothing.
+        frozen: it is to have frozen parameters.
 
     Returns:
         What that has returned, and whether it has gone into memory. Where there is no room, and with tags and
@@ -390,7 +438,9 @@ def save_into_memory(
     saver.mapped.tidy()
     saver.choose_copied(comm)
     saver.number, saver.failed = saver.number + 1, ""
-    told = comm.each(lambda: (identify_host(), count_saved(engine), saver.bytes, _find_obstacle(engine, tag)))
+    base = _choose_base(engine, saver, comm, wanted=frozen)
+    known = saver.bytes * (base is None or not base.is_new)
+    told = comm.each(lambda: (identify_host(), count_saved(engine), known, _find_obstacle(engine, tag)))
     needed, obstacle = _count_needed(told), next(filter(None, (each[-1] for each in told)), "")
 
     def begin() -> str:
@@ -401,12 +451,8 @@ def save_into_memory(
         saver.mapped.tidy(everything=True)
         why = begin()
     if not why:
-        saver.note_stable(engine)
-        with _write_by(engine.checkpoint_engine, saver.write_file), _copy_by(saver.copy):
-            saved = write(saver.folder)
-        if full := next(filter(None, comm.each(lambda: saver.failed)), ""):
-            why = f"memory is full by now: {full}. {_ADVICE}"
-            comm.run(saver.drop)
+        saved, why = _write_quickly(engine, saver, base, write, comm)
+        if why:
             _finish_others(engine, by_itself=by_itself)
     if why:
         saver.number -= 1
@@ -417,7 +463,7 @@ def save_into_memory(
         if saver.is_first:
             shutil.rmtree(saver.job.spare, ignore_errors=True)
             saver.warn_late(step)
-            saver.end(save_dir, tag, step, latest=latest, local=local, by_itself=by_itself)
+            saver.end(save_dir, tag, step, base, latest=latest, local=local, by_itself=by_itself)
 
     if saver.options.overlap:
         saver.end_behind(end)
@@ -425,6 +471,44 @@ def save_into_memory(
         comm.run(end)
         saver.map_behind()
     return saved, True
+
+
+def _choose_base(engine: Any, saver: Saver, comm: Comm, *, wanted: bool) -> FrozenBase | None:
+    """What has the frozen parameters of the save that is made; None where that has to have them; collective."""
+    if not wanted or saver.options.frozen == "always":
+        return None
+    if _is_plain(engine.checkpoint_engine):
+        base = choose_base(engine, saver.base, saver.job.folder, comm)
+    else:
+        base = f"a {type(engine.checkpoint_engine).__name__} writes its files"
+    if isinstance(base, str):
+        saver.tell_once(f'"frozen": "once": each save has all parameters, as {base}')
+        return None
+    return base
+
+
+def forget_frozen() -> None:
+    """After a load, or another change: frozen parameters that have been saved need not be what they are now."""
+    for saver in list(_savers):
+        if saver.base is not None:
+            saver.base.forget()
+
+
+def _write_quickly(
+    engine: Any, saver: Saver, base: FrozenBase | None, write: Callable[..., Any], comm: Comm
+) -> tuple[Any, str]:
+    """DeepSpeed's own save into memory, and why nothing has come of it, in words; collective."""
+    saver.note_stable(engine)
+    write_file = saver.write_file if base is None else partial(saver.write_split, base, engine)
+    with _write_by(engine.checkpoint_engine, write_file), _copy_by(saver.copy):
+        saved = write(saver.folder, **(base.arguments if base else {}))
+    answers = comm.each(lambda: (saver.failed, base.files if base else {}))
+    failed = next((failed for failed, _ in answers if failed), "")
+    if failed:
+        comm.run(saver.drop)
+    if base is not None:
+        saver.change_base(base, None if failed else [files for _, files in answers])
+    return saved, f"memory is full by now: {failed}. {_ADVICE}" if failed else ""
 
 
 def _finish_others(engine: Any, *, by_itself: bool) -> None:
@@ -446,10 +530,16 @@ def _write_slowly(save_dir: str, why: str, write: Callable[[str], Any], comm: Co
     return write(save_dir)
 
 
+def _is_plain(checkpoint_engine: Any) -> bool:
+    """Whether DeepSpeed's files are what ``torch.save`` makes of them, and nothing else."""
+    name = type(checkpoint_engine).__name__
+    return name == "TorchCheckpointEngine" and bool(checkpoint_engine.zipfile_serialization)
+
+
 @contextmanager
 def _write_by(checkpoint_engine: Any, write: Callable[[Any, str], None]) -> Iterator[None]:
     """Have DeepSpeed's plain writer write in another way; what else it may be given writes in its own."""
-    if type(checkpoint_engine).__name__ != "TorchCheckpointEngine" or not checkpoint_engine.zipfile_serialization:
+    if not _is_plain(checkpoint_engine):
         yield
         return
     checkpoint_engine.save = write

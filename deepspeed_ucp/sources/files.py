@@ -38,7 +38,10 @@ CLIENT = "client"
 SEAL = "ucp_seal.json"
 
 FROZEN = "ucp_frozen.json"
-"""Of a tag whose frozen tensors lie in a folder beside it: names that folder."""
+"""File of a tag that names the folder beside it where the frozen parameters lie (:mod:`.frozen`)."""
+
+BASE = "ucp_frozen-"
+"""What the name of such a folder begins with."""
 
 NO_AXIS = -1
 """Tensor-parallel rank of a layer file whose name has none: the process topology had no model axis."""
@@ -98,7 +101,8 @@ class Listing:
 
 
 def list_entries(folder: str) -> dict[str, Entry]:
-    """The state files, manifest, seal and subfolders in a checkpoint's folder, and its swap files, by name.
+    """The state files, manifest, seal and subfolders in a checkpoint's folder, its swap files, and those of frozen
+    parameters beside it, by name.
 
     Links are followed, wherever they lead: stores that keep each file once are made of them. What is no regular file
     in the end (a link to nothing, a FIFO) has no bytes, and cannot be opened (:mod:`deepspeed_ucp.io.store`).
@@ -109,8 +113,12 @@ def list_entries(folder: str) -> dict[str, Entry]:
     found = {
         name: entry
         for name, entry in scan_folder(folder).items()
-        if entry.is_folder or _STATES.fullmatch(name) or name in (MANIFEST, SEAL)
+        if entry.is_folder or _STATES.fullmatch(name) or name in (MANIFEST, SEAL, FROZEN)
     }
+    if FROZEN in found:
+        from .frozen import list_base  # what checks its form takes long to import
+
+        found |= list_base(folder)
     if OFFLOADED in found and found[OFFLOADED].is_folder:
         found |= _list_swaps(folder)
     return found
@@ -158,6 +166,17 @@ def read_swap_name(name: str) -> SwapName | None:
     """
     match = _SWAP.fullmatch(name)
     return SwapName(int(match[1]), match[2] or "", int(match[3]), int(match[4])) if match else None
+
+
+def name_base_file(name: str) -> str:
+    """Of the file with the frozen parameters that a file of model states leaves out."""
+    return name.replace("model_states", "frozen_states")
+
+
+def find_state_name(name: str) -> str:
+    """Of a file of frozen parameters the model states that they are of, by the name there; else the name itself."""
+    folder, _, own = name.rpartition("/")
+    return own.replace("frozen_states", "model_states") if folder.startswith(f"../{BASE}") else name
 
 
 def list_sizes(folder: str) -> dict[str, int]:

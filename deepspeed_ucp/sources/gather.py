@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from ..comm import Comm
 from ..errors import CheckpointError, UnsupportedError, shorten
 from ..io.distance import choose_map
+from ..io.paths import join_path
 from .compare import find_foreign_files, find_late_files
-from .files import SEAL, Listing, read_model_rank, sort_files, strip_writer
+from .files import FROZEN, SEAL, Listing, read_model_rank, sort_files, strip_writer
 from .findings import COPY, WARNING, Finding, from_failure, make_error
 from .headers import FileHeader
 from .identify import Look, SaveFiles, explain_none, identify_save
@@ -22,6 +23,9 @@ from .reading import read_file
 from .save import Save, arrange, count_ranks, name_unsaved
 from .swapped import add_swapped
 from .table import FileTable
+
+if TYPE_CHECKING:  # it brings pydantic
+    from .frozen import Reference
 
 _OVERWRITTEN = (
     " DeepSpeed's fast writer cuts no file short that it writes over: a save into a tag that was there already may "
@@ -50,15 +54,40 @@ def gather_save(where: FileTable, comm: Comm) -> tuple[Save | None, list[Finding
     files = _identify(looks, listing, comm)
     if not files.first:
         return None, files.faults
-    headers, unread = _read_rest(looks, listing, files, comm)
-    save, findings = arrange(listing, headers), list(files.faults)
+    reference, findings = _find_reference(where, comm), list(files.faults)
+    if isinstance(reference, Finding):
+        findings, reference = [*findings, reference], None
+    beside = list(reference.names) if reference else []
+    told, unread = _read_rest(looks, listing, replace(files, expected=[*files.expected, *beside]), comm)
+    headers = [header for header in told if header.name not in beside]
+    save, bases = arrange(listing, headers), [header for header in told if header.name in beside]
     missing = _find_missing(listing, files, _describe_holders(where, comm))
     for more in (unread, missing, find_foreign_files(save), _find_foreign_variants(where, save, comm)):
         findings += keep_new(more, findings)
+    if reference is not None:
+        from .frozen import add_base, compare_base
+
+        findings += keep_new(compare_base(where.folder, reference, bases), findings)
+        add_base(save, bases)
     if make_error(findings) is None:
         findings += add_swapped(save)
-    findings += _find_left(listing, {SEAL, *files.expected, *(header.name for header in save.headers)})
+    findings += _find_left(listing, {SEAL, FROZEN, *beside, *files.expected, *(header.name for header in save.headers)})
     return save, findings + (_find_late(where, headers) if comm.rank == 0 else [])
+
+
+def _find_reference(where: FileTable, comm: Comm) -> Reference | Finding | None:
+    """What a tag tells of frozen parameters beside it, or why that cannot be read; collective."""
+    if FROZEN not in where.entries:
+        return None
+    from .frozen import read_reference
+
+    def read() -> Reference | Finding | None:
+        try:
+            return read_reference(where.find(FROZEN)[0])
+        except CheckpointError as error:
+            return from_failure("seal", FROZEN, error)
+
+    return where.once(FROZEN, read, comm)
 
 
 def keep_new(more: Iterable[Finding], findings: Sequence[Finding]) -> list[Finding]:
@@ -80,7 +109,7 @@ def look_at_header(where: FileTable, name: str, reader: str = "") -> Look:
     def read(folder: str) -> FileHeader:
         header = read_file(folder, name)
         if folder != first and not header.checked:
-            raise CheckpointError("has no checksums, which would tell whose it is.", path=os.path.join(folder, name))
+            raise CheckpointError("has no checksums, which would tell whose it is.", path=join_path(folder, name))
         return header
 
     try:

@@ -20,7 +20,8 @@ Placement = tuple[tuple[int, ...], ...]
 class Piece:
     """A contiguous tensor in a file: its record, byte offset inside it, shape and dtype.
 
-    ``fault`` says why its bytes cannot be cut (a permuted memory format, an unknown dtype), if they cannot.
+    ``fault`` says why its bytes cannot be cut (a permuted memory format, an unknown dtype), if they cannot. ``home`` is
+    the file where it lies, if that is another one than the header's: one of a base (:mod:`.frozen`).
     """
 
     record: FileRecord
@@ -28,10 +29,11 @@ class Piece:
     shape: Shape
     dtype: str
     fault: str = ""
+    home: str = ""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """There are a hundred thousand and more, which dataclasses with slots would restore field by field."""
-        return Piece, (self.record, self.offset, self.shape, self.dtype, self.fault)
+        return Piece, (self.record, self.offset, self.shape, self.dtype, self.fault, self.home)
 
     @property
     def numel(self) -> int:
@@ -50,7 +52,8 @@ class Piece:
 
     def narrow(self, start: int, numel: int) -> Piece:
         """Elements [start, start + numel) of the flattened tensor."""
-        return Piece(self.record, self.offset + start * ITEMSIZE[self.dtype], (numel,), self.dtype, self.fault)
+        offset = self.offset + start * ITEMSIZE[self.dtype]
+        return Piece(self.record, offset, (numel,), self.dtype, self.fault, self.home)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +162,7 @@ class ModelHeader:
         ep_rank: AutoEP's expert-parallel rank that wrote the file.
         batch: batch sizes that its ds_config tells, by DeepSpeed's names.
         shard_size: ranks over which MiCS partitions, the first of which alone save; 0 where all data-parallel ranks do.
+        order: of a base: the names of all that the module's state dict held, in its order.
     """
 
     module: dict[str, Piece] | None
@@ -178,6 +182,7 @@ class ModelHeader:
     hints: dict[str, Any] = field(default_factory=dict)
     batch: dict[str, int] = field(default_factory=dict)
     shard_size: int = 0
+    order: tuple[str, ...] = ()
 
     @property
     def owned(self) -> dict[str, Shape]:

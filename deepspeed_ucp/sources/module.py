@@ -17,7 +17,7 @@ from ..experts import cut_number, read_name
 from ..flat import Cut, join_parameters
 from .autoep import find_router_aliases
 from .builder import Builder
-from .headers import FileHeader, ModelHeader, Piece, Shape
+from .headers import FileHeader, ModelHeader, Piece
 from .pieces import Batches, ExpertTensors, FileRun
 from .ranks import LayerNames, SavedRank, list_ranks
 from .save import Save
@@ -208,11 +208,11 @@ def find_ties(save: Save, model: ModelHeader) -> dict[str, str]:
 
 def drop_ties(tensors: Mapping[str, Piece], aliases: dict[str, str]) -> Iterable[tuple[str, Piece]]:
     """The tensors by name without those that share another one's bytes, which are added to ``aliases``."""
-    seen: dict[tuple[object, int, Shape], str] = {}
+    seen: dict[tuple[object, ...], str] = {}
     for name, piece in tensors.items():
         if name in aliases:
             continue
-        first = seen.setdefault((piece.record, piece.offset, piece.shape), name) if piece.numel else name
+        first = seen.setdefault((piece.home, piece.record, piece.offset, piece.shape), name) if piece.numel else name
         if first != name:
             aliases[name] = first
         else:

@@ -23,11 +23,11 @@ from ..access import READ_ALL, PartialAccess
 from ..comm import Comm
 from ..errors import CheckpointError, UcpError, join_numbers, shorten
 from ..io.distance import choose_map, measure_distance
-from ..io.paths import Entry, is_url
+from ..io.paths import Entry, is_url, join_path
 from ..io.read import sum_range
 from ..io.store import note_listed, open_stored
 from ..torchsave.records import sum_directory
-from .files import SEAL, list_entries, read_model_rank, read_optim_ranks, read_swap_name
+from .files import FROZEN, SEAL, find_state_name, list_entries, read_model_rank, read_optim_ranks, read_swap_name
 from .table import Entries, FileTable, NodeView
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -100,7 +100,7 @@ def hold_copies(table: FileTable, sums: Mapping[str, int | None]) -> bool:
     for folder, entries in others:
         both = [name for name in sums if name in entries and name in first[1]]
         both = [name for name in both if first[1][name].size == entries[name].size]
-        paths = [os.path.join(folder, name) for name in both]
+        paths = [join_path(folder, name) for name in both]
         if entries and (not both or list(choose_map(folder)(_sum, paths)) != [sums[name] for name in both]):
             return False
     return bool(others) and not table.access.is_partial
@@ -111,7 +111,7 @@ def list_by_host(table: FileTable) -> dict[str, list[str]]:
     held: dict[str, set[str]] = defaultdict(set)
     for view in table.views:
         names = (name for place in view.places for name in place)
-        held[view.host] |= {name for name in names if name != SEAL and table.entries[name].size >= 0}
+        held[view.host] |= {name for name in names if name not in (SEAL, FROZEN) and table.entries[name].size >= 0}
     return {host: sorted(names) for host, names in sorted(held.items())}
 
 
@@ -186,7 +186,7 @@ def _is_one_save(found: FileTable, views: Sequence[bytes], comm: Comm) -> bool:
     among = [rank for rank, view in enumerate(views) if view == views[comm.rank]]
     turn, turns = among.index(comm.rank), min(Counter(views).values())
     files = [
-        (os.path.join(folder, name), entry)
+        (join_path(folder, name), entry)
         for folder, entries in zip(found.folders, found.own, strict=True)
         for name, entry in sorted(entries.items())
         if not (entry.is_folder or is_url(folder))
@@ -298,7 +298,7 @@ class _Union:
 
     def path(self, name: str, copy: Copy) -> str:
         """Where the ranks of a copy's view find it."""
-        return os.path.join(self.folders[copy.place], name)
+        return join_path(self.folders[copy.place], name)
 
     def list_wanted(self, name: str) -> list[Copy]:
         """The copies that are read: those behind URLs only of what no machine has."""
@@ -351,4 +351,4 @@ class _Union:
 
 def is_written_by_each_node(name: str) -> bool:
     """Whether with ``use_node_local_storage`` each node has a file of that name, with what its own first rank tells."""
-    return read_model_rank(name) is not None or name == SEAL
+    return read_model_rank(find_state_name(name)) is not None or name in (SEAL, FROZEN)

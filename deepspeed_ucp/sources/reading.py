@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,6 +12,7 @@ from ..atoms import ASKED, BATCH_SIZES, BEGUN, ITEMSIZE, Use, strip_compiled
 from ..errors import CheckpointError, UcpError, UnsupportedError, shorten
 from ..experts import DATA_FIRST
 from ..io.memory import pause_collection
+from ..io.paths import join_path
 from ..torchsave.dtypes import is_dtype, is_storage
 from ..torchsave.objects import (
     PickledObject,
@@ -31,7 +31,7 @@ from ..torchsave.torchfile import TorchFile, read_header
 from ..wrappers import STAGE, Form, Wrapper, find_saved
 from .autoep import read_folding, read_placements
 from .compare import read_marks
-from .files import holds_state_dict, is_state_file, strip_writer
+from .files import find_state_name, holds_state_dict, is_state_file, strip_writer
 from .headers import FileHeader, ModelHeader, OptimHeader, Piece, TensorStates, Unread
 from .hints import read_hints
 
@@ -45,6 +45,9 @@ _COMMON_GLOBALS = frozenset(
     )
 )
 """What nearly every state file names; all of it harmless (``load.client``)."""
+
+ORDER = "ucp_order"
+"""Key of a base's model states with the names of all that the module's state dict held, in its order."""
 
 T = TypeVar("T")
 
@@ -80,7 +83,7 @@ def read_file(folder: str, name: str) -> FileHeader:
         CheckpointError: damaged, or saved under another name (another rank's or run's file).
         UnsupportedError: an optimizer wrapper that is not covered.
     """
-    path = os.path.join(folder, name)
+    path = join_path(folder, name)
     with explain_damage(path), pause_collection():
         file = read_header(path)
         if file.saved_as not in (None, strip_writer(name).removesuffix(".pt")) and is_state_file(f"{file.saved_as}.pt"):
@@ -160,15 +163,15 @@ class HeaderReader:
         self.file = file
 
     def read(self, name: str) -> FileHeader:
-        tree = self.file.tree
+        tree, role = self.file.tree, find_state_name(name)
         folding = read_folding(tree.get("folding"))
         checked = not self.file.records.unchecked
         named = list_globals(self.file)
         header = FileHeader(name, self.file.size, self.file.crc, named, folding=folding, checked=checked)
-        if holds_state_dict(name):
+        if holds_state_dict(role):
             return replace(header, layer=self.read_tensors(tree))
         header = replace(header, config=_pick_config(tree.get("ds_config")), marks=read_marks(tree, self.file.writer))
-        if "model_states" in name:
+        if "model_states" in role:
             model = self.read_model(tree)
             return replace(header, model=replace(model, shard_size=_read_shard_size(header.config, model.counters)))
         state = tree.get("optimizer_state_dict", tree.get("optimizer"))  # the latter of stage 0 with experts
@@ -228,6 +231,7 @@ class HeaderReader:
             ep_rank=autoep[0].get("ep_rank") if autoep else None,
             degrees=_read_degrees(tree.get("checkpoint_parallel_dimensions")),
             hints=read_hints(tree),
+            order=_as_names(tree.get(ORDER)),
         )
 
     def read_tensors(self, module: dict[Any, Any]) -> dict[str, Piece]:

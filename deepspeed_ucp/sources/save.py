@@ -32,6 +32,7 @@ class Save:
         expert_tp_shards: shards of experts' parameters: the tensor-parallel ranks where these cut them (expert tensor
             parallelism), else one, as experts are then spread over all ranks of a pipeline stage.
         swaps: by optimizer file and sub-group the swap file of each of its states, where it has some.
+        bases: files of frozen parameters that lie beside the tag, by name.
     """
 
     listing: Listing
@@ -45,6 +46,7 @@ class Save:
     expert_optims: dict[tuple[int, int], FileHeader] = field(default_factory=dict)
     expert_tp_shards: int = 1
     swaps: dict[tuple[str, int], dict[str, FileHeader]] = field(default_factory=dict)
+    bases: dict[str, FileHeader] = field(default_factory=dict)
 
     @property
     def main(self) -> FileHeader:
@@ -58,10 +60,11 @@ class Save:
 
     @property
     def headers(self) -> list[FileHeader]:
-        """All headers: model states, optimizer states, layers, experts, swap files."""
+        """All headers: model states, optimizer states, layers, experts, swap files, what lies beside the tag."""
         layers, swaps = (held.values() for held in self.layers), (held.values() for held in self.swaps.values())
         files = [*chain(*self.models), *chain(*self.shards), *chain(*layers)]
-        return [*files, *self.experts.values(), *self.expert_optims.values(), *chain(*swaps)]
+        files += [*self.experts.values(), *self.expert_optims.values(), *chain(*swaps)]
+        return [*files, *self.bases.values()]
 
     @property
     def experts_over_tp(self) -> bool:

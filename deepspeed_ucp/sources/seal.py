@@ -5,15 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
-from typing import Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import CheckpointError, StorageError
 from ..io.opened import explain_failure
+from ..io.paths import join_path
 from ..io.store import exchange_small, read_small, remove, write_small
-from .files import SEAL
+from .files import BASE, FROZEN, SEAL
 from .findings import Finding, from_failure
 from .headers import FileHeader
 
@@ -50,15 +51,23 @@ class Seal(BaseModel):
         return hashlib.sha256(told.encode()).hexdigest()
 
 
+S = TypeVar("S", bound=Seal)
+
+
 def read_seal(path: str) -> Seal:
-    """A seal from its file.
+    """A seal from its file; raises what :func:`read_sealed` does."""
+    return read_sealed(path, Seal)
+
+
+def read_sealed(path: str, form: type[S]) -> S:
+    """A seal, or what has the form of one and more, from its file.
 
     Raises:
         FileNotFoundError: there is none.
         CheckpointError: it cannot be read, or is damaged.
     """
     try:
-        seal = Seal.model_validate_json(read_small(path))
+        seal = form.model_validate_json(read_small(path))
     except FileNotFoundError:
         raise
     except OSError as error:
@@ -66,7 +75,8 @@ def read_seal(path: str) -> Seal:
     except (ValidationError, RecursionError) as error:
         where = ".".join(map(str, error.errors()[0]["loc"])) if isinstance(error, ValidationError) else ""
         told = f"{where} is missing or of another form" if where else "it is no JSON of that form"
-        raise CheckpointError(f"is not the seal that was written ({told}); it is damaged.", path=path) from None
+        what = form.__name__.lower()
+        raise CheckpointError(f"is not the {what} that was written ({told}); it is damaged.", path=path) from None
     if seal.digest != seal.make_digest():
         raise CheckpointError("its digest is not that of its contents; it is damaged or was edited.", path=path)
     return seal
@@ -88,9 +98,22 @@ def write_seal(
     """
     files = {header.name: SealedFile(size=header.size, crc=header.crc or 0) for header in headers}
     seal = Seal(files=dict(sorted(files.items())), hosts=dict(hosts or {}))
+    write_sealed(os.path.join(folder, SEAL), seal, new=new)
+
+
+def write_sealed(path: str, seal: Seal, *, new: bool = False) -> None:
+    """Write a seal with its digest, at once.
+
+    Args:
+        new: never over another one.
+
+    Raises:
+        StorageError: there is another one by now.
+        OSError: it cannot be written.
+        DiskFullError: the disk is full.
+    """
     seal = seal.model_copy(update={"digest": seal.make_digest()})
     text = seal.model_dump_json(exclude=None if seal.hosts else {"hosts"})
-    path = os.path.join(folder, SEAL)
     if not new:
         write_small(path, text.encode())
     elif not exchange_small(path, text.encode(), None):
@@ -106,7 +129,7 @@ def remove_seal(folder: str) -> None:
     remove(os.path.join(folder, SEAL))
 
 
-def compare_seal(folder: str, headers: Iterable[FileHeader]) -> tuple[list[Finding], dict[str, int]]:
+def compare_seal(folder: str, headers: Sequence[FileHeader]) -> tuple[list[Finding], dict[str, int]]:
     """Faults of files that are not those that were sealed, and the CRC32s of the swap files' bytes by name.
 
     None where there is no seal.
@@ -119,13 +142,21 @@ def compare_seal(folder: str, headers: Iterable[FileHeader]) -> tuple[list[Findi
     except CheckpointError as error:
         return [from_failure("seal", SEAL, error)], {}
     faults = [compare_file(folder, header.name, header.size, header.crc, seal) for header in headers]
+    if lost := [name for name in seal.files if name.startswith(f"../{BASE}")]:
+        known = {header.name for header in headers}
+        faults += [_explain_lost(folder, name) for name in lost if name not in known]
     sums = {header.name: seal.files[header.name].crc for header in headers if header.swap and header.name in seal.files}
     return [fault for fault in faults if fault], sums
 
 
+def _explain_lost(folder: str, name: str) -> Finding:
+    text = f"{folder}/{FROZEN} does not name {name}, which {SEAL} has: it holds frozen parameters of this tag."
+    return Finding("seal", FROZEN, f"{text} Put the right file back.")
+
+
 def compare_file(folder: str, name: str, size: int, crc: int | None, seal: Seal) -> Finding | None:
     """What tells a file from the one that was sealed; None where it is that one, as far as a known ``crc`` tells."""
-    sealed, path = seal.files.get(name), os.path.join(folder, name)
+    sealed, path = seal.files.get(name), join_path(folder, name)
     if sealed is None:
         text = f"{path}: is not in {SEAL}; another save wrote it."
     elif (sealed.size, sealed.crc) != (size, sealed.crc if crc is None else crc):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -10,7 +9,7 @@ from typing import TypeVar
 from ..access import READ_ALL, ReadAccess
 from ..comm import Comm
 from ..io.failover import Failover
-from ..io.paths import Entry
+from ..io.paths import Entry, join_path
 
 T = TypeVar("T")
 
@@ -72,13 +71,13 @@ class FileTable:
     def path(self, name: str, size: int | None = None) -> str:
         """Where this rank finds a file, of ``size`` bytes if given; in the first place if it finds none."""
         held = (path for path, nbytes in self.list_copies(name).items() if size in (None, nbytes))
-        return next(held, os.path.join(self.folder, name))
+        return next(held, join_path(self.folder, name))
 
     def list_copies(self, name: str, *, near: bool = False) -> dict[str, int]:
         """Where this rank finds a file, with its bytes there, by place; ``near``: the nearest first."""
         places = self.near if near else range(len(self.own))
         held = [place for place in places if name in self.own[place] and (place, name) not in self.odd]
-        return {os.path.join(self.folders[place], name): self.own[place][name].size for place in held}
+        return {join_path(self.folders[place], name): self.own[place][name].size for place in held}
 
     def find(self, name: str) -> list[str]:
         """Folders in which this rank finds a file, in the order of the places; with another file in it comes last."""
@@ -92,7 +91,7 @@ class FileTable:
         Raises:
             CheckpointError, UnsupportedError: ``work``'s in the first folder, where it fails in all.
         """
-        folders = {os.path.join(folder, name): folder for folder in self.find(name)}
+        folders = {join_path(folder, name): folder for folder in self.find(name)}
         first, *_ = paths = [*folders]
         return self._failover.read(paths, lambda path: work(folders[path]), first)
 

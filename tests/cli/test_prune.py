@@ -19,6 +19,7 @@ from deepspeed_ucp.errors import CheckpointError, OutOfReachError
 from deepspeed_ucp.examine import tags
 from deepspeed_ucp.saves import removing
 from deepspeed_ucp.saves.pruning import PruneOptions, carry_out, plan_pruning
+from deepspeed_ucp.sources.frozen import write_reference
 from deepspeed_ucp.sources.open import seal_folder
 from deepspeed_ucp.sources.seal import Seal, read_seal
 from tests.cli.samples import make_gpt, write_sample
@@ -208,37 +209,40 @@ def test_what_a_seal_names_stays(prune: Prune, tmp_path: Path) -> None:
     assert list_left(tmp_path) == {"1", "3"}
 
 
+A, B, BEGUN = (f"ucp_frozen-{letter * 12}" for letter in "abc")
+
+
 def freeze(place: Path, name: str, at: int, *steps: int) -> None:
     (place / name).mkdir()
-    (place / name / "frozen_model_states.pt").write_bytes(b"frozen")
+    (place / name / "mp_rank_00_frozen_states.pt").write_bytes(b"frozen")
     date(place / name, at)
     for step in steps:
-        (place / f"global_step{step}" / "ucp_frozen.json").write_text(json.dumps({"folder": name}))
+        write_reference(str(place / f"global_step{step}"), name, {})
         date(place / f"global_step{step}", step)
 
 
 def test_frozen_tensors_stay_while_a_tag_names_them(prune: Prune, tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step)
-    freeze(tmp_path, "ucp_frozen-a", 1, 1)
-    freeze(tmp_path, "ucp_frozen-b", 2, 2, 3)
-    freeze(tmp_path, "ucp_frozen-begun", 9)
+    freeze(tmp_path, A, 1, 1)
+    freeze(tmp_path, B, 2, 2, 3)
+    freeze(tmp_path, BEGUN, 9)
     found = prune("--keep", 2)
-    assert list_left(tmp_path) == {"2", "3", "ucp_frozen-b", "ucp_frozen-begun"}
-    assert found["ucp_frozen-a"] == "remove: no tag names it" and found["ucp_frozen-b"] == "keep: a tag names it"
-    assert found["ucp_frozen-begun"] == "keep: no tag names it yet"
+    assert list_left(tmp_path) == {"2", "3", B, BEGUN}
+    assert found[A] == "remove: no tag names it" and found[B] == "keep: a tag names it"
+    assert found[BEGUN] == "keep: no tag names it yet"
 
 
 def test_frozen_tensors_that_a_save_begins_to_name_stay(tmp_path: Path) -> None:
     for step in (1, 2):
         save(tmp_path, step)
-    freeze(tmp_path, "ucp_frozen-a", 1, 1)
+    freeze(tmp_path, A, 1, 1)
     plan = plan_pruning(str(tmp_path), PruneOptions(1))
     aside = tmp_path / ".global_step3.ucp-save-job-3"
     aside.mkdir()
-    (aside / "ucp_frozen.json").write_text('{"folder": "ucp_frozen-a"}')
+    (aside / "ucp_frozen.json").write_text(json.dumps({"folder": A}))
     assert [each.action for each in carry_out(str(tmp_path), plan)] == ["keep", "remove", "keep"]
-    assert (tmp_path / "ucp_frozen-a").is_dir()
+    assert (tmp_path / A).is_dir()
 
 
 @pytest.mark.parametrize("text", ["{", "[]"])
@@ -374,7 +378,7 @@ def fill(place: Path) -> None:
         made = save(place, step, sealed=step == 4)
         if step in (3, 12):
             cut(made)
-    freeze(place, "ucp_frozen-a", 1, 1)
+    freeze(place, A, 1, 1)
     (place / "latest").write_text("global_step2")
     (place / "global_step2" / "readme").write_text("kept")
 
@@ -394,7 +398,7 @@ def test_a_dry_run_prints_what_a_run_does(
     assert capsys.readouterr().out == dry.out
     freed = sum(map(len, before.values())) - sum(map(len, list_tree(tmp_path).values()))
     assert freed and (not form or json.loads(dry.out)["freed"] == freed)
-    assert list_left(tmp_path) == {"2", "4", "5", "10", "11", "12"} | ({"1", "3", "ucp_frozen-a"} if strip else set())
+    assert list_left(tmp_path) == {"2", "4", "5", "10", "11", "12"} | ({"1", "3", A} if strip else set())
 
 
 @pytest.mark.parametrize("sealed", [True, False], ids=["sealed", "unsealed"])

@@ -29,6 +29,7 @@ def make_save(
     folder = Path(job.find_folder(number))
     made = write_source(folder, number)
     if tag != TAG:
+        (folder / tag).parent.mkdir(exist_ok=True)
         made.rename(folder / tag)
     (folder / "zero_to_fp32.py").write_text("# a script")
     places = tuple(each if isinstance(each, Destination) else Destination(each, keep) for each in folders)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 import time
@@ -18,7 +19,7 @@ import pytest
 from deepspeed_ucp.cli.dispatch import main
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.io import remote, retry
-from deepspeed_ucp.io.store import list_tree, read_small, write_small
+from deepspeed_ucp.io.store import list_tree, read_small, remove, write_small
 from deepspeed_ucp.io.urls import put_file
 from deepspeed_ucp.saves import places
 from deepspeed_ucp.saves.memory import Destination, Job, Snapshot
@@ -27,6 +28,7 @@ from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.sources.open import seal_folder
 from tests.cli.samples import make_gpt, write_sample
 from tests.saves.saving import TAG, find_writer, is_whole, make_save, wait_for, write
+from tests.saves.test_frozen import make_frozen
 from tests.stores.server import BUCKET, Server, fail_first
 from tests.support.crash import run_child
 from tests.synth import Topology
@@ -274,3 +276,21 @@ def test_a_run_is_pruned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert {name.split("/")[0] for name in list_tree(url)} == {"global_step3", "latest"} and is_whole(
         f"{url}/global_step3"
     )
+
+
+@pytest.mark.usefixtures("server")
+def test_frozen_parameters_are_uploaded_once(job: Job) -> None:
+    url = f"s3://{BUCKET}/frozen"
+    made = make_frozen(job, url, "1")
+    assert write(job)
+    (base,) = made.list_base()
+    first = list_tree(url)[base]
+    make_frozen(job, url, "2")
+    with mock.patch.object(places, "put_file", side_effect=places.put_file) as put:
+        assert write(job)
+    assert not [call for call in put.call_args_list if "ucp_frozen-" in call.args[1]]
+    assert list_tree(url)[base] == first
+    shutil.rmtree(job.folder)
+    assert is_whole(f"{url}/1") and is_whole(f"{url}/2")
+    remove(f"{url}/{base}")
+    assert not is_whole(f"{url}/2")

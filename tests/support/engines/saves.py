@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero import GatheredParameters
 
 from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.saves.files import StateFile
@@ -23,8 +25,14 @@ from tests.support.engines.cases import make_engine, train_engine
 from tests.support.engines.ranks import uninstalled
 
 
-def save_each(ds_config: dict[str, Any], folder: str, steps: int, seed: int = 0, own: str = "") -> list[Any]:
-    """Train and save after each step, into another folder by DeepSpeed alone; what was held at each save."""
+def save_each(
+    ds_config: dict[str, Any], folder: str, steps: int, seed: int = 0, own: str = "", **arguments: Any
+) -> list[Any]:
+    """Train and save after each step, into another folder by DeepSpeed alone; what was held at each save.
+
+    Args:
+        arguments: of the save by DeepSpeed alone.
+    """
     engine = make_engine(ds_config, seed=seed)
     trained, states = train_engine(engine), list[CapturedEngine]()
     for number in range(steps):
@@ -35,7 +43,7 @@ def save_each(ds_config: dict[str, Any], folder: str, steps: int, seed: int = 0,
         assert not saver.is_first or saver.wait(60)
         if own:
             with uninstalled():
-                engine.save_checkpoint(own, client_state={"number": number})
+                engine.save_checkpoint(own, client_state={"number": number}, **arguments)
     saver.close()
     engine.destroy()
     return states
@@ -64,9 +72,11 @@ def save_without_room(ds_config: dict[str, Any], folder: str) -> None:
     engine.destroy()
 
 
-def load(ds_config: dict[str, Any], folder: str, tag: str | None = None) -> tuple[Any, Any, CapturedEngine, float]:
+def load(
+    ds_config: dict[str, Any], folder: str, tag: str | None = None, model: str = "mixed"
+) -> tuple[Any, Any, CapturedEngine, float]:
     """What a load returns, what the engine then holds, and the loss of the next step."""
-    engine = make_engine(ds_config, seed=99)
+    engine = make_engine(ds_config, model, seed=99)
     path, client_state = engine.load_checkpoint(folder, tag=tag)
     state = capture(engine)
     loss = next(itertools.islice(train_engine(engine), 1))
@@ -162,3 +172,43 @@ def foresee(ds_config: dict[str, Any], free: int) -> tuple[str, int, int]:
     after = count_saved(engine)
     engine.destroy()
     return "".join(call.args[0] % call.args[1:] for call in told.call_args_list), before, after
+
+
+def with_options(options: dict[str, Any], work: Callable[..., Any], *args: Any, **more: Any) -> Any:
+    """`work` with the plugin on for all engines, and these options."""
+    with mock.patch.dict(os.environ, DEEPSPEED_UCP=json.dumps(options)):
+        return work(*args, **more)
+
+
+def save_and_unfreeze(ds_config: dict[str, Any], folder: str) -> list[CapturedEngine]:
+    """Three saves; after the first a frozen weight is written to, after the second a parameter is not frozen any more
+    (below ZeRO 3, of which DeepSpeed would not save it); a fourth one after a load of the first."""
+    engine = make_engine(ds_config, "lora")
+    trained, states, base = train_engine(engine), list[CapturedEngine](), engine.module.base
+    for number in range(4):
+        train_steps(trained, 1)
+        if number == 1:
+            weight = base[0].weight
+            with torch.no_grad(), GatheredParameters([weight], 0, enabled=hasattr(weight, "ds_id")):
+                weight[3, 4] = 7.0
+        if number == 2 and engine.zero_optimization_stage() < 3:
+            base[1].bias.requires_grad_()
+        if number == 3:
+            engine.load_checkpoint(folder, "0")
+        engine.save_checkpoint(folder, str(number))
+        states.append(capture(engine))
+        saver = find_state(engine).saver
+        assert not saver.is_first or saver.wait(60)
+    saver.close()
+    engine.destroy()
+    return states
+
+
+def load_plainly(ds_config: dict[str, Any], folder: str) -> dict[str, torch.Tensor]:
+    """Trained parameters after a load by DeepSpeed alone."""
+    with uninstalled():
+        engine = make_engine(ds_config, seed=99)
+        engine.load_checkpoint(folder, load_module_strict=False)
+        found = {name: p.detach().clone() for name, p in engine.module.named_parameters() if p.requires_grad}
+        engine.destroy()
+    return found
