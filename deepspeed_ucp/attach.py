@@ -72,6 +72,8 @@ TABLE += [
     Wrapped(_HF, _HF, "Trainer._inner_training_loop", "trainers.huggingface", "inner_training_loop"),
     Wrapped(_HF, _HF, "Trainer.set_initial_training_values", "trainers.huggingface", "set_initial_training_values"),
     Wrapped(_HF, _HF, "Trainer._load_rng_state", "trainers.huggingface", "load_rng_state"),
+    Wrapped(_HF, _HF, "Trainer._finalize_training", "trainers.huggingface", "finalize_training", newer=True),
+    Wrapped(_HF, _HF, "rotate_checkpoints", "trainers.huggingface", "rotate_checkpoints", newer=True),
     Wrapped(_ACCELERATE, _ACCELERATE, "Accelerator._prepare_deepspeed", "trainers.accelerating", "prepare_deepspeed"),
     Wrapped(_ACCELERATE, _ACCELERATE, "Accelerator.save_state", "trainers.accelerating", "save_state"),
     Wrapped(_ACCELERATE, _ACCELERATE, "Accelerator.load_state", "trainers.accelerating", "load_state"),
@@ -90,6 +92,8 @@ for _package in ("lightning.pytorch", "pytorch_lightning"):
     TABLE += [
         Wrapped(_STRATEGY, _STRATEGY, "DeepSpeedStrategy.load_checkpoint", "trainers.lightning", "load_checkpoint"),
         Wrapped(_STRATEGY, _STRATEGY, "DeepSpeedStrategy.save_checkpoint", "trainers.lightning", "save_checkpoint"),
+        Wrapped(_STRATEGY, _STRATEGY, "DeepSpeedStrategy.remove_checkpoint", "trainers.lightning", "remove_checkpoint"),
+        Wrapped(_STRATEGY, _STRATEGY, "DeepSpeedStrategy.teardown", "trainers.lightning", "teardown"),
         Wrapped(_PRECISION, _PRECISION, "DeepSpeedPrecision.backward", "trainers.lightning", "backward"),
         Wrapped(_LOOP, _LOOP, "_TrainingEpochLoop.on_run_start", "trainers.lightning", "on_run_start"),
     ]

@@ -84,6 +84,7 @@ class Saver:
         self.number, self.bytes, self.failed = 0, 0, ""
         self.made = {False: 0, True: 0}  # saves that a script has asked for, and others
         self._thread: Thread | None = None
+        self._behind = ""
         self._stable, self._left = Stable(), list[StateFile]()
         self.mapped = MappedFiles(wanted=find_kind(self.root) == MEMORY)
         self._copied = Event()
@@ -225,13 +226,15 @@ class Saver:
         """Take what may be copied until the next step, where that is asked for."""
         self._stable = find_stable(engine) if self.options.overlap else Stable()
 
-    def end_behind(self, end: Callable[[], None]) -> None:
+    def end_behind(self, end: Callable[[], None], save_dir: str) -> None:
         """Copy what is left in a thread of its own, and ``end`` the save when all ranks of the node have."""
         self._copied.clear()
+        self._behind = locate(save_dir)
         self._begin_behind(partial(self._copy_left, end))
 
     def map_behind(self) -> None:
         """Map what has been written for the first time, in a thread of its own."""
+        self._behind = ""
         self._begin_behind(self.mapped.settle)
 
     def _begin_behind(self, work: Callable[[], None]) -> None:
@@ -272,6 +275,13 @@ class Saver:
     def wait_for_copy(self) -> None:
         """Wait until this rank has copied all that it saves: then it may be changed."""
         self._copied.wait()
+
+    def list_written(self) -> set[str]:
+        """Folders and URLs that saves are still to come to; on the node's first rank."""
+        if not self.is_first:
+            return set()
+        behind = {self._behind} if self._thread is not None and self._thread.is_alive() else set[str]()
+        return behind | set(list_late(self.job.list_saves()))
 
     def finish_copy(self) -> None:
         """Wait until the node's ranks have, and the save counts."""
@@ -466,7 +476,7 @@ def save_into_memory(
             saver.end(save_dir, tag, step, base, latest=latest, local=local, by_itself=by_itself)
 
     if saver.options.overlap:
-        saver.end_behind(end)
+        saver.end_behind(end, save_dir)
     else:
         comm.run(end)
         saver.map_behind()
@@ -711,9 +721,14 @@ def _list_weights(engine: Any) -> list[Any]:
 _savers = WeakSet[Saver]()
 
 
+def list_savers() -> list[Saver]:
+    """Those of this process's engines."""
+    return list(_savers)
+
+
 def wait_for_copies() -> None:
     """Wait until what engines of this process save may be changed."""
-    for saver in list(_savers):
+    for saver in list_savers():
         saver.wait_for_copy()
 
 

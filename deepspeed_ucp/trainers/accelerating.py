@@ -6,7 +6,9 @@ import logging
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,8 +18,9 @@ from ..atoms import ASKED, BATCH_SIZES, SavedJob
 from ..comm import connect
 from ..config import UniversalConfig
 from ..engine_state import get_config
-from ..errors import ConfigError, count_of
+from ..errors import CheckpointError, ConfigError, count_of
 from ..load.client import read_objects
+from ..saves.keeping import begin_save, can_guard, finish_folders, guard
 from ..saves.saver import finish_saves
 from ..sources.latest import check_tag
 from ..sources.open import look_at_job
@@ -25,6 +28,9 @@ from .batches import Batch, refuse_loader_position, warn_unfinished
 from .randomness import States, read_states, restore_ranks
 
 logger = logging.getLogger("deepspeed_ucp")
+
+OWN = "random_states_0.pkl"
+"""A file that it writes after the engine's state."""
 
 _TAG = "pytorch_model"
 """The tag under which it saves the first engine."""
@@ -73,7 +79,11 @@ def prepare_deepspeed(original: Callable[..., Any], accelerator: Any, *args: Any
 
 
 def save_state(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:
-    """``Accelerator.save_state``: says so where a part of the gradients is in no file."""
+    """``Accelerator.save_state``: says so where a part of the gradients is in no file; collective.
+
+    Training goes on while a new folder is written. In one that holds a save already the state and Accelerate's own
+    files would not be of one save meanwhile.
+    """
     rest = accelerator.step % accelerator.gradient_accumulation_steps
     if rest and find_engine(accelerator) is not None and accelerator.is_main_process:
         logger.warning(
@@ -81,10 +91,27 @@ def save_state(original: Callable[..., Any], accelerator: Any, *args: Any, **kwa
             "gradients are in no file, a resume has to take these micro batches again. Save where "
             "accelerator.sync_gradients is true."
         )
-    saved = original(accelerator, *args, **kwargs)
-    for engine in filter(get_config, accelerator._models):
-        finish_saves(engine, required=True)  # older ones may be removed next
+    found = find_engine(accelerator)
+    if found is None or found[1].save is None:
+        return original(accelerator, *args, **kwargs)
+    module = sys.modules["accelerate.accelerator"]
+    folder = _name_folder(accelerator, args[0] if args else kwargs.get("output_dir"))
+    engines = [model for model in accelerator._models if get_config(model) is not None]
+    goes_on = begin_save(folder, found[1], connect()) and can_guard(module) and len(engines) == 1
+    with guard(module, OWN, coming=True) if goes_on else nullcontext():
+        saved = original(accelerator, *args, **kwargs)
+    if not goes_on:
+        for engine in engines:
+            finish_saves(engine, required=True)  # older ones may be removed next
     return saved
+
+
+def _name_folder(accelerator: Any, output_dir: Any) -> str:
+    """That a save goes to."""
+    if not accelerator.project_configuration.automatic_checkpoint_naming:
+        return str(output_dir)
+    name = f"checkpoint_{accelerator.save_iteration}"
+    return os.path.join(str(accelerator.project_dir), "checkpoints", name)
 
 
 def load_state(
@@ -101,7 +128,9 @@ def load_state(
         original(accelerator, input_dir, *args, **kwargs)
         return
     (engine, config), comm = found, connect()
+    finish_folders(config, _find_beside(accelerator, input_dir), comm)
     folder = comm.run(lambda: _find_folder(accelerator, input_dir))
+    comm.once(lambda: _check_own(folder))
     job = comm.once(lambda: look_at_job(check_tag(folder, _TAG)))
     if any(getattr(loader, "use_stateful_dataloader", False) for loader in accelerator._dataloaders):
         refuse_loader_position(folder, job, ", or skip_first_batches")
@@ -113,6 +142,21 @@ def load_state(
     if engine.ucp_report.saved is not None:  # else only DeepSpeed knows how its ranks are numbered
         restore_ranks(engine, folder, job, partial(read_random, folder))
     _restore_step(accelerator, folder, job)
+
+
+def _find_beside(accelerator: Any, input_dir: Any) -> str:
+    """The folder in which that of a load is."""
+    if input_dir is None:
+        return os.path.join(str(accelerator.project_dir), "checkpoints")
+    return os.path.dirname(os.path.abspath(os.path.expanduser(str(input_dir))))
+
+
+def _check_own(folder: str) -> None:
+    if os.path.isdir(folder) and not os.path.exists(os.path.join(folder, OWN)):
+        raise CheckpointError(
+            f"{OWN} is missing, which a save writes after the engine's state: it was cut short. Take an older one.",
+            path=folder,
+        )
 
 
 def _find_folder(accelerator: Any, input_dir: Any) -> str:
@@ -246,7 +290,7 @@ def _restore_step(accelerator: Any, folder: str, job: SavedJob) -> None:
 
     What was accumulated for a further step is in no file.
     """
-    path = os.path.join(folder, "random_states_0.pkl")
+    path = os.path.join(folder, OWN)
     saved = connect().once(lambda: read_objects(path, trust_pickle=False).get("step", 0) if os.path.isfile(path) else 0)
     accumulation = job.accumulation or accelerator.gradient_accumulation_steps
     steps, rest = divmod(saved, accumulation)

@@ -12,6 +12,7 @@ import inspect
 import logging
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -25,7 +26,9 @@ from ..atoms import ASKED, BATCH_SIZES, BEGUN, SavedJob
 from ..comm import connect
 from ..config import UniversalConfig
 from ..errors import MismatchError, UnsupportedError, count_of, describe_changes
+from ..examine.tags import TRAINER_STATE
 from ..hook import read_options, show_decisions
+from ..saves.keeping import begin_save, can_guard, finish_folders, guard, remove_postponed, restore_times
 from ..saves.saver import finish_saves
 from .batches import LIVE, Batch
 from .hffolders import choose_folder, find_job, read_random, read_trainer_state
@@ -68,6 +71,8 @@ def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any)
     trainer._ucp_state = TrainerState()
     if config is not None and folder:
         show_decisions()
+        beside = trainer.args.output_dir if folder is True else os.path.dirname(os.path.abspath(folder))
+        finish_folders(config, beside, connect())
         folder = call.arguments["resume_from_checkpoint"] = choose_folder(trainer.args, folder, config)
     if config is not None and folder and config.arguments.get("load_module_only"):
         call.arguments["resume_from_checkpoint"] = None
@@ -302,10 +307,44 @@ def _read_steps(folder: str) -> int | None:
 
 
 def save_optimizer_and_scheduler(original: Callable[..., Any], trainer: Any, output_dir: Any) -> None:
-    """``Trainer._save_optimizer_and_scheduler``: written when it returns, as older checkpoints are removed next."""
+    """``Trainer._save_optimizer_and_scheduler``: training goes on while it is written, where that is safe; collective.
+
+    Not where the folder is read or removed in a way that is not known, or holds a save already, whose state and whose
+    trainer's files would not be of one save meanwhile.
+    """
+    config = find_options(trainer) if trainer.is_deepspeed_enabled else None
+    if config is None or config.save is None:
+        original(trainer, output_dir)
+        return
+    is_known = _can_rotate() and not trainer.args.push_to_hub
+    goes_on = begin_save(output_dir, config, connect()) and is_known
     original(trainer, output_dir)
-    if trainer.is_deepspeed_enabled:
+    if not goes_on:
         finish_saves(trainer.model_wrapped, required=True)
+
+
+def _can_rotate() -> bool:
+    """Whether the trainer removes its folders where :func:`rotate_checkpoints` sees it."""
+    modules = [sys.modules["transformers.trainer"], sys.modules["transformers.trainer_utils"]]
+    names = "rotate_checkpoints" in vars(modules[0]) and hasattr(modules[0].Trainer, "_finalize_training")
+    return names and all(map(can_guard, modules))
+
+
+def rotate_checkpoints(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """``rotate_checkpoints``, after a save, on the rank that removes: the last whole one stays."""
+    restore_times()
+    with guard(sys.modules["transformers.trainer_utils"], TRAINER_STATE):
+        original(*args, **kwargs)
+
+
+def finalize_training(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """``Trainer._finalize_training``: the best model is loaded from files that are there, and what was kept longer than
+    its limit goes; collective."""
+    if trainer.is_deepspeed_enabled:
+        finish_saves(trainer.model_wrapped)
+        remove_postponed()
+    with guard(sys.modules["transformers.trainer"], TRAINER_STATE):
+        return original(trainer, *args, **kwargs)
 
 
 def load_scheduler(original: Callable[..., Any], trainer: Any, checkpoint: str | None) -> None:

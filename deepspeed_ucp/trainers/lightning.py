@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from ..atoms import SavedJob
@@ -17,6 +18,7 @@ from ..config import UniversalConfig
 from ..data import Order
 from ..engine_state import find_state, get_config
 from ..errors import ConfigError
+from ..saves.keeping import begin_save, finish_folders, finish_here, remove_when_safe
 from ..saves.saver import finish_saves
 from ..sources.latest import find_checkpoint
 from ..sources.open import look_at_job
@@ -43,6 +45,8 @@ def load_checkpoint(
         UnsupportedError: a stateful data loader's position in another world.
     """
     config = get_config(strategy.model)
+    if config is not None:
+        finish_folders(config, os.path.dirname(os.path.abspath(checkpoint_path)), connect())
     fitting = strategy.lightning_module is not None and strategy.lightning_module.trainer.state.fn == "fit"
     if config is None or not fitting or not os.path.isdir(checkpoint_path):
         return original(strategy, checkpoint_path, *args, **kwargs)
@@ -72,12 +76,31 @@ def load_checkpoint(
 def save_checkpoint(
     original: Callable[..., Any], strategy: Any, checkpoint: Mapping[str, Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """``DeepSpeedStrategy.save_checkpoint``: by what the gradients were divided is saved where it is kept."""
+    """``DeepSpeedStrategy.save_checkpoint``: by what the gradients were divided is saved where it is kept; collective.
+
+    Training goes on while it is written: all that Lightning keeps is in it.
+    """
     begun = find_state(strategy.model).accumulation
     kept = {} if begun is None else {_ACCUMULATION: begun}
+    config, folder = get_config(strategy.model), args[0] if args else kwargs.get("filepath")
+    if config is not None and folder is not None:
+        begin_save(folder, config, connect())
     saved = original(strategy, {**checkpoint, **kept}, *args, **kwargs)
-    finish_saves(strategy.model, required=True)  # older ones may be removed next
+    if config is not None and config.save is not None and config.save.to:
+        finish_saves(strategy.model, required=True)  # where the folder is not what is written
     return saved
+
+
+def remove_checkpoint(original: Callable[..., Any], strategy: Any, filepath: Any) -> None:
+    """``DeepSpeedStrategy.remove_checkpoint``: the last whole one stays as long as a newer one is written."""
+    if strategy.is_global_zero:
+        remove_when_safe(filepath, partial(original, strategy, filepath))
+
+
+def teardown(original: Callable[..., Any], strategy: Any) -> None:
+    """``DeepSpeedStrategy.teardown``, at the end of a run: what it has saved is there. A rank may come here alone."""
+    finish_here()
+    original(strategy)
 
 
 def backward(original: Callable[..., Any], precision: Any, tensor: Any, model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -158,3 +158,24 @@ def test_every_stage_on_any_world(
     agree(whole, ucp_worlds.get(ranks[1]).run(trainers_accelerate.train, first, configs[1], **after), 7)
     before |= {"resume": second}
     agree(whole, ucp_worlds.get(ranks[0]).run(trainers_accelerate.train, first, configs[0], **before), 9)
+
+
+def test_the_last_whole_checkpoint_stays_while_newer_ones_are_written(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """Accelerate removes older ones before it saves; one that lacks its own files is not loaded."""
+    config = make_config(1, {"save": {"memory": str(tmp_path / "memory"), "wait_s": 60}})
+    (told, steps), _ = ucp_worlds.get(2).run(trainers_accelerate.rotate, str(tmp_path / "out"), config)
+    first, second, third = ({f"checkpoint_{number}": number == 0} for number in range(3))
+    assert told[1] == first | second and told[2] == first | second | third
+    assert {"checkpoint_2": True} | {"checkpoint_3": told[3]["checkpoint_3"]} == told[3]
+    assert (told[4], steps) == ({"checkpoint_2": True, "checkpoint_3": True}, 4)
+    (tmp_path / "out" / "checkpoints" / "checkpoint_3" / accelerating.OWN).unlink()
+    resume = str(tmp_path / "out" / "checkpoints" / "checkpoint_3")
+    tried = ucp_worlds.get(1).run(trainers_accelerate.attempt, str(tmp_path), config, micro=8, resume=resume)
+    assert tried[0][0] == "CheckpointError" and "it was cut short" in tried[0][1]
+
+
+def test_a_folder_that_holds_a_save_is_written_before_training_goes_on(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """Else state and Accelerate's own files would be of two saves if all machines were lost meanwhile."""
+    config = make_config(1, {"save": {"memory": str(tmp_path / "memory"), "wait_s": 60}})
+    (told,) = ucp_worlds.get(1).run(trainers_accelerate.save_twice, str(tmp_path / "out"), config)
+    assert "its saves were not written within" in told

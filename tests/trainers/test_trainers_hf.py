@@ -397,3 +397,23 @@ def test_to_another_precision(tmp_path: Path, ucp_worlds: WorldPool) -> None:
         assert sorted(rest[0].samples[step]) == sorted(whole[0].samples[step] + whole[1].samples[step])
         assert rest[0].log[step]["learning_rate"] == whole[0].log[step]["learning_rate"]
         assert rest[0].log[step]["loss"] == pytest.approx(whole[0].log[step]["loss"], abs=0.02)
+
+
+@pytest.mark.skipif(not V5, reason="with transformers 4 a save is written when it returns")
+def test_the_last_whole_checkpoint_stays_while_newer_ones_are_written(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """Training does not wait; then the limit holds, and the next run goes on from files that are there."""
+    out, config = str(tmp_path / "out"), make_config(1, {"save": {"memory": str(tmp_path / "memory"), "wait_s": 60}})
+    options = {"per_device_train_batch_size": 4, "save_total_limit": 1, **SAVES}
+    run = ucp_worlds.get(2).run(trainers_hf.train, out, config, held=(4, 6), max_steps=8, **options)
+    two, four, six = ("checkpoint-2", True), ("checkpoint-4", False), ("checkpoint-6", False)
+    assert run[0].folders[4:6] == [dict([two, four])] * 2  # as steps 5 and 6 begin
+    assert run[0].folders[6] == dict([two, four, six])
+    assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-8"]
+    assert list((tmp_path / "out" / "checkpoint-8").glob("*/ucp_seal.json"))
+    assert any("checkpoint-4 is still written when the next save comes" in text for text in run[0].warnings)
+    options["per_device_train_batch_size"] = 8
+    rest = ucp_worlds.get(1).run(trainers_hf.train, out, config, resume=True, max_steps=10, **options)
+    assert list(rest[0].samples) == [9, 10]
+    best = {**BEST, "greater_is_better": False, "resume": True, "max_steps": 12}
+    rest = ucp_worlds.get(1).run(trainers_hf.train, out, config, **options, **best)
+    assert rest[0].best == str(tmp_path / "out" / "checkpoint-12")

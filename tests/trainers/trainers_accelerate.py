@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 from trainers_gloo import choose_gloo
 from trainers_hf import Net, Samples, gather_weights
 
-import deepspeed_ucp  # noqa: F401 - what the test is about
+from deepspeed_ucp.engine_state import find_state
+from deepspeed_ucp.errors import StorageError
 
 
 @dataclass
@@ -164,3 +166,58 @@ def attempt(*args: Any, **options: Any) -> tuple[str, str]:
     except Exception as error:  # noqa: BLE001 - the error is what the test looks at
         return type(error).__name__, str(error)
     return "", ""
+
+
+def rotate(folder: str, ds_config: dict[str, Any]) -> tuple[list[dict[str, bool]], int]:
+    """Saves that Accelerate names and keeps one of, of which the second and third are on their way for a while.
+
+    Returns:
+        What was there after each save, and the steps of the last one that a load finds.
+    """
+    from accelerate.utils import ProjectConfiguration
+    from trainers_held import hold, look, settle
+
+    told = list[dict[str, bool]]()
+    with choose_gloo():
+        accelerator, count, _, (model, optimizer, loader, scheduler) = _prepare(ds_config, 4, 1, "plain")
+        accelerator.project_configuration = ProjectConfiguration(
+            folder, automatic_checkpoint_naming=True, total_limit=1
+        )
+        holding = hold()
+        for number, batch in enumerate(loader):
+            accelerator.backward(model(**batch)["loss"])
+            optimizer.step()
+            scheduler.step()
+            count.steps += 1
+            if number == 1:
+                holding.__enter__()
+            accelerator.save_state()
+            told.append(look(os.path.join(folder, "checkpoints")))
+            if number == 2:
+                holding.__exit__(None, None, None)
+                settle()
+                accelerator.wait_for_everyone()
+        count.steps = 0
+        accelerator.load_state()
+        told.append(look(os.path.join(folder, "checkpoints")))
+        model.destroy()
+    return told, count.steps
+
+
+def save_twice(folder: str, ds_config: dict[str, Any]) -> str:
+    """The error of the second save to a folder, while nothing is written."""
+    from trainers_held import hold
+
+    with choose_gloo():
+        accelerator, _, _, prepared = _prepare(ds_config, 8, 1, "plain")
+        accelerator.save_state(folder)
+        with hold():
+            saver = find_state(prepared[0]).saver
+            saver.options = saver.options.model_copy(update={"wait_s": 0.5})
+            try:
+                accelerator.save_state(folder)
+            except StorageError as error:
+                return str(error)
+            finally:
+                prepared[0].destroy()
+    return ""

@@ -86,6 +86,7 @@ class Trained:
         best: the checkpoint that was the best one.
         judged: by step the evaluation's loss.
         warnings: of the plugin, on this rank.
+        folders: checkpoints that were there as a step ended, and whether the engine's state was in them.
     """
 
     samples: dict[int, list[int]] = field(default_factory=dict)
@@ -96,6 +97,7 @@ class Trained:
     best: str | None = None
     judged: dict[int, float] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    folders: list[dict[str, bool]] = field(default_factory=list)
 
 
 def make_notes(net: Net, told: Trained, stop: int | None) -> Any:
@@ -128,6 +130,7 @@ def train(
     lora: bool = False,
     model: str = "Net",
     most: int = 1 << 30,
+    held: tuple[int, ...] = (),
     **options: Any,
 ) -> Trained:
     """A run of the Trainer: three epochs by default; each step is logged.
@@ -135,6 +138,7 @@ def train(
     Args:
         model: name of its class.
         most: samples for which a rank has memory.
+        held: steps after which nothing is written from memory.
     """
     told = Trained()
     with (
@@ -173,6 +177,10 @@ def train(
             eval_dataset=Samples(8),
             callbacks=[make_notes(net, told, stop)],
         )
+        if held:
+            from trainers_held import make_holder
+
+            trainer.add_callback(make_holder(folder, held, told.folders))
         trainer.train(resume_from_checkpoint=resume)
         told.log = {entry["step"]: entry for entry in trainer.state.log_history if "loss" in entry}
         told.judged = {entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry}

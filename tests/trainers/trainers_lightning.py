@@ -17,6 +17,7 @@ import torch.distributed as dist
 from lightning.fabric.accelerators import CPUAccelerator as FabricAccelerator
 from lightning.fabric.strategies import deepspeed as fabric_deepspeed
 from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DeepSpeedStrategy, deepspeed
 
@@ -244,3 +245,30 @@ def train_with_fabric(stage: int, micro: int, steps: int, folder: str, *, load: 
             state["step"] = step + 1
         fabric.save(folder, state)
     return losses
+
+
+def rotate(setting: Setting, folder: str, options: dict[str, Any]) -> tuple[list[dict[str, bool]], str]:
+    """A run of eight steps that keeps one checkpoint, of which those of steps 4 and 6 are on their way for a while.
+
+    Returns:
+        What was there as each step began, and an error.
+    """
+    from trainers_held import hold, look, settle
+
+    told, holding = list[dict[str, bool]](), hold()
+
+    class Holder(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            told.append(look(folder))
+            if trainer.global_step == 6:
+                holding.__exit__(None, None, None)
+                settle()
+                trainer.strategy.barrier()
+
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 4:
+                holding.__enter__()
+
+    keep = ModelCheckpoint(folder, "{step}", save_top_k=1, every_n_train_steps=2)
+    trained = train(setting, 8, default_on=options, enable_checkpointing=True, callbacks=[Holder(), keep])
+    return [*told, look(folder)], trained.error

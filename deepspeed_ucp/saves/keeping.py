@@ -1,0 +1,218 @@
+"""Folders of trainers, one for each save, which trainers remove by themselves: not while the next one is on its way.
+
+A trainer asks for a removal in one rank, the first one. What is not removed then is by a later call, or at the end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from ..comm import Comm
+from ..config import UniversalConfig
+from ..errors import UcpError
+from ..io.paths import is_url
+from ..io.store import exists
+from ..sources.latest import LATEST, read_tag
+from ..sources.older import find_age
+from .memory import Job, find_root, list_jobs, locate
+from .saver import Saver, finish_dead, list_first, list_savers, list_settings
+from .writer import is_locked, list_late
+
+logger = logging.getLogger("deepspeed_ucp")
+
+_POLLED, _STARTING = 0.05, 20.0
+"""Seconds between looks whether a writer has done what is pending, and which it may take to start."""
+
+
+class _Wanted(NamedTuple):
+    """A removal: how it is done, and a file of the trainer's own without which a folder is not whole."""
+
+    remove: Callable[[], object]
+    own: str
+
+
+_postponed, _times, _told = dict[str, _Wanted](), dict[str, float](), set[str]()
+"""By folder: removals; when a trainer has saved. Folders of which is told that they are late."""
+
+
+def begin_save(folder: str | os.PathLike[str], config: UniversalConfig, comm: Comm) -> bool:
+    """A trainer saves to a folder, which is not to be removed any more; tells of late ones; collective.
+
+    Returns:
+        Whether it is written there, and holds no save yet.
+    """
+    own = locate(os.fspath(folder))
+    _postponed.pop(own, None)
+    for late in sorted(_list_written() - {own} - _told):
+        _told.add(late)
+        logger.warning("%s is still written when the next save comes: storage is slower than saves", late)
+    _times[own] = time.time()
+    is_there = config.save is not None and not config.save.to
+    return is_there and comm.once(lambda: not exists(os.path.join(own, LATEST)))
+
+
+def restore_times() -> None:
+    """Let folders have the times of their saves, by which trainers order them, not of what has come since."""
+    for folder, at in _times.items():
+        with suppress(OSError):
+            os.utime(folder, (at, at))
+
+
+@contextmanager
+def guard(module: ModuleType, own: str, *, coming: bool = False) -> Iterator[None]:
+    """Inside, a module's ``shutil.rmtree`` removes a trainer's folders only when that is safe.
+
+    Args:
+        own, coming: as of :func:`remove_when_safe`.
+    """
+    former = vars(module).get("shutil")
+    if former is not None:
+        vars(module)["shutil"] = _Guarded(own, coming)
+    try:
+        yield
+    finally:
+        if former is not None:
+            vars(module)["shutil"] = former
+
+
+def can_guard(module: ModuleType) -> bool:
+    """Whether a module removes folders as :func:`guard` expects."""
+    return vars(module).get("shutil") is shutil
+
+
+class _Guarded:
+    """``shutil``, with another ``rmtree``."""
+
+    def __init__(self, own: str, coming: bool) -> None:
+        self._own, self._coming = own, coming
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(shutil, name)
+
+    def rmtree(self, path: Any, *args: Any, **more: Any) -> None:
+        def remove() -> None:
+            if os.path.lexists(path):  # it may have been removed with one that was asked for before it
+                shutil.rmtree(path, *args, **more)
+
+        remove_when_safe(path, remove, self._own, coming=self._coming)
+
+
+def remove_when_safe(
+    folder: str | os.PathLike[str], remove: Callable[[], object], own: str = "", *, coming: bool = False
+) -> None:
+    """Remove a trainer's folder, now or later.
+
+    Later, where it is itself still written, or is the newest whole one beside a newer one that is.
+
+    Args:
+        own: a file of the trainer's own, without which a folder is not whole.
+        coming: a newer save follows at once.
+    """
+    place = locate(os.fspath(folder))
+    _postponed.pop(place, None)
+    remove_postponed()
+    if _has_to_stay(place, own, coming=coming):
+        _postponed[place] = _Wanted(remove, own)
+    else:
+        remove()
+
+
+def remove_postponed() -> None:
+    """Remove what can be by now."""
+    for folder, wanted in list(_postponed.items()):
+        if _has_to_stay(folder, wanted.own):
+            continue
+        del _postponed[folder]
+        try:
+            wanted.remove()
+        except OSError as error:
+            logger.warning("%s: cannot be removed: %s", folder, error)
+
+
+atexit.register(remove_postponed)  # before savers are: it runs when they have finished
+
+
+def _has_to_stay(folder: str, own: str, *, coming: bool = False) -> bool:
+    written, beside = _list_written(), os.path.dirname(folder)
+    if folder in written:
+        return True
+    if not coming and beside not in map(os.path.dirname, written):
+        return False
+    if is_url(folder):
+        return True
+    step = _find_step(folder, own)
+    others = (os.path.join(beside, name) for name in os.listdir(beside))
+    return step is not None and not any(
+        (found := _find_step(other, own)) is not None and found >= step
+        for other in others
+        if locate(other) != folder and other not in written
+    )
+
+
+def _find_step(folder: str, own: str) -> int | None:
+    """Of a folder with a whole save in it; None where there is none."""
+    try:
+        named = os.path.join(folder, read_tag(os.path.join(folder, LATEST)))
+    except (UcpError, OSError):
+        return None
+    if not os.path.isdir(named) or not os.path.exists(os.path.join(folder, own)):
+        return None
+    return find_age([named]).step
+
+
+def _list_written() -> set[str]:
+    """Folders, as :func:`locate` has them, that saves of this process are still to come to."""
+    return {folder for saver in list_savers() for folder in saver.list_written()}
+
+
+def finish_here() -> None:
+    """Wait until this rank's saves are written, ``wait_s`` at most, and remove what was to wait for them."""
+    for saver in list_savers():
+        _finish(saver)
+    remove_postponed()
+
+
+def _finish(saver: Saver) -> None:
+    saver.finish_copy()
+    if saver.is_first and saver.list_written():
+        saver.finish()
+
+
+def finish_folders(config: UniversalConfig, beside: str | os.PathLike[str], comm: Comm) -> None:
+    """Wait until saves to a folder, and to those in it, are written, of jobs that died as well; collective.
+
+    Not for places that nobody can write to at the moment, nor longer than ``wait_s``.
+    """
+    options = config.save
+    if options is None:
+        return
+    is_first, above = list_first(config, comm)[comm.rank] == comm.rank, locate(os.fspath(beside))
+
+    def finish() -> None:
+        for saver in list_savers():
+            _finish(saver)
+        if not is_first:
+            return
+        root = find_root(options.memory)
+        finish_dead(root, list_settings(config))
+        begun = time.monotonic()
+        while late := [job for job in list_jobs(root) if not job.is_owned() and _is_late(job, above)]:
+            passed = time.monotonic() - begun
+            if passed > options.wait_s or (passed > _STARTING and not any(map(is_locked, late))):
+                return
+            time.sleep(_POLLED)
+
+    comm.run(finish)
+
+
+def _is_late(job: Job, above: str) -> bool:
+    """Whether something of a job is still to come to a folder, or to one in it."""
+    return any(above in (folder, os.path.dirname(folder)) for folder in list_late(job.list_saves()))

@@ -1,0 +1,130 @@
+"""Folders of trainers: which may be removed while a save is on its way, without any trainer."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.config import SaveOptions, UniversalConfig
+from deepspeed_ucp.saves import keeping
+from deepspeed_ucp.saves.memory import Job, find_root, locate, name_job
+from tests.convert.conversions import write_source
+from tests.saves.saving import TAG, is_whole, make_save
+
+CONFIG = UniversalConfig(save=SaveOptions())
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
+    """Folders that saves are on their way to."""
+    folders = set[str]()
+    saver = SimpleNamespace(list_written=lambda: folders)
+    monkeypatch.setattr(keeping, "list_savers", lambda: [saver])
+    yield folders
+    folders.clear()
+    keeping.remove_postponed()
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., str]:
+    """A trainer's folder, with the engine's state of a step and a file of its own."""
+
+    def make_folder(name: str, *, own: str = "own", latest: str = TAG) -> str:
+        write_source(tmp_path / name)
+        (tmp_path / name / "latest").unlink(missing_ok=True)
+        for file in filter(None, (own, "latest" if latest else "")):
+            (tmp_path / name / file).write_text(latest)
+        return str(tmp_path / name)
+
+    return make_folder
+
+
+def remove(folder: str, *, coming: bool = False) -> bool:
+    """Whether it is removed at once."""
+    module = ModuleType("trainer")
+    module.shutil = shutil
+    with keeping.guard(module, "own", coming=coming):
+        module.shutil.rmtree(folder)
+        assert module.shutil.disk_usage is shutil.disk_usage
+    assert module.shutil is shutil
+    return not os.path.exists(folder)
+
+
+def test_the_last_whole_one_stays_until_another_is(make: Callable[..., str], written: set[str], tmp_path: Path) -> None:
+    a, b, c = make("a"), make("b"), str(tmp_path / "c")
+    written.add(locate(c))
+    assert remove(a)
+    assert not remove(b)
+    assert not remove(b)
+    make("c")
+    written.clear()
+    keeping.remove_postponed()
+    assert not os.path.exists(b) and os.path.exists(c)
+
+
+def test_nothing_stays_where_nothing_is_on_its_way_beside_it(make: Callable[..., str], written: set[str]) -> None:
+    written.add(locate(os.path.join("elsewhere", "c")))
+    assert remove(make("a"))
+    assert not remove(make("b"), coming=True)
+
+
+@pytest.mark.parametrize("lacking", [{"own": ""}, {"latest": ""}], ids=str)
+def test_a_folder_that_lacks_something_takes_no_other_ones_place(
+    lacking: dict[str, str], make: Callable[..., str], written: set[str], tmp_path: Path
+) -> None:
+    make("b", **lacking)
+    written.add(locate(str(tmp_path / "c")))
+    assert not remove(make("a"))
+    assert remove(str(tmp_path / "b"))
+
+
+def test_what_is_written_itself_stays_until_then(make: Callable[..., str], written: set[str]) -> None:
+    """Else the writer would make it anew."""
+    make("a")
+    b = make("b")
+    written.add(locate(b))
+    assert not remove(b)
+    written.clear()
+    assert remove(make("c")) and not os.path.exists(b)
+
+
+def test_a_folder_that_is_saved_to_again_is_not_removed(make: Callable[..., str], written: set[str]) -> None:
+    a = make("a")
+    assert not remove(a, coming=True)
+    assert not keeping.begin_save(a, CONFIG, Comm())  # it holds a save already
+    written.clear()
+    keeping.remove_postponed()
+    assert os.path.exists(a)
+
+
+def test_times_are_those_of_the_saves(make: Callable[..., str], written: set[str], tmp_path: Path) -> None:
+    """What comes into a folder later makes it no newer one; who is late is told once."""
+    for name in "ab":
+        assert keeping.begin_save(tmp_path / name, CONFIG, Comm())
+        time.sleep(0.01)
+    make("b")
+    make("a")
+    keeping.restore_times()
+    assert os.path.getmtime(tmp_path / "a") < os.path.getmtime(tmp_path / "b")
+
+
+def test_a_place_elsewhere_leaves_no_folder_whole(tmp_path: Path, written: set[str]) -> None:
+    elsewhere = UniversalConfig(save=SaveOptions(to=[{"place": "/elsewhere"}]))  # type: ignore[list-item]
+    assert not keeping.begin_save(tmp_path / "a", elsewhere, Comm())
+    assert not keeping.begin_save(tmp_path / "a", UniversalConfig(), Comm())
+
+
+def test_what_a_dead_job_has_for_a_folder_is_written_before_it_is_read(tmp_path: Path) -> None:
+    config = UniversalConfig(save=SaveOptions(memory=str(tmp_path / "memory"), wait_s=20.0))
+    dead = Job(os.path.join(find_root(str(tmp_path / "memory")), name_job()))
+    make_save(dead, str(tmp_path / "out" / "checkpoint-3"))
+    keeping.finish_folders(config, tmp_path / "out", Comm())
+    assert is_whole(str(tmp_path / "out" / "checkpoint-3" / TAG))
+    keeping.finish_folders(UniversalConfig(), tmp_path / "out", Comm())

@@ -1,0 +1,59 @@
+"""Saves of trainers that are on their way for as long as a test wants. Imported on the ranks only."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from deepspeed_ucp.saves.saver import Saver, list_savers
+
+
+def look(folder: str) -> dict[str, bool]:
+    """Checkpoints in a folder, and whether the engine's state is in them."""
+    found = (each for each in Path(folder).iterdir() if each.is_dir()) if os.path.isdir(folder) else ()
+    return {each.name: (each / "latest").exists() for each in found}
+
+
+def settle() -> None:
+    """Wait until what is in memory is written."""
+    for saver in list_savers():
+        assert not saver.is_first or saver.finish()
+
+
+@contextmanager
+def hold() -> Iterator[None]:
+    """Inside, the writer is told of no save; until then it has written all, and afterwards it goes on."""
+    settle()
+    with mock.patch.object(Saver, "_tell_writer"):
+        yield
+    for saver in list_savers():
+        if saver.is_first:
+            saver._tell_writer()
+
+
+def make_holder(folder: str, held: tuple[int, ...], told: list[dict[str, bool]]) -> Any:
+    """A callback of Hugging Face's Trainer that holds the saves of some steps, and notes what is there after each."""
+    from transformers import TrainerCallback
+
+    class Holder(TrainerCallback):  # type: ignore[misc]
+        holding: Any = None
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if self.holding is None and state.global_step == held[0]:
+                self.holding = hold()
+                self.holding.__enter__()
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            told.append(look(folder))
+            if state.global_step == held[-1]:
+                self.holding.__exit__(None, None, None)
+                begun = time.monotonic()
+                settle()
+                assert time.monotonic() - begun < 30
+
+    return Holder()
