@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
 _SELF = Path("/proc/self")
+_SAMPLED = 0.01  # seconds between two looks at a process's memory
 
 
 @dataclass(frozen=True)
@@ -45,9 +47,38 @@ def reset_peak() -> None:
     (_SELF / "clear_refs").write_text("5")
 
 
-def _fields(name: str) -> dict[str, int]:
+class AnonymousPeak:
+    """The largest anonymous memory of a process while this is entered: neither files' nor what it shares.
+
+    Attributes:
+        before, peak: bytes.
+    """
+
+    def __init__(self, process: int | str = "self") -> None:
+        self._folder, self._ended = Path("/proc", str(process)), threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self.before = self.peak = 0
+
+    def __enter__(self) -> AnonymousPeak:
+        self.before = self.peak = self._count()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._ended.wait(_SAMPLED):
+            self.peak = max(self.peak, self._count())
+
+    def _count(self) -> int:
+        return _fields("status", self._folder)["RssAnon"] << 10
+
+
+def _fields(name: str, folder: Path = _SELF) -> dict[str, int]:
     fields = {}
-    for line in (_SELF / name).read_text().splitlines():
+    for line in (folder / name).read_text().splitlines():
         key, _, value = line.partition(":")
         number = value.split()[:1]
         if number and number[0].isdigit():

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 AT_SCALE = ("<!-- at scale: written by bench/scale.py -->", "<!-- end of at scale -->")
 INTERVALS = ("<!-- intervals: written by bench/intervals.py -->", "<!-- end of intervals -->")
+SAVES = ("<!-- saves: written by bench/saves.py -->", "<!-- end of saves -->")
 """What is around these commands' parts of docs/benchmarks.md."""
 
 MIB = 1 << 20

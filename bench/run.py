@@ -27,6 +27,7 @@ from offline_report import Found, make_offline_section, summarise  # noqa: E402
 from report import (  # noqa: E402
     AT_SCALE,
     INTERVALS,
+    SAVES,
     SUMMARY,
     Measured,
     Results,
@@ -202,7 +203,7 @@ def main() -> None:
         is_whole = not args.partial and {*found} == {*ALL}
         output = args.output or (ROOT / "docs" if is_whole else out) / "benchmarks.md"
         before = output.read_text() if output.exists() else ""
-        for kept in filter(None, (find_part(before, marks) for marks in (AT_SCALE, INTERVALS))):
+        for kept in filter(None, (find_part(before, marks) for marks in (AT_SCALE, INTERVALS, SAVES))):
             page = f"{page.rstrip()}\n\n{kept}\n"
         output.write_text(page)
         if is_whole and not args.output:

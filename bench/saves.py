@@ -1,108 +1,170 @@
-"""How long training stands still for a save: DeepSpeed's own, ours by way of memory, and one copy of the state.
+"""What saves cost that do not stop training, each against a floor and against others, on the same engine.
 
-``python bench/saves.py [--params-m 150] [--ranks 4] [--rounds 5]``, interleaved on one engine, medians. *Until durable*
-is from there to a seal in the folder, of ours; of DeepSpeed's own save, which leaves that to the system, a ``sync``.
+    python bench/saves.py --params-m 20 --rounds 2     prints a table: does everything run?
+    python bench/saves.py                              writes its section of docs/benchmarks.md
+
+`--dlrover FOLDER` measures DLRover's flash checkpoint as well, which is no dependency of anything here:
+`pip install --target FOLDER dlrover==0.6.1`. Nothing else may run on the machine meanwhile.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import json
 import os
-import shutil
-import statistics
+import random
+import signal
+import subprocess
 import sys
 import tempfile
 import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*sys.path[:2], os.environ.get("PYTHONPATH")]))
 
-from deepspeed_ucp.testing import World  # noqa: E402
+import psutil  # noqa: E402
+import saves_ranks  # noqa: E402
+from cold import make_cold  # noqa: E402
+from peers import remove_flash  # noqa: E402
+from report import SAVES, describe_machine, put_part  # noqa: E402
+from saves_ranks import Figures, Plan, empty_store  # noqa: E402
+from saves_report import make_section  # noqa: E402
 
-WIDTH = 2048
+from deepspeed_ucp.config import SaveOptions  # noqa: E402
+from deepspeed_ucp.testing import WorldPool  # noqa: E402
 
+TARGETS = {"2 ranks ZeRO-1": (2, 1), "4 ranks ZeRO-3": (4, 3)}
+"""Ranks and ZeRO stage of what resumes."""
 
-def make_engine(params_m: int, memory: str) -> Any:
-    """An engine at ZeRO-1 in bf16."""
-    import deepspeed
-    import torch
-
-    layers = params_m * 10**6 // WIDTH**2
-    module = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 1},
-        "zero_allow_untested_optimizer": True,
-        "checkpoint": {"universal": {"save": {"memory": memory}}},
-    }
-    return deepspeed.initialize(model=module, optimizer=torch.optim.AdamW(module.parameters()), config=config)[0]
+RANKS, PARAMS_M, ROUNDS = 4, 300.0, 5
 
 
-def measure(params_m: int, rounds: int, folder: str, memory: str) -> list[dict[str, float]]:
-    """Seconds of each kind, by round; all ranks wait for each other around it."""
-    import torch
-    import torch.distributed as dist
+def say(text: str) -> None:
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
 
-    import deepspeed_ucp
-    from deepspeed_ucp.saves.saver import finish_saves
 
-    engine, found, held = make_engine(params_m, memory), list[dict[str, float]](), dict[int, torch.Tensor]()
+def measure_resumes(
+    worlds: WorldPool, plan: Plan, ranks: int, targets: Mapping[str, tuple[int, int]]
+) -> dict[str, Any]:
+    """Loads of one save, from memory and from a disk whose cache is cold, beside each other in each round."""
+    worlds.get(ranks).run(saves_ranks.save_once, plan)
+    found: dict[str, list[Figures]] = {name: [] for name in targets}
+    for round_ in range(plan.rounds):
+        for name, (count, stage) in targets.items():
+            told: Figures = {}
+            for cold in random.Random(round_).sample([False, True], 2):
+                make_cold(Path(plan.folder))
+                loaded = worlds.get(count).run(saves_ranks.resume, plan, stage, cold=cold)[0]
+                told |= {f"cold {key}": value for key, value in loaded.items()} if cold else loaded
+            found[name].append(told)
+    return found
 
-    def copy() -> None:
-        flat = engine.optimizer.single_partition_of_fp32_groups[0]
-        state = engine.optimizer.optimizer.state[flat]
-        tensors = [flat, state["exp_avg"], state["exp_avg_sq"]]
-        for index, tensor in enumerate([*tensors, *(engine.module.parameters() if dist.get_rank() == 0 else ())]):
-            held.setdefault(index, torch.empty_like(tensor)).copy_(tensor.detach())
 
-    def save_own() -> None:
-        deepspeed_ucp.uninstall()
-        engine.save_checkpoint(f"{folder}/own", tag=f"step{len(found) % 2}")
-        deepspeed_ucp.install()
+def measure_lost_node(worlds: WorldPool, plan: Plan) -> list[Figures]:
+    """Two nodes save, one's memory is gone, and the other one resumes alone."""
+    found = []
+    for round_ in range(plan.rounds):
+        with tempfile.TemporaryDirectory(dir=plan.memory) as memory:
+            part = replace(
+                plan, memory="$NODE_MEMORY", folder=f"{plan.folder}/lost{round_}", options={"copies": 1, "wait_s": 600}
+            )
+            for node in range(2):
+                Path(memory, f"node{node}").mkdir()
+            worlds.get(2).run(saves_ranks.on_node, saves_ranks.save_once, memory, part)
+            end_writers(memory)
+            subprocess.run(["rm", "-r", f"{memory}/node1"], check=True)
+            loaded = worlds.get(1).run(saves_ranks.on_node, saves_ranks.resume, memory, part, 1)
+        found.append(loaded[0])
+    return found
 
-    kinds = {
-        "one copy": copy,
-        "DeepSpeed's own": save_own,
-        "  sync": lambda: os.sync() if dist.get_rank() == 0 else None,
-        "ours": lambda: engine.save_checkpoint(f"{folder}/ours"),
-        "  until durable": lambda: finish_saves(engine),
-    }
-    for _ in range(rounds + 1):
-        engine.backward(engine(torch.ones(1, WIDTH, dtype=torch.bfloat16)).float().square().mean())
-        engine.step()
-        found.append({})
-        for name, work in kinds.items():
-            dist.barrier()
-            start = time.perf_counter()
-            work()
-            dist.barrier()
-            found[-1][name] = time.perf_counter() - start
-    engine.destroy()
-    return found[1:]  # the first one's memory is new
+
+@contextmanager
+def serve_store(*, wanted: bool) -> Iterator[int]:
+    """The port of the tests' S3 server, in a process of its own; 0 without."""
+    if not wanted or not all(map(importlib.util.find_spec, ("moto", "s3fs"))):
+        yield 0
+        return
+    with subprocess.Popen([sys.executable, "-c", _SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        try:
+            port = int((process.stdout or sys.stdin.buffer).readline())
+            empty_store(port)
+            yield port
+        finally:
+            process.kill()
+
+
+_SERVER = """
+import sys
+from tests.stores.server import serve
+with serve() as server:
+    print(server.port, flush=True)
+    sys.stdin.read()  # until whoever has started it ends
+"""
+
+
+def end_writers(memory: str) -> None:
+    """End the processes that write what lies below a folder: they outlive their ranks."""
+    for process in psutil.process_iter(["cmdline"]):
+        if any(argument.startswith(memory) for argument in process.info["cmdline"] or ()):
+            process.kill()
+            process.wait(10)
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    run = f"ucp-bench-{uuid.uuid4().hex[:8]}"
+    out = ROOT / "bench_out"
+    out.mkdir(exist_ok=True)
+    with ExitStack() as stack:
+        memory = stack.enter_context(tempfile.TemporaryDirectory(prefix=f"{run}-", dir=args.memory))
+        stack.callback(end_writers, memory)
+        stack.callback(remove_flash, run)
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=f"{run}-", dir=out))
+        store = stack.enter_context(serve_store(wanted=not args.no_upload))
+        flash = str(args.dlrover.resolve()) if args.dlrover else ""
+        plan = Plan(args.params_m, args.rounds, memory, folder, args.seconds, store, flash, run)
+        with WorldPool(timeout=3600) as worlds:
+            say("saves")
+            saves, micro_batches = worlds.get(args.ranks).run(saves_ranks.measure_saves, plan)[0]
+            found: dict[str, Any] = {"saves": saves, "micro_batches": micro_batches}
+        with WorldPool(timeout=3600) as worlds:
+            say("resumes")
+            found["resumes"] = measure_resumes(worlds, replace(plan, folder=f"{folder}/resumed"), args.ranks, TARGETS)
+            if "copies" in SaveOptions.model_fields:
+                say("a lost node")
+                found["lost"] = measure_lost_node(worlds, plan)
+    return found
 
 
 def main() -> None:
-    """Measure and print a table."""
+    """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--params-m", type=int, default=150)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--params-m", type=float, default=PARAMS_M)
+    parser.add_argument("--ranks", type=int, default=RANKS)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--seconds", type=float, default=2.0, help="of the passes between a save and the next step")
+    parser.add_argument("--memory", default="/dev/shm", help="folder in memory")
+    parser.add_argument("--dlrover", type=Path, metavar="FOLDER", help="that DLRover is installed in")
+    parser.add_argument("--no-upload", action="store_true", help="the server takes 60 MB/s")
     args = parser.parse_args()
-    memory = tempfile.mkdtemp(prefix="ucp-bench-", dir="/dev/shm")
-    with tempfile.TemporaryDirectory(prefix="ucp-bench-", dir=ROOT) as folder, World(args.ranks, timeout=900) as world:
-        found = world.run(measure, args.params_m, args.rounds, folder, memory)[0]
-    shutil.rmtree(memory)
-    floor = statistics.median(each["one copy"] for each in found)
-    print(f"{args.params_m} M parameters, ZeRO-1 bf16, {args.ranks} ranks, {args.rounds} rounds; seconds, ÷ one copy")
-    for name in found[0]:
-        values = sorted(each[name] for each in found)
-        median = statistics.median(values)
-        print(f"{name:18} {median:6.2f} ({values[0]:.2f}-{values[-1]:.2f}) {median / floor:6.1f}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    found = measure(args)
+    command = " ".join(["python", *sys.argv]).replace(str(args.dlrover), "FOLDER")
+    found |= {"command": command, "machine": describe_machine(), "params_m": args.params_m, "ranks": args.ranks}
+    (ROOT / "bench_out" / "saves.json").write_text(json.dumps(found, indent=1))
+    section = make_section(found)
+    is_whole = args.params_m >= PARAMS_M and args.ranks == RANKS and args.rounds >= 3
+    page = (ROOT / "docs" if is_whole else ROOT / "bench_out") / "benchmarks.md"
+    page.write_text(put_part(page.read_text() if page.exists() else "", SAVES, section))
+    print(f"{section}\n\nwritten to {page}")
 
 
 if __name__ == "__main__":

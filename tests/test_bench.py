@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -212,6 +213,75 @@ print(view.hex())
         with ranks.Ranks(2, body, tmp_path / "log") as launched:
             launched.run()
         assert store.served - before == 1_000_000
+
+
+# --- saves
+
+
+@pytest.fixture
+def saves(offline: ModuleType) -> ModuleType:
+    return importlib.import_module("saves_report")
+
+
+ROUND = {
+    "copy": 0.2,
+    "own": 2.0,
+    "own sync": 1.0,
+    "eager": 0.25,
+    "call": 0.03,
+    "wait": 0.01,
+    "passes": 2.0,
+    "passes beside": 2.2,
+    "torch": 0.5,
+    "durable": 2.0,
+    "cp": 2.5,
+    "extra": 3 << 20,
+    "extra behind": 70 << 20,
+    "writer": 40 << 20,
+    "upload": 30.0,
+    "puts": 20.0,
+    "parts": 29.0,
+}
+SAVED = {"saves": [ROUND, {**ROUND, "eager": 0.5, "copy": 0.1}, ROUND], "micro_batches": 3}
+
+
+def test_stalls_are_held_against_floors_of_their_rounds(saves: ModuleType) -> None:
+    targets = {target.text: target for target in (row.as_target() for row in saves.list_rows(SAVED) if row.limit)}
+    missed = {text: round(target.value, 3) for text, target in targets.items() if not target.reached}
+    assert missed == {
+        "stall with `overlap` ÷ one copy of the state": 0.2,
+        "upload to S3 ÷ plain PUTs": 1.5,
+        "the same with `overlap`": 70.0,
+    }
+    assert targets["stall ÷ one copy of the state"].value == 1.25
+    assert targets["stall ÷ DeepSpeed's own save, durable"].value == 0.25 / 3
+
+
+def test_what_was_not_measured_is_told(saves: ModuleType) -> None:
+    told = {"command": "python bench/saves.py", "machine": "a machine", "params_m": 4.0, "ranks": 2}
+    resumed = {"seconds": 1.0, "again": 0.5, "fresh": 1.0, "cold seconds": 2.0}
+    found = {**SAVED, **told, "resumes": {"1 rank": [resumed] * 3}}
+    section = saves.make_section(found)
+    assert "A lost node was not measured. DLRover was left out (`--dlrover`).\n" in section
+    row = next(line for line in section.splitlines() if "cache cold" in line)
+    assert [cell.strip() for cell in row.split("|")[2:-1]] == [
+        "1.00 s (1.00-1.00)",
+        "from the disk, cache cold",
+        "2.00 s (2.00-2.00)",
+        "0.50",
+        "≤ 0.6",
+    ]
+    lost = {**found, "lost": [{"seconds": 1.0, "fresh": 0.5, "storage": 7.0}] * 3}
+    assert "| 7 bytes (7-7) " in saves.make_section(lost) and "A lost node" not in saves.make_section(lost)
+
+
+def test_writers_below_a_folder_are_ended(saves: ModuleType, tmp_path: Path) -> None:
+    code = "import sys; sys.stdin.read()"
+    folders = tmp_path / "ours", tmp_path / "other"
+    started = [subprocess.Popen([sys.executable, "-c", code, str(folder)], stdin=subprocess.PIPE) for folder in folders]
+    importlib.import_module("saves").end_writers(str(folders[0]))
+    assert [process.poll() is None for process in started] == [False, True]
+    started[1].communicate()
 
 
 def test_the_house_is_measured_in_a_checkout(offline: ModuleType, tmp_path: Path) -> None:

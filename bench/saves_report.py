@@ -1,0 +1,148 @@
+"""Tables of what `saves.py` has measured: its section of docs/benchmarks.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+from report import MIB, Target, describe_targets, table
+from saves_ranks import IN_FLIGHT, PART
+
+HEADER = ("of ours", "median (range)", "beside", "median (range)", "ratio", "asked")
+COPY, NEW_COPY, OWN = "one copy of the state", "one copy of it into new memory", "DeepSpeed's own save, durable"
+PEERS = {"torch": "torch's `async_save`, by a process", "flash": "DLRover's flash checkpoint"}
+
+
+class Row(NamedTuple):
+    """A figure, beside another one.
+
+    Attributes:
+        values, others: by round.
+        limit: of the ratio, or of the figure itself where there is no other one; None: none was asked for.
+        unit: of the values.
+    """
+
+    title: str
+    values: Sequence[float]
+    other: str = ""
+    others: Sequence[float] = ()
+    limit: float | None = None
+    unit: str = "s"
+
+    @property
+    def value(self) -> float:
+        """What the limit is for: the median of the rounds' ratios, or of the figures."""
+        if not self.others:
+            return median(self.values)
+        return median(value / other for value, other in zip(self.values, self.others, strict=True))
+
+    def cells(self) -> list[str]:
+        ratio = f"{self.value:.2f}" if self.others else ""
+        asked = "" if self.limit is None else f"≤ {self.limit:g}{'' if self.others else f' {self.unit}'}"
+        return [self.title, self._tell(self.values), self.other, self._tell(self.others), ratio, asked]
+
+    def _tell(self, values: Sequence[float]) -> str:
+        if not values:
+            return ""
+        digits = 2 if self.unit == "s" else 0
+        middle, low, high = (f"{each:.{digits}f}" for each in (median(values), min(values), max(values)))
+        return f"{middle} {self.unit} ({low}-{high})"
+
+    def as_target(self) -> Target:
+        """For a row with a limit."""
+        unit = "" if self.others else f" {self.unit}"
+        means = "it takes {} times as long" if self.others else "it takes {}"
+        title = f"{self.title} ÷ {self.other}" if self.others else self.title
+        return Target(title, self.value, self.limit or 0.0, means, unit=unit)
+
+
+def list_rows(found: Mapping[str, Any]) -> list[Row]:
+    """All that was measured.
+
+    Args:
+        found: figures of `saves` by round, `resumes` by target and round, `lost` by round; `micro_batches`.
+    """
+    return [*_list_stalls(found["saves"]), *_list_resumes(found), *_list_memory(found["saves"])]
+
+
+def _list_stalls(rounds: Sequence[Mapping[str, float]]) -> Iterator[Row]:
+    own, eager, behind = (_take(rounds, *names) for names in (("own", "own sync"), ("eager",), ("call", "wait")))
+    beside = {COPY: _take(rounds, "copy"), OWN: own}
+    beside |= {title: _take(rounds, key) for key, title in PEERS.items() if key in rounds[0]}
+    for title, values, limits in (
+        ("stall", eager, {COPY: 1.3, OWN: 0.15}),
+        ("stall with `overlap`", behind, {COPY: 0.1, OWN: 0.15}),
+    ):
+        yield from (Row(title, values, other, others, limits.get(other, 1.0)) for other, others in beside.items())
+    yield Row("passes beside that copy", _take(rounds, "passes beside"), "without a save", _take(rounds, "passes"))
+    yield Row("from its return until durable", _take(rounds, "durable"), "`cp` and `sync`", _take(rounds, "cp"), 1.15)
+    if "upload" in rounds[0]:
+        seconds = _take(rounds, "upload")
+        yield Row("upload to S3", seconds, "plain PUTs", _take(rounds, "puts"), 1.15)
+        yield Row("upload to S3", seconds, "the same parts, by plain HTTP", _take(rounds, "parts"))
+
+
+def _list_resumes(found: Mapping[str, Any]) -> Iterator[Row]:
+    for name, told in found.get("resumes", {}).items():
+        for key, title, limit in (
+            ("again", COPY, 2.0),
+            ("fresh", NEW_COPY, None),
+            ("cold seconds", "from the disk, cache cold", 0.6),
+        ):
+            yield Row(f"resume from memory, → {name}", _take(told, "seconds"), title, _take(told, key), limit)
+    if lost := found.get("lost"):
+        title = "resume without one of two nodes"
+        yield Row(title, _take(lost, "seconds"), NEW_COPY, _take(lost, "fresh"))
+        yield Row(f"{title}: from storage", _take(lost, "storage"), limit=0, unit="bytes")
+
+
+def _list_memory(rounds: Sequence[Mapping[str, float]]) -> Iterator[Row]:
+    for key, title, limit in (
+        ("extra", "anonymous memory of a save, the worst rank", 64.0),
+        ("extra behind", "the same with `overlap`", 64.0),
+        ("writer", "anonymous memory of the writer's process, all of it", None),
+    ):
+        yield Row(title, [each / MIB for each in _take(rounds, key)], limit=limit, unit="MiB")
+
+
+def _take(rounds: Sequence[Mapping[str, float]], *names: str) -> list[float]:
+    return [sum(each[name] for name in names) for each in rounds]
+
+
+def make_section(found: Mapping[str, Any]) -> str:
+    """The section of docs/benchmarks.md."""
+    rows = list_rows(found)
+    left_out = [
+        *(["A lost node was not measured."] if "lost" not in found else []),
+        *(["DLRover was left out (`--dlrover`)."] if "flash" not in found["saves"][0] else []),
+        *(["No upload was measured."] if "upload" not in found["saves"][0] else []),
+    ]
+    return f"""## Saves that do not stop training
+
+Written by `{found["command"]}` on
+{found["machine"]}.
+{found["params_m"]:g} M parameters, ZeRO-1 in bf16, {found["ranks"]} ranks, AdamW. Each of {len(found["saves"])} rounds
+runs all kinds of saves in an order of its own, on one engine. Ratios are medians of the rounds' ratios.
+{" ".join(left_out)}
+
+* **Stall**: until `save_checkpoint` has returned on all ranks, with memory that earlier saves have found. Others save
+  twice in a row, and the second one counts; ours three times, as the newest whole save stays while one is made.
+* **One copy of the state**: each rank's masters and moments, and on rank 0 the 16-bit weights, by `Tensor.copy_` into
+  memory that was used before: what is saved, and nothing else.
+* **`overlap`**: the call, and what the step waits for. Between these are the forward and backward passes of so many
+  micro batches: {found["micro_batches"]}. They share the processors with the copy: a row has what it takes of them.
+* **torch's `async_save`** has the same tensors, staged into shared memory that is kept, faster than by default.
+  **DLRover** 0.6.1 copies into shared memory, and nothing goes to the disk.
+* **Until durable**: from the return to the seal in the folder. `cp` copies the same files from memory to the same disk;
+  `sync` is of these files. DeepSpeed's own save, which leaves that to the system, has it added.
+* **Resume**: `load_checkpoint` by a new engine, whose optimizer states have no memory yet. Beside it a copy of all that
+  the ranks then hold, into memory that was used before, and into new memory.
+* **Upload**: until the seal and `latest` are there. The server is that of the tests (moto, in Python), which sets the
+  pace. Plain PUTs are of pieces of the same files, {PART >> 20} MiB each, as objects of their own. As parts they make
+  the files again there, which costs that server as much once more. {IN_FLIGHT} are under way at once, as of ours.
+* **Anonymous memory**: the highest of 100 samples a second, for a rank beyond what it had before the save.
+
+{table(HEADER, [row.cells() for row in rows])}
+
+{describe_targets([row.as_target() for row in rows if row.limit is not None])}"""

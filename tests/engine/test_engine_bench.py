@@ -1,0 +1,67 @@
+"""The benchmark of saves, whole and tiny: every figure comes to something."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from deepspeed_ucp.testing import WorldPool
+from tests.support.engines.bench import BENCH, call_there
+
+pytestmark = pytest.mark.skipif(os.environ.get("DS_ACCELERATOR") == "cuda", reason="the benchmark is of processors")
+
+
+class BenchWorlds:
+    """Worlds whose ranks find the benchmarks' modules."""
+
+    def __init__(self, worlds: WorldPool, ranks: int = 0) -> None:
+        self.worlds, self.ranks = worlds, ranks
+
+    def get(self, ranks: int) -> BenchWorlds:
+        return BenchWorlds(self.worlds, ranks)
+
+    def run(self, work: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+        return self.worlds.get(self.ranks).run(call_there, pickle.dumps((work, args, options)))
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCH))
+    return importlib.import_module("saves")
+
+
+def test_every_way_to_save_and_to_resume_is_measured(bench: ModuleType, ucp_worlds: WorldPool, tmp_path: Path) -> None:
+    pytest.importorskip("moto")
+    worlds, report = BenchWorlds(ucp_worlds), importlib.import_module("saves_report")
+    folder, memory = tmp_path / "disk", tmp_path / "memory"
+    for each in (folder, memory):
+        each.mkdir()
+    with bench.serve_store(wanted=True) as store:
+        plan = bench.Plan(4, 1, str(memory), str(folder), 0.0, store)
+        saves, micro_batches = worlds.get(2).run(bench.saves_ranks.measure_saves, plan)[0]
+    found = {
+        "saves": saves,
+        "micro_batches": micro_batches,
+        "resumes": bench.measure_resumes(worlds, bench.replace(plan, folder=f"{folder}/run"), 2, {"1 rank": (1, 3)}),
+        "lost": bench.measure_lost_node(worlds, plan),
+        "command": "a command",
+        "machine": "a machine",
+        "params_m": 4,
+        "ranks": 2,
+    }
+    rows = report.list_rows(found)
+    assert len({row.title for row in rows}) == 11
+    for row in rows:
+        assert row.unit != "s" or min(row.values) > 0, row
+        assert all(other > 0 for other in row.others), row
+    assert next(row for row in rows if row.unit == "bytes").value == 0
+    assert "DLRover was left out" in report.make_section(found)
+    assert {path.name for path in folder.iterdir()} == {"run", "lost0"}  # what others have saved is gone
+    assert not [each for each in memory.rglob("*.pt") if "/step" in str(each)]
