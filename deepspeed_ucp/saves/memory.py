@@ -145,6 +145,10 @@ class Snapshot:
     def _note(self, kind: str, told: Mapping[str, str]) -> None:
         write_atomically(os.path.join(self.folder, f"{kind}{self.node}.json"), json.dumps(dict(told)).encode())
 
+    def is_copy(self) -> bool:
+        """Whether it is another node's, which that one has to write to places."""
+        return _COPY.fullmatch(os.path.basename(self.folder)) is not None
+
     def is_recorded(self) -> bool:
         """Whether it is still there, whole on this node."""
         return os.path.exists(os.path.join(self.folder, f"{_RECORD}{self.node}.json"))

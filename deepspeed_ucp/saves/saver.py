@@ -115,7 +115,7 @@ class Saver:
         older = sorted(self.job.list_saves()[:-1], key=lambda save: save.number == safe)
         dead = [save for save in self._list_dead() if save.places or save.save_dir != own]
         for save in [*dead, *older]:
-            if count_free(self.root) < needed and not save.list_pending():
+            if count_free(self.root) < needed and (save.is_copy() or not save.list_pending()):
                 save.remove()
         if count_free(self.root) < needed:
             shutil.rmtree(self.job.spare, ignore_errors=True)
@@ -127,7 +127,7 @@ class Saver:
     def _list_dead(self) -> Iterator[Snapshot]:
         for job in list_jobs(self.root):
             if job.name != self.job.name and not job.is_owned():
-                yield from [*job.list_saves(), *job.list_copies()]
+                yield from sorted([*job.list_saves(), *job.list_copies()], key=lambda save: save.number)
 
     def write_file(self, state_dict: Any, path: str) -> None:
         """What ``torch.save`` does, into memory that an older save has left.

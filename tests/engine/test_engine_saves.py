@@ -129,6 +129,12 @@ def test_a_lost_node_is_no_loss(lost: int, tmp_path: Path, ucp_worlds: WorldPool
     saver = saving(Case(1, 2, "bf16"), variable, copies=1)
     saved = ucp_worlds.get(2).run(engine_saves.on_nodes, engine_saves.save_each, str(memory), saver, str(folder), 2)
     shutil.rmtree(folder)
+    for each in (saving(Case(3, 2), variable), saving(Case(1, 2, "bf16"), variable)):
+        read = ucp_worlds.get(2).run(engine_saves.on_nodes, engine_saves.load_bytes, str(memory), each, str(folder))
+        assert all(path.startswith(str(memory)) for path, *_ in read)
+        assert sum(count for _, count, _ in read) <= 1.02 * read[0][2]  # though two nodes have each
+        for found in ucp_worlds.get(2).run(engine_saves.on_nodes, engine_saves.load, str(memory), each, str(folder)):
+            assert compare(saved[0][1], found[2])[1] == []
     shutil.rmtree(memory / f"node{lost}")
     (memory / f"node{1 - lost}").rename(memory / "left")
     for target in (Case(3, 1), Case(2, 2), Case(1, 2, "bf16"), Case(0, 2)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -20,12 +21,14 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import SaveOptions, UniversalConfig
 from deepspeed_ucp.errors import DiskFullError
 from deepspeed_ucp.saves import neighbours
+from deepspeed_ucp.saves import saver as savers
 from deepspeed_ucp.saves.memory import Job, Snapshot, find_root, name_job
 from deepspeed_ucp.saves.neighbours import Neighbours, Replicator, choose_neighbours, find_address, find_neighbours
-from deepspeed_ucp.saves.saver import find_in_memory
+from deepspeed_ucp.saves.saver import Saver, find_in_memory
+from deepspeed_ucp.saves.writer import is_locked, start_writer
 from deepspeed_ucp.sources.seal import read_seal
 from tests.convert.conversions import read_bytes
-from tests.saves.saving import TAG, make_save, write
+from tests.saves.saving import TAG, find_writer, is_whole, make_save, write
 
 SECRET = "ab" * 32
 
@@ -346,6 +349,52 @@ def test_a_job_with_copies_alone_stays(nodes: Nodes) -> None:
     save = nodes.save(0)
     wait_for(lambda: save.read_copied().get("1"))
     assert not nodes.jobs[1].holds_none()
+
+
+def test_copies_of_a_dead_job_go_where_a_save_needs_their_memory(nodes: Nodes) -> None:
+    """Their node, which was to write them, may be lost."""
+    nodes.start(0)
+    nodes.start(1)
+    save = nodes.save(0)
+    wait_for(lambda: save.read_copied().get("1"))
+    nodes.stop()
+    nodes.jobs[1].disown()
+    config = UniversalConfig(save=SaveOptions(memory=nodes.memories[1]))
+    saver = Saver(config, name_job(), 0, [0])
+    with mock.patch.object(savers, "count_free", side_effect=lambda _: 0 if nodes.list_copies(1) else 100):
+        assert saver.make_room(10, str(nodes.folder / "place")) == ""
+
+
+@pytest.mark.timeout(120)
+def test_a_writer_that_is_killed_is_followed_by_one_that_is_reached_there(nodes: Nodes) -> None:
+    """Real ones; what they know of each other is on no command line and in no file."""
+    ports = [listener.getsockname() for listener in nodes.listeners]
+    shared = {"secret": SECRET, "nodes": 2}
+    own = [{"name": f"host{node}", "to": {str(1 - node): ports[1 - node]}, "from": [1 - node]} for node in range(2)]
+    options = {"keep": 1, "wait_s": 20.0, "storage_options": None}
+
+    def start(node: int) -> Any:
+        job = nodes.jobs[node]
+        return start_writer(job, options, Neighbours(job, {**shared, **own[node]}, nodes.listeners[node]))
+
+    lines = [start(node) for node in range(2)]
+    saves = [nodes.save(node) for node in range(2)]
+    wait_for(lambda: all(save.read_copied() for save in saves), 30)
+    command = Path(f"/proc/{find_writer(nodes.jobs[1])}/cmdline").read_bytes()
+    held = [path.read_bytes() for path in nodes.folder.rglob("*") if path.is_file()]
+    assert not any(SECRET.encode() in data for data in [command, *held])
+    os.kill(find_writer(nodes.jobs[1]), signal.SIGKILL)
+    later = [nodes.save(node, tag="later") for node in range(2)]
+    time.sleep(0.2)  # it is connected to, and says nothing
+    assert not any(save.read_copied().get("1") for save in later)
+    lines.append(start(1))
+    wait_for(lambda: all(any(save.read_copied().values()) for save in later), 30)
+    for each in lines:
+        with suppress(OSError):
+            each.close()
+    wait_for(lambda: not any(map(is_locked, nodes.jobs)), 30)
+    assert [nodes.list_copies(node) for node in range(2)] == [[1, 2], [1, 2]]
+    assert is_whole(str(nodes.folder / "place" / "later"))
 
 
 def test_the_seal_says_which_machines_have_what(nodes: Nodes) -> None:

@@ -84,6 +84,15 @@ def load(
     return path, client_state, state, loss
 
 
+def load_bytes(ds_config: dict[str, Any], folder: str) -> tuple[str, int, int]:
+    """From where a load has come, the bytes that this rank has read, and those that all of them need."""
+    engine = make_engine(ds_config, seed=99)
+    path, _ = engine.load_checkpoint(folder)
+    report = engine.ucp_report
+    engine.destroy()
+    return path, report.bytes_read, report.state_bytes
+
+
 def on_nodes(work: Callable[..., Any], memory: str, *args: Any, **options: Any) -> Any:
     """`work` as if every rank were a node of its own, whose memory is another folder."""
     rank = os.environ["RANK"]
