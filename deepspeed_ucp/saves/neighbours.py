@@ -332,7 +332,6 @@ def _send_file(sock: socket.socket, path: str, size: int, buffer: memoryview) ->
 
 def _take_file(sock: socket.socket, path: str, size: int, buffer: memoryview, note: Callable[[], None]) -> None:
     """Over the bytes of a file that is there: its pages need not be found anew; ``note`` that something has come."""
-    os.makedirs(os.path.dirname(path), exist_ok=True)
     fd, crc, at = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), 0, 0
     try:
         while at < size:
@@ -395,8 +394,10 @@ class Replicator:
     def _lacks(self, node: int, now: float) -> bool:
         """Whether a node is still to get the newest save, or to hear of it, and can be reached."""
         saves = self.job.list_saves()
-        lacks = bool(saves) and self._forwarded[node].get(saves[-1].number) != saves[-1].read_done()
-        return lacks and now < self._failing.get(node, now) + _REACHED
+        if not saves or self._forwarded[node].get(saves[-1].number) == saves[-1].read_done():
+            return False
+        has_it = saves[-1].read_copied().get(str(node))  # then its writer may have ended
+        return now <= self._failing.get(node, now) + (0 if has_it else _REACHED)
 
     def _is_awaiting(self, now: float) -> bool:
         """Whether the newest save is still to come from a node that has not gone silent."""
@@ -525,24 +526,35 @@ class Replicator:
             return
         aside = os.path.join(self.job.folder, f"copy-{save.node}-new")
         self._reuse(save, aside)
-        if why := self._find_obstacle(parcel, aside):
-            self._answer(sock, why=why)
-            raise _TransferError(why)
-        self._answer(sock, wanted=True)
-        buffer = memoryview(bytearray(_PIECE))
+        try:
+            if why := self._find_obstacle(parcel, aside):
+                self._answer(sock, why=why)
+                raise _TransferError(why)
+            self._answer(sock, wanted=True)
+            self._take_files(sock, parcel, aside)
+            made = replace(save, folder=aside)
+            made.replace_done(parcel.done)
+            made.write_record()
+            shutil.rmtree(save.folder, ignore_errors=True)  # one that had been let go of
+            os.rename(aside, save.folder)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+        self._answer(sock)
+
+    def _take_files(self, sock: socket.socket, parcel: _Parcel, aside: str) -> None:
+        """Over what an older copy has left in a folder: there is nothing else then."""
+        buffer, note = memoryview(bytearray(_PIECE)), partial(self._hear_from, parcel.save.node)
+        left = {path.name: path for path in Path(aside).rglob("*") if path.is_file()}
         for each in parcel.files:
             path = os.path.join(aside, each.path)
-            _take_file(sock, path, each.size, buffer, partial(self._hear_from, save.node))
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            if old := left.pop(os.path.basename(path), None):
+                os.rename(old, path)
+            _take_file(sock, path, each.size, buffer, note)
             os.utime(path, ns=(each.changed, each.changed))
         if _read(sock, len(_UNCHANGED)) != _UNCHANGED:
             raise _TransferError("it has changed while it was sent")
         _remove_others(aside, {each.path for each in parcel.files})
-        aside_save = replace(save, folder=aside)
-        aside_save.replace_done(parcel.done)
-        aside_save.write_record()
-        shutil.rmtree(save.folder, ignore_errors=True)  # one that had been let go of
-        os.rename(aside, save.folder)
-        self._answer(sock)
 
     def _hear_from(self, node: int) -> None:
         self._heard[node] = time.monotonic()

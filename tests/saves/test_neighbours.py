@@ -171,6 +171,7 @@ def test_a_cut_leaves_no_half_copy(at: int, nodes: Nodes) -> None:
         neighbours._say(sock, json.dumps(told))
         assert neighbours._hear_answer(sock).wanted
         sock.sendall(data[:at])
+    wait_for(lambda: not list(Path(nodes.jobs[1].folder).glob("copy-*")))
     nodes.start(0)
     wait_for(lambda: save.read_copied().get("1"))
     assert read_bytes(Path(nodes.jobs[1].find_copy(0, 1)) / TAG) == read_bytes(Path(save.folder) / TAG)
@@ -305,15 +306,15 @@ def test_older_copies_go_and_leave_their_memory(nodes: Nodes) -> None:
         nodes.start(node)
     kept, pages = list[list[int]](), list[int]()
     for number, safe in ((1, 0), (2, 1), (3, 2), (4, 2), (5, 2)):
+        nodes.jobs[1].note_copying(safe, number)
         save = nodes.save(0, tag=f"tag{number}")
-        for job in nodes.jobs:
-            job.note_copying(safe, number)
         wait_for(lambda save=save: save.read_copied().get("1"))
         kept.append(nodes.list_copies(1))
         (path,) = Path(nodes.jobs[1].find_copy(0, number)).glob("*/*model_states.pt")
         pages.append(path.stat().st_ino)
         assert read_bytes(path.parent) == read_bytes(Path(save.folder) / save.tag)
     assert kept == [[1], [1, 2], [2, 3], [2, 3, 4], [2, 4, 5]]
+    assert pages[4] == pages[2]
 
 
 def test_the_newest_save_comes_at_the_end(nodes: Nodes) -> None:
@@ -392,6 +393,8 @@ def test_a_writer_that_is_killed_is_followed_by_one_that_is_reached_there(nodes:
     for each in lines:
         with suppress(OSError):
             each.close()
+    for listener in nodes.listeners:
+        listener.close()
     wait_for(lambda: not any(map(is_locked, nodes.jobs)), 30)
     assert [nodes.list_copies(node) for node in range(2)] == [[1, 2], [1, 2]]
     assert is_whole(str(nodes.folder / "place" / "later"))
