@@ -297,6 +297,11 @@ def _hear(sock: socket.socket) -> bytes:
     return _read(sock, size)
 
 
+def _hang_up(sock: socket.socket) -> None:
+    with suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+
+
 def _hear_answer(sock: socket.socket) -> _Answer:
     answer = _Answer.model_validate_json(_hear(sock))
     if answer.why:
@@ -492,9 +497,13 @@ class Replicator:
     def _serve_one(self, sock: socket.socket) -> None:
         try:
             with sock:
-                sock.settimeout(_REACHED)
-                _prove(sock, self.secret, _TAKER, _SENDER)
                 sock.settimeout(_SILENT)
+                patience = threading.Timer(_REACHED, _hang_up, (sock,))  # for a stranger who says little at a time
+                patience.start()
+                try:
+                    _prove(sock, self.secret, _TAKER, _SENDER)
+                finally:
+                    patience.cancel()
                 self._take(sock)
         except (OSError, UcpError, _TransferError) as error:
             self._warn("taken", f"a copy has not come: {error}")
@@ -565,8 +574,7 @@ class Replicator:
         before = self._current.get(node)
         self._current[node] = sock
         if before is not None:
-            with suppress(OSError):
-                before.shutdown(socket.SHUT_RDWR)
+            _hang_up(before)
         with self._taking[node]:
             yield
 

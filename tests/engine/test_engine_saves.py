@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from deepspeed_ucp.errors import ConfigError
+from deepspeed_ucp.sources.seal import read_seal
 from deepspeed_ucp.testing import WorldPool
 from deepspeed_ucp.testing.compare import compare
 from tests.support.engines import saves as engine_saves
@@ -144,6 +146,21 @@ def test_a_lost_node_is_no_loss(lost: int, tmp_path: Path, ucp_worlds: WorldPool
         for found in world.run(engine_saves.on_nodes, engine_saves.load, str(memory), loader, str(folder)):
             assert found[0].startswith(str(memory)) and found[1]["number"] == 1
             assert compare(saved[0][1], found[2])[1] == []
+
+
+def test_of_three_nodes_one_may_be_lost(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """Two that stand next to each other are more than one copy makes up for: the folder has the save."""
+    folder, memory, variable = str(tmp_path / "saved"), tmp_path / "memory", Path("$NODE_MEMORY")
+    saver, loader = saving(Case(3, 3), variable, copies=1, overlap=True), saving(Case(1, 2), variable)
+    saved = ucp_worlds.get(3).run(engine_saves.on_nodes, engine_saves.save_each, str(memory), saver, folder, 2)
+    shutil.rmtree(memory / "node1")
+    (memory / "node2").rename(memory / "node1")
+    for is_left in (True, False):
+        for found in ucp_worlds.get(2).run(engine_saves.on_nodes, engine_saves.load, str(memory), loader, folder):
+            assert found[0].startswith(str(memory) if is_left else folder) and found[1]["number"] == 1
+            assert compare(saved[0][1], found[2])[1] == []
+        shutil.rmtree(memory / "node0")
+    assert set(read_seal(f"{folder}/global_step2/ucp_seal.json").hosts) <= {socket.gethostname()}
 
 
 def test_memory_that_runs_full_in_a_save_makes_it_deepspeeds_own(tmp_path: Path, ucp_worlds: WorldPool) -> None:

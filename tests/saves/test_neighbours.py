@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -29,6 +30,7 @@ from deepspeed_ucp.saves.writer import is_locked, start_writer
 from deepspeed_ucp.sources.seal import read_seal
 from tests.convert.conversions import read_bytes
 from tests.saves.saving import TAG, find_writer, is_whole, make_save, write
+from tests.support.crash import list_calls, run_dying
 
 SECRET = "ab" * 32
 
@@ -47,13 +49,27 @@ class Nodes:
 
     def start(self, node: int, secret: str = SECRET, wait: float = 10.0) -> Replicator:
         """A writer; what a node has had before is left alone."""
-        address = list(self.listeners[1 - node].getsockname())
-        settings = {"secret": secret, "name": f"host{node}", "nodes": 2, "to": {str(1 - node): address}}
-        settings["from"] = [1 - node]
-        made = Replicator(self.jobs[node], settings, self.listeners[node], 1, wait)
+        made = self.make(node, secret, wait)
         made.start()
         self.writers.append(made)
         return made
+
+    def make(self, node: int, secret: str = SECRET, wait: float = 10.0) -> Replicator:
+        address = list(self.listeners[1 - node].getsockname())
+        settings = {"secret": secret, "name": f"host{node}", "nodes": 2, "to": {str(1 - node): address}}
+        settings["from"] = [1 - node]
+        return Replicator(self.jobs[node], settings, self.listeners[node], 1, wait)
+
+    def copy(self, save: Snapshot) -> None:
+        """Send a save of the first node and take it on the second one, with nothing else going on."""
+        ours, theirs = socket.socketpair()
+        sender, taker = self.make(0), self.make(1)
+        taker._served.acquire()
+        thread = threading.Thread(target=taker._serve_one, args=(ours,))
+        thread.start()
+        with mock.patch.object(socket, "create_connection", return_value=theirs):
+            sender._send(1, save)
+        thread.join()
 
     def stop(self) -> None:
         for writer in self.writers:
@@ -175,6 +191,43 @@ def test_a_cut_leaves_no_half_copy(at: int, nodes: Nodes) -> None:
     nodes.start(0)
     wait_for(lambda: save.read_copied().get("1"))
     assert read_bytes(Path(nodes.jobs[1].find_copy(0, 1)) / TAG) == read_bytes(Path(save.folder) / TAG)
+
+
+def test_killed_at_any_call(nodes: Nodes) -> None:
+    """Both ends: a copy is whole or is not there, and is there where it was noted; the next attempt is whole."""
+    first = nodes.save(0, tag="first")
+    nodes.copy(first)
+    nodes.jobs[1].note_copying(1, 2)
+    save, kept = nodes.save(0), nodes.folder / "kept"
+    for memory in nodes.memories:
+        shutil.copytree(memory, kept / os.path.basename(memory))
+
+    def reset() -> None:
+        for memory in nodes.memories:
+            shutil.rmtree(memory)
+            shutil.copytree(kept / os.path.basename(memory), memory)
+
+    for at in range(len(list_calls(lambda: nodes.copy(save)))):
+        reset()
+        assert run_dying(lambda: nodes.copy(save), at)
+        copies = {copy.number: copy for copy in nodes.jobs[1].list_copies()}
+        assert 1 in copies and (2 in copies or not save.read_copied())
+        nodes.copy(save)
+        for made in (first, save):
+            (copy,) = [each for each in nodes.jobs[1].list_copies() if each.number == made.number]
+            assert read_bytes(Path(copy.folder) / made.tag) == read_bytes(Path(made.folder) / made.tag), at
+
+
+def test_a_stranger_has_little_time(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(neighbours, "_REACHED", 0.2)
+    nodes.start(1)
+    with socket.create_connection(nodes.listeners[1].getsockname()) as sock, suppress(OSError):
+        sock.settimeout(10)
+        assert len(sock.recv(100)) == 32
+        for _ in range(50):
+            sock.sendall(b"x")
+            time.sleep(0.02)
+        assert sock.recv(100) == b""
 
 
 def test_one_that_hangs_is_replaced_by_the_next(nodes: Nodes) -> None:
