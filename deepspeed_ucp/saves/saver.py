@@ -321,11 +321,19 @@ class Saver:
         files = (path for path in Path(self.folder).rglob("*") if path.is_file())
         self.bytes = sum(path.stat().st_size for path in files if not path.parent.name.startswith(BASE))
         self._tell_writer()
-        is_safe = self.neighbours is None or self.neighbours.safe  # until then a lost node leaves the older ones alone
+        if latest and (self.neighbours is None or self.neighbours.safe):  # else a lost node leaves the older ones alone
+            self.drop_dead(save_dir, by_itself=by_itself)
+
+    def drop_dead(self, save_dir: str, *, by_itself: bool) -> None:
+        """Let go of what dead jobs have for a folder, as this one has a whole save for it.
+
+        Args:
+            by_itself: in memory alone.
+        """
         for job in list_jobs(self.root):
             if job.name == self.job.name or job.is_owned() or (by_itself and list_late(job.list_saves())):
                 continue
-            if is_safe and _is_replaced(job, save_dir):
+            if _is_replaced(job, save_dir):
                 job.remove()
 
     def _tell_writer(self) -> None:
@@ -466,7 +474,9 @@ def save_into_memory(
             _finish_others(engine, by_itself=by_itself)
     if why:
         saver.number -= 1
-        return _write_slowly(save_dir, why, write, comm, by_itself=by_itself), False
+        saved = _write_slowly(save_dir, why, write, comm, by_itself=by_itself)
+        comm.run(lambda: saver.drop_dead(save_dir, by_itself=False) if saver.is_first and latest else None)
+        return saved, False
     step, local = engine.global_steps, engine.use_node_local_storage()
 
     def end() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 from pathlib import Path
@@ -37,7 +38,8 @@ def test_the_files_are_those_of_deepspeeds_own_save(case: Case, tmp_path: Path, 
 def check_files(folder: Path, count: int) -> None:
     assert len(list((folder / "saved").glob("*/ucp_seal.json"))) == count
     differing = files_that_differ(str(folder / "own"), str(folder / "saved"))
-    assert [name for name in differing if not name.endswith("ucp_seal.json")] == []
+    own = ("ucp_seal.json", ".ucp-written-")  # the latter goes a moment after it is noted that all is there
+    assert [name for name in differing if not os.path.basename(name).startswith(own)] == []
 
 
 @pytest.mark.parametrize("case", [*CASES, Case(0, 1)], ids=str)
@@ -96,6 +98,19 @@ def test_a_load_takes_the_newest_of_memory_and_place(target: Case, tmp_path: Pat
     shutil.rmtree(memory)
     for found in ucp_worlds.get(target.dp).run(engine_saves.load, config, folder):
         assert found[0].startswith(folder) and found[1]["number"] == 1
+
+
+@pytest.mark.parametrize("case", [Case(1, 2, "bf16"), Case(3, 2, "bf16")], ids=str)
+def test_weights_that_are_saved_beside_a_pending_save_are_there(
+    case: Case, tmp_path: Path, ucp_worlds: WorldPool
+) -> None:
+    """`save_16bit_model` tells the writer of checkpoints that a save begins and ends."""
+    zero = {"stage3_gather_16bit_weights_on_model_save": True} if case.stage == 3 else {}
+    config = saving(case.but(zero=zero), tmp_path / "memory", overlap=True)
+    for differing in ucp_worlds.get(2).run(engine_saves.save_weights_too, config, str(tmp_path / "saved")):
+        assert differing == []
+    assert (tmp_path / "saved" / "latest").read_text() == "global_step1"
+    assert (tmp_path / "saved" / "global_step1" / "ucp_seal.json").exists()
 
 
 def test_without_room_a_save_is_deepspeeds_own(tmp_path: Path, ucp_worlds: WorldPool) -> None:

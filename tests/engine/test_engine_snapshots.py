@@ -23,12 +23,16 @@ def section(memory: Path, **options: Any) -> dict[str, Any]:
     return {"universal": {"save": {"memory": str(memory), "wait_s": 60, **options}}}
 
 
-@pytest.mark.parametrize(("source", "target"), [(Case(1, 2), Case(1, 2)), (Case(3, 2), Case(2, 3))], ids=str)
-def test_a_run_goes_on_from_the_last_one(source: Case, target: Case, tmp_path: Path, ucp_worlds: WorldPool) -> None:
+@pytest.mark.parametrize(
+    ("source", "target", "overlap"), [(Case(1, 2), Case(1, 2), True), (Case(3, 2), Case(2, 3), False)], ids=str
+)
+def test_a_run_goes_on_from_the_last_one(
+    source: Case, target: Case, overlap: bool, tmp_path: Path, ucp_worlds: WorldPool
+) -> None:
     """With its samples and random numbers; where the script saves to the folder it makes none, whatever the steps."""
     folder, elsewhere = str(tmp_path / "saved"), str(tmp_path / "elsewhere")
     options: dict[str, Any] = {"every": 2, "saves": {2: folder, 6: elsewhere}}
-    config = saving(source, tmp_path / "memory")
+    config = saving(source, tmp_path / "memory", overlap=overlap)
     whole = ucp_worlds.get(2).run(engine_snapshots.go_on, config, folder, 7, seed=1, **options)
     assert [each.taken for each in whole] == [[4, 6]] * 2
     assert [path.name for path in (tmp_path / "saved").glob("*_step*")] == ["global_step2"]
@@ -62,6 +66,13 @@ def test_all_ranks_go_by_one_clock(
     arguments: tuple[Any, ...] = (config, str(tmp_path / "saved"), every, seconds, stall)
     told = ucp_worlds.get(2).run(engine_snapshots.by_the_clock, *arguments, taken[-1] + 1)
     assert told == [taken] * 2
+
+
+def test_a_job_that_is_told_to_go_saves_once(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    config = saving(Case(1, 2), tmp_path / "memory")
+    told = ucp_worlds.get(2).run(engine_snapshots.be_told, config, str(tmp_path / "saved"))
+    assert told == [[2, 6]] * 2
+    assert (tmp_path / "saved" / "latest").read_text() == "global_step4"
 
 
 def test_without_calls_of_the_engine_they_are_taken_where_a_step_ends(tmp_path: Path, ucp_worlds: WorldPool) -> None:

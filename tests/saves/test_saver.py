@@ -390,6 +390,10 @@ def test_a_dead_jobs_snapshot_stays_until_there_is_another(
     with pytest.raises(StorageError, match="MiB are free"):
         save_into_memory(engine, config, str(tmp_path / "saved"), TAG, mock.Mock(), latest=True, by_itself=True)
     assert [save.tag for save in dead.list_saves()] == ["saved"]
+    make_save(other := Job(os.path.join(find_root(str(tmp_path / "memory")), name_job())), str(tmp_path / "third"))
+    make_save(other, str(tmp_path / "third"), places=(), by_itself=True)
+    save_into_memory(engine, config, str(tmp_path / "third"), TAG, mock.Mock(), latest=True)
+    assert other.list_saves() == []  # DeepSpeed has saved
     monkeypatch.undo()
     save_into_memory(
         engine, config, str(tmp_path / "saved"), TAG, lambda folder: write_source(Path(folder)), latest=True,

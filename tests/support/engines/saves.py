@@ -64,6 +64,21 @@ def save_at_odd_times(ds_config: dict[str, Any], folder: str, own: str) -> None:
     engine.destroy()
 
 
+def save_weights_too(ds_config: dict[str, Any], folder: str) -> list[str]:
+    """A save, and the 16-bit weights right after it; the names of those that are not what they are in the engine."""
+    engine = make_engine(ds_config)
+    train_steps(train_engine(engine), 1)
+    engine.save_checkpoint(folder)
+    engine.save_16bit_model(folder, "weights.bin")
+    found = torch.load(os.path.join(folder, "weights.bin"), weights_only=True)
+    with GatheredParameters(list(engine.module.parameters())):
+        named = engine.module.state_dict()
+        differing = [name for name, tensor in named.items() if name not in found or not tensor.equal(found[name])]
+    find_state(engine).saver.close()
+    engine.destroy()
+    return differing
+
+
 def save_without_room(ds_config: dict[str, Any], folder: str) -> None:
     engine = make_engine(ds_config)
     train_steps(train_engine(engine), 1)

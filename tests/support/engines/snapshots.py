@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +12,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from deepspeed_ucp import rng, snapshots
+from deepspeed_ucp import preemption, rng, snapshots
 from deepspeed_ucp.data import ElasticSampler
 from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.errors import StorageError
@@ -128,6 +130,21 @@ def by_the_clock(
     with mock.patch.object(snapshots, "monotonic", look), note_taken(taken):
         snapshots.follow(engine, folder, every=every)
         train_steps(trained, steps)
+    _end(engine)
+    return taken
+
+
+def be_told(ds_config: dict[str, Any], folder: str) -> list[int]:
+    """A signal in the step after which a snapshot is due; the steps of which there is one."""
+    engine, taken = make_engine(ds_config), list[int]()
+    trained = train_engine(engine)
+    preemption.follow(engine, folder)
+    snapshots.follow(engine, folder, every=2)
+    with note_taken(taken):
+        for number in range(7):
+            if number == 3 and dist.get_rank():
+                os.kill(os.getpid(), signal.SIGUSR1)
+            train_steps(trained, 1)
     _end(engine)
     return taken
 
