@@ -70,6 +70,7 @@ def save_weights_too(ds_config: dict[str, Any], folder: str) -> list[str]:
     train_steps(train_engine(engine), 1)
     engine.save_checkpoint(folder)
     engine.save_16bit_model(folder, "weights.bin")
+    dist.barrier()  # the first rank writes it
     found = torch.load(os.path.join(folder, "weights.bin"), weights_only=True)
     with GatheredParameters(list(engine.module.parameters())):
         named = engine.module.state_dict()
