@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..comm import Comm
 from ..config import SaveOptions
-from ..errors import UcpError, escape, shorten
+from ..errors import UcpError, count_of, escape, shorten
 from ..io.checksum import crc32
 from ..io.disk import write_at
 from .memory import Job, Snapshot, count_free
@@ -83,6 +83,7 @@ class Neighbours:
         listener: on which the writer is reached; it outlives one that is killed.
         safe, current: as :meth:`.memory.Job.read_copying` has them.
         failed: names of the nodes whose saves have not come to their neighbours.
+        told: by how many saves copies have been told to be behind.
     """
 
     job: Job
@@ -91,6 +92,7 @@ class Neighbours:
     safe: int = 0
     current: int = 0
     failed: set[str] = field(default_factory=set)
+    told: int = 0
 
     def agree(self, number: int, comm: Comm) -> None:
         """Before a save of this number is made: which copies are whole, and which save is copied next; collective.
@@ -108,10 +110,16 @@ class Neighbours:
         if self.listener is not None:
             with suppress(UcpError, OSError):  # memory is full: what was noted holds
                 self.job.note_copying(self.safe, self.current)
+        log = os.path.join(self.job.folder, "log")
         if comm.rank == 0 and failed - self.failed:
-            told_of, log = shorten(sorted(failed)), os.path.join(self.job.folder, "log")
+            told_of = shorten(sorted(failed))
             logger.warning("saves of %s do not come to their neighbours' memory: see %s there", told_of, log)
-        self.failed = failed
+        self.failed, behind = failed, number - self.current
+        if behind > 1 and behind >= 2 * self.told:
+            self.told = behind
+            if comm.rank == 0:
+                logger.warning("copies in other nodes' memory are %s behind: see %s", count_of(behind, "save"), log)
+        self.told = self.told if behind else 0
 
     def _look(self) -> tuple[str, str] | None:
         """Whether the save that is copied has come from this node to its neighbours."""

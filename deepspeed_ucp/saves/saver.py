@@ -779,7 +779,7 @@ class Found(NamedTuple):
 
     Attributes:
         folder: of tags, on this rank's node; nodes without a part of it have none there.
-        copies: the same for the parts that other nodes have had.
+        copies: the same for the parts of other nodes, as many on every rank; where there are fewer some are not there.
     """
 
     folder: str
@@ -813,10 +813,9 @@ def find_in_memory(config: UniversalConfig, load_dir: str, tag: Any, comm: Comm)
         ]
 
     nodes, found = defaultdict[tuple[str, int], set[int]](set), dict[tuple[str, int], tuple[Snapshot, str | None]]()
-    folders = defaultdict[tuple[str, int], set[str]](set)
-    for save, mark in sorted((each for told in comm.each(look) for each in told), key=lambda each: -each[0].node):
+    told = comm.each(look)
+    for save, mark in sorted((each for own in told for each in own), key=lambda each: -each[0].node):
         nodes[save.key].add(save.node)
-        folders[save.key].add(save.folder)
         found[save.key] = save, mark
     whole = [save for save, _ in found.values() if len(nodes[save.key]) == save.nodes]
     whole.sort(key=lambda save: (save.step, save.number), reverse=True)
@@ -828,9 +827,11 @@ def find_in_memory(config: UniversalConfig, load_dir: str, tag: Any, comm: Comm)
     newest = comm.once(choose)
     if newest is None:
         return None
-    own = Job(os.path.join(root, os.path.dirname(newest.folder))).find_folder(newest.number)
-    copies = sorted({os.path.join(root, each) for each in folders[newest.key]} - {own})
-    return Found(own, newest.tag, newest.step, tuple(copies))
+    job, key = Job(os.path.join(root, os.path.dirname(newest.folder))), newest.key
+    most = max(sum(save.is_copy() and save.key == key for save, _ in own) for own in told)
+    copies = [copy.folder for copy in job.list_copies() if copy.key == key]
+    copies = [*copies, *[os.path.join(job.folder, "copy-none")] * most][:most]
+    return Found(job.find_folder(newest.number), newest.tag, newest.step, tuple(copies))
 
 
 def _find_mark(

@@ -523,6 +523,11 @@ def test_which_save_is_copied_is_the_same_on_all_nodes(nodes: Nodes, caplog: pyt
     assert agree(3, "failed") == (1, 3)
     assert caplog.text.count("saves of there do not come to their neighbours' memory") == 1
     assert agree(4, "gone") == (1, 4)
+    for number in range(5, 10):
+        make_save(job, str(nodes.folder / "place"), nodes=2, number=4)
+        assert agree(number, "waiting") == (1, 4)
+    assert caplog.text.count("2 saves behind") == caplog.text.count("4 saves behind") == 1
+    assert caplog.text.count("behind") == 2
 
 
 def test_one_node_has_nobody(nodes: Nodes, caplog: pytest.LogCaptureFixture) -> None:
