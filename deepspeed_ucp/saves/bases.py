@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterator, Set
 from contextlib import suppress
 
 from ..errors import UcpError
 from ..io.disk import sync_folder
 from ..io.paths import is_url
 from ..io.store import list_folder, list_tree, remove
-from ..sources.files import FROZEN
+from ..sources.files import BASE, FROZEN
 from ..sources.frozen import read_reference
+from ..torchsave.records import sum_directory
 from .memory import Destination, Snapshot
 
 
@@ -26,23 +27,31 @@ def list_brought(save: Snapshot, place: Destination) -> list[str]:
 
 
 def bring_base(save: Snapshot, place: Destination, copy: Callable[[str, str], None]) -> None:
-    """Bring frozen parameters that a place lacks, before anything names them.
-
-    A trainer saves into another folder each time, and removes whole folders: the disk has them once all the same.
-    """
-    above, lacking = os.path.dirname(place.folder), set(save.list_base()).difference(list_brought(save, place))
+    """Bring frozen parameters that a place lacks, before anything names them; where the disk has them, as links."""
+    lacking = set(save.list_base()).difference(list_brought(save, place))
     for each in sorted(lacking):
         source, final = os.path.join(save.folder, each), os.path.join(place.folder, each)
         os.makedirs(os.path.dirname(final), exist_ok=True)
-        others = (os.path.join(above, name, each) for name in os.listdir(above))
-        same = (path for path in others if os.path.isfile(path) and os.path.getsize(path) == os.path.getsize(source))
         try:
-            os.link(next(same, ""), final)
+            os.link(next(_list_same(source, place.folder, each), ""), final)
         except OSError:
             copy(source, final)
     for folder in {os.path.dirname(os.path.join(place.folder, each)) for each in lacking}:
         sync_folder(folder)
         sync_folder(os.path.dirname(folder))
+
+
+def _list_same(source: str, place: str, path: str) -> Iterator[str]:
+    """Files with the same in them: beside a place, as a trainer has another one for each save and removes whole ones,
+    and in bases of other jobs there, as after a restart."""
+    (folder, base), above = os.path.split(os.path.dirname(path)), os.path.dirname(place)
+    found = [os.path.join(above, name, folder, base) for name in os.listdir(above)]
+    inside = os.path.join(place, folder)
+    found += [os.path.join(inside, name) for name in os.listdir(inside) if name.startswith(BASE) and name != base]
+    for each in (os.path.join(folder, os.path.basename(path)) for folder in found):
+        with suppress(OSError, UcpError):
+            if os.path.getsize(each) == os.path.getsize(source) and sum_directory(each) == sum_directory(source):
+                yield each
 
 
 def find_base(place: str, tag: str) -> set[str]:

@@ -103,7 +103,11 @@ class Snapshot:
 
     def list_base(self) -> list[str]:
         """Those of its files that hold frozen parameters, of which further saves may have the same."""
-        return [name for name in self.list_files() if name.startswith(self._base)]
+        return list(filter(self.is_base, self.list_files()))
+
+    def is_base(self, path: str) -> bool:
+        """Whether a path below :attr:`folder` is that of a file with frozen parameters."""
+        return path.startswith(self._base)
 
     def list_pending(self) -> list[Destination]:
         """Places that do not have it yet."""

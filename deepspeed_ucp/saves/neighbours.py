@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,7 +30,8 @@ from ..config import SaveOptions
 from ..errors import UcpError, count_of, escape, shorten
 from ..io.checksum import crc32
 from ..io.disk import write_at
-from .memory import Job, Snapshot, count_free
+from ..sources.files import BASE
+from .memory import Job, Snapshot, count_free, link_file
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -262,12 +263,13 @@ class _Parcel(BaseModel):
 
 
 class _Answer(BaseModel):
-    """Whose it is, and whether the files are wanted; why they cannot be taken."""
+    """Whose it is, and whether the files are wanted, but for those that are there; why they cannot be taken."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     host: str = Field(max_length=256)
     wanted: bool = False
+    held: list[str] = []
     why: str = Field(default="", max_length=4096)
 
 
@@ -464,7 +466,7 @@ class Replicator:
             answer = _hear_answer(sock)
             if answer.wanted:
                 buffer = memoryview(bytearray(_PIECE))
-                for each in files:
+                for each in (each for each in files if each.path not in answer.held):
                     _send_file(sock, os.path.join(save.folder, each.path), each.size, buffer)
                 if not save.is_recorded():  # a newer one may be written over it
                     raise _TransferError(f"{save.tag} is no longer in memory")
@@ -544,11 +546,12 @@ class Replicator:
         aside = os.path.join(self.job.folder, f"copy-{save.node}-new")
         self._reuse(save, aside)
         try:
-            if why := self._find_obstacle(parcel, aside):
+            held = self._link_base(parcel, aside)
+            if why := self._find_obstacle(parcel, aside, held):
                 self._answer(sock, why=why)
                 raise _TransferError(why)
-            self._answer(sock, wanted=True)
-            self._take_files(sock, parcel, aside)
+            self._answer(sock, wanted=True, held=held)
+            self._take_files(sock, parcel, aside, held)
             made = replace(save, folder=aside)
             made.replace_done(parcel.done)
             made.write_record()
@@ -558,11 +561,30 @@ class Replicator:
             shutil.rmtree(aside, ignore_errors=True)
         self._answer(sock)
 
-    def _take_files(self, sock: socket.socket, parcel: _Parcel, aside: str) -> None:
-        """Over what an older copy has left in a folder: there is nothing else then."""
+    def _link_base(self, parcel: _Parcel, aside: str) -> list[str]:
+        """Of frozen parameters the files that an older copy has, which are linked: nothing is written over such."""
+        save, held = parcel.save, list[str]()
+        older = [aside, *(copy.folder for copy in self.job.list_copies() if copy.node == save.node)]
+        for each in filter(lambda each: save.is_base(each.path), parcel.files):
+            for path in (os.path.join(folder, each.path) for folder in older):
+                with suppress(FileNotFoundError):
+                    look = os.lstat(path)
+                    if (look.st_size, look.st_mtime_ns) == (each.size, each.changed):
+                        os.makedirs(os.path.dirname(os.path.join(aside, each.path)), exist_ok=True)
+                        link_file(path, os.path.join(aside, each.path))
+                        held.append(each.path)
+                        break
+        for other in Path(aside).rglob(f"{BASE}*/*"):
+            if str(other.relative_to(aside)) not in held:
+                other.unlink()
+        return held
+
+    def _take_files(self, sock: socket.socket, parcel: _Parcel, aside: str, held: Container[str]) -> None:
+        """Over what an older copy has left in a folder, but for what is ``held``: there is nothing else then."""
         buffer, note = memoryview(bytearray(_PIECE)), partial(self._hear_from, parcel.save.node)
-        left = {path.name: path for path in Path(aside).rglob("*") if path.is_file()}
-        for each in parcel.files:
+        found = [path for path in Path(aside).rglob("*") if path.is_file()]
+        left = {path.name: path for path in found if str(path.relative_to(aside)) not in held}
+        for each in (each for each in parcel.files if each.path not in held):
             path = os.path.join(aside, each.path)
             os.makedirs(os.path.dirname(path), exist_ok=True)
             if old := left.pop(os.path.basename(path), None):
@@ -608,18 +630,18 @@ class Replicator:
                 except OSError:  # one is there
                     copy.remove()
 
-    def _find_obstacle(self, parcel: _Parcel, aside: str) -> str:
+    def _find_obstacle(self, parcel: _Parcel, aside: str, held: Container[str]) -> str:
         """Why memory has no room for a copy, in words: this node's own next save comes first."""
         own = [_measure(save.folder) for save in self.job.list_saves()]
         next_one = own[-1] if len(own) == 1 and not os.path.isdir(self.job.spare) else 0
-        needed = sum(each.size for each in parcel.files) + next_one
-        free = count_free(self.job.folder) + (_measure(aside) if os.path.isdir(aside) else 0)
+        needed = sum(each.size for each in parcel.files if each.path not in held) + next_one
+        free = count_free(self.job.folder) + (_measure(aside, held) if os.path.isdir(aside) else 0)
         if needed <= free:
             return ""
         return f"a copy takes {needed >> 20:,} MiB of {self.job.folder}, where {free >> 20:,} MiB are free"
 
-    def _answer(self, sock: socket.socket, *, wanted: bool = False, why: str = "") -> None:
-        _say(sock, _Answer(host=self.name, wanted=wanted, why=why).model_dump_json())
+    def _answer(self, sock: socket.socket, *, wanted: bool = False, held: Sequence[str] = (), why: str = "") -> None:
+        _say(sock, _Answer(host=self.name, wanted=wanted, held=list(held), why=why).model_dump_json())
 
 
 def _is_below(path: str) -> bool:
@@ -628,8 +650,9 @@ def _is_below(path: str) -> bool:
     return is_plain and "\0" not in path and len(path) < _LONGEST_PATH
 
 
-def _measure(folder: str) -> int:
-    return sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
+def _measure(folder: str, without: Container[str] = ()) -> int:
+    files = (path for path in Path(folder).rglob("*") if path.is_file())
+    return sum(path.stat().st_size for path in files if str(path.relative_to(folder)) not in without)
 
 
 def _remove_others(folder: str, wanted: set[str]) -> None:

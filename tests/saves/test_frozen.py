@@ -108,3 +108,15 @@ def test_a_tag_that_is_saved_anew_names_what_it_has(job: Job, tmp_path: Path) ->
     make_save(job, str(tmp_path / "place"), tag="1")
     assert write(job)
     assert not (tmp_path / "place" / "1" / "ucp_frozen.json").exists() and is_whole(str(tmp_path / "place" / "1"))
+
+
+def test_the_next_job_has_them_from_the_last_ones_where_they_are_the_same(job: Job, tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    make_frozen(job, place, "1")
+    assert write(job)
+    shutil.copytree(job.folder + f"/ucp_frozen-{'a' * 12}", job.folder + f"/ucp_frozen-{'b' * 12}")
+    make_frozen(job, place, "2", "b")
+    make_frozen(job, place, "3", "c", latest=False)
+    assert write(job)
+    assert find_base(place).st_ino == find_base(place, "b").st_ino != find_base(place, "c").st_ino
+    assert all(is_whole(str(place / tag)) for tag in "123")

@@ -27,10 +27,13 @@ from deepspeed_ucp.saves.memory import Job, Snapshot, find_root, name_job
 from deepspeed_ucp.saves.neighbours import Neighbours, Replicator, choose_neighbours, find_address, find_neighbours
 from deepspeed_ucp.saves.saver import Saver, find_in_memory
 from deepspeed_ucp.saves.writer import is_locked, start_writer
+from deepspeed_ucp.sources.frozen import read_reference
 from deepspeed_ucp.sources.seal import read_seal
 from tests.convert.conversions import read_bytes
 from tests.saves.saving import TAG, find_writer, is_whole, make_save, write
+from tests.saves.test_frozen import make_frozen
 from tests.support.crash import list_calls, run_dying
+from tests.support.frozen import describe as describe_file
 
 SECRET = "ab" * 32
 
@@ -545,3 +548,23 @@ def test_nodes_of_one_domain_have_no_copies(nodes: Nodes, caplog: pytest.LogCapt
     assert found is not None and found.settings["to"] == {} and found.listener is not None
     found.close()
     assert "for want of nodes of other domains" in caplog.text and "rack1" in caplog.text
+
+
+def test_frozen_parameters_come_once(nodes: Nodes) -> None:
+    """Of three copies, the third of which is written over the first; then others, which are written over none."""
+    for node in range(2):
+        nodes.start(node)
+    place, job = nodes.folder / "place", nodes.jobs[0]
+    with mock.patch.object(neighbours, "_send_file", side_effect=neighbours._send_file) as sent:
+        for tag, base, times in (("1", "a", 1), ("2", "a", 0), ("3", "a", 0), ("4", "b", 1), ("5", "b", 0)):
+            made = make_frozen(job, place, tag, base, node=0, nodes=2)
+            job.note_copying(0, made.number)
+            wait_for(made.read_copied)
+            assert sum("ucp_frozen-" in call.args[1] for call in sent.call_args_list) == times
+            sent.reset_mock()
+            (path,) = made.list_base()
+            for copy in nodes.jobs[1].list_copies():
+                reference = read_reference(os.path.join(copy.folder, copy.tag))
+                (own,) = copy.list_base()
+                assert reference is not None and describe_file(Path(copy.folder, own)) in reference.files.values()
+            assert Path(copy.folder, path).read_bytes() == Path(made.folder, path).read_bytes()
