@@ -189,7 +189,7 @@ def _finish(saver: Saver) -> None:
 def finish_folders(config: UniversalConfig, beside: str | os.PathLike[str], comm: Comm) -> None:
     """Wait until saves to a folder, and to those in it, are written, of jobs that died as well; collective.
 
-    Not for places that nobody can write to at the moment, nor longer than ``wait_s``.
+    For ``wait_s`` at most, and not where no writer comes to life.
     """
     options = config.save
     if options is None:
@@ -203,11 +203,15 @@ def finish_folders(config: UniversalConfig, beside: str | os.PathLike[str], comm
             return
         root = find_root(options.memory)
         finish_dead(root, list_settings(config))
-        begun = time.monotonic()
+        begun, told = time.monotonic(), False
         while late := [job for job in list_jobs(root) if not job.is_owned() and _is_late(job, above)]:
             passed = time.monotonic() - begun
             if passed > options.wait_s or (passed > _STARTING and not any(map(is_locked, late))):
+                logger.warning("%s: what memory has for it is not written: see %s/log", above, late[0].folder)
                 return
+            if not told:
+                logger.info("%s: waiting for what memory has for it, %.0f s at most", above, options.wait_s)
+                told = True
             time.sleep(_POLLED)
 
     comm.run(finish)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -402,7 +403,8 @@ def test_to_another_precision(tmp_path: Path, ucp_worlds: WorldPool) -> None:
 @pytest.mark.skipif(not V5, reason="with transformers 4 a save is written when it returns")
 def test_the_last_whole_checkpoint_stays_while_newer_ones_are_written(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """Training does not wait; then the limit holds, and the next run goes on from files that are there."""
-    out, config = str(tmp_path / "out"), make_config(1, {"save": {"memory": str(tmp_path / "memory"), "wait_s": 60}})
+    save = {"memory": str(tmp_path / "memory"), "wait_s": 60, "overlap": True}
+    out, config = str(tmp_path / "out"), make_config(1, {"save": save})
     options = {"per_device_train_batch_size": 4, "save_total_limit": 1, **SAVES}
     run = ucp_worlds.get(2).run(trainers_hf.train, out, config, held=(4, 6), max_steps=8, **options)
     two, four, six = ("checkpoint-2", True), ("checkpoint-4", False), ("checkpoint-6", False)
@@ -417,3 +419,13 @@ def test_the_last_whole_checkpoint_stays_while_newer_ones_are_written(tmp_path: 
     best = {**BEST, "greater_is_better": False, "resume": True, "max_steps": 12}
     rest = ucp_worlds.get(1).run(trainers_hf.train, out, config, **options, **best)
     assert rest[0].best == str(tmp_path / "out" / "checkpoint-12")
+
+
+def test_a_trainer_that_removes_folders_in_another_way_waits_for_its_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers 4 does, or a module that gets `shutil` in another way."""
+    parts = {"rotate_checkpoints": None, "Trainer": SimpleNamespace(_finalize_training=None), "shutil": shutil}
+    monkeypatch.setitem(sys.modules, "transformers.trainer_utils", SimpleNamespace(shutil=shutil))  # type: ignore[misc]
+    for lacking, known in ((None, True), *((name, False) for name in ("rotate_checkpoints", "shutil"))):
+        module = SimpleNamespace(**{name: part for name, part in parts.items() if name != lacking})
+        monkeypatch.setitem(sys.modules, "transformers.trainer", module)  # type: ignore[misc]
+        assert huggingface._can_rotate() is known
