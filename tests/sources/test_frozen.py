@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 
 from deepspeed_ucp.atoms import AtomicIndex
+from deepspeed_ucp.cli.dispatch import main
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.examine.diff import diff_checkpoints
@@ -20,6 +21,7 @@ from deepspeed_ucp.patterns import from_config
 from deepspeed_ucp.plan.match import lacks_frozen
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.sources.open import seal_folder
+from tests.convert.conversions import read_bytes
 from tests.sources.test_index import check_index, name_groups
 from tests.support.frozen import NAME, take_out
 from tests.support.ranks import run_ranks
@@ -158,3 +160,22 @@ def test_a_link_to_a_tag_leads_to_its_base(tmp_path: Path) -> None:
     folder = write(tmp_path / "runs")
     (tmp_path / "best").symlink_to(folder)
     assert open_checkpoint(str(tmp_path / "best"), Comm()).find("fixed", "module") is not None
+
+
+def test_commands_read_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What they make of a tag with its base is what they make of the whole checkpoint."""
+    folder, whole = write(tmp_path / "split", sealed=True), tmp_path / "whole" / "global_step3"
+    write_checkpoint(tmp_path / "whole", MODEL, random_state(MODEL, 0, precision="fp32"), ZERO1)
+    for path in (folder, whole):
+        assert main(["convert", str(path), str(path.parent / "atoms")]) == 0
+        assert main(["export", str(path), str(path.parent / "weights")]) == 0
+    for name in ("atoms", "weights"):
+        left, right = (read_bytes(path.parent / name) for path in (folder, whole))
+        assert left.keys() == right.keys()
+        tensors = [each for each in left if each.endswith((".safetensors", "fp32.pt", "module.pt"))]
+        assert tensors and all(left[each] == right[each] for each in tensors)
+    capsys.readouterr()
+    assert main(["diff", str(folder), str(whole)]) == 0
+    assert main(["inspect", str(folder)]) == 0 and main(["list", str(folder.parent)]) == 0
+    told = capsys.readouterr().out
+    assert "2 frozen" in told
