@@ -57,12 +57,20 @@ _LOOKED_AGAIN, _SELDOM = 0.05, 1.0
 """Seconds between the first looks for what other nodes have done, and between later ones."""
 
 
-def write_save(save: Snapshot, place: Destination, wait: float, pace: Pace) -> str:
+_QUIET, _SLOWER = 30.0, 3.0
+"""Seconds in which other nodes write nothing until a save of theirs gives way to a newer one, and how much longer than
+the first node they may take for a file."""
+
+
+def write_save(
+    save: Snapshot, place: Destination, wait: float, pace: Pace, is_late: Callable[[], bool] = lambda: False
+) -> str:
     """Write a node's files of a save to a place; when all are there the first node seals it, and ``latest`` names it.
 
     Args:
         wait: seconds that other nodes may take longer.
         pace: of the place.
+        is_late: whether a newer save waits for this one, which is given up where a node does not seem to have it.
 
     Returns:
         Its mark there (:func:`find_mark`), on the first node; elsewhere a word.
@@ -73,7 +81,7 @@ def write_save(save: Snapshot, place: Destination, wait: float, pace: Pace) -> s
     """
     if save.node and not has_begun(save, place) and is_sealed(save, place):
         return _DONE  # it was stopped right before it could note that
-    (_write_to_store if is_url(place.folder) else _write_to_folder)(save, place, wait, pace)
+    (_write_to_store if is_url(place.folder) else _write_to_folder)(save, place, _Others(save, wait, is_late), pace)
     return find_mark(place.folder, save.tag) if save.node == 0 else _DONE
 
 
@@ -115,7 +123,7 @@ def _name_aside(save: Snapshot, place: Destination) -> str:
     return os.path.join(above, f".{name}{_ASIDE}{save.job}-{save.number}")
 
 
-def _write_to_folder(save: Snapshot, place: Destination, wait: float, pace: Pace) -> None:
+def _write_to_folder(save: Snapshot, place: Destination, others: _Others, pace: Pace) -> None:
     """In a folder aside, which takes the tag's place at once; what others had in the tag moves into it."""
     final, aside, named = os.path.join(place.folder, save.tag), _name_aside(save, place), _read_latest(place)
     above = os.path.dirname(final)
@@ -136,7 +144,7 @@ def _write_to_folder(save: Snapshot, place: Destination, wait: float, pace: Pace
             )
             if save.node:
                 return
-            _wait_for_nodes(lambda: os.listdir(aside), save, aside, wait)
+            others.wait(lambda: os.listdir(aside), aside)
             seal_folder(aside, Comm(), hosts=_list_hosts(_read_signs(save, aside)))
             if is_replaced(save):
                 raise StorageError("a later job has saved this tag while it was written.", path=final)
@@ -152,7 +160,7 @@ def _write_to_folder(save: Snapshot, place: Destination, wait: float, pace: Pace
         _name_latest(save, place, named)
 
 
-def _write_to_store(save: Snapshot, place: Destination, wait: float, pace: Pace) -> None:
+def _write_to_store(save: Snapshot, place: Destination, others: _Others, pace: Pace) -> None:
     """Stores do not rename: a tag that is written over has no seal meanwhile.
 
     Of what is left of it nothing is there before the first file, and no file is written over: two jobs that write one
@@ -166,7 +174,7 @@ def _write_to_store(save: Snapshot, place: Destination, wait: float, pace: Pace)
     own = _upload(save, place, pace)
     if save.node:
         return
-    _wait_for_nodes(lambda: list_folder(final), save, final, wait)
+    others.wait(lambda: list_folder(final), final)
     if is_replaced(save):
         raise StorageError("a later job has saved this tag while it was written.", path=final)
     try:
@@ -378,17 +386,43 @@ def _list_hosts(signs: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
     return {host: sorted(files) for host, files in held.items()}
 
 
-def _wait_for_nodes(look: Callable[[], Iterable[str]], save: Snapshot, folder: str, wait: float) -> None:
-    wanted = {_name_node(save, node) for node in range(save.nodes)}
-    lacking = wanted
+class _Others:
+    """Other nodes' parts of a save that the first node begins to write now.
 
-    def find() -> bool | None:
-        nonlocal lacking
-        lacking = wanted.difference(look())
-        return not lacking or None
+    Args:
+        most: seconds to wait for them.
+        is_late: as :func:`write_save` takes it.
+    """
 
-    text = f"of {save.nodes} nodes have not written their files"
-    wait_until(find, wait, lambda: f"{len(lacking)} {text}", folder)
+    def __init__(self, save: Snapshot, most: float, is_late: Callable[[], bool]) -> None:
+        self.save, self.most, self.is_late = save, most, is_late
+        self._begin = time.monotonic()
+
+    def wait(self, look: Callable[[], Iterable[str]], folder: str) -> None:
+        """Wait until all are there.
+
+        Args:
+            look: names of what is there.
+
+        Raises:
+            StorageError: they have not come in time.
+        """
+        wanted = {_name_node(self.save, node) for node in range(self.save.nodes)}
+        held, changed = set[str](), time.monotonic()
+        quiet = max(_QUIET, _SLOWER * (changed - self._begin))
+
+        def describe() -> str:
+            return f"{len(wanted - held)} of {self.save.nodes} nodes have not written their files"
+
+        def find() -> bool | None:
+            nonlocal held, changed
+            before, held = held, set(look())
+            changed = time.monotonic() if held != before else changed
+            if wanted - held and time.monotonic() - changed > quiet and self.is_late():
+                raise StorageError(f"{describe()}, and a newer save waits.", path=folder)
+            return wanted <= held or None
+
+        wait_until(find, self.most, describe, folder)
 
 
 def wait_until(look: Callable[[], T | None], wait: float, explain: Callable[[], str], folder: str) -> T:

@@ -247,7 +247,8 @@ class SaveWriter:
                 with suppress(OSError):  # who may write need not be let list this
                     abort_uploads(place.folder, names)
             named = save.latest and not self._is_overtaken(save, place)
-            mark = write_save(replace(save, latest=named), place, self.wait, self._find_pace(place))
+            is_late = partial(self._gives_way, save, place)
+            mark = write_save(replace(save, latest=named), place, self.wait, self._find_pace(place), is_late)
             with self._lock:
                 save.note_done(place, mark)
             if save.node == 0:  # what the others have written is no whole save yet
@@ -264,6 +265,12 @@ class SaveWriter:
         with self._lock:
             later = [other for other in self.job.list_saves() if other.latest and other.number > save.number]
             return any(other.read_done().get(place.folder) for other in later)
+
+    def _gives_way(self, save: Snapshot, place: Destination) -> bool:
+        """Whether a newer save waits for a place, the last one of which has not failed: each may come to its end."""
+        pending = (other for other, _ in self._list_pending(place.folder) if place.folder not in self._told)
+        kind = save.latest, save.by_itself
+        return any((other.latest, other.by_itself) == kind and other.number > save.number for other in pending)
 
     def _find_pace(self, place: Destination) -> Pace:
         rate = None if place.limit_mb_s is None else place.limit_mb_s * (1 << 20)

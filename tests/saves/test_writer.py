@@ -344,6 +344,32 @@ def test_nodes_that_have_other_saves_pending_write_what_the_first_has_begun(
     assert caplog.text.count("1 is dropped") == 0 and not list_late(nodes[1].list_saves())
 
 
+def test_a_save_that_a_node_has_dropped_gives_way_to_a_newer_one(
+    nodes: list[Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Though the first node has begun it; where nothing is newer it waits."""
+    monkeypatch.setattr(places, "_QUIET", 0.3)
+    for job in nodes:
+        made = job.list_saves()[0]
+        shutil.copytree(made.folder, job.find_folder(2))
+        replace(made, number=2, folder=job.find_folder(2)).write_record()
+    shutil.rmtree(nodes[1].find_folder(1))
+    os.rename(nodes[0].find_folder(2), tmp_path / "not yet")
+    writer, went = SaveWriter(nodes[0], 1, 20.0), list[bool]()
+    first = threading.Thread(target=lambda: went.append(writer.write_pending()))
+    first.start()
+    time.sleep(1)
+    assert first.is_alive()
+    os.rename(tmp_path / "not yet", nodes[0].find_folder(2))
+    first.join()
+    assert went == [False] and "1 of 2 nodes have not written their files, and a newer save waits" in caplog.text
+    first = threading.Thread(target=lambda: went.append(writer.write_pending()))
+    first.start()
+    assert write(nodes[1])
+    first.join()
+    assert went[-1] and is_whole(str(tmp_path / "place" / TAG))
+
+
 def test_nodes_write_their_parts_of_one_save(nodes: list[Job], tmp_path: Path) -> None:
     first = threading.Thread(target=write, args=(nodes[0],))
     first.start()
