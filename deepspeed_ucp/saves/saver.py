@@ -693,6 +693,8 @@ def count_saved(engine: Any) -> int:
     """Bytes of the tensors that a rank saves, about; with states that its optimizer makes in its first step."""
     inner, masters, states = _list_states(engine)
     model = _list_weights(engine) if engine.save_non_zero_checkpoint else []
+    kept = [param for param in engine.module.parameters() if not param.requires_grad]
+    model += [param.ds_tensor for param in kept if hasattr(param, "ds_tensor")]  # of ZeRO 3, by each rank
     groups = getattr(inner, "param_groups", ())
     later = max((len(group.get("betas", ())) or bool(group.get("momentum")) for group in groups), default=0)
     unmade = [each for each in masters if not inner.state.get(each)] * later

@@ -13,7 +13,7 @@ from ..errors import CheckpointError, UnsupportedError, shorten
 from ..io.distance import choose_map
 from ..io.paths import join_path
 from .compare import find_foreign_files, find_late_files
-from .files import FROZEN, SEAL, Listing, read_model_rank, sort_files, strip_writer
+from .files import FROZEN, SEAL, Listing, find_state_name, read_model_rank, sort_files, strip_writer
 from .findings import COPY, WARNING, Finding, from_failure, make_error
 from .headers import FileHeader
 from .identify import Look, SaveFiles, explain_none, identify_save
@@ -161,7 +161,7 @@ def _read_rest(looks: _Looks, listing: Listing, files: SaveFiles, comm: Comm) ->
         del looks[name]  # of thousands the short form is kept alone
         if isinstance(look, Finding):
             return look
-        return codec.encode(_slim(look, first[0], repeats=name in further))
+        return codec.encode(_slim(look, first[0], repeats=find_state_name(name) in further))
 
     told = looks.where.share(names, read, comm, choose_map(listing.folder), first=1)
     headers = [codec.decode(look) for look in told if not isinstance(look, Finding)]
@@ -176,7 +176,7 @@ def _slim(header: FileHeader, first: FileHeader, *, repeats: bool) -> FileHeader
     hints = {} if repeats or model.hints == first.model.hints else model.hints
     model = replace(model, degrees=model.degrees or first.model.degrees)
     if repeats:
-        model = replace(model, module={}, buffers=(), param_shapes=(), shared={}, placements={})
+        model = replace(model, module={}, buffers=(), param_shapes=(), shared={}, placements={}, order=())
     return replace(header, model=replace(model, hints=hints, others=()))
 
 
