@@ -31,7 +31,8 @@ from torch import nn
 
 import deepspeed_ucp
 from deepspeed_ucp.engine_state import find_state
-from deepspeed_ucp.saves.saver import finish_saves, wait_for_copies
+from deepspeed_ucp.saves.saver import wait_for_copies
+from deepspeed_ucp.saves.saving import finish_saves
 
 WIDTH, ROWS = 2048, 8
 BUCKET = "bucket"

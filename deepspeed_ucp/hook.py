@@ -29,7 +29,9 @@ from .load.disabled import load_switched_off
 from .load.resume import resume
 from .patterns import from_config
 from .preemption import end_step
-from .saves.saver import find_in_memory, foresee_saves, forget_frozen, save_into_memory, wait_for_copies
+from .saves.finding import find_in_memory
+from .saves.saver import forget_frozen, wait_for_copies
+from .saves.saving import foresee_saves, save_into_memory
 from .sealing import seal_last, seal_late, seal_save
 from .targets.guard import guard_engine
 from .uncaught import find_fault, shorten_uncaught

@@ -18,7 +18,7 @@ import numpy as np
 from .comm import connect
 from .engine_state import Preemption, find_state
 from .heartbeat import has_passed_on, is_watched
-from .saves.saver import finish_saves
+from .saves.saving import finish_saves
 from .writer import end_writer, finish_save
 
 logger = logging.getLogger("deepspeed_ucp")

@@ -1,4 +1,4 @@
-"""Saves into memory, on the ranks: DeepSpeed's own save into another folder; and loads from there.
+"""What each rank has of an engine's saves into memory (:mod:`.saving` makes them, all ranks together).
 
 On each node one rank, the node's first, keeps the folder, starts the writer and tells it of saves.
 """
@@ -9,39 +9,27 @@ import atexit
 import logging
 import os
 import shutil
-import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakSet
 
-from torch import is_tensor
-from torch.optim import Optimizer
-
-from ..comm import Comm, connect
+from ..comm import Comm
 from ..config import SaveOptions, UniversalConfig
-from ..engine_state import find_state
-from ..errors import ConfigError, StorageError, UcpError, count_of
+from ..errors import StorageError, UcpError, count_of
 from ..io.filesystems import MEMORY, find_kind
 from ..io.memory import identify_host
-from ..io.paths import is_url
 from ..sources.files import BASE
-from ..sources.latest import read_latest
-from ..sources.older import find_age
 from ..sources.seal import SealedFile
-from ..wrappers import USE_MUON, find_live
-from ..writer import is_decoupled
 from .files import MappedFiles, Stable, StateFile, save_over
-from .frozen import FrozenBase, choose_base
-from .memory import Destination, Job, Snapshot, count_free, drop_unwanted, find_root, list_jobs, locate, name_job
-from .neighbours import Neighbours, find_neighbours
-from .places import find_mark
+from .frozen import FrozenBase
+from .memory import Destination, Job, Snapshot, count_free, drop_unwanted, find_root, list_jobs, locate
+from .neighbours import Neighbours
+from .states import find_stable
 from .writer import is_locked, list_late, start_writer
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -52,14 +40,12 @@ _POLLED = 0.05
 _COPIED = 0.005
 """Seconds between looks whether the node's other ranks have copied."""
 
+ADVICE = 'Give the container more memory, or let "save": {"memory": …} name a folder of local NVMe'
+
 _AT_ONCE = 'without "overlap" all is copied before a save returns'
 
 _STARTING = 20.0
 """Seconds that a writer may take to start."""
-
-_SPARE = 1.05
-"""Of the bytes that a save is reckoned to take: files have more in them than tensors."""
-
 
 _claimed = dict[tuple[str, str], tuple[str, str, int]]()
 """By place of ``to`` and tag the folder that this script named for it, the job, and the step."""
@@ -92,6 +78,7 @@ class Saver:
         self.base: FrozenBase | None = None
         self._said = set[str]()
         self._lines: Any = None
+        _savers.add(self)
         self._reached, self._told = dict[str, int](), dict[str, int]()  # by place that is late
 
     def open(self) -> None:
@@ -122,7 +109,7 @@ class Saver:
         free = count_free(self.root)
         if free >= needed:
             return ""
-        return f"a save takes {needed >> 20:,} MiB of {self.root}, where {free >> 20:,} MiB are free. {_ADVICE}"
+        return f"a save takes {needed >> 20:,} MiB of {self.root}, where {free >> 20:,} MiB are free. {ADVICE}"
 
     def _list_dead(self) -> Iterator[Snapshot]:
         for job in list_jobs(self.root):
@@ -422,225 +409,11 @@ class Saver:
         self.job.disown()
 
 
-def save_into_memory(
-    engine: Any,
-    config: UniversalConfig,
-    save_dir: str,
-    tag: str,
-    write: Callable[..., Any],
-    *,
-    latest: bool,
-    by_itself: bool = False,
-    frozen: bool = True,
-) -> tuple[Any, bool]:
-    """Save into memory, from where a process of its own writes to the places; collective.
-
-    Args:
-        write: DeepSpeed's own save, into a folder of tags, by which arguments.
-        by_itself: no script has asked for it: it is not for ``save_dir``, and waits for nothing.
-        frozen: it is to have frozen parameters.
-
-    Returns:
-        What that has returned, and whether it has gone into memory. Where there is no room, and with tags and
-        writers that memory is not for, it has written to ``save_dir`` itself, with a warning: once what is pending
-        has been written.
-
-    Raises:
-        StorageError: it cannot go into memory, and DeepSpeed cannot write to where it is to go, or has not been asked
-            to; the same everywhere.
-    """
-    comm, saver = connect(), _open_saver(engine, config)
-    if saver.options.to:
-        comm.run(lambda: saver.claim(save_dir, tag, engine.global_steps))
-    saver.finish_copy()
-    saver.mapped.tidy()
-    saver.choose_copied(comm)
-    saver.number, saver.failed = saver.number + 1, ""
-    base = _choose_base(engine, saver, comm, wanted=frozen)
-    known = saver.bytes * (base is None or not base.is_new)
-    told = comm.each(lambda: (identify_host(), count_saved(engine), known, _find_obstacle(engine, tag)))
-    needed, obstacle = _count_needed(told), next(filter(None, (each[-1] for each in told)), "")
-
-    def begin() -> str:
-        return obstacle or next(filter(None, comm.each(partial(saver.begin, needed, save_dir))), "")
-
-    if why := begin():
-        _finish_others(engine, by_itself=by_itself)
-        saver.mapped.tidy(everything=True)
-        why = begin()
-    if not why:
-        saved, why = _write_quickly(engine, saver, base, write, comm)
-        if why:
-            _finish_others(engine, by_itself=by_itself)
-    if why:
-        saver.number -= 1
-        saved = _write_slowly(save_dir, why, write, comm, by_itself=by_itself)
-        comm.run(lambda: saver.drop_dead(save_dir, by_itself=False) if saver.is_first and latest else None)
-        return saved, False
-    step, local = engine.global_steps, engine.use_node_local_storage()
-
-    def end() -> None:
-        if saver.is_first:
-            shutil.rmtree(saver.job.spare, ignore_errors=True)
-            saver.warn_late(step)
-            saver.end(save_dir, tag, step, base, latest=latest, local=local, by_itself=by_itself)
-
-    if saver.options.overlap:
-        saver.end_behind(end, save_dir)
-    else:
-        comm.run(end)
-        saver.map_behind()
-    return saved, True
-
-
-def _choose_base(engine: Any, saver: Saver, comm: Comm, *, wanted: bool) -> FrozenBase | None:
-    """What has the frozen parameters of the save that is made; None where that has to have them; collective."""
-    if not wanted or saver.options.frozen == "always":
-        return None
-    if _is_plain(engine.checkpoint_engine):
-        base = choose_base(engine, saver.base, saver.job.folder, comm)
-    else:
-        base = f"a {type(engine.checkpoint_engine).__name__} writes its files"
-    if isinstance(base, str):
-        saver.tell_once(f'"frozen": "once": each save has all parameters, as {base}')
-        return None
-    return base
-
-
 def forget_frozen() -> None:
     """After a load, or another change: frozen parameters that have been saved need not be what they are now."""
     for saver in list(_savers):
         if saver.base is not None:
             saver.base.forget()
-
-
-def _write_quickly(
-    engine: Any, saver: Saver, base: FrozenBase | None, write: Callable[..., Any], comm: Comm
-) -> tuple[Any, str]:
-    """DeepSpeed's own save into memory, and why nothing has come of it, in words; collective."""
-    saver.note_stable(engine)
-    write_file = saver.write_file if base is None else partial(saver.write_split, base, engine)
-    with _write_by(engine.checkpoint_engine, write_file), _copy_by(saver.copy):
-        saved = write(saver.folder, **(base.arguments if base else {}))
-    answers = comm.each(lambda: (saver.failed, base.files if base else {}))
-    failed = next((failed for failed, _ in answers if failed), "")
-    if failed:
-        comm.run(saver.drop)
-    if base is not None:
-        saver.change_base(base, None if failed else [files for _, files in answers])
-    return saved, f"memory is full by now: {failed}. {_ADVICE}" if failed else ""
-
-
-def _finish_others(engine: Any, *, by_itself: bool) -> None:
-    """Before DeepSpeed's own save: `latest` would go back to what is written after it."""
-    if not by_itself:
-        finish_saves(engine)
-
-
-def _write_slowly(save_dir: str, why: str, write: Callable[[str], Any], comm: Comm, *, by_itself: bool) -> Any:
-    """DeepSpeed's own save, where it cannot go into memory; collective."""
-
-    def check() -> None:
-        if by_itself or is_url(save_dir):
-            raise StorageError(f"cannot be saved to by way of memory: {why}", path=save_dir)
-
-    comm.alike(check)
-    if comm.rank == 0:
-        logger.warning("%s: saved while training waits, as %s", save_dir, why)
-    return write(save_dir)
-
-
-def _is_plain(checkpoint_engine: Any) -> bool:
-    """Whether DeepSpeed's files are what ``torch.save`` makes of them, and nothing else."""
-    name = type(checkpoint_engine).__name__
-    return name == "TorchCheckpointEngine" and bool(checkpoint_engine.zipfile_serialization)
-
-
-@contextmanager
-def _write_by(checkpoint_engine: Any, write: Callable[[Any, str], None]) -> Iterator[None]:
-    """Have DeepSpeed's plain writer write in another way; what else it may be given writes in its own."""
-    if not _is_plain(checkpoint_engine):
-        yield
-        return
-    checkpoint_engine.save = write
-    try:
-        yield
-    finally:
-        del checkpoint_engine.save
-
-
-@contextmanager
-def _copy_by(copy: Callable[..., Any]) -> Iterator[None]:
-    """Have DeepSpeed copy in another way what lies beside its own files: swap files on NVMe, scripts."""
-    copying = (shutil, "copytree"), (sys.modules.get("deepspeed.runtime.engine"), "copyfile")
-    before = [(module, name, getattr(module, name)) for module, name in copying if hasattr(module, name)]
-    for module, name, work in before:
-        setattr(module, name, partial(copy, work))
-    try:
-        yield
-    finally:
-        for each in before:
-            setattr(*each)
-
-
-def finish_saves(engine: Any, *, required: bool = False) -> None:
-    """Wait until all places have an engine's saves that are to have them, ``wait_s`` at most; collective.
-
-    Args:
-        required: what is not there by then is an error: a trainer removes older checkpoints next.
-
-    Raises:
-        StorageError: it is required, and is not there; the same on every rank.
-    """
-    saver = find_state(engine).saver
-
-    def finish() -> None:
-        saver.finish_copy()
-        if saver.is_first and not saver.finish() and required:
-            raise StorageError(
-                f"its saves were not written within {saver.options.wait_s:.0f} s ({saver.job.folder}/log tells why). "
-                "Older checkpoints, which would be removed now, stay; memory has the newest one.",
-                path=", ".join(sorted(list_late(saver.job.list_saves()))),
-            )
-
-    if saver is not None:
-        connect().run(finish)
-
-
-_ADVICE = 'Give the container more memory, or let "save": {"memory": …} name a folder of local NVMe'
-
-
-def _find_obstacle(engine: Any, tag: str) -> str:
-    """Why a save cannot go by way of memory however much there is, in words; empty where it can."""
-    if is_decoupled(engine):
-        return 'its files come after it ("checkpoint": {"writer": {"decoupled": …}})'
-    if tag != os.path.normpath(tag) or os.path.isabs(tag) or tag in (".", "..") or tag.startswith("../"):
-        return f"its tag {tag!r} is no path of a folder below that one"
-    return ""
-
-
-def _open_saver(engine: Any, config: UniversalConfig) -> Saver:
-    """The engine's, made with its first save; collective."""
-    state = find_state(engine)
-    if state.saver is None:
-        comm = connect()
-        name, first = comm.broadcast(name_job()), list_first(config, comm)
-        saver = comm.run(partial(Saver, config, name, comm.rank, first))
-        comm.run(lambda: saver.open() if saver.is_first else None)
-        if saver.options.copies:
-            saver.neighbours = _find_neighbours(engine, saver, list(dict.fromkeys(first)), comm)
-        state.saver = saver
-        _savers.add(saver)
-    found: Saver = state.saver
-    return found
-
-
-def _find_neighbours(engine: Any, saver: Saver, first: Sequence[int], comm: Comm) -> Neighbours | None:
-    if not engine.use_node_local_storage():
-        return find_neighbours(saver.options, saver.job, first, comm)
-    if comm.rank == 0:
-        logger.warning("no node's save is copied to another: each has its own (checkpoint.use_node_local_storage)")
-    return None
 
 
 def list_first(config: UniversalConfig, comm: Comm) -> list[int]:
@@ -653,81 +426,6 @@ def list_first(config: UniversalConfig, comm: Comm) -> list[int]:
 
     ranks = dict[tuple[str, int, int], int]()
     return [ranks.setdefault(memory, rank) for rank, memory in enumerate(comm.each(look))]
-
-
-def _count_needed(told: Sequence[tuple[str, int, int, str]]) -> int:
-    """Bytes of memory that a save takes on this node, by what ranks tell of: host, reckoned, those of the last one."""
-    own = [each for each in told if each[0] == identify_host()]
-    return int(_SPARE * (max(before for _, _, before, _ in own) or sum(reckoned for _, reckoned, _, _ in own)))
-
-
-def foresee_saves(engine: Any, config: UniversalConfig) -> None:
-    """Say what saves of a new engine take of the nodes' memory, and what these have; collective.
-
-    Raises:
-        ConfigError: a node has no room for one; the same on every rank.
-    """
-    options, comm = config.save or SaveOptions(), connect()
-
-    def look() -> tuple[str, int, int]:
-        root = find_root(options.memory)
-        left = sum(job.count_bytes() for job in list_jobs(root) if not job.is_owned())  # it goes where it is needed
-        return identify_host(), count_saved(engine), count_free(root) + left
-
-    nodes = dict[str, tuple[int, int]]()
-    for host, needed, free in comm.each(look):
-        known = nodes.get(host, (0, free))
-        nodes[host] = known[0] + needed, min(known[1], free)
-    needed, free = max(nodes.values(), key=lambda node: node[0] - node[1])
-    needed = int(_SPARE * needed)
-    told = f"a save takes about {needed >> 20:,} MiB of {options.memory} on a node, where {free >> 20:,} MiB are free"
-    if needed > free:
-        raise ConfigError(f'{told}. {_ADVICE}, or leave out "save".')
-    if comm.rank == 0:
-        wanted = (options.keep + 1) * needed * (1 + min(options.copies, len(nodes) - 1))
-        few = "" if free >= wanted else "; older ones go before the next one is made"
-        logger.info("%s%s", told, few)
-
-
-def count_saved(engine: Any) -> int:
-    """Bytes of the tensors that a rank saves, about; with states that its optimizer makes in its first step."""
-    inner, masters, states = _list_states(engine)
-    model = _list_weights(engine) if engine.save_non_zero_checkpoint else []
-    kept = [param for param in engine.module.parameters() if not param.requires_grad]
-    model += [param.ds_tensor for param in kept if hasattr(param, "ds_tensor")]  # of ZeRO 3, by each rank
-    groups = getattr(inner, "param_groups", ())
-    later = max((len(group.get("betas", ())) or bool(group.get("momentum")) for group in groups), default=0)
-    unmade = [each for each in masters if not inner.state.get(each)] * later
-    return sum(int(each.numel() * each.element_size()) for each in [*masters, *states, *unmade, *model])
-
-
-def _list_states(engine: Any) -> tuple[Any, list[Any], list[Any]]:
-    """Torch's optimizer, within a wrapper or by itself; an engine's masters, and states; nothing of kinds not known."""
-    optimizer, row = engine.optimizer, find_live(engine.optimizer)
-    inner = getattr(optimizer, "optimizer", optimizer)
-    if row is not None and row.masters:
-        groups = [each if isinstance(each, list) else [each] for each in getattr(optimizer, row.masters)]
-        masters = [each for group in groups for each in group]
-    elif isinstance(optimizer, Optimizer):
-        masters = [each for group in optimizer.param_groups for each in group["params"]]
-    else:
-        return inner, [], []
-    states = [each for state in inner.state.values() for each in dict(state).values()]
-    return inner, [*filter(is_tensor, masters)], [*filter(is_tensor, states)]
-
-
-def find_stable(engine: Any) -> Stable:
-    """What of an engine only its optimizer's step changes; nothing of engines that do so beside the backward pass."""
-    inner, masters, states = _list_states(engine)
-    is_muon = any(group.get(USE_MUON) for group in getattr(inner, "param_groups", ()))
-    if not masters or is_muon or getattr(engine, "zenflow", False):
-        return Stable()
-    return Stable([*masters, *states, *_list_weights(engine)], engine.module.buffers())
-
-
-def _list_weights(engine: Any) -> list[Any]:
-    """Of the model, as far as saves have them: ZeRO 3 saves its masters alone."""
-    return [] if engine.zero_optimization_partition_weights() else list(engine.module.parameters())
 
 
 _savers = WeakSet[Saver]()
@@ -774,98 +472,3 @@ def _is_replaced(job: Job, save_dir: str) -> bool:
     if all(save.save_dir == own for save in saves):
         return bool(saves) and not is_locked(job)
     return not list_late(saves) and all(os.path.dirname(save.save_dir) == os.path.dirname(own) for save in saves)
-
-
-class Found(NamedTuple):
-    """A whole save in the nodes' memory.
-
-    Attributes:
-        folder: of tags, on this rank's node; nodes without a part of it have none there.
-        copies: the same for the parts of other nodes, as many on every rank; where there are fewer some are not there.
-    """
-
-    folder: str
-    tag: str
-    step: int
-    copies: tuple[str, ...] = ()
-
-
-def find_in_memory(config: UniversalConfig, load_dir: str, tag: Any, comm: Comm) -> Found | None:
-    """The newest save of a place that is whole in the memory of all nodes together; collective.
-
-    None where there is none, or where the place itself has a later one.
-    """
-    options = config.save
-    if options is None:
-        return None
-    root, wanted = comm.run(lambda: find_root(options.memory)), locate(load_dir)
-    is_first = list_first(config, comm)[comm.rank] == comm.rank
-
-    def look() -> list[tuple[Snapshot, str | None]]:
-        if not is_first:
-            return []
-        finish_dead(root, list_settings(config))
-        # A living job's next save writes over the memory of an older one.
-        jobs = [job for job in list_jobs(root) if job.is_own() or not job.is_owned()]
-        saves = [save for job in jobs for save in [*job.list_copies(), *job.list_saves()]]
-        saves = [save for save in saves if (save.latest if tag is None else save.tag == str(tag))]
-        mine = [save for save in saves if wanted in (save.save_dir, *(place.folder for place in save.places))]
-        return [
-            (replace(save, folder=os.path.relpath(save.folder, root)), save.read_done().get(wanted)) for save in mine
-        ]
-
-    nodes, found = defaultdict[tuple[str, int], set[int]](set), dict[tuple[str, int], tuple[Snapshot, str | None]]()
-    told = comm.each(look)
-    for save, mark in sorted((each for own in told for each in own), key=lambda each: -each[0].node):
-        nodes[save.key].add(save.node)
-        found[save.key] = save, mark
-    whole = [save for save, _ in found.values() if len(nodes[save.key]) == save.nodes]
-    whole.sort(key=lambda save: (save.step, save.number), reverse=True)
-
-    def choose() -> Snapshot | None:
-        marks = {save.key: _find_mark(save, found, load_dir) for save in whole}
-        return next((save for save in whole if _is_newer(save, marks[save.key], load_dir, tag)), None)
-
-    newest = comm.once(choose)
-    if newest is None:
-        return None
-    job, key = Job(os.path.join(root, os.path.dirname(newest.folder))), newest.key
-    most = max(sum(save.is_copy() and save.key == key for save, _ in own) for own in told)
-    copies = [copy.folder for copy in job.list_copies() if copy.key == key]
-    copies = [*copies, *[os.path.join(job.folder, "copy-none")] * most][:most]
-    return Found(job.find_folder(newest.number), newest.tag, newest.step, tuple(copies))
-
-
-def _find_mark(
-    save: Snapshot, found: Mapping[tuple[str, int], tuple[Snapshot, str | None]], load_dir: str
-) -> str | None:
-    """A save's mark in a place; what has given way to later ones, of which none has come there, counts as pending."""
-    mark = found[save.key][1]
-    if mark != "":
-        return mark
-    later = [each for each in found.values() if each[0].job == save.job and each[0].number > save.number]
-    # What a further node has written alone is no save yet.
-    has_come = any(other and (each.node == 0 or find_mark(load_dir, each.tag)) for each, other in later)
-    return None if later and not has_come else mark
-
-
-def _is_newer(save: Snapshot, mark: str | None, load_dir: str, tag: Any) -> bool:
-    """Whether a save is not older than what a place has, or is that.
-
-    What has been written there counts as long as the place names it and has its seal: who puts another tag into
-    ``latest``, or something else under this tag, wants that. A place that is gone wants nothing.
-
-    Args:
-        mark: of it there, where it has been written; None where it has not been yet; empty where it is not to be any
-            more.
-        tag: that is asked for.
-    """
-    try:
-        named = tag if tag is not None else read_latest(load_dir)
-        if mark == "" and tag is None:
-            return False
-        if mark and named is not None:
-            return named == save.tag and mark == find_mark(load_dir, save.tag)
-        return named is None or find_age([os.path.join(load_dir, named)]).step <= save.step
-    except (UcpError, OSError):
-        return True  # it cannot be told, and memory has a whole one

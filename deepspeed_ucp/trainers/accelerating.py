@@ -21,7 +21,7 @@ from ..engine_state import get_config
 from ..errors import CheckpointError, ConfigError, count_of
 from ..load.client import read_objects
 from ..saves.keeping import begin_save, can_guard, finish_folders, guard
-from ..saves.saver import finish_saves
+from ..saves.saving import finish_saves
 from ..sources.latest import check_tag
 from ..sources.open import look_at_job
 from .batches import Batch, refuse_loader_position, warn_unfinished

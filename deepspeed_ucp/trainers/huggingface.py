@@ -29,7 +29,7 @@ from ..errors import MismatchError, UnsupportedError, count_of, describe_changes
 from ..examine.tags import TRAINER_STATE
 from ..hook import read_options, show_decisions
 from ..saves.keeping import begin_save, can_guard, finish_folders, guard, remove_postponed, restore_times
-from ..saves.saver import finish_saves
+from ..saves.saving import finish_saves
 from .batches import LIVE, Batch
 from .hffolders import choose_folder, find_job, read_random, read_trainer_state
 from .randomness import restore_ranks

@@ -19,7 +19,7 @@ from ..data import Order
 from ..engine_state import find_state, get_config
 from ..errors import ConfigError
 from ..saves.keeping import begin_save, finish_folders, finish_here, remove_when_safe
-from ..saves.saver import finish_saves
+from ..saves.saving import finish_saves
 from ..sources.latest import find_checkpoint
 from ..sources.open import look_at_job
 from .batches import Batch, refuse_loader_position, warn_unfinished

@@ -17,7 +17,7 @@ from deepspeed_ucp.config import SaveOptions, UniversalConfig
 from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.io.store import read_small
 from deepspeed_ucp.saves.memory import Job
-from deepspeed_ucp.saves.saver import save_into_memory
+from deepspeed_ucp.saves.saving import save_into_memory
 from deepspeed_ucp.saves.writer import is_locked, list_late, start_writer
 from tests.convert.conversions import write_source
 from tests.saves.saving import find_writer, is_whole, make_save, wait_for

@@ -23,9 +23,10 @@ from deepspeed_ucp.config import SaveOptions, UniversalConfig
 from deepspeed_ucp.errors import DiskFullError
 from deepspeed_ucp.saves import neighbours
 from deepspeed_ucp.saves import saver as savers
+from deepspeed_ucp.saves.finding import find_in_memory
 from deepspeed_ucp.saves.memory import Job, Snapshot, find_root, name_job
 from deepspeed_ucp.saves.neighbours import Neighbours, Replicator, choose_neighbours, find_address, find_neighbours
-from deepspeed_ucp.saves.saver import Saver, find_in_memory
+from deepspeed_ucp.saves.saver import Saver
 from deepspeed_ucp.saves.writer import is_locked, start_writer
 from deepspeed_ucp.sources.frozen import read_reference
 from deepspeed_ucp.sources.seal import read_seal

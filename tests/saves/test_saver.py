@@ -24,8 +24,9 @@ from deepspeed_ucp.errors import CheckpointError, StorageError
 from deepspeed_ucp.io.memory import identify_host
 from deepspeed_ucp.load.context import LoadArguments
 from deepspeed_ucp.saves import saver as savers
+from deepspeed_ucp.saves.finding import Found, find_in_memory
 from deepspeed_ucp.saves.memory import Job, find_root, name_job
-from deepspeed_ucp.saves.saver import find_in_memory, finish_saves, save_into_memory
+from deepspeed_ucp.saves.saving import finish_saves, save_into_memory
 from tests.convert.conversions import write_source
 from tests.saves.saving import TAG, find_writer, is_whole, make_save, write
 
@@ -310,7 +311,7 @@ def test_only_the_rank_that_keeps_the_folder_starts_a_writer(job: Job, tmp_path:
 
 def test_a_rank_that_fails_alone_does_not_go_on_to_the_place(engine: FakeEngine) -> None:
     """The others would wait for it in what they do from memory."""
-    found, error = savers.Found("folder", TAG, 3), CheckpointError("alone")
+    found, error = Found("folder", TAG, 3), CheckpointError("alone")
     config, comm = UniversalConfig(save=SaveOptions()), Comm()
     with mock.patch.multiple(hook, find_in_memory=mock.DEFAULT, resume=mock.DEFAULT) as mocked:
         mocked["find_in_memory"].return_value, mocked["resume"].side_effect = found, error

@@ -18,7 +18,7 @@ from deepspeed.runtime.zero import GatheredParameters
 
 from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.saves.files import StateFile
-from deepspeed_ucp.saves.saver import count_saved
+from deepspeed_ucp.saves.states import count_saved
 from deepspeed_ucp.testing.capture import CapturedEngine, capture
 from deepspeed_ucp.testing.ranks import train as train_steps
 from tests.support.engines.cases import make_engine, train_engine
@@ -188,8 +188,8 @@ def foresee(ds_config: dict[str, Any], free: int) -> tuple[str, int, int]:
     """What a new engine tells with so many bytes free, and what a save of it is reckoned to take, before a step and
     after one."""
     with (
-        mock.patch("deepspeed_ucp.saves.saver.count_free", return_value=free),
-        mock.patch("deepspeed_ucp.saves.saver.logger.info") as told,
+        mock.patch("deepspeed_ucp.saves.saving.count_free", return_value=free),
+        mock.patch("deepspeed_ucp.saves.saving.logger.info") as told,
     ):
         engine = make_engine(ds_config)
     before = count_saved(engine)
