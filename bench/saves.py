@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import random
@@ -20,8 +19,8 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,8 +34,9 @@ import psutil  # noqa: E402
 import saves_ranks  # noqa: E402
 from cold import make_cold  # noqa: E402
 from peers import remove_flash  # noqa: E402
+from puts import serve_store  # noqa: E402
 from report import SAVES, describe_machine, put_part  # noqa: E402
-from saves_ranks import Figures, Plan, empty_store  # noqa: E402
+from saves_ranks import Figures, Plan  # noqa: E402
 from saves_report import make_section  # noqa: E402
 
 from deepspeed_ucp.config import SaveOptions  # noqa: E402
@@ -85,30 +85,6 @@ def measure_lost_node(worlds: WorldPool, plan: Plan) -> list[Figures]:
             loaded = worlds.get(1).run(saves_ranks.on_node, saves_ranks.resume, memory, part, 1)
         found.append(loaded[0])
     return found
-
-
-@contextmanager
-def serve_store(*, wanted: bool) -> Iterator[int]:
-    """The port of the tests' S3 server, in a process of its own; 0 without."""
-    if not wanted or not all(map(importlib.util.find_spec, ("moto", "s3fs"))):
-        yield 0
-        return
-    with subprocess.Popen([sys.executable, "-c", _SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        try:
-            port = int((process.stdout or sys.stdin.buffer).readline())
-            empty_store(port)
-            yield port
-        finally:
-            process.kill()
-
-
-_SERVER = """
-import sys
-from tests.stores.server import serve
-with serve() as server:
-    print(server.port, flush=True)
-    sys.stdin.read()  # until whoever has started it ends
-"""
 
 
 def end_writers(memory: str) -> None:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import http.client
-import itertools
 import math
 import os
 import random
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from email.message import Message
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +22,7 @@ import torch.distributed as dist
 from cold import list_files
 from meters import AnonymousPeak
 from peers import FlashSaver, Peer, TorchSaver, start_flash
+from puts import BUCKET, empty_store, put_parts, put_pieces
 from ranks import release_free_memory
 from torch import nn
 
@@ -35,8 +32,6 @@ from deepspeed_ucp.saves.saver import wait_for_copies
 from deepspeed_ucp.saves.saving import finish_saves
 
 WIDTH, ROWS = 2048, 8
-BUCKET = "bucket"
-PART, IN_FLIGHT = 8 << 20, 16  # as the writer uploads: parts of four files at once, four of each
 Figures = dict[str, float]
 """By what was measured: seconds, or bytes."""
 
@@ -52,6 +47,7 @@ class Plan:
         store: port of an S3 server with a bucket called `bucket`; 0: no upload is measured.
         flash: folder that DLRover is installed in; empty: it is left out.
         run: a name that nothing else has.
+        options: further ones of saves.
     """
 
     params_m: float
@@ -348,64 +344,3 @@ def sync_files(folder: str) -> None:
 def wait_for_file(file: Path) -> None:
     while not file.exists():
         time.sleep(0.002)
-
-
-def empty_store(port: int) -> None:
-    """Have a server that holds nothing but an empty bucket."""
-    ask_store(port, "POST", "/moto-api/reset")
-    ask_store(port, "PUT", f"/{BUCKET}")
-
-
-def ask_store(port: int, method: str, path: str, body: bytes = b"") -> tuple[Message, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", port)
-    try:
-        connection.request(method, path, body)
-        answer = connection.getresponse()
-        told = answer.read()
-    finally:
-        connection.close()
-    if answer.status != 200:
-        raise RuntimeError(f"{method} {path}: {answer.status} {told[:1000]!r}")
-    return answer.headers, told
-
-
-def put_pieces(port: int, files: Sequence[Path]) -> None:
-    """Each piece of the files is an object, which nothing has to put together."""
-
-    def put(piece: tuple[Path, int]) -> None:
-        file, start = piece
-        ask_store(port, "PUT", f"/{BUCKET}/{file.name}/{start}", _read(file, start))
-
-    with ThreadPoolExecutor(IN_FLIGHT) as pool:
-        list(pool.map(put, [(file, start) for file in files for start in _list_starts(file)]))
-
-
-def put_parts(port: int, files: Sequence[Path]) -> None:
-    """The pieces of each file become one object again."""
-
-    def put(file: Path) -> None:
-        url = f"/{BUCKET}/{file.name}"
-        told = ask_store(port, "POST", f"{url}?uploads")[1].decode()
-        upload = told.partition("<UploadId>")[2].partition("<")[0]
-
-        def put_part(number: int, start: int) -> str:
-            sent = ask_store(port, "PUT", f"{url}?partNumber={number}&uploadId={upload}", _read(file, start))
-            return f"<Part><PartNumber>{number}</PartNumber><ETag>{sent[0]['ETag']}</ETag></Part>"
-
-        with ThreadPoolExecutor(IN_FLIGHT // 4) as pool:
-            parts = "".join(pool.map(put_part, itertools.count(1), _list_starts(file)))
-        done = f"<CompleteMultipartUpload>{parts}</CompleteMultipartUpload>"
-        ask_store(port, "POST", f"{url}?uploadId={upload}", done.encode())
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(put, files))
-
-
-def _list_starts(file: Path) -> range:
-    return range(0, max(file.stat().st_size, 1), PART)
-
-
-def _read(file: Path, start: int) -> bytes:
-    with file.open("rb") as stream:
-        stream.seek(start)
-        return stream.read(PART)

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
+from puts import IN_FLIGHT, PART
 from report import MIB, Target, describe_targets, table
-from saves_ranks import IN_FLIGHT, PART
 
 HEADER = ("of ours", "median (range)", "beside", "median (range)", "ratio", "asked")
 COPY, NEW_COPY, OWN = "one copy of the state", "one copy of it into new memory", "DeepSpeed's own save, durable"

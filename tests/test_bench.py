@@ -6,6 +6,7 @@ import importlib
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -273,6 +274,14 @@ def test_what_was_not_measured_is_told(saves: ModuleType) -> None:
     ]
     lost = {**found, "lost": [{"seconds": 1.0, "fresh": 0.5, "storage": 7.0}] * 3}
     assert "| 7 bytes (7-7) " in saves.make_section(lost) and "A lost node" not in saves.make_section(lost)
+
+
+def test_memory_that_a_process_has_for_a_moment_is_seen(saves: ModuleType) -> None:
+    with importlib.import_module("meters").AnonymousPeak() as seen:
+        held = bytearray(b"x" * (40 << 20))
+        time.sleep(0.1)
+        del held
+    assert 30 << 20 < seen.peak - seen.before < 100 << 20
 
 
 def test_writers_below_a_folder_are_ended(saves: ModuleType, tmp_path: Path) -> None:
