@@ -62,6 +62,7 @@ def measure_resumes(
         for name, (count, stage) in targets.items():
             told: Figures = {}
             for cold in random.Random(round_).sample([False, True], 2):
+                worlds.close()  # DeepSpeed keeps the memory of engines at ZeRO 3 that have been destroyed
                 make_cold(Path(plan.folder))
                 loaded = worlds.get(count).run(saves_ranks.resume, plan, stage, cold=cold)[0]
                 told |= {f"cold {key}": value for key, value in loaded.items()} if cold else loaded

