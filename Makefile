@@ -49,7 +49,8 @@ TIDY = bash -c "$$TIDY_SCRIPT" tidy
 help:
 	@echo 'make demo    a GPT is trained on 4 ranks, killed, and resumed on 2 and on 3 (examples/byte_gpt);'
 	@echo '             then one with TP 2 and PP 2 goes on under other TP, PP and ZeRO (examples/megatron_gpt),'
-	@echo '             and a job under torchrun loses an agent, gets one, and hangs (examples/elastic_restart)'
+	@echo '             and jobs under torchrun lose an agent, get one, hang, and lose a process and a node that'
+	@echo '             had saved into memory (examples/elastic_restart)'
 	@echo 'make figures the correctness figures of the paper, all of them (examples/megatron_gpt; minutes each)'
 	@echo 'make proofs  where plain DeepSpeed resumes wrongly in an unchanged topology (examples/unchanged_topology)'
 	@echo 'make test    lint, all tests, and the engine smoke tests on the oldest DeepSpeed ($(OLDEST_DEEPSPEED))'

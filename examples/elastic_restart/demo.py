@@ -1,149 +1,45 @@
-"""A job on two agents that loses one, gets another, and hangs; nobody does anything about it.
+"""Two jobs on two agents that lose what can be lost; nobody does anything about it.
 
-    reference   1 rank, to the end
-    the job     two agents; one is killed with SIGKILL, its workers end with it; the other goes on alone, on half the
-                ranks with the same total batch; a new agent joins, the ranks save and the job grows; a rank is stopped
-                (SIGSTOP), which is noticed by its silence; to the end
+    reference       1 rank, to the end
+    the first job   saves to a folder every 10 steps. One agent is killed with SIGKILL, its workers end with it; the
+                    other goes on alone, on half the ranks with the same total batch; a new agent joins, the ranks save
+                    and the job grows; a rank is stopped (SIGSTOP), which is noticed by its silence; to the end
+    the second job  saves into memory every 5 steps, each node's part into the other node's memory too. A process is
+                    killed; then a whole node is: all its processes, and its memory. The other one goes on from its own
+                    memory, on half the ranks; to the end
 
 Exits with 1 when a step trained on other samples than the reference's, a loss is not the reference's (fp32 sums in
-another order, which moves a loss by 1e-6; measured 7e-7), a process is left over, or the job did not end as it should.
+another order, which moves a loss by 1e-6; measured 7e-7), a process is left over, or a job did not end as it should;
+and of the second job when a failure cost more than 5 steps, a step that was done twice on the same ranks has another
+loss by a bit, or something was read from its folder.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from picture import Restart, draw
+from agents import HERE, LONGEST, ROOT, DemoFailed, Job, is_alive, make_environment
+from picture import Restart, Scene, draw
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
 OUT = ROOT / "demo_out"
+MEMORY = "/dev/shm"
 BOUND = 1e-5  # of a loss, in nats; the samples are compared exactly
-PACE = 0.08  # seconds a step: a model that is not tiny
-HANG = 5
-LONGEST = 120.0  # seconds for anything to come
-CONF = f"keep_alive_interval=1,keep_alive_max_attempt=4,last_call_timeout=2,hang={HANG}"
+STORED, KEPT = 10, 5  # steps between saves to a folder, and into memory
+BESIDE = 30  # steps between saves of the second job to its folder
+SECOND = 80  # steps of the second job
+NAMES = ("detected", "rendezvous", "start", "load", "first step")  # of the phases of a restart
 
-
-class DemoFailed(Exception):
-    """Something did not come."""
-
-
-@dataclass
-class Job:
-    """The two agents, what they and their ranks log, and what was done to them.
-
-    Attributes:
-        began: the demo; ``launched``: its first agent.
-    """
-
-    folder: Path
-    ranks: int
-    steps: int
-    began: float = field(default_factory=time.time)
-    launched: float = 0.0
-    agents: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    faults: list[tuple[str, float]] = field(default_factory=list)
-
-    def say(self, text: str) -> None:
-        print(f"{time.time() - self.began:5.0f} s  {text}", flush=True)
-
-    def read(self, name: str) -> list[dict[str, Any]]:
-        path = self.folder / name
-        lines = path.read_text().split("\n")[:-1] if path.exists() else []
-        return [json.loads(line) for line in lines]
-
-    def start_agent(self) -> subprocess.Popen[bytes]:
-        command = [
-            *(sys.executable, "-m", "deepspeed_ucp", "torchrun", "--nnodes", "1:2", "--rdzv-id", "demo"),
-            *("--nproc-per-node", str(self.ranks), "--rdzv-endpoint", str(self.folder / "rendezvous")),
-            *("--rdzv-conf", f"{CONF},events={self.folder / 'events'}", str(HERE / "job.py")),
-            *("--steps", str(self.steps), "--pace", str(PACE)),
-            *("--folder", str(self.folder / "checkpoints"), "--record", str(self.folder / "log")),
-        ]
-        with (self.folder / f"agent{len(self.agents)}.out").open("wb") as output:
-            agent = subprocess.Popen(command, env=make_environment(), stdout=output, stderr=subprocess.STDOUT)
-        self.agents.append(agent)
-        return agent
-
-    def note(self, what: str) -> None:
-        self.faults.append((what, time.time()))
-        self.say(what)
-
-    def wait_for(self, what: str, condition: Callable[[], Any]) -> Any:
-        until = time.time() + LONGEST
-        while not (found := condition()):
-            if time.time() > until or all(agent.poll() is not None for agent in self.agents):
-                raise DemoFailed(f"{what} did not come; see the agents' last lines:\n{self.tail()}")
-            time.sleep(0.02)
-        return found
-
-    def wait_for_steps(self, world: int, count: int) -> int:
-        """Until a world of this size has taken some steps since the last fault; the last of them."""
-        since = self.faults[-1][1] if self.faults else 0.0
-
-        def look() -> int | None:
-            steps = [
-                each["step"]
-                for each in self.read("log")
-                if each["event"] == "step" and each["world"] == world and each["time"] > since
-            ]
-            return steps[-1] if len(steps) >= count else None
-
-        step = int(self.wait_for(f"step {count} of {world} ranks", look))
-        start = [each["step"] for each in self.read("log") if each["event"] == "loaded"][-1]
-        self.say(f"step {step:3}: {world} rank{'s train' if world > 1 else ' trains'}, from step {start} on")
-        return step
-
-    def find_ranks(self, agent: subprocess.Popen[bytes]) -> list[int]:
-        """Processes that this agent has started."""
-        pids = [each["pid"] for each in self.read("log") if each["event"] == "started"]
-        return [pid for pid in pids if is_child(pid, agent.pid)]
-
-    def tail(self) -> str:
-        texts = [path.read_text(errors="replace") for path in sorted(self.folder.glob("agent*.out"))]
-        return "\n".join("\n".join(text.splitlines()[-15:]) for text in texts)
-
-    def end(self) -> None:
-        for agent in self.agents:
-            if agent.poll() is None:
-                agent.kill()
-            agent.wait()
-        for each in self.read("log"):
-            if each["event"] == "started" and is_alive(each["pid"]):
-                os.kill(each["pid"], signal.SIGKILL)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
-
-
-def is_child(pid: int, parent: int) -> bool:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) == parent and is_alive(pid)
-    except FileNotFoundError:
-        return False
-
-
-def make_environment() -> dict[str, str]:
-    """One thread a rank: the model is tiny, and threads that wait for each other are slow where other work runs."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return {"DS_ACCELERATOR": "cpu", **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+Steps = Mapping[int, Mapping[str, Any]]
 
 
 def run_reference(job: Job) -> dict[int, dict[str, Any]]:
@@ -160,10 +56,11 @@ def run_reference(job: Job) -> dict[int, dict[str, Any]]:
     return {each["step"]: each for each in job.read("reference") if each["event"] == "step"}
 
 
-def run_job(job: Job) -> list[str]:
-    """Let everything happen to it; what went wrong."""
+def run_first(job: Job) -> list[str]:
+    """Let everything happen to agents; what went wrong."""
     whole = 2 * job.ranks
-    job.say(f"the job: {job.steps} steps on two agents with {job.ranks} rank{'s' * (job.ranks > 1)} each")
+    job.say(f"the first job: {job.steps} steps on two agents with {job.ranks} rank{'s' * (job.ranks > 1)} each")
+    job.say(f"it saves to its folder every {job.save_every} steps")
     job.launched = time.time()
     first, second = job.start_agent(), job.start_agent()
     job.wait_for_steps(whole, 25)
@@ -179,15 +76,38 @@ def run_job(job: Job) -> list[str]:
     job.note("a rank is stopped")
     os.kill(stopped, signal.SIGSTOP)
     job.wait_for_steps(whole, 3)
-    codes = [agent.wait(timeout=LONGEST) for agent in (second, third)]
+    return wait_for_end(job, second, third)
+
+
+def run_second(job: Job) -> list[str]:
+    """Let it lose a process, and a node with its memory; what went wrong."""
+    whole = 2 * job.ranks
+    job.say(f"the second job: {job.steps} steps on two agents, each a node with a folder of {job.memory} as its memory")
+    job.say(f"it saves into memory every {job.snapshot_every} steps, and to its folder every {job.save_every}")
+    job.launched = time.time()
+    first, second = job.start_agent(), job.start_agent()
+    job.wait_for_steps(whole, BESIDE + KEPT + 2)
+    doomed = job.find_ranks(second)[-1]
+    job.note("a process is killed")
+    os.kill(doomed, signal.SIGKILL)
+    # A node whose last save is still on its way costs some steps more: as many as are done in the time of a copy.
+    job.wait_for_steps(whole, 2 * KEPT, lambda step: step % KEPT == KEPT - 2 and job.has_copies())
+    job.note("a node is lost")
+    job.lose_node(1)
+    first.wait()
+    job.wait_for_steps(job.ranks, 3)
+    return wait_for_end(job, second)
+
+
+def wait_for_end(job: Job, *agents: subprocess.Popen[bytes]) -> list[str]:
+    codes = [agent.wait(timeout=LONGEST) for agent in agents]
     job.say("the job has ended")
-    pids = [each["pid"] for each in job.read("log") if each["event"] == "started"]
-    left = [pid for pid in pids if is_alive(pid)]
+    left = [each["pid"] for each in job.read_log("started") if is_alive(each["pid"])]
     return [f"agents ended with {codes}"] * any(codes) + [f"processes are left: {left}"] * bool(left)
 
 
 def find_restarts(job: Job) -> list[Restart]:
-    """The seconds of every phase of every restart, from the agents' events and the ranks' log."""
+    """What every restart has cost, from the agents' events and the ranks' log."""
     events, log = job.read("events"), job.read("log")
     restarts = []
     for at, (what, began) in enumerate(job.faults):
@@ -196,12 +116,25 @@ def find_restarts(job: Job) -> list[Restart]:
         end = find_last_round(own)
         starts = [e["time"] for e in own if e["event"] == "rendezvous" and e["pid"] in find_survivors(job, began)]
         after = [each for each in own if each["time"] >= end]
-        started = max(each["time"] for each in after if each["event"] == "started")
-        loaded = max(each["time"] for each in after if each["event"] == "loaded")
         step = min(each["time"] for each in after if each["event"] == "step")
-        times = [began, min(starts), end, started, loaded, step]
-        restarts.append(Restart(what, began - job.launched, [b - a for a, b in itertools.pairwise(times)]))
+        started = max(each["time"] for each in after if each["event"] == "started" and each["time"] < step)
+        loads = [each for each in after if each["event"] == "loaded" and each["time"] < step]
+        times = [began, min(starts), end, started, max(each["time"] for each in loads), step]
+        phases = [b - a for a, b in itertools.pairwise(times)]
+        again = find_lost(log, end, loads[0]["step"])
+        read = count_read(job, loads)
+        restarts.append(Restart(what, began - job.launched, phases, loads[0]["step"], again, read))
     return restarts
+
+
+def find_lost(log: Sequence[dict[str, Any]], end: float, start: int) -> list[float]:
+    """Seconds of the steps that were done before ``end`` and behind the step ``start``, and so are done again."""
+    seconds, before, last = dict[int, float](), 0.0, 0
+    for each in log:
+        if each["time"] < end and each["event"] == "step":
+            seconds[each["step"]], last = each["time"] - before, each["step"]
+        before = each["time"]
+    return [seconds[step] for step in range(start + 1, last + 1)]
 
 
 def find_last_round(events: Sequence[dict[str, Any]]) -> float:
@@ -221,56 +154,136 @@ def find_survivors(job: Job, began: float) -> set[int]:
     return {each["pid"] for each in job.read("events") if each["event"] == "round" and each["time"] < began}
 
 
-def compare(job: Job, reference: dict[int, dict[str, Any]]) -> list[str]:
+def count_read(job: Job, loads: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Bytes that all ranks have read in a load: of saves in memory, of copies there, of anything else."""
+    counts = {"saves": 0, "copies": 0, "elsewhere": 0}
+    for path, count in itertools.chain.from_iterable(each["read"].items() for each in loads):
+        is_kept = job.memory is not None and Path(path).is_relative_to(job.memory)
+        is_copy = is_kept and any(part.startswith("copy-") for part in Path(path).parts)
+        counts["copies" if is_copy else "saves" if is_kept else "elsewhere"] += count
+    return counts
+
+
+def compare(job: Job, reference: Steps) -> list[str]:
     """Every step that the job took, those that it took twice included, with the reference's."""
     faults = []
-    for each in job.read("log"):
-        if each["event"] != "step":
-            continue
+    for each in job.read_log("step"):
         expected = reference[each["step"]]
         if each["samples"] != expected["samples"]:
             faults.append(f"step {each['step']} on {each['world']} ranks trained on other samples")
         if not abs(each["loss"] - expected["loss"]) < BOUND:
             faults.append(f"step {each['step']}: loss {each['loss']:.6f}, uninterrupted {expected['loss']:.6f}")
-    taken = {each["step"] for each in job.read("log") if each["event"] == "step"}
-    return faults[:5] + ["steps are missing"] * (taken != set(reference))
+    taken = {each["step"] for each in job.read_log("step")}
+    return faults[:5] + ["steps are missing"] * (taken != set(range(1, job.steps + 1)))
 
 
-def tell(job: Job, reference: dict[int, dict[str, Any]], restarts: Sequence[Restart]) -> None:
-    names = ("detected", "rendezvous", "start", "load", "first step")
-    print(f"\n{'':26}" + "".join(f"{name:>12}" for name in names) + f"{'in all':>10}")
-    for restart in restarts:
-        cells = "".join(f"{seconds:10.2f} s" for seconds in restart.phases)
-        print(f"{restart.what:26}{cells}{sum(restart.phases):8.1f} s")
-    deltas = [
-        abs(each["loss"] - reference[each["step"]]["loss"]) for each in job.read("log") if each["event"] == "step"
-    ]
-    print(f"\n{len(deltas)} steps for {len(reference)}; the largest difference of a loss is {max(deltas):.1e}.")
+def find_repeated(job: Job) -> Iterator[tuple[int, float, float]]:
+    """Steps that were done twice on as many ranks, with both losses."""
+    seen: dict[int, dict[str, Any]] = {}
+    for each in job.read_log("step"):
+        before = seen.get(each["step"])
+        if before is not None and before["world"] == each["world"]:
+            yield each["step"], before["loss"], each["loss"]
+        seen[each["step"]] = each
+
+
+def check_memory(job: Job, restarts: Sequence[Restart]) -> dict[str, list[str]]:
+    """By what saves into memory promise where that was broken."""
+    repeated = list(find_repeated(job))
+    return {
+        f"each failure cost {job.snapshot_every} steps at most": [
+            f"{each.what}: {len(each.lost)} steps were done again"
+            for each in restarts
+            if len(each.lost) > job.snapshot_every
+        ],
+        "what was loaded came from memory, no byte from the checkpoint folder": [
+            f"{each.what}: {each.read}" for each in restarts if each.read["elsewhere"] or not each.read["saves"]
+        ],
+        "the lost node's part came from its neighbour's memory": [
+            f"{each.what}: {each.read}" for each in restarts[-1:] if not each.read["copies"]
+        ],
+        f"steps that were done twice on the same ranks ({len(repeated)}) have the same losses, to the last bit": [
+            f"step {step}: loss {before!r}, then {after!r}" for step, before, after in repeated if before != after
+        ],
+    }
+
+
+def tell(title: str, job: Job, reference: Steps, restarts: Sequence[Restart]) -> None:
+    print(f"\n{title:34}{'done again':>16}" + "".join(f"{name:>12}" for name in NAMES) + f"{'restart':>10}")
+    for each in restarts:
+        again = f"{len(each.lost)} steps, {sum(each.lost):.1f} s"
+        cells = "".join(f"{seconds:10.2f} s" for seconds in each.phases)
+        print(f"  {each.what:32}{again:>16}{cells}{sum(each.phases):8.1f} s")
+    steps = job.read_log("step")
+    worst = max(abs(each["loss"] - reference[each["step"]]["loss"]) for each in steps)
+    print(f"  {len(steps)} steps for {job.steps}; the largest difference of a loss is {worst:.1e}.")
+
+
+def tell_loads(restarts: Sequence[Restart]) -> None:
+    for each in restarts:
+        print(
+            f"  {each.what}: went on from step {each.start}; read {each.read['saves'] / 1e6:.1f} MB of saves and "
+            f"{each.read['copies'] / 1e6:.1f} MB of copies in memory, {each.read['elsewhere']} bytes of the folder"
+        )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="A job on two agents that goes on whatever happens to them.")
+    parser = argparse.ArgumentParser(description="Two jobs that go on whatever happens to their agents and nodes.")
     parser.add_argument("--ranks", type=int, default=1, help="of each agent")
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=140, help="of the first job")
     args = parser.parse_args()
     OUT.mkdir(exist_ok=True)
     (OUT / ".gitignore").write_text("*\n")
-    with tempfile.TemporaryDirectory(dir=OUT, prefix="restart-") as folder:
-        job = Job(Path(folder), args.ranks, args.steps)
+    began, broken = time.time(), list[str]()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what follows is removed all the same
+    with (
+        tempfile.TemporaryDirectory(dir=OUT, prefix="restart-") as folder,
+        tempfile.TemporaryDirectory(dir=MEMORY, prefix="ds_ucp-demo-") as memory,
+    ):
+        folders = [Path(folder, name) for name in ("first", "second")]
+        for each in folders:
+            each.mkdir()
+        first = Job(folders[0], args.ranks, args.steps, began, STORED)
+        second = Job(folders[1], args.ranks, min(SECOND, args.steps), began, BESIDE, KEPT, Path(memory))
         try:
-            reference = run_reference(job)
-            faults = [*run_job(job), *compare(job, reference)]
-            restarts = find_restarts(job)
-            tell(job, reference, restarts)
-            draw(reference, job.read("log"), restarts, job.launched, OUT / "elastic_restart.png")
+            broken = run(first, second)
         except (DemoFailed, subprocess.TimeoutExpired) as error:
-            faults = [str(error)]
+            broken = [str(error)]
         finally:
-            job.end()
-    print(f"Picture: {OUT / 'elastic_restart.png'}. {time.time() - job.began:.0f} s in all.")
-    for fault in faults:
-        print(f"FAILED: {fault}")
-    return 1 if faults else 0
+            first.end()
+            second.end()
+    print(f"Picture: {OUT / 'elastic_restart.png'}. {time.time() - began:.0f} s in all.")
+    for each in broken:
+        print(f"FAILED: {each}")
+    return 1 if broken else 0
+
+
+def run(first: Job, second: Job) -> list[str]:
+    """Run both jobs, and tell and draw what came of them; which promises were broken."""
+    reference = run_reference(first)
+    ended = [*run_first(first), *run_second(second)]
+    titles = f"saves to storage every {STORED} steps", f"saves into memory every {KEPT} steps"
+    restarts = [find_restarts(job) for job in (first, second)]
+    for title, job, own in zip(titles, (first, second), restarts, strict=True):
+        tell(title, job, reference, own)
+    tell_loads(restarts[1])
+    scenes = [
+        Scene(title, job.read_log("step"), own, job.launched, every)
+        for title, job, own, every in zip(titles, (first, second), restarts, (STORED, KEPT), strict=True)
+    ]
+    draw(reference, scenes, OUT / "elastic_restart.png")
+    promises = {
+        **check_memory(second, restarts[1]),
+        "every step had the samples and the loss of the uninterrupted run": [
+            *compare(first, reference),
+            *compare(second, reference),
+        ],
+        "both jobs ended by themselves, and left no process": ended,
+    }
+    print()
+    for promise, faults in promises.items():
+        print(f"{'BROKEN' if faults else 'kept'}: {promise}")
+    return [each for faults in promises.values() for each in faults]
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from model import ByteGPT, GPTConfig
 from torch.utils.data import DataLoader, Dataset
 from train import read_corpus
 
-from deepspeed_ucp import preemption, rng
+from deepspeed_ucp import preemption, rng, snapshots
 from deepspeed_ucp.data import ElasticSampler
 
 SIZES = GPTConfig(context=64, width=64, layers=2)
@@ -35,7 +35,10 @@ CONFIG = {
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
     "zero_optimization": {"stage": 1},
     "gradient_clipping": 1.0,
-    "checkpoint": {"universal": {"fallback": True, "seal": True}},
+}
+IN_MEMORY = {
+    "save": {"memory": "$NODE_MEMORY", "copies": 1},
+    "same_topology": "direct",  # for the report, which then tells of every file that was read
 }
 
 
@@ -65,10 +68,12 @@ class Log:
             file.write(line + "\n")
 
 
-def build(seed: int) -> Any:
+def build(seed: int, *, in_memory: bool) -> Any:
     torch.manual_seed(seed)
     model = ByteGPT(SIZES)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=CONFIG)
+    universal = {"fallback": True, "seal": True, **(IN_MEMORY if in_memory else {})}
+    config = {**CONFIG, "checkpoint": {"universal": universal}}
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     return engine
 
 
@@ -98,20 +103,24 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--folder", required=True, help="of the checkpoints")
     parser.add_argument("--record", required=True)
-    parser.add_argument("--save_every", type=int, default=10)
+    parser.add_argument("--save_every", type=int, default=10, help="steps, to the folder; 0: never")
+    parser.add_argument("--snapshot_every", type=int, default=0, help="steps, into the nodes' memory; 0: never")
     parser.add_argument("--pace", type=float, default=0.0, help="seconds that a step takes at least")
     args = parser.parse_args()
     deepspeed.init_distributed()
     log = Log(args.record)
-    engine = build(seed=1)
+    engine = build(seed=1, in_memory=args.snapshot_every > 0)
     text = Windows(read_corpus()[0], SIZES.context)
     sampler = ElasticSampler(text, engine.train_batch_size(), rank=dist.get_rank(), world=dist.get_world_size())
     sampler.follow(engine)
     rng.follow(engine)
     preemption.follow(engine, args.folder)
+    if args.snapshot_every:
+        snapshots.follow(engine, args.folder, every=args.snapshot_every)
     log.write("started", pid=os.getpid(), world=dist.get_world_size())
     engine.load_checkpoint(args.folder)
-    log.write("loaded", step=engine.global_steps)
+    read = {path: count for path, (count, _) in engine.ucp_report.files.items()} if engine.ucp_report else {}
+    log.write("loaded", step=engine.global_steps, read=read)
     batches = iter(DataLoader(text, batch_size=engine.train_micro_batch_size_per_gpu(), sampler=sampler))
     while engine.global_steps < args.steps:
         began = time.monotonic()

@@ -1,4 +1,4 @@
-"""The picture of the demo: the losses on the uninterrupted ones, the ranks over time, the seconds of each restart."""
+"""The picture of the demo: losses on the uninterrupted ones, ranks over time, and what each failure cost."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -17,33 +18,51 @@ if TYPE_CHECKING:
 PHASES = ("detection", "rendezvous", "start of the processes", "load", "first step")
 COLOURS = ("#d55e00", "#cc79a7", "#0072b2", "#009e73", "#e0b000")  # told apart by colour-blind readers too
 BY_WORLD = ("#0072b2", "#d55e00", "#009e73")
+LOST = "#444444"
 
 
 @dataclass(frozen=True)
 class Restart:
-    """What happened, when (seconds of the job), and the seconds of each phase until training went on."""
+    """What happened, when (seconds of the job), and what it cost.
+
+    Attributes:
+        phases: seconds of each phase until training went on.
+        start: the step after which it went on.
+        lost: seconds of each step that had been done after that one, and was done again.
+        read: bytes that the ranks read for it, by where they lay.
+    """
 
     what: str
     began: float
     phases: Sequence[float]
+    start: int
+    lost: Sequence[float]
+    read: Mapping[str, int]
 
 
-def draw(
-    reference: Mapping[int, Mapping[str, Any]],
-    log: Sequence[Mapping[str, Any]],
-    restarts: Sequence[Restart],
-    began: float,
-    path: Path,
-) -> None:
-    figure = Figure(figsize=(11, 9), dpi=130, layout="constrained")
-    losses, worlds, phases = figure.subplots(3, 1, height_ratios=(3, 1.5, 1.3))
-    steps = [each for each in log if each["event"] == "step"]
-    _draw_losses(losses, reference, steps)
-    _draw_worlds(worlds, steps, restarts, began)
-    _draw_phases(phases, restarts)
-    for axes in (losses, worlds, phases):
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
+@dataclass(frozen=True)
+class Scene:
+    """A job: how it saves, what its log has of steps, its restarts, when it began, and steps between its saves."""
+
+    title: str
+    steps: Sequence[Mapping[str, Any]]
+    restarts: Sequence[Restart]
+    began: float
+    every: int
+
+
+def draw(reference: Mapping[int, Mapping[str, Any]], scenes: Sequence[Scene], path: Path) -> None:
+    figure = Figure(figsize=(15, 11.5), dpi=110, layout="constrained")
+    figure.suptitle("Jobs that go on whatever happens to their agents and nodes", fontsize=14)
+    figure.get_layout_engine().set(hspace=0.06, wspace=0.03)
+    axes = figure.subplots(3, 2, height_ratios=(2.6, 1.4, 1.9))
+    for (losses, worlds), scene in zip(axes[:2].T, scenes, strict=True):
+        _draw_losses(losses, reference, scene)
+        _draw_worlds(worlds, scene)
+    _draw_costs(*axes[2], scenes)
+    for each in axes.flat:
+        each.grid(alpha=0.25, axis="x" if each in axes[2] else "both")
+        each.spines[["top", "right"]].set_visible(False)
     FigureCanvasAgg(figure).print_png(str(path))
 
 
@@ -62,52 +81,79 @@ def _find_colour(steps: Sequence[Mapping[str, Any]], world: int) -> str:
     return BY_WORLD[sorted({each["world"] for each in steps}).index(world) % len(BY_WORLD)]
 
 
-def _draw_losses(axes: Axes, reference: Mapping[int, Mapping[str, Any]], steps: Sequence[Mapping[str, Any]]) -> None:
-    numbers = sorted(reference)
+def _draw_losses(axes: Axes, reference: Mapping[int, Mapping[str, Any]], scene: Scene) -> None:
+    numbers = range(1, max(each["step"] for each in scene.steps) + 1)
     values = [reference[number]["loss"] for number in numbers]
     axes.plot(numbers, values, color="0.65", linewidth=5, label="uninterrupted", solid_capstyle="round")
     named: set[int] = set()
-    for number, run in enumerate(_cut(steps)):
+    for number, run in enumerate(_cut(scene.steps)):
         world = run[0]["world"]
         label = None if world in named else f"{world} rank{'s' * (world > 1)}"
         named.add(world)
-        colour = _find_colour(steps, world)
+        colour = _find_colour(scene.steps, world)
         axes.plot([e["step"] for e in run], [e["loss"] for e in run], color=colour, linewidth=1.4, label=label)
         if number:
             axes.axvline(run[0]["step"], color=colour, linewidth=0.8, linestyle="--")
-    axes.set(xlabel="step", ylabel="loss (nats a byte)", title="A job that goes on whatever happens to its agents")
+    axes.set(xlabel="step (dashed: training goes on from here)", ylabel="loss (nats a byte)", title=scene.title)
     axes.legend(frameon=False)
 
 
-def _draw_worlds(axes: Axes, steps: Sequence[Mapping[str, Any]], restarts: Sequence[Restart], began: float) -> None:
-    most = max(each["world"] for each in steps)
-    for run in _cut(steps):
-        world, times = run[0]["world"], [run[0]["time"] - began, run[-1]["time"] - began]
-        axes.fill_between(times, world, color=_find_colour(steps, world), alpha=0.5)
-    for number, restart in enumerate(restarts):
+def _draw_worlds(axes: Axes, scene: Scene) -> None:
+    most = max(each["world"] for each in scene.steps)
+    for run in _cut(scene.steps):
+        world, times = run[0]["world"], [run[0]["time"] - scene.began, run[-1]["time"] - scene.began]
+        axes.fill_between(times, world, color=_find_colour(scene.steps, world), alpha=0.5)
+    for number, restart in enumerate(scene.restarts):
         axes.axvline(restart.began, color="black", linewidth=1.2)
         height = most * (1.22 if number % 2 else 1.05)  # neighbours are often close
         axes.annotate(restart.what, (restart.began, height), (3, 0), textcoords="offset points", fontsize=8)
     axes.set(xlabel="seconds", xlim=(0, None), ylabel="ranks that train", ylim=(0, most * 1.4), yticks=range(most + 1))
 
 
-def _draw_phases(axes: Axes, restarts: Sequence[Restart]) -> None:
-    for row, restart in enumerate(restarts):
-        left = 0.0
-        for name, colour, seconds in zip(PHASES, COLOURS, restart.phases, strict=True):
-            axes.barh(row, seconds, left=left, color=colour, label=name if row == 0 else None)
-            if seconds > 0.4:
-                axes.text(
-                    left + seconds / 2, row, f"{seconds:.1f}", ha="center", va="center", fontsize=8, color="white"
-                )
-            left += seconds
-        load, first = restart.phases[-2:]
-        axes.annotate(
-            f"{left:.1f} s, of these {load:.2f} load, {first:.2f} first step",
-            (left, row), (4, 0), textcoords="offset points", va="center", fontsize=8,
-        )  # fmt: skip
-    axes.set_xlim(0, 1.35 * max(sum(restart.phases) for restart in restarts))
-    axes.set_yticks(range(len(restarts)), [restart.what for restart in restarts])
-    axes.invert_yaxis()
-    axes.set(xlabel="seconds until training goes on")
-    axes.legend(frameon=False, fontsize=8, ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.28))
+def _draw_costs(work: Axes, waiting: Axes, scenes: Sequence[Scene]) -> None:
+    """A row for every restart, below a row with its job's title: lost work, and beside it the time without training."""
+    rows = [(scene, restart) for scene in scenes for restart in (None, *scene.restarts)]
+    longest = max(sum(each.phases) for scene in scenes for each in scene.restarts)
+    for row, (scene, restart) in enumerate(rows):
+        if restart is None:
+            work.annotate(scene.title, (0, row), (4, -4), textcoords="offset points", va="center", fontweight="bold")
+        else:
+            _draw_lost(work, row, scene, restart)
+            _draw_phases(waiting, row, restart, longest)
+    for axes in (work, waiting):
+        axes.set_yticks(range(len(rows)), [each.what if each and axes is work else "" for _, each in rows])
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        axes.tick_params(axis="y", length=0)
+        axes.set_axisbelow(True)
+    most = max(max(_find_most(scene), *(sum(each.lost) for each in scene.restarts)) for scene in scenes)
+    work.set(xlim=(0, 1.3 * most), xlabel="seconds of lost work: steps done again (outline: all from save to save)")
+    waiting.set(xlim=(0, 1.5 * longest), xlabel="seconds until training goes on")
+    handles = [Patch(color=colour, label=name) for name, colour in zip(PHASES, COLOURS, strict=True)]
+    waiting.legend(handles=handles, frameon=False, fontsize=8, ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.2))
+
+
+def _find_most(scene: Scene) -> float:
+    """Seconds of the steps between two saves."""
+    longest = max(_cut(scene.steps), key=len)
+    return float(scene.every * (longest[-1]["time"] - longest[0]["time"]) / max(1, len(longest) - 1))
+
+
+def _draw_lost(axes: Axes, row: int, scene: Scene, restart: Restart) -> None:
+    most, steps, seconds = _find_most(scene), len(restart.lost), sum(restart.lost)
+    axes.barh(row, most, facecolor="none", edgecolor="0.6", linestyle="--")
+    axes.barh(row, seconds, color=LOST)
+    text = f"{steps} step{'s' * (steps != 1)}, {seconds:.1f} s" if steps else "none"
+    right = max(most, seconds)
+    axes.annotate(text, (right, row), (4, 0), textcoords="offset points", va="center", fontsize=8)
+
+
+def _draw_phases(axes: Axes, row: int, restart: Restart, longest: float) -> None:
+    left = 0.0
+    for colour, seconds in zip(COLOURS, restart.phases, strict=True):
+        axes.barh(row, seconds, left=left, color=colour)
+        if seconds > longest / 30:  # else there is no room
+            axes.text(left + seconds / 2, row, f"{seconds:.1f}", ha="center", va="center", fontsize=8, color="white")
+        left += seconds
+    load, first = restart.phases[-2:]
+    text = f"{left:.1f} s: {load:.2f} load, {first:.2f} first step"
+    axes.annotate(text, (left, row), (4, 0), textcoords="offset points", va="center", fontsize=8)
