@@ -230,7 +230,7 @@ def tell_loads(restarts: Sequence[Restart]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Two jobs that go on whatever happens to their agents and nodes.")
     parser.add_argument("--ranks", type=int, default=1, help="of each agent")
-    parser.add_argument("--steps", type=int, default=140, help="of the first job")
+    parser.add_argument("--steps", type=int, default=160, help="of the first job")
     args = parser.parse_args()
     OUT.mkdir(exist_ok=True)
     (OUT / ".gitignore").write_text("*\n")
