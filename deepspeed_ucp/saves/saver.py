@@ -307,7 +307,7 @@ class Saver:
         ).write_record()  # fmt: skip
         files = (path for path in Path(self.folder).rglob("*") if path.is_file())
         self.bytes = sum(path.stat().st_size for path in files if not path.parent.name.startswith(BASE))
-        self._tell_writer()
+        self.tell_writer()
         if latest and (self.neighbours is None or self.neighbours.safe):  # else a lost node leaves the older ones alone
             self.drop_dead(save_dir, by_itself=by_itself)
 
@@ -323,8 +323,8 @@ class Saver:
             if _is_replaced(job, save_dir):
                 job.remove()
 
-    def _tell_writer(self) -> None:
-        """Of a new save, which is safe in memory: what keeps a writer from starting is a warning."""
+    def tell_writer(self) -> None:
+        """Of a new save, or that there will be one; what keeps a writer from starting is a warning: memory is safe."""
         if self._reach_writer():
             return
         try:
@@ -376,7 +376,7 @@ class Saver:
             if is_locked(self.job):
                 seen = now
             elif self._lines is not None:
-                self._tell_writer()  # it starts, or has been killed
+                self.tell_writer()  # it starts, or has been killed
             if now > min(end, seen + _STARTING):
                 logger.warning("still to be written: %s; see %s/log", ", ".join(sorted(late)), self.job.folder)
                 return False
@@ -389,7 +389,7 @@ class Saver:
     def finish(self) -> bool:
         """What :meth:`wait` does, for ``wait_s`` at most and with another writer where that has been killed."""
         if list_late(self.job.list_saves()):
-            self._tell_writer()
+            self.tell_writer()
         return self.wait(self.options.wait_s)
 
     def close(self) -> None:
@@ -398,7 +398,7 @@ class Saver:
         if not self.is_first:
             return
         if list_late(self.job.list_saves()):
-            self._tell_writer()
+            self.tell_writer()
         self._end_writer()
         end = time.monotonic() + self.options.wait_s
         self.wait(self.options.wait_s)

@@ -231,6 +231,7 @@ def _open_saver(engine: Any, config: UniversalConfig) -> Saver:
         comm.run(lambda: saver.open() if saver.is_first else None)
         if saver.options.copies:
             saver.neighbours = _find_neighbours(engine, saver, list(dict.fromkeys(first)), comm)
+        comm.run(lambda: saver.tell_writer() if saver.is_first else None)  # it starts while the first save is made
         state.saver = saver
     found: Saver = state.saver
     return found

@@ -363,7 +363,7 @@ def test_snapshots_count_apart_from_a_scripts_saves(engine: FakeEngine, tmp_path
         options = SaveOptions(memory=str(tmp_path / "memory"), wait_s=20.0, to=to)
         find_state(engine).saver = None
         for by_itself in (True, True, False, True, False):
-            with mock.patch.object(savers.Saver, "_tell_writer"):
+            with mock.patch.object(savers.Saver, "tell_writer"):
                 save_into_memory(
                     engine, UniversalConfig(save=options), str(tmp_path / "saved"), TAG,
                     lambda folder: write_source(Path(folder)), latest=True, by_itself=by_itself,

@@ -29,11 +29,11 @@ def settle() -> None:
 def hold() -> Iterator[None]:
     """Inside, the writer is told of no save; until then it has written all, and afterwards it goes on."""
     settle()
-    with mock.patch.object(Saver, "_tell_writer"):
+    with mock.patch.object(Saver, "tell_writer"):
         yield
     for saver in list_savers():
         if saver.is_first:
-            saver._tell_writer()
+            saver.tell_writer()
 
 
 def make_holder(folder: str, held: tuple[int, ...], told: list[dict[str, bool]]) -> Any:
