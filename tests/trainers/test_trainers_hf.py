@@ -421,6 +421,22 @@ def test_the_last_whole_checkpoint_stays_while_newer_ones_are_written(tmp_path: 
     assert rest[0].best == str(tmp_path / "out" / "checkpoint-12")
 
 
+@pytest.mark.skipif(not V5, reason="with transformers 4 a save is written when it returns")
+def test_a_machine_that_is_lost_leaves_the_last_whole_checkpoint(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """Although the limit is one, and the run has ended before the next one was written."""
+    out, save = str(tmp_path / "out"), {"memory": str(tmp_path / "memory"), "wait_s": 1.0}
+    options = {"save_total_limit": 1, **SAVES, "max_steps": 7}
+    config = make_config(1, {"save": save, "fallback": True})
+    run = ucp_worlds.get(1).run(
+        trainers_hf.train, out, config, held=(4, 99), stop=7, per_device_train_batch_size=8, **options
+    )
+    assert run[0].folders[-1] == {"checkpoint-2": True, "checkpoint-4": False, "checkpoint-6": False}
+    assert not list((tmp_path / "memory").rglob("*_states.pt"))
+    rest = ucp_worlds.get(1).run(trainers_hf.train, out, config, resume=True, per_device_train_batch_size=8, **options)
+    assert list(rest[0].samples) == [3, 4, 5, 6, 7]
+    assert any("passed over" in text and "checkpoint-6" in text for text in rest[0].warnings)
+
+
 def test_a_trainer_that_removes_folders_in_another_way_waits_for_its_saves(monkeypatch: pytest.MonkeyPatch) -> None:
     """As transformers 4 does, or a module that gets `shutil` in another way."""
     parts = {"rotate_checkpoints": None, "Trainer": SimpleNamespace(_finalize_training=None), "shutil": shutil}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,15 +44,23 @@ def make_holder(folder: str, held: tuple[int, ...], told: list[dict[str, bool]])
     class Holder(TrainerCallback):  # type: ignore[misc]
         holding: Any = None
 
+        def lose(self) -> None:
+            """The machine with what is held, if something is."""
+            if self.holding is not None:
+                for saver in list_savers():
+                    shutil.rmtree(saver.job.folder, ignore_errors=True)
+                self.holding.__exit__(None, None, None)
+
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if self.holding is None and state.global_step == held[0]:
+            if state.global_step == held[0]:
                 self.holding = hold()
                 self.holding.__enter__()
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             told.append(look(folder))
-            if state.global_step == held[-1]:
+            if self.holding is not None and state.global_step == held[-1]:
                 self.holding.__exit__(None, None, None)
+                self.holding = None
                 begun = time.monotonic()
                 settle()
                 assert time.monotonic() - begun < 30

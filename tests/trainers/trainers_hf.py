@@ -138,7 +138,7 @@ def train(
     Args:
         model: name of its class.
         most: samples for which a rank has memory.
-        held: steps after which nothing is written from memory.
+        held: from and to which step nothing is written from memory; what is held at the end is lost.
     """
     told = Trained()
     with (
@@ -177,11 +177,15 @@ def train(
             eval_dataset=Samples(8),
             callbacks=[make_notes(net, told, stop)],
         )
+        holder = None
         if held:
             from trainers_held import make_holder
 
-            trainer.add_callback(make_holder(folder, held, told.folders))
+            holder = make_holder(folder, held, told.folders)
+            trainer.add_callback(holder)
         trainer.train(resume_from_checkpoint=resume)
+        if holder is not None:
+            holder.lose()
         told.log = {entry["step"]: entry for entry in trainer.state.log_history if "loss" in entry}
         told.judged = {entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry}
         engine = trainer.deepspeed
