@@ -424,7 +424,7 @@ def test_the_last_whole_checkpoint_stays_while_newer_ones_are_written(tmp_path: 
 @pytest.mark.skipif(not V5, reason="with transformers 4 a save is written when it returns")
 def test_a_machine_that_is_lost_leaves_the_last_whole_checkpoint(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """Although the limit is one, and the run has ended before the next one was written."""
-    out, save = str(tmp_path / "out"), {"memory": str(tmp_path / "memory"), "wait_s": 1.0}
+    out, save = str(tmp_path / "out"), {"memory": str(tmp_path / "memory"), "wait_s": 60}
     options = {"save_total_limit": 1, **SAVES, "max_steps": 7}
     config = make_config(1, {"save": save, "fallback": True})
     run = ucp_worlds.get(1).run(

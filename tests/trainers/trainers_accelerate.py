@@ -11,7 +11,6 @@ import torch
 from trainers_gloo import choose_gloo
 from trainers_hf import Net, Samples, gather_weights
 
-from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.errors import StorageError
 
 
@@ -212,8 +211,6 @@ def save_twice(folder: str, ds_config: dict[str, Any]) -> str:
         accelerator, _, _, prepared = _prepare(ds_config, 8, 1, "plain")
         accelerator.save_state(folder)
         with hold():
-            saver = find_state(prepared[0]).saver
-            saver.options = saver.options.model_copy(update={"wait_s": 0.5})
             try:
                 accelerator.save_state(folder)
             except StorageError as error:

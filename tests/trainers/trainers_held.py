@@ -28,11 +28,16 @@ def settle() -> None:
 
 @contextmanager
 def hold() -> Iterator[None]:
-    """Inside, the writer is told of no save; until then it has written all, and afterwards it goes on."""
+    """Inside, the writer is told of no save, and is waited for for a second; until then it has written all, and
+    afterwards it goes on."""
     settle()
+    former = [(saver, saver.options) for saver in list_savers()]
+    for saver, options in former:
+        saver.options = options.model_copy(update={"wait_s": 1.0})
     with mock.patch.object(Saver, "tell_writer"):
         yield
-    for saver in list_savers():
+    for saver, options in former:
+        saver.options = options
         if saver.is_first:
             saver.tell_writer()
 
