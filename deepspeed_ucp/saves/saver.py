@@ -40,6 +40,9 @@ _POLLED = 0.05
 _COPIED = 0.005
 """Seconds between looks whether the node's other ranks have copied."""
 
+SPARE = 1.05
+"""Of the bytes that a save is reckoned to take: files have more in them than tensors."""
+
 ADVICE = 'Give the container more memory, or let "save": {"memory": …} name a folder of local NVMe'
 
 _AT_ONCE = 'without "overlap" all is copied before a save returns'
@@ -67,7 +70,8 @@ class Saver:
         self.root = find_root(options.memory)
         self.job = Job(os.path.join(self.root, name))
         self.neighbours: Neighbours | None = None
-        self.number, self.bytes, self.failed = 0, 0, ""
+        self.number, self.failed = 0, ""
+        self.needed: int | None = None  # bytes of memory that a save takes of this node, as far as this rank knows
         self.made = {False: 0, True: 0}  # saves that a script has asked for, and others
         self._thread: Thread | None = None
         self._behind = ""
@@ -92,7 +96,7 @@ class Saver:
         """Of the save that is made: of tags, in memory."""
         return self.job.find_folder(self.number)
 
-    def make_room(self, needed: int, save_dir: str) -> str:
+    def make_room(self, save_dir: str) -> str:
         """Let go of what is not needed, where a save would not fit; why it does not even so, in words.
 
         Args:
@@ -101,6 +105,7 @@ class Saver:
         safe, own = self.job.read_copying()[0], locate(save_dir)
         older = sorted(self.job.list_saves()[:-1], key=lambda save: save.number == safe)
         dead = [save for save in self._list_dead() if save.places or save.save_dir != own]
+        needed = self.needed or 0
         for save in [*dead, *older]:
             if count_free(self.root) < needed and (save.is_copy() or not save.list_pending()):
                 save.remove()
@@ -183,14 +188,14 @@ class Saver:
                 )
             _claimed[place, tag] = own
 
-    def begin(self, needed: int, save_dir: str) -> str:
+    def begin(self, save_dir: str) -> str:
         """Make the folder of the next save, on the node's first rank; why there is no room for it, in words."""
         if not self.is_first:
             return ""
         for number in self.job.list_numbers():  # what earlier ones have left that failed
             if self.job.is_unfinished(number):
                 shutil.rmtree(self.job.find_folder(number), ignore_errors=True)
-        if why := self.make_room(needed, save_dir):
+        if why := self.make_room(save_dir):
             return why
         os.makedirs(self.folder, mode=0o700)
         return ""
@@ -306,7 +311,7 @@ class Saver:
             places=tuple(places), folder=self.folder, by_itself=by_itself,
         ).write_record()  # fmt: skip
         files = (path for path in Path(self.folder).rglob("*") if path.is_file())
-        self.bytes = sum(path.stat().st_size for path in files if not path.parent.name.startswith(BASE))
+        self.needed = int(SPARE * sum(each.stat().st_size for each in files if not each.parent.name.startswith(BASE)))
         self.tell_writer()
         if latest and (self.neighbours is None or self.neighbours.safe):  # else a lost node leaves the older ones alone
             self.drop_dead(save_dir, by_itself=by_itself)

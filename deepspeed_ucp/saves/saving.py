@@ -21,14 +21,11 @@ from ..writer import is_decoupled
 from .frozen import FrozenBase, choose_base
 from .memory import count_free, find_root, list_jobs, name_job
 from .neighbours import Neighbours, find_neighbours
-from .saver import ADVICE, Saver, list_first
+from .saver import ADVICE, SPARE, Saver, list_first
 from .states import count_saved
 from .writer import list_late
 
 logger = logging.getLogger("deepspeed_ucp")
-
-_SPARE = 1.05
-"""Of the bytes that a save is reckoned to take: files have more in them than tensors."""
 
 
 def save_into_memory(
@@ -58,28 +55,25 @@ def save_into_memory(
         StorageError: it cannot go into memory, and DeepSpeed cannot write to where it is to go, or has not been asked
             to; the same everywhere.
     """
-    comm, saver = connect(), _open_saver(engine, config)
+    saver = _open_saver(engine, config)
+    comm = connect(waits=False)  # training has brought all ranks here, as to DeepSpeed's own barriers
     saver.finish_copy()
     saver.mapped.tidy()
     saver.choose_copied(comm)
     saver.number, saver.failed = saver.number + 1, ""
     base = _choose_base(engine, saver, comm, wanted=frozen)
-    known = saver.bytes * (base is None or not base.is_new)
-
-    def look() -> tuple[str, int, int, str]:
-        saver.claim(save_dir, tag, engine.global_steps)
-        return identify_host(), count_saved(engine), known, _find_obstacle(engine, tag)
-
-    told = comm.each(look)
-    needed, obstacle = _count_needed(told), next(filter(None, (each[-1] for each in told)), "")
+    if saver.needed is None or (base is not None and base.is_new):
+        told = comm.each(lambda: (identify_host(), count_saved(engine)))
+        saver.needed = int(SPARE * sum(count for host, count in told if host == identify_host()))
 
     def begin() -> str:
-        return obstacle or next(filter(None, comm.each(partial(saver.begin, needed, save_dir))), "")
+        saver.claim(save_dir, tag, engine.global_steps)
+        return _find_obstacle(engine, tag) or saver.begin(save_dir)
 
-    if why := begin():
+    if why := next(filter(None, comm.each(begin)), ""):
         _finish_others(engine, by_itself=by_itself)
         saver.mapped.tidy(everything=True)
-        why = begin()
+        why = next(filter(None, comm.each(begin)), "")
     if not why:
         saved, why = _write_quickly(engine, saver, base, write, comm)
         if why:
@@ -245,12 +239,6 @@ def _find_neighbours(engine: Any, saver: Saver, first: Sequence[int], comm: Comm
     return None
 
 
-def _count_needed(told: Sequence[tuple[str, int, int, str]]) -> int:
-    """Bytes of memory that a save takes on this node, by what ranks tell of: host, reckoned, those of the last one."""
-    own = [each for each in told if each[0] == identify_host()]
-    return int(_SPARE * (max(before for _, _, before, _ in own) or sum(reckoned for _, reckoned, _, _ in own)))
-
-
 def foresee_saves(engine: Any, config: UniversalConfig) -> None:
     """Say what saves of a new engine take of the nodes' memory, and what these have; collective.
 
@@ -269,7 +257,7 @@ def foresee_saves(engine: Any, config: UniversalConfig) -> None:
         known = nodes.get(host, (0, free))
         nodes[host] = known[0] + needed, min(known[1], free)
     needed, free = max(nodes.values(), key=lambda node: node[0] - node[1])
-    needed = int(_SPARE * needed)
+    needed = int(SPARE * needed)
     told = f"a save takes about {needed >> 20:,} MiB of {options.memory} on a node, where {free >> 20:,} MiB are free"
     if needed > free:
         raise ConfigError(f'{told}. {ADVICE}, or leave out "save".')

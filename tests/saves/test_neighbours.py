@@ -420,7 +420,8 @@ def test_copies_of_a_dead_job_go_where_a_save_needs_their_memory(nodes: Nodes) -
     config = UniversalConfig(save=SaveOptions(memory=nodes.memories[1]))
     saver = Saver(config, name_job(), 0, [0])
     with mock.patch.object(savers, "count_free", side_effect=lambda _: 0 if nodes.list_copies(1) else 100):
-        assert saver.make_room(10, str(nodes.folder / "place")) == ""
+        saver.needed = 10
+        assert saver.make_room(str(nodes.folder / "place")) == ""
 
 
 @pytest.mark.timeout(120)
