@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..atoms import MODULE, AtomicIndex, AtomKey
+from ..experts import is_expert
 from .coverage import has_drawn
 
 _PLAIN = frozenset({"16 bit", "tensor parallelism", "a pipeline", "frozen parameters", "experts"})
@@ -71,11 +72,13 @@ def _list_other_frozen(target: Any, index: AtomicIndex) -> Iterator[str]:
 def _list_options(target: Any) -> Iterator[str]:
     engine, topology = target.engine, target.topology
     pipeline = topology.pp > 1 or hasattr(engine, "is_pipe_parallel")
+    frozen = target.params.keys() - target.owned
     found = {
         "16 bit": topology.precision != "float32",
         "tensor parallelism": topology.tp > 1,
         "a pipeline": pipeline,
-        "frozen parameters": bool(target.params.keys() - target.owned),
+        "frozen parameters": bool(frozen),
+        "frozen experts": any(map(is_expert, frozen)),  # at ZeRO 2 it gives every rank those of the first one
         _describe_experts(target): bool(target.experts),
         f"offload {topology.offload}": topology.offload != "none/none",
         # Of both one node writes what others read.

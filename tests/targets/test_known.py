@@ -66,6 +66,10 @@ ODD: dict[str, tuple[Any, str]] = {
     "tensor parallelism at ZeRO 3": (make(("zero3", 3), topology={"tp": 2}), "tensor parallelism"),
     "degrees": (make(experts={"x": hold(2), "y": hold(4)}), "experts of other ranks or degrees"),
     "folded": (make(topology={"tp": 4}, experts={"x": hold(2, True)}), "experts of other ranks or degrees"),
+    "frozen experts": (
+        make(("zero12", 2), params={"a": 0, "moe.experts.w1.3": 0}, experts={"moe.experts.": hold(2)}),
+        "frozen experts",
+    ),
     "layer files": (make(("torch", 0), unfiled=lambda: ["tied.w"], has_copies=False), "tied.w (in no layer file)"),
     "node files": (
         make(experts={"x": hold(2)}, engine={"use_node_local_storage": lambda: True}),
