@@ -6,7 +6,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -145,3 +145,16 @@ def serve() -> Iterator[Server]:
     finally:
         http.shutdown()
         thread.join()
+
+
+@contextmanager
+def serve_bucket() -> Iterator[Server]:
+    """A server with a bucket, which this process's stores go to."""
+    from deepspeed_ucp.io import remote
+
+    with serve() as found:
+        remote.set_options(found.options)
+        with suppress(FileExistsError):  # moto's buckets are the process's
+            remote.connect("s3://x", writing=True)[0].mkdir(BUCKET)
+        yield found
+    remote.set_options({})

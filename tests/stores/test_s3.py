@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from deepspeed_ucp.load.transfer import Transfer
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.sources.latest import find_checkpoint, read_latest
 from deepspeed_ucp.stream.duplicates import check_samples
-from tests.stores.server import BUCKET, Asked, Fault, Server, fail_first, serve
+from tests.stores.server import BUCKET, Asked, Fault, Server, fail_first, serve_bucket
 from tests.support.ranks import run_ranks
 from tests.support.reshard import FakeTarget, Loaded, make_targets, open_everywhere, prepare_rank
 from tests.synth import Model, Param, State, Topology, random_state, write_checkpoint
@@ -42,12 +41,8 @@ SMALL = Model((Param("a.w", (30, 20)), Param("a.b", (20,)), Param("frozen", (5,)
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serve() as found:
-        remote.set_options(found.options)
-        with suppress(FileExistsError):  # moto's buckets are the process's
-            remote.connect("s3://x", writing=True)[0].mkdir(BUCKET)
+    with serve_bucket() as found:
         yield found
-    remote.set_options({})
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,9 @@ import torch.distributed as dist
 from deepspeed.runtime.zero import GatheredParameters
 
 from deepspeed_ucp.engine_state import find_state
+from deepspeed_ucp.io.store import list_tree
 from deepspeed_ucp.saves.files import StateFile
+from deepspeed_ucp.saves.removing import WRITTEN
 from deepspeed_ucp.saves.states import count_saved
 from deepspeed_ucp.testing.capture import CapturedEngine, capture
 from deepspeed_ucp.testing.ranks import train as train_steps
@@ -237,3 +239,11 @@ def load_plainly(ds_config: dict[str, Any], folder: str) -> dict[str, torch.Tens
         found = {name: p.detach().clone() for name, p in engine.module.named_parameters() if p.requires_grad}
         engine.destroy()
     return found
+
+
+def wait_for_marks(place: str) -> None:
+    """Wait until what nodes told each other by in the tags of a place is gone, a moment after all was there."""
+    end = time.monotonic() + 60
+    while found := [name for name in list_tree(place) if WRITTEN in name]:
+        assert time.monotonic() < end, found
+        time.sleep(0.05)
