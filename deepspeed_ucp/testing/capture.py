@@ -117,7 +117,7 @@ def _list_masters(wrapper: Any, inner: Any) -> Iterator[tuple[int, Masters]]:
     """Masters with the number of the optimizer's group that they are in."""
     row = next((row for row in WRAPPERS.values() if row.masters and hasattr(wrapper, row.masters)), None)
     if row is None:  # the raw torch optimizer
-        for number, group in enumerate(inner.param_groups if inner is not None else ()):
+        for number, group in enumerate(getattr(inner, "param_groups", ())):
             yield number, ((parameter, parameter, _identity) for parameter in group["params"])
         return
     for index, masters in enumerate(getattr(wrapper, row.masters)):
