@@ -457,7 +457,7 @@ def describe(value: Any) -> Any:
 def files_that_differ(left: str, right: str) -> list[str]:
     """Files that only one folder has, or whose contents differ. (DeepSpeed's stage 3 never pickles the same twice.)"""
     names = {path.relative_to(folder) for folder in (left, right) for path in Path(folder).rglob("*") if path.is_file()}
-    return sorted(str(name) for name in names if not _same(_read(Path(left) / name), _read(Path(right) / name)))
+    return sorted(str(name) for name in names if not is_same(_read(Path(left) / name), _read(Path(right) / name)))
 
 
 def _read(path: Path) -> Any:
@@ -466,17 +466,18 @@ def _read(path: Path) -> Any:
     return torch.load(path, weights_only=False, map_location="cpu") if path.suffix == ".pt" else path.read_bytes()
 
 
-def _same(left: Any, right: Any) -> bool:
+def is_same(left: Any, right: Any) -> bool:
+    """Whether two files' contents are, to the bit."""
     if type(left) is not type(right):
         return False
     if torch.is_tensor(left):
         is_alike = left.dtype == right.dtype and left.shape == right.shape
         return is_alike and (left.equal(right) or _has_bits(left, right))
     if isinstance(left, dict):
-        return list(left) == list(right) and all(_same(left[key], right[key]) for key in left)
+        return list(left) == list(right) and all(is_same(left[key], right[key]) for key in left)
     if isinstance(left, list | tuple):
-        return len(left) == len(right) and all(map(_same, left, right))
-    return bool(left == right) or (hasattr(left, "__dict__") and _same(vars(left), vars(right)))
+        return len(left) == len(right) and all(map(is_same, left, right))
+    return bool(left == right) or (hasattr(left, "__dict__") and is_same(vars(left), vars(right)))
 
 
 def _has_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
