@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
@@ -33,6 +34,11 @@ class SaveTier(BaseModel):
     every: int = Field(default=1, ge=1)
     keep: int | None = Field(default=None, ge=1)
     limit_mb_s: float | None = Field(default=None, gt=0)
+
+    @field_validator("place")
+    @classmethod
+    def _find_home(cls, place: str) -> str:
+        return os.path.expanduser(place)
 
 
 class SaveOptions(BaseModel):
@@ -66,6 +72,14 @@ class SaveOptions(BaseModel):
     copies: int = Field(default=0, ge=0)
     domain: str | None = None
     address: str | None = None
+
+    @field_validator("to")
+    @classmethod
+    def _refuse_twice(cls, to: list[SaveTier]) -> list[SaveTier]:
+        places = [tier.place.rstrip("/") if "://" in tier.place else os.path.abspath(tier.place) for tier in to]
+        if twice := next((tier.place for tier, own in zip(to, places, strict=True) if places.count(own) > 1), None):
+            raise ValueError(f"{twice} is named twice: a place has one `every` and one `keep`")
+        return to
 
 
 class UniversalConfig(BaseModel):

@@ -143,6 +143,7 @@ def test_the_guide_tells_every_option_and_its_default(pytestconfig: pytest.Confi
         ({"save": {"keep": 0}}, "save"),
         ({"save": {"to": [{"every": 2}]}}, "save"),
         ({"save": {"too": []}}, "save"),
+        ({"save": {"to": [{"place": "run"}, {"place": "./run/", "every": 10}]}}, "run is named twice"),
         ({"patterns": ("bloom",)}, "patterns"),
         ({"storage_options": "anon"}, "storage_options"),
         ({"trust_pickle": "yes"}, "trust_pickle"),

@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from ..errors import StorageError
+from ..errors import ConfigError, StorageError
 from ..io.disk import write_atomically
 from ..io.filesystems import MEMORY, find_kind
 from ..io.memory import measure_available
@@ -321,9 +321,13 @@ def find_root(memory: str) -> str:
     """The folder of this user's jobs in a folder of memory, which may name variables of the environment.
 
     Raises:
+        ConfigError: a variable is not set.
         StorageError: it is another user's.
     """
-    root = os.path.join(os.path.abspath(os.path.expandvars(memory)), f"deepspeed_ucp-{os.getuid()}")
+    named = os.path.expanduser(os.path.expandvars(memory))
+    if "$" in named:
+        raise ConfigError(f'"save": {{"memory": "{memory}"}} names a variable that is not set.')
+    root = os.path.join(os.path.abspath(named), f"deepspeed_ucp-{os.getuid()}")
     os.makedirs(root, mode=0o700, exist_ok=True)
     found = os.lstat(root)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():  # what lies there is loaded, and removed

@@ -50,6 +50,9 @@ _AT_ONCE = 'without "overlap" all is copied before a save returns'
 _STARTING = 20.0
 """Seconds that a writer may take to start."""
 
+_COPYING = 600.0
+"""Seconds that the node's other ranks may take longer to copy, however short the end of the job waits."""
+
 _claimed = dict[tuple[str, str], tuple[str, str, int]]()
 """By place of ``to`` and tag the folder that this script named for it, the job, and the step."""
 
@@ -256,13 +259,13 @@ class Saver:
 
     def _have_copied(self) -> bool:
         """Wait for the node's other ranks; whether all have copied their parts."""
-        until = time.monotonic() + self.options.wait_s
+        until = time.monotonic() + _COPYING
         while time.monotonic() < until:
             told = [name for name in os.listdir(self.folder) if name.startswith((".copied-", ".failed-"))]
             if len(told) == self.ranks:
                 return not any(name.startswith(".failed-") for name in told)
             time.sleep(_COPIED)
-        raise StorageError(f"of {self.ranks} ranks not all have copied their parts within {self.options.wait_s:.0f} s.")
+        raise StorageError(f"of {self.ranks} ranks not all have copied their parts within {_COPYING:.0f} s.")
 
     def wait_for_copy(self) -> None:
         """Wait until this rank has copied all that it saves: then it may be changed."""

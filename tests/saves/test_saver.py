@@ -20,7 +20,7 @@ from deepspeed_ucp import hook
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import SaveOptions, SaveTier, UniversalConfig
 from deepspeed_ucp.engine_state import find_state
-from deepspeed_ucp.errors import CheckpointError, StorageError
+from deepspeed_ucp.errors import CheckpointError, ConfigError, StorageError
 from deepspeed_ucp.io.memory import identify_host
 from deepspeed_ucp.load.context import LoadArguments
 from deepspeed_ucp.saves import saver as savers
@@ -210,6 +210,29 @@ def test_swap_files_that_memory_has_no_room_for_are_copied_by_deepspeed(
     assert (tmp_path / "place" / TAG / "offloaded_tensors" / "swapped").read_text() == "state"
     with pytest.raises(shutil.Error):
         shutil.copytree(str(tmp_path / "nvme"), str(tmp_path / "elsewhere"))
+
+
+def test_a_job_whose_end_waits_for_nothing_saves_behind_training(engine: FakeEngine, tmp_path: Path) -> None:
+    config = UniversalConfig(save=SaveOptions(memory=str(tmp_path / "memory"), wait_s=0.0, overlap=True))
+    with mock.patch.object(savers, "start_writer", side_effect=OSError("no process")):
+        save_into_memory(engine, config, str(tmp_path / "place"), TAG, lambda _: None, latest=True)
+        saver = find_state(engine).saver
+        saver.finish_copy()
+    assert [each.tag for each in saver.job.list_saves()] == [TAG]
+    saver.job.remove()
+
+
+def test_folders_may_lie_at_home_and_name_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NVME", str(tmp_path / "nvme"))
+    monkeypatch.delenv("SCRATCH", raising=False)
+    assert SaveTier(place="~/run").place == str(tmp_path / "run")
+    assert [os.path.dirname(find_root(each)) for each in ("~/memory", "$NVME")] == [
+        str(tmp_path / "memory"),
+        str(tmp_path / "nvme"),
+    ]
+    with pytest.raises(ConfigError, match="SCRATCH"):
+        find_root("$SCRATCH/memory")
 
 
 def test_two_engines_do_not_write_over_each_others_tags(
