@@ -228,6 +228,10 @@ class Job:
             os.close(self._held)
             self._held = None
 
+    def is_there(self) -> bool:
+        """Whether nobody has removed it."""
+        return os.path.exists(os.path.join(self.folder, _OWNER))
+
     def is_own(self) -> bool:
         """Whether this process saves into it."""
         return self.folder in _own

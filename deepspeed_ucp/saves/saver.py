@@ -94,6 +94,20 @@ class Saver:
         finish_dead(self.root, self.settings)
         atexit.register(self.close)
 
+    def is_lost(self) -> bool:
+        """Whether somebody has removed this job's folder."""
+        return self.is_first and not self.job.is_there()
+
+    def leave(self) -> None:
+        """Let go of a folder that is lost: another saver goes on in another one."""
+        self.finish_copy()
+        self.mapped.tidy(everything=True)
+        self._end_writer()
+        if self.neighbours is not None:
+            self.neighbours.close()
+        atexit.unregister(self.close)
+        self.job.disown()
+
     @property
     def folder(self) -> str:
         """Of the save that is made: of tags, in memory."""

@@ -216,12 +216,18 @@ def _find_obstacle(engine: Any, tag: str) -> str:
 
 
 def _open_saver(engine: Any, config: UniversalConfig) -> Saver:
-    """The engine's, made with its first save; collective."""
-    state = find_state(engine)
+    """The engine's, made with its first save, and anew where somebody has removed what it had; collective."""
+    state, comm = find_state(engine), connect()
+    lost: Saver | None = state.saver
+    if lost is not None and any(comm.each(lost.is_lost)):
+        if comm.rank == 0:
+            logger.warning("%s: removed while the job lives, with all saves in it; new ones go on", lost.job.folder)
+        lost.leave()
+        state.saver = None
     if state.saver is None:
-        comm = connect()
         name, first = comm.broadcast(name_job()), list_first(config, comm)
         saver = comm.run(partial(Saver, config, name, comm.rank, first))
+        saver.made = lost.made if lost is not None else saver.made
         comm.run(lambda: saver.open() if saver.is_first else None)
         if saver.options.copies:
             saver.neighbours = _find_neighbours(engine, saver, list(dict.fromkeys(first)), comm)

@@ -212,6 +212,17 @@ def test_swap_files_that_memory_has_no_room_for_are_copied_by_deepspeed(
         shutil.copytree(str(tmp_path / "nvme"), str(tmp_path / "elsewhere"))
 
 
+def test_memory_that_is_removed_while_the_job_lives_stops_no_training(
+    engine: FakeEngine, save: Callable[..., tuple[str, bool]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The saves in it are lost, the next one is not."""
+    for place in "first", "second":
+        assert save(str(tmp_path / place), TAG, lambda folder: write_source(Path(folder)))[1]
+        assert find_state(engine).saver.finish() and is_whole(str(tmp_path / place / TAG))
+        shutil.rmtree(tmp_path / "memory")
+    assert caplog.text.count("removed while the job lives") == 1
+
+
 def test_a_job_whose_end_waits_for_nothing_saves_behind_training(engine: FakeEngine, tmp_path: Path) -> None:
     config = UniversalConfig(save=SaveOptions(memory=str(tmp_path / "memory"), wait_s=0.0, overlap=True))
     with mock.patch.object(savers, "start_writer", side_effect=OSError("no process")):
