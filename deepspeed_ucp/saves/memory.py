@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ..errors import ConfigError, StorageError
-from ..io.disk import write_atomically
+from ..io.disk import sync_file, sync_folder, write_atomically
 from ..io.filesystems import MEMORY, find_kind
 from ..io.memory import measure_available
 from ..io.paths import is_url, normalize
@@ -158,11 +158,15 @@ class Snapshot:
         return os.path.exists(os.path.join(self.folder, f"{_RECORD}{self.node}.json"))
 
     def write_record(self) -> None:
-        """Say that it is whole on this node.
+        """Say that it is whole on this node, once its files are: a folder on a disk outlives the machine's end.
 
         Raises:
             OSError: it cannot be written.
         """
+        for above, _, names in os.walk(self.folder):
+            for name in names:
+                sync_file(os.path.join(above, name))
+            sync_folder(above)
         told = asdict(replace(self, folder=""))
         write_atomically(os.path.join(self.folder, f"{_RECORD}{self.node}.json"), json.dumps(told).encode())
 
@@ -193,6 +197,7 @@ class Snapshot:
     def _forget(self) -> None:
         with suppress(FileNotFoundError):
             os.unlink(os.path.join(self.folder, f"{_RECORD}{self.node}.json"))
+            sync_folder(self.folder)  # before anything is written over
 
 
 _own = set[str]()

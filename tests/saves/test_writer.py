@@ -20,7 +20,7 @@ from unittest import mock
 import pytest
 
 from deepspeed_ucp.errors import DiskFullError
-from deepspeed_ucp.saves import places
+from deepspeed_ucp.saves import memory, places
 from deepspeed_ucp.saves import writer as writing
 from deepspeed_ucp.saves.memory import Destination, Job, Snapshot, name_job
 from deepspeed_ucp.saves.writer import SaveWriter, is_locked, list_late, start_writer
@@ -56,6 +56,26 @@ def test_a_save_comes_to_its_place(job: Job, save: Callable[..., Snapshot], tmp_
     assert sorted(os.listdir(tmp_path / "place")) == [TAG, "latest", "zero_to_fp32.py"]
     assert (tmp_path / "place" / "latest").read_text() == TAG
     assert list_late(job.list_saves()) == {} and list(made.read_done()) == [str(tmp_path / "place")]
+
+
+def test_a_record_on_a_disk_is_not_ahead_of_its_files(
+    job: Job, save: Callable[..., Snapshot], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor behind what is written over them: a machine may stop at any time."""
+    events = list[str]()
+    for name in "sync_file", "sync_folder", "write_atomically":
+
+        def note(path: str, *_: object, name: str = name) -> None:
+            events.append(f"{name} {os.path.basename(path)}")
+
+        monkeypatch.setattr(memory, name, note)
+    made = save()
+    files = {f"sync_file {os.path.basename(each)}" for each in made.list_files()}
+    assert files < set(events[:-1]) and f"sync_folder {TAG}" in events and events[-1] == "write_atomically save-0.json"
+    events.clear()
+    Path(made.folder, "save-0.json").touch()
+    made.spare()
+    assert events == [f"sync_folder {os.path.basename(made.folder)}"] and os.path.exists(job.spare)
 
 
 def test_the_newest_save_stays_in_memory(job: Job, save: Callable[..., Snapshot], tmp_path: Path) -> None:
