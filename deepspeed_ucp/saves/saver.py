@@ -306,7 +306,6 @@ class Saver:
         base: FrozenBase | None = None,
         *,
         latest: bool,
-        local: bool,
         by_itself: bool,
     ) -> None:
         """All of the node's files are there: say so, and have the writer take them on.
@@ -321,11 +320,9 @@ class Saver:
         places = [Destination(locate(each.place), 1 if by_itself else each.keep, each.limit_mb_s) for each in turn]
         if not (self.options.to or by_itself):
             places.append(Destination(locate(save_dir)))
-        node, nodes = (0, 1) if local else (self.node, self.nodes)
         Snapshot(
-            job=self.job.name if nodes == self.nodes else f"{self.job.name}-{self.node}",
-            number=self.number, save_dir=locate(save_dir), tag=tag, step=step, latest=latest, node=node, nodes=nodes,
-            places=tuple(places), folder=self.folder, by_itself=by_itself,
+            job=self.job.name, number=self.number, save_dir=locate(save_dir), tag=tag, step=step, latest=latest,
+            node=self.node, nodes=self.nodes, places=tuple(places), folder=self.folder, by_itself=by_itself,
         ).write_record()  # fmt: skip
         files = (path for path in Path(self.folder).rglob("*") if path.is_file())
         self.needed = int(SPARE * sum(each.stat().st_size for each in files if not each.parent.name.startswith(BASE)))

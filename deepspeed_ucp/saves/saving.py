@@ -6,7 +6,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from ..io.paths import is_url
 from ..writer import is_decoupled
 from .frozen import FrozenBase, choose_base
 from .memory import count_free, find_root, list_jobs, name_job
-from .neighbours import Neighbours, find_neighbours
+from .neighbours import find_neighbours
 from .saver import ADVICE, SPARE, Saver, list_first
 from .states import count_saved
 from .writer import list_late
@@ -68,7 +68,7 @@ def save_into_memory(
 
     def begin() -> str:
         saver.claim(save_dir, tag, engine.global_steps)
-        return _find_obstacle(engine, tag) or saver.begin(save_dir)
+        return _find_obstacle(engine, saver, tag) or saver.begin(save_dir)
 
     if why := next(filter(None, comm.each(begin)), ""):
         _finish_others(engine, by_itself=by_itself)
@@ -83,13 +83,13 @@ def save_into_memory(
         saved = _write_slowly(save_dir, why, write, comm, by_itself=by_itself)
         comm.run(lambda: saver.drop_dead(save_dir, by_itself=False) if saver.is_first and latest else None)
         return saved, False
-    step, local = engine.global_steps, engine.use_node_local_storage()
+    step = engine.global_steps
 
     def end() -> None:
         if saver.is_first:
             shutil.rmtree(saver.job.spare, ignore_errors=True)
             saver.warn_late(step)
-            saver.end(save_dir, tag, step, base, latest=latest, local=local, by_itself=by_itself)
+            saver.end(save_dir, tag, step, base, latest=latest, by_itself=by_itself)
 
     if saver.options.overlap:
         saver.end_behind(end, save_dir)
@@ -206,12 +206,14 @@ def finish_saves(engine: Any, *, required: bool = False) -> None:
         connect().run(finish)
 
 
-def _find_obstacle(engine: Any, tag: str) -> str:
+def _find_obstacle(engine: Any, saver: Saver, tag: str) -> str:
     """Why a save cannot go by way of memory however much there is, in words; empty where it can."""
     if is_decoupled(engine):
         return 'its files come after it ("checkpoint": {"writer": {"decoupled": …}})'
     if tag != os.path.normpath(tag) or os.path.isabs(tag) or tag in (".", "..") or tag.startswith("../"):
         return f"its tag {tag!r} is no path of a folder below that one"
+    if saver.nodes > 1 and engine.use_node_local_storage():
+        return "no node can tell when all have written to folders of their own (checkpoint.use_node_local_storage)"
     return ""
 
 
@@ -229,20 +231,12 @@ def _open_saver(engine: Any, config: UniversalConfig) -> Saver:
         saver = comm.run(partial(Saver, config, name, comm.rank, first))
         saver.made = lost.made if lost is not None else saver.made
         comm.run(lambda: saver.open() if saver.is_first else None)
-        if saver.options.copies:
-            saver.neighbours = _find_neighbours(engine, saver, list(dict.fromkeys(first)), comm)
+        if saver.options.copies and not engine.use_node_local_storage():
+            saver.neighbours = find_neighbours(saver.options, saver.job, list(dict.fromkeys(first)), comm)
         comm.run(lambda: saver.tell_writer() if saver.is_first else None)  # it starts while the first save is made
         state.saver = saver
     found: Saver = state.saver
     return found
-
-
-def _find_neighbours(engine: Any, saver: Saver, first: Sequence[int], comm: Comm) -> Neighbours | None:
-    if not engine.use_node_local_storage():
-        return find_neighbours(saver.options, saver.job, first, comm)
-    if comm.rank == 0:
-        logger.warning("no node's save is copied to another: each has its own (checkpoint.use_node_local_storage)")
-    return None
 
 
 def foresee_saves(engine: Any, config: UniversalConfig) -> None:

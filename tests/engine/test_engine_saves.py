@@ -14,6 +14,7 @@ from deepspeed_ucp.errors import ConfigError
 from deepspeed_ucp.sources.seal import read_seal
 from deepspeed_ucp.testing import WorldPool
 from deepspeed_ucp.testing.compare import compare
+from tests.support.engines import ranks as engine_ranks
 from tests.support.engines import saves as engine_saves
 from tests.support.engines.cases import Case
 from tests.support.engines.ranks import files_that_differ
@@ -137,6 +138,24 @@ def test_nodes_hold_a_part_of_each_save(tmp_path: Path, ucp_worlds: WorldPool) -
     for found in world.run(engine_saves.on_nodes, engine_saves.load, memory, loader, folder):
         assert found[0].startswith(folder) and found[1]["number"] == 1
         assert compare(states[1], found[2])[1] == []
+
+
+def test_nodes_with_folders_of_their_own_are_saved_as_deepspeed_does(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """No node could tell whether all have theirs: nothing would ever be sealed. Of one node the folder is as any."""
+    save = {"memory": str(tmp_path / "memory$RANK"), "copies": 1}
+    local = Case(1, 2, "bf16", config={"checkpoint": {"use_node_local_storage": True, "universal": {"save": save}}})
+    world = ucp_worlds.get(2)
+    saved = world.run(engine_ranks.on_nodes, engine_ranks.save, local.training(), str(tmp_path))
+    parts = [{path.name for path in (tmp_path / f"node{node}").rglob("*optim_states.pt")} for node in range(2)]
+    assert all(parts) and not parts[0] & parts[1]
+    other = local.but(stage=3, precision="fp32")
+    for found in world.run(engine_ranks.on_nodes, engine_ranks.load_one, other.training(), str(tmp_path)):
+        assert found.direct and compare(saved[0].state, found.state)[1] == []
+    save["memory"] = str(tmp_path / "memory")
+    folder = str(tmp_path / "one")
+    for states in world.run(engine_saves.save_each, local.ds_config, folder, 1):
+        (found, *_) = world.run(engine_saves.load, local.ds_config, folder)
+        assert found[0].startswith(str(tmp_path / "memory")) and compare(states[0], found[2])[1] == []
 
 
 @pytest.mark.parametrize("lost", [0, 1])
