@@ -175,7 +175,7 @@ class SaveWriter:
         """Write the newest save that a place lacks, and drop older ones there, until it lacks none; whether it went.
 
         Of those that ``latest`` is to name, of the others, and of those that no script has asked for, each the newest:
-        one is not in the other's place.
+        one is not in the other's place. Nor are those of one step, under several tags.
         """
         try:
             while True:
@@ -225,8 +225,11 @@ class SaveWriter:
         for kind in (True, False), (True, True), (False, False):
             group = [each for each in self._list_pending(folder) if (each[0].latest, each[0].by_itself) == kind]
             first = next((number for number, (save, _) in enumerate(group) if save.number in begun), len(group))
-            chosen += group[first : first + 1]
-            spare += group[first + 1 :]
+            for save, place in group[first:]:
+                if save is group[first][0] or _is_beside(save, group[first][0]):
+                    chosen += [(save, place)] if save.number in begun else []
+                else:
+                    spare.append((save, place))
         spare += [each for each in chosen if is_replaced(each[0])]
         for save, place in spare:
             save.note_done(place, "")
@@ -293,6 +296,11 @@ class SaveWriter:
         if self._told.get(place) != why:
             self._told[place] = why
             logger.warning("%s: not written, to be tried again: %s", place, escape(why))
+
+
+def _is_beside(save: Snapshot, newer: Snapshot) -> bool:
+    """Whether a script has asked for both, one after the other: as the best one, and as the last."""
+    return save.step == newer.step and save.tag != newer.tag
 
 
 def list_late(saves: Sequence[Snapshot]) -> dict[str, int]:

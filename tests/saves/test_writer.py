@@ -97,6 +97,16 @@ def test_a_place_that_is_too_slow_gets_the_newest_alone(
     assert "too slow: a is dropped" in caplog.text and "b is dropped" in caplog.text
 
 
+def test_saves_of_one_step_take_each_others_place_under_one_tag_alone(
+    job: Job, save: Callable[..., Snapshot], tmp_path: Path
+) -> None:
+    for tag in "older", "best", "best", "last":
+        save(tag=tag, step=2 - (tag == "older"))
+    assert write(job)
+    assert sorted(os.listdir(tmp_path / "place")) == ["best", "last", "latest", "zero_to_fp32.py"]
+    assert (tmp_path / "place" / "latest").read_text() == "last"
+
+
 def test_a_save_that_latest_is_to_name_waits_for_its_like(
     job: Job, save: Callable[..., Snapshot], tmp_path: Path
 ) -> None:
