@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from ..comm import Comm
 from ..config import UniversalConfig
 from ..errors import UcpError
+from ..io.paths import normalize
 from ..sources.latest import read_latest
 from ..sources.older import find_age
 from .memory import Job, Snapshot, find_root, list_jobs, locate
@@ -39,17 +40,28 @@ def find_in_memory(config: UniversalConfig, load_dir: str, tag: Any, comm: Comm)
     """The newest save of a place that is whole in the memory of all nodes together; collective.
 
     None where there is none, or where the place itself has a later one.
+
+    Args:
+        load_dir: the folder of all tags, or without ``tag`` that of one, which need not be there yet.
     """
     options = config.save
     if options is None:
         return None
-    root, wanted = comm.run(lambda: find_root(options.memory)), locate(load_dir)
+    root = comm.run(lambda: find_root(options.memory))
     is_first = list_first(config, comm)[comm.rank] == comm.rank
+    comm.run(lambda: finish_dead(root, list_settings(config)) if is_first else None)
+    found = _find(root, load_dir, tag, comm, is_first=is_first)
+    if found is None and tag is None:
+        found = _find(root, *os.path.split(normalize(load_dir)), comm, is_first=is_first)
+    return found
+
+
+def _find(root: str, load_dir: str, tag: Any, comm: Comm, *, is_first: bool) -> Found | None:
+    wanted = locate(load_dir)
 
     def look() -> list[tuple[Snapshot, str | None]]:
         if not is_first:
             return []
-        finish_dead(root, list_settings(config))
         # A living job's next save writes over the memory of an older one.
         jobs = [job for job in list_jobs(root) if job.is_own() or not job.is_owned()]
         saves = [save for job in jobs for save in [*job.list_copies(), *job.list_saves()]]

@@ -121,6 +121,8 @@ def test_a_load_without_a_tag_takes_what_latest_is_to_name(job: Job, tmp_path: P
     make_save(job, str(tmp_path / "place"), tag="best", step=4, latest=False)
     assert find(tmp_path / "memory", tmp_path / "place") == "a"
     assert find(tmp_path / "memory", tmp_path / "place", "best") == "best"
+    assert find(tmp_path / "memory", tmp_path / "place" / "best") == "best"
+    assert find(tmp_path / "memory", tmp_path / "place" / "elsewhere") is None
 
 
 def test_what_a_place_does_not_count_hides_no_other_save(job: Job, tmp_path: Path) -> None:
