@@ -56,6 +56,9 @@ _COPYING = 600.0
 _claimed = dict[tuple[str, str], tuple[str, str, int]]()
 """By place of ``to`` and tag the folder that this script named for it, the job, and the step."""
 
+_given, _shared = dict[tuple[str, str], tuple[str, int]](), set[str]()
+"""By folder and tag the job that saved it last, and the step. Folders of which is told that two engines save there."""
+
 
 class Saver:
     """One engine's saves, on one rank.
@@ -191,9 +194,20 @@ class Saver:
     def claim(self, save_dir: str, tag: str, step: int) -> None:
         """Keep what two engines, or saves into two folders, put into one place of ``to`` apart.
 
+        Two engines that save one step under one tag into one folder are told of, once.
+
         Raises:
             StorageError: the place has another save of this script's under the same tag.
         """
+        folder, given = locate(save_dir), (self.job.name, step)
+        former, at = _given.get((folder, tag), given)
+        _given[folder, tag] = given
+        if former != self.job.name and at == step and folder not in _shared:
+            _shared.add(folder)
+            if self.rank == 0:
+                logger.warning(
+                    "%s: two engines save %r there, in each other's place: name a folder for each", folder, tag
+                )
         for tier in self.options.to:
             place, own = locate(tier.place), (locate(save_dir), self.job.name, step)
             other = _claimed.setdefault((place, tag), own)

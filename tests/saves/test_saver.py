@@ -248,6 +248,23 @@ def test_folders_may_lie_at_home_and_name_variables(tmp_path: Path, monkeypatch:
         find_root("$SCRATCH/memory")
 
 
+def test_two_engines_that_save_into_one_folder_are_told_of(
+    engine: FakeEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that goes on in the place of another is none of two."""
+    other, place = FakeEngine(**vars(engine)), str(tmp_path / "place")
+    config = UniversalConfig(save=SaveOptions(memory=str(tmp_path / "memory")))
+    other.global_steps += 1
+    with mock.patch.object(savers, "start_writer", side_effect=OSError("no process")):
+        for tag, told in ("first", 0), ("second", 1), ("third", 1):
+            for each in engine, other:
+                save_into_memory(each, config, place, tag, lambda _: None, latest=True)
+            assert caplog.text.count("two engines save") == told
+            other.global_steps = engine.global_steps
+    for each in engine, other:
+        find_state(each).saver.job.remove()
+
+
 def test_two_engines_do_not_write_over_each_others_tags(
     engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
