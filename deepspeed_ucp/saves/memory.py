@@ -303,6 +303,10 @@ class Job:
             with suppress(OSError):
                 os.rename(os.path.join(self.spare, tag, os.path.basename(path)), path)
 
+    def drop_spare(self) -> None:
+        """Give the memory back that is kept for the next save, as there will be none."""
+        shutil.rmtree(self.spare, ignore_errors=True)
+
     def holds_none(self) -> bool:
         """Whether none of its saves is whole on this node, nor another's part of one; one whose record is not
         understood may be."""

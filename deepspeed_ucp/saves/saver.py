@@ -130,7 +130,7 @@ class Saver:
             if count_free(self.root) < needed and (save.is_copy() or not save.list_pending()):
                 save.remove()
         if count_free(self.root) < needed:
-            shutil.rmtree(self.job.spare, ignore_errors=True)
+            self.job.drop_spare()
         free = count_free(self.root)
         if free >= needed:
             return ""
@@ -480,6 +480,7 @@ def finish_dead(root: str, settings: Mapping[str, Any]) -> None:
     for job in list_jobs(root):
         if job.is_owned():
             continue
+        job.drop_spare()
         saves = job.list_saves()
         if list_late(saves):
             try:

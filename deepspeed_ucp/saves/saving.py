@@ -87,7 +87,7 @@ def save_into_memory(
 
     def end() -> None:
         if saver.is_first:
-            shutil.rmtree(saver.job.spare, ignore_errors=True)
+            saver.job.drop_spare()
             saver.warn_late(step)
             saver.end(save_dir, tag, step, base, latest=latest, by_itself=by_itself)
 

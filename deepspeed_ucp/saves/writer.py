@@ -135,6 +135,7 @@ class SaveWriter:
                 note_end()
                 for thread in threads.values():
                     thread.join()
+                self.job.drop_spare()
                 return 1 if list_late(self.job.list_saves()) else 0
 
     def _serve(self, folder: str) -> None:

@@ -274,12 +274,15 @@ def test_killed_at_any_call(job: Job, save: Callable[..., Snapshot], tmp_path: P
 def test_the_process_ends_when_all_is_written(job: Job, save: Callable[..., Snapshot], tmp_path: Path) -> None:
     """Without those that started it, and with what came while it wrote."""
     lines = start_writer(job, SETTINGS)
-    save()
-    lines.write(b"\n")
+    for tag in "before", TAG:
+        save(tag=tag)
+        lines.write(b"\n")
+        lines.flush()
+        wait_for(lambda: not list_late(job.list_saves()))
+    wait_for(lambda: os.path.exists(job.spare))
     lines.close()
-    wait_for(lambda: not list_late(job.list_saves()))
     wait_for(lambda: not is_locked(job))
-    assert is_whole(str(tmp_path / "place" / TAG))
+    assert is_whole(str(tmp_path / "place" / TAG)) and not os.path.exists(job.spare)
 
 
 def test_a_killed_process_is_followed_by_another(job: Job, save: Callable[..., Snapshot], tmp_path: Path) -> None:
