@@ -24,6 +24,7 @@ from .version import __version__
 
 if TYPE_CHECKING:
     from .load.context import LoadReport
+    from .saves.saving import finish_saves
 
 __all__ = [
     "CheckpointError",
@@ -35,11 +36,12 @@ __all__ = [
     "UcpError",
     "UnsupportedError",
     "__version__",
+    "finish_saves",
     "install",
     "uninstall",
 ]
 
-_LAZY = {"LoadReport": ".load.context"}
+_LAZY = {"LoadReport": ".load.context", "finish_saves": ".saves.saving"}
 """Public names that are imported when they are asked for, and where they are."""
 
 
