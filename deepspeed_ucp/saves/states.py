@@ -45,7 +45,8 @@ def find_stable(engine: Any) -> Stable:
     """What of an engine only its optimizer's step changes; nothing of engines that do so beside the backward pass."""
     inner, masters, states = _list_states(engine)
     is_muon = any(group.get(USE_MUON) for group in getattr(inner, "param_groups", ()))
-    if not masters or is_muon or getattr(engine, "zenflow", False):
+    is_hybrid = type(engine).__name__ == "DeepSpeedHybridEngine"  # it fuses adapters into weights to generate
+    if not masters or is_muon or is_hybrid or getattr(engine, "zenflow", False):
         return Stable()
     return Stable([*masters, *states, *_list_weights(engine)], engine.module.buffers())
 
