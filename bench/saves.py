@@ -71,7 +71,8 @@ def measure_resumes(
 
 
 def measure_lost_node(worlds: WorldPool, plan: Plan) -> list[Figures]:
-    """Two nodes save, one's memory is gone, and the other one resumes alone."""
+    """Two nodes save, one's memory is gone, and the other one resumes alone; both are on this machine, whose memory has
+    four copies and two engines."""
     found = []
     for round_ in range(plan.rounds):
         with tempfile.TemporaryDirectory(dir=plan.memory) as memory:
@@ -117,7 +118,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             found["resumes"] = measure_resumes(worlds, replace(plan, folder=f"{folder}/resumed"), args.ranks, TARGETS)
             if "copies" in SaveOptions.model_fields:
                 say("a lost node")
-                found["lost"] = measure_lost_node(worlds, plan)
+                found["lost"] = measure_lost_node(worlds, replace(plan, params_m=plan.params_m / 3))
     return found
 
 

@@ -92,7 +92,7 @@ def _list_resumes(found: Mapping[str, Any]) -> Iterator[Row]:
         ):
             yield Row(f"resume from memory, → {name}", _take(told, "seconds"), title, _take(told, key), limit)
     if lost := found.get("lost"):
-        title = "resume without one of two nodes"
+        title = "resume without one of two nodes (a third of the parameters)"
         yield Row(title, _take(lost, "seconds"), NEW_COPY, _take(lost, "fresh"))
         yield Row(f"{title}: from storage", _take(lost, "storage"), limit=0, unit="bytes")
 
