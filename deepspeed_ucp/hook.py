@@ -109,9 +109,9 @@ def _log_once(text: str) -> None:
     logger.info("%s", text)
 
 
-def _configure_checkpointing(original: Callable[..., Any], engine: Any) -> None:
+def _configure_checkpointing(original: Callable[..., Any], engine: Any, *args: Any) -> None:
     """At ``initialize``, when the optimizer is there: what saves will take."""
-    original(engine)
+    original(engine, *args)
     config = get_config(engine)
     if config is not None and config.save is not None:
         foresee_saves(engine, config)
