@@ -33,6 +33,7 @@ from deepspeed_ucp.errors import UnsupportedError
 from deepspeed_ucp.load.client import check_trusted, read_objects
 from deepspeed_ucp.sources.reading import list_globals, read_stage
 from deepspeed_ucp.torchsave.torchfile import read_header
+from tests.support.pythons import OLD_MEMBERS
 from tests.synth import Model, Param, Run, Topology, build_files, random_state, write_files
 from tests.torchsave.inputs import rebuild_zip
 
@@ -54,9 +55,6 @@ class Level(enum.IntFlag):
     LOW = 1
     HIGH = 4
 
-
-OLD_MEMBERS = (3, 11) <= sys.version_info < (3, 11, 4)
-"""This Python pickles members of enums by `getattr`, and several of them by `operator.or_`, which is refused."""
 
 LEVELS = Level.LOW if OLD_MEMBERS else Level.LOW | Level.HIGH
 
@@ -288,6 +286,8 @@ def read_trusted(folder: Path, value: Any) -> Any:
 
 @pytest.mark.parametrize("kind", COMMON)
 def test_common_classes_come_back(tmp_path: Path, kind: str) -> None:
+    if OLD_MEMBERS and kind == "enums":
+        pytest.skip("this Python pickles members of flags by a `getattr` that is refused")
     assert same(read_trusted(tmp_path, COMMON[kind]), COMMON[kind])
 
 

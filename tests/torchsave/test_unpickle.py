@@ -28,6 +28,7 @@ from deepspeed_ucp.torchsave.objects import MOST_BITS, Global, PickledObject, to
 from deepspeed_ucp.torchsave.torchfile import read_header
 from deepspeed_ucp.torchsave.unpickle import read_pickle
 from tests.support.covering import cover, params
+from tests.support.pythons import OLD_MEMBERS
 from tests.synth import Model, Param, Run, Topology, build_files, random_state, write_files
 
 MODEL = Model((Param("a", (3, 5)), Param("b", (7,), group=1)), {"n": torch.arange(3)})
@@ -221,7 +222,7 @@ def test_objects_of_unknown_classes_keep_what_the_index_needs(tmp_path: Path) ->
     torch.save({"s": scaler, "z": ZeroStageEnum(2), "f": fragment_address(numel=3, start=4)}, tmp_path / "x.pt")
     tree = read_header(str(tmp_path / "x.pt")).tree
     assert tree["s"].get("cur_scale") == 2**16
-    assert to_member(tree["z"]) == 2
+    assert OLD_MEMBERS or to_member(tree["z"]) == 2
     fragment = tree["f"]
     assert (fragment.state or {}).get("numel", fragment.args[:1]) in (3, (3,))
 
