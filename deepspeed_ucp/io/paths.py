@@ -10,6 +10,9 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]+://")
 _CHAINED = re.compile(r"::[A-Za-z][A-Za-z0-9+.-]*://")
 _LOCAL = re.compile(r"(file|local)://")
 
+LONGEST_PATH = 4096
+"""Bytes of a path, which a system ends with one more (``PATH_MAX``)."""
+
 FOLDER = -1
 """Size of a folder among a folder's entries."""
 
@@ -32,6 +35,12 @@ class Entry:
     def is_folder(self) -> bool:
         """Whether it is no file."""
         return self.size == FOLDER
+
+
+def is_below(path: str) -> bool:
+    """Whether a path leads to something below a folder, by one name alone."""
+    is_plain = path == os.path.normpath(path) and path not in (".", "..") and not path.startswith(("/", "../"))
+    return is_plain and "\0" not in path and len(path) < LONGEST_PATH
 
 
 def is_url(path: str) -> bool:

@@ -17,7 +17,7 @@ from ..sources.latest import read_latest
 from ..sources.older import find_age
 from .memory import Job, Snapshot, find_root, list_jobs, locate
 from .places import find_mark
-from .saver import finish_dead, list_first, list_settings
+from .saver import finish_dead, keeps_folder, list_settings
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -48,7 +48,7 @@ def find_in_memory(config: UniversalConfig, load_dir: str, tag: Any, comm: Comm)
     if options is None:
         return None
     root = comm.run(lambda: find_root(options.memory))
-    is_first = list_first(config, comm)[comm.rank] == comm.rank
+    is_first = keeps_folder(config, comm)
     comm.run(lambda: finish_dead(root, list_settings(config)) if is_first else None)
     found = _find(root, load_dir, tag, comm, is_first=is_first)
     if found is None and tag is None:

@@ -23,13 +23,10 @@ from ..io.store import exists
 from ..sources.latest import LATEST, read_tag
 from ..sources.older import find_age
 from .memory import Job, find_root, list_jobs, locate
-from .saver import Saver, finish_dead, list_first, list_savers, list_settings
-from .writer import is_locked, list_late
+from .saver import Saver, finish_dead, keeps_folder, list_savers, list_settings
+from .writer import POLLED, STARTING, is_locked, list_late
 
 logger = logging.getLogger("deepspeed_ucp")
-
-_POLLED, _STARTING = 0.05, 20.0
-"""Seconds between looks whether a writer has done what is pending, and which it may take to start."""
 
 
 class _Wanted(NamedTuple):
@@ -194,7 +191,7 @@ def finish_folders(config: UniversalConfig, beside: str | os.PathLike[str], comm
     options = config.save
     if options is None:
         return
-    is_first, above = list_first(config, comm)[comm.rank] == comm.rank, locate(os.fspath(beside))
+    is_first, above = keeps_folder(config, comm), locate(os.fspath(beside))
 
     def finish() -> None:
         for saver in list_savers():
@@ -206,13 +203,13 @@ def finish_folders(config: UniversalConfig, beside: str | os.PathLike[str], comm
         begun, told = time.monotonic(), False
         while late := [job for job in list_jobs(root) if not job.is_owned() and _is_late(job, above)]:
             passed = time.monotonic() - begun
-            if passed > options.wait_s or (passed > _STARTING and not any(map(is_locked, late))):
+            if passed > options.wait_s or (passed > STARTING and not any(map(is_locked, late))):
                 logger.warning("%s: what memory has for it is not written: see %s/log", above, late[0].folder)
                 return
             if not told:
                 logger.info("%s: waiting for what memory has for it, %.0f s at most", above, options.wait_s)
                 told = True
-            time.sleep(_POLLED)
+            time.sleep(POLLED)
 
     comm.run(finish)
 

@@ -30,12 +30,9 @@ from .frozen import FrozenBase
 from .memory import Destination, Job, Snapshot, count_free, drop_unwanted, find_root, list_jobs, locate
 from .neighbours import Neighbours
 from .states import find_stable
-from .writer import is_locked, list_late, start_writer
+from .writer import POLLED, STARTING, is_locked, list_late, start_writer
 
 logger = logging.getLogger("deepspeed_ucp")
-
-_POLLED = 0.05
-"""Seconds between looks whether the writer has done what is pending."""
 
 _COPIED = 0.005
 """Seconds between looks whether the node's other ranks have copied."""
@@ -46,9 +43,6 @@ SPARE = 1.05
 ADVICE = 'Give the container more memory, or let "save": {"memory": …} name a folder of local NVMe'
 
 _AT_ONCE = 'without "overlap" all is copied before a save returns'
-
-_STARTING = 20.0
-"""Seconds that a writer may take to start."""
 
 _COPYING = 600.0
 """Seconds that the node's other ranks may take longer to copy, however short the end of the job waits."""
@@ -410,13 +404,13 @@ class Saver:
                 seen = now
             elif self._lines is not None:
                 self.tell_writer()  # it starts, or has been killed
-            if now > min(end, seen + _STARTING):
+            if now > min(end, seen + STARTING):
                 logger.warning("still to be written: %s; see %s/log", ", ".join(sorted(late)), self.job.folder)
                 return False
             if not told:
                 logger.info("waiting for saves to be written, %.0f s at most: %s", seconds, ", ".join(sorted(late)))
                 told = True
-            time.sleep(_POLLED)
+            time.sleep(POLLED)
         return True
 
     def finish(self) -> bool:
@@ -437,7 +431,7 @@ class Saver:
         self.wait(self.options.wait_s)
         if self.neighbours is not None:
             while self.neighbours.is_waited_for() and is_locked(self.job) and time.monotonic() < end:
-                time.sleep(_POLLED)
+                time.sleep(POLLED)
             self.neighbours.close()
         self.job.disown()
 
@@ -447,6 +441,11 @@ def forget_frozen() -> None:
     for saver in list(_savers):
         if saver.base is not None:
             saver.base.forget()
+
+
+def keeps_folder(config: UniversalConfig, comm: Comm) -> bool:
+    """Whether this rank is the first one of its node, which keeps the folder of memory; collective."""
+    return list_first(config, comm)[comm.rank] == comm.rank
 
 
 def list_first(config: UniversalConfig, comm: Comm) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from ..config import SaveOptions, UniversalConfig
 from ..engine_state import find_state
 from ..errors import ConfigError, StorageError
 from ..io.memory import identify_host
-from ..io.paths import is_url
+from ..io.paths import is_below, is_url
 from ..writer import is_decoupled
 from .frozen import FrozenBase, choose_base
 from .memory import count_free, find_root, list_jobs, name_job
@@ -210,7 +209,7 @@ def _find_obstacle(engine: Any, saver: Saver, tag: str) -> str:
     """Why a save cannot go by way of memory however much there is, in words; empty where it can."""
     if is_decoupled(engine):
         return 'its files come after it ("checkpoint": {"writer": {"decoupled": …}})'
-    if tag != os.path.normpath(tag) or os.path.isabs(tag) or tag in (".", "..") or tag.startswith("../"):
+    if not is_below(tag):
         return f"its tag {tag!r} is no path of a folder below that one"
     if saver.nodes > 1 and engine.use_node_local_storage():
         return "no node can tell when all have written to folders of their own (checkpoint.use_node_local_storage)"
@@ -221,7 +220,7 @@ def _open_saver(engine: Any, config: UniversalConfig) -> Saver:
     """The engine's, made with its first save, and anew where somebody has removed what it had; collective."""
     state, comm = find_state(engine), connect()
     lost: Saver | None = state.saver
-    if lost is not None and any(comm.each(lost.is_lost)):
+    if lost is not None and any(connect(waits=False).each(lost.is_lost)):  # as of the save
         if comm.rank == 0:
             logger.warning("%s: removed while the job lives, with all saves in it; new ones go on", lost.job.folder)
         lost.leave()

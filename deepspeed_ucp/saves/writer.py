@@ -29,8 +29,9 @@ from ..io.paths import is_url
 from ..io.store import set_storage_options
 from ..io.threads import map_threads
 from ..io.urls import abort_uploads
+from .copies import Replicator
 from .memory import LOCK, Destination, Job, Snapshot, drop_unwanted, is_held
-from .neighbours import Neighbours, Replicator
+from .neighbours import Neighbours
 from .places import end_save, has_begun, is_replaced, is_sealed, prune_place, wait_until, write_save
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -46,6 +47,13 @@ _BY_ITSELF = "\0by itself"
 
 _DOUBLED = 5
 """How often they double, with each failure that follows."""
+
+
+POLLED = 0.05
+"""Seconds between looks of who waits for a writer whether it has done what is pending."""
+
+STARTING = 20.0
+"""Seconds that a writer may take to start."""
 
 
 def main(folder: str) -> int:

@@ -21,11 +21,12 @@ import pytest
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import SaveOptions, UniversalConfig
 from deepspeed_ucp.errors import DiskFullError
-from deepspeed_ucp.saves import neighbours
+from deepspeed_ucp.saves import copies, neighbours
 from deepspeed_ucp.saves import saver as savers
+from deepspeed_ucp.saves.copies import Replicator
 from deepspeed_ucp.saves.finding import find_in_memory
 from deepspeed_ucp.saves.memory import Job, Snapshot, find_root, name_job
-from deepspeed_ucp.saves.neighbours import Neighbours, Replicator, choose_neighbours, find_address, find_neighbours
+from deepspeed_ucp.saves.neighbours import Neighbours, choose_neighbours, find_address, find_neighbours
 from deepspeed_ucp.saves.saver import Saver
 from deepspeed_ucp.saves.writer import is_locked, start_writer
 from deepspeed_ucp.sources.frozen import read_reference
@@ -97,14 +98,14 @@ class Nodes:
         """A connection to the second node, as one that has proved itself."""
         sock = socket.create_connection(self.listeners[1].getsockname())
         sock.settimeout(10)
-        neighbours._prove(sock, bytes.fromhex(secret), b"sender", b"taker")
+        copies._prove(sock, bytes.fromhex(secret), b"sender", b"taker")
         return sock
 
 
 @pytest.fixture
 def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
-    monkeypatch.setattr(neighbours, "_LOOKED", 0.01)
-    monkeypatch.setattr(neighbours, "_AGAIN", 0.02)
+    monkeypatch.setattr(copies, "_LOOKED", 0.01)
+    monkeypatch.setattr(copies, "_AGAIN", 0.02)
     made = Nodes(tmp_path)
     yield made
     made.stop()
@@ -172,7 +173,7 @@ def test_who_does_not_know_the_secret_is_not_heard(nodes: Nodes, caplog: pytest.
     wait_for(lambda: save.read_copied() == {"1": ""})
     assert "does not know this job's secret" in caplog.text
     assert nodes.list_copies(1) == []
-    with pytest.raises((neighbours._TransferError, OSError)):
+    with pytest.raises((copies._TransferError, OSError)):
         nodes.call(secret="ef" * 32)
     with socket.create_connection(nodes.listeners[1].getsockname()) as sock, suppress(OSError):
         sock.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
@@ -188,8 +189,8 @@ def test_a_cut_leaves_no_half_copy(at: int, nodes: Nodes) -> None:
     told = describe(save)
     data = b"".join(Path(save.folder, path).read_bytes() + b"\0\0\0\0" for path in save.list_files())
     with nodes.call() as sock:
-        neighbours._say(sock, json.dumps(told))
-        assert neighbours._hear_answer(sock).wanted
+        copies._say(sock, json.dumps(told))
+        assert copies._hear_answer(sock).wanted
         sock.sendall(data[:at])
     wait_for(lambda: not list(Path(nodes.jobs[1].folder).glob("copy-*")))
     nodes.start(0)
@@ -223,7 +224,7 @@ def test_killed_at_any_call(nodes: Nodes) -> None:
 
 
 def test_a_stranger_has_little_time(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(neighbours, "_REACHED", 0.2)
+    monkeypatch.setattr(copies, "_REACHED", 0.2)
     nodes.start(1)
     with socket.create_connection(nodes.listeners[1].getsockname()) as sock, suppress(OSError):
         sock.settimeout(10)
@@ -239,8 +240,8 @@ def test_one_that_hangs_is_replaced_by_the_next(nodes: Nodes) -> None:
     nodes.start(1)
     save = nodes.save(0)
     with nodes.call() as sock:
-        neighbours._say(sock, json.dumps(describe(save)))
-        assert neighbours._hear_answer(sock).wanted
+        copies._say(sock, json.dumps(describe(save)))
+        assert copies._hear_answer(sock).wanted
         nodes.start(0)
         wait_for(lambda: save.read_copied().get("1"))
 
@@ -280,9 +281,9 @@ def test_what_leads_elsewhere_is_refused(changes: dict[str, Any], path: str, nod
         told["files"].append({"path": path, "size": 4, "changed": 1})
     before = set(nodes.folder.rglob("*"))
     with nodes.call() as sock:
-        neighbours._say(sock, json.dumps(told))
-        with pytest.raises(neighbours._TransferError, match="refused"):
-            neighbours._hear_answer(sock)
+        copies._say(sock, json.dumps(told))
+        with pytest.raises(copies._TransferError, match="refused"):
+            copies._hear_answer(sock)
     assert set(nodes.folder.rglob("*")) == before
 
 
@@ -291,12 +292,12 @@ def test_what_is_not_understood_is_refused(told: bytes, nodes: Nodes) -> None:
     nodes.start(1)
     with nodes.call() as sock:
         sock.sendall(len(told).to_bytes(4, "big") + told)
-        with pytest.raises(neighbours._TransferError, match="refused"):
-            neighbours._hear_answer(sock)
+        with pytest.raises(copies._TransferError, match="refused"):
+            copies._hear_answer(sock)
     with nodes.call() as sock:  # a message that nobody has memory for
         sock.sendall(b"\xff\xff\xff\xff")
-        with pytest.raises(neighbours._TransferError, match="a message of 4,294,967,295 bytes"):
-            neighbours._hear_answer(sock)
+        with pytest.raises(copies._TransferError, match="a message of 4,294,967,295 bytes"):
+            copies._hear_answer(sock)
     assert nodes.list_copies(1) == []
 
 
@@ -304,7 +305,7 @@ def test_memory_that_is_full_refuses(nodes: Nodes, caplog: pytest.LogCaptureFixt
     """This node's own saves come first; once there is room the copy comes."""
     nodes.start(1)
     nodes.save(1)
-    with mock.patch.object(neighbours, "count_free", return_value=1000):
+    with mock.patch.object(copies, "count_free", return_value=1000):
         nodes.start(0)
         save = nodes.save(0)
         wait_for(lambda: save.read_copied() == {"1": ""})
@@ -315,7 +316,7 @@ def test_memory_that_is_full_refuses(nodes: Nodes, caplog: pytest.LogCaptureFixt
 
 def test_memory_that_runs_full_meanwhile(nodes: Nodes) -> None:
     nodes.start(1)
-    with mock.patch.object(neighbours, "write_at", side_effect=DiskFullError("full", path="copy")):
+    with mock.patch.object(copies, "write_at", side_effect=DiskFullError("full", path="copy")):
         nodes.start(0)
         save = nodes.save(0)
         wait_for(lambda: save.read_copied() == {"1": ""})
@@ -329,18 +330,18 @@ def test_a_byte_that_changes_on_its_way_is_noticed(nodes: Nodes, caplog: pytest.
     data = bytearray(b"".join(Path(save.folder, path).read_bytes() + b"\0\0\0\0" for path in save.list_files()))
     data[70] ^= 1
     with nodes.call() as sock:
-        neighbours._say(sock, json.dumps(describe(save)))
-        assert neighbours._hear_answer(sock).wanted
+        copies._say(sock, json.dumps(describe(save)))
+        assert copies._hear_answer(sock).wanted
         sock.sendall(bytes(data) + b"\1")
-        with pytest.raises((neighbours._TransferError, OSError)):
-            neighbours._hear_answer(sock)
+        with pytest.raises((copies._TransferError, OSError)):
+            copies._hear_answer(sock)
     wait_for(lambda: "its CRC32 is not the one that was sent" in caplog.text)
     assert nodes.list_copies(1) == []
 
 
 def test_a_save_that_is_written_over_while_it_is_sent_is_no_copy(nodes: Nodes) -> None:
     nodes.start(1)
-    original = neighbours._send_file
+    original = copies._send_file
     save = nodes.save(0)
 
     def send(*args: Any) -> None:
@@ -348,7 +349,7 @@ def test_a_save_that_is_written_over_while_it_is_sent_is_no_copy(nodes: Nodes) -
         if save.is_recorded():
             save.spare()
 
-    with mock.patch.object(neighbours, "_send_file", send):
+    with mock.patch.object(copies, "_send_file", send):
         nodes.start(0)
         wait_for(lambda: not save.is_recorded())
         time.sleep(0.1)
@@ -391,8 +392,8 @@ def test_the_newest_save_comes_at_the_end(nodes: Nodes) -> None:
 
 
 def test_a_neighbour_that_is_gone_is_not_waited_for(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(neighbours, "_SILENT", 0.1)
-    monkeypatch.setattr(neighbours, "_REACHED", 0.1)
+    monkeypatch.setattr(copies, "_SILENT", 0.1)
+    monkeypatch.setattr(copies, "_REACHED", 0.1)
     writer = nodes.start(0, wait=60.0)
     nodes.listeners[1].shutdown(socket.SHUT_RDWR)
     save, begin = nodes.save(0), time.monotonic()
@@ -557,7 +558,7 @@ def test_frozen_parameters_come_once(nodes: Nodes) -> None:
     for node in range(2):
         nodes.start(node)
     place, job = nodes.folder / "place", nodes.jobs[0]
-    with mock.patch.object(neighbours, "_send_file", side_effect=neighbours._send_file) as sent:
+    with mock.patch.object(copies, "_send_file", side_effect=copies._send_file) as sent:
         for tag, base, times in (("1", "a", 1), ("2", "a", 0), ("3", "a", 0), ("4", "b", 1), ("5", "b", 0)):
             made = make_frozen(job, place, tag, base, node=0, nodes=2)
             job.note_copying(0, made.number)
