@@ -55,6 +55,8 @@ TABLE = [
     Wrapped(_ENGINE, _ENGINE, "DeepSpeedEngine._configure_checkpointing", "hook", "_configure_checkpointing"),
     Wrapped(_ENGINE, _ENGINE, "DeepSpeedEngine.save_checkpoint", "hook", "_save_checkpoint"),
     Wrapped(_ENGINE, _ENGINE, "DeepSpeedEngine._commit_decoupled_checkpoint", "hook", "_commit_save", newer=True),
+    Wrapped(_ENGINE, _ENGINE, "DeepSpeedEngine.forward", "hook", "_forward"),
+    Wrapped(_ENGINE, _ENGINE, "DeepSpeedEngine.backward", "hook", "_backward"),
     Wrapped(_ENGINE, _ENGINE, "DeepSpeedEngine._take_model_step", "hook", "_take_model_step"),
     Wrapped(_ENGINE, _ENGINE, "DeepSpeedEngine.offload_states", "hook", "_change_states", newer=True),
     Wrapped(_ENGINE, _ENGINE, "DeepSpeedEngine.reload_states", "hook", "_change_states", newer=True),

@@ -3,8 +3,8 @@
 ``ds_ucp supervise`` and ``ds_ucp torchrun`` name the watcher in the environment; without one nothing here happens.
 Importing the package notes it and opens nothing: the connection opens when DeepSpeed has been imported, or with the
 first thing to be told. It is one TCP connection: the launch's key, then JSON lines. The rank tells who it is, its
-steps, what ended it; the watcher tells signals. A connection that ends, or that nobody answers for half a minute, ends
-the rank with SIGKILL: no rank trains on for a launch that has been given up.
+steps and their phases, what ended it; the watcher tells signals. A connection that ends, or that nobody answers for
+half a minute, ends the rank with SIGKILL: no rank trains on for a launch that has been given up.
 """
 
 from __future__ import annotations
@@ -90,6 +90,11 @@ def connect() -> None:
 def report_step(step: int) -> None:
     """Tell the watcher that this rank has got as far as ``step``."""
     _say(step=step)
+
+
+def report_phase(name: str | None) -> None:
+    """Tell the watcher in which phase of a step this rank is (:mod:`deepspeed_ucp.beacon`); None for none."""
+    _say(phase=name)
 
 
 def is_watched() -> bool:

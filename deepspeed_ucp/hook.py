@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any
 
-from . import heartbeat, snapshots
+from . import beacon, snapshots
 from .attach import get_default
 from .comm import Comm, connect
 from .config import SECTION, UniversalConfig, choose_batch, parse_config, read_environment
@@ -126,6 +126,7 @@ def _check_for_duplicates(original: Callable[..., Any], engine: Any, optimizer: 
     return original(engine, optimizer)
 
 
+@beacon.phase("save")
 def _save_checkpoint(
     original: Callable[..., Any],
     engine: Any,
@@ -164,7 +165,7 @@ def _save_checkpoint(
         )
         if not by_itself:
             snapshots.note_save(engine, str(save_dir), latest=latest)
-    heartbeat.report_step(engine.global_steps)
+    beacon.report_step(engine.global_steps)
     if not (in_memory or is_decoupled(engine)):
         seal_save(engine, save_dir, tag)
     return saved
@@ -181,20 +182,32 @@ def _commit_save(original: Callable[..., Any], engine: Any) -> Any:
 
 def _take_model_step(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> None:
     """The optimizer's step, then a word to who watches, and a look at what the job has been told."""
-    snapshots.wait_for_copy(engine)
-    if get_config(engine) is not None:
-        finish_save(engine)  # a pipeline's step would change what is being written
-    original(engine, *args, **kwargs)
-    heartbeat.report_step(engine.global_steps)
+    with beacon.phase("step"):
+        snapshots.wait_for_copy(engine)
+        if get_config(engine) is not None:
+            finish_save(engine)  # a pipeline's step would change what is being written
+        original(engine, *args, **kwargs)
+    beacon.report_step(engine.global_steps)
     seal_late(engine)
     end_step(engine)
     snapshots.end_step(engine)
 
 
+@beacon.phase("train_batch")
 def _train_batch(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
     """A pipeline's step, which begins here for all of its stages."""
     snapshots.begin_step(engine)
     return original(engine, *args, **kwargs)
+
+
+@beacon.phase("forward")
+def _forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return original(*args, **kwargs)
+
+
+@beacon.phase("backward")
+def _backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return original(*args, **kwargs)
 
 
 def _change_states(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -210,6 +223,7 @@ def _leave_gathered(original: Callable[..., Any], gathered: Any, *exc: Any) -> A
     return _change_states(original, gathered, *exc)
 
 
+@beacon.phase("load")
 def _load_checkpoint(
     original: Callable[..., Any],
     engine: Any,

@@ -88,7 +88,7 @@ SOURCES = {
     "deepspeed.runtime.engine": "import fake_hooks; from . import config; fake_hooks.inner()\\n"
         "class DeepSpeedEngine:\\n    def load_checkpoint(self): return 'own'\\n"
         "    def _check_for_duplicates(self): pass\\n    save_checkpoint = _take_model_step = load_checkpoint\\n"
-        "    _configure_checkpointing = load_checkpoint\\n"
+        "    _configure_checkpointing = forward = backward = load_checkpoint\\n"
         "fake_hooks.late()",
 }
 hooks = sys.modules["fake_hooks"] = types.ModuleType("fake_hooks")
