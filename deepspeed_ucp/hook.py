@@ -187,7 +187,8 @@ def _take_model_step(original: Callable[..., Any], engine: Any, *args: Any, **kw
         if get_config(engine) is not None:
             finish_save(engine)  # a pipeline's step would change what is being written
         original(engine, *args, **kwargs)
-    beacon.report_step(engine.global_steps)
+    schedule = getattr(engine, "lr_scheduler", None)
+    beacon.report_step(engine.global_steps, getattr(schedule, "total_num_steps", None))
     seal_late(engine)
     end_step(engine)
     snapshots.end_step(engine)

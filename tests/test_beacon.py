@@ -1,12 +1,40 @@
-"""What a rank tells of its steps and their phases, without an engine."""
+"""What a rank tells of its steps and their phases, and how each listener hears it; without an engine."""
 
 from __future__ import annotations
 
+import http.server
+import json
+import logging
+import os
+import re
+import socket
+import ssl
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta, timezone
+from ipaddress import ip_address
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 
 from deepspeed_ucp import beacon, heartbeat
+from deepspeed_ucp.beacon import kubeflow, nvrx
+from deepspeed_ucp.beacon.listener import Listener
+from deepspeed_ucp.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who listens is found anew, on rank 0."""
+    monkeypatch.setattr(beacon, "_chosen", None)
+    monkeypatch.setenv("RANK", "0")
 
 
 @pytest.fixture
@@ -15,6 +43,13 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
     monkeypatch.setattr(heartbeat, "_say", lambda **fields: lines.append(fields))
     return lines
+
+
+def wait_for(what: Callable[[], bool]) -> None:
+    until = time.monotonic() + 20
+    while not what():
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 def test_a_phase_ends_in_the_one_around_it(told: list[dict[str, Any]]) -> None:
@@ -26,3 +61,262 @@ def test_a_phase_ends_in_the_one_around_it(told: list[dict[str, Any]]) -> None:
     beacon.report_step(3)
     names = ["train_batch", "forward", "train_batch", "backward", "train_batch", None]
     assert told == [*({"phase": name} for name in names), {"step": 3}]
+
+
+def test_a_listener_that_fails_is_let_go_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(Listener):
+        def report_step(self, step: int, total: int | None) -> None:
+            raise RuntimeError("the line is dead")
+
+        def end(self) -> None:
+            ends.append("end")
+            raise OSError("and has no end")
+
+    ends: list[str] = []
+    steps: list[int] = []
+    well = Listener()
+    well.report_step = lambda step, total: steps.append(step)  # type: ignore[method-assign]
+    monkeypatch.setattr(beacon, "_chosen", {"failing": Failing(), "well": well})
+    beacon.report_step(1)
+    beacon.report_step(2)
+    assert (steps, ends) == ([1, 2], ["end"])
+    assert [each.message for each in caplog.records] == ["rank 0: failing hears no more of this rank: the line is dead"]
+
+
+def test_a_forked_process_tells_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beacon, "_chosen", {"well": Listener()})
+    child = os.fork()
+    if not child:
+        os._exit(len(beacon._find_listeners()))
+    assert os.waitpid(child, 0)[1] == 0
+    assert len(beacon._find_listeners()) == 1
+
+
+def test_dlrover_reads_whole_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "runtime_metrics.json"
+    monkeypatch.setenv("RUNTIME_METRICS_PATH", str(path))
+    before = time.time()
+    beacon.report_step(1)
+    beacon.report_step(2)  # less than a second later
+    record = json.loads(path.read_text())
+    assert record["step"] == 1 and before <= record["timestamp"] <= time.time()
+    assert os.listdir(tmp_path) == [path.name]
+    path.unlink()
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(beacon, "_chosen", None)
+    beacon.report_step(3)
+    assert not path.exists()
+
+
+DOCUMENTED = re.compile(r"deepspeed_ucp step=(\d+)( seconds_per_step=(\d+\.\d+))?")
+
+
+@pytest.mark.parametrize(
+    ("environment", "rank", "lines"),
+    [
+        ({}, 0, 0),
+        ({"DEEPSPEED_UCP_BEACON": "0"}, 0, 2),
+        ({"DEEPSPEED_UCP_BEACON": "30"}, 0, 1),
+        ({"DEEPSPEED_UCP_BEACON": "0"}, 1, 0),
+        ({"HYPERPOD_ELASTICAGENT_SOCKET_SERVER_PATH": "x"}, 1, 1),
+    ],
+    ids=["nobody", "every step", "every 30 s", "not rank 1", "HyperPod: every rank"],
+)
+def test_lines_for_who_reads_logs(
+    environment: dict[str, str],
+    rank: int,
+    lines: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("RANK", str(rank))
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    for step in (7, 7, 9):  # a save at a step's end tells it again
+        beacon.report_step(step)
+    told = capsys.readouterr().out.splitlines()
+    found = [DOCUMENTED.fullmatch(line) for line in told]
+    assert len(found) == lines and all(found)
+    assert [match[1] for match in found if match] == ["7", "9"][:lines]
+    assert lines < 2 or (found[1] and found[1][3])
+
+
+def test_what_is_no_number_of_seconds_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEPSPEED_UCP_BEACON", "often")
+    with pytest.raises(ConfigError, match="'often': give the seconds"):
+        beacon.report_step(1)
+
+
+class Controller(http.server.BaseHTTPRequestHandler):
+    """Kubeflow Trainer's, which notes what is posted."""
+
+    server: Any
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.posts.append((self.headers["Authorization"], body))
+        self.send_response(self.server.answers.pop(0) if self.server.answers else 200)
+        self.end_headers()
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+def make_certificate(folder: Path) -> tuple[Path, Path]:
+    """A key, and a certificate for it that nobody else has signed."""
+    key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([])
+    now = datetime.now(timezone.utc)
+    built = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+    built = built.not_valid_before(now - timedelta(days=1)).not_valid_after(now + timedelta(days=1))
+    built = built.add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), critical=True)
+    built = built.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+    paths = folder / "key.pem", folder / "ca.crt"
+    form = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    paths[0].write_bytes(key.private_bytes(serialization.Encoding.PEM, *form))
+    paths[1].write_bytes(built.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
+    return paths
+
+
+@pytest.fixture
+def controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """By HTTPS, with a CA of its own, as the environment names it; not in a hurry."""
+    key, certificate = make_certificate(tmp_path)
+    server: Any = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Controller)
+    server.posts, server.answers, server.token = [], [], tmp_path / "token"
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    server.token.write_text("one\n")
+    monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_URL", f"https://127.0.0.1:{server.server_port}/status")
+    monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_CA_CERT", str(certificate))
+    monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_TOKEN", str(server.token))
+    monkeypatch.setattr(kubeflow, "_PAUSE", 0.3)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield server
+    beacon.mute("kubeflow")
+    server.shutdown()
+    server.server_close()
+
+
+def test_kubeflow_gets_the_newest_step(controller: Any) -> None:
+    beacon.report_step(10, 40)
+    wait_for(lambda: len(controller.posts) == 1)
+    controller.token.write_text("two\n")  # tokens end
+    for step in range(11, 21):
+        beacon.report_step(step, 40)
+    wait_for(lambda: len(controller.posts) == 2)
+    (first, begun), (second, later) = controller.posts
+    assert (first, second) == ("Bearer one", "Bearer two")
+    status = begun["trainerStatus"]
+    assert datetime.fromisoformat(status.pop("lastUpdatedTime")).tzinfo is not None
+    assert status == {"metrics": [{"name": "step", "value": "10"}], "progressPercentage": 25}
+    status = later["trainerStatus"]
+    assert (status["metrics"][0]["value"], status["progressPercentage"]) == ("20", 50)
+    assert isinstance(status["estimatedRemainingSeconds"], int)
+    beacon.mute("kubeflow")
+    beacon.report_step(21)
+    time.sleep(0.5)
+    assert len(controller.posts) == 2
+
+
+def test_kubeflow_that_does_not_answer_stops_nothing(controller: Any, caplog: pytest.LogCaptureFixture) -> None:
+    controller.answers += [503, 503]
+    for step in range(3):
+        beacon.report_step(step)
+        wait_for(lambda step=step: len(controller.posts) == step + 1)  # type: ignore[misc]
+    assert [each.message for each in caplog.records] == [
+        "the progress cannot be told to Kubeflow Trainer, training goes on: HTTP Error 503: Service Unavailable"
+    ]
+
+
+@pytest.fixture
+def monitor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A socket as NVRx's monitor has one, and a client in the place of its own."""
+
+    class Client:
+        """Connects, and notes what it is asked to tell."""
+
+        told: list[Any]
+
+        def init_workload_monitoring(self) -> None:
+            self.told, self.section_timeouts = [], SimpleNamespace(section=dict.fromkeys(("setup", "step", "save")))
+            self.rank_monitor_socket = socket.socket(socket.AF_UNIX)
+            self.rank_monitor_socket.connect(path)
+            clients.append(self)
+
+        def send_heartbeat(self) -> None:
+            self.told.append("heartbeat")
+
+        def start_section(self, name: str) -> None:
+            self.told.append(f"+{name}")
+
+        def end_section(self, name: str) -> None:
+            self.told.append(f"-{name}")
+
+        def shutdown_workload_monitoring(self) -> None:
+            self.told.append("end")
+            self.rank_monitor_socket.close()
+
+    path, clients = str(tmp_path / "socket"), list[Client]()
+    library, package = ModuleType("nvidia_resiliency_ext.fault_tolerance"), ModuleType("nvidia_resiliency_ext")
+    vars(library)["RankMonitorClient"] = Client
+    monkeypatch.setitem(sys.modules, package.__name__, package)
+    monkeypatch.setitem(sys.modules, library.__name__, library)
+    monkeypatch.setenv("FT_RANK_MONITOR_IPC_SOCKET", path)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(path)
+        server.listen()
+        yield SimpleNamespace(server=server, clients=clients, make=Client)
+        for each in clients:
+            each.rank_monitor_socket.close()
+
+
+def take_step() -> None:
+    with beacon.phase("forward"):
+        pass
+    with beacon.phase("step"), beacon.phase("save"):
+        pass
+    beacon.report_step(1)
+
+
+def test_nvrx_is_told_of_steps_and_of_sections_that_have_a_timeout(monitor: Any) -> None:
+    with beacon.phase("load"):
+        pass
+    take_step()
+    step = ["+step", "-step", "+step", "+save", "-save", "-step"]
+    (client,) = monitor.clients
+    assert client.told == ["+setup", *step, "-setup", "heartbeat"]
+    take_step()
+    assert client.told[9:] == [*step, "heartbeat"]
+
+
+def test_nvrx_hears_one_client_alone(monitor: Any) -> None:
+    own = monitor.make()
+    own.init_workload_monitoring()
+    take_step()
+    assert monitor.clients == [own] and own.told == []
+    own.rank_monitor_socket.close()
+    beacon._chosen = None
+    take_step()
+    later = monitor.make()  # of a script that makes its own late
+    later.init_workload_monitoring()
+    ours = monitor.clients[1]
+    assert monitor.clients == [own, ours, later] and ours.told[-1] == "end"
+    take_step()
+    assert ours.told[-1] == "end" and later.told == []
+
+
+def test_nvrx_without_its_monitor_or_its_library_stops_nothing(
+    monitor: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    monkeypatch.setenv("FT_RANK_MONITOR_IPC_SOCKET", "nowhere")
+    monitor.server.close()
+    take_step()
+    monkeypatch.setattr(beacon, "_chosen", None)
+    monkeypatch.setitem(sys.modules, "nvidia_resiliency_ext.fault_tolerance", None)
+    take_step()
+    cannot, lacks = (each.message for each in caplog.records)
+    assert "cannot be reached, training goes on" in cannot and "nvidia-resiliency-ext is not here" in lacks
+    assert socket.getdefaulttimeout() is None and not nvrx._is_connected("nowhere")

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
+from .. import beacon
 from ..atoms import ASKED, BATCH_SIZES, BEGUN, SavedJob
 from ..comm import connect
 from ..config import UniversalConfig
@@ -69,6 +70,8 @@ def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any)
     call, config = inspect.signature(original).bind(trainer, *args, **kwargs), find_options(trainer)
     folder = call.arguments.get("resume_from_checkpoint")
     trainer._ucp_state = TrainerState()
+    if any(type(each).__name__ == "KubeflowCallback" for each in trainer.callback_handler.callbacks):
+        beacon.mute("kubeflow")  # it tells the progress itself
     if config is not None and folder:
         show_decisions()
         beside = trainer.args.output_dir if folder is True else os.path.dirname(os.path.abspath(folder))

@@ -1,0 +1,97 @@
+"""Kubeflow Trainer's controller, which shows a TrainJob's progress (its feature gate ``TrainJobStatus``)."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import ssl
+import threading
+import time
+import urllib.request
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from typing import Any
+
+from ..heartbeat import find_rank
+from .listener import Listener
+
+logger = logging.getLogger("deepspeed_ucp")
+
+_URL, _CERTIFICATE, _TOKEN = (f"KUBEFLOW_TRAINER_SERVER_{name}" for name in ("URL", "CA_CERT", "TOKEN"))
+_PAUSE, _TIMEOUT = 5.0, 5.0
+"""Seconds between two posts, at least, and for one."""
+
+
+class Kubeflow(Listener):
+    """Posts the newest step, from a thread of its own.
+
+    Args:
+        certificate: path of the server's CA; of the system's where it is None.
+        token: path of the token, which changes.
+    """
+
+    def __init__(self, url: str, certificate: str | None, token: str) -> None:
+        self.url, self.certificate, self.token = url, certificate, token
+        self.first: tuple[int, float] | None = None
+        self.newest: dict[str, Any] | None = None
+        self.posted: dict[str, Any] | None = None
+        self.fails = False
+        self.comes, self.lock = threading.Event(), threading.Lock()
+        threading.Thread(target=self._keep_posting, daemon=True, name="kubeflow").start()
+        atexit.register(self._post_newest)
+
+    def report_step(self, step: int, total: int | None) -> None:
+        now = time.monotonic()
+        self.first = self.first or (step, now)
+        status: dict[str, Any] = {"metrics": [{"name": "step", "value": str(step)}]}
+        if total and step <= total:
+            status["progressPercentage"] = 100 * step // total
+            if step > self.first[0]:
+                status["estimatedRemainingSeconds"] = round(
+                    (now - self.first[1]) / (step - self.first[0]) * (total - step)
+                )
+        self.newest = status
+        self.comes.set()
+
+    def _keep_posting(self) -> None:
+        while True:
+            self.comes.wait()
+            self.comes.clear()
+            self._post_newest()
+            time.sleep(_PAUSE)
+
+    def _post_newest(self) -> None:
+        with self.lock:
+            status = self.newest
+            if status is None or status is self.posted:
+                return
+            self.posted = status
+            try:
+                self._post({**status, "lastUpdatedTime": datetime.now(timezone.utc).isoformat()})
+                self.fails = False
+            except (OSError, ValueError) as error:  # among them what urllib and ssl raise
+                if not self.fails:
+                    logger.warning("the progress cannot be told to Kubeflow Trainer, training goes on: %s", error)
+                self.fails = True
+
+    def _post(self, status: Mapping[str, Any]) -> None:
+        with open(self.token, encoding="utf-8") as stream:
+            token = stream.read().strip()
+        request = urllib.request.Request(
+            self.url,
+            json.dumps({"trainerStatus": status}).encode(),
+            {"Authorization": f"Bearer {token}", "Content-Type": "application/json"},
+        )
+        context = ssl.create_default_context(cafile=self.certificate) if self.url.startswith("https:") else None
+        with urllib.request.urlopen(request, timeout=_TIMEOUT, context=context):
+            pass
+
+
+def find(environment: Mapping[str, str]) -> Kubeflow | None:
+    """On rank 0 of a TrainJob whose controller has named its server."""
+    url, token = environment.get(_URL), environment.get(_TOKEN)
+    if not url or not token or find_rank() > 0 or not os.path.exists(token):
+        return None
+    return Kubeflow(url, environment.get(_CERTIFICATE) or None, token)
