@@ -15,7 +15,7 @@ OLDEST_DEEPSPEED := $(shell sed -n 's/^ *deepspeed *>= *\([0-9.]*\).*/\1/p' setu
 # This checkout is what an environment's packages are installed for; each environment remembers which.
 STAMP := $(VENV)/.deepspeed_ucp
 OLDEST_STAMP := $(OLDEST)/.deepspeed_ucp
-REQUIREMENTS := setup.cfg pyproject.toml constraints.txt
+REQUIREMENTS := setup.cfg setup.py deepspeed_ucp.pth deepspeed_ucp.start pyproject.toml constraints.txt
 
 export DS_ACCELERATOR ?= cpu
 # Empty: the tests start hundreds of processes, and what these import is compiled once.

@@ -1,10 +1,12 @@
 """Elastic resume for DeepSpeed: ``engine.load_checkpoint`` from any topology into any topology, to the bit.
 
 Importing the package installs the hook, now or as soon as DeepSpeed is imported;
-``"checkpoint": {"universal": true}`` in a ds_config switches it on.
+``"checkpoint": {"universal": true}`` in a ds_config switches it on. With the environment variable ``DEEPSPEED_UCP=1``
+Python imports it by itself, and it is on for engines whose ds_config says nothing.
 """
 
 import logging
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -63,4 +65,5 @@ def _escape_record(record: logging.LogRecord) -> bool:
 
 logging.getLogger("deepspeed_ucp").addFilter(_escape_record)
 install_when_imported()
-heartbeat.note_watcher()
+_startup = sys.modules.get("deepspeed_ucp_startup")
+heartbeat.note_watcher(by_itself=_startup is not None and _startup.is_waking())

@@ -13,7 +13,10 @@ from .errors import ConfigError, describe_faults, describe_type
 
 SECTION = "checkpoint.universal"
 ENVIRONMENT = "DEEPSPEED_UCP"
-"""Variable with defaults for engines, as JSON of what the section may be."""
+"""Variable with defaults for engines: a word of ``WORDS``, or JSON of what the section may be."""
+
+WORDS = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
+"""What the variable may say about on and off, in small or large letters."""
 
 Argument = Literal["load_module_strict", "load_optimizer_states", "load_lr_scheduler_states", "load_module_only"]
 
@@ -223,13 +226,15 @@ def read_environment(variables: Mapping[str, str]) -> tuple[str, object]:
     """What the environment says, as :func:`merge_options` takes it.
 
     Raises:
-        ConfigError: it is not JSON; says where, and nothing of the text, which may hold secrets.
+        ConfigError: it is neither a word nor JSON; says where, and nothing of the text, which may hold secrets.
     """
     who, text = f"the environment variable {ENVIRONMENT}", variables.get(ENVIRONMENT, "").strip()
+    if text.lower() in WORDS:
+        return who, WORDS[text.lower()]
     try:
         return who, json.loads(text) if text else None
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{who} must be true, false or an object as JSON: {error}") from None
+        raise ConfigError(f"{who} must be 1, 0, or an object as JSON: {error}") from None
 
 
 def describe_keys() -> str:

@@ -5,6 +5,9 @@ Importing the package notes it and opens nothing: the connection opens when Deep
 first thing to be told. It is one TCP connection: the launch's key, then JSON lines. The rank tells who it is, its
 steps and their phases, what ended it; the watcher tells signals. A connection that ends, or that nobody answers for
 half a minute, ends the rank with SIGKILL: no rank trains on for a launch that has been given up.
+
+Where the environment has the package imported (``DEEPSPEED_UCP=1``), launchers import it too, since they import
+DeepSpeed: a process without a rank then leaves the watcher to those that it starts, unless it makes an engine.
 """
 
 from __future__ import annotations
@@ -29,7 +32,10 @@ VARIABLE = "DEEPSPEED_UCP_LIFELINE"
 _IDLE, _EVERY, _TIMES = 10, 5, 4
 """Seconds without data after which the other side's machine is asked, seconds between questions, and questions."""
 
-_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+_OWN_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
+_RANKS = (*_OWN_RANKS, "SLURM_PROCID")
+"""Variables with a rank; Slurm's is one of a launcher where ``srun`` starts a launcher on each node."""
+
 _ERROR_CHARACTERS = 8000
 
 
@@ -51,9 +57,15 @@ class _Watcher:
 _watcher = _Watcher()
 
 
-def note_watcher() -> None:
+def note_watcher(*, by_itself: bool = False) -> None:
     """Take the watcher from the environment, so that what this process starts has none, and let it be told of this
-    process's end. Opens nothing."""
+    process's end. Opens nothing.
+
+    Args:
+        by_itself: nothing says yet that this is a rank, as no script asks for it: its variables are to.
+    """
+    if by_itself and not any(name in os.environ for name in _OWN_RANKS):
+        return
     told = os.environ.pop(VARIABLE, None)
     if told is None or _watcher.address or _watcher.connection:
         return

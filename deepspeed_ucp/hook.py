@@ -17,10 +17,10 @@ from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any
 
-from . import beacon, snapshots
+from . import beacon, heartbeat, snapshots
 from .attach import get_default
 from .comm import Comm, connect
-from .config import SECTION, UniversalConfig, choose_batch, parse_config, read_environment
+from .config import ENVIRONMENT, SECTION, UniversalConfig, choose_batch, parse_config, read_environment
 from .engine_state import collect, find_state, get_config, hand_out
 from .errors import CheckpointError, UcpError, count_of, describe_changes
 from .io.store import begin_reading, end_reading, set_storage_options
@@ -60,14 +60,23 @@ def read_options(ds_config: Mapping[str, Any]) -> UniversalConfig | None:
     return parse_config(ds_config, defaults)
 
 
+def is_on_by_environment(ds_config: Mapping[str, Any]) -> bool:
+    """Whether an engine would have the plugin off if it were not for the environment."""
+    return parse_config(ds_config, [("", get_default())]) is None
+
+
 def _configure_train_batch_size(original: Callable[..., Any], config: Any) -> None:
     """At ``initialize``: validate ``checkpoint.universal``, and make or refuse the batch size for this world."""
+    heartbeat.note_watcher()
+    heartbeat.connect()
     options = read_options(config._param_dict)
     config.ucp_config = options
     if options is not None:
         show_decisions()
         if config.global_rank == 0:
             warn_untested(sys.modules["deepspeed"].__version__)
+            if is_on_by_environment(config._param_dict):
+                _log_once(f"on by the environment variable {ENVIRONMENT}")
         shorten_uncaught()
         connect()  # from here on others that wait for this rank know that it lives
         from_config(options.patterns)  # what is wrong with them is told here, not hours later

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_ucp.config import (
+    WORDS,
     UniversalConfig,
     adapt_batch,
     choose_batch,
@@ -202,12 +203,48 @@ def test_options_without_a_ds_config() -> None:
     assert parse_config({}, [environment, ("install", False)]) is None
     assert parse_config({}, [environment, ("install", None)]) is not None
     assert parse_config({}, [read_environment({}), ("install", None)]) is None
-    assert parse_config({}, [read_environment({"DEEPSPEED_UCP": "true"})]) == UniversalConfig()
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_a_word_in_the_environment_is_enough(word: str) -> None:
+    """Off is what it is where nothing is said, too: who says more has the plugin on."""
+    said = [read_environment({"DEEPSPEED_UCP": f" {word.title()} "})]
+    assert parse_config({}, said) == (UniversalConfig() if WORDS[word] else None)
+    assert parse_config({"checkpoint": {"universal": True}}, said) == UniversalConfig()
+    assert parse_config({}, [*said, ("install", True)]) == UniversalConfig()
+
+
+OPENRLHF = {
+    "steps_per_print": 100,
+    "zero_optimization": {"stage": 3, "sub_group_size": "auto", "zero_hpz_partition_size": 1},
+    "bf16": {"enabled": True},
+    "data_types": {"grad_accum_dtype": None},
+    "checkpoint": {"load_universal": False},
+    "tensor_parallel": {"autotp_size": 1},
+}
+HUGGING_FACE = {"zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}, "train_batch_size": "auto"}
+
+
+@pytest.mark.parametrize(
+    ("written", "on"),
+    [
+        (OPENRLHF, True),
+        (OPENRLHF | {"checkpoint": {"load_universal": True}}, True),
+        (HUGGING_FACE, True),  # TRL and Axolotl pass such a one on; Accelerate's and Lightning's own have no section
+        (HUGGING_FACE | {"checkpoint": {}}, True),
+        (HUGGING_FACE | {"checkpoint": None}, True),
+        (HUGGING_FACE | {"checkpoint": {"tag_validation": "Ignore", "use_node_local_storage": True}}, True),
+        (OPENRLHF | {"checkpoint": {"load_universal": False, "universal": False}}, False),
+    ],
+)
+def test_what_frameworks_write_does_not_switch_off(written: dict[str, Any], on: bool) -> None:
+    found = parse_config(written, [read_environment({"DEEPSPEED_UCP": "1"})])
+    assert found == (UniversalConfig() if on else None)
 
 
 @pytest.mark.parametrize(
     ("text", "named"),
-    [("{", "as JSON"), ("1", "true, false or an object"), ('{"seals": 1}', "seals"), ("yes", "line 1 column 1")],
+    [("{", "as JSON"), ("2", "true, false or an object"), ('{"seals": 1}', "seals"), ("yes", "line 1 column 1")],
 )
 def test_a_wrong_environment_is_told_by_its_name(text: str, named: str) -> None:
     with pytest.raises(ConfigError, match=f"environment variable DEEPSPEED_UCP .*{named}"):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import configparser
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
+import venv
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 BUILD = "from setuptools import setup; setup(script_args=['-q', 'egg_info', '-e', {0!r}, 'sdist', '-d', {0!r}])"
 FOLDERS = (".ci", "bench", "deepspeed_ucp", "docs", "ds_configs", "examples", "tests")
+SUFFIXES = (".md", ".toml", ".cfg", ".txt", ".in", ".py", ".pth", ".start")
+BUILD_WHEEL = "from setuptools import build_meta; build_meta.{}({!r})"
+STARTS = {"deepspeed_ucp.pth", "deepspeed_ucp.start"}
 QUICK = "tests/cli/test_docs.py"
 """Tests that read documents, too."""
 
@@ -23,7 +28,7 @@ DOCUMENTS = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("[a-
 
 def list_ours() -> set[str]:
     found = {str(path.relative_to(ROOT)) for name in FOLDERS for path in (ROOT / name).rglob("*") if path.is_file()}
-    found |= {path.name for path in ROOT.iterdir() if path.suffix in (".md", ".toml", ".cfg", ".txt", ".in")}
+    found |= {path.name for path in ROOT.iterdir() if path.suffix in SUFFIXES}
     return {name for name in found if "__pycache__" not in name} | {"LICENSE", "Makefile"}
 
 
@@ -41,6 +46,43 @@ def test_the_source_archive_is_whole_and_passes_its_own_tests(tmp_path: Path) ->
     env = {**os.environ, "PYTHONPATH": str(unpacked)}
     done = subprocess.run(command, cwd=unpacked, env=env, text=True, capture_output=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:]
+
+
+@pytest.mark.parametrize("kind", ["build_wheel", "build_editable"])
+def test_an_installed_one_is_started_by_the_environment(kind: str, tmp_path: Path) -> None:
+    """In a virtual environment of its own, as pip installs it; and nothing is left of it when it is uninstalled."""
+    source, wheels, environment = tmp_path / "source", tmp_path / "wheels", tmp_path / "venv"
+    shutil.copytree(ROOT / "deepspeed_ucp", source / "deepspeed_ucp", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in (
+        "setup.py",
+        "setup.cfg",
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        "deepspeed_ucp_startup.py",
+        *STARTS,
+    ):
+        shutil.copy(ROOT / name, source)
+    wheels.mkdir()
+    build = [sys.executable, "-c", BUILD_WHEEL.format(kind, str(wheels))]
+    subprocess.run(build, cwd=source, check=True, capture_output=True)
+    venv.create(environment)
+    python = environment / "bin" / "python"
+    (packages,) = environment.glob("lib/*/site-packages")
+    pip = [sys.executable, "-m", "pip", "--python", str(python)]
+    (wheel,) = wheels.iterdir()
+    subprocess.run([*pip, "install", "-q", "--no-deps", "--no-index", str(wheel)], check=True, capture_output=True)
+    assert {path.name for path in packages.iterdir()} >= STARTS
+
+    code = "import sys, importlib.util; importlib.util.find_spec('deepspeed'); print('deepspeed_ucp' in sys.modules)"
+    for value, there in {"1": "True", "0": "False"}.items():
+        variables = {**os.environ, "DEEPSPEED_UCP": value}
+        variables.pop("PYTHONPATH", None)
+        command = [str(python), "-c", code]
+        done = subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True, text=True, check=True)
+        assert (done.stdout, done.stderr) == (f"{there}\n", "")
+    subprocess.run([*pip, "uninstall", "-q", "-y", "deepspeed_ucp"], check=True, capture_output=True)
+    assert not list(packages.glob("*"))
 
 
 def test_the_install_line_takes_what_was_tested() -> None:

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import site
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +28,8 @@ PACKAGES = (
     "fsspec", "s3fs", "gcsfs", "adlfs", "pydantic", "isal", "google-re2", "ml_dtypes", "psutil", "mpi4py",
 )  # fmt: skip
 ENVIRONMENT = (
-    "DEEPSPEED_UCP", "DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "TORCH_EXTENSIONS_DIR", "TMPDIR",
+    "DEEPSPEED_UCP", "DEEPSPEED_UCP_TEMPLATE",
+    "DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "TORCH_EXTENSIONS_DIR", "TMPDIR",
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_NNODES", "SLURM_NTASKS",
     "NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "PYTORCH_CUDA_ALLOC_CONF",
     "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "FSSPEC_S3_ENDPOINT_URL",
@@ -101,12 +103,23 @@ def _describe_machine(checkpoint: str | None) -> Iterator[tuple[str, str]]:
     from ..io.paths import is_url
 
     yield "system", platform.platform()
+    yield "start of Python", _describe_start()
     yield "cores", f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}"
     memory = psutil.virtual_memory()
     yield "memory", f"{format_bytes(memory.available)} free of {format_bytes(memory.total)}"
     if checkpoint and not is_url(checkpoint) and os.path.exists(checkpoint):
         free = format_bytes(psutil.disk_usage(checkpoint).free)
         yield "file system", f"{find_kind(checkpoint) or 'unknown'}, {free} free"
+
+
+def _describe_start() -> str:
+    """Whether ``DEEPSPEED_UCP=1`` alone switches the plugin on in the Pythons of this environment."""
+    folders = [*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])]
+    names = ["deepspeed_ucp.pth", "deepspeed_ucp.start"]
+    found = [path for folder in folders for name in names if os.path.exists(path := os.path.join(folder, name))]
+    if not found:
+        return f"DEEPSPEED_UCP alone switches nothing on: {' and '.join(names)} are in none of {', '.join(folders)}"
+    return f"DEEPSPEED_UCP is looked at ({', '.join(found)})"
 
 
 def _read_variable(name: str) -> str:

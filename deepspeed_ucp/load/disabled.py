@@ -61,5 +61,5 @@ def explain_failure(engine: Any, load_dir: str, tag: Any) -> str:
     return (
         f"deepspeed_ucp is imported but off for this engine: {why}. {folder} was saved in another topology "
         f'({shorten(differences, 4)}), which it resumes. {do} "checkpoint": {{"universal": true}} in the ds_config, '
-        "or set the environment variable DEEPSPEED_UCP=true on every rank (several nodes: in ~/.deepspeed_env)."
+        "or set the environment variable DEEPSPEED_UCP=1 on every rank (several nodes: in ~/.deepspeed_env)."
     )

@@ -75,6 +75,20 @@ def test_a_configuration_may_be_given_and_a_log_piped(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
+    ("there", "told"), [(True, "DEEPSPEED_UCP is looked at (here/deepspeed_ucp.pth)"), (False, "in none of here")]
+)
+def test_whether_the_environment_is_looked_at(
+    there: bool, told: str, monkeypatch: pytest.MonkeyPatch, run_json: Any
+) -> None:
+    monkeypatch.setattr("site.getsitepackages", lambda: ["here"])
+    monkeypatch.setattr("site.ENABLE_USER_SITE", False)
+    Path("here").mkdir()
+    if there:
+        Path("here/deepspeed_ucp.pth").touch()
+    assert told in run_json("doctor")[1]["machine"]["start of Python"]
+
+
+@pytest.mark.parametrize(
     ("more", "told"),
     [
         (["--out", "mine.txt"], "mine.txt: is there, and no earlier report"),

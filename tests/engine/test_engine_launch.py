@@ -1,4 +1,4 @@
-"""`ds_ucp run` under the launchers, for a script that knows nothing of the plugin."""
+"""`ds_ucp run` under the launchers, or the environment alone, for a script that knows nothing of the plugin."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ LAUNCHERS = {
     "torchrun-module": [*TORCHRUN, "--master-port={port}", "-m", "deepspeed_ucp", "run"],  # compiles
     "deepspeed": [*DEEPSPEED, "--master_port={port}", "ds_ucp", "run"],
     "mpirun": [*MPIRUN, "ds_ucp", "run"],
+    "environment": [*DEEPSPEED[:-1], "--master_port={port}"],
 }
 
-DS_UCP = """
+NOT_COMPILED = """
 import sys
 from types import SimpleNamespace
 
@@ -41,9 +42,14 @@ from types import SimpleNamespace
 import torch.utils.cpp_extension
 operator = SimpleNamespace(initialize=lambda size, rank: None, vector_kernel_level=lambda: 0)
 torch.utils.cpp_extension.load = lambda name, **options: {"deepspeed_shm_comm": operator}[name]
-
+"""
+DS_UCP = f"""{NOT_COMPILED}
 from deepspeed_ucp.cli import main
 sys.exit(main())
+"""
+START = f"""{NOT_COMPILED}
+import site
+site.addsitedir({ROOT!r})  # as site-packages are with which the package is installed
 """
 
 
@@ -105,13 +111,19 @@ def launch(command: list[str], environment: dict[str, str], folder: Path) -> tup
 
 
 @pytest.mark.timeout(600)  # DeepSpeed may have to compile
-@pytest.mark.parametrize("launcher", params([("deepspeed",)], [(each,) for each in LAUNCHERS]))
+@pytest.mark.parametrize("launcher", params([("deepspeed",), ("environment",)], [(each,) for each in LAUNCHERS]))
 def test_untouched_script(launcher: str, checkpoint: Path, environment: dict[str, str], tmp_path: Path) -> None:
     command = [part.format(port=environment["MASTER_PORT"]) for part in LAUNCHERS[launcher]]
     if not Path(command[0]).exists():
         pytest.skip(f"{command[0]} is not installed")
+    ds_config: dict[str, Any] = {"train_batch_size": 8, "zero_optimization": {"stage": 3}}
+    if launcher == "environment":
+        (tmp_path / "bin" / "sitecustomize.py").write_text(START)
+        path = f"{tmp_path / 'bin'}{os.pathsep}{environment['PYTHONPATH']}"
+        environment |= {"PYTHONPATH": path, "DEEPSPEED_UCP": "1"}
+        ds_config["checkpoint"] = {"load_universal": False}  # as OpenRLHF writes it
     config = tmp_path / "ds_config.json"
-    config.write_text(json.dumps({"train_batch_size": 8, "zero_optimization": {"stage": 3}}))
+    config.write_text(json.dumps(ds_config))
     arguments = ["--deepspeed_config", str(config), "--checkpoints", str(checkpoint)]
     code, output = launch([*command, SCRIPT, *arguments], environment, tmp_path)
     found = [json.loads(line.split("FOUND ", 1)[1]) for line in output.splitlines() if "FOUND " in line]
@@ -121,6 +133,7 @@ def test_untouched_script(launcher: str, checkpoint: Path, environment: dict[str
     assert (found[0]["main"], found[0]["file"]) == ("__main__", Path(SCRIPT).name)
     assert [a for a in found[0]["argv"] if not a.startswith("--local_rank")] == arguments
     assert output.count("deepspeed_ucp is to load it") == 1
+    assert output.count("on by the environment variable DEEPSPEED_UCP") == (launcher == "environment")
 
 
 def test_failure_of_the_script_is_the_exit_code(environment: dict[str, str], tmp_path: Path) -> None:

@@ -1,0 +1,88 @@
+"""``DEEPSPEED_UCP=1`` is enough: what Python does at its start, and what it does not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import deepspeed_ucp_startup as startup
+from deepspeed_ucp import attach, config, heartbeat
+from tests.test_import import FAKE
+
+ROOT = Path(__file__).parents[1]
+START = f"import site, sys; site.addsitedir({str(ROOT)!r})\n"
+"""Python's own start, with the lines of the ``.pth`` file here: an installed one is in site-packages."""
+TELL = "print([name for name in ('deepspeed_ucp_startup', 'deepspeed_ucp') if name in sys.modules])\n"
+
+
+def run(code: str, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("DEEPSPEED_UCP")}
+    command = [sys.executable, *flags, "-c", FAKE + START + code]
+    done = subprocess.run(
+        command, env={**environment, **variables}, cwd=ROOT, text=True, capture_output=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_without_the_variable_nothing_is_imported() -> None:
+    assert run(TELL).stdout == "[]\n"
+
+
+@pytest.mark.parametrize("flag", ["-B", "-I", "-E"])
+def test_with_the_variable_the_plugin_comes_with_deepspeed(flag: str) -> None:
+    """And not before it, since it takes a while to import; once, although the line is run twice in an environment."""
+    code = TELL + START + TELL + "import deepspeed; told()\n" + TELL
+    code += "print(sum(type(each).__name__ == '_Waker' for each in sys.meta_path))"
+    before, again, wrapped, after, wakers = run(code, flag, DEEPSPEED_UCP='{"seal": true}').stdout.splitlines()
+    assert before == again == "['deepspeed_ucp_startup']"
+    assert wrapped == "[True, True] None"
+    assert after == "['deepspeed_ucp_startup', 'deepspeed_ucp']"
+    assert wakers == "1"
+
+
+@pytest.mark.parametrize("word", ["0", " False ", "off"])
+def test_off_is_off(word: str) -> None:
+    assert run("import deepspeed; told(); " + TELL, DEEPSPEED_UCP=word).stdout.splitlines() == [
+        "[False, False] absent",
+        "['deepspeed_ucp_startup']",
+    ]
+
+
+def test_the_words_for_off_are_the_configurations() -> None:
+    assert set(startup.OFF) - {""} == {word for word, on in config.WORDS.items() if not on}
+    assert startup.SWITCH == config.ENVIRONMENT
+
+
+def test_every_library_that_is_wrapped_wakes_it() -> None:
+    """As a whole: one that has begun to be imported is wrapped too late."""
+    assert set(startup.LIBRARIES) == {each.after.partition(".")[0] for each in attach.TABLE}
+
+
+def test_an_error_stops_no_python() -> None:
+    """A line tells it."""
+    broken = "sys.modules['deepspeed_ucp'] = None\n"
+    done = run(broken + "import deepspeed; told()", DEEPSPEED_UCP="1")
+    assert done.stdout.splitlines() == ["[False, False] absent"]
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("deepspeed_ucp: not switched on in this process (ModuleNotFoundError: ")
+
+
+@pytest.mark.parametrize(
+    ("rank", "takes_it"), [({"RANK": "0"}, True), ({"SLURM_PROCID": "0"}, False), ({}, False)], ids=str
+)
+def test_a_launcher_leaves_the_watcher_to_its_ranks(rank: dict[str, str], takes_it: bool) -> None:
+    """DeepSpeed's own imports DeepSpeed. A process with an engine is no launcher, whatever its variables say."""
+    code = f"""
+import os
+hooks.early = lambda: print({heartbeat.VARIABLE!r} in os.environ)
+import deepspeed
+from deepspeed_ucp import heartbeat
+heartbeat.note_watcher(); print({heartbeat.VARIABLE!r} in os.environ)
+"""
+    done = run(code, DEEPSPEED_UCP="1", **rank, **{heartbeat.VARIABLE: "127.0.0.1:1:key"})
+    assert done.stdout.splitlines() == [str(not takes_it), "False"]
