@@ -23,7 +23,7 @@ STARTS = {"deepspeed_ucp.pth", "deepspeed_ucp.start"}
 QUICK = "tests/cli/test_docs.py"
 """Tests that read documents, too."""
 
-DOCUMENTS = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("[a-z]*/**/README.md")})
+DOCUMENTS = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("[a-z]*/**/README.md")})
 
 
 def list_ours() -> set[str]:

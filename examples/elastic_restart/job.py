@@ -122,13 +122,26 @@ def main() -> None:
     read = {path: count for path, (count, _) in engine.ucp_report.files.items()} if engine.ucp_report else {}
     log.write("loaded", step=engine.global_steps, read=read)
     batches = iter(DataLoader(text, batch_size=engine.train_micro_batch_size_per_gpu(), sampler=sampler))
+    try:
+        train(engine, batches, log, args)
+    except SystemExit:  # all ranks have saved, and go
+        leave()
+        raise
+    leave()
+
+
+def train(engine: Any, batches: Any, log: Log, args: argparse.Namespace) -> None:
     while engine.global_steps < args.steps:
         began = time.monotonic()
         train_step(engine, batches, log)
         if args.save_every and engine.global_steps % args.save_every == 0:
             engine.save_checkpoint(args.folder)
         time.sleep(max(0.0, args.pace - (time.monotonic() - began)))
-    dist.barrier()  # gloo's worker may else still hold tensors when the interpreter ends, and abort
+
+
+def leave() -> None:
+    """Together: gloo's worker may else still hold tensors when the interpreter ends, and abort."""
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -1,0 +1,120 @@
+"""The job that the recipes run, what it logs, and what it has to log whatever happened to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = ROOT / "examples" / "platforms"
+SCRIPT = ROOT / "examples" / "elastic_restart" / "job.py"
+STEPS, PACE, SAVE_EVERY = 24, 0.15, 5
+BOUND = 1e-5  # of a loss, in nats: fp32 sums in another order
+LONGEST = 120.0  # seconds for anything to come
+
+Steps = dict[int, dict[str, Any]]
+
+
+def make_environment(**more: str) -> dict[str, str]:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    beside = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+    fresh = {"PATH": beside, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    return {**os.environ, **fresh, **more}
+
+
+def wait_for(what: str, condition: Callable[[], Any], tell: Callable[[], str] = str) -> Any:
+    until = time.monotonic() + LONGEST
+    while not (found := condition()):
+        assert time.monotonic() < until, f"{what} did not come\n{tell()}"
+        time.sleep(0.05)
+    return found
+
+
+@dataclass
+class Run:
+    """One run of the script, however often it is started."""
+
+    folder: Path
+    steps: int = STEPS
+    pace: float = PACE
+
+    def command(self) -> list[str]:
+        """The script, its arguments."""
+        told = {"--folder": "checkpoints", "--record": "record"}
+        paths = [each for option, name in told.items() for each in (option, str(self.folder / name))]
+        numbers = {"--steps": self.steps, "--pace": self.pace, "--save_every": SAVE_EVERY}
+        return [str(SCRIPT), *paths, *(str(each) for option in numbers.items() for each in option)]
+
+    def read(self, event: str) -> list[dict[str, Any]]:
+        path = self.folder / "record"
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        return [each for line in lines if (each := json.loads(line))["event"] == event]
+
+    def wait_for_step(self, step: int, starts: int, tell: Callable[[], str] = str) -> None:
+        """Until the script has been started so often and has done this step."""
+
+        def look() -> bool:
+            begun = [each["time"] for each in self.read("started") if each["rank"] == 0]
+            done = [each for each in self.read("step") if each["step"] >= step]
+            return len(begun) >= starts and any(each["time"] > begun[starts - 1] for each in done)
+
+        wait_for(f"step {step} of start {starts}", look, tell)
+
+    def find_starts(self) -> list[tuple[int, int]]:
+        """For each start the number of ranks, and the step from which it went on."""
+        return [(self.find_world(each["time"]), each["step"]) for each in self.read("loaded") if each["rank"] == 0]
+
+    def find_world(self, moment: float) -> int:
+        return [each["world"] for each in self.read("started") if each["time"] < moment][-1]
+
+    def check(self, reference: Steps) -> None:
+        """Every step that it took, those that it took twice included, on the same samples and with the same loss."""
+        taken = self.read("step")
+        assert {each["step"] for each in taken} == set(range(1, self.steps + 1))
+        assert [each["samples"] for each in taken] == [reference[each["step"]]["samples"] for each in taken]
+        worst = max(abs(each["loss"] - reference[each["step"]]["loss"]) for each in taken)
+        assert worst < BOUND, worst
+
+
+def run_reference(folder: Path) -> Steps:
+    """The same on one rank that nothing happens to, by step."""
+    run = Run(folder, pace=0.0)
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    done = subprocess.run(
+        [sys.executable, *run.command()],
+        env=make_environment(**alone),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return {each["step"]: each for each in run.read("step")}
+
+
+def find_processes(*variables: str) -> list[int]:
+    """Those that have all of these variables (`name=value`) in the environment that they were started with."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            theirs = path.read_bytes().split(b"\0")
+        except OSError:  # it has ended, or is another user's
+            continue
+        if all(each.encode() in theirs for each in variables):
+            found.append(int(path.parent.name))
+    return found
+
+
+def kill(pids: list[int]) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue

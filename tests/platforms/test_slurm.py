@@ -1,0 +1,78 @@
+"""examples/platforms/slurm under a real Slurm: what is drained, lost, told, fails, is cancelled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.platforms.cluster import Cluster, find_missing
+from tests.platforms.jobs import SAVE_EVERY, STEPS, Run, Steps, wait_for
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(find_missing()), reason=find_missing())]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path_factory.mktemp("slurm"))
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.end()
+
+
+def write_stand_in(folder: Path, text: str) -> str:
+    """In the place of Python: what the recipe does about a step's end has nothing to do with training."""
+    path = folder / "python"
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_what_fails_is_started_again_and_what_is_cancelled_is_not(cluster: Cluster, tmp_path: Path) -> None:
+    for name in ("fails", "waits"):
+        (tmp_path / name).mkdir()
+    failing = write_stand_in(tmp_path / "fails", f"echo started >> {tmp_path}/starts; exit 3")
+    waiting = write_stand_in(tmp_path / "waits", f"touch {tmp_path}/begun; exec sleep 600")
+    one = ("--nodes=1",)
+    first = cluster.submit(tmp_path / "1", "x", options=one, PYTHON=failing, MOST_RESTARTS="1")
+    second = cluster.submit(tmp_path / "2", "x", options=one, PYTHON=waiting)
+    wait_for("the second job", (tmp_path / "begun").exists, cluster.tell)
+    cluster.ask("scancel", second)
+    job = cluster.wait_for_end(first)
+    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("FAILED", "3:0", "1")
+    assert (tmp_path / "starts").read_text().splitlines() == ["started"] * 2
+    job = cluster.wait_for_end(second)
+    assert (job["JobState"], job["Restarts"]) == ("CANCELLED", "0")
+
+
+@pytest.mark.engine
+def test_a_job_goes_on_without_a_drained_node_and_after_a_lost_one(
+    cluster: Cluster, reference: Steps, tmp_path: Path
+) -> None:
+    run = Run(tmp_path)
+    output = tmp_path / "output"
+
+    def tell() -> str:
+        return output.read_text()[-3000:] if output.exists() else cluster.tell()
+
+    job = cluster.submit(output, *run.command())
+    run.wait_for_step(4, starts=1, tell=tell)
+    assert cluster.find_job(job)["NumNodes"] == "2"
+    # A node is drained: this is how the operator has the job save and leave it. `--signal` sends the same.
+    cluster.ask("scontrol", "update", "nodename=n2", "state=drain", "reason=test")
+    cluster.ask("scancel", "--batch", "--signal=USR1", job)
+    run.wait_for_step(SAVE_EVERY * 2 + 2, starts=2, tell=tell)
+    assert cluster.find_states()["n2"] == "drained"
+    cluster.ask("scontrol", "update", "nodename=n2", "state=resume")
+    # The node that runs the batch script is lost, without a word.
+    cluster.lose("n1")
+    ended = cluster.wait_for_end(job, tell)
+    assert (ended["JobState"], ended["Restarts"], ended["NodeList"]) == ("COMPLETED", "2", "n2"), tell()
+    (_, (second, resumed), (third, last)) = run.find_starts()
+    assert (second, third) == (1, 1)
+    assert resumed == max(each["step"] for each in run.read("step") if each["world"] == 2)  # not a step was lost
+    assert last % SAVE_EVERY == 0 and last < STEPS
+    run.check(reference)
