@@ -30,6 +30,7 @@ def add_parser(commands: Commands) -> None:
         examples="""
             ds_ucp supervise -- deepspeed train.py --deepspeed_config ds_config.json
             ds_ucp supervise --hostfile hosts --min-nodes 2 -- deepspeed --module deepspeed_ucp run train.py
+            ds_ucp supervise --preflight --hostfile hosts -- deepspeed train.py
             ds_ucp supervise --hang 120 --log events.jsonl -- deepspeed --num_gpus 8 train.py
         """,
         general=False,
@@ -48,6 +49,10 @@ def add_parser(commands: Commands) -> None:
     add("--settle", type=seconds, default=30.0, metavar="SECONDS", help=text)
     text = "seconds to wait for enough hosts (default: 1800)"
     add("--wait", type=seconds, default=1800.0, metavar="SECONDS", help=text)
+    text = "test every host before each start, and leave out those that fail (ds_ucp preflight)"
+    add("--preflight", action="store_true", help=text)
+    text = "the folder whose disk --preflight tests (default: that of temporary files)"
+    add("--preflight-dir", default="", metavar="DIR", help=text)
     add("--log", metavar="FILE", help="append the events to FILE instead of writing them to stderr")
     add("--debug", action="store_true", help="show the traceback of an error")
     add("program", metavar="PROGRAM", nargs=argparse.REMAINDER, help="behind `--`: the launcher and its arguments")
@@ -89,6 +94,7 @@ def run(options: argparse.Namespace) -> int:
         patience=Patience(start=options.start, step=options.hang),
         settle=options.settle,
         wait=options.wait,
+        preflight=options.preflight_dir if options.preflight else None,
     )
     return Supervisor(command, hosts, settings, make_log(options.log)).run()
 

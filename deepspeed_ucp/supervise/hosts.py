@@ -7,7 +7,7 @@ import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from ..errors import ConfigError
@@ -79,6 +79,11 @@ def is_local(host: str) -> bool:
     return True
 
 
+def is_alone(hosts: Hosts) -> bool:
+    """Whether there is no host but this machine."""
+    return not hosts or (len(hosts) == 1 and is_local(next(iter(hosts))))
+
+
 def find_own_address(hosts: Hosts) -> str:
     """This machine's address as the hosts reach it: the loopback where all of them are this machine."""
     for host in hosts:
@@ -141,13 +146,37 @@ class Reach:
             return False
         return done.returncode == 0
 
+    def ask(self, host: str, command: str, seconds: float) -> str:
+        """Run a shell command on a host; the last line of what it said, or how it ended."""
+        return run_for_words([*self._command, host, command], seconds, self._environment)
+
     def find_answering(self, hosts: Hosts, command: str = "true") -> dict[str, int]:
         """Those of the hosts that answer, in their order; all are asked at once, by a shell command that ends well.
 
         A lone host that is this machine is not asked: the launcher starts its ranks without ssh.
         """
-        if all(map(is_local, hosts)) and len(hosts) == 1:
+        if is_alone(hosts):
             return dict(hosts)
         with ThreadPoolExecutor(max_workers=min(_AT_ONCE, max(1, len(hosts)))) as pool:
             answers = list(pool.map(lambda host: self.run(host, command), hosts))
         return {host: slots for (host, slots), answer in zip(hosts.items(), answers, strict=True) if answer}
+
+
+def run_for_words(command: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None) -> str:
+    """Run a command to its end, or until it has taken too long; the last line of what it said, or how it ended."""
+    try:
+        done = subprocess.run(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=seconds,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"no answer within {seconds:.0f} s"
+    except OSError as error:
+        return str(error)
+    last = done.stdout.decode(errors="replace").rstrip().rpartition("\n")[2]
+    return last[-500:] or f"it ended with {done.returncode}"

@@ -7,14 +7,15 @@ import signal
 import subprocess
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
 
 from ..heartbeat import VARIABLE
 from .command import Command
-from .hosts import Hosts, Reach, find_own_address, write_hostfile
+from .hosts import Hosts, Reach, find_own_address, is_alone, write_hostfile
 from .log import Log
 from .policy import Attempt, RestartLimits, decide
+from .preflight import HERE, Preflight, ask_here
 from .processes import adopt_orphans, end_everything, make_sweep, reap, start, wait_for_all
 from .watch import Patience, RankStatus, Watch, end_ranks, find_ended, find_first_failure, find_silence
 
@@ -39,6 +40,8 @@ class Settings:
         patience: after how much silence a launch hangs.
         settle: seconds for a launch to end by itself when a rank of it has failed, and to end when it is told to go.
         wait: seconds to wait for enough hosts.
+        preflight: hosts are tested before each start, and this is the folder whose disk is (empty: that of temporary
+            files); None: they are not.
     """
 
     min_nodes: int = 1
@@ -46,6 +49,7 @@ class Settings:
     patience: Patience = field(default_factory=Patience)
     settle: float = 30.0
     wait: float = 1800.0
+    preflight: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,11 @@ class Supervisor:
         self._stopped_by: int | None = None
         self._in_a_hurry = False  # Ctrl-C, a second time
         self._watch = Watch(find_own_address(hosts or {}))
+        self._preflight: Preflight | None = None
+        if settings.preflight is not None:
+            ask = ask_here if is_alone(hosts or {}) else self.reach.ask
+            exports = dict(line.split("=", 1) for line in _read_exports())
+            self._preflight = Preflight(ask, self._watch.address, settings.preflight, log, exports)
 
     def run(self) -> int:
         """Until the command has done its work, or there is no point in going on; the exit code.
@@ -108,10 +117,14 @@ class Supervisor:
 
     def _keep_going(self) -> int:
         attempts: list[Attempt] = []
+        former: Hosts = {}
         while True:
             hosts = self._wait_for_hosts()
-            if hosts is None:
+            if hosts is None or self._is_stopped():
                 return self._end(None)
+            if attempts and former.keys() - hosts.keys():  # also one that answers and has failed its test
+                attempts[-1] = replace(attempts[-1], lost=True)
+            former = hosts
             outcome = self._launch(len(attempts) + 1, hosts)
             lost = self._sweep(hosts)
             if not outcome.reason:
@@ -127,6 +140,9 @@ class Supervisor:
                 return code if code > 0 else _SIGNALLED - code
             self.log("restarting", seconds=decision.pause, lost=lost)
             self._pause(decision.pause)
+
+    def _is_stopped(self) -> bool:
+        return self._stopped_by is not None
 
     def _end(self, outcome: Outcome | None) -> int:
         """The end on a signal, or for want of hosts."""
@@ -149,19 +165,25 @@ class Supervisor:
         return [host for host in hosts if host not in answering]
 
     def _wait_for_hosts(self) -> Hosts | None:
-        """The hosts that answer, when they are enough; None where they do not become so, or a signal comes."""
-        if self.hosts is None:
+        """The hosts that answer and pass their test, when they are enough; None where they do not become so, or a
+        signal comes."""
+        if self.hosts is None and self._preflight is None:
             return {} if self._stopped_by is None else None
         until, pause = time.monotonic() + self.settings.wait, self.settings.limits.first_pause
         while self._stopped_by is None:
-            answering = self.reach.find_answering(self.hosts)
-            missing = [host for host in self.hosts if host not in answering]
-            if len(answering) >= self.settings.min_nodes:
-                return answering
+            answering = {HERE: 0} if self.hosts is None else self.reach.find_answering(self.hosts)
+            missing = [host for host in self.hosts or () if host not in answering]
+            fit, told = answering, dict[str, list[str]]()
+            if self._preflight is not None and len(answering) >= self.settings.min_nodes:
+                fit = self._preflight.select(answering)
+                told = {"failing": [host for host in answering if host not in fit]}
+            if len(fit) >= self.settings.min_nodes:
+                return {} if self.hosts is None else fit
             if time.monotonic() > until:
-                self.log("gave_up", reason=f"{len(answering)} hosts answer", missing=missing)
+                what = "answer, and pass their test" if told else "answer"
+                self.log("gave_up", reason=f"{len(fit)} hosts {what}", missing=missing, **told)
                 return None
-            self.log("waiting", answering=list(answering), missing=missing, needed=self.settings.min_nodes)
+            self.log("waiting", answering=list(answering), missing=missing, needed=self.settings.min_nodes, **told)
             self._pause(pause)
             pause = min(2 * pause, self.settings.limits.longest_pause)
         return None
@@ -286,15 +308,20 @@ class Supervisor:
         return Outcome(outcome.code, outcome.reason, step, error)
 
 
-def _write_exports(folder: str, line: str) -> str:
-    """A file of variables for the launcher to export: those of its own one, and the ranks' line."""
+def _read_exports() -> list[str]:
+    """Variables for the launcher to export, ``NAME=value``, of its own files."""
     own = os.environ.get(_ENV_FILE, ".deepspeed_env")
     held: list[str] = []
     for path in (os.path.join(os.path.expanduser("~"), own), own):
         if os.path.isfile(path):
             with open(path, encoding="utf-8") as stream:
                 held += [text for text in stream.read().splitlines() if "=" in text]
+    return held
+
+
+def _write_exports(folder: str, line: str) -> str:
+    """A file of variables for the launcher to export: those of its own one, and the ranks' line."""
     path = os.path.join(folder, "environment")
     with open(path, "w", encoding="utf-8") as stream:
-        stream.writelines(f"{text}\n" for text in [*held, f"{VARIABLE}={line}"])
+        stream.writelines(f"{text}\n" for text in [*_read_exports(), f"{VARIABLE}={line}"])
     return path

@@ -1,0 +1,194 @@
+"""Tests of nodes before a start: real ones on this machine, and hosts that are stand-ins, some of which are bad."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deepspeed_ucp.cli.dispatch import main
+from deepspeed_ucp.supervise import accelerators, links, probe
+from deepspeed_ucp.supervise.judging import Report
+from deepspeed_ucp.supervise.preflight import Preflight, ask_here
+from tests.supervise.standins import Stage, build
+
+A, B, C = "127.0.0.2", "127.0.0.3", "127.0.0.4"
+
+BAD = """
+import itertools, os, sys, threading
+host = os.environ.get("STANDIN_HOST", "")
+if "deepspeed_ucp.supervise.probe" in sys.orig_argv:
+    import time
+    import numpy
+    ticks, slow = itertools.count(), 100 if host in os.environ["STANDIN_SLOW"] else 1
+    time.perf_counter = lambda: slow * 0.01 * next(ticks)
+    multiply = numpy.matmul
+    def matmul(a, b, out):
+        multiply(a, b, out=out)
+        if host in os.environ["STANDIN_WRONG"]:
+            out[5, 7] = numpy.nextafter(out[5, 7], numpy.float32(1e9))
+    numpy.matmul = matmul
+    if host in os.environ["STANDIN_DEAD"]:
+        os.write(2, b"no such library\\n")
+        os._exit(1)
+"""
+"""What all hosts' Python imports first: some compute wrong, are slow, or do not come to their test; of the others each
+measurement takes the same time however busy this machine is."""
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Stage:
+    stage = build(tmp_path)
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(BAD)
+    stage.environment["PYTHONPATH"] = f"{tmp_path / 'site'}:{stage.environment['PYTHONPATH']}"
+    stage.environment |= dict.fromkeys(("STANDIN_WRONG", "STANDIN_SLOW", "STANDIN_DEAD"), "none")
+    return stage
+
+
+def test_hosts_that_fail_are_left_out_of_a_start(stage: Stage) -> None:
+    """Before the first one, and before the next one again."""
+    stage.environment["STANDIN_WRONG"] = B
+    hostfile = stage.write_hosts(A, B, C)
+    assert stage.run("--preflight", "--hostfile", hostfile, command=stage.launch(steps=4, fail_1=3)) == 0
+    assert stage.names() == [
+        *("preflight", "starting", "running", "failed", "restarting"),
+        *("preflight", "starting", "running", "finished"),
+    ]
+    tested, _ = stage.find("preflight")
+    assert list(tested["left_out"]) == [B]
+    assert tested["left_out"][B][0] == "product: a sum of whole numbers is wrong"
+    assert [each["hosts"] for each in stage.find("starting")] == [{A: 1, C: 1}] * 2
+    assert tested["figures"][A].keys() >= {"memory", "product", "disk write", "disk read", "network", "round trips"}
+
+
+def test_a_host_that_is_slow_or_has_no_answer_leaves_too_few(stage: Stage) -> None:
+    stage.environment |= {"STANDIN_SLOW": C, "STANDIN_DEAD": "127.0.0.5"}
+    hostfile = stage.write_hosts(A, B, C, "127.0.0.5")
+    options = ("--preflight", "--min-nodes", "3", "--wait", "0", "--hostfile", hostfile)
+    assert stage.run(*options, command=stage.launch()) == 1
+    assert stage.names() == ["preflight", "gave_up"]
+    (tested,) = stage.find("preflight")
+    assert tested["left_out"].keys() == {C, "127.0.0.5"}
+    assert tested["left_out"]["127.0.0.5"] == ["no report: no such library"]
+    assert any(each.startswith("product ") and "the median of 3" in each for each in tested["left_out"][C])
+    (end,) = stage.find("gave_up")
+    assert (end["reason"], end["failing"]) == ("2 hosts answer, and pass their test", [C, "127.0.0.5"])
+
+
+def test_this_machine_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["preflight", str(tmp_path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    report = told["hosts"]["localhost"]["report"]
+    assert {figure["what"] for figure in report["figures"]} >= {"memory", "product", "disk write", "free disk"}
+    assert (told["hosts"]["localhost"]["faults"], told["notes"]) == ([], [])
+
+
+def test_a_folder_that_cannot_be_written_is_a_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(tmp_path / "nowhere")
+    assert main(["preflight", folder]) == 1
+    shown = capsys.readouterr().out
+    assert f"localhost: disk, {folder}: No such file or directory\n0 of 1 pass\n" in shown
+    assert "product, GFLOP/s" in shown
+
+
+def test_a_test_that_does_not_come_to_an_end_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepspeed_ucp.supervise.preflight.LIMIT", 0.3)
+    monkeypatch.setattr(Preflight, "_make_command", lambda *_: "sleep 600")
+    _, verdict = Preflight(ask_here, "127.0.0.1", "", lambda *_, **__: None).test({"here": 1})
+    assert verdict.faults == {"here": ["no report: no answer within 0 s"]}
+
+
+def test_links_that_fail_once_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As is all that may pass; of what is wrong for good there is one test."""
+    tested: list[Report | str] = [
+        *(Report(links={"b": None}), Report(links={"c": None}), Report(links={"a": None, "b": "refused"})),
+        *(Report(links={"b": None}), Report(links={"c": None}), Report(links={"a": None, "b": None})),
+    ]
+    events: list[dict[str, Any]] = []
+    monkeypatch.setattr(Preflight, "_collect", lambda _, hosts: {host: tested.pop(0) for host in hosts})
+    preflight = Preflight(ask_here, "127.0.0.1", "", lambda _, **told: events.append(told))
+    assert preflight.select(dict.fromkeys("abc", 1)) == dict.fromkeys("abc", 1)
+    tested += [Report(faults=("full",)), Report()]
+    assert preflight.select(dict.fromkeys("ab", 1)) == {"b": 1}
+    assert (tested, [event["left_out"] for event in events]) == ([], [{}, {"a": ["full"]}])
+
+
+def flip(product: np.ndarray) -> None:
+    product[3, 3] = np.nextafter(product[3, 3], np.float32(1e9))
+
+
+@pytest.mark.parametrize(
+    ("is_bad", "told"),
+    [
+        (lambda call: call == 0, "a sum of whole numbers is wrong"),
+        (lambda call: call == 3, "the same product has other bits each time"),
+    ],
+)
+def test_products_that_are_wrong_are_noticed(
+    is_bad: Callable[[int], bool], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    multiply, calls = np.matmul, iter(range(100))
+
+    def matmul(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
+        multiply(a, b, out=out)
+        if is_bad(next(calls)):
+            flip(out)
+
+    monkeypatch.setattr(probe, "_SIZE", 64)
+    assert probe.measure_product()[1] == []
+    monkeypatch.setattr(np, "matmul", matmul)
+    assert probe.measure_product()[1] == [told]
+
+
+def test_devices_are_tested_as_processors_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    figures, faults = accelerators.Device("cpu", size=64, seconds=0).measure()
+    assert ([figure.what for figure in figures], faults) == (["device product", "device memory"], [])
+    assert accelerators.Device("cpu", size=64, seconds=0).measure()[0][0].bits == figures[0].bits
+    real, calls = torch.Tensor.__matmul__, iter(range(100))
+
+    def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        product = real(a, b)
+        if product.dim() == 2 and next(calls) in (0, 5):
+            product[3, 3] += 1
+        return product
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", matmul)
+    assert accelerators.Device("cpu", size=64, seconds=0).measure()[1] == [
+        "cpu: a sum of whole numbers is wrong",
+        "cpu: the same product has other bits each time",
+    ]
+
+
+def test_links_tell_who_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "_ONE", 0.5)
+    good, other = links.Links("127.0.0.1", b"key"), links.Links("127.0.0.1", b"not")
+    figures, reached = good.try_all([
+        ("good", "127.0.0.1", good.port),
+        ("closed", "127.0.0.1", 1),
+        ("stranger", "127.0.0.1", other.port),
+    ])  # fmt: skip
+    assert [figure.what for figure in figures] == ["network", "round trips"]
+    assert reached.pop("stranger") in ("the other side has gone", "Connection reset by peer")
+    assert reached == {"good": None, "closed": "Connection refused"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "address"),
+    [({}, "default"), ({"NCCL_SOCKET_IFNAME": "=lo"}, "127.0.0.1"), ({"GLOO_SOCKET_IFNAME": "x,lo"}, "127.0.0.1"),
+     ({"NCCL_SOCKET_IFNAME": "^lo"}, "default")],
+)  # fmt: skip
+def test_links_go_the_way_that_training_takes(
+    variables: dict[str, str], address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert links.find_link_address("default") == address
