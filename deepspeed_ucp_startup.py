@@ -26,11 +26,25 @@ def start() -> None:
         if os.environ.get(SWITCH, "").strip().lower() not in OFF and _waker not in sys.meta_path:
             sys.meta_path.insert(0, _waker)
         if os.environ.get(TEMPLATE):
-            from deepspeed_ucp import warm
-
-            warm.hand_over()
+            _hand_over()
     except Exception as error:  # noqa: BLE001 - a plugin is no reason for a Python not to start
         _tell(error)
+
+
+def _hand_over() -> None:
+    """Without importing the package, which would take the environment for this process's own."""
+    import importlib.util
+
+    name = "deepspeed_ucp.warm.handover"
+    package = importlib.util.find_spec("deepspeed_ucp")
+    if name in sys.modules or package is None or not package.submodule_search_locations:
+        return
+    path = os.path.join(package.submodule_search_locations[0], "warm", "handover.py")
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is not None and spec.loader is not None:
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        module.hand_over()
 
 
 class _Waker:
