@@ -22,26 +22,28 @@ class Measure:
     Attributes:
         unit: of its figures.
         slow: times that a figure may be below the median of its kind; None: it is shown alone.
+        is_own: the node has it to itself, and the same at any time.
     """
 
     unit: str
     slow: float | None
+    is_own: bool = False
 
 
 MEASURES = {
-    "memory": Measure("MB/s", 3.0),
+    "memory": Measure("MB/s", 3.0, is_own=True),
     "free memory": Measure("MB", 4.0),
-    "product": Measure("GFLOP/s", 3.0),
+    "product": Measure("GFLOP/s", 3.0, is_own=True),
     # Storage that is shared, and links that others use too, differ much from one moment to the next.
     "disk write": Measure("MB/s", 10.0),
     "disk read": Measure("MB/s", 10.0),
     "free disk": Measure("MB", None),
     "network": Measure("MB/s", 5.0),
     "round trips": Measure("/s", 10.0),
-    "device product": Measure("GFLOP/s", 2.0),
-    "device memory": Measure("MB/s", 2.0),
+    "device product": Measure("GFLOP/s", 2.0, is_own=True),
+    "device memory": Measure("MB/s", 2.0, is_own=True),
     "free device memory": Measure("MB", 1.5),
-    "host to device": Measure("MB/s", 3.0),
+    "host to device": Measure("MB/s", 3.0, is_own=True),
 }
 
 
@@ -52,7 +54,7 @@ class Figure:
     Attributes:
         what: of :data:`MEASURES`.
         value: in its unit.
-        kind: hardware and library; figures of one kind alone are compared. Empty where a node's own does not matter.
+        kind: hardware and library; figures of one kind alone are compared.
         where: the device; empty for the node itself.
         bits: a checksum of what came out, the same on all of a kind.
     """
@@ -184,9 +186,9 @@ def _compare(heard: Mapping[str, Report], former: Mapping[str, Report], notes: l
     for node, report in heard.items():
         for figure in report.figures:
             groups.setdefault((figure.what, figure.kind), []).append((node, figure))
-    for (what, kind), group in groups.items():
+    for (what, _), group in groups.items():
         yield from _compare_bits(group, notes)
-        slow = MEASURES[what].slow
+        slow, is_own = MEASURES[what].slow, MEASURES[what].is_own
         if slow is None:
             continue
         usual = median(figure.value for _, figure in group)
@@ -195,7 +197,7 @@ def _compare(heard: Mapping[str, Report], former: Mapping[str, Report], notes: l
                 if figure.value < usual / slow:
                     yield node, f"{figure.describe()}; the median of {len(group)} is {usual:.4g}"
                 continue
-            before = find_like(former[node], figure) if kind and node in former else None
+            before = find_like(former[node], figure) if is_own and node in former else None
             if before is not None and figure.value < before.value / slow:
                 yield node, f"{figure.describe()}; at first it had {before.value:.4g}"
 

@@ -66,7 +66,7 @@ def measure_memory() -> tuple[list[Figure], list[str]]:
     seconds = min(time_once(lambda: np.copyto(target, source)) for _ in range(4))
     figures = [
         Figure("memory", source.nbytes / seconds / 1e6, kind=_name_cpu()),
-        Figure("free memory", memory.available / 1e6, kind=f"{memory.total >> 30} GiB"),
+        Figure("free memory", memory.available / 1e6, kind=f"of {memory.total:.1e}"),
     ]
     return figures, ([] if np.array_equal(source, target) else ["a copy differs from what was copied"])
 

@@ -80,8 +80,9 @@ def test_one_or_two_nodes_are_held_against_their_own_first_figures() -> None:
     assert fail(a=make(80), b=make(20)) == {}
 
 
-def test_what_nodes_share_is_not_held_against_earlier_figures() -> None:
-    before, now = (Report((Figure("disk write", value),)) for value in (1000.0, 1.0))
+@pytest.mark.parametrize("what", ["disk write", "free memory", "network"])
+def test_what_others_may_have_taken_is_not_held_against_earlier_figures(what: str) -> None:
+    before, now = (Report((Figure(what, value, "x"),)) for value in (1000.0, 1.0))
     assert judge({"a": now}, {}, {"a": before}).faults == {}
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ import pytest
 from deepspeed_ucp.cli.dispatch import main
 from deepspeed_ucp.supervise import accelerators, links, probe
 from deepspeed_ucp.supervise.judging import Report
-from deepspeed_ucp.supervise.preflight import Preflight, ask_here
+from deepspeed_ucp.supervise.preflight import Exchange, Preflight, ask_here
 from tests.supervise.standins import Stage, build
 
 A, B, C = "127.0.0.2", "127.0.0.3", "127.0.0.4"
@@ -101,6 +104,31 @@ def test_a_test_that_does_not_come_to_an_end_is_a_fault(monkeypatch: pytest.Monk
     monkeypatch.setattr(Preflight, "_make_command", lambda *_: "sleep 600")
     _, verdict = Preflight(ask_here, "127.0.0.1", "", lambda *_, **__: None).test({"here": 1})
     assert verdict.faults == {"here": ["no report: no answer within 0 s"]}
+
+
+def test_who_is_not_ready_in_time_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepspeed_ucp.supervise.preflight.LIMIT", 1.5)
+
+    def talk(exchange: Exchange, name: str) -> list[list[Any]]:
+        """As a node does; whom it is to try."""
+        address, port, key = exchange.line.rsplit(":", 2)
+        with socket.create_connection((address, int(port))) as connection, connection.makefile("rw") as stream:
+            print(key, json.dumps({"name": name, "address": name, "port": 1}), sep="\n", file=stream, flush=True)
+            peers = json.loads(stream.readline())
+            print(json.dumps(asdict(Report(faults=(name,)))), file=stream, flush=True)
+            stream.readline()
+            return list(peers)
+
+    with Exchange("127.0.0.1", "abcd") as exchange, ThreadPoolExecutor(4) as pool:
+        with socket.create_connection(("127.0.0.1", int(exchange.line.split(":")[1]))) as stranger:
+            stranger.sendall(b"not the key\n{}\n")
+            assert stranger.recv(1) == b""
+        assert list(pool.map(talk, [exchange] * 3, "abd")) == [
+            [["b", "b", 1], ["d", "d", 1]],
+            [["d", "d", 1], ["a", "a", 1]],
+            [["a", "a", 1], ["b", "b", 1]],
+        ]
+        assert {name: report.faults for name, report in exchange.reports.items()} == {each: (each,) for each in "abd"}
 
 
 def test_links_that_fail_once_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
