@@ -150,6 +150,7 @@ class RunState:
         flats: flat buffers of every model-parallel rank ``pp_rank * tp + tp_rank``, with local names and sizes.
         degrees: tensor- and pipeline-parallel degrees of the ranks whose client states there are, where these are not
             the topology's (an atomic checkpoint has none).
+        format: of a foreign checkpoint, in words; it has no state file, scheduler or client state.
     """
 
     topology: Topology
@@ -166,6 +167,7 @@ class RunState:
     flats: dict[int, tuple[FlatBuffer, ...]] = field(default_factory=dict)
     globals: dict[Use, str] = field(default_factory=dict)
     degrees: tuple[int, int] | None = None
+    format: str = ""
 
     @property
     def configured(self) -> dict[str, Any]:
@@ -242,6 +244,11 @@ class AtomicIndex:
     def find(self, name: str, state: str, instance: int = 0) -> Atom | None:
         """An atom; None where there is none."""
         return self.stored.atoms.get(AtomKey(name, state, instance))
+
+    @property
+    def is_weights_alone(self) -> bool:
+        """Whether it is of a format without optimizer states, or holds none of them, so that none are wanted."""
+        return bool(self.run.format) and not (self.limits.stateless or self.run.groups or self.run.scalars)
 
     def resolve(self, name: str) -> str:
         """The name under which a parameter's data is held: itself, or what it is tied to."""

@@ -18,8 +18,8 @@ from ..secrets import hide_at
 from ..sources.compare import DEEPSPEEDS
 from ..sources.findings import NOTE, WARNING, Finding
 from ..sources.open import FolderReport
+from ..sources.ownfiles import read_state_tree
 from ..torchsave.objects import describe
-from ..torchsave.torchfile import read_header
 from .experts import ExpertLayer, list_layers
 from .parameters import BUFFER, FROZEN, Parameter, find_file, list_parameters
 
@@ -168,7 +168,7 @@ def _read_client_keys(index: AtomicIndex) -> tuple[dict[str, str], str]:
     Raises:
         CheckpointError: the file is damaged.
     """
-    tree = read_header(index.run.state_file).tree
+    tree = read_state_tree(index)
     if not isinstance(tree, Mapping):
         return {}, ""
     scheduler = {"lr_scheduler": tree["lr_scheduler"]} if tree.get("lr_scheduler") is not None else {}
@@ -184,6 +184,8 @@ def _find_writer(index: AtomicIndex, folder: str) -> dict[str, Any]:
     Raises:
         CheckpointError: the manifest is damaged.
     """
+    if index.run.format:
+        return {"tool": index.run.format, "source": None}
     if not index.run.topology.is_atomic:
         return {"tool": "deepspeed", "source": None}
     from ..sources.atomic.manifest import read_manifest

@@ -110,7 +110,7 @@ def compare_runs(left: AtomicIndex, right: AtomicIndex) -> tuple[list[ValueDiffe
     ]
     kept = [("A", _list_hyper(left)), ("B", _list_hyper(right))]
     notes = [f"{side} keeps no hyper-parameters" for side, held in kept if held and not any(held.values())]
-    if left.run.state_file and right.run.state_file:
+    if left.run.state_file and right.run.state_file and not (left.run.format or right.run.format):
         client, more = _compare_clients(read_header(left.run.state_file), read_header(right.run.state_file))
         found, notes = found + client, notes + more
     return found, notes

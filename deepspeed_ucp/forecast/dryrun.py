@@ -22,9 +22,9 @@ from ..plan.rounds import plan_ranks
 from ..plan.settling import describe_irregular, describe_unreadable
 from ..plan.wants import Wants, is_replicated
 from ..sources.files import MANIFEST, list_sizes
+from ..sources.ownfiles import read_state_tree
 from ..stream.duplicates import spread_evenly
 from ..topology import find_differences
-from ..torchsave.torchfile import read_header
 from .degrees import Degrees
 from .estimate import LoadTotals, RankFigures, measure_plan
 from .experts import find_moved_experts
@@ -160,7 +160,7 @@ def read_saved_config(index: AtomicIndex) -> Mapping[str, Any]:
     Raises:
         CheckpointError: the file cannot be read.
     """
-    tree = read_header(index.run.state_file).tree
+    tree = read_state_tree(index)
     config = tree.get("ds_config") if isinstance(tree, dict) else None
     return config if isinstance(config, dict) else {}
 

@@ -229,6 +229,8 @@ def _compare(
 
     def look() -> list[str]:
         index = survey.require()
+        if index.run.format:
+            return ["not DeepSpeed's own format"]
         return _list_differences(index, target) or _list_elsewhere(index, folder) or list_unproven(job, target, index)
 
     reasons = [text for part in comm.each(look) for text in part] or list(own) or list(_list_wishes(job, upstream))
@@ -247,7 +249,8 @@ def _compare(
             comm.alike(lambda: check_trusted(index.run.globals))
         return LoaderChoice(f"same topology ({index.run.topology.describe()})", target=target)
     why = "; ".join(dict.fromkeys(reasons))
-    return LoaderChoice(f"{index.run.topology.describe()} → {target.topology.describe()}: {why}", target, index)
+    saved = index.run.format or index.run.topology.describe()
+    return LoaderChoice(f"{saved} → {target.topology.describe()}: {why}", target, index)
 
 
 def _list_wishes(job: LoadContext, upstream: bool) -> Iterator[str]:

@@ -170,6 +170,11 @@ def _prepare(job: LoadContext, index: AtomicIndex, target: Target, *, with_state
         work = prepare(index, target, comm, job.config, strict=strict, with_states=with_states, with_extras=not custom)
     objections.settle()
     notes = comm.run(lambda: describe_hyper(job, target, work.index.run, work.match))
+    if index.run.format and with_states and (clip := job.engine.gradient_clipping()):
+        notes.append(
+            f"does not tell how its run clipped gradients; this engine clips gradients at norm {clip} (gradient_clipping, "
+            "1.0 where a ds_config does not say; 0 switches it off)"
+        )
     for each in notes if comm.rank == 0 else ():
         logger.warning("%s: %s", index.run.state_file, each)
     return work, saved
@@ -215,13 +220,16 @@ def _read_saved(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
     """Everything of the state file but the model's tensors, checked; collective.
 
     At the saved tensor- and pipeline-parallel degrees every rank gets what its own file holds (Megatron's random
-    states), else what the first rank's does; of the data-parallel ranks, where each has a file, it is the same.
+    states), else what the first rank's does; of the data-parallel ranks, where each has a file, it is the same. A
+    foreign checkpoint has none: it tells counters alone.
 
     Raises:
         CheckpointError: it is damaged.
         UnsupportedError: it is no save of an engine, or needs the user's consent.
     """
     comm = job.comm
+    if index.run.format:
+        return dict(index.run.counters)
 
     def verify(left: AtomicIndex) -> AtomicIndex:
         verify_records(left, left.run.client_records, comm)

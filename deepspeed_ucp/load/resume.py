@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -182,6 +183,14 @@ def _load_own(job: LoadContext, own: Callable[[], Loaded], target: Target | None
 
 def _load(job: LoadContext, folder: str, index: AtomicIndex, target: Target) -> Loaded:
     """The direct load, from a new atomic checkpoint in mode "atomic"; collective."""
+    if index.is_weights_alone and not job.arguments.load_module_only:
+        if job.comm.rank == 0:
+            logger.warning(
+                "%s: holds weights alone (%s): the optimizer begins anew, at step 0, and nothing else is restored",
+                folder,
+                index.run.format,
+            )
+        job = replace(job, arguments=replace(job.arguments, load_module_only=True))
     # Without its optimizer an index is no whole checkpoint: a look at the weights leaves nothing behind.
     if job.config.mode == "atomic" and not index.run.topology.is_atomic and job.arguments.with_states:
         with job.report.phase("convert"):

@@ -13,6 +13,7 @@ from ..io.opened import explain_failure
 from ..io.paths import Entry
 from ..io.staging import MANIFEST
 from ..io.store import list_folder, list_tree
+from .foreign.names import PARTS, find_format, is_foreign
 from .table import FileTable
 
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
@@ -113,7 +114,7 @@ def list_entries(folder: str) -> dict[str, Entry]:
     found = {
         name: entry
         for name, entry in scan_folder(folder).items()
-        if entry.is_folder or _STATES.fullmatch(name) or name in (MANIFEST, SEAL, FROZEN)
+        if entry.is_folder or _STATES.fullmatch(name) or name in (MANIFEST, SEAL, FROZEN) or is_foreign(name)
     }
     if FROZEN in found:
         from .frozen import list_base  # what checks its form takes long to import
@@ -121,7 +122,18 @@ def list_entries(folder: str) -> dict[str, Entry]:
         found |= list_base(folder)
     if OFFLOADED in found and found[OFFLOADED].is_folder:
         found |= _list_swaps(folder)
+    if not any(_STATES.fullmatch(name) for name in found) and not holds_atoms(found):
+        found |= _list_parts(folder, found)
     return found
+
+
+def _list_parts(folder: str, entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    """The files of foreign checkpoints in the folders of a folder (Accelerate's has one for model and optimizer)."""
+    inside = [name for name, entry in entries.items() if entry.is_folder and name.startswith(PARTS)]
+    held = {
+        f"{name}/{file}": entry for name in inside for file, entry in scan_if_there(os.path.join(folder, name)).items()
+    }
+    return {name: entry for name, entry in held.items() if not entry.is_folder and is_foreign(name)}
 
 
 def scan_folder(folder: str, *, deep: bool = False) -> dict[str, Entry]:
@@ -275,6 +287,13 @@ def holds_atoms(entries: Mapping[str, Entry]) -> bool:
     return MANIFEST in entries or (
         zero is not None and zero.is_folder and not any(_OPTIM.fullmatch(strip_writer(name)) for name in entries)
     )
+
+
+def find_foreign(entries: Mapping[str, Entry]) -> str | None:
+    """The format of a folder that holds no checkpoint of DeepSpeed's but another one; None of any else."""
+    if any(map(is_state_file, entries)) or holds_atoms(entries):
+        return None
+    return find_format(entries)
 
 
 def read_model_rank(name: str) -> int | None:

@@ -11,7 +11,15 @@ from ..io.opened import explain_failure
 from ..io.paths import normalize
 from ..io.staging import LATEST as UNIVERSAL
 from ..io.store import exists, is_folder, read_small
-from .files import has_states, holds_atoms, is_state_file, scan_folder, scan_if_there
+from .files import (
+    find_foreign,
+    has_states,
+    holds_atoms,
+    is_state_file,
+    list_entries,
+    scan_folder,
+    scan_if_there,
+)
 from .findings import COPY, NOTE, WARNING, Finding
 
 LATEST = "latest"
@@ -79,6 +87,8 @@ def read_latest(load_dir: str, *, universal: bool = False) -> str | None:
     if is_checkpoint(load_dir):
         return os.path.basename(normalize(load_dir))
     tags = find_tags(load_dir)
+    if not tags and holds_foreign(load_dir):
+        return os.path.basename(normalize(load_dir))
     if not tags:
         _check_bucket(load_dir)
         return None
@@ -99,10 +109,20 @@ def is_checkpoint(folder: str) -> bool:
     return any(map(is_state_file, entries)) or holds_atoms(entries)
 
 
+def holds_foreign(folder: str) -> bool:
+    """Whether a folder is a checkpoint of another format than DeepSpeed's.
+
+    Raises:
+        CheckpointError: it cannot be listed.
+    """
+    return leads_to_folder(folder) and find_foreign(list_entries(folder)) is not None
+
+
 def find_folder(load_dir: str, tag: str) -> str:
     """Where a folder has a tag: below it, or in itself, where it is that tag's own."""
     below = os.path.join(load_dir, tag)
-    is_own = os.path.basename(normalize(load_dir)) == tag and not leads_to_folder(below) and is_checkpoint(load_dir)
+    is_own = os.path.basename(normalize(load_dir)) == tag and not leads_to_folder(below)
+    is_own = is_own and (is_checkpoint(load_dir) or holds_foreign(load_dir))
     return load_dir if is_own else below
 
 
@@ -110,11 +130,6 @@ _ODD = (
     (r"checkpoint-\d+", "a trainer's output folder: name one of its checkpoints, {0}"),
     (r".*\.ckpt", "a folder of Lightning's: name one of its checkpoints, {0}"),
     (r"adapter_config\.json", "a PEFT adapter without an engine's state, which PeftModel.from_pretrained loads"),
-    (
-        r"(model|pytorch_model|diffusion_pytorch_model).*\.(safetensors|bin)(\.index\.json)?",
-        "a Hugging Face model without an engine's state, which from_pretrained loads",
-    ),
-    (r"\.metadata|.*\.distcp", "a checkpoint of torch.distributed.checkpoint, whose load takes it"),
     (r"zero_to_fp32\.py", "what removed checkpoints have left"),
 )
 """What tells by a name what a folder is that holds no checkpoint; {0} is what has such a name."""
@@ -193,7 +208,7 @@ def find_checkpoint(path: str) -> str:
         _check_bucket(folder)
         what = "is a file, not a checkpoint's folder" if exists(folder) else "does not exist"
         raise CheckpointError(f"{folder} {what}.")
-    if not {LATEST, UNIVERSAL} & scan_folder(folder).keys() and is_checkpoint(folder):
+    if not {LATEST, UNIVERSAL} & scan_folder(folder).keys() and (is_checkpoint(folder) or holds_foreign(folder)):
         return folder
     tag = read_latest(folder)
     if tag is None:

@@ -15,8 +15,9 @@ from ..errors import CheckpointError, MismatchError, UcpError, UnsupportedError,
 from ..io.read import sum_range
 from ..io.store import open_stored
 from .atomic import survey_atomic
-from .files import SEAL, holds_atoms, holds_optimizer, sort_files
+from .files import SEAL, find_foreign, holds_atoms, holds_optimizer, sort_files
 from .findings import WARNING, Finding, fold_findings, from_error, make_error, sort_findings
+from .foreign.formats import survey_foreign
 from .gather import gather_save, keep_new, look_at_header
 from .headers import FileHeader
 from .identify import identify_save
@@ -147,10 +148,12 @@ def survey_files(where: FileTable, comm: Comm, naming: Naming | None = None) -> 
     Raises:
         ConfigError: the groups are of another form.
     """
-    atomic = holds_atoms(where.entries)
+    atomic, foreign = holds_atoms(where.entries), find_foreign(where.entries)
     try:
         if atomic:
             index, findings = survey_atomic(where, comm)
+        elif foreign is not None:
+            index, findings = survey_foreign(where, comm, foreign)
         else:
             index, findings = _survey_normal(where, comm, naming or Naming())
     except (CheckpointError, UnsupportedError) as error:

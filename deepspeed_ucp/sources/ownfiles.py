@@ -50,6 +50,15 @@ def find_state_file(index: AtomicIndex, mp_rank: int, dp_rank: int = 0) -> str |
     return next((path for path in paths if path != run.state_file and is_file(path)), None)
 
 
+def read_state_tree(index: AtomicIndex) -> Any:
+    """What the state file's pickle holds, as inert data; an empty dict of a foreign checkpoint, which has no such file.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    return {} if index.run.format else read_header(index.run.state_file).tree
+
+
 def compare_own_files(model: str, optim: str | None, live: Mapping[str, Any]) -> list[str]:
     """What the files tell otherwise than the live engine, in words; empty where they agree about everything.
 

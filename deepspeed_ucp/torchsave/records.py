@@ -115,8 +115,8 @@ def list_zip(path: str, stream: BinaryIO) -> FileRecords:
     return FileRecords(path, size, tuple(found), _sum_directory(front, archive), roots[0] if roots else "")
 
 
-def _open_zip(path: str, stream: BinaryIO, size: int) -> tuple[_Front, zipfile.ZipFile]:
-    front = _Front(stream, _find_end(stream, size))
+def _open_zip(path: str, stream: BinaryIO, size: int) -> tuple[Part, zipfile.ZipFile]:
+    front = Part(stream, 0, _find_end(stream, size))
     try:
         return front, zipfile.ZipFile(front)
     except (zipfile.BadZipFile, NotImplementedError, ValueError, OverflowError, EOFError) as error:
@@ -126,7 +126,7 @@ def _open_zip(path: str, stream: BinaryIO, size: int) -> tuple[_Front, zipfile.Z
         ) from None
 
 
-def _sum_directory(front: _Front, archive: zipfile.ZipFile) -> int:
+def _sum_directory(front: Part, archive: zipfile.ZipFile) -> int:
     front.seek(archive.start_dir)
     return isal_zlib.crc32(front.read())
 
@@ -180,16 +180,16 @@ def _find_end(file: BinaryIO, size: int) -> int:
     return end if rest == before * (len(rest) // unit) else size
 
 
-class _Front(Positioned):
-    """The first ``size`` bytes of a file that is open for reading, as a file of its own."""
+class Part(Positioned):
+    """The ``size`` bytes from ``start`` on of a file that is open for reading, as a file of their own."""
 
-    def __init__(self, file: BinaryIO, size: int) -> None:
+    def __init__(self, file: BinaryIO, start: int, size: int) -> None:
         super().__init__(size)
-        self._file = file
+        self._file, self._start = file, start
 
     def read_at(self, nbytes: int, offset: int) -> bytes:
         """As the file's, and nothing behind the end."""
-        return read_at(self._file, min(nbytes, max(self.size - offset, 0)), offset)
+        return read_at(self._file, min(nbytes, max(self.size - offset, 0)), self._start + offset)
 
 
 def _foresee(entries: list[zipfile.ZipInfo], end: int) -> dict[int, int]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import struct
 from collections import defaultdict
-from dataclasses import dataclass
-from typing import Any, BinaryIO
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, BinaryIO, cast
 
 from isal import isal_zlib
 
@@ -18,7 +19,7 @@ from ..errors import CheckpointError, UnsupportedError
 from ..io.opened import advise_random, measure, read_ahead, read_at
 from .dtypes import STORAGE_DTYPES
 from .objects import RESTORE, Global, StorageRef, TensorRef, describe, list_parts
-from .records import LEGACY, FileRecord, FileRecords, check_crc, list_zip, open_file, read_record, starts_zip
+from .records import LEGACY, FileRecord, FileRecords, Part, check_crc, list_zip, open_file, read_record, starts_zip
 from .unpickle import Pickled, read_pickle
 from .zipframe import BYTEORDER, PICKLE, ROOT
 
@@ -71,14 +72,50 @@ def read_header(path: str) -> TorchFile:
         UnsupportedError: it was saved on a big-endian machine, or by a release that is too old.
     """
     with open_file(path) as stream:
-        read = _read_zip if starts_zip(stream) else _read_legacy
-        pickled, records = read(path, stream)
-        storages = records.storages
-        single = [ref for ref in pickled.tensors if ref.numel == 1 and ref.dtype in ITEMSIZE]
-        places = {ref: _find_element(ref, path, storages) for ref in single}
-        read_ahead(stream, [(offset, ITEMSIZE[ref.dtype]) for ref, (_, offset) in places.items()])
-        for ref, place in places.items():
-            ref.data = _read_element(ref, path, stream, *place)
+        return _read_open(path, stream)
+
+
+def read_parts(path: str, parts: Sequence[tuple[int, int]]) -> list[TorchFile]:
+    """The headers of ``torch.save`` files that lie one behind the other in a file.
+
+    Args:
+        path: that file.
+        parts: of each the byte at which it begins, and its bytes. Offsets in what is returned are the whole file's.
+
+    Raises:
+        CheckpointError: the file is missing, unreadable, truncated or damaged, or a part ends beyond it.
+    """
+    found = []
+    with open_file(path) as stream:
+        size = measure(stream)
+        ends = [(start + max(nbytes - _ENDING, 0), min(nbytes, _ENDING)) for start, nbytes in parts]
+        read_ahead(stream, [*((start, min(nbytes, _BEGINNING)) for start, nbytes in parts), *ends])
+        for start, nbytes in parts:
+            if start < 0 or nbytes < 1 or start + nbytes > size:
+                raise CheckpointError(
+                    f"has {size} bytes, and something is to lie at bytes {start} to {start + nbytes}; it is "
+                    f"truncated. {RESTORE}",
+                    path=path,
+                )
+            part = _read_open(path, cast(BinaryIO, Part(stream, start, nbytes)))
+            moved = {key: record._replace(offset=record.offset + start) for key, record in part.storages.items()}
+            found.append(replace(part, storages=moved))
+    return found
+
+
+_BEGINNING, _ENDING = 2048, 1024
+"""Bytes at a part's begin that hold its pickle, and at its end that hold its directory, as torch writes them."""
+
+
+def _read_open(path: str, stream: BinaryIO) -> TorchFile:
+    read = _read_zip if starts_zip(stream) else _read_legacy
+    pickled, records = read(path, stream)
+    storages = records.storages
+    single = [ref for ref in pickled.tensors if ref.numel == 1 and ref.dtype in ITEMSIZE]
+    places = {ref: _find_element(ref, path, storages) for ref in single}
+    read_ahead(stream, [(offset, ITEMSIZE[ref.dtype]) for ref, (_, offset) in places.items()])
+    for ref, place in places.items():
+        ref.data = _read_element(ref, path, stream, *place)
     saved_as = None if records.saved_as == ROOT else records.saved_as
     return TorchFile(
         path=path,

@@ -84,9 +84,9 @@ def test_a_latest_that_cannot_be_followed_is_told(tmp_path: Path, capsys: pytest
 def test_a_folder_without_any_is_an_error_that_tells_what_it_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "model.safetensors").write_text("")
+    (tmp_path / "adapter_config.json").write_text("")
     assert main(["list", str(tmp_path)]) == 2
-    assert "a Hugging Face model" in capsys.readouterr().err
+    assert "a PEFT adapter" in capsys.readouterr().err
 
 
 def test_a_store_is_listed(tmp_path: Path, run_json: Any) -> None:

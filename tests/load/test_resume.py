@@ -335,7 +335,7 @@ def test_torch_works_with_a_share_of_the_cores_while_a_rank_loads(monkeypatch: p
         _optimizer_has_ckpt_event_prologue=lambda: False, _optimizer_has_ckpt_event_epilogue=lambda: False
     )
     target: Any = SimpleNamespace(prepare=lambda: None, swaps=SimpleNamespace(discard=lambda: None))
-    index: Any = SimpleNamespace(run=SimpleNamespace(state_file="states"))
+    index: Any = SimpleNamespace(run=SimpleNamespace(state_file="states"), is_weights_alone=False)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -366,7 +366,7 @@ def test_what_is_collective_at_the_end_waits_for_no_rank_that_failed_alone(
         swaps = SimpleNamespace(discard=lambda: discarded.append(rank))
         prepare = (lambda: 1 // rank) if before and alone is False else lambda: None
         target: Any = SimpleNamespace(prepare=prepare, swaps=swaps)
-        index: Any = SimpleNamespace(run=SimpleNamespace(state_file="states"))
+        index: Any = SimpleNamespace(run=SimpleNamespace(state_file="states"), is_weights_alone=False)
         _load(make_job(engine, comm), "", index, target)
 
     monkeypatch.setattr("deepspeed_ucp.load.resume.load_direct", load)
@@ -492,16 +492,16 @@ def test_a_checkpoints_own_folder_is_loaded(
 
 
 @pytest.mark.parametrize("require", [False, True])
-@pytest.mark.parametrize("name", ["", "absent", "notes", "model"])
+@pytest.mark.parametrize("name", ["", "absent", "notes", "adapter"])
 def test_nothing_to_resume_is_told_by_what_there_is(
     name: str, require: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for file in ("notes/readme.txt", "model/model.safetensors"):
+    for file in ("notes/readme.txt", "adapter/adapter_config.json"):
         (tmp_path / "runs" / file).parent.mkdir(parents=True)
         (tmp_path / "runs" / file).touch()
     (tmp_path / "empty").mkdir()
     folder, config = str(tmp_path / ("runs" if name else "empty") / name), UniversalConfig(require=require, also=["no"])
-    looks = {"notes": "holds readme.txt", "model": "looks like a Hugging Face model"}.get(name, "")
+    looks = {"notes": "holds readme.txt", "adapter": "looks like a PEFT adapter"}.get(name, "")
 
     def start() -> object:
         return resume(UpstreamEngine(), folder, None, LoadArguments(), config, lambda: (None, None))

@@ -1,0 +1,234 @@
+"""What a foreign checkpoint holds, whatever its format, and the atomic view of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+from ...atoms import (
+    ITEMSIZE,
+    MASTER,
+    MODULE,
+    Atom,
+    AtomicIndex,
+    FileRef,
+    Fragment,
+    GroupInfo,
+    Limits,
+    ModelInfo,
+    ParamKey,
+    Record,
+    RunState,
+    Shard,
+    StoredAtoms,
+    check_coverage,
+    count,
+    strip_compiled,
+)
+from ...errors import CheckpointError, UnsupportedError
+from ...topology import Topology
+from ...torchsave.records import FileRecord
+from ...wrappers import ATOMIC
+from ..table import FileTable
+
+Shape = tuple[int, ...]
+
+_MOST_RUNS = 1 << 22
+"""Runs of elements in all: a tensor that is cut along its last dimension has one for each of its rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A block of a tensor, row-major in a file without gaps.
+
+    Attributes:
+        offsets, shape: where it lies in the tensor, by dimension, in elements.
+        file: its name in the folder.
+        record: bytes of that file with one checksum, or none.
+        begin: byte of the record at which the block begins.
+    """
+
+    offsets: Shape
+    shape: Shape
+    file: str
+    record: FileRecord
+    begin: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor as chunks, in any order."""
+
+    dtype: str
+    shape: Shape
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a reader of a format has found.
+
+    Attributes:
+        format: in words.
+        head: name of the file that tells of the others, for messages.
+        weights: of the model, by name.
+        states: of the optimizer's, by parameter and state.
+        scalars: of the optimizer's, by parameter; numbers.
+        groups: param groups as names and hyper-parameters.
+        aliases: tied names → the name that holds the data.
+        counters: as of :class:`RunState`.
+        stateless: why the optimizer states cannot be had, and what to do; empty where they can, or there are none.
+        scalar_dtypes: of those scalars that are 0-dim tensors.
+    """
+
+    format: str
+    head: str
+    weights: Mapping[str, StoredTensor]
+    states: Mapping[str, Mapping[str, StoredTensor]] = field(default_factory=dict)
+    scalars: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    groups: Sequence[tuple[tuple[str, ...], Mapping[str, Any]]] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    counters: Mapping[str, Any] = field(default_factory=dict)
+    stateless: str = ""
+    scalar_dtypes: Mapping[str, str] = field(default_factory=dict)
+
+
+def make_index(contents: Contents, where: FileTable) -> AtomicIndex:
+    """The atomic view.
+
+    Parameters that the optimizer has are masters; all else are the module's own tensors, as in a frozen model.
+
+    Raises:
+        CheckpointError: chunks leave something out, overlap, or lie beyond their file.
+        UnsupportedError: tensors are cut into too many pieces.
+    """
+    maker = _Maker(where)
+    trained = {name for names, _ in contents.groups for name in names} | contents.states.keys()
+    for name, tensor in contents.weights.items():
+        maker.add(strip_compiled(name), MASTER if name in trained else MODULE, tensor)
+    for name, held in contents.states.items():
+        for state, tensor in held.items():
+            maker.add(strip_compiled(name), state, tensor)
+    dtypes = [tensor.dtype for name, tensor in contents.weights.items() if tensor.dtype.startswith(("float", "bf"))]
+    precision = max(dtypes, key=dtypes.count, default="float32")
+    groups = [
+        GroupInfo(tuple(ParamKey(strip_compiled(name)) for name in names), dict(hyper))
+        for names, hyper in contents.groups
+    ]
+    return AtomicIndex(
+        stored=StoredAtoms.of(maker.files, maker.records, maker.atoms),
+        run=RunState(
+            topology=Topology(zero_stage=0, wrapper=ATOMIC, precision=precision, master=precision),
+            state_file=where.path(contents.head),
+            counters=dict(contents.counters),
+            scalars={ParamKey(strip_compiled(name)): dict(held) for name, held in contents.scalars.items()},
+            groups=tuple(groups),
+            scalar_dtypes=dict(contents.scalar_dtypes),
+            format=contents.format,
+        ),
+        model=ModelInfo(aliases=dict(contents.aliases)),
+        limits=Limits(stateless=contents.stateless),
+    )
+
+
+class _Maker:
+    """Numbers files and records, and makes atoms."""
+
+    def __init__(self, where: FileTable) -> None:
+        self.where = where
+        self.files: list[FileRef] = []
+        self.records: list[Record] = []
+        self.atoms: list[Atom] = []
+        self._file_ids: dict[str, int] = {}
+        self._record_ids: dict[tuple[int, FileRecord], int] = {}
+        self._runs = 0
+
+    def add(self, name: str, state: str, tensor: StoredTensor) -> None:
+        """Add an atom of one shard.
+
+        Raises:
+            CheckpointError, UnsupportedError: as of :func:`make_index`.
+        """
+        itemsize = ITEMSIZE[tensor.dtype]
+        fragments: list[Fragment] = []
+        for chunk in tensor.chunks:
+            if not count(chunk.shape):
+                continue
+            record = self._find_record(chunk)
+            self._check(name, tensor, chunk)
+            at = chunk.begin
+            for start, numel in list_runs(tensor.shape, chunk.offsets, chunk.shape):
+                fragments.append(Fragment(start, numel, record, at))
+                at += numel * itemsize
+            self._runs += len(fragments)
+            if self._runs > _MOST_RUNS:
+                raise UnsupportedError(
+                    f"{name} is cut along another dimension than its first, into more than {_MOST_RUNS} pieces with "
+                    "the others. Save with fewer ranks along that dimension.",
+                    path=self.where.folder,
+                )
+        fragments.sort(key=lambda each: each.start)
+        atom = Atom(name, state, tensor.dtype, (Shard(tensor.shape, tuple(fragments)),))
+        check_coverage(atom, lambda part: self.files[self.records[part.record].file].path)
+        self.atoms.append(atom)
+
+    def _check(self, name: str, tensor: StoredTensor, chunk: Chunk) -> None:
+        dims = list(zip(chunk.offsets, chunk.shape, tensor.shape, strict=False))
+        fits = len(chunk.offsets) == len(chunk.shape) == len(tensor.shape)
+        if not fits or any(at < 0 or size < 0 or at + size > whole for at, size, whole in dims):
+            raise CheckpointError(
+                f"{name}: a block of shape {chunk.shape} at {chunk.offsets} is not inside of shape {tensor.shape}; "
+                "the file that tells so is damaged.",
+                path=self.where.path(chunk.file),
+            )
+        nbytes = count(chunk.shape) * ITEMSIZE[tensor.dtype]
+        held = self.where.entries[chunk.file].size
+        if chunk.begin + nbytes > chunk.record.nbytes or chunk.record.offset + chunk.record.nbytes > held:
+            raise CheckpointError(
+                f"{name}: {nbytes} bytes are to lie in {chunk.record.nbytes} of the file's {held}; it is truncated, "
+                "or of another save.",
+                path=self.where.path(chunk.file),
+            )
+
+    def _find_record(self, chunk: Chunk) -> int:
+        file = self._file_ids.get(chunk.file)
+        if file is None:
+            if chunk.file not in self.where.entries:
+                raise CheckpointError("is missing. Copy it here.", path=self.where.path(chunk.file))
+            file = self._file_ids[chunk.file] = len(self.files)
+            self.files.append(_refer(self.where, chunk.file))
+        key = (file, chunk.record)
+        if key not in self._record_ids:
+            self._record_ids[key] = len(self.records)
+            self.records.append(Record(file, chunk.record.offset, chunk.record.nbytes, chunk.record.crc))
+        return self._record_ids[key]
+
+
+def _refer(where: FileTable, name: str) -> FileRef:
+    size = where.entries[name].size
+    copies = [path for path, nbytes in where.list_copies(name, near=True).items() if nbytes == size]
+    return FileRef(where.path(name, size), size, None, tuple(copies) if where.folders[1:] else ())
+
+
+def list_runs(shape: Shape, offsets: Shape, block: Shape) -> Iterable[tuple[int, int]]:
+    """The runs of elements of a flattened tensor that a block holds, in the block's own order.
+
+    Args:
+        shape: of the tensor.
+        offsets, block: where the block begins, and its shape.
+
+    Yields:
+        First element, and elements.
+    """
+    # From the last dimension on, those that the block holds whole, and one more, lie in one run.
+    inner = len(shape)
+    while inner > 0 and block[inner - 1] == shape[inner - 1]:
+        inner -= 1
+    inner = max(inner - 1, 0)
+    strides = [count(shape[dim + 1 :]) for dim in range(len(shape))]
+    first = sum(at * stride for at, stride in zip(offsets, strides, strict=True))
+    numel = count(block[inner:])
+    for place in product(*(range(size) for size in block[:inner])):
+        yield first + sum(at * stride for at, stride in zip(place, strides, strict=False)), numel

@@ -1,0 +1,411 @@
+"""Checkpoints of ``torch.distributed.checkpoint``: FSDP's, Accelerate's, Lightning's, torchtitan's.
+
+``.metadata`` is a pickle, which is read as inert data. A ``.distcp`` file is whole ``torch.save`` files one behind the
+other, one for each block of a tensor and for each other value, with a CRC32 of each block (torch 2.13,
+``distributed/checkpoint/{metadata,filesystem}.py``). Keys are those of the nested state dict, joined by dots; what is
+model and what optimizer follows from the form of ``torch.distributed.checkpoint.state_dict``.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+from ...atoms import ITEMSIZE
+from ...comm import Comm
+from ...errors import CheckpointError, UnsupportedError, shorten
+from ...io.memory import pause_collection
+from ...io.store import read_small
+from ...torchsave.objects import Global, PickledObject, TensorRef, describe, is_setting, is_short
+from ...torchsave.records import FileRecord
+from ...torchsave.torchfile import TorchFile, read_parts
+from ...torchsave.unpickle import read_pickle
+from ..findings import WARNING, Finding
+from ..reading import explain_damage
+from ..table import FileTable
+from .contents import Chunk, Contents, Shape, StoredTensor
+from .names import DCP
+
+_DATA = ".distcp"
+_LARGEST = 1 << 30
+"""Bytes of a metadata file: a million blocks take a tenth of it."""
+
+_STATE, _GROUPS, _MEMBERS = "state.", "param_groups.", "params"
+_APART = ("dataloader.", "lr_scheduler.", "optimizer.", "train_state.")
+"""What stands beside the model's own names where these have no common beginning (torchtitan)."""
+
+_UNNAMED = (
+    "its optimizer states have numbers, not names: nothing tells whose they are. Save with "
+    "torch.distributed.checkpoint.state_dict.get_state_dict, or load the weights alone (load_optimizer_states=False)"
+)
+
+
+class Place(NamedTuple):
+    """Where something lies: a file by its path in the folder, the first byte, bytes."""
+
+    file: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(slots=True)
+class Metadata:
+    """What metadata files tell.
+
+    Attributes:
+        tensors: by key the dtype, the shape, and blocks as (offsets, shape).
+        values: keys of everything else.
+        places: of blocks by (key, offsets), of other values by (key, None).
+        paths: by key the keys of the nested state dict, where they are told.
+    """
+
+    tensors: dict[str, tuple[str, Shape, list[tuple[Shape, Shape]]]] = field(default_factory=dict)
+    values: list[str] = field(default_factory=list)
+    places: dict[tuple[str, Shape | None], Place] = field(default_factory=dict)
+    paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+
+
+class Entry(NamedTuple):
+    """What one of the ``torch.save`` files inside of a data file holds.
+
+    Attributes:
+        record: the tensor's bytes; None where it is another value.
+        begin: byte of the record at which the tensor begins.
+        dtype, shape: of the tensor.
+        value: a plain value, or the number in a tensor of one element.
+        fault: why it cannot be taken, in words.
+    """
+
+    record: FileRecord | None = None
+    begin: int = 0
+    dtype: str = ""
+    shape: Shape = ()
+    value: Any = None
+    fault: str = ""
+
+
+def read_contents(where: FileTable, comm: Comm) -> tuple[Contents, list[Finding]]:
+    """Read the metadata files, and the headers of all blocks in the data files; collective.
+
+    Raises:
+        CheckpointError: a file is damaged or missing, or metadata and data disagree.
+        UnsupportedError: blocks were transformed (compressed), or there is no model among them.
+    """
+    heads = sorted(name for name in where.entries if not name.endswith(_DATA))
+    told = Metadata()
+    for head in heads:
+        _join(told, where.once(head, partial(_read_metadata, where, head), comm))
+    by_file: dict[str, list[tuple[str, Shape | None]]] = defaultdict(list)
+    for key, place in told.places.items():
+        by_file[place.file].append(key)
+    comm.alike(lambda: _check_files(where, by_file, heads[0]))
+    names = sorted(by_file)
+    found = where.share(names, lambda name: _read_entries(where, name, by_file[name], told), comm)
+    pairs = (zip(by_file[name], held, strict=True) for name, held in zip(names, found, strict=True))
+    entries = {key: entry for each in pairs for key, entry in each}
+    return comm.alike(lambda: _Interpreter(told, entries, where, heads[0]).make())
+
+
+def _check_files(where: FileTable, names: Iterable[str], head: str) -> None:
+    """Raises CheckpointError: files are missing."""
+    missing = sorted(name for name in names if name not in where.entries)
+    if missing:
+        raise CheckpointError(
+            f"names files that are not there: {shorten(missing)}. Copy them here, or take another checkpoint.",
+            path=where.path(head),
+        )
+
+
+def _read_metadata(where: FileTable, head: str) -> Metadata:
+    def read(folder: str) -> Metadata:
+        path = os.path.join(folder, head)
+        try:
+            data = read_small(path, _LARGEST + 1)
+        except OSError as error:
+            raise CheckpointError(f"cannot be read ({error.strerror or error}).", path=path) from error
+        if len(data) > _LARGEST:
+            raise UnsupportedError(f"has more than {_LARGEST} bytes, which no checkpoint needs.", path=path)
+        with explain_damage(path), pause_collection():
+            return _take_apart(read_pickle(data, path).root, path, posixpath.dirname(head))
+
+    return where.read(head, read)
+
+
+def _take_apart(root: Any, path: str, folder: str) -> Metadata:
+    if not isinstance(root, PickledObject) or not root.kind.endswith("checkpoint.metadata.Metadata"):
+        raise CheckpointError(f"holds {describe(root)}, not the metadata of torch.distributed.checkpoint.", path=path)
+    told = Metadata()
+    for key, item in root.get("state_dict_metadata", {}).items():
+        if item.kind.endswith(".TensorStorageMetadata"):
+            properties = item.get("properties")
+            dtype = properties.state[0] if isinstance(properties.state, tuple) else properties.get("dtype")
+            blocks = [(_read_shape(each.get("offsets")), _read_shape(each.get("sizes"))) for each in item.get("chunks")]
+            told.tensors[str(key)] = _name_dtype(dtype), _read_shape(item.get("size")), blocks
+        elif item.kind.endswith(".BytesStorageMetadata"):
+            told.values.append(str(key))
+        else:
+            raise UnsupportedError(f"{key} is stored as {describe(item)}, which is not read here.", path=path)
+    for index, info in (root.get("storage_data") or {}).items():
+        begin = index.get("offset")
+        key = str(index.get("fqn")), None if begin is None else _read_shape(begin)
+        told.places[key] = _read_place(info, path, folder)
+    paths = root.get("planner_data") or {}
+    told.paths = {str(key): keys for key, keys in paths.items() if isinstance(keys, tuple)}
+    return told
+
+
+def _read_place(info: PickledObject, path: str, folder: str) -> Place:
+    if info.get("transform_descriptors"):
+        raise UnsupportedError(
+            "its blocks were transformed when they were written (compressed or encrypted), which is not read here. "
+            "Save without transforms.",
+            path=path,
+        )
+    file = posixpath.normpath(posixpath.join(folder, str(info.get("relative_path"))))
+    if posixpath.isabs(file) or file.split("/")[0] == "..":
+        raise CheckpointError(f"names {file!r}, which lies outside of the folder; it is made to harm.", path=path)
+    offset, nbytes = info.get("offset"), info.get("length")
+    if not (is_short(offset) and is_short(nbytes) and offset >= 0 < nbytes):
+        raise CheckpointError(f"tells of {nbytes} bytes at byte {offset}; it is damaged.", path=path)
+    return Place(file, offset, nbytes)
+
+
+def _read_shape(value: Any) -> Shape:
+    if not isinstance(value, tuple) or not all(is_short(each) and each >= 0 for each in value):
+        raise ValueError(f"{describe(value)} for a shape")
+    return tuple(value)
+
+
+def _name_dtype(value: Any) -> str:
+    name = value.name if isinstance(value, Global) else ""
+    if name not in ITEMSIZE:
+        raise ValueError(f"{describe(value)} for an element type")
+    return name
+
+
+def _join(told: Metadata, more: Metadata) -> None:
+    """Take in what another file tells: of one rank, or of another folder."""
+    for key, (dtype, shape, blocks) in more.tensors.items():
+        known = told.tensors.setdefault(key, (dtype, shape, []))
+        known[2].extend(block for block in blocks if block not in known[2])
+    told.values += [key for key in more.values if key not in told.values]
+    told.places |= more.places
+    told.paths |= more.paths
+
+
+def _read_entries(where: FileTable, name: str, keys: list[tuple[str, Shape | None]], told: Metadata) -> list[Entry]:
+    """What a data file holds for some keys."""
+
+    def read(folder: str) -> list[Entry]:
+        path = os.path.join(folder, name)
+        with explain_damage(path), pause_collection():
+            parts = read_parts(path, [told.places[key][1:] for key in keys])
+            return [_read_entry(part) for part in parts]
+
+    return where.read(name, read)
+
+
+def _read_entry(part: TorchFile) -> Entry:
+    tree = part.tree
+    if not isinstance(tree, TensorRef):
+        return Entry(value=tree) if _is_plain(tree) else Entry(fault=f"holds {describe(tree)}")
+    value = tree.item() if tree.data is not None else None
+    if tree.dtype not in ITEMSIZE:
+        return Entry(fault=f"element type {tree.dtype}")
+    if not tree.is_contiguous():
+        return Entry(fault=f"is not contiguous (strides {tree.stride})", dtype=tree.dtype, shape=tree.shape)
+    record = part.storages.get(tree.storage.key)
+    if record is None:
+        return Entry(FileRecord("", 0, 0, None), 0, tree.dtype, tree.shape, value)
+    return Entry(record, tree.offset * ITEMSIZE[tree.dtype], tree.dtype, tree.shape, value)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(not isinstance(each, (list, tuple)) and _is_plain(each) for each in value)
+    return value is None or isinstance(value, (str, float)) or is_setting(value)
+
+
+class _Interpreter:
+    """Tells model and optimizer apart by their keys.
+
+    Args:
+        told: the metadata.
+        entries: what was found under every key of it.
+        head: the first metadata file.
+    """
+
+    def __init__(
+        self, told: Metadata, entries: Mapping[tuple[str, Shape | None], Entry], where: FileTable, head: str
+    ) -> None:
+        self.told, self.entries, self.where, self.head = told, entries, where, head
+        keys = [*told.tensors, *told.values]
+        self.roots = sorted({key[: at.start()] for key in keys for at in _IN_GROUPS.finditer(key)})
+        self.names: dict[str, tuple[str, str]] = {}
+        for key in told.tensors:
+            if (root := self._find_root(key)) is not None and key[len(root) :].startswith(_STATE):
+                self.names[key] = self._split(key, root)
+
+    def make(self) -> tuple[Contents, list[Finding]]:
+        """What there is, and what is left out.
+
+        Raises:
+            CheckpointError, UnsupportedError: as of :func:`read_contents`.
+        """
+        prefix = self._find_model()
+        left = [key for key in self.told.tensors if self._find_root(key) is None]
+        weights = {key[len(prefix) :]: key for key in left if key.startswith(prefix) and self._is_model(key, prefix)}
+        if not weights:
+            raise UnsupportedError(
+                f"holds no model's tensors by name, only {shorten(self.told.tensors)}.", path=self.where.path(self.head)
+            )
+        unnamed = {name for name, _ in self.names.values()} - weights.keys()
+        numbered = bool(unnamed) and all(name.isdecimal() for name in unnamed)
+        if numbered:
+            self.names.clear()
+        groups = list(self._list_groups()) if self.names else []
+        states: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
+        scalars: dict[str, dict[str, Any]] = defaultdict(dict)
+        dtypes: dict[str, str] = {}
+        for key, (name, state) in self.names.items():
+            dtype, shape, _ = self.told.tensors[key]
+            if shape == () and (state == "step" or self._find_shape(weights, name) != ()):
+                scalars[name][state], dtypes[state] = self._find_value(key), dtype
+            else:
+                states[name][state] = self._make(key)
+        steps = [held["step"] for held in scalars.values() if "step" in held]
+        steps += [hyper["step"] for _, hyper in groups if "step" in hyper]
+        contents = Contents(
+            DCP,
+            self.head,
+            {name: self._make(key) for name, key in weights.items()},
+            states,
+            scalars,
+            groups,
+            counters={"global_steps": int(max(steps))} if steps else {},
+            stateless=f"{self.where.path(self.head)}: {_UNNAMED}." if numbered else "",
+            scalar_dtypes=dtypes,
+        )
+        return contents, self._list_left(prefix, weights)
+
+    def _find_root(self, key: str) -> str | None:
+        return next((root for root in self.roots if key.startswith((root + _STATE, root + _GROUPS))), None)
+
+    def _split(self, key: str, root: str) -> tuple[str, str]:
+        """Parameter and state that a key of the optimizer's is of."""
+        path = self.told.paths.get(key, ())
+        if len(path) > 2 and path[-3] == _STATE[:-1]:
+            return str(path[-2]), str(path[-1])
+        name, _, state = key[len(root) + len(_STATE) :].rpartition(".")
+        return name, state
+
+    def _find_model(self) -> str:
+        """What the keys of the model's tensors begin with."""
+        keys = [key for key in self.told.tensors if self._find_root(key) is None]
+        named = dict.fromkeys(name for name, _ in self.names.values())
+        for name in named:
+            held = set(keys)
+            prefixes = [key[: -len(name)] for key in keys if key == name or key.endswith(f".{name}")]
+            fit = [each for each in prefixes if sum(each + one in held for one in named) * 2 > len(named)]
+            if fit:
+                return min(fit, key=len)
+        firsts = {str(path[0]) for key in keys if len(path := self.told.paths.get(key, (key,))) > 1}
+        nested = [key for key in keys if len(self.told.paths.get(key, (key,))) > 1]
+        if len(nested) == len(keys) and len(firsts) == 1:
+            return f"{firsts.pop()}."
+        return "model." if any(key.startswith("model.") for key in nested) else ""
+
+    def _is_model(self, key: str, prefix: str) -> bool:
+        return bool(prefix) or not key.startswith(_APART)
+
+    def _find_shape(self, weights: Mapping[str, str], name: str) -> Shape | None:
+        key = weights.get(name)
+        return None if key is None else self.told.tensors[key][1]
+
+    def _list_groups(self) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+        """Param groups: as lists of names, or where every parameter has hyper-parameters of its own, those alike."""
+        for root in self.roots:
+            begin, held = root + _GROUPS, defaultdict[str, dict[str, Any]](dict)
+            for key in [*self.told.values, *self.told.tensors]:
+                if key.startswith(begin):
+                    owner, _, name = key[len(begin) :].rpartition(".")
+                    held[owner][name] = self._find_value(key)
+            if all(isinstance(hyper.get(_MEMBERS), (list, tuple)) for hyper in held.values()):
+                for number in sorted(held, key=int):
+                    hyper = held[number]
+                    members = hyper.pop(_MEMBERS)
+                    yield tuple(map(str, members)), hyper
+                continue
+            alike: dict[str, list[str]] = defaultdict(list)
+            for owner, hyper in held.items():
+                alike[repr(sorted(hyper.items()))].append(owner)
+            for owners in alike.values():
+                yield tuple(owners), held[owners[0]]
+
+    def _find_value(self, key: str) -> Any:
+        """A number or the like.
+
+        Raises:
+            UnsupportedError: it is something else.
+        """
+        shape: Shape | None = () if key in self.told.tensors else None
+        entry = self.entries.get((key, shape)) or self.entries.get((key, None))
+        if entry is None:
+            raise CheckpointError(f"tells of {key}, and not where it lies.", path=self.where.path(self.head))
+        if entry.fault:
+            raise UnsupportedError(f"{key} {entry.fault}, where a plain value is wanted.", path=self._find_file(key))
+        return entry.value
+
+    def _find_file(self, key: str) -> str:
+        files = [place.file for (name, _), place in self.told.places.items() if name == key]
+        return self.where.path(files[0] if files else self.head)
+
+    def _make(self, key: str) -> StoredTensor:
+        """A tensor, as its blocks tell.
+
+        Raises:
+            CheckpointError: a block is missing, or another one than the metadata say.
+            UnsupportedError: a block's bytes cannot be cut.
+        """
+        dtype, shape, blocks = self.told.tensors[key]
+        chunks = []
+        for offsets, size in blocks:
+            entry, place = self.entries.get((key, offsets)), self.told.places.get((key, offsets))
+            if entry is None or place is None:
+                raise CheckpointError(
+                    f"does not tell where the block of {key} at {offsets} lies; it is damaged.",
+                    path=self.where.path(self.head),
+                )
+            if entry.fault:
+                raise UnsupportedError(f"{key} {entry.fault}; save it contiguous.", path=self.where.path(place.file))
+            if entry.record is None or (entry.dtype, entry.shape) != (dtype, size):
+                raise CheckpointError(
+                    f"holds {entry.dtype or 'no tensor'} of shape {entry.shape} for the block of {key} at {offsets}, "
+                    f"of {dtype} and shape {size} by the metadata. The folder mixes files of several saves.",
+                    path=self.where.path(place.file),
+                )
+            chunks.append(Chunk(offsets, size, place.file, entry.record, entry.begin))
+        return StoredTensor(dtype, shape, tuple(chunks))
+
+    def _list_left(self, prefix: str, weights: Mapping[str, str]) -> list[Finding]:
+        """What is in the checkpoint and not loaded, as a warning."""
+        taken = {*weights.values(), *self.names}
+        keys = [key for key in (*self.told.tensors, *self.told.values) if key not in taken]
+        left = dict.fromkeys(_shorten_key(key) for key in keys if self._find_root(key) is None)
+        if not left:
+            return []
+        text = f"{self.where.path(self.head)}: not loaded, since it is neither model nor optimizer: {shorten(left)}."
+        return [Finding("unsaved", self.head, text, WARNING)]
+
+
+def _shorten_key(key: str) -> str:
+    return ".".join(key.split(".")[:2])
+
+
+_IN_GROUPS = re.compile(r"(?:(?<=\.)|^)param_groups\.")

@@ -1,0 +1,43 @@
+"""File names of foreign checkpoints, by format: the one place that knows them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+DCP, SAFETENSORS, STATE_DICT = "torch.distributed.checkpoint", "safetensors", "state dict"
+"""The formats, in the order in which a folder is asked for them."""
+
+PARTS = ("pytorch_model_fsdp_", "optimizer_")
+"""What the names of Accelerate's folders begin with, of which one has the model and one the optimizer."""
+
+_FILES = {
+    DCP: r"(?:[^/]+/)?(?:[^/]+\.distcp|(?:__\d+)?\.metadata)",
+    SAFETENSORS: r"(?!adapter_)[^/]+\.safetensors(?:\.index\.json)?",
+    STATE_DICT: r"(?:pytorch_model|model|consolidated|weights)(?![^/]*_states\.)[^/]*\.(?:bin(?:\.index\.json)?|pth?)",
+}
+"""All files of a format, by their path in the folder."""
+
+_HEADS = {
+    DCP: r"(?:[^/]+/)?(?:__\d+)?\.metadata",
+    SAFETENSORS: r"[^/]+\.safetensors",
+    STATE_DICT: r"[^/]+\.(?:bin|pt|pth)",
+}
+"""Those of them without which there is no checkpoint."""
+
+
+def find_format(names: Iterable[str]) -> str | None:
+    """Of which format a folder with these files is; None of none."""
+    names = list(names)
+    return next((kind for kind in _FILES if any(holds(kind, name, heads=True) for name in names)), None)
+
+
+def holds(kind: str, name: str, *, heads: bool = False) -> bool:
+    """Whether a file is one of a format's; ``heads``: of those without which there is no checkpoint."""
+    is_one = re.fullmatch(_FILES[kind], name) is not None
+    return is_one and (not heads or re.fullmatch(_HEADS[kind], name) is not None)
+
+
+def is_foreign(name: str) -> bool:
+    """Whether a file, by its path in a folder, is one of a foreign format's."""
+    return any(holds(kind, name) for kind in _FILES)

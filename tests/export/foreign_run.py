@@ -1,0 +1,84 @@
+"""What FSDP2 saves, and engines that go on from it; run on the ranks of a group."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import deepspeed
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+import deepspeed_ucp  # noqa: F401
+from deepspeed_ucp.testing.capture import CapturedEngine, capture
+from tests.export import fsdp_run
+
+
+def save(folder: str, steps: int, *, flatten: bool = False) -> list[float]:
+    """Train under FSDP2 and save; the losses."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    model, optimizer = fsdp_run.build(shard=lambda module: fully_shard(module, mesh=mesh))
+    losses = fsdp_run.train(model, optimizer, range(steps))
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    weights, states = get_state_dict(model, optimizer, options=options)
+    dcp.save({"model": weights, "optim": states}, checkpoint_id=folder)
+    return losses
+
+
+def start(stage: int, *, precision: str = "", seed: int = 1, clip: float = 0.0, **universal: Any) -> Any:
+    """An engine of the same model with other weights."""
+    model, optimizer = fsdp_run.build(seed=seed)
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": stage},
+        "gradient_clipping": clip,  # 1.0 by default, which FSDP does not do
+        "zero_allow_untested_optimizer": True,
+        "checkpoint": {"universal": universal or True},
+    }
+    if precision:
+        config[precision] = {"enabled": True}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    return engine
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def go_on(
+    folder: str, stages: tuple[int, ...], steps: range, **options: Any
+) -> list[tuple[CapturedEngine, list[float], list[str], tuple[Any, Any]]]:
+    """Load into engines of some stages, look, and train; of each what it held, its losses, what was logged."""
+    found = []
+    for stage in stages:
+        engine, heard = start(stage, **options), _Lines()
+        logging.getLogger("deepspeed_ucp").addHandler(heard)
+        loaded = engine.load_checkpoint(folder)
+        logging.getLogger("deepspeed_ucp").removeHandler(heard)
+        state = capture(engine)
+        losses = _train(engine, steps)
+        found.append((state, losses, heard.lines, loaded))
+        engine.destroy()
+    return found
+
+
+def _train(engine: Any, steps: range) -> list[float]:
+    import torch
+
+    losses = []
+    dtype = next(engine.module.parameters()).dtype
+    for step in steps:
+        x, y = torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(step)).unbind()
+        loss = (engine(x.to(dtype)).float() - y[:, :5]).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.item()))
+    return losses
