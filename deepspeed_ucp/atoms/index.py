@@ -170,6 +170,11 @@ class RunState:
     format: str = ""
 
     @property
+    def written(self) -> str:
+        """What wrote it, in words: its topology, or a foreign format."""
+        return self.format or self.topology.describe()
+
+    @property
     def configured(self) -> dict[str, Any]:
         """The ``optimizer`` section of the saved ds_config, as far as it is kept; empty without one."""
         return {"type": self.optimizer, "params": self.optimizer_params} if self.optimizer else {}

@@ -162,7 +162,7 @@ def _inspect(options: argparse.Namespace) -> dict[str, Any]:
         error, data = examine_folder(report)
         return _describe_fault(str(error), [*write_damage(data), "", *str(error).split("\n")])
     return {
-        "topology": report.index.run.topology.describe(),
+        "topology": report.index.run.written,
         "ds_config": hide_values(read_saved_config(report.index)),
         "checkpoint": write_summary(make_survey(report, rules), unfold=False),
     }

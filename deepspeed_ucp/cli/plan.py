@@ -224,7 +224,7 @@ def _to_data(index: AtomicIndex, found: DryRun) -> dict[str, Any]:
         "possible": found.possible,
         "obstacles": found.obstacles,
         "loader": found.loader,
-        "source": index.run.topology.describe(),
+        "source": index.run.written,
         "target": found.degrees.describe(),
         "degrees": {**degrees, "world": found.degrees.world},
         "differences": found.differences,
@@ -242,7 +242,7 @@ def _describe(index: AtomicIndex, found: DryRun, *, every: bool) -> list[str]:
     loader = "DeepSpeed's own load: the topology is the checkpoint's"
     if found.differences:
         loader = f"{found.loader}: {'; '.join(found.differences)}"
-    lines = [f"from   {index.run.topology.describe()}", f"to     {found.degrees.describe()}", f"loads  {loader}"]
+    lines = [f"from   {index.run.written}", f"to     {found.degrees.describe()}", f"loads  {loader}"]
     if found.batch.train is not None:
         fits = (found.batch.text or "fits") if found.batch.fits else "does not fit"
         ranks = count_of(found.degrees.dp, "data-parallel rank")

@@ -109,7 +109,7 @@ def look_at_tag(folder: str, path: str) -> TagReport:
         where,
         age,
         fault or _find_cut_short(os.path.dirname(where)),
-        index.run.topology.describe() if index else None,
+        index.run.written if index else None,
         is_known=index is not None or age.sealed,
         weights_only=weights_only,
         is_atomic=is_atomic,

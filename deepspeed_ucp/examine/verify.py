@@ -18,6 +18,7 @@ from ..io.scan import ScanFile, Scanned, scan_files
 from ..io.store import exists
 from ..sources.files import BASE, FROZEN, MANIFEST, SEAL, is_state_file, list_entries, read_swap_name, scan_folder
 from ..sources.findings import NOTE, WARNING, Finding, from_error, from_failure, sort_findings
+from ..sources.foreign.names import has_directory, is_foreign
 from ..sources.latest import check_latest
 from ..sources.naming import Naming
 from ..sources.open import FolderReport, survey_files
@@ -102,12 +103,12 @@ def list_files(folder: str) -> tuple[dict[str, Entry], list[str]]:
 
 
 def _holds_state(name: str) -> bool:
-    return name.endswith(".pt") or is_state_file(name) or read_swap_name(name) is not None
+    return name.endswith(".pt") or is_state_file(name) or read_swap_name(name) is not None or is_foreign(name)
 
 
 def _is_opened(name: str) -> bool:
     """Whether opening a checkpoint looks at a file of its folder's tree."""
-    if name.startswith(f"../{BASE}"):
+    if name.startswith(f"../{BASE}") or is_foreign(name):
         return True
     return read_swap_name(name) is not None or ("/" not in name and (is_state_file(name) or not _holds_state(name)))
 
@@ -184,8 +185,8 @@ def verify_checkpoint(
         every += _compare_samples(folder, index, comm)
     return Verification(
         folder=folder,
-        kind="atomic" if report.atomic else "normal",
-        topology=index.run.topology.describe() if index else "",
+        kind="atomic" if report.atomic else "foreign" if index and index.run.format else "normal",
+        topology=index.run.written if index else "",
         files=tuple(sorted((report for held, *_ in gathered for report in held), key=lambda r: r.name)),
         others=tuple(sorted({name for *_, names in gathered for name in names})),
         read=sum(nbytes for *_, nbytes, _ in gathered),
@@ -257,7 +258,7 @@ class _Examiner:
         swaps = {name for name in files if read_swap_name(name)}  # which have no directory
         named = [name for name in files if name not in swaps]
         with ThreadPoolExecutor(max_workers=threads) as pool:
-            looks = dict(zip(named, pool.map(lambda name: _look_at(name, files[name].path), named), strict=True))
+            looks = dict(zip(named, pool.map(lambda name: self._look_at(name, files[name]), named), strict=True))
         listed = {name: look for name, look in looks.items() if isinstance(look, FileRecords)}
         faults = [look for look in looks.values() if isinstance(look, Finding)]
         scans = {} if self.headers_only else self._scan(files, listed, swaps, threads)
@@ -268,6 +269,15 @@ class _Examiner:
         faults += [fault for name in listed if (fault := self._compare_known(name, files[name].path, listed[name]))]
         seen = {name: _Seen(listed.get(name), [fault for fault in faults if fault.file == name]) for name in files}
         return seen, sum(scan.nbytes for scan in scans.values())
+
+    def _look_at(self, name: str, file: ScanFile) -> FileRecords | Finding:
+        """A file's directory, or why it cannot be read; of a foreign one without what the index tells of it."""
+        if has_directory(name):
+            return _look_at(name, file.path)
+        number = self.known.get(file.path)
+        held = [each for each in self.index.stored.records if each.file == number] if self.index else []
+        records = tuple(FileRecord("tensor", each.offset, each.nbytes, each.crc) for each in held)
+        return FileRecords(file.path, file.size, records, 0, "")
 
     def _scan(
         self, files: Mapping[str, ScanFile], listed: Mapping[str, FileRecords], swaps: Set[str], threads: int

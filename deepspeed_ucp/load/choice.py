@@ -249,8 +249,7 @@ def _compare(
             comm.alike(lambda: check_trusted(index.run.globals))
         return LoaderChoice(f"same topology ({index.run.topology.describe()})", target=target)
     why = "; ".join(dict.fromkeys(reasons))
-    saved = index.run.format or index.run.topology.describe()
-    return LoaderChoice(f"{saved} → {target.topology.describe()}: {why}", target, index)
+    return LoaderChoice(f"{index.run.written} → {target.topology.describe()}: {why}", target, index)
 
 
 def _list_wishes(job: LoadContext, upstream: bool) -> Iterator[str]:

@@ -172,8 +172,8 @@ def _prepare(job: LoadContext, index: AtomicIndex, target: Target, *, with_state
     notes = comm.run(lambda: describe_hyper(job, target, work.index.run, work.match))
     if index.run.format and with_states and (clip := job.engine.gradient_clipping()):
         notes.append(
-            f"does not tell how its run clipped gradients; this engine clips gradients at norm {clip} (gradient_clipping, "
-            "1.0 where a ds_config does not say; 0 switches it off)"
+            f"does not tell how its run clipped gradients; this engine clips gradients at norm {clip} "
+            "(gradient_clipping: 1.0 where a ds_config does not say, 0 switches it off)"
         )
     for each in notes if comm.rank == 0 else ():
         logger.warning("%s: %s", index.run.state_file, each)

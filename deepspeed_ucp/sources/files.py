@@ -111,10 +111,11 @@ def list_entries(folder: str) -> dict[str, Entry]:
     Raises:
         CheckpointError: the folder does not exist or cannot be read.
     """
+    entries = scan_folder(folder)
     found = {
         name: entry
-        for name, entry in scan_folder(folder).items()
-        if entry.is_folder or _STATES.fullmatch(name) or name in (MANIFEST, SEAL, FROZEN) or is_foreign(name)
+        for name, entry in entries.items()
+        if entry.is_folder or _STATES.fullmatch(name) or name in (MANIFEST, SEAL, FROZEN)
     }
     if FROZEN in found:
         from .frozen import list_base  # what checks its form takes long to import
@@ -123,17 +124,16 @@ def list_entries(folder: str) -> dict[str, Entry]:
     if OFFLOADED in found and found[OFFLOADED].is_folder:
         found |= _list_swaps(folder)
     if not any(_STATES.fullmatch(name) for name in found) and not holds_atoms(found):
-        found |= _list_parts(folder, found)
+        found |= _list_foreign(folder, entries)
     return found
 
 
-def _list_parts(folder: str, entries: Mapping[str, Entry]) -> dict[str, Entry]:
-    """The files of foreign checkpoints in the folders of a folder (Accelerate's has one for model and optimizer)."""
+def _list_foreign(folder: str, entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    """The files of a foreign checkpoint, those in folders of it too (Accelerate has one for model and optimizer)."""
     inside = [name for name, entry in entries.items() if entry.is_folder and name.startswith(PARTS)]
-    held = {
-        f"{name}/{file}": entry for name in inside for file, entry in scan_if_there(os.path.join(folder, name)).items()
-    }
-    return {name: entry for name, entry in held.items() if not entry.is_folder and is_foreign(name)}
+    held = {name: scan_if_there(os.path.join(folder, name)) for name in inside}
+    found = {f"{name}/{file}": entry for name, files in held.items() for file, entry in files.items()}
+    return {name: each for name, each in {**entries, **found}.items() if not each.is_folder and is_foreign(name)}
 
 
 def scan_folder(folder: str, *, deep: bool = False) -> dict[str, Entry]:

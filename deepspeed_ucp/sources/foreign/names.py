@@ -41,3 +41,8 @@ def holds(kind: str, name: str, *, heads: bool = False) -> bool:
 def is_foreign(name: str) -> bool:
     """Whether a file, by its path in a folder, is one of a foreign format's."""
     return any(holds(kind, name) for kind in _FILES)
+
+
+def has_directory(name: str) -> bool:
+    """Whether a file is one that ``torch.save`` wrote, which lists its own records, or no foreign one."""
+    return holds(STATE_DICT, name) or not is_foreign(name)

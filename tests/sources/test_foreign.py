@@ -1,0 +1,345 @@
+"""Foreign checkpoints as indexes: what they tell, what is missing of them, and what is made to harm."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+from deepspeed_ucp.atoms import MASTER, MODULE, Atom, AtomicIndex
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.errors import CheckpointError, UcpError, UnsupportedError
+from deepspeed_ucp.examine.verify import verify_checkpoint
+from deepspeed_ucp.sources import open_checkpoint
+from deepspeed_ucp.sources.foreign.contents import list_runs
+from deepspeed_ucp.stream.full_tensors import assemble_full_tensors
+from deepspeed_ucp.stream.reader import AtomReader
+from tests.export import fsdp_run
+from tests.export.test_safetensors import check_same
+from tests.stream import test_full_tensors
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.fixture(scope="module")
+def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model, optimizer = fsdp_run.build()
+    fsdp_run.train(model, optimizer, range(3))
+    return model, optimizer
+
+
+def save_dcp(folder: Path, trained: Any, *, outer: Callable[[Any, Any], Any], flatten: bool = False) -> Path:
+    weights, states = get_state_dict(*trained, options=StateDictOptions(flatten_optimizer_state_dict=flatten))
+    dcp.save(outer(weights, states), checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def nest(weights: Any, states: Any) -> Any:
+    return {"model": weights, "optim": states}
+
+
+def put_apart(weights: Any, states: Any) -> Any:
+    """As torchtitan: the model's own names on top."""
+    train = {"step": torch.tensor(3, dtype=torch.int32)}
+    return {**weights, "optimizer": states, "lr_scheduler": {"last_epoch": 3}, "train_state": train}
+
+
+def put_deep(weights: Any, states: Any) -> Any:
+    return {"app": {"model": weights, "optim": states, "epoch": 4}}
+
+
+def open_it(folder: Path) -> AtomicIndex:
+    return open_checkpoint(str(folder), Comm())
+
+
+def read_whole(index: AtomicIndex, atom: Atom) -> torch.Tensor:
+    full = assemble_full_tensors(index)
+    with AtomReader(index) as reader:
+        return test_full_tensors.read_whole(reader, full.tensors[atom.key])
+
+
+def check_index(index: AtomicIndex, trained: Any) -> None:
+    """Weights, states, steps and groups by name."""
+    model, optimizer = trained
+    names = {param: name for name, param in model.named_parameters()}
+    saved = dict(model.state_dict())
+    for key, atom in index.stored.atoms.items():
+        wanted = saved[key.name]
+        if key.state not in (MASTER, MODULE):
+            param = next(param for param, name in names.items() if name == key.name)
+            wanted = optimizer.state[param][key.state]
+        check_same({"it": read_whole(index, atom)}, {"it": wanted})
+    held = {(key.name, key.state) for key in index.stored.atoms}
+    assert held == {(name, MODULE) for name in saved if name not in names.values()} | {
+        (name, state) for name in names.values() for state in (MASTER, "exp_avg", "exp_avg_sq")
+    }
+    assert {param.name: told for param, told in index.run.scalars.items()} == {
+        name: {"step": 3.0} for name in names.values()
+    }
+    groups = [({names[param] for param in group["params"]}, group["lr"]) for group in optimizer.param_groups]
+    found = [(set(group.names), group.hyper["lr"]) for group in index.run.groups]
+    assert sorted(found, key=str) == sorted(groups, key=str) or found == groups
+    assert index.run.counters == {"global_steps": 3}
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+@pytest.mark.parametrize("outer", [nest, put_apart, put_deep])
+def test_model_and_optimizer_are_found_under_any_words(
+    tmp_path: Path, trained: Any, outer: Callable[[Any, Any], Any], flatten: bool
+) -> None:
+    check_index(open_it(save_dcp(tmp_path / "it", trained, outer=outer, flatten=flatten)), trained)
+
+
+def test_accelerates_folders(tmp_path: Path, trained: Any) -> None:
+    weights, states = get_state_dict(*trained)
+    for name, tree in (("pytorch_model_fsdp_0", {"model": weights}), ("optimizer_0", {"optimizer": states})):
+        dcp.save(tree, checkpoint_id=tmp_path / "it" / name, no_dist=True)
+    check_index(open_it(tmp_path / "it"), trained)
+
+
+def test_a_model_without_its_optimizer(tmp_path: Path, trained: Any) -> None:
+    index = open_it(save_dcp(tmp_path / "it", trained, outer=lambda weights, _: {"model": weights}))
+    assert {key.state for key in index.stored.atoms} == {MODULE}
+    assert index.is_weights_alone
+
+
+def test_states_by_number_are_refused_with_the_way_to_save_them(tmp_path: Path, trained: Any) -> None:
+    model, optimizer = trained
+    tree = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+    dcp.save(tree, checkpoint_id=tmp_path / "it", no_dist=True)
+    index = open_it(tmp_path / "it")
+    assert "get_state_dict" in index.limits.stateless
+    assert not index.is_weights_alone
+
+
+# -- damage -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def saved(tmp_path: Path, trained: Any) -> Path:
+    return save_dcp(tmp_path / "it", trained, outer=nest)
+
+
+def change_metadata(folder: Path, change: Callable[[Any], None]) -> None:
+    path = folder / ".metadata"
+    told = pickle.loads(path.read_bytes())
+    change(told)
+    path.write_bytes(pickle.dumps(told))
+
+
+def find_info(told: Any, key: str) -> Any:
+    return next(info for index, info in told.storage_data.items() if index.fqn == key)
+
+
+def lose_chunk(told: Any) -> None:
+    told.state_dict_metadata["model.first.weight"].chunks.clear()
+
+
+def overlap(told: Any) -> None:
+    """A second block of 64 elements that begins in the middle of the first."""
+    item = told.state_dict_metadata["model.first.bias"]
+    item.size = torch.Size([96])
+    item.chunks.append(ChunkStorageMetadata(torch.Size([32]), torch.Size([64])))
+    index = MetadataIndex("model.first.bias", torch.Size([32]))
+    told.storage_data[index] = find_info(told, "model.norm.bias")
+
+
+def lead_out(told: Any) -> None:
+    find_info(told, "model.first.weight").relative_path = "../../etc/passwd"
+
+
+def lead_to_root(told: Any) -> None:
+    find_info(told, "model.first.weight").relative_path = "/etc/passwd"
+
+
+def name_other_file(told: Any) -> None:
+    find_info(told, "model.first.weight").relative_path = "__7_0.distcp"
+
+
+def point_behind(told: Any) -> None:
+    find_info(told, "model.first.weight").offset = 1 << 40
+
+
+def point_elsewhere(told: Any) -> None:
+    one, other = (find_info(told, f"model.{name}.weight") for name in ("first", "second"))
+    one.offset, one.length = other.offset, other.length
+
+
+def grow(told: Any) -> None:
+    told.state_dict_metadata["model.first.weight"].size = torch.Size([1 << 40, 1 << 20])
+
+
+def transform(told: Any) -> None:
+    find_info(told, "model.first.weight").transform_descriptors = ["zstd"]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lose_chunk, "fragments hold 0"),
+        (overlap, "covered twice"),
+        (lead_out, "outside of the folder"),
+        (lead_to_root, "outside of the folder"),
+        (name_other_file, "not there.*__7_0.distcp"),
+        (point_behind, "is to lie at bytes"),
+        (point_elsewhere, "mixes files"),
+        (grow, "are missing"),
+        (transform, "transformed"),
+    ],
+)
+def test_metadata_that_lies_is_refused(saved: Path, change: Callable[[Any], None], told: str) -> None:
+    change_metadata(saved, change)
+    with pytest.raises((CheckpointError, UnsupportedError), match=told):
+        open_it(saved)
+
+
+class _Harm:
+    def __reduce__(self) -> Any:
+        return (open, ("harm", "w"))
+
+
+def test_no_code_of_a_metadata_file_runs(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(saved)
+
+    def plant(told: Any) -> None:
+        told.planner_data["x"] = _Harm()
+
+    change_metadata(saved, plant)
+    open_it(saved)
+    assert not (saved / "harm").exists()
+
+
+def test_a_flipped_bit_is_found(saved: Path) -> None:
+    index = open_it(saved)
+    record = next(each for each in index.stored.records if each.nbytes > 100)
+    path = Path(index.stored.files[record.file].path)
+    data = bytearray(path.read_bytes())
+    data[record.offset + 50] ^= 4
+    path.write_bytes(data)
+    assert not verify_checkpoint(str(saved)).whole
+
+
+def test_damage_anywhere_is_one_error_or_none(saved: Path, tmp_path: Path) -> None:
+    """Bytes of the metadata that are other ones, and files that are cut short."""
+    whole, draw = (saved / ".metadata").read_bytes(), np.random.default_rng(0)
+    for at in draw.integers(0, len(whole), 300).tolist():
+        data = bytearray(whole)
+        data[at] = int(draw.integers(256))
+        (saved / ".metadata").write_bytes(data[: at + 1] if at % 3 == 0 else data)
+        with suppress(UcpError):
+            open_it(saved)
+    (saved / ".metadata").write_bytes(whole)
+    file = next(saved.glob("*.distcp"))
+    held = file.read_bytes()
+    for length in (0, 1, 100, len(held) // 2, len(held) - 1):
+        file.write_bytes(held[:length])
+        with pytest.raises(CheckpointError, match="trunc|damaged|is to lie"):
+            open_it(saved)
+
+
+# -- safetensors and state dicts --------------------------------------------------------------------------------------
+
+
+def write_header(path: Path, header: dict[str, Any], nbytes: int) -> None:
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(nbytes))
+
+
+@pytest.mark.parametrize(
+    ("entry", "told"),
+    [
+        ({"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}, "4 bytes for shape"),
+        ({"dtype": "F32", "shape": [2], "data_offsets": [0, 16]}, "truncated"),
+        ({"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}, "is to lie|damaged"),
+        ({"dtype": "F32", "shape": [2], "data_offsets": [8, 0]}, "is to lie"),
+        ({"dtype": "F32", "shape": [True], "data_offsets": [0, 4]}, "is to lie|damaged"),
+        ({"dtype": "F4", "shape": [2], "data_offsets": [0, 8]}, "type F4"),
+        ({"dtype": "F32"}, "cannot be read"),
+        ("F32", "cannot be read"),
+    ],
+)
+def test_safetensors_that_lie_are_refused(tmp_path: Path, entry: Any, told: str) -> None:
+    write_header(tmp_path / "model.safetensors", {"a": entry}, 8)
+    with pytest.raises((CheckpointError, UnsupportedError), match=told):
+        open_it(tmp_path)
+
+
+def test_overlapping_safetensors_are_refused(tmp_path: Path) -> None:
+    one = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    write_header(tmp_path / "model.safetensors", {"a": one, "b": {**one, "data_offsets": [4, 12]}}, 12)
+    with pytest.raises(CheckpointError, match="overlap"):
+        open_it(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "told"),
+    [
+        ({"a": "model-2.safetensors"}, "missing"),
+        ({"b": "model.safetensors"}, "do not hold"),
+        ({"a": "../model.safetensors"}, "outside"),
+        ("a", "cannot be read"),
+    ],
+)
+def test_an_index_that_lies_is_refused(tmp_path: Path, weight_map: Any, told: str) -> None:
+    save_file({"a": torch.zeros(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises((CheckpointError, UnsupportedError), match=told):
+        open_it(tmp_path)
+
+
+def test_two_models_in_a_folder_are_refused(tmp_path: Path) -> None:
+    for name in ("model", "other"):
+        save_file({"a": torch.zeros(2)}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(UnsupportedError, match="several models"):
+        open_it(tmp_path)
+
+
+def test_ties_of_a_state_dict(tmp_path: Path) -> None:
+    weight = torch.randn(3, 2)
+    torch.save({"embed": weight, "head": weight, "bias": torch.zeros(0)}, tmp_path / "pytorch_model.bin")
+    index = open_it(tmp_path)
+    assert index.model.aliases == {"head": "embed"}
+    check_same({"it": read_whole(index, index.stored.atoms["embed", MODULE, 0])}, {"it": weight})
+
+
+def test_what_is_no_state_dict_is_refused(tmp_path: Path) -> None:
+    torch.save({"a": torch.zeros(2), "b": object()}, tmp_path / "model.pt")
+    with pytest.raises(UnsupportedError, match="no state dict"):
+        open_it(tmp_path)
+
+
+def test_a_deepspeed_tag_beside_safetensors_is_deepspeeds(tmp_path: Path, trained: Any) -> None:
+    folder = save_dcp(tmp_path / "it", trained, outer=nest)
+    shutil.copy(folder / ".metadata", tmp_path / "keep")
+    (folder / "mp_rank_00_model_states.pt").touch()
+    with pytest.raises(CheckpointError, match="mp_rank_00"):
+        open_it(folder)
+
+
+# -- geometry ---------------------------------------------------------------------------------------------------------
+
+
+@given(st.data())
+def test_runs_are_the_block(data: Any) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 4), min_size=0, max_size=4)))
+    cuts = [sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size)))) for size in shape]
+    offsets, block = tuple(low for low, _ in cuts), tuple(high - low for low, high in cuts)
+    elements = np.arange(int(np.prod(shape))).reshape(shape)
+    wanted = elements[tuple(slice(low, high) for low, high in cuts)].ravel().tolist()
+    if wanted:
+        runs = list(list_runs(shape, offsets, block))
+        assert [each for start, numel in runs for each in range(start, start + numel)] == wanted
