@@ -70,6 +70,15 @@ def test_fsdp2_in_16_bits(tmp_path: Path, ucp_worlds: WorldPool) -> None:
         assert any("clips gradients at norm 0.5" in line for line in heard)
 
 
+def test_tensors_that_are_cut_twice(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """FSDP2 over two ranks and tensor parallelism over two: columns, and rows of these."""
+    folder = str(tmp_path / "fsdp")
+    ucp_worlds.get(4).run(foreign_run.save, folder, 3, tp=2)
+    tree = read_all(tmp_path / "fsdp")
+    for state, *_ in ucp_worlds.get(2).run(foreign_run.go_on, folder, (2, 3), range(3, 4))[0]:
+        check_engine(state, tree)
+
+
 def _both(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"fp32": weight, "value": weight.bfloat16()}
 

@@ -24,12 +24,15 @@ from deepspeed_ucp.atoms import MASTER, MODULE, Atom, AtomicIndex
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError, UcpError, UnsupportedError
 from deepspeed_ucp.examine.verify import verify_checkpoint
+from deepspeed_ucp.export.dcp import export_dcp
+from deepspeed_ucp.export.statedict import LAYOUTS
+from deepspeed_ucp.export.tensors import ExportOptions
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.sources.foreign.contents import list_runs
 from deepspeed_ucp.stream.full_tensors import assemble_full_tensors
 from deepspeed_ucp.stream.reader import AtomReader
 from tests.export import fsdp_run
-from tests.export.test_safetensors import check_same
+from tests.export.test_safetensors import TOPOLOGIES, check_same, open_model
 from tests.stream import test_full_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -343,3 +346,24 @@ def test_runs_are_the_block(data: Any) -> None:
     if wanted:
         runs = list(list_runs(shape, offsets, block))
         assert [each for start, numel in runs for each in range(start, start + numel)] == wanted
+
+
+# -- there and back ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+def test_what_an_export_wrote_comes_back(tmp_path: Path, layout: str) -> None:
+    """Masters, states, steps and hyper-parameters of a DeepSpeed save that has been exported."""
+    index = open_model(tmp_path, TOPOLOGIES[0])
+    export_dcp(index, str(tmp_path / "out"), options=ExportOptions(), layout=layout)
+    back = open_it(tmp_path / "out")
+    assert back.run.scalars == index.run.scalars
+    ours, theirs = assemble_full_tensors(index), assemble_full_tensors(back)
+    trained = {key for key in ours.tensors if key.state not in (MODULE,)}
+    assert trained <= theirs.tensors.keys()
+    with AtomReader(index) as one, AtomReader(back) as other:
+        for key in trained:
+            read = test_full_tensors.read_whole
+            check_same({"it": read(other, theirs.tensors[key])}, {"it": read(one, ours.tensors[key])})
+    lrs = {name: group.hyper["lr"] for group in index.run.groups for name in group.names}
+    assert {name: group.hyper["lr"] for group in back.run.groups for name in group.names} == lrs
