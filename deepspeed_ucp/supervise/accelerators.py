@@ -82,7 +82,7 @@ class Device:
         """A product of fractions, again and again: one speed, and the same bits."""
         import torch
 
-        a, b = (numbers.float() / 32768 - 1).bfloat16().view(2, self.size, self.size)
+        a, b = (numbers.float() / 32768 - 1).half().view(2, self.size, self.size)
         bits, rates = set[str](), list[float]()
         until = time.perf_counter() + self.seconds
         while len(rates) < 2 or time.perf_counter() < until:
