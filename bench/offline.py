@@ -149,7 +149,7 @@ def export_ours(source: Source) -> list[str]:
 
 
 def _export(source: Source, output: Path) -> list[str]:
-    return [*OURS, "export", str(source.checkpoint), str(output), "--format", "safetensors", "--json", "--quiet"]
+    return [*OURS, "export", str(source.checkpoint), str(output), "--to", "hf", "--json", "--quiet"]
 
 
 def keep_weights(source: Source) -> list[str]:

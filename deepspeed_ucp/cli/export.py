@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 from typing import TYPE_CHECKING
 
@@ -51,23 +50,26 @@ def add_parser(commands: Commands) -> None:
         "the checksum that training wrote. OUT is a new folder; it appears when it is complete.",
         examples=r"""
             ds_ucp export checkpoints/ weights/ --dtype bf16
-            ds_ucp export checkpoints/global_step1000 weights/ --hf-dir my-model/ --max-shard-size 2GB
+            ds_ucp export checkpoints/global_step1000 weights/ --like my-model/ --max-shard-size 2GB
             ds_ucp export checkpoints/ weights/ --patterns hf-moe
             ds_ucp export checkpoints/ weights/ --rename '(?P<n>\d+)\.(?P<rest>.*)=h.{n-2}.{rest}'
-            ds_ucp export checkpoints/ step-1000/ --format dcp --torchtitan
+            ds_ucp export checkpoints/ step-1000/ --to dcp --torchtitan
             mpirun -np 8 --map-by ppr:1:node ds_ucp export checkpoints/ weights/
         """,
     )
     add_checkpoint_options(parser)
     parser.add_argument("out", metavar="OUT", help="folder to be made")
-    text = "what to write (default: safetensors)"
-    parser.add_argument("--format", choices=("safetensors", "dcp"), default="safetensors", help=text)
+    text = "for whom: Hugging Face (safetensors), or torch.distributed.checkpoint (default: hf)"
+    parser.add_argument("--to", choices=("hf", "dcp"), default="hf", help=text)
     text = "element type of floating weights and buffers; `stored` keeps each tensor's own (default: fp32)"
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="fp32", help=text)
     text = "bytes per safetensors file: 500MB, 5GB, 2GiB (5GB)"
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help=text)
-    text = "a Hugging Face model's folder: copy its config and tokenizer beside the weights"
-    parser.add_argument("--hf-dir", metavar="DIR", help=text)
+    text = (
+        "hf: a model, as a folder or a hub's id in the local cache: its config and tokenizer are copied beside the "
+        "weights, whose names and shapes have to be its own"
+    )
+    parser.add_argument("--like", metavar="MODEL", help=text)
     text = (
         "names that are tied to another one: leave them out, or write the data again (default: drop in safetensors, "
         "as save_pretrained does; copy in dcp, where a model's state dict has both)"
@@ -100,7 +102,7 @@ def run(options: argparse.Namespace) -> int:
 
     _check(options)
     with join_launch() as comm:
-        only_weights = options.format == "safetensors" or options.weights_only
+        only_weights = options.to == "hf" or options.weights_only
         folders = find_folders(options.checkpoint, options.also, comm)
         index = open_index(options, folders, comm, weights_only=only_weights)
         report = _export(options, index, comm)
@@ -111,21 +113,21 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    foreign = ["weights_only", "flatten_optimizer", "torchtitan"] if options.format == "safetensors" else ["hf_dir"]
+    foreign = ["weights_only", "flatten_optimizer", "torchtitan"] if options.to == "hf" else ["like"]
     given = [f"--{name.replace('_', '-')}" for name in foreign if getattr(options, name)]
     if given:
-        raise ConfigError(f"--format {options.format} has no {', '.join(given)}.")
-    if options.hf_dir is not None and not os.path.isfile(os.path.join(options.hf_dir, "config.json")):
-        raise ConfigError(f"--hf-dir {options.hf_dir}: holds no config.json, so it is no Hugging Face model.")
+        raise ConfigError(f"--to {options.to} has no {', '.join(given)}.")
 
 
 def _export(options: argparse.Namespace, index: AtomicIndex, comm: Comm) -> OutputReport:
     rules, how = read_rules(options), make_options(options)
-    if options.format == "safetensors":
+    if options.to == "hf":
+        from ..export.like import find_model
         from ..export.safetensors import export_safetensors
 
         size = parse_size(options.max_shard_size)
-        return export_safetensors(index, options.out, comm, how, rules=rules, max_shard=size, hf_dir=options.hf_dir)
+        like = None if options.like is None else find_model(options.like)
+        return export_safetensors(index, options.out, comm, how, rules=rules, max_shard=size, like=like)
     from ..export.dcp import export_dcp
 
     layout = "torchtitan" if options.torchtitan else "flattened" if options.flatten_optimizer else "torch"

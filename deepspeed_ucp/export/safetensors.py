@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..atoms import ITEMSIZE, AtomicIndex
 from ..comm import Comm
-from ..errors import CheckpointError, UnsupportedError, shorten
+from ..errors import UnsupportedError, shorten
 from ..io.checksum import Checked
 from ..io.disk import explain_full, write_at
 from ..io.memory import Scratch
@@ -25,7 +24,8 @@ from ..stream.checks import Checks
 from ..stream.reader import AtomReader, Item
 from ..stream.recovery import read_with_failover
 from ..stream.report import OutputReport
-from .output import BESIDE, Export, stage_export
+from .like import compare, copy_beside
+from .output import Export, stage_export
 from .tensors import ExportOptions, Selection, Tensor, select_tensors
 
 MAX_SHARD = 5 * 10**9
@@ -89,9 +89,9 @@ def lay_out(tensors: Mapping[str, Tensor], max_shard: int = MAX_SHARD) -> SafeLa
         UnsupportedError: an element type that the format does not know, or a name that is no Unicode text.
     """
     if odd := [name for name in tensors if any("\ud800" <= each <= "\udfff" for each in name)]:
-        raise UnsupportedError(f"safetensors has no names such as {shorten(odd)}; --rename or --format dcp has them.")
+        raise UnsupportedError(f"safetensors has no names such as {shorten(odd)}; --rename or --to dcp has them.")
     if unknown := sorted({tensor.dtype for tensor in tensors.values()} - set(DTYPES)):
-        raise UnsupportedError(f"safetensors has no element type for {', '.join(unknown)}; --format dcp has.")
+        raise UnsupportedError(f"safetensors has no element type for {', '.join(unknown)}; --to dcp has.")
     shards = split_shards({name: tensor.nbytes for name, tensor in tensors.items()}, max_shard)
     layout = SafeLayout({}, {}, {})
     for number, names in enumerate(shards):
@@ -140,7 +140,7 @@ def export_safetensors(
     *,
     rules: Sequence[RuleSet] = (),
     max_shard: int = MAX_SHARD,
-    hf_dir: str | None = None,
+    like: str | None = None,
 ) -> OutputReport:
     """Write a checkpoint's weights as safetensors; collective.
 
@@ -150,7 +150,8 @@ def export_safetensors(
         comm: the nodes that share the work; alone without it.
         rules: how tensor parallelism cuts parameters, by the user.
         max_shard: bytes of data per file.
-        hf_dir: folder whose ``config.json`` and tokenizer files are copied beside the weights.
+        like: folder of a Hugging Face model, whose names and shapes have to be the written ones; its configuration and
+            tokenizer files are copied beside the weights.
 
     Raises:
         UcpError: the same on every rank; the destination is as it was.
@@ -161,21 +162,26 @@ def export_safetensors(
         selection = select_tensors(left, rules, options, tied="drop")
         return selection, lay_out(selection.by_name, max_shard)
 
+    def hold_against(selection: Selection) -> None:
+        if like is not None:
+            compare(like, {tensor.names[0]: tensor.shape for tensor in selection.weights})
+
     def attempt(left: AtomicIndex) -> OutputReport:
         selection, layout = comm.run(lambda: plan(left))
+        comm.once(lambda: hold_against(selection))
         sizes = {"tensors": len(layout.places), "nbytes": sum(layout.sizes.values())}
         with stage_export("safetensors", destination, selection, options, comm, **sizes) as export:
-            comm.once(lambda: _prepare(export.folder, layout, hf_dir))
+            comm.once(lambda: _prepare(export.folder, layout, like, export.report.dtypes))
             export.verify(selection.weights, _fill(export, selection.weights, layout))
         return export.report
 
     return read_with_failover(index, attempt, comm)
 
 
-def _prepare(folder: str, layout: SafeLayout, hf_dir: str | None) -> None:
+def _prepare(folder: str, layout: SafeLayout, like: str | None, dtypes: Collection[str]) -> None:
     """Files of their final size with their headers; the index; what lies beside."""
-    if hf_dir is not None:
-        _copy_beside(hf_dir, folder)
+    if like is not None:
+        copy_beside(like, folder, dtypes)
     for file, head in layout.heads.items():
         path = os.path.join(folder, file)
         with explain_full(path), open(path, "xb", buffering=0) as stream:
@@ -185,20 +191,6 @@ def _prepare(folder: str, layout: SafeLayout, hf_dir: str | None) -> None:
         path = os.path.join(folder, INDEX)
         with explain_full(path), open(path, "xb") as stream:
             stream.write(layout.describe())
-
-
-def _copy_beside(source: str, folder: str) -> None:
-    """Copy a model's configuration and tokenizer.
-
-    Raises:
-        CheckpointError: there is no ``config.json``.
-    """
-    if not os.path.isfile(os.path.join(source, "config.json")):
-        raise CheckpointError("holds no config.json, so it is no Hugging Face model.", path=source)
-    for name in filter(BESIDE.fullmatch, sorted(os.listdir(source))):
-        if os.path.isfile(os.path.join(source, name)):
-            with explain_full(folder):
-                shutil.copyfile(os.path.join(source, name), os.path.join(folder, name))
 
 
 def _fill(export: Export, tensors: Sequence[Tensor], layout: SafeLayout) -> Checks:

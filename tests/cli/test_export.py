@@ -43,10 +43,10 @@ def test_safetensors(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_every_option_for_weights(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "hf").mkdir()
-    for name in ("config.json", "tokenizer.json", "pytorch_model.bin"):
+    for name in ("config.json", "tokenizer.json", "training.log"):
         (tmp_path / "hf" / name).write_text("{}")
     options = ["--dtype", "bf16", "--max-shard-size", "0.3KB", "--tied", "copy", "--strip-prefix", "net."]
-    options += ["--rename", "head=net.lm_head", "--hf-dir", str(tmp_path / "hf"), "--workers", "2", "--window-mb", "16"]
+    options += ["--rename", "head=net.lm_head", "--like", str(tmp_path / "hf"), "--workers", "2", "--window-mb", "16"]
     assert export(checkpoint, tmp_path / "out", *options, "--json") == 0
     report = json.loads(capsys.readouterr().out)
     shards = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
@@ -72,7 +72,7 @@ def test_every_option_for_weights(checkpoint: Path, tmp_path: Path, capsys: pyte
 def test_dcp(checkpoint: Path, tmp_path: Path, options: list[str], keys: set[str]) -> None:
     from torch.distributed.checkpoint import FileSystemReader
 
-    assert export(checkpoint, tmp_path / "out", "--format", "dcp", *options) == 0
+    assert export(checkpoint, tmp_path / "out", "--to", "dcp", *options) == 0
     found = set(FileSystemReader(tmp_path / "out").read_metadata().state_dict_metadata)
     assert keys <= found
     assert "--weights-only" not in options or keys == found
@@ -110,9 +110,9 @@ def test_masters_of_stage_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--torchtitan"], "--format safetensors has no --torchtitan"),
-        (["--format", "dcp", "--hf-dir", "."], "--format dcp has no --hf-dir"),
-        (["--hf-dir", "nowhere"], "holds no config.json"),
+        (["--torchtitan"], "--to hf has no --torchtitan"),
+        (["--to", "dcp", "--like", "."], "--to dcp has no --like"),
+        (["--like", "nowhere"], "neither a folder nor a model in the local cache"),
         (["--max-shard-size", "5 apples"], "5 apples"),
         (["--rename", "abc"], "REGEX=NAME"),
         (["--window-mb", "1"], "--window-mb"),
@@ -131,7 +131,7 @@ def test_an_existing_folder(checkpoint: Path, tmp_path: Path, capsys: pytest.Cap
     assert export(checkpoint, tmp_path / "out") == 0
     assert export(checkpoint, tmp_path / "out") == 2
     assert "--overwrite" in capsys.readouterr().err
-    assert export(checkpoint, tmp_path / "out", "--overwrite", "--format", "dcp") == 0
+    assert export(checkpoint, tmp_path / "out", "--overwrite", "--to", "dcp") == 0
     assert not (tmp_path / "out" / "model.safetensors").exists()
 
 

@@ -631,7 +631,7 @@ def test_rules_are_a_family_a_file_or_json(tmp_path: Path) -> None:
         (["verify", "x", "--agianst", "y"], "unrecognized arguments: --agianst y (did you mean '--against'?)"),
         (["verify", "x", "--header_only"], "(did you mean '--headers-only'?)"),
         (["verify", "x", "--zzz"], "unrecognized arguments: --zzz\n"),
-        (["export", "x", "y", "--format", "safetensor"], "argument --format: 'safetensor' is unknown: did you mean"),
+        (["export", "x", "y", "--to", "hff"], "argument --to: 'hff' is unknown: did you mean"),
     ],
     ids=str,
 )

@@ -1,4 +1,4 @@
-"""What `ds_ucp export --format dcp` writes goes on under FSDP2, which knows nothing of DeepSpeed."""
+"""What `ds_ucp export --to dcp` writes goes on under FSDP2, which knows nothing of DeepSpeed."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def test_what_autoep_trained_is_a_model_of_the_hub(
     trained, *_ = ucp_worlds.get(2).run(engine_hub.save, name, stage, 2, str(tmp_path))
     index = open_checkpoint(str(next(tmp_path.glob("global_step*"))), Comm(), weights_only=stage == 3)
     out = str(tmp_path / "out")
-    export_safetensors(index, out, options=ExportOptions(), rules=from_config(family), hf_dir=str(tmp_path / "hf"))
+    export_safetensors(index, out, options=ExportOptions(), rules=from_config(family), like=str(tmp_path / "hf"))
     kind, _ = engine_hub.MODELS[name]
     model, told = kind.from_pretrained(out, dtype=torch.float32, output_loading_info=True)
     assert not any(told.values()), told

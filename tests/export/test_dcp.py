@@ -149,7 +149,7 @@ def test_memory_stays_in_the_window(tmp_path: Path) -> None:
     many = tuple(Param(f"p{number}", (150, 1000)) for number in range(30))
     model = Model((Param("a", (4_000, 1000)), *many))
     path = write_checkpoint(tmp_path, model, random_state(model, 0), Topology(2, 2))
-    assert measure_peak(tmp_path, path, "--format", "dcp", "--window-mb", "12") < (12 + 24) << 20
+    assert measure_peak(tmp_path, path, "--to", "dcp", "--window-mb", "12") < (12 + 24) << 20
 
 
 # -- who takes over ---------------------------------------------------------------------------------------------------

@@ -261,7 +261,7 @@ def test_an_element_type_that_the_format_lacks_is_named() -> None:
 
 
 def test_a_name_that_is_no_text_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r"no names such as w\\udcff; --rename or --format dcp"):
+    with pytest.raises(UnsupportedError, match=r"no names such as w\\udcff; --rename or --to dcp"):
         lay_out({"w\udcff": make_tensor("float32")})
 
 
@@ -468,7 +468,7 @@ def test_transformers_loads_it(tmp_path: Path, tied: bool, sharded: bool) -> Non
     path = write_checkpoint(tmp_path, described, state, Topology(2, 3))
     index = open_checkpoint(str(path), Comm())
     out = tmp_path / "out"
-    export_safetensors(index, str(out), hf_dir=str(tmp_path / "hf"), max_shard=4000 if sharded else 10**9)
+    export_safetensors(index, str(out), like=str(tmp_path / "hf"), max_shard=4000 if sharded else 10**9)
     loaded, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert not (info["missing_keys"] or info["unexpected_keys"] or info["mismatched_keys"]), info
     model.load_state_dict({name: states["fp32"] for name, states in state.atoms.items()}, strict=not tied)
