@@ -3,8 +3,9 @@
 ``ds_ucp supervise`` and ``ds_ucp torchrun`` name the watcher in the environment; without one nothing here happens.
 Importing the package notes it and opens nothing: the connection opens when DeepSpeed has been imported, or with the
 first thing to be told. It is one TCP connection: the launch's key, then JSON lines. The rank tells who it is, its
-steps and their phases, what ended it; the watcher tells signals. A connection that ends, or that nobody answers for
-half a minute, ends the rank with SIGKILL: no rank trains on for a launch that has been given up.
+steps and their phases, the seconds of a step that it took by itself, what ended it; the watcher tells signals, and asks
+where the rank is. A connection that ends, or that nobody answers for half a minute, ends the rank with SIGKILL: no rank
+trains on for a launch that has been given up.
 
 Where the environment has the package imported (``DEEPSPEED_UCP=1``), launchers import it too, since they import
 DeepSpeed: a process without a rank then leaves the watcher to those that it starts, unless it makes an engine.
@@ -20,11 +21,14 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from functools import partial
 from types import TracebackType
 from typing import Any
+
+from .whereabouts import count_collectives, find_whereabouts
 
 VARIABLE = "DEEPSPEED_UCP_LIFELINE"
 """Environment: ``host:port:key`` of the watcher; the key is that of one launch."""
@@ -36,7 +40,11 @@ _OWN_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 _RANKS = (*_OWN_RANKS, "SLURM_PROCID")
 """Variables with a rank; Slurm's is one of a launcher where ``srun`` starts a launcher on each node."""
 
-_ERROR_CHARACTERS = 8000
+_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMIX_SIZE", "PMI_SIZE", "SLURM_NTASKS")
+_ERROR_CHARACTERS, _LINE_CHARACTERS = 8000, 300
+
+STARTED = 19
+"""Of what :func:`read_stat` tells: when a process was started, in the system's ticks since it began."""
 
 
 class _Watcher:
@@ -54,7 +62,45 @@ class _Watcher:
         self.connection: socket.socket | None = None
 
 
-_watcher = _Watcher()
+class _OwnTime:
+    """The seconds of a step that this rank takes by itself: those outside of a step's phases, and in forward passes.
+
+    All ranks take the same time for a step, because they wait for each other. Here no stretch counts in which the rank
+    has begun a collective: it may have waited. Of a GPU these are the host's seconds, not the device's.
+
+    Attributes:
+        step: the last one that has ended.
+        phase: that the rank is in.
+    """
+
+    def __init__(self) -> None:
+        self.step: int | None = None
+        self.phase: str | None = None
+        self._began = self._since = time.monotonic()
+        self._own, self._collectives = 0.0, 0
+
+    def turn(self, phase: str | None) -> None:
+        """Another phase begins."""
+        now, collectives = time.monotonic(), sum(count_collectives().values())
+        if self.phase in _ALONE and collectives == self._collectives:
+            self._own += now - self._since
+        self.phase, self._since, self._collectives = phase, now, collectives
+
+    def end_step(self, step: int) -> dict[str, float]:
+        """A step has ended: its seconds, ``work`` those by itself; empty for the first one, which has the start in it,
+        and where it is the one that was told before."""
+        if step == self.step:
+            return {}
+        self.turn(self.phase)
+        told = {"work": round(self._own, 6), "seconds": round(self._since - self._began, 6)}
+        self.step, is_first, self._began, self._own = step, self.step is None, self._since, 0.0
+        return {} if is_first else told
+
+
+_ALONE = (None, "forward")
+"""Phases in which a rank may be by itself."""
+
+_watcher, _own_time = _Watcher(), _OwnTime()
 
 
 def note_watcher(*, by_itself: bool = False) -> None:
@@ -95,17 +141,23 @@ def connect() -> None:
     with contextlib.suppress(OSError):
         connection.sendall(f"{key}\n".encode())
     _watcher.connection = connection
-    _say(hello={"rank": find_rank(), "pid": os.getpid(), "host": socket.gethostname()})
+    pid = os.getpid()
+    started = (read_stat(pid) or [0] * (STARTED + 1))[STARTED]
+    world = next((int(os.environ[name]) for name in _SIZES if os.environ.get(name, "").isdigit()), 0)
+    whose = {"rank": find_rank(), "world": world, "pid": pid, "host": socket.gethostname()}
+    _say(hello={**whose, "started": started})
     threading.Thread(target=_listen, args=(connection, f"{host}:{port}"), daemon=True, name="heartbeat").start()
 
 
 def report_step(step: int) -> None:
     """Tell the watcher that this rank has got as far as ``step``."""
-    _say(step=step)
+    _say(step=step, **(_own_time.end_step(step) if is_watched() else {}))
 
 
 def report_phase(name: str | None) -> None:
     """Tell the watcher in which phase of a step this rank is (:mod:`deepspeed_ucp.beacon`); None for none."""
+    if is_watched():
+        _own_time.turn(name)
     _say(phase=name)
 
 
@@ -117,6 +169,17 @@ def is_watched() -> bool:
 def has_passed_on(number: int) -> bool:
     """Whether the watcher has passed a signal on, which was sent to it: to all that it watches over."""
     return number in _watcher.passed_on
+
+
+def read_stat(pid: int) -> list[Any] | None:
+    """What the system tells of a process behind its name, its state first, then numbers (Linux); None where it is not
+    there any more."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as stream:
+            state, *numbers = stream.read().rpartition(")")[2].split()
+    except (OSError, ValueError):
+        return None
+    return [state, *map(int, numbers)]
 
 
 def find_rank() -> int:
@@ -145,7 +208,9 @@ def _say(**fields: Any) -> None:
 def _say_error(
     former: Callable[..., Any], kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    _say(error="".join(traceback.format_exception(kind, error, trace))[-_ERROR_CHARACTERS:])
+    module = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}."
+    line = f"{module}{kind.__qualname__}: {str(error).strip().partition(chr(10))[0]}"[:_LINE_CHARACTERS]
+    _say(error="".join(traceback.format_exception(kind, error, trace))[-_ERROR_CHARACTERS:], line=line)
     former(kind, error, trace)
 
 
@@ -171,10 +236,14 @@ def _say_end() -> None:
 
 
 def _listen(connection: socket.socket, watcher: str) -> None:
-    """Pass signals on until the connection ends, and then end this process."""
+    """Pass signals on, and tell where this rank is, until the connection ends, and then end this process."""
     try:
         for text in connection.makefile("rb"):
-            number = int(json.loads(text)["signal"])
+            told = json.loads(text)
+            if "ask" in told:
+                _say(where={"step": _own_time.step, "phase": _own_time.phase, **find_whereabouts()})
+                continue
+            number = int(told["signal"])
             _watcher.passed_on.add(number)
             os.kill(os.getpid(), number)
         why = "has gone"

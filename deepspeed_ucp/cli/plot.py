@@ -23,6 +23,9 @@ MASTERS, STATES, OTHERS, COPIES = KINDS = ("masters", "optimizer states", "froze
 COLOURS = {MASTERS: "#2f5d8a", STATES: "#e08e45", OTHERS: "#4a9d7c", COPIES: "#9db8d2"}
 BACKGROUND, INK, FAINT_INK = "#f6f5f2", "#22262b", "#6b7178"
 
+NAMED_ROWS = 64
+"""Ranks that a heat map names; of more every n-th."""
+
 _LINE = 0.17
 """Inches that a label is high."""
 
@@ -183,6 +186,15 @@ def save_figure(figure: Any, path: str, *, dpi: int) -> None:
         figure.savefig(path, dpi=dpi)
     except OSError as error:
         raise StorageError(f"--plot: {path} cannot be written ({error.strerror or error}); draw elsewhere.") from error
+
+
+def draw_heat(axes: Any, values: Sequence[Sequence[float]], ranks: Sequence[int], most: float) -> Any:
+    """Draw a heat map, a row for each rank, from 0 to ``most``; the picture, for a scale beside it."""
+    image = axes.imshow(values, aspect="auto", cmap="OrRd", vmin=0, vmax=most, interpolation="nearest")
+    shown = range(0, len(ranks), -(-len(ranks) // NAMED_ROWS))
+    axes.set_yticks(list(shown), [f"rank {ranks[at]}" for at in shown], fontsize=8)
+    axes.tick_params(length=0, labelcolor=INK)
+    return image
 
 
 def draw_map(survey: Survey, path: str) -> None:

@@ -1,4 +1,7 @@
-"""``ds_ucp report``: what loads told of themselves (``"report"`` in a ds_config): where the time of a restart went."""
+"""``ds_ucp report``: what loads told of themselves (``"report"`` in a ds_config): where the time of a restart went.
+
+With ``--steps`` what ranks told of their steps (:mod:`.steps`).
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from typing import Any
 from ..errors import ConfigError, StorageError, count_of
 from .common import Commands, add_command
 from .printing import OK, emit, format_bytes, format_duration, format_table
+from .steps import report_steps
 
 VERSION = 1
 WHOLE = ("time", "loaded", "step", "direct", "reason", "state_bytes")
@@ -23,9 +27,6 @@ START = "start"
 
 _NOTED = 0.05
 """Of all seconds; what is less beyond the others' stays pale in the heat map."""
-
-_ROWS = 64
-"""Ranks that are named in it; of more every n-th."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,21 +59,35 @@ def add_parser(commands: Commands) -> None:
     parser = add_command(
         commands,
         "report",
-        help="show where the time of loads went, by rank and phase",
+        help="show where the time of loads, or of steps, went, by rank",
         description='Show what loads wrote into DIR, as "checkpoint": {"universal": {"report": "DIR"}} has them do: '
-        "every rank's phases, bytes and files; which rank and which file were the slowest.",
+        "every rank's phases, bytes and files; which rank and which file were the slowest. With --steps: which ranks "
+        "took longest for the steps of a run, by themselves.",
         examples="""
             ds_ucp report reports/
             ds_ucp report reports/ --plot restart.png
             ds_ucp report reports/load-20261122T104512-310.json --json
+            ds_ucp report --steps steps.jsonl --plot steps.png
         """,
     )
-    parser.add_argument("folder", metavar="DIR", help="the folder, of which the last load is shown, or one load's file")
-    parser.add_argument("--plot", metavar="FILE", help="draw a heat map of seconds by rank and phase (png, svg, pdf)")
+    text = "the folder, of which the last load is shown, or one load's file"
+    parser.add_argument("folder", metavar="DIR", nargs="?", help=text)
+    text = "show steps: files that `ds_ucp supervise --steps` or torchrun's agents wrote"
+    parser.add_argument("--steps", metavar="FILE", nargs="+", help=text)
+    text = "draw a heat map of seconds by rank and phase, or step (png, svg, pdf)"
+    parser.add_argument("--plot", metavar="FILE", help=text)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show it."""
+    """Show it.
+
+    Raises:
+        ConfigError: not one of both is named.
+    """
+    if (options.folder is None) == (options.steps is None):
+        raise ConfigError("report: name DIR to see a load, or --steps FILE to see steps.")
+    if options.steps is not None:
+        return report_steps(options)
     loads = list_loads(options.folder)
     load, ranks = read_load(loads[-1])
     if options.plot:
@@ -189,7 +204,7 @@ def draw(load: Mapping[str, Any], ranks: Sequence[Rank], path: str) -> None:
     What is coloured are those beyond the phase's median, so that stragglers stand out. Errors are those of
     :func:`~.plot.make_figure` and :func:`~.plot.save_figure`.
     """
-    from .plot import FAINT_INK, INK, make_figure, save_figure
+    from .plot import FAINT_INK, INK, NAMED_ROWS, draw_heat, make_figure, save_figure
 
     figure, phases = make_figure(path), _list_phases(ranks)
     figure.set_size_inches(9, min(max(0.3 * len(ranks), 1.6), 6.0) + 1.6)
@@ -198,15 +213,12 @@ def draw(load: Mapping[str, Any], ranks: Sequence[Rank], path: str) -> None:
     usual = [median(column) for column in zip(*seconds, strict=True)]
     beyond = [[max(0.0, value - held) for value, held in zip(row, usual, strict=True)] for row in seconds]
     most = max(*map(max, beyond), _NOTED * sum(usual), 1e-9)
-    axes.imshow(beyond, aspect="auto", cmap="OrRd", vmin=0, vmax=most)
+    draw_heat(axes, beyond, [each.rank for each in ranks], most)
     axes.set_xticks(range(len(phases)), phases, rotation=30, ha="right", fontsize=8)
-    for row, values in enumerate(seconds if len(ranks) <= _ROWS // 2 else ()):
+    for row, values in enumerate(seconds if len(ranks) <= NAMED_ROWS // 2 else ()):
         for column, value in enumerate(values):
             ink = "white" if beyond[row][column] > 0.6 * most else INK
             axes.text(column, row, f"{value:.2g}", ha="center", va="center", fontsize=7, color=ink)
-    shown = range(0, len(ranks), -(-len(ranks) // _ROWS))
-    axes.set_yticks(list(shown), [f"rank {ranks[at].rank}" for at in shown], fontsize=8)
-    axes.tick_params(length=0, labelcolor=INK)
     axes.set_title("seconds; coloured: beyond the phase's median", fontsize=9, color=FAINT_INK, loc="left")
     title = f"{load['loaded']}: step {load['step']}, {len(ranks)} ranks · {load['reason']}"
     figure.suptitle(title[:150], x=0.01, ha="left", color=INK, fontsize=11)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ..errors import ConfigError
 from .common import Commands, add_command
+from .printing import print_message
 
 if TYPE_CHECKING:
     from ..supervise.command import Command
@@ -54,6 +55,7 @@ def add_parser(commands: Commands) -> None:
     text = "the folder whose disk --preflight tests (default: that of temporary files)"
     add("--preflight-dir", default="", metavar="DIR", help=text)
     add("--log", metavar="FILE", help="append the events to FILE instead of writing them to stderr")
+    add("--steps", metavar="FILE", help="append the seconds of every step by rank to FILE (`ds_ucp report --steps`)")
     add("--debug", action="store_true", help="show the traceback of an error")
     add("program", metavar="PROGRAM", nargs=argparse.REMAINDER, help="behind `--`: the launcher and its arguments")
 
@@ -95,8 +97,13 @@ def run(options: argparse.Namespace) -> int:
         settle=options.settle,
         wait=options.wait,
         preflight=options.preflight_dir if options.preflight else None,
+        steps=options.steps,
     )
-    return Supervisor(command, hosts, settings, make_log(options.log)).run()
+    supervisor = Supervisor(command, hosts, settings, make_log(options.log))
+    code = supervisor.run()
+    if supervisor.verdict:
+        print_message(f"ds_ucp supervise: {supervisor.verdict}")
+    return code
 
 
 def find_hostfile(given: str | None, command: Command) -> str | None:

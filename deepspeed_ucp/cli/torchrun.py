@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import traceback
 
 from ..errors import UcpError
 from .common import Commands, add_command
-from .printing import ERROR, OK, print_message
+from .printing import ERROR, FAULT, OK, print_message
 
 
 def add_parser(commands: Commands) -> None:
@@ -28,10 +29,17 @@ def add_parser(commands: Commands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run torchrun; its errors are its own."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    from ..supervise.agent import find_verdict
     from ..supervise.agent import run as run_agent
 
     try:
         run_agent(options.args)
+    except ChildFailedError:
+        traceback.print_exc()
+        print_message(f"ds_ucp torchrun: given up: {find_verdict() or 'a worker failed that has told nothing'}")
+        return FAULT
     except UcpError as error:
         print_message(f"ds_ucp torchrun: {error}")
         return ERROR

@@ -9,10 +9,12 @@ their agent (:mod:`deepspeed_ucp.heartbeat`) and end with it, and silence on tho
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from torch.distributed import run as torchrun
@@ -28,10 +30,12 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 
 from ..errors import ConfigError, UcpError
 from ..heartbeat import VARIABLE
+from .blame import describe_first_failure, examine_hang, find_first_failure
 from .log import Log, make_log
+from .pace import Pace
 from .policy import Attempt, RestartLimits, decide
 from .processes import kill_descendant
-from .watch import Patience, RankStatus, Watch, find_first_failure, find_silence
+from .watch import Patience, Watch, find_silence
 
 BACKEND = "deepspeed_ucp"
 
@@ -47,6 +51,9 @@ RESTARTS = 100
 
 _LOOK_EVERY = 0.2
 
+_created: list[GuardedRendezvous] = []
+"""That of this agent, which torch has made for it."""
+
 
 def run(words: Sequence[str]) -> None:
     """Run torchrun's command line.
@@ -59,6 +66,11 @@ def run(words: Sequence[str]) -> None:
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     rendezvous_handler_registry.register(BACKEND, _create)
     record(torchrun.run)(choose_arguments(words))
+
+
+def find_verdict() -> str | None:
+    """What ended this agent's workers for the last time, in words; None where nothing is known."""
+    return next((found for each in _created if (found := each.find_fault())), None)
 
 
 def choose_arguments(words: Sequence[str]) -> Any:
@@ -97,7 +109,9 @@ def _parse(words: Sequence[str]) -> Any:
 def _create(params: RendezvousParameters) -> RendezvousHandler:
     backend, store = create_backend(params)
     patience = Patience(start=float(params.get("start", "1800")), step=float(params.get("hang", "600")))
-    return GuardedRendezvous(create_handler(store, backend, params), patience, params.get("events"))
+    files = params.get("events"), params.get("steps")
+    _created.append(GuardedRendezvous(create_handler(store, backend, params), patience, *files))
+    return _created[-1]
 
 
 class GuardedRendezvous(RendezvousHandler):
@@ -106,14 +120,17 @@ class GuardedRendezvous(RendezvousHandler):
     Args:
         own: torch's, which brings the agents together.
         events: a file that gets a JSON line per event.
+        steps: a file that gets every step's seconds by rank (:class:`~.pace.Pace`).
     """
 
-    def __init__(self, own: RendezvousHandler, patience: Patience, events: str | None) -> None:
+    def __init__(
+        self, own: RendezvousHandler, patience: Patience, events: str | None, steps: str | None = None
+    ) -> None:
         self.own, self.patience = own, patience
         self._log: Log = make_log(events, pid=os.getpid()) if events else lambda *_, **__: None
-        self._watch, self._attempts = Watch(), list[Attempt]()
+        self._watch, self._pace, self._attempts = Watch(), Pace(self._log, steps), list[Attempt]()
         self._world: int | None = None
-        self._silence: float | None = None
+        self._hang: str | None = None
         self._is_watching = threading.Event()
         threading.Thread(target=self._guard, daemon=True, name="guard").start()
 
@@ -133,8 +150,13 @@ class GuardedRendezvous(RendezvousHandler):
         self._is_watching.clear()
         ranks = self._watch.look()
         step = max((seen.step for seen in ranks if seen.step is not None), default=None)
-        self._log("rendezvous", step=step, reason=self._find_reason(ranks))
-        self._silence, os.environ[VARIABLE] = None, self._watch.begin()
+        fault, first = self.find_fault(), find_first_failure(ranks)
+        reason = None if self._world is None else fault or "agents have come or gone"
+        self._log("rendezvous", step=step, reason=reason, at=None if self._hang else first and first.failed_at)
+        if fault:
+            sys.stderr.write(f"ds_ucp torchrun: {fault}\n")
+        self._pace.begin()
+        self._hang, os.environ[VARIABLE] = None, self._watch.begin()
         info = self.own.next_rendezvous()
         former, self._world = self._world, info.world_size
         if former is not None:
@@ -143,14 +165,9 @@ class GuardedRendezvous(RendezvousHandler):
         self._is_watching.set()
         return info
 
-    def _find_reason(self, ranks: list[RankStatus]) -> str | None:
-        """Why there is another round, in words; of the first one None."""
-        if self._world is None:
-            return None
-        failed, silence = find_first_failure(ranks), self._silence
-        if silence is not None:
-            return f"no rank has ended a step for {silence:.0f} s"
-        return failed.describe() if failed else "agents have come or gone"
+    def find_fault(self) -> str | None:
+        """What has ended the workers of this agent, in words; None where nothing has that is known here."""
+        return self._hang or describe_first_failure(self._watch.look())
 
     def _look_back(self, attempt: Attempt) -> None:
         self._attempts.append(attempt)
@@ -168,11 +185,13 @@ class GuardedRendezvous(RendezvousHandler):
         while True:
             time.sleep(_LOOK_EVERY)
             ranks = self._watch.look() if self._is_watching.is_set() else []
+            self._pace.follow(self._watch.take_steps())
             silence = find_silence(ranks, self.patience, self._watch.heard_until)
             if silence is not None:
                 self._is_watching.clear()
-                self._silence = silence
-                self._log("hanging", seconds=round(silence, 2), ranks=[seen.rank for seen in ranks])
+                hang = examine_hang(self._watch)
+                self._hang = f"no rank has ended a step for {silence:.0f} s: {hang.summary}"
+                self._log("hanging", seconds=round(silence, 2), ranks=[seen.rank for seen in ranks], **asdict(hang))
                 for seen in ranks:
                     kill_descendant(seen.pid)
 

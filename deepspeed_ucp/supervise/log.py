@@ -26,7 +26,7 @@ def make_log(path: str | None, **always: object) -> Log:
         ConfigError: the file cannot be written from the beginning.
     """
     if path is not None:
-        _append(path, "")
+        append(path, "")
 
     def log(event: str, **fields: object) -> None:
         line = hide_secrets(json.dumps({"event": event, "time": round(time.time(), 3), **always, **fields})) + "\n"
@@ -34,7 +34,7 @@ def make_log(path: str | None, **always: object) -> Log:
             if path is None:
                 _print(line)
             else:
-                _append(path, line)
+                append(path, line)
         except ConfigError as error:
             _print(f"deepspeed_ucp: {error}\n{line}")
 
@@ -47,9 +47,14 @@ def _print(text: str) -> None:
         sys.stderr.flush()
 
 
-def _append(path: str, text: str) -> None:
+def append(path: str, text: str) -> None:
+    """Add text to the end of a file.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
     try:
         with open(path, "a", encoding="utf-8") as stream:
             stream.write(text)
     except OSError as error:
-        raise ConfigError(f"{path}: events cannot be written there ({error.strerror}).") from None
+        raise ConfigError(f"{path}: nothing can be written there ({error.strerror}).") from None

@@ -7,17 +7,19 @@ import signal
 import subprocess
 import tempfile
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from types import FrameType
 
 from ..heartbeat import VARIABLE
+from .blame import examine_hang, find_first_failure
 from .command import Command
 from .hosts import Hosts, Reach, find_own_address, is_alone, write_hostfile
 from .log import Log
+from .pace import Pace
 from .policy import Attempt, RestartLimits, decide
 from .preflight import HERE, Preflight, ask_here
 from .processes import adopt_orphans, end_everything, make_sweep, reap, start, wait_for_all
-from .watch import Patience, RankStatus, Watch, end_ranks, find_ended, find_first_failure, find_silence
+from .watch import Patience, RankStatus, Watch, end_ranks, find_ended, find_silence
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 FORWARDED = (*STOPPING, signal.SIGUSR1, signal.SIGUSR2)
@@ -42,6 +44,7 @@ class Settings:
         wait: seconds to wait for enough hosts.
         preflight: hosts are tested before each start, and this is the folder whose disk is (empty: that of temporary
             files); None: they are not.
+        steps: a file that gets every step's seconds by rank (:class:`~.pace.Pace`); None for none.
     """
 
     min_nodes: int = 1
@@ -50,6 +53,7 @@ class Settings:
     settle: float = 30.0
     wait: float = 1800.0
     preflight: str | None = None
+    steps: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,8 @@ class Outcome:
 
     Attributes:
         code: of its end; None where it was ended here.
-        reason: in words; empty where it has done its work.
+        reason: in words, of the rank that failed first, or of those that let the others wait; empty where it has done
+            its work.
         step: the last one of the first rank that had an error, else that any told of.
         error: the traceback of the first rank that had one.
     """
@@ -76,6 +81,9 @@ class Supervisor:
         command: what is started.
         hosts: slots by host; None where the command runs on this machine, as it finds it.
         log: gets every event.
+
+    Attributes:
+        verdict: why it gave up, in words; empty where it did not.
     """
 
     def __init__(self, command: Command, hosts: Hosts | None, settings: Settings, log: Log) -> None:
@@ -84,7 +92,8 @@ class Supervisor:
         self._signals: list[int] = []
         self._stopped_by: int | None = None
         self._in_a_hurry = False  # Ctrl-C, a second time
-        self._watch = Watch(find_own_address(hosts or {}))
+        self._watch, self._pace = Watch(find_own_address(hosts or {})), Pace(log, settings.steps)
+        self.verdict = ""
         self._preflight: Preflight | None = None
         if settings.preflight is not None:
             ask = ask_here if is_alone(hosts or {}) else self.reach.ask
@@ -135,7 +144,8 @@ class Supervisor:
             attempts.append(Attempt(outcome.step, lost=bool(lost)))
             decision = decide(attempts, self.settings.limits)
             if decision.pause is None:
-                self.log("gave_up", reason=decision.reason, error=outcome.error)
+                self.log("gave_up", reason=decision.reason, first=outcome.reason, error=outcome.error)
+                self.verdict = f"given up: {decision.reason}. The last time {outcome.reason}"
                 code = outcome.code or 1
                 return code if code > 0 else _SIGNALLED - code
             self.log("restarting", seconds=decision.pause, lost=lost)
@@ -192,6 +202,7 @@ class Supervisor:
         # A folder per launch: what tidies /tmp up may take one that is weeks old.
         with tempfile.TemporaryDirectory(prefix="ds_ucp_supervise_", ignore_cleanup_errors=True) as folder:
             command, environment = self._write_command(folder, hosts)
+            self._pace.begin()
             self.log("starting", attempt=number, hosts=dict(hosts), command=command)
             process = start(command, environment)
             code: int | None = None
@@ -224,6 +235,7 @@ class Supervisor:
         while True:
             code = process.poll()  # before the look, for what ranks have said up to the end
             ranks, now = self._watch.look(), time.monotonic()
+            self._pace.follow(self._watch.take_steps())
             if not running and any(seen.step is not None for seen in ranks):
                 running = True
                 self.log("running", seconds=round(now - began, 2), ranks=len(ranks))
@@ -246,9 +258,9 @@ class Supervisor:
             return f"told to go by {signal.Signals(self._stopped_by).name}", self.settings.settle
         silence = find_silence(ranks, self.settings.patience, self._watch.heard_until)
         if silence is not None:
-            steps = sorted({-1 if seen.step is None else seen.step for seen in ranks})
-            self.log("hanging", seconds=round(silence, 2), ranks=len(ranks), steps=[steps[0], steps[-1]])
-            return f"no rank has ended a step for {silence:.0f} s", 0.0
+            hang = examine_hang(self._watch, has_all=True)
+            self.log("hanging", seconds=round(silence, 2), ranks=len(ranks), **asdict(hang))
+            return f"no rank has ended a step for {silence:.0f} s: {hang.summary}", 0.0
         failed = find_first_failure(ranks)
         if failed is None:
             return None
@@ -300,12 +312,13 @@ class Supervisor:
         failed = find_first_failure(ranks)
         told = [seen.step for seen in ([failed] if failed and failed.error else ranks) if seen.step is not None]
         step, error = max(told, default=None), failed.error if failed else None
-        if outcome.reason and self._stopped_by is None:
-            last = (error or "").rstrip().rpartition("\n")[2] or None
-            rank = failed.rank if failed else None
-            ended = find_ended(ranks)
-            self.log("failed", code=outcome.code, reason=outcome.reason, step=step, rank=rank, error=last, ended=ended)
-        return Outcome(outcome.code, outcome.reason, step, error)
+        reason = failed.describe() if failed and outcome.reason else outcome.reason
+        if reason and self._stopped_by is None:
+            line = failed.line if failed else None
+            rank, phase, at = (failed.rank, failed.phase, failed.failed_at) if failed else (None, None, None)
+            first = {"step": step, "phase": phase, "rank": rank, "at": at, "error": line, "ended": find_ended(ranks)}
+            self.log("failed", code=outcome.code, reason=reason, **first)
+        return Outcome(outcome.code, reason, step, error)
 
 
 def _read_exports() -> list[str]:

@@ -1,4 +1,4 @@
-"""The other end of the ranks' lines (:mod:`deepspeed_ucp.heartbeat`): who is there, how far, what ended them."""
+"""The other end of the ranks' lines (:mod:`deepspeed_ucp.heartbeat`): who is there, how far, where, what ended them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..heartbeat import keep_alive
+from .deaths import Deaths
 
 _LONGEST, _LONGEST_KEY = 64 << 10, 64
 """Bytes of a line, and of the first one, which is the launch's key; a longer one is nobody's who may be here."""
+
+_ENDING = (signal.SIGTERM, signal.SIGKILL)
+"""Signals after which a rank's end is no failure of its own."""
 
 _STRANGERS, _GREETING = 128, 15.0
 """Connections that have not told the key, at the most, and the seconds that each is given for it."""
@@ -32,11 +36,18 @@ class RankStatus:
         address: from where its line comes.
         heard: when it last said something (monotonic seconds).
         step: how far it got; None before its first step.
-        error: the traceback that ended it.
+        phase: of the step after that, in which it is or was; None between two.
+        where: what it answered when it was asked last (:func:`deepspeed_ucp.whereabouts.find_whereabouts`).
+        error, line: the traceback that ended it, and its exception in a line.
         code: with what it ended, where it said so and it was not 0.
+        signal: that ended it, where this is known.
+        memory: what the system says of processes that it has killed for want of memory, in words; empty where nothing.
         failed: when it was first known that it had an error, a code, or had gone without a word.
+        was_told: it was told to end before it failed.
         is_open: its line is there.
         said_goodbye: the interpreter ended as it should, after an error or not.
+        started: when its process was started (:func:`~.deaths.is_here`); 0 where it does not say.
+        world: how many ranks there are, as it says; 0 where it does not.
     """
 
     rank: int
@@ -45,24 +56,39 @@ class RankStatus:
     address: str
     heard: float
     step: int | None = None
+    phase: str | None = None
+    where: Mapping[str, Any] | None = None
     error: str | None = None
+    line: str | None = None
     code: int | None = None
+    signal: int | None = None
+    memory: str = ""
     failed: float | None = None
+    was_told: bool = False
     is_open: bool = True
     said_goodbye: bool = False
+    started: int = 0
+    world: int = 0
 
     @classmethod
     def greet(cls, hello: Mapping[str, Any], address: str) -> RankStatus:
         """Of a rank's first words."""
-        return cls(int(hello["rank"]), str(hello["host"]), int(hello["pid"]), address, time.monotonic())
+        whose = int(hello["rank"]), str(hello["host"]), int(hello["pid"])
+        started, world = (int(hello.get(name, 0)) for name in ("started", "world"))
+        return cls(*whose, address, time.monotonic(), started=started, world=world)
 
     def hear(self, told: Mapping[str, Any]) -> None:
-        """What it tells more."""
+        """What it tells more; where it is it tells because it was asked, which is no sign that it goes on."""
+        if "where" in told:
+            self.where = dict(told["where"])
+            return
         self.heard = time.monotonic()
         if "step" in told:
             self.step = int(told["step"])
+        if "phase" in told:
+            self.phase = None if told["phase"] is None else str(told["phase"])
         if "error" in told:
-            self.error = str(told["error"])
+            self.error, self.line = str(told["error"]), str(told.get("line", ""))
         if "code" in told:
             self.code = int(told["code"])
         if "error" in told or "code" in told:
@@ -73,10 +99,31 @@ class RankStatus:
         """Note when it has failed; the first time counts."""
         self.failed = time.monotonic() if self.failed is None else self.failed
 
+    @property
+    def name(self) -> str:
+        """Who it is, in words."""
+        return f"rank {self.rank} on {self.host}"
+
+    @property
+    def failed_at(self) -> float | None:
+        """When it failed, in seconds since the epoch; None where it did not."""
+        return None if self.failed is None else round(time.time() - time.monotonic() + self.failed, 3)
+
+    @property
+    def place(self) -> str:
+        """How far it came, in words."""
+        after = "before its first step" if self.step is None else f"after step {self.step}"
+        return after if self.phase is None else f"{after}, in {self.phase}"
+
     def describe(self) -> str:
         """What has become of it, in words."""
-        how = "has failed" if self.error is not None else "has gone without a word"
-        return f"rank {self.rank} on {self.host} {how if self.code is None else f'has ended with {self.code}'}"
+        if self.error is not None:
+            how, why = "failed", f": {self.line}" if self.line else ""
+        elif self.signal is not None:
+            how, why = f"was ended by {signal.Signals(self.signal).name}", ""
+        else:
+            how, why = "has gone without a word" if self.code is None else f"ended with {self.code}", ""
+        return f"{self.name} {how} {self.place}{why}{self.memory and f'; {self.memory}'}"
 
 
 @dataclass(slots=True)
@@ -88,6 +135,27 @@ class _Heartbeat:
     is_known: bool = False
     data: bytearray = field(default_factory=bytearray)
     status: RankStatus | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """A step that a rank has ended.
+
+    Attributes:
+        seconds: from the end of the one before.
+        work: those of them that the rank took by itself (:mod:`deepspeed_ucp.heartbeat`).
+    """
+
+    rank: int
+    host: str
+    step: int
+    work: float
+    seconds: float
+
+    @classmethod
+    def read(cls, status: RankStatus, told: Mapping[str, Any]) -> StepTime:
+        """Of what a rank told."""
+        return cls(status.rank, status.host, int(told["step"]), float(told["work"]), float(told["seconds"]))
 
 
 class Watch:
@@ -109,6 +177,7 @@ class Watch:
         self._heartbeats: dict[socket.socket, _Heartbeat] = {}
         self._ranks: list[RankStatus] = []
         self.heard_until = time.monotonic()
+        self._deaths, self._steps = Deaths(), list[StepTime]()
         self._lock, self._closed = threading.RLock(), False
         self._thread = threading.Thread(target=self._serve, daemon=True, name="watch")
         self._thread.start()
@@ -119,7 +188,8 @@ class Watch:
         with self._lock:
             for heartbeat in list(self._heartbeats.values()):
                 self._drop(heartbeat)
-            self._ranks, self.key = [], secrets.token_hex(8)
+            self._ranks, self._steps, self.key = [], [], secrets.token_hex(8)
+            self._deaths.forget()
             return f"{self.address}:{self._server.getsockname()[1]}:{self.key}"
 
     def look(self) -> list[RankStatus]:
@@ -127,9 +197,31 @@ class Watch:
         with self._lock:
             return list(self._ranks)
 
+    def take_steps(self) -> list[StepTime]:
+        """The steps that ranks have told of since they were taken last."""
+        with self._lock:
+            taken, self._steps = self._steps, []
+        return taken
+
     def send(self, number: int) -> int:
         """Let every rank send itself a signal; how many have been told."""
-        return sum(self._send_one(heartbeat, number) for heartbeat in self._list_open())
+        told = [each.status for each in self._list_open() if _send(each, signal=number)]
+        for status in told:
+            if status is not None and status.failed is None and number in _ENDING:
+                status.was_told = True
+        return len(told)
+
+    def ask(self, seconds: float = 1.0) -> list[RankStatus]:
+        """Have every rank tell where it is; those that are there and have not answered in time."""
+        asked = [each.status for each in self._list_open() if each.status is not None]
+        for status in asked:
+            status.where = None
+        for heartbeat in self._list_open():
+            _send(heartbeat, ask="where")
+        until = time.monotonic() + seconds
+        while (silent := [each for each in asked if each.where is None]) and time.monotonic() < until:
+            time.sleep(0.01)
+        return silent
 
     def wait_for_end(self, seconds: float) -> list[RankStatus]:
         """Ranks whose lines have not ended after some time."""
@@ -144,18 +236,12 @@ class Watch:
         self._thread.join()
         for heartbeat in self._list_open():
             self._drop(heartbeat)
+        self._deaths.close()
         self._server.close()
 
     def _list_open(self) -> list[_Heartbeat]:
         with self._lock:
             return [heartbeat for heartbeat in self._heartbeats.values() if heartbeat.status is not None]
-
-    def _send_one(self, heartbeat: _Heartbeat, number: int) -> bool:
-        try:
-            heartbeat.socket.send(json.dumps({"signal": number}).encode() + b"\n", socket.MSG_DONTWAIT)
-        except OSError:
-            return False
-        return True
 
     def _serve(self) -> None:
         while not self._closed:
@@ -166,6 +252,8 @@ class Watch:
                 elif heartbeat := self._heartbeats.get(key.fileobj):  # type: ignore[call-overload]
                     self._receive(heartbeat)
             self._drop_strangers()
+            with self._lock:
+                self._deaths.look()
             self.heard_until = began
 
     def _drop_strangers(self) -> None:
@@ -211,8 +299,11 @@ class Watch:
             if heartbeat.status is None:
                 heartbeat.status = RankStatus.greet(told["hello"], heartbeat.socket.getpeername()[0])
                 self._ranks.append(heartbeat.status)
+                self._deaths.note(heartbeat.status.pid, heartbeat.status.started)
             else:
                 heartbeat.status.hear(told)
+                if "work" in told:
+                    self._steps.append(StepTime.read(heartbeat.status, told))
         except Exception:  # noqa: BLE001 - whatever it is: the other lines are heard on
             return heartbeat.status is not None  # a rank whose sending was cut short tells more in the next line
         return True
@@ -223,9 +314,20 @@ class Watch:
         self._selector.unregister(heartbeat.socket)
         heartbeat.socket.close()
         if heartbeat.status is not None:
-            heartbeat.status.is_open = False
-            if not heartbeat.status.said_goodbye:
-                heartbeat.status.fail()
+            status, heartbeat.status.is_open = heartbeat.status, False
+            if not status.said_goodbye and not status.was_told:
+                status.signal = self._deaths.find_signal(status.pid, status.started)
+                status.fail()
+            if status.failed is not None:
+                status.memory = self._deaths.describe_memory(status.pid, status.signal)
+
+
+def _send(heartbeat: _Heartbeat, **told: Any) -> bool:
+    try:
+        heartbeat.socket.send(json.dumps(told).encode() + b"\n", socket.MSG_DONTWAIT)
+    except OSError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,13 +353,6 @@ def find_silence(ranks: list[RankStatus], patience: Patience, heard_until: float
     silence = heard_until - max(seen.heard for seen in ranks)
     allowed = patience.start if all(seen.step is None for seen in ranks) else patience.step
     return silence if allowed and silence > allowed else None
-
-
-def find_first_failure(ranks: list[RankStatus]) -> RankStatus | None:
-    """The first rank that has failed: by an error, with a code, or without a word; others cannot go on without it, and
-    what they say of it is not the cause."""
-    failed = [(seen.failed, seen) for seen in ranks if seen.failed is not None]
-    return min(failed, key=lambda each: each[0], default=(0.0, None))[1]
 
 
 def find_ended(ranks: list[RankStatus]) -> list[int]:

@@ -98,3 +98,42 @@ def test_a_folder_without_any_is_refused(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["report", str(tmp_path)]) == 2
     assert "holds no report of a load" in capsys.readouterr().err
     assert main(["report", str(tmp_path), "--plot", "x.png"]) == 2
+
+
+def write_steps(folder: Path) -> list[str]:
+    """Of two agents with two ranks each; rank 2 is slow, and did step 3 again; one line is cut short."""
+    paths = []
+    for agent in range(2):
+        lines = []
+        for rank in (2 * agent, 2 * agent + 1):
+            for step in range(2, 8):
+                fields = {"rank": rank, "host": f"node-{agent}", "step": step, "seconds": 1.5}
+                lines.append({**fields, "work": (0.6 if rank == 2 else 0.2) + step / 1000})
+        lines.append({**lines[1], "work": 0.9})
+        paths.append(str(folder / f"steps-{agent}.jsonl"))
+        Path(paths[-1]).write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"rank": 3, "st')
+    return paths
+
+
+def test_steps_of_several_agents_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = write_steps(tmp_path)
+    assert main(["report", "--steps", *paths]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "4 ranks, 6 steps (2 to 7), 1.50 s a step in the median"
+    assert lines[2].split() == ["rank", "host", "alone", "s", "÷", "median", "worst", "s", "at", "step"]
+    assert lines[3].split() == ["2", "node-1", "0.605", "2.96", "0.900", "3"]
+    assert main(["report", "--steps", *paths, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["steps"] == 6 and [each["rank"] for each in told["ranks"]] == [2, 0, 1, 3]
+
+
+def test_steps_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert main(["report", "--steps", *write_steps(tmp_path), "--plot", str(tmp_path / "out.png")]) == 0
+    assert (tmp_path / "out.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize("words", [[], ["--steps", "{}/empty"], ["--steps", "{}/none"], ["{}", "--steps", "{}/empty"]])
+def test_what_is_no_report_of_steps_is_an_error(words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("")
+    assert main(["report", *(word.format(tmp_path) for word in words)]) == 2

@@ -92,7 +92,8 @@ def test_workers_that_hang_are_ended_also_when_they_are_stopped(tmp_path: Path) 
     assert process.wait(timeout=120) == -signal.SIGKILL
     assert [event["ranks"] for event in read_events(tmp_path) if event["event"] == "hanging"] == [[0]]
     rendezvous.next_rendezvous()
-    assert read_events(tmp_path)[-2]["reason"] == "no rank has ended a step for 1 s"
+    reason = read_events(tmp_path)[-2]["reason"]
+    assert reason.startswith("no rank has ended a step for 1 s: rank 0 on") and "it is stopped" in reason
 
 
 def test_why_there_is_another_round_is_told(tmp_path: Path) -> None:
@@ -103,7 +104,8 @@ def test_why_there_is_another_round_is_told(tmp_path: Path) -> None:
     rendezvous.next_rendezvous()
     rendezvous.next_rendezvous()
     told = [event["reason"] for event in read_events(tmp_path) if event["event"] == "rendezvous"]
-    assert told == [None, f"rank 0 on {socket.gethostname()} has ended with 17", "agents have come or gone"]
+    assert told[::2] == [None, "agents have come or gone"]
+    assert told[1].startswith(f"rank 0 on {socket.gethostname()} ended with 17 after step 3 (")
 
 
 def test_workers_of_the_round_before_are_let_go(tmp_path: Path) -> None:

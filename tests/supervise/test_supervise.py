@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import sys
@@ -170,7 +171,8 @@ def test_what_a_launch_leaves_is_ended_when_it_is_killed_and_when_it_is_done(sta
 def test_an_exit_code_of_0_is_not_believed_where_all_ranks_were_killed(stage: Stage) -> None:
     stage.environment["STANDIN_FORGIVES"] = "1"
     assert stage.run(command=stage.launch(4, die_0=3)) == 0
-    assert [event["reason"] for event in stage.find("failed")] == ["all its ranks were killed"]
+    (failed,) = stage.find("failed")
+    assert failed["reason"].endswith("was ended by SIGKILL after step 2") and failed["rank"] == 0
     assert stage.find("finished")[0]["step"] == 4
 
 
@@ -209,7 +211,7 @@ raise ConnectionError("closed by peer")
     [
         ("sys.exit(1)", 600, "ended with 1"),
         ("os._exit(17)", 1, "ended with 17"),
-        ("os.kill(os.getpid(), 9)", 1, "gone"),
+        ("os.kill(os.getpid(), 9)", 1, "(was ended by SIGKILL|has gone without a word) after"),
     ],
     ids=["exit-while-another-hangs", "at-once", "killed"],
 )
@@ -221,4 +223,4 @@ def test_the_rank_that_failed_first_is_named_and_not_waited_for(end: str, rest: 
     assert stage.run("--settle", "2", "--max-restarts", "0", command=command) == 1
     (failed,) = stage.find("failed")
     assert failed["rank"] == 1
-    assert failed["reason"].startswith("rank 1 on ") and told in failed["reason"]
+    assert re.match(f"rank 1 on .* {told}", failed["reason"])  # bash may take leave of it before anybody looks

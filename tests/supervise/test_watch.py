@@ -17,7 +17,8 @@ import pytest
 
 from deepspeed_ucp.heartbeat import VARIABLE
 from deepspeed_ucp.supervise import watch as watch_module
-from deepspeed_ucp.supervise.watch import Patience, RankStatus, Watch, find_ended, find_first_failure, find_silence
+from deepspeed_ucp.supervise.blame import find_first_failure
+from deepspeed_ucp.supervise.watch import Patience, RankStatus, Watch, find_ended, find_silence
 from tests.supervise.standins import wait_until
 
 
@@ -316,9 +317,9 @@ def test_the_first_failure_is_the_one_that_counts(watch: Watch) -> None:
         wait_until(lambda: ranks[0].error)
         found = find_first_failure(ranks)
         assert found is ranks[1]
-        assert found.describe() == "rank 1 on here has gone without a word"
+        assert found.describe() == "rank 1 on here has gone without a word before its first step"
         assert find_first_failure(ranks[:1] + ranks[2:]) is ranks[0]
-        assert ranks[0].describe() == "rank 0 on here has failed"
+        assert ranks[0].describe() == "rank 0 on here failed before its first step"
         lines[3].sendall(b'{"end": true, "code": 17}\n')
         wait_until(lambda: ranks[3].code)
-        assert ranks[3].describe() == "rank 3 on here has ended with 17"
+        assert ranks[3].describe() == "rank 3 on here ended with 17 before its first step"

@@ -1,0 +1,98 @@
+"""Where this process is: what its main thread does, whether it waits for others, how many collectives it has begun.
+
+A rank that waits stands in a collective, at a store, or for its GPU, on which a collective may wait. That is told by
+the innermost frames of Python's stack; of torch nothing is imported here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+_DEPTH, _INNERMOST = 12, 6
+"""Frames that are told, and those of them that tell whether it is a wait."""
+
+_ROOMS = ("/torch/distributed/", "/deepspeed/comm/", "/deepspeed_ucp/meeting.py", "/deepspeed_ucp/comm.py")
+"""Files by whose functions ranks wait for each other."""
+
+_CALLS = frozenset({"wait", "synchronize", "barrier", "item", "tolist", "cpu"})
+"""Methods that wait for what was begun before: for a collective, or a GPU."""
+
+_BACKWARD = "_engine_run_backward"
+"""Of torch: what it calls may go on in threads of its own."""
+
+
+def count_collectives() -> dict[str, int]:
+    """How many collectives this process has begun, by the name of the process group; of groups that count none nothing.
+
+    The names of a group, and the numbers of ranks that have come equally far, are the same on all of its ranks.
+    """
+    counts: dict[str, int] = {}
+    world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
+    for group, name in list(getattr(world, "pg_names", {}).items()):
+        with contextlib.suppress(Exception):  # backends without
+            counts[str(name)] = int(group._get_sequence_number_for_group())
+    return counts
+
+
+def find_whereabouts() -> dict[str, Any]:
+    """Where the main thread is; may be asked in another thread.
+
+    Returns:
+        ``stack``: the innermost frames as ``file:line function``, the innermost first; ``waits``: the function by which
+        it waits for other ranks or for its GPU, or None; ``collectives``: as :func:`count_collectives`.
+    """
+    frames = sys._current_frames()
+    stack = list(_walk(frames.get(threading.main_thread().ident or 0)))
+    waits = _find_wait(stack)
+    if waits is None and stack and stack[0].f_code.co_name == _BACKWARD:
+        known = {each.ident for each in threading.enumerate() if not isinstance(each, threading._DummyThread)}
+        waits = next((room for at, frame in frames.items() if at not in known and (room := _find_room(frame))), None)
+    return {"stack": [_describe(frame) for frame in stack], "waits": waits, "collectives": count_collectives()}
+
+
+def _walk(frame: FrameType | None) -> Iterator[FrameType]:
+    for _ in range(_DEPTH):
+        if frame is None:
+            return
+        yield frame
+        frame = frame.f_back
+
+
+def _find_wait(stack: list[FrameType]) -> str | None:
+    if not stack:
+        return None
+    called = _find_called(stack[0])
+    if called in _CALLS and not stack[0].f_code.co_filename.endswith("/threading.py"):
+        return called
+    return _find_room(stack[0])
+
+
+def _find_room(frame: FrameType) -> str | None:
+    """The function of one of those files that the innermost frames are in."""
+    for each in list(_walk(frame))[:_INNERMOST]:
+        code = each.f_code
+        if code.co_name not in ("wrapper", "<module>") and any(room in code.co_filename for room in _ROOMS):
+            return code.co_name
+    return None
+
+
+def _find_called(frame: FrameType) -> str | None:
+    """The method that a frame has looked up last, which is the one that it is in."""
+    name = None
+    for instruction in dis.get_instructions(frame.f_code):
+        if instruction.offset > frame.f_lasti:
+            break
+        if instruction.opname in ("LOAD_METHOD", "LOAD_ATTR"):
+            name = str(instruction.argval)
+    return name
+
+
+def _describe(frame: FrameType) -> str:
+    path = frame.f_code.co_filename.rpartition("/site-packages/")[2]
+    return f"{path}:{frame.f_lineno} {frame.f_code.co_name}"
