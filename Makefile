@@ -45,7 +45,7 @@ endef
 export TIDY_SCRIPT
 TIDY = bash -c "$$TIDY_SCRIPT" tidy
 
-.PHONY: help demo figures proofs test test-all fuzz mutants bench house lint pytest test-oldest test-gpu test-releases clean
+.PHONY: help demo figures proofs test test-all fuzz mutants bench house lint pytest test-oldest test-gpu test-releases test-platforms clean
 help:
 	@echo 'make demo    a GPT is trained on 4 ranks, killed, and resumed on 2 and on 3 (examples/byte_gpt);'
 	@echo '             then one with TP 2 and PP 2 goes on under other TP, PP and ZeRO (examples/megatron_gpt),'
@@ -58,6 +58,7 @@ help:
 	@echo 'make test-all    every combination of what make test combines in pairs, as well (an hour or two)'
 	@echo 'make test-releases   the engine matrix on several releases, and what each saves in all others (an hour or two);'
 	@echo '             writes docs/releases.md. RELEASES="0.16.0 newest" runs these rows again'
+	@echo 'make test-platforms  the recipes of examples/platforms, with what pip can bring for them; Slurm is the machine'"'"'s'
 	@echo 'make fuzz    damaged and drawn checkpoints with fresh seeds, for SECONDS=600'
 	@echo 'make mutants make sure that the tests notice mistakes in the code: every small change of the pure rooms (mutmut),'
 	@echo '             and mistakes that were made or feared (tests/mutants); hours, for a night'
@@ -128,6 +129,12 @@ test-oldest: $(OLDEST_STAMP)
 RELEASES ?=
 test-releases: $(STAMP)
 	$(call IN_ENV,$(VENV)) $(TIDY) $(VENV)/bin/python -m tests.releases $(RELEASES) $(RELEASES_ARGS)
+
+# Debian: apt-get install slurmctld slurmd slurm-client slurm-wlm-basic-plugins. What is missing is a skipped test.
+test-platforms: $(STAMP)
+	$(VENV)/bin/python $(INSTALL) -e '.[test,platforms]'
+	$(call IN_ENV,$(VENV)) $(TIDY) $(VENV)/bin/python -m pytest tests/platforms -m 'exhaustive or not exhaustive' \
+	    $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .

@@ -1,0 +1,72 @@
+"""A container in Kubernetes, as processes: process 1 of a namespace gets SIGTERM, and SIGKILL after the grace."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.platforms.jobs import make_environment, wait_for
+
+NAMESPACE = ("unshare", "--pid", "--fork", "--kill-child=KILL")  # its child is process 1, its exit code the child's
+RANK = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); print('up'); time.sleep(60)"
+
+
+def find_reason() -> str:
+    try:
+        done = subprocess.run([*NAMESPACE, "true"], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return "unshare is missing (util-linux)"
+    return f"no namespaces of processes: {done.stderr.strip()}" if done.returncode else ""
+
+
+pytestmark = pytest.mark.skipif(bool(find_reason()), reason=find_reason())
+
+
+@contextmanager
+def start(output: Path, *command: str, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A container whose process 1 is ``command``."""
+    environment = make_environment(KUBERNETES_SERVICE_HOST="10.0.0.1", PYTHONUNBUFFERED="1", **variables)
+    with output.open("ab") as file:
+        container = subprocess.Popen([*NAMESPACE, *command], env=environment, stdout=file, stderr=file)
+    try:
+        yield container
+    finally:
+        container.kill()
+        container.wait()
+
+
+def send(container: subprocess.Popen[bytes], number: int) -> None:
+    """To process 1, as a container's runtime does."""
+    children = Path(f"/proc/{container.pid}/task/{container.pid}/children").read_text().split()
+    os.kill(int(children[0]), number)
+
+
+@pytest.mark.parametrize(
+    ("command", "ends"),
+    [
+        ([sys.executable, "-c", RANK], True),
+        (["sh", "-c", f'exec {sys.executable} -c "{RANK}"'], True),
+        (["sh", "-c", f'{sys.executable} -c "{RANK}" | cat'], False),
+        (["bash", "-c", f'{sys.executable} -c "{RANK}"; echo done'], False),
+    ],
+    ids=["program", "exec", "pipe", "shell"],
+)
+def test_a_shell_that_is_process_1_keeps_the_signal_for_itself(command: list[str], ends: bool, tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    with start(output, *command) as container:
+        wait_for("the rank", lambda: "up" in output.read_text())
+        send(container, signal.SIGTERM)
+        if ends:
+            assert container.wait(timeout=10) == 143
+            return
+        with pytest.raises(subprocess.TimeoutExpired):
+            container.wait(timeout=1)
+        send(container, signal.SIGKILL)  # the grace is over, and with it all in the namespace
+        container.wait(timeout=10)

@@ -1,0 +1,158 @@
+"""The manifests: by the platforms' own schemas where these are installed, and what no schema knows.
+
+Their commands run under stand-ins that write down what they were asked to do, in the environment that a platform makes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.platforms.jobs import RECIPES
+
+MANIFESTS = ("kubernetes/jobset.yaml", "kubernetes/trainjob.yaml", "skypilot/train.yaml", "hyperpod/train.yaml")
+MODELS = {
+    "JobSet": "JobsetV1alpha2JobSet",
+    "TrainingRuntime": "TrainerV1alpha1TrainingRuntime",
+    "TrainJob": "TrainerV1alpha1TrainJob",
+    "PodTemplate": "IoK8sApiCoreV1PodTemplateSpec",
+}
+NODES, RANKS = 4, 8  # of all recipes
+
+
+def read(name: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((RECIPES / name).read_text(encoding="utf-8")))
+
+
+def find(node: Any, key: str) -> Iterator[Any]:
+    """Everything of this name, wherever it is."""
+    if isinstance(node, dict):
+        for name, value in node.items():
+            if name == key:
+                yield value
+            yield from find(value, key)
+    elif isinstance(node, list):
+        for each in node:
+            yield from find(each, key)
+
+
+def find_unknown(asked: Any, known: Any, place: str = "") -> list[str]:
+    """What the models have dropped, as they do with fields of other names, or read otherwise."""
+    if isinstance(asked, dict) and isinstance(known, dict):
+        return [told for key in asked for told in find_unknown(asked[key], known.get(key), f"{place}.{key}")]
+    if isinstance(asked, list) and isinstance(known, list) and len(asked) == len(known):
+        pairs = enumerate(zip(asked, known, strict=True))
+        return [told for at, (a, b) in pairs for told in find_unknown(a, b, f"{place}[{at}]")]
+    return [] if asked == known else [f"{place}: {asked!r}, {known!r}"]
+
+
+def check_model(models: Any, kind: str, document: dict[str, Any]) -> list[str]:
+    return find_unknown(document, getattr(models, MODELS[kind]).from_dict(document).to_dict())
+
+
+def test_kubernetes_manifests_are_of_their_schemas() -> None:
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="kubeflow-trainer-api: make test-platforms")
+    documents = [each for name in MANIFESTS[:2] for each in read(name)]
+    assert [each["kind"] for each in documents] == ["JobSet", "TrainingRuntime", "TrainJob"]
+    assert [told for each in documents for told in check_model(models, each["kind"], each)] == []
+    # HyperPod's own resource has no public schema; its pods are Kubernetes'.
+    (job,) = read("hyperpod/train.yaml")
+    assert [told for each in find(job, "template") for told in check_model(models, "PodTemplate", each)] == []
+    # The comparison does notice what is not of the schema.
+    documents[0]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["gracePeriod"] = 3
+    (told,) = check_model(models, "JobSet", documents[0])
+    assert told.endswith("gracePeriod: 3, None")
+
+
+def test_skypilots_task_is_of_its_schema() -> None:
+    sky = pytest.importorskip("sky", reason="skypilot: make test-platforms")
+    task = sky.Task.from_yaml(str(RECIPES / "skypilot" / "train.yaml"))
+    assert task.num_nodes == NODES
+    (resources,) = task.resources
+    assert (resources.use_spot, resources.accelerators) == (True, {"H100": RANKS})
+    assert resources.job_recovery["max_restarts_on_errors"] == 20
+
+
+@pytest.mark.parametrize("name", [name for name in MANIFESTS if "skypilot" not in name])
+def test_pods_have_time_and_memory_for_a_save(name: str) -> None:
+    documents = read(name)
+    (grace,) = find(documents, "terminationGracePeriodSeconds")
+    arguments = [str(arg) for args in find(documents, "args") for arg in args]
+    (patience,) = [int(arg.partition("=")[2]) for arg in arguments if arg.startswith("--shutdown-timeout=")]
+    assert 30 < patience < grace
+    assert all(command in (["torchrun"], ["hyperpodrun"]) for command in find(documents, "command"))  # no shell
+    (volumes,) = find(documents, "volumes")
+    (memory,) = [each["emptyDir"] for each in volumes if each["name"] == "memory"]
+    (mounts,) = find(documents, "volumeMounts")
+    assert {"name": "memory", "mountPath": "/dev/shm"} in mounts
+    (limit,) = [each["memory"] for each in find(documents, "limits")]
+    assert memory["medium"] == "Memory"
+    assert int(memory["sizeLimit"].removesuffix("Gi")) < int(limit.removesuffix("Gi"))
+
+
+@pytest.mark.parametrize("name", MANIFESTS[:2])
+def test_a_pod_that_is_moved_does_not_count_and_is_never_a_success(name: str) -> None:
+    documents = read(name)
+    (policy,) = find(documents, "podFailurePolicy")
+    assert list(find(documents, "restartPolicy")) == ["Never"]  # else the API refuses the policy
+    assert list(find(documents, "backoffLimit")) == [0]  # a pod alone is of no use
+    assert all(rule["action"] == "FailJob" for rule in policy["rules"])
+    codes = [code for each in find(policy, "onExitCodes") for code in each["values"]]
+    assert codes == [143]
+    named = {each["containerName"] for each in find(policy, "onExitCodes")}
+    assert named == {each["name"] for containers in find(documents, "containers") for each in containers}
+    assert [each["type"] for each in next(find(policy, "onPodConditions"))] == ["DisruptionTarget"]
+    (rules,) = [rules["rules"] for rules in find(documents, "failurePolicy")]
+    assert [(each["action"], each["onJobFailureReasons"]) for each in rules] == [
+        ("RestartJobSetAndIgnoreMaxRestarts", ["PodFailurePolicy"])
+    ]
+
+
+def test_the_ranks_meet_at_the_name_that_jobset_gives_the_first_pod() -> None:
+    (jobset,) = read("kubernetes/jobset.yaml")
+    (job,) = jobset["spec"]["replicatedJobs"]
+    spec, name = job["template"]["spec"], jobset["metadata"]["name"]
+    assert (job["replicas"], spec["completionMode"], spec["parallelism"]) == (1, "Indexed", spec["completions"])
+    arguments = dict(arg[2:].split("=", 1) for args in find(spec, "args") for arg in args if arg.startswith("--r"))
+    # <JobSet>-<replicated job>-<its number>-<pod>.<headless service, which is named for the JobSet>
+    assert arguments["rdzv-endpoint"].partition(":")[0] == f"{name}-{job['name']}-0-0.{name}"
+
+
+def run_stand_in(folder: Path, shell: str, **variables: str) -> list[str]:
+    """The arguments with which this calls torchrun."""
+    stand_in = folder / "torchrun"
+    stand_in.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\necho "CHECKPOINTS=$CHECKPOINTS"\n')
+    stand_in.chmod(0o755)
+    environment = {**variables, "PATH": f"{folder}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-euc", shell], env=environment, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_skypilots_variables_become_torchruns_arguments(rank: int, tmp_path: Path) -> None:
+    (task,) = read("skypilot/train.yaml")
+    ips = "10.0.0.7\n10.0.0.8\n10.0.0.9\n10.0.0.10"
+    variables = {"NUM_NODES": "4", "NODE_RANK": f"{rank}", "NODE_IPS": ips, "NUM_GPUS_PER_NODE": "8"}
+    told = {f"SKYPILOT_{name}": value for name, value in variables.items()}
+    lines = run_stand_in(tmp_path, task["run"], **task["envs"], **told, SKYPILOT_TASK_ID="sky-managed-1_train_7-0")
+    options = dict(each[2:].split("=", 1) for each in lines if re.match("--.*=", each))
+    expected = {"nnodes": "4", "node-rank": f"{rank}", "nproc-per-node": "8", "master-addr": "10.0.0.7"}
+    assert {name: options[name] for name in expected} == expected
+    assert lines[-1] == "CHECKPOINTS=s3://bucket/runs/sky-managed-1_train_7-0"
+
+
+def test_hyperpods_replicas_are_between_its_bounds() -> None:
+    (job,) = read("hyperpod/train.yaml")
+    policy, (replicas,) = job["spec"]["elasticPolicy"], job["spec"]["replicaSpecs"]
+    assert replicas["replicas"] in policy["replicaDiscreteValues"]
+    assert replicas["maxReplicas"] == policy["maxReplicas"] == max(policy["replicaDiscreteValues"])
+    assert policy["minReplicas"] == min(policy["replicaDiscreteValues"])
+    (container,) = replicas["template"]["spec"]["containers"]
+    assert f"--nproc-per-node={job['spec']['nprocPerNode']}" in container["args"]
