@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -17,9 +16,9 @@ import pytest
 
 from deepspeed_ucp.saves.memory import Job, find_root, list_jobs
 from tests.saves.saving import find_writer
+from tests.support.forked import start_script
 
 NODE = Path(__file__).parent / "node.py"
-ROOT = Path(__file__).parents[2]
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 PLACE = "/proc/none/run"
 """Nothing is there, and nobody can write there."""
@@ -83,20 +82,21 @@ class Rank:
         variables = {"RANK": str(node % world), "LOCAL_RANK": "0", "WORLD_SIZE": str(world)}
         variables |= {"MASTER_ADDR": ADDRESSES[0] if world > 1 else "127.0.0.1", "MASTER_PORT": "29500"}
         variables |= {"GLOO_SOCKET_IFNAME": f"cable{node}" if world > 1 else "lo"}
-        variables |= {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
         self.memory, self.log = tmp_path / f"memory{node}", tmp_path / f"log{node}-{world}"
-        command = [sys.executable, str(NODE), PLACE, str(self.memory), str(tmp_path / "go"), str(steps)]
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [*network.enter(node), *command], env={**os.environ, **variables}, stdout=log, stderr=log
-            )
-        network.stack.callback(end, self.process)
+        self.log.touch()
+        arguments = (PLACE, self.memory, tmp_path / "go", steps)
+        self.process = start_script(NODE, arguments, self.log, variables, network.holders[node].pid)
+        network.stack.callback(self.end)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
 
     def wait_for(self, word: str, count: int = 1) -> list[Any]:
         def look() -> list[str]:
             return [line for line in self.log.read_text().splitlines() if line.startswith(f"{word} ")]
 
-        wait_for(lambda: len(look()) >= count or self.process.poll() is not None, 120)
+        wait_for(lambda: len(look()) >= count or not self.process.is_alive(), 120)
         assert len(look()) >= count, self.log.read_text()
         return json.loads(look()[count - 1].removeprefix(f"{word} "))
 
@@ -134,6 +134,7 @@ def test_a_node_that_is_cut_off_in_the_middle_of_a_copy_and_killed(network: Netw
     wait_for(lambda: sum(path.stat().st_size for path in half.rglob("*.pt")) > 1 << 20)
     network.cut()
     for pid in (ranks[0].process.pid, find_writer(jobs[0]), ranks[1].process.pid):
+        assert pid is not None
         os.kill(pid, 9)
     shutil.rmtree(ranks[0].memory)
     assert jobs[1].list_saves()[-1].number == 2 and half.is_dir()
@@ -143,7 +144,7 @@ def test_a_node_that_is_cut_off_in_the_middle_of_a_copy_and_killed(network: Netw
     assert path.startswith(str(ranks[1].memory)) and (step, found) == (1, weights)
     (tmp_path / "go2").touch()
     alone.wait_for("SAVED")
-    end(alone.process)
+    alone.end()
     for job in list_jobs(find_root(str(ranks[1].memory))):
         with suppress(AssertionError):
             os.kill(find_writer(job), 9)

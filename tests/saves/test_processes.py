@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,31 +12,36 @@ from typing import Any
 import pytest
 
 from tests.saves.saving import is_whole
+from tests.support.forked import start_script
 
 SCRIPT = Path(__file__).parent / "script.py"
-ROOT = Path(__file__).parents[2]
+
+
+class Rank:
+    """One of a job, whose output goes to a file."""
+
+    def __init__(self, log: Path, rank: int, ranks: int, *arguments: object, port: int = 0) -> None:
+        variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        self.log = log
+        self.process = start_script(SCRIPT, arguments, log, variables)
+
+    def end(self) -> tuple[list[Any], str, int]:
+        """What its load found, a digest of its weights in the end, and its exit code."""
+        self.process.join(120)
+        self.process.kill()
+        self.process.join()
+        output = self.log.read_text()
+        told = dict(line.split(" ", 1) for line in output.splitlines() if line.startswith(("FOUND ", "WEIGHTS ")))
+        assert "FOUND" in told, output
+        assert self.process.exitcode is not None
+        return json.loads(told["FOUND"]), told.get("WEIGHTS", ""), self.process.exitcode
 
 
 def run(folder: Path, memory: Path, steps: int, end: str) -> tuple[list[Any], int]:
     """What the job's load found, and its exit code."""
-    found, _, code = end_rank(start_rank(0, 1, folder, memory, steps, end))
+    found, _, code = Rank(folder.parent / f"log{time.monotonic_ns()}", 0, 1, folder, memory, steps, end).end()
     return found, code
-
-
-def start_rank(rank: int, ranks: int, *arguments: object, port: int = 0) -> subprocess.Popen[str]:
-    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    variables |= {"PYTHONPATH": ROOT, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    environment = {**os.environ, **{name: str(value) for name, value in variables.items()}}
-    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def end_rank(process: subprocess.Popen[str]) -> tuple[list[Any], str, int]:
-    """What its load found, a digest of its weights in the end, and its exit code."""
-    output, errors = process.communicate(timeout=120)
-    told = dict(line.split(" ", 1) for line in output.splitlines() if line.startswith(("FOUND ", "WEIGHTS ")))
-    assert "FOUND" in told, output + errors
-    return json.loads(told["FOUND"]), told.get("WEIGHTS", ""), process.returncode
 
 
 @pytest.mark.timeout(300)
@@ -71,8 +73,8 @@ def test_all_ranks_killed_between_snapshots(tmp_path: Path) -> None:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         arguments = (tmp_path / "place", tmp_path / "memory", steps, end, 3)
-        both = [start_rank(rank, 2, *arguments, port=port) for rank in range(2)]
-        told = [end_rank(each) for each in both]
+        both = [Rank(tmp_path / f"{end}{rank}", rank, 2, *arguments, port=port) for rank in range(2)]
+        told = [each.end() for each in both]
         assert told[0] == told[1]
         return told[0]
 
@@ -81,6 +83,6 @@ def test_all_ranks_killed_between_snapshots(tmp_path: Path) -> None:
     (path, *found), weights, code = run_both(4, "ended")
     assert path.startswith(str(tmp_path / "memory")) and found == [6, 6] and code == 0
     # All ranks have the same samples, so that one trains as two.
-    whole = end_rank(start_rank(0, 1, tmp_path / "whole", tmp_path / "memory", 10, "ended", 99))
+    whole = Rank(tmp_path / "log", 0, 1, tmp_path / "whole", tmp_path / "memory", 10, "ended", 99).end()
     assert weights == whole[1] != killed[1]
     assert not (tmp_path / "place").exists()

@@ -1,0 +1,62 @@
+"""Scripts in processes that are forked where the worlds' ranks are: torch and DeepSpeed are imported there.
+
+For whole jobs, which begin and end as a process does. What has to begin in a fresh interpreter is none of these.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import runpy
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from deepspeed_ucp.testing.world import _choose_context
+
+ROOT = Path(__file__).parents[2]
+
+
+def start_script(
+    script: Path, arguments: Sequence[object], log: Path, variables: Mapping[str, object], network: int = 0
+) -> BaseProcess:
+    """``python SCRIPT ARGUMENTS`` with further environment variables; what it prints is added to ``log``.
+
+    Args:
+        network: a process whose user and network namespaces it is in (0: in this process's own).
+    """
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment |= {name: str(value) for name, value in variables.items()}
+    call = (str(script), [str(each) for each in arguments], str(log), environment, network)
+    process = _choose_context("cpu").Process(target=_run, args=call, name=script.name)
+    process.start()
+    assert isinstance(process, BaseProcess)
+    return process
+
+
+def _run(script: str, arguments: list[str], log: str, environment: dict[str, str], network: int) -> None:
+    if network:
+        _enter(network)
+    os.environ.clear()
+    os.environ.update(environment)
+    output = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(ROOT))
+    try:
+        runpy.run_path(script, run_name="__main__")
+    finally:  # as an interpreter ends; multiprocessing leaves the second one out
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+
+
+def _enter(process: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    for kind in ("user", "net"):
+        with open(f"/proc/{process}/ns/{kind}") as namespace:
+            if libc.setns(namespace.fileno(), 0):
+                raise OSError(ctypes.get_errno(), f"setns {kind}")
