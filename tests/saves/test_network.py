@@ -85,7 +85,7 @@ class Rank:
         self.memory, self.log = tmp_path / f"memory{node}", tmp_path / f"log{node}-{world}"
         self.log.touch()
         arguments = (PLACE, self.memory, tmp_path / "go", steps)
-        self.process = start_script(NODE, arguments, self.log, variables, network.holders[node].pid)
+        self.process = start_script(NODE, arguments, self.log, variables, network=network.holders[node].pid)
         network.stack.callback(self.end)
 
     def end(self) -> None:

@@ -21,30 +21,36 @@ ROOT = Path(__file__).parents[2]
 
 
 def start_script(
-    script: Path, arguments: Sequence[object], log: Path, variables: Mapping[str, object], network: int = 0
+    script: Path,
+    arguments: Sequence[object],
+    log: Path,
+    variables: Mapping[str, object],
+    *,
+    errors: Path | None = None,
+    network: int = 0,
 ) -> BaseProcess:
     """``python SCRIPT ARGUMENTS`` with further environment variables; what it prints is added to ``log``.
 
     Args:
+        errors: to which its errors are added instead.
         network: a process whose user and network namespaces it is in (0: in this process's own).
     """
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     environment |= {name: str(value) for name, value in variables.items()}
-    call = (str(script), [str(each) for each in arguments], str(log), environment, network)
+    call = (str(script), [str(each) for each in arguments], [str(log), str(errors or log)], environment, network)
     process = _choose_context("cpu").Process(target=_run, args=call, name=script.name)
     process.start()
     assert isinstance(process, BaseProcess)
     return process
 
 
-def _run(script: str, arguments: list[str], log: str, environment: dict[str, str], network: int) -> None:
+def _run(script: str, arguments: list[str], logs: list[str], environment: dict[str, str], network: int) -> None:
     if network:
         _enter(network)
     os.environ.clear()
     os.environ.update(environment)
-    output = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+    for number, log in enumerate(logs, 1):
+        os.dup2(os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600), number)
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(ROOT))
     try:

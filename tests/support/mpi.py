@@ -7,11 +7,15 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
+
+from tests.support.forked import start_script
 
 MPIRUN = shutil.which("mpirun", path=os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")]))
 
@@ -29,20 +33,25 @@ def run_mpi(size: int, arguments: Sequence[str], *, timeout: float = 120) -> sub
 
 
 def run_torch(size: int, arguments: Sequence[str], *, timeout: float = 120) -> list[tuple[int, str, str]]:
-    """``python ARGUMENTS`` on every rank, in torchrun's environment; exit code, output and errors of each."""
+    """``python ARGUMENTS``, of which the first is a script, on every rank in torchrun's environment.
+
+    Returns:
+        Exit code, output and errors of each.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": _ROOT}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, *arguments],
-            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    told = [rank.communicate(timeout=timeout) for rank in ranks]
-    return [(rank.returncode, *texts) for rank, texts in zip(ranks, told, strict=True)]
+    shared = {"WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    script, end, told = Path(arguments[0]), time.monotonic() + timeout, list[tuple[int, str, str]]()
+    with TemporaryDirectory() as folder:
+        logs = [(Path(folder, f"out{rank}"), Path(folder, f"err{rank}")) for rank in range(size)]
+        ranks = [
+            start_script(script, arguments[1:], out, {**shared, "RANK": rank, "LOCAL_RANK": rank}, errors=err)
+            for rank, (out, err) in enumerate(logs)
+        ]
+        for rank in ranks:
+            rank.join(max(0, end - time.monotonic()))
+        for rank, (out, err) in zip(ranks, logs, strict=True):
+            assert rank.exitcode is not None, [rank.kill() for rank in ranks]
+            told.append((rank.exitcode, out.read_text(), err.read_text()))
+    return told
