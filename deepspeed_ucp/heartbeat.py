@@ -28,6 +28,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
+from .warm import learning
 from .whereabouts import count_collectives, find_whereabouts
 
 VARIABLE = "DEEPSPEED_UCP_LIFELINE"
@@ -152,6 +153,7 @@ def connect() -> None:
 def report_step(step: int) -> None:
     """Tell the watcher that this rank has got as far as ``step``."""
     _say(step=step, **(_own_time.end_step(step) if is_watched() else {}))
+    learning.tell()
 
 
 def report_phase(name: str | None) -> None:

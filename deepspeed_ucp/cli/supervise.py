@@ -54,6 +54,8 @@ def add_parser(commands: Commands) -> None:
     add("--preflight", action="store_true", help=text)
     text = "the folder whose disk --preflight tests (default: that of temporary files)"
     add("--preflight-dir", default="", metavar="DIR", help=text)
+    text = "let every rank import everything itself, also after a restart (docs/restarts.md)"
+    add("--no-warm", action="store_true", help=text)
     add("--log", metavar="FILE", help="append the events to FILE instead of writing them to stderr")
     add("--steps", metavar="FILE", help="append the seconds of every step by rank to FILE (`ds_ucp report --steps`)")
     add("--debug", action="store_true", help="show the traceback of an error")
@@ -98,6 +100,7 @@ def run(options: argparse.Namespace) -> int:
         wait=options.wait,
         preflight=options.preflight_dir if options.preflight else None,
         steps=options.steps,
+        warm=not options.no_warm,
     )
     supervisor = Supervisor(command, hosts, settings, make_log(options.log))
     code = supervisor.run()

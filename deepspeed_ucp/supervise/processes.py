@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import psutil
 
@@ -17,6 +17,13 @@ _SET_CHILD_SUBREAPER = 36
 """Of Linux's ``prctl``."""
 
 _SHORTEST_WORD = 16
+
+Spared = Callable[[], Collection[int]]
+"""Descendants that are no part of a launch, by their pid; asked for when all have been listed."""
+
+
+def _spare_none() -> Collection[int]:
+    return ()
 
 
 def adopt_orphans() -> None:
@@ -59,17 +66,18 @@ def make_sweep(word: str) -> str:
     return "sh -c " + shlex.quote(f"kill -9 {pids} 2>/dev/null; true")
 
 
-def end_everything(process: subprocess.Popen[bytes], *, grace: float) -> int:
+def end_everything(process: subprocess.Popen[bytes], *, grace: float, spared: Spared = _spare_none) -> int:
     """End a launch and whatever it has left; how many processes were left when the launch itself had ended.
 
     Args:
         grace: seconds that they are given after SIGTERM, before SIGKILL; 0: no SIGTERM.
+        spared: those that stay.
     """
     if grace:
-        _signal(_list_alive(), signal.SIGTERM)
-        wait_for_all(process, grace)
+        _signal(_list_alive(spared), signal.SIGTERM)
+        wait_for_all(process, grace, spared)
     left = 0
-    while alive := _list_alive():
+    while alive := _list_alive(spared):
         left = max(left, len(alive))
         _signal(alive, signal.SIGKILL)
         reap(process)
@@ -78,10 +86,10 @@ def end_everything(process: subprocess.Popen[bytes], *, grace: float) -> int:
     return left
 
 
-def wait_for_all(process: subprocess.Popen[bytes], seconds: float) -> None:
+def wait_for_all(process: subprocess.Popen[bytes], seconds: float, spared: Spared = _spare_none) -> None:
     """Give a launch and whatever it has left some time to end."""
     until = time.monotonic() + seconds
-    while _list_alive() and time.monotonic() < until:
+    while _list_alive(spared) and time.monotonic() < until:
         reap(process)
         time.sleep(0.05)
 
@@ -104,8 +112,10 @@ def _peek() -> int | None:
     return found.si_pid if found else None
 
 
-def _list_alive() -> list[psutil.Process]:
-    return [each for each in list_descendants() if not _is_zombie(each)]
+def _list_alive(spared: Spared) -> list[psutil.Process]:
+    alive = [each for each in list_descendants() if not _is_zombie(each)]
+    kept = spared()
+    return [each for each in alive if each.pid not in kept]
 
 
 def _is_zombie(process: psutil.Process) -> bool:

@@ -7,10 +7,12 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, replace
 from types import FrameType
 
 from ..heartbeat import VARIABLE
+from ..warm.nursery import Nursery, choose_nursery
 from .blame import examine_hang, find_first_failure
 from .command import Command
 from .hosts import Hosts, Reach, find_own_address, is_alone, write_hostfile
@@ -45,6 +47,7 @@ class Settings:
         preflight: hosts are tested before each start, and this is the folder whose disk is (empty: that of temporary
             files); None: they are not.
         steps: a file that gets every step's seconds by rank (:class:`~.pace.Pace`); None for none.
+        warm: ranks of this machine are forked from a process that has imported what they need.
     """
 
     min_nodes: int = 1
@@ -54,6 +57,7 @@ class Settings:
     wait: float = 1800.0
     preflight: str | None = None
     steps: str | None = None
+    warm: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,7 @@ class Supervisor:
         self._in_a_hurry = False  # Ctrl-C, a second time
         self._watch, self._pace = Watch(find_own_address(hosts or {})), Pace(log, settings.steps)
         self.verdict = ""
+        self._nursery: Nursery | None = None
         self._preflight: Preflight | None = None
         if settings.preflight is not None:
             ask = ask_here if is_alone(hosts or {}) else self.reach.ask
@@ -108,6 +113,7 @@ class Supervisor:
         Raises:
             OSError: there is no such program.
         """
+        self._nursery = choose_nursery(self.log) if self.settings.warm else None
         taken = [number for number in FORWARDED if signal.getsignal(number) is not signal.SIG_IGN]
         former = {number: signal.signal(number, self._note) for number in taken}
         adopt_orphans()
@@ -115,6 +121,8 @@ class Supervisor:
             return self._keep_going()
         finally:
             self._watch.close()
+            if self._nursery is not None:
+                self._nursery.close()
             for number, handler in former.items():
                 signal.signal(number, handler)
 
@@ -219,7 +227,7 @@ class Supervisor:
         The launcher exports variables to other hosts by the beginnings of their names, and those of a file.
         """
         line = self._watch.begin()
-        environment = {**os.environ, VARIABLE: line}
+        environment = {**os.environ, VARIABLE: line, **(self._nursery.environment() if self._nursery else {})}
         if self.hosts is None:
             return self.command.words(), environment
         environment[_ENV_FILE] = _write_exports(folder, line)
@@ -300,11 +308,14 @@ class Supervisor:
         On SIGTERM the deepspeed launcher ends all launches of this user on its hosts, other jobs' too: it gets none.
         """
         if not failed:
-            wait_for_all(process, self.settings.settle)
+            wait_for_all(process, self.settings.settle, self._list_templates)
         end_ranks(self._watch)
-        left = end_everything(process, grace=0.0 if self.hosts else 3.0)
+        left = end_everything(process, grace=0.0 if self.hosts else 3.0, spared=self._list_templates)
         if left:
             self.log("killed", processes=left)
+
+    def _list_templates(self) -> Collection[int]:
+        return self._nursery.pids() if self._nursery is not None else ()
 
     def _judge(self, outcome: Outcome) -> Outcome:
         """An outcome with what the ranks told."""

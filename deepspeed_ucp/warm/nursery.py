@@ -63,7 +63,7 @@ class Nursery:
 
     def __init__(self, log: Callable[..., None]) -> None:
         self.log, self.name = log, secrets.token_hex(8)
-        self._lock, self._ready, self._closed = threading.RLock(), threading.Condition(), False
+        self._lock, self._closed = threading.Condition(), False  # told of when a template comes, or none does
         self._current: _Made | None = None
         self._next: _Made | None = None
         self._old: list[_Made] = []
@@ -123,8 +123,8 @@ class Nursery:
 
     def wait_ready(self, timeout: float) -> bool:
         """Wait for the template that is being made, at the most so many seconds; whether there is one then."""
-        with self._ready:
-            self._ready.wait_for(lambda: self._next is None, timeout)
+        with self._lock:
+            self._lock.wait_for(lambda: self._next is None, timeout)
             return self._current is not None and self._current.is_ready
 
     def pids(self) -> Collection[int]:
@@ -205,24 +205,25 @@ class Nursery:
             without = {"without": list(self._without.values())} if self._without else {}
             self.log("template", **told["built"], **without)
         else:
-            with self._lock, self._ready:
+            with self._lock:
                 self._current, self._next, made.is_ready = made, None, True
-                self._ready.notify_all()
+                self._lock.notify_all()
 
     def _avoid(self, made: _Made, reason: str, package: str) -> None:
         """Make it without the package that it cannot have."""
-        self._drop(made)
-        if package in _NEEDED or package in self._without or len(self._without) >= _MOST_WITHOUT:
-            self._give_up(made.own, reason)
-        else:
-            self._without[package] = reason
-            self._make(made.own)
+        with self._lock:
+            self._drop(made)
+            if package in _NEEDED or package in self._without or len(self._without) >= _MOST_WITHOUT:
+                self._give_up(made.own, reason)
+            else:
+                self._without[package] = reason
+                self._make(made.own)
 
     def _give_up(self, own: Recipe, reason: str) -> None:
         self._retire()
-        with self._lock, self._ready:
+        with self._lock:
             self._unfit, self._next = own, None
-            self._ready.notify_all()
+            self._lock.notify_all()
         self.log("template", reason=f"{reason}: every start is a fresh one")
 
     def _retire(self) -> None:
@@ -250,13 +251,13 @@ class Nursery:
             time.sleep(0.01)
         made.process.kill()
         made.process.wait()
-        with self._lock, self._ready:
+        with self._lock:
             self._old = [each for each in self._old if each is not made]
             self._current = None if made is self._current else self._current
             self._next = None if made is self._next else self._next
-            self._ready.notify_all()
+            self._lock.notify_all()
 
 
-def choose(log: Callable[..., None], *, warm: bool) -> Nursery | None:
-    """A nursery, where one is wanted and the system can have one (Linux)."""
-    return Nursery(log) if warm and hasattr(socket, "recv_fds") and os.path.isdir("/proc/self/ns") else None
+def choose_nursery(log: Callable[..., None]) -> Nursery | None:
+    """A nursery, where the system can have one (Linux)."""
+    return Nursery(log) if os.path.isdir("/proc/self/ns") else None

@@ -44,7 +44,7 @@ def _load_beside(name: str) -> Any:
 handover = _load_beside("handover")
 process = _load_beside("process")
 
-_TRIAL = 20.0
+_TRIAL = 10.0
 """Seconds for a forked process to show that it can compute."""
 
 _FREED = 30.0
@@ -127,7 +127,7 @@ def import_all(recipe: Mapping[str, Any]) -> int:
         Unfit: one is not as a rank would have it.
     """
     os.environ[handover.NVML] = "1"
-    with _Reads() as reads, warnings.catch_warnings(record=True):
+    with _Reads() as reads:
         for name in recipe["modules"]:
             if name in sys.modules:
                 continue
@@ -300,7 +300,7 @@ class Template:
         for name in ("executable", "options", "cwd", *(() if launches else ("program",))):
             if request[name] != self.recipe[name]:
                 return f"another {name}: {request[name]}"
-        asked, held = request["environment"], self.after if launches else self.before
+        asked, held = request["environment"], self.before
         names = {name for name in (asked if launches else {*asked, *held}) if not handover.is_late(name)}
         names |= {handover.EXPORTS} if launches else set()
         if other := sorted(name for name in names if asked.get(name) != held.get(name)):
@@ -363,10 +363,11 @@ class Template:
         return run
 
     def _find_set_by_imports(self, request: Mapping[str, Any]) -> dict[str, str]:
-        """Variables that a fresh process would have once it has imported all of this; a launcher's have gone on to the
-        ranks, and so into what this template was started with."""
-        before = {} if request["is_launcher"] else self.before
-        return {name: value for name, value in self.after.items() if name not in before and not handover.is_late(name)}
+        """Variables that a fresh process would have once it has imported all of this; what a launcher's imports set has
+        gone on to the ranks, and so into what this template was started with."""
+        if request["is_launcher"]:
+            return dict(self.before)
+        return {name: value for name, value in self.after.items() if name not in self.before}
 
     def _stop_listening_here(self) -> None:
         signal.set_wakeup_fd(-1)
@@ -445,8 +446,9 @@ def serve() -> Callable[[], None]:
         ctypes.CDLL(None).fflush(None)
         gc.collect()
         gc.freeze()
-    except Unfit as error:
-        handover.send(nursery, {"unfit": str(error), "package": error.package.partition(".")[0]})
+    except Exception as error:  # noqa: BLE001 - whatever an import has done, fresh starts are left
+        reason = str(error) if isinstance(error, Unfit) else repr(error)
+        handover.send(nursery, {"unfit": reason, "package": getattr(error, "package", "").partition(".")[0]})
         os._exit(0)
     told = {"modules": count, "seconds": round(time.monotonic() - began, 2), **process.measure()}
     handover.send(nursery, {"built": told, "held": list(sys.modules)})

@@ -140,11 +140,13 @@ class Stage:
 
     Attributes:
         folder: also the training's.
+        warm: ranks of a second launch may be forked.
     """
 
     folder: Path
     process: subprocess.Popen[bytes] | None = None
     environment: dict[str, str] = field(default_factory=dict)
+    warm: bool = False
 
     @property
     def events(self) -> list[dict[str, Any]]:
@@ -173,6 +175,7 @@ class Stage:
         self, *options: str, command: list[str], through: str | None = None
     ) -> Iterator[subprocess.Popen[bytes]]:
         own = [sys.executable, "-m", "deepspeed_ucp", "supervise", "--log", str(self.folder / "events")]
+        own += [] if self.warm else ["--no-warm"]
         words = own if through is None else [through, *own]
         with open(self.folder / "output", "ab") as output:
             self.process = subprocess.Popen(

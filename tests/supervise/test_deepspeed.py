@@ -98,7 +98,14 @@ def pair(stage: Stage) -> Iterator[Pair]:
 @contextmanager
 def supervise_near(stage: Stage, pair: Pair, *options: str) -> Iterator[subprocess.Popen[bytes]]:
     """From the start of training on both hosts on."""
-    words = ["supervise", "--log", str(stage.folder / "events"), "--hostfile", stage.write_hosts(NEAR, FAR)]
+    words = [
+        "supervise",
+        "--no-warm",
+        "--log",
+        str(stage.folder / "events"),
+        "--hostfile",
+        stage.write_hosts(NEAR, FAR),
+    ]
     command = [sys.executable, "-m", "deepspeed_ucp", *words, *options, "--", *launch(stage)]
     with subprocess.Popen(pair.near.enter(*command), env=stage.environment) as process:
         try:

@@ -1,0 +1,66 @@
+"""The real launcher, whose second start is warm."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.supervise.standins import ROOT, Stage, wait_until
+from tests.warm.kit import SITE
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(280)]
+
+RANK = """
+import json, os, pathlib, sys, time
+warm = "deepspeed.runtime.engine" in sys.modules
+import torch, deepspeed, deepspeed_ucp
+folder, rank = pathlib.Path(sys.argv[-1]), os.environ["RANK"]
+drawn = torch.rand(4).tolist()
+deepspeed.init_distributed("gloo", verbose=False)
+module = torch.nn.Linear(64, 64)
+config = {"train_batch_size": 2, "optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 1}}
+engine, *_ = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)
+loss = engine(torch.ones(1, 64)).sum()
+engine.backward(loss)
+engine.step()
+summed = (torch.ones(1 << 22) * 2).sum().item()
+again = folder / f"again-{rank}"
+told = folder / f"told-{rank}-{again.exists():d}"
+told.with_suffix(".part").write_text(json.dumps([warm, drawn, summed, torch.get_num_threads(), os.environ["RANK"]]))
+os.replace(told.with_suffix(".part"), told)
+if not again.exists():
+    again.touch()
+    while not (folder / "go").exists():
+        time.sleep(0.05)
+    os._exit(3)
+"""
+
+
+def test_the_second_start_of_the_deepspeed_launcher_and_its_ranks_is_warm(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, warm=True)
+    beside = os.path.dirname(sys.executable)
+    other = ("PYTEST_CURRENT_TEST", "PYTHONUNBUFFERED")
+    own = {name: value for name, value in os.environ.items() if name not in other}
+    stage.environment.update(own, PATH=f"{beside}:{os.environ['PATH']}", DS_ACCELERATOR="cpu")
+    stage.environment["PYTHONPATH"] = f"{tmp_path}:{ROOT}"
+    (tmp_path / "sitecustomize.py").write_text(SITE)
+    (tmp_path / "rank.py").write_text(RANK)
+    options = ("--num_gpus", "2", "--no_local_rank", "--master_port", "29641")
+    command = ["deepspeed", *options, str(tmp_path / "rank.py"), str(tmp_path)]
+    with stage.supervise("--settle", "5", command=command) as process:
+        wait_until(lambda: stage.find("template"))
+        (tmp_path / "go").touch()
+        assert process.wait(timeout=120) == 0
+    (made,) = stage.find("template")
+    assert made["megabytes"] > 100 and made["modules"] > 2000
+    told = [[json.loads((tmp_path / f"told-{rank}-{start}").read_text()) for rank in (0, 1)] for start in (0, 1)]
+    assert [each[0] for start in told for each in start] == [False, False, True, True]
+    assert len({tuple(each[1]) for start in told for each in start}) == 4
+    for (_, _, *fresh), (_, _, *warm) in zip(*told, strict=True):
+        assert warm == fresh
+    first, second = stage.find("running")
+    assert second["seconds"] < first["seconds"]

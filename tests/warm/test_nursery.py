@@ -1,0 +1,136 @@
+"""What a template is made of, when there is none, and which processes it does not stand for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepspeed_ucp.warm.nursery import Nursery
+from tests.supervise.standins import wait_until
+from tests.warm.kit import IS_WARM, TELL, Kit, build
+
+
+@pytest.fixture
+def kit(tmp_path: Path) -> Iterator[Kit]:
+    with build(tmp_path) as kit:
+        yield kit
+
+
+def test_what_a_rank_had_at_its_first_step_the_next_one_finds(kit: Kit) -> None:
+    """Not what lies beside its script, nor what it has imported later; another node's template is the same."""
+    kit.write("", "beside.py")
+    kit.write("import sys; print('numpy' in sys.modules)\nimport numpy, beside\n" + TELL + "import wave")
+    assert kit.run("script.py", variables={"LOCAL_RANK": "1"}).stdout == "False\n"
+    assert not kit.nursery.wait_ready(0) and kit.nursery.recipe() is None  # of a node's first rank alone
+    assert kit.run("script.py").stdout == "False\n"
+    wait_until(lambda: kit.nursery.recipe() is not None)
+    assert kit.nursery.wait_ready(60)
+    recipe = kit.nursery.recipe()
+    assert recipe is not None
+    assert {"numpy", "numpy.linalg", "deepspeed_ucp"} <= {*recipe["modules"]}
+    assert not {"beside", "__main__", "wave", "sitecustomize"} & {*recipe["modules"]}
+    assert kit.run("script.py").stdout == "True\n"
+    assert recipe["changes"]["PYTHONPATH"] == kit.environment()["PYTHONPATH"] and len(recipe["changes"]) < 6
+    (made,) = kit.events
+    assert made["event"] == "template" and made["modules"] > 100 and made["megabytes"] > 1
+    other = Nursery(lambda *_, **__: None)
+    try:
+        other.learn({**recipe, "cwd": str(kit.folder)})
+        assert other.wait_ready(60)
+        assert kit.run("script.py", variables=other.environment()).stdout == "True\n"
+    finally:
+        other.close()
+
+
+UNFIT = {
+    "threads": ("import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()", {},
+                "the import of torch starts threads"),
+    "process": ("import subprocess\nkept = subprocess.Popen(['sleep', '5'])\nclass cuda: is_initialized = lambda: "
+                "False", {}, "an import has started a process"),
+    "GPU": ("class cuda: is_initialized = lambda: True", {}, "an import has touched the GPU"),
+    "GPU in a fork": ("class cuda: is_initialized = lambda: False\nclass _C: _cuda_isInBadFork = lambda: True", {},
+                      "a forked process cannot use the GPU"),
+    "hangs": ("import time\nclass cuda: is_initialized = lambda: False\nclass _C: _cuda_isInBadFork = lambda: "
+              "time.sleep(60)", {}, "a forked process hangs when it computes: an import ran a parallel operation"),
+    "variable": ("", {"set": {"OMP_NUM_THREADS": "17"}}, "the script sets OMP_NUM_THREADS itself before it imports "
+                 "what reads it: set it outside of the script"),
+    "rank": ("import os\nos.environ.get('LOCAL_RANK')", {}, "torch reads LOCAL_RANK when it is imported"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "more", "reason"), UNFIT.values(), ids=UNFIT)
+def test_a_template_that_cannot_be_had_is_told_of_once(kit: Kit, text: str, more: Any, reason: str) -> None:
+    """Here of stand-ins for torch; starts are fresh then."""
+    kit.write(text or "class cuda: is_initialized = lambda: False", "torch.py")
+    for _ in range(2):
+        assert not kit.make("torch", **more)
+    assert kit.events == [{"event": "template", "reason": f"{reason}: every start is a fresh one"}]
+    kit.write(IS_WARM)
+    assert kit.run("script.py").stdout == "False\n"
+
+
+def test_a_package_that_takes_a_rank_from_the_environment_is_left_out(kit: Kit) -> None:
+    kit.write("import os\nrank = os.environ.get('LOCAL_RANK')", "asks.py")
+    kit.write(IS_WARM + "print('asks' in sys.modules)")
+    assert kit.make("asks")
+    assert kit.find("without") == [["asks reads LOCAL_RANK when it is imported"]]
+    assert kit.run("script.py").stdout == "True\nFalse\n"
+
+
+def test_what_a_template_does_not_stand_for_starts_by_itself(kit: Kit, tmp_path: Path) -> None:
+    kit.write(IS_WARM)
+    kit.write(IS_WARM, "other.py")
+    (tmp_path / "there").mkdir()
+    assert kit.make("wave")
+    assert kit.run("script.py").stdout == "True\n"
+    fresh: list[tuple[tuple[str, ...], dict[str, Any]]] = [
+        (("script.py",), {"variables": {"OMP_NUM_THREADS": "3"}}),
+        (("script.py",), {"flags": ("-X", "dev")}),
+        ((str(tmp_path / "script.py"),), {"cwd": tmp_path / "there"}),
+        (("other.py",), {}),
+    ]
+    for words, options in fresh:
+        assert kit.run(*words, **options).stdout == "False\n"
+    assert kit.run("script.py", variables={"RANK": ""}).stdout == "False\n"  # no rank
+    assert kit.run("-c", IS_WARM).stdout == "False\n"
+    assert kit.run("script.py", variables={"RANK": "5", "MASTER_PORT": "1"}).stdout == "True\n"
+    assert [why.partition(":")[0] for why in kit.find("refused")] == [
+        *("another value of OMP_NUM_THREADS", "another options", "another cwd", "another program"),
+    ]
+
+
+def test_sources_that_have_changed_make_another_template(kit: Kit) -> None:
+    kit.write("A = 1", "changes.py")
+    kit.write(IS_WARM + "import changes; print(changes.A)")
+    assert kit.make("changes")
+    assert kit.run("script.py").stdout == "True\n1\n"
+    kit.write("A = 20", "changes.py")
+    wait_until(lambda: kit.run("script.py").stdout == "False\n20\n")
+    assert kit.find("refused") == [f"{kit.folder / 'changes.py'} has changed"]
+    assert kit.make("changes")
+    assert kit.run("script.py").stdout == "True\n20\n"
+
+
+def test_another_template_leaves_the_ranks_of_the_one_before_alone(kit: Kit) -> None:
+    kit.write("import os, time\nprint(os.getpid())\ntime.sleep(60)")
+    assert kit.make()
+    (before,) = kit.nursery.pids()
+    with kit.start("script.py") as front:
+        assert front.stdout is not None and front.stdout.readline()
+        assert kit.make("wave")
+        assert len(kit.nursery.pids()) == 2
+        assert front.poll() is None
+        front.kill()
+    wait_until(lambda: before not in kit.nursery.pids())
+    assert len(kit.nursery.pids()) == 1
+
+
+def test_a_nursery_takes_its_templates_along(tmp_path: Path) -> None:
+    with build(tmp_path) as kit:
+        assert kit.make()
+        (pid,) = kit.nursery.pids()
+    assert not os.path.exists(f"/proc/{pid}")
