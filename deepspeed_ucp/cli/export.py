@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
@@ -70,6 +72,13 @@ def add_parser(commands: Commands) -> None:
         "weights, whose names and shapes have to be its own"
     )
     parser.add_argument("--like", metavar="MODEL", help=text)
+    text = "hf: an adapter of PEFT's alone, as PEFT loads it"
+    parser.add_argument("--adapter", action="store_true", help=text)
+    text = "hf: merge an adapter (LoRA, rsLoRA, DoRA) into the model that it was trained on, as merge_and_unload does"
+    parser.add_argument("--merge", action="store_true", help=text)
+    parser.add_argument("--adapter-name", metavar="NAME", help="of the adapter (default: default)")
+    text = "adapter_config.json, or a folder with it (default: beside the checkpoint, where trainers put it)"
+    parser.add_argument("--adapter-config", metavar="PATH", help=text)
     text = (
         "names that are tied to another one: leave them out, or write the data again (default: drop in safetensors, "
         "as save_pretrained does; copy in dcp, where a model's state dict has both)"
@@ -113,14 +122,24 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    foreign = ["weights_only", "flatten_optimizer", "torchtitan"] if options.to == "hf" else ["like"]
-    given = [f"--{name.replace('_', '-')}" for name in foreign if getattr(options, name)]
+    of_others = {"hf": ["weights_only", "flatten_optimizer", "torchtitan"], "dcp": ["like", "adapter", "merge"]}
+    if options.adapter and options.merge:
+        raise ConfigError("--adapter writes an adapter alone, --merge writes the model without it: choose one.")
+    if not (options.adapter or options.merge) and (options.adapter_name or options.adapter_config):
+        raise ConfigError("--adapter-name and --adapter-config are of --adapter or --merge.")
+    given = [f"--{name.replace('_', '-')}" for name in of_others[options.to] if getattr(options, name)]
     if given:
         raise ConfigError(f"--to {options.to} has no {', '.join(given)}.")
 
 
 def _export(options: argparse.Namespace, index: AtomicIndex, comm: Comm) -> OutputReport:
     rules, how = read_rules(options), make_options(options)
+    if options.adapter or options.merge:
+        from ..export.adapter import read_config
+
+        folder = os.path.dirname(index.run.state_file)
+        config = read_config(options.adapter_config, folder)
+        how = replace(how, adapter=options.adapter_name or "default", merge=options.merge, adapter_config=config)
     if options.to == "hf":
         from ..export.like import find_model
         from ..export.safetensors import export_safetensors

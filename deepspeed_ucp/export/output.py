@@ -25,10 +25,11 @@ logger = logging.getLogger("deepspeed_ucp")
 
 _EXPORTED = re.compile(
     r"model(-\d{5,}-of-\d{5,})?\.safetensors|model\.safetensors\.index\.json|\.metadata|__\d+_\d+\.distcp"
+    r"|adapter_model\.safetensors"
 )
 
 BESIDE = re.compile(
-    r"(config|generation_config|(special_tokens_map|added_tokens)|(pre)?processor_config|chat_template)\.json"
+    r"(config|generation_config|adapter_config|(special_tokens_map|added_tokens)|(pre)?processor_config|chat_template)\.json"
     r"|token(izer|ization)[\w.-]*|vocab\.(json|txt)|merges\.txt|[\w.-]+\.(model|jinja|tiktoken)"
 )
 """Files that Hugging Face's libraries want beside the weights."""
@@ -41,7 +42,7 @@ EXPORT = OutputKind(
     parts=_EXPORTED,
     resumable=False,
     kept=BESIDE,
-    last=("model.safetensors", "model.safetensors.index.json", ".metadata"),
+    last=("adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json", ".metadata"),
 )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,9 +22,11 @@ from ..patterns import RuleSet
 from ..plan.conversion import Batch, Output, plan_conversion
 from ..stream.batches import stream
 from ..stream.checks import Checks
+from ..stream.full_tensors import FullTensor
 from ..stream.reader import AtomReader, Item
 from ..stream.recovery import read_with_failover
 from ..stream.report import OutputReport
+from .adapter import WEIGHTS, merge, write_config
 from .like import compare, copy_beside
 from .output import Export, stage_export
 from .tensors import ExportOptions, Selection, Tensor, select_tensors
@@ -78,12 +81,13 @@ class SafeLayout:
         return (json.dumps(index, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
 
-def lay_out(tensors: Mapping[str, Tensor], max_shard: int = MAX_SHARD) -> SafeLayout:
+def lay_out(tensors: Mapping[str, Tensor], max_shard: int = MAX_SHARD, stem: str = "model") -> SafeLayout:
     """Place tensors in files.
 
     Args:
         tensors: by name, in the order of the state dict.
         max_shard: bytes of data per file; a tensor that is larger has a file of its own.
+        stem: what the names of the files begin with.
 
     Raises:
         UnsupportedError: an element type that the format does not know, or a name that is no Unicode text.
@@ -95,7 +99,7 @@ def lay_out(tensors: Mapping[str, Tensor], max_shard: int = MAX_SHARD) -> SafeLa
     shards = split_shards({name: tensor.nbytes for name, tensor in tensors.items()}, max_shard)
     layout = SafeLayout({}, {}, {})
     for number, names in enumerate(shards):
-        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
+        file = f"{stem}-{number + 1:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else f"{stem}.safetensors"
         _lay_file(layout, file, {name: tensors[name] for name in names})
     return layout
 
@@ -157,9 +161,12 @@ def export_safetensors(
         UcpError: the same on every rank; the destination is as it was.
     """
     comm, options = comm or Comm(), options or ExportOptions()
+    is_adapter = bool(options.adapter) and not options.merge
 
     def plan(left: AtomicIndex) -> tuple[Selection, SafeLayout]:
         selection = select_tensors(left, rules, options, tied="drop")
+        if is_adapter:  # which PEFT loads from one file
+            return selection, lay_out(selection.by_name, sys.maxsize, WEIGHTS)
         return selection, lay_out(selection.by_name, max_shard)
 
     def hold_against(selection: Selection) -> None:
@@ -172,6 +179,8 @@ def export_safetensors(
         sizes = {"tensors": len(layout.places), "nbytes": sum(layout.sizes.values())}
         with stage_export("safetensors", destination, selection, options, comm, **sizes) as export:
             comm.once(lambda: _prepare(export.folder, layout, like, export.report.dtypes))
+            if is_adapter:
+                comm.once(lambda: write_config(export.folder, options.adapter_config))
             export.verify(selection.weights, _fill(export, selection.weights, layout))
         return export.report
 
@@ -197,6 +206,7 @@ def _fill(export: Export, tensors: Sequence[Tensor], layout: SafeLayout) -> Chec
     """Read, cast and write this node's batches; what was read; collective."""
     comm, report = export.comm, export.report
     report.workers, most = export.options.divide(report.source)
+    merged, tensors = [each for each in tensors if each.merge], [each for each in tensors if not each.merge]
     outputs = [Output(tensor.numel, tensor.full.itemsize, tensor.full.place) for tensor in tensors]
     plan = plan_conversion(outputs, comm.size, most=most)
     checks = Checks()
@@ -213,9 +223,29 @@ def _fill(export: Export, tensors: Sequence[Tensor], layout: SafeLayout) -> Chec
         with AtomReader(export.index) as reader, export.options.bar(plan.shares[comm.rank]) as progress:
             source = (reader, [tensor.full for tensor in tensors])
             stream([source], plan.nodes[comm.rank], consume, threads=report.workers, progress=progress)
+            for tensor in merged[comm.rank :: comm.size]:
+                _write_merged(export.folder, tensor, layout, reader, checks)
 
     comm.run(write_share)
     return checks
+
+
+def _write_merged(folder: str, tensor: Tensor, layout: SafeLayout, reader: AtomReader, checks: Checks) -> None:
+    """A base weight with its adapter, which is computed in fp32, whole."""
+    import torch
+
+    def read(full: FullTensor) -> torch.Tensor:
+        data = bytearray(full.nbytes)
+        checks.add(reader.read_items([Item(full, 0, full.numel, memoryview(data))]))
+        return torch.frombuffer(data, dtype=getattr(torch, full.dtype)).view(full.shape).float()
+
+    if tensor.merge is None:
+        return
+    parts = {kind: read(full) for kind, full in tensor.merge.parts.items()}
+    made = merge(read(tensor.full), parts, tensor.merge.module, tensor.merge.config)
+    made = made[: tensor.shape[0]].to(getattr(torch, tensor.dtype)).contiguous()
+    for file, offset in map(layout.places.__getitem__, tensor.names):
+        _write_range(os.path.join(folder, file), memoryview(made.view(torch.uint8).numpy()).cast("B"), offset)
 
 
 def _write_range(path: str, data: memoryview, offset: int) -> None:

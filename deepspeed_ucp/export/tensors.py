@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, AtomicIndex, AtomKey, count
 from ..errors import CheckpointError, ConfigError, MismatchError, advise, shorten
@@ -16,7 +17,8 @@ from ..plan.predicted import predict_renames
 from ..plan.settling import list_weights, refuse_unreadable
 from ..stream.batches import WorkOptions
 from ..stream.copies import refuse_scattered
-from ..stream.full_tensors import FullTensor, assemble_full_tensors
+from ..stream.full_tensors import FullTensor, FullTensors, assemble_full_tensors
+from .adapter import Merge, check_mergeable, choose_adapter, choose_merged
 
 WEIGHTS = (MASTER, MODULE, COPY)
 """States that hold a weight or a buffer; the first that a name has counts."""
@@ -36,6 +38,9 @@ class ExportOptions(WorkOptions):
         renames: saved names → names to be written; the first that matches counts.
         experts: of a layer, where renames make another number of them.
         overwrite: replace an earlier export at the destination.
+        adapter: name of the adapter that is written alone, or merged; empty where adapters are parameters as others.
+        merge: the adapter is merged into its base.
+        adapter_config: its ``adapter_config.json``.
     """
 
     dtype: str | None = "float32"
@@ -46,6 +51,9 @@ class ExportOptions(WorkOptions):
     renames: tuple[Rename, ...] = ()
     experts: int | None = None
     overwrite: bool = False
+    adapter: str = ""
+    merge: bool = False
+    adapter_config: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +65,14 @@ class Tensor:
         full: the whole of it; elements are taken from its front, so that rows of padding fall away.
         shape: as written.
         dtype: as written.
+        merge: the adapter that is merged into it.
     """
 
     names: tuple[str, ...]
     full: FullTensor
     shape: Shape
     dtype: str
+    merge: Merge | None = None
 
     @property
     def numel(self) -> int:
@@ -141,15 +151,20 @@ def select_tensors(
     kept = {key: atom for key, atom in full.tensors.items() if not key.instance and key.name not in left_out}
     listed = dict.fromkeys([*(key.name for key in kept), *index.model.aliases])
     names = name_tensors(listed, renames, options.strip_prefix, made.made)
+    merged: dict[str, Merge] = {}
+    if options.adapter:
+        names, merged = _adapt(names, full, options)
+        kept = {key: atom for key, atom in kept.items() if key.name in names}
     copies: dict[str, list[str]] = defaultdict(list)
     if (options.tied or tied) == "copy":
         for alias, owner in index.model.aliases.items():
-            copies[owner].append(names[alias])
+            if alias in names:
+                copies[owner].append(names[alias])
 
     def make(atom: FullTensor, dtype: str | None, *aliases: str) -> Tensor:
         shape = atom.shape if options.keep_padding else full.cut_padding(atom)
         written = dtype if dtype and atom.dtype in FLOATING else atom.dtype
-        return Tensor((names[atom.name], *aliases), atom, shape, written)
+        return Tensor((names[atom.name], *aliases), atom, shape, written, merged.get(atom.name))
 
     chosen = [kept[key] for key in _order_weights(index) if key in kept]
     if not chosen:
@@ -163,6 +178,30 @@ def select_tensors(
         names=names,
         unused=full.unused,
     )
+
+
+def _adapt(
+    names: Mapping[str, str], full: FullTensors, options: ExportOptions
+) -> tuple[dict[str, str], dict[str, Merge]]:
+    """Names of what an adapter's export writes, by saved ones, and by saved name the adapters of base weights.
+
+    Raises:
+        CheckpointError, UnsupportedError: as of :mod:`.adapter`.
+    """
+    choose = choose_merged if options.merge else choose_adapter
+    adapted, saved = choose(names.values(), options.adapter), {new: name for name, new in names.items()}
+    if options.merge:
+        check_mergeable(options.adapter_config, adapted.parts)
+    found = {saved[name]: new for name, new in adapted.written.items()}
+    weights = {key.name: tensor for key, tensor in full.tensors.items() if key.state in WEIGHTS}
+    return found, {
+        saved[base]: Merge(
+            adapted.written[base].removesuffix(".weight"),
+            {kind: weights[saved[name]] for kind, name in parts.items()},
+            options.adapter_config,
+        )
+        for base, parts in adapted.parts.items()
+    }
 
 
 def _find_frozen(index: AtomicIndex) -> set[str]:

@@ -112,6 +112,10 @@ def test_masters_of_stage_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     [
         (["--torchtitan"], "--to hf has no --torchtitan"),
         (["--to", "dcp", "--like", "."], "--to dcp has no --like"),
+        (["--adapter", "--merge"], "choose one"),
+        (["--adapter-name", "x"], "are of --adapter or --merge"),
+        (["--to", "dcp", "--adapter"], "--to dcp has no --adapter"),
+        (["--adapter"], "no adapter_config.json"),
         (["--like", "nowhere"], "neither a folder nor a model in the local cache"),
         (["--max-shard-size", "5 apples"], "5 apples"),
         (["--rename", "abc"], "REGEX=NAME"),

@@ -112,3 +112,14 @@ def save_sharded(folder: Path, weights: dict[str, torch.Tensor]) -> None:
 
     save_torch_state_dict(weights, folder, max_shard_size=1000)
     assert (folder / "model.safetensors.index.json").exists()
+
+
+def test_an_adapter_goes_on_over_the_base_that_is_there(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    from tests.export.test_adapter import LORAS, make_peft
+
+    model = make_peft(**LORAS["saved"])
+    model.save_pretrained(tmp_path / "peft", save_embedding_layers=False)
+    wanted = {name: param.detach() for name, param in model.named_parameters()}
+    for values, heard in ucp_worlds.get(2).run(foreign_run.load_adapter, str(tmp_path / "peft"), (1, 3))[0]:
+        check_same(values, wanted)
+        assert any("holds no weights of its base" in line for line in heard)

@@ -94,3 +94,28 @@ def _train(engine: Any, steps: range) -> list[float]:
         engine.step()
         losses.append(float(loss.item()))
     return losses
+
+
+def load_adapter(folder: str, stages: tuple[int, ...]) -> list[tuple[dict[str, torch.Tensor], list[str]]]:
+    """Load PEFT's folder into engines whose model has an adapter and its base already; the parameters, and the log."""
+    from tests.export.test_adapter import LORAS, make_peft
+
+    found = []
+    for stage in stages:
+        model, heard = make_peft(**LORAS["saved"]), _Lines()
+        trained = [param for param in model.parameters() if param.requires_grad]
+        for param in trained:
+            param.data.zero_()
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": stage},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+            "checkpoint": {"universal": True},
+        }
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=config)
+        logging.getLogger("deepspeed_ucp").addHandler(heard)
+        engine.load_checkpoint(folder)
+        logging.getLogger("deepspeed_ucp").removeHandler(heard)
+        found.append(({name: each.value for name, each in capture(engine).parameters.items()}, heard.lines))
+        engine.destroy()
+    return found

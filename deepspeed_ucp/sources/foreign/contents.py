@@ -81,6 +81,7 @@ class Contents:
         counters: as of :class:`RunState`.
         stateless: why the optimizer states cannot be had, and what to do; empty where they can, or there are none.
         scalar_dtypes: of those scalars that are 0-dim tensors.
+        dropped: as of :class:`Limits`.
     """
 
     format: str
@@ -93,6 +94,7 @@ class Contents:
     counters: Mapping[str, Any] = field(default_factory=dict)
     stateless: str = ""
     scalar_dtypes: Mapping[str, str] = field(default_factory=dict)
+    dropped: str = ""
 
 
 def make_index(contents: Contents, where: FileTable) -> AtomicIndex:
@@ -129,7 +131,7 @@ def make_index(contents: Contents, where: FileTable) -> AtomicIndex:
             format=contents.format,
         ),
         model=ModelInfo(aliases=dict(contents.aliases)),
-        limits=Limits(stateless=contents.stateless),
+        limits=Limits(stateless=contents.stateless, dropped=contents.dropped),
     )
 
 

@@ -8,7 +8,7 @@ from ...atoms import AtomicIndex
 from ...comm import Comm
 from ..findings import Finding
 from ..table import FileTable
-from . import dcp, names, safetensors, statedict
+from . import adapter, dcp, names, safetensors, statedict
 from .contents import Contents, make_index
 
 
@@ -27,6 +27,7 @@ READERS: dict[str, Reader] = {
     names.DCP: dcp.read_contents,
     names.SAFETENSORS: safetensors.read_contents,
     names.STATE_DICT: statedict.read_contents,
+    names.ADAPTER: adapter.read_contents,
 }
 
 

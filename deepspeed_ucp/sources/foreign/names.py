@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-DCP, SAFETENSORS, STATE_DICT = "torch.distributed.checkpoint", "safetensors", "state dict"
+DCP, SAFETENSORS = "torch.distributed.checkpoint", "safetensors"
+STATE_DICT, ADAPTER = "state dict", "PEFT adapter"
 """The formats, in the order in which a folder is asked for them."""
 
 PARTS = ("pytorch_model_fsdp_", "optimizer_")
@@ -15,6 +16,7 @@ _FILES = {
     DCP: r"(?:[^/]+/)?(?:[^/]+\.distcp|(?:__\d+)?\.metadata)",
     SAFETENSORS: r"(?!adapter_)[^/]+\.safetensors(?:\.index\.json)?",
     STATE_DICT: r"(?:pytorch_model|model|consolidated|weights)(?![^/]*_states\.)[^/]*\.(?:bin(?:\.index\.json)?|pth?)",
+    ADAPTER: r"adapter_model\.safetensors|adapter_config\.json",
 }
 """All files of a format, by their path in the folder."""
 
@@ -22,6 +24,7 @@ _HEADS = {
     DCP: r"(?:[^/]+/)?(?:__\d+)?\.metadata",
     SAFETENSORS: r"[^/]+\.safetensors",
     STATE_DICT: r"[^/]+\.(?:bin|pt|pth)",
+    ADAPTER: r"adapter_model\.safetensors",
 }
 """Those of them without which there is no checkpoint."""
 

@@ -58,7 +58,7 @@ def read_contents(where: FileTable, comm: Comm) -> tuple[Contents, list[Finding]
         weight_map = where.once(indexes[0], lambda: _read_weight_map(where, indexes[0]), comm)
         files = sorted(set(weight_map.values()))
     comm.alike(lambda: _check(where, files, indexes))
-    found = where.share(files, lambda name: _read_header(where, name), comm)
+    found = where.share(files, lambda name: read_header(where, name), comm)
     head = indexes[0] if weight_map is not None else files[0]
     weights: dict[str, StoredTensor] = {}
 
@@ -79,9 +79,13 @@ def read_contents(where: FileTable, comm: Comm) -> tuple[Contents, list[Finding]
             )
 
     comm.alike(join)
-    text = f"{where.path(head)}: safetensors have no checksums; what is damaged in a tensor is not noticed."
-    findings = [Finding("checksums", head, text, WARNING)]
-    return Contents(SAFETENSORS, head, weights), findings
+    return Contents(SAFETENSORS, head, weights), [tell_unchecked(where, head)]
+
+
+def tell_unchecked(where: FileTable, name: str) -> Finding:
+    """That there is nothing to hold bytes against."""
+    text = f"{where.path(name)}: safetensors have no checksums; what is damaged in a tensor is not noticed."
+    return Finding("checksums", name, text, WARNING)
 
 
 def _check(where: FileTable, files: Collection[str], indexes: Collection[str]) -> None:
@@ -109,7 +113,14 @@ def _read_weight_map(where: FileTable, name: str) -> dict[str, str]:
     return where.read(name, read)
 
 
-def _read_header(where: FileTable, name: str) -> dict[str, StoredTensor]:
+def read_header(where: FileTable, name: str) -> dict[str, StoredTensor]:
+    """The tensors of a file.
+
+    Raises:
+        CheckpointError: it is damaged, or no such file.
+        UnsupportedError: an element type that is not known.
+    """
+
     def read(folder: str) -> dict[str, StoredTensor]:
         path = os.path.join(folder, name)
         with explain_damage(path), open_file(path) as stream:

@@ -1,0 +1,140 @@
+"""Adapters leave a checkpoint as PEFT loads them, or merged as PEFT merges them, to the bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.errors import CheckpointError, ConfigError, UnsupportedError
+from deepspeed_ucp.export.adapter import read_config
+from deepspeed_ucp.export.safetensors import export_safetensors
+from deepspeed_ucp.export.tensors import ExportOptions
+from deepspeed_ucp.sources import open_checkpoint
+from tests.export.test_safetensors import check_same
+from tests.synth import Model, Param, State, Topology, random_state, write_checkpoint
+
+TOPOLOGIES = (Topology(0), Topology(1, 2, "bf16"), Topology(3, 2, "bf16"))
+LORAS: dict[str, dict[str, Any]] = {
+    "lora": {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj"]},
+    "rslora": {"r": 4, "use_rslora": True, "target_modules": "all-linear"},
+    "dora": {"r": 3, "use_dora": True, "target_modules": ["q_proj", "down_proj"]},
+    "patterns": {
+        "r": 4,
+        "target_modules": ["q_proj", "v_proj"],
+        "rank_pattern": {"layers.0.self_attn.q_proj": 2},
+        "alpha_pattern": {"v_proj": 32},
+    },
+    "saved": {"r": 4, "target_modules": ["q_proj", "embed_tokens"], "modules_to_save": ["lm_head", "norm"]},
+}
+
+
+def make_base() -> Any:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=30, num_key_value_heads=1, **sizes))
+
+
+def make_peft(**lora: Any) -> PeftModel:
+    """A model whose adapter is not zero."""
+    model = get_peft_model(make_base(), LoraConfig(init_lora_weights=False, **lora))
+    torch.manual_seed(1)
+    for name, param in model.named_parameters():
+        if "lora_" in name or "modules_to_save" in name:
+            param.data = torch.randn_like(param) / 3
+    return model
+
+
+def save(folder: Path, model: PeftModel, topology: Topology) -> str:
+    """A DeepSpeed save of it; the adapter is trained, the base is frozen, in fp32."""
+    params = [
+        Param(name, tuple(param.shape), frozen=not param.requires_grad) for name, param in model.named_parameters()
+    ]
+    described = Model(tuple(params))
+    state = random_state(described, 1, precision=topology.precision)
+    values = {name: param.detach().clone() for name, param in model.named_parameters()}
+    atoms = {name: {**held, "fp32": values[name]} for name, held in state.atoms.items()}
+    frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
+    for name in frozen:
+        atoms[name] = {key: values[name].to(held.dtype) for key, held in state.atoms[name].items()}
+        model.get_parameter(name).data = atoms[name]["fp32"].float()
+    return str(write_checkpoint(folder, described, State(atoms, state.scalars), topology))
+
+
+def export(path: str, out: Path, model: PeftModel, *, merge: bool, **changes: Any) -> None:
+    config = {**model.peft_config["default"].to_dict(), **changes}
+    config = json.loads(json.dumps(config, default=lambda value: getattr(value, "value", None) or sorted(value)))
+    options = ExportOptions(adapter="default", merge=merge, adapter_config=config)
+    export_safetensors(open_checkpoint(path, Comm(), weights_only=True), str(out), options=options)
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda t: t.label)
+@pytest.mark.parametrize("kind", LORAS)
+def test_an_adapter_is_peft_s(tmp_path: Path, kind: str, topology: Topology) -> None:
+    """Names and values are those that PEFT saves, and PEFT loads it with nothing missing or left."""
+    model = make_peft(**LORAS[kind])
+    export(save(tmp_path, model, topology), tmp_path / "out", model, merge=False)
+    model.save_pretrained(tmp_path / "peft", save_embedding_layers=False)
+    written, wanted = (
+        load_file(tmp_path / "out" / "adapter_model.safetensors"),
+        load_file(tmp_path / "peft" / "adapter_model.safetensors"),
+    )
+    check_same(written, wanted)
+    loaded = PeftModel.from_pretrained(make_base(), str(tmp_path / "out"))
+    held = dict(loaded.named_parameters())
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            assert torch.equal(held[name], param), name
+
+
+@pytest.mark.parametrize("kind", LORAS)
+def test_a_folder_of_peft_s_has_a_live_model_s_names(tmp_path: Path, kind: str) -> None:
+    model = make_peft(**LORAS[kind])
+    model.save_pretrained(tmp_path / "peft", save_embedding_layers=False)
+    index = open_checkpoint(str(tmp_path / "peft"), Comm())
+    trained = {name for name, param in model.named_parameters() if param.requires_grad}
+    assert {key.name for key in index.stored.atoms} == trained
+
+
+@pytest.mark.parametrize("kind", LORAS)
+def test_a_merge_is_peft_s_to_the_bit(tmp_path: Path, kind: str) -> None:
+    model = make_peft(**LORAS[kind])
+    path = save(tmp_path, model, Topology(1, 2))
+    export(path, tmp_path / "out", model, merge=True)
+    merged = model.merge_and_unload()
+    check_same(load_file(tmp_path / "out" / "model.safetensors"), dict(merged.named_parameters()))
+
+
+def test_what_a_merge_does_not_know_is_refused_by_name(tmp_path: Path) -> None:
+    model = make_peft(**LORAS["lora"])
+    path = save(tmp_path, model, TOPOLOGIES[0])
+    with pytest.raises(UnsupportedError, match="lora_bias=True"):
+        export(path, tmp_path / "out", model, merge=True, lora_bias=True)
+
+
+def test_a_checkpoint_without_an_adapter_is_refused(tmp_path: Path) -> None:
+    described = Model((Param("a.weight", (3, 5)),))
+    path = write_checkpoint(tmp_path, described, random_state(described, 1), Topology(1, 2))
+    for merge in (False, True):
+        options = ExportOptions(adapter="default", merge=merge)
+        with pytest.raises(CheckpointError, match="no adapter"):
+            export_safetensors(open_checkpoint(str(path), Comm()), str(tmp_path / "out"), options=options)
+
+
+def test_the_configuration_is_found_beside_the_checkpoint(tmp_path: Path) -> None:
+    tag = tmp_path / "checkpoint-3" / "global_step3"
+    tag.mkdir(parents=True)
+    with pytest.raises(ConfigError, match="--adapter-config"):
+        read_config(None, str(tag))
+    (tag.parent / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4}))
+    assert read_config(None, str(tag))["r"] == 4
+    (tag.parent / "adapter_config.json").write_text(json.dumps({"peft_type": "IA3"}))
+    with pytest.raises(ConfigError, match="IA3"):
+        read_config(str(tag.parent), str(tag))
