@@ -48,6 +48,19 @@ def test_what_fails_is_started_again_and_what_is_cancelled_is_not(cluster: Clust
     assert (job["JobState"], job["Restarts"]) == ("CANCELLED", "0")
 
 
+@pytest.mark.exhaustive  # Slurm looks every half minute
+def test_the_time_limit_is_told_before_it_comes(cluster: Cluster, tmp_path: Path) -> None:
+    """Slurm may send the signal up to 60 s early: in a job of a minute, at once."""
+    told = f'echo "told at ${{SLURM_RESTART_COUNT:-0}}" >> {tmp_path}/told; exit 143'
+    rank = write_stand_in(
+        tmp_path, f"[ \"$SLURM_RESTART_COUNT\" ] && exit 0; trap '{told}' TERM; while :; do sleep 0.1; done"
+    )
+    job = cluster.submit(tmp_path / "out", "x", options=("--time=1", "--signal=B:USR1@50"), PYTHON=rank)
+    ended = cluster.wait_for_end(job, cluster.tell)
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), (tmp_path / "out").read_text()
+    assert set((tmp_path / "told").read_text().splitlines()) == {"told at 0"}
+
+
 @pytest.mark.engine
 def test_a_job_goes_on_without_a_drained_node_and_after_a_lost_one(
     cluster: Cluster, reference: Steps, tmp_path: Path
