@@ -1,4 +1,5 @@
-"""A training job that may be killed at any moment, on any number of ranks: what `demo.py` runs under `ds_ucp torchrun`.
+"""A training job that may be killed at any moment, on any number of ranks: what `demo.py` runs under `ds_ucp torchrun`,
+and the tests of ../platforms under anything else.
 
 The model and the text are those of ../byte_gpt. Samples come in one order whatever the world, random states travel with
 the checkpoint, and a rank that is told to go (torchrun does so when an agent joins, or is itself told) lets all of them
