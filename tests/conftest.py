@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from deepspeed_ucp.platforms import PLATFORMS
 from deepspeed_ucp.testing.world import PRELOAD
 from tests.releases import find_reason
 
@@ -26,6 +27,8 @@ own. The first group shares what its sources have saved; the second shares nothi
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    for platform in PLATFORMS:  # in a container or a job as anywhere else
+        os.environ.pop(platform.variable, None)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as many processes as cores are at work already
     PRELOAD.append("tests.releases.settled")
     PRELOAD.append("transformers.models.llama.modeling_llama")  # a second in each rank that trains one

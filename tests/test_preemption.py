@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import signal
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from deepspeed_ucp import preemption
@@ -66,6 +72,164 @@ def test_a_save_by_a_writer_of_its_own_is_whole_before_the_ranks_end(engine: Eng
     with pytest.raises(SystemExit):
         preemption.end_step(engine)
     assert engine.saves == [("folder", {"mine": 1}), "commit", ("folder", {"mine": 1}), "commit", "cleanup"]
+
+
+def be_told(number: int, caplog: pytest.LogCaptureFixture, **options: Any) -> tuple[object, str]:
+    """How a rank ends that is sent a signal, None where it goes on; what it has been said to do."""
+    caplog.set_level("INFO", "deepspeed_ucp")
+    engine, code = Engine(saves=[]), None
+    preemption.follow(engine, "folder", **options)
+    said = caplog.records[-1].getMessage()
+    signal.raise_signal(number)
+    try:
+        preemption.end_step(engine)
+    except SystemExit as end:
+        code = end.code
+    except preemption.Preempted as error:
+        code = str(error)
+    assert len(engine.saves) == 1
+    return code, said
+
+
+RAISED = "told to go, and saved to folder at step 7"
+RAY, KUBERNETES, SLURM = "RAY_RAYLET_PID", "KUBERNETES_SERVICE_HOST", "SLURM_JOB_ID"
+TORCHRUN, HYPERPOD = "TORCHELASTIC_RUN_ID", "HYPERPOD_ELASTICAGENT_SOCKET_SERVER_PATH"
+
+
+@pytest.mark.parametrize(
+    ("variables", "name", "term", "usr1"),
+    [
+        ([], "no platform that is known", 0, None),
+        ([KUBERNETES], "Kubernetes", 143, None),
+        ([SLURM], "Slurm", 143, None),
+        ([TORCHRUN, KUBERNETES], "torchrun", 143, None),
+        ([TORCHRUN, HYPERPOD, KUBERNETES], "HyperPod", 143, 138),
+        ([RAY, KUBERNETES], "Ray, as an error", RAISED, None),
+        ([TORCHRUN, RAY], "torchrun", 143, None),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, list) else None,
+)
+def test_a_drain_ends_as_the_innermost_platform_understands_it(
+    variables: list[str],
+    name: str,
+    term: object,
+    usr1: object,
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for variable in variables:
+        monkeypatch.setenv(variable, "1")
+    code, said = be_told(signal.SIGTERM, caplog)
+    assert code == term
+    goes_on = "goes on" if usr1 is None else f"ends with {usr1}"
+    expected = 143 if term == RAISED else term
+    assert said == f"SIGTERM: saves and ends with {expected}; SIGUSR1: saves and {goes_on} ({name})"
+    assert be_told(signal.SIGUSR1, caplog)[0] == usr1
+    assert be_told(signal.SIGTERM, caplog, actions={signal.SIGTERM: 0}) == (
+        0,
+        "SIGTERM: saves and ends with 0 (as the script says)",
+    )
+
+
+@pytest.mark.parametrize(
+    ("state", "requeues", "asked", "told"),
+    [
+        ("RUNNING", "exit 0", ["show job -o 12", "requeue 12"], ""),
+        ("RUNNING", "echo 'Job is not yours' >&2; exit 1", ["show job -o 12", "requeue 12"], "Job is not yours"),
+        ("CANCELLED", "exit 0", ["show job -o 12"], "it is CANCELLED"),
+        (None, "", [], "No such file or directory: 'scontrol'"),
+    ],
+    ids=["requeued", "refused", "cancelled", "no scontrol"],
+)
+def test_slurm_starts_a_job_again_after_its_save(
+    state: str | None,
+    requeues: str,
+    asked: list[str],
+    told: str,
+    engine: Engine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """With a stand-in; tests/platforms has a real one."""
+    if state is not None:
+        (tmp_path / "scontrol").write_text(
+            f"#!/bin/sh\necho $* >> {tmp_path}/asked\n"
+            f"[ $1 = show ] && echo JobId=12 JobState={state} Reason=None && exit 0\n{requeues}\n"
+        )
+        (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin" if state is not None else str(tmp_path))
+    monkeypatch.setenv(SLURM, "12")
+    code, said = be_told(signal.SIGUSR1, caplog, requeue=True)
+    assert (code, said.partition("(")[2]) == (138, "Slurm, which is to requeue job 12)")
+    assert (tmp_path / "asked").read_text().splitlines() == asked if asked else True
+    errors = [each.getMessage() for each in caplog.records if each.levelname == "ERROR"]
+    assert errors == [] if not told else (len(errors) == 1 and told in errors[0])
+    code, _ = be_told(signal.SIGTERM, caplog, requeue=True, actions={signal.SIGTERM: 0})
+    assert code == int(bool(told))
+
+
+def test_in_rays_thread_no_signal_is_followed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, failed = Engine(saves=[]), list[BaseException]()
+
+    def follow() -> None:
+        try:
+            preemption.follow(engine, "folder")
+        except ValueError as error:
+            failed.append(error)
+
+    for variable in (RAY, ""):
+        if variable:
+            monkeypatch.setenv(variable, "1")
+        else:
+            monkeypatch.delenv(RAY)
+        thread = threading.Thread(target=follow)
+        thread.start()
+        thread.join()
+        assert bool(failed) is not bool(variable)
+    preemption.end_step(engine)
+    assert not engine.saves and "hears no signals" in caplog.text
+
+
+def test_a_signal_that_somebody_has_taken_since_is_taken_again(engine: Engine) -> None:
+    """The Trainer's own save on SIGTERM puts back what was there before it."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    preemption.follow(engine, "folder")
+    signal.raise_signal(signal.SIGTERM)
+    with pytest.raises(SystemExit):
+        preemption.end_step(engine)
+
+
+CONTAINER = """
+import time
+from types import SimpleNamespace
+from deepspeed_ucp import preemption
+engine = SimpleNamespace(global_steps=2, save_checkpoint=lambda *_, **__: print("saved", flush=True))
+preemption.follow(engine, "folder")
+print("begun", flush=True)
+while True:
+    preemption.end_step(engine)
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="takes root and unshare")
+def test_a_pod_that_is_told_to_go_has_not_succeeded() -> None:
+    """The first process of a container gets SIGTERM, and what its exit code says becomes of the pod."""
+    command = ["unshare", "--pid", "--fork", "--kill-child", sys.executable, "-c", CONTAINER]
+    environment = {**os.environ, KUBERNETES: "10.96.0.1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as outer:
+        assert outer.stdout is not None
+        if outer.stdout.readline() != "begun\n":
+            pytest.skip("no namespaces here")
+        (inner,) = psutil.Process(outer.pid).children()
+        inner.send_signal(signal.SIGTERM)
+        inner.send_signal(signal.SIGTERM)
+        assert outer.stdout.read() == "saved\n"
+        assert outer.wait(timeout=30) == 143
 
 
 def test_a_process_that_the_script_has_forked_ends_as_it_did(engine: Engine) -> None:

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from types import FrameType
 
 from ..heartbeat import VARIABLE
+from ..platforms import ALONE, SIGNALLED, find_platform
 from ..warm.nursery import Nursery, choose_nursery
 from .blame import examine_hang, find_first_failure
 from .command import Command
@@ -29,9 +30,6 @@ FORWARDED = (*STOPPING, signal.SIGUSR1, signal.SIGUSR2)
 
 _LOOK_EVERY = 0.1
 _ENV_FILE = "DS_ENV_FILE"
-
-_SIGNALLED = 128
-"""Exit codes from here on tell a signal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +153,7 @@ class Supervisor:
                 self.log("gave_up", reason=decision.reason, first=outcome.reason, error=outcome.error)
                 self.verdict = f"given up: {decision.reason}. The last time {outcome.reason}"
                 code = outcome.code or 1
-                return code if code > 0 else _SIGNALLED - code
+                return code if code > 0 else SIGNALLED - code
             self.log("restarting", seconds=decision.pause, lost=lost)
             self._pause(decision.pause)
 
@@ -168,7 +166,9 @@ class Supervisor:
             return 1
         self.log("stopped", signal=signal.Signals(self._stopped_by).name, step=outcome.step if outcome else None)
         code = outcome.code if outcome else None
-        return code if code is not None and 0 <= code < _SIGNALLED else _SIGNALLED + self._stopped_by
+        if code is None or not 0 <= code < SIGNALLED or (code == 0 and find_platform(os.environ) is not ALONE):
+            return SIGNALLED + self._stopped_by  # to what is around this, 0 is a job that is done
+        return code
 
     def _pause(self, seconds: float) -> None:
         until = time.monotonic() + seconds

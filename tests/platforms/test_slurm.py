@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,6 +60,41 @@ def test_the_time_limit_is_told_before_it_comes(cluster: Cluster, tmp_path: Path
     ended = cluster.wait_for_end(job, cluster.tell)
     assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), (tmp_path / "out").read_text()
     assert set((tmp_path / "told").read_text().splitlines()) == {"told at 0"}
+
+
+FOLLOWING = """
+import pathlib, sys, time
+from types import SimpleNamespace
+from deepspeed_ucp import preemption
+folder = pathlib.Path(sys.argv[1])
+save = lambda *_, **__: (folder / "saved").open("a").write("saved\\n")
+engine = SimpleNamespace(global_steps=2, save_checkpoint=save)
+preemption.follow(engine, "nowhere", requeue=True)
+(folder / "started").open("a").write("started\\n")
+while True:
+    preemption.end_step(engine)
+    time.sleep(0.05)
+"""
+
+
+def test_a_rank_that_is_to_requeue_its_job_does_so_unless_it_is_cancelled(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(FOLLOWING)
+    command = f"srun {sys.executable} {tmp_path / 'rank.py'} {tmp_path}"
+    options = ("--nodes=1", "--requeue", f"--output={tmp_path / 'output'}", "--open-mode=append")
+    job = cluster.ask("sbatch", "--parsable", *options, "--wrap", command)
+
+    def count(name: str) -> int:
+        path = tmp_path / name
+        return len(path.read_text().splitlines()) if path.exists() else 0
+
+    wait_for("the first start", lambda: count("started") == 1, cluster.tell)
+    cluster.ask("scancel", "--signal=USR1", job)  # as --signal=USR1@… does
+    wait_for("the second start", lambda: count("started") == 2, cluster.tell)
+    cluster.ask("scancel", job)
+    ended = cluster.wait_for_end(job)
+    assert (ended["JobState"], ended["Restarts"]) == ("CANCELLED", "1")
+    wait_for("its save", lambda: count("saved") == 2)
+    wait_for("its word", lambda: "is not requeued: it is " in (tmp_path / "output").read_text())
 
 
 @pytest.mark.engine

@@ -108,8 +108,15 @@ def test_a_rank_that_is_stopped_hangs_the_launch_which_is_started_again(stage: S
     assert_nothing_is_left(stage)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
-def test_signals_go_on_to_every_rank(stage: Stage, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("number", "platform", "code"),
+    [(signal.SIGTERM, "", 0), (signal.SIGTERM, "KUBERNETES_SERVICE_HOST", 143), (signal.SIGUSR1, "", 0)],
+    ids=["SIGTERM", "SIGTERM in a pod", "SIGUSR1"],
+)
+def test_signals_go_on_to_every_rank(stage: Stage, number: signal.Signals, platform: str, code: int) -> None:
+    """What is around the supervisor would take 0 for the end of the job, which has not done its work."""
+    if platform:
+        stage.environment[platform] = "10.96.0.1"
     (stage.folder / "wait").touch()
     with stage.supervise(command=stage.launch(steps=4), through="nohup") as process:
         stage.wait_for_ranks()
@@ -118,7 +125,7 @@ def test_signals_go_on_to_every_rank(stage: Stage, number: signal.Signals) -> No
         told = stage.folder / "signals"
         wait_until(lambda: told.exists() and len(told.read_text().splitlines()) == 2)
         (stage.folder / "wait").unlink()
-        assert process.wait(timeout=120) == 0
+        assert process.wait(timeout=120) == code
     assert sorted(told.read_text().split("\n")) == ["", f"0 {number:d}", f"1 {number:d}"]
     assert stage.find("signal")[0]["ranks"] == 2
     assert stage.names()[-1] == ("stopped" if number == signal.SIGTERM else "finished")

@@ -437,6 +437,17 @@ def test_a_machine_that_is_lost_leaves_the_last_whole_checkpoint(tmp_path: Path,
     assert any("passed over" in text and "checkpoint-6" in text for text in rest[0].warnings)
 
 
+@pytest.mark.skipif(not V5, reason="transformers 4 has no enable_jit_checkpoint")
+def test_of_two_saves_on_a_signal_one_acts(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """The Trainer's own takes the signal 3 s later, on each rank for itself."""
+    options = {"enable_jit_checkpoint": True, "told_at": 2, "per_device_train_batch_size": 4}
+    run = ucp_worlds.get(2).run(trainers_hf.train, str(tmp_path), make_config(2), **options)
+    assert [each.code for each in run] == [0, 0]
+    assert (tmp_path / "preempted" / "latest").read_text() == "global_step2"
+    assert not list(tmp_path.glob("checkpoint-*"))
+    assert [sum("the place of the Trainer's own" in text for text in each.warnings) for each in run] == [1, 0]
+
+
 def test_a_trainer_that_removes_folders_in_another_way_waits_for_its_saves(monkeypatch: pytest.MonkeyPatch) -> None:
     """As transformers 4 does, or a module that gets `shutil` in another way."""
     parts = {"rotate_checkpoints": None, "Trainer": SimpleNamespace(_finalize_training=None), "shutil": shutil}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import random
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +16,7 @@ from unittest import mock
 import torch
 from trainers_gloo import choose_gloo
 
-import deepspeed_ucp  # noqa: F401 - what the test is about
+from deepspeed_ucp import preemption
 
 FEATURES = 11
 
@@ -87,6 +89,7 @@ class Trained:
         judged: by step the evaluation's loss.
         warnings: of the plugin, on this rank.
         folders: checkpoints that were there as a step ended, and whether the engine's state was in them.
+        code: with which it ended before its time.
     """
 
     samples: dict[int, list[int]] = field(default_factory=dict)
@@ -98,6 +101,7 @@ class Trained:
     judged: dict[int, float] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     folders: list[dict[str, bool]] = field(default_factory=list)
+    code: object = None
 
 
 def make_notes(net: Net, told: Trained, stop: int | None) -> Any:
@@ -120,6 +124,21 @@ def make_notes(net: Net, told: Trained, stop: int | None) -> Any:
     return Notes()
 
 
+def make_follower(trainer: Any, folder: str, told_at: int) -> Any:
+    """A callback that has this package save on SIGTERM, which comes in a step."""
+    from transformers import TrainerCallback
+
+    class Follower(TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            preemption.follow(trainer.deepspeed, folder)
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step + 1 == told_at:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    return Follower()
+
+
 def train(
     folder: str,
     ds_config: dict[str, Any],
@@ -131,6 +150,7 @@ def train(
     model: str = "Net",
     most: int = 1 << 30,
     held: tuple[int, ...] = (),
+    told_at: int | None = None,
     **options: Any,
 ) -> Trained:
     """A run of the Trainer: three epochs by default; each step is logged.
@@ -139,6 +159,7 @@ def train(
         model: name of its class.
         most: samples for which a rank has memory.
         held: from and to which step nothing is written from memory; what is held at the end is lost.
+        told_at: step in which this rank is told to go, and saves to ``folder/preempted``.
     """
     told = Trained()
     with (
@@ -183,7 +204,14 @@ def train(
 
             holder = make_holder(folder, held, told.folders)
             trainer.add_callback(holder)
-        trainer.train(resume_from_checkpoint=resume)
+        if told_at is not None:
+            trainer.add_callback(make_follower(trainer, f"{folder}/preempted", told_at))
+        try:
+            trainer.train(resume_from_checkpoint=resume)
+        except SystemExit as end:
+            told.code = end.code
+            trainer.deepspeed.destroy()
+            return told
         if holder is not None:
             holder.lose()
         told.log = {entry["step"]: entry for entry in trainer.state.log_history if "loss" in entry}
