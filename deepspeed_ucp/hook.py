@@ -76,7 +76,7 @@ def _configure_train_batch_size(original: Callable[..., Any], config: Any) -> No
         if config.global_rank == 0:
             warn_untested(sys.modules["deepspeed"].__version__)
             if is_on_by_environment(config._param_dict):
-                _log_once(f"on by the environment variable {ENVIRONMENT}")
+                _log_once(f"deepspeed_ucp is on by the environment variable {ENVIRONMENT}")
         shorten_uncaught()
         connect()  # from here on others that wait for this rank know that it lives
         from_config(options.patterns)  # what is wrong with them is told here, not hours later

@@ -1,0 +1,150 @@
+"""Ray Train with DeepSpeed, on by the environment alone: a node is lost, another one comes, and is to be taken away."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.platforms.jobs import BOUND, RECIPES, ROOT, make_environment, wait_for
+
+SCRIPT = RECIPES / "ray" / "train.py"
+STEPS, PACE, SAVE_EVERY, LOOK_EVERY = 220, 0.1, 10, 4.0
+MISSING = [name for name in ("ray", "pyarrow") if importlib.util.find_spec(name) is None]
+
+pytestmark = [
+    pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)} missing (pip install 'ray[train]')"),
+    pytest.mark.exhaustive,  # minutes: Ray takes long to see that a node is gone
+]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A head, which runs no workers, and two nodes for one each."""
+    from ray.cluster_utils import Cluster
+
+    start = tmp_path / "start"  # Python's, as the package's `.pth` file is in site-packages where it is installed
+    start.mkdir()
+    (start / "sitecustomize.py").write_text(f"import site\nsite.addsitedir({str(ROOT)!r})\n")
+    more = {"PYTHONPATH": f"{start}{os.pathsep}{ROOT}", "RAY_AUTH_MODE": "disabled"}
+    for name, value in make_environment(**more).items():
+        monkeypatch.setenv(name, value)
+    found = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    try:
+        yield found
+    finally:
+        found.shutdown()
+
+
+class Job:
+    """The recipe, as somebody starts it."""
+
+    def __init__(self, folder: Path, address: str) -> None:
+        numbers = {"--steps": STEPS, "--pace": PACE, "--save_every": SAVE_EVERY, "--look_every": LOOK_EVERY}
+        options = [str(each) for option in numbers.items() for each in option]
+        self.record, self.output = folder / "record", folder / "output"
+        command = [sys.executable, str(SCRIPT), "--storage", str(folder / "runs"), "--record", str(self.record)]
+        with self.output.open("wb") as output:
+            self.process = subprocess.Popen(
+                [*command, *options], env={**os.environ, "RAY_ADDRESS": address}, stdout=output, stderr=output
+            )
+
+    def read(self) -> list[dict[str, Any]]:
+        lines = self.record.read_text().split("\n")[:-1] if self.record.exists() else []
+        return [json.loads(line) for line in lines]
+
+    def find_starts(self) -> list[tuple[int, int, int]]:
+        """Of each start the number of workers, its first step and its last one."""
+        steps: dict[int, list[dict[str, Any]]] = {}
+        for each in self.read():
+            steps.setdefault(each["pid"], []).append(each)
+        return [(each[0]["world"], each[0]["step"], each[-1]["step"]) for each in steps.values()]
+
+    def wait_for(self, starts: int, world: int, steps: int) -> None:
+        """Until so many starts were made, the last of them has so many workers, and has taken so many steps."""
+
+        def look() -> bool:
+            assert self.process.poll() is None, self.tell()
+            found = self.find_starts()
+            return len(found) == starts and found[-1][0] == world and found[-1][2] - found[-1][1] >= steps
+
+        wait_for(f"start {starts} with {world} workers", look, self.tell)
+
+    def tell(self) -> str:
+        return f"{self.find_starts()}\n{self.output.read_text()[-6000:]}"
+
+
+def find_losses() -> dict[int, float]:
+    """Of the run that nothing happens to, with torch alone."""
+    sys.path.insert(0, str(SCRIPT.parent))
+    try:
+        spec = importlib.util.spec_from_file_location("ray_recipe", SCRIPT)
+        assert spec is not None and spec.loader is not None
+        recipe = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(recipe)
+    finally:
+        sys.path.remove(str(SCRIPT.parent))
+    model = recipe.make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.CONFIG["optimizer"]["params"]["lr"])
+    losses = {}
+    for step in range(STEPS):
+        loss = recipe.find_loss(model, recipe.draw_samples(step))
+        losses[step + 1] = loss.item()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.timeout(600)
+def test_a_run_goes_on_with_the_workers_that_there_are(cluster: Any, tmp_path: Path) -> None:
+    """From the last save where a node dies, from the step of the notice where one is told to go; and its losses are
+    those of the run that nothing happens to."""
+    _, lost = (cluster.add_node(num_cpus=1) for _ in range(2))
+    job = Job(tmp_path, cluster.address)
+    try:
+        job.wait_for(starts=1, world=2, steps=2 * SAVE_EVERY + 3)
+        cluster.remove_node(lost, allow_graceful=False)
+        job.wait_for(starts=2, world=1, steps=2)
+        going = cluster.add_node(num_cpus=1)
+        job.wait_for(starts=3, world=2, steps=2)
+        told = job.find_starts()[-1][2]
+        drain(cluster.address, going.node_id)
+        job.wait_for(starts=4, world=1, steps=2)
+        code = job.process.wait(timeout=120)
+    finally:
+        if job.process.poll() is None:
+            job.process.send_signal(signal.SIGKILL)
+            job.process.wait()
+    assert code == 0, job.tell()
+    (_, first, ended), (_, second, alone), (_, third, _), (_, fourth, last) = job.find_starts()
+    assert first == 1 and last == STEPS
+    for begun, before in ((second, ended), (third, alone)):  # Ray may take a moment to count a save
+        assert (begun - 1) % SAVE_EVERY == 0 and 0 <= before - (begun - 1) < 2 * SAVE_EVERY
+    assert 1 < second < third
+    assert fourth - 1 >= told
+    losses = find_losses()
+    taken = job.read()
+    assert {each["step"] for each in taken} == set(losses)
+    worst = max(abs(each["loss"] - losses[each["step"]]) / losses[each["step"]] for each in taken)
+    assert worst < BOUND, worst
+    output = job.output.read_text()
+    assert output.count("deepspeed_ucp is on by the environment variable") >= 4
+    assert output.count("deepspeed_ucp is to load it, ZeRO-1 dp=2") == 2
+    assert output.count("deepspeed_ucp is to load it, ZeRO-1 dp=1") == 1
+
+
+def drain(address: str, node: str) -> None:
+    """As clouds do that take a spot instance away."""
+    reason = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot"]
+    command = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", address, "--node-id", node]
+    subprocess.run([*command, *reason, "--deadline-remaining-seconds", "12"], check=True, capture_output=True)
