@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.support.forked import start_script
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "examples" / "platforms"
@@ -87,15 +88,10 @@ class Run:
 def run_reference(folder: Path) -> Steps:
     """The same on one rank that nothing happens to, by step."""
     run = Run(folder, pace=0.0)
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    done = subprocess.run(
-        [sys.executable, *run.command()],
-        env=make_environment(**alone),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
+    process = start_script(SCRIPT, run.command()[1:], folder / "output", alone)
+    process.join()
+    assert process.exitcode == 0, (folder / "output").read_text()[-2000:]
     return {each["step"]: each for each in run.read("step")}
 
 
