@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.platforms.jobs import make_environment, wait_for
+from tests.platforms.jobs import Run, Steps, make_environment, wait_for
 
 NAMESPACE = ("unshare", "--pid", "--fork", "--kill-child=KILL")  # its child is process 1, its exit code the child's
+GRACE = 60  # seconds
 RANK = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); print('up'); time.sleep(60)"
 
 
@@ -70,3 +71,20 @@ def test_a_shell_that_is_process_1_keeps_the_signal_for_itself(command: list[str
             container.wait(timeout=1)
         send(container, signal.SIGKILL)  # the grace is over, and with it all in the namespace
         container.wait(timeout=10)
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_a_drained_pod_saves_within_the_grace_and_is_no_success(reference: Steps, tmp_path: Path) -> None:
+    run, output = Run(tmp_path), tmp_path / "output"
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    command = [sys.executable, "-m", "deepspeed_ucp", "run", *run.command()]
+    with start(output, *command, **rank) as container:
+        run.wait_for_step(3, starts=1, tell=output.read_text)
+        send(container, signal.SIGTERM)
+        assert container.wait(timeout=GRACE) == 143, output.read_text()
+    done = run.read("step")[-1]["step"]
+    with start(output, *command, **rank) as container:
+        assert container.wait(timeout=120) == 0, output.read_text()
+    assert run.find_starts() == [(1, 0), (1, done)]
+    run.check(reference)
