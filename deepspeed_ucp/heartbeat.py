@@ -29,7 +29,7 @@ from types import TracebackType
 from typing import Any
 
 from .warm import learning
-from .whereabouts import count_collectives, find_whereabouts
+from .whereabouts import CollectiveCounter, find_whereabouts
 
 VARIABLE = "DEEPSPEED_UCP_LIFELINE"
 """Environment: ``host:port:key`` of the watcher; the key is that of one launch."""
@@ -78,11 +78,11 @@ class _OwnTime:
         self.step: int | None = None
         self.phase: str | None = None
         self._began = self._since = time.monotonic()
-        self._own, self._collectives = 0.0, 0
+        self._own, self._collectives, self._counter = 0.0, 0, CollectiveCounter()
 
     def turn(self, phase: str | None) -> None:
         """Another phase begins."""
-        now, collectives = time.monotonic(), sum(count_collectives().values())
+        now, collectives = time.monotonic(), self._counter.count()
         if self.phase in _ALONE and collectives == self._collectives:
             self._own += now - self._since
         self.phase, self._since, self._collectives = phase, now, collectives

@@ -10,7 +10,7 @@ import contextlib
 import dis
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -33,11 +33,34 @@ def count_collectives() -> dict[str, int]:
     The names of a group, and the numbers of ranks that have come equally far, are the same on all of its ranks.
     """
     counts: dict[str, int] = {}
-    world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
-    for group, name in list(getattr(world, "pg_names", {}).items()):
+    for group, name in list(_list_groups().items()):
         with contextlib.suppress(Exception):  # backends without
             counts[str(name)] = int(group._get_sequence_number_for_group())
     return counts
+
+
+def _list_groups() -> dict[Any, str]:
+    world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
+    return getattr(world, "pg_names", {})
+
+
+class CollectiveCounter:
+    """The sum of :func:`count_collectives`, for who asks several times in every step (some 0.15 µs a group)."""
+
+    def __init__(self) -> None:
+        self._groups, self._last = 0, None
+        self._ask: list[Callable[[], int]] = []
+
+    def count(self) -> int:
+        """Of all groups that there are now."""
+        groups = _list_groups()
+        last = next(reversed(groups), None)
+        if len(groups) != self._groups or last is not self._last:
+            named = count_collectives()
+            asked = [group for group, name in list(groups.items()) if str(name) in named]
+            self._groups, self._last = len(groups), last
+            self._ask = [group._get_sequence_number_for_group for group in asked]
+        return sum(ask() for ask in self._ask)
 
 
 def find_whereabouts() -> dict[str, Any]:
