@@ -14,8 +14,11 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-_DEPTH, _INNERMOST = 12, 6
-"""Frames that are told, and those of them that tell whether it is a wait."""
+_DEPTH, _TOLD, _INNERMOST = 100, 16, 6
+"""Frames that are looked at, those that are told, and those that tell whether it is a wait."""
+
+_LIBRARIES = ("/site-packages/", "/lib/python3", "<frozen ")
+"""In the paths of code that is not the script's own."""
 
 _ROOMS = ("/torch/distributed/", "/deepspeed/comm/", "/deepspeed_ucp/meeting.py", "/deepspeed_ucp/comm.py")
 """Files by whose functions ranks wait for each other."""
@@ -67,8 +70,9 @@ def find_whereabouts() -> dict[str, Any]:
     """Where the main thread is; may be asked in another thread.
 
     Returns:
-        ``stack``: the innermost frames as ``file:line function``, the innermost first; ``waits``: the function by which
-        it waits for other ranks or for its GPU, or None; ``collectives``: as :func:`count_collectives`.
+        ``stack``: frames as ``file:line function``, the innermost first, and of those further out the script's own
+        alone; ``own``: the innermost one that is; ``waits``: the function by which it waits for other ranks or for its
+        GPU, or None; ``collectives``: as :func:`count_collectives`.
     """
     frames = sys._current_frames()
     stack = list(_walk(frames.get(threading.main_thread().ident or 0)))
@@ -76,7 +80,13 @@ def find_whereabouts() -> dict[str, Any]:
     if waits is None and stack and stack[0].f_code.co_name == _BACKWARD:
         known = {each.ident for each in threading.enumerate() if not isinstance(each, threading._DummyThread)}
         waits = next((room for at, frame in frames.items() if at not in known and (room := _find_room(frame))), None)
-    return {"stack": [_describe(frame) for frame in stack], "waits": waits, "collectives": count_collectives()}
+    told = [frame for at, frame in enumerate(stack) if at < _TOLD // 2 or _is_own(frame)][:_TOLD]
+    own = next((_describe(frame) for frame in stack if _is_own(frame)), None)
+    return {"stack": list(map(_describe, told)), "own": own, "waits": waits, "collectives": count_collectives()}
+
+
+def _is_own(frame: FrameType) -> bool:
+    return not any(part in frame.f_code.co_filename for part in _LIBRARIES)
 
 
 def _walk(frame: FrameType | None) -> Iterator[FrameType]:

@@ -26,8 +26,8 @@ _FOLLOWS = re.compile(
 _ORDER = {None: 0, "forward": 1, "backward": 2, "step": 3}
 """Phases in the order in which ranks go through them."""
 
-_NAMED, _FRAMES = 8, 6
-"""Ranks that a hang names, and frames of each."""
+_NAMED = 8
+"""Ranks that a hang names."""
 
 
 def find_first_failure(ranks: Sequence[RankStatus]) -> RankStatus | None:
@@ -119,12 +119,12 @@ def find_culprits(ranks: Sequence[RankStatus]) -> list[RankStatus]:
 
 
 def _find_busy(ranks: Sequence[RankStatus]) -> list[RankStatus]:
-    return [seen for seen in ranks if seen.where and not seen.where.get("waits")]
+    return [seen for seen in ranks if seen.where and seen.where.waits is None]
 
 
 def _find_awaited(ranks: Sequence[RankStatus]) -> list[RankStatus]:
     """Who has begun fewer collectives of a group than another one of its ranks, and is waiting for nobody so itself."""
-    counts = [dict((seen.where or {}).get("collectives") or {}) for seen in ranks]
+    counts = [seen.where.collectives if seen.where else {} for seen in ranks]
     groups = {group for each in counts for group in each}
     most = {group: max(each.get(group, 0) for each in counts) for group in groups}
     least = {group: min(each[group] for each in counts if group in each) for group in groups}
@@ -151,10 +151,10 @@ def _tell(seen: RankStatus) -> dict[str, object]:
         state = describe_state(seen.pid, seen.started)
         what = f"does not answer{state and f': {state}'}"
     else:
-        stack = [str(frame) for frame in seen.where.get("stack", [])][:_FRAMES]
-        waits = seen.where.get("waits")
+        stack, waits = list(seen.where.stack), seen.where.waits
         how = f"has others wait, although it waits in {waits}" if waits else "was not waiting"
-        what = f"{how}{f', at {stack[0]}' if stack else ''}"
+        places = dict.fromkeys((*stack[:1], *filter(None, [seen.where.own])))
+        what = how + (f", at {', called at '.join(places)}" if places else "")
     text = f"{seen.name}, {seen.place}, {what}"
     return {"rank": seen.rank, "host": seen.host, "step": seen.step, "phase": seen.phase, "what": text, "stack": stack}
 
@@ -166,9 +166,9 @@ def _tell_missing(rank: int) -> dict[str, object]:
 
 def _describe_wait(ranks: Sequence[RankStatus]) -> str:
     """Of ranks of which none stands out."""
-    waits = sorted({str(seen.where["waits"]) for seen in ranks if seen.where and seen.where.get("waits")})
+    waits = sorted({seen.where.waits for seen in ranks if seen.where and seen.where.waits})
     if len(_find_busy(ranks)) == len(ranks):
-        stacks = sorted({str(seen.where["stack"][0]) for seen in ranks if seen.where and seen.where.get("stack")})
+        stacks = sorted({seen.where.stack[0] for seen in ranks if seen.where and seen.where.stack})
         return f"none of the ranks waits for another; they are at {', '.join(stacks[:_NAMED])}" if stacks else ""
     return (
         f"all ranks here wait for others ({', '.join(waits)}): the cause is a rank elsewhere, or what connects them"

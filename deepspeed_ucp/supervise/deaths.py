@@ -156,7 +156,7 @@ def describe_state(pid: int, started: int) -> str:
 
 def _find_count(pid: int) -> tuple[Path, int | None] | None:
     """The file with the count of a process's cgroup, and the least limit in bytes of it and of those around it."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):
         for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
             _, controllers, within = line.split(":", 2)
             kind = "memory" if "memory" in controllers.split(",") else controllers

@@ -27,6 +27,23 @@ _STRANGERS, _GREETING = 128, 15.0
 """Connections that have not told the key, at the most, and the seconds that each is given for it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Where:
+    """Where a rank is (:func:`deepspeed_ucp.whereabouts.find_whereabouts`)."""
+
+    stack: tuple[str, ...] = ()
+    own: str | None = None
+    waits: str | None = None
+    collectives: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, told: Mapping[str, Any]) -> Where:
+        """Of what a rank told."""
+        own, waits = (None if told[name] is None else str(told[name]) for name in ("own", "waits"))
+        counts = {str(group): int(count) for group, count in told["collectives"].items()}
+        return cls(tuple(map(str, told["stack"])), own, waits, counts)
+
+
 @dataclass(slots=True)
 class RankStatus:
     """A rank that has told of itself.
@@ -37,7 +54,7 @@ class RankStatus:
         heard: when it last said something (monotonic seconds).
         step: how far it got; None before its first step.
         phase: of the step after that, in which it is or was; None between two.
-        where: what it answered when it was asked last (:func:`deepspeed_ucp.whereabouts.find_whereabouts`).
+        where: what it answered when it was asked last; None before that.
         error, line: the traceback that ended it, and its exception in a line.
         code: with what it ended, where it said so and it was not 0.
         signal: that ended it, where this is known.
@@ -57,7 +74,7 @@ class RankStatus:
     heard: float
     step: int | None = None
     phase: str | None = None
-    where: Mapping[str, Any] | None = None
+    where: Where | None = None
     error: str | None = None
     line: str | None = None
     code: int | None = None
@@ -80,7 +97,7 @@ class RankStatus:
     def hear(self, told: Mapping[str, Any]) -> None:
         """What it tells more; where it is it tells because it was asked, which is no sign that it goes on."""
         if "where" in told:
-            self.where = dict(told["where"])
+            self.where = Where.read(told["where"])
             return
         self.heard = time.monotonic()
         if "step" in told:
@@ -120,7 +137,8 @@ class RankStatus:
         if self.error is not None:
             how, why = "failed", f": {self.line}" if self.line else ""
         elif self.signal is not None:
-            how, why = f"was ended by {signal.Signals(self.signal).name}", ""
+            known = self.signal in {*signal.Signals}
+            how, why = f"was ended by {signal.Signals(self.signal).name if known else f'signal {self.signal}'}", ""
         else:
             how, why = "has gone without a word" if self.code is None else f"ended with {self.code}", ""
         return f"{self.name} {how} {self.place}{why}{self.memory and f'; {self.memory}'}"
@@ -205,11 +223,11 @@ class Watch:
 
     def send(self, number: int) -> int:
         """Let every rank send itself a signal; how many have been told."""
-        told = [each.status for each in self._list_open() if _send(each, signal=number)]
-        for status in told:
-            if status is not None and status.failed is None and number in _ENDING:
+        there = self._list_open()
+        for status in (each.status for each in there if number in _ENDING):
+            if status is not None and status.failed is None:
                 status.was_told = True
-        return len(told)
+        return sum(_send(each, signal=number) for each in there)
 
     def ask(self, seconds: float = 1.0) -> list[RankStatus]:
         """Have every rank tell where it is; those that are there and have not answered in time."""

@@ -23,7 +23,7 @@ from deepspeed_ucp.supervise import deaths
 from deepspeed_ucp.supervise.blame import describe_first_failure, examine_hang, find_culprits, find_first_failure
 from deepspeed_ucp.supervise.deaths import Deaths
 from deepspeed_ucp.supervise.pace import WINDOW, Pace, find_stragglers
-from deepspeed_ucp.supervise.watch import RankStatus, StepTime, Watch
+from deepspeed_ucp.supervise.watch import RankStatus, StepTime, Watch, Where
 from deepspeed_ucp.whereabouts import find_whereabouts
 from tests.supervise.standins import Stage, build, wait_until
 
@@ -73,11 +73,13 @@ def test_a_failure_is_told_in_words() -> None:
     assert told.endswith(" UTC, the first of this agent's ranks)")
     assert "which another agent may tell" in (describe_first_failure([make_seen(0, time.monotonic(), PEER)]) or "")
     assert describe_first_failure([make_seen(0)]) is None
+    assert "was ended by signal 40" in make_seen(0, 1.0, signal=40).describe()
 
 
 def at(waits: str | None, step: int = 7, phase: str | None = None, **collectives: int) -> RankStatus:
-    where = {"stack": ["train.py:3 main"], "waits": waits, "collectives": collectives}
-    return make_seen(0, step=step, phase=phase, where=where)
+    return make_seen(
+        0, step=step, phase=phase, where=Where(("train.py:3 main",), "train.py:3 main", waits, collectives)
+    )
 
 
 @pytest.mark.parametrize(
@@ -376,6 +378,8 @@ for step in range(1, 31):
     dist.all_reduce(torch.ones(1))
     heartbeat.report_phase(None)
     heartbeat.report_step(step)
+dist.barrier()
+os._exit(0)  # torch's teardown may take as long as a hang is given here
 """
 
 

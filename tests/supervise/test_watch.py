@@ -92,9 +92,12 @@ def test_nobody_else_is_listened_to(watch: Watch, said: bytes, with_key: bool) -
         b"[" * 60_000,
         b'{"error": ' + b"[" * 60_000,
         b'{"step": null}',
+        b'{"where": 3}',
+        b'{"where": {"stack": 3, "own": 1, "waits": null, "collectives": {}}}',
+        b'{"step": 3, "work": "x"}',
         b'"hello"',
     ],
-    ids=["infinity", "large", "digits", "deep", "deep-error", "null", "text"],
+    ids=["infinity", "large", "digits", "deep", "deep-error", "null", "where", "stack", "work", "text"],
 )
 def test_nothing_that_a_rank_says_ends_the_listening(watch: Watch, said: bytes) -> None:
     told = watch.begin()
