@@ -228,10 +228,10 @@ print("there", flush=True)
 
 
 @contextlib.contextmanager
-def run_rank(told: str, rank: int, then: str, wrap: str = "") -> Iterator[subprocess.Popen[bytes]]:
+def run_rank(told: str, rank: int, then: str, *enter: str) -> Iterator[subprocess.Popen[bytes]]:
     command = [sys.executable, "-c", RANK.format(then=then)]
     environment = {**os.environ, heartbeat.VARIABLE: told, "RANK": str(rank), "WORLD_SIZE": "4"}
-    with subprocess.Popen([*wrap.split(), *command], env=environment, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen([*enter, *command], env=environment, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline()
         try:
             yield process
@@ -336,13 +336,9 @@ def test_a_rank_that_the_kernel_has_killed_for_want_of_memory_is_told(watch: Wat
         pytest.skip("no cgroup of version 1 can be made here")
     try:
         (folder / "memory.limit_in_bytes").write_text(str(64 << 20))
-        told = watch.begin()
-        environment = {**os.environ, heartbeat.VARIABLE: told, "RANK": "4"}
-        code = RANK.format(then="x = bytearray(200 << 20)")
-        command = ["sh", "-c", f'echo $$ > {folder}/cgroup.procs; exec "$@"', "sh", sys.executable, "-c", code]
-        done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False)
-        assert done.returncode == -signal.SIGKILL
-        wait_until(lambda: watch.look() and not watch.look()[0].is_open)
+        enter = ("sh", "-c", f'echo $$ > {folder}/cgroup.procs; exec "$@"', "sh")
+        with run_rank(watch.begin(), 4, "x = bytearray(200 << 20)", *enter):
+            wait_until(lambda: watch.look() and not watch.look()[0].is_open)
     finally:
         wait_until(lambda: not (folder / "cgroup.procs").read_text())
         folder.rmdir()
