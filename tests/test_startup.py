@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pkgutil
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +52,11 @@ def test_off_is_off(word: str) -> None:
         "[False, False] absent",
         "['deepspeed_ucp_startup']",
     ]
+
+
+def test_the_file_that_replaces_the_line_names_what_it_calls() -> None:
+    """Of PEP 829, which only newer Pythons read."""
+    assert pkgutil.resolve_name((ROOT / "deepspeed_ucp.start").read_text().strip()) is startup.start
 
 
 def test_the_words_for_off_are_the_configurations() -> None:

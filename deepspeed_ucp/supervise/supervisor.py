@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import tempfile
@@ -30,6 +31,7 @@ FORWARDED = (*STOPPING, signal.SIGUSR1, signal.SIGUSR2)
 
 _LOOK_EVERY = 0.1
 _ENV_FILE = "DS_ENV_FILE"
+_SWITCH = "DEEPSPEED_UCP"
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,8 +346,10 @@ def _read_exports() -> list[str]:
 
 
 def _write_exports(folder: str, line: str) -> str:
-    """A file of variables for the launcher to export: those of its own one, and the ranks' line."""
+    """A file of variables for the launcher to export: the plugin's switch, those of its own one, the ranks' line."""
     path = os.path.join(folder, "environment")
+    told = re.sub(r'[\\"$`]', r"\\\g<0>", os.environ.get(_SWITCH, ""))  # for the quotes of a remote shell
+    switch = [f"{_SWITCH}={told}"] if told else []
     with open(path, "w", encoding="utf-8") as stream:
-        stream.writelines(f"{text}\n" for text in [*_read_exports(), f"{VARIABLE}={line}"])
+        stream.writelines(f"{text}\n" for text in [*switch, *_read_exports(), f"{VARIABLE}={line}"])
     return path

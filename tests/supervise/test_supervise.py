@@ -6,12 +6,16 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from deepspeed_ucp.cli.dispatch import main
+from deepspeed_ucp.config import ENVIRONMENT
+from deepspeed_ucp.heartbeat import VARIABLE
+from deepspeed_ucp.supervise.supervisor import _write_exports
 from tests.supervise.standins import Stage, build, is_running, kill, wait_until
 
 A, B = "127.0.0.2", "127.0.0.3"
@@ -231,3 +235,16 @@ def test_the_rank_that_failed_first_is_named_and_not_waited_for(end: str, rest: 
     (failed,) = stage.find("failed")
     assert failed["rank"] == 1
     assert re.match(f"rank 1 on .* {told}", failed["reason"])  # bash may take leave of it before anybody looks
+
+
+def test_what_switches_the_plugin_on_reaches_every_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the quotes that DeepSpeed's launcher puts around it; its own file of variables counts first."""
+    value = '{"patterns": "a\\\\b $HOME `id`"}'
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv(ENVIRONMENT, value)
+    Path(".deepspeed_env").write_text("MINE=1\n")
+    (name, text), *others = (line.split("=", 1) for line in Path(_write_exports(".", "line")).read_text().splitlines())
+    done = subprocess.run(["bash", "-c", f'printf %s "{text}"'], capture_output=True, text=True, check=True)
+    assert (name, done.stdout) == (ENVIRONMENT, value)
+    assert others == [["MINE", "1"], [VARIABLE, "line"]]
