@@ -17,8 +17,9 @@ from packaging.version import Version
 from safetensors.torch import load_file
 from trainers_hf import Trained
 
-from deepspeed_ucp import CheckpointError, MismatchError
+from deepspeed_ucp import CheckpointError, MismatchError, beacon
 from deepspeed_ucp.atoms import SavedJob
+from deepspeed_ucp.beacon.listener import Listener
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.testing import WorldPool
 from deepspeed_ucp.torchsave.torchfile import list_records
@@ -456,3 +457,16 @@ def test_a_trainer_that_removes_folders_in_another_way_waits_for_its_saves(monke
         module = SimpleNamespace(**{name: part for name, part in parts.items() if name != lacking})
         monkeypatch.setitem(sys.modules, "transformers.trainer", module)  # type: ignore[misc]
         assert huggingface._can_rotate() is known
+
+
+@pytest.mark.skipif(not V5, reason="transformers 4 tells Kubeflow nothing")
+def test_a_trainer_that_tells_kubeflow_its_progress_does_so_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.integrations.integration_utils import KubeflowCallback
+
+    monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_URL", "https://nowhere")
+    monkeypatch.setattr(beacon, "_chosen", {"kubeflow": Listener(), "line": Listener()})
+    monkeypatch.setattr(huggingface, "find_options", lambda _: None)
+    for callbacks, left in (([], ["kubeflow", "line"]), ([KubeflowCallback()], ["line"])):
+        trainer = SimpleNamespace(callback_handler=SimpleNamespace(callbacks=callbacks))
+        huggingface.train(lambda trainer: None, trainer)
+        assert list(beacon._chosen or {}) == left
