@@ -20,7 +20,7 @@ Recipe = dict[str, Any]
 """What a template is made from: of JSON's types, for any node of the same software (:meth:`Nursery.recipe`)."""
 
 _TEMPLATE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "template.py")
-_NEEDED = ("", "deepspeed", "numpy", "torch")
+_NEEDED = ("deepspeed", "numpy", "torch")
 """Packages without which a template is worth nothing."""
 
 _MOST_WITHOUT = 8
@@ -198,25 +198,26 @@ class Nursery:
                 self._refused.add(told["refused"])
                 self.log("template", refused=told["refused"])
         elif "unfit" in told:
-            self._avoid(made, told["unfit"], told["package"])
+            self._avoid(made, told["unfit"], told["packages"])
         elif "built" in told:
             self._retire()
             made.held |= set(told["held"])
-            without = {"without": list(self._without.values())} if self._without else {}
+            without = {"without": list(dict.fromkeys(self._without.values()))} if self._without else {}
             self.log("template", **told["built"], **without)
         else:
             with self._lock:
                 self._current, self._next, made.is_ready = made, None, True
                 self._lock.notify_all()
 
-    def _avoid(self, made: _Made, reason: str, package: str) -> None:
-        """Make it without the package that it cannot have."""
+    def _avoid(self, made: _Made, reason: str, packages: list[str]) -> None:
+        """Make it without the package that it cannot have, the first one, and the one that imports it."""
         with self._lock:
             self._drop(made)
-            if package in _NEEDED or package in self._without or len(self._without) >= _MOST_WITHOUT:
+            more = [name for name in packages if name not in self._without and name not in _NEEDED]
+            if not more or packages[0] in _NEEDED or len(self._without) >= _MOST_WITHOUT:
                 self._give_up(made.own, reason)
             else:
-                self._without[package] = reason
+                self._without.update(dict.fromkeys(more, reason))
                 self._make(made.own)
 
     def _give_up(self, own: Recipe, reason: str) -> None:

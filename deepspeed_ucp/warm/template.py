@@ -58,12 +58,12 @@ class Unfit(Exception):
     """No template can be had.
 
     Attributes:
-        package: without it there may be one.
+        packages: without them there may be one.
     """
 
-    def __init__(self, reason: str, package: str = "") -> None:
+    def __init__(self, reason: str, *modules: str) -> None:
         super().__init__(reason)
-        self.package = package
+        self.packages = [name.partition(".")[0] for name in modules]
 
 
 class Sources:
@@ -137,7 +137,7 @@ def import_all(recipe: Mapping[str, Any]) -> int:
             if _count_threads() > threads and _count_threads_after_fork() > threads:
                 raise Unfit(f"the import of {name} starts threads", name)
             if reads.found != late and reads.found is not None:
-                raise Unfit("{} reads {} when it is imported".format(*reads.found), reads.found[0])
+                raise Unfit("{} reads {} when it is imported".format(*reads.found), reads.found[0], name)
     for name, value in recipe["set"].items():
         if os.environ.get(name) != value:
             raise Unfit(f"the script sets {name} itself before it imports what reads it: set it outside of the script")
@@ -423,7 +423,8 @@ def prepare(request: Mapping[str, Any]) -> Callable[[], None]:
     if not getattr(sys.flags, "safe_path", False):
         sys.path.insert(0, os.getcwd() if is_module else os.path.dirname(os.path.realpath(name)))
     if is_module:
-        sys.modules.pop(name, None)  # else runpy warns that it has been imported
+        if not hasattr(sys.modules.get(name), "__path__"):
+            sys.modules.pop(name, None)  # else runpy warns that it has been imported
         return lambda: runpy._run_module_as_main(name)  # type: ignore[attr-defined]
     path = os.path.abspath(name)
     with io.open_code(path) as stream:
@@ -448,7 +449,7 @@ def serve() -> Callable[[], None]:
         gc.freeze()
     except Exception as error:  # noqa: BLE001 - whatever an import has done, fresh starts are left
         reason = str(error) if isinstance(error, Unfit) else repr(error)
-        handover.send(nursery, {"unfit": reason, "package": getattr(error, "package", "").partition(".")[0]})
+        handover.send(nursery, {"unfit": reason, "packages": getattr(error, "packages", [])})
         os._exit(0)
     told = {"modules": count, "seconds": round(time.monotonic() - began, 2), **process.measure()}
     handover.send(nursery, {"built": told, "held": list(sys.modules)})

@@ -55,6 +55,7 @@ seen = {
     "streams": [stream(sys.stdin), stream(sys.stdout), stream(sys.stderr)], "locale": locale.setlocale(locale.LC_ALL),
     "command": read("cmdline"), "started with": sorted(read("environ").split("\\0")), "name": read("comm"),
     "unraisable": repr(sys.unraisablehook), "hook": sys.excepthook is sys.__excepthook__, "stdin": sys.stdin.read(),
+    "package": repr(sys.modules.get("package")),
     "interval": sys.getswitchinterval(), "recursion": sys.getrecursionlimit(), "module": __name__,
 }
 drawn = [random.random(), numpy.random.rand(), multiprocessing.current_process().authkey.hex(), os.getpid()]
@@ -102,7 +103,8 @@ def test_it_sees_what_it_would_see(kit: Kit, words: Any, program: Any, flags: An
     kit.write("", "package/__init__.py")
     kit.write(SEE, "package/__main__.py")
     odd = "ä\udcff"
-    assert kit.make("numpy", "multiprocessing", "resource", program=program, environment=kit.environment(ODD=odd))
+    modules = ("numpy", "multiprocessing", "resource", *({"package"} & {program[1]}))
+    assert kit.make(*modules, program=program, environment=kit.environment(ODD=odd))
     with open(kit.folder / "more", "w") as more:
         os.dup2(more.fileno(), 17)
     options: Any = {
