@@ -237,13 +237,21 @@ def _say_end() -> None:
         _say(end=True, **({"code": _watcher.code} if _watcher.code else {}))
 
 
+def _tell_where() -> None:
+    try:
+        where = find_whereabouts()
+    except Exception:  # noqa: BLE001 - frames change while they are looked at: the connection is worth more
+        where = {"stack": [], "own": None, "waits": "what cannot be told", "collectives": {}}
+    _say(where=where)
+
+
 def _listen(connection: socket.socket, watcher: str) -> None:
     """Pass signals on, and tell where this rank is, until the connection ends, and then end this process."""
     try:
         for text in connection.makefile("rb"):
             told = json.loads(text)
             if "ask" in told:
-                _say(where={"step": _own_time.step, "phase": _own_time.phase, **find_whereabouts()})
+                _tell_where()
                 continue
             number = int(told["signal"])
             _watcher.passed_on.add(number)

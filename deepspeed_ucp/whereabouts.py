@@ -100,9 +100,10 @@ def _walk(frame: FrameType | None) -> Iterator[FrameType]:
 def _find_wait(stack: list[FrameType]) -> str | None:
     if not stack:
         return None
-    called = _find_called(stack[0])
-    if called in _CALLS and not stack[0].f_code.co_filename.endswith("/threading.py"):
-        return called
+    if not stack[0].f_code.co_filename.endswith("/threading.py"):
+        called = next((name for name in _find_called(stack[0]) if name in _CALLS), None)
+        if called is not None:
+            return called
     return _find_room(stack[0])
 
 
@@ -115,15 +116,17 @@ def _find_room(frame: FrameType) -> str | None:
     return None
 
 
-def _find_called(frame: FrameType) -> str | None:
-    """The method that a frame has looked up last, which is the one that it is in."""
-    name = None
+def _find_called(frame: FrameType) -> list[str]:
+    """What a frame has looked up since its last call that has come back: the method that it is in, and arguments."""
+    names: list[str] = []
     for instruction in dis.get_instructions(frame.f_code):
-        if instruction.offset > frame.f_lasti:
+        if instruction.offset >= frame.f_lasti:
             break
         if instruction.opname in ("LOAD_METHOD", "LOAD_ATTR"):
-            name = str(instruction.argval)
-    return name
+            names.append(str(instruction.argval))
+        elif instruction.opname.startswith("CALL"):
+            names.clear()
+    return names
 
 
 def _describe(frame: FrameType) -> str:

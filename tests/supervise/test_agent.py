@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 
+from deepspeed_ucp.cli.dispatch import main
 from deepspeed_ucp.errors import ConfigError, UcpError
 from deepspeed_ucp.heartbeat import VARIABLE
+from deepspeed_ucp.supervise import agent
 from deepspeed_ucp.supervise.agent import BACKEND, GuardedRendezvous, choose_arguments
 from deepspeed_ucp.supervise.watch import Patience
 from tests.supervise.standins import ROOT, is_running, wait_until
@@ -115,6 +117,19 @@ def test_workers_of_the_round_before_are_let_go(tmp_path: Path) -> None:
     wait_until(rendezvous._watch.look)
     rendezvous.next_rendezvous()
     assert process.wait(timeout=120) == -signal.SIGKILL
+
+
+def test_the_last_line_says_who_is_to_blame(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    def fail(words: list[str]) -> None:
+        raise ChildFailedError("worker", {0: ProcessFailure(0, 1, 1, "")})
+
+    monkeypatch.setattr(agent, "run", fail)
+    monkeypatch.setattr(agent, "find_verdict", lambda: "rank 1 on a failed")
+    assert main(["torchrun", "train.py"]) == 1
+    lines = capsys.readouterr().err.rstrip().splitlines()
+    assert "ChildFailedError" in "".join(lines) and lines[-1] == "ds_ucp torchrun: given up: rank 1 on a failed"
 
 
 @pytest.mark.parametrize(

@@ -208,13 +208,14 @@ def test_a_method_that_waits_is_told_by_its_name() -> None:
         lock.release()
 
     class Work:
-        wait = staticmethod(lock.acquire)
+        timeout, wait, read = -1, staticmethod(lock.acquire), staticmethod(lock.acquire)
 
-    thread = threading.Thread(target=look)
-    thread.start()
-    Work.wait()
-    thread.join()
-    assert seen[0]["waits"] == "wait"
+    for call in (lambda: Work.wait(True, Work.timeout), lambda: (Work.wait.__class__, len([]), Work.read())):
+        thread = threading.Thread(target=look)
+        thread.start()
+        call()
+        thread.join()
+    assert [each["waits"] for each in seen] == ["wait", None]
 
 
 RANK = """
@@ -269,6 +270,15 @@ def test_in_a_hang_who_does_not_answer_is_named_within_a_second(watch: Watch) ->
             assert "was not waiting, at <string>:7 <module>" in hang.summary
             assert "rank 3 has not come" in examine_hang(watch, has_all=True).summary
     assert next(seen.signal for seen in watch.look() if seen.rank == 1) == signal.SIGKILL
+
+
+def test_a_look_at_frames_that_fails_ends_no_rank(watch: Watch) -> None:
+    fail = "heartbeat.find_whereabouts = lambda: 1 / 0\ntime.sleep(60)"
+    with run_rank(watch.begin(), 0, fail):
+        wait_until(lambda: watch.look() and watch.look()[0].phase)
+        time.sleep(0.1)
+        assert watch.ask(seconds=60) == []
+        assert watch.look()[0].is_open
 
 
 def test_ranks_that_all_wait_wait_for_one_elsewhere(watch: Watch) -> None:

@@ -48,6 +48,9 @@ def test_a_script_that_always_fails_at_one_step_is_given_up_with_its_error(stage
     assert "3 times after step" in last["reason"]
     assert last["error"].endswith("RuntimeError: broken at 3 on rank 0\n")
     assert "Traceback" in last["error"]
+    assert last["first"].endswith("RuntimeError: broken at 3 on rank 0")
+    line = (stage.folder / "output").read_text().rstrip().splitlines()[-1]
+    assert line == f"ds_ucp supervise: given up: {last['reason']}. The last time {last['first']}"
 
 
 def test_restarts_are_limited(stage: Stage) -> None:
