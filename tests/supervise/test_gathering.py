@@ -1,0 +1,309 @@
+"""Agents that gather: rounds, losses, newcomers, and who may go on behind a cut network; threads of one process."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepspeed_ucp.errors import ConfigError, UcpError
+from deepspeed_ucp.supervise import gathering
+from deepspeed_ucp.supervise.endpoint import Addresses, Endpoint, SharedFile
+from deepspeed_ucp.supervise.gathering import Gathering, JobEnded, Round
+from deepspeed_ucp.supervise.leader import Leader, Limits, Past, Seat
+from deepspeed_ucp.supervise.lines import Line
+from tests.supervise.standins import wait_until
+
+QUICK = {"every": 0.2, "times": 3, "last_call": 0.3, "join": 20.0}
+
+
+class Agent:
+    """An agent whose workers are nothing: it waits for a round whenever it is told to."""
+
+    def __init__(self, endpoint: Endpoint, least: int, most: int, **limits: float) -> None:
+        self.gathering = Gathering(endpoint, Limits(least, most, **{**QUICK, **limits}), "job")  # type: ignore[arg-type]
+        self.rounds = list[Round]()
+        self.asked = 0
+        self.error: Exception | None = None
+
+    def join(self) -> Agent:
+        """Wait for a round, in a thread."""
+        self.asked += 1
+        threading.Thread(target=self._join, daemon=True).start()
+        return self
+
+    def _join(self) -> None:
+        try:
+            self.rounds.append(self.gathering.join())
+        except (UcpError, JobEnded) as error:
+            self.error = error
+
+    def wait(self, count: int) -> Round:
+        """Its round number ``count``, as it counts them."""
+        wait_until(lambda: len(self.rounds) >= count or self.error, 20)
+        assert self.error is None
+        return self.rounds[count - 1]
+
+    def die(self) -> None:
+        """End as a process does that is killed: all connections end at once, and nothing is said."""
+        self.gathering._release()
+
+
+Make = Callable[..., Agent]
+
+
+@pytest.fixture
+def made() -> Iterator[list[Agent]]:
+    agents: list[Agent] = []
+    yield agents
+    for each in agents:
+        each.die()
+
+
+@pytest.fixture(params=["address", "file"])
+def make(request: pytest.FixtureRequest, made: list[Agent], tmp_path: Path) -> Make:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"localhost:{free.getsockname()[1]}"
+
+    def build(least: int = 1, most: int = 2, **limits: float) -> Agent:
+        endpoint: Endpoint = (
+            Addresses(address)
+            if request.param == "address"
+            else SharedFile(str(tmp_path / "endpoint"), "job", silence=1.0, host="127.0.0.1")
+        )
+        made.append(Agent(endpoint, least, most, **limits))
+        return made[-1]
+
+    return build
+
+
+def start(make: Make, count: int, **limits: float) -> list[Agent]:
+    """Agents in a first round, in the order of their ranks."""
+    agents = [make(most=count, **limits).join() for _ in range(count)]
+    return sorted(agents, key=lambda each: each.wait(1).rank)
+
+
+def go_on(agents: list[Agent]) -> list[Round]:
+    """All of them into the next round."""
+    for each in agents:
+        each.join()
+    return [each.wait(each.asked) for each in agents]
+
+
+def test_agents_that_are_all_there_begin_at_once(make: Make) -> None:
+    began = time.monotonic()
+    agents = start(make, 3, last_call=30)
+    assert time.monotonic() - began < 5
+    assert [each.wait(1).rank for each in agents] == [0, 1, 2]
+    assert len({tuple(seat.name for seat in each.wait(1).seats) for each in agents}) == 1
+
+
+def test_fewer_wait_for_a_last_call_in_the_first_round_alone(make: Make) -> None:
+    began = time.monotonic()
+    first = make(most=3, last_call=1.0).join()
+    assert first.wait(1).seats and time.monotonic() - began > 1
+    second = make(most=3).join()
+    wait_until(lambda: first.gathering.count_waiting() == 1)
+    began = time.monotonic()
+    first.join()
+    assert len(first.wait(2).seats) == len(second.wait(1).seats) == 2 and time.monotonic() - began < 1
+    assert first.wait(2).changed and not first.wait(1).changed
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_lost_agent_is_noticed_by_its_connection(make: Make, which: int) -> None:
+    agents = start(make, 3)
+    lost = agents.pop(which)
+    began = time.monotonic()
+    lost.die()
+    wait_until(lambda: all(each.gathering.ended for each in agents))
+    rounds = go_on(agents)
+    assert time.monotonic() - began < 3
+    assert sorted(each.rank for each in rounds) == [0, 1]
+    assert all(each.changed and len(each.lost) == 1 for each in rounds)
+    newcomer = make(most=3, opening=2.0).join()  # finds whoever leads by now
+    wait_until(lambda: all(each.gathering.count_waiting() == 1 for each in agents))
+    assert len(go_on(agents)[0].seats) == len(newcomer.wait(1).seats) == 3
+
+
+def test_a_spare_waits_until_it_is_needed(make: Make) -> None:
+    agents = start(make, 2)
+    spare = make(most=2, join=0.5, opening=2.0).join()
+    time.sleep(1)
+    assert [each.gathering.count_waiting() for each in agents] == [0, 0] and not spare.rounds and not spare.error
+    agents.pop(0).die()
+    wait_until(lambda: agents[0].gathering.ended)
+    assert len(go_on(agents)[0].seats) == len(spare.wait(1).seats) == 2
+
+
+def test_workers_that_cannot_go_on_end_everywhere_and_the_same_agents_begin_again(make: Make) -> None:
+    agents = start(make, 2)
+    agents[1].gathering.report_broken("rank 3 has gone")
+    wait_until(lambda: all(each.gathering.ended == "rank 3 has gone" for each in agents))
+    rounds = go_on(agents)
+    assert [each.rank for each in rounds] == [0, 1] and not any(each.changed for each in rounds)
+    assert [each.gathering.ended for each in agents] == [None, None]
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_an_agent_that_is_told_to_go_lets_the_others_save(make: Make, which: int) -> None:
+    agents = start(make, 2)
+    agents[which].gathering.close()
+    left = [agents[1 - which]]
+    wait_until(lambda: left[0].gathering.count_waiting() == 1)
+    assert left[0].gathering.ended is None
+    assert len(go_on(left)[0].seats) == 1
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_an_agent_whose_workers_are_done_waits_for_the_others(make: Make, which: int) -> None:
+    agents = start(make, 2)
+    spare = make(most=2).join()
+    done = threading.Event()
+    first, last = agents[which].gathering, agents[1 - which].gathering
+    threading.Thread(target=lambda: (first.finish(), first.close(), done.set()), daemon=True).start()
+    assert not done.wait(0.3)
+    assert last.ended is None and last.count_waiting() == 0
+    last.finish()
+    last.close()
+    assert done.wait(10)
+    wait_until(lambda: spare.error)
+    assert isinstance(spare.error, JobEnded)
+
+
+def test_a_job_that_is_given_up_ends_for_all(make: Make) -> None:
+    agents = start(make, 2)
+    agents[1].gathering.end_job("it failed thrice")
+    wait_until(lambda: agents[0].gathering.ended)
+    for each in agents:
+        each.join()
+        wait_until(lambda: each.error)  # noqa: B023 - at once
+        assert "it failed thrice" in str(each.error)
+
+
+def test_too_few_say_so(make: Make) -> None:
+    agent = make(least=2, most=3, join=0.4).join()
+    wait_until(lambda: agent.error)
+    assert "1 agents came" in str(agent.error) and "--nnodes MIN:MAX" in str(agent.error)
+
+
+class Cut:
+    """A network that loses everything between two sides."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, one: list[Agent], other: list[Agent]) -> None:
+        self.sides = [[each.gathering for each in side] for side in (one, other)]
+        self.ports = [
+            {str(server.getsockname()[1]) for each in side for server in each._servers} for side in self.sides
+        ]
+        receive, flush, former = Line.receive, Line.flush, gathering.call
+
+        def call(address: str, key: str, timeout: float, **fields: Any) -> Line:
+            here = [fields.get("name", fields.get("join")) in self._list_names(side) for side in self.sides]
+            if any(is_in and address.rpartition(":")[2] in self.ports[1 - at] for at, is_in in enumerate(here)):
+                raise TimeoutError
+            return former(address, key, timeout, **fields)
+
+        monkeypatch.setattr(Line, "receive", lambda line: [] if self._crosses(line) else receive(line))
+        monkeypatch.setattr(Line, "flush", lambda line: None if self._crosses(line) else flush(line))
+        monkeypatch.setattr(gathering, "call", call)
+
+    @staticmethod
+    def _list_names(side: list[Gathering]) -> set[str]:
+        return {name for each in side for name in (each.name, f"localhost:{each.port}", f"127.0.0.1:{each.port}")}
+
+    def _crosses(self, line: Line) -> bool:
+        """Whether its ends belong to both sides: who called has it as its own, who was called knows its member."""
+        for at, side in enumerate(self.sides):
+            other = {each.name for each in self.sides[1 - at]}
+            for each in side:
+                caller = each._callers.get(line)
+                if caller is not None and caller.member is not None and caller.member.seat.name in other:
+                    return True
+                if each._line is line and each._leader_address.rpartition(":")[2] in self.ports[1 - at]:
+                    return True
+        return False
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (1, 1)])
+def test_one_side_of_a_cut_goes_on(make: Make, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int]) -> None:
+    agents = start(make, sum(sizes))
+    one, other = agents[: sizes[0]], agents[sizes[0] :]
+    Cut(monkeypatch, one, other)
+    wait_until(lambda: all(each.gathering.ended for each in agents))
+    for each in agents:
+        each.join()
+    wait_until(lambda: any(all(len(each.rounds) == 2 for each in side) for side in (one, other)), 20)
+    winner, loser = (one, other) if len(one[0].rounds) == 2 else (other, one)
+    assert {len(each.rounds[-1].seats) for each in winner} == {len(winner)} and len(winner) >= len(loser)
+    time.sleep(1.5)
+    assert [each.gathering.ended for each in winner] == [None] * len(winner)
+    assert all(len(each.rounds) == 1 for each in loser)
+    if not winner[0].gathering.endpoint.decides:
+        assert all("behind a cut network" in str(each.error) for each in loser)
+
+
+def test_a_head_that_comes_back_finds_the_job_that_went_on_without_it(made: list[Agent]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    head = Agent(Addresses(address), 1, 2).join()
+    made.append(head)
+    other = Agent(Addresses(address, is_host=False), 1, 2).join()  # as on another machine
+    made.append(other)
+    assert len(other.wait(1).seats) == 2
+    head.die()
+    wait_until(lambda: other.gathering.ended)
+    assert len(go_on([other])[0].seats) == 1
+    back = Agent(Addresses(address), 1, 2, opening=2.0, last_call=30).join()
+    made.append(back)
+    wait_until(lambda: other.gathering.count_waiting() == 1)
+    assert go_on([other])[0].number == back.wait(1).number == 3
+
+
+def test_strangers_take_no_part(make: Make) -> None:
+    agent = make(most=1).join()
+    agent.wait(1)
+    for words in (b"GET / HTTP/1.1\r\n\r\n", b'ds_ucp 1 "other"\n{"hello": true}\n', b'ds_ucp 1 "job"\n[1]\n'):
+        with socket.create_connection(("127.0.0.1", agent.gathering.port), 5) as stranger:
+            stranger.sendall(words)
+            assert stranger.recv(100) == b""
+    assert agent.gathering.ended is None
+
+
+def test_endpoints_that_are_none_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expected HOST:PORT"):
+        Addresses("head")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        SharedFile(str(tmp_path / "none" / "x"), "job", 1.0)
+    (tmp_path / "train.py").write_text("print()")
+    with pytest.raises(ConfigError, match="holds something else"):
+        SharedFile(str(tmp_path / "train.py"), "job", 1.0)
+
+
+class Told(list[dict[str, Any]]):
+    """What a member is told."""
+
+    def send(self, **fields: Any) -> None:
+        self.append(fields)
+
+
+def test_newcomers_that_prepare_themselves_come_together() -> None:
+    """Workers are not started again for one newcomer where another one will be ready soon."""
+    leader = Leader(Seat("a", "a:1"), Limits(1, 3, last_call=10), Past(), 0.0, lambda: 7)
+    told = {name: Told() for name in "abc"}
+    hello = {"address": "x:1", "ranks": 2, "role": "default", "round": 0, "seats": [], "after": 0}
+    leader.greet({**hello, "name": "a", "ready": True}, told["a"], "a", 0.0)
+    leader.tick(20.0)
+    leader.tick(31.0)
+    assert told["a"][-1]["port"] == 7 and told["a"][-1]["ranks"] == [["default", 2]]
+    members = {n: leader.greet({**hello, "name": n}, told[n], n, 40.0) for n in "bc"}
+    leader.hear(members["b"], {"ready": True, "after": 0}, 41.0)
+    leader.tick(42.0)
+    assert "waiting" not in told["a"][-1]
+    leader.hear(members["c"], {"ready": True, "after": 0}, 43.0)
+    leader.tick(43.0)
+    assert told["a"][-1] == {"waiting": 2}
