@@ -1,9 +1,10 @@
-"""torchrun whose agents survive each other: what ``ds_ucp torchrun`` adds to torch's own rendezvous.
+"""torchrun whose agents survive each other: what ``ds_ucp torchrun`` puts in the place of torch's own rendezvous.
 
 With torch's own the agents that are left after a loss start their workers on the store of the round before, whose
 addresses are those of dead processes, until no restarts are left; workers of a killed agent train on; a hanging rank is
-nobody's fault. Here every round has a store of its own, a lost agent is missed within seconds, workers hold a line to
-their agent (:mod:`deepspeed_ucp.heartbeat`) and end with it, and silence on those lines ends them.
+nobody's fault; and every step of a restart waits for a fixed time. Here agents tell each other (:mod:`.gathering`), and
+workers hold a line to their agent (:mod:`deepspeed_ucp.heartbeat`): they end with it, and silence on those lines, or
+the end of one of them, ends all workers at once.
 """
 
 from __future__ import annotations
@@ -13,28 +14,37 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from torch.distributed import HashStore
 from torch.distributed import run as torchrun
+from torch.distributed.elastic.agent.server.api import Worker
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
+    RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+from torch.distributed.elastic.utils.distributed import get_free_port
+from torch.distributed.launcher import api as launcher
 
 from ..errors import ConfigError, UcpError
 from ..heartbeat import VARIABLE
-from .blame import describe_first_failure, examine_hang, find_first_failure
+from .blame import describe_first_failure, examine_hang, find_broken, find_first_failure
+from .endpoint import Addresses, Endpoint, SharedFile
+from .gathering import Gathering, JobEnded, Round
+from .leader import Limits
+from .lines import split_address
 from .log import Log, make_log
 from .pace import Pace
 from .policy import Attempt, RestartLimits, decide
-from .processes import kill_descendant
+from .processes import kill_descendants
 from .watch import Patience, Watch, find_silence
 
 BACKEND = "deepspeed_ucp"
@@ -42,14 +52,22 @@ BACKEND = "deepspeed_ucp"
 _REPLACED = ("static", "c10d", BACKEND)
 """Torch's rendezvous that ours stands in for; the first one is torchrun's default."""
 
-DEFAULTS = {"keep_alive_interval": 3, "keep_alive_max_attempt": 4, "last_call_timeout": 10}
-"""Of torch's rendezvous: seconds between an agent's words, how many may be missing, and seconds that a round waits for
-more agents when there are enough."""
+DEFAULTS: Mapping[str, float | str] = {
+    "keep_alive_interval": 3.0, "keep_alive_max_attempt": 4, "last_call_timeout": 10.0, "join_timeout": 600.0,
+    "start": 1800.0, "hang": 600.0, "events": "", "steps": "", "is_host": "",
+}  # fmt: skip
+"""What ``--rdzv-conf`` takes."""
+
+_TORCHS = ("timeout", "rank", "read_timeout", "close_timeout", "heartbeat_timeout", "store_type", "use_libuv")
+"""Keys of torch's rendezvous, which has to do with its stores: they change nothing here."""
 
 RESTARTS = 100
 """Where torchrun is not told how many there may be; none is its own default."""
 
-_LOOK_EVERY = 0.2
+_OPENING = 2.0
+"""Seconds in which a head that comes back is told of the job that went on without it."""
+
+_LOOK_EVERY = 0.1
 
 _created: list[GuardedRendezvous] = []
 """That of this agent, which torch has made for it."""
@@ -60,12 +78,17 @@ def run(words: Sequence[str]) -> None:
 
     Raises:
         ChildFailedError: the workers failed for good.
-        UcpError: they failed three times at one step.
+        UcpError: they failed three times at one step, or the agents do not come together.
     """
-    # A store that the agents keep is the same in every round, and so is what dead ranks have left in it.
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     rendezvous_handler_registry.register(BACKEND, _create)
-    record(torchrun.run)(choose_arguments(words))
+    launcher.LocalElasticAgent = GatheredAgent  # type: ignore[misc]
+    args = choose_arguments(words)
+    try:
+        record(torchrun.run)(args)
+    except SignalException:  # torch's launcher leaves its rendezvous as it is: others may come
+        for each in _created:
+            each.leave()
+        raise
 
 
 def find_verdict() -> str | None:
@@ -85,15 +108,11 @@ def choose_arguments(words: Sequence[str]) -> Any:
             f"--rdzv-backend {args.rdzv_backend}: ds_ucp torchrun has a rendezvous of its own, which takes the place "
             "of c10d and static. Leave the option out, or use torchrun itself."
         )
-    conf: dict[str, object] = dict(DEFAULTS)
     _, most = torchrun.parse_min_max_nnodes(args.nnodes)
     if not args.rdzv_endpoint and most > 1 and not args.standalone:
         args.rdzv_endpoint = f"{args.master_addr}:{args.master_port or 29500}"  # as for its static rendezvous
     if args.standalone or not args.rdzv_endpoint:
         args.rdzv_endpoint, args.rdzv_id, args.standalone = "localhost:0", str(uuid.uuid4()), False
-    elif "/" in args.rdzv_endpoint:
-        conf["store_type"] = "file"
-    args.rdzv_conf = ",".join(filter(None, [*(f"{key}={value}" for key, value in conf.items()), args.rdzv_conf]))
     args.rdzv_backend = BACKEND
     return args
 
@@ -107,32 +126,75 @@ def _parse(words: Sequence[str]) -> Any:
 
 
 def _create(params: RendezvousParameters) -> RendezvousHandler:
-    backend, store = create_backend(params)
-    patience = Patience(start=float(params.get("start", "1800")), step=float(params.get("hang", "600")))
-    files = params.get("events"), params.get("steps")
-    _created.append(GuardedRendezvous(create_handler(store, backend, params), patience, *files))
+    _created.append(GuardedRendezvous(params))
     return _created[-1]
 
 
+class GatheredAgent(LocalElasticAgent):
+    """Torch's agent, which asks our rendezvous instead of a store for its workers' ranks, and before it ends."""
+
+    def __init__(self, spec: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(spec, *args, **kwargs)
+        self._gathered: GuardedRendezvous = spec.rdzv_handler
+        self._gathered.begin(self)
+
+    def _assign_worker_ranks(self, store: Any, group_rank: int, group_world_size: int, spec: Any) -> list[Worker]:
+        return self._gathered.assign_ranks(spec.role)
+
+    def _exit_barrier(self) -> None:
+        self._gathered.gathering.finish()
+
+    def list_pids(self) -> list[int]:
+        """Of its workers, those that have ended among them."""
+        return list(self._pcontext.pids().values()) if self._pcontext is not None else []
+
+
 class GuardedRendezvous(RendezvousHandler):
-    """A rendezvous whose workers are watched between two rounds.
+    """Brings agents together, and watches the workers between two rounds.
 
     Args:
-        own: torch's, which brings the agents together.
-        events: a file that gets a JSON line per event.
-        steps: a file that gets every step's seconds by rank (:class:`~.pace.Pace`).
+        params: torch's.
+
+    Raises:
+        ConfigError: ``--rdzv-conf`` has an unknown key, or a value that is none.
     """
 
-    def __init__(
-        self, own: RendezvousHandler, patience: Patience, events: str | None, steps: str | None = None
-    ) -> None:
-        self.own, self.patience = own, patience
+    def __init__(self, params: RendezvousParameters) -> None:
+        self._params, self._conf = params, _read_conf(params.config)
+        events = str(self._conf["events"])
         self._log: Log = make_log(events, pid=os.getpid()) if events else lambda *_, **__: None
-        self._watch, self._pace, self._attempts = Watch(), Pace(self._log, steps), list[Attempt]()
-        self._world: int | None = None
-        self._hang: str | None = None
+        self._patience = Patience(start=float(self._conf["start"]), step=float(self._conf["hang"]))
+        self._watch, self._attempts = Watch(), list[Attempt]()
+        self._pace = Pace(self._log, str(self._conf["steps"]) or None)
+        self._round: Round | None = None
+        self._trouble: str | None = None
+        self._agent: GatheredAgent | None = None
         self._is_watching = threading.Event()
+
+    def begin(self, agent: GatheredAgent) -> None:
+        """Look for the other agents.
+
+        Raises:
+            ConfigError: the endpoint is none.
+        """
+        self._agent, spec, conf, params = agent, agent.get_worker_group().spec, self._conf, self._params
+        limits = Limits(
+            params.min_nodes, params.max_nodes, float(conf["keep_alive_interval"]), int(conf["keep_alive_max_attempt"]),
+            last_call=float(conf["last_call_timeout"]), join=float(conf["join_timeout"]),
+            opening=0.0 if params.max_nodes == 1 or "/" in params.endpoint else _OPENING,
+        )  # fmt: skip
+        self.gathering = Gathering(
+            self._make_endpoint(limits), limits, params.run_id,
+            ranks=spec.local_world_size, role=spec.role, find_port=get_free_port, host=params.local_addr,
+        )  # fmt: skip
         threading.Thread(target=self._guard, daemon=True, name="guard").start()
+
+    def _make_endpoint(self, limits: Limits) -> Endpoint:
+        given = self._params.endpoint
+        if "/" in given:
+            return SharedFile(given, self._params.run_id, limits.silence, self._params.local_addr)
+        told = str(self._conf["is_host"]).lower()
+        return Addresses(given, is_host=None if not told else told in ("1", "true", "yes"))
 
     def get_backend(self) -> str:
         return BACKEND
@@ -142,71 +204,139 @@ class GuardedRendezvous(RendezvousHandler):
         return False
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Torch's next round; before its workers start they are given a line.
+        """The next round; before its workers start they are given a line.
 
         Raises:
-            UcpError: the last rounds have all come to the same step, with the same agents.
+            UcpError: the last rounds have all come to the same step with the same agents, or there is no further round.
+            SystemExit: the others have done all there was to do.
         """
         self._is_watching.clear()
         ranks = self._watch.look()
         step = max((seen.step for seen in ranks if seen.step is not None), default=None)
         fault, first = self.find_fault(), find_first_failure(ranks)
-        reason = None if self._world is None else fault or "agents have come or gone"
-        self._log("rendezvous", step=step, reason=reason, at=None if self._hang else first and first.failed_at)
+        reason = None if self._round is None else fault or "agents have come or gone"
+        self._log("rendezvous", step=step, reason=reason, at=None if self._trouble else first and first.failed_at)
         if fault:
             sys.stderr.write(f"ds_ucp torchrun: {fault}\n")
         self._pace.begin()
-        self._hang, os.environ[VARIABLE] = None, self._watch.begin()
-        info = self.own.next_rendezvous()
-        former, self._world = self._world, info.world_size
+        os.environ[VARIABLE] = self._watch.begin()
+        try:
+            found = self.gathering.join()
+        except JobEnded:
+            self._log("too_late")
+            raise SystemExit(0) from None
+        former, self._round, self._trouble = self._round, found, None
         if former is not None:
-            self._look_back(Attempt(step, lost=former != info.world_size))
-        self._log("round", agents=info.world_size, agent=info.rank)
+            self._look_back(Attempt(step, lost=found.changed))
+        self._log("round", agents=len(found.seats), agent=found.rank, lost=found.lost)
         self._is_watching.set()
-        return info
+        host, _ = split_address(found.seats[0].address)
+        return RendezvousInfo(HashStore(), found.rank, len(found.seats), RendezvousStoreInfo(host, found.port))
+
+    def assign_ranks(self, role: str) -> list[Worker]:
+        """This agent's workers in the round."""
+        if self._round is None:
+            raise RuntimeError("there has been no round")
+        ranks, own = self._round.ranks, self._round.rank
+        before = sum(count for _, count in ranks[:own])
+        alike = [count if each == role else 0 for each, count in ranks]
+        return [
+            Worker(at, before + at, sum(alike[:own]) + at, sum(count for _, count in ranks), sum(alike))
+            for at in range(ranks[own][1])
+        ]
 
     def find_fault(self) -> str | None:
         """What has ended the workers of this agent, in words; None where nothing has that is known here."""
-        return self._hang or describe_first_failure(self._watch.look())
+        return self._trouble or describe_first_failure(self._watch.look())
 
     def _look_back(self, attempt: Attempt) -> None:
         self._attempts.append(attempt)
         decision = decide(self._attempts, RestartLimits(restarts=1 << 30))  # torchrun counts them
         if decision.pause is None:
             self._log("gave_up", reason=decision.reason)
-            self.own.set_closed()
+            self.gathering.end_job(decision.reason)
             raise UcpError(
                 f"the workers are not started again: {decision.reason}. Mend what their log says, and start anew: the "
                 "run goes on from its last save."
             )
 
     def _guard(self) -> None:
-        """End the workers of this agent when they have fallen silent: torch then restarts them, here and elsewhere."""
+        """End this agent's workers when they cannot go on, as long as there are any: torch then restarts them."""
         while True:
-            time.sleep(_LOOK_EVERY)
-            ranks = self._watch.look() if self._is_watching.is_set() else []
+            with self.gathering.changed:
+                self.gathering.changed.wait(_LOOK_EVERY)
             self._pace.follow(self._watch.take_steps())
-            silence = find_silence(ranks, self.patience, self._watch.heard_until)
-            if silence is not None:
-                self._is_watching.clear()
-                hang = examine_hang(self._watch)
-                self._hang = f"no rank has ended a step for {silence:.0f} s: {hang.summary}"
-                self._log("hanging", seconds=round(silence, 2), ranks=[seen.rank for seen in ranks], **asdict(hang))
-                for seen in ranks:
-                    kill_descendant(seen.pid)
+            if not self._is_watching.is_set():
+                continue
+            if self._trouble is None:
+                self._trouble = self._find_trouble()
+            if self._trouble is not None:
+                self._end_workers()
+
+    def _end_workers(self) -> None:
+        ranks = [seen for seen in self._watch.look() if seen.is_open]
+        for seen in ranks:
+            seen.was_told = True
+        kill_descendants({seen.pid for seen in ranks}.union(self._agent.list_pids() if self._agent else ()))
+
+    def _find_trouble(self) -> str | None:
+        """Why the workers of the round cannot go on; the other agents are told."""
+        if (told := self.gathering.ended) is not None:
+            self._log("ended", reason=told)
+            return told
+        ranks = self._watch.look()
+        silence = find_silence(ranks, self._patience, self._watch.heard_until)
+        if silence is not None:
+            hang = examine_hang(self._watch)
+            reason = f"no rank has ended a step for {silence:.0f} s: {hang.summary}"
+            self._log("hanging", seconds=round(silence, 2), ranks=[seen.rank for seen in ranks], **asdict(hang))
+        elif find_broken(ranks) is not None:
+            reason = str(describe_first_failure(ranks))
+            self._log("ended", reason=reason)
+        else:
+            return None
+        self.gathering.report_broken(reason)
+        return reason
 
     def is_closed(self) -> bool:
-        return self.own.is_closed()
+        return False
 
     def set_closed(self) -> None:
-        self.own.set_closed()
+        self.gathering.end_job("an agent has closed it")
 
     def num_nodes_waiting(self) -> int:
-        return self.own.num_nodes_waiting()
+        return self.gathering.count_waiting()
 
     def get_run_id(self) -> str:
-        return self.own.get_run_id()
+        return self._params.run_id
+
+    def leave(self) -> None:
+        """Leave the others to themselves, after this agent's workers have ended."""
+        time.sleep(2 * _LOOK_EVERY)  # the guard tells where they have not ended as they should
+        self._is_watching.clear()
+        self.gathering.close()
 
     def shutdown(self) -> bool:
+        """Leave, when all is done, or has failed for good: then it ends for all."""
         self._is_watching.clear()
-        return self.own.shutdown()
+        self.gathering.end_job("the workers of an agent have failed for good")
+        self.gathering.close()
+        return True
+
+
+def _read_conf(given: Mapping[str, Any]) -> dict[str, Any]:
+    """``--rdzv-conf`` with our defaults.
+
+    Raises:
+        ConfigError: a key is unknown, or a number is none.
+    """
+    conf: dict[str, Any] = {**DEFAULTS, **{key: value for key, value in given.items() if key not in _TORCHS}}
+    for key, value in conf.items():
+        if key not in DEFAULTS:
+            raise ConfigError(f"--rdzv-conf {key}={value}: not known. These are: {', '.join(DEFAULTS)}.")
+        if not isinstance(DEFAULTS[key], str):
+            try:
+                conf[key] = float(value)
+            except ValueError:
+                raise ConfigError(f"--rdzv-conf {key}={value}: expected a number of seconds.") from None
+    return conf

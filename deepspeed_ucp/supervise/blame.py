@@ -15,6 +15,10 @@ _TOGETHER = 10.0
 """Seconds in which a cause may be told after what it has led to: an error's way out of a script may end the connections
 that others wait at."""
 
+_SAVED, _LAST_WORDS, _OTHERS_WORDS = 128 + signal.SIGTERM, 5.0, 1.0
+"""The exit code of a rank that has saved when it was told to go (:mod:`deepspeed_ucp.preemption`); seconds from what a
+rank tells of its error to its end, and for the one that has led to it to tell."""
+
 _FOLLOWS = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|connection\w*error|closed by peer|broken ?pipe|"
     r"socket (closed|timeout)|timed? ?out|remote process exited|nccl(remote|system)error|"
@@ -53,6 +57,21 @@ def describe_first_failure(ranks: Sequence[RankStatus]) -> str | None:
     when = time.strftime("%H:%M:%S", time.gmtime(first.failed_at)) + f"{first.failed_at % 1:.3f}"[1:]
     elsewhere = "; another rank's end has led to that, which another agent may tell" if _follows(first) else ""
     return f"{first.describe()} ({when} UTC, the first of this agent's ranks){elsewhere}"
+
+
+def find_broken(ranks: Sequence[RankStatus]) -> RankStatus | None:
+    """The first failure, if the other ranks can neither go on nor save, and there is no more to be heard of it.
+
+    A rank that has saved as it was told ends with 143, as all do then. One that tells of an error has some seconds to
+    end, and where another one's end has led to its own, that one has a moment to tell.
+    """
+    first = find_first_failure([seen for seen in ranks if seen.code != _SAVED])
+    if first is None or first.failed is None:
+        return None
+    now = time.monotonic()
+    if now < first.failed + (_LAST_WORDS if first.is_open else _OTHERS_WORDS if _follows(first) else 0.0):
+        return None
+    return first
 
 
 def _follows(seen: RankStatus) -> bool:

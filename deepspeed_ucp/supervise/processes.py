@@ -46,11 +46,11 @@ def list_descendants() -> list[psutil.Process]:
     return [each for each in psutil.Process().children(recursive=True) if each.is_running()]
 
 
-def kill_descendant(pid: int) -> bool:
-    """End a process with SIGKILL if it is one of those; False where it is not."""
-    found = [each for each in list_descendants() if each.pid == pid]
+def kill_descendants(pids: Collection[int]) -> int:
+    """End those of some processes with SIGKILL that are descendants; how many were."""
+    found = [each for each in list_descendants() if each.pid in pids]
     _signal(found, signal.SIGKILL)
-    return bool(found)
+    return len(found)
 
 
 def make_sweep(word: str) -> str:

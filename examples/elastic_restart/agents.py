@@ -21,7 +21,7 @@ ROOT = HERE.parent.parent
 PACE = 0.15  # seconds a step: a model that is not tiny
 HANG = 5
 LONGEST = 120.0  # seconds for anything to come
-CONF = f"keep_alive_interval=1,keep_alive_max_attempt=4,last_call_timeout=2,hang={HANG}"
+CONF = f"keep_alive_interval=1,last_call_timeout=2,hang={HANG}"
 VARIABLE = "NODE_MEMORY"  # names a node's folder of memory, and so all of its processes
 
 
