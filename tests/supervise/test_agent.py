@@ -8,33 +8,22 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from deepspeed_ucp.cli.dispatch import main
 from deepspeed_ucp.errors import ConfigError, UcpError
 from deepspeed_ucp.heartbeat import VARIABLE
 from deepspeed_ucp.supervise import agent
 from deepspeed_ucp.supervise.agent import BACKEND, GuardedRendezvous, choose_arguments
-from deepspeed_ucp.supervise.watch import Patience
+from deepspeed_ucp.supervise.gathering import Round
+from deepspeed_ucp.supervise.leader import Seat
 from tests.supervise.standins import ROOT, is_running, wait_until
-
-
-class Rounds:
-    """A rendezvous whose rounds have these many agents."""
-
-    def __init__(self, *worlds: int) -> None:
-        self.worlds, self.closed = list(worlds), False
-
-    def next_rendezvous(self) -> Any:
-        return SimpleNamespace(world_size=self.worlds.pop(0), rank=0)
-
-    def set_closed(self) -> None:
-        self.closed = True
 
 
 @pytest.fixture(autouse=True)
@@ -44,8 +33,25 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     os.environ.pop(VARIABLE, None)
 
 
-def make(tmp_path: Path, *worlds: int, step: float = 60) -> GuardedRendezvous:
-    return GuardedRendezvous(Rounds(*worlds), Patience(start=60, step=step), str(tmp_path / "events"))  # type: ignore[arg-type]
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., GuardedRendezvous]]:
+    made: list[GuardedRendezvous] = []
+
+    def build(**conf: object) -> GuardedRendezvous:
+        """That of a lone agent with one worker."""
+        own = {"start": 60, "hang": 60, "events": str(tmp_path / "events"), **conf}
+        made.append(GuardedRendezvous(RendezvousParameters(BACKEND, "localhost:0", "job", 1, 1, **own)))
+        spec = SimpleNamespace(local_world_size=1, role="default")
+        agent: Any = SimpleNamespace(get_worker_group=lambda: SimpleNamespace(spec=spec), list_pids=list)
+        made[-1].begin(agent)
+        return made[-1]
+
+    yield build
+    for each in made:
+        each.shutdown()
+
+
+Make = Callable[..., GuardedRendezvous]
 
 
 def read_events(tmp_path: Path) -> list[dict[str, Any]]:
@@ -63,14 +69,13 @@ def work(step: int, seconds: float = 0, then: str = "") -> subprocess.Popen[byte
     return subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "RANK": "0", "PYTHONPATH": str(ROOT)})
 
 
-def test_workers_that_fail_thrice_at_one_step_are_given_up(tmp_path: Path) -> None:
-    rendezvous = make(tmp_path, 2, 2, 2, 2)
+def test_workers_that_fail_thrice_at_one_step_are_given_up(make: Make, tmp_path: Path) -> None:
+    rendezvous = make()
     for _ in range(3):
         rendezvous.next_rendezvous()
         work(7).wait()
     with pytest.raises(UcpError, match="3 times after step 7"):
         rendezvous.next_rendezvous()
-    assert rendezvous.own.closed  # type: ignore[attr-defined]
     assert [event["event"] for event in read_events(tmp_path)] == [
         *["rendezvous", "round"] * 3,
         "rendezvous",
@@ -78,15 +83,32 @@ def test_workers_that_fail_thrice_at_one_step_are_given_up(tmp_path: Path) -> No
     ]
 
 
-def test_agents_that_come_and_go_are_no_fault_of_the_script(tmp_path: Path) -> None:
-    rendezvous = make(tmp_path, 2, 1, 2, 1, 2, 1)
+def test_agents_that_come_and_go_are_no_fault_of_the_script(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rendezvous = make()
+    seats = [Seat("a", "localhost:1"), Seat("b", "localhost:2")]
+    rounds = [Round(at, 0, seats[: 2 - at % 2], [("default", 2), ("default", 1)], 7, [], True) for at in range(6)]
+    monkeypatch.setattr(rendezvous.gathering, "join", lambda: rounds.pop(0))
     for _ in range(6):
         rendezvous.next_rendezvous()
     assert [event["agents"] for event in read_events(tmp_path) if event["event"] == "round"] == [2, 1, 2, 1, 2, 1]
 
 
-def test_workers_that_hang_are_ended_also_when_they_are_stopped(tmp_path: Path) -> None:
-    rendezvous = make(tmp_path, 1, 1, step=1)
+def test_ranks_are_numbered_over_all_agents_and_by_role(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    rendezvous = make()
+    seats = [Seat(name, "localhost:1") for name in "abc"]
+    found = Round(1, 2, seats, [("trainer", 2), ("reader", 1), ("trainer", 2)], 7, [], False)
+    monkeypatch.setattr(rendezvous.gathering, "join", lambda: found)
+    info = rendezvous.next_rendezvous()
+    assert (info.rank, info.world_size, info.bootstrap_store_info.master_port) == (2, 3, 7)  # type: ignore[union-attr]
+    workers = rendezvous.assign_ranks("trainer")
+    assert [(each.local_rank, each.global_rank, each.role_rank) for each in workers] == [(0, 3, 2), (1, 4, 3)]
+    assert {(each.world_size, each.role_world_size) for each in workers} == {(5, 4)}
+
+
+def test_workers_that_hang_are_ended_also_when_they_are_stopped(make: Make, tmp_path: Path) -> None:
+    rendezvous = make(hang=1)
     rendezvous.next_rendezvous()
     process = work(3, seconds=60)
     wait_until(lambda: rendezvous._watch.look() and rendezvous._watch.look()[0].step == 3)
@@ -98,8 +120,8 @@ def test_workers_that_hang_are_ended_also_when_they_are_stopped(tmp_path: Path) 
     assert reason.startswith("no rank has ended a step for 1 s: rank 0 on") and "it is stopped" in reason
 
 
-def test_why_there_is_another_round_is_told(tmp_path: Path) -> None:
-    rendezvous = make(tmp_path, 1, 1, 2)
+def test_why_there_is_another_round_is_told(make: Make, tmp_path: Path) -> None:
+    rendezvous = make()
     rendezvous.next_rendezvous()
     work(3, then="sys.exit(17)").wait()
     wait_until(lambda: rendezvous._watch.look() and not rendezvous._watch.look()[0].is_open)
@@ -110,8 +132,8 @@ def test_why_there_is_another_round_is_told(tmp_path: Path) -> None:
     assert told[1].startswith(f"rank 0 on {socket.gethostname()} ended with 17 after step 3 (")
 
 
-def test_workers_of_the_round_before_are_let_go(tmp_path: Path) -> None:
-    rendezvous = make(tmp_path, 1, 1)
+def test_workers_of_the_round_before_are_let_go(make: Make) -> None:
+    rendezvous = make()
     rendezvous.next_rendezvous()
     process = work(3, seconds=60)
     wait_until(rendezvous._watch.look)
@@ -135,11 +157,11 @@ def test_the_last_line_says_who_is_to_blame(monkeypatch: pytest.MonkeyPatch, cap
 @pytest.mark.parametrize(
     ("words", "endpoint", "conf"),
     [
-        (["--nnodes", "1:2", "--rdzv-endpoint", "/shared/x"], "/shared/x", "last_call_timeout=10,store_type=file"),
-        (["--rdzv-endpoint", "head:29400", "--rdzv-conf", "hang=5"], "head:29400", "last_call_timeout=10,hang=5"),
-        (["--standalone", "--nproc-per-node", "2"], "localhost:0", "last_call_timeout=10"),
-        ([], "localhost:0", "last_call_timeout=10"),
-        (["--nnodes", "2", "--node-rank", "1", "--master-addr", "head"], "head:29500", "last_call_timeout=10"),
+        (["--nnodes", "1:2", "--rdzv-endpoint", "/shared/x"], "/shared/x", ""),
+        (["--rdzv-endpoint", "head:29400", "--rdzv-conf", "hang=5"], "head:29400", "hang=5"),
+        (["--standalone", "--nproc-per-node", "2"], "localhost:0", ""),
+        ([], "localhost:0", ""),
+        (["--nnodes", "2", "--node-rank", "1", "--master-addr", "head"], "head:29500", ""),
     ],
 )
 def test_torchruns_arguments_are_its_own_on_our_rendezvous(words: list[str], endpoint: str, conf: str) -> None:
@@ -150,9 +172,16 @@ def test_torchruns_arguments_are_its_own_on_our_rendezvous(words: list[str], end
         False,
         100,
     )
-    assert args.rdzv_conf == f"keep_alive_interval=3,keep_alive_max_attempt=4,{conf}"
+    assert args.rdzv_conf == conf
     assert args.training_script_args == ["--rdzv-conf", "x"]
     assert [choose_arguments(["--max-restarts", many, "train.py"]).max_restarts for many in "30"] == [3, 0]
+
+
+@pytest.mark.parametrize(("conf", "said"), [("hnag=5", "hnag=5: not known"), ("hang=soon", "a number of seconds")])
+def test_a_configuration_that_is_none_is_refused(conf: str, said: str) -> None:
+    key, value = conf.split("=")
+    with pytest.raises(ConfigError, match=said):
+        GuardedRendezvous(RendezvousParameters(BACKEND, "localhost:0", "job", 1, 1, timeout=900, **{key: value}))
 
 
 def test_another_rendezvous_is_refused() -> None:
@@ -191,7 +220,7 @@ def test_agents_survive_each_other(tmp_path: Path) -> None:
     """The first of two agents, which has rank 0, is killed; the other goes on; a third comes; a worker is stopped; the
     third is told to go, as on a node that is drained, and the other goes on again; then all are."""
     (tmp_path / "worker.py").write_text(SCRIPT)
-    conf = f"keep_alive_interval=1,keep_alive_max_attempt=4,last_call_timeout=2,hang=4,events={tmp_path / 'events'}"
+    conf = f"keep_alive_interval=1,last_call_timeout=2,hang=4,events={tmp_path / 'events'}"
     command = [
         *(sys.executable, "-m", "deepspeed_ucp", "torchrun", "--nnodes", "1:2", "--nproc-per-node", "1"),
         *("--rdzv-endpoint", str(tmp_path / "store"), "--rdzv-id", "test", "--rdzv-conf", conf),
@@ -230,4 +259,4 @@ def test_agents_survive_each_other(tmp_path: Path) -> None:
         for agent in agents:
             agent.kill()
             agent.wait()
-    assert {event["event"] for event in read_events(tmp_path)} == {"rendezvous", "round", "hanging"}
+    assert {event["event"] for event in read_events(tmp_path)} == {"rendezvous", "round", "ended", "hanging"}
