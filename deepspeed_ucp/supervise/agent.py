@@ -16,6 +16,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from torch.distributed import HashStore
@@ -36,6 +37,7 @@ from torch.distributed.launcher import api as launcher
 
 from ..errors import ConfigError, UcpError
 from ..heartbeat import VARIABLE
+from ..warm.nursery import Nursery, choose_nursery
 from .blame import describe_first_failure, examine_hang, find_broken, find_first_failure
 from .endpoint import Addresses, Endpoint, SharedFile
 from .gathering import Gathering, JobEnded, Round
@@ -67,7 +69,10 @@ RESTARTS = 100
 _OPENING = 2.0
 """Seconds in which a head that comes back is told of the job that went on without it."""
 
-_LOOK_EVERY = 0.1
+_PREPARE = 120.0
+"""Seconds that a template may take."""
+
+_LOOK_EVERY, _TELL_EVERY = 0.1, 1.0
 
 _created: list[GuardedRendezvous] = []
 """That of this agent, which torch has made for it."""
@@ -80,9 +85,9 @@ def run(words: Sequence[str]) -> None:
         ChildFailedError: the workers failed for good.
         UcpError: they failed three times at one step, or the agents do not come together.
     """
-    rendezvous_handler_registry.register(BACKEND, _create)
     launcher.LocalElasticAgent = GatheredAgent  # type: ignore[misc]
     args = choose_arguments(words)
+    rendezvous_handler_registry.register(BACKEND, partial(_create, warm=not args.no_warm))
     try:
         record(torchrun.run)(args)
     except SignalException:  # torch's launcher leaves its rendezvous as it is: others may come
@@ -122,11 +127,13 @@ def _parse(words: Sequence[str]) -> Any:
     parser.prog = "ds_ucp torchrun"
     if "PET_MAX_RESTARTS" not in os.environ:  # torchrun's own variable
         parser.set_defaults(max_restarts=RESTARTS)
+    text = "let every worker import everything itself, also after a restart"
+    parser.add_argument("--no-warm", action="store_true", help=text)
     return parser.parse_args(list(words))
 
 
-def _create(params: RendezvousParameters) -> RendezvousHandler:
-    _created.append(GuardedRendezvous(params))
+def _create(params: RendezvousParameters, *, warm: bool) -> RendezvousHandler:
+    _created.append(GuardedRendezvous(params, warm=warm))
     return _created[-1]
 
 
@@ -154,12 +161,13 @@ class GuardedRendezvous(RendezvousHandler):
 
     Args:
         params: torch's.
+        warm: workers are forked from a process that has imported what they need (:mod:`deepspeed_ucp.warm`).
 
     Raises:
         ConfigError: ``--rdzv-conf`` has an unknown key, or a value that is none.
     """
 
-    def __init__(self, params: RendezvousParameters) -> None:
+    def __init__(self, params: RendezvousParameters, *, warm: bool = False) -> None:
         self._params, self._conf = params, _read_conf(params.config)
         events = str(self._conf["events"])
         self._log: Log = make_log(events, pid=os.getpid()) if events else lambda *_, **__: None
@@ -170,6 +178,7 @@ class GuardedRendezvous(RendezvousHandler):
         self._trouble: str | None = None
         self._agent: GatheredAgent | None = None
         self._is_watching = threading.Event()
+        self._nursery: Nursery | None = choose_nursery(self._log) if warm else None
 
     def begin(self, agent: GatheredAgent) -> None:
         """Look for the other agents.
@@ -188,6 +197,17 @@ class GuardedRendezvous(RendezvousHandler):
             ranks=spec.local_world_size, role=spec.role, find_port=get_free_port, host=params.local_addr,
         )  # fmt: skip
         threading.Thread(target=self._guard, daemon=True, name="guard").start()
+        if self._nursery is not None:
+            os.environ.update(self._nursery.environment())
+
+    def _prepare(self) -> None:
+        """Before an agent takes part, it does what takes long: the others train on meanwhile."""
+        began = time.monotonic()
+        if self._nursery is None or not self.gathering.wait_for_greeting(_PREPARE) or self.gathering.recipe is None:
+            return
+        self._nursery.learn(dict(self.gathering.recipe))
+        is_ready = self._nursery.wait_ready(_PREPARE)
+        self._log("prepared", seconds=round(time.monotonic() - began, 2), warm=is_ready)
 
     def _make_endpoint(self, limits: Limits) -> Endpoint:
         given = self._params.endpoint
@@ -211,6 +231,8 @@ class GuardedRendezvous(RendezvousHandler):
             SystemExit: the others have done all there was to do.
         """
         self._is_watching.clear()
+        if self._round is None:
+            self._prepare()
         ranks = self._watch.look()
         step = max((seen.step for seen in ranks if seen.step is not None), default=None)
         fault, first = self.find_fault(), find_first_failure(ranks)
@@ -262,9 +284,13 @@ class GuardedRendezvous(RendezvousHandler):
 
     def _guard(self) -> None:
         """End this agent's workers when they cannot go on, as long as there are any: torch then restarts them."""
+        told = time.monotonic()
         while True:
             with self.gathering.changed:
                 self.gathering.changed.wait(_LOOK_EVERY)
+            if self._nursery is not None and time.monotonic() > told + _TELL_EVERY:
+                told = time.monotonic()
+                self.gathering.tell_recipe(self._nursery.recipe())
             self._pace.follow(self._watch.take_steps())
             if not self._is_watching.is_set():
                 continue
@@ -313,14 +339,18 @@ class GuardedRendezvous(RendezvousHandler):
     def leave(self) -> None:
         """Leave the others to themselves, after this agent's workers have ended."""
         time.sleep(2 * _LOOK_EVERY)  # the guard tells where they have not ended as they should
+        self._close()
+
+    def _close(self) -> None:
         self._is_watching.clear()
         self.gathering.close()
+        if self._nursery is not None:
+            self._nursery.close()
 
     def shutdown(self) -> bool:
         """Leave, when all is done, or has failed for good: then it ends for all."""
-        self._is_watching.clear()
         self.gathering.end_job("the workers of an agent have failed for good")
-        self.gathering.close()
+        self._close()
         return True
 
 

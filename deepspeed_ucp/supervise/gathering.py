@@ -88,7 +88,7 @@ class Gathering:
     Attributes:
         changed: is notified when any of the following changes.
         ended: why the workers of this round cannot go on; None while they can.
-        modules: that the leader's workers import.
+        recipe: from which the leader's agent makes what its workers are forked from; None where it has none.
     """
 
     def __init__(
@@ -108,8 +108,8 @@ class Gathering:
         self.name, self._machine = uuid.uuid4().hex, socket.gethostname()
         self.changed = threading.Condition(threading.RLock())
         self.ended: str | None = None
-        self.modules: list[str] = []
-        self._own_modules: list[str] = []
+        self.recipe: Mapping[str, Any] | None = None
+        self._own_recipe: Mapping[str, Any] | None = None
         self._past = Past()
         self._told: Round | None = None
         self._is_ready = self._is_finished = self._is_over = self._is_leaving = False
@@ -168,11 +168,12 @@ class Gathering:
         with self.changed:
             return self._waiting or int(self.ended is not None and self._told is not None)
 
-    def tell_modules(self, names: Sequence[str]) -> None:
-        """What this agent's workers import."""
+    def tell_recipe(self, recipe: Mapping[str, Any] | None) -> None:
+        """What newcomers are to be told, should this agent lead."""
         with self.changed:
-            self._own_modules = list(names)
-            self._say(modules=self._own_modules)
+            if recipe != self._own_recipe:
+                self._own_recipe = recipe
+                self._say(**self._describe_recipe())
 
     def report_broken(self, reason: str) -> None:
         """This agent's workers of the round cannot go on, and so nobody's can."""
@@ -435,7 +436,7 @@ class Gathering:
                 if said := line.receive():
                     first, *line.unread = said
                     if "welcome" in first:
-                        self.modules = list(first["modules"])
+                        self.recipe = first["recipe"]
                         return line
                     line.close()
                     return str(first.get("see") or _BUSY)
@@ -456,12 +457,15 @@ class Gathering:
 
     def _describe_state(self) -> dict[str, Any]:
         state: dict[str, Any] = {"ready": self._is_ready, "after": self._past.number}
-        state.update(finished=self._is_finished, modules=self._own_modules)
+        state.update(finished=self._is_finished, **self._describe_recipe())
         if self._broken is not None:
             state.update(broken=self._broken, of=self._past.number)
         if self._closed is not None:
             state.update(closed=self._closed)
         return state
+
+    def _describe_recipe(self) -> dict[str, Any]:
+        return {"recipe": self._own_recipe} if self._leader is not None and self._own_recipe is not None else {}
 
     # Being called.
 

@@ -120,7 +120,7 @@ class Leader:
     ) -> None:
         self.own, self.limits, self.past = own, limits, past
         self.members: dict[str, Member] = {}
-        self.modules: list[str] = []
+        self.recipe: Any = None
         self.closed: str | None = None
         self._find_port, self._claim = find_port, claim
         self._since = self._opened = self._said = now
@@ -153,7 +153,7 @@ class Leader:
             seats = [Seat(*each) for each in hello["seats"]]
             self.past = Past(int(hello["round"]), seats)
             self._missing_until = now + self.limits.silence
-        line.send(welcome=self.own.name, modules=self.modules)
+        line.send(welcome=self.own.name, recipe=self.recipe)
         if not self._has_seat(member):
             line.send(seats=self._list_seats(), round=self.past.number)
         if self.closed is not None:
@@ -164,8 +164,8 @@ class Leader:
     def hear(self, member: Member, told: Mapping[str, Any], now: float) -> None:
         """What a member tells."""
         member.heard = now
-        if told.get("modules") and member.seat.name == self.own.name:
-            self.modules = list(told["modules"])
+        if "recipe" in told and member.seat.name == self.own.name:
+            self.recipe = told["recipe"]
         if told.get("broken") is not None and told.get("of") == self.past.number:
             self._break(f"{told['broken']}")
         if told.get("finished"):
