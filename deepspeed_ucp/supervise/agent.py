@@ -69,7 +69,7 @@ RESTARTS = 100
 _OPENING = 2.0
 """Seconds in which a head that comes back is told of the job that went on without it."""
 
-_PREPARE = 120.0
+_PREPARE = 60.0
 """Seconds that a template may take."""
 
 _LOOK_EVERY, _TELL_EVERY = 0.1, 1.0
@@ -201,13 +201,18 @@ class GuardedRendezvous(RendezvousHandler):
             os.environ.update(self._nursery.environment())
 
     def _prepare(self) -> None:
-        """Before an agent takes part, it does what takes long: the others train on meanwhile."""
+        """Do what takes long before this agent takes part: as a newcomer, while the others train on.
+
+        What is being made already is waited for: importing everything once more would take as long.
+        """
         began = time.monotonic()
-        if self._nursery is None or not self.gathering.wait_for_greeting(_PREPARE) or self.gathering.recipe is None:
+        if self._nursery is None:
             return
-        self._nursery.learn(dict(self.gathering.recipe))
+        if self._round is None and self.gathering.wait_for_greeting(_PREPARE) and self.gathering.recipe is not None:
+            self._nursery.learn(dict(self.gathering.recipe))
         is_ready = self._nursery.wait_ready(_PREPARE)
-        self._log("prepared", seconds=round(time.monotonic() - began, 2), warm=is_ready)
+        if time.monotonic() > began + _LOOK_EVERY:
+            self._log("prepared", seconds=round(time.monotonic() - began, 2), warm=is_ready)
 
     def _make_endpoint(self, limits: Limits) -> Endpoint:
         given = self._params.endpoint
@@ -231,8 +236,6 @@ class GuardedRendezvous(RendezvousHandler):
             SystemExit: the others have done all there was to do.
         """
         self._is_watching.clear()
-        if self._round is None:
-            self._prepare()
         ranks = self._watch.look()
         step = max((seen.step for seen in ranks if seen.step is not None), default=None)
         fault, first = self.find_fault(), find_first_failure(ranks)
@@ -241,6 +244,7 @@ class GuardedRendezvous(RendezvousHandler):
         if fault:
             sys.stderr.write(f"ds_ucp torchrun: {fault}\n")
         self._pace.begin()
+        self._prepare()
         os.environ[VARIABLE] = self._watch.begin()
         try:
             found = self.gathering.join()
