@@ -23,6 +23,9 @@ _LONGEST, _LONGEST_KEY = 64 << 10, 64
 _ENDING = (signal.SIGTERM, signal.SIGKILL)
 """Signals after which a rank's end is no failure of its own."""
 
+_TOLD_TO_GO = 128 + signal.SIGTERM
+"""Exit code of a rank that got SIGTERM, after a save or not."""
+
 _STRANGERS, _GREETING = 128, 15.0
 """Connections that have not told the key, at the most, and the seconds that each is given for it."""
 
@@ -141,6 +144,8 @@ class RankStatus:
             how, why = f"was ended by {signal.Signals(self.signal).name if known else f'signal {self.signal}'}", ""
         else:
             how, why = "has gone without a word" if self.code is None else f"ended with {self.code}", ""
+            if self.code == _TOLD_TO_GO:
+                how += " (told to go)"
         return f"{self.name} {how} {self.place}{why}{self.memory and f'; {self.memory}'}"
 
 
@@ -230,15 +235,18 @@ class Watch:
         return sum(_send(each, signal=number) for each in there)
 
     def ask(self, seconds: float = 1.0) -> list[RankStatus]:
-        """Have every rank tell where it is; those that are there and have not answered in time."""
+        """Have every rank tell where it is; those that are there and have not answered when none has for some time."""
         asked = [each.status for each in self._list_open() if each.status is not None]
         for status in asked:
             status.where = None
         for heartbeat in self._list_open():
             _send(heartbeat, ask="where")
-        until = time.monotonic() + seconds
-        while (silent := [each for each in asked if each.where is None]) and time.monotonic() < until:
+        silent, until = asked, time.monotonic() + seconds
+        while silent and time.monotonic() < until:
             time.sleep(0.01)
+            left = [each for each in silent if each.where is None]
+            if len(left) < len(silent):  # of thousands of ranks answers take time to be read
+                silent, until = left, time.monotonic() + seconds
         return silent
 
     def wait_for_end(self, seconds: float) -> list[RankStatus]:
