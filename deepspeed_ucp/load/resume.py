@@ -68,7 +68,8 @@ def resume(
     comm, report = connect(), LoadReport(direct=False, reason="nothing to resume")
     engine.ucp_report = report
     upstream = bool(engine.load_universal_checkpoint())
-    chosen = find_tag(load_dir, tag, comm, universal=upstream, fallback=config.fallback, also=config.also)
+    how = {"universal": upstream, "fallback": config.fallback, "foreign": True}
+    chosen = find_tag(load_dir, tag, comm, also=config.also, **how)
     if chosen is None:
         report_nothing((load_dir, *config.also), comm, require=config.require)
         return own()

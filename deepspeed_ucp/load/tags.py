@@ -39,7 +39,14 @@ class Look(NamedTuple):
 
 
 def find_tag(
-    load_dir: str, tag: Any, comm: Comm, *, universal: bool = False, fallback: bool = False, also: Sequence[str] = ()
+    load_dir: str,
+    tag: Any,
+    comm: Comm,
+    *,
+    universal: bool = False,
+    fallback: bool = False,
+    also: Sequence[str] = (),
+    foreign: bool = False,
 ) -> str | None:
     """The tag to load; None where nothing was saved yet; collective.
 
@@ -50,15 +57,17 @@ def find_tag(
         fallback: where that file leads to no tag (a crash may leave it empty), take the newest one, with a warning.
         also: further places; the first one that has ``latest`` counts. One that has checkpoints and no readable
             ``latest`` is not passed over: what others name may be older.
+        foreign: a folder may be a checkpoint of another format.
 
     Raises:
         CheckpointError: there is no such tag, or ranks ask for different ones, or see different ones.
     """
     wanted, places = None if tag is None else str(tag), (load_dir, *also)
+    ask = partial(_look, asked=wanted, rank=comm.rank, universal=universal, fallback=fallback, foreign=foreign)
     every: list[Look] = []
     found = None
     for place in places:  # those behind the one that has it are not asked: a store out of reach takes its time to fail
-        told = comm.each(partial(_look, place, wanted, comm.rank, universal=universal, fallback=fallback))
+        told = comm.each(partial(ask, place))
         comm.alike(partial(_compare_asked, load_dir, [look.asked for look in told]))
         every += told
         found = found or comm.alike(partial(_choose, load_dir, [look.tag for look in told]))
@@ -78,13 +87,13 @@ def find_tag(
     return newest
 
 
-def _look(place: str, asked: str | None, rank: int, *, universal: bool, fallback: bool) -> Look:
+def _look(place: str, asked: str | None, rank: int, *, universal: bool, fallback: bool, foreign: bool) -> Look:
     """What a rank sees in a place; of a store the first one looks, for all."""
     if rank and is_url(place):
         return Look(asked)
     named = asked
     try:
-        named = named if named is not None else read_latest(place, universal=universal)
+        named = named if named is not None else read_latest(place, universal=universal, foreign=foreign)
         if named is not None:
             check_tag(place, named)
     except CheckpointError as error:

@@ -69,12 +69,13 @@ def read_tag(path: str) -> str:
     return tag
 
 
-def read_latest(load_dir: str, *, universal: bool = False) -> str | None:
+def read_latest(load_dir: str, *, universal: bool = False, foreign: bool = False) -> str | None:
     """The tag in ``latest``, else in ``latest_universal``; None where there is nothing to resume.
 
     Args:
         load_dir: the folder of all tags, or that of one tag, which has its name (:func:`find_folder`).
         universal: the other way round.
+        foreign: the folder may be a checkpoint of another format.
 
     Raises:
         CheckpointError: there is neither although checkpoints lie there, or the file does not name a tag.
@@ -87,7 +88,7 @@ def read_latest(load_dir: str, *, universal: bool = False) -> str | None:
     if is_checkpoint(load_dir):
         return os.path.basename(normalize(load_dir))
     tags = find_tags(load_dir)
-    if not tags and holds_foreign(load_dir):
+    if foreign and not tags and holds_foreign(load_dir):
         return os.path.basename(normalize(load_dir))
     if not tags:
         _check_bucket(load_dir)
@@ -210,7 +211,7 @@ def find_checkpoint(path: str) -> str:
         raise CheckpointError(f"{folder} {what}.")
     if not {LATEST, UNIVERSAL} & scan_folder(folder).keys() and (is_checkpoint(folder) or holds_foreign(folder)):
         return folder
-    tag = read_latest(folder)
+    tag = read_latest(folder, foreign=True)
     if tag is None:
         told = describe_content(folder) or "is empty"
         raise CheckpointError(f"neither a checkpoint's folder nor one with `latest`: it {told}.", path=folder)
