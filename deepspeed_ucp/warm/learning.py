@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import site
 import sys
@@ -91,14 +92,19 @@ def _is_for_all(name: str) -> bool:
         return False
     if origin in ("built-in", "frozen") or name.partition(".")[0] in _ANYWHERE:
         return True
-    return os.path.realpath(origin).startswith(_FOLDERS)
+    return _find_folder(os.path.dirname(origin)).startswith(_FOLDERS)
+
+
+@functools.cache
+def _find_folder(path: str) -> str:
+    return os.path.join(os.path.realpath(path), "")
 
 
 def _is_strange(name: str, path: object) -> bool:
     """Whether a module lies where another start may find another one: a template of which that is so is none."""
     if not isinstance(path, str) or name in ("__main__", "__mp_main__", "deepspeed_ucp_startup"):
         return False
-    return name in _ANYWHERE or not os.path.realpath(path).startswith(_FOLDERS)
+    return name in _ANYWHERE or not _find_folder(os.path.dirname(path)).startswith(_FOLDERS)
 
 
 def _is_settled(name: str) -> bool:
