@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,9 +27,9 @@ _EXIT_STATUS = 49
 _KINDS = {"": ("memory.events", "memory.max"), "memory": ("memory.oom_control", "memory.limit_in_bytes")}
 """By controller in ``/proc/PID/cgroup`` (version 2, version 1): the files with the count, and with the limit."""
 
-_EVERY, _RECENT, _UNLIMITED = 1.0, 60.0, 1 << 60
-"""Seconds between two looks at a count; those that a large process may take to end once it is killed; bytes from which
-on a limit is none."""
+_EVERY, _RECENT, _AGO, _UNLIMITED = 1.0, 60.0, 600, 1 << 60
+"""Seconds between two looks at a count; those that a large process may take to end once it is killed; those after which
+it was another one of that number; bytes from which on a limit is none."""
 
 _KILLED = re.compile(rb"Killed process (\d+)")
 
@@ -139,6 +140,19 @@ class Deaths:
             if not line:
                 return
             self._killed.update(map(int, _KILLED.findall(line)))
+
+
+def ask_kernel(pid: int, ask: Callable[[str], str]) -> str:
+    """Whether the kernel of another machine has killed a process for want of memory of late, in words; empty where it
+    does not say so, or may not be asked.
+
+    Args:
+        ask: has a shell of that machine run a command; its last line, or anything else.
+    """
+    killed = f"Killed process {pid} "
+    since = '-v now="$(cut -d. -f1 /proc/uptime)"'
+    told = ask(f"""dmesg | awk {since} 'index($0, "{killed}") && substr($0, 2) + 0 > now - {_AGO} {{ print }}'""")
+    return "out of memory, as the kernel says" if killed in told else ""
 
 
 def describe_state(pid: int, started: int) -> str:

@@ -84,6 +84,17 @@ def is_alone(hosts: Hosts) -> bool:
     return not hosts or (len(hosts) == 1 and is_local(next(iter(hosts))))
 
 
+def is_from(host: str, name: str, address: str) -> bool:
+    """Whether who says that its machine has this name, and calls from this address, is on a host of a hostfile."""
+    if host == name:
+        return True
+    try:
+        found = socket.getaddrinfo(find_ssh_name(host), None, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    return address in {entry[4][0] for entry in found}
+
+
 def find_own_address(hosts: Hosts) -> str:
     """This machine's address as the hosts reach it: the loopback where all of them are this machine."""
     for host in hosts:

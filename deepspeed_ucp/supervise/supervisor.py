@@ -8,8 +8,9 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from types import FrameType
 
 from ..heartbeat import VARIABLE
@@ -17,7 +18,8 @@ from ..platforms import ALONE, SIGNALLED, find_platform
 from ..warm.nursery import Nursery, choose_nursery
 from .blame import examine_hang, find_first_failure
 from .command import Command
-from .hosts import Hosts, Reach, find_own_address, is_alone, write_hostfile
+from .deaths import ask_kernel
+from .hosts import Hosts, Reach, find_own_address, is_alone, is_from, write_hostfile
 from .log import Log
 from .pace import Pace
 from .policy import Attempt, RestartLimits, decide
@@ -29,7 +31,8 @@ STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 FORWARDED = (*STOPPING, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that go on to the ranks; after the stopping ones nothing is started again. Ignored ones (``nohup``) stay."""
 
-_LOOK_EVERY = 0.1
+_LOOK_EVERY, _ASK = 0.1, 3.0
+"""Seconds between two looks, and those that the kernel of a host is given that has answered before."""
 _ENV_FILE = "DS_ENV_FILE"
 _SWITCH = "DEEPSPEED_UCP"
 
@@ -144,6 +147,7 @@ class Supervisor:
             former = hosts
             outcome = self._launch(len(attempts) + 1, hosts)
             lost = self._sweep(hosts)
+            outcome = self._judge(outcome, [host for host in hosts if host not in lost])
             if not outcome.reason:
                 self.log("finished", step=outcome.step)
                 return 0
@@ -221,7 +225,7 @@ class Supervisor:
                 code, reason = self._follow(process)
             finally:
                 self._clear_away(process, failed=bool(reason))
-            return self._judge(Outcome(code, reason))
+            return Outcome(code, reason)
 
     def _write_command(self, folder: str, hosts: Hosts) -> tuple[list[str], dict[str, str]]:
         """The command for these hosts, and an environment that takes the ranks' lines along.
@@ -319,10 +323,14 @@ class Supervisor:
     def _list_templates(self) -> Collection[int]:
         return self._nursery.pids() if self._nursery is not None else ()
 
-    def _judge(self, outcome: Outcome) -> Outcome:
-        """An outcome with what the ranks told."""
+    def _judge(self, outcome: Outcome, answering: Sequence[str]) -> Outcome:
+        """An outcome with what the ranks told, and of one that told nothing the kernel of its host."""
         ranks = self._watch.look()
         failed = find_first_failure(ranks)
+        if failed is not None and failed.is_unexplained:
+            host = next((host for host in answering if is_from(host, failed.host, failed.address)), None)
+            if host is not None:
+                failed.memory = ask_kernel(failed.pid, partial(self.reach.ask, host, seconds=_ASK))
         told = [seen.step for seen in ([failed] if failed and failed.error else ranks) if seen.step is not None]
         step, error = max(told, default=None), failed.error if failed else None
         reason = failed.describe() if failed and outcome.reason else outcome.reason

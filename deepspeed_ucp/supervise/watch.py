@@ -125,6 +125,11 @@ class RankStatus:
         return f"rank {self.rank} on {self.host}"
 
     @property
+    def is_unexplained(self) -> bool:
+        """Whether nothing is known of its end: it told nothing, and it was not this machine's."""
+        return self.error is None and self.code is None and self.signal is None and not self.memory
+
+    @property
     def failed_at(self) -> float | None:
         """When it failed, in seconds since the epoch; None where it did not."""
         return None if self.failed is None else round(time.time() - time.monotonic() + self.failed, 3)

@@ -21,8 +21,11 @@ from deepspeed_ucp.errors import ConfigError
 from deepspeed_ucp.heartbeat import STARTED, read_stat
 from deepspeed_ucp.supervise import deaths
 from deepspeed_ucp.supervise.blame import describe_first_failure, examine_hang, find_culprits, find_first_failure
+from deepspeed_ucp.supervise.command import Command
 from deepspeed_ucp.supervise.deaths import Deaths
+from deepspeed_ucp.supervise.hosts import run_for_words
 from deepspeed_ucp.supervise.pace import WINDOW, Pace, find_stragglers
+from deepspeed_ucp.supervise.supervisor import Outcome, Settings, Supervisor
 from deepspeed_ucp.supervise.watch import RankStatus, StepTime, Watch, Where
 from deepspeed_ucp.whereabouts import find_whereabouts
 from tests.supervise.standins import Stage, build, wait_until
@@ -335,6 +338,40 @@ def test_the_kernels_log_names_a_process(tmp_path: Path, monkeypatch: pytest.Mon
         log.write(f"3,2,2,-;Memory cgroup out of memory: Killed process {os.getpid()} (python) total-vm:1kB\n")
     wait_until(lambda: told.describe_memory(os.getpid(), 9) == "out of memory, as the kernel says")
     told.close()
+
+
+def test_the_kernel_of_another_host_is_asked(tmp_path: Path) -> None:
+    """By a shell, whose `dmesg` stands in."""
+    with open("/proc/uptime") as stream:
+        now = float(stream.read().split()[0])
+    log = f"[{now - 9000:12.6f}] Killed process 17 (a)\n[{now:12.6f}] oom: Killed process 18 (b)\n[{now:12.6f}] more\n"
+    (tmp_path / "log").write_text(log)
+    (tmp_path / "dmesg").write_text(f"#!/bin/sh\ncat {tmp_path}/log\n")
+    (tmp_path / "dmesg").chmod(0o755)
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+
+    def ask(command: str) -> str:
+        return run_for_words(["sh", "-c", command], 60, path)
+
+    assert deaths.ask_kernel(18, ask) == "out of memory, as the kernel says"
+    assert deaths.ask_kernel(17, ask) == deaths.ask_kernel(1, ask) == deaths.ask_kernel(19, ask) == ""
+
+
+def test_of_a_rank_elsewhere_that_told_nothing_the_kernel_of_its_host_is_asked(stage: Stage) -> None:
+    asked: list[Any] = []
+    supervisor = Supervisor(Command(("deepspeed",)), {"node-a": 1, "127.0.0.9": 1}, Settings(), lambda *_, **__: None)
+    try:
+        seen = RankStatus(3, "node-b", 17, "127.0.0.9", 0.0, failed=1.0)
+        supervisor._watch._ranks.append(seen)
+        supervisor.reach.ask = lambda *given, **more: asked.append(given) or "oom: Killed process 17 (python)"  # type: ignore
+        reason = supervisor._judge(Outcome(1, "it ended with 1"), ["node-a", "127.0.0.9"]).reason
+        assert reason.endswith("has gone without a word before its first step; out of memory, as the kernel says")
+        assert [host for host, _ in asked] == ["127.0.0.9"]
+        seen.memory = ""
+        supervisor._judge(Outcome(1, "it ended with 1"), ["node-a"])  # it has been lost
+        assert len(asked) == 1
+    finally:
+        supervisor._watch.close()
 
 
 def test_a_rank_that_the_kernel_has_killed_for_want_of_memory_is_told(watch: Watch) -> None:
