@@ -24,6 +24,10 @@ _NEEDED = ("deepspeed", "numpy", "torch")
 """Packages without which a template is worth nothing."""
 
 _MOST_WITHOUT = 8
+
+_TRIAL = 10.0
+"""Seconds for a process that is forked on trial to show that it can compute."""
+
 _KEY = ("program", "executable", "options", "cwd", "environment", "origins", "set")
 
 
@@ -167,7 +171,7 @@ class Nursery:
             self._next = _Made(own, process, ours, set(own["modules"]))
         with contextlib.suppress(OSError):
             ours.settimeout(10.0)
-            handover.send(ours, {**own, "modules": modules, "nursery": self.name})
+            handover.send(ours, {**own, "modules": modules, "nursery": self.name, "trial": _TRIAL})
         self._selector.register(ours, selectors.EVENT_READ, self._next)
 
     def _serve(self) -> None:
@@ -261,4 +265,10 @@ class Nursery:
 
 def choose_nursery(log: Callable[..., None]) -> Nursery | None:
     """A nursery, where the system can have one (Linux)."""
-    return Nursery(log) if os.path.isdir("/proc/self/ns") else None
+    if not os.path.isdir("/proc/self/ns"):
+        return None
+    try:
+        return Nursery(log)
+    except OSError as error:  # of the socket, as in a sandbox
+        log("template", reason=f"{error}: every start is a fresh one")
+        return None

@@ -44,9 +44,6 @@ def _load_beside(name: str) -> Any:
 handover = _load_beside("handover")
 process = _load_beside("process")
 
-_TRIAL = 10.0
-"""Seconds for a forked process to show that it can compute."""
-
 _FREED = 30.0
 """Seconds for the template before to let go of the socket."""
 
@@ -160,8 +157,11 @@ def _count_threads_after_fork() -> int:
     return _count_threads()
 
 
-def check() -> None:
+def check(seconds: float) -> None:
     """Look whether forked processes can do what fresh ones can.
+
+    Args:
+        seconds: for one of them to show that it can compute.
 
     Raises:
         Unfit: they cannot.
@@ -177,7 +177,7 @@ def check() -> None:
     pid = _fork()
     if pid == 0:
         os._exit(_try())
-    until = time.monotonic() + _TRIAL
+    until = time.monotonic() + seconds
     while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0 and time.monotonic() < until:
         time.sleep(0.01)
     if ended[0] == 0:
@@ -442,7 +442,7 @@ def serve() -> Callable[[], None]:
     try:
         with process.in_background():
             count = import_all(recipe)
-            check()
+            check(recipe["trial"])
         sys.stdout.flush()
         ctypes.CDLL(None).fflush(None)
         gc.collect()
