@@ -98,11 +98,8 @@ class Nursery:
             newest = self._next or self._current
             known = self._unfit if newest is None else None if self._is_stale else newest.own
             held = newest.held if newest is not None else set(known["modules"] if known else ())
-            if (
-                known is not None
-                and all(known.get(name) == own.get(name) for name in _KEY)
-                and held >= {*own["modules"]}
-            ):
+            is_known = known is not None and all(known.get(name) == own.get(name) for name in _KEY)
+            if is_known and held.issuperset(own["modules"]):
                 return
             if newest is not None and newest is self._next:
                 self._drop(newest)
@@ -145,6 +142,7 @@ class Nursery:
         for each in (self._current, self._next, *self._old):
             if each is not None:
                 self._drop(each)
+        self._selector.close()
         self._server.close()
 
     def _localize(self, recipe: Recipe) -> Recipe:

@@ -231,7 +231,7 @@ class Template:
         self._woken.setblocking(False)
         self._wake.setblocking(False)
         self._children: dict[int, socket.socket] = {}
-        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._former = signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
         for each in (nursery, self._listener, self._woken):
             self._selector.register(each, selectors.EVENT_READ)
@@ -371,7 +371,7 @@ class Template:
 
     def _stop_listening_here(self) -> None:
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGCHLD, self._former)
         for each in (self.nursery, self._listener, self._woken, self._wake, *self._children.values()):
             if each is not None:
                 each.close()
