@@ -41,11 +41,13 @@ from ..warm.nursery import Nursery, choose_nursery
 from .blame import describe_first_failure, examine_hang, find_broken, find_first_failure
 from .endpoint import Addresses, Endpoint, SharedFile
 from .gathering import Gathering, JobEnded, Round
+from .judging import UnfitError, merge
 from .leader import Limits
 from .lines import split_address
 from .log import Log, make_log
 from .pace import Pace
 from .policy import Attempt, RestartLimits, decide
+from .preflight import Preflight, ask_here
 from .processes import kill_descendants
 from .watch import Patience, Watch, find_silence
 
@@ -87,7 +89,8 @@ def run(words: Sequence[str]) -> None:
     """
     launcher.LocalElasticAgent = GatheredAgent  # type: ignore[misc]
     args = choose_arguments(words)
-    rendezvous_handler_registry.register(BACKEND, partial(_create, warm=not args.no_warm))
+    folder = args.preflight_dir if args.preflight else None
+    rendezvous_handler_registry.register(BACKEND, partial(_create, warm=not args.no_warm, folder=folder))
     try:
         record(torchrun.run)(args)
     except SignalException:  # torch's launcher leaves its rendezvous as it is: others may come
@@ -129,11 +132,13 @@ def _parse(words: Sequence[str]) -> Any:
         parser.set_defaults(max_restarts=RESTARTS)
     text = "let every worker import everything itself, also after a restart"
     parser.add_argument("--no-warm", action="store_true", help=text)
+    parser.add_argument("--preflight", action="store_true", help="test this node before each round")
+    parser.add_argument("--preflight-dir", default="", metavar="DIR", help="the folder whose disk is tested")
     return parser.parse_args(list(words))
 
 
-def _create(params: RendezvousParameters, *, warm: bool) -> RendezvousHandler:
-    _created.append(GuardedRendezvous(params, warm=warm))
+def _create(params: RendezvousParameters, *, warm: bool, folder: str | None) -> RendezvousHandler:
+    _created.append(GuardedRendezvous(params, warm=warm, folder=folder))
     return _created[-1]
 
 
@@ -162,12 +167,14 @@ class GuardedRendezvous(RendezvousHandler):
     Args:
         params: torch's.
         warm: workers are forked from a process that has imported what they need (:mod:`deepspeed_ucp.warm`).
+        folder: this node is tested before each round, and this is the folder whose disk is (empty: that of temporary
+            files); None: it is not.
 
     Raises:
         ConfigError: ``--rdzv-conf`` has an unknown key, or a value that is none.
     """
 
-    def __init__(self, params: RendezvousParameters, *, warm: bool = False) -> None:
+    def __init__(self, params: RendezvousParameters, *, warm: bool = False, folder: str | None = None) -> None:
         self._params, self._conf = params, _read_conf(params.config)
         events = str(self._conf["events"])
         self._log: Log = make_log(events, pid=os.getpid()) if events else lambda *_, **__: None
@@ -177,6 +184,8 @@ class GuardedRendezvous(RendezvousHandler):
         self._round: Round | None = None
         self._trouble: str | None = None
         self._agent: GatheredAgent | None = None
+        self._preflight = None if folder is None else Preflight(ask_here, "127.0.0.1", folder, self._log)
+        self._has_left = False
         self._is_watching = threading.Event()
         self._nursery: Nursery | None = choose_nursery(self._log) if warm else None
 
@@ -232,7 +241,8 @@ class GuardedRendezvous(RendezvousHandler):
         """The next round; before its workers start they are given a line.
 
         Raises:
-            UcpError: the last rounds have all come to the same step with the same agents, or there is no further round.
+            UcpError: the last rounds have all come to the same step with the same agents, or there is no further round,
+                or this node fails its test.
             SystemExit: the others have done all there was to do.
         """
         self._is_watching.clear()
@@ -247,10 +257,15 @@ class GuardedRendezvous(RendezvousHandler):
         self._prepare()
         os.environ[VARIABLE] = self._watch.begin()
         try:
-            found = self.gathering.join()
+            found = self._join()
         except JobEnded:
             self._log("too_late")
             raise SystemExit(0) from None
+        except UnfitError as error:
+            self._log("unfit", reason=str(error))
+            self.leave()
+            advice = "The others go on without it; `ds_ucp preflight` tests it again"
+            raise UcpError(f"this node fails its test: {error}. {advice}.") from None
         former, self._round, self._trouble = self._round, found, None
         if former is not None:
             self._look_back(Attempt(step, lost=found.changed))
@@ -258,6 +273,20 @@ class GuardedRendezvous(RendezvousHandler):
         self._is_watching.set()
         host, _ = split_address(found.seats[0].address)
         return RendezvousInfo(HashStore(), found.rank, len(found.seats), RendezvousStoreInfo(host, found.port))
+
+    def _join(self) -> Round:
+        """The next round, for which this node is tested where it is to be; twice where it fails against the others.
+
+        Raises:
+            JobEnded, UcpError: as of :meth:`Gathering.join`.
+        """
+        if self._preflight is None:
+            return self.gathering.join()
+        report = self._preflight.test_here()
+        try:
+            return self.gathering.join(asdict(report))
+        except UnfitError:
+            return self.gathering.join(asdict(merge(report, self._preflight.test_here())))
 
     def assign_ranks(self, role: str) -> list[Worker]:
         """This agent's workers in the round."""
@@ -342,6 +371,7 @@ class GuardedRendezvous(RendezvousHandler):
 
     def leave(self) -> None:
         """Leave the others to themselves, after this agent's workers have ended."""
+        self._has_left = True
         time.sleep(2 * _LOOK_EVERY)  # the guard tells where they have not ended as they should
         self._close()
 
@@ -353,6 +383,8 @@ class GuardedRendezvous(RendezvousHandler):
 
     def shutdown(self) -> bool:
         """Leave, when all is done, or has failed for good: then it ends for all."""
+        if self._has_left:
+            return True
         self.gathering.end_job("the workers of an agent have failed for good")
         self._close()
         return True

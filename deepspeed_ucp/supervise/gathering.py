@@ -21,6 +21,7 @@ from typing import Any
 
 from ..errors import UcpError
 from .endpoint import Endpoint
+from .judging import UnfitError
 from .leader import Leader, Limits, Member, Past, Seat
 from .lines import Ended, Line, call, is_loopback, join_address, listen, split_address
 
@@ -117,6 +118,8 @@ class Gathering:
         self._waiting = 0
         self._closed: str | None = None
         self._broken: str | None = None
+        self._unfit: str | None = None
+        self._report: Mapping[str, Any] | None = None
         self._line: Line | None = None
         self._preferred: str | None = None
         self._leader: Leader | None = None
@@ -142,17 +145,24 @@ class Gathering:
         with self.changed:
             return self.changed.wait_for(lambda: self._line is not None or self._closed is not None, seconds)
 
-    def join(self) -> Round:
+    def join(self, report: Mapping[str, Any] | None = None) -> Round:
         """Wait for the next round.
+
+        Args:
+            report: of this node's test, to be held against the others'.
 
         Raises:
             JobEnded: there is none, as all is done.
+            UnfitError: this node fails against the others; they wait until it has been tested again, or has gone.
             UcpError: there is none, and why.
         """
         with self.changed:
             self._is_ready, self._told, self._broken = True, None, None
-            self._say(ready=True, after=self._past.number)
+            self._report, self._unfit = report, None
+            self._say(ready=True, after=self._past.number, report=report)
             found = self.changed.wait_for(self._find_round)
+            if self._unfit is not None:
+                raise UnfitError(self._unfit)
             if isinstance(found, Round):
                 return found
             if self._is_over:
@@ -161,7 +171,8 @@ class Gathering:
 
     def _find_round(self) -> Round | bool:
         """The next round; True where there is none."""
-        return bool(self._closed or self._is_over or self._closing.is_set()) or self._told or False
+        is_ended = self._closed or self._is_over or self._closing.is_set() or self._unfit
+        return bool(is_ended) or self._told or False
 
     def count_waiting(self) -> int:
         """Agents for which the workers are to be started again."""
@@ -319,6 +330,8 @@ class Gathering:
             self._waiting = int(told["waiting"])
         if told.get("end") == self._past.number:
             self._end(str(told["reason"]))
+        if told.get("unfit"):
+            self._is_ready, self._unfit = False, str(told["unfit"])
         if told.get("over"):
             self._is_over = True
         if told.get("closed"):
@@ -458,6 +471,8 @@ class Gathering:
     def _describe_state(self) -> dict[str, Any]:
         state: dict[str, Any] = {"ready": self._is_ready, "after": self._past.number}
         state.update(finished=self._is_finished, **self._describe_recipe())
+        if self._report is not None:
+            state.update(report=self._report)
         if self._broken is not None:
             state.update(broken=self._broken, of=self._past.number)
         if self._closed is not None:

@@ -9,10 +9,14 @@ from itertools import chain
 from statistics import median
 from typing import Any
 
-from ..errors import count_of
+from ..errors import UcpError, count_of
 
 _MAJORITY = 3
 """Figures of one kind from which on a median or most of them say what is usual."""
+
+
+class UnfitError(UcpError):
+    """This node fails its test."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from .judging import Report, judge
+
 _SETTLE = 0.25
 """Seconds that a new leader gives those who waited at the one before, where there is room for them."""
 
@@ -66,6 +68,7 @@ class Member:
         since, heard: when it came, and when it last said something (monotonic seconds).
         ready_since: from when on it waits for a round; None: it does not.
         is_finished: its workers have done all there was to do; ``may_end``: it has been told that it may go.
+        report: of the test of its node, where it had one.
     """
 
     seat: Seat
@@ -77,6 +80,7 @@ class Member:
     ready_since: float | None = None
     is_finished: bool = False
     may_end: bool = False
+    report: Report | None = None
 
 
 @dataclass(slots=True)
@@ -170,6 +174,8 @@ class Leader:
             self._break(f"{told['broken']}")
         if told.get("finished"):
             member.is_finished, member.ready_since = True, None
+        if told.get("report") is not None:
+            member.report = Report.parse(told["report"])
         if told.get("ready") and member.ready_since is None:
             has_seat = self._has_seat(member)
             if not has_seat or told["after"] == self.past.number:  # else it has been told of a round meanwhile
@@ -300,7 +306,18 @@ class Leader:
             return
         if len(chosen) < self.limits.most and now < self._opened + _SETTLE:
             return
-        self._begin(chosen)
+        if not self._send_back(chosen):
+            self._begin(chosen)
+
+    def _send_back(self, chosen: Sequence[Member]) -> bool:
+        """Whether the nodes of some fail against those of the others: these test them again, or leave."""
+        reports = {each.seat.name: each.report for each in chosen if each.report is not None}
+        faults = judge(reports, {each.seat.name: each.ranks for each in chosen}).faults
+        for each in chosen:
+            if found := faults.get(each.seat.name):
+                each.ready_since = None
+                each.line.send(unfit="; ".join(found))
+        return bool(faults)
 
     def _is_time(self, count: int, now: float) -> bool:
         """Whether the first round may begin."""

@@ -17,8 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from types import TracebackType
 
+from ..heartbeat import VARIABLE
 from .hosts import Hosts, run_for_words
-from .judging import MEASURES, Report, Verdict, judge, merge
+from .judging import MEASURES, Report, UnfitError, Verdict, judge, merge
 from .log import Log
 
 LIMIT = 60.0
@@ -79,6 +80,18 @@ class Preflight:
         _, verdict = self.test(hosts)
         return {host: slots for host, slots in hosts.items() if host not in verdict.faults}
 
+    def test_here(self) -> Report:
+        """This machine's report.
+
+        Raises:
+            UnfitError: something is wrong with it, whatever others have.
+        """
+        reports, verdict = self.test({HERE: 0})
+        report = reports[HERE]
+        if verdict.faults or not isinstance(report, Report):
+            raise UnfitError("; ".join(verdict.faults[HERE]))
+        return report
+
     def _collect(self, hosts: Sequence[str]) -> dict[str, Report | str]:
         """What all tell of themselves, asked at once; words say why one has told nothing."""
         with Exchange(self.address, hosts) as exchange, ThreadPoolExecutor(max(1, len(hosts))) as pool:
@@ -93,8 +106,9 @@ class Preflight:
     def _make_command(self, line: str, host: str) -> str:
         settings = [f"{key}={value}" for key, value in self.exports.items()]
         folder = self.folder or tempfile.gettempdir()
-        words = ["exec", "env", *settings, sys.executable, "-m", "deepspeed_ucp.supervise.probe", folder, line, host]
-        return f"cd {shlex.quote(os.getcwd())} && {shlex.join(words)}"
+        environment = ["env", "-u", VARIABLE, *settings]  # a test is no rank
+        test = [sys.executable, "-m", "deepspeed_ucp.supervise.probe", folder, line, host]
+        return f"cd {shlex.quote(os.getcwd())} && exec {shlex.join([*environment, *test])}"
 
 
 def ask_here(_host: str, command: str, seconds: float) -> str:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -15,9 +18,13 @@ import pytest
 
 from deepspeed_ucp.cli.dispatch import main
 from deepspeed_ucp.supervise import accelerators, links, probe
-from deepspeed_ucp.supervise.judging import Report
+from deepspeed_ucp.supervise.agent import choose_arguments
+from deepspeed_ucp.supervise.endpoint import SharedFile
+from deepspeed_ucp.supervise.gathering import Gathering
+from deepspeed_ucp.supervise.judging import Figure, Report, UnfitError
+from deepspeed_ucp.supervise.leader import Leader, Limits, Past, Seat
 from deepspeed_ucp.supervise.preflight import Exchange, Preflight, ask_here
-from tests.supervise.standins import Stage, build
+from tests.supervise.standins import ROOT, Stage, build, wait_until
 
 A, B, C = "127.0.0.2", "127.0.0.3", "127.0.0.4"
 
@@ -220,3 +227,119 @@ def test_links_go_the_way_that_training_takes(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert links.find_link_address("default") == address
+
+
+class Member(list[dict[str, Any]]):
+    """What an agent is told."""
+
+    def send(self, **fields: Any) -> None:
+        self.append(fields)
+
+
+@pytest.mark.parametrize("then", ["passes", "leaves"])
+def test_an_agent_whose_node_fails_against_the_others_is_waited_for_until_it_passes_or_leaves(then: str) -> None:
+    reports = {name: asdict(Report((Figure("product", 1.0, "x", bits=str(name == "c")),))) for name in "abcd"}
+    leader = Leader(Seat("a", "a:1"), Limits(1, 4), Past(), 0.0, lambda: 7)
+    told = {name: Member() for name in "abcd"}
+    hello = {"address": "x:1", "ranks": 2, "role": "default", "round": 0, "seats": [], "after": 0, "ready": True}
+    members = {
+        name: leader.greet({**hello, "name": name, "report": reports[name]}, told[name], name, 0.0) for name in "abcd"
+    }
+    leader.tick(1.0)
+    leader.tick(1.1)
+    assert told["c"][-1] == {"unfit": "product: other bits than 3 of 4 of its kind have"}
+    assert not any("port" in each for name in "abd" for each in told[name])
+    if then == "passes":
+        leader.hear(members["c"], {"ready": True, "after": 0, "report": reports["a"]}, 2.0)
+    else:
+        leader.hear(members["c"], {"bye": True}, 2.0)
+    leader.tick(20.0)
+    assert len(told["a"][-1]["seats"]) == (4 if then == "passes" else 3)
+
+
+def test_an_agent_tests_its_node_again_when_the_others_have_other_bits(tmp_path: Path) -> None:
+    endpoint = SharedFile(str(tmp_path / "endpoint"), "job", silence=1.0, host="127.0.0.1")
+    agents = [Gathering(endpoint, Limits(3, 3), "job") for _ in range(3)]
+    reports = [asdict(Report((Figure("product", 1.0, "x", bits=bits),))) for bits in "001"]
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            others = [pool.submit(agent.join, report) for agent, report in zip(agents[:2], reports[:2], strict=True)]
+            with pytest.raises(UnfitError, match="other bits than 2 of 3"):
+                agents[2].join(reports[2])
+            assert not any(each.done() for each in others)
+            assert {agents[2].join(reports[0]).rank, *(each.result().rank for each in others)} == {0, 1, 2}
+    finally:
+        for agent in agents:
+            agent._release()
+
+
+def test_torchruns_own_options_stand_before_the_script() -> None:
+    args = choose_arguments(["--preflight", "--preflight-dir", "/scratch", "train.py", "--preflight-dir", "x"])
+    assert (args.preflight, args.preflight_dir, args.training_script_args) == (
+        True,
+        "/scratch",
+        ["--preflight-dir", "x"],
+    )
+    assert not choose_arguments(["train.py", "--preflight"]).preflight
+
+
+AGENT = """
+import os, sys
+from pathlib import Path
+from deepspeed_ucp.supervise import agent
+from deepspeed_ucp.supervise.judging import Figure, Report
+from deepspeed_ucp.supervise.preflight import Preflight
+from deepspeed_ucp.cli.dispatch import main
+folder, own = Path(sys.argv[1]), sys.argv[2]
+def collect(self, hosts):
+    faults = ("disk: full",) if (folder / f"bad-{own}").exists() else ()
+    return {host: Report((Figure("memory", 1.0, "x"),), faults) for host in hosts}
+Preflight._collect = collect
+sys.exit(main(["torchrun", "--preflight", *sys.argv[3:]]))
+"""
+
+WORKER = """
+import os, sys, time
+from pathlib import Path
+folder, world = Path(sys.argv[1]), os.environ["WORLD_SIZE"]
+(folder / f"began-{world}").touch()
+while not (folder / f"go-{world}").exists():
+    time.sleep(0.05)
+sys.exit(world == "2")
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("bad", ["0", "1"])
+def test_an_agent_whose_node_fails_after_a_failure_leaves_the_others(bad: str, tmp_path: Path) -> None:
+    """The first one leads."""
+    (tmp_path / "agent.py").write_text(AGENT)
+    (tmp_path / "worker.py").write_text(WORKER)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    agents: list[subprocess.Popen[str]] = []
+
+    def start(name: str) -> None:
+        options = ["--nnodes", "1:2", "--rdzv-endpoint", str(tmp_path / "endpoint"), "--rdzv-id", "job"]
+        conf = ["--rdzv-conf", f"last_call_timeout=3,events={tmp_path / f'events-{name}'}"]
+        words = [str(tmp_path / "agent.py"), str(tmp_path), name, *options, *conf]
+        command = [sys.executable, *words, str(tmp_path / "worker.py"), str(tmp_path)]
+        agents.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+
+    try:
+        start("0")
+        start("1")
+        wait_until((tmp_path / "began-2").exists)
+        (tmp_path / f"bad-{bad}").touch()
+        (tmp_path / "go-2").touch()
+        wait_until((tmp_path / "began-1").exists)
+        (tmp_path / "go-1").touch()
+        told = [each.communicate(timeout=60)[1] for each in agents]
+    finally:
+        for each in agents:
+            each.kill()
+    codes = [each.returncode for each in agents]
+    assert codes[int(bad)] == 2 and codes[1 - int(bad)] == 0
+    message = "ds_ucp torchrun: this node fails its test: disk: full. The others go on without it;"
+    assert message in told[int(bad)]
+    events = [json.loads(line) for line in (tmp_path / f"events-{bad}").read_text().splitlines()]
+    assert [event["event"] for event in events][-2:] == ["preflight", "unfit"]
