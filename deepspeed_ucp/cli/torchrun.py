@@ -24,6 +24,8 @@ def add_parser(commands: Commands) -> None:
         """,
         general=False,
     )
+    text = "let every worker import everything itself, also after a restart (docs/restarts.md)"
+    parser.add_argument("--no-warm", action="store_true", help=text)
     parser.add_argument("args", metavar="ARGS", nargs=argparse.REMAINDER, help="torchrun's options, script, arguments")
 
 
