@@ -8,7 +8,6 @@ import fcntl
 import io
 import mmap
 import os
-import random
 import resource
 import signal
 import socket
@@ -134,7 +133,6 @@ def set_environment(variables: Mapping[str, str]) -> None:
 
 def reseed() -> None:
     """Let what draws by itself draw as in a fresh process; :mod:`random` sees to that itself."""
-    random.seed()
     if numpy := sys.modules.get("numpy.random"):
         numpy.seed()
     if torch := sys.modules.get("torch"):
