@@ -14,13 +14,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from deepspeed_ucp.saves.memory import find_root, list_jobs
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-PACE = 0.15  # seconds a step: a model that is not tiny
+PACE = 0.25  # seconds a step: a model that is not tiny
 HANG = 5
 LONGEST = 120.0  # seconds for anything to come
+PREPARING = 40.0  # seconds for an agent to import what its next ranks need
 CONF = f"keep_alive_interval=1,last_call_timeout=2,hang={HANG}"
 VARIABLE = "NODE_MEMORY"  # names a node's folder of memory, and so all of its processes
 
@@ -103,10 +106,21 @@ class Job:
         self.say(f"step {step:3}: {world} rank{'s train' if world > 1 else ' trains'}, from step {start} on")
         return step
 
+    def wait_for_templates(self, *agents: subprocess.Popen[bytes]) -> None:
+        """Until these agents have what their next ranks are forked from; where there is no such thing, not long."""
+        until = time.time() + PREPARING
+
+        def look() -> bool:
+            told = [each for each in self.read("events") if each["event"] == "template"]
+            made = {each["pid"] for each in told if "seconds" in each}
+            return made >= {each.pid for each in agents} or time.time() > until
+
+        self.wait_for("a template", look)
+
     def find_ranks(self, agent: subprocess.Popen[bytes]) -> list[int]:
-        """Processes that this agent has started."""
-        pids = [each["pid"] for each in self.read_log("started")]
-        return [pid for pid in pids if is_child(pid, agent.pid)]
+        """Ranks that this agent has started, or had forked."""
+        own = {each.pid for each in psutil.Process(agent.pid).children(recursive=True)}
+        return [each["pid"] for each in self.read_log("started") if each["pid"] in own and is_alive(each["pid"])]
 
     def has_copies(self) -> bool:
         """Whether each node has a copy of the other one's part of the last save."""
@@ -141,13 +155,6 @@ class Job:
 def is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
-
-
-def is_child(pid: int, parent: int) -> bool:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) == parent and is_alive(pid)
     except FileNotFoundError:
         return False
 

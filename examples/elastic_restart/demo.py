@@ -36,8 +36,10 @@ MEMORY = "/dev/shm"
 BOUND = 1e-5  # of a loss, in nats; the samples are compared exactly
 STORED, KEPT = 10, 5  # steps between saves to a folder, and into memory
 BESIDE = 30  # steps between saves of the second job to its folder
-SECOND = 80  # steps of the second job
+SECOND = 120  # steps of the second job
 NAMES = ("detected", "rendezvous", "start", "load", "first step")  # of the phases of a restart
+NEW = "a new agent comes"
+NOTICES = ("ended", "hanging", "rendezvous")  # of agents: the first one tells when something was noticed
 
 Steps = Mapping[int, Mapping[str, Any]]
 
@@ -63,15 +65,16 @@ def run_first(job: Job) -> list[str]:
     job.say(f"it saves to its folder every {job.save_every} steps")
     job.launched = time.time()
     first, second = job.start_agent(), job.start_agent()
-    job.wait_for_steps(whole, 25)
+    job.wait_for_steps(whole, 15)
+    job.wait_for_templates(first, second)
     doomed = job.find_ranks(first)
     job.note("the first agent is killed")
     first.kill()
     job.wait_for("the end of a killed agent's workers", lambda: doomed and not any(map(is_alive, doomed)))
-    job.wait_for_steps(job.ranks, 15)
-    job.note("a new agent comes")
+    job.wait_for_steps(job.ranks, 8)
+    job.note(NEW)
     third = job.start_agent()
-    job.wait_for_steps(whole, 25)
+    job.wait_for_steps(whole, 15)
     stopped = job.find_ranks(second)[-1]
     job.note("a rank is stopped")
     os.kill(stopped, signal.SIGSTOP)
@@ -87,6 +90,7 @@ def run_second(job: Job) -> list[str]:
     job.launched = time.time()
     first, second = job.start_agent(), job.start_agent()
     job.wait_for_steps(whole, BESIDE + KEPT + 2)
+    job.wait_for_templates(first, second)
     doomed = job.find_ranks(second)[-1]
     job.note("a process is killed")
     os.kill(doomed, signal.SIGKILL)
@@ -114,16 +118,19 @@ def find_restarts(job: Job) -> list[Restart]:
         until = job.faults[at + 1][1] if at + 1 < len(job.faults) else float("inf")
         own = [each for each in [*events, *log] if began < each["time"] < until]
         end = find_last_round(own)
-        starts = [e["time"] for e in own if e["event"] == "rendezvous" and e["pid"] in find_survivors(job, began)]
+        noticed = min(e["time"] for e in own if e["event"] in NOTICES and e["pid"] in find_survivors(job, began))
+        # A newcomer prepares itself while the others train on: what it costs begins with the last step that they take.
+        steps = [each["time"] for each in own if each["event"] == "step" and each["time"] < noticed]
+        still = max(steps, default=began) if what == NEW else began
         after = [each for each in own if each["time"] >= end]
         step = min(each["time"] for each in after if each["event"] == "step")
         started = max(each["time"] for each in after if each["event"] == "started" and each["time"] < step)
         loads = [each for each in after if each["event"] == "loaded" and each["time"] < step]
-        times = [began, min(starts), end, started, max(each["time"] for each in loads), step]
+        times = [still, noticed, end, started, max(each["time"] for each in loads), step]
         phases = [b - a for a, b in itertools.pairwise(times)]
         again = find_lost(log, end, loads[0]["step"])
         read = count_read(job, loads)
-        restarts.append(Restart(what, began - job.launched, phases, loads[0]["step"], again, read))
+        restarts.append(Restart(what, began - job.launched, still - began, phases, loads[0]["step"], again, read))
     return restarts
 
 
@@ -213,7 +220,8 @@ def tell(title: str, job: Job, reference: Steps, restarts: Sequence[Restart]) ->
     for each in restarts:
         again = f"{len(each.lost)} steps, {sum(each.lost):.1f} s"
         cells = "".join(f"{seconds:10.2f} s" for seconds in each.phases)
-        print(f"  {each.what:32}{again:>16}{cells}{sum(each.phases):8.1f} s")
+        beside = f", after {each.prepared:.1f} s beside training" if each.prepared else ""
+        print(f"  {each.what:32}{again:>16}{cells}{sum(each.phases):8.1f} s{beside}")
     steps = job.read_log("step")
     worst = max(abs(each["loss"] - reference[each["step"]]["loss"]) for each in steps)
     print(f"  {len(steps)} steps for {job.steps}; the largest difference of a loss is {worst:.1e}.")
@@ -230,7 +238,7 @@ def tell_loads(restarts: Sequence[Restart]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Two jobs that go on whatever happens to their agents and nodes.")
     parser.add_argument("--ranks", type=int, default=1, help="of each agent")
-    parser.add_argument("--steps", type=int, default=160, help="of the first job")
+    parser.add_argument("--steps", type=int, default=240, help="of the first job")
     args = parser.parse_args()
     OUT.mkdir(exist_ok=True)
     (OUT / ".gitignore").write_text("*\n")

@@ -26,7 +26,8 @@ class Restart:
     """What happened, when (seconds of the job), and what it cost.
 
     Attributes:
-        phases: seconds of each phase until training went on.
+        prepared: seconds before that, in which training went on.
+        phases: seconds of each phase until it went on again.
         start: the step after which it went on.
         lost: seconds of each step that had been done after that one, and was done again.
         read: bytes that the ranks read for it, by where they lay.
@@ -34,6 +35,7 @@ class Restart:
 
     what: str
     began: float
+    prepared: float
     phases: Sequence[float]
     start: int
     lost: Sequence[float]
@@ -105,7 +107,7 @@ def _draw_worlds(axes: Axes, scene: Scene) -> None:
         axes.fill_between(times, world, color=_find_colour(scene.steps, world), alpha=0.5)
     for number, restart in enumerate(scene.restarts):
         axes.axvline(restart.began, color="black", linewidth=1.2)
-        height = most * (1.22 if number % 2 else 1.05)  # neighbours are often close
+        height = most * (1.04, 1.16, 1.28)[number % 3]  # neighbours are often close
         axes.annotate(restart.what, (restart.began, height), (3, 0), textcoords="offset points", fontsize=8)
     axes.set(xlabel="seconds", xlim=(0, None), ylabel="ranks that train", ylim=(0, most * 1.4), yticks=range(most + 1))
 
@@ -127,7 +129,7 @@ def _draw_costs(work: Axes, waiting: Axes, scenes: Sequence[Scene]) -> None:
         axes.set_axisbelow(True)
     most = max(max(_find_most(scene), *(sum(each.lost) for each in scene.restarts)) for scene in scenes)
     work.set(xlim=(0, 1.3 * most), xlabel="seconds of lost work: steps done again (outline: all from save to save)")
-    waiting.set(xlim=(0, 1.5 * longest), xlabel="seconds until training goes on")
+    waiting.set(xlim=(0, 1.8 * longest), xlabel="seconds until training goes on")
     handles = [Patch(color=colour, label=name) for name, colour in zip(PHASES, COLOURS, strict=True)]
     waiting.legend(handles=handles, frameon=False, fontsize=8, ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.2))
 
@@ -151,9 +153,11 @@ def _draw_phases(axes: Axes, row: int, restart: Restart, longest: float) -> None
     left = 0.0
     for colour, seconds in zip(COLOURS, restart.phases, strict=True):
         axes.barh(row, seconds, left=left, color=colour)
-        if seconds > longest / 30:  # else there is no room
+        if seconds > longest / 18:  # else there is no room
             axes.text(left + seconds / 2, row, f"{seconds:.1f}", ha="center", va="center", fontsize=8, color="white")
         left += seconds
     load, first = restart.phases[-2:]
     text = f"{left:.1f} s: {load:.2f} load, {first:.2f} first step"
+    if restart.prepared:
+        text = f"{text}; before, {restart.prepared:.0f} s beside training"
     axes.annotate(text, (left, row), (4, 0), textcoords="offset points", va="center", fontsize=8)
