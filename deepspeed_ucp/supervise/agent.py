@@ -186,7 +186,7 @@ class GuardedRendezvous(RendezvousHandler):
         self._agent: GatheredAgent | None = None
         self._preflight = None if folder is None else Preflight(ask_here, "127.0.0.1", folder, self._log)
         self._has_left = False
-        self._is_watching = threading.Event()
+        self._is_watching, self._looking = threading.Event(), threading.Lock()
         self._nursery: Nursery | None = choose_nursery(self._log) if warm else None
 
     def begin(self, agent: GatheredAgent) -> None:
@@ -219,6 +219,8 @@ class GuardedRendezvous(RendezvousHandler):
             return
         if self._round is None and self.gathering.wait_for_greeting(_PREPARE) and self.gathering.recipe is not None:
             self._nursery.learn(dict(self.gathering.recipe))
+        elif self._nursery.is_ready:
+            return
         is_ready = self._nursery.wait_ready(_PREPARE)
         if time.monotonic() > began + _LOOK_EVERY:
             self._log("prepared", seconds=round(time.monotonic() - began, 2), warm=is_ready)
@@ -245,6 +247,8 @@ class GuardedRendezvous(RendezvousHandler):
                 or this node fails its test.
             SystemExit: the others have done all there was to do.
         """
+        if self._is_watching.is_set():  # torch may have seen a worker's end first
+            self._look()
         self._is_watching.clear()
         ranks = self._watch.look()
         step = max((seen.step for seen in ranks if seen.step is not None), default=None)
@@ -325,12 +329,15 @@ class GuardedRendezvous(RendezvousHandler):
                 told = time.monotonic()
                 self.gathering.tell_recipe(self._nursery.recipe())
             self._pace.follow(self._watch.take_steps())
-            if not self._is_watching.is_set():
-                continue
+            if self._is_watching.is_set() and self._look() is not None:
+                self._end_workers()
+
+    def _look(self) -> str | None:
+        """Why the workers of the round cannot go on, which is told once; None while they can."""
+        with self._looking:
             if self._trouble is None:
                 self._trouble = self._find_trouble()
-            if self._trouble is not None:
-                self._end_workers()
+            return self._trouble
 
     def _end_workers(self) -> None:
         ranks = [seen for seen in self._watch.look() if seen.is_open]

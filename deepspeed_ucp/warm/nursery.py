@@ -122,11 +122,17 @@ class Nursery:
         changes = {name: there.get(name) for name in {*here, *there} if here.get(name) != there.get(name)}
         return {**{name: own[name] for name in own if name not in ("environment", "cwd")}, "changes": changes}
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether there is a template to fork from, though another one may be on its way."""
+        with self._lock:
+            return self._current is not None and self._current.is_ready
+
     def wait_ready(self, timeout: float) -> bool:
         """Wait for the template that is being made, at the most so many seconds; whether there is one then."""
         with self._lock:
             self._lock.wait_for(lambda: self._next is None, timeout)
-            return self._current is not None and self._current.is_ready
+            return self.is_ready
 
     def pids(self) -> Collection[int]:
         """The templates, which are no ranks: of processes that were listed before this was called, all of them."""
