@@ -22,7 +22,7 @@ from typing import Any
 from ..errors import UcpError
 from .endpoint import Endpoint
 from .judging import UnfitError
-from .leader import Leader, Limits, Member, Past, Seat
+from .leader import FAREWELLS, Leader, Limits, Member, Past, Seat
 from .lines import Ended, Line, call, is_loopback, join_address, listen, split_address
 
 _LANGUAGE = "ds_ucp 1"
@@ -303,8 +303,9 @@ class Gathering:
     def _lose_leader(self, line: Line, how: str) -> None:
         with self.changed:
             self._line = None
-            if how != "silent":  # a connection that is closed tells the other side that this agent has ended
-                line.close()
+            if how == "silent":
+                _turn_away(line)
+            line.close()
             if how == "closing" or not self._past.seats:
                 return
             if how in ("dropped", "sent away"):
@@ -455,9 +456,12 @@ class Gathering:
                     return str(first.get("see") or _BUSY)
                 line.flush()
                 time.sleep(_TICK / 10)
-        except (Ended, OSError):
+        except Ended:
             line.close()
             return _REFUSED  # whoever is there has no part in this
+        except OSError:
+            pass
+        _turn_away(line)
         line.close()
         return _MISSED
 
@@ -568,7 +572,7 @@ class Gathering:
         """Answer a line; False where the connection has no further use."""
         if caller.member is not None and self._leader is not None:
             self._leader.hear(caller.member, told, now)
-            return not told.get("bye")
+            return not FAREWELLS.keys() & told.keys()
         if told.get("join"):
             self._meet(str(told["join"]), int(told["round"]))
             return False
@@ -636,3 +640,9 @@ class Gathering:
                 leader.past.gone.add(seat.name)
         except OSError:
             return
+
+
+def _turn_away(line: Line) -> None:
+    """Tell who does not answer, before the connection ends, that this agent has not: it may have been stopped, and hear
+    this when it goes on."""
+    line.send(away=True)

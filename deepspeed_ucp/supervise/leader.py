@@ -15,6 +15,9 @@ from .judging import Report, judge
 _SETTLE = 0.25
 """Seconds that a new leader gives those who waited at the one before, where there is room for them."""
 
+FAREWELLS = {"bye": "left", "away": "silent"}
+"""What a member says before it ends its connection, and how it is lost then: the second one goes on elsewhere."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -184,8 +187,8 @@ class Leader:
                 self._stop(now)
         if told.get("closed") is not None:
             self.close(str(told["closed"]))
-        if told.get("bye"):
-            self.lose(member, now, how="left")
+        for word in FAREWELLS.keys() & told.keys():
+            self.lose(member, now, FAREWELLS[word])
 
     def lose(self, member: Member, now: float, how: str) -> None:
         """A member has gone.

@@ -247,6 +247,28 @@ def test_one_side_of_a_cut_goes_on(make: Make, monkeypatch: pytest.MonkeyPatch, 
         assert all("behind a cut network" in str(each.error) for each in loser)
 
 
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_a_leader_that_was_stopped_does_not_take_others_for_dead(
+    make: Make, monkeypatch: pytest.MonkeyPatch, is_asked: bool
+) -> None:
+    """Who has turned away from it is alive, and may be training."""
+    monkeypatch.setattr(gathering, "_ANSWER", 1.0)
+    head, *others = start(make, 3)
+    with head.gathering.changed:  # nothing of it can do anything
+        wait_until(lambda: all(each.gathering.ended for each in others))
+        wait_until(lambda: all(each.gathering._line is not None for each in others))  # they have another leader
+        if is_asked:
+            assert len(go_on(others)[0].seats) == 2
+    wait_until(lambda: head.gathering.ended)
+    head.join()
+    time.sleep(1.0)
+    assert len(head.rounds) == 1
+    if not is_asked:
+        assert len(go_on(others)[0].seats) >= 2
+        wait_until(lambda: head.error or len(head.rounds) == 2)
+    assert not head.error or "behind a cut network" in str(head.error)
+
+
 def test_a_head_that_comes_back_finds_the_job_that_went_on_without_it(made: list[Agent]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
