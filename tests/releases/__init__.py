@@ -84,9 +84,14 @@ KNOWN = [
 as close as the releases that were run."""
 
 
+@cache
+def _list_here() -> list[Known]:
+    return [each for each in KNOWN if each.here]
+
+
 def find_reason(nodeid: str) -> str | None:
     """Why a test is not for what is installed. Loads of what others have saved are for all."""
     if "saves_of_other_releases" in nodeid:
         return None
-    found = (each for each in KNOWN if each.here and any(part in nodeid for part in each.tests))
+    found = (each for each in _list_here() if any(part in nodeid for part in each.tests))
     return next((each.reason for each in found), None)

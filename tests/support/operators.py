@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import cpuinfo
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.op_builder.builder import OpBuilder
@@ -79,3 +80,4 @@ class FusedAdam:
 
 STAND_INS = {"cpu_adam": CpuAdam(), **({"fused_adam": FusedAdam()} if get_accelerator().device_name() == "cpu" else {})}
 OpBuilder._loaded_ops.update(STAND_INS)
+cpuinfo.get_cpu_info = dict  # who made the processor: the answer takes processes, and the stand-ins do not mind

@@ -171,17 +171,17 @@ def _take_sub_group(found: States, named: Sequence[tuple[str, Any]], states: dic
 
 def save(kind: Kind, folder: str, seed: int, steps: int = 3) -> tuple[States, list[float]]:
     """The losses are this rank's own."""
-    return save_and_go_on(make(kind, seed), folder, train, read_states, steps, after=3)
+    return save_and_go_on(make(kind, seed), folder, train, read_states, steps)
 
 
 def load_each(kind: Kind, folders: Sequence[str]) -> list[Loaded | str]:
-    return load_and_go_on(make(kind, seed=77), folders, train, read_states, range(3, 6))
+    return load_and_go_on(make(kind, seed=77), folders, train, read_states, range(3, 5))
 
 
 def load_by_deepspeed(kind: Kind, folder: str) -> list[float]:
     """The losses after DeepSpeed's own load."""
     engine = make(replace(kind, universal=False), seed=77)
     engine.load_checkpoint(folder)
-    losses = train(engine, range(3, 6))
+    losses = train(engine, range(3, 5))
     engine.destroy()
     return losses

@@ -155,11 +155,11 @@ def read_states(engine: Any) -> States:
 
 
 def save(kind: Kind, folder: str, seed: int) -> tuple[States, list[float]]:
-    return save_and_go_on(make(kind, seed, f"{folder}-swap"), folder, train, read_states, after=3)
+    return save_and_go_on(make(kind, seed, f"{folder}-swap"), folder, train, read_states)
 
 
 def load_each(kind: Kind, folders: Sequence[str], swap: str) -> list[Loaded | str]:
-    return load_and_go_on(make(kind, 77, swap), folders, train, read_states, range(3, 6))
+    return load_and_go_on(make(kind, 77, swap), folders, train, read_states, range(3, 5))
 
 
 def load_and_save(kind: Kind, folder: str, other: str, swap: str) -> None:
@@ -174,6 +174,6 @@ def load_by_deepspeed(kind: Kind, folder: str, swap: str) -> list[float]:
     """The losses after DeepSpeed's own load."""
     engine = make(replace(kind, universal=False), 79, swap)
     engine.load_checkpoint(folder)
-    losses = train(engine, range(3, 6))
+    losses = train(engine, range(3, 5))
     engine.destroy()
     return losses
