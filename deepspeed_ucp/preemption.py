@@ -7,6 +7,7 @@ platform takes for a job that is to go on (:mod:`deepspeed_ucp.platforms`).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -154,6 +155,8 @@ def end_step(engine: Any) -> None:
     ends = [(asked.actions if for_all else asked.alone)[number] for number, for_all in came.items()]
     if codes := [code for code in ends if code is not None]:
         end_writer(engine)
+        with contextlib.suppress(Exception):  # one that is gone is nobody to wait for
+            comm.gather(None)  # else those that are done early close connections that others still use, which abort
         _end(asked, max(codes), comm, engine.global_steps)
 
 

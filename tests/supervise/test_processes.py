@@ -44,7 +44,7 @@ def test_a_full_disk_ends_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     tell = make_log("/dev/full", pid=7)
     tell("running", ranks=2)
     complaint, line = capsys.readouterr().err.splitlines()
-    assert "/dev/full: events cannot be written there (No space left on device)" in complaint
+    assert "/dev/full: nothing can be written there (No space left on device)" in complaint
     assert json.loads(line) | {"time": 0} == {"event": "running", "time": 0, "pid": 7, "ranks": 2}
 
 
