@@ -32,7 +32,7 @@ from .warm import learning
 from .whereabouts import CollectiveCounter, find_whereabouts
 
 VARIABLE = "DEEPSPEED_UCP_LIFELINE"
-"""Environment: ``host:port:key`` of the watcher; the key is that of one launch."""
+"""Environment: ``host:port:key`` of the watcher; the key is that of one launch, with the network that it is in."""
 
 _IDLE, _EVERY, _TIMES = 10, 5, 4
 """Seconds without data after which the other side's machine is asked, seconds between questions, and questions."""
@@ -125,7 +125,10 @@ def note_watcher(*, by_itself: bool = False) -> None:
 
 
 def connect() -> None:
-    """Connect to the watcher, if there is one: once, and where it cannot be reached never, with a word on stderr."""
+    """Connect to the watcher, if there is one: once, and where it cannot be reached never, with a word on stderr.
+
+    Where it has ended, this process does: nothing listens at an address of the machine that both are on.
+    """
     told, _watcher.address = _watcher.address, ""
     if not told:
         return
@@ -133,6 +136,8 @@ def connect() -> None:
     try:
         connection = socket.create_connection((host, int(port)), timeout=15)
     except OSError as error:
+        if isinstance(error, ConnectionRefusedError) and key.endswith(f"@{find_network()}"):
+            _end(f"the watcher at {host}:{port} has ended before")
         sys.stderr.write(
             f"deepspeed_ucp: the watcher at {host}:{port} cannot be reached ({error}): going on without.\n"
         )
@@ -187,6 +192,15 @@ def read_stat(pid: int) -> list[Any] | None:
 def find_rank() -> int:
     """This process's rank as its launcher says; -1 without one."""
     return next((int(os.environ[name]) for name in _RANKS if os.environ.get(name, "").isdigit()), -1)
+
+
+def find_network() -> str:
+    """The machine, as long as it runs, and its network in which this process is: a container's is another (Linux)."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as stream:
+            return f"{stream.read(8)}-{os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        return f"of {os.getpid()}"  # nobody else's
 
 
 def keep_alive(connection: socket.socket) -> None:
@@ -260,9 +274,13 @@ def _listen(connection: socket.socket, watcher: str) -> None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = f"is lost ({error})"
     if connection is _watcher.connection:
-        sys.stderr.write(f"deepspeed_ucp: rank {find_rank()}: the watcher at {watcher} {why}: this rank ends.\n")
-        sys.stderr.flush()
-        os.kill(os.getpid(), signal.SIGKILL)
+        _end(f"the watcher at {watcher} {why}")
+
+
+def _end(why: str) -> None:
+    sys.stderr.write(f"deepspeed_ucp: rank {find_rank()}: {why}: this rank ends.\n")
+    sys.stderr.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _let_go() -> None:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..heartbeat import keep_alive
+from ..heartbeat import find_network, keep_alive
 from .deaths import Deaths
 
 _LONGEST, _LONGEST_KEY = 64 << 10, 64
@@ -198,7 +198,7 @@ class Watch:
     """
 
     def __init__(self, address: str = "127.0.0.1") -> None:
-        self.address, self.key = address, secrets.token_hex(8)
+        self.address, self.key = address, _make_key()
         self._server = socket.create_server((address, 0), backlog=1024)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ, None)
@@ -216,7 +216,7 @@ class Watch:
         with self._lock:
             for heartbeat in list(self._heartbeats.values()):
                 self._drop(heartbeat)
-            self._ranks, self._steps, self.key = [], [], secrets.token_hex(8)
+            self._ranks, self._steps, self.key = [], [], _make_key()
             self._deaths.forget()
             return f"{self.address}:{self._server.getsockname()[1]}:{self.key}"
 
@@ -359,6 +359,10 @@ def _send(heartbeat: _Heartbeat, **told: Any) -> bool:
     except OSError:
         return False
     return True
+
+
+def _make_key() -> str:
+    return f"{secrets.token_hex(8)}@{find_network()}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ucp.heartbeat import VARIABLE
+from deepspeed_ucp.heartbeat import VARIABLE, find_network
 from deepspeed_ucp.supervise import watch as watch_module
 from deepspeed_ucp.supervise.blame import find_first_failure
 from deepspeed_ucp.supervise.watch import Patience, RankStatus, Watch, find_ended, find_silence
@@ -253,13 +253,20 @@ def test_a_rank_that_goes_for_itself_has_not_done_its_work(
     os.killpg(process.pid, signal.SIGKILL)
 
 
-def test_a_watcher_that_cannot_be_reached_is_done_without() -> None:
+@pytest.mark.parametrize(
+    ("key", "said", "code"),
+    [("key@1", b"cannot be reached", 0), (f"key@{find_network()}", b"has ended before: this rank ends", -9)],
+    ids=["elsewhere", "here"],
+)
+def test_a_watcher_that_cannot_be_reached_is_done_without_but_not_one_that_has_ended(
+    key: str, said: bytes, code: int
+) -> None:
+    """A rank that is still importing when its watcher is killed would train on for a launch that has been given up."""
     with socket.socket() as deaf:
         deaf.bind(("127.0.0.1", 0))  # and does not listen
-        process = start(f"127.0.0.1:{deaf.getsockname()[1]}:key", "pass")
-        process.wait(timeout=120)
-    os.killpg(process.pid, signal.SIGKILL)
-    assert b"cannot be reached" in process.stderr.read()  # type: ignore[union-attr]
+        process = start(f"127.0.0.1:{deaf.getsockname()[1]}:{key}", "")
+        assert process.wait(timeout=120) == code
+    assert said in process.stderr.read()  # type: ignore[union-attr]
 
 
 def make_ranks(*heard: float, steps: tuple[int | None, ...] = (1, 1)) -> list[RankStatus]:
