@@ -14,6 +14,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from unittest import mock
 
 from deepspeed_ucp.testing.world import _choose_context
 
@@ -39,7 +40,8 @@ def start_script(
     environment |= {name: str(value) for name, value in variables.items()}
     call = (str(script), [str(each) for each in arguments], [str(log), str(errors or log)], environment, network)
     process = _choose_context("cpu").Process(target=_run, args=call, name=script.name)
-    process.start()
+    with mock.patch.dict(os.environ, DS_ACCELERATOR="cpu"):  # where the fork server is to be started yet
+        process.start()
     assert isinstance(process, BaseProcess)
     return process
 
