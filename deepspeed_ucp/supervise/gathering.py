@@ -201,8 +201,10 @@ class Gathering:
             self.changed.wait_for(lambda: self._is_over or self._closed or self._closing.is_set())
 
     def end_job(self, reason: str) -> None:
-        """End the job on all agents."""
+        """End the job on all agents; one that has done its work, and may go, ends nobody else's."""
         with self.changed:
+            if self._is_over:
+                return
             self._closed = self._closed or reason
             self._say(closed=reason)
             self.changed.notify_all()
@@ -214,7 +216,7 @@ class Gathering:
                 self.changed.wait(2 * _TICK)  # a leader's own thread passes it on
             self._is_leaving = True
             if self._leader is not None:
-                if self._is_over or self._closed:
+                if self._leader.closed is not None:
                     self._wait_for_others()
                     self.endpoint.release()
                 for caller in self._callers.values():
@@ -368,12 +370,19 @@ class Gathering:
             if found is not None:
                 return found
             if time.monotonic() > began + self.limits.join:
-                self._fail(
-                    f"nobody leads it at {', '.join(self.endpoint.look()) or 'the endpoint'}, for "
-                    f"{self.limits.join:.0f} s. Look whether the first agent runs there, with the same --rdzv-id"
-                )
+                self._fail(self._explain_lonely())
             time.sleep(_TICK)
         return None
+
+    def _explain_lonely(self) -> str:
+        """Why this agent has found nobody."""
+        where = ", ".join(self.endpoint.look()) or "the endpoint"
+        seconds = f"for {self.limits.join:.0f} s"
+        if self.endpoint.is_superseded():
+            return f"it goes on without this agent, which has not reached {where} {seconds}. Mend the network between"
+        return (
+            f"nobody leads it at {where}, {seconds}. Look whether the first agent runs there, with the same --rdzv-id"
+        )
 
     def _look_around(self, waited: float) -> Line | None:
         """Call everybody who may lead, once; lead where it is this agent's turn."""

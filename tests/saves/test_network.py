@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,62 +15,11 @@ import pytest
 from deepspeed_ucp.saves.memory import Job, find_root, list_jobs
 from tests.saves.saving import find_writer
 from tests.support.forked import start_script
+from tests.support.network import ADDRESSES, Network, build_network, wait_for
 
 NODE = Path(__file__).parent / "node.py"
-ADDRESSES = ("10.77.0.1", "10.77.0.2")
 PLACE = "/proc/none/run"
 """Nothing is there, and nobody can write there."""
-
-
-class Network:
-    """Two namespaces and a cable between them; a user namespace around both, so that anyone may make them."""
-
-    def __init__(self, stack: ExitStack) -> None:
-        self.stack, self.holders = stack, list[subprocess.Popen[bytes]]()
-        self._hold(["unshare", "--user", "--map-root-user", "--net"])
-        self._hold([*self.enter(0), "unshare", "--net"])
-        peer = str(self.holders[1].pid)
-        self.run(0, "ip", "link", "add", "cable0", "type", "veth", "peer", "name", "cable1", "netns", peer)
-        for node, address in enumerate(ADDRESSES):
-            self.run(node, "ip", "address", "add", f"{address}/24", "dev", f"cable{node}")
-            for device in ("lo", f"cable{node}"):
-                self.run(node, "ip", "link", "set", device, "up")
-
-    def _hold(self, command: list[str]) -> None:
-        holder = subprocess.Popen([*command, "sleep", "600"], stderr=subprocess.DEVNULL)
-        self.stack.callback(end, holder)
-        self.holders.append(holder)
-        comm = Path(f"/proc/{holder.pid}/comm")  # its last name, which it has when all else is done
-        wait_for(lambda: holder.poll() is not None or comm.read_text().strip() == "sleep", 5)
-        if holder.poll() is not None:
-            raise OSError("unshare is not allowed")
-
-    def enter(self, node: int) -> list[str]:
-        return ["nsenter", "--target", str(self.holders[node].pid), "--user", "--net", "--preserve-credentials"]
-
-    def run(self, node: int, *command: str) -> None:
-        subprocess.run([*self.enter(node), *command], check=True, capture_output=True)
-
-    def slow_down(self) -> None:
-        """2 MB/s, in both directions."""
-        for node in range(2):
-            limit = ("rate", "16mbit", "burst", "64kb", "latency", "50ms")
-            self.run(node, "tc", "qdisc", "add", "dev", f"cable{node}", "root", "tbf", *limit)
-
-    def cut(self) -> None:
-        self.run(0, "ip", "link", "set", "cable0", "down")
-
-
-def end(process: subprocess.Popen[Any]) -> None:
-    process.kill()
-    process.wait()
-
-
-def wait_for(is_so: Callable[[], object], seconds: float = 60.0) -> None:
-    until = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 class Rank:
@@ -107,14 +54,7 @@ class Rank:
 
 @pytest.fixture
 def network() -> Iterator[Network]:
-    missing = [tool for tool in ("unshare", "nsenter", "ip", "tc") if shutil.which(tool) is None]
-    if missing:
-        pytest.skip(f"{missing[0]} is not installed")
-    with ExitStack() as stack:
-        try:
-            yield Network(stack)
-        except (OSError, subprocess.CalledProcessError) as error:
-            pytest.skip(f"namespaces cannot be made here: {error}")
+    yield from build_network("tc")
 
 
 @pytest.mark.timeout(300)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import socket
 import threading
 import time
@@ -41,6 +43,7 @@ class Agent:
         try:
             self.rounds.append(self.gathering.join())
         except (UcpError, JobEnded) as error:
+            self.gathering.close()
             self.error = error
 
     def wait(self, count: int) -> Round:
@@ -52,6 +55,15 @@ class Agent:
     def die(self) -> None:
         """End as a process does that is killed: all connections end at once, and nothing is said."""
         self.gathering._release()
+
+
+def find_address() -> str:
+    """Where nobody listens, nor will by chance: the system gives such ports to nobody who asks for any."""
+    while True:
+        with contextlib.suppress(OSError):
+            port = random.randrange(15000, 30000)
+            socket.create_server(("127.0.0.1", port)).close()
+            return f"localhost:{port}"
 
 
 Make = Callable[..., Agent]
@@ -67,8 +79,7 @@ def made() -> Iterator[list[Agent]]:
 
 @pytest.fixture(params=["address", "file"])
 def make(request: pytest.FixtureRequest, made: list[Agent], tmp_path: Path) -> Make:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"localhost:{free.getsockname()[1]}"
+    address = find_address()
 
     def build(least: int = 1, most: int = 2, **limits: float) -> Agent:
         endpoint: Endpoint = (
@@ -176,6 +187,20 @@ def test_an_agent_whose_workers_are_done_waits_for_the_others(make: Make, which:
     assert isinstance(spare.error, JobEnded)
 
 
+@pytest.mark.parametrize("which", [0, 1])
+def test_an_agent_that_is_done_leaves_those_that_have_to_begin_again(make: Make, which: int) -> None:
+    agents = start(make, 2)
+    done, left = agents[which].gathering, agents[1 - which]
+    ending = threading.Thread(target=done.finish, daemon=True)
+    ending.start()
+    left.gathering.report_broken("rank 1 has gone")
+    ending.join(10)
+    assert not ending.is_alive()
+    done.end_job("which it has not")
+    done.close()
+    assert len(go_on([left])[0].seats) == 1
+
+
 def test_a_job_that_is_given_up_ends_for_all(make: Make) -> None:
     agents = start(make, 2)
     agents[1].gathering.end_job("it failed thrice")
@@ -270,8 +295,7 @@ def test_a_leader_that_was_stopped_does_not_take_others_for_dead(
 
 
 def test_a_head_that_comes_back_finds_the_job_that_went_on_without_it(made: list[Agent]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = find_address()
     head = Agent(Addresses(address), 1, 2).join()
     made.append(head)
     other = Agent(Addresses(address, is_host=False), 1, 2).join()  # as on another machine
