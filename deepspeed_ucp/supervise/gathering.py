@@ -206,6 +206,8 @@ class Gathering:
             if self._is_over:
                 return
             self._closed = self._closed or reason
+            if self._leader is not None:  # at once: it may be about to go
+                self._leader.close(reason)
             self._say(closed=reason)
             self.changed.notify_all()
 

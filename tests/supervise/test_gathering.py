@@ -201,14 +201,19 @@ def test_an_agent_that_is_done_leaves_those_that_have_to_begin_again(make: Make,
     assert len(go_on([left])[0].seats) == 1
 
 
-def test_a_job_that_is_given_up_ends_for_all(make: Make) -> None:
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_job_that_is_given_up_ends_for_all(make: Make, which: int) -> None:
     agents = start(make, 2)
-    agents[1].gathering.end_job("it failed thrice")
-    wait_until(lambda: agents[0].gathering.ended)
-    for each in agents:
-        each.join()
-        wait_until(lambda: each.error)  # noqa: B023 - at once
-        assert "it failed thrice" in str(each.error)
+    left = agents[1 - which]
+    ended = agents[which].gathering
+    ended.end_job("it failed thrice")
+    closing = threading.Thread(target=ended.close, daemon=True)
+    closing.start()
+    wait_until(lambda: left.gathering.ended)
+    left.join()
+    wait_until(lambda: left.error)
+    assert "it failed thrice" in str(left.error)
+    closing.join(10)
 
 
 def test_too_few_say_so(make: Make) -> None:
