@@ -20,7 +20,13 @@ from deepspeed_ucp import heartbeat
 from deepspeed_ucp.errors import ConfigError
 from deepspeed_ucp.heartbeat import STARTED, read_stat
 from deepspeed_ucp.supervise import deaths
-from deepspeed_ucp.supervise.blame import describe_first_failure, examine_hang, find_culprits, find_first_failure
+from deepspeed_ucp.supervise.blame import (
+    describe_first_failure,
+    examine_hang,
+    find_broken,
+    find_culprits,
+    find_first_failure,
+)
 from deepspeed_ucp.supervise.command import Command
 from deepspeed_ucp.supervise.deaths import Deaths
 from deepspeed_ucp.supervise.hosts import run_for_words
@@ -63,6 +69,29 @@ def make_seen(rank: int, failed: float | None = None, line: str | None = None, *
 def test_the_cause_is_named_not_what_follows(ranks: list[RankStatus], first: int | None) -> None:
     found = find_first_failure(ranks)
     assert (None if found is None else found.rank) == first
+
+
+@pytest.mark.parametrize(
+    ("ranks", "broken"),
+    [
+        ([make_seen(0), make_seen(1)], None),
+        ([make_seen(0, 0.0, code=143, is_open=False), make_seen(1)], None),
+        ([make_seen(0, 0.0, signal=signal.SIGKILL, is_open=False), make_seen(1)], 0),
+        ([make_seen(0, 0.0, MINE), make_seen(1)], None),
+        ([make_seen(0, -6.0, MINE), make_seen(1)], 0),
+        ([make_seen(0, 0.0, PEER, is_open=False), make_seen(1)], None),
+        ([make_seen(0, -1.1, PEER, is_open=False), make_seen(1)], 0),
+        ([make_seen(0, -0.2, PEER, is_open=False), make_seen(1, 0.0, MINE, is_open=False)], 1),
+        ([make_seen(0, -9.0, code=143, is_open=False), make_seen(1, 0.0, code=3, is_open=False)], 1),
+    ],
+    ids=["none", "saved", "killed", "telling", "hanging", "follows", "alone", "cause", "one-has-saved"],
+)
+def test_ranks_are_ended_when_the_cause_has_been_told(
+    ranks: list[RankStatus], broken: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "monotonic", lambda: 0.0)
+    found = find_broken(ranks)
+    assert (None if found is None else found.rank) == broken
 
 
 def test_a_failure_is_told_in_words() -> None:
