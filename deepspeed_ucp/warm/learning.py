@@ -17,13 +17,12 @@ _ANYWHERE = ("deepspeed", "deepspeed_ucp", "torch")
 """Packages that are imported ahead wherever they lie; others only from the interpreter's own folders: what a script has
 beside it changes from start to start."""
 
-_READ_BY_IMPORTS = (
-    "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_", "DNNL_", "ONEDNN_", "NUMEXPR_", "NPY_", "NUMBA_", "MALLOC_",
-    "TORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "PYTORCH_", "KINETO_", "TRITON_", "ATEN_", "LD_", "PYTHON", "DS_",
-    "DEEPSPEED_", "HF_", "HUGGINGFACE_", "TRANSFORMERS_", "ACCELERATE_", "DIFFUSERS_", "USE_TF", "USE_TORCH",
+_READ_BY_LIBRARIES = (
+    "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_", "DNNL_", "ONEDNN_", "NUMEXPR_", "NPY_", "MALLOC_", "TORCH_",
+    "PYTORCH_", "KINETO_", "ATEN_", "LD_", "PYTHON",
 )  # fmt: skip
-"""Beginnings of variables that libraries read while they are imported: set by the script itself, they come too late for
-a template."""
+"""Beginnings of variables that compiled libraries read while they are loaded, where nobody can look: set by the script
+itself, they come too late for a template. What Python's modules read the template sees."""
 
 
 def tell() -> None:
@@ -53,7 +52,8 @@ def describe(request: Mapping[str, Any]) -> dict[str, Any]:
     Returns:
         ``program``, ``executable``, ``options``, ``cwd`` and ``environment`` as it was started; ``modules`` to be
         imported, in the order in which it has; ``origins`` (a file by name) of what could be found elsewhere; ``set``:
-        the variables of imports that have been set since.
+        the variables of libraries that have been set since, or removed (None); ``touched`` and ``values``:
+        other variables that have.
     """
     modules = [name for name in list(sys.modules) if _is_for_all(name)]
     if "CROSS_RANK" in request["environment"]:  # the deepspeed launcher's
@@ -61,16 +61,19 @@ def describe(request: Mapping[str, Any]) -> dict[str, Any]:
     files = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items()) if "." not in name}
     before = request["environment"]
     changed = {
-        name: value
-        for name, value in os.environ.items()
-        if name.startswith(_READ_BY_IMPORTS) and not _is_settled(name) and before.get(name) != value
+        name: os.environ.get(name)
+        for name in {*before, *os.environ}
+        if before.get(name) != os.environ.get(name) and not _is_settled(name)
     }
+    read = {name: value for name, value in changed.items() if name.startswith(_READ_BY_LIBRARIES)}
     kept = ("program", "executable", "options", "cwd", "environment")
     return {
         **{name: request[name] for name in kept},
         "modules": modules,
         "origins": {name: path for name, path in files.items() if _is_strange(name, path)},
-        "set": changed,
+        "set": read,
+        "touched": sorted(changed.keys() - read),
+        "values": {name: value for name, value in changed.items() if name not in read},
     }
 
 

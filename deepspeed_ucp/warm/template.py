@@ -24,8 +24,8 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
-from importlib.machinery import SourceFileLoader
+from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import PathFinder, SourceFileLoader
 from types import FrameType, ModuleType, TracebackType
 from typing import Any
 
@@ -64,42 +64,49 @@ class Unfit(Exception):
 
 
 class Sources:
-    """The files that what was imported came from."""
+    """The files that what was imported came from, and the folders of installed packages.
 
-    def __init__(self) -> None:
-        self._looked = time.monotonic()
-        self._files: dict[str, tuple[int, int] | None] = {}
-        for module in list(sys.modules.values()):
-            path = getattr(module, "__file__", None)
-            if isinstance(path, str):
-                self._files[path] = self._stamp(path)
+    Args:
+        began: when the first one was imported, in seconds since the epoch: of what was changed since then nobody knows
+            which of both was imported.
+    """
+
+    def __init__(self, began: float) -> None:
+        self._looked = -_LOOK_AGAIN
+        files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+        installed = [path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")]
+        paths = [path for path in files if isinstance(path, str)]
+        self._stamps = {path: self._stamp(path, began) for path in [*paths, *installed]}
 
     def find_changed(self) -> str | None:
         """One that is not as it was."""
         if time.monotonic() < self._looked + _LOOK_AGAIN:
             return None
-        changed = next((path for path, was in self._files.items() if self._stamp(path) != was), None)
+        changed = next((path for path, was in self._stamps.items() if self._stamp(path) != was), None)
         self._looked = time.monotonic() if changed is None else self._looked
         return changed
 
     @staticmethod
-    def _stamp(path: str) -> tuple[int, int] | None:
+    def _stamp(path: str, began: float = float("inf")) -> tuple[int, ...] | None:
         try:
             found = os.stat(path)
         except OSError:
             return None
-        return found.st_mtime_ns, found.st_size
+        return None if found.st_ctime > began else (found.st_mtime_ns, found.st_size, found.st_ino)
 
 
 class _Reads:
-    """Notes which module reads a rank's variables while it is imported: it would take another rank for this one."""
+    """Notes which variables are read while something is imported, and which module reads a rank's own: it would take
+    another rank for this one."""
 
     def __init__(self) -> None:
         self.found: tuple[str, str] | None = None
+        self.names = set[str]()
         self._own = os._Environ.__getitem__
 
     def __enter__(self) -> _Reads:
         def read(environment: Any, name: Any) -> Any:
+            self.names.add(name)
             if self.found is None and isinstance(name, str) and handover.is_of_ranks(name):
                 self.found = (_find_importing(sys._getframe(1)) or "", name)
             return self._own(environment, name)
@@ -135,9 +142,9 @@ def import_all(recipe: Mapping[str, Any]) -> int:
                 raise Unfit(f"the import of {name} starts threads", name)
             if reads.found != late and reads.found is not None:
                 raise Unfit("{} reads {} when it is imported".format(*reads.found), reads.found[0], name)
-    for name, value in recipe["set"].items():
-        if os.environ.get(name) != value:
-            raise Unfit(f"the script sets {name} itself before it imports what reads it: set it outside of the script")
+    seen = {name: value for name, value in recipe["values"].items() if name in reads.names}
+    for name in [name for name, value in {**recipe["set"], **seen}.items() if os.environ.get(name) != value]:
+        raise Unfit(f"the script sets {name} itself before it imports what reads it: set it outside of the script")
     for name, path in recipe["origins"].items():
         if name in sys.modules and (found := getattr(sys.modules[name], "__file__", None)) != path:
             raise Unfit(f"{name} is {path} for the script, and {found} here")
@@ -211,6 +218,14 @@ def _fork() -> int:
         return os.fork()
 
 
+def _try_to_fork() -> tuple[int | None, str | None]:
+    """A child's number, 0 in the child; where there is none, why: the children that there are go on."""
+    try:
+        return _fork(), None
+    except OSError as error:
+        return None, f"no process can be forked: {error.strerror}"
+
+
 class Template:
     """Waits for processes that hand themselves over.
 
@@ -218,12 +233,15 @@ class Template:
         nursery: whose template it is; its end is the template's, and that of all children.
         recipe: what it was made from.
         before: the environment before anything was imported.
+        sources: what was imported.
     """
 
-    def __init__(self, nursery: socket.socket, recipe: Mapping[str, Any], before: Mapping[str, str]) -> None:
+    def __init__(
+        self, nursery: socket.socket, recipe: Mapping[str, Any], before: Mapping[str, str], sources: Sources
+    ) -> None:
         self.nursery, self.recipe, self.before = nursery, recipe, before
         self.after, self.pid = dict(os.environ), os.getpid()
-        self.place, self.sources = handover.describe_place(), Sources()
+        self.place, self.sources = handover.describe_place(), sources
         self.limits = {name: resource.getrlimit(getattr(resource, name)) for name in handover._LIMITS}
         self._selector = selectors.DefaultSelector()
         self._listener: socket.socket | None = _listen(recipe["nursery"])
@@ -272,19 +290,19 @@ class Template:
         connection, _ = self._listener.accept()
         connection.settimeout(5.0)
         descriptors: list[int] = []
+        pid = None
         try:
             request, descriptors = handover.receive(connection) if handover.is_own(connection) else ({}, [])
             why = self.find_difference(request)
+            if why is None:
+                pid, why = _try_to_fork()
             if why is not None:
                 handover.send(connection, {"refused": why})
                 handover.send(self.nursery, {"refused": why, "changed": self.sources.find_changed() is not None})
         except (OSError, EOFError, ValueError, KeyError, TypeError):
-            why = "it asked for nothing"
-        pid = None
-        if why is None:
-            pid = _fork()
-            if pid == 0:
-                return self._become(request, descriptors, connection)
+            pass  # it asked for nothing, or has gone
+        if pid == 0:
+            return self._become(request, descriptors, connection)
         for each in descriptors:
             os.close(each)
         if pid is None:
@@ -309,6 +327,8 @@ class Template:
             return "another user, group, namespace or control group"
         if any(number > 2 and _is_open(number) for number in request["descriptors"]):
             return "a descriptor that is in use here"
+        if (path := _find_in_place_of_ours(_find_first_folders(request))) is not None:
+            return f"{path} is there, and a module of that name was imported from elsewhere"
         changed = self.sources.find_changed()
         return None if changed is None else f"{changed} has changed"
 
@@ -405,6 +425,37 @@ def _is_open(number: int) -> bool:
     return True
 
 
+def _find_folder(request: Mapping[str, Any]) -> list[str]:
+    """The folder of a program, which comes first where modules are looked for; none with ``-P``."""
+    kind, name = request["program"]
+    if getattr(sys.flags, "safe_path", False):
+        return []
+    return [os.getcwd() if kind == "module" else os.path.dirname(os.path.realpath(name))]
+
+
+def _find_first_folders(request: Mapping[str, Any]) -> list[str]:
+    """The folders in which a program's modules are looked for before those of the interpreter."""
+    at = sys.path.index(library) if (library := os.path.dirname(os.__file__)) in sys.path else 0
+    return [*_find_folder(request), *sys.path[:at]]
+
+
+def _find_in_place_of_ours(folders: Sequence[str]) -> str | None:
+    """A file that has come into one of the folders, and that a fresh process would import in the place of what has been
+    imported here."""
+    left = {
+        name: getattr(sys.modules[name], "__file__", None) for name in sys.modules.keys() - {"__main__", "__mp_main__"}
+    }
+    for folder in filter(os.path.isdir, folders):
+        for name in {entry.partition(".")[0] for entry in os.listdir(folder)} & left.keys():
+            spec = PathFinder.find_spec(name, [folder])
+            if spec is None or spec.loader is None or spec.origin is None:
+                continue
+            own = left.pop(name)
+            if own is not None and os.path.exists(own) and not os.path.samefile(own, spec.origin):
+                return spec.origin
+    return None
+
+
 def prepare(request: Mapping[str, Any]) -> Callable[[], None]:
     """Make ``__main__``, ``sys.argv`` and ``sys.path`` those of a program; what runs it.
 
@@ -420,8 +471,7 @@ def prepare(request: Mapping[str, Any]) -> Callable[[], None]:
     sys.orig_argv[:] = request["orig_argv"]
     is_module = kind == "module"
     sys.argv[:] = ["-m" if is_module else name, *request["argv"]]
-    if not getattr(sys.flags, "safe_path", False):
-        sys.path.insert(0, os.getcwd() if is_module else os.path.dirname(os.path.realpath(name)))
+    sys.path[:0] = _find_folder(request)
     if is_module:
         if not hasattr(sys.modules.get(name), "__path__"):
             sys.modules.pop(name, None)  # else runpy warns that it has been imported
@@ -438,7 +488,7 @@ def serve() -> Callable[[], None]:
     nursery = socket.socket(fileno=int(sys.argv[1]))
     recipe, _ = handover.receive(nursery)
     del sys.path[: 0 if getattr(sys.flags, "safe_path", False) else 1]
-    began, before = time.monotonic(), dict(os.environ)
+    began, clock, before = time.monotonic(), time.time(), dict(os.environ)
     try:
         with process.in_background():
             count = import_all(recipe)
@@ -453,7 +503,7 @@ def serve() -> Callable[[], None]:
         os._exit(0)
     told = {"modules": count, "seconds": round(time.monotonic() - began, 2), **process.measure()}
     handover.send(nursery, {"built": told, "held": list(sys.modules)})
-    template = Template(nursery, recipe, before)
+    template = Template(nursery, recipe, before, Sources(clock))
     handover.send(nursery, {"ready": True})
     return template.serve()
 

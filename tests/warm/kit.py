@@ -83,7 +83,8 @@ class Kit:
             self.write("", "mark.py")
         return {
             "program": list(program), "executable": sys.executable, "options": [], "cwd": str(self.folder),
-            "environment": self.environment(), "modules": ["mark", *modules], "origins": {}, "set": {}, **more,
+            "environment": self.environment(), "modules": ["mark", *modules], "origins": {}, "set": {},
+            "touched": [], "values": {}, **more,
         }  # fmt: skip
 
     def find(self, name: str) -> list[Any]:

@@ -12,7 +12,7 @@ import pytest
 from deepspeed_ucp.warm import nursery
 from deepspeed_ucp.warm.nursery import Nursery
 from tests.supervise.standins import wait_until
-from tests.warm.kit import IS_WARM, TELL, Kit, build
+from tests.warm.kit import IS_WARM, ROOT, TELL, Kit, build
 
 
 @pytest.fixture
@@ -119,6 +119,59 @@ def test_sources_that_have_changed_make_another_template(kit: Kit) -> None:
     assert kit.find("refused") == [f"{kit.folder / 'changes.py'} has changed"]
     assert kit.make("changes")
     assert kit.run("script.py").stdout == "True\n20\n"
+
+
+def test_sources_that_change_while_they_are_imported_make_another_template(kit: Kit) -> None:
+    """Nobody knows which of both was imported."""
+    kit.write("import os, time\nos.utime(__file__)\ntime.sleep(0.01)", "changes.py")
+    kit.write(IS_WARM)
+    assert kit.make("changes")
+    assert kit.run("script.py").stdout == "False\n"
+    assert kit.find("refused") == [f"{kit.folder / 'changes.py'} has changed"]
+
+
+def test_modules_and_packages_that_come_later_are_found(kit: Kit) -> None:
+    """Beside the script, on ``PYTHONPATH`` and among installed packages, as by a fresh process."""
+    kit.write(IS_WARM)
+    (kit.folder / "ahead" / "site-packages").mkdir(parents=True)
+    ahead = {"PYTHONPATH": f"{kit.folder / 'ahead'}:{kit.folder}:{ROOT}:{kit.folder / 'ahead' / 'site-packages'}"}
+    environment = {**kit.environment(), **ahead}
+    assert kit.make("wave", "colorsys", environment=environment)
+    assert kit.run("script.py", variables=ahead).stdout == "True\n"
+    for place in ("wave.py", "ahead/colorsys.py", "ahead/site-packages/more.py"):
+        path = kit.write("", place)
+        wait_until(lambda: kit.run("script.py", variables=ahead).stdout == "False\n", 5)
+        path.unlink()
+    told = [*(f"{kit.folder / name} is there" for name in ("wave.py", "ahead/colorsys.py")), f"{kit.folder / 'ahead'}"]
+    assert [why[: len(text)] for why, text in zip(kit.find("refused"), told, strict=True)] == told
+
+
+def test_variables_that_imports_read_and_the_script_sets(kit: Kit) -> None:
+    """Here those that Python reads; others do no harm."""
+    kit.write("import os\nos.environ.get('ASKED_FOR')", "asks.py")
+    kit.write("import os\nos.environ['SET_HERE'] = os.environ.get('SET_HERE', '7')", "sets.py")
+    assert kit.make("asks", "sets", touched=["OTHER", "SET_HERE"], values={"OTHER": "1", "SET_HERE": "7"})
+    assert not kit.make("asks", touched=["ASKED_FOR"], values={"ASKED_FOR": "1"})
+    assert "the script sets ASKED_FOR itself" in kit.find("reason")[0]
+    kit.write("import os\nos.environ.update(OTHER='2', TORCH_X='3')\ndel os.environ['GONE']\n" + TELL)
+    kit.run("script.py", variables={"GONE": "1"})
+    wait_until(lambda: len(kit.find("reason")) == 2)
+    recipe = kit.nursery.recipe()
+    assert recipe is not None and (recipe["touched"], recipe["set"]) == (["GONE", "OTHER"], {"TORCH_X": "3"})
+
+
+def test_a_template_that_cannot_fork_lets_a_rank_start_by_itself(kit: Kit) -> None:
+    """And the ranks that it has forked go on."""
+    fails = "def fails():\n  if next(calls) == 2: raise BlockingIOError(11, 'no')\n  return fork()\n"
+    kit.write(f"import os\nfork, calls = os.fork, iter(range(9))\n{fails}os.fork = fails", "fails.py")
+    kit.write(IS_WARM + "import os, time\ntime.sleep(int(os.environ.get('MASTER_PORT', '0')))")
+    assert kit.make("fails")
+    with kit.start("script.py", MASTER_PORT="60") as front:
+        assert front.stdout is not None and front.stdout.readline() == "True\n"
+        assert kit.run("script.py").stdout == "False\n"
+        assert kit.run("script.py").stdout == "True\n"
+        assert front.poll() is None
+    assert kit.find("refused") == ["no process can be forked: no"]
 
 
 def test_another_template_leaves_the_ranks_of_the_one_before_alone(kit: Kit) -> None:
