@@ -138,6 +138,10 @@ class _Entry:
     beat: int = 0
 
 
+_UNREADABLE = (OSError, ValueError, TypeError)
+"""What comes of a file that cannot be had, or that somebody has spoilt: nobody new leads by it then."""
+
+
 class SharedFile:
     """A file that all agents see, with an entry for each run's id; who changes it holds its lock.
 
@@ -155,7 +159,7 @@ class SharedFile:
         self.path, self._run, self._silence = path, run_id, silence
         self._host = host or find_machine_address()
         self._seen, self._seen_at = _Entry(), time.monotonic()
-        self._own = self._followed = -1
+        self._own, self._followed, self._address = -1, -1, ""
         try:
             with self._change():
                 pass
@@ -170,7 +174,7 @@ class SharedFile:
             ) from None
 
     def look(self) -> list[str]:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(*_UNREADABLE):
             self._note(self._read())
         return [self._seen.address] if self._seen.address else []
 
@@ -181,22 +185,23 @@ class SharedFile:
         return join_address(self._host, port)
 
     def claim(self, address: str) -> bool:
-        with contextlib.suppress(OSError), self._change() as held:
+        with contextlib.suppress(*_UNREADABLE), self._change() as held:
             found = _Entry(*held.get(self._run, ()))
             if found.generation != self._seen.generation:
                 return False
-            self._own = self._followed = found.generation + 1
+            self._own, self._address = found.generation + 1, address
+            self._followed = self._own
             held[self._run] = [self._own, address, 0]
             self._note(_Entry(self._own, address, 0))
             return True
         return False
 
     def beat(self) -> bool:
-        with contextlib.suppress(OSError), self._change() as held:
+        with contextlib.suppress(*_UNREADABLE), self._change() as held:
             found = _Entry(*held.get(self._run, ()))
-            if found.generation > self._own:
+            if (found.generation, found.address) > (self._own, "") and found.address != self._address:
                 return False
-            held[self._run] = [self._own, found.address, found.beat + 1]
+            held[self._run] = [self._own, self._address, found.beat + 1]  # also where the file has been removed
         return True
 
     def follow(self) -> None:
@@ -210,7 +215,7 @@ class SharedFile:
         return time.monotonic() - self._seen_at < self._silence
 
     def release(self) -> None:
-        with contextlib.suppress(OSError), self._change() as held:
+        with contextlib.suppress(*_UNREADABLE), self._change() as held:
             if _Entry(*held.get(self._run, ())).generation == self._own:
                 del held[self._run]
 
@@ -253,12 +258,9 @@ def _parse(text: str) -> dict[str, Sequence[Any]]:
 
 def find_machine_address() -> str:
     """This machine's address as others are likely to reach it."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(("192.0.2.1", 9))  # nothing is sent: the system tells which way it would go
+    for family, elsewhere in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((elsewhere, 9))  # nothing is sent: the system tells which way it would go
             return str(probe.getsockname()[0])
-    except OSError:
-        found = [
-            each.address for own in psutil.net_if_addrs().values() for each in own if each.family == socket.AF_INET
-        ]
-        return next((address for address in found if not is_loopback(address)), "127.0.0.1")
+    found = [each.address for own in psutil.net_if_addrs().values() for each in own if each.family == socket.AF_INET]
+    return next((address for address in found if not is_loopback(address)), "127.0.0.1")

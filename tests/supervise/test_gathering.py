@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from deepspeed_ucp.errors import ConfigError, UcpError
-from deepspeed_ucp.supervise import gathering
+from deepspeed_ucp.supervise import endpoint, gathering
 from deepspeed_ucp.supervise.endpoint import Addresses, Endpoint, SharedFile
 from deepspeed_ucp.supervise.gathering import Gathering, JobEnded, Round
 from deepspeed_ucp.supervise.leader import Leader, Limits, Past, Seat
@@ -333,6 +333,47 @@ def test_endpoints_that_are_none_are_refused(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print()")
     with pytest.raises(ConfigError, match="holds something else"):
         SharedFile(str(tmp_path / "train.py"), "job", 1.0)
+
+
+def test_a_shared_file_that_is_lost_is_made_anew_and_one_that_is_spoilt_ends_nothing(
+    made: list[Agent], tmp_path: Path
+) -> None:
+    """Newcomers find who leads by it; and nobody leads twice."""
+    path = tmp_path / "endpoint"
+
+    def make() -> Agent:
+        made.append(Agent(SharedFile(str(path), "job", silence=1.0, host="127.0.0.1"), 1, 2, opening=0.3).join())
+        return made[-1]
+
+    first = make()
+    assert first.wait(1)
+    path.write_text("{]")
+    time.sleep(1.0)
+    path.unlink()
+    wait_until(lambda: path.exists() and f"127.0.0.1:{first.gathering.port}" in path.read_text(), 10)
+    second = make()
+    wait_until(lambda: first.gathering.count_waiting() == 1)
+    assert first.gathering.ended is None and not second.rounds
+    assert len(go_on([first])[0].seats) == len(second.wait(1).seats) == 2
+
+
+def test_a_machine_without_ipv4_tells_its_other_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its loopback would be every other machine's own."""
+
+    class Probe(contextlib.nullcontext[Any]):
+        def __init__(self, family: int, _: int) -> None:
+            super().__init__(self)
+            self.family = family
+
+        def connect(self, _: Any) -> None:
+            if self.family == socket.AF_INET:
+                raise OSError("no route")
+
+        def getsockname(self) -> Any:
+            return ("2001:db8::7", 9, 0, 0)
+
+    monkeypatch.setattr(socket, "socket", Probe)
+    assert endpoint.find_machine_address() == "2001:db8::7"
 
 
 class Told(list[dict[str, Any]]):
