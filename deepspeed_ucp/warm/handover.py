@@ -156,12 +156,19 @@ _LIMITS = tuple(name for name in dir(resource) if name.startswith("RLIMIT_") and
 
 
 def describe_place() -> list[Any]:
-    """What a forked process has from its parent for good: whose it is, and in which groups and namespaces."""
+    """What a forked process has from its parent for good: whose it is, what it may do, in which groups and namespaces
+    it is, and when the kernel takes it for want of memory."""
     spaces = [_look(f"/proc/self/ns/{name}") for name in ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")]
     root = os.stat("/")
+    status = dict(line.split(":\t", 1) for line in _read("/proc/self/status").splitlines() if ":\t" in line)
     return [
         *(list(os.getresuid()), list(os.getresgid()), sorted(os.getgroups()), os.sched_getscheduler(0)),
         *(spaces, [root.st_dev, root.st_ino], _read("/proc/self/cgroup")),
+        *(
+            status.get(name)
+            for name in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs", "Seccomp", "Seccomp_filters")
+        ),
+        *(_read(f"/proc/self/{name}") for name in ("attr/current", "loginuid", "personality", "oom_score_adj")),
     ]
 
 

@@ -118,9 +118,11 @@ def end_with(parent: int) -> None:
     """End when a parent does (Linux).
 
     Raises:
+        PermissionError: the system does not let it.
         ProcessLookupError: it has ended.
     """
-    ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+    if ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0):
+        raise PermissionError("prctl")
     if os.getppid() != parent:
         raise ProcessLookupError(parent)
 

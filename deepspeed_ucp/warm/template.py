@@ -324,7 +324,7 @@ class Template:
         if other := sorted(name for name in names if asked.get(name) != held.get(name)):
             return f"another value of {other[0]}"
         if request["place"] != self.place:
-            return "another user, group, namespace or control group"
+            return "another user, group, namespace, control group, capability or oom_score_adj"
         if any(number > 2 and _is_open(number) for number in request["descriptors"]):
             return "a descriptor that is in use here"
         if (path := _find_in_place_of_ours(_find_first_folders(request))) is not None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from deepspeed_ucp.warm import nursery
+from deepspeed_ucp.warm import nursery, process
 from deepspeed_ucp.warm.nursery import Nursery
 from tests.supervise.standins import wait_until
 from tests.warm.kit import IS_WARM, ROOT, TELL, Kit, build
@@ -87,6 +89,21 @@ def test_a_package_that_takes_a_rank_from_the_environment_is_left_out(kit: Kit) 
     assert kit.run("script.py").stdout == "True\nFalse\n"
 
 
+def less_memory() -> None:
+    Path("/proc/self/oom_score_adj").write_text("500")
+
+
+def no_new_rights() -> None:
+    assert ctypes.CDLL(None).prctl(38, 1, 0, 0, 0) == 0
+
+
+def test_a_system_that_does_not_end_processes_with_their_parent_forks_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank would outlive its template."""
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(prctl=lambda *_: -1))
+    with pytest.raises(PermissionError):
+        process.end_with(os.getppid())
+
+
 def test_what_a_template_does_not_stand_for_starts_by_itself(kit: Kit, tmp_path: Path) -> None:
     kit.write(IS_WARM)
     kit.write(IS_WARM, "other.py")
@@ -101,11 +118,14 @@ def test_what_a_template_does_not_stand_for_starts_by_itself(kit: Kit, tmp_path:
     ]
     for words, options in fresh:
         assert kit.run(*words, **options).stdout == "False\n"
+    for place in (less_memory, no_new_rights):
+        assert kit.run("script.py", preexec_fn=place).stdout == "False\n"
     assert kit.run("script.py", variables={"RANK": ""}).stdout == "False\n"  # no rank
     assert kit.run("-c", IS_WARM).stdout == "False\n"
     assert kit.run("script.py", variables={"RANK": "5", "MASTER_PORT": "1"}).stdout == "True\n"
     assert [why.partition(":")[0] for why in kit.find("refused")] == [
         *("another value of OMP_NUM_THREADS", "another options", "another cwd", "another program"),
+        "another user, group, namespace, control group, capability or oom_score_adj",
     ]
 
 
