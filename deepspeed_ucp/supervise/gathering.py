@@ -11,6 +11,7 @@ import contextlib
 import json
 import selectors
 import socket
+import sys
 import threading
 import time
 import uuid
@@ -366,20 +367,24 @@ class Gathering:
     # Finding who leads.
 
     def _find_leader(self) -> Line | None:
-        began = time.monotonic()
+        began, patience = time.monotonic(), self.limits.last_call + self.limits.silence
         while not self._closing.is_set():
-            found = self._look_around(time.monotonic() - began)
+            waited = time.monotonic() - began
+            found = self._look_around(waited)
             if found is not None:
                 return found
-            if time.monotonic() > began + self.limits.join:
-                self._fail(self._explain_lonely())
+            if waited > patience:
+                patience = float("inf")
+                sys.stderr.write(f"ds_ucp torchrun: still waiting: {self._explain_lonely(waited)}.\n")
+            if waited > self.limits.join:
+                self._fail(self._explain_lonely(waited))
             time.sleep(_TICK)
         return None
 
-    def _explain_lonely(self) -> str:
+    def _explain_lonely(self, waited: float) -> str:
         """Why this agent has found nobody."""
         where = ", ".join(self.endpoint.look()) or "the endpoint"
-        seconds = f"for {self.limits.join:.0f} s"
+        seconds = f"for {waited:.0f} s"
         if self.endpoint.is_superseded():
             return f"it goes on without this agent, which has not reached {where} {seconds}. Mend the network between"
         return (

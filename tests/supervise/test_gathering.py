@@ -376,6 +376,21 @@ def test_a_machine_without_ipv4_tells_its_other_address(monkeypatch: pytest.Monk
     assert endpoint.find_machine_address() == "2001:db8::7"
 
 
+def test_two_jobs_at_one_address_say_so_long_before_they_give_up(
+    made: list[Agent], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    made.append(Agent(Addresses(address), 1, 1).join())
+    made[0].wait(1)
+    other = Gathering(Addresses(address), Limits(1, 1, **QUICK), "other")  # type: ignore[arg-type]
+    try:
+        wait_until(lambda: f"still waiting: nobody leads it at {address}" in capsys.readouterr().err, 10)
+        assert not other.wait_for_greeting(0) and made[0].gathering.ended is None
+    finally:
+        other._release()
+
+
 class Told(list[dict[str, Any]]):
     """What a member is told."""
 
