@@ -21,11 +21,11 @@ TELL = "print([name for name in ('deepspeed_ucp_startup', 'deepspeed_ucp') if na
 
 
 def run(code: str, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Code, behind what Python does at its start; an installed ``.pth`` file does not see the variables before that."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("DEEPSPEED_UCP")}
-    command = [sys.executable, *flags, "-c", FAKE + START + code]
-    done = subprocess.run(
-        command, env={**environment, **variables}, cwd=ROOT, text=True, capture_output=True, timeout=60, check=False
-    )
+    seen = f"import os\nos.environ.update({variables!r})\n"
+    command = [sys.executable, *flags, "-c", seen + FAKE + START + code]
+    done = subprocess.run(command, env=environment, cwd=ROOT, text=True, capture_output=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     return done
 
