@@ -50,10 +50,10 @@ def describe(request: Mapping[str, Any]) -> dict[str, Any]:
     """A template's recipe, from how a process was started and what it has now.
 
     Returns:
-        ``program``, ``executable``, ``options``, ``cwd`` and ``environment`` as it was started; ``modules`` to be
-        imported, in the order in which it has; ``origins`` (a file by name) of what could be found elsewhere; ``set``:
-        the variables of libraries that have been set since, or removed (None); ``touched`` and ``values``:
-        other variables that have.
+        ``program``, ``executable``, ``options``, ``cwd``, ``environment`` and ``affinity`` as it was started;
+        ``modules`` to be imported, in the order in which it has; ``origins`` (a file by name) of what could be found
+        elsewhere; ``set``: the variables of libraries that have been set since, or removed (None); ``touched`` and
+        ``values``: other variables that have.
     """
     modules = [name for name in list(sys.modules) if _is_for_all(name)]
     if "CROSS_RANK" in request["environment"]:  # the deepspeed launcher's
@@ -66,7 +66,7 @@ def describe(request: Mapping[str, Any]) -> dict[str, Any]:
         if before.get(name) != os.environ.get(name) and not _is_settled(name)
     }
     read = {name: value for name, value in changed.items() if name.startswith(_READ_BY_LIBRARIES)}
-    kept = ("program", "executable", "options", "cwd", "environment")
+    kept = ("program", "executable", "options", "cwd", "environment", "affinity")
     return {
         **{name: request[name] for name in kept},
         "modules": modules,

@@ -28,7 +28,7 @@ _MOST_WITHOUT = 8
 _TRIAL = 10.0
 """Seconds for a process that is forked on trial to show that it can compute."""
 
-_KEY = ("program", "executable", "options", "cwd", "environment", "origins", "set", "touched")
+_KEY = ("program", "executable", "options", "cwd", "environment", "affinity", "origins", "set", "touched")
 
 
 @dataclass(slots=True, eq=False)

@@ -47,6 +47,9 @@ process = _load_beside("process")
 _FREED = 30.0
 """Seconds for the template before to let go of the socket."""
 
+_THREADS = "OMP_NUM_THREADS"
+"""Variable without which libraries have as many threads as there were processors when they were loaded."""
+
 _LOOK_AGAIN = 1.0
 """Seconds for which sources that have not changed are taken not to have."""
 
@@ -242,6 +245,7 @@ class Template:
         self.nursery, self.recipe, self.before = nursery, recipe, before
         self.after, self.pid = dict(os.environ), os.getpid()
         self.place, self.sources = handover.describe_place(), sources
+        self.processors = len(os.sched_getaffinity(0))
         self.limits = {name: resource.getrlimit(getattr(resource, name)) for name in handover._LIMITS}
         self._selector = selectors.DefaultSelector()
         self._listener: socket.socket | None = _listen(recipe["nursery"])
@@ -323,6 +327,8 @@ class Template:
         names |= {handover.EXPORTS} if launches else set()
         if other := sorted(name for name in names if asked.get(name) != held.get(name)):
             return f"another value of {other[0]}"
+        if not launches and asked.get(_THREADS) is None and len(request["affinity"]) != self.processors:
+            return f"another number of processors: {len(request['affinity'])}"
         if request["place"] != self.place:
             return "another user, group, namespace, control group, capability or oom_score_adj"
         if any(number > 2 and _is_open(number) for number in request["descriptors"]):
@@ -488,6 +494,8 @@ def serve() -> Callable[[], None]:
     nursery = socket.socket(fileno=int(sys.argv[1]))
     recipe, _ = handover.receive(nursery)
     del sys.path[: 0 if getattr(sys.flags, "safe_path", False) else 1]
+    with contextlib.suppress(OSError):  # another machine's processors
+        os.sched_setaffinity(0, recipe["affinity"])
     began, clock, before = time.monotonic(), time.time(), dict(os.environ)
     try:
         with process.in_background():

@@ -84,7 +84,7 @@ class Kit:
         return {
             "program": list(program), "executable": sys.executable, "options": [], "cwd": str(self.folder),
             "environment": self.environment(), "modules": ["mark", *modules], "origins": {}, "set": {},
-            "touched": [], "values": {}, **more,
+            "touched": [], "values": {}, "affinity": sorted(os.sched_getaffinity(0)), **more,
         }  # fmt: skip
 
     def find(self, name: str) -> list[Any]:

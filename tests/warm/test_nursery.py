@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -87,6 +88,17 @@ def test_a_package_that_takes_a_rank_from_the_environment_is_left_out(kit: Kit) 
     assert kit.make("asks", "brings", "wave")
     assert kit.find("without") == [["asks reads LOCAL_RANK when it is imported"]]
     assert kit.run("script.py").stdout == "True\nFalse\n"
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one processor")
+def test_libraries_have_as_many_threads_as_a_rank_has_processors(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    one = [min(os.sched_getaffinity(0))]
+    kit.write(IS_WARM + "import torch; print(torch.get_num_threads())")
+    for made, asked, told in ((None, one, "False\n1\n"), (one, one, "True\n1\n")):
+        assert kit.make("torch", **({"affinity": made} if made else {}))
+        assert kit.run("script.py", preexec_fn=partial(os.sched_setaffinity, 0, asked)).stdout == told
+    assert kit.find("refused") == ["another number of processors: 1"]
 
 
 def less_memory() -> None:
