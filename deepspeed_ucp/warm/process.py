@@ -8,6 +8,7 @@ import fcntl
 import io
 import mmap
 import os
+import random
 import resource
 import signal
 import socket
@@ -133,8 +134,31 @@ def set_environment(variables: Mapping[str, str]) -> None:
     os.environ.update(variables)
 
 
+_generators: list[random.Random] = []
+"""Of Python's, those that imports have seeded with the system's randomness."""
+
+
+@contextlib.contextmanager
+def noting_generators() -> Iterator[None]:
+    """Note generators that are to draw something else in each process (:func:`reseed`), as that of Hugging Face's
+    datasets, which names files."""
+    former = random.Random.seed
+
+    def seed(self: random.Random, a: Any = None, version: int = 2) -> None:
+        former(self, a, version)
+        _generators[:] = [each for each in _generators if each is not self] + ([self] if a is None else [])
+
+    random.Random.seed = seed  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        random.Random.seed = former  # type: ignore[method-assign]
+
+
 def reseed() -> None:
-    """Let what draws by itself draw as in a fresh process; :mod:`random` sees to that itself."""
+    """Let what draws by itself draw as in a fresh process; :mod:`random` sees to its own generator itself."""
+    for each in _generators:
+        each.seed()
     if numpy := sys.modules.get("numpy.random"):
         numpy.seed()
     if torch := sys.modules.get("torch"):

@@ -134,7 +134,7 @@ def import_all(recipe: Mapping[str, Any]) -> int:
         Unfit: one is not as a rank would have it.
     """
     os.environ[handover.NVML] = "1"
-    with _Reads() as reads:
+    with process.noting_generators(), _Reads() as reads:
         for name in recipe["modules"]:
             if name in sys.modules:
                 continue

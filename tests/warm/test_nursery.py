@@ -90,6 +90,17 @@ def test_a_package_that_takes_a_rank_from_the_environment_is_left_out(kit: Kit) 
     assert kit.run("script.py").stdout == "True\nFalse\n"
 
 
+def test_generators_of_imports_draw_something_else_in_each_process(kit: Kit) -> None:
+    """Hugging Face's datasets names files by one; those with a seed draw as they do in a fresh one."""
+    made = "free, fixed, also = random.Random(), random.Random(7), random.Random()\nalso.seed(8)"
+    kit.write(f"import random\n{made}", "draws.py")
+    kit.write("import draws; print(draws.free.random(), draws.fixed.random(), draws.also.random())")
+    assert kit.make("draws")
+    told = [kit.run("script.py", warm=warm).stdout.split() for warm in (False, True, True)]
+    assert len({each[0] for each in told}) == 3 and len({tuple(each[1:]) for each in told}) == 1
+    assert not kit.find("refused")
+
+
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one processor")
 def test_libraries_have_as_many_threads_as_a_rank_has_processors(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
