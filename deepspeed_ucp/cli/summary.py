@@ -79,6 +79,8 @@ def _write_value(value: Any) -> str:
 
 def _describe_writer(survey: Survey) -> str:
     topology, written = survey.index.run.topology, survey.data["written_by"]
+    if survey.index.run.format:
+        return f"{written['tool']}, {topology.precision}"
     if topology.is_atomic:
         source = _describe_source(written["source"]) if written["source"] else ""
         return f"{written['tool']}, an atomic checkpoint{source}"
@@ -162,6 +164,10 @@ def name_others(index: AtomicIndex) -> str:
 def _describe_resume(index: AtomicIndex) -> str:
     """Who can resume it where."""
     topology = index.run.topology
+    if index.is_weights_alone:
+        return "weights only, by deepspeed_ucp on any topology: there are no optimizer states"
+    if index.run.format:
+        return "by deepspeed_ucp on any topology"
     if topology.is_atomic:
         return "by deepspeed_ucp on any topology; by DeepSpeed with load_universal where that can"
     if not any(key.state not in (MODULE, COPY) for key in index.stored.atoms):

@@ -21,6 +21,8 @@ from ..sources.ownfiles import find_state_file
 from ..sources.reading import EXTRA_STATE
 from ..torchsave.dtypes import pack_scalar
 from ..torchsave.objects import Global, PickledObject, make_instance
+from ..torchsave.records import FileRecords
+from ..torchsave.repickle import PROTOCOL
 from ..torchsave.rewrite import count_bytes, save_parts
 from ..torchsave.torchfile import TorchFile, read_header
 from ..torchsave.zipframe import make_tensor
@@ -64,7 +66,7 @@ def write_states(index: AtomicIndex, folder: str) -> list[StateRecord]:
 
 
 def _write_states(index: AtomicIndex, folder: str) -> list[StateRecord]:
-    main = read_header(index.run.state_file)
+    main = _make_empty(index.run.counters) if index.run.format else read_header(index.run.state_file)
     saved = _as_dict(main.tree)
     size, crc = save_parts(main, _strip_model(saved), os.path.join(folder, MODEL_STATES))
     _link(os.path.join(folder, MODEL_STATES), os.path.join(folder, MODEL_STATES_ZERO3))
@@ -80,8 +82,17 @@ def _write_states(index: AtomicIndex, folder: str) -> list[StateRecord]:
     ]
 
 
+def _make_empty(counters: Mapping[str, Any]) -> TorchFile:
+    """What stands for the state file of a foreign checkpoint, which has none: its counters alone."""
+    tree = {**counters, "ds_version": _OLDEST}
+    records = FileRecords(path="", size=0, records=(), header_crc=0, saved_as="")
+    return TorchFile("", 0, tree, {}, None, 0, PROTOCOL, {}, (), records)
+
+
 def _write_client_states(index: AtomicIndex, folder: str) -> Iterator[StateRecord]:
     """Those of the other model-parallel ranks: a script's random states are there."""
+    if index.run.format:
+        return
     tp, pp = index.run.degrees or (index.run.topology.tp, index.run.topology.pp)
     for rank in range(1, tp * pp):
         if (path := find_state_file(index, rank)) is None:
@@ -115,6 +126,8 @@ def _strip_model(saved: Mapping[Any, Any]) -> dict[Any, Any]:
 def _find_optimizer(index: AtomicIndex, main: TorchFile) -> tuple[TorchFile, Any]:
     """The source's first optimizer state: the file that it is in, and its dictionary (None: there is none)."""
     folder = os.path.dirname(index.run.state_file)
+    if index.run.format:
+        return main, None
     if index.run.topology.is_atomic:
         file = read_header(os.path.join(folder, OPTIMIZER_STATE))
         return file, file.tree

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 from deepspeed_ucp.atoms import MASTER, MODULE, Atom, AtomicIndex
+from deepspeed_ucp.cli import main
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError, UcpError, UnsupportedError
 from deepspeed_ucp.examine.verify import verify_checkpoint
@@ -367,3 +368,29 @@ def test_what_an_export_wrote_comes_back(tmp_path: Path, layout: str) -> None:
             check_same({"it": read(other, theirs.tensors[key])}, {"it": read(one, ours.tensors[key])})
     lrs = {name: group.hyper["lr"] for group in index.run.groups for name in group.names}
     assert {name: group.hyper["lr"] for group in back.run.groups for name in group.names} == lrs
+
+
+# -- commands ---------------------------------------------------------------------------------------------------------
+
+
+def test_commands_take_it(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As they take DeepSpeed's own."""
+    assert main(["convert", str(saved), str(tmp_path / "atomic")]) == 0
+    assert main(["diff", str(saved), str(tmp_path / "atomic")]) == 0
+    assert main(["verify", str(tmp_path / "atomic")]) == 0
+    assert main(["inspect", str(saved)]) == 0
+    told = capsys.readouterr().out
+    assert "written by  torch.distributed.checkpoint, float32" in told
+    assert "by deepspeed_ucp on any topology\n" in told
+    assert main(["plan", str(saved), "--target", "zero=3,dp=2"]) == 0
+    assert main(["list", str(saved)]) == 0
+    assert "torch.distributed.checkpoint" in capsys.readouterr().out
+
+
+def test_weights_alone_are_told_as_such(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "hf").mkdir()
+    save_file({"a": torch.randn(3, 2)}, tmp_path / "hf" / "model.safetensors")
+    for command in (["inspect"], ["verify"], ["convert"], ["export"]):
+        more = [str(tmp_path / command[0])] if command[0] in ("convert", "export") else []
+        assert main([*command, str(tmp_path / "hf"), *more]) == 0
+    assert "weights only, by deepspeed_ucp on any topology" in capsys.readouterr().out
