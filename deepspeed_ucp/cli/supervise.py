@@ -29,7 +29,7 @@ def add_parser(commands: Commands) -> None:
         description="Run PROGRAM, and run it again when it fails, hangs, or loses a host, on those hosts that still "
         "answer. What happens is told as one JSON line per event.",
         examples="""
-            ds_ucp supervise -- deepspeed train.py --deepspeed_config ds_config.json
+            DEEPSPEED_UCP=1 ds_ucp supervise -- deepspeed train.py --deepspeed_config ds_config.json
             ds_ucp supervise --hostfile hosts --min-nodes 2 -- deepspeed --module deepspeed_ucp run train.py
             ds_ucp supervise --preflight --hostfile hosts -- deepspeed train.py
             ds_ucp supervise --hang 120 --log events.jsonl -- deepspeed --num_gpus 8 train.py

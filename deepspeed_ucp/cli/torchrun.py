@@ -17,7 +17,9 @@ def add_parser(commands: Commands) -> None:
         "torchrun",
         help="torchrun whose agents survive each other, with hang detection",
         description="torchrun with its own options. A lost agent is missed within seconds, its workers end with it, "
-        "the others go on without it, and workers that hang are started again.",
+        "the others go on without it, and workers that hang are started again. Beside torchrun's own options: "
+        "--preflight tests the node before each round (--preflight-dir DIR: the folder whose disk is tested), and "
+        "--rdzv-conf takes hang=SECONDS and start=SECONDS without a step, events=FILE, steps=FILE (docs/cli.md).",
         examples="""
             ds_ucp torchrun --nnodes 1:2 --nproc-per-node 8 --rdzv-endpoint /shared/rendezvous --rdzv-id job7 train.py
             ds_ucp torchrun --nnodes 2:8 --rdzv-endpoint head:29400 --rdzv-id job7 --rdzv-conf hang=120 train.py

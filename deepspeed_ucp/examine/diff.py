@@ -190,8 +190,11 @@ def _compare_rest(
 ) -> tuple[list[ValueDifference], list[str]]:
     """Everything but tensors: what differs, and what is noted."""
     values = [] if options.states else compare_values(left, right, pairs.names, options.wants)
-    topology = (replace(index.run.topology, flats=()) for index in (left, right))
-    notes = [f"topology: {text}" for text in find_differences(*topology)]
+    if left.run.format or right.run.format:  # whose topology is nowhere told
+        notes = [] if left.run.written == right.run.written else [f"written: {left.run.written} → {right.run.written}"]
+    else:
+        topology = (replace(index.run.topology, flats=()) for index in (left, right))
+        notes = [f"topology: {text}" for text in find_differences(*topology)]
     notes += [f"{side}: {index.limits.dropped}" for side, index in (("A", left), ("B", right)) if index.limits.dropped]
     if not options.only and not options.states:
         found, more = compare_runs(left, right)

@@ -43,6 +43,7 @@ _HINT = (
     " A live model may tell by itself (AutoTP, Megatron's attributes, its own shapes); a plan knows the checkpoint and "
     "the rules that it is given (--patterns)."
 )
+_FOREIGN = "not DeepSpeed's own format"
 _RENAMED = "parameters under other names, or in other forms, by rename rules"
 _LED = (
     "The model is the one that the rename rules lead to: all that match are carried out, those of the other direction "
@@ -126,7 +127,8 @@ def dry_run(
     run.batch = check_batch_size(read_saved_config(index), degrees.dp, train_batch)
     if not run.batch.fits:
         run.obstacles.append(run.batch.text)
-    run.differences = find_differences(replace(index.run.topology, flats=()), degrees.topology(index.run.topology))
+    saved = replace(index.run.topology, flats=())
+    run.differences = [_FOREIGN] if index.run.format else find_differences(saved, degrees.topology(saved))
     try:
         made = predict_renames(index, list_renames(rules), degrees.experts)
         if made.renamed or made.index is not index:

@@ -291,7 +291,7 @@ def list_changes(index: AtomicIndex, target: Target, ranks: int, total_batch: in
     saved, whole = index.run.job, index.run.topology.is_atomic
     facts = (
         ("total batch", saved.total_batch, total_batch),
-        ("ranks", saved.ranks, ranks),
+        ("ranks", None if index.run.format else saved.ranks, ranks),  # other formats do not tell
         ("precision", target.topology.precision if whole else index.run.topology.precision, target.topology.precision),
     )
     return [f"{name} {old} → {new}" for name, old, new in facts if old not in (None, new)]

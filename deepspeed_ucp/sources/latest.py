@@ -207,7 +207,7 @@ def find_checkpoint(path: str) -> str:
     folder = path.rstrip("/") or path
     if not leads_to_folder(folder):
         _check_bucket(folder)
-        what = "is a file, not a checkpoint's folder" if exists(folder) else "does not exist"
+        what = "is a file; name the checkpoint's folder, which holds it" if exists(folder) else "does not exist"
         raise CheckpointError(f"{folder} {what}.")
     if not {LATEST, UNIVERSAL} & scan_folder(folder).keys() and (is_checkpoint(folder) or holds_foreign(folder)):
         return folder

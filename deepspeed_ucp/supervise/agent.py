@@ -49,7 +49,7 @@ from .pace import Pace
 from .policy import Attempt, RestartLimits, decide
 from .preflight import Preflight, ask_here
 from .processes import kill_descendants
-from .watch import Patience, Watch, find_silence
+from .watch import UNHEARD, Patience, Watch, find_silence
 
 BACKEND = "deepspeed_ucp"
 
@@ -183,6 +183,7 @@ class GuardedRendezvous(RendezvousHandler):
         self._pace = Pace(self._log, str(self._conf["steps"]) or None)
         self._round: Round | None = None
         self._trouble: str | None = None
+        self._told_unheard = False
         self._agent: GatheredAgent | None = None
         self._preflight = None if folder is None else Preflight(ask_here, "127.0.0.1", folder, self._log)
         self._has_left = False
@@ -257,6 +258,9 @@ class GuardedRendezvous(RendezvousHandler):
         self._log("rendezvous", step=step, reason=reason, at=None if self._trouble else first and first.failed_at)
         if fault:
             sys.stderr.write(f"ds_ucp torchrun: {fault}\n")
+        elif reason and not (ranks or self._told_unheard):
+            self._told_unheard = True
+            sys.stderr.write(f"ds_ucp torchrun: {UNHEARD}\n")
         self._pace.begin()
         self._prepare()
         os.environ[VARIABLE] = self._watch.begin()

@@ -25,14 +25,15 @@ from .pace import Pace
 from .policy import Attempt, RestartLimits, decide
 from .preflight import HERE, Preflight, ask_here
 from .processes import adopt_orphans, end_everything, make_sweep, reap, start, wait_for_all
-from .watch import Patience, RankStatus, Watch, end_ranks, find_ended, find_silence
+from .watch import UNHEARD, Patience, RankStatus, Watch, end_ranks, find_ended, find_silence
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 FORWARDED = (*STOPPING, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that go on to the ranks; after the stopping ones nothing is started again. Ignored ones (``nohup``) stay."""
 
-_LOOK_EVERY, _ASK = 0.1, 3.0
-"""Seconds between two looks, and those that the kernel of a host is given that has answered before."""
+_LOOK_EVERY, _ASK, _UNHEARD_AFTER = 0.1, 3.0, 300.0
+"""Seconds between two looks, those that the kernel of a host is given that has answered before, and those after which a
+launch without a rank is told of."""
 _ENV_FILE = "DS_ENV_FILE"
 _SWITCH = "DEEPSPEED_UCP"
 
@@ -101,6 +102,7 @@ class Supervisor:
         self._in_a_hurry = False  # Ctrl-C, a second time
         self._watch, self._pace = Watch(find_own_address(hosts or {})), Pace(log, settings.steps)
         self.verdict = ""
+        self._told_unheard = False
         self._nursery: Nursery | None = None
         self._preflight: Preflight | None = None
         if settings.preflight is not None:
@@ -253,6 +255,9 @@ class Supervisor:
             if not running and any(seen.step is not None for seen in ranks):
                 running = True
                 self.log("running", seconds=round(now - began, 2), ranks=len(ranks))
+            if not (ranks or self._told_unheard) and (code is not None or now > began + _UNHEARD_AFTER):
+                self._told_unheard = True
+                self.log("unheard", reason=UNHEARD)
             if code is not None:
                 break
             self._forward(process)

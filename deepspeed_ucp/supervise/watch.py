@@ -378,6 +378,13 @@ class Patience:
     step: float = 600.0
 
 
+UNHEARD = (
+    "no rank has connected: hangs, steps and who fails first are not seen, and every start is a fresh one. If the "
+    "plugin is not on in the ranks, DEEPSPEED_UCP=1 or `ds_ucp run` switches it on."
+)
+"""What is to be known of a launch without the plugin."""
+
+
 def find_silence(ranks: list[RankStatus], patience: Patience, heard_until: float) -> float | None:
     """Seconds since the last step of any rank, where these are more than there may be; None where all is well.
 

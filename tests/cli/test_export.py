@@ -78,6 +78,25 @@ def test_dcp(checkpoint: Path, tmp_path: Path, options: list[str], keys: set[str
     assert "--weights-only" not in options or keys == found
 
 
+def test_what_is_told_of_a_foreign_checkpoint(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its format, and nothing of ranks, stages and files that it has not."""
+    out = tmp_path / "out"
+    assert export(checkpoint, out, "--to", "dcp") == 0
+    capsys.readouterr()
+    assert main(["inspect", str(out)]) == 0
+    lines = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines() if line]
+    assert any(line[:2] == ["written", "by"] and "atomic" not in line[2] for line in lines)
+    assert ["resume", "by", "deepspeed_ucp on any topology"] in lines
+    main(["diff", str(out), str(checkpoint)])
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+    assert notes[0].startswith("note: written: torch.distributed.checkpoint → ZeRO-2 dp=3")
+    assert not any("topology" in line for line in notes)
+    assert main(["plan", str(out), "--target", "dp=4,zero=3"]) == 0
+    assert "loads  deepspeed_ucp: not DeepSpeed's own format\n" in capsys.readouterr().out
+
+
 def test_patterns(tmp_path: Path) -> None:
     held = draw_state(make_plain(("word", "row")), Topology(1, 2, tp=2))
     held.write(tmp_path / "in")

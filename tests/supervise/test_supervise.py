@@ -194,6 +194,13 @@ def test_the_exit_code_of_a_launch_that_a_signal_ended_is_a_shells(stage: Stage)
     assert stage.run("--max-restarts", "0", command=["bash", "-c", "kill -9 $$"]) == 128 + signal.SIGKILL
 
 
+def test_of_a_launch_without_the_plugin_it_is_told_once_what_is_not_seen(stage: Stage) -> None:
+    assert stage.run("--max-restarts", "1", command=["sh", "-c", "exit 3"]) == 3
+    assert stage.names().count("starting") == 2
+    (told,) = stage.find("unheard")
+    assert "DEEPSPEED_UCP=1" in told["reason"]
+
+
 @pytest.mark.parametrize(
     "option", [("--hang", "-1"), ("--settle", "nan"), ("--min-nodes", "0"), ("--max-restarts", "x")]
 )
