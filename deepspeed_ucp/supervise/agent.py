@@ -254,7 +254,8 @@ class GuardedRendezvous(RendezvousHandler):
         ranks = self._watch.look()
         step = max((seen.step for seen in ranks if seen.step is not None), default=None)
         fault, first = self.find_fault(), find_first_failure(ranks)
-        reason = None if self._round is None else fault or "agents have come or gone"
+        unknown = "agents have come or gone" if ranks else "agents have come or gone, or silent workers failed"
+        reason = None if self._round is None else fault or unknown
         self._log("rendezvous", step=step, reason=reason, at=None if self._trouble else first and first.failed_at)
         if fault:
             sys.stderr.write(f"ds_ucp torchrun: {fault}\n")
