@@ -18,7 +18,7 @@ from ..stream.batches import WorkOptions, stream
 from ..stream.reader import AtomReader, Item
 from ..topology import find_differences
 from .elements import Tally, compare
-from .pairing import Pair, Pairs, feed_right, pair_atoms
+from .pairing import Pair, Pairs, feed_right, is_weights_alone, pair_atoms
 from .values import ValueDifference, compare_runs, compare_values
 
 NOTHING = Tally()
@@ -189,14 +189,17 @@ def _compare_rest(
     left: AtomicIndex, right: AtomicIndex, pairs: Pairs, options: DiffOptions
 ) -> tuple[list[ValueDifference], list[str]]:
     """Everything but tensors: what differs, and what is noted."""
-    values = [] if options.states else compare_values(left, right, pairs.names, options.wants)
+    weights = is_weights_alone(left, right)
+    values = [] if options.states or weights else compare_values(left, right, pairs.names, options.wants)
     if left.run.format or right.run.format:  # whose topology is nowhere told
         notes = [] if left.run.written == right.run.written else [f"written: {left.run.written} → {right.run.written}"]
     else:
         topology = (replace(index.run.topology, flats=()) for index in (left, right))
         notes = [f"topology: {text}" for text in find_differences(*topology)]
     notes += [f"{side}: {index.limits.dropped}" for side, index in (("A", left), ("B", right)) if index.limits.dropped]
-    if not options.only and not options.states:
+    if left.is_weights_alone != right.is_weights_alone:
+        notes.append("weights alone are compared, since one side has nothing else")
+    if not weights and not options.only and not options.states:
         found, more = compare_runs(left, right)
         values, notes = values + found, notes + more
     return values, notes

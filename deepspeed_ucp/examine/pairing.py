@@ -84,7 +84,8 @@ def pair_atoms(
     """Bring the atoms of two checkpoints together by name and state.
 
     Copies of parameters that have a master are left out. What only one side holds for several pipeline stages is held
-    against the other's first; what is tied on one side only, against what it is tied to.
+    against the other's first; what is tied on one side only, against what it is tied to. Of weights alone all are held
+    against the other side's masters, and optimizer states are left out.
 
     Args:
         made: A, as :func:`feed_right` has it.
@@ -95,8 +96,9 @@ def pair_atoms(
         MismatchError: parameters that the two cut differently, and nothing tells how; all in one message.
     """
     left, names = made.index, {old: new for new, old in made.renamed.items()}
-    mine, theirs = _list_wanted(left, wanted), _list_wanted(right, wanted)
-    keys = _match(mine, theirs, left, right, names)
+    weights = is_weights_alone(left, right)
+    mine, theirs = _list_wanted(left, wanted, weights), _list_wanted(right, wanted, weights)
+    keys = _match(mine, theirs, left, right, names, weights)
     met = {a for a, _ in keys}, {b for _, b in keys}
     settled = _settle_both(left, right, keys, rules)
     layouts, both = settled.pairs, []
@@ -117,12 +119,22 @@ def pair_atoms(
     )
 
 
-def _list_wanted(index: AtomicIndex, wanted: Callable[[str, str], bool]) -> dict[AtomKey, Atom]:
-    return {
-        key: atom
-        for key, atom in index.stored.atoms.items()
-        if wanted(key.name, key.state) and not is_remade(key, index)
-    }
+def is_weights_alone(left: AtomicIndex, right: AtomicIndex) -> bool:
+    """Whether one of two checkpoints has weights alone, so that nothing else is compared."""
+    return left.is_weights_alone or right.is_weights_alone
+
+
+_WEIGHTS = (MASTER, MODULE)
+"""What a weight may be on either side where one has nothing else."""
+
+
+def _list_wanted(index: AtomicIndex, wanted: Callable[[str, str], bool], weights: bool) -> dict[AtomKey, Atom]:
+    def is_wanted(key: AtomKey) -> bool:
+        if weights:
+            return key.state in _WEIGHTS and any(wanted(key.name, state) for state in _WEIGHTS)
+        return wanted(key.name, key.state)
+
+    return {key: atom for key, atom in index.stored.atoms.items() if is_wanted(key) and not is_remade(key, index)}
 
 
 def feed_right(left: AtomicIndex, right: AtomicIndex, rules: Sequence[RuleSet]) -> RemappedIndex:
@@ -136,18 +148,21 @@ def _match(
     left: AtomicIndex,
     right: AtomicIndex,
     names: Mapping[str, str],
+    weights: bool,
 ) -> list[tuple[AtomKey, AtomKey]]:
     back = {new: old for old, new in names.items()}
-    found = [(key, partner) for key in mine if (partner := _find_partner(key, right, names, theirs))]
+    found = [(key, partner) for key in mine if (partner := _find_partner(key, right, names, theirs, weights))]
     met = {partner for _, partner in found}
-    others = [(_find_partner(key, left, back, mine), key) for key in theirs if key not in met]
+    others = [(_find_partner(key, left, back, mine, weights), key) for key in theirs if key not in met]
     return [*found, *((partner, key) for partner, key in others if partner)]
 
 
 def _find_partner(
-    key: AtomKey, index: AtomicIndex, names: Mapping[str, str], held: Mapping[AtomKey, Atom]
+    key: AtomKey, index: AtomicIndex, names: Mapping[str, str], held: Mapping[AtomKey, Atom], weights: bool
 ) -> AtomKey | None:
-    keys = (AtomKey(param.name, key.state, param.instance) for param in list_partners(key.param, index, names))
+    states = _WEIGHTS if weights else (key.state,)
+    partners = list_partners(key.param, index, names)
+    keys = (AtomKey(param.name, state, param.instance) for param in partners for state in states)
     return next((each for each in keys if each in held), None)
 
 

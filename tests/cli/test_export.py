@@ -97,6 +97,21 @@ def test_what_is_told_of_a_foreign_checkpoint(
     assert "loads  deepspeed_ucp: not DeepSpeed's own format\n" in capsys.readouterr().out
 
 
+def test_an_export_is_compared_with_the_checkpoint_by_its_weights(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert export(checkpoint, tmp_path / "out") == 0
+    assert export(checkpoint, tmp_path / "short", "--dtype", "bf16") == 0
+    for sides in ((tmp_path / "out", checkpoint), (checkpoint, tmp_path / "out")):
+        capsys.readouterr()
+        assert main(["diff", *map(str, sides)]) == 0
+        told = capsys.readouterr().out
+        assert "note: weights alone are compared" in told
+        assert "equal: 2 atoms" in told
+    assert main(["diff", str(tmp_path / "short"), str(checkpoint)]) == 1
+    assert "values" in capsys.readouterr().out
+
+
 def test_patterns(tmp_path: Path) -> None:
     held = draw_state(make_plain(("word", "row")), Topology(1, 2, tp=2))
     held.write(tmp_path / "in")

@@ -25,7 +25,7 @@ def read_contents(where: FileTable, comm: Comm) -> tuple[Contents, list[Finding]
     """
     found = where.once(_FILE, lambda: read_header(where, _FILE), comm)
     weights = {name_live(name): tensor for name, tensor in found.items()}
-    dropped = "a PEFT adapter holds no weights of its base:"
+    dropped = "a PEFT adapter holds no weights of its base"
     return Contents(ADAPTER, _FILE, weights, dropped=dropped), [tell_unchecked(where, _FILE)]
 
 
