@@ -10,7 +10,7 @@ from .common import Commands, add_command
 from .printing import FAULT, OK, emit, format_table
 
 if TYPE_CHECKING:
-    from ..supervise.judging import Report, Verdict
+    from ..supervise.preflight.judging import Report, Verdict
 
 
 def add_parser(commands: Commands) -> None:
@@ -36,7 +36,7 @@ def add_parser(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> int:
     """Test; 1 where one fails."""
     from ..supervise.hosts import Reach, find_own_address, is_alone, read_hostfile
-    from ..supervise.preflight import HERE, Preflight, ask_here
+    from ..supervise.preflight.asking import HERE, Preflight, ask_here
 
     hosts = read_hostfile(options.hostfile) if options.hostfile else {HERE: 0}
     ask = ask_here if is_alone(hosts) else Reach().ask
@@ -52,8 +52,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _write(reports: Mapping[str, Report | str], verdict: Verdict) -> Iterator[str]:
     """A table of the lowest figures, with a column for each host where these are few; then what is wrong."""
-    from ..supervise.judging import MEASURES
-    from ..supervise.preflight import summarize
+    from ..supervise.preflight.asking import summarize
+    from ..supervise.preflight.judging import MEASURES
 
     figures = {host: {} if isinstance(report, str) else summarize(report) for host, report in reports.items()}
     shown = [what for what in MEASURES if any(what in each for each in figures.values())]

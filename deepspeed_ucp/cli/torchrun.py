@@ -35,8 +35,8 @@ def run(options: argparse.Namespace) -> int:
     """Run torchrun; its errors are its own."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    from ..supervise.agent import find_verdict
-    from ..supervise.agent import run as run_agent
+    from ..supervise.agents.agent import find_verdict
+    from ..supervise.agents.agent import run as run_agent
 
     try:
         run_agent(options.args)

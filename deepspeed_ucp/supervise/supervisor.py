@@ -23,7 +23,7 @@ from .hosts import Hosts, Reach, find_own_address, is_alone, is_from, write_host
 from .log import Log
 from .pace import Pace
 from .policy import Attempt, RestartLimits, decide
-from .preflight import HERE, Preflight, ask_here
+from .preflight.asking import HERE, Preflight, ask_here
 from .processes import adopt_orphans, end_everything, make_sweep, reap, start, wait_for_all
 from .watch import UNHEARD, Patience, RankStatus, Watch, end_ranks, find_ended, find_silence
 

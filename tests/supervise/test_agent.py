@@ -19,10 +19,10 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from deepspeed_ucp.cli.dispatch import main
 from deepspeed_ucp.errors import ConfigError, UcpError
 from deepspeed_ucp.heartbeat import VARIABLE
-from deepspeed_ucp.supervise import agent
-from deepspeed_ucp.supervise.agent import BACKEND, GuardedRendezvous, choose_arguments
-from deepspeed_ucp.supervise.gathering import Round
-from deepspeed_ucp.supervise.leader import Seat
+from deepspeed_ucp.supervise.agents import agent
+from deepspeed_ucp.supervise.agents.agent import BACKEND, GuardedRendezvous, choose_arguments
+from deepspeed_ucp.supervise.agents.gathering import Round
+from deepspeed_ucp.supervise.agents.leader import Seat
 from tests.supervise.standins import ROOT, is_running, wait_until
 
 

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from deepspeed_ucp.errors import ConfigError, UcpError
-from deepspeed_ucp.supervise import endpoint, gathering
-from deepspeed_ucp.supervise.endpoint import Addresses, Endpoint, SharedFile
-from deepspeed_ucp.supervise.gathering import Gathering, JobEnded, Round
-from deepspeed_ucp.supervise.leader import Leader, Limits, Past, Seat
-from deepspeed_ucp.supervise.lines import Line
+from deepspeed_ucp.supervise.agents import endpoint, gathering
+from deepspeed_ucp.supervise.agents.endpoint import Addresses, Endpoint, SharedFile
+from deepspeed_ucp.supervise.agents.gathering import Gathering, JobEnded, Round
+from deepspeed_ucp.supervise.agents.leader import Leader, Limits, Past, Seat
+from deepspeed_ucp.supervise.agents.lines import Line
 from tests.supervise.standins import wait_until
 
 QUICK = {"every": 0.2, "times": 3, "last_call": 0.3, "join": 20.0}

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from deepspeed_ucp.supervise.judging import MEASURES, Figure, Report, judge, merge
+from deepspeed_ucp.supervise.preflight.judging import MEASURES, Figure, Report, judge, merge
 
 NODES = ("a", "b", "c", "d")
 

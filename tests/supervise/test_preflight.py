@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 
 from deepspeed_ucp.cli.dispatch import main
-from deepspeed_ucp.supervise import accelerators, links, probe
-from deepspeed_ucp.supervise.agent import choose_arguments
-from deepspeed_ucp.supervise.endpoint import SharedFile
-from deepspeed_ucp.supervise.gathering import Gathering
-from deepspeed_ucp.supervise.judging import Figure, Report, UnfitError
-from deepspeed_ucp.supervise.leader import Leader, Limits, Past, Seat
-from deepspeed_ucp.supervise.preflight import Exchange, Preflight, ask_here
+from deepspeed_ucp.supervise.agents.agent import choose_arguments
+from deepspeed_ucp.supervise.agents.endpoint import SharedFile
+from deepspeed_ucp.supervise.agents.gathering import Gathering
+from deepspeed_ucp.supervise.agents.leader import Leader, Limits, Past, Seat
+from deepspeed_ucp.supervise.preflight import accelerators, links, probe
+from deepspeed_ucp.supervise.preflight.asking import Exchange, Preflight, ask_here
+from deepspeed_ucp.supervise.preflight.judging import Figure, Report, UnfitError
 from tests.supervise.standins import ROOT, Stage, build, wait_until
 
 A, B, C = "127.0.0.2", "127.0.0.3", "127.0.0.4"
@@ -31,7 +31,7 @@ A, B, C = "127.0.0.2", "127.0.0.3", "127.0.0.4"
 BAD = """
 import itertools, os, sys, threading
 host = os.environ.get("STANDIN_HOST", "")
-if "deepspeed_ucp.supervise.probe" in sys.orig_argv:
+if "deepspeed_ucp.supervise.preflight.probe" in sys.orig_argv:
     import time
     import numpy
     ticks, slow = itertools.count(), 100 if host in os.environ["STANDIN_SLOW"] else 1
@@ -107,14 +107,14 @@ def test_a_folder_that_cannot_be_written_is_a_fault(tmp_path: Path, capsys: pyte
 
 
 def test_a_test_that_does_not_come_to_an_end_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deepspeed_ucp.supervise.preflight.LIMIT", 0.3)
+    monkeypatch.setattr("deepspeed_ucp.supervise.preflight.asking.LIMIT", 0.3)
     monkeypatch.setattr(Preflight, "_make_command", lambda *_: "sleep 600")
     _, verdict = Preflight(ask_here, "127.0.0.1", "", lambda *_, **__: None).test({"here": 1})
     assert verdict.faults == {"here": ["no report: no answer within 0 s"]}
 
 
 def test_who_is_not_ready_in_time_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deepspeed_ucp.supervise.preflight.LIMIT", 1.5)
+    monkeypatch.setattr("deepspeed_ucp.supervise.preflight.asking.LIMIT", 1.5)
 
     def talk(exchange: Exchange, name: str) -> list[list[Any]]:
         """As a node does; whom it is to try."""
@@ -286,9 +286,9 @@ def test_torchruns_own_options_stand_before_the_script() -> None:
 AGENT = """
 import os, sys
 from pathlib import Path
-from deepspeed_ucp.supervise import agent
-from deepspeed_ucp.supervise.judging import Figure, Report
-from deepspeed_ucp.supervise.preflight import Preflight
+from deepspeed_ucp.supervise.agents import agent
+from deepspeed_ucp.supervise.preflight.judging import Figure, Report
+from deepspeed_ucp.supervise.preflight.asking import Preflight
 from deepspeed_ucp.cli.dispatch import main
 folder, own = Path(sys.argv[1]), sys.argv[2]
 def collect(self, hosts):

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
-from ..heartbeat import keep_alive
+from ...heartbeat import keep_alive
 
 _LONGEST = 4 << 20
 """Bytes of a line: a round of ten thousand agents takes a tenth."""

@@ -1,7 +1,7 @@
 """What a node measures of itself, and with others, in a process of its own: a bad node takes nothing else with it.
 
-``python -m deepspeed_ucp.supervise.probe FOLDER ADDRESS:PORT:KEY NAME`` tests the node, tells whoever listens there
-that it is ready for the others (:mod:`~deepspeed_ucp.supervise.preflight`), gets these named, and tells its report.
+``python -m deepspeed_ucp.supervise.preflight.probe FOLDER ADDRESS:PORT:KEY NAME`` tests the node, tells whoever listens
+there (:mod:`.asking`) that it is ready for the others, gets these named, and tells its report.
 """
 
 from __future__ import annotations

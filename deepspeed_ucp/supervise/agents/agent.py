@@ -35,21 +35,21 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.distributed.launcher import api as launcher
 
-from ..errors import ConfigError, UcpError
-from ..heartbeat import VARIABLE
-from ..warm.nursery import Nursery, choose_nursery
-from .blame import describe_first_failure, examine_hang, find_broken, find_first_failure
+from ...errors import ConfigError, UcpError
+from ...heartbeat import VARIABLE
+from ...warm.nursery import Nursery, choose_nursery
+from ..blame import describe_first_failure, examine_hang, find_broken, find_first_failure
+from ..log import Log, make_log
+from ..pace import Pace
+from ..policy import Attempt, RestartLimits, decide
+from ..preflight.asking import Preflight, ask_here
+from ..preflight.judging import UnfitError, merge
+from ..processes import kill_descendants
+from ..watch import UNHEARD, Patience, Watch, find_silence
 from .endpoint import Addresses, Endpoint, SharedFile
 from .gathering import Gathering, JobEnded, Round
-from .judging import UnfitError, merge
 from .leader import Limits
 from .lines import split_address
-from .log import Log, make_log
-from .pace import Pace
-from .policy import Attempt, RestartLimits, decide
-from .preflight import Preflight, ask_here
-from .processes import kill_descendants
-from .watch import UNHEARD, Patience, Watch, find_silence
 
 BACKEND = "deepspeed_ucp"
 

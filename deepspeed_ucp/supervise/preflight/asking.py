@@ -1,5 +1,5 @@
-"""Tests nodes before a start: each by a process of its own there (:mod:`~deepspeed_ucp.supervise.probe`), all at once;
-who fails is left out (:mod:`~deepspeed_ucp.supervise.judging`)."""
+"""Tests nodes before a start: each by a process of its own there (:mod:`.probe`), all at once; who fails is left out
+(:mod:`.judging`)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from types import TracebackType
 
-from ..heartbeat import VARIABLE
-from .hosts import Hosts, run_for_words
+from ...heartbeat import VARIABLE
+from ..hosts import Hosts, run_for_words
+from ..log import Log
 from .judging import MEASURES, Report, UnfitError, Verdict, judge, merge
-from .log import Log
 
 LIMIT = 60.0
 """Seconds after which a node that has not told its report does not."""
@@ -107,7 +107,7 @@ class Preflight:
         settings = [f"{key}={value}" for key, value in self.exports.items()]
         folder = self.folder or tempfile.gettempdir()
         environment = ["env", "-u", VARIABLE, *settings]  # a test is no rank
-        test = [sys.executable, "-m", "deepspeed_ucp.supervise.probe", folder, line, host]
+        test = [sys.executable, "-m", "deepspeed_ucp.supervise.preflight.probe", folder, line, host]
         return f"cd {shlex.quote(os.getcwd())} && exec {shlex.join([*environment, *test])}"
 
 

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ..errors import UcpError
+from ...errors import UcpError
+from ..preflight.judging import UnfitError
 from .endpoint import Endpoint
-from .judging import UnfitError
 from .leader import FAREWELLS, Leader, Limits, Member, Past, Seat
 from .lines import Ended, Line, call, is_loopback, join_address, listen, split_address
 

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import psutil
 
-from ..errors import ConfigError
-from .hosts import is_local
+from ...errors import ConfigError
+from ..hosts import is_local
 from .lines import is_loopback, join_address, listen, split_address
 
 

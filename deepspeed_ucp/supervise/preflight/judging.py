@@ -9,7 +9,7 @@ from itertools import chain
 from statistics import median
 from typing import Any
 
-from ..errors import UcpError, count_of
+from ...errors import UcpError, count_of
 
 _MAJORITY = 3
 """Figures of one kind from which on a median or most of them say what is usual."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from .judging import Report, judge
+from ..preflight.judging import Report, judge
 
 _SETTLE = 0.25
 """Seconds that a new leader gives those who waited at the one before, where there is room for them."""
