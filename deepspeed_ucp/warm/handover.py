@@ -41,6 +41,8 @@ _LATE = frozenset({
 _OF_LAUNCHES = (VARIABLE, "DEEPSPEED_UCP_LIFELINE", EXPORTS, "_", "OLDPWD", "SHLVL")
 _LATE_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "NCCL_", "GLOO_", "OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_")
 
+_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+
 NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """Has torch look for GPUs without a context, which no forked process could use; newer DeepSpeed sets it itself."""
 
@@ -62,6 +64,16 @@ def is_late(name: str) -> bool:
 def is_of_ranks(name: str) -> bool:
     """Whether such a variable tells one rank from another, or one launch's ranks from another's."""
     return is_late(name) and name not in _OF_LAUNCHES
+
+
+def is_of_devices(name: str) -> bool:
+    """Whether torch reads such a variable to count the devices that are there."""
+    return name in _DEVICES
+
+
+def hides_devices(name: str, value: object) -> bool:
+    """Whether a variable says that no device is to be seen: then what is imported takes the processor."""
+    return name in _DEVICES and value in ("", "-1")
 
 
 def hand_over() -> None:

@@ -154,7 +154,11 @@ class Nursery:
     def _localize(self, recipe: Recipe) -> Recipe:
         """With an environment and a folder of this machine."""
         environment = recipe["environment"] if "environment" in recipe else {**os.environ, **recipe["changes"]}
-        kept = {name: value for name, value in environment.items() if value is not None and not handover.is_late(name)}
+        kept = {
+            name: value
+            for name, value in environment.items()
+            if value is not None and (not handover.is_late(name) or handover.hides_devices(name, value))
+        }
         return {"cwd": os.getcwd(), **recipe, "environment": kept}
 
     def _make(self, own: Recipe) -> None:

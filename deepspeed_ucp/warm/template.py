@@ -50,8 +50,15 @@ _FREED = 30.0
 _THREADS = "OMP_NUM_THREADS"
 """Variable without which libraries have as many threads as there were processors when they were loaded."""
 
+_COUNTS = 1000
+
 _LOOK_AGAIN = 1.0
 """Seconds for which sources that have not changed are taken not to have."""
+
+
+_COUNTING = ("deepspeed", "torch")
+"""Packages that count devices while they are imported, to see whether there are any (DeepSpeed: which accelerator to
+take); how many there are each process counts anew."""
 
 
 class Unfit(Exception):
@@ -111,7 +118,9 @@ class _Reads:
         def read(environment: Any, name: Any) -> Any:
             self.names.add(name)
             if self.found is None and isinstance(name, str) and handover.is_of_ranks(name):
-                self.found = (_find_importing(sys._getframe(1)) or "", name)
+                module = _find_importing(sys._getframe(1)) or ""
+                if not (handover.is_of_devices(name) and module.partition(".")[0] in _COUNTING):
+                    self.found = (module, name)
             return self._own(environment, name)
 
         os._Environ.__getitem__ = read  # type: ignore[method-assign]
@@ -179,6 +188,7 @@ def check(seconds: float) -> None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         raise Unfit("an import has touched the GPU")
+    _end_counting()
     opened = [handover._look(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
     if touched := [path for path in opened if path.startswith(("/dev/nvidia", "/dev/kfd", "/dev/davinci"))]:
         raise Unfit(f"an import has opened {touched[0]}")
@@ -198,6 +208,16 @@ def check(seconds: float) -> None:
         raise Unfit("a forked process cannot use the GPU" if ended[1] == 2 << 8 else "a forked process cannot compute")
     if _count_threads() > 1:
         raise Unfit("an import has started threads")
+
+
+def _end_counting() -> None:
+    """Have NVIDIA's library, by which torch has counted GPUs, close what it has opened; a child that counts opens it
+    again."""
+    with contextlib.suppress(OSError, AttributeError):  # it has not been loaded
+        library = ctypes.CDLL("libnvidia-ml.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        for _ in range(_COUNTS):
+            if library.nvmlShutdown():  # as often as it was begun, then an error
+                return
 
 
 def _try() -> int:
@@ -325,6 +345,8 @@ class Template:
         asked, held = request["environment"], self.before
         names = {name for name in (asked if launches else {*asked, *held}) if not handover.is_late(name)}
         names |= {handover.EXPORTS} if launches else set()
+        if not launches:
+            names |= {name for env in (asked, held) for name in env if handover.hides_devices(name, env[name])}
         if other := sorted(name for name in names if asked.get(name) != held.get(name)):
             return f"another value of {other[0]}"
         if not launches and asked.get(_THREADS) is None and len(request["affinity"]) != self.processors:
@@ -392,7 +414,7 @@ class Template:
         """Variables that a fresh process would have once it has imported all of this; what a launcher's imports set has
         gone on to the ranks, and so into what this template was started with."""
         if request["is_launcher"]:
-            return dict(self.before)
+            return {name: value for name, value in self.before.items() if not handover.is_late(name)}
         return {name: value for name, value in self.after.items() if name not in self.before}
 
     def _stop_listening_here(self) -> None:

@@ -127,6 +127,23 @@ def test_a_system_that_does_not_end_processes_with_their_parent_forks_none(monke
         process.end_with(os.getppid())
 
 
+def test_devices_that_are_counted_while_something_is_imported(kit: Kit) -> None:
+    """As DeepSpeed does by torch; whether there are any has to be the same for a rank, which of them has not."""
+    kit.write("import os\nos.getenv('CUDA_VISIBLE_DEVICES')", "deepspeed.py")
+    kit.write("import os\nos.environ.get('CUDA_VISIBLE_DEVICES')", "counts.py")
+    kit.write(IS_WARM)
+    hidden = {**kit.environment(), "CUDA_VISIBLE_DEVICES": ""}
+    for environment, asked in (
+        ({**hidden, "CUDA_VISIBLE_DEVICES": "0,1"}, ("True", "False")),
+        (hidden, ("False", "True")),
+    ):
+        assert kit.make("deepspeed", "counts", environment=environment)
+        told = [kit.run("script.py", variables={"CUDA_VISIBLE_DEVICES": seen}).stdout for seen in ("1", "")]
+        assert told == [f"{each}\n" for each in asked]
+    assert kit.find("without")[0] == ["counts reads CUDA_VISIBLE_DEVICES when it is imported"]
+    assert kit.find("refused") == ["another value of CUDA_VISIBLE_DEVICES"]
+
+
 def test_what_a_template_does_not_stand_for_starts_by_itself(kit: Kit, tmp_path: Path) -> None:
     kit.write(IS_WARM)
     kit.write(IS_WARM, "other.py")
