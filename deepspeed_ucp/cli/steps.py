@@ -69,7 +69,10 @@ def read_steps(paths: Sequence[str]) -> list[RankSteps]:
         hosts[rank] = host
         work.setdefault(rank, {})[step], seconds.setdefault(rank, {})[step] = both
     if not work:
-        raise ConfigError(f"{', '.join(paths)}: there are no steps in it; `ds_ucp supervise --steps FILE` writes them.")
+        raise ConfigError(
+            f"{', '.join(paths)}: there are no steps in it; `ds_ucp supervise --steps FILE` writes those of ranks "
+            "that have the plugin on (DEEPSPEED_UCP=1)."
+        )
     medians = {rank: median(each.values()) for rank, each in work.items()}
     usual = max(median_low(medians.values()), 1e-6)
     found = [

@@ -135,7 +135,7 @@ def to_text(found: Verification, *, headers_only: bool = False) -> list[str]:
     read = f"{format_bytes(found.read)} read in {format_duration(found.seconds)} ({rate}/s)"
     lines = [
         f"{found.folder}: {found.kind} checkpoint{f', {found.topology}' if found.topology else ''}",
-        f"{len(found.files)} files, {records} records, {format_bytes(found.nbytes)}; "
+        f"{count_of(len(found.files), 'file')}, {count_of(records, 'record')}, {format_bytes(found.nbytes)}; "
         + ("the headers only were looked at" if headers_only else read),
     ]
     if found.fingerprint.get("digest"):

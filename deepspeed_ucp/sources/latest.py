@@ -151,7 +151,8 @@ def describe_content(folder: str) -> str:
             found.sort(key=lambda name: (len(name), name))
             return f"looks like {text.format(shorten(found))}"
     folders = sorted(name for name, entry in entries.items() if entry.is_folder)
-    further = [name for name in folders if exists(os.path.join(folder, name, LATEST))]
+    paths = {name: os.path.join(folder, name) for name in folders}
+    further = [name for name, path in paths.items() if exists(os.path.join(path, LATEST)) or holds_foreign(path)]
     if further:
         return f"holds folders of checkpoints: name one of them, {shorten(further)}"
     seen = sorted(name for name in entries if not name.startswith("."))

@@ -194,6 +194,7 @@ def test_a_checkpoints_own_folder_is_that_checkpoint(
         (("adapter_config.json",), "PEFT adapter.*PeftModel.from_pretrained"),
         (("zero_to_fp32.py",), "what removed checkpoints have left"),
         (("first/latest", "second/latest", "log"), "folders of checkpoints: name one of them, first, second$"),
+        (("step-3/.metadata", "step-3/__0_0.distcp", "log"), "folders of checkpoints: name one of them, step-3$"),
         (("README.md", "docs/index.md"), "^holds README.md, docs, none of them a checkpoint"),
         ((".gitkeep", "lost+found/x"), "^$"),
         ((), "^$"),
