@@ -55,6 +55,13 @@ request: dict[str, Any] = {}
 """How this process was started, where it had a nursery: what the next template is made from."""
 
 
+def digest(value: str | None) -> str | None:
+    """Of a variable's value, which others can compare and not read."""
+    import hashlib  # takes time, and few need it
+
+    return None if value is None else hashlib.sha256(os.fsencode(value)).hexdigest()
+
+
 def is_late(name: str) -> bool:
     """Whether a variable differs from rank to rank, or from launch to launch, and is read by nothing while it is
     imported (a template looks whether that is so)."""

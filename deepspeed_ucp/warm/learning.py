@@ -53,7 +53,7 @@ def describe(request: Mapping[str, Any]) -> dict[str, Any]:
         ``program``, ``executable``, ``options``, ``cwd``, ``environment`` and ``affinity`` as it was started;
         ``modules`` to be imported, in the order in which it has; ``origins`` (a file by name) of what could be found
         elsewhere; ``set``: the variables of libraries that have been set since, or removed (None); ``touched`` and
-        ``values``: other variables that have.
+        ``values``: other variables that have, and digests of what they are now.
     """
     modules = [name for name in list(sys.modules) if _is_for_all(name)]
     if "CROSS_RANK" in request["environment"]:  # the deepspeed launcher's
@@ -73,7 +73,7 @@ def describe(request: Mapping[str, Any]) -> dict[str, Any]:
         "origins": {name: path for name, path in files.items() if _is_strange(name, path)},
         "set": read,
         "touched": sorted(changed.keys() - read),
-        "values": {name: value for name, value in changed.items() if name not in read},
+        "values": {name: handover.digest(value) for name, value in changed.items() if name not in read},
     }
 
 

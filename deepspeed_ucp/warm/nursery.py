@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
+from ..secrets import hide_values
 from . import handover
 
 Recipe = dict[str, Any]
@@ -110,7 +111,8 @@ class Nursery:
     def recipe(self) -> Recipe | None:
         """What the newest template is made from, for other machines; None as long as nothing has been learned.
 
-        Its environment is told as what differs from this process's own.
+        Its environment is told as what differs from this process's own, without what looks like a secret: a template
+        without that fits no rank that has it.
         """
         with self._lock:
             newest = self._next or self._current
@@ -119,7 +121,11 @@ class Nursery:
             return None
         here = {name: value for name, value in os.environ.items() if not handover.is_late(name)}
         there = own["environment"]
-        changes = {name: there.get(name) for name in {*here, *there} if here.get(name) != there.get(name)}
+        changes = {
+            name: there.get(name)
+            for name in {*here, *there}
+            if here.get(name) != there.get(name) and hide_values(there.get(name), name) == there.get(name)
+        }
         return {**{name: own[name] for name in own if name not in ("environment", "cwd")}, "changes": changes}
 
     @property

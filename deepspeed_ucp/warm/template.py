@@ -154,8 +154,10 @@ def import_all(recipe: Mapping[str, Any]) -> int:
                 raise Unfit(f"the import of {name} starts threads", name)
             if reads.found != late and reads.found is not None:
                 raise Unfit("{} reads {} when it is imported".format(*reads.found), reads.found[0], name)
+    own = {name for name, value in recipe["set"].items() if os.environ.get(name) != value}
     seen = {name: value for name, value in recipe["values"].items() if name in reads.names}
-    for name in [name for name, value in {**recipe["set"], **seen}.items() if os.environ.get(name) != value]:
+    own |= {name for name, value in seen.items() if handover.digest(os.environ.get(name)) != value}
+    for name in sorted(own):
         raise Unfit(f"the script sets {name} itself before it imports what reads it: set it outside of the script")
     for name, path in recipe["origins"].items():
         if name in sys.modules and (found := getattr(sys.modules[name], "__file__", None)) != path:

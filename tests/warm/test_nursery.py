@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ucp.warm import nursery, process
+from deepspeed_ucp.warm import handover, nursery, process
 from deepspeed_ucp.warm.nursery import Nursery
 from tests.supervise.standins import wait_until
 from tests.warm.kit import IS_WARM, ROOT, TELL, Kit, build
@@ -210,14 +210,20 @@ def test_variables_that_imports_read_and_the_script_sets(kit: Kit) -> None:
     """Here those that Python reads; others do no harm."""
     kit.write("import os\nos.environ.get('ASKED_FOR')", "asks.py")
     kit.write("import os\nos.environ['SET_HERE'] = os.environ.get('SET_HERE', '7')", "sets.py")
-    assert kit.make("asks", "sets", touched=["OTHER", "SET_HERE"], values={"OTHER": "1", "SET_HERE": "7"})
+    assert kit.make(
+        "asks", "sets", touched=["OTHER", "SET_HERE"], values={"OTHER": "-", "SET_HERE": handover.digest("7")}
+    )
     assert not kit.make("asks", touched=["ASKED_FOR"], values={"ASKED_FOR": "1"})
     assert "the script sets ASKED_FOR itself" in kit.find("reason")[0]
-    kit.write("import os\nos.environ.update(OTHER='2', TORCH_X='3')\ndel os.environ['GONE']\n" + TELL)
-    kit.run("script.py", variables={"GONE": "1"})
+    kit.write(
+        "import os\nos.environ.update(OTHER='hf_token-of-a-script', TORCH_X='3')\ndel os.environ['GONE']\n" + TELL
+    )
+    kit.run("script.py", variables={"GONE": "1", "HF_TOKEN": "one-of-a-launcher", "PLAIN": "8"})
     wait_until(lambda: len(kit.find("reason")) == 2)
     recipe = kit.nursery.recipe()
     assert recipe is not None and (recipe["touched"], recipe["set"]) == (["GONE", "OTHER"], {"TORCH_X": "3"})
+    assert recipe["changes"]["PLAIN"] == "8"
+    assert "of-a-" not in str(recipe)  # other machines are told, and nobody encrypts that
 
 
 def test_a_template_that_cannot_fork_lets_a_rank_start_by_itself(kit: Kit) -> None:
