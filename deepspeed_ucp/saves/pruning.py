@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, count_of
 from ..examine.tags import TRAINER_STATE, TagReport, find_saves, is_trainers, leaves_weights, look_at_tag
 from ..io.paths import Entry, is_url
 from ..io.staging import LATEST as UNIVERSAL
@@ -155,7 +155,7 @@ class _Place:
             return Verdict(save.path, KEEP, _describe_foreign(save), tag=save)
         if name in self.stays:
             return Verdict(name, KEEP, self.stays[name], is_fault=save.is_doubtful, tag=save)
-        why = f"older than the newest {self.options.keep} whole ones"
+        why = f"older than the newest {count_of(self.options.keep, 'whole one')}"
         if save.fault:
             why = f"not whole, and {self._find_later(save)}, which is newer, is"
         return (_judge_weights(name, save, why) if self.options.strip else None) or Verdict(
