@@ -376,6 +376,18 @@ def test_a_machine_without_ipv4_tells_its_other_address(monkeypatch: pytest.Monk
     assert endpoint.find_machine_address() == "2001:db8::7"
 
 
+def test_the_loopback_of_ipv6_brings_agents_together_also_when_the_first_is_lost(made: list[Agent]) -> None:
+    """Else each of those that are left finds nobody at the others' addresses, and leads."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"[::1]:{free.getsockname()[1]}"
+    made += [Agent(Addresses(address), 1, 3).join() for _ in range(3)]
+    first, *others = sorted(made, key=lambda each: each.wait(1).rank)
+    assert len(first.wait(1).seats) == 3
+    first.die()
+    wait_until(lambda: all(each.gathering.ended for each in others))
+    assert [len(each.seats) for each in go_on(others)] == [2, 2]
+
+
 def test_two_jobs_at_one_address_say_so_long_before_they_give_up(
     made: list[Agent], capsys: pytest.CaptureFixture[str]
 ) -> None:

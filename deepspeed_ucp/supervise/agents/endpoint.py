@@ -77,7 +77,8 @@ class Addresses:
     decides = False
 
     def __init__(self, text: str, *, is_host: bool | None = None) -> None:
-        self.all = [each.strip() for each in text.split(",")]
+        # agents of one machine listen at its IPv4 loopback
+        self.all = [each.strip().replace("[::1]", "127.0.0.1") for each in text.split(",")]
         try:
             self._places = [split_address(each) for each in self.all]
         except ValueError as error:
