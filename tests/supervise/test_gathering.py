@@ -388,6 +388,17 @@ def test_the_loopback_of_ipv6_brings_agents_together_also_when_the_first_is_lost
     assert [len(each.seats) for each in go_on(others)] == [2, 2]
 
 
+def test_an_agent_that_cannot_do_its_errands_ends_its_workers(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody would hear that it leads, and another one may."""
+    agent = make(most=1).join()
+    agent.wait(1)
+    monkeypatch.setattr(agent.gathering.endpoint, "beat", lambda: 1 / 0)
+    wait_until(lambda: agent.gathering.ended, 10)
+    agent.join()
+    wait_until(lambda: agent.error)
+    assert "ZeroDivisionError" in str(agent.error)
+
+
 def test_two_jobs_at_one_address_say_so_long_before_they_give_up(
     made: list[Agent], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -266,7 +266,7 @@ class Gathering:
     def _fail(self, reason: str) -> None:
         with self.changed:
             self._closed = self._closed or reason
-            self.changed.notify_all()
+            self._end(self._closed)
 
     def _listen(self, line: Line) -> None:
         """Hear the leader until its connection ends."""
@@ -621,6 +621,12 @@ class Gathering:
     # What a leader does beside.
 
     def _run_errands(self) -> None:
+        try:
+            self._run_errands_until_closed()
+        except Exception as error:  # noqa: BLE001 - as in the other threads: without signs of life another one may lead
+            self._fail(f"{type(error).__name__}: {error}")
+
+    def _run_errands_until_closed(self) -> None:
         beaten = time.monotonic()
         while not self._closing.wait(_ERRANDS):
             with self.changed:
