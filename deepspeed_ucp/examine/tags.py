@@ -13,6 +13,7 @@ from ..errors import CheckpointError, OutOfReachError, UcpError
 from ..io.paths import Entry
 from ..io.store import list_tree
 from ..sources.files import scan_if_there
+from ..sources.foreign.names import is_foreign
 from ..sources.latest import LOST, find_checkpoint, find_tags, is_checkpoint
 from ..sources.naming import Naming
 from ..sources.older import Age, find_age
@@ -101,6 +102,9 @@ def look_at_tag(folder: str, path: str) -> TagReport:
     except UcpError as error:
         fault = error
     age = find_age([where])
+    if index and index.run.format:
+        times = [entry.changed for name, entry in files.items() if is_foreign(name)]
+        age = Age(index.run.counters.get("global_steps", -1), False, max(times, default=0.0))
     weights_only = index is not None and not fault and index.run.topology.wrapper == STATELESS
     if index and weights_only:
         fault = CheckpointError(index.limits.stateless)

@@ -374,6 +374,8 @@ def list_findings(report: FolderReport, groups: Any = None) -> list[Finding]:
         found.append(each)
     if report.index is not None and report.index.limits.stateless:
         found.append(Finding("missing", "", report.index.limits.stateless, WARNING))
+    if report.index is not None and report.index.run.format:
+        return found  # nothing names it, and nothing need to
     return [*found, *check_latest(report.folder, atomic=report.atomic)]
 
 

@@ -222,7 +222,8 @@ def _join_touched(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) ->
 
 def _log_match(match: Match, index: AtomicIndex, grown: set[tuple[str, tuple[int, int]]]) -> None:
     if match.kept:
-        logger.warning("%s: %s keep the values that the new model has", index.limits.dropped, shorten(match.kept, 40))
+        names = shorten(match.kept, 3 if index.run.format else 40)
+        logger.warning("%s: %s keep the values that the new model has", index.limits.dropped, names)
     if match.untouched:
         count = count_of(len(match.untouched), "frozen tensor")
         level = logging.INFO if lacks_frozen(index) else logging.WARNING

@@ -291,7 +291,7 @@ class Supervisor:
         The deepspeed launcher ends with 0 also where a signal has ended what it had started.
         """
         if code:
-            return f"it ended with {code}" if code > 0 else f"{signal.Signals(-code).name} ended it"
+            return describe_code(code)
         ranks = self._watch.look()
         if self._watch.wait_for_end(2.0):
             return "it ended before its ranks"
@@ -356,6 +356,14 @@ def _read_exports() -> list[str]:
             with open(path, encoding="utf-8") as stream:
                 held += [text for text in stream.read().splitlines() if "=" in text]
     return held
+
+
+def describe_code(code: int) -> str:
+    """An exit code that is not 0: 256 less a signal where DeepSpeed's launcher passes on what has ended a rank."""
+    if code < 0:
+        return f"{signal.Signals(-code).name} ended it"
+    number = next((each for each in (256 - code, code - SIGNALLED) if each in signal.valid_signals()), None)
+    return f"it ended with {code}" + (f", as where {signal.Signals(number).name} has ended a rank" if number else "")
 
 
 def _write_exports(folder: str, line: str) -> str:

@@ -108,7 +108,14 @@ def _draw_worlds(axes: Axes, scene: Scene) -> None:
     for number, restart in enumerate(scene.restarts):
         axes.axvline(restart.began, color="black", linewidth=1.2)
         height = most * (1.04, 1.16, 1.28)[number % 3]  # neighbours are often close
-        axes.annotate(restart.what, (restart.began, height), (3, 0), textcoords="offset points", fontsize=8)
+        axes.annotate(
+            restart.what,
+            (restart.began, height),
+            (3, 0),
+            textcoords="offset points",
+            fontsize=8,
+            backgroundcolor="white",
+        )
     axes.set(xlabel="seconds", xlim=(0, None), ylabel="ranks that train", ylim=(0, most * 1.4), yticks=range(most + 1))
 
 

@@ -384,7 +384,8 @@ def test_commands_take_it(saved: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert "by deepspeed_ucp on any topology\n" in told
     assert main(["plan", str(saved), "--target", "zero=3,dp=2"]) == 0
     assert main(["list", str(saved)]) == 0
-    assert "torch.distributed.checkpoint" in capsys.readouterr().out
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert "torch.distributed.checkpoint" in line and line.split()[1] == "3"
 
 
 def test_weights_alone_are_told_as_such(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

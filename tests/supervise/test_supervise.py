@@ -15,7 +15,7 @@ import pytest
 from deepspeed_ucp.cli.dispatch import main
 from deepspeed_ucp.config import ENVIRONMENT
 from deepspeed_ucp.heartbeat import VARIABLE
-from deepspeed_ucp.supervise.supervisor import _write_exports
+from deepspeed_ucp.supervise.supervisor import _write_exports, describe_code
 from tests.supervise.standins import Stage, build, is_running, kill, wait_until
 
 A, B = "127.0.0.2", "127.0.0.3"
@@ -186,8 +186,24 @@ def test_an_exit_code_of_0_is_not_believed_where_all_ranks_were_killed(stage: St
     stage.environment["STANDIN_FORGIVES"] = "1"
     assert stage.run(command=stage.launch(4, die_0=3)) == 0
     (failed,) = stage.find("failed")
-    assert failed["reason"].endswith("was ended by SIGKILL after step 2") and failed["rank"] == 0
+    # The launcher may take leave of the rank before its exit status has been read.
+    reasons = ("was ended by SIGKILL after step 2", "has gone without a word after step 2")
+    assert failed["reason"].endswith(reasons) and failed["rank"] == 0
     assert stage.find("finished")[0]["step"] == 4
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        (1, "it ended with 1"),
+        (247, "it ended with 247, as where SIGKILL has ended a rank"),
+        (143, "it ended with 143, as where SIGTERM has ended a rank"),
+        (-9, "SIGKILL ended it"),
+    ],
+)
+def test_exit_codes_are_told_by_their_signals(code: int, told: str) -> None:
+    """256 - 9 is the deepspeed launcher's, 128 + 15 a shell's."""
+    assert describe_code(code) == told
 
 
 def test_the_exit_code_of_a_launch_that_a_signal_ended_is_a_shells(stage: Stage) -> None:
