@@ -71,7 +71,10 @@ def test_an_installed_one_is_started_by_the_environment(kind: str, tmp_path: Pat
     (packages,) = environment.glob("lib/*/site-packages")
     pip = [sys.executable, "-m", "pip", "--python", str(python)]
     (wheel,) = wheels.iterdir()
-    subprocess.run([*pip, "install", "-q", "--no-deps", "--no-index", str(wheel)], check=True, capture_output=True)
+    # Without PYTHONPATH: what lies there would count as installed.
+    without = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    install = [*pip, "install", "-q", "--no-deps", "--no-index", str(wheel)]
+    subprocess.run(install, check=True, capture_output=True, env=without)
     assert {path.name for path in packages.iterdir()} >= STARTS
 
     code = "import sys, importlib.util; importlib.util.find_spec('deepspeed'); print('deepspeed_ucp' in sys.modules)"
@@ -81,7 +84,7 @@ def test_an_installed_one_is_started_by_the_environment(kind: str, tmp_path: Pat
         command = [str(python), "-c", code]
         done = subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True, text=True, check=True)
         assert (done.stdout, done.stderr) == (f"{there}\n", "")
-    subprocess.run([*pip, "uninstall", "-q", "-y", "deepspeed_ucp"], check=True, capture_output=True)
+    subprocess.run([*pip, "uninstall", "-q", "-y", "deepspeed_ucp"], check=True, capture_output=True, env=without)
     assert not list(packages.glob("*"))
 
 

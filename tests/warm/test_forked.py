@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -42,7 +43,7 @@ seen = {
     "warnoptions": sys.warnoptions, "xoptions": sys._xoptions, "path": sys.path, "filters": repr(warnings.filters),
     "environment": dict(os.environ), "cwd": os.getcwd(), "umask": os.umask(0),
     "affinity": list(os.sched_getaffinity(0)),
-    "descriptors": {n: [link(n), os.get_inheritable(n)] for n in range(32) if link(n) and os.get_inheritable(n)},
+    "descriptors": {n: [link(n), os.get_inheritable(n)] for n in range(128) if link(n) and os.get_inheritable(n)},
     "handlers": {int(n): repr(signal.getsignal(n)).partition(" at ")[0] for n in signal.valid_signals()},
     "mask": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])), "wakeup": signal.set_wakeup_fd(-1),
     "status": [line for line in read("status").splitlines() if line[:4] in ("SigB", "SigI", "SigC", "CapE", "Thre")],
@@ -105,11 +106,11 @@ def test_it_sees_what_it_would_see(kit: Kit, words: Any, program: Any, flags: An
     odd = "ä\udcff"
     modules = ("numpy", "multiprocessing", "resource", *({"package"} & {program[1]}))
     assert kit.make(*modules, program=program, environment=kit.environment(ODD=odd))
-    with open(kit.folder / "more", "w") as more:
-        os.dup2(more.fileno(), 17)
+    with open(kit.folder / "more", "w") as stream:
+        more = fcntl.fcntl(stream.fileno(), fcntl.F_DUPFD, 100)  # which is nobody else's, here or there
     options: Any = {
         "flags": flags,
-        "pass_fds": (17,),
+        "pass_fds": (more,),
         "preexec_fn": limit,
         "variables": {"ODD": odd, "RANK": "3"},
     }
@@ -119,8 +120,8 @@ def test_it_sees_what_it_would_see(kit: Kit, words: Any, program: Any, flags: An
         )
         again = see(kit, *words, warm=True, **options)
     finally:
-        os.close(17)
-    assert {"17": ["/" + str(kit.folder / "more")[1:], True]}.items() <= fresh["descriptors"].items()
+        os.close(more)
+    assert {str(more): ["/" + str(kit.folder / "more")[1:], True]}.items() <= fresh["descriptors"].items()
     fresh["environment"]["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # which DeepSpeed sets, too
     for name, value in fresh.items():
         assert (name, warm[name]) == (name, value)
