@@ -21,7 +21,7 @@ from deepspeed_ucp.supervise.agents.leader import Leader, Limits, Past, Seat
 from deepspeed_ucp.supervise.agents.lines import Line
 from tests.supervise.standins import wait_until
 
-QUICK = {"every": 0.2, "times": 3, "last_call": 0.3, "join": 20.0}
+QUICK = {"every": 0.4, "times": 5, "last_call": 0.3, "join": 20.0}  # a machine with much to do pauses for a second
 
 
 class Agent:
