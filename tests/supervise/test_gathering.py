@@ -21,7 +21,9 @@ from deepspeed_ucp.supervise.agents.leader import Leader, Limits, Past, Seat
 from deepspeed_ucp.supervise.agents.lines import Line
 from tests.supervise.standins import wait_until
 
-QUICK = {"every": 0.4, "times": 5, "last_call": 0.3, "join": 20.0}  # a machine with much to do pauses for a second
+QUICK = {"every": 0.4, "times": 30, "last_call": 0.3, "join": 20.0}
+MISSED = 5
+"""Signs of life that may be missing where silence is the matter; a machine with much to do pauses for a second."""
 
 
 class Agent:
@@ -261,7 +263,7 @@ class Cut:
 
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (1, 1)])
 def test_one_side_of_a_cut_goes_on(make: Make, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int]) -> None:
-    agents = start(make, sum(sizes))
+    agents = start(make, sum(sizes), times=MISSED)
     one, other = agents[: sizes[0]], agents[sizes[0] :]
     Cut(monkeypatch, one, other)
     wait_until(lambda: all(each.gathering.ended for each in agents))
@@ -283,7 +285,7 @@ def test_a_leader_that_was_stopped_does_not_take_others_for_dead(
 ) -> None:
     """Who has turned away from it is alive, and may be training."""
     monkeypatch.setattr(gathering, "_ANSWER", 1.0)
-    head, *others = start(make, 3)
+    head, *others = start(make, 3, times=MISSED)
     with head.gathering.changed:  # nothing of it can do anything
         wait_until(lambda: all(each.gathering.ended for each in others))
         wait_until(lambda: all(each.gathering._line is not None for each in others))  # they have another leader
@@ -406,7 +408,7 @@ def test_two_jobs_at_one_address_say_so_long_before_they_give_up(
         address = f"127.0.0.1:{free.getsockname()[1]}"
     made.append(Agent(Addresses(address), 1, 1).join())
     made[0].wait(1)
-    other = Gathering(Addresses(address), Limits(1, 1, **QUICK), "other")  # type: ignore[arg-type]
+    other = Gathering(Addresses(address), Limits(1, 1, **{**QUICK, "times": MISSED}), "other")  # type: ignore[arg-type]
     try:
         wait_until(lambda: f"still waiting: nobody leads it at {address}" in capsys.readouterr().err, 10)
         assert not other.wait_for_greeting(0) and made[0].gathering.ended is None
