@@ -153,7 +153,7 @@ class Supervisor:
             if not outcome.reason:
                 self.log("finished", step=outcome.step)
                 return 0
-            if self._stopped_by is not None:
+            if self._is_stopped():
                 return self._end(outcome)
             attempts.append(Attempt(outcome.step, lost=bool(lost)))
             decision = decide(attempts, self.settings.limits)
@@ -180,7 +180,7 @@ class Supervisor:
 
     def _pause(self, seconds: float) -> None:
         until = time.monotonic() + seconds
-        while time.monotonic() < until and self._stopped_by is None:
+        while time.monotonic() < until and not self._is_stopped():
             time.sleep(min(_LOOK_EVERY, seconds))
 
     def _sweep(self, hosts: Hosts) -> list[str]:
@@ -194,9 +194,9 @@ class Supervisor:
         """The hosts that answer and pass their test, when they are enough; None where they do not become so, or a
         signal comes."""
         if self.hosts is None and self._preflight is None:
-            return {} if self._stopped_by is None else None
+            return None if self._is_stopped() else {}
         until, pause = time.monotonic() + self.settings.wait, self.settings.limits.first_pause
-        while self._stopped_by is None:
+        while not self._is_stopped():
             answering = {HERE: 0} if self.hosts is None else self.reach.find_answering(self.hosts)
             missing = [host for host in self.hosts or () if host not in answering]
             fit, told = answering, dict[str, list[str]]()
@@ -269,7 +269,7 @@ class Supervisor:
             reap(process)
             time.sleep(_LOOK_EVERY)
         self._forward(process)
-        return code, (reason if code or self._stopped_by else "") or self._find_fault(code)
+        return code, (reason if code or self._is_stopped() else "") or self._find_fault(code)
 
     def _find_trouble(self, ranks: list[RankStatus]) -> tuple[str, float] | None:
         """What is wrong with a launch that runs, and the seconds that it has to end by itself."""
@@ -339,7 +339,7 @@ class Supervisor:
         told = [seen.step for seen in ([failed] if failed and failed.error else ranks) if seen.step is not None]
         step, error = max(told, default=None), failed.error if failed else None
         reason = failed.describe() if failed and outcome.reason else outcome.reason
-        if reason and self._stopped_by is None:
+        if reason and not self._is_stopped():
             line = failed.line if failed else None
             rank, phase, at = (failed.rank, failed.phase, failed.failed_at) if failed else (None, None, None)
             first = {"step": step, "phase": phase, "rank": rank, "at": at, "error": line, "ended": find_ended(ranks)}

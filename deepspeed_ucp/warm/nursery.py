@@ -75,7 +75,7 @@ class Nursery:
         self._without: dict[str, str] = {}
         self._unfit: Recipe | None = None
         self._refused: set[str] = set()
-        self._is_stale = False
+        self._is_stale = self._is_second = False
         self._server = socket.socket(socket.AF_UNIX)
         self._server.bind(handover.name_socket(self.name, "learn"))
         self._server.listen(16)
@@ -255,11 +255,16 @@ class Nursery:
                 self._current = None
 
     def _lose(self, made: _Made) -> None:
-        """A template has ended: as it should, when it was retired."""
-        was_needed = made is self._current or made is self._next
+        """A template has ended: as it should, when it was retired, or by who is short of memory; that one once more."""
+        was_needed, is_last = made is self._current or made is self._next, self._next in (None, made)
         self._drop(made)
-        if was_needed:
-            self._give_up(made.own, f"it has ended with {made.process.returncode}")
+        reason = f"it has ended with {made.process.returncode}"
+        if was_needed and is_last and made.is_ready and not self._is_second:
+            self._is_second = True
+            self.log("template", reason=f"{reason}: it is made again")
+            self._make(made.own)
+        elif was_needed and is_last:
+            self._give_up(made.own, reason)
 
     def _drop(self, made: _Made) -> None:
         with contextlib.suppress(KeyError, ValueError):

@@ -224,14 +224,18 @@ def test_it_ends_with_who_is_in_front_of_it(waiting: tuple[Kit, subprocess.Popen
     wait_until(lambda: not is_running(pid), 10)
 
 
-def test_it_ends_with_its_template_and_starts_are_fresh_then(
+def test_it_ends_with_its_template_which_is_made_again_once(
     waiting: tuple[Kit, subprocess.Popen[str], int],
 ) -> None:
     kit, front, pid = waiting
     psutil.Process(pid).parent().kill()
     assert front.wait(10) == -signal.SIGKILL
     wait_until(lambda: not is_running(pid), 10)
-    wait_until(lambda: kit.find("reason"), 10)
-    assert kit.find("reason") == ["it has ended with -9: every start is a fresh one"]
+    wait_until(lambda: kit.nursery.is_ready, 60)
     kit.write(IS_WARM)
+    assert kit.run("script.py").stdout == "True\n"
+    for template in kit.nursery.pids():
+        psutil.Process(template).kill()
+    again = [f"it has ended with -9: {then}" for then in ("it is made again", "every start is a fresh one")]
+    wait_until(lambda: kit.find("reason") == again, 10)
     assert kit.run("script.py").stdout == "False\n"
