@@ -1,7 +1,8 @@
 """What is known about a model when its rules are read, and the small expressions in which rules ask for it.
 
 Expressions are integer arithmetic over what a checkpoint tells: ``hidden``, ``args.num_attention_heads * head``,
-``args.kv_channels or hidden // heads``, ``own(0) == 2 * sibling('mlp.dense_4h_to_h.weight', 1)``, ``has('swiglu')``.
+``args.kv_channels or hidden // heads``, ``own(0) == 2 * sibling('mlp.dense_4h_to_h.weight', 1)``, ``has('swiglu')``,
+``[0, 1, 3][n]``.
 Nothing is executed: the syntax tree is walked, and anything else is refused.
 """
 
@@ -86,12 +87,13 @@ class Facts:
             return self._find_name(node.id)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "args":
             return self._find_argument(node.attr)
-        if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
-            return self._calculate(type(node.op), node.left, node.right, text)
-        if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _ARITHMETIC:
-            return self._calculate(type(node.ops[0]), node.left, node.comparators[0], text)
+        kind, left, right = _read_operation(node)
+        if kind in _ARITHMETIC:
+            return self._calculate(kind, left, right, text)
         if isinstance(node, ast.BoolOp):
             return self._choose(node, text)
+        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.List):
+            return self._pick(node.value.elts, self._walk(node.slice, text), text)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
             return self._call(node.func.id, [self._walk(each, text) for each in node.args], text)
         raise ConfigError(f"patterns: {ast.unparse(node)!r} in {text!r} is not understood")
@@ -102,6 +104,11 @@ class Facts:
             return _ARITHMETIC[kind](first, second)
         except (TypeError, ZeroDivisionError) as error:
             raise MismatchError(f"{text!r} with {first!r} and {second!r}: {error}") from None
+
+    def _pick(self, listed: Sequence[ast.expr], number: Any, text: str) -> Any:
+        if type(number) is not int or not 0 <= number < len(listed):
+            raise MismatchError(f"{text!r} lists {len(listed)}, of which {number!r} is none; the first one is 0")
+        return self._walk(listed[number], text)
 
     def _choose(self, node: ast.BoolOp, text: str) -> Any:
         """``a or b``: the first that can be told. ``a and b``: both true."""
@@ -179,6 +186,15 @@ class Facts:
             raise UnknownError(f"a parameter {expression!r}")
         self.measured[expression, dim] = found.pop()
         return self.measured[expression, dim]
+
+
+def _read_operation(node: ast.expr) -> tuple[Any, Any, Any]:
+    """The kind of an operation of two sides, and these; None of anything else."""
+    if isinstance(node, ast.BinOp):
+        return type(node.op), node.left, node.right
+    if isinstance(node, ast.Compare) and len(node.ops) == 1:
+        return type(node.ops[0]), node.left, node.comparators[0]
+    return None, None, None
 
 
 @lru_cache(maxsize=1 << 10)

@@ -13,6 +13,11 @@ named group matched, ``{group - 3}`` and other integer arithmetic (+ - * // %) a
     {"from": "(?P<x>.*)\\.experts\\.w1\\.{e % 4}", "to": "{x}.experts.w1.{e}"}       the new expert e is the saved e % 4
     {"from": "(?P<x>.*)\\.gate_up", "to": "{x}.w1.{e}", "part": "1/2"}             of two equal parts of each expert
     {"from": ".*\\.router\\.weight", "to": null}                                   nothing is taken over
+
+Any other number is counted alike: of layers, say, of which the live model has more or fewer than were saved:
+
+    {"from": "h\\.{n // 2}\\.(?P<x>.*)", "to": "h.{n}.{x}"}                         the new layer n is the saved n // 2
+    {"from": "h\\.{[0, 1, 3][n]}\\.(?P<x>.*)", "to": "h.{n}.{x}"}                   the saved layer 2 is left out
 """
 
 from __future__ import annotations
@@ -27,10 +32,10 @@ from .facts import Facts, UnknownError
 from .regex import compile_regex
 
 EXPERT = "e"
-"""The group, and the variable, that is an expert's number."""
+"""The group, and the variable, that is an expert's number; rules with an expression in ``from`` choose their own."""
 
 _FIELD = re.compile(r"\{([^{}]*)\}")
-_NUMBER = re.compile(r"\{([^{}]*\be\b[^{}]*)\}")  # in a regular expression, where {2} and {1,3} repeat
+_NUMBER = re.compile(r"\{([^{}]*[A-Za-z_][^{}]*)\}")  # in a regular expression, where {2} and {1,3} repeat
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _SAVED = "saved_expert_"
 _PART = re.compile(r"([1-9]\d?)/([1-9]\d?)", re.ASCII)
@@ -59,6 +64,17 @@ class Rename:
         return found[1] if found else ""
 
     @cached_property
+    def number(self) -> str:
+        """What the template calls the number of the new expert, or of whatever is counted."""
+        names: list[str] = _NAME.findall(self.source) or [EXPERT]
+        return next((name for name in names if f"{{{name}}}" in (self.template or "")), names[0])
+
+    @property
+    def counts_inside(self) -> bool:
+        """Whether a saved parameter of its name without a number may hold all of them, one behind the other."""
+        return bool(self.source) and self.number == EXPERT
+
+    @cached_property
     def _regex(self) -> re.Pattern[str]:
         return compile_regex(_NUMBER.sub(rf"(?P<{_SAVED}>\\d+)", self.pattern or "", count=1))
 
@@ -70,7 +86,7 @@ class Rename:
     @property
     def feeds_all(self) -> bool:
         """Whether one saved parameter may feed several experts: the template counts them."""
-        return EXPERT in self._uses and EXPERT not in self._regex.groupindex
+        return self.number in self._uses and self.number not in self._regex.groupindex
 
     @property
     def joins(self) -> bool:
@@ -90,7 +106,7 @@ class Rename:
         """
         _ = self._regex if self.pattern is not None else compile_regex(self.template or "")
         if self.source and not self.feeds_all:
-            raise ConfigError(f'rename: {self.pattern!r}: the new expert\'s number {{e}} has to be in "to"')
+            raise ConfigError(f'rename: {self.pattern!r}: the new number {{{self.number}}} has to be in "to"')
         if self.part != (0, 1) and not (self.feeds_all or self.joins):
             raise ConfigError(f'rename: {self.pattern!r}: "part" is for a parameter that holds several experts')
 
@@ -118,9 +134,9 @@ class Rename:
         Raises:
             ConfigError: the template does not say ``{e}`` once.
         """
-        parts = (self.template or "").split(f"{{{EXPERT}}}")
+        parts = (self.template or "").split(f"{{{self.number}}}")
         if len(parts) != 2:
-            raise ConfigError(f"rename: {self.template!r}: {{{EXPERT}}} has to be in it, as it is and once")
+            raise ConfigError(f"rename: {self.template!r}: {{{self.number}}} has to be in it, as it is and once")
         return self.fill(parts[0], groups, name), self.fill(parts[1], groups, name)
 
     def find_saved(self, groups: Mapping[str, str]) -> int:
@@ -133,7 +149,7 @@ class Rename:
         Raises:
             ConfigError: its expression makes no number.
         """
-        return self._calculate(self.source, {EXPERT: str(expert)}, f"expert {expert}")
+        return self._calculate(self.source, {self.number: str(expert)}, f"number {expert}")
 
     def fill(self, template: str, groups: Mapping[str, str], name: str) -> str:
         """A template with what the groups matched in ``name``."""

@@ -43,12 +43,15 @@ def predict_shapes(
         experts: of a layer, where rules make another number of them; None: as many as are saved.
 
     Raises:
-        MismatchError: the rules do not tell how many experts there are.
+        MismatchError: the rules do not tell how many experts there are, or layers.
     """
     special, plain = ([rule for rule in renames if rule.is_plain == each] for each in (False, True))
     predicted = _Predicted(experts)
     for name, shapes in saved.items():
-        found = [rule for rule in special if rule.match(name) is not None or (rule.source and rule.match(f"{name}.0"))]
+        inside = f"{name}.0"
+        found = [
+            rule for rule in special if rule.match(name) is not None or (rule.counts_inside and rule.match(inside))
+        ]
         for rule in found:
             predicted.add(rule, name, shapes)
         if not found:
@@ -83,6 +86,11 @@ class _Predicted:
         elif rule.joins:
             new, number = rule.fill(rule.template, groups, name), int(groups["e"]) + 1
             self.joined[new] = max(number, self.joined.get(new, (0,))[0]), rule.part[1], shapes
+        elif rule.source and not rule.counts_inside:
+            raise MismatchError(
+                f"rename: {rule.pattern!r}: how many new numbers {{{rule.number}}} there are only a live model tells; "
+                "leave this rule out."
+            )
         elif rule.source:
             held = self.counted[rule.split(groups, name)]
             held.add(rule.find_saved(groups))

@@ -154,7 +154,7 @@ class _Feeds:
         groups, (part, parts) = rule.match(name), rule.part
         if groups is not None:
             own = {rule.find_saved(groups): Slice(name, part, parts)}
-        elif groups := rule.match(f"{name}.0"):
+        elif rule.counts_inside and (groups := rule.match(f"{name}.0")):
             count = next(iter(self.saved[name][0]), 0)
             own = {number: Slice(name, number * parts + part, count * parts) for number in range(count)}
         else:
@@ -163,7 +163,7 @@ class _Feeds:
         for number, piece in own.items():
             if held.setdefault(number, piece) != piece:
                 raise MismatchError(
-                    f"rename: {held[number].name} and {name} are both expert {number} of one layer. Let the rules "
+                    f"rename: {held[number].name} and {name} are both number {number} there. Let the rules "
                     f"match one of them. {_ADVICE}"
                 )
 
@@ -217,7 +217,7 @@ class _Feeds:
         if lacking := sorted(set(chosen.values()) - held.keys()):
             new = next(experts[expert] for expert, number in chosen.items() if number == lacking[0])
             raise MismatchError(
-                f"rename: {rule.pattern!r} lets saved expert {lacking[0]} feed {new}; saved are {sorted(held)} there."
+                f"rename: {rule.pattern!r} lets the saved number {lacking[0]} feed {new}; there are {sorted(held)}."
             )
         self._check_tp_shards(rule, [*names, *experts.values()], fused=bool(whole) or len(names) < len(held))
         slices: dict[str, list[Slice]] = defaultdict(list)

@@ -120,7 +120,7 @@ def test_a_file_that_is_not_yaml(tmp_path):
     [
         ("1 +", "is not an expression"),
         ("__import__('os')", "unknown function '__import__'"),
-        ("[1][0]", "is not understood"),
+        ("(1, 2)[0]", "is not understood"),
         ("own.shape", "is not understood"),
         ("own('rows')", "own in .* has arguments of another kind"),
         ("shape(1, 0)", "shape in .* has arguments of another kind"),

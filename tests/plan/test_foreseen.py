@@ -62,7 +62,8 @@ def test_it_is_the_model_that_a_load_has(case: str, tp: int) -> None:
     [
         ({"x.w1": (3, 2)}, UPCYCLING, None, r"of how many experts a layer is made only the model tells"),
         ({"x.w1": (4, 3, 2)}, UPCYCLING, 8, r"holds 4 experts, not 8: .* arithmetic of \{e\}"),
-        (MANY, [{"from": r"x\.w\.{e * 2}", "to": "x.w.{e}"}], 5, "lets saved expert 8 feed x.w.4"),
+        (MANY, [{"from": r"x\.w\.{e * 2}", "to": "x.w.{e}"}], 5, "lets the saved number 8 feed x.w.4"),
+        (MANY, [{"from": r"x\.w\.{n * 2}", "to": "x.w.{n}"}], None, r"numbers \{n\} there are only a live model tells"),
     ],
 )
 def test_what_the_rules_do_not_tell(saved: Shapes, rules: Sequence[Any], experts: int | None, words: str) -> None:

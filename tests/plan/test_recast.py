@@ -180,6 +180,27 @@ def test_more_experts_are_copies_and_fewer_are_chosen() -> None:
     assert not made.notes and all(np.array_equal(after[key], before[key]) for key in before)
 
 
+def test_layers_are_counted_as_experts_are() -> None:
+    """Duplicated, dropped, and chosen by a list; other numbers in the names stay, and every state moves along."""
+    of = {count: {f"h.{n}.{x}": (2,) for n in range(count) for x in ("w", "m.1.b")} for count in (2, 4, 8)}
+    for live, number, chosen in (
+        (8, "{n // 2}", [0, 0, 1, 1, 2, 2, 3, 3]),
+        (2, "{n * 2 + 1}", [1, 3]),
+        (2, "{[3, 0][n]}", [3, 0]),
+    ):
+        rule = {"from": rf"h\.{number}\.(?P<x>.*)", "to": "h.{n}.{x}"}
+        shapes = {"embed": (3,)}
+        made, (before, after) = carry_out({**of[4], **shapes}, {**of[live], **shapes}, [rule])
+        assert {name for name, *_ in after} == {*of[live], "embed"}
+        for (name, state, lane), tensor in after.items():
+            _, n, x = (*name.split(".", 2), "", "")[:3]
+            saved = f"h.{chosen[int(n)]}.{x}" if n else name
+            assert np.array_equal(tensor, before[saved, state, lane])
+        assert len(made.notes) == 1
+        made, _ = carry_out(of[live], of[live], [rule])  # the run has saved in the meantime
+        assert not made.notes
+
+
 def test_what_is_left_out() -> None:
     rules = [{"from": "r", "to": None}, {"from": None, "to": "new|s"}]
     saved = {"r": (4, 2), "s": (2,), "t": (1,)}
@@ -219,7 +240,8 @@ TWO = {"x.0": (3, 2), "x.1": (3, 2)}
             (r"[ab]\.(?P<e>\d)", "x"),
             "a.0 and b.0 both feed expert 0 .* match one of them",
         ),
-        ({"x.0": (3, 2)}, TWO, (r"x\.{e}", "x.{e}"), "lets saved expert 1 feed x.1"),
+        ({"x.0": (3, 2)}, TWO, (r"x\.{e}", "x.{e}"), "lets the saved number 1 feed x.1"),
+        ({"x.0": (3, 2)}, TWO, (r"x\.{[0][n]}", "x.{n}"), "lists 1, of which 1 is none"),
         ({"a.0": (3, 2), "a.1": (3,)}, TWO, (r"a\.{e}", "x.{e}"), "x.1 .* cannot be made"),
     ],
 )
@@ -261,9 +283,12 @@ def test_experts_that_do_not_go_together(what: str) -> None:
         ({"from": "a", "to": "b", "part": "1/2"}, "holds several experts"),
         ({"from": "a", "to": "b.{e}", "part": "3/2"}, "such as"),
         ({"from": "a.{e % 2}", "to": "b"}, r"\{e\} has to be in"),
+        ({"from": "a.{n % 2}", "to": "b.{e}"}, r"\{n\} has to be in"),
         ({"from": "a", "to": "b.{e + 1}"}, "as it is and once"),
         ({"from": "x.{e ** 9}", "to": "x.{e}"}, "is not understood"),
         ({"from": "x.{e - 9}", "to": "x.{e}"}, "not a layer number"),
+        ({"from": "x.{n - 9}", "to": "x.{n}"}, "not a layer number"),
+        ({"from": "x.{(n, 0)}", "to": "x.{n}"}, "not understood"),
         ({"from": None, "to": "("}, "not a regular expression"),
     ],
 )
