@@ -187,9 +187,10 @@ def _load(job: LoadContext, folder: str, index: AtomicIndex, target: Target) -> 
     if index.is_weights_alone and not job.arguments.load_module_only:
         if job.comm.rank == 0:
             logger.warning(
-                "%s: holds weights alone (%s): the optimizer begins anew, at step 0, and nothing else is restored",
+                "%s: holds weights alone (%s, %s): the optimizer begins anew, at step 0, and nothing else is restored",
                 folder,
                 index.run.format,
+                index.run.topology.precision,
             )
         job = replace(job, arguments=replace(job.arguments, load_module_only=True))
     # Without its optimizer an index is no whole checkpoint: a look at the weights leaves nothing behind.

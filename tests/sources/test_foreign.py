@@ -293,20 +293,20 @@ def test_overlapping_safetensors_are_refused(tmp_path: Path) -> None:
     ("weight_map", "told"),
     [
         ({"a": "model-2.safetensors"}, "missing"),
-        ({"b": "model.safetensors"}, "do not hold"),
+        ({"b": "model-1.safetensors"}, "do not hold"),
         ({"a": "../model.safetensors"}, "outside"),
         ("a", "cannot be read"),
     ],
 )
 def test_an_index_that_lies_is_refused(tmp_path: Path, weight_map: Any, told: str) -> None:
-    save_file({"a": torch.zeros(2)}, tmp_path / "model.safetensors")
+    save_file({"a": torch.zeros(2)}, tmp_path / "model-1.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises((CheckpointError, UnsupportedError), match=told):
         open_it(tmp_path)
 
 
 def test_two_models_in_a_folder_are_refused(tmp_path: Path) -> None:
-    for name in ("model", "other"):
+    for name in ("one", "other"):
         save_file({"a": torch.zeros(2)}, tmp_path / f"{name}.safetensors")
     with pytest.raises(UnsupportedError, match="several models"):
         open_it(tmp_path)

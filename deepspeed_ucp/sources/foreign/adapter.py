@@ -5,11 +5,10 @@ from __future__ import annotations
 from ...comm import Comm
 from ..findings import Finding
 from ..table import FileTable
+from . import statedict
 from .contents import Contents
-from .names import ADAPTER
+from .names import ADAPTER, holds
 from .safetensors import read_header, tell_unchecked
-
-_FILE = "adapter_model.safetensors"
 
 _NAME = "default"
 """Of the adapter in a live model, unless a script names it."""
@@ -21,12 +20,16 @@ def read_contents(where: FileTable, comm: Comm) -> tuple[Contents, list[Finding]
     """Read the header of the file, with the names of a live model; collective.
 
     Raises:
-        CheckpointError, UnsupportedError: as of :func:`.safetensors.read_header`.
+        CheckpointError, UnsupportedError: as of :func:`.safetensors.read_header` and :func:`.statedict.read_header`.
     """
-    found = where.once(_FILE, lambda: read_header(where, _FILE), comm)
+    file = next(name for name in where.entries if holds(ADAPTER, name, heads=True))
+    if file.endswith(".safetensors"):
+        found, findings = where.once(file, lambda: read_header(where, file), comm), [tell_unchecked(where, file)]
+    else:
+        (found, _), findings = where.once(file, lambda: statedict.read_header(where, file), comm), []
     weights = {name_live(name): tensor for name, tensor in found.items()}
     dropped = "a PEFT adapter holds no weights of its base"
-    return Contents(ADAPTER, _FILE, weights, dropped=dropped), [tell_unchecked(where, _FILE)]
+    return Contents(ADAPTER, file, weights, dropped=dropped), findings
 
 
 def name_live(name: str) -> str:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+import json
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 from ...atoms import AtomicIndex
 from ...comm import Comm
-from ..findings import Finding
+from ...errors import shorten
+from ...io.paths import join_path
+from ...io.store import read_small
+from ..findings import WARNING, Finding
+from ..reading import explain_damage
 from ..table import FileTable
 from . import adapter, dcp, names, safetensors, statedict
 from .contents import Contents, make_index
+
+_MOST_BYTES = 1 << 24
+"""Of a configuration."""
 
 
 class Reader(Protocol):
@@ -40,6 +49,39 @@ def survey_foreign(where: FileTable, comm: Comm, kind: str) -> tuple[AtomicIndex
     Raises:
         CheckpointError, UnsupportedError: as of :class:`Reader`.
     """
-    chosen = where.choose(lambda name: names.holds(kind, name))
+    taken = names.pick_model(kind, [name for name in where.entries if names.holds(kind, name)])
+    chosen = where.choose(taken.__contains__)
     contents, findings = READERS[kind](chosen, comm)
-    return comm.alike(lambda: make_index(contents, chosen)), findings
+    index = comm.alike(lambda: make_index(contents, chosen))
+    if kind != names.DCP:
+        findings += [*_find_passed_over(where, kind, contents), *_find_packed(where, kind, comm)]
+    return index, findings
+
+
+def _find_passed_over(where: FileTable, kind: str, contents: Contents) -> Iterator[Finding]:
+    """Weights in the folder that are not the model's."""
+    used = {contents.head, *(chunk.file for tensor in contents.weights.values() for chunk in tensor.chunks)}
+    heads = [name for name in where.entries if any(names.holds(each, name, heads=True) for each in READERS)]
+    if left := sorted({*heads} - used):
+        text = f"{where.folder}: {contents.head} is taken ({kind}), as Hugging Face's libraries do; not read: "
+        yield Finding("extra", contents.head, text + shorten(left), WARNING)
+
+
+def _find_packed(where: FileTable, kind: str, comm: Comm) -> Iterator[Finding]:
+    """Whether the configuration tells of quantized weights, whose elements are not the weights' values."""
+
+    def read(folder: str) -> Any:
+        path = join_path(folder, names.CONFIG)
+        with explain_damage(path):
+            told = json.loads(read_small(path, _MOST_BYTES))
+            return told.get("quantization_config") if isinstance(told, dict) else None
+
+    if kind == names.ADAPTER or names.CONFIG not in where.entries:
+        return
+    if told := where.once(names.CONFIG, lambda: where.read(names.CONFIG, read), comm):
+        way = told.get("quant_method", "") if isinstance(told, dict) else ""
+        text = (
+            f"{where.folder}: its weights are quantized ({way or 'quantization_config in config.json'}), which only "
+            "transformers unpacks. Load it there, dequantize() it, save_pretrained it, and load that folder."
+        )
+        yield Finding("unsupported", names.CONFIG, text)

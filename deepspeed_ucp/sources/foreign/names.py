@@ -12,11 +12,14 @@ STATE_DICT, ADAPTER = "state dict", "PEFT adapter"
 PARTS = ("pytorch_model_fsdp_", "optimizer_")
 """What the names of Accelerate's folders begin with, of which one has the model and one the optimizer."""
 
+CONFIG = "config.json"
+"""Of a model of transformers."""
+
 _FILES = {
     DCP: r"(?:[^/]+/)?(?:[^/]+\.distcp|(?:__\d+)?\.metadata)",
     SAFETENSORS: r"(?!adapter_)[^/]+\.safetensors(?:\.index\.json)?",
     STATE_DICT: r"(?:pytorch_model|model|consolidated|weights)(?![^/]*_states\.)[^/]*\.(?:bin(?:\.index\.json)?|pth?)",
-    ADAPTER: r"adapter_model\.safetensors|adapter_config\.json",
+    ADAPTER: r"adapter_model\.(?:safetensors|bin)|adapter_config\.json",
 }
 """All files of a format, by their path in the folder."""
 
@@ -24,9 +27,16 @@ _HEADS = {
     DCP: r"(?:[^/]+/)?(?:__\d+)?\.metadata",
     SAFETENSORS: r"[^/]+\.safetensors",
     STATE_DICT: r"[^/]+\.(?:bin|pt|pth)",
-    ADAPTER: r"adapter_model\.safetensors",
+    ADAPTER: r"adapter_model\.(?:safetensors|bin)",
 }
 """Those of them without which there is no checkpoint."""
+
+_FIRST = {
+    SAFETENSORS: ("model.safetensors", "model.safetensors.index.json"),
+    STATE_DICT: ("pytorch_model.bin", "pytorch_model.bin.index.json"),
+    ADAPTER: ("adapter_model.safetensors",),
+}
+"""Which of several models in a folder transformers and PEFT take, the first that is there."""
 
 
 def find_format(names: Iterable[str]) -> str | None:
@@ -41,11 +51,20 @@ def holds(kind: str, name: str, *, heads: bool = False) -> bool:
     return is_one and (not heads or re.fullmatch(_HEADS[kind], name) is not None)
 
 
+def pick_model(kind: str, names: Iterable[str]) -> list[str]:
+    """The files of a format that may be those of the model: without the others, where it has the name for it."""
+    names = list(names)
+    first = next((name for name in _FIRST.get(kind, ()) if name in names), "")
+    if first.endswith(".index.json"):  # which tells whose the other files are
+        return [name for name in names if name == first or not name.endswith(".index.json")]
+    return [first] if first else names
+
+
 def is_foreign(name: str) -> bool:
     """Whether a file, by its path in a folder, is one of a foreign format's."""
-    return any(holds(kind, name) for kind in _FILES)
+    return name == CONFIG or any(holds(kind, name) for kind in _FILES)
 
 
 def has_directory(name: str) -> bool:
     """Whether a file is one that ``torch.save`` wrote, which lists its own records, or no foreign one."""
-    return holds(STATE_DICT, name) or not is_foreign(name)
+    return holds(STATE_DICT, name) or name == "adapter_model.bin" or not is_foreign(name)

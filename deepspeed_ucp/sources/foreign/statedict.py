@@ -12,8 +12,8 @@ from ...comm import Comm
 from ...errors import CheckpointError, UnsupportedError, shorten
 from ...io.memory import pause_collection
 from ...io.store import read_small
+from ...torchsave import torchfile
 from ...torchsave.objects import TensorRef, describe
-from ...torchsave.torchfile import read_header
 from ..findings import Finding
 from ..reading import explain_damage
 from ..table import FileTable
@@ -49,7 +49,7 @@ def read_contents(where: FileTable, comm: Comm) -> tuple[Contents, list[Finding]
             )
 
     comm.alike(check)
-    found = where.share(files, lambda name: _read_tensors(where, name), comm)
+    found = where.share(files, lambda name: read_header(where, name), comm)
     weights = {name: tensor for tensors, _ in found for name, tensor in tensors.items()}
     aliases = {alias: name for _, tied in found for alias, name in tied.items()}
     head = indexes[0] if indexes else files[0]
@@ -68,13 +68,13 @@ def _read_files(where: FileTable, name: str) -> list[str]:
     return where.read(name, read)
 
 
-def _read_tensors(where: FileTable, name: str) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+def read_header(where: FileTable, name: str) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """A file's tensors, and those names that are views of the same bytes as an earlier one."""
 
     def read(folder: str) -> tuple[dict[str, StoredTensor], dict[str, str]]:
         path = os.path.join(folder, name)
         with explain_damage(path), pause_collection():
-            file = read_header(path)
+            file = torchfile.read_header(path)
             found: dict[str, StoredTensor] = {}
             aliases, seen = dict[str, str](), dict[tuple[Any, ...], str]()
             for key, ref in _list_tensors(file.tree, path):

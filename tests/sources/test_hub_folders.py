@@ -1,0 +1,89 @@
+"""Folders of Hugging Face's libraries: which of their files are the model's, and what is no plain weight."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from deepspeed_ucp.atoms import AtomicIndex
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.errors import UnsupportedError
+from deepspeed_ucp.examine.verify import verify_checkpoint
+from deepspeed_ucp.sources import open_checkpoint
+
+INDEX = "model.safetensors.index.json"
+
+
+def write(folder: Path, *files: str) -> None:
+    """Each file has a tensor that is named for it; an index names the shards alone."""
+    for file in files:
+        name = file.split(".")[0]
+        if file.endswith(".safetensors"):
+            save_file({name: torch.ones(2)}, folder / file)
+        elif file.endswith(".json"):
+            shards = {each.split(".")[0]: each for each in files if "-of-" in each}
+            (folder / file).write_text(json.dumps({"weight_map": shards}))
+        else:
+            torch.save({name: torch.ones(2)}, folder / file)
+
+
+def open_it(folder: Path) -> AtomicIndex:
+    return open_checkpoint(str(folder), Comm())
+
+
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("taken", "left"),
+    [
+        (["model.safetensors"], ["pytorch_model.bin"]),
+        (["model.safetensors"], ["model.fp16.safetensors", "other.safetensors"]),
+        (["model.safetensors"], [INDEX, *SHARDS]),
+        ([*SHARDS, INDEX], ["consolidated.safetensors"]),
+        ([*SHARDS, INDEX], ["stray.safetensors", "pytorch_model.bin"]),
+        (["pytorch_model.bin"], ["model.pt"]),
+        (["adapter_model.safetensors"], ["adapter_model.bin"]),
+    ],
+)
+def test_of_several_models_transformers_s_is_taken_and_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, taken: list[str], left: list[str]
+) -> None:
+    write(tmp_path, *taken, *left)
+    index = open_it(tmp_path)
+    assert {Path(file.path).name for file in index.stored.files} == {*taken} - {INDEX}
+    (told,) = [line for line in caplog.messages if "not read" in line]
+    assert all(name in told for name in left if name != INDEX)
+
+
+def test_a_variant_alone_is_the_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path, "model.fp16.safetensors")
+    assert [key.name for key in open_it(tmp_path).stored.atoms] == ["model"]
+    assert not any("not read" in line for line in caplog.messages)
+
+
+def test_a_snapshot_of_the_hub_is_links(tmp_path: Path) -> None:
+    write(tmp_path, "model.safetensors")
+    snapshot = tmp_path / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "blob").write_bytes((tmp_path / "model.safetensors").read_bytes())
+    (snapshot / "model.safetensors").symlink_to("../../blob")
+    assert verify_checkpoint(str(snapshot)).whole
+
+
+@pytest.mark.parametrize("told", [{"quant_method": "fp8"}, {"bits": 4}])
+def test_quantized_weights_are_refused(tmp_path: Path, told: dict[str, object]) -> None:
+    write(tmp_path, "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": told}))
+    with pytest.raises(UnsupportedError, match=r"quantized \((fp8|quantization_config in config.json)\).*dequantize"):
+        open_it(tmp_path)
+
+
+def test_an_old_adapter_of_peft_s(tmp_path: Path) -> None:
+    torch.save({"base_model.model.q.lora_A.weight": torch.ones(2, 3)}, tmp_path / "adapter_model.bin")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert [key.name for key in open_it(tmp_path).stored.atoms] == ["base_model.model.q.lora_A.default.weight"]
