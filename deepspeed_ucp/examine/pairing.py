@@ -139,7 +139,7 @@ def _list_wanted(index: AtomicIndex, wanted: Callable[[str, str], bool], weights
 
 def feed_right(left: AtomicIndex, right: AtomicIndex, rules: Sequence[RuleSet]) -> RemappedIndex:
     """A as the user's rules make it for what B holds."""
-    return apply_renames(left, list_shapes(right), list_renames(rules), right.model.aliases)
+    return apply_renames(left, list_shapes(right), list_renames(rules), right.model.aliases, rules)
 
 
 def _match(

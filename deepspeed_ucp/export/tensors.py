@@ -144,7 +144,7 @@ def select_tensors(
     refuse_unreadable(index, states)
     refuse_scattered(index, "every node of an export reads its part of each")
     renames = (*options.renames, *list_renames(rules))
-    made = predict_renames(index, renames, options.experts)
+    made = predict_renames(index, renames, options.experts, rules)
     index = made.index
     full = assemble_full_tensors(index, rules, states=states)
     left_out = set() if options.frozen else _find_frozen(index)

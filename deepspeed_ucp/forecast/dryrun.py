@@ -130,7 +130,7 @@ def dry_run(
     saved = replace(index.run.topology, flats=())
     run.differences = [_FOREIGN] if index.run.format else find_differences(saved, degrees.topology(saved))
     try:
-        made = predict_renames(index, list_renames(rules), degrees.experts)
+        made = predict_renames(index, list_renames(rules), degrees.experts, rules)
         if made.renamed or made.index is not index:
             run.differences.append(_RENAMED)
         run.differences = run.differences or find_moved_experts(index, degrees)

@@ -149,7 +149,7 @@ def predict_target(
         MismatchError: parameters whose pattern nothing settles, or that cannot be cut; too few layers; experts
             where no engine has them.
     """
-    made = predict_renames(index, list_renames(rules), degrees.experts)
+    made = predict_renames(index, list_renames(rules), degrees.experts, rules)
     index = rename_all(made.index, made.renamed)
     groups, others, atoms = list_groups(index), list_others(index), _list_atoms(index)
     names = [name for group in groups for name in group] + others

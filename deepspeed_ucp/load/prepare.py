@@ -97,7 +97,7 @@ def prepare(
         rules = from_config(config.patterns)
         if log:
             warn_idle(saved, rules)
-        made = apply_renames(saved, inventory.shapes, list_renames(rules), inventory.aliases)
+        made = apply_renames(saved, inventory.shapes, list_renames(rules), inventory.aliases, rules)
         index = made.index
         extras_too = inventory.extras if with_extras else None
         live = replace(inventory, renamed=made.renamed, extras=extras_too, unfed=made.unfed)

@@ -1,5 +1,6 @@
 """How tensor parallelism cuts a parameter: the geometry of shards, the patterns, and the rules that name them."""
 
+from .facts import Facts
 from .files import list_families
 from .kinds import (
     Partial,
@@ -17,16 +18,18 @@ from .kinds import (
 from .layout import Layout, Run, align, copy_runs, find_faults, restrict_source, stack, whole
 from .metadata import from_universal_info
 from .recorded import from_recorded, read_pattern, record_pattern
-from .rename import Rename, find_idle, parse_renames, rename_names
+from .rename import Rename, Rows, find_idle, parse_renames, rename_names
 from .rules import Rule, RuleSet, from_arguments, from_attributes, from_config, list_renames, load_family
 from .settle import Settled, Unsettled, settle
 
 __all__ = [
+    "Facts",
     "Layout",
     "Partial",
     "Pattern",
     "Rename",
     "Replicate",
+    "Rows",
     "Rule",
     "RuleSet",
     "Run",

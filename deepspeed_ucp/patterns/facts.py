@@ -61,6 +61,18 @@ class Facts:
     stem: str = ""
     measured: dict[tuple[str, int], int] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, hints: Mapping[str, Any] | None, shapes: Mapping[str, Sequence[Shape]]) -> Facts:
+        """What a checkpoint tells.
+
+        Args:
+            hints: its own; the training script's arguments are ``args`` of them.
+            shapes: local ones by tensor-parallel rank.
+        """
+        args = (hints or {}).get("args")
+        first = {name: each[0] for name, each in shapes.items()}
+        return cls(args=args if isinstance(args, Mapping) else {}, hints=hints or {}, shapes=first)
+
     def evaluate(self, expression: str | int) -> Any:
         """Value of an expression.
 

@@ -1,12 +1,21 @@
-"""Names that differ between two builds of one model: layer prefixes with and without a pipeline, ties, experts.
+"""Names that differ between two builds of one model: prefixes with and without a pipeline, ties, fused parameters.
 
 A rule is a regular expression for the whole name as saved, and a template for the live name: ``{group}`` is what a
-named group matched, ``{group - 3}`` and other integer arithmetic (+ - * // %) a number made of it.
+named group matched, ``{group - 3}`` and other integer arithmetic (+ - * // %) a number made of it and of the set's
+variables.
 
     {"from": "(?P<layer>\\d+)\\.(?P<rest>(?:input_layernorm|mlp)\\..*)", "to": "encoder.layers.{layer-3}.{rest}"}
     {"from": "tied_modules\\.embed\\.(?P<rest>.*)", "to": "embedding.{rest}"}
 
-``e`` is the number of an expert (:mod:`deepspeed_ucp.plan.derive` carries these out):
+A part of the saved parameter's rows feeds the live one, or the saved one is a part of it
+(:mod:`deepspeed_ucp.plan.derive` carries these out):
+
+    {"from": "(?P<x>.*)\\.fc1", "to": "{x}.up_proj", "part": "2/2"}                  the second half of the rows
+    {"from": "(?P<x>.*)\\.up_proj", "to": "{x}.fc1", "into": "2/2"}                  the other way
+    {"from": "(?P<x>.*)\\.qkv", "to": "{x}.q_proj", "part": {"number": 1, "parts": [4, 1, 1], "blocks": "groups"}}
+                                                  in each of so many equal blocks the first of three parts
+
+``e`` is the number of an expert:
 
     {"from": "(?P<x>.*)\\.experts\\.w1", "to": "{x}.experts.w1.{e}"}                one saved parameter feeds all
     {"from": "(?P<x>.*)\\.experts\\.w1\\.(?P<e>\\d+)", "to": "{x}.experts.w1"}       all feed one
@@ -24,8 +33,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from ..errors import ConfigError, MismatchError, shorten
 from .facts import Facts, UnknownError
@@ -40,6 +50,68 @@ _NAME = re.compile(r"[A-Za-z_]\w*")
 _SAVED = "saved_expert_"
 _PART = re.compile(r"([1-9]\d?)/([1-9]\d?)", re.ASCII)
 _KEYS = {"from", "to"}
+_PART_KEYS = {"number", "parts", "blocks"}
+_PART_FORMS = '"1/2", the first of two equal ones, or {"number": 1, "parts": [2, 1, 1], "blocks": 4}'
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Of a parameter's rows one part of each block; the blocks are equal and follow each other.
+
+    Attributes:
+        number: which part, from 0.
+        parts: sizes of a block's parts as they relate to each other.
+        blocks: how many.
+    """
+
+    number: int
+    parts: tuple[int, ...]
+    blocks: int
+
+    @property
+    def runs(self) -> int:
+        """Equal runs of rows of which all parts of all blocks are made."""
+        return self.blocks * sum(self.parts)
+
+    @property
+    def size(self) -> int:
+        """Of its part, as the parts relate to each other."""
+        return self.parts[self.number]
+
+
+@dataclass(frozen=True)
+class Part:
+    """The same as a rule tells it: ``parts`` and ``blocks`` are numbers or expressions."""
+
+    number: int = 0
+    parts: tuple[int | str, ...] = (1,)
+    blocks: int | str = 1
+
+    @property
+    def count(self) -> int:
+        """Parts of a block."""
+        return len(self.parts)
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether it is one of equal parts of one block, by the rule itself."""
+        return self.blocks == 1 and all(size == 1 for size in self.parts)
+
+    def measure(self, facts: Facts) -> Rows:
+        """With numbers.
+
+        Raises:
+            UnknownError: nothing tells one of them.
+            ConfigError: one is no positive integer.
+        """
+        numbers = {size: facts.evaluate(size) for size in (*self.parts, self.blocks)}
+        if odd := [f"{size} is {number}" for size, number in numbers.items() if type(number) is not int or number < 1]:
+            raise ConfigError(f"rename: parts and blocks are positive integers; {odd[0]}")
+        return Rows(self.number, tuple(numbers[size] for size in self.parts), numbers[self.blocks])
+
+
+WHOLE = Part()
+"""All rows."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +121,17 @@ class Rename:
     Attributes:
         pattern: regular expression; None where nothing saved feeds what ``template``, then one as well, matches.
         template: of the live name; None where what matches feeds nothing.
-        part: (number, count): which of several equal parts of each expert's rows is meant, where a parameter holds
-            several experts.
+        part: which of the saved parameter's rows; where a parameter holds several experts, of each expert's, on
+            whichever side it is.
+        into: which of the live parameter's rows they are.
+        variables: of the set, for expressions.
     """
 
     pattern: str | None
     template: str | None
-    part: tuple[int, int] = (0, 1)
+    part: Part = WHOLE
+    into: Part = WHOLE
+    variables: Mapping[str, Sequence[int | str]] = field(default_factory=dict)
 
     @cached_property
     def source(self) -> str:
@@ -96,7 +172,28 @@ class Rename:
     @property
     def is_plain(self) -> bool:
         """Whether it says nothing but another name for a parameter."""
-        return not (self.pattern is None or self.template is None or self.feeds_all or self.joins)
+        return not (self.pattern is None or self.template is None or self.feeds_all or self.joins or self.cuts)
+
+    @property
+    def cuts(self) -> bool:
+        """Whether it cuts rows out of a saved parameter, or makes it a part of a live one; experts aside."""
+        return {self.part, self.into} != {WHOLE} and not (self.feeds_all or self.joins)
+
+    def measure(self, facts: Facts) -> tuple[Rows, Rows]:
+        """``part`` and ``into`` with numbers.
+
+        Raises:
+            MismatchError: nothing tells one of them.
+            ConfigError: one is no positive integer.
+        """
+        facts = replace(facts, variables=self.variables)
+        try:
+            return self.part.measure(facts), self.into.measure(facts)
+        except UnknownError as error:
+            raise MismatchError(
+                f"rename: {self.pattern!r} needs {error}, which the checkpoint does not tell; give it: "
+                f'"patterns": {{"variables": {{"{error}": <number>}}, …}}'
+            ) from None
 
     def check(self) -> None:
         """Whether it is a rule at all.
@@ -107,8 +204,13 @@ class Rename:
         _ = self._regex if self.pattern is not None else compile_regex(self.template or "")
         if self.source and not self.feeds_all:
             raise ConfigError(f'rename: {self.pattern!r}: the new number {{{self.number}}} has to be in "to"')
-        if self.part != (0, 1) and not (self.feeds_all or self.joins):
-            raise ConfigError(f'rename: {self.pattern!r}: "part" is for a parameter that holds several experts')
+        if self.cuts:
+            if None in (self.pattern, self.template):
+                raise ConfigError(f'rename: {self.pattern or self.template!r}: "part" and "into" need "from" and "to"')
+        elif self.into != WHOLE or not self.part.is_equal:
+            raise ConfigError(
+                f'rename: {self.pattern!r}: of an expert "part" tells one of equal parts, such as "1/2", on either side'
+            )
 
     def match(self, name: str) -> Mapping[str, str] | None:
         """What the named groups matched in a saved name; None where the rule does not match."""
@@ -164,12 +266,13 @@ class Rename:
     def _calculate(self, expression: str, groups: Mapping[str, str], name: str) -> int:
         numbers = {group: int(text) for group, text in groups.items() if text is not None and text.isdecimal()}
         try:
-            found = Facts(values=numbers).evaluate(expression)
+            found = Facts(values=numbers, variables=self.variables).evaluate(expression)
         except UnknownError as error:
             found = None
             if str(error) not in groups:
                 raise ConfigError(
-                    f"rename: {self.template!r} asks for {error}, {self.pattern!r} has no such group"
+                    f"rename: {self.template!r} asks for {error}, {self.pattern!r} has no such group; give a number "
+                    f'under "variables"'
                 ) from None
         if type(found) is not int or found < 0:
             value = next((groups[each] for each in _NAME.findall(expression) if each in groups), found)
@@ -194,15 +297,25 @@ def parse_renames(value: object) -> tuple[Rename, ...]:
 
 
 def _parse(item: object) -> Rename:
-    if not isinstance(item, dict) or not _KEYS <= set(item) <= {*_KEYS, "part"} or item["from"] is item["to"] is None:
+    keys = {*_KEYS, "part", "into"}
+    if not isinstance(item, dict) or not _KEYS <= set(item) <= keys or item["from"] is item["to"] is None:
         raise ConfigError(f'rename: {{"from": …, "to": …}} is needed, found {item!r}')
-    part = _PART.fullmatch(str(item.get("part", "1/1")))
-    if part is None or int(part[1]) > int(part[2]):
-        raise ConfigError(f'rename: "part" is such as "1/2", the first of two; found {item["part"]!r}')
     saved, live = (None if item[key] is None else str(item[key]) for key in ("from", "to"))
-    rule = Rename(saved, live, (int(part[1]) - 1, int(part[2])))
+    part, into = (_parse_part(key, item.get(key, "1/1")) for key in ("part", "into"))
+    rule = Rename(saved, live, part, into)
     rule.check()
     return rule
+
+
+def _parse_part(key: str, value: Any) -> Part:
+    if isinstance(value, Mapping) and set(value) <= _PART_KEYS:
+        number, parts, blocks = value.get("number"), value.get("parts"), value.get("blocks", 1)
+        sizes: list[Any] = [*parts, blocks] if isinstance(parts, (list, tuple)) else [None]
+        if type(number) is int and 1 <= number < len(sizes) and all(type(size) in (int, str) for size in sizes):
+            return Part(number - 1, tuple(sizes[:-1]), blocks)
+    elif (short := _PART.fullmatch(str(value))) and int(short[1]) <= int(short[2]):
+        return Part(int(short[1]) - 1, (1,) * int(short[2]))
+    raise ConfigError(f'rename: "{key}" is such as {_PART_FORMS}; found {value!r}')
 
 
 def rename_names(names: Iterable[str], rules: Sequence[Rename], live: Container[str] | None = None) -> dict[str, str]:

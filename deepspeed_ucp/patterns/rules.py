@@ -355,8 +355,8 @@ def _parse_set(value: object, name: str) -> tuple[RuleSet, ...]:
 
 
 def list_renames(rules: Iterable[RuleSet]) -> list[Rename]:
-    """The ``rename`` rules of all sets, in their order."""
-    return [rename for each in rules for rename in each.renames]
+    """The ``rename`` rules of all sets, in their order, each with its set's variables."""
+    return [replace(rename, variables=each.variables) for each in rules for rename in each.renames]
 
 
 def from_config(value: object) -> tuple[RuleSet, ...]:

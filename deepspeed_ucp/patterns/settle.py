@@ -115,13 +115,7 @@ def settle(
         replicas: what every rank holds alike, and is a replica where no rule says otherwise (equal buffers).
         degree: of a target whose shapes are not known (then ``target`` is None): the ones that the patterns give it.
     """
-    args = (hints or {}).get("args")
-    facts = Facts(
-        args=args if isinstance(args, Mapping) else {},
-        hints=hints or {},
-        shapes={name: shapes[0] for name, shapes in source.items()},
-    )
-    settler = _Settler(source, target, rule_sets, facts, degree, replicas)
+    settler = _Settler(source, target, rule_sets, Facts.of(hints, source), degree, replicas)
     for name in names:
         try:
             settler.settle(name)

@@ -1,7 +1,7 @@
 """An index under other names: parameters that are joined of several saved ones, cut out of one, copied, left out.
 
 A :class:`DerivedParam` is slices of saved ones, one behind the other, and so are its fragments: nothing behind the
-index knows that it is not a saved one. AutoEP's universal form and the user's rules about experts
+index knows that it is not a saved one. AutoEP's universal form and the user's rules
 (:mod:`deepspeed_ucp.plan.renames`) are told so.
 """
 
@@ -11,22 +11,25 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from math import prod
+from math import gcd, prod
 
 from ..atoms import ITEMSIZE, Atom, AtomicIndex, AtomKey, Atoms, Fragment, GroupInfo, ParamKey, ParamStorage, Shard
 from ..errors import MismatchError, shorten
 from ..flat import Shape
+from ..patterns import Layout, Rows
+from ..patterns.layout import Product
 
 Repeated = tuple[tuple[int, Fragment], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """One of ``count`` equal runs of elements, in their order, of a saved parameter's shard; by default all of it."""
+    """Of a saved parameter's shard, as ``count`` equal runs of elements, ``width`` of them; by default all of it."""
 
     name: str
     number: int = 0
     count: int = 1
+    width: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,28 @@ class DerivedParam:
             return self.lead
         rest = saved[len(saved) - inner :]
         return (*self.lead, numel // (prod((*self.lead, *rest)) or 1), *rest)
+
+
+def take(name: str, rows: Rows) -> tuple[Slice, ...]:
+    """Some rows of a saved parameter, block by block."""
+    low, total = sum(rows.parts[: rows.number]), sum(rows.parts)
+    return tuple(Slice(name, block * total + low, rows.runs, rows.size) for block in range(rows.blocks))
+
+
+def divide(slices: Sequence[Slice], count: int) -> list[tuple[Slice, ...]]:
+    """Slices of one parameter, of runs of one size, cut into so many equal pieces."""
+    finer = count // gcd(count, sum(piece.width for piece in slices))
+    fine = [Slice(each.name, each.number * finer, each.count * finer, each.width * finer) for each in slices]
+    size = sum(piece.width for piece in fine) // count
+    pieces: list[list[Slice]] = [[] for _ in range(count)]
+    at = 0
+    for each in fine:
+        low, end = each.number, each.number + each.width
+        while low < end:
+            width = min(end - low, size - at % size)
+            pieces[at // size].append(Slice(each.name, low, each.count, width))
+            low, at = low + width, at + width
+    return [tuple(piece) for piece in pieces]
 
 
 def fuse_experts(index: AtomicIndex) -> AtomicIndex:
@@ -85,6 +110,63 @@ def rename_all(index: AtomicIndex, renamed: Mapping[str, str]) -> AtomicIndex:
         return index
     dims = {key.name: len(atom.shape) for key, atom in index.stored.atoms.items()}
     return derive(index, {new: DerivedParam((Slice(old),), dims[old]) for new, old in renamed.items() if old in dims})
+
+
+def unite(index: AtomicIndex, layouts: Mapping[str, Layout]) -> AtomicIndex:
+    """The index with one shard each of parameters of which tensor-parallel ranks hold whole rows.
+
+    Args:
+        layouts: how the ranks hold them, by name.
+
+    Raises:
+        MismatchError: they hold them in another way.
+    """
+    held, repeated = dict(index.stored.atoms.held), dict(index.stored.repeated)
+    for param in [param for param in held if param.name in layouts]:
+        layout = layouts[param.name]
+        if (
+            layout.mean
+            or layout.claims
+            or layout.view != layout.shape
+            or any(map(_cuts_more, layout.shards, layout.local_shapes))
+        ):
+            raise MismatchError(
+                f"{param.name} {layout.local_shapes[0]}: tensor parallelism has cut it otherwise than by whole rows: "
+                "rules cannot cut or join its rows. Leave them out."
+            )
+        storages: list[ParamStorage] = []
+        for state in index.stored.atoms.find_states(param):
+            atom, again = _unite_atom(index, param.atom(state), layout)
+            storages += atom.list_storages()
+            repeated.update({atom.key: again} if again else {})
+        held[param] = storages
+    return index.change(atoms=Atoms(held, index.stored.atoms.module), repeated=repeated)
+
+
+def _cuts_more(shard: Product, shape: Shape) -> bool:
+    """Whether a shard holds other than whole rows."""
+    return shard[1:] != tuple(((0, size),) for size in shape[1:])
+
+
+def _unite_atom(index: AtomicIndex, key: AtomKey, layout: Layout) -> tuple[Atom, Repeated]:
+    """One state with one shard, and what of it lies in the files a second time: replicas, for example."""
+    atom = index.stored.atoms[key]
+    row, itemsize = prod(layout.shape[1:]), ITEMSIZE[atom.dtype]
+
+    def place(at: int, fragments: Iterable[Fragment]) -> Iterator[Fragment]:
+        fragments, own = list(fragments), 0
+        for low, high in layout.shards[at][0]:
+            yield from _move(fragments, own * row, (own + high - low) * row, low * row, itemsize)
+            own += high - low
+
+    placed = [list(place(at, shard.fragments)) for at, shard in enumerate(atom.shards)]
+    again = [part for at, part in index.stored.repeated.get(key, ()) for part in place(at, [part])]
+    first = 1 if layout.replicated else len(placed)
+    fragments = sorted(chain.from_iterable(placed[:first]), key=lambda each: each.start)
+    again += chain.from_iterable(placed[first:])
+    return Atom(*key[:2], atom.dtype, (Shard(layout.shape, tuple(fragments)),), key.instance), tuple(
+        (0, each) for each in again
+    )
 
 
 def derive(index: AtomicIndex, made: Mapping[str, DerivedParam], dropped: Iterable[str] = ()) -> AtomicIndex:
@@ -171,9 +253,9 @@ def _lay_out(slices: Iterable[Slice], numels: Iterable[int]) -> Iterator[tuple[i
     """Of each slice its elements [low, high) of a saved shard of so many, and where they begin in the derived one."""
     position = 0
     for piece, numel in zip(slices, numels, strict=True):
-        size = numel // piece.count
-        yield piece.number * size, (piece.number + 1) * size, position
-        position += size
+        low, high = (number * numel // piece.count for number in (piece.number, piece.number + piece.width))
+        yield low, high, position
+        position += high - low
 
 
 def _move(fragments: Iterable[Fragment], begin: int, end: int, position: int, itemsize: int) -> Iterator[Fragment]:

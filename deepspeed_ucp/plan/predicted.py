@@ -4,23 +4,26 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..atoms import AtomicIndex
 from ..errors import MismatchError
 from ..flat import Shape
-from ..patterns import Rename
-from .renames import Ends, RemappedIndex, apply_renames, list_shapes
+from ..patterns import Facts, Rename, RuleSet
+from .renames import Ends, RemappedIndex, apply_renames, list_shapes, unite_cut
 from .settling import Shapes
 
 _ASK = "of how many experts a layer is made only the model tells: give their number (experts)"
 
 
-def predict_renames(index: AtomicIndex, renames: Sequence[Rename], experts: int | None = None) -> RemappedIndex:
+def predict_renames(
+    index: AtomicIndex, renames: Sequence[Rename], experts: int | None = None, rules: Sequence[RuleSet] = ()
+) -> RemappedIndex:
     """The checkpoint as the rules make it for the model that they lead to.
 
     Args:
         experts: as of :func:`predict_shapes`.
+        rules: the user's about tensor parallelism.
 
     Raises:
         MismatchError: the rules do not tell that model, or do not fit what was saved.
@@ -28,25 +31,30 @@ def predict_renames(index: AtomicIndex, renames: Sequence[Rename], experts: int 
     """
     if not renames:
         return RemappedIndex(index)
-    return apply_renames(index, predict_shapes(list_shapes(index), renames, experts), renames)
+    index = unite_cut(index, renames, rules)
+    saved = list_shapes(index)
+    shapes = predict_shapes(saved, renames, experts, Facts.of(index.model.hints, saved))
+    return apply_renames(index, shapes, renames, rules=rules)
 
 
 def predict_shapes(
-    saved: Shapes, renames: Sequence[Rename], experts: int | None = None
+    saved: Shapes, renames: Sequence[Rename], experts: int | None = None, facts: Facts | None = None
 ) -> dict[str, tuple[Shape, ...]]:
     """Local shapes by tensor-parallel rank of what the rules make of saved parameters; what none matches stays.
 
-    All rules that cut, join, count or leave out experts are carried out; of the others the first that matches.
+    All rules that cut, join, count or leave out are carried out; of the others the first that matches.
 
     Args:
         saved: local shapes.
         experts: of a layer, where rules make another number of them; None: as many as are saved.
+        facts: what rules may ask for.
 
     Raises:
-        MismatchError: the rules do not tell how many experts there are, or layers.
+        MismatchError: the rules do not tell how many experts there are, or layers; nothing tells a number that they
+            need.
     """
     special, plain = ([rule for rule in renames if rule.is_plain == each] for each in (False, True))
-    predicted = _Predicted(experts)
+    predicted = _Predicted(experts, facts or Facts())
     for name, shapes in saved.items():
         inside = f"{name}.0"
         found = [
@@ -66,13 +74,14 @@ class _Predicted:
     """Shapes, rule by rule.
 
     Attributes:
-        experts: see :func:`predict_shapes`.
+        experts, facts: see :func:`predict_shapes`.
         shapes: of new names.
         counted: by what surrounds an expert's number in a new name, the numbers of the saved ones.
         joined: by new name (experts, parts) so far, and the shape of one.
     """
 
     experts: int | None
+    facts: Facts
     shapes: dict[str, tuple[Shape, ...]] = field(default_factory=dict)
     counted: dict[Ends, set[int]] = field(default_factory=lambda: defaultdict(set))
     joined: dict[str, tuple[int, int, tuple[Shape, ...]]] = field(default_factory=dict)
@@ -83,9 +92,13 @@ class _Predicted:
             return
         if groups is None:
             self._count_inside(rule, name, shapes)
+        elif rule.cuts:
+            part, into = rule.measure(replace(self.facts, name=name))
+            rows = shapes[0][0] * part.size * sum(into.parts) // (sum(part.parts) * into.size)
+            self.shapes[rule.fill(rule.template, groups, name)] = ((rows, *shapes[0][1:]),)
         elif rule.joins:
             new, number = rule.fill(rule.template, groups, name), int(groups["e"]) + 1
-            self.joined[new] = max(number, self.joined.get(new, (0,))[0]), rule.part[1], shapes
+            self.joined[new] = max(number, self.joined.get(new, (0,))[0]), rule.part.count, shapes
         elif rule.source and not rule.counts_inside:
             raise MismatchError(
                 f"rename: {rule.pattern!r}: how many new numbers {{{rule.number}}} there are only a live model tells; "
@@ -94,13 +107,13 @@ class _Predicted:
         elif rule.source:
             held = self.counted[rule.split(groups, name)]
             held.add(rule.find_saved(groups))
-            self._spread(rule.split(groups, name), self.experts or len(held), _cut(shapes, rule.part[1]))
+            self._spread(rule.split(groups, name), self.experts or len(held), _cut(shapes, rule.part.count))
         else:
             count = self._count_fed(rule, name, shapes[0])
             whole = len(shapes[0]) == 3
             one = tuple(shape[1:] for shape in shapes) if whole else shapes
-            parts = 1 if whole or rule.part[1] == 1 else count
-            self._spread(rule.split(groups, name), count, _cut(one, parts, rule.part[1]))
+            parts = 1 if whole or rule.part.count == 1 else count
+            self._spread(rule.split(groups, name), count, _cut(one, parts, rule.part.count))
 
     def _count_inside(self, rule: Rename, name: str, shapes: tuple[Shape, ...]) -> None:
         """A parameter that holds the experts: it stays one under its own name, and is cut under another."""
@@ -112,7 +125,7 @@ class _Predicted:
         if ends == (f"{name}.", ""):
             self.shapes[name] = tuple((count, *shape[1:]) for shape in shapes)
         else:
-            self._spread(ends, count, _cut(tuple(shape[1:] for shape in shapes), rule.part[1]))
+            self._spread(ends, count, _cut(tuple(shape[1:] for shape in shapes), rule.part.count))
 
     def _count_fed(self, rule: Rename, name: str, shape: Shape) -> int:
         """How many experts one saved parameter feeds."""

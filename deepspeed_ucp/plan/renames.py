@@ -5,19 +5,20 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import Any
 
 from ..atoms import AtomicIndex, GroupInfo
 from ..errors import MismatchError, fold_names, shorten
-from ..patterns import Rename, rename_names
-from .derive import DerivedParam, Slice, derive
-from .settling import Shapes, list_weights
+from ..patterns import Facts, Rename, Rows, RuleSet, rename_names
+from .derive import DerivedParam, Slice, derive, divide, take, unite
+from .settling import Shapes, list_weights, settle_index
 
 _NUMBER = re.compile(r"(?<!\d)\d{1,9}(?!\d)", re.ASCII)
-_ADVICE = "docs/patterns.md tells what rules about experts there are."
+_ADVICE = "docs/patterns.md tells what rules there are."
+_NUMBERS = f'Give the numbers of this model under "variables". {_ADVICE}'
 
 Ends = tuple[str, str]
 """A live name without an expert's number: what is in front of it, and behind."""
@@ -43,7 +44,11 @@ class RemappedIndex:
 
 
 def apply_renames(
-    index: AtomicIndex, live: Shapes, renames: Sequence[Rename], aliases: Iterable[str] = ()
+    index: AtomicIndex,
+    live: Shapes,
+    renames: Sequence[Rename],
+    aliases: Iterable[str] = (),
+    rules: Sequence[RuleSet] = (),
 ) -> RemappedIndex:
     """Carry out the rules.
 
@@ -54,14 +59,18 @@ def apply_renames(
         live: local shapes of what the live model holds, by tensor-parallel rank.
         renames: the user's rules.
         aliases: other names of what it holds.
+        rules: the user's about tensor parallelism.
 
     Raises:
-        MismatchError: what a rule says does not fit the shapes, or the experts' numbers.
+        MismatchError: what a rule says does not fit the shapes, or the experts' numbers; it needs a number that nothing
+            tells.
         ConfigError: a rule asks for what is not there.
     """
     if not renames:
         return RemappedIndex(index)
-    feeds = _Feeds(list_shapes(index), live)
+    index = unite_cut(index, renames, rules, live)
+    saved = list_shapes(index)
+    feeds = _Feeds(saved, live, Facts.of(index.model.hints, saved))
     for rule in renames:
         feeds.add(rule)
     feeds.join()
@@ -69,6 +78,27 @@ def apply_renames(
         index = _unite_groups(derive(index, feeds.made, feeds.left), feeds.made)
     renamed = find_renamed(list_names(index), {*live, *aliases}, renames)
     return RemappedIndex(index, renamed, feeds.made.keys(), feeds.unfed, feeds.notes)
+
+
+def unite_cut(
+    index: AtomicIndex, renames: Sequence[Rename], rules: Sequence[RuleSet], live: Collection[str] = ()
+) -> AtomicIndex:
+    """The index with one shard of each parameter that rules cut or join by its rows.
+
+    Args:
+        rules: the user's about tensor parallelism.
+        live: names that rules leave alone.
+
+    Raises:
+        MismatchError: nothing tells how tensor parallelism has cut one of them, or it has not cut rows.
+    """
+    cuts = [rule for rule in renames if rule.cuts]
+    several = (name for name, shapes in list_shapes(index).items() if len(shapes) > 1) if cuts else ()
+    names = [name for name in several if name not in live and any(rule.match(name) is not None for rule in cuts)]
+    if not names:
+        return index
+    settled = settle_index(index, rules, names=names).require()
+    return unite(index, {name: have for name, (have, _) in settled.layouts.items()})
 
 
 def find_renamed(saved: Set[str], live: Set[str], renames: Sequence[Rename]) -> dict[str, str]:
@@ -92,9 +122,12 @@ class _Feeds:
 
     Attributes:
         saved, live: local shapes by tensor-parallel rank.
+        facts: what rules may ask for.
         made: live parameters that are made of saved ones.
         left: saved parameters that are left out.
         joined: by live parameter, by (expert, part) the saved parameter, and of how many parts.
+        pieces: by live parameter, by the number of its part what feeds it, and as which part.
+        taken: by saved parameter which of its runs of rows, and of how many, feed something.
         copied: live parameters of which several are fed by the same saved one, which is told.
         passed: saved parameters that hold several experts, and the numbers of those that are left out.
         unfed: see :class:`RemappedIndex`.
@@ -102,9 +135,12 @@ class _Feeds:
 
     saved: Shapes
     live: Shapes
+    facts: Facts
     made: dict[str, DerivedParam] = field(default_factory=dict)
     left: set[str] = field(default_factory=set)
     joined: dict[str, dict[tuple[int, int], tuple[str, int]]] = field(default_factory=lambda: defaultdict(dict))
+    pieces: dict[str, dict[int, tuple[tuple[Slice, ...], Rows]]] = field(default_factory=lambda: defaultdict(dict))
+    taken: dict[str, list[Slice]] = field(default_factory=lambda: defaultdict(list))
     copied: dict[str, str] = field(default_factory=dict)
     passed: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     unfed: frozenset[str] = frozenset()
@@ -136,6 +172,9 @@ class _Feeds:
         if None in (rule.pattern, rule.template):
             self._leave_out(rule)
             return
+        if rule.cuts:
+            self._note_pieces(rule)
+            return
         families: dict[Ends, dict[int, Slice]] = defaultdict(dict)
         for name in sorted(self.saved):
             if rule.source:
@@ -151,7 +190,7 @@ class _Feeds:
 
     def _note_numbered(self, rule: Rename, name: str, families: dict[Ends, dict[int, Slice]]) -> None:
         """The expert that a saved parameter is, or the experts in it, which to a rule are ``name.0``, ``name.1``, …"""
-        groups, (part, parts) = rule.match(name), rule.part
+        groups, part, parts = rule.match(name), rule.part.number, rule.part.count
         if groups is not None:
             own = {rule.find_saved(groups): Slice(name, part, parts)}
         elif rule.counts_inside and (groups := rule.match(f"{name}.0")):
@@ -174,11 +213,36 @@ class _Feeds:
         self.left.update(name for name in found if name in self.saved)
         self.unfed |= {name for name in found if name in self.live}
 
+    def _note_pieces(self, rule: Rename) -> None:
+        """Rows of saved parameters that are live ones, or parts of them."""
+        for name in sorted(self.saved.keys() - self.live.keys()):
+            groups = rule.match(name)
+            new = "" if groups is None else rule.fill(rule.template or "", groups, name)
+            if new not in self.live:
+                continue
+            part, into = rule.measure(replace(self.facts, name=name))
+            slices = self._take(name, part)
+            other, _ = self.pieces[new].setdefault(into.number, (slices, into))
+            if other != slices:
+                raise MismatchError(
+                    f"rename: {other[0].name} and {name} both feed part {into.number + 1} of {new}; one rule only may."
+                )
+            self.taken[name] += slices
+
+    def _take(self, name: str, part: Rows) -> tuple[Slice, ...]:
+        rows = next(iter(self.saved[name][0]), 0)
+        if not rows or rows % part.runs:
+            raise MismatchError(
+                f"rename: {name} {self.saved[name][0]}: {rows} rows are not {part.blocks} blocks of parts "
+                f"{list(part.parts)}. {_NUMBERS}"
+            )
+        return take(name, part)
+
     def _note_joined(self, rule: Rename, name: str, groups: Mapping[str, str]) -> None:
         new = rule.fill(rule.template or "", groups, name)
         if new in self.live and name not in self.live:
-            key = int(groups["e"]), rule.part[0]
-            other, _ = self.joined[new].setdefault(key, (name, rule.part[1]))
+            key = int(groups["e"]), rule.part.number
+            other, _ = self.joined[new].setdefault(key, (name, rule.part.count))
             if other != name:
                 raise MismatchError(
                     f"rename: {other} and {name} both feed expert {key[0]} of {new}. Let the rules match one of them. "
@@ -189,7 +253,7 @@ class _Feeds:
         """One saved parameter feeds all experts: it is cut into them, or, of the size of one, copied."""
         if not experts:
             return
-        number, parts = rule.part
+        number, parts = rule.part.number, rule.part.count
         whole, each = _count(self.saved[name]), _count(self.live[experts[min(experts)]])
         if whole == each and parts == 1:
             self._copy(dict.fromkeys(experts.values(), name))
@@ -262,18 +326,65 @@ class _Feeds:
             self.copied.update(sources)
 
     def join(self) -> None:
-        """Make what several experts feed."""
-        for new, held in self.joined.items():
-            parts, experts = max(count for _, count in held.values()), 1 + max(expert for expert, _ in held)
-            wanted = [(expert, part) for expert in range(experts) for part in range(parts)]
-            if sorted(held) != wanted or any(count != parts for _, count in held.values()):
+        """Make what several parameters, or parts of them, feed."""
+        for new, experts in self.joined.items():
+            self._join_experts(new, experts)
+        for new, pieces in self.pieces.items():
+            self._join_pieces(new, pieces)
+        for name, slices in self.taken.items():
+            self._refuse_remainder(name, slices)
+
+    def _join_experts(self, new: str, held: Mapping[tuple[int, int], tuple[str, int]]) -> None:
+        parts, experts = max(count for _, count in held.values()), 1 + max(expert for expert, _ in held)
+        wanted = [(expert, part) for expert in range(experts) for part in range(parts)]
+        if sorted(held) != wanted or any(count != parts for _, count in held.values()):
+            raise MismatchError(
+                f"rename: {new} is to be made of {_fold(name for name, _ in held.values())}: of {experts} experts "
+                f"not each is there once, with all of its parts. {_ADVICE}"
+            )
+        names = [held[place][0] for place in wanted]
+        dims, one = len(self.live[new][0]), len(self.saved[names[0]][0])
+        self._make(new, DerivedParam(tuple(map(Slice, names)), dims, (experts,) if dims > one else ()))
+
+    def _join_pieces(self, new: str, held: Mapping[int, tuple[tuple[Slice, ...], Rows]]) -> None:
+        """In each block of the live parameter its parts follow each other."""
+        named = _fold(slices[0].name for slices, _ in held.values())
+        (form, *others) = {replace(into, number=0) for _, into in held.values()}
+        if others or len(held) != len(form.parts):
+            raise MismatchError(
+                f"rename: {new} is to be made of {named}: not each of its {len(form.parts)} parts is fed, or rules "
+                f"tell other parts or blocks of it. {_ADVICE}"
+            )
+        pieces = [held[number][0] for number in range(len(form.parts))]
+        sizes = [self._count_rows(slices) for slices in pieces]
+        unit = sum(sizes) // form.runs
+        if sizes != [part * form.blocks * unit for part in form.parts]:
+            raise MismatchError(
+                f"rename: {new} is to be {form.blocks} blocks of parts {list(form.parts)}, and {named} feed them "
+                f"{sizes} rows. {_NUMBERS}"
+            )
+        blocks = zip(*(divide(slices, form.blocks) for slices in pieces), strict=True)
+        slices = tuple(each for block in blocks for piece in block for each in piece)
+        self._make(new, DerivedParam(slices, len(self.saved[slices[0].name][0])))
+
+    def _count_rows(self, slices: Iterable[Slice]) -> int:
+        return sum(self.saved[piece.name][0][0] * piece.width // piece.count for piece in slices)
+
+    def _refuse_remainder(self, name: str, slices: Iterable[Slice]) -> None:
+        """Rows that feed nothing would be lost without a word.
+
+        Raises:
+            MismatchError: there are some.
+        """
+        rows, end = self.saved[name][0][0], 0
+        spans = sorted((rows * p.number // p.count, rows * (p.number + p.width) // p.count) for p in slices)
+        for low, high in (*spans, (rows, rows)):
+            if low > end:
                 raise MismatchError(
-                    f"rename: {new} is to be made of {_fold(name for name, _ in held.values())}: of {experts} experts "
-                    f"not each is there once, with all of its parts. {_ADVICE}"
+                    f"rename: rows [{end}, {low}) of {name} {self.saved[name][0]} feed nothing of this model: a part "
+                    f"has no rule, or one that names no live parameter. {_ADVICE}"
                 )
-            names = [held[place][0] for place in wanted]
-            dims, one = len(self.live[new][0]), len(self.saved[names[0]][0])
-            self._make(new, DerivedParam(tuple(map(Slice, names)), dims, (experts,) if dims > one else ()))
+            end = max(end, high)
 
     def _make(self, new: str, made: DerivedParam) -> None:
         if self.made.setdefault(new, made) != made:
@@ -281,9 +392,10 @@ class _Feeds:
                 f"rename: {made.slices[0].name} and {self.made[new].slices[0].name} both feed {new}; one rule only may."
             )
         here, tp_shards = self.live[new], range(len(self.saved[made.slices[0].name]))
-        numels = (sum(prod(self.saved[p.name][at]) // p.count for p in made.slices) for at in tp_shards)
+        numels = (sum(prod(self.saved[p.name][at]) * p.width // p.count for p in made.slices) for at in tp_shards)
         shapes = tuple(map(made.find_shape, numels, self.saved[made.slices[0].name]))
-        if _count(shapes) != _count(here) or (len(shapes) == len(here) and shapes != here):
+        alike = set(here) == set(shapes)  # replicas of one that is whole
+        if not alike and (_count(shapes) != _count(here) or len(shapes) == len(here)):
             raise MismatchError(
                 f"rename: {new} {self.live[new][0]} cannot be made of {_fold([b.name for b in made.slices])} "
                 f"{self.saved[made.slices[0].name][0]}, which makes {shapes[0]}. {_ADVICE}"
