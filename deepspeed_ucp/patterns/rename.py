@@ -190,9 +190,14 @@ class Rename:
         try:
             return self.part.measure(facts), self.into.measure(facts)
         except UnknownError as error:
+            name = str(error)
+            way = (
+                f'set "patterns": {{"variables": {{"{name}": <number>}}, …}}'
+                if name.isidentifier()
+                else "write a number"
+            )
             raise MismatchError(
-                f"rename: {self.pattern!r} needs {error}, which the checkpoint does not tell; give it: "
-                f'"patterns": {{"variables": {{"{error}": <number>}}, …}}'
+                f"rename: {self.pattern!r} needs {name}, which the checkpoint does not tell; {way}"
             ) from None
 
     def check(self) -> None:

@@ -280,7 +280,6 @@ def test_experts_that_do_not_go_together(what: str) -> None:
     ("rule", "words"),
     [
         ({"from": None, "to": None}, "is needed"),
-        ({"from": "a", "to": "b", "part": "1/2"}, "holds several experts"),
         ({"from": "a", "to": "b.{e}", "part": "3/2"}, "such as"),
         ({"from": "a.{e % 2}", "to": "b"}, r"\{e\} has to be in"),
         ({"from": "a.{n % 2}", "to": "b.{e}"}, r"\{n\} has to be in"),
