@@ -422,9 +422,9 @@ class Gathering:
                 return None
         elif self.endpoint.is_superseded():
             return None  # by another side of a cut
-        if not self.endpoint.claim(own):
-            return None
-        with self.changed:
+        with self.changed:  # who finds this agent at the endpoint at once is not told that it does not lead
+            if not self.endpoint.claim(own):
+                return None
             seat = Seat(self.name, own, self._machine)
             claim = partial(self._claim_again, own) if self.endpoint.decides else None
             past = Past(self._past.number, self._past.seats, set(self._past.gone), set(self._past.silent))
