@@ -32,6 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as many processes as cores are at work already
     PRELOAD.append("tests.releases.settled")
     PRELOAD.append("transformers.models.llama.modeling_llama")  # a second in each rank that trains one
+    PRELOAD.append("megatron.core.optimizer")  # as for the one above
     if EXHAUSTIVE in config.option.markexpr:
         os.environ["UCP_EXHAUSTIVE"] = "1"  # how many cases are drawn is said where tests are imported
     else:
