@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
 from collections.abc import Callable
@@ -28,10 +29,14 @@ from deepspeed_ucp.examine.verify import verify_checkpoint
 from deepspeed_ucp.export.dcp import export_dcp
 from deepspeed_ucp.export.statedict import LAYOUTS
 from deepspeed_ucp.export.tensors import ExportOptions
+from deepspeed_ucp.io.paths import Entry
 from deepspeed_ucp.sources import open_checkpoint
-from deepspeed_ucp.sources.foreign.contents import list_runs
+from deepspeed_ucp.sources.foreign import contents
+from deepspeed_ucp.sources.foreign.contents import Chunk, Contents, StoredTensor, list_runs, make_index
+from deepspeed_ucp.sources.table import FileTable
 from deepspeed_ucp.stream.full_tensors import assemble_full_tensors
 from deepspeed_ucp.stream.reader import AtomReader
+from deepspeed_ucp.torchsave.records import FileRecord
 from tests.export import fsdp_run
 from tests.export.test_safetensors import TOPOLOGIES, check_same, open_model
 from tests.stream import test_full_tensors
@@ -347,6 +352,37 @@ def test_runs_are_the_block(data: Any) -> None:
     if wanted:
         runs = list(list_runs(shape, offsets, block))
         assert [each for start, numel in runs for each in range(start, start + numel)] == wanted
+
+
+@pytest.fixture
+def few_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contents, "_MOST_RUNS", 24)
+
+
+def make_columns(folder: Path, shape: tuple[int, int], columns: int) -> tuple[Contents, FileTable]:
+    """A tensor that is cut along its last dimension, in a sparse file."""
+    width, nbytes = shape[1] // columns, shape[0] * shape[1] * 4
+    (folder / "it").touch()
+    os.truncate(folder / "it", nbytes)
+    size = nbytes // columns
+    chunks = [
+        Chunk((0, width * at), (shape[0], width), "it", FileRecord(f"{at}", at * size, size, None))
+        for at in range(columns)
+    ]
+    table = FileTable((str(folder),), entries := {"it": Entry(nbytes, 0.0)}, (entries,))
+    return Contents("made", "it", {"w": StoredTensor("float32", shape, tuple(chunks))}), table
+
+
+def test_all_pieces_up_to_the_limit_are_taken(tmp_path: Path, few_runs: None) -> None:
+    """Three columns of eight rows are 24 pieces, whatever the order in which they are counted."""
+    (atom,) = make_index(*make_columns(tmp_path, (8, 6), 3)).stored.atoms.values()
+    assert len(atom.shards[0].fragments) == 24
+
+
+def test_pieces_beyond_the_limit_are_not_made(tmp_path: Path) -> None:
+    """Of a tensor of a billion rows, which a sparse file has room for."""
+    with pytest.raises(UnsupportedError, match=r"w is cut .* more than 4194304 pieces"):
+        make_index(*make_columns(tmp_path, (10**9, 2), 2))
 
 
 # -- there and back ---------------------------------------------------------------------------------------------------

@@ -160,17 +160,17 @@ class _Maker:
                 continue
             record = self._find_record(chunk)
             self._check(name, tensor, chunk)
-            at = chunk.begin
-            for start, numel in list_runs(tensor.shape, chunk.offsets, chunk.shape):
-                fragments.append(Fragment(start, numel, record, at))
-                at += numel * itemsize
-            self._runs += len(fragments)
+            self._runs += count_runs(tensor.shape, chunk.shape)
             if self._runs > _MOST_RUNS:
                 raise UnsupportedError(
                     f"{name} is cut along another dimension than its first, into more than {_MOST_RUNS} pieces with "
                     "the others. Save with fewer ranks along that dimension.",
                     path=self.where.folder,
                 )
+            at = chunk.begin
+            for start, numel in list_runs(tensor.shape, chunk.offsets, chunk.shape):
+                fragments.append(Fragment(start, numel, record, at))
+                at += numel * itemsize
         fragments.sort(key=lambda each: each.start)
         atom = Atom(name, state, tensor.dtype, (Shard(tensor.shape, tuple(fragments)),))
         check_coverage(atom, lambda part: self.files[self.records[part.record].file].path)
@@ -224,13 +224,22 @@ def list_runs(shape: Shape, offsets: Shape, block: Shape) -> Iterable[tuple[int,
     Yields:
         First element, and elements.
     """
-    # From the last dimension on, those that the block holds whole, and one more, lie in one run.
-    inner = len(shape)
-    while inner > 0 and block[inner - 1] == shape[inner - 1]:
-        inner -= 1
-    inner = max(inner - 1, 0)
+    inner = _find_inner(shape, block)
     strides = [count(shape[dim + 1 :]) for dim in range(len(shape))]
     first = sum(at * stride for at, stride in zip(offsets, strides, strict=True))
     numel = count(block[inner:])
     for place in product(*(range(size) for size in block[:inner])):
         yield first + sum(at * stride for at, stride in zip(place, strides, strict=False)), numel
+
+
+def count_runs(shape: Shape, block: Shape) -> int:
+    """How many runs :func:`list_runs` yields."""
+    return count(block[: _find_inner(shape, block)])
+
+
+def _find_inner(shape: Shape, block: Shape) -> int:
+    """From which dimension on a block lies in one run: the last ones, which it holds whole, and one more."""
+    inner = len(shape)
+    while inner > 0 and block[inner - 1] == shape[inner - 1]:
+        inner -= 1
+    return max(inner - 1, 0)
