@@ -5,7 +5,19 @@ of which files make it up (Lian et al., ATC'25, section 4: the atomic checkpoint
 """
 
 from .atom import Atom, Atoms, are_alike, check_coverage
-from .held import FileRef, Fragment, Fragments, ParamStorage, PartitionedState, Record, Records, Shard
+from .held import (
+    FileRef,
+    Fragment,
+    Fragments,
+    Held,
+    ParamStorage,
+    PartitionedState,
+    Record,
+    Records,
+    Shard,
+    Tile,
+    Tiles,
+)
 from .index import (
     ASKED,
     BATCH_SIZES,
@@ -50,6 +62,7 @@ __all__ = [
     "Fragment",
     "Fragments",
     "GroupInfo",
+    "Held",
     "Limits",
     "ModelInfo",
     "ParamKey",
@@ -61,6 +74,8 @@ __all__ = [
     "SavedJob",
     "Shard",
     "StoredAtoms",
+    "Tile",
+    "Tiles",
     "Use",
     "are_alike",
     "check_coverage",

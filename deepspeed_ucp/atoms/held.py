@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import NamedTuple, overload
 
 from ..flat import Cut, FlatBuffer
@@ -182,18 +183,112 @@ class PartitionedState:
         return Fragment(cut.start, cut.numel, self.records[part], offset)
 
 
+class Tile(NamedTuple):
+    """A block of a tensor, row-major and without gaps at byte ``offset`` of record ``record``.
+
+    Attributes:
+        begins, shape: where it lies in the tensor, by dimension, in elements.
+    """
+
+    begins: tuple[int, ...]
+    shape: tuple[int, ...]
+    record: int
+    offset: int
+
+    def measure(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Its first element in a flattened tensor of a shape, and the one behind its last."""
+        first = last = 0
+        for size, begin, width in zip(shape, self.begins, self.shape, strict=True):
+            first, last = first * size + begin, last * size + begin + width - 1
+        return first, last + 1
+
+    def count_runs(self, shape: tuple[int, ...]) -> int:
+        """How many runs :meth:`list_runs` yields."""
+        return count(self.shape[: self._find_inner(shape)])
+
+    def list_runs(self, shape: tuple[int, ...], itemsize: int) -> Iterator[Fragment]:
+        """Its runs of elements of a flattened tensor of a shape, in the order in which they lie in the record."""
+        inner, offset = self._find_inner(shape), self.offset
+        strides = [count(shape[dim + 1 :]) for dim in range(inner)]
+        first, numel = self.measure(shape)[0], count(self.shape[inner:])
+        for place in product(*map(range, self.shape[:inner])):
+            start = first + sum(at * stride for at, stride in zip(place, strides, strict=True))
+            yield Fragment(start, numel, self.record, offset)
+            offset += numel * itemsize
+
+    def _find_inner(self, shape: tuple[int, ...]) -> int:
+        """From which dimension on all is one run: the last ones, which it holds whole, and one more."""
+        inner = len(shape)
+        while inner > 0 and self.shape[inner - 1] == shape[inner - 1]:
+            inner -= 1
+        return max(inner - 1, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """One state of one parameter as the tiles of a grid: its tensors were cut along several dimensions, or another one.
+
+    Attributes:
+        dtype: as stored.
+        shape: of the tensor.
+        tiles: all of them, none empty, by their first elements.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    tiles: tuple[Tile, ...]
+
+    def covers(self, shape: tuple[int, ...]) -> bool:
+        """Whether it is all of a shape."""
+        return shape == self.shape
+
+    def meet(self, low: int, high: int) -> Iterator[Tile]:
+        """Tiles that may hold some of elements [low, high)."""
+        for tile in self.tiles:
+            first, last = tile.measure(self.shape)
+            if first < high and low < last:
+                yield tile
+
+    def find(self, place: int, low: int, high: int) -> Iterator[Fragment]:
+        """The runs, in element order, that hold elements [low, high)."""
+        runs = (run for tile in self.meet(low, high) for run in tile.list_runs(self.shape, ITEMSIZE[self.dtype]))
+        yield from sorted((run for run in runs if run.start < high and low < run.start + run.numel), key=_order)
+
+    def list_records(self) -> Iterable[tuple[int, int]]:
+        """Its parts, and the record that each lies in."""
+        return enumerate(tile.record for tile in self.tiles)
+
+    def list_part(self, part: int) -> Iterable[tuple[int, Fragment]]:
+        """What is in a part: places of parameters, and the fragments of each."""
+        return ((0, run) for run in self.tiles[part].list_runs(self.shape, ITEMSIZE[self.dtype]))
+
+    def list_pieces(self) -> tuple[Fragment, ...]:
+        """Every tile as if its elements followed each other in the tensor from its first one on."""
+        return tuple(
+            Fragment(tile.measure(self.shape)[0], count(tile.shape), tile.record, tile.offset) for tile in self.tiles
+        )
+
+
+def _order(fragment: Fragment) -> int:
+    return fragment.start
+
+
+Held = PartitionedState | Fragments | Tiles
+"""What holds a state."""
+
+
 @dataclass(frozen=True, slots=True)
 class Shard:
     """What one tensor-parallel rank holds of an atom.
 
     Attributes:
         shape: local.
-        held: its fragments in element order, or the flat buffer that they are in, which makes them when asked.
+        held: its fragments in element order, or the flat buffer or tiles that they are in, which make them when asked.
         place: of the parameter in the flat buffer.
     """
 
     shape: tuple[int, ...]
-    held: tuple[Fragment, ...] | PartitionedState
+    held: tuple[Fragment, ...] | PartitionedState | Tiles
     place: int = 0
 
     @property
@@ -205,6 +300,11 @@ class Shard:
     def fragments(self) -> tuple[Fragment, ...]:
         """All of them."""
         return self.held if isinstance(self.held, tuple) else tuple(self.held.find(self.place, 0, self.numel))
+
+    @property
+    def pieces(self) -> tuple[Fragment, ...]:
+        """What lies in one piece in a record: its fragments, or its tiles as fragments."""
+        return self.held.list_pieces() if isinstance(self.held, Tiles) else self.fragments
 
     def find(self, low: int, high: int) -> Iterable[Fragment]:
         """The fragments that hold elements [low, high)."""
@@ -227,7 +327,7 @@ class ParamStorage(NamedTuple):
     tp_shard: int
     shape: tuple[int, ...]
     place: int
-    states: Mapping[str, PartitionedState | Fragments]
+    states: Mapping[str, Held]
 
     def shard(self, state: str) -> Shard:
         """What it is of an atom."""

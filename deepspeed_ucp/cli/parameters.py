@@ -108,7 +108,7 @@ def _make_row(
         why = {"error": f"{name}: {settled.wrong[name]}"}
     shape = settled.layouts[name][0].shape if name in settled.layouts else None
     unowned = FROZEN if knows_optimizer(index) else WEIGHTS
-    used = {f.record for atom in states.values() for shard in atom.shards for f in shard.fragments}
+    used = {f.record for atom in states.values() for shard in atom.shards for f in shard.pieces}
     return Parameter(
         name=name,
         instance=param.instance,
@@ -124,7 +124,7 @@ def _make_row(
         group=group,
         scalars=dict(index.run.scalars.get(param, {})),
         aliases=tuple(aliases),
-        fragments={state: sum(len(shard.fragments) for shard in atom.shards) for state, atom in states.items()},
+        fragments={state: sum(len(shard.pieces) for shard in atom.shards) for state, atom in states.items()},
         files=tuple(sorted({find_file(index, record) for record in used})),
         nbytes=sum(atom.nbytes for state, atom in states.items() if state != COPY),
         copy_bytes=copy.nbytes if copy else 0,
@@ -181,7 +181,7 @@ def _find_layers(index: AtomicIndex) -> dict[ParamKey, int]:
     """For a pipeline, the layer in whose file a parameter's copy lies."""
     found = {}
     for key, atom in index.stored.atoms.items():
-        for fragment in atom.shards[0].fragments[:1] if key.state in (COPY, MODULE) else ():
+        for fragment in atom.shards[0].pieces[:1] if key.state in (COPY, MODULE) else ():
             if match := _LAYER_FILE.match(find_file(index, fragment.record)):
                 found[key.param] = int(match[1])
     return found

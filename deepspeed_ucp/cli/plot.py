@@ -102,7 +102,7 @@ def _spread(atom: Atom, numel: int | None) -> list[tuple[float, float, int, int]
     before, found = 0, []
     for shard in atom.shards:
         base, over = (0, numel) if shard.numel == numel else (before, atom.numel)
-        for fragment in shard.fragments:
+        for fragment in shard.pieces:
             low = (base + fragment.start) / (over or 1)
             nbytes = fragment.numel * ITEMSIZE[atom.dtype]
             found.append((low, low + fragment.numel / (over or 1), fragment.record, nbytes))

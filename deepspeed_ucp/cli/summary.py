@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import zip_longest
 from typing import Any
 
-from ..atoms import COPY, ITEMSIZE, MODULE, AtomicIndex, Fragment, ParamKey
+from ..atoms import COPY, ITEMSIZE, MODULE, AtomicIndex, Fragment, ParamKey, Shard, Tiles
 from ..errors import count_of, escape, fold_names
 from ..sources.findings import Finding
 from .experts import describe_expert, write_layers, write_numbers
@@ -235,13 +236,20 @@ def detail_parameter(survey: Survey, row: Parameter) -> dict[str, Any]:
     for state in sort_states(atoms):
         atom = atoms[state]
         shards = [
-            {"rank": rank, "shape": shard.shape, "fragments": [_locate(index, f, atom.dtype) for f in shard.fragments]}
+            {"rank": rank, "shape": shard.shape, "fragments": list(_locate_pieces(index, shard, atom.dtype))}
             for rank, shard in enumerate(atom.shards)
         ]
         states.append({"state": state, "dtype": atom.dtype, "bytes": atom.nbytes, "shards": shards})
     hyper = index.run.groups[row.group].hyper if row.group is not None else None
     expert = describe_expert(survey.experts, row.name)
     return {**asdict(row), "hyper": hyper, "expert": expert, "layout": states}
+
+
+def _locate_pieces(index: AtomicIndex, shard: Shard, dtype: str) -> Iterator[dict[str, Any]]:
+    tiles = shard.held.tiles if isinstance(shard.held, Tiles) else ()
+    for piece, tile in zip_longest(shard.pieces, tiles):
+        block = {"block": list(zip(tile.begins, tile.shape, strict=True))} if tile else {}
+        yield {**_locate(index, piece, dtype), **block}
 
 
 def _locate(index: AtomicIndex, fragment: Fragment, dtype: str) -> dict[str, Any]:
@@ -279,12 +287,16 @@ def write_detail(detail: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def _write_elements(fragment: Mapping[str, Any]) -> str:
+    """``[0, 12)``, or of a tile ``[0:4, 6:9]``."""
+    if block := fragment.get("block"):
+        return f"[{', '.join(f'{begin}:{begin + size}' for begin, size in block)}]"
+    return f"[{fragment['start']}, {fragment['start'] + fragment['numel']})"
+
+
 def _write_shard(shard: Mapping[str, Any], ranks: int) -> list[str]:
     head = [f"tensor-parallel rank {shard['rank']}: {list(shard['shape'])}"] if ranks > 1 else []
-    rows = [
-        (f"[{f['start']}, {f['start'] + f['numel']})", f["file"], f"byte {f['offset']}", f"{f['bytes']} B")
-        for f in shard["fragments"]
-    ]
+    rows = [(_write_elements(f), f["file"], f"byte {f['offset']}", f"{f['bytes']} B") for f in shard["fragments"]]
     if not rows:
         return [*head, "no elements"]
     return [*head, *format_table(rows, ("elements", "file", "from", "length"), right=(2, 3))]

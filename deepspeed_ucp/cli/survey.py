@@ -130,7 +130,7 @@ def _count_totals(index: AtomicIndex, files: Mapping[str, int], rows: Iterable[P
     for key, atom in index.stored.atoms.items():
         sums[key.state if key.state in (MASTER, COPY, MODULE) else ""] += atom.nbytes
         width = ITEMSIZE[atom.dtype]
-        covered |= {(f.record, f.offset, f.numel * width) for shard in atom.shards for f in shard.fragments}
+        covered |= {(f.record, f.offset, f.numel * width) for shard in atom.shards for f in shard.pieces}
     parameters = [row for row in rows if row.kind != BUFFER and not row.instance]
     client = sum(index.stored.records[record].nbytes for record in index.run.client_records)
     records, file_bytes = sum(r.nbytes for r in index.stored.records), sum(files.values())

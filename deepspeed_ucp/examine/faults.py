@@ -64,7 +64,7 @@ def _find_atoms(index: AtomicIndex, path: str, offsets: Collection[int]) -> dict
     records = {n: r.offset for n, r in enumerate(index.stored.records) if r.file in files and r.offset in offsets}
     found: dict[int, dict[str, None]] = {}
     for atom in index.stored.atoms.values():
-        for fragment in (f for shard in atom.shards for f in shard.fragments if f.record in records):
+        for fragment in (f for shard in atom.shards for f in shard.pieces if f.record in records):
             found.setdefault(records[fragment.record], {})[f"{atom.param} ({atom.state})"] = None
     return {offset: list(held) for offset, held in found.items()}
 

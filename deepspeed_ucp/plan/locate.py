@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from ..atoms import ITEMSIZE, Atom, Fragment, Shard
-from ..patterns import Layout, Run, copy_runs, restrict_source
+from ..atoms import ITEMSIZE, Atom, Fragment, Shard, Tiles
+from ..patterns import Layout, Run, copy_runs, restrict_source, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +82,42 @@ def find_shards(source: Layout, target: Layout, rank: int) -> tuple[int, ...]:
 
 
 def locate(want: Want) -> Iterator[Extent]:
-    """The pieces that hold a want, source shard by source shard, in element order."""
+    """The pieces that hold a want, source shard by source shard, in element order or tile by tile."""
+    itemsize = ITEMSIZE[want.atom.dtype]
+    held = want.atom.shards[want.shard].held
+    is_whole = want.view is None or _holds_all(want.view.source)
+    for record, first, part in _meet_tiles(want, held) if isinstance(held, Tiles) and is_whole else _meet_shards(want):
+        dst = part.dst - want.start + want.offset
+        moved = Run(part.src + first, dst, part.width, part.count, part.src_step, part.dst_step)
+        yield Extent(record, want.buffer, itemsize, moved)
+
+
+def _holds_all(layout: Layout) -> bool:
+    """Whether its one shard is the whole tensor, in row-major order."""
+    return len(layout.shards) == 1 and all(
+        [low for low, _ in held] + [size] == [0] + [high for _, high in held]
+        for held, size in zip(layout.shards[0], layout.view, strict=True)
+    )
+
+
+def _meet_tiles(want: Want, held: Tiles) -> Iterator[tuple[int, int, Run]]:
+    """What :func:`_meet_shards` yields, with all rows of a tile in few runs."""
+    end = want.start + want.numel
+    target, rank = (whole(held.shape), 0) if want.view is None else (want.view.target, want.view.rank)
+    for tile in held.meet(want.start, end) if want.view is None else held.tiles:
+        spans = tuple(((low, low + size),) for low, size in zip(tile.begins, tile.shape, strict=True))
+        source = Layout(held.shape, held.shape, (spans,), (tile.shape,))
+        for run in copy_runs(source, 0, target, rank, want.start, end):
+            yield tile.record, tile.offset // ITEMSIZE[want.atom.dtype], run
+
+
+def _meet_shards(want: Want) -> Iterator[tuple[int, int, Run]]:
+    """Records with runs of the target shard, and the element of the record from which on their sources count."""
     itemsize = ITEMSIZE[want.atom.dtype]
     for shard, runs in _copy_runs(want):
         for run in runs:
             for fragment, part in _meet(want.atom.shards[shard], run):
-                src = part.src - fragment.start + fragment.offset // itemsize
-                dst = part.dst - want.start + want.offset
-                moved = Run(src, dst, part.width, part.count, part.src_step, part.dst_step)
-                yield Extent(fragment.record, want.buffer, itemsize, moved)
+                yield fragment.record, fragment.offset // itemsize - fragment.start, part
 
 
 def _copy_runs(want: Want) -> Iterator[tuple[int, tuple[Run, ...]]]:

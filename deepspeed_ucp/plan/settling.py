@@ -78,7 +78,7 @@ def is_replica(index: AtomicIndex, atom: Atom) -> bool:
     """Whether every tensor-parallel rank holds the same bytes, told by checksums; one rank does."""
     if len(atom.shards) == 1:
         return True
-    if any(len(shard.fragments) != 1 for shard in atom.shards):
+    if any(len(shard.pieces) != 1 for shard in atom.shards):
         return False
     pieces = (
         (shard.shape, shard.fragments[0], index.stored.records[shard.fragments[0].record]) for shard in atom.shards

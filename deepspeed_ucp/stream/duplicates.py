@@ -20,9 +20,8 @@ from ..atoms import (
     AtomicIndex,
     AtomKey,
     Fragment,
-    Fragments,
+    Held,
     ParamKey,
-    PartitionedState,
 )
 from ..comm import Comm
 from ..errors import CheckpointError, MismatchError, shorten
@@ -126,7 +125,7 @@ def _find_samples(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) ->
 class _Masters:
     """Masters that lie together: what holds them, and by place in it the parameter and its shard."""
 
-    held: PartitionedState | Fragments
+    held: Held
     owners: dict[int, tuple[ParamKey, int]] = field(default_factory=dict)
 
     def list_part(self, part: int) -> Iterator[_Sample]:

@@ -55,7 +55,7 @@ class FullTensor:
     @property
     def place(self) -> tuple[int, int]:
         """Record and byte offset of the first fragment; the order in which a source is read."""
-        return next(((f.record, f.offset) for shard in self.atom.shards for f in shard.fragments), (0, 0))
+        return next(((f.record, f.offset) for shard in self.atom.shards for f in shard.pieces), (0, 0))
 
     def want(self, start: int, numel: int, buffer: int, shard: int | None = None) -> Want:
         """Elements [start, start + numel) of the logical tensor, for ``plan.locate``; of one replica if asked for."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_ucp.atoms import Atom, Fragment, Shard
+from deepspeed_ucp.atoms import Atom, Fragment, Shard, Tile, Tiles
 from deepspeed_ucp.patterns import Layout, Replicate, Run, ShardH, ShardNC, ShardV, whole
 from deepspeed_ucp.plan import Extent, View, Want, locate
 from deepspeed_ucp.plan.locate import cut_blocks
@@ -123,7 +124,9 @@ def test_pieces_bring_exactly_the_wanted_elements(pair: tuple[Layout, Layout], d
     logical = np.arange(int(np.prod(source.shape)))
     records: list[np.ndarray] = []
     shards = []
-    for rank, shape in enumerate(source.local_shapes):
+    if len(source.shards) == 1 and logical.size and data.draw(st.booleans()):
+        shards.append(Shard(source.shape, draw_tiles(data.draw, logical.reshape(source.shape), records)))
+    for rank, shape in enumerate(source.local_shapes if not shards else ()):
         held, fragments = take(source, rank, logical), []
         ends = sorted(data.draw(st.lists(st.integers(0, len(held)), max_size=3)))
         for low, high in zip([0, *ends], [*ends, len(held)], strict=True):
@@ -147,6 +150,41 @@ def test_pieces_bring_exactly_the_wanted_elements(pair: tuple[Layout, Layout], d
             assert (memory[dst : dst + piece.run.width] == -9).all(), "written twice"
             memory[dst : dst + piece.run.width] = records[piece.record][src : src + piece.run.width]
     assert memory.tolist() == [-9, -9, *expected[start : start + numel], -9]
+
+
+def draw_tiles(draw: st.DrawFn, whole: np.ndarray, records: list[np.ndarray]) -> Tiles:
+    """A tensor cut along every dimension, each tile in a record of its own."""
+    tiles = []
+    cuts = [sorted(draw(st.sets(st.integers(1, size - 1), max_size=2))) if size > 1 else [] for size in whole.shape]
+    spans = [zip([0, *cut], [*cut, size], strict=True) for cut, size in zip(cuts, whole.shape, strict=True)]
+    for box in product(*spans):
+        ahead = draw(st.integers(0, 2))
+        held = whole[tuple(slice(*span) for span in box)]
+        tiles.append(Tile(tuple(low for low, _ in box), held.shape, len(records), 4 * ahead))
+        records.append(np.concatenate([np.full(ahead, -1), held.ravel()]))
+    return Tiles("float32", whole.shape, tuple(tiles))
+
+
+@given(data=st.data())
+def test_runs_of_tiles_are_their_elements(data: st.DataObject) -> None:
+    """Of a tensor of any number of dimensions, by rows and by tiles."""
+    shape = tuple(data.draw(st.lists(st.integers(1, 4), max_size=4)))
+    elements, records = np.arange(int(np.prod(shape))).reshape(shape), list[np.ndarray]()
+    shard = Shard(shape, draw_tiles(data.draw, elements, records))
+    low, high = sorted(data.draw(st.tuples(*[st.integers(0, elements.size)] * 2)))
+    position = None
+    for run in shard.find(low, high):
+        src = run.offset // 4
+        assert records[run.record][src : src + run.numel].tolist() == [*range(run.start, run.start + run.numel)]
+        assert position in (None, run.start)
+        position = run.start + run.numel
+    assert low == high or position >= high
+    memory = np.full(elements.size, -1)
+    for run in (piece.run for piece in locate(Want(Atom("w", "fp32", "float32", (shard,)), low, high - low, 0, 0))):
+        for row in range(run.count):
+            memory[run.dst + row * run.dst_step :][: run.width] += 1
+    assert memory.tolist() == [*[0] * (high - low), *[-1] * (elements.size - high + low)]
+    assert sum(piece.numel for piece in shard.pieces) == elements.size
 
 
 def check_blocks(piece: Extent, block: int) -> None:

@@ -15,8 +15,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
@@ -32,7 +30,7 @@ from deepspeed_ucp.export.tensors import ExportOptions
 from deepspeed_ucp.io.paths import Entry
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.sources.foreign import contents
-from deepspeed_ucp.sources.foreign.contents import Chunk, Contents, StoredTensor, list_runs, make_index
+from deepspeed_ucp.sources.foreign.contents import Chunk, Contents, StoredTensor, make_index
 from deepspeed_ucp.sources.table import FileTable
 from deepspeed_ucp.stream.full_tensors import assemble_full_tensors
 from deepspeed_ucp.stream.reader import AtomReader
@@ -339,50 +337,64 @@ def test_a_deepspeed_tag_beside_safetensors_is_deepspeeds(tmp_path: Path, traine
         open_it(folder)
 
 
-# -- geometry ---------------------------------------------------------------------------------------------------------
+# -- blocks -----------------------------------------------------------------------------------------------------------
 
 
-@given(st.data())
-def test_runs_are_the_block(data: Any) -> None:
-    shape = tuple(data.draw(st.lists(st.integers(1, 4), min_size=0, max_size=4)))
-    cuts = [sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size)))) for size in shape]
-    offsets, block = tuple(low for low, _ in cuts), tuple(high - low for low, high in cuts)
-    elements = np.arange(int(np.prod(shape))).reshape(shape)
-    wanted = elements[tuple(slice(low, high) for low, high in cuts)].ravel().tolist()
-    if wanted:
-        runs = list(list_runs(shape, offsets, block))
-        assert [each for start, numel in runs for each in range(start, start + numel)] == wanted
-
-
-@pytest.fixture
-def few_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contents, "_MOST_RUNS", 24)
-
-
-def make_columns(folder: Path, shape: tuple[int, int], columns: int) -> tuple[Contents, FileTable]:
-    """A tensor that is cut along its last dimension, in a sparse file."""
-    width, nbytes = shape[1] // columns, shape[0] * shape[1] * 4
+def make_tensor(folder: Path, shape: tuple[int, int], *boxes: tuple[int, int, int, int]) -> Any:
+    """A tensor in blocks (row, column, rows, columns), in a sparse file: contents and table."""
+    chunks, at = [], 0
+    for row, column, *block in boxes:
+        nbytes = block[0] * block[1] * 4
+        record = FileRecord(f"{at}", at, nbytes, None)
+        chunks.append(Chunk((row, column), (block[0], block[1]), "it", record))
+        at += nbytes
     (folder / "it").touch()
-    os.truncate(folder / "it", nbytes)
-    size = nbytes // columns
-    chunks = [
-        Chunk((0, width * at), (shape[0], width), "it", FileRecord(f"{at}", at * size, size, None))
-        for at in range(columns)
-    ]
-    table = FileTable((str(folder),), entries := {"it": Entry(nbytes, 0.0)}, (entries,))
-    return Contents("made", "it", {"w": StoredTensor("float32", shape, tuple(chunks))}), table
+    os.truncate(folder / "it", at)
+    entries = {"it": Entry(at, 0.0)}
+    held = Contents("made", "it", {"w": StoredTensor("float32", shape, tuple(chunks))})
+    return held, FileTable((str(folder),), entries, (entries,))
 
 
-def test_all_pieces_up_to_the_limit_are_taken(tmp_path: Path, few_runs: None) -> None:
-    """Three columns of eight rows are 24 pieces, whatever the order in which they are counted."""
-    (atom,) = make_index(*make_columns(tmp_path, (8, 6), 3)).stored.atoms.values()
+def cut_irregularly(rows: int) -> list[tuple[int, int, int, int]]:
+    """In each half of the rows columns of other widths: two pieces for each row."""
+    half = rows // 2
+    return [(0, 0, half, 1), (0, 1, half, 3), (half, 0, half, 2), (half, 2, half, 2)]
+
+
+def test_all_pieces_up_to_the_limit_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contents, "_MOST_RUNS", 24)
+    (atom,) = make_index(*make_tensor(tmp_path, (12, 4), *cut_irregularly(12))).stored.atoms.values()
     assert len(atom.shards[0].fragments) == 24
+    with pytest.raises(UnsupportedError, match="more than 24 pieces"):
+        make_index(*make_tensor(tmp_path, (14, 4), *cut_irregularly(14)))
 
 
 def test_pieces_beyond_the_limit_are_not_made(tmp_path: Path) -> None:
     """Of a tensor of a billion rows, which a sparse file has room for."""
-    with pytest.raises(UnsupportedError, match=r"w is cut .* more than 4194304 pieces"):
-        make_index(*make_columns(tmp_path, (10**9, 2), 2))
+    with pytest.raises(UnsupportedError, match="w is cut irregularly, .* more than 4194304 pieces"):
+        make_index(*make_tensor(tmp_path, (10**9, 4), *cut_irregularly(10**9)))
+
+
+def test_a_grid_is_as_many_pieces_as_it_has_blocks(tmp_path: Path) -> None:
+    half = 10**9 // 2
+    grid = [(row, column, half, 2) for column in (0, 2) for row in (0, half)]
+    (atom,) = make_index(*make_tensor(tmp_path, (10**9, 4), *grid)).stored.atoms.values()
+    assert [piece.start for piece in atom.shards[0].pieces] == [0, 2, half * 4, half * 4 + 2]
+
+
+@pytest.mark.parametrize(
+    ("grid", "told"),
+    [
+        ([(0, 0, 2, 2), (0, 2, 2, 2), (2, 0, 2, 2)], "are missing"),
+        ([(0, 0, 2, 2), (0, 2, 2, 2), (2, 0, 2, 2), (2, 2, 2, 2), (0, 0, 2, 2)], "covered twice"),
+        ([(0, 0, 2, 2), (0, 2, 2, 2), (2, 0, 2, 2), (0, 2, 2, 2)], "covered twice"),
+        ([(0, 0, 4, 1), (0, 2, 4, 2)], "missing"),
+        ([(0, 0, 4, 3), (0, 2, 4, 2)], "covered twice"),
+    ],
+)
+def test_a_grid_with_a_fault_is_refused(tmp_path: Path, grid: list[Any], told: str) -> None:
+    with pytest.raises(CheckpointError, match=told):
+        make_index(*make_tensor(tmp_path, (4, 4), *grid))
 
 
 # -- there and back ---------------------------------------------------------------------------------------------------

@@ -384,7 +384,7 @@ def digest_view(index: AtomicIndex) -> str:
     for key, atom in sorted(index.stored.atoms.items()):
         found.update(repr((tuple(key), atom.dtype)).encode())
         for shard in atom.shards:
-            places = [(f.start, f.numel, *_find_place(index, f.record), f.offset) for f in shard.fragments]
+            places = [(f.start, f.numel, *_find_place(index, f.record), f.offset) for f in shard.pieces]
             found.update(repr((shard.shape, places)).encode())
     told = (
         index.run.scalars,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 from typing import Any
 
 from ...atoms import (
@@ -14,7 +13,6 @@ from ...atoms import (
     Atom,
     AtomicIndex,
     FileRef,
-    Fragment,
     GroupInfo,
     Limits,
     ModelInfo,
@@ -23,6 +21,8 @@ from ...atoms import (
     RunState,
     Shard,
     StoredAtoms,
+    Tile,
+    Tiles,
     check_coverage,
     count,
     strip_compiled,
@@ -36,7 +36,7 @@ from ..table import FileTable
 Shape = tuple[int, ...]
 
 _MOST_RUNS = 1 << 22
-"""Runs of elements in all: a tensor that is cut along its last dimension has one for each of its rows."""
+"""Runs of elements in all, of what is cut into no grid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,27 +153,26 @@ class _Maker:
         Raises:
             CheckpointError, UnsupportedError: as of :func:`make_index`.
         """
-        itemsize = ITEMSIZE[tensor.dtype]
-        fragments: list[Fragment] = []
-        for chunk in tensor.chunks:
-            if not count(chunk.shape):
-                continue
+        chunks = [chunk for chunk in tensor.chunks if count(chunk.shape)]
+        tiles = []
+        for chunk in chunks:
             record = self._find_record(chunk)
             self._check(name, tensor, chunk)
-            self._runs += count_runs(tensor.shape, chunk.shape)
+            tiles.append(Tile(chunk.offsets, chunk.shape, record, chunk.begin))
+        shape, itemsize = tensor.shape, ITEMSIZE[tensor.dtype]
+        runs = sum(tile.count_runs(shape) for tile in tiles)
+        if runs > len(tiles) and _is_grid(shape, tiles):
+            atom = Atom(name, state, tensor.dtype, (Shard(shape, Tiles(tensor.dtype, shape, tuple(sorted(tiles)))),))
+        else:
+            self._runs += runs
             if self._runs > _MOST_RUNS:
                 raise UnsupportedError(
-                    f"{name} is cut along another dimension than its first, into more than {_MOST_RUNS} pieces with "
-                    "the others. Save with fewer ranks along that dimension.",
+                    f"{name} is cut irregularly, into more than {_MOST_RUNS} pieces with the others.",
                     path=self.where.folder,
                 )
-            at = chunk.begin
-            for start, numel in list_runs(tensor.shape, chunk.offsets, chunk.shape):
-                fragments.append(Fragment(start, numel, record, at))
-                at += numel * itemsize
-        fragments.sort(key=lambda each: each.start)
-        atom = Atom(name, state, tensor.dtype, (Shard(tensor.shape, tuple(fragments)),))
-        check_coverage(atom, lambda part: self.files[self.records[part.record].file].path)
+            held = sorted((run for tile in tiles for run in tile.list_runs(shape, itemsize)), key=lambda run: run.start)
+            atom = Atom(name, state, tensor.dtype, (Shard(shape, tuple(held)),))
+            check_coverage(atom, lambda part: self.files[self.records[part.record].file].path)
         self.atoms.append(atom)
 
     def _check(self, name: str, tensor: StoredTensor, chunk: Chunk) -> None:
@@ -214,32 +213,10 @@ def _refer(where: FileTable, name: str) -> FileRef:
     return FileRef(where.path(name, size), size, None, tuple(copies) if where.folders[1:] else ())
 
 
-def list_runs(shape: Shape, offsets: Shape, block: Shape) -> Iterable[tuple[int, int]]:
-    """The runs of elements of a flattened tensor that a block holds, in the block's own order.
-
-    Args:
-        shape: of the tensor.
-        offsets, block: where the block begins, and its shape.
-
-    Yields:
-        First element, and elements.
-    """
-    inner = _find_inner(shape, block)
-    strides = [count(shape[dim + 1 :]) for dim in range(len(shape))]
-    first = sum(at * stride for at, stride in zip(offsets, strides, strict=True))
-    numel = count(block[inner:])
-    for place in product(*(range(size) for size in block[:inner])):
-        yield first + sum(at * stride for at, stride in zip(place, strides, strict=False)), numel
-
-
-def count_runs(shape: Shape, block: Shape) -> int:
-    """How many runs :func:`list_runs` yields."""
-    return count(block[: _find_inner(shape, block)])
-
-
-def _find_inner(shape: Shape, block: Shape) -> int:
-    """From which dimension on a block lies in one run: the last ones, which it holds whole, and one more."""
-    inner = len(shape)
-    while inner > 0 and block[inner - 1] == shape[inner - 1]:
-        inner -= 1
-    return max(inner - 1, 0)
+def _is_grid(shape: Shape, tiles: Sequence[Tile]) -> bool:
+    """Whether every place of a grid over a shape has one tile."""
+    cuts = [sorted({(tile.begins[dim], tile.shape[dim]) for tile in tiles}) for dim in range(len(shape))]
+    for cut, size in zip(cuts, shape, strict=True):
+        if [*(at for at, _ in cut), size] != [0, *(at + width for at, width in cut)]:
+            return False
+    return len({tile.begins for tile in tiles}) == len(tiles) == count(tuple(map(len, cuts)))
