@@ -189,6 +189,9 @@ def settle_layouts(
     target = {saved: shapes[name] for name, saved in match.saved.items()}
     names = [match.params[name].name for name in match.resized] if whole else None
     settled = settle_index(index, rules, target, list_live_rules(live, match.saved), names=names).require()
+    for name, (have, want) in settled.pairs.items() if log else ():
+        if settled.patterns[name].vocab is not None and have.shape[:1] > want.shape[:1]:
+            logger.info("%s: vocabulary padded to %d rows, here to %d", name, have.shape[0], want.shape[0])
     if log and not whole:
         for text in settled.notes:
             logger.info("%s", text)
@@ -201,9 +204,10 @@ def list_live_rules(live: TargetInventory, saved: Mapping[str, str]) -> list[Rul
     """What the live engine tells of its parameters: AutoTP's maps, then Megatron's attributes.
 
     Args:
-        saved: live name → the name that the checkpoint has for it; attributes of others are left out.
+        saved: live name → the name that the checkpoint has for it, which the rules go by; attributes of others are left
+            out.
     """
-    rules = [from_universal_info(live.info, by="target")] if live.info else []
+    rules = [from_universal_info(live.info, by="target").follow(saved)] if live.info else []
     if live.attributes:
         rules.append(from_attributes({saved[n]: attributes for n, attributes in live.attributes.items() if n in saved}))
     return rules

@@ -213,7 +213,7 @@ class RuleSet:
         literal: rules that name one parameter, by that name (AutoTP names thousands).
         hints: why the set says nothing of a parameter, shown where no other set does.
         variables, refuse: of the YAML.
-        vocab: rows of the vocabulary without padding, where the set tells them.
+        vocab: rows of the vocabulary without padding, where the set tells them; a number or an expression.
         renames: saved names → live names.
         by: ``user``: comes before what either side says of itself. ``target``: a live engine describes its own shards,
             of its own degree. Else ``checkpoint``.
@@ -228,7 +228,7 @@ class RuleSet:
     hints: Mapping[str, str] = field(default_factory=dict)
     variables: Mapping[str, Sequence[Size]] = field(default_factory=dict)
     refuse: Sequence[Mapping[str, str]] = ()
-    vocab: int | None = None
+    vocab: Size | None = None
     renames: tuple[Rename, ...] = ()
     by: str = "checkpoint"
     shared: tuple[Matcher, ...] = ()
@@ -262,6 +262,34 @@ class RuleSet:
                 return replace(pattern, vocab=facts.values.get("vocab"))
             return pattern
         return None
+
+    def count_vocabulary(self, facts: Facts) -> int | None:
+        """Rows of the vocabulary without padding; None where nothing tells.
+
+        Raises:
+            MismatchError: what tells them is no number of rows.
+        """
+        try:
+            rows = None if self.vocab is None else replace(facts, variables=self.variables).evaluate(self.vocab)
+        except UnknownError:
+            return None
+        if rows is not None and (type(rows) is not int or rows < 1):
+            raise MismatchError(f"{self.name}: original_vocab_size, {self.vocab}, is {rows!r}")
+        return rows
+
+    def follow(self, renamed: Mapping[str, str]) -> RuleSet:
+        """The set for parameters under other names, of which it says what it says of their own.
+
+        Args:
+            renamed: its own name → the other.
+        """
+        literal = dict(self.literal)
+        for name, new in renamed.items():
+            if name != new:
+                rules = (*literal.pop(name, ()), *self.rules)
+                said = (rule for rule in rules if isinstance(rule.says, Pattern) and rule.match(name))
+                literal[new] = tuple(replace(rule, match=_ANY.fullmatch) for rule in said)
+        return replace(self, literal=literal)
 
     def check(self, facts: Facts) -> None:
         """Hold the set against what the checkpoint tells of itself.
@@ -306,8 +334,9 @@ class RuleFile:
 
     def __post_init__(self) -> None:
         vocab = self.original_vocab_size
-        if vocab is not None and (type(vocab) is not int or vocab < 1):
-            raise ValueError(f"original_vocab_size is a positive integer, found {vocab!r}")
+        told = isinstance(vocab, str) and "args." in vocab
+        if vocab is not None and not told and (type(vocab) is not int or vocab < 1):
+            raise ValueError(f"original_vocab_size is a positive integer, or an expression with args, found {vocab!r}")
         if any(set(each) != {"when", "reason"} for each in self.refuse):
             raise ValueError("refuse is a list of objects with when and reason")
 
@@ -389,7 +418,16 @@ def load_family(name: str) -> RuleSet:
         known = list_families()
         listed = f"Families: {', '.join(known)}; a rule file ends in {' or '.join(SUFFIXES)}."
         raise ConfigError(f"patterns: there is no family {name!r}. {advise(name, known, listed)}")
-    (family,) = _parse_set(read_packaged(name), f"family {name}")
+    family, *bases = _parse_set(read_packaged(name), f"family {name}")
+    for base in bases:  # what it says itself counts first
+        family = replace(
+            family,
+            rules=(*family.rules, *(replace(rule, rank=rule.rank + 1) for rule in base.rules)),
+            variables=base.variables,
+            refuse=(*family.refuse, *base.refuse),
+            vocab=base.vocab if family.vocab is None else family.vocab,
+            renames=(*family.renames, *base.renames),
+        )
     return replace(family, reported=False)
 
 

@@ -143,7 +143,8 @@ class _Settler:
         if target == source or self.degree == len(source):
             self._keep(name, _twice(Unique() if len(source) == 1 else SameShards(), SAME), source, source)
             return
-        self.facts = replace(self.facts, values=self._measure(source))
+        ranks = self.degree or len(target or source)
+        self.facts = replace(self.facts, values={"ranks": ranks, **self._measure(source)})
         if len(source) == 1 and target is None and self.degree is None:
             self._note(name, source)
             return
@@ -196,7 +197,8 @@ class _Settler:
     def _measure(self, source: Sequence[Shape]) -> dict[str, int]:
         """Logical sizes if a dimension is cut, and the vocabulary: what expressions may ask for."""
         totals = {f"total{dim}": sum(shape[dim] for shape in source) for dim in range(len(source[0]))}
-        vocab = next((each.vocab for each in self.rule_sets if each.vocab is not None), None)
+        told = (each.count_vocabulary(self.facts) for each in self.rule_sets)
+        vocab = next((rows for rows in told if rows is not None), None)
         return totals if vocab is None else {**totals, "vocab": vocab}
 
     def _find(self, name: str) -> _Sides | None:

@@ -42,7 +42,8 @@ def predict_shapes(
 ) -> dict[str, tuple[Shape, ...]]:
     """Local shapes by tensor-parallel rank of what the rules make of saved parameters; what none matches stays.
 
-    All rules that cut, join, count or leave out are carried out; of the others the first that matches.
+    All rules about experts, or that leave out, are carried out; of those that take the same rows, and of the others,
+    the first that matches.
 
     Args:
         saved: local shapes.
@@ -60,8 +61,11 @@ def predict_shapes(
         found = [
             rule for rule in special if rule.match(name) is not None or (rule.counts_inside and rule.match(inside))
         ]
+        alike: set[tuple[object, ...]] = set()
         for rule in found:
-            predicted.add(rule, name, shapes)
+            if not rule.cuts or (rule.part, rule.into) not in alike:
+                predicted.add(rule, name, shapes)
+            alike.add((rule.part, rule.into))
         if not found:
             names = (new for rule in plain if (new := rule.apply(name)) is not None)
             predicted.shapes[next(names, name)] = shapes

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..atoms import AtomicIndex, GroupInfo
 from ..errors import MismatchError, fold_names, shorten
+from ..flat import Shape
 from ..patterns import Facts, Rename, Rows, RuleSet, rename_names
 from .derive import DerivedParam, Slice, derive, divide, take, unite
 from .settling import Shapes, list_weights, settle_index
@@ -77,7 +78,32 @@ def apply_renames(
     if feeds.made or feeds.left:
         index = _unite_groups(derive(index, feeds.made, feeds.left), feeds.made)
     renamed = find_renamed(list_names(index), {*live, *aliases}, renames)
+    if renamed or feeds.made:
+        for each in (each for each in rules if each.renames):
+            each.check(feeds.facts)
+    _refuse_transposed({new: (saved[old], live[new]) for new, old in renamed.items() if old in saved and new in live})
     return RemappedIndex(index, renamed, feeds.made.keys(), feeds.unfed, feeds.notes)
+
+
+def _refuse_transposed(shapes: Mapping[str, tuple[tuple[Shape, ...], tuple[Shape, ...]]]) -> None:
+    """Hold renamed matrices against the live ones.
+
+    Args:
+        shapes: by live name the saved local shapes, and the live ones.
+
+    Raises:
+        MismatchError: one is there with rows and columns exchanged.
+    """
+    odd = [
+        f"{name} {theirs[0]}, saved {mine[0]}"
+        for name, (mine, theirs) in shapes.items()
+        if mine != theirs and len(mine) == len(theirs) == 1 and len(mine[0]) == 2 and mine[0][::-1] == theirs[0]
+    ]
+    if odd:
+        raise MismatchError(
+            f"rename: {shorten(odd)}: the model holds its matrices transposed, as Hugging Face's GPT-2 does (Conv1D); "
+            "no rule transposes. Take a model of linear layers, such as GPTBigCode."
+        )
 
 
 def unite_cut(
