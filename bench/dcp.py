@@ -1,4 +1,4 @@
-"""FSDP2 over the GPT-shaped list of parameters, saved and loaded by torch.distributed.checkpoint."""
+"""FSDP2 over the GPT-shaped list of parameters, saved and loaded by torch.distributed.checkpoint, and by DeepSpeed."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import engines
 import torch
 import torch.distributed as dist
-from engines import build_model
+from engines import Engine, build_model, group_parameters, initialise
 from fingerprint import STATES, Part, sum_range
 from meters import Io, peak_resident_bytes, reset_peak, resident_bytes
 from ranks import Body, Peer, release_free_memory
@@ -19,12 +20,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+import deepspeed_ucp
+
 if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import nn
 
-TAG = "global_step1"
+TAG, OWN_TAG = "global_step1", "global_step1_zero3"
+"""Of what FSDP2 saves, and of what a DeepSpeed engine that has loaded it saves."""
+
+OURS = {"universal": True}
 
 
 @dataclass(frozen=True)
@@ -34,15 +40,30 @@ class Shards:
     ranks: int
 
 
+@dataclass(frozen=True)
+class Resume:
+    """An engine that loads one of the two tags."""
+
+    engine: Engine
+    tag: str
+
+    @property
+    def ranks(self) -> int:
+        return self.engine.ranks
+
+
 def _build(world: int, params_m: float) -> tuple[nn.Module, torch.optim.Optimizer]:
     dist.init_process_group("gloo")
     model = build_model(params_m, torch.float32)
     fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return model, torch.optim.AdamW(group_parameters(model), lr=1e-3)
 
 
 def save_body(topology: Shards, params_m: float, folder: Path) -> Body:
-    """Take one step from random weights and save; each rank returns its part of the fingerprint."""
+    """Take one step from random weights and save; each rank returns its part of the fingerprint.
+
+    Then a ZeRO-3 engine on the same ranks saves the same state: it has loaded it, and a load of either has to give it.
+    """
 
     def body(peer: Peer) -> dict[str, Any]:
         model, optimizer = _build(topology.ranks, params_m)
@@ -56,13 +77,26 @@ def save_body(topology: Shards, params_m: float, folder: Path) -> Body:
         weights, states = get_state_dict(model, optimizer)
         checkpoint.save({"model": weights, "optim": states}, checkpoint_id=folder / TAG)
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        return {"fingerprint": list_parts(model, optimizer), "parameters": parameters}
+        saved = {"fingerprint": list_parts(model, optimizer), "parameters": parameters}
+        del model, optimizer, weights, states
+        _save_own(topology.ranks, params_m, folder)
+        return saved
 
     return body
 
 
-def load_body(topology: Shards, params_m: float, folder: Path, tag: str, _with_plugin: bool) -> Body:
+def _save_own(ranks: int, params_m: float, folder: Path) -> None:
+    deepspeed_ucp.install()
+    topology = Engine(ranks, 3, OURS)
+    engine = initialise(topology, build_model(params_m, topology.dtype))
+    engine.load_checkpoint(str(folder), tag=TAG)
+    engine.save_checkpoint(str(folder), tag=OWN_TAG)
+
+
+def load_body(topology: Shards | Resume, params_m: float, folder: Path, tag: str, with_plugin: bool) -> Body:
     """Load into a model and an optimizer that has never taken a step; each rank returns its measurements."""
+    if isinstance(topology, Resume):
+        return engines.load_body(topology.engine, params_m, folder, topology.tag, with_plugin)
 
     def body(peer: Peer) -> dict[str, Any]:
         model, optimizer = _build(topology.ranks, params_m)

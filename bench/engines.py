@@ -99,12 +99,16 @@ def fill_parameters(model: nn.Module) -> None:
 
 def initialise(topology: Engine, model: nn.Module) -> Any:
     """An engine with two param groups, in a launch that has its process group or its environment."""
+    deepspeed.init_distributed("gloo")
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=group_parameters(model), config=topology.config())
+    return engine
+
+
+def group_parameters(model: nn.Module) -> list[dict[str, Any]]:
+    """Two param groups."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    deepspeed.init_distributed("gloo")
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=topology.config())
-    return engine
+    return [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
 
 
 def save_body(topology: Engine, params_m: float, folder: Path) -> Body:

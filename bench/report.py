@@ -60,6 +60,7 @@ class Case:
         storage_limit: bytes from storage over bytes of state that are asked for.
         floor_limit, own_limit: time over the floor's, and over that of DeepSpeed's own load, that are asked for.
         index_limit: the same of what comes before DeepSpeed's own load, over that load.
+        twin, twin_limit: the case that loads the same state from a tag, and the time over its that is asked for.
     """
 
     name: str
@@ -70,6 +71,8 @@ class Case:
     floor_limit: float | None = None
     own_limit: float | None = None
     index_limit: float | None = None
+    twin: str = ""
+    twin_limit: float | None = None
 
     @property
     def is_ours(self) -> bool:
@@ -255,6 +258,10 @@ def make_targets(results: Results, cases: Sequence[Case]) -> list[Target]:
             ratio = results.ratio(case.name, case.floor)
             means = "a load takes {} times as long as reading its bytes once"
             targets.append(Target(f"{name}: time over the floor", ratio, case.floor_limit, means))
+        if case.twin_limit is not None:
+            ratio = results.ratio(case.name, case.twin)
+            means = "a load takes {} times as long as that of the same state from a tag"
+            targets.append(Target(f"{name}: time over that of a tag", ratio, case.twin_limit, means))
         factor, extra = results.storage_factor(case.name), results.extra_mib(case.name)
         targets += [
             Target(
@@ -274,18 +281,19 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def cases_table(results: Results, cases: Sequence[Case]) -> str:
-    has_own = any(case.name == "deepspeed" for case in cases)
+    beside = {case.name: "÷ DeepSpeed's" for case in cases if case.name == "deepspeed"}
+    beside |= {case.twin: "÷ that of a tag" for case in cases if case.twin}
     header = ["load", "seconds, median (min-max)", "processor", "from storage", "× state", "extra memory a rank"]
-    header += ["÷ DeepSpeed's"] * has_own + ["÷ floor", "upstream's ÷ this"]
-    rows = [_row(results, case, has_own) for case in cases if any(m.case == case.name for m in results.measured)]
+    header += [*beside.values(), "÷ floor", "upstream's ÷ this"]
+    rows = [_row(results, case, tuple(beside)) for case in cases if any(m.case == case.name for m in results.measured)]
     return table(header, rows)
 
 
-def _row(results: Results, case: Case, has_own: bool) -> list[str]:
+def _row(results: Results, case: Case, beside: Sequence[str] = ()) -> list[str]:
     measured = results.of(case.name)
-    own = [_ratio(results.ratio(case.name, "deepspeed"))] if has_own else []
+    own = [_ratio(results.ratio(case.name, other)) for other in beside]
     if not measured:
-        return [case.title, "cannot load it", "", "", "", "", *([""] if has_own else []), "", ""]
+        return [case.title, "cannot load it", "", "", "", "", *("" for _ in beside), "", ""]
     seconds = list(results.seconds(case.name).values())
     wrong = " (other values)" if results.faults(case.name) else ""
     return [
@@ -310,7 +318,7 @@ def summarise_loads(results: Results, cases: Sequence[Case], source: str) -> lis
     rows = []
     for case in cases:
         if case.is_ours and results.of(case.name):
-            row = dict(zip(_KEYS, _row(results, case, has_own=False), strict=True))
+            row = dict(zip(_KEYS, _row(results, case), strict=True))
             seconds = f"{median(results.seconds(case.name).values()):.1f}"
             target = case.title.removeprefix("ours, ")
             extra = row["extra"]
@@ -333,6 +341,14 @@ def phases_table(results: Results, cases: Iterable[Case]) -> str:
 def _phase(results: Results, case: Case, phase: str) -> str:
     values = [m.phases[phase] for m in results.of(case.name) if phase in m.phases]
     return f"{median(values):.2f}" if values else ""
+
+
+def put_sections(page: str, sections: Iterable[str]) -> str:
+    """A page with these sections, each in the place of the one with its title, or at the end."""
+    head, *held = f"\n{page}".split("\n## ")
+    found = {text.partition("\n")[0]: text for text in held}
+    found |= {text.partition("\n")[0]: text for text in (each.strip().removeprefix("## ") for each in sections)}
+    return "\n\n## ".join(text.strip() for text in [head, *found.values()])
 
 
 def find_part(page: str, marks: tuple[str, str]) -> str:

@@ -36,6 +36,7 @@ from report import (  # noqa: E402
     find_part,
     make_section,
     put_part,
+    put_sections,
     summarise_loads,
     table,
 )
@@ -93,8 +94,8 @@ def tell_command() -> str:
     return " ".join(["python", *sys.argv])
 
 
-def make_page(found: dict[str, Any]) -> str:
-    """docs/benchmarks.md from the results of all suites that have been measured."""
+def make_page(found: dict[str, Any], before: str = "") -> str:
+    """docs/benchmarks.md from the results of all suites that have been measured; other sections as they were before."""
     suites = [(suite, _restore(found[suite.name])) for suite in SUITES if suite.name in found]
     sections = [make_section(results, suite.cases, suite.title, suite.tell(results)) for suite, results in suites]
     measured = [(offline, restore_runs(found[offline.name])) for offline in OFFLINE if offline.name in found]
@@ -103,6 +104,8 @@ def make_page(found: dict[str, Any]) -> str:
         sections.append(make_scaling_section(found[SCALING]))
     if RESTART in found:
         sections.append(make_restart_section(found[RESTART]))
+    if before:
+        return put_sections(before, sections)
     # Results of an earlier form do not tell what a first load imports.
     newest = max((results for _, results in suites), key=lambda each: each.import_seconds, default=None)
     how = f"{explain(newest)}\n\n" if newest else ""
@@ -164,9 +167,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, help="default 3, with --quick 1")
     parser.add_argument("--only", nargs="+", choices=cases, help="measure these cases only")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep checkpoints there, and use them when they exist")
-    parser.add_argument(
-        "--output", type=Path, help="default docs/benchmarks.md, in bench_out/ while not all is measured"
-    )
+    parser.add_argument("--output", type=Path, help="default docs/benchmarks.md; in bench_out/ with --only or --quick")
     parser.add_argument("--quick", action="store_true", help="a tiny model and one round: does everything run?")
     args = parser.parse_args()
     args.params_m = args.params_m or (4 if args.quick else 300)
@@ -199,12 +200,15 @@ def main() -> None:
             restarts = measure_restarts(folder / RESTART, args.params_m, args.rounds, say)
             found[RESTART] = {**restarts, "command": tell_command()}
         note.write_text(json.dumps(found, indent=1))
-        page = make_page(found)
         is_whole = not args.partial and {*found} == {*ALL}
-        output = args.output or (ROOT / "docs" if is_whole else out) / "benchmarks.md"
+        output = args.output or (out if args.partial else ROOT / "docs") / "benchmarks.md"
         before = output.read_text() if output.exists() else ""
-        for kept in filter(None, (find_part(before, marks) for marks in (AT_SCALE, INTERVALS, SAVES))):
-            page = f"{page.rstrip()}\n\n{kept}\n"
+        kept = [part for part in (find_part(before, marks) for marks in (AT_SCALE, INTERVALS, SAVES)) if part]
+        for part in kept:
+            before = before.replace(part, "")
+        page = make_page(found, "" if is_whole or args.partial else before)
+        for part in kept:
+            page = f"{page.rstrip()}\n\n{part}\n"
         output.write_text(page)
         if is_whole and not args.output:
             update_readme(found)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
 
 from isal import isal_zlib
@@ -17,6 +17,7 @@ from isal import isal_zlib
 from ..atoms import ITEMSIZE, Use
 from ..errors import CheckpointError, UnsupportedError
 from ..io.opened import advise_random, measure, read_ahead, read_at
+from .alike import BEGINNING, ENDING, Alike, Header
 from .dtypes import STORAGE_DTYPES
 from .objects import RESTORE, Global, StorageRef, TensorRef, describe, list_parts
 from .records import LEGACY, FileRecord, FileRecords, Part, check_crc, list_zip, open_file, read_record, starts_zip
@@ -43,7 +44,7 @@ class TorchFile:
         saved_as: the name that it was saved under; None where that is not kept.
         crc: CRC32 of the zip's directory, which holds every record's checksum (legacy: of the pickles).
         protocol: of its pickle.
-        uses, members: what becomes of the classes and functions that its pickle names (:class:`~.unpickle.Pickled`).
+        uses, members: what becomes of the classes and functions that its pickle names, of what it looks up on these.
         records: all of its records.
     """
 
@@ -75,7 +76,7 @@ def read_header(path: str) -> TorchFile:
         return _read_open(path, stream)
 
 
-def read_parts(path: str, parts: Sequence[tuple[int, int]]) -> list[TorchFile]:
+def read_parts(path: str, parts: Sequence[tuple[int, int]]) -> list[Header]:
     """The headers of ``torch.save`` files that lie one behind the other in a file.
 
     Args:
@@ -85,26 +86,28 @@ def read_parts(path: str, parts: Sequence[tuple[int, int]]) -> list[TorchFile]:
     Raises:
         CheckpointError: the file is missing, unreadable, truncated or damaged, or a part ends beyond it.
     """
-    found = []
+    found, alike = [], Alike(path)
     with open_file(path) as stream:
         size = measure(stream)
-        ends = [(start + max(nbytes - _ENDING, 0), min(nbytes, _ENDING)) for start, nbytes in parts]
-        read_ahead(stream, [*((start, min(nbytes, _BEGINNING)) for start, nbytes in parts), *ends])
-        for start, nbytes in parts:
+        ends = [(start + max(nbytes - ENDING, 0), min(nbytes, ENDING)) for start, nbytes in parts]
+        read_ahead(stream, [*((start, min(nbytes, BEGINNING)) for start, nbytes in parts), *ends])
+        for (start, nbytes), (last, rest) in zip(parts, ends, strict=True):
             if start < 0 or nbytes < 1 or start + nbytes > size:
                 raise CheckpointError(
                     f"has {size} bytes, and something is to lie at bytes {start} to {start + nbytes}; it is "
                     f"truncated. {RESTORE}",
                     path=path,
                 )
-            part = _read_open(path, cast(BinaryIO, Part(stream, start, nbytes)))
-            moved = {key: record._replace(offset=record.offset + start) for key, record in part.storages.items()}
-            found.append(replace(part, storages=moved))
+            begin = read_at(stream, min(nbytes, BEGINNING), start)
+            end = begin[-rest:] if nbytes <= BEGINNING else read_at(stream, rest, last)
+            header = alike.find(nbytes, begin, end)
+            if header is None:
+                file = _read_open(path, cast(BinaryIO, Part(stream, start, nbytes)))
+                header = Header(file.tree, file.storages)
+                alike.learn(header, file.records, begin, end)
+            moved = {key: record._replace(offset=record.offset + start) for key, record in header.storages.items()}
+            found.append(Header(header.tree, moved))
     return found
-
-
-_BEGINNING, _ENDING = 2048, 1024
-"""Bytes at a part's begin that hold its pickle, and at its end that hold its directory, as torch writes them."""
 
 
 def _read_open(path: str, stream: BinaryIO) -> TorchFile:
@@ -117,6 +120,7 @@ def _read_open(path: str, stream: BinaryIO) -> TorchFile:
     for ref, place in places.items():
         ref.data = _read_element(ref, path, stream, *place)
     saved_as = None if records.saved_as == ROOT else records.saved_as
+    uses, members = pickled.list_uses()
     return TorchFile(
         path=path,
         size=records.size,
@@ -125,8 +129,8 @@ def _read_open(path: str, stream: BinaryIO) -> TorchFile:
         saved_as=saved_as,
         crc=records.header_crc,
         protocol=pickled.protocol,
-        uses=pickled.uses,
-        members=pickled.members,
+        uses=uses,
+        members=members,
         records=records,
     )
 

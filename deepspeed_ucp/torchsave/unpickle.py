@@ -82,8 +82,8 @@ class Pickled:
         end: position behind it.
         tensors: of it, in the order in which they are made.
         storages: that it refers to, by key.
-        uses: classes and functions that it names, and what becomes of each.
-        members: what it looks up by ``getattr`` of a class or function.
+        list_uses: the classes and functions that it names with what becomes of each, and what it looks up by
+            ``getattr`` of one of them.
     """
 
     root: Any
@@ -91,8 +91,7 @@ class Pickled:
     end: int
     tensors: list[TensorRef]
     storages: dict[str, StorageRef]
-    uses: dict[Global, Use]
-    members: tuple[Use, ...]
+    list_uses: Callable[[], tuple[dict[Global, Use], tuple[Use, ...]]]
 
 
 def read_pickle(data: bytes, path: str, start: int = 0) -> Pickled:
@@ -120,8 +119,7 @@ def read_pickle(data: bytes, path: str, start: int = 0) -> Pickled:
         raise CheckpointError(
             f"its pickle cannot be read ({kind}: {text}); the file is damaged. {RESTORE}", path=path
         ) from None
-    uses, members = machine.list_uses()
-    return Pickled(root, machine.proto, stream.tell(), machine.tensors, machine.storages, uses, members)
+    return Pickled(root, machine.proto, stream.tell(), machine.tensors, machine.storages, machine.list_uses)
 
 
 def check_keys(keys: Iterable[Any], known: dict[int, list[Any]]) -> None:
@@ -183,11 +181,13 @@ class _Machine(pickle._Unpickler):
         Small numbers, texts and the memo's are three quarters of all, and cheaper here than a call each.
         """
         put, get, get_long = pickle.LONG_BINPUT, pickle.BINGET, pickle.LONG_BINGET
-        number, text = pickle.BININT1, pickle.BINUNICODE
+        number, text, memoize = pickle.BININT1, pickle.BINUNICODE, pickle.MEMOIZE
         read, memo, instructions, unpack = self.read, self.memo, _INSTRUCTIONS, struct.Struct("<I").unpack
         for code in iter(partial(read, 1), pickle.STOP):
             if code == put:
                 memo[unpack(read(4))[0]] = self.stack[-1]
+            elif code == memoize:
+                memo[len(memo)] = self.stack[-1]
             elif code == number:
                 self.append(read(1)[0])
             elif code == get:

@@ -200,7 +200,7 @@ def test_globals_are_names(name: str) -> None:
     found = read_pickle(forge(text(module), text(attribute), b"\x93", b"K\x01K\x02\x86R"), "x.pt")
     assert isinstance(found.root, PickledObject)
     assert (found.root.kind, found.root.args) == (name, (1, 2))
-    assert list(found.uses) == [Global(module, attribute)]
+    assert list(found.list_uses()[0]) == [Global(module, attribute)]
 
 
 def test_a_storage_type_is_not_a_storage() -> None:

@@ -22,9 +22,10 @@ from ...comm import Comm
 from ...errors import CheckpointError, UnsupportedError, shorten
 from ...io.memory import pause_collection
 from ...io.store import read_small
+from ...torchsave.alike import Header
 from ...torchsave.objects import Global, PickledObject, TensorRef, describe, is_setting, is_short
 from ...torchsave.records import FileRecord
-from ...torchsave.torchfile import TorchFile, read_parts
+from ...torchsave.torchfile import read_parts
 from ...torchsave.unpickle import read_pickle
 from ..findings import WARNING, Finding
 from ..reading import explain_damage
@@ -143,34 +144,44 @@ def _take_apart(root: Any, path: str, folder: str) -> Metadata:
     told = Metadata()
     for key, item in root.get("state_dict_metadata", {}).items():
         if item.kind.endswith(".TensorStorageMetadata"):
-            properties = item.get("properties")
-            dtype = properties.state[0] if isinstance(properties.state, tuple) else properties.get("dtype")
-            blocks = [(_read_shape(each.get("offsets")), _read_shape(each.get("sizes"))) for each in item.get("chunks")]
-            told.tensors[str(key)] = _name_dtype(dtype), _read_shape(item.get("size")), blocks
+            held = _read_fields(item)
+            properties = held["properties"].state
+            dtype = properties[0] if isinstance(properties, tuple) else properties["dtype"]
+            chunks = map(_read_fields, held["chunks"])
+            blocks = [(_read_shape(each["offsets"]), _read_shape(each["sizes"])) for each in chunks]
+            told.tensors[str(key)] = _name_dtype(dtype), _read_shape(held["size"]), blocks
         elif item.kind.endswith(".BytesStorageMetadata"):
             told.values.append(str(key))
         else:
             raise UnsupportedError(f"{key} is stored as {describe(item)}, which is not read here.", path=path)
     for index, info in (root.get("storage_data") or {}).items():
-        begin = index.get("offset")
-        key = str(index.get("fqn")), None if begin is None else _read_shape(begin)
-        told.places[key] = _read_place(info, path, folder)
+        named = _read_fields(index)
+        begin = named.get("offset")
+        key = str(named["fqn"]), None if begin is None else _read_shape(begin)
+        told.places[key] = _read_place(_read_fields(info), path, folder)
     paths = root.get("planner_data") or {}
     told.paths = {str(key): keys for key, keys in paths.items() if isinstance(keys, tuple)}
     return told
 
 
-def _read_place(info: PickledObject, path: str, folder: str) -> Place:
+def _read_fields(value: Any) -> dict[str, Any]:
+    """The attributes of an object, looked up once."""
+    if not isinstance(value, PickledObject) or not isinstance(fields := value.state, dict):
+        raise ValueError(f"{describe(value)} for an object with attributes")
+    return fields
+
+
+def _read_place(info: Mapping[str, Any], path: str, folder: str) -> Place:
     if info.get("transform_descriptors"):
         raise UnsupportedError(
             "its blocks were transformed when they were written (compressed or encrypted), which is not read here. "
             "Save without transforms.",
             path=path,
         )
-    file = posixpath.normpath(posixpath.join(folder, str(info.get("relative_path"))))
+    file = posixpath.normpath(posixpath.join(folder, str(info["relative_path"])))
     if posixpath.isabs(file) or file.split("/")[0] == "..":
         raise CheckpointError(f"names {file!r}, which lies outside of the folder; it is made to harm.", path=path)
-    offset, nbytes = info.get("offset"), info.get("length")
+    offset, nbytes = info["offset"], info["length"]
     if not (is_short(offset) and is_short(nbytes) and offset >= 0 < nbytes):
         raise CheckpointError(f"tells of {nbytes} bytes at byte {offset}; it is damaged.", path=path)
     return Place(file, offset, nbytes)
@@ -211,7 +222,7 @@ def _read_entries(where: FileTable, name: str, keys: list[tuple[str, Shape | Non
     return where.read(name, read)
 
 
-def _read_entry(part: TorchFile) -> Entry:
+def _read_entry(part: Header) -> Entry:
     tree = part.tree
     if not isinstance(tree, TensorRef):
         return Entry(value=tree) if _is_plain(tree) else Entry(fault=f"holds {describe(tree)}")
