@@ -146,6 +146,21 @@ def test_the_faster_way_to_read_is_the_floor(report: ModuleType) -> None:
     assert (target.value, target.reached) == (1.5, True)
 
 
+def test_sections_take_the_place_of_those_with_their_titles(report: ModuleType) -> None:
+    page = "# Page\n\nHead.\n\n## One\n\nold\n\n## Two\n\nstays\n"
+    put = report.put_sections(page, ["## One\n\nnew\n", "## Three\n\nmore\n"])
+    assert put == "# Page\n\nHead.\n\n## One\n\nnew\n\n## Two\n\nstays\n\n## Three\n\nmore"
+
+
+def test_a_load_is_held_against_that_of_the_same_state_from_a_tag(report: ModuleType) -> None:
+    measured = [report.Measured(name, 0, seconds, 1, 1) for name, seconds in (("ours-tag", 2.0), ("ours-fsdp", 2.5))]
+    cases = [report.Case("ours-tag", "tag"), report.Case("ours-fsdp", "fsdp", twin="ours-tag", twin_limit=1.15)]
+    results = report.Results(tuple(measured), 1, 1, None, 0, "")
+    (target,) = [target for target in report.make_targets(results, cases) if "of a tag" in target.text]
+    assert (target.value, target.reached) == (1.25, False)
+    assert "÷ that of a tag" in report.cases_table(results, cases)
+
+
 def test_a_load_of_other_values_is_timed_in_every_round(report: ModuleType) -> None:
     """Unlike one that came to nothing."""
     faults = {"upstream-dp2": (2.0, "loads other values"), "upstream-z3": (0.0, "fails")}

@@ -140,6 +140,19 @@ def read_ahead(stream: BinaryIO, ranges: Iterable[tuple[int, int]]) -> None:
         fetch(ranges)
 
 
+def advise_needed(stream: BinaryIO, ranges: Iterable[tuple[int, int]]) -> None:
+    """As :func:`read_ahead`; of a local file the system is told, which waits for many disk reads at once.
+
+    Raises:
+        OSError: they cannot be read.
+    """
+    if is_remote(stream):
+        read_ahead(stream, ranges)
+        return
+    for offset, nbytes in ranges:
+        os.posix_fadvise(stream.fileno(), offset, nbytes, os.POSIX_FADV_WILLNEED)
+
+
 def advise_random(stream: BinaryIO) -> None:
     """Say that small pieces far apart will be read of a file that ``store.open_regular`` has opened."""
     if not is_remote(stream):

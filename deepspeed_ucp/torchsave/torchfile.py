@@ -16,7 +16,7 @@ from isal import isal_zlib
 
 from ..atoms import ITEMSIZE, Use
 from ..errors import CheckpointError, UnsupportedError
-from ..io.opened import advise_random, measure, read_ahead, read_at
+from ..io.opened import advise_needed, advise_random, measure, read_ahead, read_at
 from .alike import BEGINNING, ENDING, Alike, Header
 from .dtypes import STORAGE_DTYPES
 from .objects import RESTORE, Global, StorageRef, TensorRef, describe, list_parts
@@ -89,15 +89,16 @@ def read_parts(path: str, parts: Sequence[tuple[int, int]]) -> list[Header]:
     found, alike = [], Alike(path)
     with open_file(path) as stream:
         size = measure(stream)
-        ends = [(start + max(nbytes - ENDING, 0), min(nbytes, ENDING)) for start, nbytes in parts]
-        read_ahead(stream, [*((start, min(nbytes, BEGINNING)) for start, nbytes in parts), *ends])
-        for (start, nbytes), (last, rest) in zip(parts, ends, strict=True):
+        for start, nbytes in parts:
             if start < 0 or nbytes < 1 or start + nbytes > size:
                 raise CheckpointError(
                     f"has {size} bytes, and something is to lie at bytes {start} to {start + nbytes}; it is "
                     f"truncated. {RESTORE}",
                     path=path,
                 )
+        ends = [(start + max(nbytes - ENDING, 0), min(nbytes, ENDING)) for start, nbytes in parts]
+        advise_needed(stream, [*((start, min(nbytes, BEGINNING)) for start, nbytes in parts), *ends])
+        for (start, nbytes), (last, rest) in zip(parts, ends, strict=True):
             begin = read_at(stream, min(nbytes, BEGINNING), start)
             end = begin[-rest:] if nbytes <= BEGINNING else read_at(stream, rest, last)
             header = alike.find(nbytes, begin, end)

@@ -424,7 +424,7 @@ def _is_steered(op: bytes, made: PickledObject) -> bool:
     before, fills = made.edits[-1][0] if made.edits else b"", op in (pickle.APPENDS, pickle.ADDITEMS)
     if before == pickle.BUILD or (fills and before == pickle.SETITEMS):
         return True
-    given = made.kind in _WITH_ATTRIBUTES and (made.args or made.op == pickle.NEWOBJ_EX)
+    given = (made.args or made.op == pickle.NEWOBJ_EX) and made.kind in _WITH_ATTRIBUTES
     filled = made.edits if op == pickle.BUILD else ()
     keys = (key for kind, operands in filled if kind == pickle.SETITEMS for key in operands[::2])
     return bool(given) or any(
