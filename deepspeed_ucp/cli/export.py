@@ -47,15 +47,17 @@ def add_parser(commands: Commands) -> None:
         "export",
         help="write weights as safetensors, or all state for torch.distributed.checkpoint",
         description="Write a checkpoint's consolidated weights as Hugging Face loads them (safetensors), or weights "
-        "and optimizer state for torch.distributed.checkpoint (dcp), which FSDP2 and torchtitan load. Weights come "
-        "from the fp32 masters, straight from the files of all ranks, with bounded memory; every byte is held against "
-        "the checksum that training wrote. OUT is a new folder; it appears when it is complete.",
+        "and optimizer state for torch.distributed.checkpoint (dcp), which FSDP2, Accelerate, the Trainer and "
+        "torchtitan load. Weights come from the fp32 masters, straight from the files of all ranks, with bounded "
+        "memory; every byte is held against the checksum that training wrote. OUT is a new folder; it appears when it "
+        "is complete.",
         examples=r"""
             ds_ucp export checkpoints/ weights/ --dtype bf16
             ds_ucp export checkpoints/global_step1000 weights/ --like my-model/ --max-shard-size 2GB
             ds_ucp export checkpoints/ weights/ --patterns hf-moe
             ds_ucp export checkpoints/ weights/ --rename '(?P<n>\d+)\.(?P<rest>.*)=h.{n-2}.{rest}'
-            ds_ucp export checkpoints/ step-1000/ --to dcp --torchtitan
+            ds_ucp export checkpoints/ step-1000/ --to dcp --layout torchtitan
+            ds_ucp export out/checkpoint-300/ fsdp/checkpoint-300/ --to dcp --layout accelerate
             mpirun -np 8 --map-by ppr:1:node ds_ucp export checkpoints/ weights/
         """,
     )
@@ -97,10 +99,12 @@ def add_parser(commands: Commands) -> None:
     text = "leave out what the saved run did not train, buffers aside, as zero_to_fp32.py does by this name"
     parser.add_argument("--exclude-frozen-parameters", action="store_true", help=text)
     parser.add_argument("--weights-only", action="store_true", help="dcp: leave the optimizer out")
-    text = "dcp: the optimizer as StateDictOptions(flatten_optimizer_state_dict=True) has it"
-    parser.add_argument("--flatten-optimizer", action="store_true", help=text)
-    text = "dcp: torchtitan's keys: weights on top, a flattened `optimizer`"
-    parser.add_argument("--torchtitan", action="store_true", help=text)
+    text = (
+        "dcp: the keys, as get_state_dict has them (torch), with flatten_optimizer_state_dict (flattened), "
+        "torchtitan's, or Accelerate's folders, which the Trainer has too, with their files beside the checkpoint "
+        "(default: torch)"
+    )
+    parser.add_argument("--layout", choices=("torch", "flattened", "torchtitan", "accelerate"), help=text)
     add_work_options(parser, 256)
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export at OUT")
 
@@ -122,7 +126,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    of_others = {"hf": ["weights_only", "flatten_optimizer", "torchtitan"], "dcp": ["like", "adapter", "merge"]}
+    of_others = {"hf": ["weights_only", "layout"], "dcp": ["like", "adapter", "merge"]}
     if options.adapter and options.merge:
         raise ConfigError("--adapter writes an adapter alone, --merge writes the model without it: choose one.")
     if not (options.adapter or options.merge) and (options.adapter_name or options.adapter_config):
@@ -149,7 +153,7 @@ def _export(options: argparse.Namespace, index: AtomicIndex, comm: Comm) -> Outp
         return export_safetensors(index, options.out, comm, how, rules=rules, max_shard=size, like=like)
     from ..export.dcp import export_dcp
 
-    layout = "torchtitan" if options.torchtitan else "flattened" if options.flatten_optimizer else "torch"
+    layout = options.layout or "torch"
     return export_dcp(index, options.out, comm, how, rules=rules, weights_only=options.weights_only, layout=layout)
 
 

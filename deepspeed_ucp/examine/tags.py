@@ -13,7 +13,7 @@ from ..errors import CheckpointError, OutOfReachError, UcpError
 from ..io.paths import Entry
 from ..io.store import list_tree
 from ..sources.files import scan_if_there
-from ..sources.foreign.names import is_foreign
+from ..sources.foreign.names import TRAINER_STATE, is_foreign
 from ..sources.latest import LOST, find_checkpoint, find_tags, is_checkpoint
 from ..sources.naming import Naming
 from ..sources.older import Age, find_age
@@ -22,7 +22,6 @@ from ..wrappers import STATELESS
 
 logger = logging.getLogger("deepspeed_ucp")
 
-TRAINER_STATE = "trainer_state.json"
 """What Hugging Face's Trainer writes last into its ``checkpoint-N``, beside the engine's tag and `latest`."""
 
 _TRAINERS = re.compile(r"checkpoint-\d+")

@@ -49,15 +49,16 @@ class Planner(DefaultSavePlanner):
         index: the source.
         found: what the placeholders in the state dict stand for.
         most: bytes of a chunk at most, as far as one row is not larger.
+        checks, repeated: take the CRC32s of what is read, and of what is read again for a tied name.
     """
 
-    def __init__(self, index: AtomicIndex, found: Placeholders, most: int) -> None:
+    def __init__(self, index: AtomicIndex, found: Placeholders, most: int, checks: Checks, repeated: Checks) -> None:
         super().__init__()
         self.found, self.most = found, most
         self.reader = AtomReader(index)
         self.progress: Callable[[int], None] = lambda nbytes: None
         self.chunks: dict[MetadataIndex, Chunk] = {}
-        self.checks, self.repeated = Checks(), Checks()
+        self.checks, self.repeated = checks, repeated
         self._own = threading.local()
 
     def create_local_plan(self) -> SavePlan:

@@ -1,4 +1,4 @@
-"""Writes weights and optimizer state for torch.distributed.checkpoint, which FSDP2 and torchtitan load.
+"""Writes weights and optimizer state for torch.distributed.checkpoint, which FSDP, Accelerate and torchtitan load.
 
 Torch's own ``FileSystemWriter`` writes the files and the metadata; a planner of ours hands it chunks of rows that are
 read only when they are written, so that memory stays bounded. No process group: every worker is a rank to torch.
@@ -6,6 +6,8 @@ read only when they are written, so that memory stays bounded. No process group:
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,17 +18,23 @@ from ..atoms import AtomicIndex
 from ..comm import Comm
 from ..errors import ConfigError, UnsupportedError, advise
 from ..io.disk import explain_full
-from ..io.paths import normalize
+from ..io.paths import join_path, normalize
+from ..io.store import read_small
 from ..io.threads import run_threads
 from ..patterns import RuleSet
 from ..plan.conversion import ALIGNMENT
 from ..plan.settling import describe_irregular
+from ..sources.files import scan_if_there
+from ..sources.foreign.names import TRAINER_STATE, TRAINERS
+from ..stream.checks import Checks
 from ..stream.recovery import read_with_failover
 from ..stream.report import OutputReport
 from .chunks import Planner, Writer, deal
 from .output import Export, stage_export
-from .statedict import LAYOUTS, Placeholders, make_tree
+from .statedict import LAYOUTS, Placeholders, Trees, make_trees
 from .tensors import WEIGHTS, ExportOptions, Selection, select_tensors
+
+logger = logging.getLogger("deepspeed_ucp")
 
 ITEM_OVERHEAD = 2048
 """Bytes that torch writes around a tensor, and a little."""
@@ -57,20 +65,23 @@ def export_dcp(
     """
     comm, options = comm or Comm(), options or ExportOptions()
 
-    def plan(left: AtomicIndex) -> tuple[Selection, dict[str, Any], Placeholders]:
+    def plan(left: AtomicIndex) -> tuple[Selection, Trees, Placeholders]:
         _check_arguments(left, weights_only, layout)
         states = WEIGHTS.__contains__ if weights_only else lambda _: True
         selection = select_tensors(left, rules, options, tied="copy", states=states)
-        return selection, *make_tree(selection, weights_only=weights_only, layout=layout)
+        return selection, *make_trees(selection, weights_only=weights_only, layout=layout)
 
     def attempt(left: AtomicIndex) -> OutputReport:
-        selection, tree, found = comm.run(lambda: plan(left))
+        selection, trees, found = comm.run(lambda: plan(left))
         nbytes = sum(tensor.nbytes + ITEM_OVERHEAD for tensor, _ in found.values())
         with stage_export("dcp", destination, selection, options, comm, tensors=len(found), nbytes=nbytes) as export:
-            planner = Planner(selection.index, found, max(options.divide(export.report.source)[1] // 2, ALIGNMENT))
-            _write(export, planner, tree)
-            read = [tensor for tensor, again in found.values() if not again]
-            export.verify(read, planner.checks, planner.repeated.nbytes)
+            most = max(options.divide(export.report.source)[1] // 2, ALIGNMENT)
+            checks, repeated = Checks(), Checks()
+            for folder, tree in trees.items():
+                _write(export, folder, tree, Planner(selection.index, found, most, checks, repeated))
+            if layout == "accelerate":
+                comm.once(lambda: _copy_beside(export))
+            export.verify([tensor for tensor, again in found.values() if not again], checks, repeated.nbytes)
         return export.report
 
     return read_with_failover(index, attempt, comm)
@@ -83,14 +94,19 @@ def _check_arguments(index: AtomicIndex, weights_only: bool, layout: str) -> Non
         raise UnsupportedError(f"{text} The weights alone can be exported (--weights-only).")
 
 
-def _write(export: Export, planner: Planner, tree: dict[str, Any]) -> None:
-    """Plan, read and write this node's chunks; collective."""
+def _write(export: Export, folder: str, tree: dict[str, Any], planner: Planner) -> None:
+    """Plan, read and write this node's chunks of one state dict; collective.
+
+    Args:
+        folder: of the export's, which takes it; empty for the export itself.
+    """
     comm, report = export.comm, export.report
     report.workers = export.options.divide(export.report.source)[0]
-    writer = Writer(export.folder, thread_count=1, per_thread_copy_ahead=0, sync_files=False)
-    writer.destination = normalize(report.destination)
+    writer = Writer(os.path.join(export.folder, folder), thread_count=1, per_thread_copy_ahead=0, sync_files=False)
+    writer.destination = join_path(normalize(report.destination), folder).rstrip("/")
 
     def plan() -> tuple[list[SavePlan], Any]:
+        os.makedirs(writer.path, exist_ok=True)
         planner.set_up_planner(tree, is_coordinator=True)
         writer.set_up_storage_writer(True)
         shares = deal(planner, planner.create_local_plan(), comm.size * report.workers)
@@ -117,3 +133,21 @@ def _write(export: Export, planner: Planner, tree: dict[str, Any]) -> None:
     mine, metadata = comm.run(plan)
     written = comm.each(write_share)
     comm.once(lambda: writer.finish(metadata, written))
+
+
+def _copy_beside(export: Export) -> None:
+    """Copy what Accelerate or the Trainer keeps beside an engine's tag, and tell what they will miss."""
+    report, step = export.report, export.index.run.counters.get("global_steps", 0)
+    source = os.path.dirname(report.source)
+    taken = [name for name in sorted(scan_if_there(source)) if TRAINERS.fullmatch(name)]
+    for name in taken:
+        with explain_full(export.folder), open(os.path.join(export.folder, name), "xb") as stream:
+            stream.write(read_small(join_path(source, name)))
+    is_trainers = TRAINER_STATE in taken
+    wanted = ("scheduler.pt", "rng_state") if is_trainers else ("scheduler.bin", "random_states")
+    lacking = [name for name in wanted if not any(each.startswith(name) for each in taken)]
+    if wanted[0] in lacking:
+        alone = f"load_state takes no prepared scheduler: prepare it afterwards, at step {step}"
+        lacking[0] += f" (without it {'the Trainer leaves the optimizer out' if is_trainers else alone})"
+    if lacking:
+        logger.warning("%s: not beside the checkpoint, so not here: %s", report.destination, ", ".join(lacking))

@@ -14,8 +14,9 @@ from ..comm import Comm
 from ..errors import UnsupportedError, shorten
 from ..io.disk import check_space
 from ..io.staging import OutputKind, Staging
-from ..io.store import is_folder, list_folder
+from ..io.store import is_folder, list_folder, list_tree
 from ..io.upload import open_staging
+from ..sources.foreign.names import MODEL_FOLDER, OPTIMIZER_FOLDER, TRAINERS
 from ..stream.checks import Checks
 from ..stream.duplicates import check_samples, find_parted
 from ..stream.report import OutputReport
@@ -25,7 +26,7 @@ logger = logging.getLogger("deepspeed_ucp")
 
 _EXPORTED = re.compile(
     r"model(-\d{5,}-of-\d{5,})?\.safetensors|model\.safetensors\.index\.json|\.metadata|__\d+_\d+\.distcp"
-    r"|adapter_model\.safetensors"
+    rf"|adapter_model\.safetensors|{MODEL_FOLDER}|{OPTIMIZER_FOLDER}"
 )
 
 BESIDE = re.compile(
@@ -39,10 +40,13 @@ EXPORT = OutputKind(
     name="an export",
     maker="export",
     is_one=lambda folder: is_folder(folder) and any(map(_EXPORTED.fullmatch, list_folder(folder))),
-    parts=_EXPORTED,
+    parts=re.compile(f"{_EXPORTED.pattern}|{TRAINERS.pattern}"),
     resumable=False,
     kept=BESIDE,
-    last=("adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json", ".metadata"),
+    last=(
+        *("adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json", ".metadata"),
+        *(f"{OPTIMIZER_FOLDER}/.metadata", f"{MODEL_FOLDER}/.metadata"),
+    ),
 )
 
 
@@ -107,7 +111,7 @@ def stage_export(
         comm.once(lambda: _begin(staging, nbytes, options.overwrite, stack))
         yield Export(index, comm, options, staging.folder, report)
         report.files = comm.once(
-            lambda: {name: os.stat(staging.path(name)).st_size for name in sorted(os.listdir(staging.folder))}
+            lambda: {name: entry.size for name, entry in sorted(list_tree(staging.folder).items())}
         )
         comm.run(staging.sync)
         comm.once(lambda: staging.commit(overwrite=options.overwrite))

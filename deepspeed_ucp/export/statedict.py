@@ -8,17 +8,22 @@ from typing import Any
 import torch
 
 from ..atoms import AtomicIndex, ParamKey
+from ..sources.foreign.names import MODEL_FOLDER, OPTIMIZER_FOLDER
 from .tensors import Selection, Tensor
 
-LAYOUTS = ("torch", "flattened", "torchtitan")
-"""Keys: {"model", "optim"} as get_state_dict names them; the same with a flattened optimizer; torchtitan's own."""
+LAYOUTS = ("torch", "flattened", "torchtitan", "accelerate")
+"""Keys: {"model", "optim"} as get_state_dict names them; the same with a flattened optimizer; torchtitan's own;
+Accelerate's, a folder each for model and optimizer, which Hugging Face's Trainer has too."""
+
+Trees = dict[str, dict[str, Any]]
+"""State dicts by the folder that takes each; an empty name is the export's own."""
 
 Placeholders = dict[int, tuple[Tensor, bool]]
 """What the placeholders in a state dict stand for, by their ``id``, and whether that is under a tied name."""
 
 
-def make_tree(selection: Selection, *, weights_only: bool, layout: str) -> tuple[dict[str, Any], Placeholders]:
-    """The state dict, with a placeholder for each tensor, and what the placeholders stand for."""
+def make_trees(selection: Selection, *, weights_only: bool, layout: str) -> tuple[Trees, Placeholders]:
+    """The state dicts, with a placeholder for each tensor, and what the placeholders stand for."""
     found: Placeholders = {}
 
     def stand_in(tensor: Tensor, name: str = "") -> torch.Tensor:
@@ -27,14 +32,14 @@ def make_tree(selection: Selection, *, weights_only: bool, layout: str) -> tuple
         return placeholder
 
     model = {name: stand_in(tensor, name) for name, tensor in selection.by_name.items()}
-    if weights_only:
-        return (model if layout == "torchtitan" else {"model": model}), found
-    optimizer = _make_optimizer(selection.index, selection, stand_in)
-    if layout != "torch":
+    optimizer = {} if weights_only else _make_optimizer(selection.index, selection, stand_in)
+    if optimizer and layout in ("flattened", "torchtitan"):
         optimizer = flatten_optimizer(optimizer)
-    return (
-        {**model, "optimizer": optimizer} if layout == "torchtitan" else {"model": model, "optim": optimizer}
-    ), found
+    if layout == "accelerate":
+        trees = {MODEL_FOLDER: {"model": model}, OPTIMIZER_FOLDER: {"optimizer": optimizer}}
+        return {folder: tree for folder, tree in trees.items() if optimizer or folder == MODEL_FOLDER}, found
+    weights, name = (model, "optimizer") if layout == "torchtitan" else ({"model": model}, "optim")
+    return {"": {**weights, name: optimizer} if optimizer else weights}, found
 
 
 def _make_optimizer(

@@ -63,8 +63,11 @@ def test_every_option_for_weights(checkpoint: Path, tmp_path: Path, capsys: pyte
     ("options", "keys"),
     [
         ([], {"model.net.a", "optim.state.net.a.exp_avg", "optim.param_groups.0.lr"}),
-        (["--flatten-optimizer"], {"model.head", "optim.state.net.a.step", "optim.param_groups.net.b.lr"}),
-        (["--torchtitan"], {"net.a", "head", "optimizer.state.net.a.exp_avg", "optimizer.param_groups.net.b.lr"}),
+        (["--layout", "flattened"], {"model.head", "optim.state.net.a.step", "optim.param_groups.net.b.lr"}),
+        (
+            ["--layout", "torchtitan"],
+            {"net.a", "head", "optimizer.state.net.a.exp_avg", "optimizer.param_groups.net.b.lr"},
+        ),
         (["--weights-only", "--tied", "drop"], {"model.net.a", "model.net.b"}),
     ],
     ids=["torch", "flattened", "torchtitan", "weights"],
@@ -76,6 +79,24 @@ def test_dcp(checkpoint: Path, tmp_path: Path, options: list[str], keys: set[str
     found = set(FileSystemReader(tmp_path / "out").read_metadata().state_dict_metadata)
     assert keys <= found
     assert "--weights-only" not in options or keys == found
+
+
+def test_accelerates_folders(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With what lies beside the tag; what does not is told, and nothing of an export before is left."""
+    out, options = tmp_path / "out", ["--to", "dcp", "--layout", "accelerate", "--overwrite"]
+    assert export(checkpoint, out, *options) == 0
+    told = capsys.readouterr().err
+    assert "scheduler.bin (without it load_state takes no prepared scheduler: prepare it afterwards, at step " in told
+    for name in ("trainer_state.json", "rng_state_0.pth", "training.log"):
+        (checkpoint / name).write_text(name)
+    assert export(checkpoint, out, *options, "--weights-only") == 0
+    assert "scheduler.pt (without it the Trainer leaves the optimizer out)" in capsys.readouterr().err
+    assert {path.name for path in out.iterdir()} == {"pytorch_model_fsdp_0", "trainer_state.json", "rng_state_0.pth"}
+    (checkpoint / "scheduler.pt").write_text("s")
+    assert export(checkpoint, out, *options) == 0
+    assert capsys.readouterr().err == ""
+    assert (out / "scheduler.pt").read_text() == "s"
+    assert {path.name for path in (out / "optimizer_0").iterdir()} >= {".metadata", "__0_0.distcp"}
 
 
 def test_what_is_told_of_a_foreign_checkpoint(
@@ -144,7 +165,7 @@ def test_masters_of_stage_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--torchtitan"], "--to hf has no --torchtitan"),
+        (["--layout", "torchtitan"], "--to hf has no --layout"),
         (["--to", "dcp", "--like", "."], "--to dcp has no --like"),
         (["--adapter", "--merge"], "choose one"),
         (["--adapter-name", "x"], "are of --adapter or --merge"),

@@ -44,13 +44,17 @@ def save(folder: str, steps: int, *, flatten: bool = False, tp: int = 1) -> list
 
 def start(stage: int, *, precision: str = "", seed: int = 1, clip: float = 0.0, **universal: Any) -> Any:
     """An engine of the same model with other weights."""
-    model, optimizer = fsdp_run.build(seed=seed)
+    return make_engine(*fsdp_run.build(seed=seed), stage, precision=precision, clip=clip, **universal)
+
+
+def make_engine(model: Any, optimizer: Any, stage: int, *, precision: str = "", clip: float = 0.0, **more: Any) -> Any:
+    """An engine; ``more``: options of the plugin."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": stage},
         "gradient_clipping": clip,  # 1.0 by default, which FSDP does not do
         "zero_allow_untested_optimizer": True,
-        "checkpoint": {"universal": universal or True},
+        "checkpoint": {"universal": more or True},
     }
     if precision:
         config[precision] = {"enabled": True}
@@ -58,13 +62,22 @@ def start(stage: int, *, precision: str = "", seed: int = 1, clip: float = 0.0, 
     return engine
 
 
-class _Lines(logging.Handler):
+class Lines(logging.Handler):
+    """What the plugin logs while it is entered."""
+
     def __init__(self) -> None:
         super().__init__(logging.INFO)
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())
+
+    def __enter__(self) -> Lines:
+        logging.getLogger("deepspeed_ucp").addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("deepspeed_ucp").removeHandler(self)
 
 
 def go_on(
@@ -73,10 +86,9 @@ def go_on(
     """Load into engines of some stages, look, and train; of each what it held, its losses, what was logged."""
     found = []
     for stage in stages:
-        engine, heard = start(stage, **options), _Lines()
-        logging.getLogger("deepspeed_ucp").addHandler(heard)
-        loaded = engine.load_checkpoint(folder)
-        logging.getLogger("deepspeed_ucp").removeHandler(heard)
+        engine, heard = start(stage, **options), Lines()
+        with heard:
+            loaded = engine.load_checkpoint(folder)
         state = capture(engine)
         losses = _train(engine, steps)
         found.append((state, losses, heard.lines, loaded))
@@ -102,7 +114,7 @@ def load_adapter(folder: str, stages: tuple[int, ...]) -> list[tuple[dict[str, t
 
     found = []
     for stage in stages:
-        model, heard = make_peft(**LORAS["saved"]), _Lines()
+        model, heard = make_peft(**LORAS["saved"]), Lines()
         trained = [param for param in model.parameters() if param.requires_grad]
         for param in trained:
             param.data.zero_()
@@ -113,9 +125,8 @@ def load_adapter(folder: str, stages: tuple[int, ...]) -> list[tuple[dict[str, t
             "checkpoint": {"universal": True},
         }
         engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=config)
-        logging.getLogger("deepspeed_ucp").addHandler(heard)
-        engine.load_checkpoint(folder)
-        logging.getLogger("deepspeed_ucp").removeHandler(heard)
+        with heard:
+            engine.load_checkpoint(folder)
         found.append(({name: each.value for name, each in capture(engine).parameters.items()}, heard.lines))
         engine.destroy()
     return found

@@ -30,6 +30,7 @@ from deepspeed_ucp.export.dcp import export_dcp
 from deepspeed_ucp.export.statedict import LAYOUTS
 from deepspeed_ucp.export.tensors import ExportOptions
 from deepspeed_ucp.sources import open_checkpoint
+from deepspeed_ucp.sources.foreign.names import OPTIMIZER_FOLDER
 from tests.export import fsdp_run
 from tests.export.test_safetensors import MODEL, TOPOLOGIES, check_same, measure_peak, open_model
 from tests.stream.test_full_tensors import flip_bit, open_held, rules_of
@@ -215,8 +216,9 @@ def test_a_scheduler_made_before_the_load_finds_its_rate(tmp_path: Path, layout:
     folder = save_trained(tmp_path, Topology(1, 2), scheduled=scheduled, layout=layout)
     model, optimizer = fsdp_run.build(seed=1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    form = StateDictOptions(flatten_optimizer_state_dict=layout != "torch")
-    key = "optimizer" if layout == "torchtitan" else "optim"
+    form = StateDictOptions(flatten_optimizer_state_dict=layout in ("flattened", "torchtitan"))
+    folder = folder / OPTIMIZER_FOLDER if layout == "accelerate" else folder
+    key = "optim" if layout in ("torch", "flattened") else "optimizer"
     tree = {key: get_optimizer_state_dict(model, optimizer, options=form)}
     dcp.load(tree, checkpoint_id=folder, no_dist=True)
     set_optimizer_state_dict(model, optimizer, tree[key], options=form)

@@ -323,6 +323,22 @@ def test_ties_of_a_state_dict(tmp_path: Path) -> None:
     check_same({"it": read_whole(index, index.stored.atoms["embed", MODULE, 0])}, {"it": weight})
 
 
+def test_an_optimizer_beside_whole_weights(tmp_path: Path, trained: Any) -> None:
+    """By name as under FSDP; by number its states are refused, the weights are not."""
+    weights, states = get_state_dict(*trained)
+    torch.save(weights, tmp_path / "pytorch_model_fsdp.bin")
+    save_file(weights, tmp_path / "model.safetensors")
+    torch.save(states, tmp_path / "optimizer.bin")
+    check_index(open_it(tmp_path), trained)
+    assert verify_checkpoint(str(tmp_path)).whole
+    torch.save(trained[1].state_dict(), tmp_path / "optimizer.bin")
+    index = open_it(tmp_path)
+    assert "numbers, not names" in index.limits.stateless and not index.is_weights_alone
+    torch.save([1], tmp_path / "optimizer.bin")
+    with pytest.raises(UnsupportedError, match="not an optimizer's"):
+        open_it(tmp_path)
+
+
 def test_what_is_no_state_dict_is_refused(tmp_path: Path) -> None:
     torch.save({"a": torch.zeros(2), "b": object()}, tmp_path / "model.pt")
     with pytest.raises(UnsupportedError, match="no state dict"):

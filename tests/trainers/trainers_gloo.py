@@ -15,8 +15,10 @@ import torch
 
 
 @contextmanager
-def choose_gloo() -> Iterator[None]:
-    """Accelerate leaves DeepSpeed out where it finds no accelerator (accelerate/state.py, ``_prepare_backend``)."""
+def choose_gloo(kind: str = "MULTI_CPU") -> Iterator[None]:
+    """Accelerate leaves DeepSpeed out where it finds no accelerator (accelerate/state.py, ``_prepare_backend``), and
+    FSDP where the ranks' ``kind`` is not MULTI_GPU.
+    """
     from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
 
     def set_device(self: Any) -> None:
@@ -24,7 +26,7 @@ def choose_gloo() -> Iterator[None]:
 
     with (
         mock.patch.dict(os.environ, OMP_NUM_THREADS="1"),
-        mock.patch.object(PartialState, "_prepare_backend", return_value=("gloo", DistributedType.MULTI_CPU)),
+        mock.patch.object(PartialState, "_prepare_backend", return_value=("gloo", DistributedType[kind])),
         mock.patch.object(PartialState, "set_device", set_device),
     ):
         AcceleratorState._reset_state(reset_partial_state=True)

@@ -11,11 +11,13 @@ from ...comm import Comm
 from ...errors import shorten
 from ...io.paths import join_path
 from ...io.store import read_small
+from ..files import scan_if_there
 from ..findings import WARNING, Finding
 from ..reading import explain_damage
 from ..table import FileTable
 from . import adapter, dcp, names, safetensors, statedict
 from .contents import Contents, make_index
+from .states import add_states
 
 _MOST_BYTES = 1 << 24
 """Of a configuration."""
@@ -52,10 +54,23 @@ def survey_foreign(where: FileTable, comm: Comm, kind: str) -> tuple[AtomicIndex
     taken = names.pick_model(kind, [name for name in where.entries if names.holds(kind, name)])
     chosen = where.choose(taken.__contains__)
     contents, findings = READERS[kind](chosen, comm)
-    index = comm.alike(lambda: make_index(contents, chosen))
+    if names.OPTIMIZER in where.entries and kind in (names.SAFETENSORS, names.STATE_DICT):
+        contents = add_states(contents, where, comm)
+    index = comm.alike(lambda: make_index(contents, where))
     if kind != names.DCP:
         findings += [*_find_passed_over(where, kind, contents), *_find_packed(where, kind, comm)]
+    findings += comm.once(lambda: [*_find_beside(where)])
     return index, findings
+
+
+def _find_beside(where: FileTable) -> Iterator[Finding]:
+    """What trainers keep beside model and optimizer, which DeepSpeed's engine has no place for."""
+    held = scan_if_there(where.folder)
+    left = sorted(filter(names.TRAINERS.fullmatch, held))
+    left += [f"{names.META} (schedulers, loops)"] if names.META in held else []
+    if left:
+        text = f"{where.folder}: not loaded, since it is neither model nor optimizer: {shorten(left, 8)}."
+        yield Finding("unsaved", left[0], text, WARNING)
 
 
 def _find_passed_over(where: FileTable, kind: str, contents: Contents) -> Iterator[Finding]:

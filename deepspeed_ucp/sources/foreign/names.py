@@ -12,8 +12,26 @@ STATE_DICT, ADAPTER = "state dict", "PEFT adapter"
 PARTS = ("pytorch_model_fsdp_", "optimizer_")
 """What the names of Accelerate's folders begin with, of which one has the model and one the optimizer."""
 
+MODEL_FOLDER, OPTIMIZER_FOLDER = (f"{part}0" for part in PARTS)
+"""Those of its first model (accelerate/utils/fsdp_utils.py, ``save_fsdp_model``)."""
+
 CONFIG = "config.json"
 """Of a model of transformers."""
+
+WHOLE, OPTIMIZER = "pytorch_model_fsdp.bin", "optimizer.bin"
+"""Accelerate's with FULL_STATE_DICT, of which the second may lie beside other weights too."""
+
+TRAINERS = re.compile(
+    r"scheduler(_\d+)?\.bin|scheduler\.pt|(sampler|dl_state_dict)(_\d+)?\.bin|random_states_\d+\.pkl"
+    r"|rng_state(_\d+)?\.pth|custom_checkpoint_\d+\.pkl|scaler\.pt|trainer_state\.json|training_args\.bin"
+)
+"""What Accelerate and Hugging Face's Trainer keep beside model and optimizer."""
+
+TRAINER_STATE = "trainer_state.json"
+"""Which the Trainer writes last."""
+
+META = "meta.pt"
+"""What Lightning keeps beside them."""
 
 _FILES = {
     DCP: r"(?:[^/]+/)?(?:[^/]+\.distcp|(?:__\d+)?\.metadata)",
@@ -33,7 +51,7 @@ _HEADS = {
 
 _FIRST = {
     SAFETENSORS: ("model.safetensors", "model.safetensors.index.json"),
-    STATE_DICT: ("pytorch_model.bin", "pytorch_model.bin.index.json"),
+    STATE_DICT: (WHOLE, "pytorch_model.bin", "pytorch_model.bin.index.json"),
     ADAPTER: ("adapter_model.safetensors",),
 }
 """Which of several models in a folder transformers and PEFT take, the first that is there."""
@@ -42,6 +60,8 @@ _FIRST = {
 def find_format(names: Iterable[str]) -> str | None:
     """Of which format a folder with these files is; None of none."""
     names = list(names)
+    if WHOLE in names:  # the Trainer writes the same weights as safetensors too, without checksums
+        return STATE_DICT
     return next((kind for kind in _FILES if any(holds(kind, name, heads=True) for name in names)), None)
 
 
@@ -62,9 +82,9 @@ def pick_model(kind: str, names: Iterable[str]) -> list[str]:
 
 def is_foreign(name: str) -> bool:
     """Whether a file, by its path in a folder, is one of a foreign format's."""
-    return name == CONFIG or any(holds(kind, name) for kind in _FILES)
+    return name in (CONFIG, OPTIMIZER) or any(holds(kind, name) for kind in _FILES)
 
 
 def has_directory(name: str) -> bool:
     """Whether a file is one that ``torch.save`` wrote, which lists its own records, or no foreign one."""
-    return holds(STATE_DICT, name) or name == "adapter_model.bin" or not is_foreign(name)
+    return holds(STATE_DICT, name) or name in ("adapter_model.bin", OPTIMIZER) or not is_foreign(name)

@@ -1,0 +1,77 @@
+"""An optimizer's states beside whole weights: ``optimizer.bin`` of Accelerate's FULL_STATE_DICT, by name."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ...atoms import ITEMSIZE
+from ...comm import Comm
+from ...errors import UnsupportedError
+from ...io.memory import pause_collection
+from ...torchsave import torchfile
+from ...torchsave.objects import TensorRef, describe, to_number
+from ..reading import explain_damage
+from ..table import FileTable
+from .contents import Chunk, Contents, StoredTensor
+from .names import OPTIMIZER
+
+_UNNAMED = (
+    "its optimizer states have numbers, not names, as without FSDP: nothing tells whose they are. Load the weights "
+    "alone (load_optimizer_states=False)"
+)
+
+
+def add_states(contents: Contents, where: FileTable, comm: Comm) -> Contents:
+    """Contents with the states in the optimizer's file; collective.
+
+    Raises:
+        CheckpointError: the file is damaged.
+        UnsupportedError: it holds something else than an optimizer's state dict.
+    """
+    return where.once(OPTIMIZER, lambda: where.read(OPTIMIZER, lambda folder: _read(contents, where, folder)), comm)
+
+
+def _read(contents: Contents, where: FileTable, folder: str) -> Contents:
+    path = os.path.join(folder, OPTIMIZER)
+    with explain_damage(path), pause_collection():
+        file = torchfile.read_header(path)
+        tree = file.tree
+        if not isinstance(tree, dict) or not isinstance(tree.get("state"), dict):
+            raise UnsupportedError(f"holds {describe(tree)}, not an optimizer's state dict.", path=path)
+        if not all(isinstance(name, str) for name in tree["state"]):
+            return replace(contents, stateless=f"{where.path(OPTIMIZER)}: {_UNNAMED}.")
+        return _take_apart(contents, tree, file, path)
+
+
+def _take_apart(contents: Contents, tree: Mapping[str, Any], file: torchfile.TorchFile, path: str) -> Contents:
+    states: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
+    scalars: dict[str, dict[str, Any]] = defaultdict(dict)
+    dtypes: dict[str, str] = {}
+    for name, held in tree["state"].items():
+        weight = contents.weights.get(name)
+        for state, value in held.items():
+            if isinstance(value, TensorRef) and (value.shape or (state != "step" and weight and not weight.shape)):
+                states[name][state] = _make(f"{name}: {state}", value, file, path)
+                continue
+            scalars[name][state] = to_number(value)
+            dtypes |= {state: value.dtype} if isinstance(value, TensorRef) else {}
+    groups = [
+        (tuple(map(str, group["params"])), {key: to_number(each) for key, each in group.items() if key != "params"})
+        for group in tree.get("param_groups", ())
+    ]
+    steps = [held["step"] for held in scalars.values() if "step" in held]
+    counters = {"global_steps": int(max(steps))} if steps else {}
+    return replace(contents, states=states, scalars=scalars, groups=groups, counters=counters, scalar_dtypes=dtypes)
+
+
+def _make(what: str, ref: TensorRef, file: torchfile.TorchFile, path: str) -> StoredTensor:
+    record = file.storages.get(ref.storage.key)
+    if ref.dtype not in ITEMSIZE or not ref.is_contiguous() or (record is None and ref.numel):
+        raise UnsupportedError(f"{what} ({describe(ref)}) is not contiguous, or of another type.", path=path)
+    begin = ref.offset * ITEMSIZE[ref.dtype]
+    chunks = (Chunk((0,) * len(ref.shape), ref.shape, OPTIMIZER, record, begin),) if record else ()
+    return StoredTensor(ref.dtype, ref.shape, chunks)

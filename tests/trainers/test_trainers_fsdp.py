@@ -1,0 +1,127 @@
+"""Trainers that use FSDP, really launched on gloo: what DeepSpeed saved goes on there, and what they saved here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trainers_fsdp
+
+from deepspeed_ucp.cli.dispatch import main
+from deepspeed_ucp.sources.foreign.names import MODEL_FOLDER, OPTIMIZER_FOLDER
+from deepspeed_ucp.testing import WorldPool
+from tests.engine.test_engine_foreign import check_engine
+from tests.export import foreign_run
+from tests.export.test_dcp import read_all
+from tests.export.test_safetensors import check_same
+
+pytest.importorskip("accelerate")
+
+
+def read_folders(folder: Path) -> dict[str, Any]:
+    """What Accelerate's folders hold, under the words of :func:`read_all`."""
+    optimizer = read_all(folder / OPTIMIZER_FOLDER)["optimizer"]
+    return {"model": read_all(folder / MODEL_FOLDER)["model"], "optim": optimizer}
+
+
+def check_states(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Weights, states and hyper-parameters."""
+    check_same(found["model"], wanted["model"])
+    assert found["optim"]["state"].keys() == wanted["optim"]["state"].keys()
+    for name, held in wanted["optim"]["state"].items():
+        check_same(found["optim"]["state"][name], held)
+    for one, other in zip(found["optim"]["param_groups"], wanted["optim"]["param_groups"], strict=True):
+        assert {key: one[key] for key in other if key != "params"} == {k: v for k, v in other.items() if k != "params"}
+
+
+def test_accelerate_goes_on_under_fsdp(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """Of one rank under DeepSpeed two under FSDP2 and FSDP1 take model, optimizer, schedule and random states."""
+    saved, out = str(tmp_path / "saved"), str(tmp_path / "out")
+    jobs = [{"how": "deepspeed", "steps": range(3), "save": saved}, {"how": "deepspeed", "steps": range(5)}]
+    (_, rates, _), (losses, *_) = ucp_worlds.get(1).run(trainers_fsdp.accelerate_all, jobs)[0]
+    assert main(["export", saved, out, "--to", "dcp", "--layout", "accelerate"]) == 0
+    jobs = [
+        {"how": "2 SHARDED", "steps": range(0), "load": out, "save": str(tmp_path / "2")},
+        {"how": "1 SHARDED", "steps": range(0), "load": out, "save": str(tmp_path / "1"), "warm": True},
+        {"how": "2 SHARDED", "steps": range(3, 5), "load": out},
+    ]
+    *_, (went_on, after, drawn) = ucp_worlds.get(2).run(trainers_fsdp.accelerate_all, jobs)[0]
+    wanted = read_folders(Path(out))
+    for version in ("2", "1"):
+        check_states(read_folders(tmp_path / version), wanted)
+    assert went_on == losses[3:]
+    assert after == [rate / 2 for rate in rates]
+    torch.manual_seed(11)
+    assert drawn == int(torch.randint(1 << 30, (1,)))
+
+
+def test_the_trainer_goes_on_under_fsdp(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """From a checkpoint of DeepSpeed's on one rank, with schedule and place in the data, on two."""
+    whole = ucp_worlds.get(1).run(trainers_fsdp.train, "deepspeed", str(tmp_path / "in"), steps=6, save=3)[0]
+    for step in (3, 6):
+        folder, out = (str(tmp_path / place / f"checkpoint-{step}") for place in ("in", "out"))
+        assert main(["export", folder, out, "--to", "dcp", "--layout", "accelerate"]) == 0
+    options = {"steps": 6, "save": 3, "resume": str(tmp_path / "out/checkpoint-3")}
+    rest = ucp_worlds.get(2).run(trainers_fsdp.train, "SHARDED", str(tmp_path / "on"), **options)[0]
+    assert rest == pytest.approx(whole, rel=1e-6)
+    found, wanted = (read_folders(tmp_path / place / "checkpoint-6") for place in ("on", "out"))
+    for name, held in wanted["optim"]["state"].items():
+        torch.testing.assert_close(found["model"][name], wanted["model"][name], rtol=0, atol=1e-6)
+        torch.testing.assert_close(found["optim"]["state"][name], held, rtol=1e-4, atol=1e-8)
+
+
+@pytest.mark.parametrize("how", ["2 SHARDED", "1 SHARDED", "2 FULL"])
+def test_what_accelerate_saved_under_fsdp(tmp_path: Path, ucp_worlds: WorldPool, how: str) -> None:
+    folder = tmp_path / "it"
+    ucp_worlds.get(2).run(trainers_fsdp.accelerate, how, range(3), save=str(folder))
+    if how.endswith("FULL"):
+        optim = torch.load(folder / "optimizer.bin", weights_only=True)
+        tree = {"model": torch.load(folder / "pytorch_model_fsdp.bin", weights_only=True), "optim": optim}
+    else:
+        tree = read_folders(folder)
+    for state, _, heard, _ in ucp_worlds.get(1).run(foreign_run.go_on, str(folder), (1, 3), range(0))[0]:
+        check_engine(state, tree)
+        beside = "random_states_0.pkl, random_states_1.pkl, scheduler.bin"
+        assert any(f"neither model nor optimizer: {beside}." in line for line in heard)
+
+
+def test_what_the_trainer_saved_under_fsdp(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """The tied head, which both kinds hold beside the embedding, is one tensor here too."""
+    folders = {how: tmp_path / how / "checkpoint-2" for how in ("SHARDED", "FULL")}
+    for how, folder in folders.items():
+        ucp_worlds.get(2).run(trainers_fsdp.train, how, str(folder.parent), steps=2, save=2)
+    tree = read_folders(folders["SHARDED"])
+    found = ucp_worlds.get(1).run(trainers_fsdp.load_llama, [*map(str, folders.values())], (1, 3))[0]
+    assert len(found) == 4
+    for state, heard in found:
+        assert set(state.parameters) == tree["model"].keys() - {"lm_head.weight"} == tree["optim"]["state"].keys()
+        for name, held in state.parameters.items():
+            saved = dict(tree["optim"]["state"][name])
+            assert held.scalars["step"] == float(saved.pop("step")) == 2
+            check_same({"fp32": held.fp32, **held.tensors}, {"fp32": tree["model"][name], **saved})
+            assert held.hyper["lr"] == tree["optim"]["param_groups"][0]["lr"]
+        told = [line for line in heard if "neither model nor optimizer" in line]
+        assert len(told) == 1 and "rng_state_0.pth, rng_state_1.pth, scheduler.pt, trainer_state.json" in told[0]
+
+
+def cut(held: dict[str, Any]) -> dict[str, Any]:
+    """The same by the names that the network has without its module."""
+    return {name.removeprefix("net."): value for name, value in held.items()}
+
+
+@pytest.mark.parametrize("how", ["1", "2"], ids=["FSDPStrategy", "ModelParallelStrategy"])
+def test_what_lightning_saved_under_fsdp(tmp_path: Path, ucp_worlds: WorldPool, how: str) -> None:
+    pytest.importorskip("lightning")
+    folder = tmp_path / "it.ckpt"
+    ucp_worlds.get(2).run(trainers_fsdp.fit, how, str(folder))
+    held = read_all(folder)
+    weights, optim = held["model" if how == "1" else "state_dict"], held["optimizer_0"]
+    groups = [{**group, "params": cut(dict.fromkeys(group["params"]))} for group in optim["param_groups"]]
+    tree = {"model": cut(weights), "optim": {"state": cut(optim["state"]), "param_groups": groups}}
+    rules = {"rename": [{"from": r"net\.(?P<rest>.*)", "to": "{rest}"}]}
+    options: dict[str, Any] = {"patterns": rules}
+    for state, _, heard, _ in ucp_worlds.get(1).run(foreign_run.go_on, str(folder), (1, 3), range(0), **options)[0]:
+        check_engine(state, tree)
+        assert any("neither model nor optimizer: meta.pt (schedulers, loops)." in line for line in heard)

@@ -1,0 +1,250 @@
+"""What the ranks do in the tests of trainers that use FSDP. Imported on the ranks only.
+
+FSDP2 runs on gloo. FSDP1 does so under Accelerate, but for FULL_STATE_DICT, where a hook of torch's ends the process
+(``_state_dict_utils.py``, ``param_hook``), and under Lightning where the module wraps itself. The Trainer refuses it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from trainers_gloo import choose_gloo
+
+from deepspeed_ucp.testing.capture import CapturedEngine, capture
+from tests.export import foreign_run, fsdp_run
+
+
+@contextmanager
+def choose(kind: str) -> Iterator[None]:
+    """Nothing that Accelerate notes in the environment stays there."""
+    with mock.patch.dict(os.environ), choose_gloo(kind):
+        yield
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of :func:`fsdp_run.train`."""
+    x, y = torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(step)).unbind()
+    return x, y[:, :5]
+
+
+# -- Accelerate -------------------------------------------------------------------------------------------------------
+
+
+def accelerate(
+    how: str, steps: range, *, load: str = "", save: str = "", scheduled: bool = True, warm: bool = False
+) -> tuple[list[float], list[float], int]:
+    """A loop under Accelerate; the losses, the rates after it, and the first random number.
+
+    Args:
+        how: ``deepspeed``, or FSDP's version and the kind of its state dicts.
+        warm: a step is made before the load, so that the optimizer has states to be loaded.
+    """
+    with choose("MULTI_CPU" if how == "deepspeed" else "MULTI_GPU"):
+        accelerator = _make_accelerator(how)
+        net, optimizer = fsdp_run.build(seed=1 if load else 0)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5) if scheduled else None
+        prepared = accelerator.prepare(net, optimizer, *([scheduler] if scheduled else ()))
+        if warm:
+            _step(accelerator, *prepared, step=100)
+        if load:
+            accelerator.load_state(load)
+        drawn = int(torch.randint(1 << 30, (1,)))
+        losses = [_step(accelerator, *prepared, step=step) for step in steps]
+        if save:
+            torch.manual_seed(dist.get_rank() + 11)
+            accelerator.save_state(save)
+        rates = [group["lr"] for group in prepared[1].param_groups]
+        if how == "deepspeed":
+            prepared[0].destroy()
+    return losses, rates, drawn
+
+
+def _make_accelerator(how: str) -> Any:
+    from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin
+
+    if how == "deepspeed":
+        config = {
+            "train_micro_batch_size_per_gpu": 8,
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": 0.0,
+            "zero_optimization": {"stage": 2},
+            "zero_allow_untested_optimizer": True,
+            "checkpoint": {"universal": True},
+        }
+        plugin = DeepSpeedPlugin(hf_ds_config=config)
+        return Accelerator(deepspeed_plugin=plugin, step_scheduler_with_optimizer=False)
+    version, kind = how.split()
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=int(version),
+        state_dict_type=f"{kind}_STATE_DICT",
+        cpu_ram_efficient_loading=False,
+        use_orig_params=True if version == "1" else None,
+    )
+    return Accelerator(fsdp_plugin=plugin, step_scheduler_with_optimizer=False)
+
+
+def _step(accelerator: Any, net: Any, optimizer: Any, scheduler: Any = None, *, step: int) -> float:
+    x, y = batch(step)
+    loss = (net(x) - y).square().mean()
+    accelerator.backward(loss)
+    optimizer.step()
+    if scheduler is not None:
+        scheduler.step()
+    optimizer.zero_grad()
+    return float(loss.item())
+
+
+def accelerate_all(jobs: list[dict[str, Any]]) -> list[tuple[list[float], list[float], int]]:
+    """Several loops, one after the other."""
+    return [accelerate(**job) for job in jobs]
+
+
+# -- Hugging Face's Trainer -------------------------------------------------------------------------------------------
+
+
+def make_llama(seed: int = 0) -> Any:
+    """Whose embedding is tied to its head."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, tie_word_embeddings=True))
+
+
+class Letters(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    """Drawn by their number."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        drawn = torch.randint(0, 64, (8,), generator=torch.Generator().manual_seed(number))
+        return {"input_ids": drawn, "labels": drawn}
+
+
+def train(how: str, folder: str, *, steps: int, save: int = 0, resume: str | None = None) -> dict[int, float]:
+    """A run of the Trainer with four samples a step; the losses by step.
+
+    Args:
+        how: ``deepspeed``, or FSDP2's kind of state dicts.
+        save: step after which to save.
+    """
+    from transformers import Trainer, TrainingArguments
+
+    with choose("MULTI_CPU" if how == "deepspeed" else "MULTI_GPU"):
+        deepspeed = {
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_clipping": 1.0,
+            "zero_optimization": {"stage": 2},
+            "checkpoint": {"universal": True},
+        }
+        fsdp = {"version": 2, "state_dict_type": f"{how}_STATE_DICT", "cpu_ram_efficient_loading": False}
+        args = TrainingArguments(
+            output_dir=folder,
+            max_steps=steps,
+            save_strategy="steps" if save else "no",
+            save_steps=save or 1,
+            per_device_train_batch_size=4 // dist.get_world_size(),
+            lr_scheduler_type="constant_with_warmup",
+            warmup_steps=4,
+            learning_rate=1e-3,
+            logging_steps=1,
+            report_to=[],
+            disable_tqdm=True,
+            **({"deepspeed": deepspeed} if how == "deepspeed" else {"fsdp": True, "fsdp_config": fsdp}),
+        )
+        trainer = Trainer(model=make_llama(), args=args, train_dataset=Letters())
+        trainer.train(resume_from_checkpoint=resume)
+        losses = {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
+        if how == "deepspeed":
+            trainer.deepspeed.destroy()
+    return losses
+
+
+def load_llama(folders: list[str], stages: tuple[int, ...]) -> list[tuple[CapturedEngine, list[str]]]:
+    """What engines with other weights hold after a load, and what was logged."""
+    found = []
+    for folder in folders:
+        for stage in stages:
+            model = make_llama(seed=1)
+            decayed = [param for param in model.parameters() if param.dim() > 1]
+            others = [param for param in model.parameters() if param.dim() < 2]
+            optimizer = torch.optim.AdamW([{"params": decayed}, {"params": others}], lr=1e-2)
+            engine, heard = foreign_run.make_engine(model, optimizer, stage), foreign_run.Lines()
+            with heard:
+                engine.load_checkpoint(folder)
+            found.append((capture(engine), heard.lines))
+            engine.destroy()
+    return found
+
+
+# -- Lightning --------------------------------------------------------------------------------------------------------
+
+
+def fit(how: str, folder: str) -> list[float]:
+    """Three steps under Lightning's FSDPStrategy (``1``) or ModelParallelStrategy (``2``), and its save; the losses."""
+    import lightning.pytorch as pl
+    from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+    from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    class OnCpu(FSDPStrategy):
+        """The class itself is refused there."""
+
+    losses: list[float] = []
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, _ = fsdp_run.build()
+
+        def configure_model(self) -> None:
+            if how == "2":
+                fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+            elif not isinstance(self.net, FullyShardedDataParallel):
+                self.net = FullyShardedDataParallel(self.net, device_id=torch.device("cpu"), use_orig_params=True)
+
+        def training_step(self, _: Any, number: int) -> torch.Tensor:
+            x, y = batch(number)
+            loss = (self.net(x) - y).square().mean()
+            losses.append(float(loss.item()))
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            named = list(self.net.named_parameters())  # FSDP1's have one dimension
+            decayed = [param for name, param in named if "norm" not in name and name.endswith("weight")]
+            others = [param for name, param in named if "norm" in name or name.endswith("bias")]
+            groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 3e-3}]
+            optimizer = torch.optim.AdamW(groups, lr=1e-2, foreach=False)
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+        def train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(list(range(16)), batch_size=2)
+
+    strategy = (
+        OnCpu(state_dict_type="sharded", process_group_backend="gloo")
+        if how == "1"
+        else ModelParallelStrategy(process_group_backend="gloo")
+    )
+    with mock.patch.dict(os.environ, GROUP_RANK="0", TORCHELASTIC_RUN_ID="x"):
+        trainer = pl.Trainer(
+            strategy=strategy,
+            accelerator="cpu",
+            devices=dist.get_world_size(),
+            plugins=[TorchElasticEnvironment()],
+            max_steps=3,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(Module())
+        trainer.save_checkpoint(folder)
+    return losses
