@@ -13,9 +13,10 @@ from ..atoms import ITEMSIZE, MASTER, MODULE, AtomicIndex, AtomKey
 from ..comm import Comm
 from ..config import UniversalConfig
 from ..errors import Objections, count_of, shorten
+from ..hub import read_into
 from ..patterns import from_config, list_renames
 from ..plan.match import Match, TargetInventory, lacks_frozen, match_groups, match_parameters
-from ..plan.renames import apply_renames
+from ..plan.renames import apply_renames, list_renamed
 from ..plan.settling import refuse_stateless, refuse_unreadable
 from ..plan.wants import (
     REPLICA,
@@ -97,12 +98,17 @@ def prepare(
         rules = from_config(config.patterns)
         if log:
             warn_idle(saved, rules)
-        made = apply_renames(saved, inventory.shapes, list_renames(rules), inventory.aliases, rules)
+        renames, named = list_renames(rules), {*inventory.shapes, *inventory.aliases}
+        reading = read_into(saved, target.engine.module, named, list_renamed(saved, named, renames))
+        made = apply_renames(reading.carry_out(saved), inventory.shapes, renames, inventory.aliases, rules)
         index = made.index
         extras_too = inventory.extras if with_extras else None
-        live = replace(inventory, renamed=made.renamed, extras=extras_too, unfed=made.unfed)
+        live = replace(inventory, renamed=made.renamed, extras=extras_too, unfed=made.unfed | reading.unfed)
         match = match_parameters(index, live, strict=strict or not with_extras, with_states=with_states)
         match.notes += made.notes
+        match.notes += [_ADAPTER.format(shorten(sorted(reading.unfed), 2))] if reading.unfed else []
+        if log and (told := reading.describe()):
+            logger.info("%s", told)
         check_alike(live, target, extras)
         objections = Objections()
         with objections:
@@ -157,6 +163,8 @@ _ANEW = (
     "{}: new or thawed; their optimizer states are zero under the step count of the others in their flat buffer, which "
     "makes Adam's first updates of them larger than at a start. A param group of their own begins at step 0."
 )
+
+_ADAPTER = "the checkpoint has no adapter; the new model's begins with the values that it has: {}"
 
 _UNEVEN = (
     "{}: its step depends on how ZeRO cuts the parameters; its state is restored exactly, but the next losses are not "

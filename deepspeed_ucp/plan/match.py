@@ -15,6 +15,7 @@ from ..errors import MismatchError, shorten, suggest
 from ..experts import is_expert
 from ..flat import Shape
 from ..patterns import advise_vocabulary
+from ..patterns.adapters import is_added
 from .counts import EXTRA, MISSING, SHAPE, ExpertCounts, Fault, advise_fused, list_faults
 from .settling import Shapes
 
@@ -187,7 +188,10 @@ class _Matcher:
         saved = index.stored.atoms.list_names((MASTER, COPY) if live.extras is None else (MASTER, COPY, MODULE))
         matched = match.saved
         # Layer files hold a tie inside a pipeline stage twice, and nothing there tells that it is one.
-        saved -= {alias for alias, name in live.aliases.items() if name in matched and not index.find(alias, MASTER)}
+        twice = {alias for alias, name in live.aliases.items() if name in matched and not index.find(alias, MASTER)}
+        if index.is_weights_alone and saved & twice:
+            match.notes.append(f"{shorten(sorted(saved & twice))}: tied here to another name, whose saved values count")
+        saved -= twice
         extra = sorted(saved - set(matched.values()))
         match.skipped += [Fault(name, ": in the checkpoint, not in the model", EXTRA) for name in extra]
         match.notes += [_describe_swap(names, thawed) for thawed, names in self.swapped.items()]
@@ -236,13 +240,21 @@ class _Matcher:
 
 def _describe_foreign(missing: Sequence[str], saved: Sequence[str]) -> str:
     """Refused where it is not strict as well: the run would begin from scratch."""
-    advice = _advise_rename(missing, saved) or (
-        ' Build the saved model, or tell what has become of its names by "patterns" with "rename" rules.'
+    advice = (
+        (any(map(is_added, saved)) and _MERGE)
+        or _advise_rename(missing, saved)
+        or (' Build the saved model, or tell what has become of its names by "patterns" with "rename" rules.')
     )
     return (
         f"Nothing of the model is in the checkpoint by name. Model: {shorten(missing, 3)}. "
         f"Checkpoint: {shorten(saved, 3)}.{advice}"
     )
+
+
+_MERGE = (
+    " The checkpoint has an adapter of PEFT's, the model has none: give it one (get_peft_model), or load what `ds_ucp "
+    "export --merge` makes of the checkpoint."
+)
 
 
 def _describe_swap(names: Sequence[str], thawed: bool) -> str:

@@ -132,6 +132,13 @@ def find_renamed(saved: Set[str], live: Set[str], renames: Sequence[Rename]) -> 
     return {new: old for old, new in rename_names(sorted(saved - live), renames, live).items() if new in live}
 
 
+def list_renamed(index: AtomicIndex, live: Set[str], renames: Sequence[Rename]) -> set[str]:
+    """Saved names that rules leave out, or give a live name."""
+    saved = list_names(index)
+    left = {name for rule in renames if rule.template is None for name in saved if rule.match(name) is not None}
+    return left | set(find_renamed(saved, live, renames).values())
+
+
 def list_names(index: AtomicIndex) -> set[str]:
     """All names that a checkpoint has."""
     return {param.name for param in index.stored.atoms.held} | set(index.model.aliases)

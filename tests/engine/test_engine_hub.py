@@ -19,8 +19,8 @@ from deepspeed_ucp.testing import WorldPool
 pytest.importorskip("deepspeed.module_inject.auto_ep_layer", reason="DeepSpeed before 0.19 has no AutoEP")
 pytest.importorskip("transformers", minversion="5.0", reason="AutoEP knows transformers' fused experts alone")
 
-NAMES = {"mixtral": ("hf-mixtral", 2), "qwen3": ("hf-moe", 3), "deepseek": ("hf-moe", 1)}
-"""Of each model the family of names, and the ZeRO stage that it is trained at."""
+NAMES = {"mixtral": ("hf-mixtral", 2, 3, None), "qwen3": ("hf-moe", 3, 1, 2), "deepseek": ("hf-moe", 1, 2, 2)}
+"""Of each model the family of names, the ZeRO stage that it is trained at, and stage and experts of a new run."""
 
 CLOSE = {"rtol": 0, "atol": 1e-6}  # AutoEP sums an expert's tokens in another order
 
@@ -35,7 +35,7 @@ def engine_hub() -> Any:
 def test_what_autoep_trained_is_a_model_of_the_hub(
     engine_hub: Any, name: str, ucp_worlds: WorldPool, tmp_path: Path
 ) -> None:
-    family, stage = NAMES[name]
+    family, stage, *begun = NAMES[name]
     trained, *_ = ucp_worlds.get(2).run(engine_hub.save, name, stage, 2, str(tmp_path))
     index = open_checkpoint(str(next(tmp_path.glob("global_step*"))), Comm(), weights_only=stage == 3)
     out = str(tmp_path / "out")
@@ -50,6 +50,8 @@ def test_what_autoep_trained_is_a_model_of_the_hub(
     exported = model.state_dict()
     assert dense.keys() == exported.keys()
     assert all(torch.equal(tensor, exported[key]) for key, tensor in dense.items())
+    for logits, _ in ucp_worlds.get(2).run(engine_hub.load, name, *begun, out):  # under the names of the hub
+        torch.testing.assert_close(logits, trained, **CLOSE)
 
 
 def test_a_model_of_the_hub_goes_on_under_autoep(engine_hub: Any, ucp_worlds: WorldPool, tmp_path: Path) -> None:

@@ -1,0 +1,195 @@
+"""What transformers and PEFT call in memory what has another name or form in files.
+
+``from_pretrained`` renames, joins and splits tensors as it reads (``transformers/core_model_loading.py``, 5.x), and
+puts a base model's prefix before names or takes it away; PEFT wraps what it adapts. The rules are the libraries' own,
+asked of the model; here they become :class:`~deepspeed_ucp.plan.derive.DerivedParam`.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any
+
+from .atoms import AtomicIndex
+from .errors import UnsupportedError, shorten
+from .patterns import adapters
+from .plan.derive import DerivedParam, Slice, derive
+from .plan.renames import list_shapes
+
+
+@dataclass(slots=True)
+class Reading:
+    """How a checkpoint's tensors become a model's.
+
+    Attributes:
+        made: the model's name → what it is made of, where that is not the saved tensor of its name.
+        dropped: saved names that the library passes over without a word.
+        unfed: the model's tensors that keep their own values.
+    """
+
+    made: dict[str, DerivedParam] = field(default_factory=dict)
+    dropped: set[str] = field(default_factory=set)
+    unfed: frozenset[str] = frozenset()
+
+    def carry_out(self, index: AtomicIndex) -> AtomicIndex:
+        """The index under the model's names.
+
+        Raises:
+            MismatchError: as of :func:`.derive`.
+        """
+        return derive(index, self.made, self.dropped) if self.made or self.dropped else index
+
+    def describe(self) -> str:
+        """Other names than the saved ones, in words; empty where every name is the model's own."""
+        told = [f"{name} is of no use to this model" for name in sorted(self.dropped)]
+        told += [f"{_name_sources(held)} → {name}" for name, held in self.made.items()]
+        return f"read as Hugging Face's libraries do: {shorten(told)}" if told else ""
+
+
+def _name_sources(made: DerivedParam) -> str:
+    first, *more = dict.fromkeys(piece.name for piece in made.slices)
+    return f"{first}{' and others' if more else ''}"
+
+
+def read_into(index: AtomicIndex, module: Any, live: Collection[str], own: Collection[str]) -> Reading:
+    """How transformers and PEFT read a checkpoint into a live model of theirs; nothing for any other model.
+
+    Args:
+        module: the live model.
+        live: names of all that it holds, on all ranks.
+        own: saved names that the user's rules are about.
+
+    Raises:
+        UnsupportedError: a conversion that moves elements within a tensor.
+    """
+    saved = {param.name for param in index.stored.atoms.held} - {*own}
+    if saved <= {*live}:
+        return Reading()
+    model, is_wrapped = _find_model(getattr(module, "_orig_mod", module))
+    dims = {name: len(held[0]) for name, held in list_shapes(index).items()}
+    if not is_wrapped:
+        return convert(model, saved, live, dims)
+    if any(map(adapters.read_live, saved)):
+        return _rename_adapter(saved, live, dims)
+    added = frozenset(filter(adapters.is_added, live))
+    memory: dict[str, list[str]] = defaultdict(list)
+    for name in sorted(live):  # in the same order on every rank
+        if name not in added:
+            memory[adapters.name_in_base(name)].append(name)
+    found = convert(model, saved, memory.keys(), dims)
+    plain = {name: DerivedParam((Slice(name),), dims[name]) for name in memory if name in saved}
+    wrapped = {new: made for name, made in {**plain, **found.made}.items() for new in memory.get(name, [name])}
+    return Reading(wrapped, found.dropped, added if wrapped else frozenset())
+
+
+def _find_model(module: Any) -> tuple[Any, bool]:
+    """The model that PEFT has wrapped, or the module itself; and whether it has."""
+    peft = sys.modules.get("peft.peft_model")
+    if peft is not None and isinstance(module, peft.PeftModel):
+        model = module.get_base_model()
+        return model, getattr(module.base_model, "model", None) is model  # what learns prompts alone wraps nothing
+    return module, False
+
+
+def _rename_adapter(saved: Iterable[str], live: Collection[str], dims: Mapping[str, int]) -> Reading:
+    """The one adapter of a checkpoint is the one of a model, whatever their names."""
+    held = {name: tensor for name in sorted(saved) if (tensor := adapters.read_live(name))}
+    theirs, ours = (
+        {each.adapter for each in tensors if each} for tensors in (held.values(), map(adapters.read_live, live))
+    )
+    if len(theirs) != 1 or len(ours) != 1 or theirs == ours:
+        return Reading()
+    (adapter,) = ours
+    renamed = {replace(tensor, adapter=adapter).live: name for name, tensor in held.items()}
+    return Reading({new: DerivedParam((Slice(name),), dims[name]) for new, name in renamed.items() if new in live})
+
+
+def convert(model: Any, names: Iterable[str], memory: Collection[str], dims: Mapping[str, int]) -> Reading:
+    """How ``from_pretrained`` reads tensors of a file into a model of transformers; nothing for any other model.
+
+    Args:
+        names: in the file.
+        memory: names in the model.
+        dims: dimensions of the tensors in the file.
+
+    Raises:
+        UnsupportedError: a conversion that moves elements within a tensor.
+    """
+    reading, library = Reading(), sys.modules.get("transformers.modeling_utils")
+    if library is None or not isinstance(model, library.PreTrainedModel):
+        return reading
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import (
+            WeightConverter,
+            WeightRenaming,
+            dot_natural_key,
+            rename_source_key,
+        )
+    except ImportError:  # before 5.0: names in memory are those of the files
+        return reading
+    mapping = get_model_conversion_mapping(model)
+    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+    converters = [each for each in mapping if isinstance(each, WeightConverter)]
+    known, useless = dict.fromkeys(memory, True), _find_useless(model)
+    joined: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for name in sorted(names, key=dot_natural_key):
+        new, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
+        if new == name or (name in known and new not in known):
+            new, pattern = name, None
+        if pattern is not None:
+            joined[new][pattern].append(name)
+        elif new != name:
+            reading.made[new] = DerivedParam((Slice(name),), dims[name])
+        if new not in known and pattern is None and useless is not None and useless.search(new):
+            reading.made.pop(new, None)
+            reading.dropped.add(name)
+    for new, held in joined.items():
+        converter = next(each for each in converters if next(iter(held)) in each.source_patterns)
+        reading.made.update(_join(converter, new, [held[each] for each in converter.source_patterns], dims))
+    return reading
+
+
+def _find_useless(model: Any) -> re.Pattern[str] | None:
+    """Names that ``_adjust_missing_and_unexpected_keys`` passes over where the model does not have them."""
+    patterns = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
+    buffers = [name for name, _ in model.named_buffers()]
+    for end, pattern in (("rotary_emb.inv_freq", r"rotary_emb\.inv_freq"), ("position_ids", r"(^|\.)position_ids$")):
+        patterns += [pattern] * any(name.endswith(end) for name in buffers)
+    return re.compile("|".join(f"({each})" for each in patterns)) if patterns else None
+
+
+def _join(converter: Any, new: str, held: Sequence[Sequence[str]], dims: Mapping[str, int]) -> dict[str, DerivedParam]:
+    """What a converter makes.
+
+    Args:
+        new: name of what it makes, the first of several.
+        held: names of what it takes, by its patterns.
+
+    Raises:
+        UnsupportedError: it does more than stack, join or cut whole rows.
+    """
+    steps = [(type(each).__name__, getattr(each, "dim", None)) for each in converter.operations]
+    names, experts = [*chain.from_iterable(held)], len(held[0])
+    inner, targets = dims[names[0]], converter.target_patterns
+    if steps == [("MergeModulelist", 0)] and len(held) == 1:
+        return {new: DerivedParam(tuple(map(Slice, names)), inner + 1, (experts,))}
+    if steps == [("MergeModulelist", 0), ("Concatenate", 1)] and len({*map(len, held)}) == 1:
+        ordered = chain.from_iterable(zip(*held, strict=True))
+        return {new: DerivedParam(tuple(map(Slice, ordered)), inner + 1, (experts,))}
+    if steps == [("Concatenate", 0)] and all(held):
+        return {new: DerivedParam(tuple(map(Slice, names)), inner)}
+    if steps == [("Chunk", 0)] and len(names) == 1 and targets[0] in new:
+        parts = {new.replace(targets[0], each): at for at, each in enumerate(targets)}
+        return {part: DerivedParam((Slice(names[0], at, len(parts)),), inner) for part, at in parts.items()}
+    how = ", ".join(type(each).__name__ for each in converter.operations)
+    raise UnsupportedError(
+        f"{shorten(names, 2)} → {new}: transformers converts this as it reads ({how}), which is not done here. Load "
+        "the folder with from_pretrained before deepspeed.initialize; or save what that loads by "
+        "save_pretrained(…, save_original_format=False), and load that folder."
+    )

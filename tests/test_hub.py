@@ -1,0 +1,186 @@
+"""What transformers and PEFT rename, join and cut as they read is read so here, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPT2Model,
+    GraniteMoeConfig,
+    GraniteMoeForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+)
+
+from deepspeed_ucp.atoms import AtomicIndex
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.errors import UnsupportedError
+from deepspeed_ucp.hub import Reading, read_into
+from deepspeed_ucp.sources import open_checkpoint
+from deepspeed_ucp.stream.full_tensors import assemble_full_tensors
+from deepspeed_ucp.stream.reader import AtomReader
+from tests.export.test_safetensors import check_same
+from tests.stream import test_full_tensors
+from tests.synth import Model, Param, Topology, random_state, write_checkpoint
+
+pytest.importorskip("transformers", minversion="5.0", reason="before 5.0 names in memory are those of the files")
+
+SIZES = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+GPT2 = GPT2Config(vocab_size=32, n_embd=16, n_layer=1, n_head=2, n_positions=8)
+BERT = BertConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
+LLAMA = LlamaConfig(**SIZES)
+TIED = LlamaConfig(**SIZES, tie_word_embeddings=True)
+MIXTRAL = MixtralConfig(**SIZES, num_local_experts=3)
+QWEN = Qwen2MoeConfig(**SIZES, num_experts=12, moe_intermediate_size=6, shared_expert_intermediate_size=6)
+GRANITE = GraniteMoeConfig(**SIZES, num_local_experts=3)
+
+PAIRS = {
+    "the same": (LlamaForCausalLM, LlamaForCausalLM, LLAMA),
+    "base, tied head": (LlamaModel, LlamaForCausalLM, TIED),
+    "base of a head": (GPT2Model, GPT2LMHeadModel, GPT2),
+    "head's base": (LlamaForCausalLM, LlamaModel, LLAMA),
+    "experts, renamed": (MixtralForCausalLM, MixtralForCausalLM, MIXTRAL),
+    "experts, more than ten": (Qwen2MoeForCausalLM, Qwen2MoeForCausalLM, QWEN),
+    "experts, renamed whole": (GraniteMoeForCausalLM, GraniteMoeForCausalLM, GRANITE),
+}
+"""What is saved, what is live, and the configuration of both."""
+
+
+def read(folder: Path, module: Any, own: Collection[str] = ()) -> tuple[Reading, AtomicIndex]:
+    """A folder as a load of it into a model sees it."""
+    index = open_checkpoint(str(folder), Comm())
+    reading = read_into(index, module, set(module.state_dict()), own)
+    return reading, reading.carry_out(index)
+
+
+def read_tensors(index: AtomicIndex) -> dict[str, torch.Tensor]:
+    full = assemble_full_tensors(index)
+    with AtomReader(index) as reader:
+        held = {key.name: full.tensors[key] for key in index.stored.atoms}
+        return {name: test_full_tensors.read_whole(reader, tensor) for name, tensor in held.items()}
+
+
+def check_read(found: dict[str, torch.Tensor], wanted: torch.nn.Module, *alone: str) -> None:
+    """All that the model holds is found, but for ties, and nothing else but what is ``alone``."""
+    held = dict(wanted.state_dict())
+    places = {held[name].data_ptr() for name in found.keys() - {*alone}}
+    tied = {name for name in held.keys() - found.keys() if held[name].data_ptr() in places}
+    check_same({n: found[n] for n in found if n not in alone}, {n: held[n] for n in held if n not in tied})
+
+
+@pytest.mark.parametrize("case", PAIRS)
+def test_names_and_forms_are_transformers_s(tmp_path: Path, case: str) -> None:
+    saved, live, config = PAIRS[case]
+    torch.manual_seed(0)
+    saved(config).save_pretrained(tmp_path)
+    reading, index = read(tmp_path, live(config))
+    check_read(read_tensors(index), live.from_pretrained(tmp_path), *["lm_head.weight"] * (case == "head's base"))
+    assert bool(reading.describe()) == (case != "the same")
+
+
+def test_what_old_files_have(tmp_path: Path) -> None:
+    """Names of long ago, and buffers that are no parameters any more."""
+    model = BertForMaskedLM(BERT)
+    model.save_pretrained(tmp_path)
+    held = load_file(tmp_path / "model.safetensors")
+    old = {name.replace("Norm.weight", "Norm.gamma").replace("Norm.bias", "Norm.beta"): held[name] for name in held}
+    (tmp_path / "model.safetensors").unlink()
+    torch.save({**old, "bert.embeddings.position_ids": torch.arange(4)}, tmp_path / "pytorch_model.bin")
+    reading, index = read(tmp_path, model)
+    check_read(read_tensors(index), model)
+    assert "bert.embeddings.position_ids is of no use" in reading.describe()
+
+
+def test_states_of_a_run_under_names_of_files_move_along(tmp_path: Path) -> None:
+    """A run under transformers 4, whose names in memory were those of files, goes on under 5."""
+    Qwen2MoeForCausalLM(QWEN).save_pretrained(tmp_path / "hf")
+    shapes = {name: tuple(held.shape) for name, held in load_file(tmp_path / "hf" / "model.safetensors").items()}
+    described = Model(tuple(Param(name, shape) for name, shape in shapes.items()))
+    state = random_state(described, 1)
+    path = write_checkpoint(tmp_path, described, state, Topology(3, 2))
+    _, index = read(path, model := Qwen2MoeForCausalLM(QWEN))
+    assert {param.name for param in index.stored.atoms.held} == set(model.state_dict())
+    full, name = assemble_full_tensors(index), "model.layers.1.mlp.experts"
+    with AtomReader(index) as reader:
+        for each in ("fp32", "exp_avg"):
+            parts = [[state.atoms[f"{name}.{e}.{p}_proj.weight"][each] for p in ("gate", "up")] for e in range(12)]
+            key = next(key for key in full.tensors if key.name == f"{name}.gate_up_proj" and key.state == each)
+            found = test_full_tensors.read_whole(reader, full.tensors[key])
+            check_same({each: found}, {each: torch.stack([*map(torch.cat, parts)])})
+
+
+def test_what_moves_elements_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import conversion_mapping
+    from transformers.core_model_loading import Transpose, WeightConverter
+
+    odd = WeightConverter("self_attn.q.weight", "self_attn.q_proj.weight", [Transpose(0, 1)])
+    monkeypatch.setitem(conversion_mapping._checkpoint_conversion_mapping_cache, "llama", [odd])
+    model = LlamaForCausalLM(LLAMA)
+    save_file({"model.layers.0.self_attn.q.weight": torch.ones(16, 16)}, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedError, match=r"q.weight → .*q_proj.weight.*\(Transpose\).*from_pretrained before"):
+        read(tmp_path, model)
+    reading, _ = read(tmp_path, model, own={"model.layers.0.self_attn.q.weight"})  # a rule of the user's
+    assert not reading.made
+
+
+def test_other_models_keep_their_names(tmp_path: Path) -> None:
+    save_file({"embed_tokens.weight": torch.ones(32, 16)}, tmp_path / "model.safetensors")
+    assert not read(tmp_path, torch.nn.Linear(2, 2))[0].made
+
+
+# -- adapters ---------------------------------------------------------------------------------------------------------
+
+
+def wrap(name: str = "default", **options: Any) -> Any:
+    lora = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], **options)
+    return get_peft_model(LlamaForCausalLM(LLAMA), lora, adapter_name=name)
+
+
+@pytest.mark.parametrize("saved", [LlamaForCausalLM, LlamaModel], ids=["model", "base"])
+def test_a_base_is_read_into_what_peft_has_wrapped(tmp_path: Path, saved: Any) -> None:
+    model = saved(LLAMA)
+    model.save_pretrained(tmp_path)
+    live = wrap()
+    reading, index = read(tmp_path, live)
+    found, held = read_tensors(index), dict(model.state_dict())
+    lacking = {name for name in live.state_dict() if saved is LlamaModel and "lm_head" in name}
+    assert reading.unfed | found.keys() | lacking == live.state_dict().keys()
+    assert all("lora_" in name for name in reading.unfed)
+    key = "layers.1.self_attn.q_proj"
+    inside = key if saved is LlamaModel else f"model.{key}"
+    check_same({"it": found[f"base_model.model.model.{key}.base_layer.weight"]}, {"it": held[f"{inside}.weight"]})
+    if saved is LlamaForCausalLM:
+        for part in ("original_module", "modules_to_save.default"):
+            check_same({"it": found[f"base_model.model.lm_head.{part}.weight"]}, {"it": held["lm_head.weight"]})
+
+
+def test_an_adapter_goes_into_the_only_one_of_a_model(tmp_path: Path) -> None:
+    wrap().save_pretrained(tmp_path)
+    index = read(tmp_path, wrap("other"))[1]
+    trained = {name for name, param in wrap("other").named_parameters() if param.requires_grad}
+    assert {param.name for param in index.stored.atoms.held} == trained
+    two = wrap("one")
+    two.add_adapter("two", two.peft_config["one"])
+    assert not read(tmp_path, two)[0].made
