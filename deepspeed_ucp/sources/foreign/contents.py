@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...atoms import (
+    COPY,
     ITEMSIZE,
     MASTER,
     MODULE,
@@ -82,6 +83,7 @@ class Contents:
         stateless: why the optimizer states cannot be had, and what to do; empty where they can, or there are none.
         scalar_dtypes: of those scalars that are 0-dim tensors.
         dropped: as of :class:`Limits`.
+        hints: as of :class:`ModelInfo`.
     """
 
     format: str
@@ -95,12 +97,14 @@ class Contents:
     stateless: str = ""
     scalar_dtypes: Mapping[str, str] = field(default_factory=dict)
     dropped: str = ""
+    hints: Mapping[str, Any] = field(default_factory=dict)
 
 
 def make_index(contents: Contents, where: FileTable) -> AtomicIndex:
     """The atomic view.
 
-    Parameters that the optimizer has are masters; all else are the module's own tensors, as in a frozen model.
+    Parameters that the optimizer has are masters; all else are the module's own tensors, as in a frozen model. Where a
+    master is among the states, the weight is its copy.
 
     Raises:
         CheckpointError: chunks leave something out, overlap, or lie beyond their file.
@@ -109,12 +113,14 @@ def make_index(contents: Contents, where: FileTable) -> AtomicIndex:
     maker = _Maker(where)
     trained = {name for names, _ in contents.groups for name in names} | contents.states.keys()
     for name, tensor in contents.weights.items():
-        maker.add(strip_compiled(name), MASTER if name in trained else MODULE, tensor)
+        state = COPY if MASTER in contents.states.get(name, ()) else MASTER if name in trained else MODULE
+        maker.add(strip_compiled(name), state, tensor)
     for name, held in contents.states.items():
         for state, tensor in held.items():
             maker.add(strip_compiled(name), state, tensor)
     dtypes = [tensor.dtype for name, tensor in contents.weights.items() if tensor.dtype.startswith(("float", "bf"))]
     precision = max(dtypes, key=dtypes.count, default="float32")
+    masters = [held[MASTER].dtype for held in contents.states.values() if MASTER in held] or [precision]
     groups = [
         GroupInfo(tuple(ParamKey(strip_compiled(name)) for name in names), dict(hyper))
         for names, hyper in contents.groups
@@ -122,7 +128,7 @@ def make_index(contents: Contents, where: FileTable) -> AtomicIndex:
     return AtomicIndex(
         stored=StoredAtoms.of(maker.files, maker.records, maker.atoms),
         run=RunState(
-            topology=Topology(zero_stage=0, wrapper=ATOMIC, precision=precision, master=precision),
+            topology=Topology(zero_stage=0, wrapper=ATOMIC, precision=precision, master=masters[0]),
             state_file=where.path(contents.head),
             counters=dict(contents.counters),
             scalars={ParamKey(strip_compiled(name)): dict(held) for name, held in contents.scalars.items()},
@@ -130,7 +136,7 @@ def make_index(contents: Contents, where: FileTable) -> AtomicIndex:
             scalar_dtypes=dict(contents.scalar_dtypes),
             format=contents.format,
         ),
-        model=ModelInfo(aliases=dict(contents.aliases)),
+        model=ModelInfo(aliases=dict(contents.aliases), hints=dict(contents.hints)),
         limits=Limits(stateless=contents.stateless, dropped=contents.dropped),
     )
 

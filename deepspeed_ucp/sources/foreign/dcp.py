@@ -31,9 +31,8 @@ from ..findings import WARNING, Finding
 from ..reading import explain_damage
 from ..table import FileTable
 from .contents import Chunk, Contents, Shape, StoredTensor
-from .names import DCP
+from .names import DCP, holds
 
-_DATA = ".distcp"
 _LARGEST = 1 << 30
 """Bytes of a metadata file: a million blocks take a tenth of it."""
 
@@ -98,19 +97,96 @@ def read_contents(where: FileTable, comm: Comm) -> tuple[Contents, list[Finding]
         CheckpointError: a file is damaged or missing, or metadata and data disagree.
         UnsupportedError: blocks were transformed (compressed), or there is no model among them.
     """
-    heads = sorted(name for name in where.entries if not name.endswith(_DATA))
+    blocks = read_blocks(where, comm)
+    return comm.alike(lambda: _Interpreter(blocks).make())
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A folder's metadata, and what lies in its data files.
+
+    Attributes:
+        told: the metadata.
+        entries: what was found under every key of it.
+        head: the first metadata file, for messages.
+    """
+
+    told: Metadata
+    entries: Mapping[tuple[str, Shape | None], Entry]
+    where: FileTable
+    head: str
+
+    def _find_file(self, key: str) -> str:
+        """The path of a file that holds some of a key."""
+        files = [place.file for (name, _), place in self.told.places.items() if name == key]
+        return self.where.path(files[0] if files else self.head)
+
+    def find_value(self, key: str) -> Any:
+        """A number or the like.
+
+        Raises:
+            CheckpointError: it is nowhere.
+            UnsupportedError: it is something else.
+        """
+        shape: Shape | None = () if key in self.told.tensors else None
+        entry = self.entries.get((key, shape)) or self.entries.get((key, None))
+        if entry is None:
+            raise CheckpointError(f"tells of {key}, and not where it lies.", path=self.where.path(self.head))
+        if entry.fault:
+            raise UnsupportedError(f"{key} {entry.fault}, where a plain value is wanted.", path=self._find_file(key))
+        return entry.value
+
+    def make_tensor(self, key: str) -> StoredTensor:
+        """A tensor, as its blocks tell.
+
+        Raises:
+            CheckpointError: a block is missing, or another one than the metadata say.
+            UnsupportedError: a block's bytes cannot be cut.
+        """
+        dtype, shape, blocks = self.told.tensors[key]
+        chunks = []
+        for offsets, size in blocks:
+            entry, place = self.entries.get((key, offsets)), self.told.places.get((key, offsets))
+            if entry is None or place is None:
+                raise CheckpointError(
+                    f"does not tell where the block of {key} at {offsets} lies; it is damaged.",
+                    path=self.where.path(self.head),
+                )
+            if entry.fault:
+                raise UnsupportedError(f"{key} {entry.fault}; save it contiguous.", path=self.where.path(place.file))
+            if entry.record is None or (entry.dtype, entry.shape) != (dtype, size):
+                raise CheckpointError(
+                    f"holds {entry.dtype or 'no tensor'} of shape {entry.shape} for the block of {key} at {offsets}, "
+                    f"of {dtype} and shape {size} by the metadata. The folder mixes files of several saves.",
+                    path=self.where.path(place.file),
+                )
+            chunks.append(Chunk(offsets, size, place.file, entry.record, entry.begin))
+        return StoredTensor(dtype, shape, tuple(chunks))
+
+
+def read_blocks(where: FileTable, comm: Comm, *, values: bool = True) -> Blocks:
+    """Read the metadata files, and the headers of all blocks in the data files; collective.
+
+    Args:
+        values: also what is no tensor.
+
+    Raises:
+        CheckpointError: a file is damaged or missing.
+        UnsupportedError: blocks were transformed (compressed).
+    """
+    heads = sorted(name for name in where.entries if holds(DCP, name, heads=True))
     told = Metadata()
     for head in heads:
         _join(told, where.once(head, partial(_read_metadata, where, head), comm))
     by_file: dict[str, list[tuple[str, Shape | None]]] = defaultdict(list)
     for key, place in told.places.items():
-        by_file[place.file].append(key)
+        if values or key[0] in told.tensors:
+            by_file[place.file].append(key)
     comm.alike(lambda: _check_files(where, by_file, heads[0]))
     names = sorted(by_file)
     found = where.share(names, lambda name: _read_entries(where, name, by_file[name], told), comm)
     pairs = (zip(by_file[name], held, strict=True) for name, held in zip(names, found, strict=True))
-    entries = {key: entry for each in pairs for key, entry in each}
-    return comm.alike(lambda: _Interpreter(told, entries, where, heads[0]).make())
+    return Blocks(told, {key: entry for each in pairs for key, entry in each}, where, heads[0])
 
 
 def _check_files(where: FileTable, names: Iterable[str], head: str) -> None:
@@ -244,18 +320,11 @@ def _is_plain(value: Any) -> bool:
 
 
 class _Interpreter:
-    """Tells model and optimizer apart by their keys.
+    """Tells model and optimizer apart by their keys."""
 
-    Args:
-        told: the metadata.
-        entries: what was found under every key of it.
-        head: the first metadata file.
-    """
-
-    def __init__(
-        self, told: Metadata, entries: Mapping[tuple[str, Shape | None], Entry], where: FileTable, head: str
-    ) -> None:
-        self.told, self.entries, self.where, self.head = told, entries, where, head
+    def __init__(self, blocks: Blocks) -> None:
+        self.blocks, self.told, self.where, self.head = blocks, blocks.told, blocks.where, blocks.head
+        told = self.told
         keys = [*told.tensors, *told.values]
         self.roots = sorted({key[: at.start()] for key in keys for at in _IN_GROUPS.finditer(key)})
         self.names: dict[str, tuple[str, str]] = {}
@@ -287,15 +356,15 @@ class _Interpreter:
         for key, (name, state) in self.names.items():
             dtype, shape, _ = self.told.tensors[key]
             if shape == () and (state == "step" or self._find_shape(weights, name) != ()):
-                scalars[name][state], dtypes[state] = self._find_value(key), dtype
+                scalars[name][state], dtypes[state] = self.blocks.find_value(key), dtype
             else:
-                states[name][state] = self._make(key)
+                states[name][state] = self.blocks.make_tensor(key)
         steps = [held["step"] for held in scalars.values() if "step" in held]
         steps += [hyper["step"] for _, hyper in groups if "step" in hyper]
         contents = Contents(
             DCP,
             self.head,
-            {name: self._make(key) for name, key in weights.items()},
+            {name: self.blocks.make_tensor(key) for name, key in weights.items()},
             states,
             scalars,
             groups,
@@ -346,7 +415,7 @@ class _Interpreter:
             for key in [*self.told.values, *self.told.tensors]:
                 if key.startswith(begin):
                     owner, _, name = key[len(begin) :].rpartition(".")
-                    held[owner][name] = self._find_value(key)
+                    held[owner][name] = self.blocks.find_value(key)
             if all(isinstance(hyper.get(_MEMBERS), (list, tuple)) for hyper in held.values()):
                 for number in sorted(held, key=int):
                     hyper = held[number]
@@ -358,51 +427,6 @@ class _Interpreter:
                 alike[repr(sorted(hyper.items()))].append(owner)
             for owners in alike.values():
                 yield tuple(owners), held[owners[0]]
-
-    def _find_value(self, key: str) -> Any:
-        """A number or the like.
-
-        Raises:
-            UnsupportedError: it is something else.
-        """
-        shape: Shape | None = () if key in self.told.tensors else None
-        entry = self.entries.get((key, shape)) or self.entries.get((key, None))
-        if entry is None:
-            raise CheckpointError(f"tells of {key}, and not where it lies.", path=self.where.path(self.head))
-        if entry.fault:
-            raise UnsupportedError(f"{key} {entry.fault}, where a plain value is wanted.", path=self._find_file(key))
-        return entry.value
-
-    def _find_file(self, key: str) -> str:
-        files = [place.file for (name, _), place in self.told.places.items() if name == key]
-        return self.where.path(files[0] if files else self.head)
-
-    def _make(self, key: str) -> StoredTensor:
-        """A tensor, as its blocks tell.
-
-        Raises:
-            CheckpointError: a block is missing, or another one than the metadata say.
-            UnsupportedError: a block's bytes cannot be cut.
-        """
-        dtype, shape, blocks = self.told.tensors[key]
-        chunks = []
-        for offsets, size in blocks:
-            entry, place = self.entries.get((key, offsets)), self.told.places.get((key, offsets))
-            if entry is None or place is None:
-                raise CheckpointError(
-                    f"does not tell where the block of {key} at {offsets} lies; it is damaged.",
-                    path=self.where.path(self.head),
-                )
-            if entry.fault:
-                raise UnsupportedError(f"{key} {entry.fault}; save it contiguous.", path=self.where.path(place.file))
-            if entry.record is None or (entry.dtype, entry.shape) != (dtype, size):
-                raise CheckpointError(
-                    f"holds {entry.dtype or 'no tensor'} of shape {entry.shape} for the block of {key} at {offsets}, "
-                    f"of {dtype} and shape {size} by the metadata. The folder mixes files of several saves.",
-                    path=self.where.path(place.file),
-                )
-            chunks.append(Chunk(offsets, size, place.file, entry.record, entry.begin))
-        return StoredTensor(dtype, shape, tuple(chunks))
 
     def _list_left(self, prefix: str, weights: Mapping[str, str]) -> list[Finding]:
         """What is in the checkpoint and not loaded, as a warning."""

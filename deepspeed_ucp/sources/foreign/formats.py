@@ -15,7 +15,7 @@ from ..files import scan_if_there
 from ..findings import WARNING, Finding
 from ..reading import explain_damage
 from ..table import FileTable
-from . import adapter, dcp, names, safetensors, statedict
+from . import adapter, dcp, megatron, names, safetensors, statedict
 from .contents import Contents, make_index
 from .states import add_states
 
@@ -35,6 +35,7 @@ class Reader(Protocol):
 
 
 READERS: dict[str, Reader] = {
+    names.MEGATRON: megatron.read_contents,
     names.DCP: dcp.read_contents,
     names.SAFETENSORS: safetensors.read_contents,
     names.STATE_DICT: statedict.read_contents,
@@ -57,7 +58,7 @@ def survey_foreign(where: FileTable, comm: Comm, kind: str) -> tuple[AtomicIndex
     if names.OPTIMIZER in where.entries and kind in (names.SAFETENSORS, names.STATE_DICT):
         contents = add_states(contents, where, comm)
     index = comm.alike(lambda: make_index(contents, where))
-    if kind != names.DCP:
+    if kind not in (names.MEGATRON, names.DCP):
         findings += [*_find_passed_over(where, kind, contents), *_find_packed(where, kind, comm)]
     findings += comm.once(lambda: [*_find_beside(where)])
     return index, findings

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 DCP, SAFETENSORS = "torch.distributed.checkpoint", "safetensors"
 STATE_DICT, ADAPTER = "state dict", "PEFT adapter"
+MEGATRON = "Megatron-Core"
 """The formats, in the order in which a folder is asked for them."""
 
 PARTS = ("pytorch_model_fsdp_", "optimizer_")
@@ -33,7 +34,11 @@ TRAINER_STATE = "trainer_state.json"
 META = "meta.pt"
 """What Lightning keeps beside them."""
 
+FORM, BLOCKS, COMMON = "metadata.json", ".metadata", "common.pt"
+"""Of Megatron-Core's checkpoints: which form it is; what blocks there are; what is no tensor."""
+
 _FILES = {
+    MEGATRON: r"metadata\.json|\.metadata|common\.pt|[^/]+\.distcp",
     DCP: r"(?:[^/]+/)?(?:[^/]+\.distcp|(?:__\d+)?\.metadata)",
     SAFETENSORS: r"(?!adapter_)[^/]+\.safetensors(?:\.index\.json)?",
     STATE_DICT: r"(?:pytorch_model|model|consolidated|weights)(?![^/]*_states\.)[^/]*\.(?:bin(?:\.index\.json)?|pth?)",
@@ -42,12 +47,16 @@ _FILES = {
 """All files of a format, by their path in the folder."""
 
 _HEADS = {
+    MEGATRON: r"metadata\.json|\.metadata|common\.pt",
     DCP: r"(?:[^/]+/)?(?:__\d+)?\.metadata",
     SAFETENSORS: r"[^/]+\.safetensors",
     STATE_DICT: r"[^/]+\.(?:bin|pt|pth)",
     ADAPTER: r"adapter_model\.(?:safetensors|bin)",
 }
 """Those of them without which there is no checkpoint."""
+
+_TWO = (MEGATRON,)
+"""Formats that two of these make: one alone may be another's."""
 
 _FIRST = {
     SAFETENSORS: ("model.safetensors", "model.safetensors.index.json"),
@@ -62,7 +71,8 @@ def find_format(names: Iterable[str]) -> str | None:
     names = list(names)
     if WHOLE in names:  # the Trainer writes the same weights as safetensors too, without checksums
         return STATE_DICT
-    return next((kind for kind in _FILES if any(holds(kind, name, heads=True) for name in names)), None)
+    heads = {kind: sum(holds(kind, name, heads=True) for name in names) for kind in _FILES}
+    return next((kind for kind, number in heads.items() if number > (kind in _TWO)), None)
 
 
 def holds(kind: str, name: str, *, heads: bool = False) -> bool:
@@ -87,4 +97,4 @@ def is_foreign(name: str) -> bool:
 
 def has_directory(name: str) -> bool:
     """Whether a file is one that ``torch.save`` wrote, which lists its own records, or no foreign one."""
-    return holds(STATE_DICT, name) or name in ("adapter_model.bin", OPTIMIZER) or not is_foreign(name)
+    return holds(STATE_DICT, name) or name in ("adapter_model.bin", OPTIMIZER, COMMON) or not is_foreign(name)

@@ -1,0 +1,404 @@
+"""Checkpoints of Megatron-Core: ``torch_dist``, a folder of ``torch.distributed.checkpoint`` and more beside it.
+
+``metadata.json``, which is written last, tells the form. Tensors are blocks as there, under Megatron-Core's own keys.
+All else (arguments, iteration, param groups) is one object, in ``common.pt`` or, since 0.19, among the blocks. Layers
+are by default stacked: one tensor of all of them, with their number as dimension 0 and not in its key (megatron-core
+0.16, ``transformer/transformer_block.py``, ``optimizer/{optimizer,distrib_optimizer}.py``, ``dist_checkpointing``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ...atoms import ITEMSIZE, MASTER, count
+from ...comm import Comm
+from ...errors import CheckpointError, UnsupportedError, shorten
+from ...io.memory import pause_collection
+from ...io.store import read_small
+from ...torchsave.objects import describe, has_more_parts
+from ...torchsave.torchfile import read_header, read_parts
+from ..findings import WARNING, Finding
+from ..hints import INFO, read_hints, simplify_object
+from ..reading import explain_damage
+from ..table import FileTable
+from .contents import Chunk, Contents, Shape, StoredTensor
+from .dcp import Blocks, read_blocks
+from .names import BLOCKS, COMMON, FORM, MEGATRON
+
+_BACKEND, _VERSION = "torch_dist", 1
+_ENTRY = "common_state/shard_0_1"
+"""Key of the common state among the blocks."""
+
+_LONGEST = 1 << 16
+"""Bytes of ``metadata.json``."""
+
+_MOST_PARTS = 1_000_000
+"""Of the param groups."""
+
+_MOST_LAYERS, _MOST_TENSORS = 1 << 14, 1 << 21
+"""Of one stack, and tensors of all of them."""
+
+_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
+_UNNAMED = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.")
+_MASTERS = ("param", "fp32_param")
+_STACK = re.compile(r"(?:^|(?<=\.))layers\.(?!\d+\.)")
+_EXPERT = re.compile(r"(.*\.experts\.experts\.)(\d+)\.(.*)")
+_HALF = re.compile(r"(.*\.(?:weight|bias))_([wv])")
+
+_ADVICE = (
+    "Save with --dist-ckpt-optim-fully-reshardable (Megatron-LM; else distrib_optim_sharding_type "
+    "'fully_reshardable'), or load the weights alone (load_optimizer_states=False)"
+)
+
+_KEYS = frozenset(
+    (
+        *("params", "default_config", "max_lr", "min_lr", "lr_mult", "pre_lr_mult", "wd_mult", "pre_wd_mult"),
+        *("is_decoupled_lr", "is_expert_parallel", "is_vision_model_param"),
+    )
+)
+"""Of a param group, that are Megatron's and no optimizer's."""
+
+_BESIDE = ("opt_param_scheduler", "rng_state", "rerun_state_machine", "dataloader_state_dict")
+
+
+@dataclass(frozen=True, slots=True)
+class _Common:
+    """What the common state tells, plain.
+
+    Attributes:
+        hints: as of :class:`~deepspeed_ucp.atoms.ModelInfo`.
+        groups: param groups of all optimizers, with the step of each.
+        sharding: how the distributed optimizer saved its states.
+        beside: keys of what is not loaded.
+    """
+
+    hints: Mapping[str, Any]
+    groups: Sequence[Mapping[str, Any]] = ()
+    sharding: str = ""
+    beside: Sequence[str] = ()
+
+
+def read_contents(where: FileTable, comm: Comm) -> tuple[Contents, list[Finding]]:
+    """Read the metadata, the common state and the headers of all tensors' blocks; collective.
+
+    Raises:
+        CheckpointError: a file is damaged or missing, or metadata and data disagree.
+        UnsupportedError: another form than ``torch_dist``.
+    """
+    comm.alike(lambda: _check_names(where))
+    where.once(FORM, lambda: _check_form(where), comm)
+    comm.alike(lambda: _require(where, BLOCKS))
+    blocks = read_blocks(where, comm, values=False)
+    source = comm.alike(lambda: _find_common(blocks))
+    common = where.once(source, lambda: _read_common(blocks, source), comm)
+    return comm.alike(lambda: _Interpreter(blocks, common).make())
+
+
+def _check_names(where: FileTable) -> None:
+    if FORM not in where.entries:
+        raise CheckpointError(
+            f"{FORM} is missing, which Megatron-Core writes last: the save was interrupted, or a copy was cut short. "
+            "Take another checkpoint.",
+            path=where.folder,
+        )
+
+
+def _require(where: FileTable, name: str) -> None:
+    if name not in where.entries:
+        raise CheckpointError("is missing. Copy it here, or take another checkpoint.", path=where.path(name))
+
+
+def _check_form(where: FileTable) -> None:
+    def read(folder: str) -> None:
+        path = os.path.join(folder, FORM)
+        with explain_damage(path):
+            told = json.loads(read_small(path, _LONGEST))
+            form, version = told["sharded_backend"], told.get("sharded_backend_version", _VERSION)
+        if form != _BACKEND:
+            raise UnsupportedError(
+                f"the checkpoint is of the form {form!r:.40}, and {_BACKEND!r} is read. Load it with the Megatron-LM "
+                f"that saved it, and save with --ckpt-format {_BACKEND}.",
+                path=path,
+            )
+        if version != _VERSION:
+            raise UnsupportedError(
+                f"is of version {version!r:.40} of {_BACKEND}, and {_VERSION} is read; update deepspeed_ucp.", path=path
+            )
+
+    where.read(FORM, read)
+
+
+def _find_common(blocks: Blocks) -> str:
+    """The file with the common state."""
+    place = blocks.told.places.get((_ENTRY, None))
+    if COMMON in blocks.where.entries or place is None:
+        _require(blocks.where, COMMON)
+        return COMMON
+    _require(blocks.where, place.file)
+    return place.file
+
+
+def _read_common(blocks: Blocks, name: str) -> _Common:
+    def read(folder: str) -> _Common:
+        path = os.path.join(folder, name)
+        with explain_damage(path), pause_collection():
+            if name == COMMON:
+                tree = read_header(path).tree
+            else:
+                (part,) = read_parts(path, [blocks.told.places[_ENTRY, None][1:]])
+                tree = part.tree
+                tree = tree[0] if isinstance(tree, list) and len(tree) == 1 else tree
+            if not isinstance(tree, dict):
+                raise CheckpointError(f"holds {describe(tree)}, not Megatron-Core's common state.", path=path)
+            return _take_apart(tree, path)
+
+    return blocks.where.read(name, read)
+
+
+def _take_apart(tree: Mapping[Any, Any], path: str) -> _Common:
+    content = tree.get("content_metadata")
+    optimizer = tree.get("optimizer")
+    if has_more_parts([optimizer, content], _MOST_PARTS):
+        raise CheckpointError(f"its optimizer has more than {_MOST_PARTS} parts; the file is damaged.", path=path)
+    sharding = content.get("distrib_optim_sharding_type") if isinstance(content, dict) else None
+    return _Common(
+        hints=read_hints(tree),
+        groups=tuple(_list_groups(optimizer)),
+        sharding=sharding if isinstance(sharding, str) else "",
+        beside=tuple(key for key in _BESIDE if key in tree),
+    )
+
+
+def _list_groups(held: Any) -> Iterator[dict[str, Any]]:
+    """The param groups of an optimizer: alone, within one for 16 bits, or of several in a chain."""
+    if not isinstance(held, dict):
+        return
+    groups = held.get("param_groups")
+    if isinstance(groups, list):
+        states = held.get("state")
+        step = simplify_object(states.get("common_step")) if isinstance(states, dict) else None
+        for group in map(simplify_object, groups):
+            if isinstance(group, dict):
+                yield group if group.get("step") is not None or step is None else {**group, "step": step}
+    for key, inner in held.items():
+        if key == "optimizer" or isinstance(key, int):
+            yield from _list_groups(inner)
+
+
+class _Interpreter:
+    """Makes tensors of layers out of stacks of them, and tells whose states and groups there are."""
+
+    def __init__(self, blocks: Blocks, common: _Common) -> None:
+        self.blocks, self.common, self.path = blocks, common, blocks.where.path(blocks.head)
+        self.args: Mapping[str, Any] = common.hints.get("args", {})
+
+    def make(self) -> tuple[Contents, list[Finding]]:
+        """What there is, and what is left out.
+
+        Raises:
+            CheckpointError, UnsupportedError: as of :func:`read_contents`.
+        """
+        held: dict[str, dict[str, StoredTensor]] = defaultdict(dict)  # by state; "" of the weights
+        unnamed = ""
+        for key in self.blocks.told.tensors:
+            if _UNNAMED.match(key):
+                unnamed = key
+                continue
+            state, name = match.groups() if (match := _STATE.fullmatch(key)) else ("", key)
+            held[MASTER if state in _MASTERS else state][name] = self.blocks.make_tensor(key)
+        found = {state: self._split(tensors) for state, tensors in held.items()}
+        weights = found.pop("", {})
+        if not weights:
+            raise UnsupportedError("holds no model's tensors.", path=self.path)
+        states: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
+        for state, tensors in found.items():
+            for name, tensor in tensors.items():
+                states[name][state] = tensor
+        steps = self.common.hints.get("iteration")
+        groups, findings = self._list_groups(weights, states)
+        contents = Contents(
+            MEGATRON,
+            self.blocks.head,
+            weights,
+            states,
+            {name: {"step": float(hyper["step"])} for names, hyper in groups for name in names if "step" in hyper},
+            groups,
+            counters={} if steps is None else {"global_steps": steps},
+            stateless=f"{self.path}: {self._describe_unnamed(unnamed)}" if unnamed else "",
+            hints=self._make_hints(weights),
+        )
+        return contents, [*findings, *self._list_left()]
+
+    def _split(self, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+        """Tensors of layers, gate and up in one, all experts of a layer in one.
+
+        Raises:
+            CheckpointError: something is twice, missing, or of sizes that no model has.
+        """
+        found: dict[str, StoredTensor] = {}
+        for name, tensor in tensors.items():
+            for layer_name, layer in self._unstack(name, tensor):
+                if layer_name in found or len(found) >= _MOST_TENSORS:
+                    raise CheckpointError(f"tells of {layer_name} twice, or of too many tensors.", path=self.path)
+                found[layer_name] = layer
+        return self._join_experts(self._join_halves(found))
+
+    def _unstack(self, name: str, tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
+        stack = _STACK.search(name)
+        if stack is None:
+            yield name, tensor
+            return
+        layers, *rest = tensor.shape or (0,)
+        shape, at = tuple(rest), stack.end()
+        chunks: dict[int, list[Chunk]] = defaultdict(list)
+        stride = count(shape) * ITEMSIZE[tensor.dtype]
+        if not 0 < layers <= _MOST_LAYERS:
+            raise CheckpointError(f"tells of {layers} layers of {name}; it is damaged.", path=self.path)
+        for chunk in tensor.chunks:
+            if len(chunk.offsets) != len(tensor.shape) or chunk.offsets[0] + chunk.shape[0] > layers:
+                raise CheckpointError(f"tells of a block of {name} outside of it; it is damaged.", path=self.path)
+            stride = count(chunk.shape[1:]) * ITEMSIZE[tensor.dtype]
+            for number in range(chunk.shape[0]):
+                part = replace(
+                    chunk, offsets=chunk.offsets[1:], shape=chunk.shape[1:], begin=chunk.begin + number * stride
+                )
+                chunks[chunk.offsets[0] + number].append(part)
+        for layer in range(layers):
+            made = StoredTensor(tensor.dtype, shape, tuple(chunks[layer]))
+            yield from self._unstack(f"{name[:at]}{layer}.{name[at:]}", made)
+
+    def _join_halves(self, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+        """Gate and up (``_w``, ``_v``), one behind the other along the rows."""
+        found: dict[str, StoredTensor] = {}
+        for name, tensor in tensors.items():
+            match = _HALF.fullmatch(name)
+            other = tensors.get(f"{match[1]}_{'v' if match[2] == 'w' else 'w'}") if match else None
+            if match is None or other is None:
+                found[name] = tensor
+            elif match[2] == "w":
+                dim = -2 if match[1].endswith(".weight") else -1
+                found[match[1]] = self._join(match[1], [tensor, other], dim)
+        return found
+
+    def _join_experts(self, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+        """All experts of a layer in one, as where they are saved so."""
+        found: dict[str, StoredTensor] = {}
+        held: dict[str, dict[int, StoredTensor]] = defaultdict(dict)
+        for name, tensor in tensors.items():
+            if match := _EXPERT.fullmatch(name):
+                held[match[1] + match[3]][int(match[2])] = _prepend(tensor)
+            else:
+                found[name] = tensor
+        for name, experts in held.items():
+            if name in found or sorted(experts) != list(range(len(experts))):
+                raise CheckpointError(f"has not each expert of {name} once.", path=self.path)
+            found[name] = self._join(name, [experts[number] for number in range(len(experts))], 0)
+        return found
+
+    def _join(self, name: str, parts: Sequence[StoredTensor], dim: int) -> StoredTensor:
+        """Tensors of one shape, one behind the other along a dimension."""
+        dtype, shape = parts[0].dtype, parts[0].shape
+        if any((part.dtype, part.shape) != (dtype, shape) for part in parts) or not -len(shape) <= dim < len(shape):
+            raise CheckpointError(f"holds parts of {name} that do not fit each other.", path=self.path)
+        dim %= len(shape)
+        chunks = [
+            replace(chunk, offsets=_change(chunk.offsets, dim, chunk.offsets[dim] + number * shape[dim]))
+            for number, part in enumerate(parts)
+            for chunk in part.chunks
+        ]
+        return StoredTensor(dtype, _change(shape, dim, shape[dim] * len(parts)), tuple(chunks))
+
+    def _list_groups(
+        self, weights: Mapping[str, StoredTensor], states: Mapping[str, Any]
+    ) -> tuple[list[tuple[tuple[str, ...], dict[str, Any]]], list[Finding]]:
+        """Names and hyper-parameters of the param groups.
+
+        The groups are saved without their members, which follow from marks of theirs by Megatron's own rules.
+        """
+        members: list[list[str]] = [[] for _ in self.common.groups]
+        for name in states:
+            owners = self._find_groups(name, weights[name].shape if name in weights else ())
+            hypers = [_strip(self.common.groups[number]) for number in owners]
+            if not owners or any(hyper != hypers[0] for hyper in hypers):
+                text = (
+                    f"{self.path}: its param groups do not tell whose they are (of {name}), so that this run's "
+                    "hyper-parameters stay."
+                )
+                return [], [Finding("unsaved", self.blocks.head, text, WARNING)]
+            members[owners[0]].append(name)
+        groups = zip(members, self.common.groups, strict=True)
+        return [(tuple(names), _strip(group)) for names, group in groups if names], []
+
+    def _find_groups(self, name: str, shape: Shape) -> list[int]:
+        """Numbers of the param groups that may be a parameter's."""
+        numbers = list(range(len(self.common.groups)))
+        is_expert = ".experts." in name
+        is_vector = name.endswith(".bias") or len(shape) == (2 if is_expert else 1)
+        if self.args.get("apply_wd_to_qk_layernorm") is True and re.search(r"\b[qk]_layernorm\.", name):
+            is_vector = False
+        is_table = name.endswith(("word_embeddings.weight", "output_layer.weight"))
+        for mark, is_so in ((_is_experts, is_expert), (_is_undecayed, is_vector), (self._is_decoupled, is_table)):
+            marked = [number for number in numbers if mark(self.common.groups[number])]
+            if marked and len(marked) < len(numbers):
+                numbers = marked if is_so else [number for number in numbers if number not in marked]
+        return numbers
+
+    def _is_decoupled(self, group: Mapping[str, Any]) -> bool:
+        """Whether a group is of the tables of words, with a rate of their own."""
+        rate = self.args.get("decoupled_lr")
+        return group.get("is_decoupled_lr") is True or (rate is not None and group.get("max_lr") == rate)
+
+    def _describe_unnamed(self, key: str) -> str:
+        form = self.common.sharding or "dp_reshardable"
+        return (
+            f"its optimizer states are of the form {form}, in the order of the saving ranks' buffers ({key:.80}): "
+            f"nothing tells whose they are. {_ADVICE}."
+        )
+
+    def _make_hints(self, weights: Mapping[str, StoredTensor]) -> dict[str, Any]:
+        """Arguments and the like; from them the vocabulary, whose padding may differ."""
+        hints = dict(self.common.hints)
+        tables = [name for name in weights if name.endswith(("word_embeddings.weight", "output_layer.weight"))]
+        told = [self.args.get(key) for key in ("vocab_size", "padded_vocab_size")]
+        size = next((each for each in told if type(each) is int and each > 0), None)
+        if size is not None and tables:
+            size += size == told[0] and self.args.get("tokenizer_type") == "NullTokenizer"  # its end of a document
+            names = [f"^{re.escape(name)}$" for name in tables]
+            hints[INFO] = {"original_vocab_size": size, "vocabulary_parameter_patterns": names}
+        return hints
+
+    def _list_left(self) -> list[Finding]:
+        """What is in the checkpoint and not loaded, as a warning."""
+        if not self.common.beside:
+            return []
+        text = f"{self.path}: not loaded, since it is Megatron's own: {shorten(self.common.beside)}."
+        return [Finding("unsaved", self.blocks.head, text, WARNING)]
+
+
+def _prepend(tensor: StoredTensor) -> StoredTensor:
+    """The same with a dimension of 1 in front."""
+    chunks = [replace(chunk, offsets=(0, *chunk.offsets), shape=(1, *chunk.shape)) for chunk in tensor.chunks]
+    return StoredTensor(tensor.dtype, (1, *tensor.shape), tuple(chunks))
+
+
+def _change(shape: Shape, dim: int, size: int) -> Shape:
+    return (*shape[:dim], size, *shape[dim + 1 :])
+
+
+def _strip(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyper-parameters that are an optimizer's."""
+    return {key: value for key, value in group.items() if key not in _KEYS}
+
+
+def _is_experts(group: Mapping[str, Any]) -> bool:
+    return group.get("is_expert_parallel") is True
+
+
+def _is_undecayed(group: Mapping[str, Any]) -> bool:
+    return bool(group.get("wd_mult", group.get("pre_wd_mult")) == 0)
