@@ -219,6 +219,7 @@ class Limits:
         dropped: why buffers and frozen parameters may be missing (upstream's converter leaves them out), or empty.
         unnoticed: what DeepSpeed's own load would not see, or take for something else, in the same topology, in words.
         stateless: why there are no optimizer states, and what to do, in words; empty where there are.
+        unchecked: what of a foreign checkpoint has no checksum, in words.
     """
 
     irregular: dict[AtomKey, str] = field(default_factory=dict)
@@ -226,6 +227,7 @@ class Limits:
     dropped: str = ""
     unnoticed: tuple[str, ...] = ()
     stateless: str = ""
+    unchecked: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,15 +16,14 @@ from typing import Any
 from ..errors import CheckpointError, ConfigError, UnsupportedError, shorten
 from ..io.disk import explain_full
 from ..io.paths import normalize
+from ..sources.foreign.adapter import PARTS, SAVED
 from ..stream.full_tensors import FullTensor
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model"
 
 _ROOT = "base_model.model."
-_LORA = re.compile(
-    r"(?P<module>.+)\.(?P<kind>lora_(?:embedding_)?[AB]|lora_magnitude_vector)\.(?P<of>[^.]+)(?P<end>\..+)?"
-)
-_SAVED = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<of>[^.]+)\.(?P<end>.+)")
+_LORA = re.compile(rf"(?P<module>.+)\.(?P<kind>{'|'.join(PARTS)})\.(?P<of>[^.]+)(?P<end>\..+)?")
+_SAVED = re.compile(rf"(?P<module>.+)\.{SAVED}\.(?P<of>[^.]+)\.(?P<end>.+)")
 _ORIGINAL = re.compile(r"(?P<module>.+)\.original_module\.(?P<end>.+)")
 _BASE = re.compile(r"(?P<module>.+)\.base_layer\.(?P<end>.+)")
 
@@ -101,7 +100,7 @@ def choose_adapter(names: Collection[str], adapter: str) -> Adapted:
     found = Adapted()
     for name in names:
         if match := _LORA.fullmatch(name):
-            end = "" if match["kind"] == "lora_magnitude_vector" else match["end"] or ""
+            end = "" if match["kind"] == PARTS[-1] else match["end"] or ""
             new = f"{match['module']}.{match['kind']}{end}"
         elif match := _SAVED.fullmatch(name):
             new = f"{match['module']}.{match['end']}"
@@ -165,7 +164,7 @@ def check_mergeable(config: Mapping[str, Any], parts: Mapping[str, Mapping[str, 
     """
     odd = [f"{name}={value!r}" for name, value in config.items() if _is_odd(name, value)]
     kinds = {kind for held in parts.values() for kind in held}
-    odd += sorted(kinds - {"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector"})
+    odd += sorted(kinds - {*PARTS})
     if odd:
         raise UnsupportedError(
             f"--merge: {shorten(odd)} is not known here (LoRA, rsLoRA and DoRA are). Write the adapter (--adapter), "

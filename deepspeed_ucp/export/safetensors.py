@@ -20,6 +20,7 @@ from ..io.disk import explain_full, write_at
 from ..io.memory import Scratch
 from ..patterns import RuleSet
 from ..plan.conversion import Batch, Output, plan_conversion
+from ..sources.foreign.safetensors import DTYPES
 from ..stream.batches import stream
 from ..stream.checks import Checks
 from ..stream.full_tensors import FullTensor
@@ -36,27 +37,8 @@ MAX_SHARD = 5 * 10**9
 
 INDEX = "model.safetensors.index.json"
 
-DTYPES = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e4m3fn": "F8_E4M3",
-    "int16": "I16",
-    "uint16": "U16",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int32": "I32",
-    "uint32": "U32",
-    "float32": "F32",
-    "complex64": "C64",
-    "float64": "F64",
-    "int64": "I64",
-    "uint64": "U64",
-}
-"""The format's names of element types, in its order: tensors of the last ones come first in a file."""
-
-_ORDER = {dtype: number for number, dtype in enumerate(DTYPES)}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_ORDER = {dtype: number for number, dtype in enumerate(_NAMES)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +76,7 @@ def lay_out(tensors: Mapping[str, Tensor], max_shard: int = MAX_SHARD, stem: str
     """
     if odd := [name for name in tensors if any("\ud800" <= each <= "\udfff" for each in name)]:
         raise UnsupportedError(f"safetensors has no names such as {shorten(odd)}; --rename or --to dcp has them.")
-    if unknown := sorted({tensor.dtype for tensor in tensors.values()} - set(DTYPES)):
+    if unknown := sorted({tensor.dtype for tensor in tensors.values()} - set(_NAMES)):
         raise UnsupportedError(f"safetensors has no element type for {', '.join(unknown)}; --to dcp has.")
     shards = split_shards({name: tensor.nbytes for name, tensor in tensors.items()}, max_shard)
     layout = SafeLayout({}, {}, {})
@@ -128,7 +110,7 @@ def _lay_file(layout: SafeLayout, file: str, tensors: Mapping[str, Tensor]) -> N
     for name, tensor in sorted(tensors.items(), key=lambda item: (-_ORDER[item[1].dtype], item[0])):
         offsets[name], position = position, position + tensor.nbytes
         place = [offsets[name], position]
-        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text

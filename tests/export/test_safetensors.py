@@ -25,12 +25,13 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.convert import ConvertOptions, convert_index
 from deepspeed_ucp.errors import CheckpointError, ConfigError, MismatchError, StorageError, UnsupportedError
 from deepspeed_ucp.export import output, safetensors
-from deepspeed_ucp.export.safetensors import DTYPES, export_safetensors, lay_out, split_shards
+from deepspeed_ucp.export.safetensors import export_safetensors, lay_out, split_shards
 from deepspeed_ucp.export.tensors import ExportOptions, Tensor
 from deepspeed_ucp.io.cast import FLOATING, cast
 from deepspeed_ucp.io.staging import Staging
 from deepspeed_ucp.patterns import Rename, from_config
 from deepspeed_ucp.sources import open_checkpoint
+from deepspeed_ucp.sources.foreign.safetensors import DTYPES
 from deepspeed_ucp.stream.full_tensors import FullTensor
 from tests.stream.test_full_tensors import flip_bit, open_held, rules_of
 from tests.support.ranks import World, run_ranks
@@ -249,9 +250,11 @@ def make_tensor(dtype: str, numel: int = 1) -> Tensor:
 
 
 def test_element_types_are_in_the_librarys_order(tmp_path: Path) -> None:
-    tensors = {f"x{number}": torch.zeros(2, dtype=getattr(torch, dtype)) for number, dtype in enumerate(DTYPES)}
+    tensors = {
+        f"x{number}": torch.zeros(2, dtype=getattr(torch, dtype)) for number, dtype in enumerate(DTYPES.values())
+    }
     save_file(tensors, tmp_path / "all", {"format": "pt"})
-    laid = lay_out({f"x{number}": make_tensor(dtype, 2) for number, dtype in enumerate(DTYPES)})
+    laid = lay_out({f"x{number}": make_tensor(dtype, 2) for number, dtype in enumerate(DTYPES.values())})
     assert (tmp_path / "all").read_bytes() == laid.heads[FILE] + bytes(laid.sizes[FILE] - len(laid.heads[FILE]))
 
 

@@ -30,14 +30,33 @@ from ...atoms import (
 )
 from ...errors import CheckpointError, UnsupportedError
 from ...topology import Topology
+from ...torchsave.objects import describe
 from ...torchsave.records import FileRecord
+from ...torchsave.unpickle import MOST_DIMENSIONS
 from ...wrappers import ATOMIC
 from ..table import FileTable
 
 Shape = tuple[int, ...]
 
+_LARGEST_SIZE = 1 << 62
+
+_UNCHECKED = "its tensors have no checksums: what is damaged in them goes unnoticed"
 _MOST_RUNS = 1 << 22
 """Runs of elements in all, of what is cut into no grid."""
+
+
+def read_shape(value: Any) -> Shape:
+    """A shape, or places in one, as a file tells it.
+
+    Raises:
+        ValueError: it is none that torch has.
+    """
+    if not isinstance(value, (list, tuple)) or len(value) > MOST_DIMENSIONS:
+        raise ValueError(f"{describe(value)} for a shape")
+    for size in value:
+        if type(size) is not int or not 0 <= size < _LARGEST_SIZE:
+            raise ValueError(f"{describe(size)} in a shape")
+    return tuple(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +103,7 @@ class Contents:
         scalar_dtypes: of those scalars that are 0-dim tensors.
         dropped: as of :class:`Limits`.
         hints: as of :class:`ModelInfo`.
+        unchecked: what of it has no checksum, where that is not said of its tensors.
     """
 
     format: str
@@ -98,6 +118,7 @@ class Contents:
     scalar_dtypes: Mapping[str, str] = field(default_factory=dict)
     dropped: str = ""
     hints: Mapping[str, Any] = field(default_factory=dict)
+    unchecked: str = ""
 
 
 def make_index(contents: Contents, where: FileTable) -> AtomicIndex:
@@ -107,7 +128,7 @@ def make_index(contents: Contents, where: FileTable) -> AtomicIndex:
     master is among the states, the weight is its copy.
 
     Raises:
-        CheckpointError: chunks leave something out, overlap, or lie beyond their file.
+        CheckpointError: chunks leave something out, overlap, or lie beyond their file; two tensors have one name.
         UnsupportedError: tensors are cut into too many pieces.
     """
     maker = _Maker(where)
@@ -117,7 +138,10 @@ def make_index(contents: Contents, where: FileTable) -> AtomicIndex:
         maker.add(strip_compiled(name), state, tensor)
     for name, held in contents.states.items():
         for state, tensor in held.items():
+            if state in (MODULE, COPY):
+                raise UnsupportedError(f"{name} has an optimizer state {state!r}.", path=where.path(contents.head))
             maker.add(strip_compiled(name), state, tensor)
+    unchecked = _UNCHECKED if any(each.crc is None for each in maker.records if each.nbytes) else contents.unchecked
     dtypes = [tensor.dtype for name, tensor in contents.weights.items() if tensor.dtype.startswith(("float", "bf"))]
     precision = max(dtypes, key=dtypes.count, default="float32")
     masters = [held[MASTER].dtype for held in contents.states.values() if MASTER in held] or [precision]
@@ -137,7 +161,7 @@ def make_index(contents: Contents, where: FileTable) -> AtomicIndex:
             format=contents.format,
         ),
         model=ModelInfo(aliases=dict(contents.aliases), hints=dict(contents.hints)),
-        limits=Limits(stateless=contents.stateless, dropped=contents.dropped),
+        limits=Limits(stateless=contents.stateless, dropped=contents.dropped, unchecked=unchecked),
     )
 
 
@@ -151,6 +175,7 @@ class _Maker:
         self.atoms: list[Atom] = []
         self._file_ids: dict[str, int] = {}
         self._record_ids: dict[tuple[int, FileRecord], int] = {}
+        self._keys: set[tuple[str, str]] = set()
         self._runs = 0
 
     def add(self, name: str, state: str, tensor: StoredTensor) -> None:
@@ -159,8 +184,10 @@ class _Maker:
         Raises:
             CheckpointError, UnsupportedError: as of :func:`make_index`.
         """
-        chunks = [chunk for chunk in tensor.chunks if count(chunk.shape)]
-        tiles = []
+        if (name, state) in self._keys:
+            raise CheckpointError(f"holds {name} ({state}) twice.", path=self.where.folder)
+        self._keys.add((name, state))
+        chunks, tiles = [chunk for chunk in tensor.chunks if count(chunk.shape)], []
         for chunk in chunks:
             record = self._find_record(chunk)
             self._check(name, tensor, chunk)
@@ -192,7 +219,7 @@ class _Maker:
             )
         nbytes = count(chunk.shape) * ITEMSIZE[tensor.dtype]
         held = self.where.entries[chunk.file].size
-        if chunk.begin + nbytes > chunk.record.nbytes or chunk.record.offset + chunk.record.nbytes > held:
+        if not 0 <= chunk.begin <= chunk.record.nbytes - nbytes or chunk.record.offset + chunk.record.nbytes > held:
             raise CheckpointError(
                 f"{name}: {nbytes} bytes are to lie in {chunk.record.nbytes} of the file's {held}; it is truncated, "
                 "or of another save.",

@@ -30,7 +30,7 @@ from ...torchsave.unpickle import read_pickle
 from ..findings import WARNING, Finding
 from ..reading import explain_damage
 from ..table import FileTable
-from .contents import Chunk, Contents, Shape, StoredTensor
+from .contents import Chunk, Contents, Shape, StoredTensor, read_shape
 from .names import DCP, holds
 
 _LARGEST = 1 << 30
@@ -224,8 +224,8 @@ def _take_apart(root: Any, path: str, folder: str) -> Metadata:
             properties = held["properties"].state
             dtype = properties[0] if isinstance(properties, tuple) else properties["dtype"]
             chunks = map(_read_fields, held["chunks"])
-            blocks = [(_read_shape(each["offsets"]), _read_shape(each["sizes"])) for each in chunks]
-            told.tensors[str(key)] = _name_dtype(dtype), _read_shape(held["size"]), blocks
+            blocks = [(read_shape(each["offsets"]), read_shape(each["sizes"])) for each in chunks]
+            told.tensors[str(key)] = _name_dtype(dtype), read_shape(held["size"]), blocks
         elif item.kind.endswith(".BytesStorageMetadata"):
             told.values.append(str(key))
         else:
@@ -233,7 +233,7 @@ def _take_apart(root: Any, path: str, folder: str) -> Metadata:
     for index, info in (root.get("storage_data") or {}).items():
         named = _read_fields(index)
         begin = named.get("offset")
-        key = str(named["fqn"]), None if begin is None else _read_shape(begin)
+        key = str(named["fqn"]), None if begin is None else read_shape(begin)
         told.places[key] = _read_place(_read_fields(info), path, folder)
     paths = root.get("planner_data") or {}
     told.paths = {str(key): keys for key, keys in paths.items() if isinstance(keys, tuple)}
@@ -263,12 +263,6 @@ def _read_place(info: Mapping[str, Any], path: str, folder: str) -> Place:
     return Place(file, offset, nbytes)
 
 
-def _read_shape(value: Any) -> Shape:
-    if not isinstance(value, tuple) or not all(is_short(each) and each >= 0 for each in value):
-        raise ValueError(f"{describe(value)} for a shape")
-    return tuple(value)
-
-
 def _name_dtype(value: Any) -> str:
     name = value.name if isinstance(value, Global) else ""
     if name not in ITEMSIZE:
@@ -280,8 +274,8 @@ def _join(told: Metadata, more: Metadata) -> None:
     """Take in what another file tells: of one rank, or of another folder."""
     for key, (dtype, shape, blocks) in more.tensors.items():
         known = told.tensors.setdefault(key, (dtype, shape, []))
-        known[2].extend(block for block in blocks if block not in known[2])
-    told.values += [key for key in more.values if key not in told.values]
+        known[2][:] = dict.fromkeys([*known[2], *blocks])
+    told.values[:] = dict.fromkeys([*told.values, *more.values])
     told.places |= more.places
     told.paths |= more.paths
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ...atoms import ITEMSIZE
 from ...comm import Comm
 from ...errors import UnsupportedError
 from ...io.memory import pause_collection
@@ -16,8 +15,9 @@ from ...torchsave import torchfile
 from ...torchsave.objects import TensorRef, describe, to_number
 from ..reading import explain_damage
 from ..table import FileTable
-from .contents import Chunk, Contents, StoredTensor
+from .contents import Contents, StoredTensor
 from .names import OPTIMIZER
+from .statedict import store_tensor
 
 _UNNAMED = (
     "its optimizer states have numbers, not names, as without FSDP: nothing tells whose they are. Load the weights "
@@ -55,7 +55,7 @@ def _take_apart(contents: Contents, tree: Mapping[str, Any], file: torchfile.Tor
         weight = contents.weights.get(name)
         for state, value in held.items():
             if isinstance(value, TensorRef) and (value.shape or (state != "step" and weight and not weight.shape)):
-                states[name][state] = _make(f"{name}: {state}", value, file, path)
+                states[name][state] = store_tensor(f"{name}: {state}", value, file.storages, OPTIMIZER, path)
                 continue
             scalars[name][state] = to_number(value)
             dtypes |= {state: value.dtype} if isinstance(value, TensorRef) else {}
@@ -66,12 +66,3 @@ def _take_apart(contents: Contents, tree: Mapping[str, Any], file: torchfile.Tor
     steps = [held["step"] for held in scalars.values() if "step" in held]
     counters = {"global_steps": int(max(steps))} if steps else {}
     return replace(contents, states=states, scalars=scalars, groups=groups, counters=counters, scalar_dtypes=dtypes)
-
-
-def _make(what: str, ref: TensorRef, file: torchfile.TorchFile, path: str) -> StoredTensor:
-    record = file.storages.get(ref.storage.key)
-    if ref.dtype not in ITEMSIZE or not ref.is_contiguous() or (record is None and ref.numel):
-        raise UnsupportedError(f"{what} ({describe(ref)}) is not contiguous, or of another type.", path=path)
-    begin = ref.offset * ITEMSIZE[ref.dtype]
-    chunks = (Chunk((0,) * len(ref.shape), ref.shape, OPTIMIZER, record, begin),) if record else ()
-    return StoredTensor(ref.dtype, ref.shape, chunks)
