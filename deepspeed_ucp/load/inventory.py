@@ -164,8 +164,8 @@ def _join_stages(
 
 
 def warn_idle(index: AtomicIndex, rules: Sequence[RuleSet]) -> None:
-    """Log ``rename`` rules that match nothing that was saved."""
-    if idle := find_idle(list_names(index), list_renames(rules)):
+    """Log ``rename`` rules of the user's own that match nothing that was saved."""
+    if idle := find_idle(list_names(index), list_renames(each for each in rules if each.reported)):
         logger.info("patterns: %s", shorten(idle))
 
 

@@ -213,7 +213,7 @@ class RuleSet:
         literal: rules that name one parameter, by that name (AutoTP names thousands).
         hints: why the set says nothing of a parameter, shown where no other set does.
         variables, refuse: of the YAML.
-        vocab: rows of the vocabulary without padding, where the set tells them; a number or an expression.
+        vocab: rows of the vocabulary without padding, where the set tells them.
         renames: saved names → live names.
         by: ``user``: comes before what either side says of itself. ``target``: a live engine describes its own shards,
             of its own degree. Else ``checkpoint``.
@@ -228,7 +228,7 @@ class RuleSet:
     hints: Mapping[str, str] = field(default_factory=dict)
     variables: Mapping[str, Sequence[Size]] = field(default_factory=dict)
     refuse: Sequence[Mapping[str, str]] = ()
-    vocab: Size | None = None
+    vocab: int | None = None
     renames: tuple[Rename, ...] = ()
     by: str = "checkpoint"
     shared: tuple[Matcher, ...] = ()
@@ -262,20 +262,6 @@ class RuleSet:
                 return replace(pattern, vocab=facts.values.get("vocab"))
             return pattern
         return None
-
-    def count_vocabulary(self, facts: Facts) -> int | None:
-        """Rows of the vocabulary without padding; None where nothing tells.
-
-        Raises:
-            MismatchError: what tells them is no number of rows.
-        """
-        try:
-            rows = None if self.vocab is None else replace(facts, variables=self.variables).evaluate(self.vocab)
-        except UnknownError:
-            return None
-        if rows is not None and (type(rows) is not int or rows < 1):
-            raise MismatchError(f"{self.name}: original_vocab_size, {self.vocab}, is {rows!r}")
-        return rows
 
     def follow(self, renamed: Mapping[str, str]) -> RuleSet:
         """The set for parameters under other names, of which it says what it says of their own.
@@ -334,9 +320,8 @@ class RuleFile:
 
     def __post_init__(self) -> None:
         vocab = self.original_vocab_size
-        told = isinstance(vocab, str) and "args." in vocab
-        if vocab is not None and not told and (type(vocab) is not int or vocab < 1):
-            raise ValueError(f"original_vocab_size is a positive integer, or an expression with args, found {vocab!r}")
+        if vocab is not None and (type(vocab) is not int or vocab < 1):
+            raise ValueError(f"original_vocab_size is a positive integer, found {vocab!r}")
         if any(set(each) != {"when", "reason"} for each in self.refuse):
             raise ValueError("refuse is a list of objects with when and reason")
 

@@ -197,8 +197,7 @@ class _Settler:
     def _measure(self, source: Sequence[Shape]) -> dict[str, int]:
         """Logical sizes if a dimension is cut, and the vocabulary: what expressions may ask for."""
         totals = {f"total{dim}": sum(shape[dim] for shape in source) for dim in range(len(source[0]))}
-        told = (each.count_vocabulary(self.facts) for each in self.rule_sets)
-        vocab = next((rows for rows in told if rows is not None), None)
+        vocab = next((each.vocab for each in self.rule_sets if each.vocab is not None), None)
         return totals if vocab is None else {**totals, "vocab": vocab}
 
     def _find(self, name: str) -> _Sides | None:

@@ -240,7 +240,7 @@ def _make_atom(index: AtomicIndex, key: AtomKey, made: DerivedParam) -> tuple[At
     shards, again, itemsize = list[Shard](), list[tuple[int, Fragment]](), ITEMSIZE[atoms[0].dtype]
     for at, held in enumerate(zip(*(atom.shards for atom in atoms), strict=True)):
         spans = list(_lay_out(made.slices, [shard.numel for shard in held]))
-        first = [_move(shard.fragments, *span, itemsize) for shard, span in zip(held, spans, strict=True)]
+        first = [_move(shard.find(*span[:2]), *span, itemsize) for shard, span in zip(held, spans, strict=True)]
         numel = sum(high - low for low, high, _ in spans)
         shards.append(Shard(made.find_shape(numel, held[0].shape), tuple(chain.from_iterable(first))))
         for source, span in zip(sources, spans, strict=True):

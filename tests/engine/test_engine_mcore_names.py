@@ -1,0 +1,180 @@
+"""Megatron-Core's models go on as Hugging Face's and as Megatron-DeepSpeed's: one function, and the same moments."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepspeed_ucp.testing import WorldPool
+from deepspeed_ucp.testing.capture import CapturedEngine
+from tests.support.engines.parallel import Launch, join, training
+
+pytest.importorskip("megatron.core")
+pytestmark = pytest.mark.engine
+
+SAVE = "iter_0000002"
+STATES = {"fp32": "", "exp_avg": "optimizer.state.exp_avg.", "exp_avg_sq": "optimizer.state.exp_avg_sq."}
+"""Of what an engine keeps what Megatron-Core puts in front of a name."""
+
+LLAMA = {
+    "vocab_size": 61,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 12,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Any:
+    """Imported late: every worker collects this module."""
+    return importlib.import_module("tests.support.engines.mcore_names")
+
+
+def list_layers(saved: Mapping[str, Tensor], prefix: str = "") -> dict[str, Tensor]:
+    """What a checkpoint holds, each layer for itself: Megatron-Core puts them on top of each other."""
+    found = {}
+    for key, tensor in saved.items():
+        name = key.removeprefix(prefix)
+        if not key.startswith(prefix) or name.startswith("optimizer."):
+            continue
+        front, layers, rest = name.partition("decoder.layers.")
+        if layers and not rest[0].isdigit():
+            found.update({f"{front}decoder.layers.{n}.{rest}": one for n, one in enumerate(tensor)})
+        else:
+            found[name] = tensor
+    return found
+
+
+def name_llama(saved: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """By Hugging Face's names. A group's rows are 2 heads' queries, a key and a value, 4 rows each."""
+    yield "model.embed_tokens.weight", saved["embedding.word_embeddings.weight"][:61]
+    yield "lm_head.weight", saved["output_layer.weight"][:61]
+    yield "model.norm.weight", saved["decoder.final_layernorm.weight"]
+    for layer in range(2):
+        own, other = f"decoder.layers.{layer}", f"model.layers.{layer}"
+        qkv = saved[f"{own}.self_attention.linear_qkv.weight"]
+        first, second = qkv[:16], qkv[16:]
+        yield f"{other}.self_attn.q_proj.weight", torch.cat([first[:8], second[:8]])
+        yield f"{other}.self_attn.k_proj.weight", torch.cat([first[8:12], second[8:12]])
+        yield f"{other}.self_attn.v_proj.weight", torch.cat([first[12:], second[12:]])
+        yield f"{other}.self_attn.o_proj.weight", saved[f"{own}.self_attention.linear_proj.weight"]
+        yield f"{other}.input_layernorm.weight", saved[f"{own}.self_attention.linear_qkv.layer_norm_weight"]
+        yield f"{other}.post_attention_layernorm.weight", saved[f"{own}.mlp.linear_fc1.layer_norm_weight"]
+        if f"{own}.mlp.router.weight" in saved:
+            yield f"{other}.mlp.gate.weight", saved[f"{own}.mlp.router.weight"]
+            yield f"{other}.mlp.experts.gate_up_proj", saved[f"{own}.mlp.experts.experts.linear_fc1.weight"]
+            yield f"{other}.mlp.experts.down_proj", saved[f"{own}.mlp.experts.experts.linear_fc2.weight"]
+            continue
+        yield f"{other}.mlp.gate_proj.weight", saved[f"{own}.mlp.linear_fc1.weight"][:24]
+        yield f"{other}.mlp.up_proj.weight", saved[f"{own}.mlp.linear_fc1.weight"][24:]
+        yield f"{other}.mlp.down_proj.weight", saved[f"{own}.mlp.linear_fc2.weight"]
+
+
+def check(state: CapturedEngine, saved: Mapping[str, Tensor], name_all: Any) -> None:
+    """Every weight and moment is there, to the bit."""
+    for kind, prefix in STATES.items():
+        expected = dict(name_all(list_layers(saved, prefix)))
+        assert expected.keys() == state.parameters.keys()
+        for name, tensor in expected.items():
+            held = state.parameters[name]
+            found = held.fp32 if kind == "fp32" else held.tensors[kind]
+            assert torch.equal(found, tensor), (name, kind)
+    assert {held.scalars["step"] for held in state.parameters.values()} == {2.0}
+
+
+CLOSE = {"rtol": 0, "atol": 1e-6}
+"""Logits, which are up to 0.4: sums of at most 24 products in another order, 24 × 2^-24 of what is summed."""
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_llama_goes_on_as_hugging_face_s(ranks: Any, tp: int, ucp_worlds: WorldPool, tmp_path: Path) -> None:
+    saved, _ = ucp_worlds.get(tp).run(ranks.mcore.save, str(tmp_path), "llama", tp=tp)[0]
+    wanted = ucp_worlds.get(1).run(ranks.find_logits, "llama", list_layers(saved))[0]
+    assert wanted.abs().max() > 0.1
+    for stage in (0, 1, 2, 3) if tp == 1 else (3,):
+        loaded = ucp_worlds.get(2).run(
+            ranks.load, str(tmp_path / SAVE), "LlamaForCausalLM", LLAMA, stage, "mcore-llama"
+        )
+        for state, logits, _ in loaded:
+            check(state, saved, name_llama)
+            torch.testing.assert_close(logits, wanted, **CLOSE)
+        assert "output_layer.weight: vocabulary padded to 64 rows, here to 61" in loaded[0][2]
+
+
+MOE = {
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "num_query_groups": 2,
+    "untie_embeddings_and_output_weights": True,
+}
+ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
+MIXTRAL = {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": ROTARY}
+
+
+def test_experts_go_on_as_mixtral_s(ranks: Any, ucp_worlds: WorldPool, tmp_path: Path) -> None:
+    saved, _ = ucp_worlds.get(1).run(ranks.mcore.save, str(tmp_path), "moe", **MOE)[0]
+    wanted = ucp_worlds.get(1).run(ranks.find_logits, "moe", list_layers(saved), **MOE)[0]
+    ((state, logits, _),) = ucp_worlds.get(1).run(
+        ranks.load, str(tmp_path / SAVE), "MixtralForCausalLM", MIXTRAL, 1, "mcore-llama"
+    )
+    check(state, saved, name_llama)
+    torch.testing.assert_close(logits, wanted, **CLOSE)
+
+
+MEGATRON = {
+    "num_layers": 3,
+    "hidden_size": 32,
+    "ffn_hidden_size": 48,
+    "num_attention_heads": 8,
+    "num_query_groups": 4,
+    "max_position_embeddings": 16,
+    "vocab_size": 256,
+}
+"""The sizes of the example's Llama."""
+
+
+def name_megatron(saved: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """By Megatron-DeepSpeed's names without a pipeline, whole: [q; k; v] of 8 and 4 heads of 4 rows each."""
+    yield "language_model.embedding.word_embeddings.weight", saved["embedding.word_embeddings.weight"]
+    yield "language_model.output_layer.weight", saved["output_layer.weight"]
+    yield "language_model.encoder.final_layernorm.weight", saved["decoder.final_layernorm.weight"]
+    for layer in range(3):
+        own, other = f"decoder.layers.{layer}", f"language_model.encoder.layers.{layer}"
+        groups = saved[f"{own}.self_attention.linear_qkv.weight"].view(4, 16, 32)
+        parts = groups[:, :8], groups[:, 8:12], groups[:, 12:]
+        yield f"{other}.self_attention.query_key_value.weight", torch.cat([part.reshape(-1, 32) for part in parts])
+        for name, fused in (
+            ("input_layernorm", "self_attention.linear_qkv.layer_norm_"),
+            ("post_attention_layernorm", "mlp.linear_fc1.layer_norm_"),
+            ("self_attention.dense", "self_attention.linear_proj."),
+            ("mlp.dense_h_to_4h", "mlp.linear_fc1."),
+            ("mlp.dense_4h_to_h", "mlp.linear_fc2."),
+        ):
+            yield f"{other}.{name}.weight", saved[f"{own}.{fused}weight"]
+
+
+@pytest.mark.parametrize("pipeline", [False, True], ids=["plain", "pipeline"])
+def test_llama_goes_on_in_megatron_deepspeed_cut(
+    ranks: Any, pipeline: bool, ucp_worlds: WorldPool, tmp_path: Path
+) -> None:
+    """Under tensor parallelism, each rank with its share of [q; k; v] and of [gate; up]."""
+    saved, _ = ucp_worlds.get(1).run(ranks.mcore.save, str(tmp_path), "llama", **MEGATRON)[0]
+    launch = Launch(tp=2, world=2, pipeline=pipeline)
+    patterns = {"family": "mcore-megatron", "variables": {"final": 5}}
+    trained = training("llama", launch, {"universal": {"patterns": patterns, "param_groups": "live"}})
+    answers = ucp_worlds.get(2).run(ranks.load_megatron, trained, str(tmp_path / SAVE), "llama", **MEGATRON)
+    check(join([held for held, _, _ in answers], "llama"), saved, name_megatron)
+    if not pipeline:
+        wanted = ucp_worlds.get(1).run(ranks.find_loss, "llama", list_layers(saved), **MEGATRON)[0]
+        assert [loss for _, loss, _ in answers] == pytest.approx([wanted] * 2, abs=1e-6)
