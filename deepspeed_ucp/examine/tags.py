@@ -14,7 +14,7 @@ from ..io.paths import Entry
 from ..io.store import list_tree
 from ..sources.files import scan_if_there
 from ..sources.foreign.names import TRAINER_STATE, is_foreign
-from ..sources.latest import LOST, find_checkpoint, find_tags, is_checkpoint
+from ..sources.latest import LOST, find_checkpoint, find_foreign_folders, find_tags, is_checkpoint
 from ..sources.naming import Naming
 from ..sources.older import Age, find_age
 from ..sources.open import survey_checkpoint, survey_weights
@@ -83,6 +83,7 @@ def find_saves(folder: str) -> list[str]:
                 found += [os.path.join(name, tag) for tag in find_tags(os.path.join(folder, name))]
             except CheckpointError as error:
                 logger.warning("%s", error)
+    found = found or find_foreign_folders(folder)
     return found or [os.path.relpath(find_checkpoint(folder), folder)]  # raises, and tells what the folder looks like
 
 

@@ -22,7 +22,7 @@ import torch
 from ..atoms import AtomicIndex, RunState, strip_compiled
 from ..comm import Comm
 from ..config import UniversalConfig
-from ..errors import MismatchError, Objections, UnsupportedError
+from ..errors import MismatchError, Objections, UnsupportedError, shorten
 from ..io.memory import pause_collection
 from ..io.paths import is_url
 from ..sources.ownfiles import find_state_file
@@ -42,7 +42,7 @@ from ..targets.finish import (
 from ..targets.guard import guard_engine
 from ..torchsave.torchfile import read_header
 from .client import EXTRA_STATES, make_objects
-from .context import LoadArguments, LoadContext
+from .context import LoadContext
 from .custom_load import assemble_module, run_custom_load
 from .prepare import Work, prepare
 from .states import attach_states, describe_hyper
@@ -70,7 +70,7 @@ def load_direct(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
     work, saved = _prepare(job, index, target, with_states=with_states)
     transfer = _plan(job, work)
     extra = saved.pop(EXTRA_STATES, {})
-    modules = comm.run(lambda: _match_extra_states(engine, extra, arguments))
+    modules = comm.run(lambda: _match_extra_states(job, index.run, extra))
     source = _read(job, transfer)
     with guard_engine(engine, with_states=with_states):
         with transfer.undoing(), report.phase("finish"):  # others' code, which may fail: before the buffers change
@@ -198,17 +198,22 @@ def _refuse(index: AtomicIndex, target: Target, *, custom: bool) -> None:
         )
 
 
-def _match_extra_states(engine: Any, saved: dict[str, Any], arguments: LoadArguments) -> dict[str, torch.nn.Module]:
-    """Modules whose extra state is restored, by key.
+def _match_extra_states(job: LoadContext, run: RunState, saved: dict[str, Any]) -> dict[str, torch.nn.Module]:
+    """Modules whose extra state is restored, by key; of a foreign checkpoint none is, which is told where one has any.
 
     Raises:
         MismatchError: one side has extra states that the other lacks.
     """
-    if arguments.custom_load_fn is not None:
+    if job.arguments.custom_load_fn is not None:
         return {}
-    live = find_extra_states(engine.module)
+    live = find_extra_states(job.engine.module)
+    if run.format:
+        kept = [key for key, module in live.items() if module.get_extra_state() is not None]
+        if kept and job.comm.rank == 0:
+            logger.warning("%s: extra states stay as they are in the new model: %s", run.state_file, shorten(kept, 3))
+        return {}
     plain = {strip_compiled(key): key for key in saved}
-    if arguments.load_module_strict and set(plain) != set(live):
+    if job.arguments.load_module_strict and set(plain) != set(live):
         raise MismatchError(
             f"The model and the checkpoint differ: extra states {sorted(plain)} saved, {sorted(live)} in the "
             "model. load_module_strict=False passes missing and extra ones over."

@@ -25,6 +25,9 @@ from .findings import COPY, NOTE, WARNING, Finding
 LATEST = "latest"
 """Names the newest tag; ``latest_universal`` names the newest atomic checkpoint."""
 
+_TRACKER = "latest_checkpointed_iteration.txt"
+"""Megatron's: the number of the newest iteration, or ``release``; Megatron-DeepSpeed writes it beside ``latest``."""
+
 _BUCKET = re.compile(r"(s3a?|gs|gcs)://[^/]+")
 
 LOST = "lost+found"
@@ -70,7 +73,7 @@ def read_tag(path: str) -> str:
 
 
 def read_latest(load_dir: str, *, universal: bool = False, foreign: bool = False) -> str | None:
-    """The tag in ``latest``, else in ``latest_universal``; None where there is nothing to resume.
+    """The tag in ``latest``, ``latest_universal`` or Megatron's file of that kind; None where nothing is to be resumed.
 
     Args:
         load_dir: the folder of all tags, or that of one tag, which has its name (:func:`find_folder`).
@@ -90,6 +93,8 @@ def read_latest(load_dir: str, *, universal: bool = False, foreign: bool = False
     tags = find_tags(load_dir)
     if foreign and not tags and holds_foreign(load_dir):
         return os.path.basename(normalize(load_dir))
+    if foreign and not tags and (tracked := _read_tracked(load_dir)) is not None:
+        return tracked
     if not tags:
         _check_bucket(load_dir)
         return None
@@ -98,6 +103,24 @@ def read_latest(load_dir: str, *, universal: bool = False, foreign: bool = False
         "from scratch would lose them: name one (tag=… of load_checkpoint, or its folder), write it into that file, or "
         'let "fallback": true take the newest one that is whole.'
     )
+
+
+def _read_tracked(folder: str) -> str | None:
+    """The folder of the iteration that Megatron names as the newest; None where it names none.
+
+    Raises:
+        CheckpointError: what it names is no iteration.
+    """
+    path = os.path.join(folder, _TRACKER)
+    try:
+        told = read_tag(path)
+    except FileNotFoundError:
+        return None
+    if told == "release":
+        return told
+    if not re.fullmatch(r"\d{1,18}", told, re.ASCII):
+        raise CheckpointError(f"holds {told!r:.80}, which is no iteration. Name a checkpoint's own folder.", path=path)
+    return f"iter_{int(told):07d}"
 
 
 def is_checkpoint(folder: str) -> bool:
@@ -117,6 +140,16 @@ def holds_foreign(folder: str) -> bool:
         CheckpointError: it cannot be listed.
     """
     return leads_to_folder(folder) and find_foreign(list_entries(folder)) is not None
+
+
+def find_foreign_folders(folder: str) -> list[str]:
+    """Subfolders that are checkpoints of another format than DeepSpeed's, sorted.
+
+    Raises:
+        CheckpointError: the folder, or one in it, cannot be listed.
+    """
+    names = sorted(name for name, entry in scan_if_there(folder).items() if entry.is_folder and name != LOST)
+    return [name for name in names if holds_foreign(os.path.join(folder, name))]
 
 
 def find_folder(load_dir: str, tag: str) -> str:
@@ -190,7 +223,7 @@ def check_tag(load_dir: str, tag: str) -> str:
     """
     folder = find_folder(load_dir, str(tag))
     if not leads_to_folder(folder):
-        tags = find_tags(load_dir)
+        tags = find_tags(load_dir) or find_foreign_folders(load_dir)
         known = f"the folder holds {shorten(tags)}" if tags else "the folder holds no checkpoint"
         raise CheckpointError(f"no checkpoint with tag {tag!r} in {load_dir}; {known}. {COPY}", path=folder)
     return folder

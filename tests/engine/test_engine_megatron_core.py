@@ -11,13 +11,16 @@ import torch
 
 from deepspeed_ucp.atoms import COPY, MASTER, MODULE, AtomicIndex
 from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.stream.full_tensors import FullTensor
 from deepspeed_ucp.stream.reader import AtomReader
 from deepspeed_ucp.testing import WorldPool
+from deepspeed_ucp.testing.capture import CapturedEngine
 from tests.export.test_safetensors import check_same
 from tests.stream.test_full_tensors import read_whole
 from tests.support import mcore
+from tests.support.engines import mcore as engines
 
 pytestmark = pytest.mark.engine
 
@@ -90,3 +93,63 @@ def test_what_megatron_core_reads(tmp_path: Path, ucp_worlds: WorldPool, saver: 
     assert index.run.counters == {"global_steps": 2}
     assert index.model.hints["args"]["num_attention_heads"] == mcore.SIZES["num_attention_heads"]
     assert index.model.hints["universal_checkpoint_info"]["original_vocab_size"] == mcore.SIZES["vocab_size"]
+
+
+def check_engine(state: CapturedEngine, tensors: dict[str, torch.Tensor], rows: int | None = None) -> None:
+    """Masters, states and steps are what Megatron-Core reads, to the bit; of tables of words the first ``rows``."""
+    wanted = name_each(tensors)
+    renames = [(re.compile(rule["from"]), rule["to"]) for rule in engines.LOCAL_NORMS]
+    live = {}
+    for name, _ in wanted:
+        matches = [to.format(**match.groupdict()) for rule, to in renames if (match := rule.fullmatch(name))]
+        live[matches[0] if matches else name] = name
+    assert set(state.parameters) == set(live)
+    for name, held in state.parameters.items():
+        cut = slice(rows if "word_embeddings" in name or "output_layer" in name else None)
+        kinds = {"fp32": MASTER, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+        check_same(
+            {"fp32": held.fp32, **held.tensors}, {key: wanted[live[name], kind][cut] for key, kind in kinds.items()}
+        )
+        assert held.scalars["step"] == 2
+        assert (held.hyper["lr"], held.hyper["weight_decay"]) == (1e-2, 0.1)
+    assert state.counters["global_steps"] == 2
+
+
+def test_engines_go_on(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """Engines of Megatron-Core's own model hold what was saved, and their losses are the next of the saved run."""
+    tensors, losses = ucp_worlds.get(1).run(mcore.save, str(tmp_path), further=2)[0]
+    for ranks, folder, stages in ((1, tmp_path, (1, 3)), (2, tmp_path / "iter_0000002", (3,))):
+        found = ucp_worlds.get(ranks).run(engines.go_on, str(folder), "gpt", stages, range(2, 4))[0]
+        for state, went_on, heard, (path, client) in found:
+            check_engine(state, tensors)
+            assert went_on == pytest.approx(losses[2:], rel=1e-5)
+            assert (path, client) == (f"{tmp_path}/iter_0000002/.metadata", {})
+            assert any("Megatron-Core → ZeRO-" in line for line in heard)
+            assert any("not loaded" in line and "opt_param_scheduler" in line for line in heard)
+
+
+def test_16_bits_of_pipelines_with_another_padding(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """Four ranks' blocks are one rank's parameters; the vocabulary is as large as the arguments tell."""
+    sizes = {"make_vocab_size_divisible_by": 64}
+    tensors, _ = ucp_worlds.get(4).run(mcore.save, str(tmp_path), "llama", tp=2, pp=2, **BF16, **sizes)[0]
+    assert len(tensors["output_layer.weight"]) == 128
+    how = {"precision": "bf16", **sizes}
+    ((state, _, heard, _),) = ucp_worlds.get(2).run(engines.go_on, str(tmp_path), "llama", (2,), range(2, 3), **how)[0]
+    check_engine(state, tensors, rows=64)
+    for held in state.parameters.values():
+        check_same({"value": held.value}, {"value": held.fp32.bfloat16()})
+    assert not any("matches no" in line for line in heard)
+
+
+def test_states_without_names(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """Refused with the way to save them; the weights alone can be had."""
+    world = ucp_worlds.get(2)
+    tensors, _ = world.run(mcore.save, str(tmp_path), sharding="dp_reshardable")[0]
+    with pytest.raises(CheckpointError, match="dp_reshardable.*--dist-ckpt-optim-fully-reshardable"):
+        world.run(engines.go_on, str(tmp_path), "gpt", (1,), range(0))
+    world = ucp_worlds.get(2)
+    how = {"load": {"load_optimizer_states": False}}
+    ((state, *_),) = world.run(engines.go_on, str(tmp_path), "gpt", (1,), range(2, 3), **how)[0]
+    weights = {name: tensor for (name, kind), tensor in name_each(tensors).items() if kind == MODULE}
+    for name in ("embedding.word_embeddings.weight", "decoder.layers.1.mlp.linear_fc1.weight"):
+        check_same({name: state.parameters[name].fp32}, {name: weights[name]})

@@ -70,25 +70,20 @@ def _write(transforms: Any, msc: bool, rank: int, buckets: Any, results: Any) ->
 
 
 @contextmanager
-def on_cpu(*, tp: int = 1, pp: int = 1, ep: int = 1) -> Iterator[None]:
-    """Megatron-Core's groups of ranks, on CPUs; everything of it is made and called inside."""
+def join_groups(*, tp: int = 1, pp: int = 1, ep: int = 1) -> Iterator[None]:
+    """Megatron-Core's groups of ranks, on CPUs: enough for models; nothing is changed of tensors."""
     from megatron.core import parallel_state
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
     from megatron.core.transformer.moe import moe_utils
 
-    writer = filesystem_async.FileSystemWriterAsync
     with ExitStack() as stack:
         for where, name, what in (
             (torch.cuda, "synchronize", lambda *_: None),
             (torch.cuda, "current_device", lambda: torch.device("cpu")),
             (get_cuda_rng_tracker(), "fork", lambda *_: nullcontext()),
-            (filesystem_async, "_results_queue", queue.Queue[Any]()),
-            (writer, "write_preloaded_data_multiproc", staticmethod(_write)),
             (moe_utils, "te_general_gemm", None),  # the package forgets to say so without Transformer Engine
         ):
             stack.enter_context(mock.patch.object(where, name, what, create=where is moe_utils))
-        stack.enter_context(_OnCpu())
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, expert_model_parallel_size=ep
         )
@@ -96,6 +91,21 @@ def on_cpu(*, tp: int = 1, pp: int = 1, ep: int = 1) -> Iterator[None]:
             yield
         finally:
             parallel_state.destroy_model_parallel()
+
+
+@contextmanager
+def on_cpu(*, tp: int = 1, pp: int = 1, ep: int = 1) -> Iterator[None]:
+    """The same, for its optimizers and checkpoints too: everything of these is made and called inside."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    writer = filesystem_async.FileSystemWriterAsync
+    with (
+        join_groups(tp=tp, pp=pp, ep=ep),
+        mock.patch.object(filesystem_async, "_results_queue", queue.Queue[Any]()),
+        mock.patch.object(writer, "write_preloaded_data_multiproc", staticmethod(_write)),
+        _OnCpu(),
+    ):
+        yield
 
 
 def make_args(model: str, *, tp: int = 1, pp: int = 1, ep: int = 1, **changes: Any) -> Namespace:
@@ -125,7 +135,7 @@ def make_args(model: str, *, tp: int = 1, pp: int = 1, ep: int = 1, **changes: A
 
 
 def build(args: Namespace, *, seed: int = 1, **config: Any) -> Any:
-    """Megatron-Core's GPT of a kind, this rank's part of it; under :func:`on_cpu`.
+    """Megatron-Core's GPT of a kind, this rank's part of it; under :func:`join_groups`.
 
     Args:
         config: more of its ``TransformerConfig``.
@@ -231,6 +241,7 @@ def save(
     model: str = "gpt",
     *,
     steps: int = 2,
+    further: int = 0,
     tp: int = 1,
     pp: int = 1,
     ep: int = 1,
@@ -244,6 +255,7 @@ def save(
     """Train and save into ``folder/iter_…``, named by ``latest_checkpointed_iteration.txt``, as Megatron-LM does.
 
     Args:
+        further: steps that are taken after the save.
         distributed: with Megatron-Core's distributed optimizer, which shares states among data-parallel ranks.
         sharding: how that one saves.
         entry: put what is no tensor among the blocks, as releases from 0.19 on do, and not into ``common.pt``.
@@ -290,6 +302,7 @@ def save(
             if entry:
                 (place / "common.pt").unlink()  # which Megatron-Core before 0.19 needs for reading
         dist.barrier()
+        losses += train(wrapped, optimizer, args, range(steps, steps + further))
         return expected, losses
 
 

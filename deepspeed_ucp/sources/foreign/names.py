@@ -38,25 +38,22 @@ FORM, BLOCKS, COMMON = "metadata.json", ".metadata", "common.pt"
 """Of Megatron-Core's checkpoints: which form it is; what blocks there are; what is no tensor."""
 
 _FILES = {
-    MEGATRON: r"metadata\.json|\.metadata|common\.pt|[^/]+\.distcp",
     DCP: r"(?:[^/]+/)?(?:[^/]+\.distcp|(?:__\d+)?\.metadata)",
     SAFETENSORS: r"(?!adapter_)[^/]+\.safetensors(?:\.index\.json)?",
     STATE_DICT: r"(?:pytorch_model|model|consolidated|weights)(?![^/]*_states\.)[^/]*\.(?:bin(?:\.index\.json)?|pth?)",
     ADAPTER: r"adapter_model\.(?:safetensors|bin)|adapter_config\.json",
+    MEGATRON: r"metadata\.json|\.metadata|common\.pt|[^/]+\.distcp",
 }
 """All files of a format, by their path in the folder."""
 
 _HEADS = {
-    MEGATRON: r"metadata\.json|\.metadata|common\.pt",
     DCP: r"(?:[^/]+/)?(?:__\d+)?\.metadata",
     SAFETENSORS: r"[^/]+\.safetensors",
     STATE_DICT: r"[^/]+\.(?:bin|pt|pth)",
     ADAPTER: r"adapter_model\.(?:safetensors|bin)",
+    MEGATRON: r"\.metadata",
 }
 """Those of them without which there is no checkpoint."""
-
-_TWO = (MEGATRON,)
-"""Formats that two of these make: one alone may be another's."""
 
 _FIRST = {
     SAFETENSORS: ("model.safetensors", "model.safetensors.index.json"),
@@ -71,8 +68,9 @@ def find_format(names: Iterable[str]) -> str | None:
     names = list(names)
     if WHOLE in names:  # the Trainer writes the same weights as safetensors too, without checksums
         return STATE_DICT
-    heads = {kind: sum(holds(kind, name, heads=True) for name in names) for kind in _FILES}
-    return next((kind for kind, number in heads.items() if number > (kind in _TWO)), None)
+    if len({FORM, BLOCKS, COMMON}.intersection(names)) > 1:  # one alone is anybody's
+        return MEGATRON
+    return next((kind for kind in _FILES if any(holds(kind, name, heads=True) for name in names)), None)
 
 
 def holds(kind: str, name: str, *, heads: bool = False) -> bool:
