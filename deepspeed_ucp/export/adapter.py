@@ -1,31 +1,29 @@
 """Adapters of PEFT in a checkpoint: by the names that PEFT gives them in files, or merged into their base.
 
-What a live model calls them is in ``peft/tuners/lora/layer.py``, what a file does in ``peft/utils/save_and_load.py``
-(PEFT 0.21). Ranks and factors are in no tag: ``adapter_config.json`` tells them. A merge's arithmetic is PEFT's own.
+Ranks and factors are in no tag: ``adapter_config.json`` tells them. A merge's arithmetic is PEFT's own.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..atoms import MODULE, Atom, AtomicIndex, Atoms, ParamKey, Record, Records, Shard
 from ..errors import CheckpointError, ConfigError, UnsupportedError, shorten
 from ..io.disk import explain_full
 from ..io.paths import normalize
-from ..sources.foreign.adapter import PARTS, SAVED
+from ..patterns.adapters import ROOT, is_original, name_in_base, read_live
 from ..stream.full_tensors import FullTensor
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model"
 
-_ROOT = "base_model.model."
-_LORA = re.compile(rf"(?P<module>.+)\.(?P<kind>{'|'.join(PARTS)})\.(?P<of>[^.]+)(?P<end>\..+)?")
-_SAVED = re.compile(rf"(?P<module>.+)\.{SAVED}\.(?P<of>[^.]+)\.(?P<end>.+)")
-_ORIGINAL = re.compile(r"(?P<module>.+)\.original_module\.(?P<end>.+)")
-_BASE = re.compile(r"(?P<module>.+)\.base_layer\.(?P<end>.+)")
+_BASE = ".base_layer.weight"
+
+_CHANGING = ("pissa", "olora", "corda", "lora_ga", "loftq")
+"""Ways to begin an adapter that change its base."""
 
 
 @dataclass(slots=True)
@@ -91,64 +89,67 @@ def write_config(folder: str, config: Mapping[str, Any]) -> None:
         stream.write(json.dumps({**config, "inference_mode": True}, indent=2, sort_keys=True) + "\n")
 
 
-def choose_adapter(names: Collection[str], adapter: str) -> Adapted:
+def choose_adapter(names: Collection[str], adapter: str, config: Mapping[str, Any]) -> Adapted:
     """The tensors of an adapter by PEFT's names.
+
+    Args:
+        config: its configuration, which tells whether biases of the base are trained with it.
 
     Raises:
         CheckpointError: there is no such adapter.
     """
     found = Adapted()
+    biases = config.get("bias", "none")
     for name in names:
-        if match := _LORA.fullmatch(name):
-            end = "" if match["kind"] == PARTS[-1] else match["end"] or ""
-            new = f"{match['module']}.{match['kind']}{end}"
-        elif match := _SAVED.fullmatch(name):
-            new = f"{match['module']}.{match['end']}"
-        else:
-            continue
-        if match["of"] == adapter:
-            found.written[name] = new
+        tensor = read_live(name)
+        if tensor is not None and tensor.adapter == adapter:
+            found.written[name] = tensor.in_file
+        elif tensor is None and name.endswith(".bias" if biases == "all" else ".base_layer.bias") and biases != "none":
+            found.written[name] = name
     _require(found, names, adapter)
     return found
 
 
-def choose_merged(names: Collection[str], adapter: str) -> Adapted:
+def choose_merged(names: Collection[str], adapter: str, config: Mapping[str, Any]) -> Adapted:
     """All tensors of the base by its own names, and what is added to which.
 
     Raises:
         CheckpointError: there is no such adapter, or the base was not saved.
+        UnsupportedError: a variant of LoRA that is not known here, by its name.
     """
-    found, bases, parts = Adapted(), dict[str, str](), dict[str, dict[str, str]]()
-    for name in names:
-        lora, saved, base = _LORA.fullmatch(name), _SAVED.fullmatch(name), _BASE.fullmatch(name)
-        if lora and lora["of"] == adapter:
-            parts.setdefault(lora["module"], {})[lora["kind"] + _tell_end(lora["end"])] = name
-        if base and base["end"] == "weight":
-            bases[base["module"]] = name
-        is_other = (saved and saved["of"] != adapter) or _ORIGINAL.fullmatch(name)
-        if not lora and not is_other:
-            inner = saved or base
-            found.written[name] = (f"{inner['module']}.{inner['end']}" if inner else name).removeprefix(_ROOT)
-    missing = sorted(parts.keys() - bases.keys())
+    _refuse_odd(_list_odd(config))
+    parts, tensors = _list_parts(names, adapter), {name: read_live(name) for name in names}
+    _refuse_odd(sorted({kind for held in parts.values() for kind in held} - _KINDS))
+    kept = {name: name_in_base(name) for name, t in tensors.items() if t and not t.kind and t.adapter == adapter}
+    base = {name: name_in_base(name) for name, t in tensors.items() if t is None}
+    hidden = {name for name, new in base.items() if is_original(name) and new in kept.values()}
+    found = Adapted(kept | {name: new for name, new in base.items() if name not in hidden})
+    missing = sorted(module for module in parts if f"{module}{_BASE}" not in found.written)
     if missing:
+        model = config.get("base_model_name_or_path") or "BASE"
         raise CheckpointError(
-            f"the base weights of {shorten(missing)} are not in the checkpoint (exclude_frozen_parameters). Write the "
-            "adapter (--adapter), and merge it into the model that it was trained on: PeftModel.from_pretrained(model, "
-            "OUT).merge_and_unload()."
+            f"the base weights of {shorten(missing)} are not in the checkpoint (exclude_frozen_parameters). Name the "
+            f"model that the adapter was trained on: --like {model}."
         )
-    found.parts = {bases[module]: held for module, held in parts.items()}
-    if not parts and not any((match := _SAVED.fullmatch(name)) and match["of"] == adapter for name in found.written):
+    found.parts = {f"{module}{_BASE}": held for module, held in parts.items()}
+    if not parts and not kept:
         _require(Adapted(), names, adapter)
     return found
 
 
-def _tell_end(end: str | None) -> str:
-    return "" if end in (None, ".weight") else str(end)
+def _list_parts(names: Collection[str], adapter: str) -> dict[str, dict[str, str]]:
+    """Saved names of what is added, by module and kind."""
+    parts: dict[str, dict[str, str]] = {}
+    for name in names:
+        tensor = read_live(name)
+        if tensor and tensor.kind and tensor.adapter == adapter:
+            parts.setdefault(tensor.module, {})[tensor.kind + tensor.end.removesuffix(".weight")] = name
+    return parts
 
 
 def _require(found: Adapted, names: Collection[str], adapter: str) -> None:
-    if not found.written:
-        known = {match["of"] for name in names if (match := _LORA.fullmatch(name) or _SAVED.fullmatch(name))}
+    if not any(map(read_live, found.written)):
+        known = {tensor.adapter for tensor in map(read_live, names) if tensor}
         raise CheckpointError(
             f"holds no adapter {adapter!r}; it has {shorten(sorted(known))}. Name one with --adapter-name."
             if known
@@ -156,26 +157,88 @@ def _require(found: Adapted, names: Collection[str], adapter: str) -> None:
         )
 
 
-def check_mergeable(config: Mapping[str, Any], parts: Mapping[str, Mapping[str, str]]) -> None:
-    """Refuse what a merge would get wrong.
+def add_base(index: AtomicIndex, base: AtomicIndex, adapter: str, config: Mapping[str, Any]) -> AtomicIndex:
+    """A checkpoint that holds an adapter alone, with the weights of its base beside it; the same where it has them.
+
+    Args:
+        base: the model that the adapter was trained on, under its own names.
 
     Raises:
-        UnsupportedError: a variant of LoRA that is not known here, by its name; the way that PEFT has.
+        UnsupportedError: the adapter's way to begin has changed its base; the base is cut.
     """
-    odd = [f"{name}={value!r}" for name, value in config.items() if _is_odd(name, value)]
-    kinds = {kind for held in parts.values() for kind in held}
-    odd += sorted(kinds - {*PARTS})
+    names = {param.name for param in index.stored.atoms.held}
+    parts = _list_parts(names, adapter)
+    if not parts or any(f"{module}{_BASE}" in names for module in parts):
+        return index
+    begun = str(config.get("init_lora_weights", "")).lower()
+    if begun.startswith(_CHANGING):
+        raise UnsupportedError(
+            f"--merge: the adapter began with init_lora_weights={begun!r}, which changes its base, and the checkpoint "
+            "has none. Write the adapter (--adapter), and merge it with PEFT."
+        )
+    if index.run.topology.tp > 1:
+        raise UnsupportedError("--merge: the adapter is cut by tensor parallelism, the base in --like is whole.")
+    known = {name_in_base(name) for name in names if not (tensor := read_live(name)) or not tensor.kind}
+    weights = {
+        _name_wrapped(key.name, parts): atom
+        for key, atom in base.stored.atoms.items()
+        if key.state == MODULE and key.name not in known
+    }
+    return _add_weights(index, base, weights)
+
+
+def _name_wrapped(name: str, parts: Collection[str]) -> str:
+    """What a live model calls a base's weight."""
+    module, dot, end = f"{ROOT}{name}".rpartition(".")
+    return f"{module}.base_layer{dot}{end}" if module in parts else f"{module}{dot}{end}"
+
+
+def _add_weights(index: AtomicIndex, other: AtomicIndex, weights: Mapping[str, Atom]) -> AtomicIndex:
+    """An index with some of another one's tensors, by name."""
+    files, records = len(index.stored.files), len(index.stored.records)
+    held = {**index.stored.atoms.held}
+    for name, atom in weights.items():
+        shards = tuple(
+            Shard(shard.shape, tuple(replace(part, record=part.record + records) for part in shard.fragments))
+            for shard in atom.shards
+        )
+        held[ParamKey(name)] = [*Atom(name, MODULE, atom.dtype, shards).list_storages()]
+    moved = (Record(each.file + files, each.offset, each.nbytes, each.crc) for each in other.stored.records)
+    return index.change(
+        files=(*index.stored.files, *other.stored.files),
+        records=Records.of([*index.stored.records, *moved]),
+        atoms=Atoms(held, [*index.stored.atoms.module, *map(ParamKey, weights)]),
+    )
+
+
+_KINDS = {"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector"}
+"""Of tensors that a merge knows."""
+
+_ODD = (
+    "alora_invocation_tokens",
+    "layer_replication",
+    "lora_bias",
+    "megatron_config",
+    "target_parameters",
+    "trainable_token_indices",
+    "use_bdlora",
+    "use_qalora",
+)
+"""Of a configuration, what a merge does not know."""
+
+
+def _list_odd(config: Mapping[str, Any]) -> list[str]:
+    plain = ("loftq_config", "lora_ga_config", "corda_config", "eva_config")  # ways to begin
+    odd = (name for name in config if name in _ODD or (name.endswith("_config") and name not in plain))
+    return [f"{name}={config[name]!r}" for name in odd if config[name]]
+
+
+def _refuse_odd(odd: Collection[str]) -> None:
     if odd:
         raise UnsupportedError(
             f"--merge: {shorten(odd)} is not known here (LoRA, rsLoRA and DoRA are). Write the adapter (--adapter), "
             "and merge it with PEFT."
         )
-
-
-def _is_odd(name: str, value: Any) -> bool:
-    if name in ("lora_bias", "use_bdlora", "use_qalora", "megatron_config", "alora_invocation_tokens"):
-        return bool(value)
-    return name.endswith("_config") and name not in ("loftq_config", "lora_ga_config", "corda_config") and bool(value)
 
 
 def merge(base: Any, parts: Mapping[str, Any], module: str, config: Mapping[str, Any]) -> Any:

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from ..atoms import MODULE
+from ..atoms import AtomicIndex
 from ..comm import Comm
 from ..errors import CheckpointError, ConfigError, MismatchError, shorten
 from ..io.disk import explain_full
@@ -91,8 +91,8 @@ def compare(like: str, written: Mapping[str, Shape]) -> None:
     Raises:
         MismatchError: from_pretrained would not find a tensor, or find one too many, or one of another shape.
     """
-    held = _list_weights(like)
-    forms = [held] if held else _list_live(like)
+    index = open_weights(like)
+    forms = [{key.name: atom.shape for key, atom in index.stored.atoms.items()}] if index else _list_live(like)
     if not forms:
         logger.warning("%s: has no weights, and transformers makes no model of it: nothing was compared", like)
         return
@@ -108,12 +108,13 @@ def compare(like: str, written: Mapping[str, Shape]) -> None:
         )
 
 
-def _list_weights(like: str) -> dict[str, Shape] | None:
-    """Shapes of the tensors in a model's folder; None where it has none."""
-    if find_format(scan_folder(like)) is None:
-        return None
-    index = open_checkpoint(like, Comm())
-    return {key.name: atom.shape for key, atom in index.stored.atoms.items() if key.state == MODULE}
+def open_weights(like: str) -> AtomicIndex | None:
+    """The weights in a model's folder; None where it has none.
+
+    Raises:
+        UcpError: they cannot be read.
+    """
+    return open_checkpoint(like, Comm()) if find_format(scan_folder(like)) is not None else None
 
 
 def _list_live(like: str) -> list[dict[str, Shape]]:

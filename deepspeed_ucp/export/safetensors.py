@@ -27,8 +27,8 @@ from ..stream.full_tensors import FullTensor
 from ..stream.reader import AtomReader, Item
 from ..stream.recovery import read_with_failover
 from ..stream.report import OutputReport
-from .adapter import WEIGHTS, merge, write_config
-from .like import compare, copy_beside
+from .adapter import WEIGHTS, add_base, merge, write_config
+from .like import compare, copy_beside, open_weights
 from .output import Export, stage_export
 from .tensors import ExportOptions, Selection, Tensor, select_tensors
 
@@ -137,7 +137,7 @@ def export_safetensors(
         rules: how tensor parallelism cuts parameters, by the user.
         max_shard: bytes of data per file.
         like: folder of a Hugging Face model, whose names and shapes have to be the written ones; its configuration and
-            tokenizer files are copied beside the weights.
+            tokenizer files are copied beside the weights. An adapter without its base is merged into its weights.
 
     Raises:
         UcpError: the same on every rank; the destination is as it was.
@@ -150,6 +150,10 @@ def export_safetensors(
         if is_adapter:  # which PEFT loads from one file
             return selection, lay_out(selection.by_name, sys.maxsize, WEIGHTS)
         return selection, lay_out(selection.by_name, max_shard)
+
+    def find_base() -> AtomicIndex:
+        base = open_weights(like) if like is not None and options.merge else None
+        return index if base is None else add_base(index, base, options.adapter, options.adapter_config)
 
     def hold_against(selection: Selection) -> None:
         if like is not None:
@@ -166,7 +170,7 @@ def export_safetensors(
             export.verify(selection.weights, _fill(export, selection.weights, layout))
         return export.report
 
-    return read_with_failover(index, attempt, comm)
+    return read_with_failover(comm.run(find_base), attempt, comm)
 
 
 def _prepare(folder: str, layout: SafeLayout, like: str | None, dtypes: Collection[str]) -> None:

@@ -18,7 +18,7 @@ from ..plan.settling import list_weights, refuse_unreadable
 from ..stream.batches import WorkOptions
 from ..stream.copies import refuse_scattered
 from ..stream.full_tensors import FullTensor, FullTensors, assemble_full_tensors
-from .adapter import Merge, check_mergeable, choose_adapter, choose_merged
+from .adapter import Merge, choose_adapter, choose_merged
 
 WEIGHTS = (MASTER, MODULE, COPY)
 """States that hold a weight or a buffer; the first that a name has counts."""
@@ -189,9 +189,8 @@ def _adapt(
         CheckpointError, UnsupportedError: as of :mod:`.adapter`.
     """
     choose = choose_merged if options.merge else choose_adapter
-    adapted, saved = choose(names.values(), options.adapter), {new: name for name, new in names.items()}
-    if options.merge:
-        check_mergeable(options.adapter_config, adapted.parts)
+    adapted = choose(names.values(), options.adapter, options.adapter_config)
+    saved = {new: name for name, new in names.items()}
     found = {saved[name]: new for name, new in adapted.written.items()}
     weights = {key.name: tensor for key, tensor in full.tensors.items() if key.state in WEIGHTS}
     return found, {

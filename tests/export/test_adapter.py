@@ -18,7 +18,7 @@ from deepspeed_ucp.export.adapter import read_config
 from deepspeed_ucp.export.safetensors import export_safetensors
 from deepspeed_ucp.export.tensors import ExportOptions
 from deepspeed_ucp.sources import open_checkpoint
-from tests.export.test_safetensors import check_same
+from tests.export.test_safetensors import check_same, load_all
 from tests.synth import Model, Param, State, Topology, random_state, write_checkpoint
 
 TOPOLOGIES = (Topology(0), Topology(1, 2, "bf16"), Topology(3, 2, "bf16"))
@@ -33,13 +33,15 @@ LORAS: dict[str, dict[str, Any]] = {
         "alpha_pattern": {"v_proj": 32},
     },
     "saved": {"r": 4, "target_modules": ["q_proj", "embed_tokens"], "modules_to_save": ["lm_head", "norm"]},
+    "biases": {"r": 4, "target_modules": ["q_proj"], "bias": "lora_only"},
+    "all biases": {"r": 4, "target_modules": ["q_proj"], "bias": "all"},
 }
 
 
 def make_base() -> Any:
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(vocab_size=30, num_key_value_heads=1, **sizes))
+    return LlamaForCausalLM(LlamaConfig(vocab_size=30, num_key_value_heads=1, attention_bias=True, **sizes))
 
 
 def make_peft(**lora: Any) -> PeftModel:
@@ -52,27 +54,38 @@ def make_peft(**lora: Any) -> PeftModel:
     return model
 
 
-def save(folder: Path, model: PeftModel, topology: Topology) -> str:
-    """A DeepSpeed save of it; the adapter is trained, the base is frozen, in fp32."""
+def save(folder: Path, model: PeftModel, topology: Topology, *, base: bool = True) -> str:
+    """A DeepSpeed save of it; the adapter is trained, the base is frozen, in fp32, or left out."""
     params = [
-        Param(name, tuple(param.shape), frozen=not param.requires_grad) for name, param in model.named_parameters()
+        Param(name, tuple(param.shape), frozen=not param.requires_grad)
+        for name, param in model.named_parameters()
+        if param.requires_grad or base
     ]
     described = Model(tuple(params))
     state = random_state(described, 1, precision=topology.precision)
     values = {name: param.detach().clone() for name, param in model.named_parameters()}
     atoms = {name: {**held, "fp32": values[name]} for name, held in state.atoms.items()}
-    frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
-    for name in frozen:
+    for name in (param.name for param in params if param.frozen):
         atoms[name] = {key: values[name].to(held.dtype) for key, held in state.atoms[name].items()}
         model.get_parameter(name).data = atoms[name]["fp32"].float()
     return str(write_checkpoint(folder, described, State(atoms, state.scalars), topology))
 
 
-def export(path: str, out: Path, model: PeftModel, *, merge: bool, **changes: Any) -> None:
-    config = {**model.peft_config["default"].to_dict(), **changes}
+def export(
+    path: str,
+    out: Path,
+    model: PeftModel,
+    *,
+    merge: bool,
+    name: str = "default",
+    like: Path | None = None,
+    **changes: Any,
+) -> None:
+    config = {**model.peft_config[name].to_dict(), **changes}
     config = json.loads(json.dumps(config, default=lambda value: getattr(value, "value", None) or sorted(value)))
-    options = ExportOptions(adapter="default", merge=merge, adapter_config=config)
-    export_safetensors(open_checkpoint(path, Comm(), weights_only=True), str(out), options=options)
+    options = ExportOptions(adapter=name, merge=merge, adapter_config=config)
+    index = open_checkpoint(path, Comm(), weights_only=True)
+    export_safetensors(index, str(out), options=options, like=None if like is None else str(like))
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda t: t.label)
@@ -98,9 +111,11 @@ def test_an_adapter_is_peft_s(tmp_path: Path, kind: str, topology: Topology) -> 
 def test_a_folder_of_peft_s_has_a_live_model_s_names(tmp_path: Path, kind: str) -> None:
     model = make_peft(**LORAS[kind])
     model.save_pretrained(tmp_path / "peft", save_embedding_layers=False)
-    index = open_checkpoint(str(tmp_path / "peft"), Comm())
-    trained = {name for name, param in model.named_parameters() if param.requires_grad}
-    assert {key.name for key in index.stored.atoms} == trained
+    assert read_names(tmp_path / "peft") == {name for name, param in model.named_parameters() if param.requires_grad}
+
+
+def read_names(folder: Path) -> set[str]:
+    return {key.name for key in open_checkpoint(str(folder), Comm()).stored.atoms}
 
 
 @pytest.mark.parametrize("kind", LORAS)
@@ -112,11 +127,62 @@ def test_a_merge_is_peft_s_to_the_bit(tmp_path: Path, kind: str) -> None:
     check_same(load_file(tmp_path / "out" / "model.safetensors"), dict(merged.named_parameters()))
 
 
+@pytest.mark.parametrize("kind", LORAS)
+def test_a_base_that_was_not_saved_is_taken_from_its_folder(tmp_path: Path, kind: str) -> None:
+    """The trainers' way: frozen parameters are not saved with an adapter."""
+    make_base().save_pretrained(tmp_path / "base", max_shard_size="2KB")
+    model = make_peft(**LORAS[kind])
+    path = save(tmp_path, model, Topology(3, 2), base=False)
+    with pytest.raises(CheckpointError, match="not in the checkpoint.*--like my-base"):
+        export(path, tmp_path / "out", model, merge=True, base_model_name_or_path="my-base")
+    export(path, tmp_path / "out", model, merge=True, like=tmp_path / "base")
+    check_same(load_all(tmp_path / "out"), dict(model.merge_and_unload().named_parameters()))
+    assert torch.equal(LlamaForCausalLM.from_pretrained(tmp_path / "out").lm_head.weight, model.lm_head.weight)
+
+
+def test_an_adapter_that_has_changed_its_base_is_not_merged_into_another(tmp_path: Path) -> None:
+    make_base().save_pretrained(tmp_path / "base")
+    model = make_peft(**LORAS["lora"])
+    path = save(tmp_path, model, TOPOLOGIES[0], base=False)
+    with pytest.raises(UnsupportedError, match="'pissa_niter_4', which changes its base"):
+        export(path, tmp_path / "out", model, merge=True, like=tmp_path / "base", init_lora_weights="pissa_niter_4")
+
+
+def test_each_of_two_adapters(tmp_path: Path) -> None:
+    """One of them keeps a module whole, which is the base's own to the other one."""
+    model = make_peft(**LORAS["lora"])
+    model.add_adapter(
+        "other", LoraConfig(r=2, init_lora_weights=False, target_modules=["k_proj"], modules_to_save=["norm"])
+    )
+    for param in model.parameters():
+        param.requires_grad = True
+    path = save(tmp_path, model, TOPOLOGIES[0])
+    model.save_pretrained(tmp_path / "peft", save_embedding_layers=False)
+    for name, folder in (("default", tmp_path / "peft"), ("other", tmp_path / "peft" / "other")):
+        export(path, tmp_path / name, model, merge=False, name=name)
+        check_same(load_all(tmp_path / name), load_all(folder))
+    export(path, tmp_path / "merged", model, merge=True)
+    model.set_adapter("default")
+    check_same(
+        load_all(tmp_path / "merged"), dict(model.merge_and_unload(adapter_names=["default"]).named_parameters())
+    )
+
+
 def test_what_a_merge_does_not_know_is_refused_by_name(tmp_path: Path) -> None:
     model = make_peft(**LORAS["lora"])
     path = save(tmp_path, model, TOPOLOGIES[0])
-    with pytest.raises(UnsupportedError, match="lora_bias=True"):
-        export(path, tmp_path / "out", model, merge=True, lora_bias=True)
+    for odd in ({"lora_bias": True}, {"trainable_token_indices": [1]}, {"kasa_config": {"a": 1}}):
+        with pytest.raises(UnsupportedError, match=f"{next(iter(odd))}=.*merge it with PEFT"):
+            export(path, tmp_path / "out", model, merge=True, **odd)
+
+
+def test_trained_tokens_are_part_of_an_adapter(tmp_path: Path) -> None:
+    model = make_peft(**LORAS["lora"], trainable_token_indices=[1, 4])
+    export(save(tmp_path, model, TOPOLOGIES[0]), tmp_path / "out", model, merge=False)
+    model.save_pretrained(tmp_path / "peft", save_embedding_layers=False)
+    check_same(load_all(tmp_path / "out"), load_all(tmp_path / "peft"))
+    live = read_names(tmp_path / "peft")
+    assert live == {name for name, param in model.named_parameters() if param.requires_grad}
 
 
 def test_a_checkpoint_without_an_adapter_is_refused(tmp_path: Path) -> None:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from ...comm import Comm
 from ...errors import CheckpointError
+from ...patterns.adapters import read_in_file
 from ..findings import Finding
 from ..table import FileTable
 from . import statedict
 from .contents import Contents
 from .names import ADAPTER, holds
 from .safetensors import read_header
-
-PARTS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
-"""What LoRA adds to a module, by PEFT's names (``peft/tuners/lora/layer.py``, 0.21)."""
-
-SAVED = "modules_to_save"
-"""What else of a model an adapter has."""
 
 _NAME = "default"
 """Of the adapter in a live model, unless a script names it."""
@@ -35,7 +32,7 @@ def read_contents(where: FileTable, comm: Comm) -> tuple[Contents, list[Finding]
         found = statedict.split_ties(where.once(file, lambda: statedict.read_header(where, file), comm))[0]
 
     def rename() -> Contents:
-        weights = {name_live(name): tensor for name, tensor in found.items()}
+        weights = {name_live(name, found): tensor for name, tensor in found.items()}
         if len(weights) < len(found):
             raise CheckpointError("two of its tensors are one in a live model; it is damaged.", path=where.path(file))
         return Contents(ADAPTER, file, weights, dropped="a PEFT adapter holds no weights of its base")
@@ -43,13 +40,12 @@ def read_contents(where: FileTable, comm: Comm) -> tuple[Contents, list[Finding]
     return comm.alike(rename), []
 
 
-def name_live(name: str) -> str:
-    """What a live model calls a tensor of a file (``peft/utils/save_and_load.py``, 0.21)."""
-    for part in PARTS:
-        if name.endswith(f".{part}"):  # embeddings' and DoRA's, which files have without an ending
-            return f"{name}.{_NAME}{'.weight' * (part == PARTS[-1])}"
-        head, found, tail = name.rpartition(f".{part}.")
-        if found:
-            return f"{head}.{part}.{_NAME}.{tail}"
-    module, _, tail = name.rpartition(".")
-    return f"{module}.{SAVED}.{_NAME}.{tail}"
+def name_live(name: str, others: Collection[str]) -> str:
+    """What a live model calls a tensor of a file.
+
+    Args:
+        others: all names of the file. A bias without its weight is the base's own, trained with the adapter.
+    """
+    module, _, end = name.rpartition(".")
+    is_base = end == "bias" and ".lora_" not in name and f"{module}.weight" not in others
+    return name if is_base else read_in_file(name, _NAME).live
