@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..atoms import ITEMSIZE, AtomicIndex
 from ..comm import Comm
@@ -145,23 +145,22 @@ def export_safetensors(
     comm, options = comm or Comm(), options or ExportOptions()
     is_adapter = bool(options.adapter) and not options.merge
 
-    def plan(left: AtomicIndex) -> tuple[Selection, SafeLayout]:
-        selection = select_tensors(left, rules, options, tied="drop")
+    def plan(selection: Selection) -> SafeLayout:
         if is_adapter:  # which PEFT loads from one file
-            return selection, lay_out(selection.by_name, sys.maxsize, WEIGHTS)
-        return selection, lay_out(selection.by_name, max_shard)
+            return lay_out(selection.by_name, sys.maxsize, WEIGHTS)
+        return lay_out(selection.by_name, max_shard)
 
     def find_base() -> AtomicIndex:
         base = open_weights(like) if like is not None and options.merge else None
         return index if base is None else add_base(index, base, options.adapter, options.adapter_config)
 
-    def hold_against(selection: Selection) -> None:
-        if like is not None:
-            compare(like, {tensor.names[0]: tensor.shape for tensor in selection.weights})
-
     def attempt(left: AtomicIndex) -> OutputReport:
-        selection, layout = comm.run(lambda: plan(left))
-        comm.once(lambda: hold_against(selection))
+        selection = comm.run(lambda: select_tensors(left, rules, options, tied="drop"))
+        if like is not None:
+            tied = comm.once(lambda: compare(like, selection))
+            kept = [tensor for tensor in selection.weights if tensor.names[0] not in tied]
+            selection = replace(selection, weights=tuple(kept))
+        layout = comm.run(lambda: plan(selection))
         sizes = {"tensors": len(layout.places), "nbytes": sum(layout.sizes.values())}
         with stage_export("safetensors", destination, selection, options, comm, **sizes) as export:
             comm.once(lambda: _prepare(export.folder, layout, like, export.report.dtypes))

@@ -18,6 +18,7 @@ from ..patterns import advise_vocabulary
 from ..patterns.adapters import is_added
 from .counts import EXTRA, MISSING, SHAPE, ExpertCounts, Fault, advise_fused, list_faults
 from .settling import Shapes
+from .ties import are_same
 
 FIRST = (0, 1)
 
@@ -187,18 +188,29 @@ class _Matcher:
         # Where the optimizer's files are not there, trained parameters have copies alone.
         saved = index.stored.atoms.list_names((MASTER, COPY) if live.extras is None else (MASTER, COPY, MODULE))
         matched = match.saved
-        # Layer files hold a tie inside a pipeline stage twice, and nothing there tells that it is one.
-        twice = {alias for alias, name in live.aliases.items() if name in matched and not index.find(alias, MASTER)}
-        if index.is_weights_alone and saved & twice:
-            match.notes.append(f"{shorten(sorted(saved & twice))}: tied here to another name, whose saved values count")
-        saved -= twice
+        # FSDP, and layer files of a pipeline stage, hold a tie twice, and nothing there tells that it is one.
+        ties = {live.renamed.get(alias, alias): name for alias, name in live.aliases.items() if name in matched}
+        ties = {alias: matched[name] for alias, name in ties.items() if not index.find(alias, MASTER)}
+        same = {alias: self._are_same(alias, ties[alias]) for alias in sorted(saved & ties.keys())}
+        if index.is_weights_alone and (untold := [alias for alias, told in same.items() if told is None]):
+            match.notes.append(f"{shorten(untold)}: tied here to another name, whose saved values count")
+        saved -= {alias for alias, told in same.items() if told is not False}
         extra = sorted(saved - set(matched.values()))
-        match.skipped += [Fault(name, ": in the checkpoint, not in the model", EXTRA) for name in extra]
+        for name in extra:
+            text = ": in the checkpoint, not in the model"
+            if name in same:
+                text = f": tied to {ties[name]} in the model, and of other values in the checkpoint"
+            match.skipped.append(Fault(name, text, EXTRA))
         match.notes += [_describe_swap(names, thawed) for thawed, names in self.swapped.items()]
         if saved and not match.params:
             match.fault = _describe_foreign(list(self.missing), extra)
         elif self.faults or match.resized or match.skipped:
             self._judge(ExpertCounts.of(saved, live.shapes), extra)
+
+    def _are_same(self, alias: str, name: str) -> bool | None:
+        """Whether two saved tensors that are one here have the same values; None where nothing tells."""
+        one, other = (pick_weight(self.index, ParamKey(each), True, True) for each in (name, alias))
+        return are_same(self.index, one, other)
 
     def _judge(self, experts: ExpertCounts, extra: Sequence[str]) -> None:
         match, faults = self.match, self.faults

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from transformers import AutoModelForCausalLM
 
 from deepspeed_ucp.comm import Comm
@@ -53,6 +55,28 @@ def test_another_model_is_refused_before_anything_is_written(tmp_path: Path, wei
     with pytest.raises(MismatchError, match=rf"not there: more.weight; of another shape: {name} \(7, 5\), there"):
         export(save(tmp_path, model, **wrong), tmp_path / "out", tmp_path / "hf")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("weights", [False, True], ids=["configuration", "with weights"])
+def test_a_tie_that_fsdp_saves_twice_is_one_tensor(tmp_path: Path, weights: bool) -> None:
+    """Where both are the same; else it is refused by name."""
+    model = make_gpt2(tmp_path / "hf", tied=True)
+    if weights:
+        model.save_pretrained(tmp_path / "hf")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model(torch.arange(4)[None], labels=torch.arange(4)[None]).loss.backward()
+    optimizer.step()
+    held, states = get_state_dict(model, optimizer)
+    dcp.save({"model": held, "optim": states}, checkpoint_id=tmp_path / "same", no_dist=True)
+    export(str(tmp_path / "same"), tmp_path / "out", tmp_path / "hf", "float32")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    for name, wanted in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], wanted)
+    held["lm_head.weight"] = held["lm_head.weight"] + 1
+    dcp.save({"model": held, "optim": states}, checkpoint_id=tmp_path / "other", no_dist=True)
+    with pytest.raises(MismatchError, match="tied there, with other values here: lm_head.weight to transformer.wte"):
+        export(str(tmp_path / "other"), tmp_path / "more", tmp_path / "hf")
 
 
 def test_a_model_is_found_in_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

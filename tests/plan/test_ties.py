@@ -1,0 +1,69 @@
+"""Tensors that a model ties: what checksums tell of two that a checkpoint holds one by one."""
+
+from __future__ import annotations
+
+import pytest
+
+from deepspeed_ucp.atoms import MODULE, Atom, Fragment, Record, Shard
+from deepspeed_ucp.errors import MismatchError
+from deepspeed_ucp.plan.ties import are_same
+from tests.plan import planning
+from tests.plan.test_match import match
+
+Parts = list[tuple[int, int, int, int]]
+"""First element, elements, record, byte of it."""
+
+HALVES = [(0, 2, 0, 0), (2, 2, 1, 0)]
+
+
+def make_atoms(one: Parts, other: Parts, dtype: str = "float32", numel: int = 4) -> list[Atom]:
+    copy = Atom("head", MODULE, dtype, (Shard((numel,), tuple(Fragment(*part) for part in other)),))
+    return [planning.make_atom("embed", 4, *one), copy]
+
+
+def make_records(*crcs: int | None, nbytes: int = 8) -> list[Record]:
+    return [Record(0, nbytes * number, nbytes, crc) for number, crc in enumerate(crcs)]
+
+
+@pytest.mark.parametrize(
+    ("crcs", "other", "same"),
+    [
+        ((5, 6, 5, 6), [(0, 2, 2, 0), (2, 2, 3, 0)], True),
+        ((5, 6, 5, 7), [(0, 2, 2, 0), (2, 2, 3, 0)], False),
+        ((5, 6, 6, 5), [(0, 2, 2, 0), (2, 2, 3, 0)], False),
+        ((5, 6, 5, None), [(0, 2, 2, 0), (2, 2, 3, 0)], None),
+        ((5, 6, 5, 6), [(0, 1, 2, 0), (1, 1, 2, 4), (2, 2, 3, 0)], None),
+        ((5, 6, 5, 6, 7), [(0, 1, 2, 4), (1, 1, 3, 0), (2, 2, 4, 0)], None),
+    ],
+    ids=["same", "other", "exchanged", "no checksum", "cut otherwise", "among others"],
+)
+def test_checksums_of_blocks(crcs: tuple[int | None, ...], other: Parts, same: bool | None) -> None:
+    atoms = make_atoms(HALVES, other)
+    assert are_same(planning.make_index(atoms, make_records(*crcs)), *atoms) is same
+
+
+@pytest.mark.parametrize("change", [{"dtype": "int32"}, {"numel": 5}])
+def test_other_elements_are_not_compared(change: dict[str, object]) -> None:
+    atoms = make_atoms(HALVES, HALVES, **change)  # type: ignore[arg-type]
+    assert are_same(planning.make_index(atoms, make_records(5, 6)), *atoms) is None
+    assert are_same(planning.make_index(atoms, make_records(5, 6)), atoms[0], None) is None
+
+
+def test_a_record_that_holds_more_tells_nothing() -> None:
+    """As of a flat buffer, in which other parameters lie."""
+    atoms = make_atoms([(0, 4, 0, 0)], [(0, 4, 1, 0)])
+    assert are_same(planning.make_index(atoms, make_records(5, 6, nbytes=16)), *atoms) is False
+    assert are_same(planning.make_index(atoms, make_records(5, 6, nbytes=20)), *atoms) is None
+
+
+def test_a_live_tie_whose_copies_differ_is_told() -> None:
+    """The copy under the second name is passed over where it is the same, and where nothing tells."""
+    live, ties = {"embed": (4,)}, {"head": "embed"}
+    atoms = make_atoms([(0, 4, 0, 0)], [(0, 4, 1, 0)])
+    for crc in (5, None):
+        assert match(planning.make_index(atoms, make_records(5, crc, nbytes=16)), live, {}, aliases=ties).skipped == []
+    index = planning.make_index(atoms, make_records(5, 6, nbytes=16))
+    with pytest.raises(MismatchError, match="head: tied to embed in the model, and of other values in the checkpoint"):
+        match(index, live, {}, aliases=ties)
+    (skipped,) = match(index, live, {}, aliases=ties, strict=False).skipped
+    assert skipped.name == "head"
