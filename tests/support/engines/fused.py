@@ -147,7 +147,7 @@ def read_states(engine: Any) -> States:
         return {(_rename(name), state): tensor for (name, state), tensor in own.items() if state != "step"}
     found: States = {}
     for (name, state), tensor in engine_autoep.read_states(engine).items():
-        found.update({(_rename(part), state): each for part, each in _take_apart(name, tensor)})
+        found.update({(_rename(part), state): each for part, each in take_apart(name, tensor)})
     return found
 
 
@@ -162,7 +162,8 @@ def _rename(name: str) -> str:
     return f"{head}.experts.{param}.{number}"
 
 
-def _take_apart(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+def take_apart(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+    """The experts of a fused parameter, as AutoEP names them; any other as it is."""
     if name.endswith("gate_up_proj"):
         stem = name.removesuffix("gate_up_proj")
         return [
@@ -191,7 +192,7 @@ def load_weights(form: Form, folder: str, checkpoint: Any) -> States:
     states: States = {}
     for name, param in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([param], enabled=hasattr(param, "ds_id")):
-            states.update({(_rename(part), "copy"): each for part, each in _take_apart(name, param.detach().clone())})
+            states.update({(_rename(part), "copy"): each for part, each in take_apart(name, param.detach().clone())})
     engine.destroy()
     return states
 

@@ -1,0 +1,196 @@
+"""Every format of another library into engines of every kind: what is held is what that library reads, to the bit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import save_torch_state_dict
+from safetensors import safe_open
+
+from deepspeed_ucp.testing import WorldPool
+from tests.export.test_dcp import read_all
+from tests.support.covering import params, turns
+from tests.support.engines.going_on import States
+
+pytest.importorskip("deepspeed.module_inject.auto_ep_layer", reason="DeepSpeed before 0.19 has no AutoEP")
+
+from tests.engine.test_engine_fused import RENAMES
+from tests.support.engines import autoep as engine_autoep
+from tests.support.engines import foreign as engine_foreign
+from tests.support.engines.autoep import PIPELINE
+from tests.support.engines.foreign import MATRICES, STEPS, VECTORS, Target
+
+Tree = tuple[dict[str, Any], dict[str, dict[str, Any]]]
+"""Weights by name, and states by parameter."""
+
+OFFLOAD = (("offload_optimizer", {"device": "cpu"}),)
+
+TARGETS = [
+    Target(0),
+    Target(1, "bf16"),
+    Target(2, "fp16", options=OFFLOAD, world=4),
+    Target(3, "bf16"),
+    Target(3, options=(*OFFLOAD, ("offload_param", {"device": "cpu"}), ("stage3_param_persistence_threshold", 0))),
+    Target(1, compiled=True),
+    Target(1, tp=2),
+    Target(3, "bf16", tp=2, world=4),
+    Target(1, pp=2),
+    Target(0, "bf16", pp=2),
+    Target(1, "bf16", "autoep", ep=2),
+    Target(3, kind="autoep", ep=2),
+    Target(2, kind="native", ep=2),
+]
+
+
+FSDP: dict[str, tuple[int, dict[str, Any]]] = {
+    "fsdp2": (2, {}),
+    "flattened": (3, {"flatten": True}),
+    "fsdp2-tp": (4, {"tp": 2}),
+    "accelerate": (2, {"apart": True}),
+    "bf16": (2, {"dtype": "bfloat16"}),
+}
+"""What is saved by torch.distributed.checkpoint: ranks, and options of the run."""
+
+WEIGHTS = ("safetensors", "bin")
+SOURCES = (*WEIGHTS, *FSDP)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint, what the library that wrote it reads of it, and the losses that follow there."""
+
+    folder: Path
+    states: States
+    losses: list[float]
+
+
+class Sources(dict[str, Saved]):
+    """By format; written when first asked for."""
+
+    def __init__(self, worlds: WorldPool, root: Path) -> None:
+        super().__init__()
+        self.worlds, self.root = worlds, root
+
+    def __missing__(self, name: str) -> Saved:
+        folder = self.root / name
+        if name in FSDP:
+            ranks, options = FSDP[name]
+            losses = self.worlds.get(ranks).run(engine_foreign.save, str(folder), **options)[0]
+            states = engine_foreign.take_apart(*(read_folders if options.get("apart") else read_nested)(folder))
+        else:
+            weights, trained = read_nested(self["fsdp2"].folder)
+            folder.mkdir()
+            losses, read = [], WRITERS[name](folder, weights)
+            states = engine_foreign.take_apart(read, {name: {} for name in trained})
+        self[name] = Saved(folder, states, losses)
+        return self[name]
+
+
+def read_nested(folder: Path) -> Tree:
+    """As torch reads it; flattened states have parameters' names in their keys."""
+    tree = read_all(folder)
+    weights, states = tree["model"], tree["optim"].get("state")
+    if states is None:
+        states = {name: {} for name in weights if f"state.{name}.step" in tree["optim"]}
+        for name, held in states.items():
+            begin = f"state.{name}."
+            held.update({key[len(begin) :]: each for key, each in tree["optim"].items() if key.startswith(begin)})
+    return weights, states
+
+
+def read_folders(folder: Path) -> Tree:
+    """Accelerate's."""
+    model, optimizer = read_all(folder / "pytorch_model_fsdp_0"), read_all(folder / "optimizer_0")
+    return model["model"], optimizer["optimizer"]["state"]
+
+
+def write_safetensors(folder: Path, weights: dict[str, Any]) -> dict[str, Any]:
+    """Several files and an index; what the library reads of them."""
+    save_torch_state_dict(weights, folder, max_shard_size=1000)
+    assert (folder / "model.safetensors.index.json").exists()
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            found.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 - it is no dict
+    return found
+
+
+def write_bin(folder: Path, weights: dict[str, Any]) -> dict[str, Any]:
+    torch.save(weights, folder / "pytorch_model.bin")
+    return dict(torch.load(folder / "pytorch_model.bin"))
+
+
+WRITERS = {"safetensors": write_safetensors, "bin": write_bin}
+
+
+@pytest.fixture(scope="module")
+def saved(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> Sources:
+    return Sources(ucp_worlds, tmp_path_factory.mktemp("foreign"))
+
+
+# --- into engines
+
+PATTERNS: dict[str, Any] = {"autoep": {"family": "autoep"}, "native": {"rename": RENAMES}}
+"""By the form of the experts."""
+
+
+def find_patterns(target: Target) -> Any:
+    """The rules that its names take."""
+    return {"rename": PIPELINE} if target.pp > 1 else PATTERNS.get(target.kind)
+
+
+ROWS = turns(TARGETS, SOURCES, 2)
+CHOSEN = [(target, tuple(source for source in SOURCES if (target, source) in ROWS)) for target in TARGETS]
+EVERY = [*CHOSEN, *((target, SOURCES) for target in TARGETS)]
+
+
+@pytest.mark.parametrize(("target", "sources"), params(CHOSEN, EVERY, lambda row: f"{row[0]}-from-{'-'.join(row[1])}"))
+def test_everything_is_where_the_other_library_has_it(
+    target: Target, sources: tuple[str, ...], saved: Sources, ucp_worlds: WorldPool, subtests: pytest.Subtests
+) -> None:
+    folders = [str(saved[source].folder) for source in sources]
+    answers = ucp_worlds.get(target.world).run(engine_foreign.load_each, target, find_patterns(target), folders)
+    for place, source in enumerate(sources):
+        with subtests.test(source=source):
+            check(target, source, saved[source], [answer[place] for answer in answers])
+
+
+def check(target: Target, source: str, saved: Saved, parts: list[Any]) -> None:
+    for part in parts:
+        assert not isinstance(part, str), part
+    states = engine_autoep.join([part.states for part in parts], engine_autoep.Spread(2, 0, "", 1, tp=target.tp))
+    check_states(states, saved.states, target)
+    if source in WEIGHTS:
+        assert {part.counters for part in parts} == {(0, 0)}
+        assert all(part.steps <= {0.0} for part in parts)
+        return
+    assert {part.counters for part in parts} == {(STEPS, 0)}
+    assert all(part.steps == {float(STEPS)} for part in parts)
+    hyper = {(each, held["lr"], held["weight_decay"]) for each, held in ((True, MATRICES), (False, VECTORS))}
+    assert set().union(*(part.hyper for part in parts)) == hyper
+    assert {part.scale for part in parts} <= {None, 256.0}
+    if target.precision == "fp32" and source != "bf16" and target.kind != "native":  # whose gate is another one
+        assert parts[0].losses == pytest.approx(saved.losses, rel=1e-5)
+
+
+def check_states(found: States, saved: States, target: Target) -> None:
+    """Masters and moments to the bit, the model's own copies and buffers rounded from them."""
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[target.precision]
+    wanted = {}
+    for (name, state), tensor in saved.items():
+        if state in ("fp32", "copy"):
+            wanted[name, "copy"] = tensor.to(dtype)
+        if state == "buffer":
+            wanted[name, state] = tensor.float() if tensor.is_floating_point() else tensor  # as DeepSpeed leaves them
+        elif state != "copy":
+            wanted[name, state] = tensor.float()
+    new = found.keys() - wanted.keys()
+    assert wanted.keys() <= found.keys()
+    assert all(state.startswith("exp_avg") and not found[name, state].any() for name, state in new)
+    for key, tensor in wanted.items():
+        assert (found[key].dtype, found[key].shape) == (tensor.dtype, tensor.shape), key
+        assert torch.equal(found[key], tensor), key
