@@ -85,7 +85,7 @@ def _both(weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", ["safetensors", "sharded", "bin"])
 def test_weights_alone(tmp_path: Path, ucp_worlds: WorldPool, kind: str) -> None:
-    """A folder of weights fills engines; the optimizer is as new, which is told."""
+    """A folder of weights fills engines; the optimizer stays as it is, new here, which is told."""
     torch.manual_seed(5)
     weights = dict(fsdp_run.Net().state_dict())
     folder = tmp_path / "hf"
