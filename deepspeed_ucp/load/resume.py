@@ -189,7 +189,7 @@ def _load(job: LoadContext, folder: str, index: AtomicIndex, target: Target) -> 
     if index.is_weights_alone and not job.arguments.load_module_only:
         if job.comm.rank == 0:
             logger.warning(
-                "%s: holds weights alone (%s, %s): the optimizer keeps its own states and steps (a new one begins at 0), "
+                "%s: holds weights alone (%s, %s): the optimizer keeps its states and steps (a new one starts at 0), "
                 "and nothing else is restored",
                 folder,
                 index.run.format,
