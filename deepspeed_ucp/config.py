@@ -98,8 +98,8 @@ class UniversalConfig(BaseModel):
         threads: reading threads per rank; 0 chooses from the cores that the rank may use.
         preserve_batch_size: keep ``train_batch_size`` on another world by changing ``gradient_accumulation_steps``, and
             ``train_micro_batch_size_per_gpu`` (never upwards) where that is not enough.
-        patterns: how tensor parallelism cuts parameters, where the checkpoint and the model do not tell: the name of a
-            family, the path of a YAML file, or rules written out.
+        patterns: how tensor parallelism cuts parameters, where the checkpoint and the model do not tell, and which have
+            other names or shapes: the name of a family, the path of a YAML file, or rules written out.
         seal: after each save write ``ucp_seal.json`` beside its files, with their sizes and checksums. A load refuses
             files that are not those that were sealed, which nothing else may tell (another run's at the same step).
         fallback: where the newest checkpoint is not whole (files are missing or damaged, or it lacks the seal that

@@ -95,6 +95,7 @@ def pair_atoms(
     Raises:
         MismatchError: parameters that the two cut differently, and nothing tells how; all in one message.
     """
+    rules = [replace(each, resizes=()) for each in rules]  # another shape is a difference
     left, names = made.index, {old: new for new, old in made.renamed.items()}
     weights = is_weights_alone(left, right)
     mine, theirs = _list_wanted(left, wanted, weights), _list_wanted(right, wanted, weights)

@@ -6,6 +6,7 @@ Ranks and factors are in no tag: ``adapter_config.json`` tells them. A merge's a
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -80,6 +81,38 @@ def read_config(path: str | None, folder: str) -> dict[str, Any]:
     if told.get("peft_type") != "LORA":
         raise ConfigError(f"{found}: is of {told.get('peft_type')}; LoRA's are known.")
     return told
+
+
+def find_alpha(config: Mapping[str, Any], module: str) -> Any:
+    """The alpha of a layer's LoRA.
+
+    Args:
+        module: its name, as the configuration's patterns see it.
+
+    Raises:
+        UnsupportedError: the configuration has patterns, and PEFT is not installed.
+    """
+    alphas = config.get("alpha_pattern") or {}
+    if alphas:
+        try:
+            from peft.utils.other import get_pattern_key
+        except ImportError as error:
+            raise UnsupportedError(f"alpha_pattern needs the package peft ({error}).") from None
+        return alphas.get(get_pattern_key(list(alphas), module), config.get("lora_alpha", 8))
+    return config.get("lora_alpha", 8)
+
+
+def find_scaling(config: Mapping[str, Any], name: str, rank: int) -> float | None:
+    """The factor of a LoRA's product, as PEFT has it, by the name of one of its parameters; None where it is of none.
+
+    Args:
+        rank: of that LoRA.
+    """
+    found = read_live(name)
+    if found is None or not found.kind:
+        return None
+    alpha = float(find_alpha(config, found.module.removeprefix(ROOT)))
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
 def write_config(folder: str, config: Mapping[str, Any]) -> None:
@@ -257,7 +290,6 @@ def merge(base: Any, parts: Mapping[str, Any], module: str, config: Mapping[str,
         import torch
         from peft import LoraConfig
         from peft.tuners.lora.layer import Embedding, Linear
-        from peft.utils.other import get_pattern_key
     except ImportError as error:
         raise UnsupportedError(f"--merge needs the package peft ({error}).") from None
     known = {name: value for name, value in config.items() if name in LoraConfig.__dataclass_fields__}
@@ -267,8 +299,7 @@ def merge(base: Any, parts: Mapping[str, Any], module: str, config: Mapping[str,
     one, other = parts[f"{kind}A"], parts[f"{kind}B"]
     if base.dim() != 2 or one.dim() != 2 or other.dim() != 2:
         raise UnsupportedError(f"--merge: {module} is neither a linear layer nor an embedding. Merge it with PEFT.")
-    alphas = settings.alpha_pattern or {}
-    alpha = alphas.get(get_pattern_key(list(alphas), module), settings.lora_alpha)
+    alpha = find_alpha(config, module)
     with torch.device("meta"):
         if kind == "lora_":
             inner: Any = torch.nn.Linear(one.shape[1], other.shape[0], bias=False)

@@ -155,3 +155,5 @@ def _warn_losses(index: AtomicIndex, selection: Selection) -> None:
         )
     if selection.unused:
         logger.warning("patterns: rules that match no parameter: %s", shorten(selection.unused))
+    if selection.resizes:
+        logger.warning("patterns: resize rules are for loads; the saved shapes are written")

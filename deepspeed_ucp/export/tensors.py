@@ -103,6 +103,7 @@ class Selection:
         states: of the optimizer, by atom; a pipeline's later copies are left out.
         names: saved name → written name, of everything.
         unused: rules of the user's that match nothing.
+        resizes: there are rules by which a load would change shapes.
     """
 
     index: AtomicIndex
@@ -110,6 +111,7 @@ class Selection:
     states: dict[AtomKey, Tensor]
     names: dict[str, str]
     unused: list[str]
+    resizes: bool = False
 
     @property
     def by_name(self) -> dict[str, Tensor]:
@@ -177,6 +179,7 @@ def select_tensors(
         states={key: make(atom, None) for key, atom in kept.items() if key.state not in WEIGHTS},
         names=names,
         unused=full.unused,
+        resizes=any(each.resizes for each in rules),
     )
 
 

@@ -49,6 +49,7 @@ _LED = (
     "The model is the one that the rename rules lead to: all that match are carried out, those of the other direction "
     "too. A parameter of three dimensions [experts, …] is cut into its experts, others are copied to each."
 )
+_SIZES = "Sizes are the saved ones: how resize rules change them only the live model tells."
 DEEPSPEED, OURS = "DeepSpeed", "deepspeed_ucp"
 
 
@@ -143,7 +144,8 @@ def dry_run(
         run.obstacles.append(f"{error}{_HINT if index.run.topology.tp != degrees.tp else ''}")
         return run
     rules_told = [_LED, *made.notes] if _RENAMED in run.differences else []
-    run.origin, run.assumed = dict(found.origin), [*rules_told, *found.assumed, _AGAIN]
+    sizes = [_SIZES] if any(each.resizes for each in rules) else []
+    run.origin, run.assumed = dict(found.origin), [*rules_told, *sizes, *found.assumed, _AGAIN]
     measure(index, found, run, config, exact=exact, samples=samples)
     return run
 

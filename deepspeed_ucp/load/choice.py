@@ -139,6 +139,7 @@ def list_unproven(job: LoadContext, target: Target | None, index: AtomicIndex | 
     """
     arguments, by_default = job.arguments, type(job.arguments)()
     doubts = ['"param_groups" is "live"'] * (job.config.param_groups == "live" and arguments.with_states)
+    doubts += ['"resize" rules'] * any(each.resizes for each in from_config(job.config.patterns))
     if target is not None:
         asked = ("load_optimizer_states", "load_module_only", "load_module_strict", "custom_load_fn")
         doubts += [name for name in asked if getattr(arguments, name) != getattr(by_default, name)]

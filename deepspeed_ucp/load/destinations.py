@@ -10,15 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 
+from ..atoms import AtomKey
 from ..flat import Span, find_gaps
 from ..io.cast import average
 from ..io.memory import allocate
 from ..plan import Part
-from ..plan.wants import Mean, Slot, Wants
+from ..plan.wants import Mean, NewRows, Scaling, Slot, Wants
 
 
 class Buffer:
@@ -200,12 +202,18 @@ class Destinations:
         sinks: by the numbers that wants name.
         blanks: (buffer, low, high): elements that are zeroed before anything is read.
         means: what is averaged.
+        rows: new rows, which become the mean of the saved ones.
+        scalings: what is scaled when all is there, by the factor of these elements.
+        averages: the means of saved rows, [elements of a row], once they are known.
     """
 
     buffers: list[Buffer] = field(default_factory=list)
     sinks: list[TensorSink] = field(default_factory=list)
     blanks: list[tuple[int, int, int]] = field(default_factory=list)
     means: list[Mean] = field(default_factory=list)
+    rows: list[NewRows] = field(default_factory=list)
+    scalings: list[Scaling] = field(default_factory=list)
+    averages: Mapping[AtomKey, Any] = field(default_factory=dict)
 
     def pick_sinks(self, *, uncommitted: bool) -> list[TensorSink | None]:
         """What a pass fills: the first one uncommitted memory, the second one all other."""
@@ -223,12 +231,35 @@ class Destinations:
             buffer.undo()
 
     def commit(self) -> None:
-        """Take the means, and bring everything that was read to where it belongs."""
+        """Take the means, scale what is scaled, and bring everything to where it belongs."""
         for mean in self.means:
             replicas = (self.buffers[number].memory for number in mean.replicas)
             self.buffers[mean.buffer].memory[mean.low : mean.high].copy_(average(replicas))
+        for each in self.rows:
+            row = _pick_columns(self.averages[each.key], each)
+            for low, piece in _cut(self.buffers[each.buffer].memory, each.low, each.high):
+                places = torch.arange(piece.numel()).add_(each.start + low - each.low).remainder_(row.numel())
+                piece.copy_(row[places])
+        for scaling in self.scalings:  # in fp64, so that each is rounded once
+            for _, piece in _cut(self.buffers[scaling.buffer].memory, scaling.low, scaling.high):
+                piece.copy_(piece.double().mul_(scaling.factor))
         for buffer in self.buffers:
             buffer.commit()
+
+
+def _cut(memory: torch.Tensor, low: int, high: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """Elements [low, high) of memory piece by piece, each with its first element."""
+    for begin in range(low, high, _PIECE):
+        yield begin, memory[begin : min(begin + _PIECE, high)]
+
+
+def _pick_columns(row: Any, wanted: NewRows) -> torch.Tensor:
+    """What a shard holds of a row, fp64."""
+    found = torch.from_numpy(row).view(wanted.view)
+    for axis, intervals in enumerate(wanted.columns):
+        places = [place for low, high in intervals for place in range(low, high)]
+        found = found.index_select(axis, torch.tensor(places, dtype=torch.int64))
+    return found.reshape(-1)
 
 
 def bind(
@@ -247,4 +278,4 @@ def bind(
         made_from = (copies or {}).get(spec.slot, ())
         buffers.append(Buffer(tensor, not spec.live, spans, in_file=spec.in_file, copies=made_from))
     sinks = [TensorSink(buffers[number], stored) for number, stored in wants.sinks]
-    return Destinations(buffers, sinks, wants.blanks, wants.means)
+    return Destinations(buffers, sinks, wants.blanks, wants.means, wants.rows, wants.scalings)

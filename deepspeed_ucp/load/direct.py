@@ -41,6 +41,7 @@ from ..targets.finish import (
 )
 from ..targets.guard import guard_engine
 from ..torchsave.torchfile import read_header
+from .averages import average_rows
 from .client import EXTRA_STATES, make_objects
 from .context import LoadContext
 from .custom_load import assemble_module, run_custom_load
@@ -122,6 +123,10 @@ def _read(job: LoadContext, transfer: Transfer) -> dict[str, torch.Tensor] | Non
         return comm.run(lambda: assemble_module(left, config))
 
     transfer.read_with_failover(read)
+    if transfer.work.averaged:
+        with transfer.undoing(), report.phase("read"):
+            work = transfer.work
+            work.into.averages = average_rows(work.index, work.averaged, comm, config)
     if job.arguments.custom_load_fn is not None:
         with transfer.undoing(), report.phase("custom"):
             source = read_with_failover(transfer.work.index, assemble, comm)

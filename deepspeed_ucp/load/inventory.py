@@ -10,11 +10,10 @@ from ..atoms import AtomicIndex, number_layer
 from ..comm import Comm
 from ..errors import MismatchError, shorten
 from ..flat import Shape
-from ..patterns import RuleSet, find_idle, from_attributes, from_universal_info, list_renames
+from ..patterns import RuleSet, Settled, find_idle, from_attributes, from_universal_info, list_renames
 from ..plan.match import Match, TargetInventory
 from ..plan.renames import list_names
 from ..plan.settling import Shapes, settle_index
-from ..plan.wants import Layouts
 from ..sources.naming import CHANGING
 from ..targets import LiveBuffer, Target
 from ..targets.parallel import live_attributes, live_universal_info
@@ -163,17 +162,21 @@ def _join_stages(
     return held, [fields for _, fields in joined.values()]
 
 
-def warn_idle(index: AtomicIndex, rules: Sequence[RuleSet]) -> None:
-    """Log ``rename`` rules of the user's own that match nothing that was saved."""
-    if idle := find_idle(list_names(index), list_renames(each for each in rules if each.reported)):
+def warn_idle(index: AtomicIndex, made: AtomicIndex, rules: Sequence[RuleSet]) -> None:
+    """Log rules of the user's own that match nothing: ``rename`` of what was saved, ``resize`` of what these made."""
+    own = [each for each in rules if each.reported]
+    idle, names = find_idle(list_names(index), list_renames(own)), list_names(made)
+    for each in (each for one in own for each in one.resizes):
+        idle += [] if any(map(each.fits, names)) else [f"resize: {each.match!r} matches no parameter"]
+    if idle:
         logger.info("patterns: %s", shorten(idle))
 
 
 def settle_layouts(
     index: AtomicIndex, live: TargetInventory, match: Match, rules: Sequence[RuleSet], *, log: bool
-) -> Layouts:
+) -> Settled:
     """How source and target cut each matched tensor, by saved name; without tensor parallelism only those of
-    another number of rows, which a vocabulary's padding makes.
+    another shape, which a vocabulary's padding or a rule makes.
 
     Args:
         rules: the user's.
@@ -183,21 +186,23 @@ def settle_layouts(
         MismatchError: a tensor whose pattern nothing settles, or shapes that contradict it.
     """
     whole = index.run.topology.tp == live.tp == 1
-    if whole and not match.resized:
-        return {}
+    reshaped = [*match.resized, *match.ruled]
+    if whole and not reshaped:
+        return Settled()
     shapes = live.shapes
     target = {saved: shapes[name] for name, saved in match.saved.items()}
-    names = [match.params[name].name for name in match.resized] if whole else None
+    names = [match.params[name].name for name in reshaped] if whole else None
     settled = settle_index(index, rules, target, list_live_rules(live, match.saved), names=names).require()
     for name, (have, want) in settled.pairs.items() if log else ():
-        if settled.patterns[name].vocab is not None and have.shape[:1] > want.shape[:1]:
+        is_padded = settled.patterns[name].vocab is not None and name not in settled.resizes
+        if is_padded and have.shape[:1] > want.shape[:1]:
             logger.info("%s: vocabulary padded to %d rows, here to %d", name, have.shape[0], want.shape[0])
     if log and not whole:
         for text in settled.notes:
             logger.info("%s", text)
         if settled.unused:
             logger.warning("patterns: rules that match no parameter: %s", shorten(settled.unused))
-    return settled.pairs
+    return settled
 
 
 def list_live_rules(live: TargetInventory, saved: Mapping[str, str]) -> list[RuleSet]:

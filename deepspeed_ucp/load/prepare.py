@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
@@ -12,16 +13,15 @@ import numpy as np
 from ..atoms import ITEMSIZE, MASTER, MODULE, AtomicIndex, AtomKey
 from ..comm import Comm
 from ..config import UniversalConfig
-from ..errors import Objections, count_of, shorten
+from ..errors import Objections, count_of, fold_names, shorten
 from ..hub import read_into
-from ..patterns import from_config, list_renames
+from ..patterns import Layout, Resized, Settled, from_config, list_renames
 from ..plan.match import Match, TargetInventory, lacks_frozen, match_groups, match_parameters
 from ..plan.renames import apply_renames, list_renamed
 from ..plan.settling import refuse_stateless, refuse_unreadable
 from ..plan.wants import (
     REPLICA,
     HeldBuffer,
-    Layouts,
     TargetLayout,
     Wants,
     is_replicated,
@@ -33,6 +33,7 @@ from ..targets import LiveBuffer, Target
 from ..targets.base import dtype_name
 from .destinations import Destinations, bind
 from .inventory import check_alike, gather_inventory, settle_layouts, warn_idle
+from .scaling import follow_gradients, read_adapter
 from .states import OptimizerMatch, States, list_tensors
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -52,6 +53,7 @@ class Work:
         touched: atoms that some rank needs, the same list on every rank.
         replicated: those of which the source holds replicas that have to be equal.
         state_bytes: of all that is touched.
+        averaged: as of the wants, of all ranks.
     """
 
     index: AtomicIndex
@@ -62,6 +64,7 @@ class Work:
     touched: list[AtomKey] = field(default_factory=list)
     replicated: list[AtomKey] = field(default_factory=list)
     state_bytes: int = 0
+    averaged: dict[AtomKey, tuple[Layout, int]] = field(default_factory=dict)
 
 
 def prepare(
@@ -92,19 +95,20 @@ def prepare(
         return Work(saved)
     extras = comm.run(target.extras) if with_extras else []
     inventory = gather_inventory(target, extras, comm)
-    log = comm.rank == 0
+    log, rules = comm.rank == 0, comm.alike(lambda: from_config(config.patterns))
+    adapter = read_adapter(saved, rules, comm)
 
-    def hold_against() -> tuple[Work, Layouts]:
-        rules = from_config(config.patterns)
-        if log:
-            warn_idle(saved, rules)
+    def hold_against() -> tuple[Work, Settled]:
         renames, named = list_renames(rules), {*inventory.shapes, *inventory.aliases}
         reading = read_into(saved, target.engine.module, named, list_renamed(saved, named, renames))
         made = apply_renames(reading.carry_out(saved), inventory.shapes, renames, inventory.aliases, rules)
         index = made.index
+        if log:
+            warn_idle(saved, index, rules)
         extras_too = inventory.extras if with_extras else None
         live = replace(inventory, renamed=made.renamed, extras=extras_too, unfed=made.unfed | reading.unfed)
-        match = match_parameters(index, live, strict=strict or not with_extras, with_states=with_states)
+        strictly = strict or not with_extras
+        match = match_parameters(index, live, strict=strictly, with_states=with_states, rules=rules)
         match.notes += made.notes
         match.notes += [_ADAPTER.format(shorten(sorted(reading.unfed), 2))] if reading.unfed else []
         if log and (told := reading.describe()):
@@ -117,29 +121,34 @@ def prepare(
             if with_states:
                 match_groups(index, target.group_members(), match, keep_live=config.param_groups == "live")
         with objections:
-            layouts = settle_layouts(index, live, match, rules, log=log)
+            settled = settle_layouts(index, live, match, rules, log=log)
+            adapter.scale_all(settled.resizes, match.saved, target)
         optimizer = OptimizerMatch(index, target, match)
         with objections:
             if with_states and not match.fault:
                 optimizer.check()
         objections.settle()
-        return make_work(optimizer, extras, layouts, with_states=with_states), layouts
+        return make_work(optimizer, extras, settled, with_states=with_states), settled
 
-    work, layouts = comm.run(hold_against)
-    _share(inventory, layouts, work, comm)
+    work, settled = comm.run(hold_against)
+    _share(inventory, settled, work, comm, with_states=with_states)
     return work
 
 
-def make_work(optimizer: OptimizerMatch, extras: Sequence[LiveBuffer], layouts: Layouts, *, with_states: bool) -> Work:
+def make_work(optimizer: OptimizerMatch, extras: Sequence[LiveBuffer], settled: Settled, *, with_states: bool) -> Work:
     """What this rank has to do, with the memory that it takes.
 
     Args:
-        layouts: how source and target cut a tensor.
+        settled: how source and target cut a tensor.
+
+    Raises:
+        MismatchError: how an optimizer state follows a weight that is scaled is not known.
     """
     index, target, match = optimizer.index, optimizer.target, optimizer.match
     states = [optimizer.make_states(flat) for flat in target.flats] if with_states else []
     layout = describe_target(target, extras, states)
-    wants = list_wants(index, layout, match, layouts, with_states=with_states)
+    wants = list_wants(index, layout, match, settled.pairs, with_states=with_states, resizes=settled.resizes)
+    wants.scalings = follow_gradients(wants, optimizer)
     # Data-parallel ranks need parts of the same atoms, so that one of them tells.
     keys = list_touched(index, layout, match, with_states=with_states) if target.is_first_replica else []
     touched = [key for key in keys if target.speaks_for(key.name)]
@@ -148,11 +157,12 @@ def make_work(optimizer: OptimizerMatch, extras: Sequence[LiveBuffer], layouts: 
         match.notes += [_ANEW.format(shorten(anew))] if anew else []
         match.notes += [_UNEVEN.format(type(target.optimizer).__name__)] if optimizer.depends_on_cut() else []
     match.notes += describe_rounding(wants)
+    filled = {name for name, param in match.params.items() if param.name not in wants.resized}
     tensors, copies = list_tensors(states), {}
     for spec in wants.buffers:
         if spec.slot[0] in (MASTER, MODULE):
             held = (target.flats if spec.slot[0] == MASTER else extras)[spec.slot[1]]
-            tensors[spec.slot] = held.make_data(match.params)
+            tensors[spec.slot] = held.make_data(filled)
         if spec.slot[0] == MASTER:
             copies[spec.slot] = target.find_copies(spec.slot[1])
     into = bind(wants, tensors, copies)
@@ -197,20 +207,22 @@ def _describe_buffer(held: LiveBuffer, tp_shard: int) -> HeldBuffer:
     return HeldBuffer(held.buffer, held.part, tp_shard, dtype_name(held.dtype), swapped=held.swap is not None)
 
 
-def _share(inventory: TargetInventory, layouts: Layouts, work: Work, comm: Comm) -> None:
+def _share(inventory: TargetInventory, settled: Settled, work: Work, comm: Comm, *, with_states: bool) -> None:
     """Tell the ranks what all of them together need, and the user what is out of the ordinary; collective."""
-    index = work.index
+    index, layouts = work.index, settled.pairs
     work.touched = _join_touched(index, work.touched, comm)
     atoms, cut = index.stored.atoms, [key for key in work.touched if key.name in layouts]
     counted = atoms.count_bytes(work.touched[comm.rank :: comm.size])  # of thousands of ranks each counts little
-    everyone = comm.gather((work.wants.grown, work.match.notes, counted))
-    work.state_bytes = sum(counted for _, _, counted in everyone)
+    everyone = comm.gather((work.wants.resized, work.wants.averaged, work.match.notes, counted))
+    work.state_bytes = sum(counted for *_, counted in everyone)
+    work.averaged = {key: how for _, averaged, *_ in everyone for key, how in averaged.items()}
     work.replicated = [key for key in cut if is_replicated(atoms[key], layouts[key.name])]
 
     def log_all() -> None:  # rank 0 alone
-        for text in dict.fromkeys(text for _, notes, _ in everyone for text in notes):
+        for text in dict.fromkeys(text for *_, notes, _ in everyone for text in notes):
             logger.warning("%s", text)
-        _log_match(work.match, index, {item for grown, *_ in everyone for item in grown.items()})
+        _log_match(work.match, index)
+        _log_resized(index, {name: how for resized, *_ in everyone for name, how in resized.items()}, with_states)
 
     comm.once(log_all)
     check_instances(index, inventory.counts, work.touched, comm)
@@ -228,7 +240,7 @@ def _join_touched(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) ->
     return [AtomKey(held[at].name, states[state], held[at].instance) for at, state in np.argwhere(needed).tolist()]
 
 
-def _log_match(match: Match, index: AtomicIndex, grown: set[tuple[str, tuple[int, int]]]) -> None:
+def _log_match(match: Match, index: AtomicIndex) -> None:
     if match.kept:
         names = shorten(match.kept, 3 if index.run.format else 40)
         logger.warning("%s: %s keep the values that the new model has", index.limits.dropped, names)
@@ -239,7 +251,24 @@ def _log_match(match: Match, index: AtomicIndex, grown: set[tuple[str, tuple[int
         logger.log(level, text, count, shorten(match.untouched, 3))
     if match.skipped:
         logger.warning("load_module_strict=False, passing over: %s", shorten(match.skipped))
-    for name, (old, new) in sorted(grown):
-        logger.info(
-            "%s: vocabulary padded to %d rows, saved with %d; the %d new ones are zero", name, new, old, new - old
-        )
+
+
+def _log_resized(index: AtomicIndex, resized: Mapping[str, Resized], with_states: bool) -> None:
+    """Tell of each parameter that has another shape here, those that differ in their numbers alone in one line."""
+    for name, how in sorted(resized.items()):
+        if how.pads:
+            new = how.live - how.saved
+            text = "%s: vocabulary padded to %d rows, saved with %d; the %d new ones are zero"
+            logger.info(text, name, how.live, how.saved, new)
+    ruled = [(name, how) for name, how in sorted(resized.items()) if not how.pads]
+    states = _describe_begun(index) if with_states and any(index.run.scalars.values()) else ""
+    for name, (how, *_) in fold_names(ruled, lambda how: how):
+        logger.warning("resize: %s: %s", name, how.describe(states))
+
+
+def _describe_begun(index: AtomicIndex) -> str:
+    """What moments of zero under an old step count make of Adam's first updates, in words."""
+    betas = {tuple(group.hyper["betas"]) for group in index.run.groups if "betas" in group.hyper}
+    most = max(((1 - one) / math.sqrt(1 - two) for one, two in betas if two < 1), default=0)
+    rate = f", so that Adam's first updates are up to {most:.2g} × lr" if most else ""
+    return f", their optimizer states are zero under the old step count{rate}"

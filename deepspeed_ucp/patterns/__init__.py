@@ -19,7 +19,8 @@ from .layout import Layout, Run, align, copy_runs, find_faults, restrict_source,
 from .metadata import from_universal_info
 from .recorded import from_recorded, read_pattern, record_pattern
 from .rename import Rename, Rows, find_idle, parse_renames, rename_names
-from .rules import Rule, RuleSet, from_arguments, from_attributes, from_config, list_renames, load_family
+from .resize import Resize, Resized, advise_resize, pad_vocabulary
+from .rules import Rule, RuleSet, find_resize, from_arguments, from_attributes, from_config, list_renames, load_family
 from .settle import Settled, Unsettled, settle
 
 __all__ = [
@@ -29,6 +30,8 @@ __all__ = [
     "Pattern",
     "Rename",
     "Replicate",
+    "Resize",
+    "Resized",
     "Rows",
     "Rule",
     "RuleSet",
@@ -41,12 +44,14 @@ __all__ = [
     "ShardV",
     "Unique",
     "Unsettled",
+    "advise_resize",
     "advise_vocabulary",
     "align",
     "check_shapes",
     "copy_runs",
     "find_faults",
     "find_idle",
+    "find_resize",
     "from_arguments",
     "from_attributes",
     "from_config",
@@ -55,6 +60,7 @@ __all__ = [
     "list_families",
     "list_renames",
     "load_family",
+    "pad_vocabulary",
     "parse_renames",
     "read_pattern",
     "record_pattern",

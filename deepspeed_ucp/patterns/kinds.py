@@ -23,6 +23,9 @@ from .layout import Intervals, Layout, Shape, stack, whole
 TABLE = re.compile(r"embed|vocab|wte|lm_head|output_layer|final_linear|embd", re.IGNORECASE)
 """Names of parameters with a row for each token."""
 
+FUSED_QKV = re.compile(r"query_key_value|qkv|c_attn|in_proj|attn\.W?pack|key_value|(^|\.)kv(_proj)?\.", re.IGNORECASE)
+"""Names of fused attention projections: per-rank [q; k; v] and interleaved per head group have the same shapes."""
+
 VOCABULARY_HINT = 'if that is a vocabulary\'s padding, give a rule with "vocab": true, and original_vocab_size'
 
 

@@ -104,8 +104,8 @@ def copy_runs(source: Layout, src_rank: int, target: Layout, dst_rank: int, low:
     """Which elements [low, high) of a flattened target shard come from a source shard, and where they lie there.
 
     Args:
-        source, target: layouts of the same parameter. Axis 0 may be longer on one side (vocabulary padding): rows that
-            one side lacks are left out.
+        source, target: layouts of the same parameter. One axis may be longer on one side (vocabulary padding, a
+            parameter that is resized): places that one side lacks are left out.
         src_rank: which source shard; of a replicated source any, the caller chooses.
         dst_rank: which target shard.
         low, high: elements of the flattened target shard.
@@ -116,7 +116,7 @@ def copy_runs(source: Layout, src_rank: int, target: Layout, dst_rank: int, low:
     Raises:
         MismatchError: the layouts view the parameter in ways that cannot be brought together.
     """
-    if source.view[1:] != target.view[1:] or len(source.view) != len(target.view):
+    if not are_alike(source.view, target.view):
         source, target = align(source, target)
     have, want = source.shards[src_rank], target.shards[dst_rank]
     if have == want and source.claims is None:
@@ -127,6 +127,11 @@ def copy_runs(source: Layout, src_rank: int, target: Layout, dst_rank: int, low:
     for box in _find_boxes(have, want, claim):
         runs.extend(_clip_box(box, 0, 0, 0, low, high))
     return _merge(runs)
+
+
+def are_alike(one: Shape, other: Shape) -> bool:
+    """Whether the axes of two views of a parameter are the same, one of them maybe longer on one side."""
+    return len(one) == len(other) and sum(size != own for size, own in zip(one, other, strict=True)) < 2
 
 
 def restrict_source(run: Run, low: int, high: int) -> tuple[Run, ...]:

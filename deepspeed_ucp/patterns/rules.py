@@ -35,10 +35,11 @@ from typing import Any, ClassVar, Literal
 from ..errors import ConfigError, MismatchError, advise, describe_faults
 from .facts import Facts, UnknownError
 from .files import SUFFIXES, list_families, read_packaged, read_rules
-from .kinds import Partial, Pattern, Replicate, ShardH, ShardHy, ShardNC, ShardV, Unique
+from .kinds import FUSED_QKV, Partial, Pattern, Replicate, ShardH, ShardHy, ShardNC, ShardV, Unique
 from .layout import Shape
 from .regex import Matcher, compile_regex
 from .rename import Rename, parse_renames
+from .resize import Resize
 
 _FUSED_GATE = re.compile(r"h_to_4h|fc1|gate_up|weight1|w1", re.IGNORECASE)
 KINDS: dict[str, frozenset[str]] = {
@@ -63,9 +64,6 @@ _MAYBE_GATED = (
 )
 _SECOND = {"dense_h_to_4h": "dense_4h_to_h.weight", "linear_fc1": "linear_fc2.weight"}
 """First matrix of a feed-forward layer in Megatron's names → the second, whose width tells whether gate is fused."""
-
-FUSED_QKV = re.compile(r"query_key_value|qkv|c_attn|in_proj|attn\.W?pack|key_value|(^|\.)kv(_proj)?\.", re.IGNORECASE)
-"""Names of fused attention projections: per-rank [q; k; v] and interleaved per head group have the same shapes."""
 
 
 Size = int | str
@@ -215,6 +213,7 @@ class RuleSet:
         variables, refuse: of the YAML.
         vocab: rows of the vocabulary without padding, where the set tells them.
         renames: saved names → live names.
+        resizes: parameters that may have another shape in the live model.
         by: ``user``: comes before what either side says of itself. ``target``: a live engine describes its own shards,
             of its own degree. Else ``checkpoint``.
         shared: parameters that several pipeline stages hold alike, by the checkpoint's word.
@@ -230,6 +229,7 @@ class RuleSet:
     refuse: Sequence[Mapping[str, str]] = ()
     vocab: int | None = None
     renames: tuple[Rename, ...] = ()
+    resizes: tuple[Resize, ...] = ()
     by: str = "checkpoint"
     shared: tuple[Matcher, ...] = ()
     fallback: Pattern | None = None
@@ -315,6 +315,7 @@ class RuleFile:
     variables: dict[str, Size | tuple[Size, ...]] = field(default_factory=dict)
     original_vocab_size: Any = None
     rename: Any = ()
+    resize: tuple[Resize, ...] = ()
     refuse: tuple[dict[str, str], ...] = ()
     rules: tuple[Spec, ...] = ()
 
@@ -336,12 +337,12 @@ def _read_file(value: object, name: str) -> RuleFile:
     try:
         return TypeAdapter(RuleFile).validate_python(value)
     except ValidationError as error:
-        keys, rule_keys = ([each.name for each in fields(kind)] for kind in (RuleFile, Spec))
+        keys, rule_keys, others = ([each.name for each in fields(kind)] for kind in (RuleFile, Spec, Resize))
         needed = (
             f"A family, a path, a list of rules or an object with some of {', '.join(keys)} is needed; a rule has "
             f"match, pattern and some of {', '.join(rule_keys)}."
         )
-        told = describe_faults(error, [*keys, *rule_keys], needed)
+        told = describe_faults(error, [*keys, *rule_keys, *others], needed)
         if not isinstance(value, Mapping):
             told = f"{told} {needed}"
         raise ConfigError(f"patterns: {name}: {told}") from None
@@ -358,6 +359,9 @@ def _parse_set(value: object, name: str) -> tuple[RuleSet, ...]:
         refuse=file.refuse,
         vocab=file.original_vocab_size,
         renames=parse_renames(file.rename),
+        resizes=tuple(
+            replace(each, match=f"(?:{file.prefix})(?:{each.match})") if file.prefix else each for each in file.resize
+        ),
         by="user",
         reported=True,
     )
@@ -371,6 +375,11 @@ def _parse_set(value: object, name: str) -> tuple[RuleSet, ...]:
 def list_renames(rules: Iterable[RuleSet]) -> list[Rename]:
     """The ``rename`` rules of all sets, in their order, each with its set's variables."""
     return [replace(rename, variables=each.variables) for each in rules for rename in each.renames]
+
+
+def find_resize(rules: Iterable[RuleSet], name: str) -> Resize | None:
+    """The first ``resize`` rule about a parameter."""
+    return next((each for one in rules for each in one.resizes if each.fits(name)), None)
 
 
 def from_config(value: object) -> tuple[RuleSet, ...]:
@@ -412,6 +421,7 @@ def load_family(name: str) -> RuleSet:
             refuse=(*family.refuse, *base.refuse),
             vocab=base.vocab if family.vocab is None else family.vocab,
             renames=(*family.renames, *base.renames),
+            resizes=(*family.resizes, *base.resizes),
         )
     return replace(family, reported=False)
 

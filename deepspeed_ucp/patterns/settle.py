@@ -14,9 +14,10 @@ from typing import Any
 from ..errors import MismatchError, fold_names
 from .facts import Facts
 from .files import list_families
-from .kinds import TABLE, Pattern, Replicate, SameShards, Unique, advise_vocabulary, check_shapes
+from .kinds import TABLE, Pattern, Replicate, SameShards, ShardNC, Unique, advise_vocabulary, check_shapes
 from .layout import Layout, Shape
-from .rules import RuleSet, suggest_rule
+from .resize import Resize, Resized, advise_resize, is_fused
+from .rules import RuleSet, find_resize, suggest_rule
 
 SAME = "the same shards"
 SHAPES = "the shapes"
@@ -35,6 +36,8 @@ class Settled:
         origin: name → what settled it.
         open: what nothing settles.
         wrong: name → in words: shapes that differ or contradict a rule, rules that disagree.
+        resizes: name → what becomes of a parameter that has another shape in the target, by the user's rule.
+        reshaped: name → the logical shapes of both sides, where they differ without such a rule.
         unused: rules of the user's that match no parameter.
         notes: the same of the checkpoint's; often a script lists what a variant of its model would have.
     """
@@ -44,6 +47,8 @@ class Settled:
     origin: dict[str, str] = field(default_factory=dict)
     open: dict[str, Unsettled] = field(default_factory=dict)
     wrong: dict[str, str] = field(default_factory=dict)
+    resizes: dict[str, Resized] = field(default_factory=dict)
+    reshaped: dict[str, tuple[Shape, Shape]] = field(default_factory=dict)
     unused: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -65,7 +70,8 @@ class Settled:
         """
         texts = []
         if self.wrong:
-            texts.append(f"The model and the checkpoint cannot be brought together: {_fold(self.wrong.items())}.")
+            told = f"The model and the checkpoint cannot be brought together: {_fold(self.wrong.items())}."
+            texts.append(told + (advise_resize(self.reshaped) if self.reshaped.keys() == self.wrong.keys() else ""))
         if self.open:
             texts.append(_describe_open(self.open))
         if texts:
@@ -148,9 +154,12 @@ class _Settler:
         if len(source) == 1 and target is None and self.degree is None:
             self._note(name, source)
             return
-        sides = self._find(name)
+        sides, rule = self._find(name), None if target is None else find_resize(self.rule_sets, name)
+        if rule is not None:
+            _check_rows(name, rule, sides)
         if target is not None and len(source) == len(target) == 1:
-            sides = _twice(_fit_whole(name, source[0], target[0], sides), sides[0][1] if sides else SHAPES)
+            pattern = self._fit_whole(name, source[0], target[0], sides, rule)
+            sides = _twice(pattern, sides[0][1] if sides else SHAPES)
         sides = sides or self._prove(name, source, target)
         if not sides:
             why = tuple(f"{each.name}: {each.hints[name]}" for each in self.rule_sets if name in each.hints)
@@ -173,12 +182,31 @@ class _Settler:
 
     def _keep(self, name: str, sides: _Sides, source: Sequence[Shape], target: Sequence[Shape] | None) -> None:
         (pattern, origin), (other, other_origin) = sides
+        rule = None if target in (None, source) else find_resize(self.rule_sets, name)
+        other = other if rule is None else replace(other, vocab=None)  # the model may have fewer rows
         have, want = pattern.join(source), None if target is None else other.join(target)
-        if want is not None:
-            check_shapes(have.shape, want.shape, pattern.vocab or other.vocab)
+        if want is not None and rule is not None and have.shape != want.shape:
+            have, self.settled.resizes[name] = rule.fit(name, have, want, pattern.vocab)
+        elif want is not None:
+            self._check_shapes(name, have.shape, want.shape, pattern.vocab or other.vocab)
         self.settled.layouts[name] = (have, want)
         self.settled.patterns[name] = pattern
         self.settled.origin[name] = "; ".join(dict.fromkeys((origin, other_origin)))
+
+    def _check_shapes(self, name: str, source: Shape, target: Shape, vocab: int | None) -> None:
+        self.settled.reshaped[name] = source, target
+        check_shapes(source, target, vocab)
+        del self.settled.reshaped[name]
+
+    def _fit_whole(self, name: str, source: Shape, target: Shape, sides: _Sides | None, rule: Resize | None) -> Pattern:
+        """No tensor parallelism on either side: without a rule only a vocabulary's padding may differ."""
+        vocab = next((pattern.vocab for pattern, _ in sides or () if pattern.vocab), None)
+        text = f"shape {source} in the checkpoint, {target} in the model"
+        if rule is None and (vocab is None or not source or source[1:] != target[1:]):
+            self.settled.reshaped[name] = source, target
+            rows = source and source[1:] == target[1:]
+            raise MismatchError("; ".join(filter(None, (text, advise_vocabulary(name) if rows else ""))))
+        return Unique(vocab=vocab)
 
     def _prove(self, name: str, source: Sequence[Shape], target: Sequence[Shape] | None) -> _Sides | None:
         """A parameter that no rule names is a replica where every rank holds the same bytes, or by its shapes.
@@ -240,15 +268,18 @@ def _describe_open(unsettled: Mapping[str, Unsettled]) -> str:
     )
 
 
-def _fit_whole(name: str, source: Shape, target: Shape, sides: _Sides | None) -> Pattern:
-    """No tensor parallelism on either side: only a vocabulary's padding may differ."""
-    vocab = next((pattern.vocab for pattern, _ in sides or () if pattern.vocab), None)
-    text = f"shape {source} in the checkpoint, {target} in the model"
-    if not source or source[1:] != target[1:]:
-        raise MismatchError(text)
-    if vocab is None:
-        raise MismatchError("; ".join(filter(None, (text, advise_vocabulary(name)))))
-    return Unique(vocab=vocab)
+def _check_rows(name: str, rule: Resize, sides: _Sides | None) -> None:
+    """Whether new rows at the end are what a rule means.
+
+    Raises:
+        MismatchError: the parameter is fused, by a pattern of several parts or, where none tells, by its name.
+    """
+    parts = any(isinstance(each, ShardNC) and each.dim == rule.dim for each, _ in sides or ())
+    if parts or (sides is None and rule.dim == 0 and is_fused(name)):
+        raise MismatchError(
+            f"the resize rule {rule.match!r}: {name} is fused, so that new {('rows', 'columns')[rule.dim > 0]} at its "
+            "end would be the last part's; give a rule with the pattern shard-v where they follow each other"
+        )
 
 
 def _describe_side(shapes: Sequence[Shape]) -> str:

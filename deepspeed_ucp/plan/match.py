@@ -14,7 +14,7 @@ from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, ParamKey
 from ..errors import MismatchError, shorten, suggest
 from ..experts import is_expert
 from ..flat import Shape
-from ..patterns import advise_vocabulary
+from ..patterns import RuleSet, advise_resize, advise_vocabulary, find_resize
 from ..patterns.adapters import is_added
 from .counts import EXTRA, MISSING, SHAPE, ExpertCounts, Fault, advise_fused, list_faults
 from .settling import Shapes
@@ -36,6 +36,7 @@ class Match:
         hyper: live param group → the hyper-parameters that it takes over.
         notes: what is restored otherwise than it was saved, in words.
         resized: live names with another number of rows than the saved: a vocabulary's padding, or a fault.
+        ruled: live names of another shape than the saved, of which the user's ``resize`` rules tell.
         fault: what keeps the parameters from being matched, in words; empty where nothing does.
     """
 
@@ -47,6 +48,7 @@ class Match:
     hyper: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     resized: dict[str, Fault] = field(default_factory=dict)
+    ruled: list[str] = field(default_factory=list)
     fault: str = ""
 
     @property
@@ -101,18 +103,21 @@ class TargetInventory:
         return {**(self.extras or {}), **self.owned}
 
 
-def match_parameters(index: AtomicIndex, live: TargetInventory, *, strict: bool, with_states: bool) -> Match:
+def match_parameters(
+    index: AtomicIndex, live: TargetInventory, *, strict: bool, with_states: bool, rules: Sequence[RuleSet] = ()
+) -> Match:
     """Match live tensors with saved ones by name (ties resolved on both sides).
 
     Args:
         strict: refuse missing and extra names (as ``load_module_strict``).
         with_states: optimizer states are loaded as well.
+        rules: the user's, of which those count that tell of other shapes.
 
     Returns:
         What is matched; its ``fault`` lists every parameter that is missing or extra, or of another shape where no
         tensor is cut.
     """
-    matcher = _Matcher(index, live, strict, with_states)
+    matcher = _Matcher(index, live, strict, with_states, rules)
     for is_trained, shapes in ((True, live.owned), (False, live.extras or {})):
         for name in (name for name in shapes if name not in live.unfed):
             matcher.add(name, shapes[name], is_trained)
@@ -126,6 +131,7 @@ class _Matcher:
 
     Attributes:
         faults: shapes that differ.
+        shapes: by saved name its shape and the live one's, where these differ without a rule that tells of it.
         missing: live names that the checkpoint lacks, and whether they are trained.
         swapped: names that are trained here (True) or were in the saved run (False), and not in the other one.
     """
@@ -134,8 +140,10 @@ class _Matcher:
     live: TargetInventory
     strict: bool
     with_states: bool
+    rules: Sequence[RuleSet] = ()
     match: Match = field(default_factory=Match)
     faults: list[Fault] = field(default_factory=list)
+    shapes: dict[str, tuple[Shape, Shape]] = field(default_factory=dict)
     missing: dict[str, bool] = field(default_factory=dict)
     swapped: dict[bool, list[str]] = field(default_factory=lambda: defaultdict(list))
 
@@ -158,7 +166,11 @@ class _Matcher:
             self.swapped[is_trained].append(name)
         self.match.params[name] = pick_instance(self.index, weight.name, *self.live.ordinals.get(name, FIRST))
         if len(shapes) == len(weight.shapes) == 1 and shapes[0] != weight.shapes[0]:
-            self._note_shapes(name, weight.shapes[0], shapes[0])
+            if find_resize(self.rules, weight.name):
+                self.match.ruled.append(name)
+            else:
+                self.shapes[weight.name] = weight.shapes[0], shapes[0]
+                self._note_shapes(name, weight.shapes[0], shapes[0])
 
     def _pass_over(self, name: str, names: Sequence[str], is_trained: bool, shape: Shape) -> None:
         """Note a tensor that the checkpoint does not hold: a fault, unless the save is known to have left it out."""
@@ -226,9 +238,8 @@ class _Matcher:
         hint = f" {advice[:1].upper()}{advice[1:]}." if advice else ""
         faults += match.resized.values()
         match.resized.clear()  # listed: no pattern need be asked for
-        hint += (
-            " Build the model with the sizes of the saved one." if any(each.kind == SHAPE for each in faults) else ""
-        )
+        if any(each.kind == SHAPE for each in faults):
+            hint += f" Build the model with the sizes of the saved one.{advise_resize(self.shapes)}"
         if self.strict and match.skipped:
             hint += _advise_rename(list(self.missing), extra) + self._advise_missing()
         hint += experts.advise()

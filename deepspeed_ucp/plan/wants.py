@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, AtomKey, ParamKey
-from ..flat import Cut, FlatBuffer, find_gaps
-from ..patterns import Layout
+from ..flat import Cut, FlatBuffer, Shape, Span, find_gaps
+from ..patterns import Layout, Resized, pad_vocabulary
+from ..patterns.layout import Intervals, Product, measure
 from .locate import View, Want, find_shards
 from .match import Match, pick_weight
 
@@ -88,6 +90,36 @@ class Mean:
     replicas: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class NewRows:
+    """Elements [low, high) of a buffer become the mean of the rows of a parameter that are kept.
+
+    Attributes:
+        key: what the mean is taken of.
+        start: the first of these elements in the flattened target shard, of whose rows each is the same.
+        view: sizes of a row's axes.
+        columns: what the shard holds of a row, by these.
+    """
+
+    buffer: int
+    low: int
+    high: int
+    key: AtomKey
+    start: int
+    view: Shape
+    columns: Product
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """Elements [low, high) of a buffer are multiplied by the factor of a weight, or as a state of it follows that."""
+
+    buffer: int
+    low: int
+    high: int
+    factor: float
+
+
 @dataclass(slots=True)
 class Wants:
     """Everything that one rank wants of a checkpoint.
@@ -99,7 +131,10 @@ class Wants:
         blanks: (buffer, low, high): elements that are zeroed before anything is read, as no atom fills them, or not all
             of them: padding, states that the source does not have, new rows of a padded vocabulary.
         means: what is averaged.
-        grown: vocabulary parameters that get new rows: name → (rows saved, rows here).
+        rows: new rows of resized parameters that are the mean of the saved ones.
+        scalings: what is scaled when all is there.
+        resized: parameters that have another shape here, a vocabulary with other padding among them.
+        averaged: atoms of whose rows a mean is taken, with the source's layout and how many rows count.
     """
 
     buffers: list[BufferSpec] = field(default_factory=list)
@@ -107,7 +142,10 @@ class Wants:
     wants: list[Want] = field(default_factory=list)
     blanks: list[tuple[int, int, int]] = field(default_factory=list)
     means: list[Mean] = field(default_factory=list)
-    grown: dict[str, tuple[int, int]] = field(default_factory=dict)
+    rows: list[NewRows] = field(default_factory=list)
+    scalings: list[Scaling] = field(default_factory=list)
+    resized: dict[str, Resized] = field(default_factory=dict)
+    averaged: dict[AtomKey, tuple[Layout, int]] = field(default_factory=dict)
 
     def add_buffer(self, spec: BufferSpec) -> int:
         """Note a buffer; returns its number."""
@@ -120,16 +158,27 @@ class Wants:
         return len(self.sinks) - 1
 
     def list_spans(self) -> list[list[tuple[int, int]]]:
-        """Per buffer the elements [low, high) that will be filled, blanks included."""
+        """Per buffer the elements [low, high) that will be filled, blanks included.
+
+        Of a parameter that is resized those that keep their values may be among its own: none of them counts.
+        """
         spans: list[list[tuple[int, int]]] = [[] for _ in self.buffers]
-        for want in self.wants:
+        for want in (each for each in self.wants if each.atom.name not in self.resized):
             spans[self.sinks[want.buffer][0]].append((want.offset, want.offset + want.numel))
         for buffer, low, high in [*self.blanks, *((mean.buffer, mean.low, mean.high) for mean in self.means)]:
             spans[buffer].append((low, high))
         return spans
 
 
-def list_wants(index: AtomicIndex, layout: TargetLayout, match: Match, layouts: Layouts, *, with_states: bool) -> Wants:
+def list_wants(
+    index: AtomicIndex,
+    layout: TargetLayout,
+    match: Match,
+    layouts: Layouts,
+    *,
+    with_states: bool,
+    resizes: Mapping[str, Resized] | None = None,
+) -> Wants:
     """What a rank wants of a checkpoint.
 
     Args:
@@ -137,8 +186,9 @@ def list_wants(index: AtomicIndex, layout: TargetLayout, match: Match, layouts: 
         match: which saved parameters its own take their state from; the others keep their values.
         layouts: how both sides cut each of these.
         with_states: optimizer states are loaded as well.
+        resizes: by saved name what becomes of those that the user's rules resize.
     """
-    lister = _Lister(index, match, layouts, with_states)
+    lister = _Lister(index, match, layouts, with_states, resizes or {})
     for number, held in enumerate(layout.flats):
         lister.add_flat(number, held)
     for number, held in enumerate(layout.tensors):
@@ -190,12 +240,29 @@ def view_shards(layouts: tuple[Layout, Layout] | None, tp_shard: int) -> tuple[V
     return (View(*layouts, tp_shard, find_shards(*layouts, tp_shard)),)
 
 
+def _list_new(rows: Intervals, kept: int, width: int, cut: Cut) -> Iterator[Span]:
+    """Elements [low, high) of a flattened shard that a cut of it holds of its new rows.
+
+    Args:
+        rows: of the logical tensor that the shard holds; from number ``kept`` on they are new.
+        width: elements that the shard has of each.
+    """
+    place = 0
+    for low, high in rows:
+        begin, end = (place + max(low, kept) - low) * width, (place + high - low) * width
+        begin, end = max(begin, cut.start), min(end, cut.start + cut.numel)
+        if begin < end:
+            yield begin, end
+        place += high - low
+
+
 @dataclass(slots=True)
 class _Lister:
     index: AtomicIndex
     match: Match
     layouts: Layouts
     with_states: bool
+    resizes: Mapping[str, Resized] = field(default_factory=dict)
     wants: Wants = field(default_factory=Wants)
 
     def add_flat(self, number: int, held: HeldBuffer) -> None:
@@ -245,10 +312,29 @@ class _Lister:
         if layouts is not None and layouts[0].mean:
             self._want_mean(atom, cut, sink, views)
             return
-        if layouts is not None and layouts[0].shape[:1] < layouts[1].shape[:1]:  # new padding rows of the vocabulary
-            self.wants.blanks.append((self.wants.sinks[sink][0], cut.offset, cut.offset + cut.numel))
-            self.wants.grown[atom.name] = (layouts[0].shape[0], layouts[1].shape[0])
+        if layouts is not None and (resized := self.resizes.get(atom.name) or pad_vocabulary(*layouts)):
+            self._resize(atom, cut, self.wants.sinks[sink][0], resized, layouts, tp_shard % len(layouts[1].shards))
         self.wants.wants += [Want(atom, cut.start, cut.numel, sink, cut.offset, view) for view in views]
+
+    def _resize(
+        self, atom: Atom, cut: Cut, buffer: int, resized: Resized, layouts: tuple[Layout, Layout], tp_shard: int
+    ) -> None:
+        """Note what becomes of the places that the source does not have, and of those that are kept."""
+        self.wants.resized[atom.name] = resized
+        low, high, is_weight = cut.offset, cut.offset + cut.numel, atom.state in (MASTER, MODULE, COPY)
+        if resized.live > resized.kept and (resized.new == "zero" or not is_weight):
+            self.wants.blanks.append((buffer, low, high))
+        elif resized.new == "mean" and is_weight:
+            self.wants.averaged[atom.key] = layouts[0], resized.kept
+            rows, *columns = layouts[1].shards[tp_shard]
+            width, view = prod(map(measure, columns)), layouts[1].view[1:]
+            for begin, end in _list_new(rows, resized.kept, width, cut):
+                offset = low - cut.start
+                self.wants.rows.append(
+                    NewRows(buffer, offset + begin, offset + end, atom.key, begin, view, tuple(columns))
+                )
+        if resized.scale not in (1, None):
+            self.wants.scalings.append(Scaling(buffer, low, high, resized.scale))
 
     def _want_mean(self, atom: Atom, cut: Cut, sink: int, views: Sequence[View | None]) -> None:
         """Want every replica, in memory of its own."""

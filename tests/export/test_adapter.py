@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError, ConfigError, UnsupportedError
-from deepspeed_ucp.export.adapter import read_config
+from deepspeed_ucp.export.adapter import find_scaling, read_config
 from deepspeed_ucp.export.safetensors import export_safetensors
 from deepspeed_ucp.export.tensors import ExportOptions
 from deepspeed_ucp.sources import open_checkpoint
@@ -204,3 +204,15 @@ def test_the_configuration_is_found_beside_the_checkpoint(tmp_path: Path) -> Non
     (tag.parent / "adapter_config.json").write_text(json.dumps({"peft_type": "IA3"}))
     with pytest.raises(ConfigError, match="IA3"):
         read_config(str(tag.parent), str(tag))
+
+
+@pytest.mark.parametrize("kind", LORAS)
+def test_the_factor_of_a_product_is_peft_s(kind: str) -> None:
+    model = make_peft(**LORAS[kind])
+    config = {**model.peft_config["default"].to_dict()}
+    for path, module in model.named_modules():
+        if scaling := getattr(module, "scaling", None) if hasattr(module, "lora_A") else None:
+            for name, param in module.named_parameters(prefix=path):
+                if "lora_B" in name or "lora_embedding_B" in name:
+                    assert find_scaling(config, name, param.shape[1]) == scaling["default"]
+    assert find_scaling(config, "model.norm.weight", 4) is None

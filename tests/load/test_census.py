@@ -56,10 +56,13 @@ def test_a_stages_further_copies_have_no_names_of_their_own() -> None:
 
 
 def test_rules_that_match_nothing_are_told(caplog: pytest.LogCaptureFixture) -> None:
-    rules = from_config({"rename": [{"from": "nothing", "to": "something"}]})
+    rules = from_config(
+        {"rename": [{"from": "nothing", "to": "something"}], "resize": [{"match": "v"}, {"match": "w"}]}
+    )
     with caplog.at_level(logging.INFO, logger="deepspeed_ucp"):
-        warn_idle(make_index("w"), rules)
+        warn_idle(make_index("w"), make_index("w"), rules)
     assert "'nothing' matches no parameter" in caplog.text
+    assert "resize: 'v' matches no parameter" in caplog.text and "'w' matches" not in caplog.text
 
 
 class Stage:

@@ -8,6 +8,7 @@ import pytest
 
 from deepspeed_ucp.atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, Fragment, ParamKey, Record, Shard
 from deepspeed_ucp.flat import join_parameters
+from deepspeed_ucp.patterns import Resized
 from deepspeed_ucp.patterns.layout import Layout, stack
 from deepspeed_ucp.plan import Want, locate
 from deepspeed_ucp.plan.locate import View
@@ -89,7 +90,7 @@ def test_a_partition_element_by_element() -> None:
     ]
     assert found.blanks == [(0, 4, 5), (1, 1, 5)]
     assert found.list_spans() == [[(0, 1), (1, 4), (4, 5)], [(0, 1), (1, 5)]]
-    assert (found.means, found.grown) == ([], {})
+    assert (found.means, found.resized) == ([], {})
 
 
 def test_what_the_checkpoint_does_not_have_keeps_its_masters_and_loses_its_states() -> None:
@@ -150,7 +151,7 @@ def test_a_vocabulary_that_grows_has_its_new_rows_zeroed() -> None:
     match = Match({"vocabulary": ParamKey("vocabulary")})
     found = list_wants(planning.make_index([atom]), TargetLayout([held], ()), match, layouts, with_states=True)
     assert found.blanks == [(0, 0, 12)]
-    assert found.grown == {"vocabulary": (4, 6)}
+    assert found.resized == {"vocabulary": Resized(0, 4, 6, 4, pads=True)}
     (want,) = found.wants
     assert (want.start, want.numel, want.buffer, want.offset) == (0, 12, 0, 0)
     assert want.view == View(saved, wanted, 0, (0,))
@@ -198,4 +199,4 @@ def test_states_and_tensors_come_from_their_own_shard(tensor: bool) -> None:
     match = Match({"a": ParamKey("a")})
     found = list_wants(planning.make_index(atoms), target, match, {"a": (layout, layout)}, with_states=True)
     assert [want.view for want in found.wants] == [View(layout, layout, 1, (1,))] * (1 if tensor else 2)
-    assert found.blanks == [] and found.grown == {}
+    assert found.blanks == [] and found.resized == {}

@@ -1,0 +1,90 @@
+"""Means of saved rows, which new rows of resized parameters begin from: the same to the bit in every topology.
+
+Rows are added in fp64, block by block of the whole tensor and then the blocks in their order; which rank reads which
+block does not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import groupby
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..atoms import AtomicIndex, AtomKey
+from ..comm import Comm
+from ..config import UniversalConfig
+from ..io.cast import find_dtype
+from ..io.distance import count_readers
+from ..io.memory import Scratch
+from ..patterns import Layout
+from ..stream.checks import Checks
+from ..stream.copies import refuse_scattered
+from ..stream.full_tensors import assemble_full_tensor
+from ..stream.reader import AtomReader, Item
+from ..stream.recovery import read_with_failover
+
+BLOCK = 1 << 21
+"""Elements of the rows that are added at once, unless one row has more."""
+
+Sum = npt.NDArray[np.float64]
+
+
+class _Block(NamedTuple):
+    """Rows [low, high) of a whole tensor."""
+
+    key: AtomKey
+    low: int
+    high: int
+
+
+def average_rows(
+    index: AtomicIndex, wanted: Mapping[AtomKey, tuple[Layout, int]], comm: Comm, config: UniversalConfig
+) -> dict[AtomKey, Sum]:
+    """The mean of each parameter's first rows, [elements of a row]; collective.
+
+    Args:
+        wanted: how the source cuts each, and how many rows count; the same on every rank.
+
+    Raises:
+        UcpError: a file cannot be read, or is damaged and has no other copy; the same on every rank.
+    """
+    if not wanted:
+        return {}
+    comm.alike(lambda: refuse_scattered(index, "all ranks together reckon the mean that new rows begin from"))
+    return read_with_failover(index, lambda left: _add_up(left, wanted, comm, config), comm)
+
+
+def _add_up(
+    index: AtomicIndex, wanted: Mapping[AtomKey, tuple[Layout, int]], comm: Comm, config: UniversalConfig
+) -> dict[AtomKey, Sum]:
+    checks, threads = Checks(), config.threads or count_readers(index.run.state_file)
+    blocks = [
+        _Block(key, low, min(low + step, kept))
+        for key, (layout, kept) in sorted(wanted.items())
+        for step in (max(BLOCK // max(prod(layout.shape[1:]), 1), 1),)
+        for low in range(0, kept, step)
+    ]
+    with AtomReader(index, checksum=config.verify == "crc") as reader:
+
+        def add(block: _Block) -> Sum:
+            """The sum of a block's rows."""
+            tensor = assemble_full_tensor(index.stored.atoms[block.key], wanted[block.key][0])
+            width = prod(tensor.shape[1:])
+            low, numel = block.low * width, (block.high - block.low) * width
+            item = Item(tensor, low, numel, Scratch().take(numel * tensor.itemsize))
+            checks.add(reader.read_items([item]))
+            rows = np.frombuffer(item.into, find_dtype(tensor.dtype)).reshape(-1, width)
+            return np.asarray(rows.astype(np.float64).sum(0))
+
+        sums = comm.share(blocks, add)
+        if reader.checksum:
+            checks.verify(index, comm, threads=threads)
+    pairs = zip(blocks, sums, strict=True)
+    return {
+        key: np.add.reduce([each for _, each in parts]) / wanted[key][1]
+        for key, parts in groupby(pairs, lambda pair: pair[0].key)
+    }

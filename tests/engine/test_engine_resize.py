@@ -1,0 +1,202 @@
+"""Models of other shapes than the saved one: vocabularies, LoRA ranks, layers and heads, in real engines."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from deepspeed_ucp.testing import WorldPool
+from deepspeed_ucp.testing.capture import CapturedEngine
+from tests.export.test_safetensors import check_same
+from tests.support.engines import resized
+from tests.support.engines.parallel import Launch, Runs, join
+from tests.support.engines.resized import ROWS, Kind
+
+WIDER = 14
+VOCABULARY = r"(embed|head)\..*"
+STATES = ("exp_avg", "exp_avg_sq")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def grow(saved: CapturedEngine, live: CapturedEngine, rows: int, new: str) -> dict[str, dict[str, torch.Tensor]]:
+    """What a vocabulary of so many rows holds: masters and states, by name."""
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for name, each in saved.parameters.items():
+        assert each.fp32 is not None and live.parameters[name].fp32 is not None
+        found[name] = {"fp32": each.fp32, **each.tensors}
+        if name.startswith(("embed", "head")):
+            kept = min(rows, ROWS)
+            mean = torch.from_numpy(np.asarray(sum(each.fp32[:kept].numpy().astype(np.float64)) / kept)).float()
+            fresh = {"live": live.parameters[name].fp32[kept:], "mean": mean.expand(rows - kept, *each.fp32.shape[1:])}
+            added = {"fp32": fresh.get(new, torch.zeros(rows - kept, *each.fp32.shape[1:]))}
+            for state, value in found[name].items():
+                ends = added.get(state, torch.zeros(rows - kept, *each.fp32.shape[1:]))
+                found[name][state] = torch.cat([value[:kept], ends])
+    return found
+
+
+def check(state: CapturedEngine, wanted: Mapping[str, Mapping[str, torch.Tensor]], precision: str) -> None:
+    """Masters, states and 16-bit copies, to the bit."""
+    assert state.parameters.keys() == wanted.keys()
+    for name, each in state.parameters.items():
+        check_same({"fp32": each.fp32, **each.tensors}, dict(wanted[name]))
+        check_same({"value": each.value}, {"value": wanted[name]["fp32"].to(DTYPES[precision])})
+        assert each.scalars["step"] == 3
+
+
+def make_kinds(rows: int, new: str, **rule: Any) -> list[Kind]:
+    patterns = {"resize": [{"match": VOCABULARY, "new": new, **rule}]}
+    every = [Kind(stage, precision) for stage, precision in ((0, "fp32"), (1, "bf16"), (2, "fp16"), (3, "bf16"))]
+    every += [Kind(0, "bf16"), Kind(3, "fp32"), Kind(2, "fp32", offload=True)]
+    return [replace(kind, rows=rows, patterns=patterns) for kind in every]
+
+
+def test_a_vocabulary_grows_at_every_stage(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """New rows keep the live model's values, again in an engine that has trained, and after a load that failed."""
+    folder, damaged = tmp_path / "saved", tmp_path / "damaged"
+    world = ucp_worlds.get(2)
+    saved, losses = world.run(resized.save, Kind(1), str(folder))[0]
+    shutil.copytree(folder, damaged)
+    spoil(next(damaged.glob("*/*optim_states.pt")))
+    kinds = make_kinds(WIDER, "live")
+    found = world.run(resized.load, kinds, [str(folder), str(damaged), str(folder)])[0]
+    for kind, loads in zip(kinds, found, strict=True):
+        first, failed, again = loads
+        for each in (first, again):
+            check(each.after, grow(saved, each.before, WIDER, "live"), kind.precision)
+            tolerance = {"fp32": 1e-6, "fp16": 2e-2, "bf16": 5e-2}[kind.precision]
+            assert each.losses == pytest.approx(losses, rel=tolerance)
+            lines = [line for line in each.lines if line.startswith("resize")]
+            assert [line.split(": ")[1] for line in lines] == ["embed.weight", "head.bias", "head.weight"]
+            assert all("11 → 14: 3 new rows keep the live model's values" in line for line in lines)
+        assert "CRC32" in failed.refusal
+        for name, before in failed.before.parameters.items():
+            after = failed.after.parameters[name]
+            check_same({"fp32": after.fp32, **after.tensors}, {"fp32": before.fp32, **before.tensors})
+            check_same({"value": after.value}, {"value": before.value})
+
+
+def test_new_rows_by_other_rules_and_fewer_rows(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """The mean of the saved ones, which is the same at every stage; zero; the last ones left out; no rule."""
+    world, folder = ucp_worlds.get(2), str(tmp_path)
+    saved, losses = world.run(resized.save, Kind(3, options={"tied": True}), folder)[0]
+    tied = {"tied": True}
+    kinds = [replace(kind, options=tied) for kind in make_kinds(WIDER, "mean")[:4]]
+    kinds += [replace(kind, options=tied) for kind in make_kinds(WIDER, "zero")[:3:2]]
+    kinds += [replace(kind, options=tied) for kind in make_kinds(7, "live", shrink=True)[:4:3]]
+    for kind, (each,) in zip(kinds, world.run(resized.load, kinds, [folder])[0], strict=False):
+        check(each.after, grow(saved, each.before, kind.rows, kind.patterns["resize"][0]["new"]), kind.precision)
+        if kind.rows > ROWS:
+            assert each.losses == pytest.approx(losses, rel=1e-6 if kind.precision == "fp32" else 5e-2)
+    ((refused,),) = world.run(resized.load, [Kind(1, rows=WIDER, options=tied)], [folder])[0]
+    rule = r'"resize": [{"match": "embed\\.weight|head\\.bias"}]'
+    assert "(11, 6) in the checkpoint, (14, 6) in the model" in refused.refusal and rule in refused.refusal
+
+
+def test_a_padded_vocabulary_under_tensor_parallelism(runs: Runs) -> None:
+    """Rows count by their numbers in the whole: 257 of the saved 272 mean something; all new ones are their mean."""
+    source, rule = Launch(2, stage=2, pipeline=False), {"match": ".*(embedding|output).*", "new": "mean"}
+    saved = join(runs.saved("padded-llama", source), "padded-llama").parameters
+    checkpoint, folder = {"universal": {"patterns": {"resize": [rule]}}}, runs.folder("padded-llama", source)
+    for launch in (Launch(2, stage=3, pipeline=False), Launch(1, stage=1, pipeline=False)):
+        found = runs.load("wider-llama", launch, checkpoint, folder)
+        for name, held in join(found, "wider-llama").parameters.items():
+            before = saved[name]
+            assert held.fp32 is not None and before.fp32 is not None
+            if held.fp32.shape == before.fp32.shape:
+                check_same({"fp32": held.fp32, **held.tensors}, {"fp32": before.fp32, **before.tensors})
+                continue
+            assert (len(before.fp32), len(held.fp32)) == (272, 304)
+            mean = sum(before.fp32[:257].numpy().astype(np.float64)) / 257
+            check_same({"fp32": held.fp32[257:]}, {"fp32": torch.from_numpy(mean).float().expand(47, -1)})
+            for state in STATES:
+                assert held.tensors[state][:257].equal(before.tensors[state][:257])
+                assert not held.tensors[state][257:].any()
+            assert held.fp32[:257].equal(before.fp32[:257])
+        assert sum("257 of 272 rows are kept, 15 left out" in text for _, text in found[0].log) == 2
+
+
+DEEPER = [
+    {"from": r"layers\.{n // 2}\.(?P<x>.*)", "to": "layers.{n}.{x}"},
+    {"from": None, "to": r"value\..*"},
+]
+
+
+def test_layers_and_heads(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """Every layer twice and a head more, then every second layer alone: to the bit the model that was saved."""
+    world, deep, flat = ucp_worlds.get(2), str(tmp_path / "deep"), str(tmp_path / "flat")
+    saved, _ = world.run(resized.save, Kind(2), flat)[0]
+    deeper = Kind(3, options={"layers": 4, "value": True}, patterns={"rename": DEEPER})
+    ((each,),) = world.run(resized.load, [deeper], [flat])[0]
+    for name, held in each.after.parameters.items():
+        _, number, end = (*name.split("."), "", "")[:3]
+        before = saved.parameters.get(f"layers.{int(number) // 2}.{end}" if number.isdecimal() else name)
+        if before is None:
+            assert name.startswith("value") and not any(value.any() for value in held.tensors.values())
+            check_same({"fp32": held.fp32}, {"fp32": each.before.parameters[name].fp32})
+        else:
+            check_same({"fp32": held.fp32, **held.tensors}, {"fp32": before.fp32, **before.tensors})
+    assert any("value.bias, value.weight keep the new model's values" in line for line in each.lines)
+    rules = [{"from": r"layers\.{[1, 3][n]}\.(?P<x>.*)", "to": "layers.{n}.{x}"}, {"from": r"value\..*", "to": None}]
+    kept, _ = world.run(resized.save, deeper, deep)[0]
+    ((back,),) = world.run(resized.load, [Kind(1, patterns={"rename": rules})], [deep])[0]
+    for name, held in back.after.parameters.items():
+        _, number, end = (*name.split("."), "", "")[:3]
+        before = kept.parameters[f"layers.{2 * int(number) + 1}.{end}" if number.isdecimal() else name]
+        check_same({"fp32": held.fp32, **held.tensors}, {"fp32": before.fp32, **before.tensors})
+
+
+LORA = [
+    {"match": r".*\.lora_A\..*"},
+    {"match": r".*\.lora_B\..*", "dim": 1, "new": "zero", "scale": "lora"},
+]
+
+
+def test_a_lora_of_another_rank(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """The product stays: B is scaled where alpha / rank is another, its moments as its gradients are."""
+    world, folder = ucp_worlds.get(2), str(tmp_path)
+    saved, losses = world.run(resized.save_adapter, Kind(1), folder, r=4, lora_alpha=6)[0]
+    cases: list[tuple[int, dict[str, Any], float]] = [
+        (1, {"r": 8, "lora_alpha": 6}, 2.0),
+        (3, {"r": 6, "lora_alpha": 9}, 1.0),
+        (0, {"r": 6, "lora_alpha": 6, "use_rslora": True}, 1.5 / (6 / 6**0.5)),
+        (2, {"r": 2, "lora_alpha": 6}, 0.5),
+    ]
+    shrink = [{**rule, "shrink": True} for rule in LORA]
+    kinds = [(Kind(s, patterns="lora" if lora["r"] > 4 else {"resize": shrink}), lora) for s, lora, _ in cases]
+    kinds.append((Kind(1, patterns={"resize": LORA}), cases[-1][1]))
+    *loads, (refused,) = world.run(resized.load_adapter, kinds, [folder])[0]
+    assert "the model has 2 of 4 columns" in refused.refusal and "the model has 2 of 4 rows" in refused.refusal
+    for (_, lora, scale), (each,) in zip(cases, loads, strict=True):
+        for name, held in each.after.parameters.items():
+            if held.fp32 is not None:
+                check_lora(name, held, saved.parameters[name], each.before.parameters[name], scale)
+        if lora["r"] > 4:
+            assert each.losses[0] == pytest.approx(losses[0], rel=1e-5)
+
+
+def check_lora(name: str, held: Any, saved: Any, live: Any, scale: float) -> None:
+    """A and B of another rank, element by element."""
+    dim = int("lora_B" in name)
+    kept, rank = min(saved.fp32.shape[dim], held.fp32.shape[dim]), held.fp32.shape[dim]
+    factors = {"fp32": scale, "exp_avg": 1 / scale, "exp_avg_sq": scale**-2} if dim else {}
+    for state, value in {"fp32": held.fp32, **held.tensors}.items():
+        before = (saved.fp32 if state == "fp32" else saved.tensors[state]).narrow(dim, 0, kept)
+        check_same({state: value.narrow(dim, 0, kept)}, {state: (before.double() * factors.get(state, 1.0)).float()})
+        new = value.narrow(dim, kept, rank - kept)
+        wanted = live.fp32.narrow(dim, kept, rank - kept) if state == "fp32" and not dim else torch.zeros_like(new)
+        check_same({state: new}, {state: wanted})
+
+
+def spoil(path: Path) -> None:
+    """Change a byte in the midst of a file's tensors."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))

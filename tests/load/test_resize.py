@@ -1,0 +1,137 @@
+"""Parameters of another shape in the live model, on every rank of many topologies, to the bit."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from deepspeed_ucp.config import UniversalConfig
+from deepspeed_ucp.errors import MismatchError
+from tests.load.test_reshard_3d import refuse
+from tests.support.reshard import SENTINEL, check_content, check_reads
+from tests.support.reshard3d import Held, draw_state, load_all, make_config, make_plain
+from tests.synth import State, Topology
+
+SIZES = {"word": (0, 11), "row": (1, 12), "column": (0, 12)}
+"""By kind the dimension that is resized, and what means something of it."""
+
+
+def resize(source: Held, topology: Topology, sizes: dict[str, int], rules: dict[str, Any]) -> Held:
+    """What a run holds that has other sizes: kept places, and what the rules say of new ones; made with numpy.
+
+    `sizes`: by kind places in the target, which holds the sentinel before the load.
+    """
+    params, atoms = [], {}
+    for param in source.model.params:
+        kind = param.name.rpartition(".")[2]
+        dim, rule = SIZES[kind][0] if kind in SIZES else 0, rules.get(kind, {})
+        shape = list(param.shape)
+        shape[dim] = sizes.get(kind, shape[dim])
+        params.append(replace(param, shape=tuple(shape)))
+        for state, value in source.state.atoms[param.name].items():
+            saved = value.movedim(dim, 0).numpy()
+            kept = min(rule.get("keep", len(saved)), len(saved), shape[dim])
+            made = np.zeros((shape[dim], *saved.shape[1:]), saved.dtype)
+            scale = {"fp32": 1.0, "exp_avg": -1.0, "exp_avg_sq": -2.0}[state]
+            made[:kept] = saved[:kept].astype(np.float64) * float(Fraction(rule.get("scale", 1))) ** scale
+            if state == "fp32" and rule.get("new", "live") == "live":
+                made[kept:] = SENTINEL
+            if state == "fp32" and rule.get("new") == "mean":
+                made[kept:] = sum(saved[:kept].astype(np.float64)) / kept
+            atoms.setdefault(param.name, {})[state] = torch.from_numpy(made).movedim(0, dim).contiguous()
+    return Held(replace(source.model, params=tuple(params)), topology, State(atoms, *_rest(source)))
+
+
+def _rest(source: Held) -> tuple[Any, Any]:
+    return source.state.scalars, source.state.groups
+
+
+def make_rules(source: Held, rules: dict[str, Any]) -> UniversalConfig:
+    """With the patterns by which the kinds are cut."""
+    patterns = dict(make_config(source.model).patterns)  # type: ignore[arg-type]
+    for rule in patterns["rules"]:
+        rule.pop("vocab", None)
+    del patterns["original_vocab_size"]
+    written = [{"match": rf".*\.{kind}", "dim": SIZES[kind][0], **rule} for kind, rule in rules.items()]
+    return UniversalConfig(threads=1, patterns={**patterns, "resize": written})
+
+
+GROWN = {"word": 24, "row": 24, "column": 24}
+MIXED: dict[str, Any] = {"word": {"new": "mean", "keep": 11}, "row": {"new": "zero", "scale": "3/4"}, "column": {}}
+SHRUNK = {"word": 6, "row": 6, "column": 24}
+GIVEN_UP: dict[str, Any] = {"word": {"shrink": True}, "row": {"shrink": True}, "column": {"new": "zero"}}
+
+
+@pytest.mark.parametrize(("sizes", "rules"), [(GROWN, MIXED), (SHRUNK, GIVEN_UP)], ids=["grown", "shrunk"])
+@pytest.mark.parametrize(
+    ("saved", "live"),
+    [
+        (Topology(1, 2, "bf16"), Topology(2, 3, "bf16")),
+        (Topology(3, 2), Topology(0, 1)),
+        (Topology(0, 1, "bf16", "bf16"), Topology(3, 3, "bf16", sub_group_size=10)),
+        (Topology(1, 1, tp=2), Topology(1, 2, "bf16", "bf16", tp=2)),
+        (Topology(2, 2, tp=3), Topology(1, 1)),
+        (Topology(1, 2), Topology(3, 2, tp=2)),
+        (Topology(1, 1, tp=2), Topology(0, 2, tp=3)),
+    ],
+    ids=lambda topology: topology.label,
+)
+def test_what_is_kept_and_what_is_new(
+    saved: Topology, live: Topology, sizes: dict[str, int], rules: dict[str, Any], tmp_path: Path
+) -> None:
+    source = draw_state(make_plain(["column", "norm", "word", "row"]), saved)
+    wanted = resize(source, live, sizes, rules)
+    index, ranks = load_all(source.write(tmp_path), wanted.make_targets(), make_rules(source, rules))
+    check_content(ranks, wanted.state, wanted.locals)
+    check_reads(index, ranks)
+
+
+def test_each_is_told_and_what_has_saved_since_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The same rules then leave all as it is, whatever they say of places that are kept."""
+    source = draw_state(make_plain(["column", "word", "row"]), Topology(1, 1))
+    wanted = resize(source, Topology(1, 2), GROWN, MIXED)
+    rules, lines = make_rules(source, MIXED), []
+    for folder, held in (("begun", source), ("saved", wanted)):
+        (tmp_path / folder).mkdir()
+        _, ranks = load_all(held.write(tmp_path / folder), wanted.make_targets(), rules)
+        check_content(ranks, wanted.state, wanted.locals)
+        lines.append([record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING])
+        caplog.clear()
+    states = "their optimizer states are zero under the old step count, so that Adam's first updates are up to 3.2 × lr"
+    assert lines == [
+        [
+            f"resize: body.column: 12 → 24: 12 new rows keep the live model's values, {states}",
+            f"resize: body.row: 12 → 24: 12 new columns are zero, {states}; what is kept is multiplied by 0.75",
+            "resize: body.word: 12 → 24: 11 of 12 rows are kept, 1 left out; 13 new ones are the mean of the 11 that "
+            f"are kept, {states}",
+        ],
+        [],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rule", "words"),
+    [
+        ({"word": 24}, {}, r"body\.word: .*\(12, 4\).*\(24, 4\)"),
+        ({"word": 6}, {"match": r".*\.word"}, r"the model has 6 of 12 rows; \"shrink\": true leaves the last ones out"),
+        ({"word": 24}, {"match": r".*\.word", "dim": 1}, r"is about dimension 1 alone; shape \(12, 4\)"),
+        ({"gate_up": 48}, {"match": r".*\.gate_up"}, r"body\.gate_up is fused, so that new rows at its end"),
+        ({"experts": 72}, {"match": r".*\.experts"}, r"body\.experts is fused"),
+    ],
+)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_what_is_refused(sizes: dict[str, int], rule: dict[str, Any], words: str, tp: int, tmp_path: Path) -> None:
+    source = draw_state(make_plain(["column", *sizes]), Topology(1, 1, tp=tp))
+    wanted = resize(source, Topology(1, 1, tp=tp if "word" in sizes else 1), sizes, {})
+    patterns: Any = make_rules(source, {}).patterns
+    config = UniversalConfig(threads=1, patterns={**patterns, "resize": [rule] if rule else []})
+    text = refuse(source.write(tmp_path), wanted, config, MismatchError, words)
+    shown = r'"patterns": {"resize": [{"match": "body\\.word"}]}'
+    assert (shown in text) == (not rule)
