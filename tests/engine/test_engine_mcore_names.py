@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from deepspeed_ucp.cli import main
 from deepspeed_ucp.testing import WorldPool
 from deepspeed_ucp.testing.capture import CapturedEngine
-from tests.support.engines.parallel import Launch, join, training
+from tests.support.engines.parallel import Launch, Runs, join, training
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.engine
@@ -106,10 +108,40 @@ def test_llama_goes_on_as_hugging_face_s(ranks: Any, tp: int, ucp_worlds: WorldP
         loaded = ucp_worlds.get(2).run(
             ranks.load, str(tmp_path / SAVE), "LlamaForCausalLM", LLAMA, stage, "mcore-llama"
         )
-        for state, logits, _ in loaded:
-            check(state, saved, name_llama)
+        for held, logits, _ in loaded:
+            check(held.state, saved, name_llama)
             torch.testing.assert_close(logits, wanted, **CLOSE)
         assert "output_layer.weight: vocabulary padded to 64 rows, here to 61" in loaded[0][2]
+    # AutoTP cuts what the rules make, and tells how: of the 61 rows of the output one rank has 31, the other one 30.
+    loaded = ucp_worlds.get(2).run(ranks.load, str(tmp_path / SAVE), "LlamaForCausalLM", LLAMA, 1, "mcore-llama", 2)
+    check(join([held for held, _, _ in loaded], "even"), saved, name_llama)
+    assert all(torch.allclose(logits, wanted, **CLOSE) for _, logits, _ in loaded)
+
+
+def test_commands_make_hugging_face_s_model(
+    ranks: Any, ucp_worlds: WorldPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exported as weights and with the optimizer: as the library itself loads it, and as ``diff`` does."""
+    import transformers
+
+    saved, _ = ucp_worlds.get(2).run(ranks.mcore.save, str(tmp_path), "llama", tp=2)[0]
+    wanted = ucp_worlds.get(1).run(ranks.find_logits, "llama", list_layers(saved))[0]
+    folder, like, out, again = (str(tmp_path / name) for name in (SAVE, "like", "out", "again"))
+    transformers.LlamaConfig(**LLAMA, architectures=["LlamaForCausalLM"]).save_pretrained(like)
+    names = ["--patterns", "mcore-llama"]
+    assert main(["export", folder, out, "--to", "hf", "--like", like, *names]) == 0
+    model = transformers.LlamaForCausalLM.from_pretrained(out, attn_implementation="eager")
+    with torch.no_grad():
+        torch.testing.assert_close(model(input_ids=ranks.TOKENS).logits, wanted, **CLOSE)
+    assert main(["export", folder, again, "--to", "dcp", *names]) == 0
+    capsys.readouterr()
+    assert main(["diff", folder, out, *names]) == 0
+    assert "equal: 21 atoms" in capsys.readouterr().out
+    main(["diff", folder, again, *names, "--json"])  # where the groups have an `initial_lr` more
+    told = json.loads(capsys.readouterr().out)
+    assert (told["atoms_compared"], told["atoms"]) == (63, [])
+    assert main(["plan", folder, "--target", "tp=2,dp=1,zero=1", "--patterns", "mcore-megatron"]) == 0
+    assert "1.0000 × state, each byte once" in capsys.readouterr().out
 
 
 MOE = {
@@ -125,10 +157,10 @@ MIXTRAL = {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_para
 def test_experts_go_on_as_mixtral_s(ranks: Any, ucp_worlds: WorldPool, tmp_path: Path) -> None:
     saved, _ = ucp_worlds.get(1).run(ranks.mcore.save, str(tmp_path), "moe", **MOE)[0]
     wanted = ucp_worlds.get(1).run(ranks.find_logits, "moe", list_layers(saved), **MOE)[0]
-    ((state, logits, _),) = ucp_worlds.get(1).run(
+    ((held, logits, _),) = ucp_worlds.get(1).run(
         ranks.load, str(tmp_path / SAVE), "MixtralForCausalLM", MIXTRAL, 1, "mcore-llama"
     )
-    check(state, saved, name_llama)
+    check(held.state, saved, name_llama)
     torch.testing.assert_close(logits, wanted, **CLOSE)
 
 
@@ -178,3 +210,51 @@ def test_llama_goes_on_in_megatron_deepspeed_cut(
     if not pipeline:
         wanted = ucp_worlds.get(1).run(ranks.find_loss, "llama", list_layers(saved), **MEGATRON)[0]
         assert [loss for _, loss, _ in answers] == pytest.approx([wanted] * 2, abs=1e-6)
+
+
+WIDTHS = ["args.num_attention_heads", "args.num_key_value_heads", "args.num_key_value_heads"]
+BLOCK = r"language_model\.encoder\.layers\.(?P<n>\d+)\."
+TO_HUGGING_FACE = [
+    {"from": r"language_model\.embedding\.word_embeddings\.weight", "to": "model.embed_tokens.weight"},
+    {"from": r"language_model\.output_layer\.weight", "to": "lm_head.weight"},
+    {"from": r"language_model\.encoder\.final_layernorm\.weight", "to": "model.norm.weight"},
+    {"from": BLOCK + r"(?P<x>\w+_layernorm)\.weight", "to": "model.layers.{n}.{x}.weight"},
+    {"from": BLOCK + r"self_attention\.dense\.weight", "to": "model.layers.{n}.self_attn.o_proj.weight"},
+    {"from": BLOCK + r"mlp\.dense_4h_to_h\.weight", "to": "model.layers.{n}.mlp.down_proj.weight"},
+    *(
+        {"from": BLOCK + "mlp.dense_h_to_4h.weight", "to": f"model.layers.{{n}}.mlp.{x}_proj.weight", "part": f"{k}/2"}
+        for k, x in enumerate(("gate", "up"), 1)
+    ),
+    *(
+        {
+            "from": BLOCK + r"self_attention\.query_key_value\.weight",
+            "to": f"model.layers.{{n}}.self_attn.{x}_proj.weight",
+            "part": {"number": number, "parts": WIDTHS},
+        }
+        for number, x in enumerate("qkv", 1)
+    ),
+]
+
+
+def test_what_ranks_of_megatron_deepspeed_share_is_split(ranks: Any, runs: Runs, ucp_worlds: WorldPool) -> None:
+    """[q_r; k_r; v_r] and [gate_r; up_r] of two ranks feed Hugging Face's Llama, with the moments."""
+    launch = Launch(tp=2, world=2, pipeline=False)
+    saved = join(runs.saved("llama", launch), "llama").parameters
+    config = {**LLAMA, "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+    config |= {"num_attention_heads": 8, "num_key_value_heads": 4}
+    ((held, _, _),) = ucp_worlds.get(1).run(
+        ranks.load, runs.folder("llama", launch), "LlamaForCausalLM", config, 2, {"rename": TO_HUGGING_FACE}
+    )
+    for layer in range(3):
+        own, other = f"language_model.encoder.layers.{layer}", f"model.layers.{layer}"
+        for name, size, parts in (
+            ("self_attention.query_key_value", (32, 16, 16), ("self_attn.q", "self_attn.k", "self_attn.v")),
+            ("mlp.dense_h_to_4h", (48, 48), ("mlp.gate", "mlp.up")),
+            ("self_attention.dense", (32,), ("self_attn.o",)),
+        ):
+            whole = saved[f"{own}.{name}.weight"]
+            for state in ("fp32", "exp_avg", "exp_avg_sq"):
+                rows = (whole.fp32 if state == "fp32" else whole.tensors[state]).split(size)
+                for part, tensor in zip(parts, rows, strict=True):
+                    live = held.state.parameters[f"{other}.{part}_proj.weight"]
+                    assert torch.equal(live.fp32 if state == "fp32" else live.tensors[state], tensor), (part, state)

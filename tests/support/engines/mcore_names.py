@@ -13,7 +13,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
 from deepspeed_ucp.targets import find_place
-from deepspeed_ucp.testing.capture import CapturedEngine, capture
+from deepspeed_ucp.testing.capture import capture
 from tests.export.foreign_run import Lines
 from tests.support import mcore
 
@@ -67,7 +67,7 @@ def make_hf(kind: str, config: Mapping[str, Any]) -> Any:
 
 def load(
     folder: str, kind: str, config: Mapping[str, Any], stage: int, patterns: Any, tp: int = 1
-) -> tuple[CapturedEngine, Tensor, str]:
+) -> tuple[Any, Tensor, str]:
     """Load into an engine of a model of Hugging Face; what it holds, its logits of :data:`TOKENS`, what was said."""
     module = make_hf(kind, config)
     ds_config: dict[str, Any] = {
@@ -83,11 +83,11 @@ def load(
     try:
         with heard:
             engine.load_checkpoint(folder)
-        state = capture(engine)
+        held = SimpleNamespace(place=find_place(engine), state=capture(engine))
         engine.eval()
         with torch.no_grad():
             logits = engine(input_ids=TOKENS).logits.float()
-        return state, logits, "\n".join(heard.lines)
+        return held, logits, "\n".join(heard.lines)
     finally:
         engine.destroy()
 
