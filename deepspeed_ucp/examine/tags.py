@@ -14,7 +14,7 @@ from ..io.paths import Entry
 from ..io.store import list_tree
 from ..sources.files import scan_if_there
 from ..sources.foreign.names import TRAINER_STATE, is_foreign
-from ..sources.latest import LOST, find_checkpoint, find_foreign_folders, find_tags, is_checkpoint
+from ..sources.latest import LOST, find_checkpoint, find_tags, holds_foreign, is_checkpoint
 from ..sources.naming import Naming
 from ..sources.older import Age, find_age
 from ..sources.open import survey_checkpoint, survey_weights
@@ -74,16 +74,16 @@ def find_saves(folder: str) -> list[str]:
     Raises:
         CheckpointError: there is none, or the folder cannot be listed.
     """
-    if is_checkpoint(folder):
+    if is_checkpoint(folder) or holds_foreign(folder):
         return ["."]
     found = find_tags(folder)
     for name, entry in sorted(scan_if_there(folder).items()):
         if entry.is_folder and name not in (LOST, *found):
             try:
-                found += [os.path.join(name, tag) for tag in find_tags(os.path.join(folder, name))]
+                tags = [os.path.join(name, tag) for tag in find_tags(os.path.join(folder, name))]
+                found += tags or ([name] if holds_foreign(os.path.join(folder, name)) else [])
             except CheckpointError as error:
                 logger.warning("%s", error)
-    found = found or find_foreign_folders(folder)
     return found or [os.path.relpath(find_checkpoint(folder), folder)]  # raises, and tells what the folder looks like
 
 

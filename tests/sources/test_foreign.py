@@ -213,7 +213,7 @@ def test_metadata_that_lies_is_refused(saved: Path, change: Callable[[Any], None
         open_it(saved)
 
 
-class _Harm:
+class Harm:
     def __reduce__(self) -> Any:
         return (open, ("harm", "w"))
 
@@ -222,7 +222,7 @@ def test_no_code_of_a_metadata_file_runs(saved: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(saved)
 
     def plant(told: Any) -> None:
-        told.planner_data["x"] = _Harm()
+        told.planner_data["x"] = Harm()
 
     change_metadata(saved, plant)
     open_it(saved)

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...atoms import ITEMSIZE, MASTER, count
+from ...atoms import COPY, ITEMSIZE, MASTER, MODULE, count
 from ...comm import Comm
 from ...errors import CheckpointError, UnsupportedError, shorten
 from ...io.memory import pause_collection
@@ -34,6 +34,8 @@ from .names import BLOCKS, COMMON, FORM, MEGATRON
 _BACKEND, _VERSION = "torch_dist", 1
 _ENTRY = "common_state/shard_0_1"
 """Key of the common state among the blocks."""
+
+_SAMPLES = "consumed_train_samples"
 
 _LONGEST = 1 << 16
 """Bytes of ``metadata.json``."""
@@ -211,7 +213,10 @@ class _Interpreter:
                 unnamed = key
                 continue
             state, name = match.groups() if (match := _STATE.fullmatch(key)) else ("", key)
-            held[MASTER if state in _MASTERS else state][name] = self.blocks.make_tensor(key)
+            state = MASTER if state in _MASTERS else state
+            if state in (MODULE, COPY) or name in held[state]:
+                raise CheckpointError(f"tells of {key} although it has one; it is damaged.", path=self.path)
+            held[state][name] = self.blocks.make_tensor(key)
         found = {state: self._split(tensors) for state, tensors in held.items()}
         weights = found.pop("", {})
         if not weights:
@@ -220,20 +225,28 @@ class _Interpreter:
         for state, tensors in found.items():
             for name, tensor in tensors.items():
                 states[name][state] = tensor
-        steps = self.common.hints.get("iteration")
         groups, findings = self._list_groups(weights, states)
         contents = Contents(
             MEGATRON,
             self.blocks.head,
             weights,
             states,
-            {name: {"step": float(hyper["step"])} for names, hyper in groups for name in names if "step" in hyper},
+            self._list_scalars(groups, states),
             groups,
-            counters={} if steps is None else {"global_steps": steps},
+            counters=self._read_counters(),
             stateless=f"{self.path}: {self._describe_unnamed(unnamed)}" if unnamed else "",
             hints=self._make_hints(weights),
         )
         return contents, [*findings, *self._list_left()]
+
+    def _read_counters(self) -> dict[str, int]:
+        """Raises CheckpointError: something else than counts."""
+        told = {"global_steps": self.common.hints.get("iteration"), "global_samples": self.args.get(_SAMPLES)}
+        found = {key: value for key, value in told.items() if value is not None}
+        for key, value in found.items():
+            if type(value) is not int or value < 0:
+                raise CheckpointError(f"its {key} is {value!r:.40}; it is damaged.", path=self.path)
+        return found
 
     def _split(self, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
         """Tensors of layers, gate and up in one, all experts of a layer in one.
@@ -281,6 +294,8 @@ class _Interpreter:
             other = tensors.get(f"{match[1]}_{'v' if match[2] == 'w' else 'w'}") if match else None
             if match is None or other is None:
                 found[name] = tensor
+            elif match[1] in tensors:
+                raise CheckpointError(f"holds {match[1]} twice, whole and in two.", path=self.path)
             elif match[2] == "w":
                 dim = -2 if match[1].endswith(".weight") else -1
                 found[match[1]] = self._join(match[1], [tensor, other], dim)
@@ -334,6 +349,23 @@ class _Interpreter:
             members[owners[0]].append(name)
         groups = zip(members, self.common.groups, strict=True)
         return [(tuple(names), _strip(group)) for names, group in groups if names], []
+
+    def _list_scalars(
+        self, groups: Sequence[tuple[tuple[str, ...], Mapping[str, Any]]], states: Mapping[str, Any]
+    ) -> dict[str, dict[str, float]]:
+        """The steps of all parameters that have states; without groups the step that all of these have.
+
+        Raises:
+            CheckpointError: it is no number of steps.
+        """
+        steps = [hyper["step"] for hyper in self.common.groups if hyper.get("step") is not None]
+        for step in steps:
+            if type(step) not in (int, float) or not 0 <= step < 1 << 53:
+                raise CheckpointError(f"tells of {step!r:.40} steps; it is damaged.", path=self.path)
+        found = {name: hyper.get("step") for names, hyper in groups for name in names}
+        if not groups and len(set(steps)) == 1:
+            found = dict.fromkeys(states, steps[0])
+        return {name: {"step": float(step)} for name, step in found.items() if step is not None}
 
     def _find_groups(self, name: str, shape: Shape) -> list[int]:
         """Numbers of the param groups that may be a parameter's."""
