@@ -164,6 +164,44 @@ def test_experts_go_on_as_mixtral_s(ranks: Any, ucp_worlds: WorldPool, tmp_path:
     torch.testing.assert_close(logits, wanted, **CLOSE)
 
 
+GPT: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "mcore-gpt": (
+        "GPTBigCodeForCausalLM",
+        {
+            "vocab_size": 61,
+            "n_embd": 16,
+            "n_inner": 24,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 12,
+            "multi_query": False,
+            "activation_function": "gelu",
+        },
+        {},
+    ),
+    "mcore-gpt-neox": (
+        "GPTNeoXForCausalLM",
+        {
+            **{key: value for key, value in LLAMA.items() if key not in ("num_key_value_heads", "rms_norm_eps")},
+            "use_parallel_residual": False,
+            "hidden_act": "gelu",
+            "rope_parameters": {**ROTARY, "partial_rotary_factor": 1.0},
+        },
+        {"position_embedding_type": "rope", "untie_embeddings_and_output_weights": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("family", GPT)
+def test_gpt_goes_on_as_hugging_face_s(ranks: Any, family: str, ucp_worlds: WorldPool, tmp_path: Path) -> None:
+    kind, config, changes = GPT[family]
+    saved, _ = ucp_worlds.get(1).run(ranks.mcore.save, str(tmp_path), "gpt", **changes)[0]
+    wanted = ucp_worlds.get(1).run(ranks.find_logits, "gpt", list_layers(saved), **changes)[0]
+    ((_, logits, _),) = ucp_worlds.get(1).run(ranks.load, str(tmp_path / SAVE), kind, config, 2, family)
+    assert wanted.abs().max() > 0.1
+    torch.testing.assert_close(logits, wanted, **CLOSE)
+
+
 MEGATRON = {
     "num_layers": 3,
     "hidden_size": 32,
@@ -194,6 +232,17 @@ def name_megatron(saved: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
             ("mlp.dense_4h_to_h", "mlp.linear_fc2."),
         ):
             yield f"{other}.{name}.weight", saved[f"{own}.{fused}weight"]
+
+
+def test_gpt_goes_on_in_megatron_deepspeed_cut(ranks: Any, ucp_worlds: WorldPool, tmp_path: Path) -> None:
+    """With biases, learned positions and a tied output."""
+    sizes = {**MEGATRON, "num_query_groups": 8, "ffn_hidden_size": 128}
+    saved, _ = ucp_worlds.get(1).run(ranks.mcore.save, str(tmp_path), "gpt", **sizes)[0]
+    checkpoint = {"universal": {"patterns": "mcore-megatron", "param_groups": "live"}}
+    trained = training("dense", Launch(tp=2, world=2, pipeline=False), checkpoint)
+    answers = ucp_worlds.get(2).run(ranks.load_megatron, trained, str(tmp_path / SAVE), "gpt", **sizes)
+    wanted = ucp_worlds.get(1).run(ranks.find_loss, "gpt", list_layers(saved), **sizes)[0]
+    assert [loss for _, loss, _ in answers] == pytest.approx([wanted] * 2, abs=1e-6)
 
 
 @pytest.mark.parametrize("pipeline", [False, True], ids=["plain", "pipeline"])
