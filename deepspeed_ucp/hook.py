@@ -34,7 +34,7 @@ from .saves.saver import forget_frozen, wait_for_copies
 from .saves.saving import foresee_saves, save_into_memory
 from .sealing import seal_last, seal_late, seal_save
 from .targets.guard import guard_engine
-from .uncaught import find_fault, shorten_uncaught
+from .uncaught import find_fault, let_go, shorten_uncaught
 from .writer import finish_save, is_decoupled
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -268,6 +268,7 @@ def _load_checkpoint(
     except UcpError as error:
         if not error.shared:
             raise
+        let_go(error)
         raise error.with_traceback(None) from find_fault(error)
 
 

@@ -265,7 +265,8 @@ def test_refused(case: Refused, attempts: Callable[[Refused], list[Attempt]]) ->
     for attempt in (first, *others):
         assert (attempt.error, attempt.message) == (first.error, first.message)
         assert attempt.changed == []
-        assert attempt.seconds < 20
+        assert attempt.held == 0
+        assert attempt.seconds < 60
         assert attempt.loss > 0
 
 

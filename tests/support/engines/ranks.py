@@ -64,12 +64,17 @@ class Load:
 
 @dataclass
 class Attempt:
-    """What became of a load that should be refused."""
+    """What became of a load that should be refused.
+
+    Attributes:
+        held: pieces of memory to exchange bytes in that are still there after it.
+    """
 
     error: str = ""
     kinds: list[str] = field(default_factory=list)
     message: str = ""
     seconds: float = 0.0
+    held: int = 0
     changed: list[str] = field(default_factory=list)
     loss: float = float("nan")
 
@@ -95,9 +100,16 @@ def _attempt(engine: Any, load: Load) -> Attempt:
         result.error, result.message = type(error).__name__, str(error)
         result.kinds = [kind.__name__ for kind in type(error).__mro__]
     result.seconds = time.monotonic() - begin
+    while _count_held() and time.monotonic() < begin + 30:
+        time.sleep(0.01)  # a thread that has read is about to let go of it
+    result.held = _count_held()
     after = fingerprint(engine)
     result.changed = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
     return result
+
+
+def _count_held() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:deepspeed_ucp")
 
 
 def initialize_error(ds_config: dict[str, Any]) -> tuple[str, str]:
