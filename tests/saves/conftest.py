@@ -1,11 +1,14 @@
-"""The store that saves go to."""
+"""The store that saves go to, and what a test's process holds."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from deepspeed_ucp.saves.memory import Job
+from deepspeed_ucp.saves.saver import Saver
 from tests.stores.server import Server, serve_bucket
 
 
@@ -15,3 +18,21 @@ def server() -> Iterator[Server]:
     pytest.importorskip("s3fs", reason="the store of these tests is S3")
     with serve_bucket() as found:
         yield found
+
+
+@pytest.fixture(autouse=True)
+def _leave(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Savers and jobs of a test end with it: their writers, and what tells these that this process lives."""
+    used: dict[type, list[Any]] = {Job: [], Saver: []}
+
+    def note(kind: type, name: str) -> None:
+        begin = getattr(kind, name)
+        monkeypatch.setattr(kind, name, lambda each: (used[kind].append(each), begin(each))[1])
+
+    note(Job, "own")
+    note(Saver, "open")
+    yield
+    for saver in used[Saver]:
+        saver.leave()
+    for job in used[Job]:
+        job.disown()

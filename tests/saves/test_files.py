@@ -53,6 +53,7 @@ def test_a_file_is_written_over_by_its_mapping(shared: Path) -> None:
             assert save_over(state, str(path), Stable(), mapped) is None
         assert (written.call_count == 0) == (numel != 150_000)
         check(path, state)
+    mapped.tidy(everything=True)
 
 
 def test_memory_of_files_that_have_lost_their_names_goes_back(shared: Path) -> None:

@@ -243,14 +243,15 @@ def test_an_agent_whose_node_fails_against_the_others_is_waited_for_until_it_pas
     told = {name: Member() for name in "abcd"}
     hello = {"address": "x:1", "ranks": 2, "role": "default", "round": 0, "seats": [], "after": 0, "ready": True}
     members = {
-        name: leader.greet({**hello, "name": name, "report": reports[name]}, told[name], name, 0.0) for name in "abcd"
+        name: leader.greet({**hello, "name": name, "report": reports[name], "asked": 1}, told[name], name, 0.0)
+        for name in "abcd"
     }
     leader.tick(1.0)
     leader.tick(1.1)
-    assert told["c"][-1] == {"unfit": "product: other bits than 3 of 4 of its kind have"}
+    assert told["c"][-1] == {"unfit": "product: other bits than 3 of 4 of its kind have", "asked": 1}
     assert not any("port" in each for name in "abd" for each in told[name])
     if then == "passes":
-        leader.hear(members["c"], {"ready": True, "after": 0, "report": reports["a"]}, 2.0)
+        leader.hear(members["c"], {"ready": True, "after": 0, "report": reports["a"], "asked": 2}, 2.0)
     else:
         leader.hear(members["c"], {"bye": True}, 2.0)
     leader.tick(20.0)
@@ -258,14 +259,16 @@ def test_an_agent_whose_node_fails_against_the_others_is_waited_for_until_it_pas
 
 
 def test_an_agent_tests_its_node_again_when_the_others_have_other_bits(tmp_path: Path) -> None:
-    endpoint = SharedFile(str(tmp_path / "endpoint"), "job", silence=1.0, host="127.0.0.1")
-    agents = [Gathering(endpoint, Limits(3, 3), "job") for _ in range(3)]
+    endpoints = [SharedFile(str(tmp_path / "endpoint"), "job", silence=30, host="127.0.0.1") for _ in range(3)]
+    agents = [Gathering(endpoint, Limits(3, 3), "job") for endpoint in endpoints]
     reports = [asdict(Report((Figure("product", 1.0, "x", bits=bits),))) for bits in "001"]
     try:
         with ThreadPoolExecutor(3) as pool:
             others = [pool.submit(agent.join, report) for agent, report in zip(agents[:2], reports[:2], strict=True)]
             with pytest.raises(UnfitError, match="other bits than 2 of 3"):
                 agents[2].join(reports[2])
+            (leader,) = [agent._leader for agent in agents if agent._leader is not None]
+            leader.members[agents[2].name].line.send(unfit="too late", asked=1)
             assert not any(each.done() for each in others)
             assert {agents[2].join(reports[0]).rank, *(each.result().rank for each in others)} == {0, 1, 2}
     finally:

@@ -165,12 +165,23 @@ heartbeat.report_step(1)
 """
 
 
+_started: list[subprocess.Popen[bytes]] = []
+
+
 def start(told: str, then: str) -> subprocess.Popen[bytes]:
     environment = {**os.environ, VARIABLE: told, "RANK": "5"}
-    code = RANK.format(then=then)
-    return subprocess.Popen(
-        [sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE, start_new_session=True
-    )
+    command = [sys.executable, "-c", RANK.format(then=then)]
+    _started.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, start_new_session=True))
+    return _started[-1]
+
+
+@pytest.fixture(autouse=True)
+def _tidy() -> Iterator[None]:
+    """What ranks have started lives on, and has their end of the pipe."""
+    yield
+    while _started:
+        with contextlib.suppress(ProcessLookupError), _started.pop() as process:
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
@@ -266,7 +277,7 @@ def test_a_watcher_that_cannot_be_reached_is_done_without_but_not_one_that_has_e
         deaf.bind(("127.0.0.1", 0))  # and does not listen
         process = start(f"127.0.0.1:{deaf.getsockname()[1]}:{key}", "")
         assert process.wait(timeout=120) == code
-    assert said in process.stderr.read()  # type: ignore[union-attr]
+    assert said in process.stderr.readline()  # type: ignore[union-attr]
 
 
 def make_ranks(*heard: float, steps: tuple[int | None, ...] = (1, 1)) -> list[RankStatus]:

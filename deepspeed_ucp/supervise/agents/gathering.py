@@ -121,6 +121,7 @@ class Gathering:
         self._broken: str | None = None
         self._unfit: str | None = None
         self._report: Mapping[str, Any] | None = None
+        self._asked = 0
         self._line: Line | None = None
         self._preferred: str | None = None
         self._leader: Leader | None = None
@@ -160,7 +161,8 @@ class Gathering:
         with self.changed:
             self._is_ready, self._told, self._broken = True, None, None
             self._report, self._unfit = report, None
-            self._say(ready=True, after=self._past.number, report=report)
+            self._asked += 1
+            self._say(ready=True, after=self._past.number, report=report, asked=self._asked)
             found = self.changed.wait_for(self._find_round)
             if self._unfit is not None:
                 raise UnfitError(self._unfit)
@@ -336,7 +338,7 @@ class Gathering:
             self._waiting = int(told["waiting"])
         if told.get("end") == self._past.number:
             self._end(str(told["reason"]))
-        if told.get("unfit"):
+        if told.get("unfit") and told["asked"] == self._asked:  # not with a report of before
             self._is_ready, self._unfit = False, str(told["unfit"])
         if told.get("over"):
             self._is_over = True
@@ -492,7 +494,7 @@ class Gathering:
         state: dict[str, Any] = {"ready": self._is_ready, "after": self._past.number}
         state.update(finished=self._is_finished, **self._describe_recipe())
         if self._report is not None:
-            state.update(report=self._report)
+            state.update(report=self._report, asked=self._asked)
         if self._broken is not None:
             state.update(broken=self._broken, of=self._past.number)
         if self._closed is not None:

@@ -71,7 +71,7 @@ class Member:
         since, heard: when it came, and when it last said something (monotonic seconds).
         ready_since: from when on it waits for a round; None: it does not.
         is_finished: its workers have done all there was to do; ``may_end``: it has been told that it may go.
-        report: of the test of its node, where it had one.
+        report: of the test of its node, where it had one; ``asked``: for which round it was made, as the agent counts.
     """
 
     seat: Seat
@@ -84,6 +84,7 @@ class Member:
     is_finished: bool = False
     may_end: bool = False
     report: Report | None = None
+    asked: int = 0
 
 
 @dataclass(slots=True)
@@ -178,7 +179,7 @@ class Leader:
         if told.get("finished"):
             member.is_finished, member.ready_since = True, None
         if told.get("report") is not None:
-            member.report = Report.parse(told["report"])
+            member.report, member.asked = Report.parse(told["report"]), int(told["asked"])
         if told.get("ready") and member.ready_since is None:
             has_seat = self._has_seat(member)
             if not has_seat or told["after"] == self.past.number:  # else it has been told of a round meanwhile
@@ -319,7 +320,7 @@ class Leader:
         for each in chosen:
             if found := faults.get(each.seat.name):
                 each.ready_since = None
-                each.line.send(unfit="; ".join(found))
+                each.line.send(unfit="; ".join(found), asked=each.asked)
         return bool(faults)
 
     def _is_time(self, count: int, now: float) -> bool:
