@@ -147,7 +147,7 @@ def _copy_beside(export: Export) -> None:
     wanted = ("scheduler.pt", "rng_state") if is_trainers else ("scheduler.bin", "random_states")
     lacking = [name for name in wanted if not any(each.startswith(name) for each in taken)]
     if wanted[0] in lacking:
-        alone = f"load_state takes no prepared scheduler: prepare it afterwards, at step {step}"
-        lacking[0] += f" (without it {'the Trainer leaves the optimizer out' if is_trainers else alone})"
+        alone = f"which load_state wants for a prepared scheduler: prepare it afterwards, at step {step}"
+        lacking[0] += f" ({'without it the Trainer leaves the optimizer out' if is_trainers else alone})"
     if lacking:
         logger.warning("%s: not beside the checkpoint, so not here: %s", report.destination, ", ".join(lacking))

@@ -86,7 +86,7 @@ def test_accelerates_folders(checkpoint: Path, tmp_path: Path, capsys: pytest.Ca
     out, options = tmp_path / "out", ["--to", "dcp", "--layout", "accelerate", "--overwrite"]
     assert export(checkpoint, out, *options) == 0
     told = capsys.readouterr().err
-    assert "scheduler.bin (without it load_state takes no prepared scheduler: prepare it afterwards, at step " in told
+    assert "scheduler.bin (which load_state wants for a prepared scheduler: prepare it afterwards, at step " in told
     for name in ("trainer_state.json", "rng_state_0.pth", "training.log"):
         (checkpoint / name).write_text(name)
     assert export(checkpoint, out, *options, "--weights-only") == 0

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from deepspeed_ucp.cli.dispatch import main
 from deepspeed_ucp.testing import WorldPool
-from tests.export import fsdp_run
-from tests.export.test_dcp import save_trained
+from tests.export import foreign_run, fsdp_run
+from tests.export.test_dcp import read_all, save_trained
 from tests.export.test_safetensors import check_same
 from tests.synth import Topology
 
@@ -21,3 +22,35 @@ def test_fsdp2_goes_on(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     check_same(result["model"], dict(model.state_dict()))
     for name, param in model.named_parameters():
         check_same(result["optim"]["state"][name], optimizer.state[param])
+
+
+def test_from_deepspeed_to_fsdp2_and_back(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """Three ranks' masters, states, steps and hyper-parameters are back after two ranks of FSDP2, on one."""
+    saved, out, there = (str(tmp_path / name) for name in ("saved", "out", "there"))
+    state = ucp_worlds.get(3).run(foreign_run.save_engine, saved, 3, steps=3)[0]
+    assert main(["export", saved, out, "--to", "dcp"]) == 0
+    ucp_worlds.get(2).run(fsdp_run.copy, out, there)
+    for back, *_ in ucp_worlds.get(1).run(foreign_run.go_on, there, (1, 3), range(0))[0]:
+        assert back.parameters.keys() == state.parameters.keys()
+        check_same(back.buffers, state.buffers)
+        for name, held in state.parameters.items():
+            found = back.parameters[name]
+            check_same({"fp32": found.fp32, **found.tensors}, {"fp32": held.fp32, **held.tensors})
+            assert found.scalars == held.scalars
+            assert {key: found.hyper[key] for key in held.hyper} == held.hyper
+        assert back.counters["global_steps"] == 3
+
+
+def test_from_fsdp2_to_deepspeed_and_back(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """All that two ranks of FSDP2 saved is back after three ranks of ZeRO-3, on one."""
+    saved, there, out, back = (str(tmp_path / name) for name in ("saved", "there", "out", "back"))
+    ucp_worlds.get(2).run(foreign_run.save, saved, 3)
+    ucp_worlds.get(3).run(foreign_run.save_engine, there, 3, load=saved)
+    assert main(["export", there, out, "--to", "dcp"]) == 0
+    ucp_worlds.get(1).run(fsdp_run.copy, out, back)
+    first, last = read_all(Path(saved)), read_all(Path(back))
+    check_same(last["model"], first["model"])
+    assert last["optim"]["param_groups"] == first["optim"]["param_groups"]
+    assert last["optim"]["state"].keys() == first["optim"]["state"].keys()
+    for name, held in first["optim"]["state"].items():
+        check_same(last["optim"]["state"][name], held)

@@ -108,6 +108,18 @@ def _train(engine: Any, steps: range) -> list[float]:
     return losses
 
 
+def save_engine(folder: str, stage: int, *, load: str = "", steps: int = 0) -> CapturedEngine:
+    """Load or train, and save as DeepSpeed does; what the engine holds."""
+    engine = start(stage)
+    if load:
+        engine.load_checkpoint(load)
+    _train(engine, range(steps))
+    engine.save_checkpoint(folder)
+    state = capture(engine)
+    engine.destroy()
+    return state
+
+
 def load_adapter(folder: str, stages: tuple[int, ...]) -> list[tuple[dict[str, torch.Tensor], list[str]]]:
     """Load PEFT's folder into engines whose model has an adapter and its base already; the parameters, and the log."""
     from tests.export.test_adapter import LORAS, make_peft

@@ -67,8 +67,8 @@ def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -
     return float(loss.item())
 
 
-def resume(checkpoint: str) -> dict[str, Any]:
-    """On every rank of a group: load, take steps 3 and 4; the losses and, on rank 0, what came out."""
+def load(checkpoint: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """On every rank of a group: the model under FSDP2 with other weights, and then with those of a checkpoint."""
     from torch.distributed.fsdp import fully_shard
 
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
@@ -77,6 +77,18 @@ def resume(checkpoint: str) -> dict[str, Any]:
     tree = {"model": weights, "optim": states}
     dcp.load(tree, checkpoint_id=checkpoint)
     set_state_dict(model, optimizer, model_state_dict=tree["model"], optim_state_dict=tree["optim"])
+    return model, optimizer
+
+
+def resume(checkpoint: str) -> dict[str, Any]:
+    """On every rank of a group: load, take steps 3 and 4; the losses and, on rank 0, what came out."""
+    model, optimizer = load(checkpoint)
     losses = train(model, optimizer, range(3, 5))
     weights, states = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
     return {"losses": losses, "model": weights, "optim": states}
+
+
+def copy(checkpoint: str, folder: str) -> None:
+    """On every rank of a group: load, and save as FSDP2 has it."""
+    weights, states = get_state_dict(*load(checkpoint))
+    dcp.save({"model": weights, "optim": states}, checkpoint_id=folder)
