@@ -20,7 +20,17 @@ from .metadata import from_universal_info
 from .recorded import from_recorded, read_pattern, record_pattern
 from .rename import Rename, Rows, find_idle, parse_renames, rename_names
 from .resize import Resize, Resized, advise_resize, pad_vocabulary
-from .rules import Rule, RuleSet, find_resize, from_arguments, from_attributes, from_config, list_renames, load_family
+from .rules import (
+    Rule,
+    RuleSet,
+    advise_family,
+    find_resize,
+    from_arguments,
+    from_attributes,
+    from_config,
+    list_renames,
+    load_family,
+)
 from .settle import Settled, Unsettled, settle
 
 __all__ = [
@@ -44,6 +54,7 @@ __all__ = [
     "ShardV",
     "Unique",
     "Unsettled",
+    "advise_family",
     "advise_resize",
     "advise_vocabulary",
     "align",

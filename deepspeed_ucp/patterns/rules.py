@@ -26,7 +26,8 @@ Sizes are integers or expressions (see ``facts``) over ``variables`` of the set.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from itertools import groupby
@@ -424,6 +425,22 @@ def load_family(name: str) -> RuleSet:
             resizes=(*family.resizes, *base.resizes),
         )
     return replace(family, reported=False)
+
+
+def advise_family(saved: Collection[str], live: Collection[str]) -> str:
+    """Which families' ``rename`` rules lead from saved names to most of the live ones; empty where none's do."""
+    fed = {name: _count_fed(load_family(name), saved, live) for name in list_families()}
+    best = [name for name, count in fed.items() if count == max(fed.values()) > 0]
+    listed = " or ".join(f'"{name}"' for name in best)
+    return f' Rules for these names come with the plugin: "patterns": {listed} (docs/patterns.md).' if best else ""
+
+
+def _count_fed(family: RuleSet, saved: Collection[str], live: Collection[str]) -> int:
+    fed = set[str]()
+    for rule in (each for each in list_renames([family]) if each.is_plain or each.cuts):
+        with suppress(ConfigError):  # its template has a variable that the user has to give
+            fed |= {rule.apply(name) or "" for name in saved} & {*live}
+    return len(fed)
 
 
 @lru_cache

@@ -14,7 +14,7 @@ from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, ParamKey
 from ..errors import MismatchError, shorten, suggest
 from ..experts import is_expert
 from ..flat import Shape
-from ..patterns import RuleSet, advise_resize, advise_vocabulary, find_resize
+from ..patterns import RuleSet, advise_family, advise_resize, advise_vocabulary, find_resize
 from ..patterns.adapters import is_added
 from .counts import EXTRA, MISSING, SHAPE, ExpertCounts, Fault, advise_fused, list_faults
 from .settling import Shapes
@@ -266,6 +266,7 @@ def _describe_foreign(missing: Sequence[str], saved: Sequence[str]) -> str:
     advice = (
         (any(map(is_added, saved)) and _MERGE)
         or _advise_rename(missing, saved)
+        or advise_family(saved, set(missing))
         or (' Build the saved model, or tell what has become of its names by "patterns" with "rename" rules.')
     )
     return (

@@ -11,7 +11,7 @@ import transformers
 from transformers import PretrainedConfig
 
 from deepspeed_ucp.errors import MismatchError
-from deepspeed_ucp.patterns import ShardNC, ShardV, from_config, list_renames
+from deepspeed_ucp.patterns import ShardNC, ShardV, advise_family, from_config, list_renames
 from deepspeed_ucp.plan.predicted import predict_renames
 from deepspeed_ucp.plan.renames import RemappedIndex, apply_renames
 from deepspeed_ucp.plan.settling import settle_index
@@ -144,6 +144,14 @@ def test_a_model_without_gates_is_no_llama() -> None:
         carry_out(
             "mcore-llama", models.mcore(replace(GATED, gated=False)), list_live("LlamaForCausalLM", config), GROUPED
         )
+
+
+def test_a_family_for_both_names_is_told() -> None:
+    saved, live = models.mcore(GATED), list_live("LlamaForCausalLM", transformers.LlamaConfig(vocab_size=61, **LLAMA))
+    told = advise_family(saved, live)
+    assert '"patterns": "mcore-llama" or ' in told and "megatron" not in told
+    assert '"mcore-megatron" or "mcore-megatron-interleaved" (' in advise_family(saved, models.megatron_plain(GATED, 1))
+    assert advise_family(saved, {"a": ()}) == ""
 
 
 def test_what_a_forecast_takes_is_one_of_both_names() -> None:
