@@ -13,10 +13,12 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from math import gcd
 from typing import Any
 
-from .atoms import AtomicIndex
+from .atoms import AtomicIndex, count
 from .errors import UnsupportedError, shorten
+from .flat import Shape
 from .patterns import adapters
 from .plan.derive import DerivedParam, Slice, derive
 from .plan.renames import list_shapes
@@ -153,6 +155,26 @@ def convert(model: Any, names: Iterable[str], memory: Collection[str], dims: Map
         converter = next(each for each in converters if next(iter(held)) in each.source_patterns)
         reading.made.update(_join(converter, new, [held[each] for each in converter.source_patterns], dims))
     return reading
+
+
+def revert(reading: Reading, shapes: Mapping[str, Shape]) -> dict[str, DerivedParam]:
+    """The inverse: name in files → what of the model's tensors it is made of.
+
+    Args:
+        reading: of a file's tensors.
+        shapes: of these.
+    """
+    parts: dict[str, dict[int, Slice]] = defaultdict(dict)
+    for new, made in reading.made.items():
+        sizes = [count(shapes[piece.name]) // piece.count for piece in made.slices]
+        unit, at = gcd(*sizes) or 1, 0
+        for piece, size in zip(made.slices, sizes, strict=True):
+            parts[piece.name][piece.number] = Slice(new, at // unit, sum(sizes) // unit, size // unit)
+            at += size
+    return {
+        name: DerivedParam(tuple(held[number] for number in sorted(held)), len(shapes[name]))
+        for name, held in parts.items()
+    }
 
 
 def _find_useless(model: Any) -> re.Pattern[str] | None:

@@ -131,6 +131,8 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError("--adapter writes an adapter alone, --merge writes the model without it: choose one.")
     if not (options.adapter or options.merge) and (options.adapter_name or options.adapter_config):
         raise ConfigError("--adapter-name and --adapter-config are of --adapter or --merge.")
+    if options.adapter and options.like:
+        raise ConfigError("--like is for a whole model, --adapter writes an adapter alone.")
     given = [f"--{name.replace('_', '-')}" for name in of_others[options.to] if getattr(options, name)]
     if given:
         raise ConfigError(f"--to {options.to} has no {', '.join(given)}.")

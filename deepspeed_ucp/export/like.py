@@ -6,24 +6,33 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
 
-from ..atoms import AtomicIndex
+from ..atoms import AtomicIndex, count
 from ..comm import Comm
 from ..errors import CheckpointError, ConfigError, MismatchError, shorten
+from ..hub import convert, revert
 from ..io.disk import explain_full
+from ..patterns import Rename
+from ..patterns.adapters import ROOT
 from ..patterns.layout import Shape
+from ..plan.derive import derive
+from ..plan.renames import list_shapes
 from ..plan.ties import are_same
 from ..sources import open_checkpoint
 from ..sources.files import scan_folder
-from ..sources.foreign.names import find_format
+from ..sources.foreign.names import CONFIG, find_format
+from .adapter import CONFIG as ADAPTER
 from .output import BESIDE
 from .tensors import Selection
 
 logger = logging.getLogger("deepspeed_ucp")
 
-_CONFIG = "config.json"
+_QUANTIZED = "quantization_config"
+"""Key of a configuration: the model's files hold no plain weights, which an export's do."""
 
 
 def find_model(like: str) -> str:
@@ -43,146 +52,211 @@ def find_model(like: str) -> str:
                 f"--like {like}: neither a folder nor a model in the local cache of the hub ({error}). Download it, or "
                 "name a folder."
             ) from None
-    if not os.path.isfile(os.path.join(folder, _CONFIG)):
+    if not os.path.isfile(os.path.join(folder, CONFIG)):
         raise ConfigError(f"--like {like}: holds no config.json, so it is no Hugging Face model.")
     return folder
 
 
-def copy_beside(source: str, folder: str, dtypes: Collection[str]) -> None:
-    """Copy a model's configurations, tokenizer and the like; the configuration tells the element type that is written.
-
-    Args:
-        dtypes: of the tensors that are written.
-    """
-    for name in filter(BESIDE.fullmatch, sorted(os.listdir(source))):
-        path = os.path.join(source, name)
-        if name == _CONFIG:
-            with explain_full(folder), open(os.path.join(folder, name), "x", encoding="utf-8") as stream:
-                stream.write(_tell_dtype(path, dtypes))
-        elif os.path.isfile(path):
-            with explain_full(folder):
-                shutil.copyfile(path, os.path.join(folder, name))
-
-
-def _tell_dtype(path: str, dtypes: Collection[str]) -> str:
-    """The configuration, by which from_pretrained chooses the element type that it loads in.
-
-    Raises:
-        CheckpointError: it is no JSON object.
-    """
-    with open(path, encoding="utf-8") as stream:
-        text = stream.read()
-    try:
-        told = dict(json.loads(text))
-    except ValueError as error:
-        raise CheckpointError(f"is no configuration ({error}).", path=path) from None
-    floating = [each for each in dtypes if each.startswith(("float", "bfloat"))]
-    known = [name for name in ("dtype", "torch_dtype") if name in told]
-    if len(floating) != 1 or (known and all(told[name] == floating[0] for name in known)):
-        return text
-    return json.dumps({**told, **dict.fromkeys(known or ["torch_dtype"], floating[0])}, indent=2) + "\n"
-
-
-def compare(like: str, selection: Selection) -> list[str]:
-    """Hold names and shapes against the model's own weights, else against what transformers makes of its configuration.
-
-    Args:
-        like: folder of the model.
-        selection: what is to be written.
-
-    Returns:
-        Names to be left out: the model ties them to others that have the same elements, as FSDP saves them.
-
-    Raises:
-        MismatchError: from_pretrained would not find a tensor, or find one too many, or one of another shape.
-    """
-    tensors = {tensor.names[0]: tensor for tensor in selection.weights}
-    written = {name: tensor.shape for name, tensor in tensors.items()}
-    index = open_weights(like)
-    live = [] if index else _list_live(like)
-    held = {key.name: atom.shape for key, atom in index.stored.atoms.items()} if index else {}
-    forms = [held] if held else [form for model in live for form in model.forms]
-    if not forms:
-        logger.warning("%s: has no weights, and transformers makes no model of it: nothing was compared", like)
-        return []
-    wanted = max(forms, key=lambda form: len(form.items() & written.items()))
-    missing, extra = sorted(wanted.keys() - written.keys()), sorted(written.keys() - wanted.keys())
-    ties = {alias: name for model in live or (_list_live(like) if extra else ()) for alias, name in model.ties.items()}
-    ties = {alias: ties[alias] for alias in extra if ties.get(alias) in written}
-    atoms = {name: tensor.full.atom for name, tensor in tensors.items()}
-    same = {alias: are_same(selection.index, atoms[alias], atoms[name]) for alias, name in ties.items()}
-    extra = [name for name in extra if not same.get(name)]
-    both = sorted(wanted.keys() & written.keys())
-    other = [f"{name} {written[name]}, there {wanted[name]}" for name in both if written[name] != wanted[name]]
-    told = {
-        "missing here": missing,
-        "not there": [name for name in extra if same.get(name) is not False],
-        "tied there, with other values here": [f"{name} to {ties[name]}" for name in extra if same.get(name) is False],
-        "of another shape": other,
-    }
-    if faults := [f"{what}: {shorten(each)}" for what, each in told.items() if each]:
-        raise MismatchError(
-            f"The checkpoint is not of the model in {like}: {'; '.join(faults)}. Bring names together by --rename or "
-            "--patterns (hf-moe for experts), rows that pad a vocabulary by --patterns, or name the right model."
-        )
-    return [alias for alias, is_same in same.items() if is_same]
-
-
-def open_weights(like: str) -> AtomicIndex | None:
-    """The weights in a model's folder; None where it has none.
-
-    Raises:
-        UcpError: they cannot be read.
-    """
-    return open_checkpoint(like, Comm()) if find_format(scan_folder(like)) is not None else None
-
-
-class _Live(NamedTuple):
-    """A model that transformers makes.
+@dataclass
+class LikeModel:
+    """A model in a folder.
 
     Attributes:
-        forms: shapes by the names that it is saved under, and by its own: all of these are loaded.
-        ties: second names of tensors that it has under two → the first ones.
+        folder: it has a ``config.json``.
     """
 
-    forms: list[dict[str, Shape]]
-    ties: dict[str, str]
+    folder: str
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """Its configuration.
+
+        Raises:
+            CheckpointError: it is no JSON object.
+        """
+        path = os.path.join(self.folder, CONFIG)
+        with open(path, encoding="utf-8") as stream:
+            try:
+                return dict(json.load(stream))
+            except ValueError as error:
+                raise CheckpointError(f"is no configuration ({error}).", path=path) from None
+
+    @cached_property
+    def weights(self) -> AtomicIndex | None:
+        """Its weights; None where it has none, or quantized ones.
+
+        Raises:
+            UcpError: they cannot be read.
+        """
+        has_weights = find_format(scan_folder(self.folder)) is not None and not self.config.get(_QUANTIZED)
+        return open_checkpoint(self.folder, Comm()) if has_weights else None
+
+    @cached_property
+    def models(self) -> list[Any]:
+        """What transformers makes of its configuration, without memory; the wanted one, or several that may be."""
+        try:
+            import transformers
+
+            config = transformers.AutoConfig.from_pretrained(self.folder)
+            named = [getattr(transformers, name, None) for name in config.architectures or ()]
+            kinds = [kind._from_config for kind in named if kind is not None]
+            auto = (transformers.AutoModelForCausalLM, transformers.AutoModel)
+            return [*_make_models(kinds or [kind.from_config for kind in auto], config)]
+        except Exception as error:  # noqa: BLE001 - of code that is not here, of a model that needs its own
+            logger.info("%s: transformers makes no model of its configuration (%s)", self.folder, error)
+            return []
+
+    @cached_property
+    def shapes(self) -> dict[str, Shape]:
+        """Shapes of its weights, by the names in its files; nothing where it has none."""
+        return {name: held[0] for name, held in list_shapes(self.weights).items()} if self.weights else {}
+
+    def name_as_files(self, index: AtomicIndex, renames: Collection[Rename], *, merge: bool) -> AtomicIndex:
+        """The index with tensors that transformers fuses or renames in memory as its files have them.
+
+        Args:
+            renames: the user's, which count first.
+            merge: an adapter is merged, around whose base there are PEFT's names.
+        """
+        root, saved = ROOT * merge, {param.name for param in index.stored.atoms.held}
+        known = {name.removeprefix(root) for name in saved if not any(rule.match(name) for rule in renames)}
+        for model in self.models if known - self.shapes.keys() else ():
+            files = self.shapes or _list_files(model)
+            reading = convert(model, files, model.state_dict(), {name: len(shape) for name, shape in files.items()})
+            made = {
+                root + name: replace(
+                    each, slices=tuple(replace(piece, name=root + piece.name) for piece in each.slices)
+                )
+                for name, each in revert(reading, files).items()
+                if name not in known and all(piece.name in known for piece in each.slices)
+            }
+            if made:
+                return derive(index, made)
+        return index
+
+    def compare(self, selection: Selection) -> list[str]:
+        """Hold names and shapes against what ``from_pretrained`` looks for, else against the model's own weights.
+
+        Args:
+            selection: what is to be written.
+
+        Returns:
+            Names to be left out: the model ties them to others that have the same elements, as FSDP saves them.
+
+        Raises:
+            MismatchError: it would not find a tensor, or find one too many, or one of another shape.
+        """
+        written = {tensor.names[0]: tensor.shape for tensor in selection.weights}
+        found = [_read(model, written) for model in self.models]
+        if not found and self.shapes:
+            found = [_Found(self.shapes, written, self.shapes.keys() - written.keys())]
+        if not found:
+            told = "%s: transformers makes no model of it, and it has no weights: nothing was compared"
+            logger.warning(told, self.folder)
+            return []
+        best = min(found, key=lambda each: len(each.list_faults()))
+        atoms = {tensor.names[0]: tensor.full.atom for tensor in selection.weights}
+        same = {alias: are_same(selection.index, atoms[alias], atoms[name]) for alias, name in best.twice.items()}
+        faults = best.list_faults()
+        if odd := [f"{alias} to {best.twice[alias]}" for alias, is_same in same.items() if is_same is False]:
+            faults.append(f"tied there, with other values here: {shorten(odd)}")
+        if faults:
+            raise MismatchError(
+                f"The checkpoint is not of the model in {self.folder}: {'; '.join(faults)}. Bring names together by "
+                "--rename or --patterns (hf-moe for AutoEP's experts), rows that pad a vocabulary by --patterns, or "
+                "name the right model."
+            )
+        return [alias for alias, is_same in same.items() if is_same]
+
+    def copy_beside(self, folder: str, dtypes: Collection[str]) -> None:
+        """Copy configurations, tokenizer and the like; the configuration tells the element type that is written.
+
+        Args:
+            folder: where to.
+            dtypes: of the tensors that are written.
+        """
+        for name in filter(BESIDE.fullmatch, sorted(os.listdir(self.folder))):
+            path = os.path.join(self.folder, name)
+            with explain_full(folder):
+                if name == CONFIG:
+                    with open(os.path.join(folder, name), "x", encoding="utf-8") as stream:
+                        stream.write(self._tell_dtype(dtypes))
+                elif name != ADAPTER and os.path.isfile(path):  # which would have an adapter loaded
+                    shutil.copyfile(path, os.path.join(folder, name))
+
+    def _tell_dtype(self, dtypes: Collection[str]) -> str:
+        """The configuration, by which from_pretrained chooses the element type that it loads in."""
+        told = {key: value for key, value in self.config.items() if key != _QUANTIZED}
+        floating = [each for each in dtypes if each.startswith(("float", "bfloat"))]
+        if len(floating) == 1:
+            known = [name for name in ("dtype", "torch_dtype") if name in told]
+            told |= dict.fromkeys(known or ["torch_dtype"], floating[0])
+        return json.dumps(told, indent=2) + "\n"
 
 
-def _list_live(like: str) -> list[_Live]:
-    """The models that transformers makes of a configuration. Nothing where it makes none."""
-    try:
-        import transformers
-
-        config = transformers.AutoConfig.from_pretrained(like)
-        named = [getattr(transformers, name, None) for name in config.architectures or ()]
-        kinds = [kind._from_config for kind in named if kind is not None]
-        auto = (transformers.AutoModelForCausalLM, transformers.AutoModel)
-        return [live for make in kinds or [kind.from_config for kind in auto] for live in _make_live(make, config)]
-    except Exception as error:  # noqa: BLE001 - of code that is not here, of a model that needs its own
-        logger.info("%s: transformers makes no model of its configuration (%s)", like, error)
-        return []
-
-
-def _make_live(make: Callable[[Any], Any], config: Any) -> list[_Live]:
+def _make_models(kinds: Iterable[Callable[[Any], Any]], config: Any) -> Iterator[Any]:
     import torch
 
-    try:
-        with torch.device("meta"):
-            model = make(config)
-    except ValueError:  # no model of that kind
-        return []
-    first: dict[int, str] = {}
-    ties = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        if first.setdefault(id(param), name) != name:
-            ties[name] = first[id(param)]
-    live = {name: each for name, each in model.state_dict().items() if name not in ties}
-    forms = [live]
+    for make in kinds:
+        try:
+            with torch.device("meta"):
+                yield make(config)
+        except ValueError:  # no model of that kind
+            continue
+
+
+def _list_files(model: Any) -> dict[str, Shape]:
+    """Shapes by the names that ``save_pretrained`` writes."""
     try:
         from transformers.core_model_loading import revert_weight_conversion  # transformers 5
     except ImportError:
-        pass
-    else:
-        forms.append(revert_weight_conversion(model, live))
-    return [_Live([{name: tuple(each.shape) for name, each in form.items()} for form in forms], ties)]
+        return {}
+    held = revert_weight_conversion(model, model.state_dict())
+    return {name: tuple(each.shape) for name, each in held.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What ``from_pretrained`` finds in a file.
+
+    Attributes:
+        wanted: shapes of what the model has.
+        found: shapes of what it makes of the file for it.
+        missing: what the model has and the file does not.
+        twice: names in the file that the model ties to another one there → that one.
+    """
+
+    wanted: Mapping[str, Shape]
+    found: Mapping[str, Shape]
+    missing: Collection[str]
+    twice: Mapping[str, str] = field(default_factory=dict)
+
+    def list_faults(self) -> list[str]:
+        """Which tensors do not fit, in words, by what is wrong with them."""
+        both = sorted(self.wanted.keys() & self.found.keys())
+        shapes = [(name, self.found[name], self.wanted[name]) for name in both]
+        told = {
+            "missing here": sorted(self.missing),
+            "not there": sorted(self.found.keys() - self.wanted.keys()),
+            "of another shape": [f"{name} {here}, there {there}" for name, here, there in shapes if here != there],
+        }
+        return [f"{what}: {shorten(each)}" for what, each in told.items() if each]
+
+
+def _read(model: Any, written: Mapping[str, Shape]) -> _Found:
+    live = {name: tuple(each.shape) for name, each in model.state_dict().items()}
+    reading = convert(model, written, live, {name: len(shape) for name, shape in written.items()})
+    used = {piece.name for made in reading.made.values() for piece in made.slices} | reading.dropped
+    found = {name: shape for name, shape in written.items() if name not in used}
+    for name, made in reading.made.items():
+        numel = sum(count(written[piece.name]) // piece.count for piece in made.slices)
+        found[name] = made.find_shape(numel, written[made.slices[0].name])
+    first: dict[int, str] = {}
+    tensors = {name: id(each) for name, each in model.named_parameters(remove_duplicate=False)}
+    ties = {name: first[tensors[name]] for name in tensors if first.setdefault(tensors[name], name) != name}
+    twice = {alias: name for alias, name in ties.items() if {alias, name} <= written.keys()}
+    filled = {tensors[name] for name in found if name in tensors}
+    missing = {name for name in live.keys() - found.keys() if tensors.get(name) not in filled}
+    return _Found(
+        live, found, missing, {alias: name for alias, name in twice.items() if {alias, name} <= written.keys()}
+    )

@@ -30,10 +30,10 @@ _EXPORTED = re.compile(
 )
 
 BESIDE = re.compile(
-    r"(config|generation_config|adapter_config|(special_tokens_map|added_tokens)|(pre)?processor_config|chat_template)\.json"
-    r"|token(izer|ization)[\w.-]*|vocab\.(json|txt)|merges\.txt|[\w.-]+\.(model|jinja|tiktoken)"
+    r"[\w.-]*config\.json|(special_tokens_map|added_tokens|chat_template|normalizer)\.json|token(izer|ization)[\w.-]*"
+    r"|([\w-]+[_-])?vocab(-[\w-]+)?\.(json|txt)|merges\.txt|[\w.-]+\.(model|jinja|tiktoken|spm|codes|py)"
 )
-"""Files that Hugging Face's libraries want beside the weights."""
+"""Files that Hugging Face's libraries want beside the weights, a model's own code among them."""
 
 
 EXPORT = OutputKind(

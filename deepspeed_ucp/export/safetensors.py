@@ -18,7 +18,7 @@ from ..errors import UnsupportedError, shorten
 from ..io.checksum import Checked
 from ..io.disk import explain_full, write_at
 from ..io.memory import Scratch
-from ..patterns import RuleSet
+from ..patterns import RuleSet, list_renames
 from ..plan.conversion import Batch, Output, plan_conversion
 from ..sources.foreign.safetensors import DTYPES
 from ..stream.batches import stream
@@ -28,9 +28,9 @@ from ..stream.reader import AtomReader, Item
 from ..stream.recovery import read_with_failover
 from ..stream.report import OutputReport
 from .adapter import WEIGHTS, add_base, merge, write_config
-from .like import compare, copy_beside, open_weights
+from .like import LikeModel
 from .output import Export, stage_export
-from .tensors import ExportOptions, Selection, Tensor, select_tensors
+from .tensors import ExportOptions, Tensor, select_tensors
 
 MAX_SHARD = 5 * 10**9
 """Bytes of one file's tensors, as Hugging Face's libraries have it."""
@@ -143,39 +143,40 @@ def export_safetensors(
         UcpError: the same on every rank; the destination is as it was.
     """
     comm, options = comm or Comm(), options or ExportOptions()
-    is_adapter = bool(options.adapter) and not options.merge
+    is_adapter = bool(options.adapter) and not options.merge  # which PEFT loads from one file
+    most, stem = (sys.maxsize, WEIGHTS) if is_adapter else (max_shard, "model")
+    model = None if like is None else LikeModel(like)
 
-    def plan(selection: Selection) -> SafeLayout:
-        if is_adapter:  # which PEFT loads from one file
-            return lay_out(selection.by_name, sys.maxsize, WEIGHTS)
-        return lay_out(selection.by_name, max_shard)
-
-    def find_base() -> AtomicIndex:
-        base = open_weights(like) if like is not None and options.merge else None
-        return index if base is None else add_base(index, base, options.adapter, options.adapter_config)
+    def prepare() -> AtomicIndex:
+        left = index
+        if model is not None and options.merge and model.weights is not None:
+            left = add_base(left, model.weights, options.adapter, options.adapter_config)
+        if model is not None and not is_adapter:
+            left = model.name_as_files(left, (*options.renames, *list_renames(rules)), merge=options.merge)
+        return left
 
     def attempt(left: AtomicIndex) -> OutputReport:
         selection = comm.run(lambda: select_tensors(left, rules, options, tied="drop"))
-        if like is not None:
-            tied = comm.once(lambda: compare(like, selection))
+        if model is not None:
+            tied = comm.once(lambda: model.compare(selection))
             kept = [tensor for tensor in selection.weights if tensor.names[0] not in tied]
             selection = replace(selection, weights=tuple(kept))
-        layout = comm.run(lambda: plan(selection))
+        layout = comm.run(lambda: lay_out(selection.by_name, most, stem))
         sizes = {"tensors": len(layout.places), "nbytes": sum(layout.sizes.values())}
         with stage_export("safetensors", destination, selection, options, comm, **sizes) as export:
-            comm.once(lambda: _prepare(export.folder, layout, like, export.report.dtypes))
+            comm.once(lambda: _prepare(export.folder, layout, model, export.report.dtypes))
             if is_adapter:
                 comm.once(lambda: write_config(export.folder, options.adapter_config))
             export.verify(selection.weights, _fill(export, selection.weights, layout))
         return export.report
 
-    return read_with_failover(comm.run(find_base), attempt, comm)
+    return read_with_failover(comm.run(prepare), attempt, comm)
 
 
-def _prepare(folder: str, layout: SafeLayout, like: str | None, dtypes: Collection[str]) -> None:
+def _prepare(folder: str, layout: SafeLayout, like: LikeModel | None, dtypes: Collection[str]) -> None:
     """Files of their final size with their headers; the index; what lies beside."""
     if like is not None:
-        copy_beside(like, folder, dtypes)
+        like.copy_beside(folder, dtypes)
     for file, head in layout.heads.items():
         path = os.path.join(folder, file)
         with explain_full(path), open(path, "xb", buffering=0) as stream:

@@ -171,6 +171,7 @@ def test_masters_of_stage_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (["--adapter-name", "x"], "are of --adapter or --merge"),
         (["--to", "dcp", "--adapter"], "--to dcp has no --adapter"),
         (["--adapter"], "no adapter_config.json"),
+        (["--adapter", "--like", "."], "--like is for a whole model"),
         (["--like", "nowhere"], "neither a folder nor a model in the local cache"),
         (["--max-shard-size", "5 apples"], "5 apples"),
         (["--rename", "abc"], "REGEX=NAME"),

@@ -8,17 +8,21 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import get_state_dict
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, MixtralForCausalLM, Qwen2MoeForCausalLM
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import ConfigError, MismatchError
 from deepspeed_ucp.export.like import find_model
 from deepspeed_ucp.export.safetensors import export_safetensors
 from deepspeed_ucp.export.tensors import ExportOptions
+from deepspeed_ucp.patterns import Rename
 from deepspeed_ucp.sources import open_checkpoint
-from tests.export.test_safetensors import make_gpt2
+from tests.export.test_safetensors import check_same, load_all, make_gpt2
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
+from tests.test_hub import MIXTRAL, QWEN, TIED
 
 
 def save(folder: Path, model: torch.nn.Module, **shapes: tuple[int, ...]) -> str:
@@ -77,6 +81,77 @@ def test_a_tie_that_fsdp_saves_twice_is_one_tensor(tmp_path: Path, weights: bool
     dcp.save({"model": held, "optim": states}, checkpoint_id=tmp_path / "other", no_dist=True)
     with pytest.raises(MismatchError, match="tied there, with other values here: lm_head.weight to transformer.wte"):
         export(str(tmp_path / "other"), tmp_path / "more", tmp_path / "hf")
+
+
+EXPERTS = {"mixtral": (MixtralForCausalLM, MIXTRAL), "qwen": (Qwen2MoeForCausalLM, QWEN)}
+
+
+@pytest.mark.parametrize("weights", [False, True], ids=["configuration", "with weights"])
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_that_are_fused_in_memory_get_the_names_of_files(tmp_path: Path, name: str, weights: bool) -> None:
+    """What transformers holds in another form than its files is written as save_pretrained writes it."""
+    kind, config = EXPERTS[name]
+    model = kind(config)
+    model.save_pretrained(tmp_path / "hf")
+    wanted = load_all(tmp_path / "hf")
+    if not weights:
+        (tmp_path / "hf" / "model.safetensors").unlink()
+    path = save(tmp_path, model)
+    export(path, tmp_path / "out", tmp_path / "hf", "float32")
+    assert load_all(tmp_path / "out").keys() == wanted.keys()
+    loaded, told = kind.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(told.values()), told
+    check_same(dict(loaded.state_dict()), load_all(export_live(path, tmp_path / "live")))
+
+
+def export_live(path: str, out: Path) -> Path:
+    """Under the names in memory."""
+    export_safetensors(open_checkpoint(path, Comm()), str(out), options=ExportOptions())
+    return out
+
+
+def test_a_merged_adapter_of_a_model_with_experts(tmp_path: Path) -> None:
+    MixtralForCausalLM(MIXTRAL).save_pretrained(tmp_path / "hf")
+    lora = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    path = save(tmp_path, get_peft_model(MixtralForCausalLM(MIXTRAL), lora))
+    options = ExportOptions(adapter="default", merge=True, adapter_config={"r": 2})
+    export_safetensors(open_checkpoint(path, Comm()), str(tmp_path / "out"), options=options, like=str(tmp_path / "hf"))
+    assert load_all(tmp_path / "out").keys() == load_all(tmp_path / "hf").keys()
+
+
+def test_what_the_user_renames_is_left_to_the_user(tmp_path: Path) -> None:
+    MIXTRAL.save_pretrained(tmp_path / "hf")
+    path, out = save(tmp_path, MixtralForCausalLM(MIXTRAL)), tmp_path / "out"
+    options = ExportOptions(renames=(Rename("(?P<x>.*)gate_up_proj", "{x}gate_up_proj"),))
+    export_safetensors(open_checkpoint(path, Comm()), str(out), options=options, like=str(tmp_path / "hf"))
+    assert {"gate_up_proj", "w2"} <= {part for name in load_all(out) for part in name.split(".")}
+
+
+def test_a_folder_of_long_ago_is_no_other_model(tmp_path: Path) -> None:
+    """It has buffers that are computed now, and both names of a tie."""
+    model = LlamaForCausalLM(TIED)
+    model.save_pretrained(tmp_path / "hf")
+    held = load_all(tmp_path / "hf")
+    old = {"lm_head.weight": torch.ones(32, 16), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    save_file({**held, **old}, tmp_path / "hf" / "model.safetensors")
+    export(save(tmp_path, model), tmp_path / "out", tmp_path / "hf")
+    assert load_all(tmp_path / "out").keys() == held.keys()
+
+
+def test_what_lies_beside_a_model_is_copied(tmp_path: Path) -> None:
+    """What its tokenizer, its processors and its own code need; no adapter, and no word of quantized weights."""
+    wanted = ["tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "source.spm", "spiece.model"]
+    wanted += ["chat_template.jinja", "special_tokens_map.json", "video_preprocessor_config.json", "modeling_my.py"]
+    wanted += ["generation_config.json", "preprocessor_config.json", "qwen.tiktoken", "target_vocab.json"]
+    model = make_gpt2(tmp_path / "hf", tied=True)
+    for name in (*wanted, "adapter_config.json", "README.md", "onnx.bin"):
+        (tmp_path / "hf" / name).write_text(name)
+    config = tmp_path / "hf" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": {"quant_method": "fp8"}}))
+    export(save(tmp_path, model), out := tmp_path / "out", tmp_path / "hf")
+    assert {path.name for path in out.iterdir()} == {*wanted, "config.json", "model.safetensors"}
+    assert all((out / name).read_text() == name for name in wanted)
+    assert "quantization_config" not in json.loads((out / "config.json").read_text())
 
 
 def test_a_model_is_found_in_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
