@@ -123,6 +123,22 @@ def test_a_padded_vocabulary_under_tensor_parallelism(runs: Runs) -> None:
         assert sum("257 of 272 rows are kept, 15 left out" in text for _, text in found[0].log) == 2
 
 
+def test_frozen_rows_in_an_unchanged_topology(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """Nothing that the optimizer owns has another shape: the plugin loads all the same, in 16 bits too."""
+    world, frozen = ucp_worlds.get(2), {"frozen": True}
+    saved, losses = world.run(resized.save, Kind(1, "bf16", options=frozen), str(tmp_path))[0]
+    rules = {"resize": [{"match": VOCABULARY, "new": "mean"}]}
+    kinds = [Kind(stage, "bf16", WIDER, frozen, patterns=rules) for stage in (1, 3)]
+    for (each,) in world.run(resized.load, kinds, [str(tmp_path)])[0]:
+        assert not each.refusal
+        for name, held in each.after.parameters.items():
+            before = saved.parameters[name].value
+            mean = sum(before.double()) / ROWS
+            rows = [mean.to(torch.bfloat16).expand(WIDER - ROWS, *before.shape[1:])] if len(held.value) == WIDER else []
+            check_same({"value": held.value}, {"value": torch.cat([before, *rows])})
+        assert each.losses == pytest.approx(losses, rel=5e-2)
+
+
 DEEPER = [
     {"from": r"layers\.{n // 2}\.(?P<x>.*)", "to": "layers.{n}.{x}"},
     {"from": None, "to": r"value\..*"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from deepspeed_ucp.atoms import AtomKey
+from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.errors import CheckpointError, DiskFullError
 from deepspeed_ucp.load import transfer
@@ -63,10 +65,10 @@ class SwappedTarget(FakeTarget):
         return {path.name: path.read_bytes() for path in sorted(self.folder.iterdir())}
 
 
-def write(folder: Path, topology: Topology | None = None) -> Path:
+def write(folder: Path, topology: Topology | None = None, model: Model = MODEL) -> Path:
     topology = topology or Topology(1, 3)
-    state = random_state(MODEL, 0, precision=topology.precision)
-    return write_checkpoint(folder, MODEL, state, topology)
+    state = random_state(model, 0, precision=topology.precision)
+    return write_checkpoint(folder, model, state, topology)
 
 
 def take(data: bytes, tensor: torch.Tensor) -> None:
@@ -75,17 +77,24 @@ def take(data: bytes, tensor: torch.Tensor) -> None:
     assert data == own + bytes(-len(own) % (ALIGNED * tensor.element_size()))
 
 
+FEWER = Model(tuple(replace(each, shape=(each.shape[0] - 2, *each.shape[1:])) for each in MODEL.params))
+RESIZED = {"resize": [{"match": "b", "new": "mean"}, {"match": ".*"}]}
+
+
+@pytest.mark.parametrize("saved", [MODEL, FEWER], ids=["alike", "fewer rows"])
 @pytest.mark.parametrize("steps", [0, 4], ids=["fresh", "trained"])
 @pytest.mark.parametrize("target", [Topology(3, 1), Topology(3, 2, "bf16", sub_group_size=40)], ids=lambda t: t.label)
-def test_swap_files_hold_what_memory_would(target: Topology, steps: int, tmp_path: Path) -> None:
-    path = write(tmp_path, Topology(1, 3, target.precision))
+def test_swap_files_hold_what_memory_would(target: Topology, steps: int, saved: Model, tmp_path: Path) -> None:
+    """Where rows are new too, which keep what the file holds."""
+    path = write(tmp_path, Topology(1, 3, target.precision), saved)
+    config = UniversalConfig(threads=1, patterns=RESIZED)
     plain = make_targets(MODEL, target)
     swapped = [SwappedTarget(tmp_path / "swap", target, rank) for rank in range(target.dp)]
     for held in (plain, swapped):
         run_ranks(
             target.dp,
             lambda rank, comm, held=held: run_load(
-                open_for(path, held[rank], comm), held[rank], comm, engine=FakeEngine(held[rank], steps)
+                open_for(path, held[rank], comm), held[rank], comm, config, engine=FakeEngine(held[rank], steps)
             ),
         )
     for one, other in zip(plain, swapped, strict=True):

@@ -23,7 +23,9 @@ ROWS = 11
 class Speaker(nn.Module):
     """Tokens to scores of tokens."""
 
-    def __init__(self, rows: int, layers: int = 2, *, tied: bool = False, value: bool = False) -> None:
+    def __init__(
+        self, rows: int, layers: int = 2, *, tied: bool = False, value: bool = False, frozen: bool = False
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(rows, 6)
         self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(layers))
@@ -32,6 +34,8 @@ class Speaker(nn.Module):
             self.head.weight = self.embed.weight
         if value:
             self.value = nn.Linear(6, 1)
+        for each in (self.embed, self.head) if frozen else ():
+            each.requires_grad_(False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens).mean(1)
