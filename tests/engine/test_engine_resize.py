@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,27 +101,38 @@ def test_new_rows_by_other_rules_and_fewer_rows(tmp_path: Path, ucp_worlds: Worl
     assert "(11, 6) in the checkpoint, (14, 6) in the model" in refused.refusal and rule in refused.refusal
 
 
-def test_a_padded_vocabulary_under_tensor_parallelism(runs: Runs) -> None:
-    """Rows count by their numbers in the whole: 257 of the saved 272 mean something; all new ones are their mean."""
-    source, rule = Launch(2, stage=2, pipeline=False), {"match": ".*(embedding|output).*", "new": "mean"}
-    saved = join(runs.saved("padded-llama", source), "padded-llama").parameters
-    checkpoint, folder = {"universal": {"patterns": {"resize": [rule]}}}, runs.folder("padded-llama", source)
-    for launch in (Launch(2, stage=3, pipeline=False), Launch(1, stage=1, pipeline=False)):
-        found = runs.load("wider-llama", launch, checkpoint, folder)
-        for name, held in join(found, "wider-llama").parameters.items():
+Plain = partial(Launch, pipeline=False)
+PADDED = ("padded-llama", "wider-llama", Plain(2, stage=2), (Plain(2, stage=3),), (257, 272, 304))
+AUTO = ("uneven", "uneven-wider", Plain(2, stage=3, precision="bf16"), (Plain(2, stage=2), Plain(1)), (67, 67, 70))
+
+
+@pytest.mark.parametrize(("model", "wider", "source", "targets", "rows"), [PADDED, AUTO], ids=["megatron", "autotp"])
+def test_vocabularies_under_tensor_parallelism(
+    model: str, wider: str, source: Launch, targets: tuple[Launch, ...], rows: tuple[int, int, int], runs: Runs
+) -> None:
+    """Rows count by their numbers in the whole; of what Megatron pads 257 mean something. New ones are their mean."""
+    kept, old, new = rows
+    rule = {"match": ".*(embed|output_layer|lm_head).*", "new": "mean"}
+    saved = join(runs.saved(model, source), model).parameters
+    checkpoint, folder = {"universal": {"patterns": {"resize": [rule]}}}, runs.folder(model, source)
+    for launch in targets:
+        found = runs.load(wider, launch, checkpoint, folder)
+        for name, held in join(found, wider).parameters.items():
             before = saved[name]
             assert held.fp32 is not None and before.fp32 is not None
             if held.fp32.shape == before.fp32.shape:
                 check_same({"fp32": held.fp32, **held.tensors}, {"fp32": before.fp32, **before.tensors})
                 continue
-            assert (len(before.fp32), len(held.fp32)) == (272, 304)
-            mean = sum(before.fp32[:257].numpy().astype(np.float64)) / 257
-            check_same({"fp32": held.fp32[257:]}, {"fp32": torch.from_numpy(mean).float().expand(47, -1)})
+            assert (len(before.fp32), len(held.fp32)) == (old, new)
+            mean = sum(before.fp32[:kept].numpy().astype(np.float64)) / kept
+            check_same({"fp32": held.fp32[kept:]}, {"fp32": torch.from_numpy(mean).float().expand(new - kept, -1)})
             for state in STATES:
-                assert held.tensors[state][:257].equal(before.tensors[state][:257])
-                assert not held.tensors[state][257:].any()
-            assert held.fp32[:257].equal(before.fp32[:257])
-        assert sum("257 of 272 rows are kept, 15 left out" in text for _, text in found[0].log) == 2
+                assert held.tensors[state][:kept].equal(before.tensors[state][:kept])
+                assert not held.tensors[state][kept:].any()
+            assert held.fp32[:kept].equal(before.fp32[:kept])
+        told = [text for _, text in found[0].log if text.startswith("resize: ")]
+        assert told and all(f"{old} → {new}: " in text for text in told)
+        assert all(f"{kept} of {old} rows are kept" in text for text in told if kept < old)
 
 
 def test_frozen_rows_in_an_unchanged_topology(tmp_path: Path, ucp_worlds: WorldPool) -> None:

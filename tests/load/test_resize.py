@@ -16,7 +16,7 @@ from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import MismatchError
 from tests.load.test_reshard_3d import refuse
 from tests.support.reshard import SENTINEL, check_content, check_reads
-from tests.support.reshard3d import Held, draw_state, load_all, make_config, make_plain
+from tests.support.reshard3d import Held, draw_state, load_all, make_config, make_pipeline, make_plain
 from tests.synth import State, Topology
 
 SIZES = {"word": (0, 11), "row": (1, 12), "column": (0, 12)}
@@ -35,7 +35,8 @@ def resize(source: Held, topology: Topology, sizes: dict[str, int], rules: dict[
         shape = list(param.shape)
         shape[dim] = sizes.get(kind, shape[dim])
         params.append(replace(param, shape=tuple(shape)))
-        for state, value in source.state.atoms[param.name].items():
+        copies = [name for name in source.state.atoms if name.partition("#")[0] == param.name]
+        for name, state, value in ((copy, *each) for copy in copies for each in source.state.atoms[copy].items()):
             saved = value.movedim(dim, 0).numpy()
             kept = min(rule.get("keep", len(saved)), len(saved), shape[dim])
             made = np.zeros((shape[dim], *saved.shape[1:]), saved.dtype)
@@ -45,7 +46,7 @@ def resize(source: Held, topology: Topology, sizes: dict[str, int], rules: dict[
                 made[kept:] = SENTINEL
             if state == "fp32" and rule.get("new") == "mean":
                 made[kept:] = sum(saved[:kept].astype(np.float64)) / kept
-            atoms.setdefault(param.name, {})[state] = torch.from_numpy(made).movedim(0, dim).contiguous()
+            atoms.setdefault(name, {})[state] = torch.from_numpy(made).movedim(0, dim).contiguous()
     return Held(replace(source.model, params=tuple(params)), topology, State(atoms, *_rest(source)))
 
 
@@ -135,3 +136,13 @@ def test_what_is_refused(sizes: dict[str, int], rule: dict[str, Any], words: str
     text = refuse(source.write(tmp_path), wanted, config, MismatchError, words)
     shown = r'"patterns": {"resize": [{"match": "body\\.word"}]}'
     assert (shown in text) == (not rule)
+
+
+def test_each_stage_of_a_pipeline_resizes_its_own_copy(tmp_path: Path) -> None:
+    rules: dict[str, Any] = {"word": {"new": "mean"}, "row": {"new": "zero"}}
+    for number, saved in enumerate((Topology(1, 1, pp=2), Topology(1, 1, "bf16", "bf16", tp=2, pp=2))):
+        source = draw_state(make_pipeline([["column"], ["row"]]), saved)
+        wanted = resize(source, replace(saved, dp=2), {"word": 24, "row": 24}, rules)
+        (folder := tmp_path / str(number)).mkdir()
+        _, ranks = load_all(source.write(folder), wanted.make_targets(), make_rules(source, rules))
+        check_content(ranks, wanted.state, wanted.locals)

@@ -34,6 +34,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "mlp_bias": True,
     },
 }
+MODELS |= {f"{model}-wider": {**sizes, "vocab_size": VOCABULARY + 3} for model, sizes in MODELS.items()}
 
 
 def train(model: str, launch: Launch, ds_config: dict[str, Any], seed: int) -> Generator[Any, None, None]:
