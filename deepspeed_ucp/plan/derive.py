@@ -236,7 +236,8 @@ def _derive_atoms(
 def _make_atom(index: AtomicIndex, key: AtomKey, made: DerivedParam) -> tuple[Atom, Repeated]:
     """One state of it, and what of that lies in the files a second time."""
     sources = [key._replace(name=piece.name) for piece in made.slices]
-    atoms = [index.stored.atoms[source] for source in sources]
+    found = {source: index.stored.atoms[source] for source in dict.fromkeys(sources)}
+    atoms = [found[source] for source in sources]
     shards, again, itemsize = list[Shard](), list[tuple[int, Fragment]](), ITEMSIZE[atoms[0].dtype]
     for at, held in enumerate(zip(*(atom.shards for atom in atoms), strict=True)):
         spans = list(_lay_out(made.slices, [shard.numel for shard in held]))

@@ -15,6 +15,7 @@ from torch import Tensor
 from deepspeed_ucp.cli import main
 from deepspeed_ucp.testing import WorldPool
 from deepspeed_ucp.testing.capture import CapturedEngine
+from deepspeed_ucp.testing.compare import compare
 from tests.support.engines.parallel import Launch, Runs, join, training
 
 pytest.importorskip("megatron.core")
@@ -155,6 +156,9 @@ MIXTRAL = {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_para
 
 
 def test_experts_go_on_as_mixtral_s(ranks: Any, ucp_worlds: WorldPool, tmp_path: Path) -> None:
+    """Live, with experts as the library holds them; exported, as the hub does."""
+    import transformers
+
     saved, _ = ucp_worlds.get(1).run(ranks.mcore.save, str(tmp_path), "moe", **MOE)[0]
     wanted = ucp_worlds.get(1).run(ranks.find_logits, "moe", list_layers(saved), **MOE)[0]
     ((held, logits, _),) = ucp_worlds.get(1).run(
@@ -162,6 +166,16 @@ def test_experts_go_on_as_mixtral_s(ranks: Any, ucp_worlds: WorldPool, tmp_path:
     )
     check(held.state, saved, name_llama)
     torch.testing.assert_close(logits, wanted, **CLOSE)
+    like, out = str(tmp_path / "like"), str(tmp_path / "out")
+    transformers.MixtralConfig(**MIXTRAL, architectures=["MixtralForCausalLM"]).save_pretrained(like)
+    command = ["export", str(tmp_path / SAVE), out, "--to", "hf", "--like", like, "--patterns", "mcore-mixtral"]
+    assert main(command) == 0
+    model, told = transformers.MixtralForCausalLM.from_pretrained(
+        out, attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(told.values()), told
+    with torch.no_grad():
+        torch.testing.assert_close(model(input_ids=ranks.TOKENS).logits, wanted, **CLOSE)
 
 
 GPT: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -307,3 +321,49 @@ def test_what_ranks_of_megatron_deepspeed_share_is_split(ranks: Any, runs: Runs,
                 for part, tensor in zip(parts, rows, strict=True):
                     live = held.state.parameters[f"{other}.{part}_proj.weight"]
                     assert torch.equal(live.fp32 if state == "fp32" else live.tensors[state], tensor), (part, state)
+
+
+PHI = r"model\.layers\.(?P<n>\d+)\."
+WIDE = [4, 2, 2]
+FUSE = [
+    *(
+        {
+            "from": PHI + rf"self_attn\.{x}_proj\.weight",
+            "to": "model.layers.{n}.self_attn.qkv_proj.weight",
+            "into": {"number": number, "parts": WIDE},
+        }
+        for number, x in enumerate("qkv", 1)
+    ),
+    *(
+        {"from": PHI + rf"mlp\.{x}_proj\.weight", "to": "model.layers.{n}.mlp.gate_up_proj.weight", "into": f"{k}/2"}
+        for k, x in enumerate(("gate", "up"), 1)
+    ),
+]
+"""From Llama to Phi-3, which is the same model fused; and back:"""
+SPLIT = [
+    {
+        "from": rule["to"].replace(".", r"\.").replace("{n}", r"(?P<n>\d+)"),
+        "to": rule["from"].replace(r"(?P<n>\d+)", "{n}").replace("\\", ""),
+        "part": rule["into"],
+    }
+    for rule in FUSE
+]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_one_set_of_rules_serves_both_ways(ranks: Any, stage: int, ucp_worlds: WorldPool, tmp_path: Path) -> None:
+    """Where nothing else changes, too; and once the run has saved under the names that it has."""
+    world, rules = ucp_worlds.get(2), {"rename": [*FUSE, *SPLIT]}
+    phi = {**LLAMA, "pad_token_id": 0, "rope_parameters": ROTARY}
+    folders = [str(tmp_path / name) for name in ("llama", "phi")]
+    saved, wanted = world.run(ranks.save_hf, folders[0], "LlamaForCausalLM", LLAMA, stage)[0]
+    fused, logits, _ = world.run(ranks.load, folders[0], "Phi3ForCausalLM", phi, stage, rules, again=folders[1])[0]
+    torch.testing.assert_close(logits, wanted, **CLOSE)
+    own = fused.state.parameters["model.layers.1.mlp.gate_up_proj.weight"].tensors["exp_avg"]
+    parts = [saved.state.parameters[f"model.layers.1.mlp.{x}_proj.weight"].tensors["exp_avg"] for x in ("gate", "up")]
+    assert torch.equal(own, torch.cat(parts)) and own.any()
+    again, _, _ = world.run(ranks.load, folders[1], "Phi3ForCausalLM", phi, stage, rules)[0]
+    assert not compare(fused.state, again.state)[1]
+    back, logits, _ = world.run(ranks.load, folders[1], "LlamaForCausalLM", LLAMA, stage, rules)[0]
+    assert not compare(saved.state, back.state)[1]
+    assert torch.equal(logits, wanted)

@@ -57,19 +57,13 @@ def fill(args: Any, weights: Mapping[str, Tensor]) -> Any:
     return module
 
 
-def make_hf(kind: str, config: Mapping[str, Any]) -> Any:
+def start(kind: str, config: Mapping[str, Any], stage: int, patterns: Any, tp: int = 1) -> Any:
+    """An engine of a model of Hugging Face."""
     import transformers
 
     torch.manual_seed(3)
     made = getattr(transformers, kind)
-    return made(made.config_class(**config, attn_implementation="eager"))
-
-
-def load(
-    folder: str, kind: str, config: Mapping[str, Any], stage: int, patterns: Any, tp: int = 1
-) -> tuple[Any, Tensor, str]:
-    """Load into an engine of a model of Hugging Face; what it holds, its logits of :data:`TOKENS`, what was said."""
-    module = make_hf(kind, config)
+    module = made(made.config_class(**config, attn_implementation="eager"))
     ds_config: dict[str, Any] = {
         "train_batch_size": 2 * dist.get_world_size() // tp,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
@@ -79,15 +73,40 @@ def load(
     if tp > 1:
         ds_config["tensor_parallel"] = {"autotp_size": tp}
     engine, *_ = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=ds_config)
-    heard = Lines()
+    return engine
+
+
+def look(engine: Any) -> tuple[Any, Tensor]:
+    """What an engine holds, and its logits of :data:`TOKENS`."""
+    held = SimpleNamespace(place=find_place(engine), state=capture(engine))
+    engine.eval()
+    with torch.no_grad():
+        return held, engine(input_ids=TOKENS).logits.float()
+
+
+def save_hf(folder: str, kind: str, config: Mapping[str, Any], stage: int) -> tuple[Any, Tensor]:
+    """Train a step, save, look."""
+    engine = start(kind, config, stage, None)
+    tokens = TOKENS[:1].to(engine.device)
+    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+    engine.step()
+    engine.save_checkpoint(folder)
+    found = look(engine)
+    engine.destroy()
+    return found
+
+
+def load(
+    folder: str, kind: str, config: Mapping[str, Any], stage: int, patterns: Any, tp: int = 1, again: str = ""
+) -> tuple[Any, Tensor, str]:
+    """Load into an engine, and save there; what it holds, its logits, and what was said."""
+    engine, heard = start(kind, config, stage, patterns, tp), Lines()
     try:
         with heard:
             engine.load_checkpoint(folder)
-        held = SimpleNamespace(place=find_place(engine), state=capture(engine))
-        engine.eval()
-        with torch.no_grad():
-            logits = engine(input_ids=TOKENS).logits.float()
-        return held, logits, "\n".join(heard.lines)
+        if again:
+            engine.save_checkpoint(again)
+        return *look(engine), "\n".join(heard.lines)
     finally:
         engine.destroy()
 
