@@ -18,7 +18,7 @@ from deepspeed_ucp.errors import ConfigError, MismatchError
 from deepspeed_ucp.export.like import find_model
 from deepspeed_ucp.export.safetensors import export_safetensors
 from deepspeed_ucp.export.tensors import ExportOptions
-from deepspeed_ucp.patterns import Rename
+from deepspeed_ucp.patterns import Rename, from_config
 from deepspeed_ucp.sources import open_checkpoint
 from tests.export.test_safetensors import check_same, load_all, make_gpt2
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
@@ -83,7 +83,8 @@ def test_a_tie_that_fsdp_saves_twice_is_one_tensor(tmp_path: Path, weights: bool
         export(str(tmp_path / "other"), tmp_path / "more", tmp_path / "hf")
 
 
-EXPERTS = {"mixtral": (MixtralForCausalLM, MIXTRAL), "qwen": (Qwen2MoeForCausalLM, QWEN)}
+EXPERTS = {"hf-mixtral": (MixtralForCausalLM, MIXTRAL), "hf-moe": (Qwen2MoeForCausalLM, QWEN)}
+"""By the family of names for models that are like none."""
 
 
 @pytest.mark.parametrize("weights", [False, True], ids=["configuration", "with weights"])
@@ -101,13 +102,11 @@ def test_experts_that_are_fused_in_memory_get_the_names_of_files(tmp_path: Path,
     assert load_all(tmp_path / "out").keys() == wanted.keys()
     loaded, told = kind.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(told.values()), told
-    check_same(dict(loaded.state_dict()), load_all(export_live(path, tmp_path / "live")))
-
-
-def export_live(path: str, out: Path) -> Path:
-    """Under the names in memory."""
-    export_safetensors(open_checkpoint(path, Comm()), str(out), options=ExportOptions())
-    return out
+    index = open_checkpoint(path, Comm())
+    export_safetensors(index, str(tmp_path / "live"), options=ExportOptions())
+    check_same(dict(loaded.state_dict()), load_all(tmp_path / "live"))
+    export_safetensors(index, str(tmp_path / "family"), options=ExportOptions(), rules=from_config(name))
+    check_same(load_all(tmp_path / "family"), load_all(tmp_path / "out"))
 
 
 def test_a_merged_adapter_of_a_model_with_experts(tmp_path: Path) -> None:
