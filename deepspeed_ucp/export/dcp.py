@@ -6,7 +6,6 @@ read only when they are written, so that memory stays bounded. No process group:
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,22 +18,18 @@ from ..comm import Comm
 from ..errors import ConfigError, UnsupportedError, advise
 from ..io.disk import explain_full
 from ..io.paths import join_path, normalize
-from ..io.store import read_small
 from ..io.threads import run_threads
 from ..patterns import RuleSet
 from ..plan.conversion import ALIGNMENT
 from ..plan.settling import describe_irregular
-from ..sources.files import scan_if_there
-from ..sources.foreign.names import TRAINER_STATE, TRAINERS
 from ..stream.checks import Checks
 from ..stream.recovery import read_with_failover
 from ..stream.report import OutputReport
+from .beside import write_beside
 from .chunks import Planner, Writer, deal
 from .output import Export, stage_export
 from .statedict import LAYOUTS, Placeholders, Trees, make_trees
 from .tensors import WEIGHTS, ExportOptions, Selection, select_tensors
-
-logger = logging.getLogger("deepspeed_ucp")
 
 ITEM_OVERHEAD = 2048
 """Bytes that torch writes around a tensor, and a little."""
@@ -80,7 +75,7 @@ def export_dcp(
             for folder, tree in trees.items():
                 _write(export, folder, tree, Planner(selection.index, found, most, checks, repeated))
             if layout == "accelerate":
-                comm.once(lambda: _copy_beside(export))
+                comm.once(lambda: write_beside(export))
             export.verify([tensor for tensor, again in found.values() if not again], checks, repeated.nbytes)
         return export.report
 
@@ -133,21 +128,3 @@ def _write(export: Export, folder: str, tree: dict[str, Any], planner: Planner) 
     mine, metadata = comm.run(plan)
     written = comm.each(write_share)
     comm.once(lambda: writer.finish(metadata, written))
-
-
-def _copy_beside(export: Export) -> None:
-    """Copy what Accelerate or the Trainer keeps beside an engine's tag, and tell what they will miss."""
-    report, step = export.report, export.index.run.counters.get("global_steps", 0)
-    source = os.path.dirname(report.source)
-    taken = [name for name in sorted(scan_if_there(source)) if TRAINERS.fullmatch(name)]
-    for name in taken:
-        with explain_full(export.folder), open(os.path.join(export.folder, name), "xb") as stream:
-            stream.write(read_small(join_path(source, name)))
-    is_trainers = TRAINER_STATE in taken
-    wanted = ("scheduler.pt", "rng_state") if is_trainers else ("scheduler.bin", "random_states")
-    lacking = [name for name in wanted if not any(each.startswith(name) for each in taken)]
-    if wanted[0] in lacking:
-        alone = f"which load_state wants for a prepared scheduler: prepare it afterwards, at step {step}"
-        lacking[0] += f" ({'without it the Trainer leaves the optimizer out' if is_trainers else alone})"
-    if lacking:
-        logger.warning("%s: not beside the checkpoint, so not here: %s", report.destination, ", ".join(lacking))

@@ -90,8 +90,11 @@ def test_accelerates_folders(checkpoint: Path, tmp_path: Path, capsys: pytest.Ca
     for name in ("trainer_state.json", "rng_state_0.pth", "training.log"):
         (checkpoint / name).write_text(name)
     assert export(checkpoint, out, *options, "--weights-only") == 0
-    assert "scheduler.pt (without it the Trainer leaves the optimizer out)" in capsys.readouterr().err
+    assert capsys.readouterr().err == ""
     assert {path.name for path in out.iterdir()} == {"pytorch_model_fsdp_0", "trainer_state.json", "rng_state_0.pth"}
+    assert export(checkpoint, out, *options) == 0
+    assert "scheduler.pt has its step, 3, alone" in capsys.readouterr().err
+    assert torch.load(out / "scheduler.pt", weights_only=True)["last_epoch"] == 3
     (checkpoint / "scheduler.pt").write_text("s")
     assert export(checkpoint, out, *options) == 0
     assert capsys.readouterr().err == ""

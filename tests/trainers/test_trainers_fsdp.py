@@ -58,14 +58,20 @@ def test_accelerate_goes_on_under_fsdp(tmp_path: Path, ucp_worlds: WorldPool) ->
 
 
 def test_the_trainer_goes_on_under_fsdp(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """From a checkpoint of DeepSpeed's on one rank, with schedule and place in the data, on two."""
+    """From a checkpoint of DeepSpeed's on one rank, with schedule and place in the data, on two; also from one without
+    a scheduler's file.
+    """
     whole = ucp_worlds.get(1).run(trainers_fsdp.train, "deepspeed", str(tmp_path / "in"), steps=6, save=3)[0]
     for step in (3, 6):
         folder, out = (str(tmp_path / place / f"checkpoint-{step}") for place in ("in", "out"))
         assert main(["export", folder, out, "--to", "dcp", "--layout", "accelerate"]) == 0
-    options = {"steps": 6, "save": 3, "resume": str(tmp_path / "out/checkpoint-3")}
-    rest = ucp_worlds.get(2).run(trainers_fsdp.train, "SHARDED", str(tmp_path / "on"), **options)[0]
-    assert rest == pytest.approx(whole, rel=1e-6)
+    (tmp_path / "in/checkpoint-3/scheduler.pt").unlink()
+    folder, out = (str(tmp_path / place) for place in ("in/checkpoint-3", "bare"))
+    assert main(["export", folder, out, "--to", "dcp", "--layout", "accelerate"]) == 0
+    for resume in (out, str(tmp_path / "out/checkpoint-3")):
+        options = {"steps": 6, "save": 3, "resume": resume}
+        rest = ucp_worlds.get(2).run(trainers_fsdp.train, "SHARDED", str(tmp_path / "on"), **options)[0]
+        assert rest == pytest.approx(whole, rel=1e-6)
     found, wanted = (read_folders(tmp_path / place / "checkpoint-6") for place in ("on", "out"))
     for name, held in wanted["optim"]["state"].items():
         torch.testing.assert_close(found["model"][name], wanted["model"][name], rtol=0, atol=1e-6)

@@ -1,0 +1,70 @@
+"""What Accelerate and Hugging Face's Trainer want beside model and optimizer: copied, made of the tag, or told of."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..io.disk import explain_full
+from ..io.paths import join_path
+from ..io.store import read_small
+from ..sources.files import scan_if_there
+from ..sources.foreign.names import OPTIMIZER_FOLDER, TRAINER_STATE, TRAINERS
+from .output import Export
+
+logger = logging.getLogger("deepspeed_ucp")
+
+_SCHEDULER, _SCALER = "scheduler.pt", "scaler.pt"
+
+
+def write_beside(export: Export) -> None:
+    """Copy what lies beside an engine's tag, add what the tag tells, and tell what is lacking."""
+    report, run = export.report, export.index.run
+    source, step = os.path.dirname(report.source), run.counters.get("global_steps", 0)
+    names = [name for name in sorted(scan_if_there(source)) if TRAINERS.fullmatch(name)]
+    for name in names:
+        with explain_full(export.folder), open(os.path.join(export.folder, name), "xb") as stream:
+            stream.write(read_small(join_path(source, name)))
+    has_states = os.path.isdir(os.path.join(export.folder, OPTIMIZER_FOLDER))
+    if has_states and run.scaler.get("dynamic") and _SCALER not in names:
+        _save(export, _SCALER, make_scaler(run.scaler))
+    is_trainers = TRAINER_STATE in names
+    if has_states and is_trainers and _SCHEDULER not in names:  # without which it leaves the optimizer out
+        _save(export, _SCHEDULER, make_schedule(step, [group.hyper.get("lr") for group in run.groups]))
+        text = "%s: the saved run's scheduler was DeepSpeed's; %s has its step, %d, alone, for that of the arguments"
+        logger.warning(text, report.destination, _SCHEDULER, step)
+    wanted = ("rng_state",) if is_trainers else ("scheduler.bin", "random_states")
+    lacking = [name for name in wanted if not any(each.startswith(name) for each in names)]
+    if "scheduler.bin" in lacking:
+        lacking[0] += f" (which load_state wants for a prepared scheduler: prepare it afterwards, at step {step})"
+    if lacking:
+        logger.warning("%s: not beside the checkpoint, so not here: %s", report.destination, ", ".join(lacking))
+
+
+def _save(export: Export, name: str, held: dict[str, Any]) -> None:
+    with explain_full(export.folder), open(os.path.join(export.folder, name), "xb") as stream:
+        torch.save(held, stream)
+
+
+def make_schedule(step: int, rates: list[Any]) -> dict[str, Any]:
+    """The state of a ``LambdaLR``, as all of the Trainer's are, that goes on at a step with functions and rates of its
+    own; ``rates``: of the last step.
+    """
+    return {"last_epoch": step, "_step_count": step + 1, "_last_lr": rates, "lr_lambdas": [None] * len(rates)}
+
+
+def make_scaler(scaler: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of torch's ``GradScaler`` for one of DeepSpeed's (``fp16/loss_scaler.py``, ``DynamicLossScaler``)."""
+    factor, window = float(scaler.get("scale_factor", 2.0)), int(scaler.get("scale_window", 1000))
+    since = int(scaler.get("cur_iter", 0)) - int(scaler.get("last_overflow_iter", -1)) - 1  # steps without an overflow
+    return {
+        "scale": float(scaler["cur_scale"]),
+        "growth_factor": factor,
+        "backoff_factor": 1 / factor,
+        "growth_interval": window,
+        "_growth_tracker": (since - 1) % window if since else -1,  # DeepSpeed's first growth is one step later
+    }
