@@ -11,13 +11,19 @@ import random
 import re
 import shutil
 import zipfile
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.load import test_reshard, test_reshard_3d, test_reshard_atomic
-from tests.properties.samples import SOURCES, Source, inspect, load_folder, open_folder, verify
+from tests.properties.samples import FOREIGN, SOURCES, Foreign, Source, inspect, load_folder, open_folder, verify
+from tests.support import foreign
 
 Draw = random.Random
 Kind = Callable[[Draw, Path], None]
@@ -42,11 +48,11 @@ _RESHARDS = [
 
 @cache
 def write_once(root: Path, name: str) -> Path:
-    source = next(source for source in SOURCES if source.name == name)
+    source = next(source for source in [*SOURCES, *FOREIGN] if source.name == name)
     return source.write(root / name)
 
 
-def copy(draw: Draw, root: Path, sources: list[Source]) -> tuple[Source, Path]:
+def copy(draw: Draw, root: Path, sources: Sequence[Source]) -> tuple[Source, Path]:
     """A checkpoint of one of the kinds, to be changed."""
     source = draw.choice(sources)
     whole = write_once(root / "whole", source.name)
@@ -130,6 +136,111 @@ def manifest(draw: Draw, root: Path) -> None:
     look(draw, folder, source, trusted=not mended)
 
 
+def others(draw: Draw, root: Path) -> None:
+    """Bytes of a file of another library's: pickles and JSON that tell of the rest, blocks, tensors."""
+    source, folder = copy(draw, root, FOREIGN)
+    path = pick_file(draw, folder)
+    path.write_bytes(change_bytes(draw, path.read_bytes()))
+    look(draw, folder, source, trusted=has_checksums(source, path))
+
+
+def has_checksums(source: Source, path: Path) -> bool:
+    """Whether every byte of a file is held against some sum: blocks of tensors, and files of ``torch.save``."""
+    assert isinstance(source, Foreign)
+    return not source.format.unchecked and path.suffix in (".distcp", ".bin", ".pt")
+
+
+def others_told(draw: Draw, root: Path) -> None:
+    """What another library's file tells of the rest: opcodes of its pickle, values of its JSON; or it is gone."""
+    source, folder = copy(draw, root, FOREIGN)
+    path = pick_file(draw, folder)
+    if path.name == ".metadata":
+        data = path.read_bytes()
+        path.write_bytes(change_opcodes(draw, data) if draw.random() < 0.5 else change_blocks(draw, data))
+    elif path.suffix == ".json":
+        path.write_text(change_json(draw, path.read_text()), errors="surrogatepass")
+    elif path.suffix == ".safetensors":
+        data = path.read_bytes()
+        length = 8 + int.from_bytes(data[:8], "little")
+        text = change_json(draw, data[8:length].decode()).encode(errors="surrogatepass")
+        path.write_bytes(len(text).to_bytes(8, "little") + text + data[length:])
+    elif zipfile.is_zipfile(path) and path.suffix != ".distcp":
+        forge_record(path, "data.pkl", lambda data: change_opcodes(draw, data))
+    else:
+        path.unlink()
+    look(draw, folder, source, trusted=False)
+
+
+def others_held(draw: Draw, root: Path) -> None:
+    """Values of a tree that torch.distributed.checkpoint saved, under checksums that are right."""
+    source, folder = copy(draw, root, [source for source in FOREIGN if source.name == "dcp-nested"])
+    shutil.rmtree(folder)
+    folder.mkdir()
+    tree = foreign.make_tree(source.model, source.state(), flat=draw.random() < 0.5)
+    optim = tree["optim"]
+    for _ in range(draw.choice((1, 1, 2, 5))):
+        part = tree if draw.random() < 0.3 else optim
+        change_value(draw, part, odd=_ODD_PLAIN)
+        if draw.random() < 0.3 and (dicts := [held for held, _ in list_places(part) if isinstance(held, dict)]):
+            held = draw.choice(dicts)
+            name = draw.choice(("", "x", "a.b", "7", "state", "fp32", "module", "params"))
+            held[name] = held.pop(draw.choice([*held]))
+    foreign.write_dcp(folder, tree, lambda tensor: [draw.randrange(1, 3) for _ in tensor.shape])
+    look(draw, folder, source, trusted=False)
+
+
+def change_blocks(draw: Draw, data: bytes) -> bytes:
+    """Other names, shapes, element types, places and files in metadata of torch.distributed.checkpoint."""
+    told = pickle.loads(data)
+    items, infos = told.state_dict_metadata, told.storage_data
+    odd = ["", "x", "a.b\n\x1b[2J", "state.x.exp_avg", "optim.param_groups.x.lr", "\ud800", *items]
+    for _ in range(draw.choice((1, 1, 2, 5))):
+        key, index = draw.choice([*items]), draw.choice([*infos])
+        size, other = draw.choice((-1, 0, 1, 2, 7, 2**31, 2**63, 10**30)), draw.choice([*infos])
+        kind = draw.randrange(7)
+        blocks = getattr(items[key], "chunks", [])
+        if kind == 0:
+            name = draw.choice(odd)
+            items[name] = items.pop(key)
+            told.storage_data = infos = {
+                replace(each, fqn=name) if each.fqn == key else each: info for each, info in infos.items()
+            }
+        elif kind == 1 and blocks:
+            place = draw.choice(("offsets", "sizes"))
+            block = draw.choice(blocks)
+            value = list(getattr(block, place)) or [0]
+            value[draw.randrange(len(value))] = size
+            setattr(block, place, tuple(value[: draw.choice((9, 9, 1))]))
+        elif kind == 2 and blocks:
+            items[key].size = tuple([size, *items[key].size][: draw.choice((1, 2, 9))])
+        elif kind == 3 and blocks:
+            items[key].properties.dtype = draw.choice((torch.int8, torch.float64, torch.quint8, "float32", None))
+        elif kind == 4:
+            infos[index], infos[other] = infos[other], infos[index]
+        elif kind == 5:
+            files = ("/dev/zero", "../x", ".metadata", "x.distcp", "", "\0", 3)
+            name = draw.choice(("offset", "length", "relative_path"))
+            setattr(infos[index], name, draw.choice(files) if name == "relative_path" else size)
+        else:
+            infos.pop(index)
+        if not (items and infos):
+            break
+    return pickle.dumps(told)
+
+
+def change_json(draw: Draw, text: str) -> str:
+    """Other values, keys that are there twice, and what is no JSON."""
+    told = json.loads(text)
+    for _ in range(draw.choice((1, 1, 1, 2, 5))):
+        change_value(draw, told)
+    text = dump(told)
+    if draw.random() < 0.2 and text[:2] == '{"':
+        text = f"{text[:-1]},{text[1 : text.find(',', 1)]}}}"
+    return (
+        text.replace("1", draw.choice(("NaN", "1e999", "-1", "1.0", "true", "[1]")), 1) if draw.random() < 0.2 else text
+    )
+
+
 def reshard(draw: Draw, root: Path) -> None:
     """A drawn model, state, topology and target: the properties of tests/load, with other draws."""
     test = draw.choice(_RESHARDS)
@@ -141,6 +252,9 @@ KINDS: dict[str, Kind] = {
     "legacy": legacy,
     "pickle": pickled,
     "manifest": manifest,
+    "foreign": others,
+    "foreign_told": others_told,
+    "foreign_held": others_held,
     "reshard": reshard,
 }
 
@@ -240,7 +354,16 @@ _ODD: list[Any] = [
 ]  # fmt: skip
 
 
-def change_value(draw: Draw, told: Any) -> None:
+_ODD_PLAIN: list[Any] = [
+    None, True, 0, -1, 3, 2**63, 10**30, 1.5, float("nan"), float("inf"), "", "x", "0", "\x1b[31m\n", "\ud800", b"x",
+    [], {}, [[1]], (1, (2, 3)), {"a": 1}, {1: {2: 3}}, [None], ["a.weight"], 1j, torch.float32, int, Counter(),
+    torch.tensor(3), torch.tensor([1.5, 2.5]), torch.zeros(0), torch.tensor(float("nan")), torch.tensor(True),
+    torch.tensor(1j), torch.ones(30, 17).t(), torch.zeros(30, 17, dtype=torch.bfloat16),
+    torch.zeros(3, 5, dtype=torch.int32),
+]  # fmt: skip
+
+
+def change_value(draw: Draw, told: Any, odd: Sequence[Any] = _ODD) -> None:
     """One value, somewhere, becomes an odd one, goes, or changes places with another."""
     places = list_places(told)
     if not places:
@@ -252,13 +375,13 @@ def change_value(draw: Draw, told: Any) -> None:
     elif kind == 1:
         other, place = draw.choice(places)
         if place in other if isinstance(other, dict) else place < len(other):
-            holder[key], other[place] = json.loads(json.dumps(other[place])), json.loads(json.dumps(holder[key]))
+            holder[key], other[place] = deepcopy(other[place]), deepcopy(holder[key])
     elif kind == 2 and isinstance(holder[key], int):
         holder[key] += draw.choice((-1, 1, 1000, 2**40))
-    elif kind == 3:
+    elif kind == 3 and odd is _ODD:
         holder[key] = nest(draw.choice((3, 50, 3000)))
     else:
-        holder[key] = draw.choice(_ODD)
+        holder[key] = deepcopy(draw.choice(odd))
 
 
 def list_places(told: Any) -> list[tuple[Any, Any]]:

@@ -36,7 +36,10 @@ from deepspeed_ucp.stream.reader import AtomReader
 from deepspeed_ucp.torchsave.records import FileRecord
 from tests.export import fsdp_run
 from tests.export.test_safetensors import TOPOLOGIES, check_same, open_model
+from tests.properties.samples import PLAIN
 from tests.stream import test_full_tensors
+from tests.support.foreign import make_tree, write_dcp
+from tests.synth import random_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -213,6 +216,56 @@ def test_metadata_that_lies_is_refused(saved: Path, change: Callable[[Any], None
         open_it(saved)
 
 
+@pytest.mark.parametrize(
+    "step", ["x", None, -1.0, float("nan"), float("inf"), 10**30, [3], torch.tensor(3j), torch.ones(2)]
+)
+def test_a_step_that_is_none_is_refused(tmp_path: Path, step: Any) -> None:
+    """Told by a group, or kept as a tensor beside the moments."""
+    tree = make_tree(PLAIN, random_state(PLAIN, 0))
+    tree["optim"]["param_groups"][0]["step"] = step
+    write_dcp(tmp_path, tree, lambda tensor: [1] * tensor.dim())
+    with pytest.raises((CheckpointError, UnsupportedError), match="for a step|is wanted|tells of"):
+        open_it(tmp_path)
+
+
+def test_groups_without_numbers_are_refused(tmp_path: Path) -> None:
+    tree = {"a": torch.ones(2), "optim.param_groups.x.params": ["a"], "optim.state.a.exp_avg": torch.ones(2)}
+    write_dcp(tmp_path, tree, lambda tensor: [1])
+    with pytest.raises(CheckpointError, match="invalid literal for int"):
+        open_it(tmp_path)
+
+
+def test_files_that_tell_of_one_tensor_in_two_ways(tmp_path: Path) -> None:
+    """The metadata files of two folders."""
+    for name, size in (("pytorch_model_fsdp_0", 2), ("optimizer_0", 3)):
+        (tmp_path / name).mkdir()
+        write_dcp(tmp_path / name, {"model": {"a": torch.ones(size)}}, lambda tensor: [1])
+    with pytest.raises(CheckpointError, match=r"model\.a as float32 of shape \(3,\) and as float32 of shape \(2,\)"):
+        open_it(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int32, torch.float64])
+def test_blocks_of_another_element_type_are_refused(saved: Path, dtype: torch.dtype) -> None:
+    """As another save's, of the same size or not."""
+
+    def change(told: Any) -> None:
+        told.state_dict_metadata["model.first.weight"].properties.dtype = dtype
+
+    change_metadata(saved, change)
+    with pytest.raises(CheckpointError, match=r"holds float32 .* model\.first\.weight .* The folder mixes"):
+        open_it(saved)
+
+
+def test_moments_may_be_of_another_element_type_than_weights(tmp_path: Path) -> None:
+    tree = make_tree(PLAIN, random_state(PLAIN, 0))
+    tree["model"]["a.weight"] = tree["model"]["a.weight"].bfloat16()
+    write_dcp(tmp_path, tree, lambda tensor: [2, 2][: tensor.dim()])
+    index = open_it(tmp_path)
+    wanted = {"fp32": tree["model"]["a.weight"], "exp_avg": tree["optim"]["state"]["a.weight"]["exp_avg"]}
+    for state, tensor in wanted.items():
+        check_same({"it": read_whole(index, index.stored.atoms["a.weight", state, 0])}, {"it": tensor})
+
+
 class Harm:
     def __reduce__(self) -> Any:
         return (open, ("harm", "w"))
@@ -242,7 +295,7 @@ def test_a_flipped_bit_is_found(saved: Path) -> None:
 def test_damage_anywhere_is_one_error_or_none(saved: Path, tmp_path: Path) -> None:
     """Bytes of the metadata that are other ones, and files that are cut short."""
     whole, draw = (saved / ".metadata").read_bytes(), np.random.default_rng(0)
-    for at in draw.integers(0, len(whole), 300).tolist():
+    for at in draw.integers(0, len(whole), 60).tolist():
         data = bytearray(whole)
         data[at] = int(draw.integers(256))
         (saved / ".metadata").write_bytes(data[: at + 1] if at % 3 == 0 else data)

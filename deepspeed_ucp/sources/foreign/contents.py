@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,6 +57,19 @@ def read_shape(value: Any) -> Shape:
         if type(size) is not int or not 0 <= size < _LARGEST_SIZE:
             raise ValueError(f"{describe(size)} in a shape")
     return tuple(value)
+
+
+def count_steps(steps: Iterable[Any]) -> dict[str, int]:
+    """Counters of a run, as the steps of an optimizer's parameters tell them; empty without any.
+
+    Raises:
+        ValueError: one is no number of steps.
+    """
+    found = list(steps)
+    for step in found:
+        if not isinstance(step, (int, float)) or not 0 <= step < _LARGEST_SIZE:
+            raise ValueError(f"{describe(step)} for a step")
+    return {"global_steps": int(max(found))} if found else {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,11 @@ from __future__ import annotations
 import os
 import posixpath
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 from ...atoms import ITEMSIZE
@@ -30,7 +31,7 @@ from ...torchsave.unpickle import read_pickle
 from ..findings import WARNING, Finding
 from ..reading import explain_damage
 from ..table import FileTable
-from .contents import Chunk, Contents, Shape, StoredTensor, read_shape
+from .contents import Chunk, Contents, Shape, StoredTensor, count_steps, read_shape
 from .names import DCP, holds
 
 _LARGEST = 1 << 30
@@ -98,7 +99,12 @@ def read_contents(where: FileTable, comm: Comm) -> tuple[Contents, list[Finding]
         UnsupportedError: blocks were transformed (compressed), or there is no model among them.
     """
     blocks = read_blocks(where, comm)
-    return comm.alike(lambda: _Interpreter(blocks).make())
+
+    def interpret() -> tuple[Contents, list[Finding]]:
+        with explain_damage(where.path(blocks.head)):
+            return _Interpreter(blocks).make()
+
+    return comm.alike(interpret)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +140,9 @@ class Blocks:
             raise CheckpointError(f"tells of {key}, and not where it lies.", path=self.where.path(self.head))
         if entry.fault:
             raise UnsupportedError(f"{key} {entry.fault}, where a plain value is wanted.", path=self._find_file(key))
+        if entry.dtype and not isinstance(entry.value, (int, float)):
+            what = f"a tensor of shape {entry.shape} of {entry.dtype}"
+            raise UnsupportedError(f"{key} is {what}, where a number is wanted.", path=self._find_file(key))
         return entry.value
 
     def make_tensor(self, key: str) -> StoredTensor:
@@ -274,6 +283,11 @@ def _join(told: Metadata, more: Metadata) -> None:
     """Take in what another file tells: of one rank, or of another folder."""
     for key, (dtype, shape, blocks) in more.tensors.items():
         known = told.tensors.setdefault(key, (dtype, shape, []))
+        if known[:2] != (dtype, shape):
+            raise CheckpointError(
+                f"its files tell of {key} as {known[0]} of shape {known[1]} and as {dtype} of shape {shape}; they are "
+                "of several saves."
+            )
         known[2][:] = dict.fromkeys([*known[2], *blocks])
     told.values[:] = dict.fromkeys([*told.values, *more.values])
     told.places |= more.places
@@ -320,10 +334,12 @@ class _Interpreter:
         self.blocks, self.told, self.where, self.head = blocks, blocks.told, blocks.where, blocks.head
         told = self.told
         keys = [*told.tensors, *told.values]
-        self.roots = sorted({key[: at.start()] for key in keys for at in _IN_GROUPS.finditer(key)})
+        roots = {key[: at.start()] for key in keys for at in _IN_GROUPS.finditer(key)}
+        begins = ((key, key[: at.start()]) for key in keys for at in reversed([*_IN_OPTIMIZER.finditer(key)]))
+        self.roots = {key: begin for key, begin in begins if begin in roots}  # of several the shortest
         self.names: dict[str, tuple[str, str]] = {}
         for key in told.tensors:
-            if (root := self._find_root(key)) is not None and key[len(root) :].startswith(_STATE):
+            if (root := self.roots.get(key)) is not None and key[len(root) :].startswith(_STATE):
                 self.names[key] = self._split(key, root)
 
     def make(self) -> tuple[Contents, list[Finding]]:
@@ -333,7 +349,7 @@ class _Interpreter:
             CheckpointError, UnsupportedError: as of :func:`read_contents`.
         """
         prefix = self._find_model()
-        left = [key for key in self.told.tensors if self._find_root(key) is None]
+        left = [key for key in self.told.tensors if key not in self.roots]
         weights = {key[len(prefix) :]: key for key in left if key.startswith(prefix) and self._is_model(key, prefix)}
         if not weights:
             raise UnsupportedError(
@@ -362,14 +378,12 @@ class _Interpreter:
             states,
             scalars,
             groups,
-            counters={"global_steps": int(max(steps))} if steps else {},
+            counters=count_steps(steps),
             stateless=f"{self.where.path(self.head)}: {_UNNAMED}." if numbered else "",
             scalar_dtypes=dtypes,
+            unchecked="its metadata has no checksum: names and places that are damaged in it may go unnoticed",
         )
         return contents, self._list_left(prefix, weights)
-
-    def _find_root(self, key: str) -> str | None:
-        return next((root for root in self.roots if key.startswith((root + _STATE, root + _GROUPS))), None)
 
     def _split(self, key: str, root: str) -> tuple[str, str]:
         """Parameter and state that a key of the optimizer's is of."""
@@ -381,14 +395,12 @@ class _Interpreter:
 
     def _find_model(self) -> str:
         """What the keys of the model's tensors begin with."""
-        keys = [key for key in self.told.tensors if self._find_root(key) is None]
-        named = dict.fromkeys(name for name, _ in self.names.values())
-        for name in named:
-            held = set(keys)
-            prefixes = [key[: -len(name)] for key in keys if key == name or key.endswith(f".{name}")]
-            fit = [each for each in prefixes if sum(each + one in held for one in named) * 2 > len(named)]
-            if fit:
-                return min(fit, key=len)
+        keys = [key for key in self.told.tensors if key not in self.roots]
+        named = {name for name, _ in self.names.values()}
+        begins = ((key, at) for key in keys for at in [0, *(dot.end() for dot in islice(_DOT.finditer(key), _DEEPEST))])
+        votes = Counter(key[:at] for key, at in begins if key[at:] in named)
+        if fit := [prefix for prefix, number in votes.items() if number * 2 > len(named)]:
+            return min(fit, key=len)
         firsts = {str(path[0]) for key in keys if len(path := self.told.paths.get(key, (key,))) > 1}
         nested = [key for key in keys if len(self.told.paths.get(key, (key,))) > 1]
         if len(nested) == len(keys) and len(firsts) == 1:
@@ -404,12 +416,13 @@ class _Interpreter:
 
     def _list_groups(self) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
         """Param groups: as lists of names, or where every parameter has hyper-parameters of its own, those alike."""
-        for root in self.roots:
-            begin, held = root + _GROUPS, defaultdict[str, dict[str, Any]](dict)
-            for key in [*self.told.values, *self.told.tensors]:
-                if key.startswith(begin):
-                    owner, _, name = key[len(begin) :].rpartition(".")
-                    held[owner][name] = self.blocks.find_value(key)
+        optimizers = defaultdict[str, dict[str, dict[str, Any]]](lambda: defaultdict(dict))
+        for key in [*self.told.values, *self.told.tensors]:
+            root = self.roots.get(key)
+            if root is not None and key.startswith(_GROUPS, len(root)):
+                owner, _, name = key[len(root) + len(_GROUPS) :].rpartition(".")
+                optimizers[root][owner][name] = self.blocks.find_value(key)
+        for _, held in sorted(optimizers.items()):
             if all(isinstance(hyper.get(_MEMBERS), (list, tuple)) for hyper in held.values()):
                 for number in sorted(held, key=int):
                     hyper = held[number]
@@ -426,7 +439,7 @@ class _Interpreter:
         """What is in the checkpoint and not loaded, as a warning."""
         taken = {*weights.values(), *self.names}
         keys = [key for key in (*self.told.tensors, *self.told.values) if key not in taken]
-        left = dict.fromkeys(_shorten_key(key) for key in keys if self._find_root(key) is None)
+        left = dict.fromkeys(_shorten_key(key) for key in keys if key not in self.roots)
         if not left:
             return []
         text = f"{self.where.path(self.head)}: not loaded, since it is neither model nor optimizer: {shorten(left)}."
@@ -438,3 +451,6 @@ def _shorten_key(key: str) -> str:
 
 
 _IN_GROUPS = re.compile(r"(?:(?<=\.)|^)param_groups\.")
+_IN_OPTIMIZER = re.compile(r"(?:(?<=\.)|^)(?:state|param_groups)\.")
+_DOT, _DEEPEST = re.compile(r"\."), 64
+"""What a key is cut at, and how often: what the model's keys begin with has few words."""

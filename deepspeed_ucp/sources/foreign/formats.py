@@ -57,7 +57,12 @@ def survey_foreign(where: FileTable, comm: Comm, kind: str) -> tuple[AtomicIndex
     contents, findings = READERS[kind](chosen, comm)
     if names.OPTIMIZER in where.entries and kind in (names.SAFETENSORS, names.STATE_DICT):
         contents = add_states(contents, where, comm)
-    index = comm.alike(lambda: make_index(contents, where))
+
+    def unite() -> AtomicIndex:
+        with explain_damage(where.path(contents.head)):
+            return make_index(contents, where)
+
+    index = comm.alike(unite)
     if kind not in (names.MEGATRON, names.DCP):
         findings += [*_find_passed_over(where, kind, contents), *_find_packed(where, kind, comm)]
     findings += comm.once(lambda: [*_find_beside(where)])

@@ -12,10 +12,10 @@ from ...comm import Comm
 from ...errors import UnsupportedError
 from ...io.memory import pause_collection
 from ...torchsave import torchfile
-from ...torchsave.objects import TensorRef, describe, to_number
-from ..reading import explain_damage
+from ...torchsave.objects import TensorRef, describe, is_short, to_number
+from ..reading import explain_damage, read_hyper
 from ..table import FileTable
-from .contents import Contents, StoredTensor
+from .contents import Contents, StoredTensor, count_steps
 from .names import OPTIMIZER
 from .statedict import store_tensor
 
@@ -57,12 +57,21 @@ def _take_apart(contents: Contents, tree: Mapping[str, Any], file: torchfile.Tor
             if isinstance(value, TensorRef) and (value.shape or (state != "step" and weight and not weight.shape)):
                 states[name][state] = store_tensor(f"{name}: {state}", value, file.storages, OPTIMIZER, path)
                 continue
-            scalars[name][state] = to_number(value)
+            scalars[name][state] = _read_number(value)
             dtypes |= {state: value.dtype} if isinstance(value, TensorRef) else {}
     groups = [
-        (tuple(map(str, group["params"])), {key: to_number(each) for key, each in group.items() if key != "params"})
+        (
+            tuple(map(str, group["params"])),
+            {str(key): read_hyper(each, path) for key, each in group.items() if key != "params"},
+        )
         for group in tree.get("param_groups", ())
     ]
-    steps = [held["step"] for held in scalars.values() if "step" in held]
-    counters = {"global_steps": int(max(steps))} if steps else {}
+    counters = count_steps(held["step"] for held in scalars.values() if "step" in held)
     return replace(contents, states=states, scalars=scalars, groups=groups, counters=counters, scalar_dtypes=dtypes)
+
+
+def _read_number(value: Any) -> int | float:
+    number = to_number(value)
+    if not (isinstance(number, float) or is_short(number)):
+        raise ValueError(f"{describe(value)} for a number of the optimizer's")
+    return number  # type: ignore[no-any-return]
