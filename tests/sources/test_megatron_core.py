@@ -5,7 +5,9 @@ What its own code writes is in ``tests/engine/test_engine_megatron_core.py``; th
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import pickle
 import re
 from argparse import Namespace
@@ -18,14 +20,19 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
-from deepspeed_ucp.atoms import COPY, MASTER, MODULE, AtomicIndex
+from deepspeed_ucp.atoms import COPY, MASTER, MODULE, AtomicIndex, AtomKey
 from deepspeed_ucp.cli import main
 from deepspeed_ucp.errors import CheckpointError, UcpError, UnsupportedError
 from deepspeed_ucp.examine.verify import verify_checkpoint
 from deepspeed_ucp.sources import read_latest
+from deepspeed_ucp.sources.foreign.megatron import cut_run
 from deepspeed_ucp.sources.latest import find_checkpoint
-from tests.sources.test_foreign import Harm, change_metadata, open_it
+from tests.export.test_safetensors import check_same
+from tests.sources.test_foreign import Harm, change_metadata, open_it, read_whole
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -137,6 +144,65 @@ def test_weights_alone(tmp_path: Path) -> None:
     assert index.is_weights_alone
 
 
+@given(st.data())
+def test_a_run_of_a_flattened_tensor_as_blocks(data: Any) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
+    start, stop = sorted(data.draw(st.tuples(st.integers(0, math.prod(shape)), st.integers(0, math.prod(shape)))))
+    elements = np.arange(math.prod(shape)).reshape(shape)
+    found = []
+    for offsets, block, first in cut_run(shape, start, stop):
+        held = elements[tuple(slice(at, at + size) for at, size in zip(offsets, block, strict=True))].ravel()
+        assert held.tolist() == list(range(first, first + held.size))
+        found += held.tolist()
+    assert sorted(found) == list(range(start, stop))
+
+
+def save_flattened(folder: Path, states: dict[str, torch.Tensor], cuts: dict[str, tuple[int, ...]]) -> Path:
+    """As fully_sharded_model_space: states in as many blocks along each dimension, each flattened and cut in two."""
+    parts: dict[str, dict[tuple[int, ...], torch.Tensor]] = {key: {} for key in states}
+    for key, tensor in states.items():
+        for place in itertools.product(*map(range, cuts[key])):
+            block = tensor
+            for dim, (at, cut) in enumerate(zip(place, cuts[key], strict=True)):
+                block = block.chunk(cut, dim)[at]
+            for start, part in zip((0, block.numel() // 3), (block.numel() // 3, None), strict=True):
+                parts[key][(*place, start)] = block.flatten()[start:part].reshape(*(1,) * len(place), -1).clone()
+    single = {f"{key}/{place}": part for key, held in parts.items() for place, part in held.items()}
+    content = {"distrib_optim_sharding_type": "fully_sharded_model_space"}
+    save(folder, {**make_tensors(states=False), **single}, make_common(content_metadata=content))
+
+    def join(told: Any) -> None:
+        for key, held in parts.items():
+            items = {place: told.state_dict_metadata.pop(f"{key}/{place}") for place in held}
+            whole = next(iter(items.values()))
+            whole.size = torch.Size((*cuts[key], states[key].numel() // math.prod(cuts[key])))
+            whole.chunks = [
+                ChunkStorageMetadata(torch.Size(place), part.chunks[0].sizes) for place, part in items.items()
+            ]
+            told.state_dict_metadata[key] = whole
+            for place in held:
+                info = told.storage_data.pop(MetadataIndex(f"{key}/{place}", torch.Size([0] * len(place))))
+                told.storage_data[MetadataIndex(key, torch.Size(place))] = info
+        told.mcore_data = {key: {"nd_reformulated_orig_global_shape": each.shape} for key, each in states.items()}
+
+    change_metadata(folder, join)
+    return folder
+
+
+def test_states_that_are_flattened_block_by_block(tmp_path: Path) -> None:
+    states, cuts = {}, {}
+    for kind in ("fp32_param", "exp_avg", "exp_avg_sq"):
+        for key, cut in ((WORDS, (2, 1)), (NORM, (2, 1)), (GATED, (2, 2, 3))):
+            states[f"optimizer.state.{kind}.{key}"] = torch.randn(make_tensors()[key].shape)
+            cuts[f"optimizer.state.{kind}.{key}"] = cut
+    index = open_it(save_flattened(tmp_path / "it", states, cuts))
+    for layer in range(2):
+        atom = index.stored.atoms[AtomKey(f"decoder.layers.{layer}.mlp.linear_fc1.weight", "exp_avg")]
+        check_same({"it": read_whole(index, atom)}, {"it": states[f"optimizer.state.exp_avg.{GATED}"][layer]})
+    atom = index.stored.atoms[AtomKey(WORDS, MASTER)]
+    check_same({"it": read_whole(index, atom)}, {"it": states[f"optimizer.state.fp32_param.{WORDS}"]})
+
+
 # -- which one is meant -----------------------------------------------------------------------------------------------
 
 
@@ -229,6 +295,13 @@ def repeat(told: Any) -> None:
             told.storage_data[type(index)(key, index.offset)] = info
 
 
+def tell_flattened(shape: Any) -> Callable[[Any], None]:
+    def change(told: Any) -> None:
+        told.mcore_data = {WORDS: {"nd_reformulated_orig_global_shape": shape}, NORM: {}}
+
+    return change
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
@@ -240,6 +313,10 @@ def repeat(told: Any) -> None:
         (resize(3, 4, 3), "missing|hold 0"),
         (resize(2, 4), "outside|not inside"),
         (repeat, "twice"),
+        (tell_flattened([8, 3]), "damaged"),
+        (tell_flattened((3, 3)), "in blocks of"),
+        (tell_flattened((8, 1 << 40)), "in blocks of"),
+        (tell_flattened((8, 3)), "in blocks of"),
     ],
 )
 def test_metadata_that_lies_is_refused(saved: Path, change: Callable[[Any], None], told: str) -> None:

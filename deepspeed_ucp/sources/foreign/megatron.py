@@ -216,7 +216,7 @@ class _Interpreter:
             state = MASTER if state in _MASTERS else state
             if state in (MODULE, COPY) or name in held[state]:
                 raise CheckpointError(f"tells of {key} although it has one; it is damaged.", path=self.path)
-            held[state][name] = self.blocks.make_tensor(key)
+            held[state][name] = self._unflatten(key, self.blocks.make_tensor(key))
         found = {state: self._split(tensors) for state, tensors in held.items()}
         weights = found.pop("", {})
         if not weights:
@@ -238,6 +238,35 @@ class _Interpreter:
             hints=self._make_hints(weights),
         )
         return contents, [*findings, *self._list_left()]
+
+    def _unflatten(self, key: str, tensor: StoredTensor) -> StoredTensor:
+        """The tensor itself where each block of it has been flattened and cut (``fully_sharded_model_space``).
+
+        Of [X, Y] in blocks of [x, y] there is then [X / x, Y / y, x · y].
+
+        Raises:
+            CheckpointError: the sizes contradict each other.
+        """
+        whole = self.blocks.told.flattened.get(key)
+        if whole is None:
+            return tensor
+        counts, numel = tensor.shape[:-1], tensor.shape[-1:]
+        fits = len(counts) == len(whole) and all(n > 0 and size % n == 0 for n, size in zip(counts, whole, strict=True))
+        block = tuple(size // n for n, size in zip(counts, whole, strict=True)) if fits else ()
+        if not block or numel != (count(block),):
+            raise CheckpointError(
+                f"tells of {key} of shape {whole} in blocks of {tensor.shape}; it is damaged.", path=self.path
+            )
+        chunks, itemsize = [], ITEMSIZE[tensor.dtype]
+        for chunk in tensor.chunks:
+            *places, start = chunk.offsets
+            if chunk.shape[:-1] != (1,) * len(block) or len(places) != len(block) or start + chunk.shape[-1] > numel[0]:
+                raise CheckpointError(f"tells of a block of {key} outside of it; it is damaged.", path=self.path)
+            corner = [place * size for place, size in zip(places, block, strict=True)]
+            for offsets, shape, at in cut_run(block, start, start + chunk.shape[-1]):
+                offsets = tuple(map(sum, zip(corner, offsets, strict=True)))
+                chunks.append(replace(chunk, offsets=offsets, shape=shape, begin=chunk.begin + (at - start) * itemsize))
+        return StoredTensor(tensor.dtype, whole, tuple(chunks))
 
     def _read_counters(self) -> dict[str, int]:
         """Raises CheckpointError: something else than counts."""
@@ -411,6 +440,26 @@ class _Interpreter:
             return []
         text = f"{self.path}: not loaded, since it is Megatron's own: {shorten(self.common.beside)}."
         return [Finding("unsaved", self.blocks.head, text, WARNING)]
+
+
+def cut_run(shape: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape, int]]:
+    """Elements [start, stop) of a flattened tensor as blocks: of each where it lies, its shape, its first element."""
+    if start >= stop:
+        return
+    if len(shape) == 1:
+        yield (start,), (stop - start,), start
+        return
+    inner = count(shape[1:])
+    first, last = -(-start // inner), stop // inner  # whole rows
+    if first > last:  # all within one row
+        parts = [(last, start, stop)]
+    else:
+        if first < last:
+            yield (first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:]), first * inner
+        parts = [(first - 1, start, first * inner), (last, last * inner, stop)]
+    for row, low, high in parts:
+        for offsets, block, at in cut_run(shape[1:], low - row * inner, high - row * inner):
+            yield (row, *offsets), (1, *block), row * inner + at
 
 
 def _prepend(tensor: StoredTensor) -> StoredTensor:
