@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+import torch
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
 from deepspeed_ucp.cli.dispatch import main
+from deepspeed_ucp.export.beside import make_scaler
 from deepspeed_ucp.testing import WorldPool
 from tests.export import foreign_run, fsdp_run
 from tests.export.test_dcp import read_all, save_trained
@@ -54,3 +59,23 @@ def test_from_fsdp2_to_deepspeed_and_back(tmp_path: Path, ucp_worlds: WorldPool)
     assert last["optim"]["state"].keys() == first["optim"]["state"].keys()
     for name, held in first["optim"]["state"].items():
         check_same(last["optim"]["state"][name], held)
+
+
+@pytest.mark.parametrize("overflows", [(), (3,), (0, 1, 6)])
+def test_torchs_scaler_goes_on_as_deepspeeds(overflows: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scales are the same up to the next overflow, and halved there."""
+    ours = DynamicLossScaler(2.0**16, 4, 1.0, 1, False)
+    monkeypatch.setattr("deepspeed.runtime.fp16.loss_scaler.dist.get_rank", lambda: 1)
+    for step in range(7):
+        ours.update_scale(step in overflows)
+    theirs = torch.amp.GradScaler("cpu")
+    theirs.load_state_dict(make_scaler(vars(ours)))
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
+    for step in range(7, 17):
+        is_bad = step == 16
+        theirs.scale(torch.zeros(1))
+        optimizer.param_groups[0]["params"][0].grad = torch.full((1,), torch.inf if is_bad else 0.0)
+        theirs.step(optimizer)
+        theirs.update()
+        ours.update_scale(is_bad)
+        assert theirs.get_scale() == ours.cur_scale

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
@@ -26,7 +25,6 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from deepspeed_ucp.atoms import MASTER, AtomKey
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError, ConfigError
-from deepspeed_ucp.export.beside import make_scaler
 from deepspeed_ucp.export.chunks import cut_chunks
 from deepspeed_ucp.export.dcp import export_dcp
 from deepspeed_ucp.export.statedict import LAYOUTS
@@ -229,26 +227,6 @@ def test_a_scheduler_made_before_the_load_finds_its_rate(tmp_path: Path, layout:
     assert rates == pytest.approx([1e-2, 1e-2 * moved, 3e-3, 3e-3 * moved])
     optimizer.step()
     scheduler.step()
-
-
-@pytest.mark.parametrize("overflows", [(), (3,), (0, 1, 6)])
-def test_torchs_scaler_goes_on_as_deepspeeds(overflows: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scales are the same up to the next overflow, and halved there."""
-    ours = DynamicLossScaler(2.0**16, 4, 1.0, 1, False)
-    monkeypatch.setattr("deepspeed.runtime.fp16.loss_scaler.dist.get_rank", lambda: 1)
-    for step in range(7):
-        ours.update_scale(step in overflows)
-    theirs = torch.amp.GradScaler("cpu")
-    theirs.load_state_dict(make_scaler(vars(ours)))
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
-    for step in range(7, 17):
-        is_bad = step == 16
-        theirs.scale(torch.zeros(1))
-        optimizer.param_groups[0]["params"][0].grad = torch.full((1,), torch.inf if is_bad else 0.0)
-        theirs.step(optimizer)
-        theirs.update()
-        ours.update_scale(is_bad)
-        assert theirs.get_scale() == ours.cur_scale
 
 
 def test_deepspeeds_own_adam_gets_what_torchs_wants(tmp_path: Path) -> None:
