@@ -9,9 +9,10 @@ from typing import Any
 
 from ..atoms import COPY, MASTER, MODULE, AtomicIndex
 from ..comm import Comm
-from ..errors import ConfigError, MismatchError, UcpError
+from ..errors import ConfigError, MismatchError, UcpError, shorten
 from ..export.adapter import find_scaling, read_config
 from ..patterns import Resized, RuleSet
+from ..patterns.adapters import read_live
 from ..plan.wants import Scaling, Wants
 from ..targets import Target
 from ..targets.optimizer import find_degrees
@@ -40,12 +41,15 @@ class SavedAdapter:
         Raises:
             MismatchError: one is not told.
         """
+        adapters = {found.adapter for name in names.values() if (found := read_live(name)) and found.kind}
         for live, saved in names.items():
             if (how := resizes.get(saved)) and how.scale is None:
-                before = find_scaling(self.config, saved, how.saved) if self.config else None
+                is_told = self.config and len(adapters) == 1
+                before = find_scaling(self.config, saved, how.saved) if is_told else None
                 now = target.find_scaling(live)
                 if not before or not now:
                     told = self.fault.rstrip(".") or "the live model has no LoRA of PEFT's there"
+                    told = f"adapters {shorten(sorted(adapters))} have one configuration" if len(adapters) > 1 else told
                     raise MismatchError(
                         f'{live}: "scale": "lora" is the factor of the saved product (alpha / rank) by that of the '
                         f'live one: {told}. Give it: "scale": "<saved>/<live>".'

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Container, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from itertools import count
+from math import gcd
 from typing import NamedTuple
 
 from ..errors import fold_names
@@ -123,6 +125,31 @@ def advise_fused(name: str, have: int, want: int) -> str:
     """What to do where a parameter that may hold experts, one behind the other, has another number of them."""
     rule = json.dumps({"from": rf"{re.escape(name)}\.{{{_choose(have, want)}}}", "to": f"{name}.{{e}}"})
     return f" (of experts the rename rule {rule} would tell which feeds which)"
+
+
+_NUMBER = re.compile(r"(?<=\.)\d{1,4}(?=\.)", re.ASCII)
+
+
+def advise_layers(names: Iterable[str], saved: Container[str], live: Container[str]) -> str:
+    """Which rule lets a checkpoint go on with another number of layers; empty where that is not what differs.
+
+    Args:
+        names: that one side lacks.
+        saved, live: all names of both sides.
+    """
+    for name in names:
+        for number in _NUMBER.finditer(name):
+            begin, end = name[: number.start()], name[number.end() :]
+            have, want = (next(each for each in count() if f"{begin}{each}{end}" not in side) for side in (saved, live))
+            if 0 < min(have, want) <= int(number[0]) < max(have, want):
+                shared = gcd(have, want)
+                scaled = f"n{f' * {have // shared}' * (have > shared)}{f' // {want // shared}' * (want > shared)}"
+                rule = {"from": rf"{re.escape(begin)}{{{scaled}}}\.(?P<x>.*)", "to": f"{begin}{{n}}.{{x}}"}
+                return (
+                    f" Which of the {have} saved layers feed which of the {want} new ones a rename rule tells, such as "
+                    f"{json.dumps(rule)} ({_DOCUMENT})."
+                )
+    return ""
 
 
 def _choose(have: int, want: int) -> str:

@@ -16,7 +16,7 @@ from ..experts import is_expert
 from ..flat import Shape
 from ..patterns import RuleSet, advise_family, advise_resize, advise_vocabulary, find_resize
 from ..patterns.adapters import is_added
-from .counts import EXTRA, MISSING, SHAPE, ExpertCounts, Fault, advise_fused, list_faults
+from .counts import EXTRA, MISSING, SHAPE, ExpertCounts, Fault, advise_fused, advise_layers, list_faults
 from .settling import Shapes
 from .ties import are_same
 
@@ -225,7 +225,7 @@ class _Matcher:
         return are_same(self.index, one, other)
 
     def _judge(self, experts: ExpertCounts, extra: Sequence[str]) -> None:
-        match, faults = self.match, self.faults
+        index, match, faults = self.index, self.match, self.faults
         faults += experts.take_routers(match.resized, match.saved, self.live.shapes)
         if self.strict:
             faults += experts.fold(match.skipped)
@@ -242,7 +242,10 @@ class _Matcher:
             hint += f" Build the model with the sizes of the saved one.{advise_resize(self.shapes)}"
         if self.strict and match.skipped:
             hint += _advise_rename(list(self.missing), extra) + self._advise_missing()
-        hint += experts.advise()
+            names = index.stored.atoms.list_names((MASTER, COPY, MODULE))
+            hint += experts.advise() or advise_layers([*self.missing, *extra], names, self.live.shapes)
+        else:
+            hint += experts.advise()
         match.fault = f"The model and the checkpoint differ: {list_faults(faults)}.{hint}".replace("..", ".")
 
     def _advise_missing(self) -> str:

@@ -296,6 +296,8 @@ def test_experts_are_planned_whole_and_that_is_told(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, model, random_state(model, 1, precision="fp32"), Topology(1, 2))
     index = open_checkpoint(str(folder), Comm())
     assert EXPERTS in predict_target(index, parse_degrees("dp=3", index.run.topology)).assumed
+    planned = dry_run(index, parse_degrees("dp=3", index.run.topology), from_config("lora"))
+    assert any("how resize rules change them only the live model tells" in text for text in planned.assumed)
     for target, told in (
         ("dp=2,zero=3", "experts are resumed under ZeRO 0, 1 and 2 alone"),
         ("dp=1,tp=2", "at tp > 1"),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,8 @@ import torch
 
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import MismatchError
+from deepspeed_ucp.load.scaling import SavedAdapter
+from deepspeed_ucp.patterns import Resized
 from tests.load.test_reshard_3d import refuse
 from tests.support.reshard import SENTINEL, check_content, check_reads
 from tests.support.reshard3d import Held, draw_state, load_all, make_config, make_pipeline, make_plain
@@ -144,5 +148,29 @@ def test_each_stage_of_a_pipeline_resizes_its_own_copy(tmp_path: Path) -> None:
         source = draw_state(make_pipeline([["column"], ["row"]]), saved)
         wanted = resize(source, replace(saved, dp=2), {"word": 24, "row": 24}, rules)
         (folder := tmp_path / str(number)).mkdir()
-        _, ranks = load_all(source.write(folder), wanted.make_targets(), make_rules(source, rules))
+        _, ranks = load_all(source.write(folder), wanted.make_targets(), make_rules(source, rules), in_place=not number)
         check_content(ranks, wanted.state, wanted.locals)
+
+
+A, B = (f"m.q.lora_{side}.{{}}.weight" for side in "AB")
+
+
+@pytest.mark.parametrize(
+    ("adapter", "names", "words"),
+    [
+        (SavedAdapter({"lora_alpha": 6}), (B.format("default"),), ""),
+        (
+            SavedAdapter({"lora_alpha": 6}),
+            (B.format("one"), A.format("two")),
+            "adapters one, two have one configuration",
+        ),
+        (SavedAdapter(fault="no adapter_config.json."), (B.format("default"),), "no adapter_config.json. Give it:"),
+        (SavedAdapter({"lora_alpha": 6}), ("m.q.other",), "the live model has no LoRA of PEFT's there"),
+    ],
+)
+def test_which_factor_leaves_a_product_as_it_was(adapter: SavedAdapter, names: tuple[str, ...], words: str) -> None:
+    resizes = {names[0]: Resized(1, 4, 8, 4, scale=None), "m.k": Resized(1, 4, 8, 4)}
+    target: Any = SimpleNamespace(find_scaling=lambda name: 0.75 if ".lora_" in name else None)
+    with pytest.raises(MismatchError, match=words) if words else nullcontext():
+        adapter.scale_all(resizes, {name: name for name in (*names, "m.k", "m.v")}, target)
+        assert resizes == {names[0]: Resized(1, 4, 8, 4, scale=2.0), "m.k": Resized(1, 4, 8, 4)}

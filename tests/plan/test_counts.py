@@ -82,3 +82,17 @@ def test_the_rule_for_experts_in_one_parameter_brings_them_together(have: int, w
     rows = [e % have if want > have else e * 2 for e in range(want)]
     assert np.array_equal(read(made.index, data, "m.up"), read(index, data, "m.up")[rows])
     assert match_parameters(made.index, TargetInventory(live), strict=True, with_states=True).saved == {"m.up": "m.up"}
+
+
+@pytest.mark.parametrize(("have", "want"), [(2, 4), (4, 2), (2, 3), (12, 9)])
+def test_the_rule_that_is_shown_for_layers_brings_them_together(have: int, want: int) -> None:
+    saved, live = ({f"m.h.{n}.{x}": (2,) for n in range(n_) for x in ("w.weight", "b")} for n_ in (have, want))
+    shapes = {name: (shape,) for name, shape in live.items()}
+    with pytest.raises(MismatchError) as error:
+        match(saved, TargetInventory(shapes))
+    (rule,) = [json.loads(text) for text in re.findall(r"\{\"from\".*?\}\"\}|\{\"from\".*?\"\}", str(error.value))]
+    index, data = make_bytes(saved)
+    made = apply_renames(index, shapes, parse_renames([rule]))
+    for n in range(want):
+        source = f"m.h.{n * have // want}.b"
+        assert np.array_equal(read(made.index, data, f"m.h.{n}.b"), read(index, data, source))
