@@ -36,6 +36,8 @@ TARGETS = [
     Target(3, "bf16"),
     Target(3, options=(*OFFLOAD, ("offload_param", {"device": "cpu"}), ("stage3_param_persistence_threshold", 0))),
     Target(1, compiled=True),
+    Target(0, "bf16", half="client"),
+    Target(2, "bf16", half="masters"),
     Target(1, tp=2),
     Target(3, "bf16", tp=2, world=4),
     Target(1, pp=2),
@@ -189,9 +191,10 @@ def check_states(found: States, saved: States, target: Target) -> set[tuple[str,
         if state in ("fp32", "copy"):
             wanted[name, "copy"] = tensor.to(dtype)
         if state == "buffer":
-            wanted[name, state] = tensor.float() if tensor.is_floating_point() else tensor  # as DeepSpeed leaves them
+            kept = dtype if target.half == "client" else torch.float32  # DeepSpeed leaves them
+            wanted[name, state] = tensor.to(kept) if tensor.is_floating_point() else tensor
         elif state != "copy":
-            wanted[name, state] = tensor.float()
+            wanted[name, state] = tensor.to(dtype if target.half else torch.float32)
     assert wanted.keys() <= found.keys()
     for key, tensor in wanted.items():
         assert (found[key].dtype, found[key].shape) == (tensor.dtype, tensor.shape), key

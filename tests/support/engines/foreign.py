@@ -40,6 +40,8 @@ class Target:
         kind: in what form its experts are, as of :class:`.fused.Form`.
         options: further ones of ZeRO.
         compiled: the model comes from ``torch.compile``.
+        half: what has no master in fp32: ``masters`` and moments, by the configuration; or all, since the ``client`` has
+            made the model so and the configuration does not say.
     """
 
     stage: int
@@ -51,12 +53,17 @@ class Target:
     world: int = 2
     options: tuple[tuple[str, Any], ...] = ()
     compiled: bool = False
+    half: str = ""
 
     def __str__(self) -> str:
         degrees = [
             f"{key}{degree}" for key, degree in (("tp", self.tp), ("pp", self.pp), ("ep", self.ep)) if degree > 1
         ]
-        more = [key for key, _ in self.options] + ["compiled"] * self.compiled
+        more = (
+            [key for key, _ in self.options]
+            + ["compiled"] * self.compiled
+            + [f"{self.half}-in-16-bits"] * bool(self.half)
+        )
         kind = [self.kind] * (self.kind != "fused")
         return "-".join([f"zero{self.stage}", self.precision, f"of{self.world}", *kind, *degrees, *more])
 
@@ -181,6 +188,8 @@ def make(target: Target, patterns: Any) -> Any:
     module: Any = Model(Form(target.world, target.stage, target.kind, ep=target.ep))
     if target.pp > 1:
         module = engine_autoep.make_pipeline(module, engine_autoep.Spread(target.world, 0, "", 1, pp=target.pp))
+    if target.half == "client":
+        module.bfloat16()
     if target.compiled:
         module = torch.compile(module, backend="eager")
     matrices, vectors = sort_parameters(module)
@@ -200,8 +209,10 @@ def make_config(target: Target, patterns: Any) -> dict[str, Any]:
         "steps_per_print": 1 << 30,
         "checkpoint": {"universal": {"patterns": patterns} if patterns else True},
     }
-    if target.precision != "fp32":
+    if target.precision != "fp32" and target.half != "client":
         config[target.precision] = {"enabled": True}
+    if target.half == "masters":
+        config["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     if target.precision == "fp16":
         config["fp16"]["initial_scale_power"] = 8
     if target.kind == "autoep":
