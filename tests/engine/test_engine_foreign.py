@@ -70,33 +70,16 @@ def test_fsdp2_in_16_bits(tmp_path: Path, ucp_worlds: WorldPool) -> None:
         assert any("clips gradients at norm 0.5" in line for line in heard)
 
 
-def test_tensors_that_are_cut_twice(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """FSDP2 over two ranks and tensor parallelism over two: columns, and rows of these."""
-    folder = str(tmp_path / "fsdp")
-    ucp_worlds.get(4).run(foreign_run.save, folder, 3, tp=2)
-    tree = read_all(tmp_path / "fsdp")
-    for state, *_ in ucp_worlds.get(2).run(foreign_run.go_on, folder, (2, 3), range(3, 4))[0]:
-        check_engine(state, tree)
-
-
 def _both(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"fp32": weight, "value": weight.bfloat16()}
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "sharded", "bin"])
-def test_weights_alone(tmp_path: Path, ucp_worlds: WorldPool, kind: str) -> None:
+def test_weights_alone(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """A folder of weights fills engines; the optimizer stays as it is, new here, which is told."""
     torch.manual_seed(5)
     weights = dict(fsdp_run.Net().state_dict())
-    folder = tmp_path / "hf"
-    folder.mkdir()
-    if kind == "safetensors":
-        save_file(weights, folder / "model.safetensors")
-    elif kind == "sharded":
-        save_sharded(folder, weights)
-    else:
-        torch.save(weights, folder / "pytorch_model.bin")
-    engines = ucp_worlds.get(2).run(foreign_run.go_on, str(folder), STAGES, range(2))[0]
+    save_file(weights, tmp_path / "model.safetensors")
+    engines = ucp_worlds.get(2).run(foreign_run.go_on, str(tmp_path), STAGES, range(2))[0]
     for state, losses, heard, (path, client) in engines:
         check_weights(state, weights)
         assert all(not each.tensors and not each.scalars for each in state.parameters.values())
@@ -106,20 +89,12 @@ def test_weights_alone(tmp_path: Path, ucp_worlds: WorldPool, kind: str) -> None
         assert any("weights alone" in line for line in heard)
 
 
-def save_sharded(folder: Path, weights: dict[str, torch.Tensor]) -> None:
-    """As transformers does above 5 GB."""
-    from huggingface_hub import save_torch_state_dict
-
-    save_torch_state_dict(weights, folder, max_shard_size=1000)
-    assert (folder / "model.safetensors.index.json").exists()
-
-
 def test_an_adapter_goes_on_over_the_base_that_is_there(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     from tests.export.test_adapter import LORAS, make_peft
 
     model = make_peft(**LORAS["saved"])
     model.save_pretrained(tmp_path / "peft", save_embedding_layers=False)
     wanted = {name: param.detach() for name, param in model.named_parameters()}
-    for values, heard in ucp_worlds.get(2).run(foreign_run.load_adapter, str(tmp_path / "peft"), (1, 3))[0]:
+    for values, heard in ucp_worlds.get(2).run(foreign_run.load_adapter, str(tmp_path / "peft"), STAGES)[0]:
         check_same(values, wanted)
         assert any("holds no weights of its base" in line for line in heard)

@@ -1,4 +1,7 @@
-"""Every format of another library into engines of every kind: what is held is what that library reads, to the bit."""
+"""Every format of another library into engines of every kind: what is held is what that library reads, to the bit.
+
+Megatron-Core's, whose models are others, are in ``test_engine_mcore_names``.
+"""
 
 from __future__ import annotations
 
@@ -85,6 +88,7 @@ class Sources(dict[str, Saved]):
             states = engine_foreign.take_apart(*(read_folders if options.get("apart") else read_nested)(folder))
         else:
             weights, trained = read_nested(self["fsdp2"].folder)
+            weights |= {key: weights[key.replace(".back.", ".mix.")] for key in weights if ".back." in key}
             folder.mkdir()
             losses, read = [], WRITERS[name](folder, weights)
             states = engine_foreign.take_apart(read, {name: {} for name in trained})

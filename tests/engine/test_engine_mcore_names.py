@@ -16,6 +16,8 @@ from deepspeed_ucp.cli import main
 from deepspeed_ucp.testing import WorldPool
 from deepspeed_ucp.testing.capture import CapturedEngine
 from deepspeed_ucp.testing.compare import compare
+from tests.support.covering import params
+from tests.support.engines.going_on import join as join_states
 from tests.support.engines.parallel import Launch, Runs, join, training
 
 pytest.importorskip("megatron.core")
@@ -94,6 +96,10 @@ def check(state: CapturedEngine, saved: Mapping[str, Tensor], name_all: Any) -> 
             found = held.fp32 if kind == "fp32" else held.tensors[kind]
             assert torch.equal(found, tensor), (name, kind)
     assert {held.scalars["step"] for held in state.parameters.values()} == {2.0}
+
+
+def name_launch(row: tuple[Launch]) -> str:
+    return str(row[0])
 
 
 CLOSE = {"rtol": 0, "atol": 1e-6}
@@ -216,6 +222,45 @@ def test_gpt_goes_on_as_hugging_face_s(ranks: Any, family: str, ucp_worlds: Worl
     torch.testing.assert_close(logits, wanted, **CLOSE)
 
 
+BLOCK_OF_EXPERTS = r"decoder\.layers\.(?P<n>\d+)\.mlp\."
+TO_AUTOEP = [
+    *(
+        {
+            "from": BLOCK_OF_EXPERTS + r"experts\.experts\.linear_fc1\.weight",
+            "to": f"model.layers.{{n}}.mlp.experts.{name}.{{e}}",
+            "part": part,
+        }
+        for name, part in (("w1", "1/2"), ("w3", "2/2"))
+    ),
+    {
+        "from": BLOCK_OF_EXPERTS + r"experts\.experts\.linear_fc2\.weight",
+        "to": "model.layers.{n}.mlp.experts.w2.{e}",
+    },
+    {"from": BLOCK_OF_EXPERTS + r"router\.weight", "to": "model.layers.{n}.mlp.router.gate.weight"},
+]
+"""As docs/patterns.md has them."""
+
+
+@pytest.mark.parametrize("stage", params([(1,), (3,)], [(stage,) for stage in (0, 1, 2, 3)]))
+def test_experts_go_on_under_autoep(ranks: Any, stage: int, ucp_worlds: WorldPool, tmp_path: Path) -> None:
+    """Two ranks' experts, two each, become AutoEP's on two ranks."""
+    pytest.importorskip("deepspeed.module_inject.auto_ep_layer", reason="DeepSpeed before 0.19 has no AutoEP")
+    take_apart = importlib.import_module("tests.support.engines.fused").take_apart
+    saved, _ = ucp_worlds.get(2).run(ranks.mcore.save, str(tmp_path), "moe", ep=2, **MOE)[0]
+    patterns = {"family": "mcore-llama", "rename": TO_AUTOEP}
+    answers = ucp_worlds.get(2).run(ranks.load_experts, str(tmp_path / SAVE), MIXTRAL, stage, 2, patterns)
+    states = join_states([held for held, _ in answers])
+    for state, prefix in STATES.items():
+        whole = name_llama(list_layers(saved, prefix))
+        expected = {part: each for name, tensor in whole for part, each in take_apart(name, tensor)}
+        found = {name: tensor for (name, kind), tensor in states.items() if kind == state}
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    wanted = ucp_worlds.get(1).run(ranks.find_logits, "moe", list_layers(saved), **MOE)[0]
+    for _, logits in answers:
+        torch.testing.assert_close(logits, wanted, **CLOSE)
+
+
 MEGATRON = {
     "num_layers": 3,
     "hidden_size": 32,
@@ -259,18 +304,22 @@ def test_gpt_goes_on_in_megatron_deepspeed_cut(ranks: Any, ucp_worlds: WorldPool
     assert [loss for _, loss, _ in answers] == pytest.approx([wanted] * 2, abs=1e-6)
 
 
-@pytest.mark.parametrize("pipeline", [False, True], ids=["plain", "pipeline"])
+LAUNCHES = [Launch(tp=2, world=2, pipeline=False), Launch(tp=2, world=2), Launch(pp=2, world=2)]
+MORE = [*LAUNCHES, Launch(tp=2, pp=2), Launch(pp=2, stage=0, precision="bf16")]
+
+
+@pytest.mark.parametrize("launch", params([(each,) for each in LAUNCHES], [(each,) for each in MORE], name_launch))
 def test_llama_goes_on_in_megatron_deepspeed_cut(
-    ranks: Any, pipeline: bool, ucp_worlds: WorldPool, tmp_path: Path
+    ranks: Any, launch: Launch, ucp_worlds: WorldPool, tmp_path: Path
 ) -> None:
-    """Under tensor parallelism, each rank with its share of [q; k; v] and of [gate; up]."""
+    """Under tensor parallelism each rank with its share of [q; k; v] and of [gate; up]; in pipelines its layers."""
     saved, _ = ucp_worlds.get(1).run(ranks.mcore.save, str(tmp_path), "llama", **MEGATRON)[0]
-    launch = Launch(tp=2, world=2, pipeline=pipeline)
     patterns = {"family": "mcore-megatron", "variables": {"final": 5}}
     trained = training("llama", launch, {"universal": {"patterns": patterns, "param_groups": "live"}})
-    answers = ucp_worlds.get(2).run(ranks.load_megatron, trained, str(tmp_path / SAVE), "llama", **MEGATRON)
+    folder = str(tmp_path / SAVE)
+    answers = ucp_worlds.get(launch.world).run(ranks.load_megatron, trained, folder, "llama", **MEGATRON)
     check(join([held for held, _, _ in answers], "llama"), saved, name_megatron)
-    if not pipeline:
+    if not launch.pipeline:
         wanted = ucp_worlds.get(1).run(ranks.find_loss, "llama", list_layers(saved), **MEGATRON)[0]
         assert [loss for _, loss, _ in answers] == pytest.approx([wanted] * 2, abs=1e-6)
 

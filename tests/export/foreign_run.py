@@ -10,31 +10,18 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
-from torch.distributed.tensor import Replicate
 
 import deepspeed_ucp  # noqa: F401
 from deepspeed_ucp.testing.capture import CapturedEngine, capture
 from tests.export import fsdp_run
 
 
-def save(folder: str, steps: int, *, flatten: bool = False, tp: int = 1) -> list[float]:
-    """Train under FSDP2 and save; the losses. With ``tp`` ranks of tensor parallelism tensors are cut twice."""
+def save(folder: str, steps: int, *, flatten: bool = False) -> list[float]:
+    """Train under FSDP2 and save; the losses."""
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    mesh = dist.init_device_mesh("cpu", (dist.get_world_size() // tp, tp), mesh_dim_names=("dp", "tp"))
-
-    def shard(module: torch.nn.Module) -> None:
-        if tp > 1 and isinstance(module, fsdp_run.Net):
-            plan = {
-                "first": ColwiseParallel(output_layouts=Replicate()),
-                "second": RowwiseParallel(input_layouts=Replicate()),
-            }
-            parallelize_module(module, mesh["tp"], plan)
-        if tp == 1 or isinstance(module, fsdp_run.Net):
-            fully_shard(module, mesh=mesh["dp"])
-
-    model, optimizer = fsdp_run.build(shard=shard)
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    model, optimizer = fsdp_run.build(shard=lambda module: fully_shard(module, mesh=mesh))
     losses = fsdp_run.train(model, optimizer, range(steps))
     options = StateDictOptions(flatten_optimizer_state_dict=flatten)
     weights, states = get_state_dict(model, optimizer, options=options)

@@ -40,8 +40,8 @@ class Target:
         kind: in what form its experts are, as of :class:`.fused.Form`.
         options: further ones of ZeRO.
         compiled: the model comes from ``torch.compile``.
-        half: what has no master in fp32: ``masters`` and moments, by the configuration; or all, since the ``client`` has
-            made the model so and the configuration does not say.
+        half: what has no master in fp32: ``masters`` and moments, by the configuration; or all, since the ``client``
+            has made the model so and the configuration does not say.
     """
 
     stage: int
@@ -82,13 +82,15 @@ class Norm(nn.BatchNorm1d):
 
 
 class Layer(nn.Module):
-    """A norm with buffers, two matrices that tensor parallelism cuts, a frozen vector, experts."""
+    """A norm with buffers, two matrices that AutoTP cuts, a frozen vector, a matrix of two names, experts."""
 
     def __init__(self, form: Form):
         super().__init__()
         self.norm = Norm(HIDDEN)
-        self.dense = nn.Sequential(nn.Linear(HIDDEN, 8), nn.Linear(8, HIDDEN))
+        self.dense = nn.Sequential(nn.Linear(HIDDEN, 10), nn.Linear(10, HIDDEN))
         self.shift = nn.Parameter(torch.randn(HIDDEN), requires_grad=False)
+        self.mix, self.back = (nn.Linear(HIDDEN, HIDDEN, bias=False) for _ in range(2))
+        self.back.weight = self.mix.weight
         self.mlp = engine_fused.make_block(form)
         assert self.norm.num_batches_tracked is not None
         self.norm.num_batches_tracked += torch.randint(1, 1 << 40, ())
@@ -98,6 +100,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.dense(self.norm(x)) + self.shift)
+        x = self.back(torch.tanh(self.mix(x)))
         return x + self.mlp(x)
 
 
@@ -293,7 +296,8 @@ def _list_groups(wrapped: Any, inner: Any) -> list[tuple[bool, dict[str, Any]]]:
 def take_apart(weights: dict[str, Tensor], states: dict[str, dict[str, Tensor]]) -> States:
     """Whole tensors of a checkpoint under the names that :func:`load_each` gives, experts one by one."""
     found: States = {}
-    for name, tensor in weights.items():
+    for told, tensor in weights.items():
+        name = told.replace(".back.", ".mix.")
         kind = "fp32" if name in states else "buffer" if "running" in name or "num_batches" in name else "copy"
         held = {state: each for state, each in states.get(name, {}).items() if state != "step"}
         for state, each in {kind: tensor, **held}.items():

@@ -10,6 +10,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.utils import groups
 from torch import Tensor
 
 from deepspeed_ucp.targets import find_place
@@ -57,8 +58,8 @@ def fill(args: Any, weights: Mapping[str, Tensor]) -> Any:
     return module
 
 
-def start(kind: str, config: Mapping[str, Any], stage: int, patterns: Any, tp: int = 1) -> Any:
-    """An engine of a model of Hugging Face."""
+def start(kind: str, config: Mapping[str, Any], stage: int, patterns: Any, tp: int = 1, ep: int = 0) -> Any:
+    """An engine of a model of Hugging Face; with ``ep`` AutoEP has its experts."""
     import transformers
 
     torch.manual_seed(3)
@@ -72,6 +73,13 @@ def start(kind: str, config: Mapping[str, Any], stage: int, patterns: Any, tp: i
     }
     if tp > 1:
         ds_config["tensor_parallel"] = {"autotp_size": tp}
+    if ep:
+        from tests.support.engines import hub  # noqa: F401 - lets AutoEP take transformers' models
+
+        groups.mpu = None
+        for known in (groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP):
+            known.clear()  # named by the degree alone
+        ds_config["expert_parallel"] = {"enabled": True, "autoep_size": ep, "use_grouped_mm": False}
     engine, *_ = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=ds_config)
     return engine
 
@@ -107,6 +115,23 @@ def load(
         if again:
             engine.save_checkpoint(again)
         return *look(engine), "\n".join(heard.lines)
+    finally:
+        engine.destroy()
+
+
+def load_experts(
+    folder: str, config: Mapping[str, Any], stage: int, ep: int, patterns: Any
+) -> tuple[dict[tuple[str, str], Tensor], Tensor]:
+    """Load into AutoEP's engine of a Mixtral; what this rank holds, experts one by one, and its logits."""
+    from tests.support.engines import fused
+
+    engine = start("MixtralForCausalLM", config, stage, patterns, ep=ep)
+    try:
+        engine.load_checkpoint(folder)
+        states = fused.read_states(engine)
+        engine.eval()
+        with torch.no_grad():
+            return states, engine(input_ids=TOKENS).logits.float()
     finally:
         engine.destroy()
 
