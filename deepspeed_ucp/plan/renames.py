@@ -76,7 +76,7 @@ def apply_renames(
         feeds.add(rule)
     feeds.join()
     if feeds.made or feeds.left:
-        index = _unite_groups(derive(index, feeds.made, feeds.left), feeds.made)
+        index = _unite_groups(derive(index, feeds.made, feeds.left), feeds.made.keys() - feeds.pieces.keys())
     renamed = find_renamed(list_names(index), {*live, *aliases}, renames)
     if renamed or feeds.made:
         for each in (each for each in rules if each.renames):
@@ -445,7 +445,7 @@ def _fold(names: Iterable[str]) -> str:
     return shorten([name for name, _ in folded], 4)
 
 
-def _unite_groups(index: AtomicIndex, made: Mapping[str, DerivedParam]) -> AtomicIndex:
+def _unite_groups(index: AtomicIndex, made: Set[str]) -> AtomicIndex:
     """A group of experts alone goes into another one of the same hyper-parameters: here they may be in one."""
     groups: list[GroupInfo] = []
     for group in sorted(index.run.groups, key=lambda group: _is_made(group, made)):
@@ -462,5 +462,5 @@ def _describe(group: GroupInfo) -> dict[str, Any]:
     return {key: value for key, value in group.hyper.items() if key != "name"}
 
 
-def _is_made(group: GroupInfo, made: Mapping[str, DerivedParam]) -> bool:
+def _is_made(group: GroupInfo, made: Set[str]) -> bool:
     return all(member.name in made for member in group.members)

@@ -115,6 +115,9 @@ def test_groups_steps_and_biases_move_along() -> None:
     )  # fmt: skip
     assert made.index.run.groups[0].names == ("a", "gate", "up")
     assert set(made.index.run.scalars) == {ParamKey("a"), ParamKey("gate"), ParamKey("up")}
+    apart = tuple(GroupInfo((each,), {"lr": 1.0}) for each in members)
+    made, _ = carry_out({"a": (2,), "fc1": (4,)}, {"a": (2,), "gate": (2,), "up": (2,)}, GATED, groups=apart)
+    assert [group.names for group in made.index.run.groups] == [("a",), ("gate", "up")]
 
 
 QKV = {"qkv": (8, 2)}
