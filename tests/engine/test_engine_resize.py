@@ -181,6 +181,25 @@ def test_layers_and_heads(tmp_path: Path, ucp_worlds: WorldPool) -> None:
         check_same({"fp32": held.fp32, **held.tensors}, {"fp32": before.fp32, **before.tensors})
 
 
+WIDE = [
+    {"match": r".*\.(q|k|v|gate|up)_proj\.weight"},
+    {"match": r".*\.(o|down)_proj\.weight", "dim": 1, "new": "zero"},
+]
+
+
+def test_more_heads_and_a_wider_feed_forward_leave_the_loss_as_it_was(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """New rows compute what columns of zeros pass on."""
+    world, folder = ucp_worlds.get(2), str(tmp_path)
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 24}
+    wider = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 40}
+    _, losses = world.run(resized.save_llama, Kind(1), folder, **sizes)[0]
+    (each,), (refused,) = world.run(
+        resized.load_llama, [(Kind(3, patterns={"resize": WIDE}), wider), (Kind(2), wider)], [folder]
+    )[0]
+    assert each.losses[0] == pytest.approx(losses[0], rel=1e-6)
+    assert "shape (16, 16) in the checkpoint, (32, 16) in the model" in refused.refusal
+
+
 LORA = [
     {"match": r".*\.lora_A\..*"},
     {"match": r".*\.lora_B\..*", "dim": 1, "new": "zero", "scale": "lora"},

@@ -159,6 +159,24 @@ def _load(engine: Any, folders: Sequence[str], after: int = 2) -> list[Loaded]:
     return found
 
 
+def save_llama(kind: Kind, folder: str, **sizes: int) -> tuple[CapturedEngine, list[float]]:
+    """As :func:`save`, of a Llama."""
+    return _save(kind.make(_make_llama(**sizes)), folder)
+
+
+def load_llama(kinds: Sequence[tuple[Kind, dict[str, int]]], folders: Sequence[str]) -> list[list[Loaded]]:
+    """As :func:`load`, of Llamas."""
+    return [_load(kind.make(_make_llama(**sizes)), folders) for kind, sizes in kinds]
+
+
+def _make_llama(**sizes: int) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(1)
+    fixed = {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 30, "head_dim": 8}
+    return LlamaForCausalLM(LlamaConfig(**{**fixed, **sizes}))
+
+
 def save_adapter(kind: Kind, folder: str, **lora: Any) -> tuple[CapturedEngine, list[float]]:
     """As :func:`save`, of a LoRA, whose configuration lies beside."""
     model = _make_peft(**lora)
