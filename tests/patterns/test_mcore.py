@@ -128,6 +128,7 @@ def _whole(name: str, shapes: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, .
         ("mcore-llama", "LlamaForCausalLM", {**GROUPED, "num_attention_heads": 6}, "rows are not|cannot be made"),
         ("mcore-llama", "LlamaForCausalLM", {**GROUPED, "swiglu": False}, "contradicts .* has no SwiGLU"),
         ("mcore-llama", "LlamaForCausalLM", {**GROUPED, "rotary_interleaved": True}, "neighbouring places"),
+        ("mcore-llama", "LlamaForCausalLM", {**GROUPED, "apply_layernorm_1p": True}, "kept less 1"),
         ("mcore-gpt", "GPT2LMHeadModel", ARGS, "transposed, as Hugging Face's GPT-2 does .* such as GPTBigCode"),
     ],
 )
