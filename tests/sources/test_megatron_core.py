@@ -203,6 +203,16 @@ def test_states_that_are_flattened_block_by_block(tmp_path: Path) -> None:
     check_same({"it": read_whole(index, atom)}, {"it": states[f"optimizer.state.fp32_param.{WORDS}"]})
 
 
+def test_states_of_megatron_fsdp_are_refused(tmp_path: Path) -> None:
+    """Its tensors are those of torch.distributed.checkpoint, without the files that Megatron-Core adds."""
+    name, weight = "module.output_layer.weight", torch.randn(2, 3)
+    states = {"state": {name: {"exp_avg": weight, "exp_avg_sq": weight}}, "param_to_group_meta": {name: {"lr": 0.1}}}
+    dcp.save({"model": {name: weight}, "optimizer": states, "args": Namespace()}, checkpoint_id=tmp_path, no_dist=True)
+    index = open_it(tmp_path)
+    assert list_names(index, MODULE) == [name]
+    assert "fsdp_dtensor" in index.limits.stateless and "--ckpt-format torch_dist" in index.limits.stateless
+
+
 # -- which one is meant -----------------------------------------------------------------------------------------------
 
 
@@ -258,6 +268,21 @@ def test_other_forms_are_refused(saved: Path, form: Any, told: str) -> None:
     (saved / "metadata.json").write_text(json.dumps(form))
     with pytest.raises((CheckpointError, UnsupportedError), match=told):
         open_it(saved)
+
+
+def test_a_file_of_that_name_that_is_somebody_elses(tmp_path: Path) -> None:
+    weight = torch.randn(2, 3)
+    dcp.save({"model": {"a": weight}}, checkpoint_id=tmp_path, no_dist=True)
+    (tmp_path / "metadata.json").write_text('{"step": 3}')
+    index = open_it(tmp_path)
+    assert (index.run.format, list_names(index, MODULE)) == ("torch.distributed.checkpoint", ["a"])
+
+
+def test_a_save_that_was_interrupted(tmp_path: Path) -> None:
+    """Where the common state is among the blocks, their keys alone tell what it is."""
+    dcp.save({"a": torch.zeros(2), "common_state/shard_0_1": "x"}, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(CheckpointError, match="without the metadata.json"):
+        open_it(tmp_path)
 
 
 def test_zarr_is_refused_by_its_name(saved: Path) -> None:

@@ -32,7 +32,7 @@ from ..findings import WARNING, Finding
 from ..reading import explain_damage
 from ..table import FileTable
 from .contents import Chunk, Contents, Shape, StoredTensor, count_steps, read_shape
-from .names import DCP, holds
+from .names import DCP, FORM, holds
 
 _LARGEST = 1 << 30
 """Bytes of a metadata file: a million blocks take a tenth of it."""
@@ -44,6 +44,15 @@ _APART = ("dataloader.", "lr_scheduler.", "optimizer.", "train_state.")
 _UNNAMED = (
     "its optimizer states have numbers, not names: nothing tells whose they are. Save with "
     "torch.distributed.checkpoint.state_dict.get_state_dict, or load the weights alone (load_optimizer_states=False)"
+)
+
+UNCHECKED = "its metadata has no checksum: names and places that are damaged in it may go unnoticed"
+
+_MEGATRON = "param_to_group_meta."
+_BY_MEGATRON = (
+    "its optimizer states are those of Megatron-FSDP (fsdp_dtensor), which are not read. Save with the distributed "
+    "optimizer (--ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable), or load the weights alone "
+    "(load_optimizer_states=False)"
 )
 
 
@@ -354,6 +363,12 @@ class _Interpreter:
         Raises:
             CheckpointError, UnsupportedError: as of :func:`read_contents`.
         """
+        if odd := next((key for key in self.told.values if "/shard_" in key), ""):
+            raise CheckpointError(
+                f"holds {odd}, as Megatron-Core's checkpoints do, without the {FORM} that they end with: the save was "
+                "interrupted, or a copy was cut short. Take another checkpoint.",
+                path=self.where.folder,
+            )
         prefix = self._find_model()
         left = [key for key in self.told.tensors if key not in self.roots]
         weights = {key[len(prefix) :]: key for key in left if key.startswith(prefix) and self._is_model(key, prefix)}
@@ -377,6 +392,8 @@ class _Interpreter:
                 states[name][state] = self.blocks.make_tensor(key)
         steps = [held["step"] for held in scalars.values() if "step" in held]
         steps += [hyper["step"] for _, hyper in groups if "step" in hyper]
+        by_megatron = any(_MEGATRON in key for key in (*self.told.tensors, *self.told.values))
+        reason = _UNNAMED if numbered else _BY_MEGATRON if by_megatron else ""
         contents = Contents(
             DCP,
             self.head,
@@ -385,9 +402,9 @@ class _Interpreter:
             scalars,
             groups,
             counters=count_steps(steps),
-            stateless=f"{self.where.path(self.head)}: {_UNNAMED}." if numbered else "",
+            stateless=f"{self.where.path(self.head)}: {reason}." if reason else "",
             scalar_dtypes=dtypes,
-            unchecked="its metadata has no checksum: names and places that are damaged in it may go unnoticed",
+            unchecked=UNCHECKED,
         )
         return contents, self._list_left(prefix, weights)
 

@@ -27,8 +27,9 @@ from ..findings import WARNING, Finding
 from ..hints import INFO, read_hints, simplify_object
 from ..reading import explain_damage
 from ..table import FileTable
+from . import dcp
 from .contents import Chunk, Contents, Shape, StoredTensor
-from .dcp import Blocks, read_blocks
+from .dcp import UNCHECKED, Blocks, read_blocks
 from .names import BLOCKS, COMMON, FORM, MEGATRON
 
 _BACKEND, _VERSION = "torch_dist", 1
@@ -94,12 +95,18 @@ def read_contents(where: FileTable, comm: Comm) -> tuple[Contents, list[Finding]
         UnsupportedError: another form than ``torch_dist``.
     """
     comm.alike(lambda: _check_names(where))
-    where.once(FORM, lambda: _check_form(where), comm)
+    if not where.once(FORM, lambda: _check_form(where), comm):
+        return dcp.read_contents(where, comm)
     comm.alike(lambda: _require(where, BLOCKS))
     blocks = read_blocks(where, comm, values=False)
     source = comm.alike(lambda: _find_common(blocks))
     common = where.once(source, lambda: _read_common(blocks, source), comm)
-    return comm.alike(lambda: _Interpreter(blocks, common).make())
+
+    def interpret() -> tuple[Contents, list[Finding]]:
+        with explain_damage(where.path(blocks.head)):
+            return _Interpreter(blocks, common).make()
+
+    return comm.alike(interpret)
 
 
 def _check_names(where: FileTable) -> None:
@@ -116,11 +123,15 @@ def _require(where: FileTable, name: str) -> None:
         raise CheckpointError("is missing. Copy it here, or take another checkpoint.", path=where.path(name))
 
 
-def _check_form(where: FileTable) -> None:
-    def read(folder: str) -> None:
+def _check_form(where: FileTable) -> bool:
+    """Whether the file is Megatron-Core's, and not somebody's own beside blocks."""
+
+    def read(folder: str) -> bool:
         path = os.path.join(folder, FORM)
         with explain_damage(path):
             told = json.loads(read_small(path, _LONGEST))
+            if "sharded_backend" not in told and COMMON not in where.entries:
+                return False
             form, version = told["sharded_backend"], told.get("sharded_backend_version", _VERSION)
         if form != _BACKEND:
             raise UnsupportedError(
@@ -132,8 +143,9 @@ def _check_form(where: FileTable) -> None:
             raise UnsupportedError(
                 f"is of version {version!r:.40} of {_BACKEND}, and {_VERSION} is read; update deepspeed_ucp.", path=path
             )
+        return True
 
-    where.read(FORM, read)
+    return where.read(FORM, read)
 
 
 def _find_common(blocks: Blocks) -> str:
@@ -236,6 +248,7 @@ class _Interpreter:
             counters=self._read_counters(),
             stateless=f"{self.path}: {self._describe_unnamed(unnamed)}" if unnamed else "",
             hints=self._make_hints(weights),
+            unchecked=UNCHECKED,
         )
         return contents, [*findings, *self._list_left()]
 
