@@ -28,7 +28,7 @@ from ...atoms import (
     count,
     strip_compiled,
 )
-from ...errors import CheckpointError, UnsupportedError
+from ...errors import CheckpointError, UnsupportedError, shorten
 from ...topology import Topology
 from ...torchsave.objects import describe
 from ...torchsave.records import FileRecord
@@ -154,6 +154,9 @@ def make_index(contents: Contents, where: FileTable) -> AtomicIndex:
             if state in (MODULE, COPY):
                 raise UnsupportedError(f"{name} has an optimizer state {state!r}.", path=where.path(contents.head))
             maker.add(strip_compiled(name), state, tensor)
+    aliases = {strip_compiled(alias): strip_compiled(name) for alias, name in contents.aliases.items()}
+    if twice := aliases.keys() & {atom.name for atom in maker.atoms}:
+        raise CheckpointError(f"holds {shorten(sorted(twice))} twice.", path=where.folder)
     unchecked = _UNCHECKED if any(each.crc is None for each in maker.records if each.nbytes) else contents.unchecked
     dtypes = [tensor.dtype for name, tensor in contents.weights.items() if tensor.dtype.startswith(("float", "bf"))]
     precision = max(dtypes, key=dtypes.count, default="float32")
@@ -173,7 +176,7 @@ def make_index(contents: Contents, where: FileTable) -> AtomicIndex:
             scalar_dtypes=dict(contents.scalar_dtypes),
             format=contents.format,
         ),
-        model=ModelInfo(aliases=dict(contents.aliases), hints=dict(contents.hints)),
+        model=ModelInfo(aliases=aliases, hints=dict(contents.hints)),
         limits=Limits(stateless=contents.stateless, dropped=contents.dropped, unchecked=unchecked),
     )
 

@@ -12,7 +12,7 @@ import os
 import posixpath
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -195,6 +195,7 @@ def read_blocks(where: FileTable, comm: Comm, *, values: bool = True) -> Blocks:
         UnsupportedError: blocks were transformed (compressed).
     """
     heads = sorted(name for name in where.entries if holds(DCP, name, heads=True))
+    comm.alike(lambda: _check_heads(where, heads))
     told = Metadata()
     for head in heads:
         _join(told, where.once(head, partial(_read_metadata, where, head), comm))
@@ -207,6 +208,19 @@ def read_blocks(where: FileTable, comm: Comm, *, values: bool = True) -> Blocks:
     found = where.share(names, lambda name: _read_entries(where, name, by_file[name], told), comm)
     pairs = (zip(by_file[name], held, strict=True) for name, held in zip(names, found, strict=True))
     return Blocks(told, {key: entry for each in pairs for key, entry in each}, where, heads[0])
+
+
+def _check_heads(where: FileTable, heads: Sequence[str]) -> None:
+    """Raises CheckpointError: a folder has data without metadata."""
+    folders = {
+        posixpath.dirname(name) for name in where.entries if not holds(DCP, name, heads=True) and holds(DCP, name)
+    }
+    for folder in sorted(folders.difference(map(posixpath.dirname, heads))):
+        raise CheckpointError(
+            "is missing, which is written last: the save was interrupted, or a copy was cut short. Take another "
+            "checkpoint.",
+            path=where.path(posixpath.join(folder, ".metadata")),
+        )
 
 
 def _check_files(where: FileTable, names: Iterable[str], head: str) -> None:

@@ -70,7 +70,8 @@ def find_format(names: Iterable[str]) -> str | None:
         return STATE_DICT
     if len({FORM, BLOCKS, COMMON}.intersection(names)) > 1:  # one alone is anybody's
         return MEGATRON
-    return next((kind for kind in _FILES if any(holds(kind, name, heads=True) for name in names)), None)
+    interrupted = DCP if any(holds(DCP, name) for name in names) else None
+    return next((kind for kind in _FILES if any(holds(kind, name, heads=True) for name in names)), interrupted)
 
 
 def holds(kind: str, name: str, *, heads: bool = False) -> bool:
