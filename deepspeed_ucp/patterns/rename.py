@@ -101,10 +101,17 @@ class Part:
         """With numbers.
 
         Raises:
-            UnknownError: nothing tells one of them.
+            UnknownError: nothing tells some of them; its arguments are what is asked for.
             ConfigError: one is no positive integer.
         """
-        numbers = {size: facts.evaluate(size) for size in (*self.parts, self.blocks)}
+        numbers, unknown = dict[int | str, Any](), dict[str, None]()
+        for size in (*self.parts, self.blocks):
+            try:
+                numbers[size] = facts.evaluate(size)
+            except UnknownError as error:
+                unknown[str(error)] = None
+        if unknown:
+            raise UnknownError(*unknown)
         if odd := [f"{size} is {number}" for size, number in numbers.items() if type(number) is not int or number < 1]:
             raise ConfigError(f"rename: parts and blocks are positive integers; {odd[0]}")
         return Rows(self.number, tuple(numbers[size] for size in self.parts), numbers[self.blocks])
@@ -190,14 +197,11 @@ class Rename:
         try:
             return self.part.measure(facts), self.into.measure(facts)
         except UnknownError as error:
-            name = str(error)
-            way = (
-                f'set "patterns": {{"variables": {{"{name}": <number>}}, …}}'
-                if name.isidentifier()
-                else "write a number"
-            )
+            names, given = error.args, ", ".join(f'"{name}": <number>' for name in error.args)
+            is_named = all(map(str.isidentifier, names))
+            way = f'set "patterns": {{"variables": {{{given}}}, …}}' if is_named else "write numbers"
             raise MismatchError(
-                f"rename: {self.pattern!r} needs {name}, which the checkpoint does not tell; {way}"
+                f"rename: {self.pattern!r} needs {' and '.join(names)}, which the checkpoint does not tell; {way}"
             ) from None
 
     def check(self) -> None:

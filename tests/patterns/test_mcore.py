@@ -122,7 +122,12 @@ def _whole(name: str, shapes: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, .
 @pytest.mark.parametrize(
     ("family", "kind", "args", "words"),
     [
-        ("mcore-llama", "LlamaForCausalLM", {}, 'needs heads, .* set "patterns": {"variables": {"heads": <number>}'),
+        (
+            "mcore-llama",
+            "LlamaForCausalLM",
+            {},
+            'needs heads and groups, .* set .*{"heads": <number>, "groups": <number>}',
+        ),
         ("mcore-llama", "LlamaForCausalLM", {"num_attention_heads": 4}, "needs groups"),
         ("mcore-llama", "LlamaForCausalLM", {**GROUPED, "num_query_groups": 4}, "rows are not|cannot be made"),
         ("mcore-llama", "LlamaForCausalLM", {**GROUPED, "num_attention_heads": 6}, "rows are not|cannot be made"),

@@ -129,7 +129,7 @@ LIVE = {"q": (4, 2), "k": (2, 2), "v": (2, 2)}
 @pytest.mark.parametrize(
     ("saved", "live", "rules", "args", "words"),
     [
-        (QKV, LIVE, SPLIT, {}, r"needs args.heads, which the checkpoint does not tell; write a number"),
+        (QKV, LIVE, SPLIT, {}, r"needs args.heads and args.groups, which .* not tell; write numbers"),
         (QKV, LIVE, NAMED, {}, r'needs groups, which .* tell; set "patterns": {"variables": {"groups": <number>}'),
         (QKV, LIVE, SPLIT, {"heads": 6, "groups": 3}, r"8 rows are not 3 blocks of parts \[2, 1, 1\]"),
         (QKV, LIVE, SPLIT, {"heads": 6, "groups": 1}, r"q \(4, 2\) cannot be made of qkv .* makes \(6, 2\)"),
