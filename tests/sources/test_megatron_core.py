@@ -22,7 +22,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex
 
 from deepspeed_ucp.atoms import COPY, MASTER, MODULE, AtomicIndex, AtomKey
 from deepspeed_ucp.cli import main
@@ -409,6 +409,19 @@ def test_an_optimizer_inside_of_itself(tmp_path: Path) -> None:
     folder = save(tmp_path / "it", common=make_common(optimizer=held))
     with pytest.raises(CheckpointError):
         open_it(folder)
+
+
+def test_what_is_left_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    held = {**make_common()["optimizer"], "grad_scaler": {"scale": torch.ones(1)}}
+    save(tmp_path / "it", common=make_common(optimizer=held, opt_param_scheduler={"num_steps": 5}))
+
+    def tell(told: Any) -> None:
+        objects = ("rng_state/shard_0.0_1.1", "decoder.layers.mlp.linear_fc1._extra_state/shard_0_2")
+        told.state_dict_metadata |= {key: BytesStorageMetadata() for key in objects}
+
+    change_metadata(tmp_path / "it", tell)
+    open_it(tmp_path / "it")
+    assert "Megatron's own: opt_param_scheduler, grad_scaler, rng_state." in caplog.text
 
 
 def test_no_code_of_a_common_state_runs(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:

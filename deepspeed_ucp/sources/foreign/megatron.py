@@ -33,7 +33,8 @@ from .dcp import UNCHECKED, Blocks, read_blocks
 from .names import BLOCKS, COMMON, FORM, MEGATRON
 
 _BACKEND, _VERSION = "torch_dist", 1
-_ENTRY = "common_state/shard_0_1"
+_ENTRY = "common_state"
+_ENTRY_KEY = f"{_ENTRY}/shard_0_1"
 """Key of the common state among the blocks."""
 
 _SAMPLES = "consumed_train_samples"
@@ -67,7 +68,7 @@ _KEYS = frozenset(
 )
 """Of a param group, that are Megatron's and no optimizer's."""
 
-_BESIDE = ("opt_param_scheduler", "rng_state", "rerun_state_machine", "dataloader_state_dict")
+_BESIDE = ("opt_param_scheduler", "grad_scaler", "rng_state", "rerun_state_machine", "dataloader_state_dict")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +151,7 @@ def _check_form(where: FileTable) -> bool:
 
 def _find_common(blocks: Blocks) -> str:
     """The file with the common state."""
-    place = blocks.told.places.get((_ENTRY, None))
+    place = blocks.told.places.get((_ENTRY_KEY, None))
     if COMMON in blocks.where.entries or place is None:
         _require(blocks.where, COMMON)
         return COMMON
@@ -165,7 +166,7 @@ def _read_common(blocks: Blocks, name: str) -> _Common:
             if name == COMMON:
                 tree = read_header(path).tree
             else:
-                (part,) = read_parts(path, [blocks.told.places[_ENTRY, None][1:]])
+                (part,) = read_parts(path, [blocks.told.places[_ENTRY_KEY, None][1:]])
                 tree = part.tree
                 tree = tree[0] if isinstance(tree, list) and len(tree) == 1 else tree
             if not isinstance(tree, dict):
@@ -176,33 +177,36 @@ def _read_common(blocks: Blocks, name: str) -> _Common:
 
 
 def _take_apart(tree: Mapping[Any, Any], path: str) -> _Common:
-    content = tree.get("content_metadata")
-    optimizer = tree.get("optimizer")
+    content, optimizer = tree.get("content_metadata"), tree.get("optimizer")
     if has_more_parts([optimizer, content], _MOST_PARTS):
         raise CheckpointError(f"its optimizer has more than {_MOST_PARTS} parts; the file is damaged.", path=path)
+    optimizers = [*_walk(optimizer)]
+    beside = [key for key in _BESIDE if key in tree or any(key in each for each in optimizers)]
     sharding = content.get("distrib_optim_sharding_type") if isinstance(content, dict) else None
     return _Common(
         hints=read_hints(tree),
-        groups=tuple(_list_groups(optimizer)),
+        groups=tuple(group for each in optimizers for group in _list_groups(each)),
         sharding=sharding if isinstance(sharding, str) else "",
-        beside=tuple(key for key in _BESIDE if key in tree),
+        beside=tuple(beside),
     )
 
 
-def _list_groups(held: Any) -> Iterator[dict[str, Any]]:
-    """The param groups of an optimizer: alone, within one for 16 bits, or of several in a chain."""
-    if not isinstance(held, dict):
-        return
-    groups = held.get("param_groups")
-    if isinstance(groups, list):
-        states = held.get("state")
-        step = simplify_object(states.get("common_step")) if isinstance(states, dict) else None
-        for group in map(simplify_object, groups):
-            if isinstance(group, dict):
-                yield group if group.get("step") is not None or step is None else {**group, "step": step}
-    for key, inner in held.items():
-        if key == "optimizer" or isinstance(key, int):
-            yield from _list_groups(inner)
+def _walk(held: Any) -> Iterator[Mapping[Any, Any]]:
+    """An optimizer's dicts: alone, within one for 16 bits, or of several in a chain."""
+    if isinstance(held, dict):
+        yield held
+        for key, inner in held.items():
+            if key == "optimizer" or isinstance(key, int):
+                yield from _walk(inner)
+
+
+def _list_groups(optimizer: Mapping[Any, Any]) -> Iterator[dict[str, Any]]:
+    """The param groups of one optimizer, with their steps, plain."""
+    groups, states = optimizer.get("param_groups"), optimizer.get("state")
+    step = simplify_object(states.get("common_step")) if isinstance(states, dict) else None
+    for group in map(simplify_object, groups if isinstance(groups, list) else ()):
+        if isinstance(group, dict):
+            yield group if group.get("step") is not None or step is None else {**group, "step": step}
 
 
 class _Interpreter:
@@ -449,9 +453,12 @@ class _Interpreter:
 
     def _list_left(self) -> list[Finding]:
         """What is in the checkpoint and not loaded, as a warning."""
-        if not self.common.beside:
+        objects = {key.partition("/")[0] for key in self.blocks.told.values}
+        own = sorted(key for key in objects if not key.endswith(("_extra_state", _ENTRY)) and not _UNNAMED.match(key))
+        left = [*self.common.beside, *own]
+        if not left:
             return []
-        text = f"{self.path}: not loaded, since it is Megatron's own: {shorten(self.common.beside)}."
+        text = f"{self.path}: not loaded, since it is Megatron's own: {shorten(left)}."
         return [Finding("unsaved", self.blocks.head, text, WARNING)]
 
 
