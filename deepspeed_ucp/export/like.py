@@ -97,7 +97,7 @@ class LikeModel:
         try:
             import transformers
 
-            config = transformers.AutoConfig.from_pretrained(self.folder)
+            config = transformers.AutoConfig.from_pretrained(self.folder, trust_remote_code=False)  # else it asks
             named = [getattr(transformers, name, None) for name in config.architectures or ()]
             kinds = [kind._from_config for kind in named if kind is not None]
             auto = (transformers.AutoModelForCausalLM, transformers.AutoModel)
@@ -257,6 +257,4 @@ def _read(model: Any, written: Mapping[str, Shape]) -> _Found:
     twice = {alias: name for alias, name in ties.items() if {alias, name} <= written.keys()}
     filled = {tensors[name] for name in found if name in tensors}
     missing = {name for name in live.keys() - found.keys() if tensors.get(name) not in filled}
-    return _Found(
-        live, found, missing, {alias: name for alias, name in twice.items() if {alias, name} <= written.keys()}
-    )
+    return _Found(live, found, missing, twice)

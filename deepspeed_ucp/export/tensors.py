@@ -17,7 +17,7 @@ from ..plan.predicted import predict_renames
 from ..plan.settling import list_weights, refuse_unreadable
 from ..stream.batches import WorkOptions
 from ..stream.copies import refuse_scattered
-from ..stream.full_tensors import FullTensor, FullTensors, assemble_full_tensors
+from ..stream.full_tensors import FullTensor, assemble_full_tensors
 from .adapter import Merge, choose_adapter, choose_merged
 
 WEIGHTS = (MASTER, MODULE, COPY)
@@ -155,7 +155,7 @@ def select_tensors(
     names = name_tensors(listed, renames, options.strip_prefix, made.made)
     merged: dict[str, Merge] = {}
     if options.adapter:
-        names, merged = _adapt(names, full, options)
+        names, merged = _adapt(names, {key.name: kept[key] for key in _order_weights(index) if key in kept}, options)
         kept = {key: atom for key, atom in kept.items() if key.name in names}
     copies: dict[str, list[str]] = defaultdict(list)
     if (options.tied or tied) == "copy":
@@ -184,9 +184,13 @@ def select_tensors(
 
 
 def _adapt(
-    names: Mapping[str, str], full: FullTensors, options: ExportOptions
+    names: Mapping[str, str], weights: Mapping[str, FullTensor], options: ExportOptions
 ) -> tuple[dict[str, str], dict[str, Merge]]:
     """Names of what an adapter's export writes, by saved ones, and by saved name the adapters of base weights.
+
+    Args:
+        names: by saved ones.
+        weights: of each saved name the best one.
 
     Raises:
         CheckpointError, UnsupportedError: as of :mod:`.adapter`.
@@ -195,7 +199,6 @@ def _adapt(
     adapted = choose(names.values(), options.adapter, options.adapter_config)
     saved = {new: name for name, new in names.items()}
     found = {saved[name]: new for name, new in adapted.written.items()}
-    weights = {key.name: tensor for key, tensor in full.tensors.items() if key.state in WEIGHTS}
     return found, {
         saved[base]: Merge(
             adapted.written[base].removesuffix(".weight"),

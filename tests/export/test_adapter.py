@@ -20,6 +20,7 @@ from deepspeed_ucp.export.tensors import ExportOptions
 from deepspeed_ucp.sources import open_checkpoint
 from tests.export.test_safetensors import check_same, load_all
 from tests.synth import Model, Param, State, Topology, random_state, write_checkpoint
+from tests.synth.description import DTYPES
 
 TOPOLOGIES = (Topology(0), Topology(1, 2, "bf16"), Topology(3, 2, "bf16"))
 LORAS: dict[str, dict[str, Any]] = {
@@ -55,7 +56,7 @@ def make_peft(**lora: Any) -> PeftModel:
 
 
 def save(folder: Path, model: PeftModel, topology: Topology, *, base: bool = True) -> str:
-    """A DeepSpeed save of it; the adapter is trained, the base is frozen, in fp32, or left out."""
+    """A DeepSpeed save of it; the adapter is trained, the base is frozen, or left out."""
     params = [
         Param(name, tuple(param.shape), frozen=not param.requires_grad)
         for name, param in model.named_parameters()
@@ -67,7 +68,7 @@ def save(folder: Path, model: PeftModel, topology: Topology, *, base: bool = Tru
     atoms = {name: {**held, "fp32": values[name]} for name, held in state.atoms.items()}
     for name in (param.name for param in params if param.frozen):
         atoms[name] = {key: values[name].to(held.dtype) for key, held in state.atoms[name].items()}
-        model.get_parameter(name).data = atoms[name]["fp32"].float()
+        model.get_parameter(name).data = values[name].to(DTYPES[topology.precision]).float()  # as it is saved
     return str(write_checkpoint(folder, described, State(atoms, state.scalars), topology))
 
 
@@ -118,10 +119,12 @@ def read_names(folder: Path) -> set[str]:
     return {key.name for key in open_checkpoint(str(folder), Comm()).stored.atoms}
 
 
+@pytest.mark.parametrize("topology", [Topology(1, 2), Topology(2, 2, "bf16")], ids=lambda t: t.label)
 @pytest.mark.parametrize("kind", LORAS)
-def test_a_merge_is_peft_s_to_the_bit(tmp_path: Path, kind: str) -> None:
+def test_a_merge_is_peft_s_to_the_bit(tmp_path: Path, kind: str, topology: Topology) -> None:
+    """Of the adapter's masters, where the model computes with copies of them."""
     model = make_peft(**LORAS[kind])
-    path = save(tmp_path, model, Topology(1, 2))
+    path = save(tmp_path, model, topology)
     export(path, tmp_path / "out", model, merge=True)
     merged = model.merge_and_unload()
     check_same(load_file(tmp_path / "out" / "model.safetensors"), dict(merged.named_parameters()))
