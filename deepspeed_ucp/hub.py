@@ -24,6 +24,28 @@ from .plan.derive import DerivedParam, Slice, derive
 from .plan.renames import list_shapes
 
 
+def find_cached(name: str) -> str:
+    """The folder of a model in the hub's local cache, by its id such as ``org/name``.
+
+    Raises:
+        ImportError: the hub's library is not installed.
+        OSError, ValueError: there is no such model.
+    """
+    from huggingface_hub import snapshot_download
+
+    return str(snapshot_download(name, local_files_only=True))
+
+
+def describe_cached(name: str) -> str:
+    """Where what is no folder here is a model of the hub, in words; empty where it is none."""
+    if "huggingface_hub" not in sys.modules:  # which takes long to import, and nobody thought of it
+        return ""
+    try:
+        return f"is a model of the hub, in its local cache: name {find_cached(name)}"
+    except (ImportError, OSError, ValueError):
+        return ""
+
+
 @dataclass(slots=True)
 class Reading:
     """How a checkpoint's tensors become a model's.
@@ -69,10 +91,10 @@ def read_into(index: AtomicIndex, module: Any, live: Collection[str], own: Colle
     Raises:
         UnsupportedError: a conversion that moves elements within a tensor.
     """
-    saved = {param.name for param in index.stored.atoms.held} - {*own}
-    if saved <= {*live}:
-        return Reading()
     model, is_wrapped = _find_model(getattr(module, "_orig_mod", module))
+    saved = {param.name for param in index.stored.atoms.held} - {*own}
+    if saved <= {*live} or not (is_wrapped or _is_pretrained(model)):
+        return Reading()
     dims = {name: len(held[0]) for name, held in list_shapes(index).items()}
     if not is_wrapped:
         return convert(model, saved, live, dims)
@@ -111,6 +133,11 @@ def _rename_adapter(saved: Iterable[str], live: Collection[str], dims: Mapping[s
     return Reading({new: DerivedParam((Slice(name),), dims[name]) for new, name in renamed.items() if new in live})
 
 
+def _is_pretrained(model: Any) -> bool:
+    library = sys.modules.get("transformers.modeling_utils")
+    return library is not None and isinstance(model, library.PreTrainedModel)
+
+
 def convert(model: Any, names: Iterable[str], memory: Collection[str], dims: Mapping[str, int]) -> Reading:
     """How ``from_pretrained`` reads tensors of a file into a model of transformers; nothing for any other model.
 
@@ -122,8 +149,8 @@ def convert(model: Any, names: Iterable[str], memory: Collection[str], dims: Map
     Raises:
         UnsupportedError: a conversion that moves elements within a tensor.
     """
-    reading, library = Reading(), sys.modules.get("transformers.modeling_utils")
-    if library is None or not isinstance(model, library.PreTrainedModel):
+    reading = Reading()
+    if not _is_pretrained(model):
         return reading
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping

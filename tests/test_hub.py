@@ -31,6 +31,7 @@ from deepspeed_ucp.atoms import AtomicIndex
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import UnsupportedError
 from deepspeed_ucp.hub import Reading, read_into
+from deepspeed_ucp.load.tags import report_nothing
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.stream.full_tensors import assemble_full_tensors
 from deepspeed_ucp.stream.reader import AtomReader
@@ -184,3 +185,21 @@ def test_an_adapter_goes_into_the_only_one_of_a_model(tmp_path: Path) -> None:
     two = wrap("one")
     two.add_adapter("two", two.peft_config["one"])
     assert not read(tmp_path, two)[0].made
+
+
+# -- the hub ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_id_of_the_hub_where_a_folder_is_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A run that was to begin with a model does not begin from scratch without a word."""
+    snapshot = tmp_path / "models--some--model" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "models--some--model" / "refs").mkdir()
+    (tmp_path / "models--some--model" / "refs" / "main").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    caplog.set_level("INFO")
+    for place, told in (("some/model", str(snapshot)), ("some/other", "nothing to resume"), ("", "nothing to resume")):
+        report_nothing([place], Comm(), require=False)
+        assert caplog.messages[-1].endswith(told) or f"name {told}. If it" in caplog.messages[-1]

@@ -14,7 +14,7 @@ from typing import Any
 from ..atoms import AtomicIndex, count
 from ..comm import Comm
 from ..errors import CheckpointError, ConfigError, MismatchError, shorten
-from ..hub import convert, revert
+from ..hub import convert, find_cached, revert
 from ..io.disk import explain_full
 from ..patterns import Rename
 from ..patterns.adapters import ROOT
@@ -44,9 +44,7 @@ def find_model(like: str) -> str:
     folder = like
     if not os.path.isdir(like):
         try:
-            from huggingface_hub import snapshot_download
-
-            folder = snapshot_download(like, local_files_only=True)
+            folder = find_cached(like)
         except (ImportError, OSError, ValueError) as error:
             raise ConfigError(
                 f"--like {like}: neither a folder nor a model in the local cache of the hub ({error}). Download it, or "

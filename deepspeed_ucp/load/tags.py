@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ..comm import Comm
 from ..errors import CheckpointError, join_numbers, shorten
+from ..hub import describe_cached
 from ..io.paths import is_url, normalize
 from ..io.store import is_folder
 from ..sources import check_tag, read_latest
@@ -174,7 +175,11 @@ def report_nothing(places: Sequence[str], comm: Comm, *, require: bool) -> None:
     Raises:
         CheckpointError: a checkpoint is required.
     """
-    seen = [next(filter(None, _ask(place, partial(describe_content, place), comm)), "") for place in places]
+
+    def look(place: str) -> str:
+        return describe_content(place) or ("" if is_url(place) or os.path.isdir(place) else describe_cached(place))
+
+    seen = [next(filter(None, _ask(place, partial(look, place), comm)), "") for place in places]
     told = " ".join(f"{place} {text}." for place, text in zip(places, seen, strict=True) if text)
     text = f"{places[0]}: holds no checkpoint yet, nothing to resume"
     if require:
