@@ -101,10 +101,10 @@ def test_what_there_is(saved: Path) -> None:
     assert index.model.hints["args"]["num_attention_heads"] == 4
 
 
-@pytest.mark.parametrize("changes", [{"vocab_size": None}, {"vocab_size": 7, "tokenizer_type": "NullTokenizer"}])
+@pytest.mark.parametrize("changes", [{}, {"vocab_size": 9}, {"vocab_size": 7, "tokenizer_type": "NullTokenizer"}])
 def test_rows_that_may_mean_something_are_no_padding(tmp_path: Path, changes: dict[str, Any]) -> None:
     """Without a size all rows; a tokenizer that counts no end of a document gets one row more."""
-    folder = save(tmp_path / "it", common=make_common(args=Namespace(padded_vocab_size=8, **changes)))
+    folder = save(tmp_path / "it", common=make_common(args=Namespace(**changes)))
     assert open_it(folder).model.hints["universal_checkpoint_info"]["original_vocab_size"] == 8
 
 

@@ -55,6 +55,9 @@ _STACK = re.compile(r"(?:^|(?<=\.))layers\.(?!\d+\.)")
 _EXPERT = re.compile(r"(.*\.experts\.experts\.)(\d+)\.(.*)")
 _HALF = re.compile(r"(.*\.(?:weight|bias))_([wv])")
 
+_TABLES = ("word_embeddings.weight", "output_layer.weight")
+"""Ends of the names of tables of words."""
+
 _ADVICE = (
     "Save with --dist-ckpt-optim-fully-reshardable (Megatron-LM; else distrib_optim_sharding_type "
     "'fully_reshardable'), or load the weights alone (load_optimizer_states=False)"
@@ -420,7 +423,7 @@ class _Interpreter:
         is_vector = name.endswith(".bias") or len(shape) == (2 if is_expert else 1)
         if self.args.get("apply_wd_to_qk_layernorm") is True and re.search(r"\b[qk]_layernorm\.", name):
             is_vector = False
-        is_table = name.endswith(("word_embeddings.weight", "output_layer.weight"))
+        is_table = name.endswith(_TABLES)
         for mark, is_so in ((_is_experts, is_expert), (_is_undecayed, is_vector), (self._is_decoupled, is_table)):
             marked = [number for number in numbers if mark(self.common.groups[number])]
             if marked and len(marked) < len(numbers):
@@ -440,15 +443,15 @@ class _Interpreter:
         )
 
     def _make_hints(self, weights: Mapping[str, StoredTensor]) -> dict[str, Any]:
-        """Arguments and the like; from them the vocabulary, whose padding may differ."""
+        """Arguments and the like; from them the vocabulary (else all its rows), whose padding may differ."""
         hints = dict(self.common.hints)
-        tables = [name for name in weights if name.endswith(("word_embeddings.weight", "output_layer.weight"))]
-        told = [self.args.get(key) for key in ("vocab_size", "padded_vocab_size")]
-        size = next((each for each in told if type(each) is int and each > 0), None)
-        if size is not None and tables:
-            size += size == told[0] and self.args.get("tokenizer_type") == "NullTokenizer"  # its end of a document
+        tables = {name: each.shape[0] for name, each in weights.items() if name.endswith(_TABLES) and each.shape}
+        if rows := min(tables.values(), default=0):
+            told = self.args.get("vocab_size")
+            size = told if type(told) is int and told > 0 else rows
+            size += self.args.get("tokenizer_type") == "NullTokenizer"  # which counts no end of a document
             names = [f"^{re.escape(name)}$" for name in tables]
-            hints[INFO] = {"original_vocab_size": size, "vocabulary_parameter_patterns": names}
+            hints[INFO] = {"original_vocab_size": min(size, rows), "vocabulary_parameter_patterns": names}
         return hints
 
     def _list_left(self) -> list[Finding]:
