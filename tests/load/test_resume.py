@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from deepspeed_ucp.atoms import Limits
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.engine_state import find_state
@@ -335,7 +336,7 @@ def test_torch_works_with_a_share_of_the_cores_while_a_rank_loads(monkeypatch: p
         _optimizer_has_ckpt_event_prologue=lambda: False, _optimizer_has_ckpt_event_epilogue=lambda: False
     )
     target: Any = SimpleNamespace(prepare=lambda: None, swaps=SimpleNamespace(discard=lambda: None))
-    index: Any = SimpleNamespace(run=SimpleNamespace(state_file="states"), is_weights_alone=False)
+    index: Any = SimpleNamespace(run=SimpleNamespace(state_file="states"), limits=Limits(), is_weights_alone=False)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -366,7 +367,7 @@ def test_what_is_collective_at_the_end_waits_for_no_rank_that_failed_alone(
         swaps = SimpleNamespace(discard=lambda: discarded.append(rank))
         prepare = (lambda: 1 // rank) if before and alone is False else lambda: None
         target: Any = SimpleNamespace(prepare=prepare, swaps=swaps)
-        index: Any = SimpleNamespace(run=SimpleNamespace(state_file="states"), is_weights_alone=False)
+        index: Any = SimpleNamespace(run=SimpleNamespace(state_file="states"), limits=Limits(), is_weights_alone=False)
         _load(make_job(engine, comm), "", index, target)
 
     monkeypatch.setattr("deepspeed_ucp.load.resume.load_direct", load)
