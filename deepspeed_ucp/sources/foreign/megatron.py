@@ -18,7 +18,7 @@ from typing import Any
 
 from ...atoms import COPY, ITEMSIZE, MASTER, MODULE, count
 from ...comm import Comm
-from ...errors import CheckpointError, UnsupportedError, shorten
+from ...errors import CheckpointError, UnsupportedError, join_numbers, shorten
 from ...io.memory import pause_collection
 from ...io.store import read_small
 from ...torchsave.objects import describe, has_more_parts
@@ -45,8 +45,8 @@ _LONGEST = 1 << 16
 _MOST_PARTS = 1_000_000
 """Of the param groups."""
 
-_MOST_LAYERS, _MOST_TENSORS = 1 << 14, 1 << 21
-"""Of one stack, and tensors of all of them."""
+_MOST_LAYERS, _MOST_PIECES = 1 << 14, 1 << 22
+"""Of one stack, and blocks of all layers together."""
 
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
 _UNNAMED = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.")
@@ -218,6 +218,7 @@ class _Interpreter:
     def __init__(self, blocks: Blocks, common: _Common) -> None:
         self.blocks, self.common, self.path = blocks, common, blocks.where.path(blocks.head)
         self.args: Mapping[str, Any] = common.hints.get("args", {})
+        self.pieces = 0
 
     def make(self) -> tuple[Contents, list[Finding]]:
         """What there is, and what is left out.
@@ -306,8 +307,8 @@ class _Interpreter:
         found: dict[str, StoredTensor] = {}
         for name, tensor in tensors.items():
             for layer_name, layer in self._unstack(name, tensor):
-                if layer_name in found or len(found) >= _MOST_TENSORS:
-                    raise CheckpointError(f"tells of {layer_name} twice, or of too many tensors.", path=self.path)
+                if layer_name in found:
+                    raise CheckpointError(f"tells of {layer_name} twice; it is damaged.", path=self.path)
                 found[layer_name] = layer
         return self._join_experts(self._join_halves(found))
 
@@ -325,12 +326,17 @@ class _Interpreter:
         for chunk in tensor.chunks:
             if len(chunk.offsets) != len(tensor.shape) or chunk.offsets[0] + chunk.shape[0] > layers:
                 raise CheckpointError(f"tells of a block of {name} outside of it; it is damaged.", path=self.path)
+            self.pieces += chunk.shape[0]
+            if self.pieces > _MOST_PIECES:
+                raise UnsupportedError(f"has more than {_MOST_PIECES} blocks of layers.", path=self.path)
             stride = count(chunk.shape[1:]) * ITEMSIZE[tensor.dtype]
             for number in range(chunk.shape[0]):
                 part = replace(
                     chunk, offsets=chunk.offsets[1:], shape=chunk.shape[1:], begin=chunk.begin + number * stride
                 )
                 chunks[chunk.offsets[0] + number].append(part)
+        if missing := [layer for layer in range(layers) if layer not in chunks]:
+            raise CheckpointError(f"has no block of {name} of layers {join_numbers(missing)}.", path=self.path)
         for layer in range(layers):
             made = StoredTensor(tensor.dtype, shape, tuple(chunks[layer]))
             yield from self._unstack(f"{name[:at]}{layer}.{name[at:]}", made)
