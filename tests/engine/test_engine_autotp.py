@@ -35,21 +35,20 @@ TARGETS = {
     "uneven": [
         AutoTP(1, stage=3, precision="bf16"),
         AutoTP(4, precision="bf16"),
-        AutoTP(2, stage=2),
         AutoTP(2, stage=3),
-        AutoTP(1, stage=0),
-        AutoTP(2, stage=0, precision="bf16"),
     ],
 }
+UNEVEN = [*TARGETS["uneven"], AutoTP(2, stage=2), AutoTP(1, stage=0), AutoTP(2, stage=0, precision="bf16")]
+"""Exhaustive ones, too; at these stages the layout is that of an even model."""
 SAME = Route("even", AutoTP(2), AutoTP(2))
 ROUTES, MORE = (
     [
         Route(model, source, target)
         for model in SOURCES
-        for source, target in turns(SOURCES[model], TARGETS[model], count)
+        for source, target in turns(SOURCES[model], targets[model], count)
         if source != target
     ]
-    for count in (1, 2)
+    for targets, count in ((TARGETS, 1), ({**TARGETS, "uneven": UNEVEN}, 2))
 )
 
 

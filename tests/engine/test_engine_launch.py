@@ -31,8 +31,10 @@ LAUNCHERS = {
     "torchrun-module": [*TORCHRUN, "--master-port={port}", "-m", "deepspeed_ucp", "run"],  # compiles
     "deepspeed": [*DEEPSPEED, "--master_port={port}", "ds_ucp", "run"],
     "mpirun": [*MPIRUN, "ds_ucp", "run"],
-    "environment": [*DEEPSPEED[:-1], "--master_port={port}"],
+    "environment": [sys.executable],
+    "deepspeed-environment": [*DEEPSPEED[:-1], "--master_port={port}"],
 }
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
 NOT_COMPILED = """
 import sys
@@ -117,7 +119,10 @@ def test_untouched_script(launcher: str, checkpoint: Path, environment: dict[str
     if not Path(command[0]).exists():
         pytest.skip(f"{command[0]} is not installed")
     ds_config: dict[str, Any] = {"train_batch_size": 8, "zero_optimization": {"stage": 3}}
-    if launcher == "environment":
+    ranks = 1 if launcher == "environment" else RANKS
+    if ranks == 1:
+        environment |= ALONE
+    if launcher.endswith("environment"):
         (tmp_path / "bin" / "sitecustomize.py").write_text(START)
         path = f"{tmp_path / 'bin'}{os.pathsep}{environment['PYTHONPATH']}"
         environment |= {"PYTHONPATH": path, "DEEPSPEED_UCP": "1"}
@@ -129,11 +134,13 @@ def test_untouched_script(launcher: str, checkpoint: Path, environment: dict[str
     found = [json.loads(line.split("FOUND ", 1)[1]) for line in output.splitlines() if "FOUND " in line]
     assert code == 0 and len(found) == 1, output[-4000:]
     assert found[0]["direct"] is True
-    assert (found[0]["world"], found[0]["steps"]) == (RANKS, 6)
+    assert (found[0]["world"], found[0]["steps"]) == (ranks, 6)
     assert (found[0]["main"], found[0]["file"]) == ("__main__", Path(SCRIPT).name)
     assert [a for a in found[0]["argv"] if not a.startswith("--local_rank")] == arguments
     assert output.count("deepspeed_ucp is to load it") == 1
-    assert output.count("deepspeed_ucp is on by the environment variable DEEPSPEED_UCP") == (launcher == "environment")
+    assert output.count("deepspeed_ucp is on by the environment variable DEEPSPEED_UCP") == launcher.endswith(
+        "environment"
+    )
 
 
 def test_failure_of_the_script_is_the_exit_code(environment: dict[str, str], tmp_path: Path) -> None:

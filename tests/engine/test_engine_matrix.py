@@ -1,7 +1,8 @@
 """Every ZeRO stage in every precision to every other, at other data-parallel sizes and at the same one.
 
-One engine of each kind takes its sources one after the other. Of the stages and precisions of both sides every three
-are combined, and all four under `-m exhaustive`, at every size. Then the options of ZeRO and the formats of files.
+One engine of each kind takes its sources one after the other. Of the stages and precisions of both sides every two
+are combined, and all four under `-m exhaustive`, at every size: what one side is shows in the description of the engine
+or of the files, which load/test_reshard.py combines at will. Then the options of ZeRO and the formats of files.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def size_of(stage: int, precision: str, turn: int = 0) -> int:
     return (2, 3, 4)[(stage + PRECISIONS.index(precision) + turn) % 3]
 
 
-ROWS = cover(STAGES, PRECISIONS, STAGES, PRECISIONS, strength=3)
+ROWS = cover(STAGES, PRECISIONS, STAGES, PRECISIONS)
 SOURCES = {
     (stage, precision): [(s, p) for s, p, *target in ROWS if target == [stage, precision] and saves_states(s, p)]
     for stage, precision in product(STAGES, PRECISIONS)

@@ -158,7 +158,7 @@ def test_nodes_with_folders_of_their_own_are_saved_as_deepspeed_does(tmp_path: P
         assert found[0].startswith(str(tmp_path / "memory")) and compare(states[0], found[2])[1] == []
 
 
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_a_lost_node_is_no_loss(lost: int, tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """Its neighbour has its part; what is left resumes on fewer ranks, or beside an empty node, without any place."""
     folder, memory, variable = tmp_path / "saved", tmp_path / "memory", Path("$NODE_MEMORY")

@@ -73,7 +73,7 @@ def test_a_shell_that_is_process_1_keeps_the_signal_for_itself(command: list[str
         container.wait(timeout=10)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # tests/test_preemption.py has a pod that is told to go, engine/ has the saves then
 @pytest.mark.engine
 def test_a_drained_pod_saves_within_the_grace_and_is_no_success(reference: Steps, tmp_path: Path) -> None:
     run, output = Run(tmp_path), tmp_path / "output"
