@@ -43,16 +43,16 @@ ROUTES = [
     replace(go("dense", TP2_PP2_BF16, Launch(4, 1)), saves=True),
     go("dense", TP2_PP2_BF16, Plain(2, stage=3, precision="bf16")),
     go("dense", TP2_PP2_STAGE0, Launch(1, 2)),
-    go("dense", Launch(1, 2, 0, "bf16"), Launch(2, 1, precision="bf16")),
     replace(go("dense", DP4, TP2_PP2_BF16), saves=True),
     go("dense", DP4, Launch(1, 4, 0, method="uniform")),
     go("dense", Plain(1, stage=1), Launch(2, 2, method="parameters")),
     replace(go("llama", Plain(2, stage=2), Plain(1, stage=3, sp=2)), saves=True),
-    go("llama", Plain(2, stage=2), Launch(1, 2)),
     go("llama", Launch(1, 2, precision="bf16"), Plain(4, stage=2)),
     go("moe", Plain(2, stage=3), Launch(2, 2)),
 ]
 MORE = [
+    go("llama", Plain(2, stage=2), Launch(1, 2)),
+    go("dense", Launch(1, 2, 0, "bf16"), Launch(2, 1, precision="bf16")),
     go("dense", TP2_PP2, Launch(4, 1)),
     go("dense", TP2_PP2, Launch(1, 2, world=2)),
     go("dense", TP2_PP2, Plain(2, stage=2)),

@@ -135,7 +135,7 @@ def test_experts_are_left_to_deepspeed_in_the_same_topology_alone(
         assert (answer["calls"], answer["direct"]) == (0, True)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.exhaustive), 3])
 def test_files_of_every_nodes_own(stage: int, tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """DeepSpeed's own load where each node has its own ranks' files, else ours, to the bit as from one folder."""
     options = {"universal": {"seal": True}, "use_node_local_storage": True}

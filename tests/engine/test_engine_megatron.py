@@ -18,7 +18,8 @@ from tests.support.engines.ranks import Attempt
 
 Plain = partial(Launch, pipeline=False)
 
-TP2_PP2, TP2, PP2 = Launch(2, 2), Plain(2, stage=2), Launch(1, 2)
+TP2_PP2, TP2, PP2 = Launch(2, 2), Plain(2, stage=2, world=2), Launch(1, 2)
+TP2_STAGE0 = Plain(2, stage=0, world=2)
 QKV_RULES = [
     {
         "match": r".*\.self_attention\.query_key_value\.(?:weight|bias)",
@@ -27,7 +28,7 @@ QKV_RULES = [
     }
 ]
 SPAN = {"family": "megatron-gpt", "rules": [{"match": r".*\.span", "pattern": "shard-v"}]}
-ONE_DEGREE = [Plain(4, stage=1), Plain(1, stage=3)]
+ONE_DEGREE = [Plain(4, stage=1), Plain(1, stage=3, world=2)]
 FUSED = {"interleaved": "megatron-gpt-interleaved", "megatron-llama": "megatron-llama"}
 
 
@@ -42,7 +43,7 @@ def of_each(route: Route, releases: tuple[str, ...] = RELEASES) -> list[Route]:
 
 @pytest.fixture(scope="module")
 def runs(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    nested = [("extras", TP2), ("megatron", Plain(2, stage=0))]
+    nested = [("extras", TP2), ("megatron", TP2_STAGE0)]
     return Runs(ucp_worlds, tmp_path_factory.mktemp("megatron"), make_client_states, nested)
 
 
@@ -136,8 +137,8 @@ def test_live_attributes_tell_the_rows_of_a_tp1_source(runs: Runs) -> None:
 
 
 NESTED = [
-    Route("extras", TP2, Plain(1, stage=3), SPAN),  # frozen parameters and buffers come from the dict
-    Route("megatron", Plain(2, stage=0), Plain(1, stage=2), SPAN),  # and so do the masters
+    Route("extras", TP2, ONE_DEGREE[1], SPAN),  # frozen parameters and buffers come from the dict
+    Route("megatron", TP2_STAGE0, Plain(1, stage=2, world=2), SPAN),  # and so do the masters
 ]
 ALSO = Route("extras", TP2, Plain(4, stage=1), SPAN)
 

@@ -56,7 +56,7 @@ SAME = [
 OURS = Route(GPT, Stages(4, 0, "bf16"), Stages(4, 0, "bf16"))  # BF16_Optimizer, without ZeRO
 WEIGHTS = [replace(route, arguments={"load_optimizer_states": False}) for route in (*SAME[2:], OURS)]
 WEIGHTS.append(replace(SAME[3], arguments={"load_module_only": True}))
-CHOSEN = [ROUTES[place] for place in (0, 2, 3, 5, 6, 8, 9)]
+CHOSEN = [ROUTES[place] for place in (0, 2, 3, 5, 6, 8)]
 EVERY = [*(ROUTES if os.environ.get("UCP_EXHAUSTIVE") else CHOSEN), *SAME, *DUAL, OURS, *WEIGHTS]
 EVERY = [each for each in EVERY if not ((each.source.dual or each.target.dual) and find_reason("DualPipeV"))]
 

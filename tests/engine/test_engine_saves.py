@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,17 @@ from deepspeed_ucp.errors import ConfigError
 from deepspeed_ucp.sources.seal import read_seal
 from deepspeed_ucp.testing import WorldPool
 from deepspeed_ucp.testing.compare import compare
+from tests.support.covering import Row, params
 from tests.support.engines import ranks as engine_ranks
 from tests.support.engines import saves as engine_saves
 from tests.support.engines.cases import Case
 from tests.support.engines.ranks import files_that_differ
 
 CASES = [Case(1, 2, "bf16"), Case(3, 3), Case(0, 2), Case(2, 1, "fp16")]
+
+
+def name_row(row: Row) -> str:
+    return f"{row[1]}-{'overlap' if row[0] else 'at-once'}"
 
 
 def saving(case: Case, memory: Path, **options: Any) -> dict[str, Any]:
@@ -56,8 +62,10 @@ def test_what_is_copied_behind_training_is_of_the_step_that_was_saved(
     check_files(tmp_path, 2)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    ("overlap", "case"),
+    params([(bool(at % 2), case) for at, case in enumerate(CASES)], product([False, True], CASES), name_row),
+)
 def test_saves_at_step_0_in_the_midst_of_a_step_and_twice_under_one_tag(
     overlap: bool, case: Case, tmp_path: Path, ucp_worlds: WorldPool
 ) -> None:
