@@ -59,13 +59,13 @@ def read_config(path: str | None, folder: str) -> dict[str, Any]:
     """An adapter's configuration.
 
     Args:
-        path: a file, or a folder that has it; None looks beside a checkpoint's folder, where trainers put it.
+        path: a file, or a folder that has it; None looks in a checkpoint's folder (PEFT's), and beside it (trainers').
         folder: the checkpoint's.
 
     Raises:
         ConfigError: there is none, or it is of another kind of adapter.
     """
-    places = [os.path.dirname(normalize(folder)), folder] if path is None else [path]
+    places = [folder, os.path.dirname(normalize(folder))] if path is None else [path]
     files = [os.path.join(place, CONFIG) if os.path.isdir(place) else place for place in places]
     found = next((file for file in files if os.path.isfile(file)), None)
     if found is None:

@@ -17,7 +17,7 @@ from ..errors import CheckpointError, ConfigError, MismatchError, shorten
 from ..hub import convert, find_cached, revert
 from ..io.disk import explain_full
 from ..patterns import Rename
-from ..patterns.adapters import ROOT
+from ..patterns.adapters import ROOT, is_added
 from ..patterns.layout import Shape
 from ..plan.derive import derive
 from ..plan.renames import list_shapes
@@ -33,6 +33,13 @@ logger = logging.getLogger("deepspeed_ucp")
 
 _QUANTIZED = "quantization_config"
 """Key of a configuration: the model's files hold no plain weights, which an export's do."""
+
+_NAMES = (
+    "Bring names together by --rename or --patterns (hf-moe for AutoEP's experts), rows that pad a vocabulary by "
+    "--patterns, or name the right model."
+)
+
+_MERGE = "It holds an adapter: merge it (--merge), or write it alone (--adapter, without --like)."
 
 
 def find_model(like: str) -> str:
@@ -159,11 +166,8 @@ class LikeModel:
         if odd := [f"{alias} to {best.twice[alias]}" for alias, is_same in same.items() if is_same is False]:
             faults.append(f"tied there, with other values here: {shorten(odd)}")
         if faults:
-            raise MismatchError(
-                f"The checkpoint is not of the model in {self.folder}: {'; '.join(faults)}. Bring names together by "
-                "--rename or --patterns (hf-moe for AutoEP's experts), rows that pad a vocabulary by --patterns, or "
-                "name the right model."
-            )
+            advice = _MERGE if any(map(is_added, written)) else _NAMES
+            raise MismatchError(f"The checkpoint is not of the model in {self.folder}: {'; '.join(faults)}. {advice}")
         return [alias for alias, is_same in same.items() if is_same]
 
     def copy_beside(self, folder: str, dtypes: Collection[str]) -> None:
@@ -185,7 +189,7 @@ class LikeModel:
     def _tell_dtype(self, dtypes: Collection[str]) -> str:
         """The configuration, by which from_pretrained chooses the element type that it loads in."""
         told = {key: value for key, value in self.config.items() if key != _QUANTIZED}
-        floating = [each for each in dtypes if each.startswith(("float", "bfloat"))]
+        floating = [each for each in dtypes if each in ("float64", "float32", "float16", "bfloat16")]
         if len(floating) == 1:
             known = [name for name in ("dtype", "torch_dtype") if name in told]
             told |= dict.fromkeys(known or ["torch_dtype"], floating[0])

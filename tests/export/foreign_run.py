@@ -107,15 +107,15 @@ def save_engine(folder: str, stage: int, *, load: str = "", steps: int = 0) -> C
     return state
 
 
-def load_adapter(folder: str, stages: tuple[int, ...]) -> list[tuple[dict[str, torch.Tensor], list[str]]]:
-    """Load PEFT's folder into engines whose model has an adapter and its base already; the parameters, and the log."""
+def load_adapter(base: str, folder: str, stages: tuple[int, ...]) -> list[tuple[dict[str, torch.Tensor], list[str]]]:
+    """Load a base, and then PEFT's folder into engines whose model has an adapter; the parameters, and the log."""
     from tests.export.test_adapter import LORAS, make_peft
 
     found = []
     for stage in stages:
         model, heard = make_peft(**LORAS["saved"]), Lines()
         trained = [param for param in model.parameters() if param.requires_grad]
-        for param in trained:
+        for param in model.parameters():
             param.data.zero_()
         config = {
             "train_micro_batch_size_per_gpu": 1,
@@ -125,6 +125,7 @@ def load_adapter(folder: str, stages: tuple[int, ...]) -> list[tuple[dict[str, t
         }
         engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=config)
         with heard:
+            engine.load_checkpoint(base)
             engine.load_checkpoint(folder)
         found.append(({name: each.value for name, each in capture(engine).parameters.items()}, heard.lines))
         engine.destroy()

@@ -113,6 +113,8 @@ def test_a_merged_adapter_of_a_model_with_experts(tmp_path: Path) -> None:
     MixtralForCausalLM(MIXTRAL).save_pretrained(tmp_path / "hf")
     lora = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
     path = save(tmp_path, get_peft_model(MixtralForCausalLM(MIXTRAL), lora))
+    with pytest.raises(MismatchError, match=r"holds an adapter: merge it"):
+        export(path, tmp_path / "out", tmp_path / "hf")
     options = ExportOptions(adapter="default", merge=True, adapter_config={"r": 2})
     export_safetensors(open_checkpoint(path, Comm()), str(tmp_path / "out"), options=options, like=str(tmp_path / "hf"))
     assert load_all(tmp_path / "out").keys() == load_all(tmp_path / "hf").keys()
