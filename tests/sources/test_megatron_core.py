@@ -138,6 +138,21 @@ def test_groups_that_nothing_tells_apart(tmp_path: Path, caplog: pytest.LogCaptu
     assert {told["step"] for told in index.run.scalars.values()} == {5.0}
 
 
+def test_steps_that_nothing_tells(tmp_path: Path) -> None:
+    index = open_it(save(tmp_path / "it", common=make_common(optimizer={"param_groups": [make_group(step=None)]})))
+    assert index.run.scalars == {} and "step" not in index.run.groups[0].hyper
+
+
+def test_states_in_objects_of_ranks(saved: Path) -> None:
+    """As dp_zero_gather_scatter, whose states are no tensors at all."""
+
+    def tell(told: Any) -> None:
+        told.state_dict_metadata["optimizer.distributed.dp_group_idx_0.param_state/shard_0_1"] = BytesStorageMetadata()
+
+    change_metadata(saved, tell)
+    assert "nothing tells whose they are" in open_it(saved).limits.stateless
+
+
 def test_weights_alone(tmp_path: Path) -> None:
     index = open_it(save(tmp_path / "it", make_tensors(states=False), {"args": None, "iteration": 5}))
     assert {key.state for key in index.stored.atoms} == {MODULE}
@@ -358,8 +373,11 @@ def test_metadata_that_lies_is_refused(saved: Path, change: Callable[[Any], None
         ({"a.weight_w": torch.zeros(2), "a.weight_v": torch.zeros(2)}, "do not fit"),
         ({"a.weight": torch.zeros(2, 2), "a.weight_w": torch.ones(2, 2), "a.weight_v": torch.ones(2, 2)}, "twice"),
         ({f"mlp.experts.experts.{n}.fc.weight": torch.zeros(2, 2) for n in (0, 2)}, "each expert"),
-        ({"a": torch.zeros(2), "optimizer.state.copy.a": torch.zeros(2)}, "although"),
-        ({"a": torch.zeros(2), **{f"{n}optimizer.state.m.a": torch.zeros(2) for n in ("", "chained_0.")}}, "although"),
+        ({"a": torch.zeros(2), "optimizer.state.copy.a": torch.zeros(2)}, "beside another"),
+        (
+            {"a": torch.zeros(2), **{f"{n}optimizer.state.m.a": torch.zeros(2) for n in ("", "chained_0.")}},
+            "beside another",
+        ),
         ({"optimizer.state.exp_avg.a": torch.zeros(2)}, "no model"),
     ],
 )
@@ -377,6 +395,7 @@ def test_parts_that_are_no_whole(tmp_path: Path, tensors: dict[str, torch.Tensor
         {"iteration": 0.5},
         {"optimizer": {"param_groups": [make_group(step="x")]}},
         {"optimizer": {"param_groups": [make_group(step=-1)]}},
+        {"optimizer": {"param_groups": [make_group(step=2.5)]}},
         {"optimizer": {"param_groups": [make_group(step=None)], "state": {"common_step": torch.tensor(float("nan"))}}},
         {"args": {"consumed_train_samples": "many"}},
         {"args": {"consumed_train_samples": -5}},
@@ -395,7 +414,7 @@ def test_counts_that_are_none(tmp_path: Path, changes: dict[str, Any]) -> None:
         {"args": [1], "optimizer": []},
         {"args": {"vocab_size": "7", "padded_vocab_size": -1, "decoupled_lr": [1]}},
         {"args": Namespace(vocab_size=1 << 80), "content_metadata": 4},
-        {"optimizer": {"param_groups": [5, {"step": 3.5, "lr": torch.zeros(3), "wd_mult": []}]}},
+        {"optimizer": {"param_groups": [5, {"step": None, "lr": torch.zeros(3), "wd_mult": []}]}},
         {"optimizer": {"param_groups": 5, "state": [3], 0: {"param_groups": [{}]}, "optimizer": {"optimizer": 0}}},
     ],
 )

@@ -83,8 +83,10 @@ class _Common:
         groups: param groups of all optimizers, with the step of each.
         sharding: how the distributed optimizer saved its states.
         beside: keys of what is not loaded.
+        path: of the file that tells it.
     """
 
+    path: str
     hints: Mapping[str, Any]
     groups: Sequence[Mapping[str, Any]] = ()
     sharding: str = ""
@@ -187,8 +189,9 @@ def _take_apart(tree: Mapping[Any, Any], path: str) -> _Common:
     beside = [key for key in _BESIDE if key in tree or any(key in each for each in optimizers)]
     sharding = content.get("distrib_optim_sharding_type") if isinstance(content, dict) else None
     return _Common(
+        path,
         hints=read_hints(tree),
-        groups=tuple(group for each in optimizers for group in _list_groups(each)),
+        groups=tuple(group for each in optimizers for group in _list_groups(each, path)),
         sharding=sharding if isinstance(sharding, str) else "",
         beside=tuple(beside),
     )
@@ -203,13 +206,25 @@ def _walk(held: Any) -> Iterator[Mapping[Any, Any]]:
                 yield from _walk(inner)
 
 
-def _list_groups(optimizer: Mapping[Any, Any]) -> Iterator[dict[str, Any]]:
-    """The param groups of one optimizer, with their steps, plain."""
+def _list_groups(optimizer: Mapping[Any, Any], path: str) -> Iterator[dict[str, Any]]:
+    """The param groups of one optimizer, plain, with their steps as integers where there are any.
+
+    Raises:
+        CheckpointError: a step is no count.
+    """
     groups, states = optimizer.get("param_groups"), optimizer.get("state")
-    step = simplify_object(states.get("common_step")) if isinstance(states, dict) else None
+    common = simplify_object(states.get("common_step")) if isinstance(states, dict) else None
     for group in map(simplify_object, groups if isinstance(groups, list) else ()):
-        if isinstance(group, dict):
-            yield group if group.get("step") is not None or step is None else {**group, "step": step}
+        if not isinstance(group, dict):
+            continue
+        own = group.pop("step", None)
+        step = common if own is None else own
+        if step is None:
+            yield group
+            continue
+        if type(step) not in (int, float) or not 0 <= step < 1 << 53 or step % 1:
+            raise CheckpointError(f"tells of {step!r:.40} steps; it is damaged.", path=path)
+        yield {**group, "step": int(step)}
 
 
 class _Interpreter:
@@ -227,15 +242,15 @@ class _Interpreter:
             CheckpointError, UnsupportedError: as of :func:`read_contents`.
         """
         held: dict[str, dict[str, StoredTensor]] = defaultdict(dict)  # by state; "" of the weights
-        unnamed = ""
-        for key in self.blocks.told.tensors:
+        told = self.blocks.told
+        unnamed = next(filter(_UNNAMED.match, (*told.tensors, *told.values)), "")
+        for key in told.tensors:
             if _UNNAMED.match(key):
-                unnamed = key
                 continue
             state, name = match.groups() if (match := _STATE.fullmatch(key)) else ("", key)
             state = MASTER if state in _MASTERS else state
             if state in (MODULE, COPY) or name in held[state]:
-                raise CheckpointError(f"tells of {key} although it has one; it is damaged.", path=self.path)
+                raise CheckpointError(f"tells of {key} beside another one; it is damaged.", path=self.path)
             held[state][name] = self._unflatten(key, self.blocks.make_tensor(key))
         found = {state: self._split(tensors) for state, tensors in held.items()}
         weights = found.pop("", {})
@@ -295,7 +310,7 @@ class _Interpreter:
         found = {key: value for key, value in told.items() if value is not None}
         for key, value in found.items():
             if type(value) is not int or value < 0:
-                raise CheckpointError(f"its {key} is {value!r:.40}; it is damaged.", path=self.path)
+                raise CheckpointError(f"its {key} is {value!r:.40}; it is damaged.", path=self.common.path)
         return found
 
     def _split(self, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
@@ -408,19 +423,12 @@ class _Interpreter:
     def _list_scalars(
         self, groups: Sequence[tuple[tuple[str, ...], Mapping[str, Any]]], states: Mapping[str, Any]
     ) -> dict[str, dict[str, float]]:
-        """The steps of all parameters that have states; without groups the step that all of these have.
-
-        Raises:
-            CheckpointError: it is no number of steps.
-        """
-        steps = [hyper["step"] for hyper in self.common.groups if hyper.get("step") is not None]
-        for step in steps:
-            if type(step) not in (int, float) or not 0 <= step < 1 << 53:
-                raise CheckpointError(f"tells of {step!r:.40} steps; it is damaged.", path=self.path)
-        found = {name: hyper.get("step") for names, hyper in groups for name in names}
-        if not groups and len(set(steps)) == 1:
-            found = dict.fromkeys(states, steps[0])
-        return {name: {"step": float(step)} for name, step in found.items() if step is not None}
+        """The steps of all parameters that have states; without groups the step that all of these have."""
+        steps = {group["step"] for group in self.common.groups if "step" in group}
+        found = {name: hyper["step"] for names, hyper in groups for name in names if "step" in hyper}
+        if not groups and len(steps) == 1:
+            found = dict.fromkeys(states, steps.pop())
+        return {name: {"step": float(step)} for name, step in found.items()}
 
     def _find_groups(self, name: str, shape: Shape) -> list[int]:
         """Numbers of the param groups that may be a parameter's."""
