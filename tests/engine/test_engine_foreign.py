@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from deepspeed_ucp.testing import WorldPool
 from deepspeed_ucp.testing.capture import CapturedEngine
 from tests.export import foreign_run, fsdp_run
 from tests.export.test_dcp import read_all
 from tests.export.test_safetensors import check_same
+from tests.support.foreign import write_dcp
 
 pytestmark = pytest.mark.engine
 
@@ -102,3 +106,51 @@ def test_an_adapter_goes_on_over_its_base(tmp_path: Path, ucp_worlds: WorldPool)
         check_same(values, wanted)
         for told in ("the checkpoint has no adapter", "holds no weights of its base"):
             assert any(told in line for line in heard)
+
+
+def test_what_is_refused_leaves_the_engine_as_it_was(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """Of an engine that has trained: every bit, and the losses that follow."""
+    model, optimizer = fsdp_run.build()
+    fsdp_run.train(model, optimizer, range(3))
+    weights, states = get_state_dict(model, optimizer)
+    tree, wanted = {"model": weights, "optim": states}, dict[str, str]()
+
+    def make(name: str, says: str) -> Path:
+        wanted[str(tmp_path / name)] = says
+        (tmp_path / name).mkdir()
+        return tmp_path / name
+
+    def make_blocks(name: str, says: str, tree: Any = tree) -> Path:
+        write_dcp(make(name, says), tree, lambda tensor: [2, 2][: tensor.dim()])
+        return tmp_path / name
+
+    flip_tensor(
+        make_blocks("flipped", "have CRC32 .*, the writer stored"), "__3_0.distcp", weights["first.weight"][32:, 3:]
+    )
+    (make_blocks("lost", "names files that are not there: __2_0.distcp") / "__2_0.distcp").unlink()
+    os.truncate(make_blocks("cut", "__1_0.distcp: .*truncated") / "__1_0.distcp", 2000)
+    (make_blocks("interrupted", ".metadata: is missing") / ".metadata").unlink()
+    some = {name: weight for name, weight in weights.items() if "second" not in name}
+    make_blocks("smaller", "second.weight", {**tree, "model": some})
+    make_blocks("other", "shape", {"model": {**weights, "first.weight": torch.ones(64, 7)}})
+    bad = {**tree, "optim": {**states, "param_groups": [{**states["param_groups"][0], "step": float("nan")}]}}
+    make_blocks("odd", "nan for a step", bad)
+    save_file({**weights, "norm.bias": torch.ones(65)}, make("shapes", "norm.bias") / "model.safetensors")
+    file = make("holes", "no tensor's") / "model.safetensors"
+    save_file(weights, file)
+    file.write_bytes(file.read_bytes() + bytes(8))
+    torch.save(weights, make("bin", "have CRC32 .*, the writer stored") / "pytorch_model.bin")
+    flip_tensor(tmp_path / "bin", "pytorch_model.bin", weights["second.weight"])
+    save_file({"first.lora_A.weight": torch.ones(2, 6)}, make("adapter", "lora_A") / "adapter_model.safetensors")
+    said, changed, *losses = ucp_worlds.get(2).run(foreign_run.refuse, list(wanted), 2)[0]
+    for (folder, says), text in zip(wanted.items(), said, strict=True):
+        assert re.search(says, text), f"{folder}: {text}"
+    assert not changed
+    assert losses[0] == losses[1]
+
+
+def flip_tensor(folder: Path, name: str, tensor: torch.Tensor) -> None:
+    """A bit of a tensor, wherever it lies in a file."""
+    data = bytearray((folder / name).read_bytes())
+    data[data.index(tensor.contiguous().numpy().tobytes()) + 9] ^= 4
+    (folder / name).write_bytes(data)

@@ -12,7 +12,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 import deepspeed_ucp  # noqa: F401
+from deepspeed_ucp.errors import UcpError
 from deepspeed_ucp.testing.capture import CapturedEngine, capture
+from deepspeed_ucp.testing.compare import compare
 from tests.export import fsdp_run
 
 
@@ -81,6 +83,28 @@ def go_on(
         found.append((state, losses, heard.lines, loaded))
         engine.destroy()
     return found
+
+
+def refuse(folders: list[str], stage: int) -> tuple[list[str], list[str], list[float], list[float]]:
+    """Have an engine that has trained load each of some folders, which it has to refuse.
+
+    Returns:
+        Of each what was said, and what changed; the losses of training on, and those of an engine that had none of it.
+    """
+    engine, twin = start(stage), start(stage)
+    losses = [_train(each, range(2)) for each in (engine, twin)]
+    before, said, changed = capture(engine), [], []
+    for folder in folders:
+        try:
+            engine.load_checkpoint(folder)
+            said.append("loaded")
+        except UcpError as error:
+            said.append(str(error))
+        changed += compare(before, capture(engine))[1]
+    losses = [_train(each, range(2, 4)) for each in (engine, twin)]
+    engine.destroy()
+    twin.destroy()
+    return said, changed, *losses
 
 
 def _train(engine: Any, steps: range) -> list[float]:
