@@ -416,3 +416,21 @@ def test_one_set_of_rules_serves_both_ways(ranks: Any, stage: int, ucp_worlds: W
     back, logits, _ = world.run(ranks.load, folders[1], "LlamaForCausalLM", LLAMA, stage, rules)[0]
     assert not compare(saved.state, back.state)[1]
     assert torch.equal(logits, wanted)
+
+
+def test_uneven_shares_of_autotp_are_joined(ranks: Any, runs: Runs, ucp_worlds: WorldPool) -> None:
+    """Of 6 heads in 3 groups one rank saves two groups and the other one, and they feed a whole Phi-3."""
+    launch = Launch(tp=2, world=2, pipeline=False)
+    saved = join(runs.saved("uneven", launch), "uneven").parameters
+    sizes = {"vocab_size": 67, "hidden_size": 24, "intermediate_size": 22, "tie_word_embeddings": True}
+    phi = {**LLAMA, **sizes, "num_attention_heads": 6, "num_key_value_heads": 3, "pad_token_id": 0}
+    fuse = [{**rule, "into": {**rule["into"], "parts": [2, 1, 1]}} if "qkv" in rule["to"] else rule for rule in FUSE]
+    rules = {"rename": [*fuse, {"from": ".*bias", "to": None}]}  # Phi-3 has none
+    folder = runs.folder("uneven", launch)
+    held, _, _ = ucp_worlds.get(1).run(ranks.load, folder, "Phi3ForCausalLM", phi, 2, rules)[0]
+    for own, parts in (("self_attn.qkv", "qkv"), ("mlp.gate_up", ("gate", "up"))):
+        live = held.state.parameters[f"model.layers.1.{own}_proj.weight"]
+        whole = [saved[f"model.layers.1.{own.partition('.')[0]}.{part}_proj.weight"] for part in parts]
+        assert live.fp32.equal(torch.cat([each.fp32 for each in whole]))
+        for state, tensor in live.tensors.items():
+            assert tensor.equal(torch.cat([each.tensors[state] for each in whole])), (own, state)
