@@ -17,7 +17,7 @@ from math import gcd
 from typing import Any
 
 from .atoms import AtomicIndex, count
-from .errors import UnsupportedError, shorten
+from .errors import MismatchError, UnsupportedError, shorten
 from .flat import Shape
 from .patterns import adapters
 from .plan.derive import DerivedParam, Slice, derive
@@ -90,14 +90,15 @@ def read_into(index: AtomicIndex, module: Any, live: Collection[str], own: Colle
 
     Raises:
         UnsupportedError: a conversion that moves elements within a tensor.
+        MismatchError: of what one takes not all is there.
     """
     model, is_wrapped = _find_model(getattr(module, "_orig_mod", module))
     saved = {param.name for param in index.stored.atoms.held} - {*own}
     if saved <= {*live} or not (is_wrapped or _is_pretrained(model)):
         return Reading()
     dims = {name: len(held[0]) for name, held in list_shapes(index).items()}
-    if not is_wrapped:
-        return convert(model, saved, live, dims)
+    if not is_wrapped:  # of a run's own save the names that the model has are its own
+        return convert(model, saved if index.is_weights_alone else saved - {*live}, live, dims)
     if any(map(adapters.read_live, saved)):
         return _rename_adapter(saved, live, dims)
     added = frozenset(filter(adapters.is_added, live))
@@ -148,6 +149,7 @@ def convert(model: Any, names: Iterable[str], memory: Collection[str], dims: Map
 
     Raises:
         UnsupportedError: a conversion that moves elements within a tensor.
+        MismatchError: of what one takes not all is there.
     """
     reading = Reading()
     if not _is_pretrained(model):
@@ -222,16 +224,21 @@ def _join(converter: Any, new: str, held: Sequence[Sequence[str]], dims: Mapping
 
     Raises:
         UnsupportedError: it does more than stack, join or cut whole rows.
+        MismatchError: not all that it takes is there.
     """
     steps = [(type(each).__name__, getattr(each, "dim", None)) for each in converter.operations]
     names, experts = [*chain.from_iterable(held)], len(held[0])
     inner, targets = dims[names[0]], converter.target_patterns
+    if len(held) > 1 and len({*map(len, held)}) > 1:
+        raise MismatchError(
+            f"{new} is made of {shorten(converter.source_patterns)}: only {shorten(names, 2)} are there."
+        )
     if steps == [("MergeModulelist", 0)] and len(held) == 1:
         return {new: DerivedParam(tuple(map(Slice, names)), inner + 1, (experts,))}
-    if steps == [("MergeModulelist", 0), ("Concatenate", 1)] and len({*map(len, held)}) == 1:
+    if steps == [("MergeModulelist", 0), ("Concatenate", 1)]:
         ordered = chain.from_iterable(zip(*held, strict=True))
         return {new: DerivedParam(tuple(map(Slice, ordered)), inner + 1, (experts,))}
-    if steps == [("Concatenate", 0)] and all(held):
+    if steps == [("Concatenate", 0)]:
         return {new: DerivedParam(tuple(map(Slice, names)), inner)}
     if steps == [("Chunk", 0)] and len(names) == 1 and targets[0] in new:
         parts = {new.replace(targets[0], each): at for at, each in enumerate(targets)}

@@ -29,7 +29,7 @@ from transformers import (
 
 from deepspeed_ucp.atoms import AtomicIndex
 from deepspeed_ucp.comm import Comm
-from deepspeed_ucp.errors import UnsupportedError
+from deepspeed_ucp.errors import MismatchError, UnsupportedError
 from deepspeed_ucp.hub import Reading, read_into
 from deepspeed_ucp.load.tags import report_nothing
 from deepspeed_ucp.sources import open_checkpoint
@@ -144,6 +144,15 @@ def test_what_moves_elements_is_refused_by_name(tmp_path: Path, monkeypatch: pyt
         read(tmp_path, model)
     reading, _ = read(tmp_path, model, own={"model.layers.0.self_attn.q.weight"})  # a rule of the user's
     assert not reading.made
+
+
+def test_experts_that_are_not_all_there_are_refused(tmp_path: Path) -> None:
+    held = {f"model.layers.0.mlp.experts.{e}.gate_proj.weight": torch.ones(6, 16) for e in range(12)}
+    save_file(
+        {**held, "model.layers.0.mlp.experts.3.up_proj.weight": torch.ones(6, 16)}, tmp_path / "model.safetensors"
+    )
+    with pytest.raises(MismatchError, match=r"gate_up_proj is made of .*up_proj.weight: only .*0.gate_proj.weight"):
+        read(tmp_path, Qwen2MoeForCausalLM(QWEN))
 
 
 def test_other_models_keep_their_names(tmp_path: Path) -> None:

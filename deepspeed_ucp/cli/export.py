@@ -71,7 +71,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help=text)
     text = (
         "hf: a model, as a folder or a hub's id in the local cache: its config and tokenizer are copied beside the "
-        "weights, whose names and shapes have to be its own"
+        "weights, whose names and shapes have to be its own; with --merge the base of an adapter that was saved alone"
     )
     parser.add_argument("--like", metavar="MODEL", help=text)
     text = "hf: an adapter of PEFT's alone, as PEFT loads it"
