@@ -77,18 +77,19 @@ def follow_gradients(wants: Wants, optimizer: OptimizerMatch) -> list[Scaling]:
     Raises:
         MismatchError: how a state follows these is not known.
     """
-    found = []
+    found, degrees = [], dict[tuple[int, Any], dict[str, int]]()
     for each in wants.scalings:
         state, number = wants.buffers[each.buffer].slot
         if state in (MASTER, MODULE, COPY):
             found.append(each)
             continue
         flat, target = optimizer.target.flats[number], optimizer.target
-        hyper = optimizer.match.hyper.get(flat.group, {})
-        degree = find_degrees(target.optimizer, target.param_group(flat), hyper, flat.holder).get(state)
-        if degree is None:
+        if (kind := (flat.group, flat.dtype)) not in degrees:
+            hyper = optimizer.match.hyper.get(flat.group, {})
+            degrees[kind] = find_degrees(target.optimizer, target.param_group(flat), hyper, flat.holder)
+        if (degree := degrees[kind].get(state)) is None:
             raise MismatchError(
-                f"resize: {wants.buffers[each.buffer].slot[0]} of {flat.name} would have to follow the scale of its "
+                f"resize: {state} of {flat.name} would have to follow the scale of its "
                 f"weight, and how {type(target.optimizer).__name__} makes it is not known. Give the new LoRA the "
                 f"alpha by which the scale is 1, or {WEIGHTS_ONLY}."
             )

@@ -11,7 +11,7 @@ Nothing changes its shape unless a rule says so:
               product (alpha / rank) in the saved run by that of the live one
 
 A rule counts where the shapes differ, so that it may stay when the run has saved. Optimizer states of new places are
-zero; those of scaled ones follow their gradients, which are smaller by the same factor.
+zero; those of scaled ones follow their gradients, which the inverse of the factor scales.
 """
 
 from __future__ import annotations
@@ -57,15 +57,12 @@ class Resize:
             raise ValueError(f"{self.match!r}: dim is a dimension from 0 on, keep a number of places from 1 on")
         if self.new == "mean" and self.dim:
             raise ValueError(f"{self.match!r}: the mean is that of rows, dim 0")
-        if self.scale == LORA:
-            told = None
-        else:
-            try:
-                told = float(Fraction(self.scale) if isinstance(self.scale, str) else self.scale)
-            except (ValueError, ZeroDivisionError):
-                told = 0.0
-            if not (isfinite(told) and told > 0):
-                raise ValueError(f'{self.match!r}: scale is a number above 0, such as "16/32", or "{LORA}"')
+        try:
+            told = self.factor
+        except (ValueError, ZeroDivisionError):
+            told = 0.0
+        if told is not None and not (isfinite(told) and told > 0):
+            raise ValueError(f'{self.match!r}: scale is a number above 0, such as "16/32", or "{LORA}"')
         if told != 1 and self.new != "zero":
             raise ValueError(f'{self.match!r}: a scale goes with "new": "zero"')
 
@@ -80,7 +77,7 @@ class Resize:
         """Whether it is about a parameter."""
         return compile_regex(self.match).fullmatch(name) is not None
 
-    def fit(self, name: str, saved: Layout, live: Layout, vocab: int | None = None) -> tuple[Layout, Resized]:
+    def fit(self, saved: Layout, live: Layout, vocab: int | None = None) -> tuple[Layout, Resized]:
         """The saved layout with the places that are kept alone, and what becomes of the parameter.
 
         Args:

@@ -186,7 +186,7 @@ class _Settler:
         other = other if rule is None else replace(other, vocab=None)  # the model may have fewer rows
         have, want = pattern.join(source), None if target is None else other.join(target)
         if want is not None and rule is not None and have.shape != want.shape:
-            have, self.settled.resizes[name] = rule.fit(name, have, want, pattern.vocab)
+            have, self.settled.resizes[name] = rule.fit(have, want, pattern.vocab)
         elif want is not None:
             self._check_shapes(name, have.shape, want.shape, pattern.vocab or other.vocab)
         self.settled.layouts[name] = (have, want)

@@ -53,15 +53,15 @@ def test_scales(scale: float | str, factor: float) -> None:
 
 def test_what_is_kept() -> None:
     saved, live = whole((4, 2)), whole((6, 2))
-    layout, resized = Resize("w").fit("w", saved, live)
+    layout, resized = Resize("w").fit(saved, live)
     assert layout == saved and resized == Resized(0, 4, 6, 4, "live")
-    assert Resize("w").fit("w", saved, live, vocab=3)[1].kept == 3
-    layout, resized = Resize("w", keep=3).fit("w", saved, live, vocab=2)
+    assert Resize("w").fit(saved, live, vocab=3)[1].kept == 3
+    layout, resized = Resize("w", keep=3).fit(saved, live, vocab=2)
     assert (resized.kept, layout.claims) == (3, ((((0, 3),), ((0, 2),)),))
     assert copy_runs(layout, 0, live, 0, 0, 12) == (Run(0, 0, 6),)
-    layout, resized = Resize("w", shrink=True).fit("w", live, saved)
+    layout, resized = Resize("w", shrink=True).fit(live, saved)
     assert (resized.kept, resized.saved, resized.live) == (4, 6, 4)
-    layout, _ = Resize("w", dim=1).fit("w", saved, wider := whole((4, 3)))
+    layout, _ = Resize("w", dim=1).fit(saved, wider := whole((4, 3)))
     assert copy_runs(layout, 0, wider, 0, 0, 12) == (Run(0, 0, 2, 4, 2, 3),)  # rows of two, in rows of three
 
 
@@ -78,7 +78,7 @@ def test_what_is_kept() -> None:
 )
 def test_what_does_not_fit(rule: Resize, saved: tuple[int, ...], live: tuple[int, ...], words: str) -> None:
     with pytest.raises(MismatchError, match=words):
-        rule.fit("w", whole(saved), whole(live))
+        rule.fit(whole(saved), whole(live))
 
 
 def test_blocks_and_means_keep_their_shapes() -> None:
@@ -86,9 +86,9 @@ def test_blocks_and_means_keep_their_shapes() -> None:
     mean = Partial().join([(4, 2), (4, 2)])
     for saved in (blocks, mean):
         with pytest.raises(MismatchError, match="keeps its shape"):
-            Resize("w").fit("w", saved, whole((6, 2)))
+            Resize("w").fit(saved, whole((6, 2)))
     parts = ShardV().join([(2, 2), (2, 2)])
-    layout, _ = Resize("w", keep=3).fit("w", parts, ShardV().join([(3, 2), (3, 2)]))
+    layout, _ = Resize("w", keep=3).fit(parts, ShardV().join([(3, 2), (3, 2)]))
     assert layout.claims == ((((0, 2),), ((0, 2),)), (((2, 3),), ((0, 2),)))
     assert layout == replace(parts, claims=layout.claims)
 
@@ -116,7 +116,7 @@ def test_an_error_shows_the_rules_that_would_do_it(shapes: Any, rules: list[dict
     (made,) = from_config({"resize": rules})
     for name, (saved, live) in shapes.items():
         (rule,) = [rule for rule in made.resizes if rule.fits(name)]
-        assert rule.fit(name, whole(saved), whole(live))[1].live == live[rule.dim]
+        assert rule.fit(whole(saved), whole(live))[1].live == live[rule.dim]
 
 
 @pytest.mark.parametrize(
