@@ -21,6 +21,7 @@ from tests.export.test_safetensors import check_same
 from tests.stream.test_full_tensors import read_whole
 from tests.support import mcore
 from tests.support.engines import mcore as engines
+from tests.support.engines.mcore_names import NORMS
 
 pytestmark = pytest.mark.engine
 
@@ -98,11 +99,9 @@ def test_what_megatron_core_reads(tmp_path: Path, ucp_worlds: WorldPool, saver: 
 def check_engine(state: CapturedEngine, tensors: dict[str, torch.Tensor], rows: int | None = None) -> None:
     """Masters, states and steps are what Megatron-Core reads, to the bit; of tables of words the first ``rows``."""
     wanted = name_each(tensors)
-    renames = [(re.compile(rule["from"]), rule["to"]) for rule in engines.LOCAL_NORMS]
-    live = {}
-    for name, _ in wanted:
-        matches = [to.format(**match.groupdict()) for rule, to in renames if (match := rule.fullmatch(name))]
-        live[matches[0] if matches else name] = name
+    live = {name: name for name, _ in wanted}
+    for own, fused in NORMS.items():
+        live = {name.replace(fused, own): saved for name, saved in live.items()}
     assert set(state.parameters) == set(live)
     for name, held in state.parameters.items():
         cut = slice(rows if "word_embeddings" in name or "output_layer" in name else None)
@@ -126,6 +125,22 @@ def test_engines_go_on(tmp_path: Path, ucp_worlds: WorldPool) -> None:
             assert (path, client) == (f"{tmp_path}/iter_0000002/.metadata", {})
             assert any("Megatron-Core → ZeRO-" in line for line in heard)
             assert any("not loaded" in line and "opt_param_scheduler" in line for line in heard)
+
+
+@pytest.mark.parametrize("saver", ["gpt", "llama"])
+def test_engines_of_two_tensor_parallel_ranks_go_on(tmp_path: Path, ucp_worlds: WorldPool, saver: str) -> None:
+    """What one rank has saved is cut as Megatron-Core cuts it: the next losses are those of the saved run."""
+    _, losses = ucp_worlds.get(1).run(mcore.save, str(tmp_path), saver, further=2)[0]
+    how = {"tp": 2}
+    for _, went_on, *_ in ucp_worlds.get(2).run(engines.go_on, str(tmp_path), saver, (0, 1), range(2, 4), **how)[0]:
+        assert went_on == pytest.approx(losses[2:], rel=1e-5)
+
+
+def test_experts_of_their_own_go_on(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """All experts of a layer are one tensor in a checkpoint, and modules of their own here."""
+    _, losses = ucp_worlds.get(1).run(mcore.save, str(tmp_path), "moe", further=2)[0]
+    ((_, went_on, *_),) = ucp_worlds.get(1).run(engines.go_on, str(tmp_path), "moe", (2,), range(2, 4))[0]
+    assert went_on == pytest.approx(losses[2:], rel=1e-5)
 
 
 def test_16_bits_of_pipelines_with_another_padding(tmp_path: Path, ucp_worlds: WorldPool) -> None:

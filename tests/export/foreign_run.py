@@ -36,7 +36,9 @@ def start(stage: int, *, precision: str = "", seed: int = 1, clip: float = 0.0, 
     return make_engine(*fsdp_run.build(seed=seed), stage, precision=precision, clip=clip, **universal)
 
 
-def make_engine(model: Any, optimizer: Any, stage: int, *, precision: str = "", clip: float = 0.0, **more: Any) -> Any:
+def make_engine(
+    model: Any, optimizer: Any, stage: int, *, precision: str = "", clip: float = 0.0, mpu: Any = None, **more: Any
+) -> Any:
     """An engine; ``more``: options of the plugin."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
@@ -47,7 +49,7 @@ def make_engine(model: Any, optimizer: Any, stage: int, *, precision: str = "", 
     }
     if precision:
         config[precision] = {"enabled": True}
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)
     return engine
 
 

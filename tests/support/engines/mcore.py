@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -10,18 +11,6 @@ from deepspeed_ucp.testing.capture import CapturedEngine, capture
 from tests.export.foreign_run import Lines, make_engine
 from tests.support import mcore
 
-LOCAL_NORMS = [
-    {
-        "from": r"(?P<layer>decoder\.layers\.\d+)\.self_attention\.linear_qkv\.layer_norm_(?P<kind>weight|bias)",
-        "to": "{layer}.input_layernorm.{kind}",
-    },
-    {
-        "from": r"(?P<layer>decoder\.layers\.\d+)\.mlp\.linear_fc1\.layer_norm_(?P<kind>weight|bias)",
-        "to": "{layer}.pre_mlp_layernorm.{kind}",
-    },
-]
-"""Norms are saved under the names that they have where Transformer Engine fuses them."""
-
 
 def go_on(
     folder: str,
@@ -29,6 +18,7 @@ def go_on(
     stages: tuple[int, ...],
     steps: range,
     *,
+    tp: int = 1,
     precision: str = "",
     load: dict[str, Any] | None = None,
     **changes: Any,
@@ -36,15 +26,16 @@ def go_on(
     """Load into engines of some stages, and train; of each what it held, its losses, what was logged, what came back.
 
     Args:
+        tp: degree of tensor parallelism.
         precision: section of the ds_config that is enabled.
         load: more of what ``load_checkpoint`` takes.
         changes: of the model's arguments.
     """
     found = []
     for stage in stages:
-        with mcore.join_groups():
+        with mcore.join_groups(tp=tp):
             dtype = {"bf16": torch.bfloat16}.get(precision, torch.float32)
-            args = mcore.make_args(model, params_dtype=dtype, **changes)
+            args = mcore.make_args(model, tp=tp, params_dtype=dtype, **changes)
             engine = start(args, stage, precision)
             with Lines() as heard:
                 loaded = engine.load_checkpoint(folder, **(load or {}))
@@ -65,4 +56,17 @@ def start(args: Any, stage: int, precision: str = "") -> Any:
     params = [*module.parameters()]
     groups = [{"params": [each for each in params if (each.dim() == 1) == is_vector]} for is_vector in (False, True)]
     optimizer = torch.optim.AdamW(groups, lr=1e-5)
-    return make_engine(module, optimizer, stage, precision=precision, patterns={"rename": LOCAL_NORMS})
+    mpu = make_mpu() if args.tensor_model_parallel_size > 1 else None
+    return make_engine(module, optimizer, stage, precision=precision, mpu=mpu, patterns="mcore-local")
+
+
+def make_mpu() -> SimpleNamespace:
+    """From which DeepSpeed learns of Megatron-Core's groups."""
+    from megatron.core import parallel_state
+
+    mpu = SimpleNamespace()
+    for name in ("rank", "world_size", "group"):
+        for kind in ("data_parallel", "tensor_model_parallel", "pipeline_model_parallel"):
+            setattr(mpu, f"get_{kind}_{name}", getattr(parallel_state, f"get_{kind}_{name}"))
+        setattr(mpu, f"get_model_parallel_{name}", getattr(mpu, f"get_tensor_model_parallel_{name}"))
+    return mpu
