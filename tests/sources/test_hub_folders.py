@@ -83,6 +83,13 @@ def test_quantized_weights_are_refused(tmp_path: Path, told: dict[str, object]) 
         open_it(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["a.weight_scale_inv", "a.qweight", "a.weight.absmax", "a.gate_up_proj_blocks"])
+def test_quantized_weights_are_known_without_a_configuration(tmp_path: Path, name: str) -> None:
+    save_file({"a.weight": torch.ones(2).to(torch.float8_e4m3fn), name: torch.ones(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedError, match=rf"quantized \({name}\)"):
+        open_it(tmp_path)
+
+
 def test_an_old_adapter_of_peft_s(tmp_path: Path) -> None:
     torch.save({"base_model.model.q.lora_A.weight": torch.ones(2, 3)}, tmp_path / "adapter_model.bin")
     (tmp_path / "adapter_config.json").write_text("{}")

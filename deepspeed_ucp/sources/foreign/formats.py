@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -21,6 +22,9 @@ from .states import add_states
 
 _MOST_BYTES = 1 << 24
 """Of a configuration."""
+
+_PACKED = re.compile(r".*(weight_scale(_inv)?|qweight|weight_packed|weight\.absmax|proj_blocks)")
+"""Names of tensors that there are beside quantized weights, or in their place."""
 
 
 class Reader(Protocol):
@@ -64,7 +68,7 @@ def survey_foreign(where: FileTable, comm: Comm, kind: str) -> tuple[AtomicIndex
 
     index = comm.alike(unite)
     if kind not in (names.MEGATRON, names.DCP):
-        findings += [*_find_passed_over(where, kind, contents), *_find_packed(where, kind, comm)]
+        findings += [*_find_passed_over(where, kind, contents), *_find_packed(where, kind, contents, comm)]
     findings += comm.once(lambda: [*_find_beside(where)])
     return index, findings
 
@@ -88,8 +92,8 @@ def _find_passed_over(where: FileTable, kind: str, contents: Contents) -> Iterat
         yield Finding("extra", contents.head, text + shorten(left), WARNING)
 
 
-def _find_packed(where: FileTable, kind: str, comm: Comm) -> Iterator[Finding]:
-    """Whether the configuration tells of quantized weights, whose elements are not the weights' values."""
+def _find_packed(where: FileTable, kind: str, contents: Contents, comm: Comm) -> Iterator[Finding]:
+    """Whether weights are quantized, so that the elements in the files are not their values."""
 
     def read(folder: str) -> Any:
         path = join_path(folder, names.CONFIG)
@@ -97,12 +101,15 @@ def _find_packed(where: FileTable, kind: str, comm: Comm) -> Iterator[Finding]:
             told = json.loads(read_small(path, _MOST_BYTES))
             return told.get("quantization_config") if isinstance(told, dict) else None
 
-    if kind == names.ADAPTER or names.CONFIG not in where.entries:
-        return
-    if told := where.once(names.CONFIG, lambda: where.read(names.CONFIG, read), comm):
-        way = told.get("quant_method", "") if isinstance(told, dict) else ""
+    how = ""
+    if kind != names.ADAPTER and names.CONFIG in where.entries:
+        told = where.once(names.CONFIG, lambda: where.read(names.CONFIG, read), comm)
+        how = told.get("quant_method", "") if isinstance(told, dict) else ""
+        how = str(how or "quantization_config in config.json") if told else ""
+    how = how or next(filter(_PACKED.fullmatch, contents.weights), "")
+    if how:
         text = (
-            f"{where.folder}: its weights are quantized ({way or 'quantization_config in config.json'}), which only "
-            "transformers unpacks. Load it there, dequantize() it, save_pretrained it, and load that folder."
+            f"{where.folder}: its weights are quantized ({how}), which only transformers unpacks. Load it there, "
+            "dequantize() it, save_pretrained it, and load that folder."
         )
-        yield Finding("unsupported", names.CONFIG, text)
+        yield Finding("unsupported", contents.head, text)
