@@ -10,13 +10,13 @@ from __future__ import annotations
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from math import gcd
 from typing import Any
 
-from .atoms import AtomicIndex, count
+from .atoms import AtomicIndex, count, strip_compiled
 from .errors import MismatchError, UnsupportedError, shorten
 from .flat import Shape
 from .patterns import adapters
@@ -84,7 +84,7 @@ def read_into(index: AtomicIndex, module: Any, live: Collection[str], own: Colle
     """How transformers and PEFT read a checkpoint into a live model of theirs; nothing for any other model.
 
     Args:
-        module: the live model.
+        module: the live model, or one that has a single model of theirs inside.
         live: names of all that it holds, on all ranks.
         own: saved names that the user's rules are about.
 
@@ -92,46 +92,61 @@ def read_into(index: AtomicIndex, module: Any, live: Collection[str], own: Colle
         UnsupportedError: a conversion that moves elements within a tensor.
         MismatchError: of what one takes not all is there.
     """
-    model, is_wrapped = _find_model(getattr(module, "_orig_mod", module))
     saved = {param.name for param in index.stored.atoms.held} - {*own}
-    if saved <= {*live} or not (is_wrapped or _is_pretrained(model)):
+    found = _find_model(module) if saved - {*live} else None
+    if found is None:
         return Reading()
+    outer, model, is_wrapped = found
     dims = {name: len(held[0]) for name, held in list_shapes(index).items()}
-    if not is_wrapped:  # of a run's own save the names that the model has are its own
-        return convert(model, saved if index.is_weights_alone else saved - {*live}, live, dims)
-    if any(map(adapters.read_live, saved)):
-        return _rename_adapter(saved, live, dims)
-    added = frozenset(filter(adapters.is_added, live))
+    if is_wrapped and any(map(adapters.read_live, saved)):
+        return _rename_adapter(saved, {*live}, dims, outer)
     memory: dict[str, list[str]] = defaultdict(list)
+    added = set()
     for name in sorted(live):  # in the same order on every rank
-        if name not in added:
-            memory[adapters.name_in_base(name)].append(name)
-    found = convert(model, saved, memory.keys(), dims)
-    plain = {name: DerivedParam((Slice(name),), dims[name]) for name in memory if name in saved}
-    wrapped = {new: made for name, made in {**plain, **found.made}.items() for new in memory.get(name, [name])}
-    return Reading(wrapped, found.dropped, added if wrapped else frozenset())
+        inner = name.removeprefix(outer)
+        if is_wrapped and adapters.is_added(inner):
+            added.add(name)
+        elif name.startswith(outer):
+            memory[adapters.name_in_base(inner) if is_wrapped else inner].append(name)
+    # Of a run's own save, and around a model of the library, the names that there are in memory are the own ones.
+    names = saved if index.is_weights_alone and not (outer or is_wrapped) else saved - {*live}
+    reading = convert(model, names, memory.keys(), dims)
+    if outer or is_wrapped:
+        plain = {name: DerivedParam((Slice(name),), dims[name]) for name in memory if name in names}
+        reading.made = {
+            new: made for name, made in {**plain, **reading.made}.items() for new in memory.get(name, [outer + name])
+        }
+        reading.unfed = frozenset(added) if reading.made else frozenset()
+    return reading
 
 
-def _find_model(module: Any) -> tuple[Any, bool]:
-    """The model that PEFT has wrapped, or the module itself; and whether it has."""
-    peft = sys.modules.get("peft.peft_model")
-    if peft is not None and isinstance(module, peft.PeftModel):
-        model = module.get_base_model()
-        return model, getattr(module.base_model, "model", None) is model  # what learns prompts alone wraps nothing
-    return module, False
+def _find_model(module: Any) -> tuple[str, Any, bool] | None:
+    """The one model of the libraries in a module: what is in front of its names, it, whether PEFT has wrapped it."""
+    peft, found = sys.modules.get("peft.peft_model"), list[tuple[str, Any, bool]]()
+    for name, each in module.named_modules():
+        outer = strip_compiled(f"{name}.") if name else ""
+        if any(outer.startswith(known) for known, *_ in found):
+            continue
+        if peft is not None and isinstance(each, peft.PeftModel):
+            model = each.get_base_model()  # what learns prompts alone wraps nothing
+            found.append((outer, model, getattr(each.base_model, "model", None) is model))
+        elif _is_pretrained(each):
+            found.append((outer, each, False))
+    return found[0] if len(found) == 1 else None
 
 
-def _rename_adapter(saved: Iterable[str], live: Collection[str], dims: Mapping[str, int]) -> Reading:
+def _rename_adapter(saved: Set[str], live: Set[str], dims: Mapping[str, int], outer: str) -> Reading:
     """The one adapter of a checkpoint is the one of a model, whatever their names."""
-    held = {name: tensor for name in sorted(saved) if (tensor := adapters.read_live(name))}
-    theirs, ours = (
-        {each.adapter for each in tensors if each} for tensors in (held.values(), map(adapters.read_live, live))
-    )
-    if len(theirs) != 1 or len(ours) != 1 or theirs == ours:
-        return Reading()
-    (adapter,) = ours
-    renamed = {replace(tensor, adapter=adapter).live: name for name, tensor in held.items()}
-    return Reading({new: DerivedParam((Slice(name),), dims[name]) for new, name in renamed.items() if new in live})
+    theirs, ours = ({tensor.adapter for tensor in map(adapters.read_live, names) if tensor} for names in (saved, live))
+    reading = Reading()
+    for name in sorted(saved - live):
+        tensor, new = adapters.read_live(name), name
+        if tensor is not None and len(theirs) == len(ours) == 1:
+            new = replace(tensor, adapter=next(iter(ours))).live
+        new = next((each for each in (new, outer + new) if each in live), name)
+        if new != name:
+            reading.made[new] = DerivedParam((Slice(name),), dims[name])
+    return reading
 
 
 def _is_pretrained(model: Any) -> bool:

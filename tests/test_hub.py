@@ -27,7 +27,7 @@ from transformers import (
     Qwen2MoeForCausalLM,
 )
 
-from deepspeed_ucp.atoms import AtomicIndex
+from deepspeed_ucp.atoms import AtomicIndex, strip_compiled
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import MismatchError, UnsupportedError
 from deepspeed_ucp.hub import Reading, read_into
@@ -72,7 +72,7 @@ PAIRS = {
 def read(folder: Path, module: Any, own: Collection[str] = ()) -> tuple[Reading, AtomicIndex]:
     """A folder as a load of it into a model sees it."""
     index = open_checkpoint(str(folder), Comm())
-    reading = read_into(index, module, set(module.state_dict()), own)
+    reading = read_into(index, module, {strip_compiled(name) for name in module.state_dict()}, own)
     return reading, reading.carry_out(index)
 
 
@@ -158,6 +158,33 @@ def test_experts_that_are_not_all_there_are_refused(tmp_path: Path) -> None:
 def test_other_models_keep_their_names(tmp_path: Path) -> None:
     save_file({"embed_tokens.weight": torch.ones(32, 16)}, tmp_path / "model.safetensors")
     assert not read(tmp_path, torch.nn.Linear(2, 2))[0].made
+
+
+class Around(torch.nn.Module):
+    """A model of a library in a module of somebody else's, as Lightning has it."""
+
+    def __init__(self, *inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.model, *others = inner
+        self.others = torch.nn.ModuleList(others)
+        self.value = torch.nn.Linear(2, 1)
+
+
+def test_a_model_inside_of_a_module(tmp_path: Path) -> None:
+    """Under its name there; of two models nothing tells whose the file is."""
+    Qwen2MoeForCausalLM(QWEN).save_pretrained(tmp_path)
+    live = Qwen2MoeForCausalLM(QWEN)
+    found = read_tensors(read(tmp_path, Around(live))[1])
+    assert found.keys() == {f"model.{name}" for name in live.state_dict()}
+    check_same(
+        {"it": found["model.model.layers.1.mlp.experts.down_proj"]},
+        {"it": Qwen2MoeForCausalLM.from_pretrained(tmp_path).model.layers[1].mlp.experts.down_proj},
+    )
+    assert read_tensors(read(tmp_path, torch.compile(live))[1]).keys() == set(live.state_dict())
+    assert not read(tmp_path, Around(live, LlamaForCausalLM(LLAMA)))[0].made
+    wrap().save_pretrained(tmp_path / "peft")
+    held = read_tensors(read(tmp_path / "peft", Around(around := wrap("other")))[1])
+    assert held.keys() == {f"model.{name}" for name, param in around.named_parameters() if param.requires_grad}
 
 
 # -- adapters ---------------------------------------------------------------------------------------------------------
