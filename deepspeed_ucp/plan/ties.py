@@ -30,7 +30,7 @@ def _list_sums(index: AtomicIndex, atom: Atom) -> Sums | None:
     records, found = index.stored.records, Sums()
     held = Counter[int]()
     for shard, each in enumerate(atom.shards):
-        for part in each.fragments:
+        for part in each.pieces:
             crc = records[part.record].crc
             if crc is None:
                 return None

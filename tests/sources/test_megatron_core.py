@@ -379,6 +379,7 @@ def test_metadata_that_lies_is_refused(saved: Path, change: Callable[[Any], None
             "beside another",
         ),
         ({"optimizer.state.exp_avg.a": torch.zeros(2)}, "no model"),
+        ({"decoder.layers.a": torch.zeros(1 << 14, 0)}, "16384 layers"),
     ],
 )
 def test_parts_that_are_no_whole(tmp_path: Path, tensors: dict[str, torch.Tensor], told: str) -> None:

@@ -336,8 +336,8 @@ class _Interpreter:
         shape, at = tuple(rest), stack.end()
         chunks: dict[int, list[Chunk]] = defaultdict(list)
         stride = count(shape) * ITEMSIZE[tensor.dtype]
-        if not 0 < layers <= _MOST_LAYERS:
-            raise CheckpointError(f"tells of {layers} layers of {name}; it is damaged.", path=self.path)
+        if not 0 < layers <= _MOST_LAYERS or not count(shape):
+            raise CheckpointError(f"tells of {layers} layers {shape} of {name}; it is damaged.", path=self.path)
         for chunk in tensor.chunks:
             if len(chunk.offsets) != len(tensor.shape) or chunk.offsets[0] + chunk.shape[0] > layers:
                 raise CheckpointError(f"tells of a block of {name} outside of it; it is damaged.", path=self.path)
