@@ -155,6 +155,7 @@ def make_work(optimizer: OptimizerMatch, extras: Sequence[LiveBuffer], settled: 
     if with_states:
         anew = dict.fromkeys(name for flat in target.flats for name in optimizer.list_begun_anew(flat))
         match.notes += [_ANEW.format(shorten(anew))] if anew else []
+        match.notes += [_BARE.format(type(target.optimizer).__name__)] if optimizer.lacks_states() else []
         match.notes += [_UNEVEN.format(type(target.optimizer).__name__)] if optimizer.depends_on_cut() else []
     match.notes += describe_rounding(wants)
     filled = {name for name, param in match.params.items() if param.name not in wants.resized}
@@ -172,6 +173,11 @@ def make_work(optimizer: OptimizerMatch, extras: Sequence[LiveBuffer], settled: 
 _ANEW = (
     "{}: new or thawed; their optimizer states are zero under the step count of the others in their flat buffer, which "
     "makes Adam's first updates of them larger than at a start. A param group of their own begins at step 0."
+)
+
+_BARE = (
+    "the saved optimizer kept no states: those of this run's {} begin anew. Is it another optimizer, the saved "
+    'hyper-parameters are not its own ("param_groups": "live" keeps this run\'s)'
 )
 
 _ADAPTER = "the checkpoint has no adapter; the new model's begins with the values that it has: {}"

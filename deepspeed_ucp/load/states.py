@@ -175,6 +175,19 @@ class OptimizerMatch:
         begun = {param for param in self.saved_params(flat) if self.index.run.scalars.get(param)}
         return [name for name in flat.names if begun and self.match.params.get(name) not in begun]
 
+    def lacks_states(self) -> bool:
+        """Whether the saved run had stepped by an optimizer that keeps no states, and this run's keeps some."""
+        run, flats = self.index.run, self.target.flats
+        stepped = bool(run.groups) and (run.format or run.counters.get("global_steps"))
+        return (
+            bool(stepped)
+            and not any(
+                self.saved_states(flat) or any(run.scalars.get(param) for param in self.saved_params(flat))
+                for flat in flats
+            )
+            and any((kept := self.probe(flat)) and kept.elementwise for flat in flats)
+        )
+
     def _join_scalars(self, flat: LiveBuffer) -> dict[str, Any]:
         """The scalars that a flat buffer's parameters have in common.
 

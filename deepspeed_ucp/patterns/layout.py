@@ -168,7 +168,7 @@ def _find_cover_faults(layout: Layout) -> list[str]:
     faults = [
         f"ranks {first} and {second} hold the same elements"
         for (first, part), (second, other) in combinations(enumerate(parts), 2)
-        if all(any(_overlap(mine, theirs)) for mine, theirs in zip(part, other, strict=True))
+        if all(any(overlap(mine, theirs)) for mine, theirs in zip(part, other, strict=True))
     ]
     held = sum(_product_numel(part) for part in parts)
     if not faults and held != count(layout.view):
@@ -176,7 +176,8 @@ def _find_cover_faults(layout: Layout) -> list[str]:
     return faults
 
 
-def _overlap(some: Intervals, others: Intervals) -> Iterator[tuple[int, int]]:
+def overlap(some: Intervals, others: Intervals) -> Iterator[tuple[int, int]]:
+    """What two interval lists have in common."""
     for low, high in some:
         for first, last in others:
             if max(low, first) < min(high, last):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ..atoms import ITEMSIZE, Atom, Fragment, Shard, Tiles
 from ..patterns import Layout, Run, copy_runs, restrict_source, whole
+from ..patterns.layout import overlap
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +105,11 @@ def _meet_tiles(want: Want, held: Tiles) -> Iterator[tuple[int, int, Run]]:
     """What :func:`_meet_shards` yields, with all rows of a tile in few runs."""
     end = want.start + want.numel
     target, rank = (whole(held.shape), 0) if want.view is None else (want.view.target, want.view.rank)
+    claims = None if want.view is None else want.view.source.claims
     for tile in held.meet(want.start, end) if want.view is None else held.tiles:
         spans = tuple(((low, low + size),) for low, size in zip(tile.begins, tile.shape, strict=True))
-        source = Layout(held.shape, held.shape, (spans,), (tile.shape,))
+        claimed = claims and (tuple(tuple(overlap(*each)) for each in zip(claims[0], spans, strict=True)),)
+        source = Layout(held.shape, held.shape, (spans,), (tile.shape,), claims=claimed)
         for run in copy_runs(source, 0, target, rank, want.start, end):
             yield tile.record, tile.offset // ITEMSIZE[want.atom.dtype], run
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
@@ -91,6 +92,18 @@ def test_weights_alone(tmp_path: Path, ucp_worlds: WorldPool) -> None:
         assert client == {}
         assert path is not None and losses
         assert any("weights alone" in line for line in heard)
+
+
+def test_an_optimizer_without_states_has_hyper_parameters(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """A plain SGD's groups are taken; where this run's optimizer keeps states, these begin anew, which is told."""
+    model, adam = fsdp_run.build()
+    optimizer = torch.optim.SGD([{"params": group["params"]} for group in adam.param_groups], lr=0.25)
+    fsdp_run.train(model, optimizer, range(1))
+    weights, states = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optim": states}, checkpoint_id=tmp_path, no_dist=True)
+    ((state, _, heard, _),) = ucp_worlds.get(1).run(foreign_run.go_on, str(tmp_path), (1,), range(0))[0]
+    assert {held.hyper["lr"] for held in state.parameters.values()} == {0.25}
+    assert any("the saved optimizer kept no states" in line for line in heard)
 
 
 def test_an_adapter_goes_on_over_its_base(tmp_path: Path, ucp_worlds: WorldPool) -> None:

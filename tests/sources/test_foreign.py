@@ -126,8 +126,11 @@ def test_a_model_without_its_optimizer(tmp_path: Path, trained: Any) -> None:
     assert index.is_weights_alone
 
 
-def test_states_by_number_are_refused_with_the_way_to_save_them(tmp_path: Path, trained: Any) -> None:
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+def test_states_by_number_are_refused_with_the_way_to_save_them(tmp_path: Path, trained: Any, kind: str) -> None:
     model, optimizer = trained
+    if kind == "SGD":  # which has param groups alone
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     tree = {"model": model.state_dict(), "optim": optimizer.state_dict()}
     dcp.save(tree, checkpoint_id=tmp_path / "it", no_dist=True)
     index = open_it(tmp_path / "it")

@@ -390,11 +390,13 @@ class _Interpreter:
             raise UnsupportedError(
                 f"holds no model's tensors by name, only {shorten(self.told.tensors)}.", path=self.where.path(self.head)
             )
-        unnamed = {name for name, _ in self.names.values()} - weights.keys()
+        groups = list(self._list_groups())
+        owners = {name for name, _ in self.names.values()}.union(*(members for members, _ in groups))
+        unnamed = owners - weights.keys()
         numbered = bool(unnamed) and all(name.isdecimal() for name in unnamed)
         if numbered:
             self.names.clear()
-        groups = list(self._list_groups()) if self.names else []
+            groups.clear()
         states: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
         scalars: dict[str, dict[str, Any]] = defaultdict(dict)
         dtypes: dict[str, str] = {}
