@@ -73,7 +73,10 @@ class PickledObject:
     @property
     def state(self) -> Any:
         """What its ``__setstate__`` or ``__dict__`` is given; None where nothing is."""
-        return next((operands[0] for op, operands in reversed(self.edits) if op == pickle.BUILD), None)
+        for op, operands in reversed(self.edits):
+            if op == pickle.BUILD:
+                return operands[0]
+        return None
 
     @property
     def items(self) -> list[Any]:

@@ -174,6 +174,7 @@ class _Machine(pickle._Unpickler):
         self.used: list[Any] = []  # what a call or a hash may look into, and makers of what is more than that
         self.views: dict[int, Callable[..., Any]] = {}  # of globals whose calls are looked into, by identity
         self.keys: dict[int, dict[int, list[Any]]] = defaultdict(dict)  # see `check_keys`; by the dictionary's identity
+        self.plain: set[int] = set()  # of `globals`, by identity: that one more object is bare and filled tells nothing
 
     def load(self) -> Any:
         """Run the instructions up to STOP; the object that they make.
@@ -253,7 +254,11 @@ class _Machine(pickle._Unpickler):
         self._make(pickle.REDUCE, 2)
 
     def load_newobj(self) -> None:
-        self._make(pickle.NEWOBJ, 2)
+        stack = self.stack
+        if len(stack) > 1 and stack[-1] == () and id(stack[-2]) in self.plain:
+            self.append(PickledObject(pickle.NEWOBJ, [stack.pop(-2), stack.pop()]))
+        else:
+            self._make(pickle.NEWOBJ, 2)
 
     def load_newobj_ex(self) -> None:
         self._make(pickle.NEWOBJ_EX, 3)
@@ -359,12 +364,17 @@ class _Machine(pickle._Unpickler):
     def load_build(self) -> None:
         state = self.stack.pop()
         changed = self.stack[-1]
-        if type(changed) is OrderedItems:
+        is_bare = type(state) is dict and _is_bare(changed)
+        if is_bare and id(changed.parts[0]) in self.plain:
+            changed.edits.append((pickle.BUILD, [state]))
+        elif type(changed) is OrderedItems:
             if changed.state is not None:
                 self.steered.update(each for each in self.globals if each.kind == _ORDERED)
             changed.state = state
         else:
             self._edit(changed, pickle.BUILD, [state])
+            if is_bare and type(changed.parts[0]) is Global and changed.kind != _UUID:
+                self.plain.add(id(changed.parts[0]))
 
     def _edit(self, changed: Any, op: bytes, operands: list[Any]) -> None:
         """Record a change of an object that it made; attributes are all that a value is given."""
@@ -398,6 +408,11 @@ class _Machine(pickle._Unpickler):
 
         members = tuple(Use(name, member=True) for name in sorted(self.looked_up))
         return {each: describe(each) for each in named}, members
+
+
+def _is_bare(made: Any) -> bool:
+    """Whether something is an object that was made without arguments, and nothing more."""
+    return type(made) is PickledObject and made.op == pickle.NEWOBJ and not made.edits and made.parts[1] == ()
 
 
 def _is_plain_call(op: bytes, maker: Global, args: tuple[Any, ...]) -> bool:

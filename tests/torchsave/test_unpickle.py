@@ -7,15 +7,21 @@ import os
 import pickle
 import pickletools
 import subprocess
+import uuid
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
@@ -24,7 +30,9 @@ from deepspeed_ucp.load.client import read_objects
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.sources.headers import Unread
 from deepspeed_ucp.sources.reading import read_hyper
+from deepspeed_ucp.torchsave import unpickle
 from deepspeed_ucp.torchsave.objects import MOST_BITS, Global, PickledObject, to_member, to_number
+from deepspeed_ucp.torchsave.repickle import write_pickle
 from deepspeed_ucp.torchsave.torchfile import read_header
 from deepspeed_ucp.torchsave.unpickle import read_pickle
 from tests.support.covering import cover, params
@@ -47,6 +55,27 @@ class Evil:
 
     def __hash__(self) -> int:
         return 0
+
+
+class Holder:
+    """An object with attributes alone."""
+
+    def __init__(self, **attributes: Any) -> None:
+        vars(self).update(attributes)
+
+
+class Stated(Holder):
+    """One whose state is no dictionary."""
+
+    def __getstate__(self) -> Any:
+        return [*vars(self).items()]
+
+    def __setstate__(self, state: Any) -> None:
+        vars(self).update(dict(state))
+
+
+class Listed(Holder, list[Any]):
+    """One with items too."""
 
 
 def touch(path: str) -> None:
@@ -296,3 +325,36 @@ def test_hyper_parameters_of_numpy_are_numbers(tmp_path: Path) -> None:
     found = {key: to_number(value) for key, value in read_header(str(tmp_path / "x.pt")).tree.items()}
     assert found == {"lr": 3e-4, "steps": -5, "scale": 1.5, "on": True}
     assert {type(value) for value in found.values()} == {float, int, bool}
+
+
+def make_odd_uuid() -> uuid.UUID:
+    """One that would hash something else than a number."""
+    made = uuid.UUID(int=1)
+    object.__setattr__(made, "int", (touch,))
+    return made
+
+
+OBJECTS: list[Callable[[], Any]] = [
+    lambda: Holder(a=1, b=[2]),
+    lambda: Holder(inner=Holder()),
+    Holder,
+    lambda: Stated(a=1),
+    lambda: Listed(a=1),
+    lambda: uuid.UUID(int=7),
+    lambda: {uuid.UUID(int=9): 1},
+    make_odd_uuid,
+    lambda: SimpleNamespace(a=1),
+    lambda: OrderedDict(a=Holder(a=1)),
+    lambda: Evil(touch, "x"),
+]
+
+
+@given(st.lists(st.sampled_from(OBJECTS), max_size=8), st.sampled_from([2, 4, 5]))
+def test_objects_of_a_class_that_was_met_are_told_alike(chosen: list[Callable[[], Any]], protocol: int) -> None:
+    """What becomes of each class, and the pickle that is written again, are as where each object is looked at anew."""
+    data = pickle.dumps([make() for make in chosen], protocol)
+    with mock.patch.object(unpickle, "_is_bare", return_value=False):
+        slowly = read_pickle(data, "x")
+    quickly = read_pickle(data, "x")
+    assert quickly.list_uses() == slowly.list_uses()
+    assert write_pickle(quickly.root, protocol) == write_pickle(slowly.root, protocol)

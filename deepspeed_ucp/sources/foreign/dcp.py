@@ -14,7 +14,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -284,6 +284,12 @@ def _read_fields(value: Any) -> dict[str, Any]:
     return fields
 
 
+@lru_cache
+def _join_path(folder: str, name: str) -> str:
+    """A path without detours; a few files are named thousands of times."""
+    return posixpath.normpath(posixpath.join(folder, name))
+
+
 def _read_place(info: Mapping[str, Any], path: str, folder: str) -> Place:
     if info.get("transform_descriptors"):
         raise UnsupportedError(
@@ -291,7 +297,7 @@ def _read_place(info: Mapping[str, Any], path: str, folder: str) -> Place:
             "Save without transforms.",
             path=path,
         )
-    file = posixpath.normpath(posixpath.join(folder, str(info["relative_path"])))
+    file = _join_path(folder, str(info["relative_path"]))
     if posixpath.isabs(file) or file.split("/")[0] == "..":
         raise CheckpointError(f"names {file!r}, which lies outside of the folder; it is made to harm.", path=path)
     offset, nbytes = info["offset"], info["length"]
