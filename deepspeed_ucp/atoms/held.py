@@ -254,6 +254,23 @@ class Tiles:
         runs = (run for tile in self.meet(low, high) for run in tile.list_runs(self.shape, ITEMSIZE[self.dtype]))
         yield from sorted((run for run in runs if run.start < high and low < run.start + run.numel), key=_order)
 
+    def cut(self, low: int, high: int, shape: tuple[int, ...]) -> Tiles | None:
+        """Elements [low, high) as a tensor of a shape; None where they are no whole rows of it."""
+        row, itemsize = count(self.shape[1:]), ITEMSIZE[self.dtype]
+        if not row or low % row or high % row:
+            return None
+        low, high = low // row, high // row
+        lost = 1 if (high - low, shape) == (1, self.shape[1:]) else 0  # the first dimension, as of one expert of many
+        if not lost and shape != (high - low, *self.shape[1:]):
+            return None
+        found = []
+        for (begin, *begins), (rows, *sizes), record, offset in self.tiles:
+            first, last = max(begin, low), min(begin + rows, high)
+            if first < last:
+                place, block = (first - low, *begins)[lost:], (last - first, *sizes)[lost:]
+                found.append(Tile(place, block, record, offset + (first - begin) * count(tuple(sizes)) * itemsize))
+        return Tiles(self.dtype, shape, tuple(found))
+
     def list_records(self) -> Iterable[tuple[int, int]]:
         """Its parts, and the record that each lies in."""
         return enumerate(tile.record for tile in self.tiles)

@@ -13,7 +13,19 @@ from dataclasses import dataclass
 from itertools import chain
 from math import gcd, prod
 
-from ..atoms import ITEMSIZE, Atom, AtomicIndex, AtomKey, Atoms, Fragment, GroupInfo, ParamKey, ParamStorage, Shard
+from ..atoms import (
+    ITEMSIZE,
+    Atom,
+    AtomicIndex,
+    AtomKey,
+    Atoms,
+    Fragment,
+    GroupInfo,
+    ParamKey,
+    ParamStorage,
+    Shard,
+    Tiles,
+)
 from ..errors import MismatchError, shorten
 from ..flat import Shape
 from ..patterns import Layout, Rows
@@ -241,13 +253,22 @@ def _make_atom(index: AtomicIndex, key: AtomKey, made: DerivedParam) -> tuple[At
     shards, again, itemsize = list[Shard](), list[tuple[int, Fragment]](), ITEMSIZE[atoms[0].dtype]
     for at, held in enumerate(zip(*(atom.shards for atom in atoms), strict=True)):
         spans = list(_lay_out(made.slices, [shard.numel for shard in held]))
-        first = [_move(shard.find(*span[:2]), *span, itemsize) for shard, span in zip(held, spans, strict=True)]
-        numel = sum(high - low for low, high, _ in spans)
-        shards.append(Shard(made.find_shape(numel, held[0].shape), tuple(chain.from_iterable(first))))
+        shape = made.find_shape(sum(high - low for low, high, _ in spans), held[0].shape)
+        tiles = _cut_tiles(held, spans, shape)
+        first = zip(held, spans, strict=True) if tiles is None else ()
+        moved = (_move(shard.find(*span[:2]), *span, itemsize) for shard, span in first)
+        shards.append(Shard(shape, tiles or tuple(chain.from_iterable(moved))))
         for source, span in zip(sources, spans, strict=True):
             parts = (part for shard, part in index.stored.repeated.get(source, ()) if shard == at)
             again += [(at, part) for part in _move(parts, *span, itemsize)]
     return Atom(key.name, key.state, atoms[0].dtype, tuple(shards), key.instance), tuple(again)
+
+
+def _cut_tiles(held: Sequence[Shard], spans: Sequence[tuple[int, int, int]], shape: Shape) -> Tiles | None:
+    """Tiles of one slice of tiles; None where there is no such."""
+    if len(held) == 1 and isinstance(held[0].held, Tiles):
+        return held[0].held.cut(*spans[0][:2], shape)
+    return None
 
 
 def _lay_out(slices: Iterable[Slice], numels: Iterable[int]) -> Iterator[tuple[int, int, int]]:

@@ -196,6 +196,25 @@ def test_runs_of_tiles_are_their_elements(data: st.DataObject) -> None:
     assert sum(piece.numel for piece in shard.pieces) == elements.size
 
 
+@given(data=st.data())
+def test_rows_of_tiles_are_tiles(data: st.DataObject) -> None:
+    """Of a tensor some places of its first dimension, or one without that dimension; other parts are none."""
+    shape = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
+    elements, records = np.arange(int(np.prod(shape))).reshape(shape), list[np.ndarray]()
+    tiles, row = draw_tiles(data.draw, elements, records), int(np.prod(shape[1:]))
+    low = data.draw(st.integers(0, shape[0] - 1))
+    high = data.draw(st.integers(low + 1, shape[0]))
+    wanted = elements[low:high]
+    wanted = wanted[0] if high - low == 1 and data.draw(st.booleans()) else wanted
+    cut = tiles.cut(low * row, high * row, wanted.shape)
+    assert cut is not None and cut.shape == wanted.shape
+    found = [records[run.record][run.offset // 4 :][: run.numel] for run in cut.find(0, 0, wanted.size)]
+    assert np.concatenate(found).tolist() == wanted.ravel().tolist()
+    assert sorted(cut.tiles) == list(cut.tiles)
+    assert tiles.cut(low * row, high * row, (*wanted.shape, 2)) is None
+    assert row == 1 or tiles.cut(low * row + 1, high * row, wanted.shape) is None
+
+
 def check_blocks(piece: Extent, block: int) -> None:
     """Cut at blocks, a piece moves the same elements, and no part of it is in two blocks."""
     parts = list(cut_blocks(piece, block))

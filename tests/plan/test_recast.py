@@ -8,7 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deepspeed_ucp.atoms import MASTER, Atom, AtomicIndex, Atoms, Fragment, GroupInfo, ParamKey, Record, Shard
+from deepspeed_ucp.atoms import (
+    MASTER,
+    Atom,
+    AtomicIndex,
+    Atoms,
+    Fragment,
+    GroupInfo,
+    ParamKey,
+    Record,
+    Shard,
+    Tile,
+    Tiles,
+)
 from deepspeed_ucp.errors import ConfigError, MismatchError
 from deepspeed_ucp.patterns import from_config, parse_renames
 from deepspeed_ucp.plan import locate
@@ -105,6 +117,19 @@ def test_one_parameter_is_cut_into_experts_and_joined_again(fused: tuple[int, ..
     for (_, state, lane), tensor in after.items():
         parts = [before[name, state, lane] for name in experts]
         assert np.array_equal(tensor, np.stack(parts).reshape(fused))
+
+
+def test_experts_of_tiles_are_tiles() -> None:
+    """Experts cut along their columns: each is as many pieces as there are blocks of columns, not one for each row."""
+    columns = [Tile((0, 0, 5 * at), (4, 3, 5), 0, 240 * at) for at in (0, 1)]
+    atom = Atom("x", MASTER, "float32", (Shard((4, 3, 10), Tiles("float32", (4, 3, 10), tuple(columns))),))
+    index = planning.make_index([atom], [Record(0, 0, 480, None)])
+    made = derive(index, {f"x.{e}": DerivedParam((Slice("x", e, 4),), 2) for e in range(4)})
+    data = np.arange(120).reshape(4, 3, 2, 5).transpose(2, 0, 1, 3).reshape(-1)
+    for expert in range(4):
+        (shard,) = made.stored.atoms[f"x.{expert}", MASTER, 0].shards
+        assert (shard.shape, len(shard.pieces)) == ((3, 10), 2)
+        assert read(made, data, f"x.{expert}").tolist() == np.arange(120).reshape(4, 3, 10)[expert].tolist()
 
 
 def lay_shards(lanes: Sequence[Mapping[str, np.ndarray]]) -> tuple[AtomicIndex, np.ndarray]:
