@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ..errors import CheckpointError, UnsupportedError, shorten
+from ..errors import CheckpointError, UcpError, UnsupportedError, shorten
 from ..io.opened import explain_failure
 from ..io.paths import Entry
 from ..io.staging import MANIFEST
@@ -25,6 +25,7 @@ _EXPERT = re.compile(r"(?:layer_(\d+)_)?expert_(\d+)_mp_rank_(\d+)_model_states\
 _EXPERT_OPTIM = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _STATES = re.compile(r".*(model|optim)_states\.pt(?:-\d+\.\d+)?", re.ASCII)
 _COPY = re.compile(r"(.*_states\.pt)-(\d{1,9})\.(\d{1,9})", re.ASCII)
+_LEGACY = re.compile(r"mp_rank_\d+(?:_\d+)*")
 _SWAP = re.compile(r"offloaded_tensors/rank(\d{1,9})/(?:([^/]+)-)?(\d{1,9})_(\d{1,9})\.tensor\.swp", re.ASCII)
 
 OFFLOADED = "offloaded_tensors"
@@ -225,12 +226,23 @@ def sort_files(folder: str, sizes: dict[str, int], where: FileTable | None = Non
         elif swap := read_swap_name(name):
             listing.swaps.setdefault(swap, name)
     if not listing.model and not listing.model_zero3:
-        raise CheckpointError(
-            "no model states found (mp_rank_00_model_states.pt or zero_pp_rank_*_model_states.pt), only "
-            f"{shorten(sorted(sizes)) or 'nothing'}. It is not a DeepSpeed checkpoint, or the save was interrupted.",
+        raise _explain_nothing(folder, sizes)
+    return listing
+
+
+def _explain_nothing(folder: str, names: Iterable[str]) -> UcpError:
+    """Why a folder holds no checkpoint."""
+    if any(map(_LEGACY.fullmatch, names)):
+        return UnsupportedError(
+            "is of Megatron-LM's format `torch`, a folder for each rank, which is not read. Let Megatron-LM convert "
+            "it (--ckpt-convert-format torch_dist --ckpt-convert-save FOLDER).",
             path=folder,
         )
-    return listing
+    return CheckpointError(
+        "no model states found (mp_rank_00_model_states.pt or zero_pp_rank_*_model_states.pt), only "
+        f"{shorten(sorted(names)) or 'nothing'}. It is not a DeepSpeed checkpoint, or the save was interrupted.",
+        path=folder,
+    )
 
 
 def strip_writer(name: str) -> str:

@@ -251,6 +251,14 @@ def test_a_name_that_leads_nowhere(saved: Path, told: str, match: str) -> None:
         find_checkpoint(str(saved.parent))
 
 
+def test_megatrons_format_of_a_folder_for_each_rank(tmp_path: Path) -> None:
+    (tmp_path / "iter_0000005" / "mp_rank_00").mkdir(parents=True)
+    (tmp_path / "iter_0000005" / "mp_rank_00" / "model_optim_rng.pt").touch()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
+    with pytest.raises(UnsupportedError, match="--ckpt-convert-format torch_dist"):
+        open_it(Path(find_checkpoint(str(tmp_path))))
+
+
 def test_commands_take_a_run(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (saved.parent / "latest_checkpointed_iteration.txt").write_text("5")
     run, out = str(saved.parent), tmp_path / "out"
