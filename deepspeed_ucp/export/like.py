@@ -13,7 +13,7 @@ from typing import Any
 
 from ..atoms import AtomicIndex, count
 from ..comm import Comm
-from ..errors import CheckpointError, ConfigError, MismatchError, shorten
+from ..errors import CheckpointError, ConfigError, MismatchError, UnsupportedError, shorten
 from ..hub import convert, find_cached, revert
 from ..io.disk import explain_full
 from ..patterns import Rename
@@ -127,7 +127,10 @@ class LikeModel:
         known = {name.removeprefix(root) for name in saved if not any(rule.match(name) for rule in renames)}
         for model in self.models if known - self.shapes.keys() else ():
             files = self.shapes or _list_files(model)
-            reading = convert(model, files, model.state_dict(), {name: len(shape) for name, shape in files.items()})
+            try:
+                reading = convert(model, files, model.state_dict(), {name: len(shape) for name, shape in files.items()})
+            except UnsupportedError:  # the names in memory, which from_pretrained takes as well
+                continue
             made = {
                 root + name: replace(
                     each, slices=tuple(replace(piece, name=root + piece.name) for piece in each.slices)

@@ -120,6 +120,19 @@ def test_a_merged_adapter_of_a_model_with_experts(tmp_path: Path) -> None:
     assert load_all(tmp_path / "out").keys() == load_all(tmp_path / "hf").keys()
 
 
+def test_what_has_other_elements_in_files_keeps_its_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names in memory are read as well, and nothing is transposed here."""
+    from transformers import conversion_mapping
+    from transformers.core_model_loading import Transpose, WeightConverter
+
+    odd = WeightConverter("self_attn.q.weight", "self_attn.q_proj.weight", [Transpose(0, 1)])
+    monkeypatch.setitem(conversion_mapping._checkpoint_conversion_mapping_cache, "llama", [odd])
+    model = LlamaForCausalLM(TIED)
+    TIED.save_pretrained(tmp_path / "hf")
+    export(save(tmp_path, model), tmp_path / "out", tmp_path / "hf")
+    assert load_all(tmp_path / "out").keys() == model.state_dict().keys() - {"lm_head.weight"}
+
+
 def test_what_the_user_renames_is_left_to_the_user(tmp_path: Path) -> None:
     MIXTRAL.save_pretrained(tmp_path / "hf")
     path, out = save(tmp_path, MixtralForCausalLM(MIXTRAL)), tmp_path / "out"
