@@ -239,7 +239,9 @@ def _read_saved(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
     """
     comm = job.comm
     if index.run.format:
-        if "global_steps" not in index.run.counters and comm.rank == 0 and not job.arguments.load_module_only:
+        if "global_steps" in index.run.counters or job.arguments.load_module_only:
+            return dict(index.run.counters)
+        if comm.rank == 0:
             logger.warning("%s: tells no number of steps: global_steps begin at 0", index.run.state_file)
         return {"global_steps": 0, **index.run.counters}
 
