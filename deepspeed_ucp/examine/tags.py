@@ -22,8 +22,6 @@ from ..wrappers import STATELESS
 
 logger = logging.getLogger("deepspeed_ucp")
 
-"""What Hugging Face's Trainer writes last into its ``checkpoint-N``, beside the engine's tag and `latest`."""
-
 _TRAINERS = re.compile(r"checkpoint-\d+")
 
 

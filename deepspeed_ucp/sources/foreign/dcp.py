@@ -8,21 +8,18 @@ model and what optimizer follows from the form of ``torch.distributed.checkpoint
 
 from __future__ import annotations
 
-import os
 import posixpath
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import islice
 from typing import Any, NamedTuple
 
 from ...atoms import ITEMSIZE
 from ...comm import Comm
 from ...errors import CheckpointError, UnsupportedError, shorten
-from ...io.memory import pause_collection
-from ...io.store import read_small
 from ...torchsave.alike import Header
 from ...torchsave.objects import Global, PickledObject, TensorRef, describe, is_setting, is_short
 from ...torchsave.records import FileRecord
@@ -32,6 +29,7 @@ from ..findings import WARNING, Finding
 from ..reading import explain_damage
 from ..table import FileTable
 from .contents import Chunk, Contents, Shape, StoredTensor, count_steps, read_shape
+from .headers import read_all, read_once, read_with
 from .names import DCP, FORM, holds
 
 _LARGEST = 1 << 30
@@ -198,7 +196,7 @@ def read_blocks(where: FileTable, comm: Comm, *, values: bool = True) -> Blocks:
     comm.alike(lambda: _check_heads(where, heads))
     told = Metadata()
     for head in heads:
-        _join(told, where.once(head, partial(_read_metadata, where, head), comm))
+        _join(told, _read_metadata(where, head, comm))
     by_file: dict[str, list[tuple[str, Shape | None]]] = defaultdict(list)
     for key, place in told.places.items():
         if values or key[0] in told.tensors:
@@ -233,19 +231,11 @@ def _check_files(where: FileTable, names: Iterable[str], head: str) -> None:
         )
 
 
-def _read_metadata(where: FileTable, head: str) -> Metadata:
-    def read(folder: str) -> Metadata:
-        path = os.path.join(folder, head)
-        try:
-            data = read_small(path, _LARGEST + 1)
-        except OSError as error:
-            raise CheckpointError(f"cannot be read ({error.strerror or error}).", path=path) from error
-        if len(data) > _LARGEST:
-            raise UnsupportedError(f"has more than {_LARGEST} bytes, which no checkpoint needs.", path=path)
-        with explain_damage(path), pause_collection():
-            return _take_apart(read_pickle(data, path).root, path, posixpath.dirname(head))
+def _read_metadata(where: FileTable, head: str, comm: Comm) -> Metadata:
+    def parse(path: str) -> Metadata:
+        return _take_apart(read_pickle(read_all(path, _LARGEST), path).root, path, posixpath.dirname(head))
 
-    return where.read(head, read)
+    return read_once(parse, where, head, comm)
 
 
 def _take_apart(root: Any, path: str, folder: str) -> Metadata:
@@ -331,14 +321,8 @@ def _join(told: Metadata, more: Metadata) -> None:
 
 def _read_entries(where: FileTable, name: str, keys: list[tuple[str, Shape | None]], told: Metadata) -> list[Entry]:
     """What a data file holds for some keys."""
-
-    def read(folder: str) -> list[Entry]:
-        path = os.path.join(folder, name)
-        with explain_damage(path), pause_collection():
-            parts = read_parts(path, [told.places[key][1:] for key in keys])
-            return [_read_entry(part) for part in parts]
-
-    return where.read(name, read)
+    places = [told.places[key][1:] for key in keys]
+    return read_with(lambda path: [*map(_read_entry, read_parts(path, places))], where, name)
 
 
 def _read_entry(part: Header) -> Entry:

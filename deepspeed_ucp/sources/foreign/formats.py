@@ -10,14 +10,13 @@ from typing import Any, Protocol
 from ...atoms import AtomicIndex
 from ...comm import Comm
 from ...errors import shorten
-from ...io.paths import join_path
-from ...io.store import read_small
 from ..files import scan_if_there
 from ..findings import WARNING, Finding
 from ..reading import explain_damage
 from ..table import FileTable
 from . import adapter, dcp, megatron, names, safetensors, statedict
 from .contents import Contents, make_index
+from .headers import read_all, read_once
 from .states import add_states
 
 _MOST_BYTES = 1 << 24
@@ -95,15 +94,13 @@ def _find_passed_over(where: FileTable, kind: str, contents: Contents) -> Iterat
 def _find_packed(where: FileTable, kind: str, contents: Contents, comm: Comm) -> Iterator[Finding]:
     """Whether weights are quantized, so that the elements in the files are not their values."""
 
-    def read(folder: str) -> Any:
-        path = join_path(folder, names.CONFIG)
-        with explain_damage(path):
-            told = json.loads(read_small(path, _MOST_BYTES))
-            return told.get("quantization_config") if isinstance(told, dict) else None
+    def parse(path: str) -> Any:
+        told = json.loads(read_all(path, _MOST_BYTES))
+        return told.get("quantization_config") if isinstance(told, dict) else None
 
     how = ""
     if kind != names.ADAPTER and names.CONFIG in where.entries:
-        told = where.once(names.CONFIG, lambda: where.read(names.CONFIG, read), comm)
+        told = read_once(parse, where, names.CONFIG, comm)
         how = told.get("quant_method", "") if isinstance(told, dict) else ""
         how = str(how or "quantization_config in config.json") if told else ""
     how = how or next(filter(_PACKED.fullmatch, contents.weights), "")

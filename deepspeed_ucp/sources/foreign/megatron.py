@@ -9,7 +9,6 @@ are by default stacked: one tensor of all of them, with their number as dimensio
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,8 +18,6 @@ from typing import Any
 from ...atoms import COPY, ITEMSIZE, MASTER, MODULE, count
 from ...comm import Comm
 from ...errors import CheckpointError, UnsupportedError, join_numbers, shorten
-from ...io.memory import pause_collection
-from ...io.store import read_small
 from ...torchsave.objects import describe, has_more_parts
 from ...torchsave.torchfile import read_header, read_parts
 from ..findings import WARNING, Finding
@@ -30,6 +27,7 @@ from ..table import FileTable
 from . import dcp
 from .contents import Chunk, Contents, Shape, StoredTensor
 from .dcp import UNCHECKED, Blocks, read_blocks
+from .headers import read_all, read_once
 from .names import BLOCKS, COMMON, FORM, MEGATRON
 
 _BACKEND, _VERSION = "torch_dist", 1
@@ -79,11 +77,11 @@ class _Common:
     """What the common state tells, plain.
 
     Attributes:
+        path: of the file that tells it.
         hints: as of :class:`~deepspeed_ucp.atoms.ModelInfo`.
         groups: param groups of all optimizers, with the step of each.
         sharding: how the distributed optimizer saved its states.
         beside: keys of what is not loaded.
-        path: of the file that tells it.
     """
 
     path: str
@@ -101,12 +99,12 @@ def read_contents(where: FileTable, comm: Comm) -> tuple[Contents, list[Finding]
         UnsupportedError: another form than ``torch_dist``.
     """
     comm.alike(lambda: _check_names(where))
-    if not where.once(FORM, lambda: _check_form(where), comm):
+    if not read_once(lambda path: _check_form(path, COMMON in where.entries), where, FORM, comm):
         return dcp.read_contents(where, comm)
     comm.alike(lambda: _require(where, BLOCKS))
     blocks = read_blocks(where, comm, values=False)
     source = comm.alike(lambda: _find_common(blocks))
-    common = where.once(source, lambda: _read_common(blocks, source), comm)
+    common = read_once(lambda path: _read_common(blocks, source, path), where, source, comm)
 
     def interpret() -> tuple[Contents, list[Finding]]:
         with explain_damage(where.path(blocks.head)):
@@ -116,6 +114,7 @@ def read_contents(where: FileTable, comm: Comm) -> tuple[Contents, list[Finding]
 
 
 def _check_names(where: FileTable) -> None:
+    """Raises CheckpointError: the save did not end."""
     if FORM not in where.entries:
         raise CheckpointError(
             f"{FORM} is missing, which Megatron-Core writes last: the save was interrupted, or a copy was cut short. "
@@ -129,29 +128,23 @@ def _require(where: FileTable, name: str) -> None:
         raise CheckpointError("is missing. Copy it here, or take another checkpoint.", path=where.path(name))
 
 
-def _check_form(where: FileTable) -> bool:
+def _check_form(path: str, has_common: bool) -> bool:
     """Whether the file is Megatron-Core's, and not somebody's own beside blocks."""
-
-    def read(folder: str) -> bool:
-        path = os.path.join(folder, FORM)
-        with explain_damage(path):
-            told = json.loads(read_small(path, _LONGEST))
-            if "sharded_backend" not in told and COMMON not in where.entries:
-                return False
-            form, version = told["sharded_backend"], told.get("sharded_backend_version", _VERSION)
-        if form != _BACKEND:
-            raise UnsupportedError(
-                f"the checkpoint is of the form {form!r:.40}, and {_BACKEND!r} is read. Load it with the Megatron-LM "
-                f"that saved it, and save with --ckpt-format {_BACKEND}.",
-                path=path,
-            )
-        if version != _VERSION:
-            raise UnsupportedError(
-                f"is of version {version!r:.40} of {_BACKEND}, and {_VERSION} is read; update deepspeed_ucp.", path=path
-            )
-        return True
-
-    return where.read(FORM, read)
+    told = json.loads(read_all(path, _LONGEST))
+    if "sharded_backend" not in told and not has_common:
+        return False
+    form, version = told["sharded_backend"], told.get("sharded_backend_version", _VERSION)
+    if form != _BACKEND:
+        raise UnsupportedError(
+            f"the checkpoint is of the form {form!r:.40}, and {_BACKEND!r} is read. Load it with the Megatron-LM that "
+            f"saved it, and save with --ckpt-format {_BACKEND}.",
+            path=path,
+        )
+    if version != _VERSION:
+        raise UnsupportedError(
+            f"is of version {version!r:.40} of {_BACKEND}, and {_VERSION} is read; update deepspeed_ucp.", path=path
+        )
+    return True
 
 
 def _find_common(blocks: Blocks) -> str:
@@ -164,21 +157,15 @@ def _find_common(blocks: Blocks) -> str:
     return place.file
 
 
-def _read_common(blocks: Blocks, name: str) -> _Common:
-    def read(folder: str) -> _Common:
-        path = os.path.join(folder, name)
-        with explain_damage(path), pause_collection():
-            if name == COMMON:
-                tree = read_header(path).tree
-            else:
-                (part,) = read_parts(path, [blocks.told.places[_ENTRY_KEY, None][1:]])
-                tree = part.tree
-                tree = tree[0] if isinstance(tree, list) and len(tree) == 1 else tree
-            if not isinstance(tree, dict):
-                raise CheckpointError(f"holds {describe(tree)}, not Megatron-Core's common state.", path=path)
-            return _take_apart(tree, path)
-
-    return blocks.where.read(name, read)
+def _read_common(blocks: Blocks, name: str, path: str) -> _Common:
+    if name == COMMON:
+        tree = read_header(path).tree
+    else:
+        (part,) = read_parts(path, [blocks.told.places[_ENTRY_KEY, None][1:]])
+        tree = part.tree[0] if isinstance(part.tree, list) and len(part.tree) == 1 else part.tree
+    if not isinstance(tree, dict):
+        raise CheckpointError(f"holds {describe(tree)}, not Megatron-Core's common state.", path=path)
+    return _take_apart(tree, path)
 
 
 def _take_apart(tree: Mapping[Any, Any], path: str) -> _Common:
@@ -335,7 +322,6 @@ class _Interpreter:
         layers, *rest = tensor.shape or (0,)
         shape, at = tuple(rest), stack.end()
         chunks: dict[int, list[Chunk]] = defaultdict(list)
-        stride = count(shape) * ITEMSIZE[tensor.dtype]
         if not 0 < layers <= _MOST_LAYERS or not count(shape):
             raise CheckpointError(f"tells of {layers} layers {shape} of {name}; it is damaged.", path=self.path)
         for chunk in tensor.chunks:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from ...atoms import ITEMSIZE, count
@@ -11,9 +10,9 @@ from ...errors import CheckpointError, UnsupportedError
 from ...io.opened import measure, read_at
 from ...torchsave.records import FileRecord, open_file
 from ..findings import Finding
-from ..reading import explain_damage
 from ..table import FileTable
 from .contents import Chunk, Contents, StoredTensor, read_shape
+from .headers import read_with
 from .names import SAFETENSORS
 from .weights import LONGEST, find_shards, load_json
 
@@ -58,9 +57,8 @@ def read_header(where: FileTable, name: str) -> dict[str, StoredTensor]:
         UnsupportedError: an element type that is not known.
     """
 
-    def read(folder: str) -> dict[str, StoredTensor]:
-        path = os.path.join(folder, name)
-        with explain_damage(path), open_file(path) as stream:
+    def parse(path: str) -> dict[str, StoredTensor]:
+        with open_file(path) as stream:
             size = measure(stream)
             length = int.from_bytes(read_at(stream, 8, 0), "little")
             if not 2 <= length <= min(size - 8, LONGEST):
@@ -70,7 +68,7 @@ def read_header(where: FileTable, name: str) -> dict[str, StoredTensor]:
                 )
             return _take_apart(load_json(read_at(stream, length, 8)), name, path, 8 + length, size)
 
-    return where.read(name, read)
+    return read_with(parse, where, name)
 
 
 def _take_apart(header: dict[str, Any], name: str, path: str, begin: int, size: int) -> dict[str, StoredTensor]:

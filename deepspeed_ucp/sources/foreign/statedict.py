@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ...atoms import ITEMSIZE
 from ...comm import Comm
 from ...errors import CheckpointError, UnsupportedError
-from ...io.memory import pause_collection
 from ...torchsave import torchfile
 from ...torchsave.objects import TensorRef, describe
 from ...torchsave.records import FileRecord
 from ..findings import Finding
-from ..reading import explain_damage
 from ..table import FileTable
 from .contents import Chunk, Contents, StoredTensor
+from .headers import read_with
 from .names import STATE_DICT
 from .weights import find_shards
 
@@ -55,20 +53,18 @@ def read_header(where: FileTable, name: str) -> Held:
         UnsupportedError: it holds something else than a state dict, or tensors that are not contiguous.
     """
 
-    def read(folder: str) -> Held:
-        path = os.path.join(folder, name)
-        with explain_damage(path), pause_collection():
-            file = torchfile.read_header(path)
-            found, seen = Held(), dict[tuple[Any, ...], str]()
-            for key, ref in _list_tensors(file.tree, path):
-                if key in found:
-                    raise CheckpointError(f"holds two tensors under {key}; it is damaged.", path=path)
-                first = seen.setdefault((ref.storage.key, ref.offset, ref.shape, ref.dtype), key)
-                tensor = store_tensor(key, ref, file.storages, name, path)
-                found[key] = tensor, first if ref.numel and first != key else ""
-            return found
+    def parse(path: str) -> Held:
+        file = torchfile.read_header(path)
+        found, seen = Held(), dict[tuple[Any, ...], str]()
+        for key, ref in _list_tensors(file.tree, path):
+            if key in found:
+                raise CheckpointError(f"holds two tensors under {key}; it is damaged.", path=path)
+            first = seen.setdefault((ref.storage.key, ref.offset, ref.shape, ref.dtype), key)
+            tensor = store_tensor(key, ref, file.storages, name, path)
+            found[key] = tensor, first if ref.numel and first != key else ""
+        return found
 
-    return where.read(name, read)
+    return read_with(parse, where, name)
 
 
 def store_tensor(key: str, ref: TensorRef, storages: Mapping[str, FileRecord], name: str, path: str) -> StoredTensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,12 +9,12 @@ from typing import Any
 
 from ...comm import Comm
 from ...errors import UnsupportedError
-from ...io.memory import pause_collection
 from ...torchsave import torchfile
 from ...torchsave.objects import TensorRef, describe, is_short, to_number
-from ..reading import explain_damage, read_hyper
+from ..reading import read_hyper
 from ..table import FileTable
 from .contents import Contents, StoredTensor, count_steps
+from .headers import read_once
 from .names import OPTIMIZER
 from .statedict import store_tensor
 
@@ -32,12 +31,8 @@ def add_states(contents: Contents, where: FileTable, comm: Comm) -> Contents:
         CheckpointError: the file is damaged.
         UnsupportedError: it holds something else than an optimizer's state dict.
     """
-    return where.once(OPTIMIZER, lambda: where.read(OPTIMIZER, lambda folder: _read(contents, where, folder)), comm)
 
-
-def _read(contents: Contents, where: FileTable, folder: str) -> Contents:
-    path = os.path.join(folder, OPTIMIZER)
-    with explain_damage(path), pause_collection():
+    def parse(path: str) -> Contents:
         file = torchfile.read_header(path)
         tree = file.tree
         if not isinstance(tree, dict) or not isinstance(tree.get("state"), dict):
@@ -45,6 +40,8 @@ def _read(contents: Contents, where: FileTable, folder: str) -> Contents:
         if not all(isinstance(name, str) for name in tree["state"]):
             return replace(contents, stateless=f"{where.path(OPTIMIZER)}: {_UNNAMED}.")
         return _take_apart(contents, tree, file, path)
+
+    return read_once(parse, where, OPTIMIZER, comm)
 
 
 def _take_apart(contents: Contents, tree: Mapping[str, Any], file: torchfile.TorchFile, path: str) -> Contents:

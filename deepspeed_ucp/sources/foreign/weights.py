@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,9 +10,8 @@ from typing import Any, TypeVar
 
 from ...comm import Comm
 from ...errors import CheckpointError, UnsupportedError, shorten
-from ...io.store import read_small
-from ..reading import explain_damage
 from ..table import FileTable
+from .headers import read_all, read_once
 
 T = TypeVar("T")
 
@@ -79,27 +77,19 @@ def find_shards(where: FileTable, ending: str, comm: Comm) -> Shards:
     files = sorted(name for name in where.entries if not name.endswith(_INDEX))
     told: dict[str, str] | None = None
     if len(indexes) == 1:
-        told = where.once(indexes[0], lambda: _read_index(where, indexes[0], ending), comm)
+        told = read_once(lambda path: _read_index(path, ending), where, indexes[0], comm)
         files = sorted(set(told.values()))
     comm.alike(lambda: _check(where, files, indexes))
     return Shards(next(iter([*indexes, *files])), tuple(files), told)
 
 
-def _read_index(where: FileTable, name: str, ending: str) -> dict[str, str]:
-    def read(folder: str) -> dict[str, str]:
-        path = os.path.join(folder, name)
-        with explain_damage(path):
-            data = read_small(path, LONGEST + 1)
-            if len(data) > LONGEST:
-                raise UnsupportedError(f"has more than {LONGEST} bytes, which no index needs.", path=path)
-            found = {key: str(file) for key, file in load_json(data)["weight_map"].items()}
-            if any("/" in file or not file.endswith(ending) for file in found.values()):
-                raise CheckpointError("names files outside of its folder, or of another kind.", path=path)
-            if not found:
-                raise CheckpointError("names no files; it is damaged.", path=path)
-            return found
-
-    return where.read(name, read)
+def _read_index(path: str, ending: str) -> dict[str, str]:
+    found = {key: str(file) for key, file in load_json(read_all(path, LONGEST))["weight_map"].items()}
+    if any("/" in file or not file.endswith(ending) for file in found.values()):
+        raise CheckpointError("names files outside of its folder, or of another kind.", path=path)
+    if not found:
+        raise CheckpointError("names no files; it is damaged.", path=path)
+    return found
 
 
 def _check(where: FileTable, files: Sequence[str], indexes: Sequence[str]) -> None:

@@ -1,0 +1,56 @@
+"""Headers and other small things of foreign files: read by one rank, from the first place where that succeeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from ...comm import Comm
+from ...errors import CheckpointError, UnsupportedError
+from ...io.memory import pause_collection
+from ...io.paths import join_path
+from ...io.store import read_small
+from ..reading import explain_damage
+from ..table import FileTable
+
+T = TypeVar("T")
+
+
+def read_with(parse: Callable[[str], T], where: FileTable, name: str) -> T:
+    """What a file holds.
+
+    Args:
+        parse: given its path; whatever goes wrong there is damage to the file.
+
+    Raises:
+        CheckpointError: it is damaged or missing.
+        UnsupportedError: of ``parse``.
+    """
+
+    def read(folder: str) -> T:
+        path = join_path(folder, name)
+        with explain_damage(path), pause_collection():
+            return parse(path)
+
+    return where.read(name, read)
+
+
+def read_once(parse: Callable[[str], T], where: FileTable, name: str, comm: Comm) -> T:
+    """The same, read by one rank for all; collective."""
+    return where.once(name, lambda: read_with(parse, where, name), comm)
+
+
+def read_all(path: str, most: int) -> bytes:
+    """A small file's bytes.
+
+    Raises:
+        CheckpointError: it cannot be read.
+        UnsupportedError: it has more than ``most``.
+    """
+    try:
+        data = read_small(path, most + 1)
+    except OSError as error:
+        raise CheckpointError(f"cannot be read ({error.strerror or error}).", path=path) from error
+    if len(data) > most:
+        raise UnsupportedError(f"has more than {most} bytes, which no file of its kind needs.", path=path)
+    return data
