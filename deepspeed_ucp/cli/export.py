@@ -141,7 +141,7 @@ def _check(options: argparse.Namespace) -> None:
 def _export(options: argparse.Namespace, index: AtomicIndex, comm: Comm) -> OutputReport:
     rules, how = read_rules(options), make_options(options)
     if options.adapter or options.merge:
-        from ..export.adapter import read_config
+        from ..sources.foreign.adapter import read_config
 
         folder = os.path.dirname(index.run.state_file)
         config = read_config(options.adapter_config, folder)

@@ -6,25 +6,38 @@ Ranks and factors are in no tag: ``adapter_config.json`` tells them. A merge's a
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..atoms import MODULE, Atom, AtomicIndex, Atoms, ParamKey, Record, Records, Shard
-from ..errors import CheckpointError, ConfigError, UnsupportedError, shorten
+from ..errors import CheckpointError, UnsupportedError, shorten
 from ..io.disk import explain_full
-from ..io.paths import normalize
-from ..patterns.adapters import ROOT, is_original, name_in_base, read_live
+from ..patterns.adapters import is_original, name_in_base, name_wrapped, read_live
+from ..sources.foreign.adapter import find_alpha
+from ..sources.foreign.names import ADAPTER_CONFIG
 from ..stream.full_tensors import FullTensor
-
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model"
 
 _BASE = ".base_layer.weight"
 
 _CHANGING = ("pissa", "olora", "corda", "lora_ga", "loftq")
 """Ways to begin an adapter that change its base."""
+
+_KINDS = {"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector"}
+"""Of tensors that a merge knows."""
+
+_ODD = (
+    "alora_invocation_tokens",
+    "layer_replication",
+    "lora_bias",
+    "megatron_config",
+    "target_parameters",
+    "trainable_token_indices",
+    "use_bdlora",
+    "use_qalora",
+)
+"""Of a configuration, what a merge does not know."""
 
 
 @dataclass(slots=True)
@@ -55,69 +68,9 @@ class Merge:
     config: Mapping[str, Any]
 
 
-def read_config(path: str | None, folder: str) -> dict[str, Any]:
-    """An adapter's configuration.
-
-    Args:
-        path: a file, or a folder that has it; None looks in a checkpoint's folder (PEFT's), and beside it (trainers').
-        folder: the checkpoint's.
-
-    Raises:
-        ConfigError: there is none, or it is of another kind of adapter.
-    """
-    places = [folder, os.path.dirname(normalize(folder))] if path is None else [path]
-    files = [os.path.join(place, CONFIG) if os.path.isdir(place) else place for place in places]
-    found = next((file for file in files if os.path.isfile(file)), None)
-    if found is None:
-        raise ConfigError(
-            f"{shorten(files)}: no adapter_config.json. Ranks and factors are in no checkpoint: name the run's with "
-            "--adapter-config."
-        )
-    with open(found, encoding="utf-8") as stream:
-        try:
-            told = dict(json.load(stream))
-        except ValueError as error:
-            raise ConfigError(f"{found}: is no configuration ({error}).") from None
-    if told.get("peft_type") != "LORA":
-        raise ConfigError(f"{found}: is of {told.get('peft_type')}; LoRA's are known.")
-    return told
-
-
-def find_alpha(config: Mapping[str, Any], module: str) -> Any:
-    """The alpha of a layer's LoRA.
-
-    Args:
-        module: its name, as the configuration's patterns see it.
-
-    Raises:
-        UnsupportedError: the configuration has patterns, and PEFT is not installed.
-    """
-    alphas = config.get("alpha_pattern") or {}
-    if alphas:
-        try:
-            from peft.utils.other import get_pattern_key
-        except ImportError as error:
-            raise UnsupportedError(f"alpha_pattern needs the package peft ({error}).") from None
-        return alphas.get(get_pattern_key(list(alphas), module), config.get("lora_alpha", 8))
-    return config.get("lora_alpha", 8)
-
-
-def find_scaling(config: Mapping[str, Any], name: str, rank: int) -> float | None:
-    """The factor of a LoRA's product, as PEFT has it, by the name of one of its parameters; None where it is of none.
-
-    Args:
-        rank: of that LoRA.
-    """
-    found = read_live(name)
-    if found is None or not found.kind:
-        return None
-    alpha = float(find_alpha(config, found.module.removeprefix(ROOT)))
-    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-
-
 def write_config(folder: str, config: Mapping[str, Any]) -> None:
     """Write a configuration that loads for use, as PEFT saves it."""
-    path = os.path.join(folder, CONFIG)
+    path = os.path.join(folder, ADAPTER_CONFIG)
     with explain_full(path), open(path, "x", encoding="utf-8") as stream:
         stream.write(json.dumps({**config, "inference_mode": True}, indent=2, sort_keys=True) + "\n")
 
@@ -213,17 +166,11 @@ def add_base(index: AtomicIndex, base: AtomicIndex, adapter: str, config: Mappin
         raise UnsupportedError("--merge: the adapter is cut by tensor parallelism, the base in --like is whole.")
     known = {name_in_base(name) for name in names if not (tensor := read_live(name)) or not tensor.kind}
     weights = {
-        _name_wrapped(key.name, parts): atom
+        name_wrapped(key.name, parts): atom
         for key, atom in base.stored.atoms.items()
         if key.state == MODULE and key.name not in known
     }
     return _add_weights(index, base, weights)
-
-
-def _name_wrapped(name: str, parts: Collection[str]) -> str:
-    """What a live model calls a base's weight."""
-    module, dot, end = f"{ROOT}{name}".rpartition(".")
-    return f"{module}.base_layer{dot}{end}" if module in parts else f"{module}{dot}{end}"
 
 
 def _add_weights(index: AtomicIndex, other: AtomicIndex, weights: Mapping[str, Atom]) -> AtomicIndex:
@@ -242,22 +189,6 @@ def _add_weights(index: AtomicIndex, other: AtomicIndex, weights: Mapping[str, A
         records=Records.of([*index.stored.records, *moved]),
         atoms=Atoms(held, [*index.stored.atoms.module, *map(ParamKey, weights)]),
     )
-
-
-_KINDS = {"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector"}
-"""Of tensors that a merge knows."""
-
-_ODD = (
-    "alora_invocation_tokens",
-    "layer_replication",
-    "lora_bias",
-    "megatron_config",
-    "target_parameters",
-    "trainable_token_indices",
-    "use_bdlora",
-    "use_qalora",
-)
-"""Of a configuration, what a merge does not know."""
 
 
 def _list_odd(config: Mapping[str, Any]) -> list[str]:

@@ -24,8 +24,7 @@ from ..plan.renames import list_shapes
 from ..plan.ties import are_same
 from ..sources import open_checkpoint
 from ..sources.files import scan_folder
-from ..sources.foreign.names import CONFIG, find_format
-from .adapter import CONFIG as ADAPTER
+from ..sources.foreign.names import ADAPTER_CONFIG, CONFIG, find_format
 from .output import BESIDE
 from .tensors import Selection
 
@@ -186,7 +185,7 @@ class LikeModel:
                 if name == CONFIG:
                     with open(os.path.join(folder, name), "x", encoding="utf-8") as stream:
                         stream.write(self._tell_dtype(dtypes))
-                elif name != ADAPTER and os.path.isfile(path):  # which would have an adapter loaded
+                elif name != ADAPTER_CONFIG and os.path.isfile(path):  # which would have an adapter loaded
                     shutil.copyfile(path, os.path.join(folder, name))
 
     def _tell_dtype(self, dtypes: Collection[str]) -> str:

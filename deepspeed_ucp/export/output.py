@@ -16,7 +16,7 @@ from ..io.disk import check_space
 from ..io.staging import OutputKind, Staging
 from ..io.store import is_folder, list_folder, list_tree
 from ..io.upload import open_staging
-from ..sources.foreign.names import MODEL_FOLDER, OPTIMIZER_FOLDER, TRAINERS
+from ..sources.foreign.names import ADAPTER_STEM, MODEL_FOLDER, OPTIMIZER_FOLDER, TRAINERS, WEIGHTS_INDEX
 from ..stream.checks import Checks
 from ..stream.duplicates import check_samples, find_parted
 from ..stream.report import OutputReport
@@ -44,7 +44,7 @@ EXPORT = OutputKind(
     resumable=False,
     kept=BESIDE,
     last=(
-        *("adapter_model.safetensors", "model.safetensors", "model.safetensors.index.json", ".metadata"),
+        *(f"{ADAPTER_STEM}.safetensors", "model.safetensors", WEIGHTS_INDEX, ".metadata"),
         *(f"{OPTIMIZER_FOLDER}/.metadata", f"{MODEL_FOLDER}/.metadata"),
     ),
 )

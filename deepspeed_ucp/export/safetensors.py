@@ -20,6 +20,7 @@ from ..io.disk import explain_full, write_at
 from ..io.memory import Scratch
 from ..patterns import RuleSet, list_renames
 from ..plan.conversion import Batch, Output, plan_conversion
+from ..sources.foreign.names import ADAPTER_STEM, WEIGHTS_INDEX
 from ..sources.foreign.safetensors import DTYPES
 from ..stream.batches import stream
 from ..stream.checks import Checks
@@ -27,15 +28,13 @@ from ..stream.full_tensors import FullTensor
 from ..stream.reader import AtomReader, Item
 from ..stream.recovery import read_with_failover
 from ..stream.report import OutputReport
-from .adapter import WEIGHTS, add_base, merge, write_config
+from .adapter import add_base, merge, write_config
 from .like import LikeModel
 from .output import Export, stage_export
 from .tensors import ExportOptions, Tensor, select_tensors
 
 MAX_SHARD = 5 * 10**9
 """Bytes of one file's tensors, as Hugging Face's libraries have it."""
-
-INDEX = "model.safetensors.index.json"
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ORDER = {dtype: number for number, dtype in enumerate(_NAMES)}
@@ -144,7 +143,7 @@ def export_safetensors(
     """
     comm, options = comm or Comm(), options or ExportOptions()
     is_adapter = bool(options.adapter) and not options.merge  # which PEFT loads from one file
-    most, stem = (sys.maxsize, WEIGHTS) if is_adapter else (max_shard, "model")
+    most, stem = (sys.maxsize, ADAPTER_STEM) if is_adapter else (max_shard, "model")
     model = None if like is None else LikeModel(like)
 
     def prepare() -> AtomicIndex:
@@ -183,7 +182,7 @@ def _prepare(folder: str, layout: SafeLayout, like: LikeModel | None, dtypes: Co
             stream.truncate(layout.sizes[file])
             write_at(stream.fileno(), head, 0)
     if len(layout.heads) > 1:
-        path = os.path.join(folder, INDEX)
+        path = os.path.join(folder, WEIGHTS_INDEX)
         with explain_full(path), open(path, "xb") as stream:
             stream.write(layout.describe())
 

@@ -10,10 +10,10 @@ from typing import Any
 from ..atoms import COPY, MASTER, MODULE, AtomicIndex
 from ..comm import Comm
 from ..errors import ConfigError, MismatchError, UcpError, shorten
-from ..export.adapter import find_scaling, read_config
 from ..patterns import Resized, RuleSet
 from ..patterns.adapters import read_live
 from ..plan.wants import Scaling, Wants
+from ..sources.foreign.adapter import find_scaling, read_config
 from ..targets import Target
 from ..targets.optimizer import find_degrees
 from .states import WEIGHTS_ONLY, OptimizerMatch

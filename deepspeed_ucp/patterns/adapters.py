@@ -7,6 +7,7 @@ What a live model calls them is in ``peft/tuners/lora/layer.py`` and ``peft/util
 from __future__ import annotations
 
 import re
+from collections.abc import Container
 from dataclasses import dataclass
 
 ROOT = "base_model.model."
@@ -81,3 +82,9 @@ def name_in_base(name: str) -> str:
     found = read_live(name)
     inner = found.in_file if found and not found.kind else name
     return _WRAPPED.sub("", inner).removeprefix(ROOT)
+
+
+def name_wrapped(name: str, adapted: Container[str]) -> str:
+    """The inverse for a base's weight; ``adapted``: modules of the live model to which an adapter adds something."""
+    module, dot, end = f"{ROOT}{name}".rpartition(".")
+    return f"{module}.base_layer{dot}{end}" if module in adapted else f"{module}{dot}{end}"

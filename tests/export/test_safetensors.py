@@ -24,13 +24,14 @@ from deepspeed_ucp.atoms import MASTER, Atom, AtomicIndex
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.convert import ConvertOptions, convert_index
 from deepspeed_ucp.errors import CheckpointError, ConfigError, MismatchError, StorageError, UnsupportedError
-from deepspeed_ucp.export import output, safetensors
+from deepspeed_ucp.export import output
 from deepspeed_ucp.export.safetensors import export_safetensors, lay_out, split_shards
 from deepspeed_ucp.export.tensors import ExportOptions, Tensor
 from deepspeed_ucp.io.cast import FLOATING, cast
 from deepspeed_ucp.io.staging import Staging
 from deepspeed_ucp.patterns import Rename, from_config
 from deepspeed_ucp.sources import open_checkpoint
+from deepspeed_ucp.sources.foreign.names import WEIGHTS_INDEX
 from deepspeed_ucp.sources.foreign.safetensors import DTYPES
 from deepspeed_ucp.stream.full_tensors import FullTensor
 from tests.stream.test_full_tensors import flip_bit, open_held, rules_of
@@ -284,13 +285,13 @@ def test_files_are_split_as_hugging_face_does(sizes: list[int], limit: int) -> N
 def test_an_index_tells_where_tensors_are(tmp_path: Path) -> None:
     index = open_model(tmp_path, Topology(3, 2))
     report = export_safetensors(index, str(tmp_path / "out"), max_shard=200)
-    told = json.loads((tmp_path / "out" / safetensors.INDEX).read_text())
+    told = json.loads((tmp_path / "out" / WEIGHTS_INDEX).read_text())
     assert told["metadata"]["total_size"] == sum(v.nbytes for v in load_all(tmp_path / "out").values())
     names = sorted(set(told["weight_map"].values()))
     assert names == [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
     for name, file in told["weight_map"].items():
         assert name in load_file(tmp_path / "out" / file)
-    assert set(report.files) == {*names, safetensors.INDEX}
+    assert set(report.files) == {*names, WEIGHTS_INDEX}
 
 
 def test_names(tmp_path: Path) -> None:

@@ -1,17 +1,22 @@
-"""PEFT's folders: an adapter alone, whose base the live model has."""
+"""PEFT's folders: an adapter alone, whose base the live model has, and its configuration, which no tag holds."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import json
+import math
+import os
+from collections.abc import Collection, Mapping
+from typing import Any
 
 from ...comm import Comm
-from ...errors import CheckpointError
-from ...patterns.adapters import read_in_file
+from ...errors import CheckpointError, ConfigError, UnsupportedError, shorten
+from ...io.paths import normalize
+from ...patterns.adapters import ROOT, read_in_file, read_live
 from ..findings import Finding
 from ..table import FileTable
 from . import statedict
 from .contents import Contents
-from .names import ADAPTER, holds
+from .names import ADAPTER, ADAPTER_CONFIG, holds
 from .safetensors import read_header
 
 _NAME = "default"
@@ -49,3 +54,63 @@ def name_live(name: str, others: Collection[str]) -> str:
     module, _, end = name.rpartition(".")
     is_base = end == "bias" and ".lora_" not in name and f"{module}.weight" not in others
     return name if is_base else read_in_file(name, _NAME).live
+
+
+def read_config(path: str | None, folder: str) -> dict[str, Any]:
+    """An adapter's configuration.
+
+    Args:
+        path: a file, or a folder that has it; None looks in a checkpoint's folder (PEFT's), and beside it (trainers').
+        folder: the checkpoint's.
+
+    Raises:
+        ConfigError: there is none, or it is of another kind of adapter.
+    """
+    places = [folder, os.path.dirname(normalize(folder))] if path is None else [path]
+    files = [os.path.join(place, ADAPTER_CONFIG) if os.path.isdir(place) else place for place in places]
+    found = next((file for file in files if os.path.isfile(file)), None)
+    if found is None:
+        raise ConfigError(
+            f"{shorten(files)}: no adapter_config.json. Ranks and factors are in no checkpoint: name the run's with "
+            "--adapter-config."
+        )
+    with open(found, encoding="utf-8") as stream:
+        try:
+            told = dict(json.load(stream))
+        except ValueError as error:
+            raise ConfigError(f"{found}: is no configuration ({error}).") from None
+    if told.get("peft_type") != "LORA":
+        raise ConfigError(f"{found}: is of {told.get('peft_type')}; LoRA's are known.")
+    return told
+
+
+def find_alpha(config: Mapping[str, Any], module: str) -> Any:
+    """The alpha of a layer's LoRA.
+
+    Args:
+        module: its name, as the configuration's patterns see it.
+
+    Raises:
+        UnsupportedError: the configuration has patterns, and PEFT is not installed.
+    """
+    alphas = config.get("alpha_pattern") or {}
+    if alphas:
+        try:
+            from peft.utils.other import get_pattern_key
+        except ImportError as error:
+            raise UnsupportedError(f"alpha_pattern needs the package peft ({error}).") from None
+        return alphas.get(get_pattern_key(list(alphas), module), config.get("lora_alpha", 8))
+    return config.get("lora_alpha", 8)
+
+
+def find_scaling(config: Mapping[str, Any], name: str, rank: int) -> float | None:
+    """The factor of a LoRA's product, as PEFT has it, by the name of one of its parameters; None where it is of none.
+
+    Args:
+        rank: of that LoRA.
+    """
+    found = read_live(name)
+    if found is None or not found.kind:
+        return None
+    alpha = float(find_alpha(config, found.module.removeprefix(ROOT)))
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)

@@ -19,6 +19,12 @@ MODEL_FOLDER, OPTIMIZER_FOLDER = (f"{part}0" for part in PARTS)
 CONFIG = "config.json"
 """Of a model of transformers."""
 
+WEIGHTS_INDEX = "model.safetensors.index.json"
+"""Of its weights in several files."""
+
+ADAPTER_CONFIG, ADAPTER_STEM = "adapter_config.json", "adapter_model"
+"""Of an adapter of PEFT's; what the name of its weights' file begins with."""
+
 WHOLE, OPTIMIZER = "pytorch_model_fsdp.bin", "optimizer.bin"
 """Accelerate's with FULL_STATE_DICT, of which the second may lie beside other weights too."""
 
@@ -56,7 +62,7 @@ _HEADS = {
 """Those of them without which there is no checkpoint."""
 
 _FIRST = {
-    SAFETENSORS: ("model.safetensors", "model.safetensors.index.json"),
+    SAFETENSORS: ("model.safetensors", WEIGHTS_INDEX),
     STATE_DICT: (WHOLE, "pytorch_model.bin", "pytorch_model.bin.index.json"),
     ADAPTER: ("adapter_model.safetensors",),
 }
