@@ -172,7 +172,7 @@ def others_told(draw: Draw, root: Path) -> None:
 
 
 def others_held(draw: Draw, root: Path) -> None:
-    """Values of a tree that torch.distributed.checkpoint saved, under checksums that are right."""
+    """Values of a tree that was saved as blocks, or as two files, under checksums that are right."""
     source, folder = copy(draw, root, [source for source in FOREIGN if source.name == "dcp-nested"])
     shutil.rmtree(folder)
     folder.mkdir()
@@ -185,7 +185,11 @@ def others_held(draw: Draw, root: Path) -> None:
             held = draw.choice(dicts)
             name = draw.choice(("", "x", "a.b", "7", "state", "fp32", "module", "params"))
             held[name] = held.pop(draw.choice([*held]))
-    foreign.write_dcp(folder, tree, lambda tensor: [draw.randrange(1, 3) for _ in tensor.shape])
+    if draw.random() < 0.7:
+        foreign.write_dcp(folder, tree, lambda tensor: [draw.randrange(1, 3) for _ in tensor.shape])
+    else:
+        torch.save(tree.get("model"), folder / "pytorch_model_fsdp.bin")
+        torch.save(tree.get("optim"), folder / "optimizer.bin")
     look(draw, folder, source, trusted=False)
 
 

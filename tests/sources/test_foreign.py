@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -35,6 +36,7 @@ from deepspeed_ucp.stream.full_tensors import assemble_full_tensors
 from deepspeed_ucp.stream.reader import AtomReader
 from deepspeed_ucp.torchsave.records import FileRecord
 from tests.export import fsdp_run
+from tests.export.test_dcp import read_all
 from tests.export.test_safetensors import TOPOLOGIES, check_same, open_model
 from tests.properties.samples import PLAIN
 from tests.stream import test_full_tensors
@@ -421,11 +423,25 @@ def test_what_an_export_wrote_comes_back(tmp_path: Path, layout: str) -> None:
 # -- commands ---------------------------------------------------------------------------------------------------------
 
 
-def test_commands_take_it(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As they take DeepSpeed's own."""
+def cut_anew(saved: Path, folder: Path) -> Path:
+    """The same with tensors that are cut into two along each dimension."""
+    folder.mkdir()
+    write_dcp(folder, read_all(saved), lambda tensor: [2, 2][: tensor.dim()])
+    return folder
+
+
+@pytest.mark.parametrize("tiled", [False, True])
+def test_commands_take_it(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], tiled: bool) -> None:
+    """As they take DeepSpeed's own; cut along each dimension too."""
+    if tiled:
+        saved = cut_anew(saved, tmp_path / "tiles")
+        assert main(["diff", str(tmp_path / "it"), str(saved)]) == 0
     assert main(["convert", str(saved), str(tmp_path / "atomic")]) == 0
     assert main(["diff", str(saved), str(tmp_path / "atomic")]) == 0
     assert main(["verify", str(tmp_path / "atomic")]) == 0
+    assert main(["inspect", str(saved), "--param", "first.weight"]) == 0
+    blocks = re.findall(r"\[(?:\d+:\d+, )+\d+:\d+\]", capsys.readouterr().out)
+    assert blocks == ["[0:32, 0:3]", "[0:32, 3:6]", "[32:64, 0:3]", "[32:64, 3:6]"] * 3 * tiled
     assert main(["inspect", str(saved)]) == 0
     told = capsys.readouterr().out
     assert "written by  torch.distributed.checkpoint, float32" in told

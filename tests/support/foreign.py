@@ -162,6 +162,13 @@ def _bin(folder: Path, model: Model, state: State) -> None:
     torch.save(list_weights(model, state), folder / "pytorch_model.bin")
 
 
+def _full(folder: Path, model: Model, state: State) -> None:
+    """As Accelerate under FSDP with FULL_STATE_DICT."""
+    tree = make_tree(model, state)
+    torch.save(tree["model"], folder / "pytorch_model_fsdp.bin")
+    torch.save(tree["optim"], folder / "optimizer.bin")
+
+
 def _legacy(folder: Path, model: Model, state: State) -> None:
     torch.save(list_weights(model, state), folder / "model.pt", _use_new_zipfile_serialization=False)
 
@@ -222,6 +229,7 @@ FORMATS = [
     Format("dcp-accelerate", _accelerate),
     Format("dcp-rows", _rows),
     Format("dcp-tiles", _tiles),
+    Format("accelerate-full", _full),
     Format("safetensors", _safetensors, alone=True, unchecked=True),
     Format("safetensors-sharded", _sharded, alone=True, unchecked=True),
     Format("bin", _bin, alone=True),
