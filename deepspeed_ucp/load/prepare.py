@@ -9,12 +9,14 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
 import numpy as np
+import torch
 
 from ..atoms import ITEMSIZE, MASTER, MODULE, AtomicIndex, AtomKey
 from ..comm import Comm
 from ..config import UniversalConfig
 from ..errors import Objections, count_of, fold_names, shorten
 from ..hub import read_into
+from ..io.cast import FLOATING
 from ..patterns import Layout, Resized, Settled, from_config, list_renames
 from ..plan.match import Match, TargetInventory, lacks_frozen, match_groups, match_parameters
 from ..plan.renames import apply_renames, list_renamed
@@ -188,14 +190,31 @@ _UNEVEN = (
 )
 
 
+_REAL = {dtype for dtype in FLOATING if not dtype.startswith("float8")}
+
+
 def describe_rounding(wants: Wants) -> list[str]:
-    """Masters or states that are of fewer bits here than they were saved in."""
+    """Masters or states that this run's type does not hold as they were saved, and what is a number of another kind."""
     notes = set()
-    for buffer, stored in wants.sinks:
-        spec = wants.buffers[buffer]
-        if spec.slot[0] not in (MODULE, REPLICA) and ITEMSIZE[spec.dtype] < ITEMSIZE[stored]:
-            notes.add(f"{spec.slot[0]} is rounded from {stored} to {spec.dtype}, as this run's optimizer keeps it")
+    for slot, stored, dtype in {
+        (wants.buffers[at].slot[0], stored, wants.buffers[at].dtype) for at, stored in wants.sinks
+    }:
+        if slot not in (MODULE, REPLICA) and _rounds(stored, dtype):
+            notes.add(f"{slot} is rounded from {stored} to {dtype}, as this run's optimizer keeps it")
+        elif (stored in _REAL) != (dtype in _REAL):
+            notes.add(
+                f"{slot} of {stored} in the checkpoint is {dtype} here: taken number by number, quantized ones without "
+                "their scales, fractions not into whole numbers"
+            )
     return sorted(notes)
+
+
+def _rounds(stored: str, dtype: str) -> bool:
+    """Whether a type has values that another one does not hold."""
+    if not {stored, dtype} <= FLOATING:
+        return ITEMSIZE[dtype] < ITEMSIZE[stored]
+    before, now = (torch.finfo(getattr(torch, each)) for each in (stored, dtype))
+    return now.eps > before.eps or now.max < before.max
 
 
 def describe_target(target: Target, extras: Sequence[LiveBuffer], states: Sequence[States]) -> TargetLayout:

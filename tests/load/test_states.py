@@ -200,11 +200,26 @@ def test_live_groups_take_the_states_alone(tmp_path: Path) -> None:
     assert all("lr" not in hyper for hyper in rank.work.match.hyper.values())
 
 
-def test_masters_and_states_of_fewer_bits_are_told() -> None:
+@pytest.mark.parametrize(
+    ("state", "stored", "dtype", "told"),
+    [
+        ("fp32", "float32", "bfloat16", "fp32 is rounded from float32 to bfloat16"),
+        ("exp_avg", "float16", "bfloat16", "exp_avg is rounded from float16 to bfloat16"),
+        ("exp_avg", "bfloat16", "float16", "exp_avg is rounded from bfloat16 to float16"),
+        ("exp_avg", "bfloat16", "float32", ""),
+        ("module", "float32", "bfloat16", ""),
+        ("module", "int32", "int64", ""),
+        ("module", "float32", "int64", "module of float32 in the checkpoint is int64 here"),
+        ("fp32", "int8", "float32", "fp32 of int8 in the checkpoint is float32 here"),
+        ("fp32", "float8_e4m3fn", "float32", "fp32 of float8_e4m3fn in the checkpoint is float32 here"),
+    ],
+)
+def test_what_this_runs_types_do_not_hold_is_told(state: str, stored: str, dtype: str, told: str) -> None:
     wants = Wants()
-    for state, dtype in (("fp32", "bfloat16"), ("exp_avg", "float32"), ("module", "bfloat16")):
-        wants.add_sink(wants.add_buffer(BufferSpec((state, 0), dtype, 4, live=True)), "float32")
-    assert describe_rounding(wants) == ["fp32 is rounded from float32 to bfloat16, as this run's optimizer keeps it"]
+    wants.add_sink(wants.add_buffer(BufferSpec((state, 0), dtype, 4, live=True)), stored)
+    notes = describe_rounding(wants)
+    assert len(notes) == bool(told)
+    assert "".join(notes).startswith(told)
 
 
 @pytest.mark.parametrize(
