@@ -211,10 +211,11 @@ def revert(reading: Reading, shapes: Mapping[str, Shape]) -> dict[str, DerivedPa
     parts: dict[str, dict[int, Slice]] = defaultdict(dict)
     for new, made in reading.made.items():
         sizes = [count(shapes[piece.name]) // piece.count for piece in made.slices]
-        unit, at = gcd(*sizes) or 1, 0
-        for piece, size in zip(made.slices, sizes, strict=True):
-            parts[piece.name][piece.number] = Slice(new, at // unit, sum(sizes) // unit, size // unit)
-            at += size
+        unit = gcd(*sizes) or 1
+        total, at = sum(sizes) // unit, 0
+        for piece, width in zip(made.slices, (size // unit for size in sizes), strict=True):
+            parts[piece.name][piece.number] = Slice(new, at, total, width)
+            at += width
     return {
         name: DerivedParam(tuple(held[number] for number in sorted(held)), len(shapes[name]))
         for name, held in parts.items()
