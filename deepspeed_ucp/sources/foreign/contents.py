@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +34,7 @@ from ...torchsave.objects import describe
 from ...torchsave.records import FileRecord
 from ...torchsave.unpickle import MOST_DIMENSIONS
 from ...wrappers import ATOMIC
+from ..findings import WARNING, Finding
 from ..table import FileTable
 
 Shape = tuple[int, ...]
@@ -43,6 +44,8 @@ _LARGEST_SIZE = 1 << 62
 _UNCHECKED = "its tensors have no checksums: what is damaged in them goes unnoticed"
 _MOST_RUNS = 1 << 22
 """Runs of elements in all, of what is cut into no grid."""
+
+NEITHER = "neither model nor optimizer"
 
 
 def read_shape(value: Any) -> Shape:
@@ -59,6 +62,15 @@ def read_shape(value: Any) -> Shape:
     return tuple(value)
 
 
+def is_number(state: str, shape: Shape, weight: Shape | None) -> bool:
+    """Whether an optimizer's state is a number, and no tensor: ``step``, or a 0-dim one of a weight that is not.
+
+    Args:
+        weight: shape of the parameter, if it is known.
+    """
+    return shape == () and (state == "step" or weight != ())
+
+
 def count_steps(steps: Iterable[Any]) -> dict[str, int]:
     """Counters of a run, as the steps of an optimizer's parameters tell them; empty without any.
 
@@ -70,6 +82,19 @@ def count_steps(steps: Iterable[Any]) -> dict[str, int]:
         if not isinstance(step, (int, float)) or not 0 <= step < _LARGEST_SIZE:
             raise ValueError(f"{describe(step)} for a step")
     return {"global_steps": int(max(found))} if found else {}
+
+
+def list_left(names: Collection[str], what: str, where: str, file: str = "") -> list[Finding]:
+    """What is in a checkpoint and not loaded, as a warning.
+
+    Args:
+        names: of it.
+        what: it is instead.
+        where: a path.
+        file: it is in; by default the first name.
+    """
+    text = f"{where}: not loaded, since it is {what}: {shorten(names)}."
+    return [Finding("unsaved", file or next(iter(names)), text, WARNING)] if names else []
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,10 +25,10 @@ from ...torchsave.objects import Global, PickledObject, TensorRef, describe, is_
 from ...torchsave.records import FileRecord
 from ...torchsave.torchfile import read_parts
 from ...torchsave.unpickle import read_pickle
-from ..findings import WARNING, Finding
+from ..findings import Finding
 from ..reading import explain_damage
 from ..table import FileTable
-from .contents import Chunk, Contents, Shape, StoredTensor, count_steps, read_shape
+from .contents import NEITHER, Chunk, Contents, Shape, StoredTensor, count_steps, is_number, list_left, read_shape
 from .headers import read_all, read_once, read_with
 from .names import DCP, FORM, holds
 
@@ -36,6 +36,11 @@ _LARGEST = 1 << 30
 """Bytes of a metadata file: a million blocks take a tenth of it."""
 
 _STATE, _GROUPS, _MEMBERS = "state.", "param_groups.", "params"
+_IN_GROUPS = re.compile(r"(?:(?<=\.)|^)param_groups\.")
+_IN_OPTIMIZER = re.compile(r"(?:(?<=\.)|^)(?:state|param_groups)\.")
+_DOT, _DEEPEST = re.compile(r"\."), 64
+"""What a key is cut at, and how often: what the model's keys begin with has few words."""
+
 _APART = ("dataloader.", "lr_scheduler.", "optimizer.", "train_state.")
 """What stands beside the model's own names where these have no common beginning (torchtitan)."""
 
@@ -374,8 +379,8 @@ class _Interpreter:
                 path=self.where.folder,
             )
         prefix = self._find_model()
-        left = [key for key in self.told.tensors if key not in self.roots]
-        weights = {key[len(prefix) :]: key for key in left if key.startswith(prefix) and self._is_model(key, prefix)}
+        left = [key for key in self.told.tensors if key not in self.roots and (prefix or not key.startswith(_APART))]
+        weights = {key[len(prefix) :]: key for key in left if key.startswith(prefix)}
         if not weights:
             raise UnsupportedError(
                 f"holds no model's tensors by name, only {shorten(self.told.tensors)}.", path=self.where.path(self.head)
@@ -392,7 +397,7 @@ class _Interpreter:
         dtypes: dict[str, str] = {}
         for key, (name, state) in self.names.items():
             dtype, shape, _ = self.told.tensors[key]
-            if shape == () and (state == "step" or self._find_shape(weights, name) != ()):
+            if is_number(state, shape, self.told.tensors[weights[name]][1] if name in weights else None):
                 scalars[name][state], dtypes[state] = self.blocks.find_value(key), dtype
             else:
                 states[name][state] = self.blocks.make_tensor(key)
@@ -436,13 +441,6 @@ class _Interpreter:
             return f"{firsts.pop()}."
         return "model." if any(key.startswith("model.") for key in nested) else ""
 
-    def _is_model(self, key: str, prefix: str) -> bool:
-        return bool(prefix) or not key.startswith(_APART)
-
-    def _find_shape(self, weights: Mapping[str, str], name: str) -> Shape | None:
-        key = weights.get(name)
-        return None if key is None else self.told.tensors[key][1]
-
     def _list_groups(self) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
         """Param groups: as lists of names, or where every parameter has hyper-parameters of its own, those alike."""
         optimizers = defaultdict[str, dict[str, dict[str, Any]]](lambda: defaultdict(dict))
@@ -468,18 +466,5 @@ class _Interpreter:
         """What is in the checkpoint and not loaded, as a warning."""
         taken = {*weights.values(), *self.names}
         keys = [key for key in (*self.told.tensors, *self.told.values) if key not in taken]
-        left = dict.fromkeys(_shorten_key(key) for key in keys if key not in self.roots)
-        if not left:
-            return []
-        text = f"{self.where.path(self.head)}: not loaded, since it is neither model nor optimizer: {shorten(left)}."
-        return [Finding("unsaved", self.head, text, WARNING)]
-
-
-def _shorten_key(key: str) -> str:
-    return ".".join(key.split(".")[:2])
-
-
-_IN_GROUPS = re.compile(r"(?:(?<=\.)|^)param_groups\.")
-_IN_OPTIMIZER = re.compile(r"(?:(?<=\.)|^)(?:state|param_groups)\.")
-_DOT, _DEEPEST = re.compile(r"\."), 64
-"""What a key is cut at, and how often: what the model's keys begin with has few words."""
+        left = dict.fromkeys(".".join(key.split(".")[:2]) for key in keys if key not in self.roots)
+        return list_left(left, NEITHER, self.where.path(self.head), self.head)

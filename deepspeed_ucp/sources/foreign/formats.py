@@ -15,7 +15,7 @@ from ..findings import WARNING, Finding
 from ..reading import explain_damage
 from ..table import FileTable
 from . import adapter, dcp, megatron, names, safetensors, statedict
-from .contents import Contents, make_index
+from .contents import NEITHER, Contents, list_left, make_index
 from .headers import read_all, read_once
 from .states import add_states
 
@@ -68,18 +68,15 @@ def survey_foreign(where: FileTable, comm: Comm, kind: str) -> tuple[AtomicIndex
     index = comm.alike(unite)
     if kind not in (names.MEGATRON, names.DCP):
         findings += [*_find_passed_over(where, kind, contents), *_find_packed(where, kind, contents, comm)]
-    findings += comm.once(lambda: [*_find_beside(where)])
-    return index, findings
+    return index, [*findings, *comm.once(lambda: _find_beside(where))]
 
 
-def _find_beside(where: FileTable) -> Iterator[Finding]:
+def _find_beside(where: FileTable) -> list[Finding]:
     """What trainers keep beside model and optimizer, which DeepSpeed's engine has no place for."""
     held = scan_if_there(where.folder)
     left = sorted(filter(names.TRAINERS.fullmatch, held))
     left += [f"{names.META} (schedulers, loops)"] if names.META in held else []
-    if left:
-        text = f"{where.folder}: not loaded, since it is neither model nor optimizer: {shorten(left, 8)}."
-        yield Finding("unsaved", left[0], text, WARNING)
+    return list_left(left, NEITHER, where.folder)
 
 
 def _find_passed_over(where: FileTable, kind: str, contents: Contents) -> Iterator[Finding]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from ...atoms import COPY, ITEMSIZE, MASTER, MODULE, count
 from ...comm import Comm
-from ...errors import CheckpointError, UnsupportedError, join_numbers, shorten
+from ...errors import CheckpointError, UnsupportedError, join_numbers
 from ...torchsave.objects import describe, has_more_parts
 from ...torchsave.torchfile import read_header, read_parts
 from ..findings import WARNING, Finding
@@ -25,7 +25,7 @@ from ..hints import INFO, read_hints, simplify_object
 from ..reading import explain_damage
 from ..table import FileTable
 from . import dcp
-from .contents import Chunk, Contents, Shape, StoredTensor
+from .contents import Chunk, Contents, Shape, StoredTensor, list_left
 from .dcp import UNCHECKED, Blocks, read_blocks
 from .headers import read_all, read_once
 from .names import BLOCKS, COMMON, FORM, MEGATRON
@@ -458,11 +458,7 @@ class _Interpreter:
         """What is in the checkpoint and not loaded, as a warning."""
         objects = {key.partition("/")[0] for key in self.blocks.told.values}
         own = sorted(key for key in objects if not key.endswith(("_extra_state", _ENTRY)) and not _UNNAMED.match(key))
-        left = [*self.common.beside, *own]
-        if not left:
-            return []
-        text = f"{self.path}: not loaded, since it is Megatron's own: {shorten(left)}."
-        return [Finding("unsaved", self.blocks.head, text, WARNING)]
+        return list_left([*self.common.beside, *own], "Megatron's own", self.path, self.blocks.head)
 
 
 def cut_run(shape: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape, int]]:

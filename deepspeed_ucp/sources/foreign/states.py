@@ -13,7 +13,7 @@ from ...torchsave import torchfile
 from ...torchsave.objects import TensorRef, describe, is_short, to_number
 from ..reading import read_hyper
 from ..table import FileTable
-from .contents import Contents, StoredTensor, count_steps
+from .contents import Contents, StoredTensor, count_steps, is_number
 from .headers import read_once
 from .names import OPTIMIZER
 from .statedict import store_tensor
@@ -51,7 +51,7 @@ def _take_apart(contents: Contents, tree: Mapping[str, Any], file: torchfile.Tor
     for name, held in tree["state"].items():
         weight = contents.weights.get(name)
         for state, value in held.items():
-            if isinstance(value, TensorRef) and (value.shape or (state != "step" and weight and not weight.shape)):
+            if isinstance(value, TensorRef) and not is_number(state, value.shape, weight.shape if weight else None):
                 states[name][state] = store_tensor(f"{name}: {state}", value, file.storages, OPTIMIZER, path)
                 continue
             scalars[name][state] = _read_number(value)
