@@ -35,7 +35,20 @@ _ARITHMETIC: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
 
 
 class UnknownError(LookupError):
-    """An expression asks for something that nothing tells."""
+    """An expression asks for something that nothing tells; its arguments are what, by name or in words."""
+
+    @property
+    def advice(self) -> str:
+        """How a user tells it."""
+        if not all(name.isidentifier() for name in self.args):
+            return "write numbers"
+        given = ", ".join(f'"{name}": <number>' for name in self.args)
+        return f'set "patterns": {{"variables": {{{given}}}, …}}'
+
+    @property
+    def need(self) -> str:
+        """What is asked for, and how a user tells it."""
+        return f"needs {' and '.join(self.args)}, which the checkpoint does not tell; {self.advice}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,7 +101,7 @@ class Part:
         """With numbers.
 
         Raises:
-            UnknownError: nothing tells some of them; its arguments are what is asked for.
+            UnknownError: nothing tells some of them; it has all.
             ConfigError: one is no positive integer.
         """
         numbers, unknown = dict[int | str, Any](), dict[str, None]()
@@ -197,12 +197,7 @@ class Rename:
         try:
             return self.part.measure(facts), self.into.measure(facts)
         except UnknownError as error:
-            names, given = error.args, ", ".join(f'"{name}": <number>' for name in error.args)
-            is_named = all(map(str.isidentifier, names))
-            way = f'set "patterns": {{"variables": {{{given}}}, …}}' if is_named else "write numbers"
-            raise MismatchError(
-                f"rename: {self.pattern!r} needs {' and '.join(names)}, which the checkpoint does not tell; {way}"
-            ) from None
+            raise MismatchError(f"rename: {self.pattern!r} {error.need}") from None
 
     def check(self) -> None:
         """Whether it is a rule at all.
@@ -280,8 +275,7 @@ class Rename:
             found = None
             if str(error) not in groups:
                 raise ConfigError(
-                    f"rename: {self.template!r} asks for {error}, {self.pattern!r} has no such group; give a number "
-                    f'under "variables"'
+                    f"rename: {self.template!r} asks for {error}, {self.pattern!r} has no such group; {error.advice}"
                 ) from None
         if type(found) is not int or found < 0:
             value = next((groups[each] for each in _NAME.findall(expression) if each in groups), found)

@@ -112,9 +112,7 @@ class Spec:
         try:
             return self._build(facts)
         except UnknownError as error:
-            raise MismatchError(
-                f"the rule {self.match!r} needs {error}, which the checkpoint does not tell; give it under variables"
-            ) from None
+            raise MismatchError(f"the rule {self.match!r} {error.need}") from None
 
     def _build(self, facts: Facts) -> Pattern:
         if self.pattern == "unsettled":

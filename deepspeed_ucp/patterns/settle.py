@@ -16,7 +16,7 @@ from .facts import Facts
 from .files import list_families
 from .kinds import TABLE, Pattern, Replicate, SameShards, ShardNC, Unique, advise_vocabulary, check_shapes
 from .layout import Layout, Shape
-from .resize import Resize, Resized, advise_resize, is_fused
+from .resize import Resize, Resized, advise_resize, is_fused, name_places
 from .rules import RuleSet, find_resize, suggest_rule
 
 SAME = "the same shards"
@@ -116,7 +116,7 @@ def settle(
         names: the parameters.
         source, target: name → local shape per tensor-parallel rank; target None where there is none (converting).
         rule_sets: in order; the first that says something about a parameter counts. What the live engine says of
-            its own shards (``side`` "target") counts for the target before all but the user's, and for the source last.
+            its own shards (``by`` "target") counts for the target before all but the user's, and for the source last.
         hints: what the checkpoint tells (``AtomicIndex.hints``): ``args``, ``checkpoint_version``.
         replicas: what every rank holds alike, and is a replica where no rule says otherwise (equal buffers).
         degree: of a target whose shapes are not known (then ``target`` is None): the ones that the patterns give it.
@@ -277,8 +277,8 @@ def _check_rows(name: str, rule: Resize, sides: _Sides | None) -> None:
     parts = any(isinstance(each, ShardNC) and each.dim == rule.dim for each, _ in sides or ())
     if parts or (sides is None and rule.dim == 0 and is_fused(name)):
         raise MismatchError(
-            f"the resize rule {rule.match!r}: {name} is fused, so that new {('rows', 'columns')[rule.dim > 0]} at its "
-            "end would be the last part's; give a rule with the pattern shard-v where they follow each other"
+            f"the resize rule {rule.match!r}: {name} is fused, so that new {name_places(rule.dim)} at its end would be "
+            "the last part's; give a rule with the pattern shard-v where they follow each other"
         )
 
 

@@ -134,7 +134,7 @@ def test_expressions_are_data(expression, message):
 
 def test_a_size_that_nothing_tells():
     rules = from_config([{"match": "w", "pattern": "shard-nc", "parts": ["args.q", "rest"]}])
-    with pytest.raises(MismatchError, match=r"w: the rule 'w' needs .*args.q.*; give it under variables"):
+    with pytest.raises(MismatchError, match=r"w: the rule 'w' needs args.q, which .*; write numbers"):
         settle(["w"], {"w": ((2,), (2,))}, None, rules)
 
 
