@@ -120,6 +120,13 @@ def read_into(index: AtomicIndex, module: Any, live: Collection[str], own: Colle
     return reading
 
 
+def read_config(module: Any) -> dict[str, Any]:
+    """The configuration of the one model of transformers in a module; empty of none."""
+    found = _find_model(module)
+    to_dict = getattr(getattr(found[1], "config", None), "to_dict", None) if found else None
+    return to_dict() if to_dict else {}
+
+
 def _find_model(module: Any) -> tuple[str, Any, bool] | None:
     """The one model of the libraries in a module: what is in front of its names, it, whether PEFT has wrapped it."""
     peft, found = sys.modules.get("peft.peft_model"), list[tuple[str, Any, bool]]()

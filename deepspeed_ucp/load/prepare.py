@@ -15,7 +15,7 @@ from ..atoms import ITEMSIZE, MASTER, MODULE, AtomicIndex, AtomKey
 from ..comm import Comm
 from ..config import UniversalConfig
 from ..errors import Objections, count_of, fold_names, shorten
-from ..hub import read_into
+from ..hub import read_config, read_into
 from ..io.cast import FLOATING
 from ..patterns import Layout, Resized, Settled, from_config, list_renames
 from ..plan.match import Match, TargetInventory, lacks_frozen, match_groups, match_parameters
@@ -103,7 +103,8 @@ def prepare(
     def hold_against() -> tuple[Work, Settled]:
         renames, named = list_renames(rules), {*inventory.shapes, *inventory.aliases}
         reading = read_into(saved, target.engine.module, named, list_renamed(saved, named, renames))
-        made = apply_renames(reading.carry_out(saved), inventory.shapes, renames, inventory.aliases, rules)
+        model = read_config(target.engine.module)
+        made = apply_renames(reading.carry_out(saved), inventory.shapes, renames, inventory.aliases, rules, model)
         index = made.index
         if log:
             warn_idle(saved, index, rules)

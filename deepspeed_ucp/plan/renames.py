@@ -50,6 +50,7 @@ def apply_renames(
     renames: Sequence[Rename],
     aliases: Iterable[str] = (),
     rules: Sequence[RuleSet] = (),
+    config: Mapping[str, Any] | None = None,
 ) -> RemappedIndex:
     """Carry out the rules.
 
@@ -61,6 +62,7 @@ def apply_renames(
         renames: the user's rules.
         aliases: other names of what it holds.
         rules: the user's about tensor parallelism.
+        config: of the live model, where it is one of transformers.
 
     Raises:
         MismatchError: what a rule says does not fit the shapes, or the experts' numbers; it needs a number that nothing
@@ -71,7 +73,7 @@ def apply_renames(
         return RemappedIndex(index)
     index = unite_cut(index, renames, rules, live)
     saved = list_shapes(index)
-    feeds = _Feeds(saved, live, Facts.of(index.model.hints, saved))
+    feeds = _Feeds(saved, live, replace(Facts.of(index.model.hints, saved), model=config or {}))
     for rule in renames:
         feeds.add(rule)
     feeds.join()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_ucp.cli import main
+from deepspeed_ucp.errors import MismatchError
 from deepspeed_ucp.testing import WorldPool
 from deepspeed_ucp.testing.capture import CapturedEngine
 from deepspeed_ucp.testing.compare import compare
@@ -119,6 +120,10 @@ def test_llama_goes_on_as_hugging_face_s(ranks: Any, tp: int, ucp_worlds: WorldP
             check(held.state, saved, name_llama)
             torch.testing.assert_close(logits, wanted, **CLOSE)
         assert "output_layer.weight: vocabulary padded to 64 rows, here to 61" in loaded[0][2]
+    if tp == 1:  # of the same shapes
+        other = {**LLAMA, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 2}
+        with pytest.raises(MismatchError, match="other heads .num_attention_heads"):
+            ucp_worlds.get(1).run(ranks.load, str(tmp_path / SAVE), "LlamaForCausalLM", other, 1, "mcore-llama")
     # AutoTP cuts what the rules make, and tells how: of the 61 rows of the output one rank has 31, the other one 30.
     loaded = ucp_worlds.get(2).run(ranks.load, str(tmp_path / SAVE), "LlamaForCausalLM", LLAMA, 1, "mcore-llama", 2)
     check(join([held for held, _, _ in loaded], "even"), saved, name_llama)
