@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import islice
 from typing import Any
 
 from .flat import FlatBuffer
 from .wrappers import ATOMIC, BARE, Wrapper, find_wrapper
+
+_DESCRIBED = frozenset({"zero_stage", "wrapper", "precision", "dp", "tp", "pp", "sp", "ep"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,11 @@ def find_precision(config: Mapping[str, Any]) -> str:
 def enabled(config: Mapping[str, Any], *names: str) -> bool:
     """Whether a section of a ds_config is switched on, under one of its names."""
     return any(bool((config.get(name) or {}).get("enabled")) for name in names)
+
+
+def list_untold(differences: Iterable[str]) -> list[str]:
+    """Of what differs, in words, that which the two sides' descriptions do not show."""
+    return [text for text in differences if text.split(" ", 1)[0] not in _DESCRIBED]
 
 
 def find_differences(source: Topology, target: Topology) -> list[str]:

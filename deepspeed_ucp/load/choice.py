@@ -25,7 +25,7 @@ from ..targets import Target, open_target
 from ..targets.coverage import OWN_LOAD, UnknownLayoutError, describe_own_files
 from ..targets.guard import check_states
 from ..targets.known import list_unknown
-from ..topology import find_differences
+from ..topology import find_differences, list_untold
 from .client import check_trusted
 from .context import LoadContext
 from .inventory import JoinedGroups, StageGroups, join_groups, list_stage_groups
@@ -231,7 +231,7 @@ def _compare(
     def look() -> list[str]:
         index = survey.require()
         if index.run.format:
-            return ["not DeepSpeed's own format"]
+            return [index.limits.unchecked]  # a reason without words, where all of it is checked
         return _list_differences(index, target) or _list_elsewhere(index, folder) or list_unproven(job, target, index)
 
     reasons = [text for part in comm.each(look) for text in part] or list(own) or list(_list_wishes(job, upstream))
@@ -239,18 +239,17 @@ def _compare(
     job.report.saved = index.run.job
     if comm.rank == 0:
         survey.log_warnings()
-    changes = list_changes(index, target, comm.size, job.engine.train_batch_size())
-    if comm.rank == 0 and changes:  # another number of ranks is what a resume is for
-        level = logging.INFO if all(text.startswith("ranks ") for text in changes) else logging.WARNING
-        logger.log(level, "%s: this run differs from the saved one: %s", folder, ", ".join(changes))
+    changes = list_changes(index, target, job.engine.train_batch_size())
+    if comm.rank == 0 and changes:
+        logger.warning("%s: this run differs from the saved one: %s", folder, ", ".join(changes))
     if not reasons and job.config.fallback and job.config.verify == "crc":
         reasons = find_damage(index, comm, others=bool(also))
     if not reasons:
         if not job.config.trust_pickle:
             comm.alike(lambda: check_trusted(index.run.globals))
         return LoaderChoice(f"same topology ({index.run.topology.describe()})", target=target)
-    why = "; ".join(dict.fromkeys(reasons))
-    return LoaderChoice(f"{index.run.written} → {target.topology.describe()}: {why}", target, index)
+    told = [f"{index.run.written} → {target.topology.describe()}", "; ".join(dict.fromkeys(list_untold(reasons)))]
+    return LoaderChoice(": ".join(filter(None, told)), target, index)
 
 
 def _list_wishes(job: LoadContext, upstream: bool) -> Iterator[str]:
@@ -282,18 +281,16 @@ def find_damage(index: AtomicIndex, comm: Comm, *, others: bool) -> list[str]:
     return []
 
 
-def list_changes(index: AtomicIndex, target: Target, ranks: int, total_batch: int) -> list[str]:
-    """What of the job around the engine differs from the saved one, in words.
+def list_changes(index: AtomicIndex, target: Target, total_batch: int) -> list[str]:
+    """What of the job around the engine differs from the saved one, in words; degrees are told with who loads.
 
     Args:
-        ranks: of this job.
         total_batch: samples of a step of it.
     """
-    saved, whole = index.run.job, index.run.topology.is_atomic
+    saved, untold = index.run.job, index.run.format or index.run.topology.is_atomic
     facts = (
         ("total batch", saved.total_batch, total_batch),
-        ("ranks", None if index.run.format else saved.ranks, ranks),  # other formats do not tell
-        ("precision", target.topology.precision if whole else index.run.topology.precision, target.topology.precision),
+        ("precision", None if untold else index.run.topology.precision, target.topology.precision),
     )
     return [f"{name} {old} → {new}" for name, old, new in facts if old not in (None, new)]
 

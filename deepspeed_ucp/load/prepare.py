@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
@@ -18,6 +19,7 @@ from ..errors import Objections, count_of, fold_names, shorten
 from ..hub import read_config, read_into
 from ..io.cast import FLOATING
 from ..patterns import Layout, Resized, Settled, from_config, list_renames
+from ..plan.counts import list_faults
 from ..plan.match import Match, TargetInventory, lacks_frozen, match_groups, match_parameters
 from ..plan.renames import apply_renames, list_renamed
 from ..plan.settling import refuse_stateless, refuse_unreadable
@@ -276,7 +278,7 @@ def _log_match(match: Match, index: AtomicIndex) -> None:
         text = "load_module_strict=False: %s not in the checkpoint, the live values stay: %s"
         logger.log(level, text, count, shorten(match.untouched, 3))
     if match.skipped:
-        logger.warning("load_module_strict=False, passing over: %s", shorten(match.skipped))
+        logger.warning("load_module_strict=False, passing over: %s", list_faults(match.skipped))
 
 
 def _log_resized(index: AtomicIndex, resized: Mapping[str, Resized], with_states: bool) -> None:
@@ -286,15 +288,18 @@ def _log_resized(index: AtomicIndex, resized: Mapping[str, Resized], with_states
             new = how.live - how.saved
             text = "%s: vocabulary padded to %d rows, saved with %d; the %d new ones are zero"
             logger.info(text, name, how.live, how.saved, new)
-    ruled = [(name, how) for name, how in sorted(resized.items()) if not how.pads]
-    states = _describe_begun(index) if with_states and any(index.run.scalars.values()) else ""
-    for name, (how, *_) in fold_names(ruled, lambda how: how):
-        logger.warning("resize: %s: %s", name, how.describe(states))
+    alike: dict[Resized, list[str]] = defaultdict(list)
+    for name, (how, *_) in fold_names([each for each in sorted(resized.items()) if not each[1].pads], lambda how: how):
+        alike[how].append(name)
+    for how, names in alike.items():
+        logger.warning("resize: %s: %s", shorten(names), how.describe())
+    if with_states and any(index.run.scalars.values()) and any(how.live > how.kept for how in alike):
+        logger.warning("resize: %s", _describe_begun(index))
 
 
 def _describe_begun(index: AtomicIndex) -> str:
     """What moments of zero under an old step count make of Adam's first updates, in words."""
     betas = {tuple(group.hyper["betas"]) for group in index.run.groups if "betas" in group.hyper}
     most = max(((1 - one) / math.sqrt(1 - two) for one, two in betas if two < 1), default=0)
-    rate = f", so that Adam's first updates are up to {most:.2g} × lr" if most else ""
-    return f", their optimizer states are zero under the old step count{rate}"
+    rate = f", so that Adam's first updates there are up to {most:.2g} × lr" if most else ""
+    return f"the optimizer states of what is new are zero under the old step count{rate}"

@@ -184,15 +184,12 @@ def _load_own(job: LoadContext, own: Callable[[], Loaded], target: Target | None
 
 def _load(job: LoadContext, folder: str, index: AtomicIndex, target: Target) -> Loaded:
     """The direct load, from a new atomic checkpoint in mode "atomic"; collective."""
-    if index.limits.unchecked and job.comm.rank == 0:
-        logger.warning("%s: %s", folder, index.limits.unchecked)
     if index.is_weights_alone and not job.arguments.load_module_only:
         if job.comm.rank == 0:
             logger.warning(
-                "%s: holds weights alone (%s, %s): the optimizer keeps its states and steps (a new one starts at 0), "
-                "and nothing else is restored",
+                "%s: holds weights alone, in %s: the optimizer keeps its states and steps (a new one starts at 0), and "
+                "nothing else is restored",
                 folder,
-                index.run.format,
                 index.run.topology.precision,
             )
         job = replace(job, arguments=replace(job.arguments, load_module_only=True))

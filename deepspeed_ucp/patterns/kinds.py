@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, product
@@ -29,12 +29,14 @@ FUSED_QKV = re.compile(r"query_key_value|qkv|c_attn|in_proj|attn\.W?pack|key_val
 VOCABULARY_HINT = 'if that is a vocabulary\'s padding, give a rule with "vocab": true, and original_vocab_size'
 
 
-def advise_vocabulary(name: str) -> str:
-    """Which rule says that other rows are a vocabulary's padding; empty where the name is no vocabulary's."""
-    if not TABLE.search(name):
+def advise_vocabulary(names: Iterable[str]) -> str:
+    """Which rule says that other rows are a vocabulary's padding, as a sentence; empty where none of the names is."""
+    match = "|".join(re.escape(name) for name in names if TABLE.search(name))
+    if not match:
         return ""
-    rule = json.dumps({"match": re.escape(name), "pattern": "shard-v", "vocab": True})
-    return f'{VOCABULARY_HINT}: "patterns": {{"original_vocab_size": <rows in use>, "rules": [{rule}]}}'
+    rule = json.dumps({"match": match, "pattern": "shard-v", "vocab": True})
+    hint = f"{VOCABULARY_HINT[:1].upper()}{VOCABULARY_HINT[1:]}"
+    return f' {hint}: "patterns": {{"original_vocab_size": <rows in use>, "rules": [{rule}]}}.'
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,12 +126,8 @@ class Resized:
     scale: float | None = 1.0
     pads: bool = False
 
-    def describe(self, states: str) -> str:
-        """What becomes of it, in words.
-
-        Args:
-            states: what to add of new places, which have no optimizer states yet.
-        """
+    def describe(self) -> str:
+        """What becomes of it, in words."""
         places, left, new = name_places(self.dim), self.saved - self.kept, self.live - self.kept
         told = [f"{self.kept} of {self.saved} {places} are kept, {left} left out"] if left else []
         if new:
@@ -140,7 +136,7 @@ class Resized:
                 "zero": "are zero",
                 "mean": f"are the mean of the {self.kept} that are kept",
             }[self.new]
-            told.append(f"{new} new {'ones' if left else places} {held}{states}")
+            told.append(f"{new} new {'ones' if left else places} {held}")
         if self.scale not in (1, None):
             told.append(f"what is kept is multiplied by {self.scale:g}")
         return f"{self.saved} → {self.live}: {'; '.join(told)}"
@@ -190,8 +186,10 @@ def advise_resize(shapes: Mapping[str, tuple[Shape, Shape]]) -> str:
         kinds[differing[0], _find_side(name), saved[differing[0]] > live[differing[0]]].append(name)
     if not 0 < len(kinds) <= _KINDS:
         return ""
-    rules = json.dumps([_make_rule(names, *kind) for kind, names in kinds.items()])
-    return f' Where that is meant, rules say so: "patterns": {{"resize": {rules}}} (docs/patterns.md).'
+    rules = json.dumps({"resize": [_make_rule(names, *kind) for kind, names in kinds.items()]})
+    if {("A", False), ("B", False)} == {(side, shrinks) for _, side, shrinks in kinds}:
+        rules = f'"{LORA}"'  # the family, whose rules these are
+    return f' Where the model is meant to differ, rules say so: "patterns": {rules} (docs/patterns.md).'
 
 
 def _find_side(name: str) -> str:

@@ -38,6 +38,7 @@ class Settled:
         wrong: name → in words: shapes that differ or contradict a rule, rules that disagree.
         resizes: name → what becomes of a parameter that has another shape in the target, by the user's rule.
         reshaped: name → the logical shapes of both sides, where they differ without such a rule.
+        padded: of these the names that have other rows alone.
         unused: rules of the user's that match no parameter.
         notes: the same of the checkpoint's; often a script lists what a variant of its model would have.
     """
@@ -49,6 +50,7 @@ class Settled:
     wrong: dict[str, str] = field(default_factory=dict)
     resizes: dict[str, Resized] = field(default_factory=dict)
     reshaped: dict[str, tuple[Shape, Shape]] = field(default_factory=dict)
+    padded: list[str] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -71,7 +73,8 @@ class Settled:
         texts = []
         if self.wrong:
             told = f"The model and the checkpoint cannot be brought together: {_fold(self.wrong.items())}."
-            texts.append(told + (advise_resize(self.reshaped) if self.reshaped.keys() == self.wrong.keys() else ""))
+            resize = advise_resize(self.reshaped) if self.reshaped.keys() == self.wrong.keys() else ""
+            texts.append(f"{told}{resize}{advise_vocabulary(self.padded)}")
         if self.open:
             texts.append(_describe_open(self.open))
         if texts:
@@ -204,8 +207,9 @@ class _Settler:
         text = f"shape {source} in the checkpoint, {target} in the model"
         if rule is None and (vocab is None or not source or source[1:] != target[1:]):
             self.settled.reshaped[name] = source, target
-            rows = source and source[1:] == target[1:]
-            raise MismatchError("; ".join(filter(None, (text, advise_vocabulary(name) if rows else ""))))
+            if source and source[1:] == target[1:]:
+                self.settled.padded.append(name)
+            raise MismatchError(text)
         return Unique(vocab=vocab)
 
     def _prove(self, name: str, source: Sequence[Shape], target: Sequence[Shape] | None) -> _Sides | None:

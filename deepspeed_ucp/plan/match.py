@@ -234,19 +234,19 @@ class _Matcher:
             match.skipped = [each for each in match.skipped if each.name not in match.untouched]
         if not faults:
             return
-        advice = next(filter(None, map(advise_vocabulary, match.resized)), "")
-        hint = f" {advice[:1].upper()}{advice[1:]}." if advice else ""
+        padded = advise_vocabulary(match.resized)
         faults += match.resized.values()
         match.resized.clear()  # listed: no pattern need be asked for
+        hint = ""
         if any(each.kind == SHAPE for each in faults):
-            hint += f" Build the model with the sizes of the saved one.{advise_resize(self.shapes)}"
+            hint += f" Build the model with the sizes of the saved one.{advise_resize(self.shapes)}{padded}"
         if self.strict and match.skipped:
             hint += _advise_rename(list(self.missing), extra) + self._advise_missing()
             names = index.stored.atoms.list_names((MASTER, COPY, MODULE))
             hint += experts.advise() or advise_layers([*self.missing, *extra], names, self.live.shapes)
         else:
             hint += experts.advise()
-        match.fault = f"The model and the checkpoint differ: {list_faults(faults)}.{hint}".replace("..", ".")
+        match.fault = f"The model and the checkpoint differ: {list_faults(faults).removesuffix('.')}.{hint}"
 
     def _advise_missing(self) -> str:
         """What to do where one side lacks names."""

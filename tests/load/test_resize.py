@@ -109,13 +109,14 @@ def test_each_is_told_and_what_has_saved_since_goes_on(tmp_path: Path, caplog: p
         check_content(ranks, wanted.state, wanted.locals)
         lines.append([record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING])
         caplog.clear()
-    states = "their optimizer states are zero under the old step count, so that Adam's first updates are up to 3.2 × lr"
+    states = "the optimizer states of what is new are zero under the old step count, so that Adam's first updates there"
     assert lines == [
         [
-            f"resize: body.column: 12 → 24: 12 new rows keep the live model's values, {states}",
-            f"resize: body.row: 12 → 24: 12 new columns are zero, {states}; what is kept is multiplied by 0.75",
+            "resize: body.column: 12 → 24: 12 new rows keep the live model's values",
+            "resize: body.row: 12 → 24: 12 new columns are zero; what is kept is multiplied by 0.75",
             "resize: body.word: 12 → 24: 11 of 12 rows are kept, 1 left out; 13 new ones are the mean of the 11 that "
-            f"are kept, {states}",
+            "are kept",
+            f"resize: {states} are up to 3.2 × lr",
         ],
         [],
     ]

@@ -102,18 +102,20 @@ A, B = ("layers.{}.q.lora_A.default.weight", "layers.{}.q.lora_B.default.weight"
         ({"embed.weight": ((4, 2), (6, 2)), "head.bias": ((4,), (6,))}, [{"match": r"embed\.weight|head\.bias"}]),
         ({"embed.weight": ((4, 2), (3, 2))}, [{"match": r"embed\.weight", "shrink": True}]),
         ({f"x.{n}.o": ((2, 4), (2, 6)) for n in range(9)}, [{"match": r"x\.\d+\.o", "dim": 1}]),
+        ({A.format(3): ((4, 8), (6, 8)), B.format(3): ((8, 4), (8, 6))}, "lora"),
         (
-            {A.format(3): ((4, 8), (6, 8)), B.format(3): ((8, 4), (8, 6))},
+            {A.format(3): ((4, 8), (2, 8)), B.format(3): ((8, 4), (8, 2))},
             [
-                {"match": r".*\.lora_(?:embedding_)?A\..*"},
-                {"match": r".*\.lora_(?:embedding_)?B\..*", "dim": 1, "new": "zero", "scale": "lora"},
+                {"match": r".*\.lora_(?:embedding_)?A\..*", "shrink": True},
+                {"match": r".*\.lora_(?:embedding_)?B\..*", "dim": 1, "new": "zero", "scale": "lora", "shrink": True},
             ],
         ),
     ],
 )
-def test_an_error_shows_the_rules_that_would_do_it(shapes: Any, rules: list[dict[str, Any]]) -> None:
-    assert f'"patterns": {{"resize": {json.dumps(rules)}}}' in advise_resize(shapes)
-    (made,) = from_config({"resize": rules})
+def test_an_error_shows_the_rules_that_would_do_it(shapes: Any, rules: Any) -> None:
+    patterns = rules if isinstance(rules, str) else {"resize": rules}
+    assert f'"patterns": {json.dumps(patterns)} ' in advise_resize(shapes)
+    (made,) = from_config(patterns)
     for name, (saved, live) in shapes.items():
         (rule,) = [rule for rule in made.resizes if rule.fits(name)]
         assert rule.fit(whole(saved), whole(live))[1].live == live[rule.dim]
