@@ -12,7 +12,7 @@ import ssl
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
 from ipaddress import ip_address
 from pathlib import Path
@@ -28,6 +28,7 @@ from deepspeed_ucp import beacon, heartbeat
 from deepspeed_ucp.beacon import kubeflow, nvrx
 from deepspeed_ucp.beacon.listener import Listener
 from deepspeed_ucp.errors import ConfigError
+from tests.support.until import wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -43,13 +44,6 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
     monkeypatch.setattr(heartbeat, "_say", lambda **fields: lines.append(fields))
     return lines
-
-
-def wait_for(what: Callable[[], bool]) -> None:
-    until = time.monotonic() + 20
-    while not what():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 def test_a_phase_ends_in_the_one_around_it(told: list[dict[str, Any]]) -> None:
@@ -201,11 +195,11 @@ def controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]
 
 def test_kubeflow_gets_the_newest_step(controller: Any) -> None:
     beacon.report_step(10, 40)
-    wait_for(lambda: len(controller.posts) == 1)
+    wait_until(lambda: len(controller.posts) == 1)
     controller.token.write_text("two\n")  # tokens end
     for step in range(11, 21):
         beacon.report_step(step, 40)
-    wait_for(lambda: len(controller.posts) == 2)
+    wait_until(lambda: len(controller.posts) == 2)
     (first, begun), (second, later) = controller.posts
     assert (first, second) == ("Bearer one", "Bearer two")
     status = begun["trainerStatus"]
@@ -224,7 +218,7 @@ def test_kubeflow_that_does_not_answer_stops_nothing(controller: Any, caplog: py
     controller.answers += [503, 503]
     for step in range(3):
         beacon.report_step(step)
-        wait_for(lambda step=step: len(controller.posts) == step + 1)  # type: ignore[misc]
+        wait_until(lambda step=step: len(controller.posts) == step + 1)  # type: ignore[misc]
     assert [each.message for each in caplog.records] == [
         "the progress cannot be told to Kubeflow Trainer, training goes on: HTTP Error 503: Service Unavailable"
     ]

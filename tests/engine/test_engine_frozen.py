@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from tests.support.engines.autoep import Spread, join
 from tests.support.engines.cases import Case
 from tests.support.engines.parallel import STEPS, Launch, Route
 from tests.support.engines.ranks import Load, files_that_differ, load_each, save
+from tests.support.until import wait_until
 
 SOURCES = [Case(1, 2, "bf16"), Case(3, 2), Case(2, 2), Case(0, 2)]
 TARGETS = [Case(3, 3), Case(1, 2, "bf16")]
@@ -56,13 +56,6 @@ def test_frozen_parameters_come_back_from_beside_the_tag(
             for found in ucp_worlds.get(target.dp).run(engine_saves.load, saving(target, memory), str(folder)):
                 assert found[0].startswith(str(folder))
                 assert compare(states[1], found[2])[1] == []
-
-
-def wait_for(path: Path) -> None:
-    end = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def count_bytes(folder: Path) -> int:
@@ -130,7 +123,7 @@ def test_a_pipeline_with_tensor_parallelism_has_its_layers_frozen_parameters_onc
     trained = parallel.training("extras", source, {}, seed=1)
     world = ucp_worlds.get(source.world)
     saved = world.run(engine_saves.with_options, options, save, trained, str(folder), STEPS[:1], after=STEPS[1])
-    wait_for(folder / "latest")
+    wait_until((folder / "latest").exists)
     assert len(list(folder.glob("ucp_frozen-*/layer_*-frozen_states.pt"))) == 6
     loading = parallel.training("extras", target, route.checkpoint, seed=3)
     resumed = ucp_worlds.get(target.world).run(load_each, loading, [Load(str(folder), steps=STEPS[1])])
@@ -141,7 +134,7 @@ def test_experts_have_their_frozen_parameters_once(tmp_path: Path, ucp_worlds: W
     options = {"save": {"memory": str(tmp_path / "memory"), "frozen": "once"}}
     source, folder, world = Spread(2, 2, "fp32", 2), tmp_path / "saved", ucp_worlds.get(2)
     answers = world.run(engine_saves.with_options, options, engine_autoep.save, source, str(folder), 1, frozen=True)
-    wait_for(folder / "latest")
+    wait_until((folder / "latest").exists)
     assert list(folder.glob("ucp_frozen-*/layer_*_expert_*_frozen_states.pt"))
     expected = join([states for states, _ in answers], source)
     answers = world.run(engine_autoep.load_each, Spread(2, 1, "fp32", 1), [str(folder)], frozen=True)

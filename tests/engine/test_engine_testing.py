@@ -27,6 +27,7 @@ from deepspeed_ucp.testing import (
 from deepspeed_ucp.testing.capture import CapturedEngine
 from deepspeed_ucp.testing.compare import compare
 from tests.support.engines.cases import Case, train, training
+from tests.support.until import wait_until
 
 SOURCE, TARGET = Case(1, 2), Case(3, 1)
 
@@ -246,7 +247,7 @@ def test_nothing_is_left_behind() -> None:
 def test_ranks_are_stopped_between_calls(ucp_worlds: WorldPool) -> None:
     world = ucp_worlds.get(2)
     pids = world.run(os.getpid)
-    wait_for(lambda: [state_of(pid) for pid in pids] == ["T", "T"])
+    wait_until(lambda: [state_of(pid) for pid in pids] == ["T", "T"])
     assert world.run(gather_ranks) == [[0, 1], [0, 1]]
 
 
@@ -268,14 +269,7 @@ print(pid)
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has ended")
 def test_a_stopped_rank_ends_with_its_fork_server() -> None:
     pid = int(subprocess.run([sys.executable, "-c", ORPHAN], check=True, stdout=subprocess.PIPE, text=True).stdout)
-    wait_for(lambda: not Path(f"/proc/{pid}").exists() or state_of(pid) == "Z")
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: not Path(f"/proc/{pid}").exists() or state_of(pid) == "Z")
 
 
 def state_of(pid: int) -> str:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -65,11 +63,3 @@ def find_writer(job: Job) -> int:
             if job.folder.encode() in (path / "cmdline").read_bytes():
                 return int(path.name)
     raise AssertionError("there is no writer")
-
-
-def wait_for(done: Callable[[], bool]) -> None:
-    """Until another process has done something."""
-    end = time.monotonic() + 30
-    while not done():
-        assert time.monotonic() < end
-        time.sleep(0.02)

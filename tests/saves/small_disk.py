@@ -9,7 +9,8 @@ from pathlib import Path
 
 from deepspeed_ucp.saves.memory import Job
 from deepspeed_ucp.saves.writer import is_locked, list_late, start_writer
-from tests.saves.saving import is_whole, make_save, wait_for
+from tests.saves.saving import is_whole, make_save
+from tests.support.until import wait_until
 
 folder, fault = Path(sys.argv[1]), sys.argv[2]
 place = folder / "place"
@@ -28,18 +29,18 @@ lines = start_writer(job, {"keep": 1, "wait_s": 20.0, "storage_options": None})
 make_save(job, str(place), tag="first")
 lines.write(b"\n")
 lines.flush()
-wait_for(lambda: not list_late(job.list_saves()))
+wait_until(lambda: not list_late(job.list_saves()))
 if fault == "ro":
     mount("remount,ro")
 make_save(job, str(place), tag="second")
 lines.write(b"\n")
 lines.flush()
-wait_for(lambda: "not written, to be tried again" in Path(job.folder, "log").read_text())
+wait_until(lambda: "not written, to be tried again" in Path(job.folder, "log").read_text())
 assert (place / "latest").read_text() == "first"
 assert is_whole(str(place / "first"))
 mount("remount,rw,size=4m")
 lines.close()
-wait_for(lambda: not is_locked(job))
+wait_until(lambda: not is_locked(job))
 assert (place / "latest").read_text() == "second"
 assert is_whole(str(place / "first")) and is_whole(str(place / "second"))
 assert not list(place.glob(".*"))

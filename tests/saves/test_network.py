@@ -15,7 +15,8 @@ import pytest
 from deepspeed_ucp.saves.memory import Job, find_root, list_jobs
 from tests.saves.saving import find_writer
 from tests.support.forked import start_script
-from tests.support.network import ADDRESSES, Network, build_network, wait_for
+from tests.support.network import ADDRESSES, Network, build_network
+from tests.support.until import wait_until
 
 NODE = Path(__file__).parent / "node.py"
 PLACE = "/proc/none/run"
@@ -43,7 +44,7 @@ class Rank:
         def look() -> list[str]:
             return [line for line in self.log.read_text().splitlines() if line.startswith(f"{word} ")]
 
-        wait_for(lambda: len(look()) >= count or not self.process.is_alive(), 120)
+        wait_until(lambda: len(look()) >= count or not self.process.is_alive())
         assert len(look()) >= count, self.log.read_text()
         return json.loads(look()[count - 1].removeprefix(f"{word} "))
 
@@ -64,14 +65,14 @@ def test_a_node_that_is_cut_off_in_the_middle_of_a_copy_and_killed(network: Netw
     (tmp_path / "go1").touch()
     (_, _, weights), _ = [rank.wait_for("SAVED") for rank in ranks]
     jobs = [rank.find_job() for rank in ranks]
-    wait_for(lambda: all([copy.number for copy in job.list_copies()] == [1] for job in jobs))
-    wait_for(lambda: all(job.list_saves()[0].read_copied() for job in jobs))
+    wait_until(lambda: all([copy.number for copy in job.list_copies()] == [1] for job in jobs))
+    wait_until(lambda: all(job.list_saves()[0].read_copied() for job in jobs))
     network.slow_down()
     (tmp_path / "go2").touch()
     for rank in ranks:
         rank.wait_for("SAVED", 2)
     half = Path(jobs[1].folder) / "copy-0-new"
-    wait_for(lambda: sum(path.stat().st_size for path in half.rglob("*.pt")) > 1 << 20)
+    wait_until(lambda: sum(path.stat().st_size for path in half.rglob("*.pt")) > 1 << 20)
     network.cut()
     for pid in (ranks[0].process.pid, find_writer(jobs[0]), ranks[1].process.pid):
         assert pid is not None

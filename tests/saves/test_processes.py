@@ -13,6 +13,7 @@ import pytest
 
 from tests.saves.saving import is_whole
 from tests.support.forked import start_script
+from tests.support.until import wait_until
 
 SCRIPT = Path(__file__).parent / "script.py"
 
@@ -56,10 +57,7 @@ def test_jobs_one_after_the_other(tmp_path: Path) -> None:
     assert found[0].startswith(str(memory)) and found[1:] == [2, 2]
     found, code = run(folder, memory, 0, "ended")
     assert found[0].startswith(str(memory)) and found[1:] == [4, 4]
-    end = time.monotonic() + 30
-    while (folder / "latest").read_text() != "global_step4":
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    wait_until(lambda: (folder / "latest").read_text() == "global_step4")
     assert is_whole(str(folder / "global_step4"))
     assert [path for path in folder.iterdir() if path.name.startswith(".")] == []
 

@@ -27,10 +27,11 @@ from deepspeed_ucp.saves.writer import is_locked, start_writer
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.sources.open import seal_folder
 from tests.cli.samples import make_gpt, write_sample
-from tests.saves.saving import TAG, find_writer, is_whole, make_save, wait_for, write
+from tests.saves.saving import TAG, find_writer, is_whole, make_save, write
 from tests.saves.test_frozen import make_frozen
 from tests.stores.server import BUCKET, Server, fail_first
 from tests.support.crash import run_child
+from tests.support.until import wait_until
 from tests.synth import Topology
 
 pytest.importorskip("s3fs", reason="the store of these tests is S3")
@@ -215,10 +216,10 @@ def test_what_a_killed_writer_has_begun_to_upload_is_given_up(job: Job, server: 
         made = make_save(job, Destination(url, limit_mb_s=4.0), tag=tag)
         Path(made.folder, "large.py").write_bytes(bytes(20 << 20))
         lines = start_writer(job, {"keep": 1, "wait_s": 60.0, "storage_options": server.options})
-        wait_for(lambda tag=tag: "large/large.py" in list_uploads())
+        wait_until(lambda tag=tag: "large/large.py" in list_uploads())
         os.kill(find_writer(job), signal.SIGKILL)
         lines.close()
-        wait_for(lambda: not is_locked(job))
+        wait_until(lambda: not is_locked(job))
         assert len(list_uploads()) == 1
     make_save(job, url, tag="c")
     assert write(job)

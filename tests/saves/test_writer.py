@@ -25,8 +25,9 @@ from deepspeed_ucp.saves import writer as writing
 from deepspeed_ucp.saves.memory import Destination, Job, Snapshot, name_job
 from deepspeed_ucp.saves.writer import SaveWriter, is_locked, list_late, start_writer
 from tests.convert.conversions import read_bytes, write_source
-from tests.saves.saving import TAG, find_writer, is_whole, make_save, strip, wait_for, write
+from tests.saves.saving import TAG, find_writer, is_whole, make_save, strip, write
 from tests.support.crash import failing, list_calls, run_dying
+from tests.support.until import wait_until
 
 SETTINGS = {"keep": 1, "wait_s": 20.0, "storage_options": None}
 
@@ -178,11 +179,11 @@ def test_a_slow_place_holds_up_no_other_and_memory_does_not_fill(
         make_save(job, slow, fast, tag=tag)
         lines.write(b"\n")
         lines.flush()
-        wait_for(lambda tag=tag: is_whole(str(tmp_path / "fast" / tag)))
-    wait_for(lambda: list_late(job.list_saves()) == {slow.folder: 2})
+        wait_until(lambda tag=tag: is_whole(str(tmp_path / "fast" / tag)))
+    wait_until(lambda: list_late(job.list_saves()) == {slow.folder: 2})
     assert [save.tag for save in job.list_saves()] == ["a", "d"] and not (tmp_path / "slow" / "a").exists()
     lines.close()
-    wait_for(lambda: not is_locked(job))
+    wait_until(lambda: not is_locked(job))
     assert {"a", "d", "latest"} <= set(os.listdir(tmp_path / "slow")) and is_whole(str(tmp_path / "slow" / "d"))
     assert (tmp_path / "slow" / "latest").read_text() == "d"
     assert "slow is too slow: b is dropped" in Path(job.folder, "log").read_text()
@@ -278,22 +279,22 @@ def test_the_process_ends_when_all_is_written(job: Job, save: Callable[..., Snap
         save(tag=tag)
         lines.write(b"\n")
         lines.flush()
-        wait_for(lambda: not list_late(job.list_saves()))
-    wait_for(lambda: os.path.exists(job.spare))
+        wait_until(lambda: not list_late(job.list_saves()))
+    wait_until(lambda: os.path.exists(job.spare))
     lines.close()
-    wait_for(lambda: not is_locked(job))
+    wait_until(lambda: not is_locked(job))
     assert is_whole(str(tmp_path / "place" / TAG)) and not os.path.exists(job.spare)
 
 
 def test_a_killed_process_is_followed_by_another(job: Job, save: Callable[..., Snapshot], tmp_path: Path) -> None:
     lines = start_writer(job, SETTINGS)
-    wait_for(lambda: is_locked(job))
+    wait_until(lambda: is_locked(job))
     with suppress(ProcessLookupError):
         os.kill(find_writer(job), signal.SIGKILL)
-    wait_for(lambda: not is_locked(job))
+    wait_until(lambda: not is_locked(job))
     save()
     start_writer(job, SETTINGS).close()
-    wait_for(lambda: not list_late(job.list_saves()))
+    wait_until(lambda: not list_late(job.list_saves()))
     assert is_whole(str(tmp_path / "place" / TAG))
     lines.close()
 

@@ -11,12 +11,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from tests.support.until import wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -220,13 +221,6 @@ def build(folder: Path) -> Stage:
         "TMPDIR": str(folder),  # what a supervisor that is killed leaves behind
     }
     return Stage(folder, environment=environment)
-
-
-def wait_until(condition: Callable[[], Any], seconds: float = 120.0) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, "it did not come"
-        time.sleep(0.02)
 
 
 def is_running(pid: int) -> bool:

@@ -20,8 +20,8 @@ from deepspeed_ucp.supervise.agents.endpoint import Addresses, SharedFile
 from deepspeed_ucp.supervise.agents.gathering import Gathering
 from deepspeed_ucp.supervise.agents.leader import Limits
 where, host = sys.argv[1:]
-endpoint = SharedFile(where, "job", silence=1.2, host=host) if "/" in where else Addresses(where)
-own = Gathering(endpoint, Limits(1, 2, every=0.3, times=4, last_call=30, join=60), "job", host=host)
+endpoint = SharedFile(where, "job", silence=30, host=host) if "/" in where else Addresses(where)
+own = Gathering(endpoint, Limits(1, 2, every=0.3, times=10, last_call=30, join=60), "job", host=host)
 try:
     while True:
         found = own.join()

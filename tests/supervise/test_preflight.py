@@ -31,9 +31,14 @@ A, B, C = "127.0.0.2", "127.0.0.3", "127.0.0.4"
 BAD = """
 import itertools, os, sys, threading
 host = os.environ.get("STANDIN_HOST", "")
+if "supervise" in sys.orig_argv:
+    from deepspeed_ucp.supervise.preflight import asking
+    asking.LIMIT = 110
 if "deepspeed_ucp.supervise.preflight.probe" in sys.orig_argv:
     import time
     import numpy
+    from deepspeed_ucp.supervise.preflight import links
+    links._ALL, links._ONE = 60, 30
     ticks, slow = itertools.count(), 100 if host in os.environ["STANDIN_SLOW"] else 1
     time.perf_counter = lambda: slow * 0.01 * next(ticks)
     multiply = numpy.matmul
@@ -47,7 +52,7 @@ if "deepspeed_ucp.supervise.preflight.probe" in sys.orig_argv:
         os._exit(1)
 """
 """What all hosts' Python imports first: some compute wrong, are slow, or do not come to their test; of the others each
-measurement takes the same time however busy this machine is."""
+measurement takes the same time however busy this machine is, and an answer may."""
 
 
 @pytest.fixture

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.until import wait_until
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 
@@ -34,7 +35,7 @@ class Network:
         self.stack.callback(end, holder)
         self.holders.append(holder)
         comm = Path(f"/proc/{holder.pid}/comm")  # its last name, which it has when all else is done
-        wait_for(lambda: holder.poll() is not None or comm.read_text().strip() == "sleep", 5)
+        wait_until(lambda: holder.poll() is not None or comm.read_text().strip() == "sleep")
         if holder.poll() is not None:
             raise OSError("unshare is not allowed")
 
@@ -60,13 +61,6 @@ class Network:
 def end(process: subprocess.Popen[Any]) -> None:
     process.kill()
     process.wait()
-
-
-def wait_for(is_so: Callable[[], object], seconds: float = 60.0) -> None:
-    until = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 def build_network(*needed: str) -> Iterator[Network]:

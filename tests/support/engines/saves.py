@@ -25,6 +25,7 @@ from deepspeed_ucp.testing.capture import CapturedEngine, capture
 from deepspeed_ucp.testing.ranks import train as train_steps
 from tests.support.engines.cases import make_engine, train_engine
 from tests.support.engines.ranks import uninstalled
+from tests.support.until import wait_until
 
 
 def save_each(
@@ -243,7 +244,4 @@ def load_plainly(ds_config: dict[str, Any], folder: str) -> dict[str, torch.Tens
 
 def wait_for_marks(place: str) -> None:
     """Wait until what nodes told each other by in the tags of a place is gone, a moment after all was there."""
-    end = time.monotonic() + 60
-    while found := [name for name in list_tree(place) if WRITTEN in name]:
-        assert time.monotonic() < end, found
-        time.sleep(0.05)
+    wait_until(lambda: not any(WRITTEN in name for name in list_tree(place)))
