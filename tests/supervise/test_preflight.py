@@ -272,8 +272,9 @@ def test_an_agent_tests_its_node_again_when_the_others_have_other_bits(tmp_path:
             others = [pool.submit(agent.join, report) for agent, report in zip(agents[:2], reports[:2], strict=True)]
             with pytest.raises(UnfitError, match="other bits than 2 of 3"):
                 agents[2].join(reports[2])
-            (leader,) = [agent._leader for agent in agents if agent._leader is not None]
-            leader.members[agents[2].name].line.send(unfit="too late", asked=1)
+            (head,) = [agent for agent in agents if agent._leader is not None]
+            with head.changed:
+                head._leader.members[agents[2].name].line.send(unfit="too late", asked=1)  # type: ignore[union-attr]
             assert not any(each.done() for each in others)
             assert {agents[2].join(reports[0]).rank, *(each.result().rank for each in others)} == {0, 1, 2}
     finally:
