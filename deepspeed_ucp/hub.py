@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from math import gcd
@@ -97,9 +97,9 @@ def read_into(index: AtomicIndex, module: Any, live: Collection[str], own: Colle
     if found is None:
         return Reading()
     outer, model, is_wrapped = found
-    dims = {name: len(held[0]) for name, held in list_shapes(index).items()}
-    if is_wrapped and any(map(adapters.read_live, saved)):
-        return _rename_adapter(saved, {*live}, dims, outer)
+    shapes = {name: held[0] for name, held in list_shapes(index).items() if name in saved}
+    if is_wrapped and any(map(adapters.read_live, shapes)):
+        return _rename_adapter(shapes, {*live}, outer)
     memory: dict[str, list[str]] = defaultdict(list)
     added = set()
     for name in sorted(live):  # in the same order on every rank
@@ -109,10 +109,11 @@ def read_into(index: AtomicIndex, module: Any, live: Collection[str], own: Colle
         elif name.startswith(outer):
             memory[adapters.name_in_base(inner) if is_wrapped else inner].append(name)
     # Of a run's own save, and around a model of the library, the names that there are in memory are the own ones.
-    names = saved if index.is_weights_alone and not (outer or is_wrapped) else saved - {*live}
-    reading = convert(model, names, memory.keys(), dims)
+    known = () if index.is_weights_alone and not (outer or is_wrapped) else {*live}
+    shapes = {name: shape for name, shape in shapes.items() if name not in known}
+    reading = convert(model, shapes, memory.keys())
     if outer or is_wrapped:
-        plain = {name: DerivedParam((Slice(name),), dims[name]) for name in memory if name in names}
+        plain = {name: DerivedParam.whole(name, shapes[name]) for name in memory if name in shapes}
         reading.made = {
             new: made for name, made in {**plain, **reading.made}.items() for new in memory.get(name, [outer + name])
         }
@@ -142,17 +143,17 @@ def _find_model(module: Any) -> tuple[str, Any, bool] | None:
     return found[0] if len(found) == 1 else None
 
 
-def _rename_adapter(saved: Set[str], live: Set[str], dims: Mapping[str, int], outer: str) -> Reading:
+def _rename_adapter(saved: Mapping[str, Shape], live: Set[str], outer: str) -> Reading:
     """The one adapter of a checkpoint is the one of a model, whatever their names."""
     theirs, ours = ({tensor.adapter for tensor in map(adapters.read_live, names) if tensor} for names in (saved, live))
     reading = Reading()
-    for name in sorted(saved - live):
+    for name in sorted(saved.keys() - live):
         tensor, new = adapters.read_live(name), name
         if tensor is not None and len(theirs) == len(ours) == 1:
             new = replace(tensor, adapter=next(iter(ours))).live
         new = next((each for each in (new, outer + new) if each in live), name)
         if new != name:
-            reading.made[new] = DerivedParam((Slice(name),), dims[name])
+            reading.made[new] = DerivedParam.whole(name, saved[name])
     return reading
 
 
@@ -161,13 +162,12 @@ def _is_pretrained(model: Any) -> bool:
     return library is not None and isinstance(model, library.PreTrainedModel)
 
 
-def convert(model: Any, names: Iterable[str], memory: Collection[str], dims: Mapping[str, int]) -> Reading:
+def convert(model: Any, saved: Mapping[str, Shape], memory: Collection[str]) -> Reading:
     """How ``from_pretrained`` reads tensors of a file into a model of transformers; nothing for any other model.
 
     Args:
-        names: in the file.
+        saved: shapes of the tensors in the file, by name.
         memory: names in the model.
-        dims: dimensions of the tensors in the file.
 
     Raises:
         UnsupportedError: a conversion that moves elements within a tensor.
@@ -191,20 +191,20 @@ def convert(model: Any, names: Iterable[str], memory: Collection[str], dims: Map
     converters = [each for each in mapping if isinstance(each, WeightConverter)]
     known, useless = dict.fromkeys(memory, True), _find_useless(model)
     joined: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for name in sorted(names, key=dot_natural_key):
+    for name in sorted(saved, key=dot_natural_key):
         new, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
         if new == name or (name in known and new not in known):
             new, pattern = name, None
         if pattern is not None:
             joined[new][pattern].append(name)
         elif new != name:
-            reading.made[new] = DerivedParam((Slice(name),), dims[name])
+            reading.made[new] = DerivedParam.whole(name, saved[name])
         if new not in known and pattern is None and useless is not None and useless.search(new):
             reading.made.pop(new, None)
             reading.dropped.add(name)
     for new, held in joined.items():
         converter = next(each for each in converters if next(iter(held)) in each.source_patterns)
-        reading.made.update(_join(converter, new, [held[each] for each in converter.source_patterns], dims))
+        reading.made.update(_join(converter, new, [held[each] for each in converter.source_patterns], saved))
     return reading
 
 
@@ -238,7 +238,9 @@ def _find_useless(model: Any) -> re.Pattern[str] | None:
     return re.compile("|".join(f"({each})" for each in patterns)) if patterns else None
 
 
-def _join(converter: Any, new: str, held: Sequence[Sequence[str]], dims: Mapping[str, int]) -> dict[str, DerivedParam]:
+def _join(
+    converter: Any, new: str, held: Sequence[Sequence[str]], saved: Mapping[str, Shape]
+) -> dict[str, DerivedParam]:
     """What a converter makes.
 
     Args:
@@ -251,7 +253,7 @@ def _join(converter: Any, new: str, held: Sequence[Sequence[str]], dims: Mapping
     """
     steps = [(type(each).__name__, getattr(each, "dim", None)) for each in converter.operations]
     names, experts = [*chain.from_iterable(held)], len(held[0])
-    inner, targets = dims[names[0]], converter.target_patterns
+    inner, targets = len(saved[names[0]]), converter.target_patterns
     if len(held) > 1 and len({*map(len, held)}) > 1:
         raise MismatchError(
             f"{new} is made of {shorten(converter.source_patterns)}: only {shorten(names, 2)} are there."

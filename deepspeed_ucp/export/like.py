@@ -127,7 +127,7 @@ class LikeModel:
         for model in self.models if known - self.shapes.keys() else ():
             files = self.shapes or _list_files(model)
             try:
-                reading = convert(model, files, model.state_dict(), {name: len(shape) for name, shape in files.items()})
+                reading = convert(model, files, model.state_dict())
             except UnsupportedError:  # the names in memory, which from_pretrained takes as well
                 continue
             made = {
@@ -249,7 +249,7 @@ class _Found:
 
 def _read(model: Any, written: Mapping[str, Shape]) -> _Found:
     live = {name: tuple(each.shape) for name, each in model.state_dict().items()}
-    reading = convert(model, written, live, {name: len(shape) for name, shape in written.items()})
+    reading = convert(model, written, live)
     used = {piece.name for made in reading.made.values() for piece in made.slices} | reading.dropped
     found = {name: shape for name, shape in written.items() if name not in used}
     for name, made in reading.made.items():

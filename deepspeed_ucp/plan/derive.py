@@ -58,6 +58,11 @@ class DerivedParam:
     dims: int
     lead: Shape = ()
 
+    @classmethod
+    def whole(cls, name: str, shape: Shape) -> DerivedParam:
+        """A saved parameter of a shape, as it is."""
+        return cls((Slice(name),), len(shape))
+
     def find_shape(self, numel: int, saved: Shape) -> Shape:
         """Its shape, with so many elements; ``saved`` is that of the first slice's parameter."""
         if (len(self.slices), self.slices[0].count, self.dims) == (1, 1, len(saved)):
@@ -120,8 +125,8 @@ def rename_all(index: AtomicIndex, renamed: Mapping[str, str]) -> AtomicIndex:
     """
     if not renamed:
         return index
-    dims = {key.name: len(atom.shape) for key, atom in index.stored.atoms.items()}
-    return derive(index, {new: DerivedParam((Slice(old),), dims[old]) for new, old in renamed.items() if old in dims})
+    saved = {key.name: atom.shape for key, atom in index.stored.atoms.items()}
+    return derive(index, {new: DerivedParam.whole(old, saved[old]) for new, old in renamed.items() if old in saved})
 
 
 def unite(index: AtomicIndex, layouts: Mapping[str, Layout]) -> AtomicIndex:

@@ -356,7 +356,7 @@ class _Feeds:
     def _copy(self, sources: Mapping[str, str]) -> None:
         """Live parameters that are saved ones as they are, several of them the same one."""
         for new, name in sources.items():
-            self._make(new, DerivedParam((Slice(name),), len(self.saved[name][0])))
+            self._make(new, DerivedParam.whole(name, self.saved[name][0]))
         if len(set(sources.values())) < len(sources):
             self.copied.update(sources)
 
