@@ -197,6 +197,19 @@ def grow(told: Any) -> None:
     told.state_dict_metadata["model.first.weight"].size = torch.Size([1 << 40, 1 << 20])
 
 
+def name_at_length(told: Any) -> None:
+    """Of as many beginnings as it has words."""
+    told.state_dict_metadata["param_groups." * 50_000] = told.state_dict_metadata["model.first.weight"]
+
+
+def nest_path(told: Any) -> None:
+    """Text of 2^60 characters in 60 opcodes."""
+    name: Any = "x"
+    for _ in range(60):
+        name = (name, name)
+    told.planner_data["model.first.weight"] = ("state", name, "x")
+
+
 def transform(told: Any) -> None:
     find_info(told, "model.first.weight").transform_descriptors = ["zstd"]
 
@@ -213,6 +226,8 @@ def transform(told: Any) -> None:
         (point_elsewhere, "mixes files"),
         (grow, "are missing"),
         (transform, "transformed"),
+        (name_at_length, "for a name"),
+        (nest_path, "for a name"),
     ],
 )
 def test_metadata_that_lies_is_refused(saved: Path, change: Callable[[Any], None], told: str) -> None:

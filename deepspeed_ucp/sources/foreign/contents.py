@@ -40,6 +40,7 @@ from ..table import FileTable
 Shape = tuple[int, ...]
 
 _LARGEST_SIZE = 1 << 62
+_LONGEST_NAME = 1 << 12
 
 _UNCHECKED = "its tensors have no checksums: what is damaged in them goes unnoticed"
 _MOST_RUNS = 1 << 22
@@ -69,6 +70,17 @@ def is_number(state: str, shape: Shape, weight: Shape | None) -> bool:
         weight: shape of the parameter, if it is known.
     """
     return shape == () and (state == "step" or weight != ())
+
+
+def read_name(value: Any) -> str:
+    """A name as a pickle tells it: text that fits into a message.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if not isinstance(value, str) or len(value) > _LONGEST_NAME:
+        raise ValueError(f"{describe(value)} for a name")
+    return value
 
 
 def count_steps(steps: Iterable[Any]) -> dict[str, int]:

@@ -28,7 +28,18 @@ from ...torchsave.unpickle import read_pickle
 from ..findings import Finding
 from ..reading import explain_damage
 from ..table import FileTable
-from .contents import NEITHER, Chunk, Contents, Shape, StoredTensor, count_steps, is_number, list_left, read_shape
+from .contents import (
+    NEITHER,
+    Chunk,
+    Contents,
+    Shape,
+    StoredTensor,
+    count_steps,
+    is_number,
+    list_left,
+    read_name,
+    read_shape,
+)
 from .headers import read_all, read_once, read_with
 from .names import DCP, FORM, holds
 
@@ -247,29 +258,34 @@ def _take_apart(root: Any, path: str, folder: str) -> Metadata:
     if not isinstance(root, PickledObject) or not root.kind.endswith("checkpoint.metadata.Metadata"):
         raise CheckpointError(f"holds {describe(root)}, not the metadata of torch.distributed.checkpoint.", path=path)
     told = Metadata()
-    for key, item in root.get("state_dict_metadata", {}).items():
+    for name, item in root.get("state_dict_metadata", {}).items():
+        key = read_name(name)
         if item.kind.endswith(".TensorStorageMetadata"):
             held = _read_fields(item)
             properties = held["properties"].state
             dtype = properties[0] if isinstance(properties, tuple) else properties["dtype"]
             chunks = map(_read_fields, held["chunks"])
             blocks = [(read_shape(each["offsets"]), read_shape(each["sizes"])) for each in chunks]
-            told.tensors[str(key)] = _name_dtype(dtype), read_shape(held["size"]), blocks
+            told.tensors[key] = _name_dtype(dtype), read_shape(held["size"]), blocks
         elif item.kind.endswith(".BytesStorageMetadata"):
-            told.values.append(str(key))
+            told.values.append(key)
         else:
             raise UnsupportedError(f"{key} is stored as {describe(item)}, which is not read here.", path=path)
     for index, info in (root.get("storage_data") or {}).items():
         named = _read_fields(index)
         begin = named.get("offset")
-        key = str(named["fqn"]), None if begin is None else read_shape(begin)
-        told.places[key] = _read_place(_read_fields(info), path, folder)
+        block = read_name(named["fqn"]), None if begin is None else read_shape(begin)
+        told.places[block] = _read_place(_read_fields(info), path, folder)
     paths = root.get("planner_data") or {}
-    told.paths = {str(key): keys for key, keys in paths.items() if isinstance(keys, tuple)}
+    told.paths = {read_name(key): _read_path(keys) for key, keys in paths.items() if isinstance(keys, tuple)}
     for key, more in (root.get("mcore_data") or {}).items():
         if shape := more.get("nd_reformulated_orig_global_shape"):
-            told.flattened[str(key)] = read_shape(shape)
+            told.flattened[read_name(key)] = read_shape(shape)
     return told
+
+
+def _read_path(keys: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(key if is_short(key) else read_name(key) for key in keys)
 
 
 def _read_fields(value: Any) -> dict[str, Any]:
@@ -292,7 +308,7 @@ def _read_place(info: Mapping[str, Any], path: str, folder: str) -> Place:
             "Save without transforms.",
             path=path,
         )
-    file = _join_path(folder, str(info["relative_path"]))
+    file = _join_path(folder, read_name(info["relative_path"]))
     if posixpath.isabs(file) or file.split("/")[0] == "..":
         raise CheckpointError(f"names {file!r}, which lies outside of the folder; it is made to harm.", path=path)
     offset, nbytes = info["offset"], info["length"]
@@ -358,8 +374,12 @@ class _Interpreter:
         self.blocks, self.told, self.where, self.head = blocks, blocks.told, blocks.where, blocks.head
         told = self.told
         keys = [*told.tensors, *told.values]
-        roots = {key[: at.start()] for key in keys for at in _IN_GROUPS.finditer(key)}
-        begins = ((key, key[: at.start()]) for key in keys for at in reversed([*_IN_OPTIMIZER.finditer(key)]))
+        roots = {key[: at.start()] for key in keys for at in islice(_IN_GROUPS.finditer(key), _DEEPEST)}
+        begins = (
+            (key, key[: at.start()])
+            for key in keys
+            for at in reversed([*islice(_IN_OPTIMIZER.finditer(key), _DEEPEST)])
+        )
         self.roots = {key: begin for key, begin in begins if begin in roots}  # of several the shortest
         self.names: dict[str, tuple[str, str]] = {}
         for key in told.tensors:

@@ -13,7 +13,7 @@ from ...torchsave import torchfile
 from ...torchsave.objects import TensorRef, describe, is_short, to_number
 from ..reading import read_hyper
 from ..table import FileTable
-from .contents import Contents, StoredTensor, count_steps, is_number
+from .contents import Contents, StoredTensor, count_steps, is_number, read_name
 from .headers import read_once
 from .names import OPTIMIZER
 from .statedict import store_tensor
@@ -58,7 +58,7 @@ def _take_apart(contents: Contents, tree: Mapping[str, Any], file: torchfile.Tor
             dtypes |= {state: value.dtype} if isinstance(value, TensorRef) else {}
     groups = [
         (
-            tuple(map(str, group["params"])),
+            tuple(map(read_name, group["params"])),
             {str(key): read_hyper(each, path) for key, each in group.items() if key != "params"},
         )
         for group in tree.get("param_groups", ())
