@@ -96,11 +96,11 @@ def read_parts(path: str, parts: Sequence[tuple[int, int]]) -> list[Header]:
                     f"truncated. {RESTORE}",
                     path=path,
                 )
-        ends = [(start + max(nbytes - ENDING, 0), min(nbytes, ENDING)) for start, nbytes in parts]
-        advise_needed(stream, [*((start, min(nbytes, BEGINNING)) for start, nbytes in parts), *ends])
-        for (start, nbytes), (last, rest) in zip(parts, ends, strict=True):
-            begin = read_at(stream, min(nbytes, BEGINNING), start)
-            end = begin[-rest:] if nbytes <= BEGINNING else read_at(stream, rest, last)
+        edges = sorted({edge for start, nbytes in parts for edge in (start, start + nbytes)})
+        advise_needed(stream, [(max(edge - ENDING, 0), ENDING + BEGINNING) for edge in edges])
+        for start, nbytes in parts:
+            begin, rest = read_at(stream, min(nbytes, BEGINNING), start), min(nbytes, ENDING)
+            end = begin[-rest:] if nbytes <= BEGINNING else read_at(stream, rest, start + nbytes - rest)
             header = alike.find(nbytes, begin, end)
             if header is None:
                 file = _read_open(path, cast(BinaryIO, Part(stream, start, nbytes)))
