@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -221,6 +223,15 @@ def build(folder: Path) -> Stage:
         "TMPDIR": str(folder),  # what a supervisor that is killed leaves behind
     }
     return Stage(folder, environment=environment)
+
+
+def find_port() -> int:
+    """At which nobody listens, nor will by chance: the system gives such ports to nobody who asks for any."""
+    while True:
+        with suppress(OSError):
+            port = random.randrange(15000, 30000)
+            socket.create_server(("127.0.0.1", port)).close()
+            return port
 
 
 def is_running(pid: int) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.supervise.namespaces import FAR, NEAR, Pair, build_pair, find_missing
-from tests.supervise.standins import Stage, build, is_running, kill, wait_until
+from tests.supervise.standins import Stage, build, find_port, is_running, kill, wait_until
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(280)]
 
@@ -59,7 +59,7 @@ def stage(tmp_path: Path) -> Stage:
 
 def launch(stage: Stage, *options: str) -> list[str]:
     script = [str(stage.folder / "rank.py"), str(stage.folder), "5"]
-    return ["deepspeed", "--no_local_rank", "--master_port", "29611", *options, *script]
+    return ["deepspeed", "--no_local_rank", "--master_port", str(find_port()), *options, *script]
 
 
 def test_a_lost_host_is_left_out(stage: Stage) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import random
 import socket
 import threading
 import time
@@ -21,7 +20,7 @@ from deepspeed_ucp.supervise.agents.endpoint import Addresses, Endpoint, SharedF
 from deepspeed_ucp.supervise.agents.gathering import Gathering, JobEnded, Round
 from deepspeed_ucp.supervise.agents.leader import Leader, Limits, Past, Seat
 from deepspeed_ucp.supervise.agents.lines import Line
-from tests.supervise.standins import wait_until
+from tests.supervise.standins import find_port, wait_until
 
 QUICK = {"every": 0.4, "times": 250, "last_call": 60.0, "join": 60.0}
 """A machine with much to do is nobody's silence, and who comes late on it is waited for."""
@@ -63,15 +62,6 @@ class Agent:
         self.gathering._release()
 
 
-def find_address() -> str:
-    """Where nobody listens, nor will by chance: the system gives such ports to nobody who asks for any."""
-    while True:
-        with contextlib.suppress(OSError):
-            port = random.randrange(15000, 30000)
-            socket.create_server(("127.0.0.1", port)).close()
-            return f"localhost:{port}"
-
-
 Make = Callable[..., Agent]
 
 
@@ -88,7 +78,7 @@ ENDPOINTS = ["address", "file"]
 
 def make_at(kind: str, made: list[Agent], folder: Path) -> Make:
     """What makes agents of one job."""
-    address, path = find_address(), folder / f"endpoint-{len(made)}"
+    address, path = f"localhost:{find_port()}", folder / f"endpoint-{len(made)}"
 
     def build(least: int = 1, most: int = 2, **limits: float) -> Agent:
         endpoint: Endpoint = (
@@ -309,7 +299,7 @@ def test_a_leader_that_was_stopped_does_not_take_others_for_dead(
 
 
 def test_a_head_that_comes_back_finds_the_job_that_went_on_without_it(made: list[Agent]) -> None:
-    address = find_address()
+    address = f"localhost:{find_port()}"
     head = Agent(Addresses(address), 1, 2).join()
     made.append(head)
     other = Agent(Addresses(address, is_host=False), 1, 2).join()  # as on another machine

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.supervise.standins import ROOT, Stage, wait_until
+from tests.supervise.standins import ROOT, Stage, find_port, wait_until
 from tests.warm.kit import SITE
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(280)]
@@ -49,7 +49,7 @@ def test_the_second_start_of_the_deepspeed_launcher_and_its_ranks_is_warm(tmp_pa
     stage.environment["PYTHONPATH"] = f"{tmp_path}:{ROOT}"
     (tmp_path / "sitecustomize.py").write_text(SITE)
     (tmp_path / "rank.py").write_text(RANK)
-    options = ("--num_gpus", "2", "--no_local_rank", "--master_port", "29641")
+    options = ("--num_gpus", "2", "--no_local_rank", "--master_port", str(find_port()))
     command = ["deepspeed", *options, str(tmp_path / "rank.py"), str(tmp_path)]
     with stage.supervise("--settle", "5", command=command) as process:
         wait_until(lambda: stage.find("template"))
