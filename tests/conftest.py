@@ -24,6 +24,8 @@ APART = (
 WORLDS = {**dict.fromkeys(APART, "worlds apart"), "tests/engine/": "worlds"}
 """Where tests with worlds are, and in which of two groups: they take longest, and their ranks are processes of their
 own. The first group shares what its sources have saved; the second shares nothing with it."""
+PATIENT = ("tests/supervise/", "tests/platforms/", "tests/warm/", "tests/saves/")
+"""Where tests wait for processes most of the time: they come next, beside what needs the processors."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -44,7 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Exhaustive tests only where they are asked for; tests with worlds first."""
+    """Exhaustive tests only where they are asked for; tests with worlds first, then those that wait."""
     left_out = [item for item in items if item.get_closest_marker(EXHAUSTIVE)]
     if left_out and EXHAUSTIVE not in config.option.markexpr:
         config.hook.pytest_deselected(items=left_out)
@@ -56,7 +58,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if stray:
         raise pytest.UsageError(f"tests with worlds are where tests/conftest.py's WORLDS says: {stray[0]}")
     order = ["worlds", "worlds apart", None]
-    items.sort(key=lambda item: order.index(find_worlds(item.nodeid)))
+    items.sort(key=lambda item: (order.index(find_worlds(item.nodeid)), not item.nodeid.startswith(PATIENT)))
 
 
 def pytest_collection_finish() -> None:

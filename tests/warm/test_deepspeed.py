@@ -52,7 +52,7 @@ def test_the_second_start_of_the_deepspeed_launcher_and_its_ranks_is_warm(tmp_pa
     options = ("--num_gpus", "2", "--no_local_rank", "--master_port", str(find_port()))
     command = ["deepspeed", *options, str(tmp_path / "rank.py"), str(tmp_path)]
     with stage.supervise("--settle", "5", command=command) as process:
-        wait_until(lambda: stage.find("template"))
+        wait_until(lambda: stage.find("template"), 240)
         (tmp_path / "go").touch()
         assert process.wait(timeout=120) == 0
     (made,) = stage.find("template")
