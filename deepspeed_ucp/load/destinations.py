@@ -20,7 +20,7 @@ from ..flat import Span, find_gaps
 from ..io.cast import average
 from ..io.memory import allocate
 from ..plan import Part
-from ..plan.wants import Mean, NewRows, Scaling, Slot, Wants
+from ..plan.wants import NewRows, Slot, Wants
 
 
 class Buffer:
@@ -200,19 +200,13 @@ class Destinations:
     Attributes:
         buffers: by the wants' buffer numbers.
         sinks: by the numbers that wants name.
-        blanks: (buffer, low, high): elements that are zeroed before anything is read.
-        means: what is averaged.
-        rows: new rows, which become the mean of the saved ones.
-        scalings: what is scaled when all is there, by the factor of these elements.
+        wants: what is zeroed before anything is read, and averaged and scaled when all is there.
         averages: the means of saved rows, [elements of a row], once they are known.
     """
 
     buffers: list[Buffer] = field(default_factory=list)
     sinks: list[TensorSink] = field(default_factory=list)
-    blanks: list[tuple[int, int, int]] = field(default_factory=list)
-    means: list[Mean] = field(default_factory=list)
-    rows: list[NewRows] = field(default_factory=list)
-    scalings: list[Scaling] = field(default_factory=list)
+    wants: Wants = field(default_factory=Wants)
     averages: Mapping[AtomKey, Any] = field(default_factory=dict)
 
     def pick_sinks(self, *, uncommitted: bool) -> list[TensorSink | None]:
@@ -221,7 +215,7 @@ class Destinations:
 
     def zero_blanks(self, *, uncommitted: bool) -> None:
         """Zero what no atom fills, of what a pass fills."""
-        for number, low, high in self.blanks:
+        for number, low, high in self.wants.blanks:
             if self.buffers[number].uncommitted == uncommitted:
                 self.buffers[number].memory[low:high].zero_()
 
@@ -232,15 +226,15 @@ class Destinations:
 
     def commit(self) -> None:
         """Take the means, scale what is scaled, and bring everything to where it belongs."""
-        for mean in self.means:
+        for mean in self.wants.means:
             replicas = (self.buffers[number].memory for number in mean.replicas)
             self.buffers[mean.buffer].memory[mean.low : mean.high].copy_(average(replicas))
-        for each in self.rows:
+        for each in self.wants.rows:
             row = _pick_columns(self.averages[each.key], each)
             for low, piece in _cut(self.buffers[each.buffer].memory, each.low, each.high):
                 places = torch.arange(piece.numel()).add_(each.start + low - each.low).remainder_(row.numel())
                 piece.copy_(row[places])
-        for scaling in self.scalings:  # in fp64, so that each is rounded once
+        for scaling in self.wants.scalings:  # in fp64, so that each is rounded once
             for _, piece in _cut(self.buffers[scaling.buffer].memory, scaling.low, scaling.high):
                 piece.copy_(piece.double().mul_(scaling.factor))
         for buffer in self.buffers:
@@ -278,4 +272,4 @@ def bind(
         made_from = (copies or {}).get(spec.slot, ())
         buffers.append(Buffer(tensor, not spec.live, spans, in_file=spec.in_file, copies=made_from))
     sinks = [TensorSink(buffers[number], stored) for number, stored in wants.sinks]
-    return Destinations(buffers, sinks, wants.blanks, wants.means, wants.rows, wants.scalings)
+    return Destinations(buffers, sinks, wants)

@@ -12,7 +12,7 @@ from deepspeed_ucp.io import memory
 from deepspeed_ucp.load import transfer
 from deepspeed_ucp.load.destinations import Buffer, Destinations, TensorSink
 from deepspeed_ucp.plan import Part
-from deepspeed_ucp.plan.wants import Mean
+from deepspeed_ucp.plan.wants import Mean, Wants
 from tests.support.ranks import run_ranks
 
 
@@ -159,7 +159,7 @@ def test_zeros_and_means_of_a_tensor_that_is_not_flat() -> None:
     whole = torch.full((3, 2), 5.0)
     buffer = Buffer(whole.t(), uncommitted=False, spans=[(0, 6)])
     replicas = [Buffer(torch.tensor(values), uncommitted=True) for values in ([1.0, 2.0], [3.0, 4.0])]
-    into = Destinations([buffer, *replicas], [], [(0, 0, 4)], [Mean(0, 4, 6, (1, 2))])
+    into = Destinations([buffer, *replicas], [], Wants(blanks=[(0, 0, 4)], means=[Mean(0, 4, 6, (1, 2))]))
     into.zero_blanks(uncommitted=True)
     assert whole.eq(5).all()
     into.commit()

@@ -327,7 +327,7 @@ def prepare_rank(index: AtomicIndex, target: FakeTarget, comm: Comm, options: Op
     rank = Loaded(target, work, target.extras(), comm)
     into = work.into
     into.sinks[:] = [CountingSink(sink, rank.count(sink.buffer.tensor)) for sink in into.sinks]
-    for number, low, high in into.blanks:
+    for number, low, high in into.wants.blanks:
         rank.count_blanks(into.buffers[number].tensor)[low:high] += 1
     return rank
 
@@ -354,7 +354,7 @@ def load_rank(index: AtomicIndex, target: FakeTarget, comm: Comm, options: Optio
 
     transfer.read_with_failover(work)
     rank.work.into.averages = average_rows(rank.work.index, rank.work.averaged, comm, options.config)
-    for mean in rank.work.into.means:
+    for mean in rank.work.wants.means:
         rank.count(rank.work.into.buffers[mean.buffer].tensor)[mean.low : mean.high] += 1
     transfer.fill()
     if options.with_states and target.wrapped is not None:
