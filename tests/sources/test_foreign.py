@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 import torch
@@ -412,6 +413,20 @@ def test_a_grid_is_as_many_pieces_as_it_has_blocks(tmp_path: Path) -> None:
 def test_a_grid_with_a_fault_is_refused(tmp_path: Path, grid: list[Any], told: str) -> None:
     with pytest.raises(CheckpointError, match=told):
         make_index(*make_tensor(tmp_path, (4, 4), *grid))
+
+
+def test_of_a_store_it_is_the_same(saved: Path) -> None:
+    """Headers are asked for ahead, as pieces of large files."""
+    system = fsspec.filesystem("memory")
+    system.put(str(saved), "/foreign/it", recursive=True)
+    try:
+        here, there = open_it(saved), open_checkpoint("memory://foreign/it", Comm())
+    finally:
+        system.store.clear()
+        system.pseudo_dirs[:] = [""]
+    assert there.stored.records == here.stored.records
+    assert there.stored.atoms.keys() == here.stored.atoms.keys()
+    assert (there.run.scalars, there.run.groups) == (here.run.scalars, here.run.groups)
 
 
 # -- there and back ---------------------------------------------------------------------------------------------------
