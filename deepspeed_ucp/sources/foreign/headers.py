@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ...comm import Comm
 from ...errors import CheckpointError, UnsupportedError
@@ -54,3 +55,23 @@ def read_all(path: str, most: int) -> bytes:
     if len(data) > most:
         raise UnsupportedError(f"has more than {most} bytes, which no file of its kind needs.", path=path)
     return data
+
+
+def load_json(data: bytes) -> Any:
+    """What JSON holds that was not made to mean two things: UTF-8, no key twice, no NaN.
+
+    Raises:
+        ValueError, RecursionError: it is something else, or nested too deeply.
+    """
+    return json.loads(data.decode(), object_pairs_hook=_take_once, parse_constant=_refuse)
+
+
+def _take_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key is there twice")
+    return found
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON")

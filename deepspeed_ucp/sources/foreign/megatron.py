@@ -8,7 +8,6 @@ are by default stacked: one tensor of all of them, with their number as dimensio
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +26,7 @@ from ..table import FileTable
 from . import dcp
 from .contents import Chunk, Contents, Shape, StoredTensor, list_left
 from .dcp import UNCHECKED, Blocks, read_blocks
-from .headers import read_all, read_once
+from .headers import load_json, read_all, read_once
 from .names import BLOCKS, COMMON, FORM, MEGATRON
 
 _BACKEND, _VERSION = "torch_dist", 1
@@ -130,7 +129,7 @@ def _require(where: FileTable, name: str) -> None:
 
 def _check_form(path: str, has_common: bool) -> bool:
     """Whether the file is Megatron-Core's, and not somebody's own beside blocks."""
-    told = json.loads(read_all(path, _LONGEST))
+    told = load_json(read_all(path, _LONGEST))
     if "sharded_backend" not in told and not has_common:
         return False
     form, version = told["sharded_backend"], told.get("sharded_backend_version", _VERSION)

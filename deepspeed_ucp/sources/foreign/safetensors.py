@@ -12,9 +12,9 @@ from ...torchsave.records import FileRecord, open_file
 from ..findings import Finding
 from ..table import FileTable
 from .contents import Chunk, Contents, StoredTensor, read_shape
-from .headers import read_with
+from .headers import load_json, read_with
 from .names import SAFETENSORS
-from .weights import LONGEST, find_shards, load_json
+from .weights import LONGEST, find_shards
 
 DTYPES = {
     "BOOL": "bool",

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ...comm import Comm
 from ...errors import CheckpointError, UnsupportedError, shorten
 from ..table import FileTable
-from .headers import read_all, read_once
+from .headers import load_json, read_all, read_once
 
 T = TypeVar("T")
 
@@ -107,23 +106,3 @@ def _check(where: FileTable, files: Sequence[str], indexes: Sequence[str]) -> No
             f"holds several models ({shorten(indexes or files)}). Put the wanted one into a folder of its own.",
             path=where.folder,
         )
-
-
-def load_json(data: bytes) -> Any:
-    """What JSON holds that was not made to mean two things: UTF-8, no key twice, no NaN.
-
-    Raises:
-        ValueError, RecursionError: it is something else, or nested too deeply.
-    """
-    return json.loads(data.decode(), object_pairs_hook=_take_once, parse_constant=_refuse)
-
-
-def _take_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a key is there twice")
-    return found
-
-
-def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is no JSON")
