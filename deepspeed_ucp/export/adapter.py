@@ -60,12 +60,10 @@ class Merge:
     Attributes:
         module: its name, as the configuration's patterns see it.
         parts: by kind (``lora_A``, ``lora_magnitude_vector``…).
-        config: of the adapter, as PEFT has it.
     """
 
     module: str
     parts: Mapping[str, FullTensor]
-    config: Mapping[str, Any]
 
 
 def write_config(folder: str, config: Mapping[str, Any]) -> None:

@@ -209,13 +209,13 @@ def _fill(export: Export, tensors: Sequence[Tensor], layout: SafeLayout) -> Chec
             source = (reader, [tensor.full for tensor in tensors])
             stream([source], plan.nodes[comm.rank], consume, threads=report.workers, progress=progress)
             for tensor in merged[comm.rank :: comm.size]:
-                _write_merged(export.folder, tensor, layout, reader, checks)
+                _write_merged(export, tensor, layout, reader, checks)
 
     comm.run(write_share)
     return checks
 
 
-def _write_merged(folder: str, tensor: Tensor, layout: SafeLayout, reader: AtomReader, checks: Checks) -> None:
+def _write_merged(export: Export, tensor: Tensor, layout: SafeLayout, reader: AtomReader, checks: Checks) -> None:
     """A base weight with its adapter, which is computed in fp32, whole."""
     import torch
 
@@ -227,10 +227,10 @@ def _write_merged(folder: str, tensor: Tensor, layout: SafeLayout, reader: AtomR
     if tensor.merge is None:
         return
     parts = {kind: read(full) for kind, full in tensor.merge.parts.items()}
-    made = merge(read(tensor.full), parts, tensor.merge.module, tensor.merge.config)
+    made = merge(read(tensor.full), parts, tensor.merge.module, export.options.adapter_config)
     made = made[: tensor.shape[0]].to(getattr(torch, tensor.dtype)).contiguous()
     for file, offset in map(layout.places.__getitem__, tensor.names):
-        _write_range(os.path.join(folder, file), memoryview(made.view(torch.uint8).numpy()).cast("B"), offset)
+        _write_range(os.path.join(export.folder, file), memoryview(made.view(torch.uint8).numpy()).cast("B"), offset)
 
 
 def _write_range(path: str, data: memoryview, offset: int) -> None:

@@ -203,7 +203,6 @@ def _adapt(
         saved[base]: Merge(
             adapted.written[base].removesuffix(".weight"),
             {kind: weights[saved[name]] for kind, name in parts.items()},
-            options.adapter_config,
         )
         for base, parts in adapted.parts.items()
     }

@@ -116,7 +116,7 @@ def copy_runs(source: Layout, src_rank: int, target: Layout, dst_rank: int, low:
     Raises:
         MismatchError: the layouts view the parameter in ways that cannot be brought together.
     """
-    if not are_alike(source.view, target.view):
+    if not have_same_axes(source.view, target.view):
         source, target = align(source, target)
     have, want = source.shards[src_rank], target.shards[dst_rank]
     if have == want and source.claims is None:
@@ -129,7 +129,7 @@ def copy_runs(source: Layout, src_rank: int, target: Layout, dst_rank: int, low:
     return _merge(runs)
 
 
-def are_alike(one: Shape, other: Shape) -> bool:
+def have_same_axes(one: Shape, other: Shape) -> bool:
     """Whether the axes of two views of a parameter are the same, one of them maybe longer on one side."""
     return len(one) == len(other) and sum(size != own for size, own in zip(one, other, strict=True)) < 2
 

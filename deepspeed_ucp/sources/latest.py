@@ -163,7 +163,7 @@ def find_folder(load_dir: str, tag: str) -> str:
 _ODD = (
     (r"checkpoint-\d+", "a trainer's output folder: name one of its checkpoints, {0}"),
     (r".*\.ckpt", "a folder of Lightning's: name one of its checkpoints, {0}"),
-    (r"adapter_config\.json", "a PEFT adapter without an engine's state, which PeftModel.from_pretrained loads"),
+    (r"adapter_config\.json", "a PEFT adapter without its weights (adapter_model.safetensors)"),
     (r"zero_to_fp32\.py", "what removed checkpoints have left"),
 )
 """What tells by a name what a folder is that holds no checkpoint; {0} is what has such a name."""

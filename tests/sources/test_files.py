@@ -191,7 +191,7 @@ def test_a_checkpoints_own_folder_is_that_checkpoint(
     [
         (("checkpoint-4/x", "checkpoint-12/x", "config.json"), "trainer's output folder.*checkpoint-4, checkpoint-12$"),
         (("last.ckpt/latest", "hparams.yaml"), "of Lightning's: name one of its checkpoints, last.ckpt$"),
-        (("adapter_config.json",), "PEFT adapter.*PeftModel.from_pretrained"),
+        (("adapter_config.json",), "PEFT adapter without its weights"),
         (("zero_to_fp32.py",), "what removed checkpoints have left"),
         (("first/latest", "second/latest", "log"), "folders of checkpoints: name one of them, first, second$"),
         (("step-3/.metadata", "step-3/__0_0.distcp", "log"), "folders of checkpoints: name one of them, step-3$"),

@@ -412,15 +412,7 @@ class _Interpreter:
         if numbered:
             self.names.clear()
             groups.clear()
-        states: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
-        scalars: dict[str, dict[str, Any]] = defaultdict(dict)
-        dtypes: dict[str, str] = {}
-        for key, (name, state) in self.names.items():
-            dtype, shape, _ = self.told.tensors[key]
-            if is_number(state, shape, self.told.tensors[weights[name]][1] if name in weights else None):
-                scalars[name][state], dtypes[state] = self.blocks.find_value(key), dtype
-            else:
-                states[name][state] = self.blocks.make_tensor(key)
+        states, scalars, dtypes = self._read_states(weights)
         steps = [held["step"] for held in scalars.values() if "step" in held]
         steps += [hyper["step"] for _, hyper in groups if "step" in hyper]
         by_megatron = any(_MEGATRON in key for key in (*self.told.tensors, *self.told.values))
@@ -438,6 +430,25 @@ class _Interpreter:
             unchecked=UNCHECKED,
         )
         return contents, self._list_left(prefix, weights)
+
+    def _read_states(
+        self, weights: Mapping[str, str]
+    ) -> tuple[dict[str, dict[str, StoredTensor]], dict[str, dict[str, Any]], dict[str, str]]:
+        """The optimizer's states by parameter, its numbers by parameter, and the dtypes of these.
+
+        Args:
+            weights: name → key of the model's tensors.
+        """
+        states: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
+        scalars: dict[str, dict[str, Any]] = defaultdict(dict)
+        dtypes: dict[str, str] = {}
+        for key, (name, state) in self.names.items():
+            dtype, shape, _ = self.told.tensors[key]
+            if is_number(state, shape, self.told.tensors[weights[name]][1] if name in weights else None):
+                scalars[name][state], dtypes[state] = self.blocks.find_value(key), dtype
+            else:
+                states[name][state] = self.blocks.make_tensor(key)
+        return states, scalars, dtypes
 
     def _split(self, key: str, root: str) -> tuple[str, str]:
         """Parameter and state that a key of the optimizer's is of."""
