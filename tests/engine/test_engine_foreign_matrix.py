@@ -25,7 +25,7 @@ from tests.engine.test_engine_fused import RENAMES
 from tests.support.engines import autoep as engine_autoep
 from tests.support.engines import foreign as engine_foreign
 from tests.support.engines.autoep import PIPELINE
-from tests.support.engines.foreign import MATRICES, STEPS, VECTORS, Target
+from tests.support.engines.foreign import LIVE, MATRICES, STEPS, VECTORS, Target
 
 Tree = tuple[dict[str, Any], dict[str, dict[str, Any]]]
 """Weights by name, and states by parameter."""
@@ -163,6 +163,23 @@ def test_everything_is_where_the_other_library_has_it(
     for place, source in enumerate(sources):
         with subtests.test(source=source):
             check(target, source, saved[source], [answer[place] for answer in answers], 2 * bool(place))
+
+
+@pytest.mark.parametrize("stage", params([(3,)], [(stage,) for stage in (0, 1, 2, 3)]))
+def test_other_param_groups(stage: int, ucp_worlds: WorldPool, tmp_path: Path) -> None:
+    """One saved group, two live ones: refused, unless the live ones are to count; states go by name."""
+    world, target, folder = ucp_worlds.get(2), Target(stage), str(tmp_path)
+    world.run(engine_foreign.save, folder, together=True)
+    (told,) = world.run(engine_foreign.load_each, target, None, [folder])[0]
+    assert isinstance(told, str) and "param groups differ" in told and '"param_groups": "live"' in told
+    answers = world.run(engine_foreign.load_each, target, None, [folder], param_groups="live")
+    parts = [part for (part,) in answers]
+    assert not isinstance(parts[0], str), parts[0]
+    states = engine_autoep.join([part.states for part in parts], engine_autoep.Spread(2, 0, "", 1))
+    assert not check_states(states, engine_foreign.take_apart(*read_nested(tmp_path)), target)
+    assert all(part.steps == {float(STEPS)} for part in parts)
+    rate, decay = LIVE["lr"], LIVE["weight_decay"]
+    assert set().union(*(part.hyper for part in parts)) == {(True, rate, decay), (False, rate, decay)}
 
 
 def check(target: Target, source: str, saved: Saved, parts: list[Any], before: int) -> None:

@@ -130,7 +130,13 @@ def sort_parameters(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
 
 
 def save(
-    folder: str, *, flatten: bool = False, tp: int = 1, apart: bool = False, dtype: str = "float32"
+    folder: str,
+    *,
+    flatten: bool = False,
+    tp: int = 1,
+    apart: bool = False,
+    dtype: str = "float32",
+    together: bool = False,
 ) -> list[float]:
     """Train under FSDP2, save, go on; the losses after the save.
 
@@ -138,13 +144,16 @@ def save(
         tp: ranks of tensor parallelism, over which two matrices of a layer are cut first.
         apart: model and optimizer in folders of their own, as Accelerate has them.
         dtype: of the weights.
+        together: all parameters are in one param group.
     """
     torch.manual_seed(5)
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size() // tp, tp), mesh_dim_names=("dp", "tp"))
     model = Model(Form(1, 0, "fused")).to(getattr(torch, dtype))
     _shard(model, mesh, tp)
     matrices, vectors = sort_parameters(model)
-    optimizer = torch.optim.AdamW([{"params": matrices, **MATRICES}, {"params": vectors, **VECTORS}], foreach=False)
+    parts = [{"params": matrices, **MATRICES}, {"params": vectors, **VECTORS}]
+    parts = [{"params": [*matrices, *vectors], **MATRICES}] if together else parts
+    optimizer = torch.optim.AdamW(parts, foreach=False)
     _train(model, optimizer, range(STEPS))
     weights, states = get_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=flatten))
     if apart:
@@ -181,7 +190,7 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> 
 # --- DeepSpeed
 
 
-def make(target: Target, patterns: Any) -> Any:
+def make(target: Target, patterns: Any, **more: Any) -> Any:
     """An engine with other weights, whose param groups come in another order."""
     for known in (groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP):
         known.clear()  # named by the degree alone
@@ -199,10 +208,11 @@ def make(target: Target, patterns: Any) -> Any:
     params: Any = [{"params": vectors, "name": "vectors"}, {"params": matrices, "name": "matrices"}]
     if target.kind == "native":
         params = split_params_into_different_moe_groups_for_optimizer(params)
-    return deepspeed.initialize(model=module, model_parameters=params, config=make_config(target, patterns))[0]
+    return deepspeed.initialize(model=module, model_parameters=params, config=make_config(target, patterns, **more))[0]
 
 
-def make_config(target: Target, patterns: Any) -> dict[str, Any]:
+def make_config(target: Target, patterns: Any, **more: Any) -> dict[str, Any]:
+    """``more``: options of the plugin."""
     config: dict[str, Any] = {
         "train_batch_size": BATCH,
         "gradient_clipping": 0.0,
@@ -210,7 +220,7 @@ def make_config(target: Target, patterns: Any) -> dict[str, Any]:
         "zero_optimization": {"stage": target.stage, **dict(target.options)},
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 1 << 30,
-        "checkpoint": {"universal": {"patterns": patterns} if patterns else True},
+        "checkpoint": {"universal": {**({"patterns": patterns} if patterns else {}), **more} or True},
     }
     if target.precision != "fp32" and target.half != "client":
         config[target.precision] = {"enabled": True}
@@ -247,9 +257,9 @@ class Loaded:
     scale: float | None
 
 
-def load_each(target: Target, patterns: Any, folders: Sequence[str]) -> list[Loaded | str]:
+def load_each(target: Target, patterns: Any, folders: Sequence[str], **more: Any) -> list[Loaded | str]:
     """One engine takes them all, one after the other; of a refusal its text."""
-    engine = make(target, patterns)
+    engine = make(target, patterns, **more)
     found: list[Loaded | str] = []
     for folder in folders:
         try:
