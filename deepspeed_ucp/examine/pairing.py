@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, AtomKey, ParamKey, count
-from ..patterns import RuleSet, SameShards, Settled, list_renames, settle
+from ..patterns import RuleSet, SameShards, Settled, settle
 from ..patterns.layout import Shape
 from ..plan.renames import RemappedIndex, apply_renames, list_shapes
 from ..plan.settling import Shapes, order_rules
@@ -140,7 +140,7 @@ def _list_wanted(index: AtomicIndex, wanted: Callable[[str, str], bool], weights
 
 def feed_right(left: AtomicIndex, right: AtomicIndex, rules: Sequence[RuleSet]) -> RemappedIndex:
     """A as the user's rules make it for what B holds."""
-    return apply_renames(left, list_shapes(right), list_renames(rules), right.model.aliases, rules)
+    return apply_renames(left, list_shapes(right), rules, right.model.aliases)
 
 
 def _match(

@@ -145,14 +145,13 @@ def select_tensors(
         raise ConfigError(f"dtype: {options.dtype!r} is unknown. {advise(options.dtype, sorted(FLOATING))}")
     refuse_unreadable(index, states)
     refuse_scattered(index, "every node of an export reads its part of each")
-    renames = (*options.renames, *list_renames(rules))
-    made = predict_renames(index, renames, options.experts, rules)
+    made = predict_renames(index, (RuleSet("--rename", renames=options.renames), *rules), options.experts)
     index = made.index
     full = assemble_full_tensors(index, rules, states=states)
     left_out = set() if options.frozen else _find_frozen(index)
     kept = {key: atom for key, atom in full.tensors.items() if not key.instance and key.name not in left_out}
     listed = dict.fromkeys([*(key.name for key in kept), *index.model.aliases])
-    names = name_tensors(listed, renames, options.strip_prefix, made.made)
+    names = name_tensors(listed, (*options.renames, *list_renames(rules)), options.strip_prefix, made.made)
     merged: dict[str, Merge] = {}
     if options.adapter:
         names, merged = _adapt(names, {key.name: kept[key] for key in _order_weights(index) if key in kept}, options)

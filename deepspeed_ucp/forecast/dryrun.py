@@ -15,7 +15,7 @@ from ..config import UniversalConfig, choose_batch
 from ..errors import ConfigError, MismatchError
 from ..io.store import exists
 from ..io.threads import MOST
-from ..patterns import RuleSet, list_renames
+from ..patterns import RuleSet
 from ..plan import ReadSizes, list_claims
 from ..plan.predicted import predict_renames
 from ..plan.rounds import plan_ranks
@@ -131,7 +131,7 @@ def dry_run(
     saved = replace(index.run.topology, flats=())
     run.differences = [_FOREIGN] if index.run.format else find_differences(saved, degrees.topology(saved))
     try:
-        made = predict_renames(index, list_renames(rules), degrees.experts, rules)
+        made = predict_renames(index, rules, degrees.experts)
         if made.renamed or made.index is not index:
             run.differences.append(_RENAMED)
         run.differences = run.differences or find_moved_experts(index, degrees)

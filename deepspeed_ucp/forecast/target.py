@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, TIED, Atom, AtomicIndex, ParamKey, count
 from ..experts import read_name
 from ..flat import FlatBuffer, Shape, join_parameters, join_reserved
-from ..patterns import RuleSet, list_renames
+from ..patterns import RuleSet
 from ..plan.derive import rename_all
 from ..plan.match import Match, pick_instance
 from ..plan.predicted import predict_renames
@@ -149,7 +149,7 @@ def predict_target(
         MismatchError: parameters whose pattern nothing settles, or that cannot be cut; too few layers; experts
             where no engine has them.
     """
-    made = predict_renames(index, list_renames(rules), degrees.experts, rules)
+    made = predict_renames(index, rules, degrees.experts)
     index = rename_all(made.index, made.renamed)
     groups, others, atoms = list_groups(index), list_others(index), _list_atoms(index)
     names = [name for group in groups for name in group] + others

@@ -103,10 +103,10 @@ def prepare(
     adapter = read_adapter(saved, rules, comm)
 
     def hold_against() -> tuple[Work, Settled]:
-        renames, named = list_renames(rules), {*inventory.shapes, *inventory.aliases}
-        reading = read_into(saved, target.engine.module, named, list_renamed(saved, named, renames))
+        named = {*inventory.shapes, *inventory.aliases}
+        reading = read_into(saved, target.engine.module, named, list_renamed(saved, named, list_renames(rules)))
         model = read_config(target.engine.module)
-        made = apply_renames(reading.carry_out(saved), inventory.shapes, renames, inventory.aliases, rules, model)
+        made = apply_renames(reading.carry_out(saved), inventory.shapes, rules, inventory.aliases, model)
         index = made.index
         if log:
             warn_idle(saved, index, rules)

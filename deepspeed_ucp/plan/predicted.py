@@ -9,32 +9,31 @@ from dataclasses import dataclass, field, replace
 from ..atoms import AtomicIndex
 from ..errors import MismatchError
 from ..flat import Shape
-from ..patterns import Facts, Rename, RuleSet
+from ..patterns import Facts, Rename, RuleSet, list_renames
 from .renames import Ends, RemappedIndex, apply_renames, list_shapes, unite_cut
 from .settling import Shapes
 
 _ASK = "of how many experts a layer is made only the model tells: give their number (experts)"
 
 
-def predict_renames(
-    index: AtomicIndex, renames: Sequence[Rename], experts: int | None = None, rules: Sequence[RuleSet] = ()
-) -> RemappedIndex:
-    """The checkpoint as the rules make it for the model that they lead to.
+def predict_renames(index: AtomicIndex, rules: Sequence[RuleSet], experts: int | None = None) -> RemappedIndex:
+    """The checkpoint as the ``rename`` rules make it for the model that they lead to.
 
     Args:
+        rules: the user's.
         experts: as of :func:`predict_shapes`.
-        rules: the user's about tensor parallelism.
 
     Raises:
         MismatchError: the rules do not tell that model, or do not fit what was saved.
         ConfigError: a rule asks for what is not there.
     """
+    renames = list_renames(rules)
     if not renames:
         return RemappedIndex(index)
-    index = unite_cut(index, renames, rules)
+    index = unite_cut(index, rules)
     saved = list_shapes(index)
     shapes = predict_shapes(saved, renames, experts, Facts.of(index.model.hints, saved))
-    return apply_renames(index, shapes, renames, rules=rules)
+    return apply_renames(index, shapes, rules)
 
 
 def predict_shapes(

@@ -13,7 +13,7 @@ from typing import Any
 from ..atoms import AtomicIndex, GroupInfo
 from ..errors import MismatchError, fold_names, shorten
 from ..flat import Shape
-from ..patterns import Facts, Rename, Rows, RuleSet, rename_names
+from ..patterns import Facts, Rename, Rows, RuleSet, list_renames, rename_names
 from .derive import DerivedParam, Slice, derive, divide, take, unite
 from .settling import Shapes, list_weights, settle_index
 
@@ -47,21 +47,19 @@ class RemappedIndex:
 def apply_renames(
     index: AtomicIndex,
     live: Shapes,
-    renames: Sequence[Rename],
+    rules: Sequence[RuleSet],
     aliases: Iterable[str] = (),
-    rules: Sequence[RuleSet] = (),
     config: Mapping[str, Any] | None = None,
 ) -> RemappedIndex:
-    """Carry out the rules.
+    """Carry out the ``rename`` rules.
 
     A rule counts where the live model does not have the saved names (of experts: with the saved shapes), so that one
     set of rules serves both directions, and a run that goes on under the names it has.
 
     Args:
         live: local shapes of what the live model holds, by tensor-parallel rank.
-        renames: the user's rules.
+        rules: the user's.
         aliases: other names of what it holds.
-        rules: the user's about tensor parallelism.
         config: of the live model, where it is one of transformers.
 
     Raises:
@@ -69,9 +67,10 @@ def apply_renames(
             tells.
         ConfigError: a rule asks for what is not there.
     """
+    renames = list_renames(rules)
     if not renames:
         return RemappedIndex(index)
-    index = unite_cut(index, renames, rules, live)
+    index = unite_cut(index, rules, live)
     saved = list_shapes(index)
     feeds = _Feeds(saved, live, replace(Facts.of(index.model.hints, saved), model=config or {}))
     for rule in renames:
@@ -108,19 +107,17 @@ def _refuse_transposed(shapes: Mapping[str, tuple[tuple[Shape, ...], tuple[Shape
         )
 
 
-def unite_cut(
-    index: AtomicIndex, renames: Sequence[Rename], rules: Sequence[RuleSet], live: Collection[str] = ()
-) -> AtomicIndex:
-    """The index with one shard of each parameter that rules cut or join by its rows.
+def unite_cut(index: AtomicIndex, rules: Sequence[RuleSet], live: Collection[str] = ()) -> AtomicIndex:
+    """The index with one shard of each parameter that ``rename`` rules cut or join by its rows.
 
     Args:
-        rules: the user's about tensor parallelism.
-        live: names that rules leave alone.
+        rules: the user's.
+        live: names that these leave alone.
 
     Raises:
         MismatchError: nothing tells how tensor parallelism has cut one of them, or it has not cut rows.
     """
-    cuts = [rule for rule in renames if rule.cuts]
+    cuts = [rule for rule in list_renames(rules) if rule.cuts]
     several = (name for name, shapes in list_shapes(index).items() if len(shapes) > 1) if cuts else ()
     names = [name for name in several if name not in live and any(rule.match(name) is not None for rule in cuts)]
     if not names:

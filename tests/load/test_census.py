@@ -11,7 +11,7 @@ import pytest
 from deepspeed_ucp.atoms import MASTER, Atom, AtomicIndex, Shard
 from deepspeed_ucp.errors import MismatchError
 from deepspeed_ucp.load.inventory import check_alike, warn_idle
-from deepspeed_ucp.patterns import from_config, list_renames
+from deepspeed_ucp.patterns import from_config
 from deepspeed_ucp.plan.match import TargetInventory
 from deepspeed_ucp.plan.renames import apply_renames
 from deepspeed_ucp.targets.parallel import Place
@@ -34,7 +34,7 @@ def make_index(*names: str, instances: dict[str, int] | None = None) -> AtomicIn
 
 
 def rename(index: AtomicIndex, *live: str) -> Mapping[str, str]:
-    return apply_renames(index, dict.fromkeys(live, ((2,),)), list_renames(from_config(BOTH_WAYS))).renamed
+    return apply_renames(index, dict.fromkeys(live, ((2,),)), from_config(BOTH_WAYS)).renamed
 
 
 def test_one_set_of_rules_serves_both_directions() -> None:

@@ -11,7 +11,7 @@ import transformers
 from transformers import PretrainedConfig
 
 from deepspeed_ucp.errors import MismatchError
-from deepspeed_ucp.patterns import ShardNC, ShardV, advise_family, from_config, list_renames
+from deepspeed_ucp.patterns import ShardNC, ShardV, advise_family, from_config
 from deepspeed_ucp.plan.predicted import predict_renames
 from deepspeed_ucp.plan.renames import RemappedIndex, apply_renames
 from deepspeed_ucp.plan.settling import settle_index
@@ -36,7 +36,7 @@ def list_live(kind: str, config: PretrainedConfig) -> dict[str, tuple[tuple[int,
 def carry_out(family: Any, saved: models.Shapes, live: models.Shapes, args: Any) -> RemappedIndex:
     rules = from_config(family)
     index, _ = make_index({name: shape for name, (shape,) in saved.items()}, hints={"args": args})
-    return apply_renames(index, live, list_renames(rules), (), rules)
+    return apply_renames(index, live, rules)
 
 
 def check_fed(made: RemappedIndex, live: models.Shapes) -> None:
@@ -163,5 +163,5 @@ def test_a_family_for_both_names_is_told() -> None:
 def test_what_a_forecast_takes_is_one_of_both_names() -> None:
     index, _ = make_index({name: shape for name, (shape,) in models.mcore(SMALL).items()}, hints={"args": ARGS})
     rules = from_config("mcore-megatron")
-    made = predict_renames(index, list_renames(rules), None, rules)
+    made = predict_renames(index, rules)
     assert {*made.renamed, *made.made} == models.megatron_plain(SMALL, 1).keys()

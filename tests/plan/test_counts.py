@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from deepspeed_ucp.errors import MismatchError
-from deepspeed_ucp.patterns import parse_renames
+from deepspeed_ucp.patterns import from_config
 from deepspeed_ucp.plan.match import Match, TargetInventory, match_parameters
 from deepspeed_ucp.plan.renames import apply_renames
 from tests.plan.test_match import make_index
@@ -45,11 +45,11 @@ def test_the_rule_that_is_shown_brings_them_together(
     assert form.format(layer=0, e=7) not in told
     assert told.count("m.0.mlp.gate.weight: shape") == 1  # not as a vocabulary of other rows as well
     rules = [json.loads(text) for text in re.findall(r"\{\"from\".*?(?:\"|null)\}(?=[ );])", told)]
-    made = apply_renames(make_index(saved), shapes, parse_renames(rules))
+    made = apply_renames(make_index(saved), shapes, from_config({"rename": rules}))
     found = match_parameters(made.index, TargetInventory(shapes, unfed=made.unfed), strict=True, with_states=True)
     assert found.saved.keys() == shapes.keys() - {"m.0.mlp.gate.weight"}
     index, data = make_bytes(saved)
-    made = apply_renames(index, shapes, parse_renames(rules))
+    made = apply_renames(index, shapes, from_config({"rename": rules}))
     for name, number in ((form.format(layer=1, e=e), e) for e in range(want)):
         source = form.format(layer=1, e=choose(number))
         assert np.array_equal(read(made.index, data, name), read(index, data, source)), name
@@ -78,7 +78,7 @@ def test_the_rule_for_experts_in_one_parameter_brings_them_together(have: int, w
         match(saved, TargetInventory(live))
     (rule,) = re.findall(r"rename rule (\{.*?\"\})", str(error.value))
     index, data = make_bytes(saved)
-    made = apply_renames(index, live, parse_renames([json.loads(rule)]))
+    made = apply_renames(index, live, from_config({"rename": [json.loads(rule)]}))
     rows = [e % have if want > have else e * 2 for e in range(want)]
     assert np.array_equal(read(made.index, data, "m.up"), read(index, data, "m.up")[rows])
     assert match_parameters(made.index, TargetInventory(live), strict=True, with_states=True).saved == {"m.up": "m.up"}
@@ -92,7 +92,7 @@ def test_the_rule_that_is_shown_for_layers_brings_them_together(have: int, want:
         match(saved, TargetInventory(shapes))
     (rule,) = [json.loads(text) for text in re.findall(r"\{\"from\".*?\}\"\}|\{\"from\".*?\"\}", str(error.value))]
     index, data = make_bytes(saved)
-    made = apply_renames(index, shapes, parse_renames([rule]))
+    made = apply_renames(index, shapes, from_config({"rename": [rule]}))
     for n in range(want):
         source = f"m.h.{n * have // want}.b"
         assert np.array_equal(read(made.index, data, f"m.h.{n}.b"), read(index, data, source))

@@ -11,7 +11,7 @@ import pytest
 
 from deepspeed_ucp.atoms import MASTER, Atoms
 from deepspeed_ucp.errors import MismatchError
-from deepspeed_ucp.patterns import from_config, list_renames, parse_renames
+from deepspeed_ucp.patterns import from_config, list_renames
 from deepspeed_ucp.plan.predicted import predict_renames, predict_shapes
 from deepspeed_ucp.plan.renames import apply_renames
 from tests.plan.test_recast import make_index, read
@@ -44,13 +44,15 @@ CASES: dict[str, tuple[Shapes, Shapes, Any, int | None]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_the_model_that_a_load_has(case: str, tp: int) -> None:
     saved, live, patterns, experts = CASES[case]
-    renames = list_renames(from_config(patterns))
+    rules = from_config(patterns)
     shapes = {name: (shape,) * tp for name, shape in live.items()}
-    assert predict_shapes({name: (shape,) * tp for name, shape in saved.items()}, renames, experts) == shapes
+    assert (
+        predict_shapes({name: (shape,) * tp for name, shape in saved.items()}, list_renames(rules), experts) == shapes
+    )
     if tp > 1 and case == "more in one":
         return
     index, data = make_index(saved, tp=tp)
-    foreseen, loaded = predict_renames(index, renames, experts), apply_renames(index, shapes, renames)
+    foreseen, loaded = predict_renames(index, rules, experts), apply_renames(index, shapes, rules)
     assert (foreseen.renamed, foreseen.made, foreseen.notes) == (loaded.renamed, loaded.made, loaded.notes)
     for name in live:
         old = foreseen.renamed.get(name, name)
@@ -69,12 +71,12 @@ def test_it_is_the_model_that_a_load_has(case: str, tp: int) -> None:
 def test_what_the_rules_do_not_tell(saved: Shapes, rules: Sequence[Any], experts: int | None, words: str) -> None:
     index, _ = make_index(saved)
     with pytest.raises(MismatchError, match=words):
-        predict_renames(index, parse_renames(rules), experts)
+        predict_renames(index, from_config({"rename": rules}), experts)
 
 
 def test_a_rule_that_matches_scalars_too() -> None:
     index, data = make_index({"x.up": (4, 3, 2), "scale": ()})
-    made = predict_renames(index, parse_renames([{"from": r"(?P<x>.*)\.{e % 4}", "to": "{x}.{e}"}]), 8)
+    made = predict_renames(index, from_config({"rename": {"from": r"(?P<x>.*)\.{e % 4}", "to": "{x}.{e}"}}), 8)
     assert read(made.index, data, "x.up").shape == (8, 3, 2)
     assert read(made.index, data, "scale").shape == ()
 
@@ -83,5 +85,5 @@ def test_copies_alone_are_renamed_too() -> None:
     """Where the optimizer's files are not wanted."""
     index, _ = make_index({"2.w": (3,)})
     atoms = Atoms.of(replace(atom, state="copy") for atom in index.stored.atoms.values() if atom.state == MASTER)
-    renames = parse_renames([{"from": r"2\.w", "to": "h.w"}])
-    assert apply_renames(index.change(atoms=atoms), {"h.w": ((3,),)}, renames).renamed == {"h.w": "2.w"}
+    rules = from_config({"rename": {"from": r"2\.w", "to": "h.w"}})
+    assert apply_renames(index.change(atoms=atoms), {"h.w": ((3,),)}, rules).renamed == {"h.w": "2.w"}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from deepspeed_ucp.atoms import AtomicIndex, GroupInfo, ParamKey
 from deepspeed_ucp.errors import ConfigError, MismatchError
-from deepspeed_ucp.patterns import from_config, list_renames
+from deepspeed_ucp.patterns import from_config
 from deepspeed_ucp.plan.predicted import predict_renames
 from deepspeed_ucp.plan.renames import RemappedIndex, apply_renames
 from tests.plan.test_recast import STATES, carry_out, lay_shards, make_index, read
@@ -35,8 +35,8 @@ def turn(
 ) -> RemappedIndex:
     """The rules carried out; a forecast says the same."""
     rules = from_config({"rename": rename, **(patterns or {})})
-    made = apply_renames(index, {name: (shape,) for name, shape in live.items()}, list_renames(rules), (), rules)
-    foreseen = predict_renames(index, list_renames(rules), None, rules)
+    made = apply_renames(index, {name: (shape,) for name, shape in live.items()}, rules)
+    foreseen = predict_renames(index, rules)
     assert (foreseen.made, foreseen.renamed) == (made.made, made.renamed)
     assert dict(foreseen.index.stored.atoms) == dict(made.index.stored.atoms)
     return made
@@ -170,9 +170,9 @@ def test_numbers_that_are_none(blocks: str) -> None:
     rules = from_config({"rename": [rule], "variables": {"heads": 4}})
     index, _ = make_index({"a": (4,)})
     with pytest.raises(ConfigError, match="parts and blocks are positive integers"):
-        apply_renames(index, {"b": ((2,),)}, list_renames(rules))
+        apply_renames(index, {"b": ((2,),)}, rules)
 
 
 def test_templates_may_ask_for_variables() -> None:
     rules = from_config({"rename": {r"(?P<n>\d+)\.w": "{n + first}.w"}, "variables": {"first": 3}})
-    assert apply_renames(make_index({"2.w": (3,)})[0], {"5.w": ((3,),)}, list_renames(rules)).renamed == {"5.w": "2.w"}
+    assert apply_renames(make_index({"2.w": (3,)})[0], {"5.w": ((3,),)}, rules).renamed == {"5.w": "2.w"}

@@ -22,7 +22,7 @@ from deepspeed_ucp.atoms import (
     Tiles,
 )
 from deepspeed_ucp.errors import ConfigError, MismatchError
-from deepspeed_ucp.patterns import from_config, parse_renames
+from deepspeed_ucp.patterns import from_config
 from deepspeed_ucp.plan import locate
 from deepspeed_ucp.plan.derive import DerivedParam, Slice, derive, fuse_experts, split_experts
 from deepspeed_ucp.plan.renames import RemappedIndex, apply_renames
@@ -66,7 +66,7 @@ def carry_out(
     shapes: Shapes, live: Shapes, rules: Sequence[Any], tp: int = 1, **fields: Any
 ) -> tuple[RemappedIndex, Any]:
     index, data = make_index(shapes, tp=tp, **fields)
-    made = apply_renames(index, {name: (shape,) * tp for name, shape in live.items()}, parse_renames(rules))
+    made = apply_renames(index, {name: (shape,) * tp for name, shape in live.items()}, from_config({"rename": rules}))
     before = {(name, s, r): read(index, data, name, s, r) for name in shapes for s in STATES for r in range(tp)}
     names = sorted({key.name for key in made.index.stored.atoms})
     after = {(name, s, r): read(made.index, data, name, s, r) for name in names for s in STATES for r in range(tp)}
@@ -168,7 +168,7 @@ def test_what_is_cut_out_of_tensor_parallel_shards_is_assembled_by_rules_of_its_
     wanted = {f"mlp.experts.{w}.{e}": both[e, k] for k, w in enumerate(("w1", "w3")) for e in range(2)}
     wanted |= {f"mlp.experts.w2.{e}": out.reshape(2, 4, 6)[e] for e in range(2)}
     live = {name: (tensor.shape,) for name, tensor in wanted.items()}
-    made = apply_renames(index, live, [each for one in rules for each in one.renames])
+    made = apply_renames(index, live, rules)
     found = {key.name: read_full(full, data) for key, full in assemble_full_tensors(made.index, rules).tensors.items()}
     assert found.keys() == wanted.keys()
     assert all(np.array_equal(found[name], tensor) for name, tensor in wanted.items())
