@@ -160,6 +160,7 @@ def make_work(optimizer: OptimizerMatch, extras: Sequence[LiveBuffer], settled: 
     if with_states:
         anew = dict.fromkeys(name for flat in target.flats for name in optimizer.list_begun_anew(flat))
         match.notes += [_ANEW.format(shorten(anew))] if anew else []
+        match.notes += [_UNTOLD.format(shorten(bare))] if (bare := optimizer.list_bare()) else []
         match.notes += [_BARE.format(type(target.optimizer).__name__)] if optimizer.lacks_states() else []
         match.notes += [_UNEVEN.format(type(target.optimizer).__name__)] if optimizer.depends_on_cut() else []
     match.notes += describe_rounding(wants)
@@ -179,6 +180,8 @@ _ANEW = (
     "{}: new or thawed; their optimizer states are zero under the step count of the others in their flat buffer, which "
     "makes Adam's first updates of them larger than at a start. A param group of their own begins at step 0."
 )
+
+_UNTOLD = "{}: the checkpoint has no optimizer states of them, though of others: they begin anew"
 
 _BARE = (
     "the saved optimizer kept no states: those of this run's {} begin anew. Is it another optimizer, the saved "

@@ -175,16 +175,24 @@ class OptimizerMatch:
         begun = {param for param in self.saved_params(flat) if self.index.run.scalars.get(param)}
         return [name for name in flat.names if begun and self.match.params.get(name) not in begun]
 
+    def list_bare(self) -> list[str]:
+        """Parameters that the saved run trained, and of which the checkpoint has no states, though it has some."""
+        saved = {param for group in self.index.run.groups for param in group.members}
+        bare = [flat for flat in self.target.flats if not self._has_states(flat)]
+        trained = [name for flat in bare for name in flat.names if self.match.params.get(name) in saved]
+        return trained if len(bare) < len(self.target.flats) else []
+
+    def _has_states(self, flat: LiveBuffer) -> bool:
+        scalars = self.index.run.scalars
+        return bool(self.saved_states(flat)) or any(scalars.get(param) for param in self.saved_params(flat))
+
     def lacks_states(self) -> bool:
         """Whether the saved run had stepped by an optimizer that keeps no states, and this run's keeps some."""
         run, flats = self.index.run, self.target.flats
         stepped = bool(run.groups) and (run.format or run.counters.get("global_steps"))
         return (
             bool(stepped)
-            and not any(
-                self.saved_states(flat) or any(run.scalars.get(param) for param in self.saved_params(flat))
-                for flat in flats
-            )
+            and not any(map(self._has_states, flats))
             and any((kept := self.probe(flat)) and kept.elementwise for flat in flats)
         )
 

@@ -104,6 +104,13 @@ def test_an_optimizer_without_states_has_hyper_parameters(tmp_path: Path, ucp_wo
     ((state, _, heard, _),) = ucp_worlds.get(1).run(foreign_run.go_on, str(tmp_path), (1,), range(0))[0]
     assert {held.hyper["lr"] for held in state.parameters.values()} == {0.25}
     assert any("the saved optimizer kept no states" in line for line in heard)
+    fsdp_run.train(model, adam, range(1))
+    weights, states = get_state_dict(model, adam)
+    del states["state"]["second.weight"]
+    dcp.save({"model": weights, "optim": states}, checkpoint_id=tmp_path / "bare", no_dist=True)
+    ((state, _, heard, _),) = ucp_worlds.get(1).run(foreign_run.go_on, str(tmp_path / "bare"), (0,), range(0))[0]
+    assert any(line.startswith("second.weight: the checkpoint has no optimizer states") for line in heard)
+    assert [name for name, held in state.parameters.items() if not held.tensors] == ["second.weight"]
 
 
 def test_an_adapter_goes_on_over_its_base(tmp_path: Path, ucp_worlds: WorldPool) -> None:

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
-from deepspeed_ucp.atoms import MASTER, MODULE, Atom, AtomicIndex
+from deepspeed_ucp.atoms import MASTER, MODULE, Atom, AtomicIndex, AtomKey
 from deepspeed_ucp.cli import main
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError, UcpError, UnsupportedError
@@ -139,6 +139,23 @@ def test_states_by_number_are_refused_with_the_way_to_save_them(tmp_path: Path, 
     index = open_it(tmp_path / "it")
     assert "get_state_dict" in index.limits.stateless
     assert not index.is_weights_alone
+
+
+def test_states_of_other_shapes_than_their_weights_are_not_taken(tmp_path: Path, trained: Any) -> None:
+    """Even where they have as many elements."""
+    weights, states = get_state_dict(*trained)
+    held = states["state"]["first.weight"]
+    states["state"]["first.weight"] = {**held, "exp_avg": held["exp_avg"].T.contiguous()}
+    dcp.save(nest(weights, states), checkpoint_id=tmp_path / "it", no_dist=True)
+    index = open_it(tmp_path / "it")
+    assert index.limits.irregular == {
+        AtomKey("first.weight", "exp_avg"): "of shape (6, 64), its weight of (64, 6)",
+    }
+    assert AtomKey("first.weight", "exp_avg") not in index.stored.atoms
+    states["state"]["first.weight"]["fp32"] = held["exp_avg"].T.contiguous()
+    dcp.save(nest(weights, states), checkpoint_id=tmp_path / "master", no_dist=True)
+    with pytest.raises(CheckpointError, match="first.weight: the master is of shape"):
+        open_it(tmp_path / "master")
 
 
 # -- damage -----------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from ...atoms import (
     MODULE,
     Atom,
     AtomicIndex,
+    AtomKey,
     FileRef,
     GroupInfo,
     Limits,
@@ -186,11 +187,19 @@ def make_index(contents: Contents, where: FileTable) -> AtomicIndex:
     for name, tensor in contents.weights.items():
         state = COPY if MASTER in contents.states.get(name, ()) else MASTER if name in trained else MODULE
         maker.add(strip_compiled(name), state, tensor)
+    irregular: dict[AtomKey, str] = {}
     for name, held in contents.states.items():
+        weight = contents.weights.get(contents.aliases.get(name, name))
         for state, tensor in held.items():
             if state in (MODULE, COPY):
                 raise UnsupportedError(f"{name} has an optimizer state {state!r}.", path=where.path(contents.head))
-            maker.add(strip_compiled(name), state, tensor)
+            if weight is None or tensor.shape == weight.shape:
+                maker.add(strip_compiled(name), state, tensor)
+                continue
+            shapes = f"of shape {tensor.shape}, its weight of {weight.shape}"
+            if state == MASTER:
+                raise CheckpointError(f"{name}: the master is {shapes}; it is damaged.", path=where.path(contents.head))
+            irregular[AtomKey(strip_compiled(name), state)] = shapes
     aliases = {strip_compiled(alias): strip_compiled(name) for alias, name in contents.aliases.items()}
     if twice := aliases.keys() & {atom.name for atom in maker.atoms}:
         raise CheckpointError(f"holds {shorten(sorted(twice))} twice.", path=where.folder)
@@ -214,7 +223,7 @@ def make_index(contents: Contents, where: FileTable) -> AtomicIndex:
             format=contents.format,
         ),
         model=ModelInfo(aliases=aliases, hints=dict(contents.hints)),
-        limits=Limits(stateless=contents.stateless, dropped=contents.dropped, unchecked=unchecked),
+        limits=Limits(irregular=irregular, stateless=contents.stateless, dropped=contents.dropped, unchecked=unchecked),
     )
 
 

@@ -37,7 +37,8 @@ def add_states(contents: Contents, where: FileTable, comm: Comm) -> Contents:
         tree = file.tree
         if not isinstance(tree, dict) or not isinstance(tree.get("state"), dict):
             raise UnsupportedError(f"holds {describe(tree)}, not an optimizer's state dict.", path=path)
-        if not all(isinstance(name, str) for name in tree["state"]):
+        members = (name for group in tree.get("param_groups", ()) for name in group["params"])
+        if any(isinstance(name, int) for name in (*tree["state"], *members)):
             return replace(contents, stateless=f"{where.path(OPTIMIZER)}: {_UNNAMED}.")
         return _take_apart(contents, tree, file, path)
 
