@@ -24,8 +24,8 @@ from ..hints import INFO, read_hints, simplify_object
 from ..reading import explain_damage
 from ..table import FileTable
 from . import dcp
+from .blocks import UNCHECKED, Blocks, read_blocks
 from .contents import Chunk, Contents, Shape, StoredTensor, list_left
-from .dcp import UNCHECKED, Blocks, read_blocks
 from .headers import load_json, read_all, read_once
 from .names import BLOCKS, COMMON, FORM, MEGATRON
 

@@ -1,0 +1,320 @@
+"""Folders of ``torch.distributed.checkpoint``: which tensors their metadata tell of, and where the blocks of each lie.
+
+``.metadata`` is a pickle, which is read as inert data. A ``.distcp`` file is whole ``torch.save`` files one behind the
+other, one for each block of a tensor and for each other value, with a CRC32 of each block (torch 2.13,
+``distributed/checkpoint/{metadata,filesystem}.py``).
+"""
+
+from __future__ import annotations
+
+import posixpath
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from ...atoms import ITEMSIZE
+from ...comm import Comm
+from ...errors import CheckpointError, UnsupportedError, shorten
+from ...torchsave.alike import Header
+from ...torchsave.objects import Global, PickledObject, TensorRef, describe, is_setting, is_short
+from ...torchsave.records import FileRecord
+from ...torchsave.torchfile import read_parts
+from ...torchsave.unpickle import read_pickle
+from ..table import FileTable
+from .contents import (
+    Chunk,
+    Shape,
+    StoredTensor,
+    read_name,
+    read_shape,
+)
+from .headers import read_all, read_once, read_with
+from .names import DCP, holds
+
+_LARGEST = 1 << 30
+"""Bytes of a metadata file: a million blocks take a tenth of it."""
+
+UNCHECKED = "its metadata has no checksum: names and places that are damaged in it may go unnoticed"
+
+
+class Place(NamedTuple):
+    """Where something lies: a file by its path in the folder, the first byte, bytes."""
+
+    file: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(slots=True)
+class Metadata:
+    """What metadata files tell.
+
+    Attributes:
+        tensors: by key the dtype, the shape, and blocks as (offsets, shape).
+        values: keys of everything else.
+        places: of blocks by (key, offsets), of other values by (key, None).
+        paths: by key the keys of the nested state dict, where they are told.
+        flattened: true shapes of tensors that Megatron-Core has stored as flattened blocks.
+    """
+
+    tensors: dict[str, tuple[str, Shape, list[tuple[Shape, Shape]]]] = field(default_factory=dict)
+    values: list[str] = field(default_factory=list)
+    places: dict[tuple[str, Shape | None], Place] = field(default_factory=dict)
+    paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    flattened: dict[str, Shape] = field(default_factory=dict)
+
+
+class Entry(NamedTuple):
+    """What one of the ``torch.save`` files inside of a data file holds.
+
+    Attributes:
+        record: the tensor's bytes; None where it is another value.
+        begin: byte of the record at which the tensor begins.
+        dtype, shape: of the tensor.
+        value: a plain value, or the number in a tensor of one element.
+        fault: why it cannot be taken, in words.
+    """
+
+    record: FileRecord | None = None
+    begin: int = 0
+    dtype: str = ""
+    shape: Shape = ()
+    value: Any = None
+    fault: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A folder's metadata, and what lies in its data files.
+
+    Attributes:
+        told: the metadata.
+        entries: what was found under every key of it.
+        head: the first metadata file, for messages.
+    """
+
+    told: Metadata
+    entries: Mapping[tuple[str, Shape | None], Entry]
+    where: FileTable
+    head: str
+
+    def _find_file(self, key: str) -> str:
+        """The path of a file that holds some of a key."""
+        files = [place.file for (name, _), place in self.told.places.items() if name == key]
+        return self.where.path(files[0] if files else self.head)
+
+    def find_value(self, key: str) -> Any:
+        """A number or the like.
+
+        Raises:
+            CheckpointError: it is nowhere.
+            UnsupportedError: it is something else.
+        """
+        shape: Shape | None = () if key in self.told.tensors else None
+        entry = self.entries.get((key, shape)) or self.entries.get((key, None))
+        if entry is None:
+            raise CheckpointError(f"tells of {key}, and not where it lies.", path=self.where.path(self.head))
+        if entry.fault:
+            raise UnsupportedError(f"{key} {entry.fault}, where a plain value is wanted.", path=self._find_file(key))
+        if entry.dtype and not isinstance(entry.value, (int, float)):
+            what = f"a tensor of shape {entry.shape} of {entry.dtype}"
+            raise UnsupportedError(f"{key} is {what}, where a number is wanted.", path=self._find_file(key))
+        return entry.value
+
+    def make_tensor(self, key: str) -> StoredTensor:
+        """A tensor, as its blocks tell.
+
+        Raises:
+            CheckpointError: a block is missing, or another one than the metadata say.
+            UnsupportedError: a block's bytes cannot be cut.
+        """
+        dtype, shape, blocks = self.told.tensors[key]
+        chunks = []
+        for offsets, size in blocks:
+            entry, place = self.entries.get((key, offsets)), self.told.places.get((key, offsets))
+            if entry is None or place is None:
+                raise CheckpointError(
+                    f"does not tell where the block of {key} at {offsets} lies; it is damaged.",
+                    path=self.where.path(self.head),
+                )
+            if entry.fault:
+                raise UnsupportedError(f"{key} {entry.fault}; save it contiguous.", path=self.where.path(place.file))
+            if entry.record is None or (entry.dtype, entry.shape) != (dtype, size):
+                raise CheckpointError(
+                    f"holds {entry.dtype or 'no tensor'} of shape {entry.shape} for the block of {key} at {offsets}, "
+                    f"of {dtype} and shape {size} by the metadata. The folder mixes files of several saves.",
+                    path=self.where.path(place.file),
+                )
+            chunks.append(Chunk(offsets, size, place.file, entry.record, entry.begin))
+        return StoredTensor(dtype, shape, tuple(chunks))
+
+
+def read_blocks(where: FileTable, comm: Comm, *, values: bool = True) -> Blocks:
+    """Read the metadata files, and the headers of all blocks in the data files; collective.
+
+    Args:
+        values: also what is no tensor.
+
+    Raises:
+        CheckpointError: a file is damaged or missing.
+        UnsupportedError: blocks were transformed (compressed).
+    """
+    heads = sorted(name for name in where.entries if holds(DCP, name, heads=True))
+    comm.alike(lambda: _check_heads(where, heads))
+    told = Metadata()
+    for head in heads:
+        _join(told, _read_metadata(where, head, comm))
+    by_file: dict[str, list[tuple[str, Shape | None]]] = defaultdict(list)
+    for key, place in told.places.items():
+        if values or key[0] in told.tensors:
+            by_file[place.file].append(key)
+    comm.alike(lambda: _check_files(where, by_file, heads[0]))
+    names = sorted(by_file)
+    found = where.share(names, lambda name: _read_entries(where, name, by_file[name], told), comm)
+    pairs = (zip(by_file[name], held, strict=True) for name, held in zip(names, found, strict=True))
+    return Blocks(told, {key: entry for each in pairs for key, entry in each}, where, heads[0])
+
+
+def _check_heads(where: FileTable, heads: Sequence[str]) -> None:
+    """Raises CheckpointError: a folder has data without metadata."""
+    folders = {
+        posixpath.dirname(name) for name in where.entries if not holds(DCP, name, heads=True) and holds(DCP, name)
+    }
+    for folder in sorted(folders.difference(map(posixpath.dirname, heads))):
+        raise CheckpointError(
+            "is missing, which is written last: the save was interrupted, or a copy was cut short. Take another "
+            "checkpoint.",
+            path=where.path(posixpath.join(folder, ".metadata")),
+        )
+
+
+def _check_files(where: FileTable, names: Iterable[str], head: str) -> None:
+    """Raises CheckpointError: files are missing."""
+    missing = sorted(name for name in names if name not in where.entries)
+    if missing:
+        raise CheckpointError(
+            f"names files that are not there: {shorten(missing)}. Copy them here, or take another checkpoint.",
+            path=where.path(head),
+        )
+
+
+def _read_metadata(where: FileTable, head: str, comm: Comm) -> Metadata:
+    def parse(path: str) -> Metadata:
+        return _take_apart(read_pickle(read_all(path, _LARGEST), path).root, path, posixpath.dirname(head))
+
+    return read_once(parse, where, head, comm)
+
+
+def _take_apart(root: Any, path: str, folder: str) -> Metadata:
+    if not isinstance(root, PickledObject) or not root.kind.endswith("checkpoint.metadata.Metadata"):
+        raise CheckpointError(f"holds {describe(root)}, not the metadata of torch.distributed.checkpoint.", path=path)
+    told = Metadata()
+    for name, item in root.get("state_dict_metadata", {}).items():
+        key = read_name(name)
+        if item.kind.endswith(".TensorStorageMetadata"):
+            held = _read_fields(item)
+            properties = held["properties"].state
+            dtype = properties[0] if isinstance(properties, tuple) else properties["dtype"]
+            chunks = map(_read_fields, held["chunks"])
+            blocks = [(read_shape(each["offsets"]), read_shape(each["sizes"])) for each in chunks]
+            told.tensors[key] = _name_dtype(dtype), read_shape(held["size"]), blocks
+        elif item.kind.endswith(".BytesStorageMetadata"):
+            told.values.append(key)
+        else:
+            raise UnsupportedError(f"{key} is stored as {describe(item)}, which is not read here.", path=path)
+    for index, info in (root.get("storage_data") or {}).items():
+        named = _read_fields(index)
+        begin = named.get("offset")
+        block = read_name(named["fqn"]), None if begin is None else read_shape(begin)
+        told.places[block] = _read_place(_read_fields(info), path, folder)
+    paths = root.get("planner_data") or {}
+    told.paths = {read_name(key): _read_path(keys) for key, keys in paths.items() if isinstance(keys, tuple)}
+    for key, more in (root.get("mcore_data") or {}).items():
+        if shape := more.get("nd_reformulated_orig_global_shape"):
+            told.flattened[read_name(key)] = read_shape(shape)
+    return told
+
+
+def _read_path(keys: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(key if is_short(key) else read_name(key) for key in keys)
+
+
+def _read_fields(value: Any) -> dict[str, Any]:
+    """The attributes of an object, looked up once."""
+    if not isinstance(value, PickledObject) or not isinstance(fields := value.state, dict):
+        raise ValueError(f"{describe(value)} for an object with attributes")
+    return fields
+
+
+@lru_cache
+def _join_path(folder: str, name: str) -> str:
+    """A path without detours; a few files are named thousands of times."""
+    return posixpath.normpath(posixpath.join(folder, name))
+
+
+def _read_place(info: Mapping[str, Any], path: str, folder: str) -> Place:
+    if info.get("transform_descriptors"):
+        raise UnsupportedError(
+            "its blocks were transformed when they were written (compressed or encrypted), which is not read here. "
+            "Save without transforms.",
+            path=path,
+        )
+    file = _join_path(folder, read_name(info["relative_path"]))
+    if posixpath.isabs(file) or file.split("/")[0] == "..":
+        raise CheckpointError(f"names {file!r}, which lies outside of the folder; it is made to harm.", path=path)
+    offset, nbytes = info["offset"], info["length"]
+    if not (is_short(offset) and is_short(nbytes) and offset >= 0 < nbytes):
+        raise CheckpointError(f"tells of {nbytes} bytes at byte {offset}; it is damaged.", path=path)
+    return Place(file, offset, nbytes)
+
+
+def _name_dtype(value: Any) -> str:
+    name = value.name if isinstance(value, Global) else ""
+    if name not in ITEMSIZE:
+        raise ValueError(f"{describe(value)} for an element type")
+    return name
+
+
+def _join(told: Metadata, more: Metadata) -> None:
+    """Take in what another file tells: of one rank, or of another folder."""
+    for key, (dtype, shape, blocks) in more.tensors.items():
+        known = told.tensors.setdefault(key, (dtype, shape, []))
+        if known[:2] != (dtype, shape):
+            raise CheckpointError(
+                f"its files tell of {key} as {known[0]} of shape {known[1]} and as {dtype} of shape {shape}; they are "
+                "of several saves."
+            )
+        known[2][:] = dict.fromkeys([*known[2], *blocks])
+    told.values[:] = dict.fromkeys([*told.values, *more.values])
+    told.places |= more.places
+    told.paths |= more.paths
+    told.flattened |= more.flattened
+
+
+def _read_entries(where: FileTable, name: str, keys: list[tuple[str, Shape | None]], told: Metadata) -> list[Entry]:
+    """What a data file holds for some keys."""
+    places = [told.places[key][1:] for key in keys]
+    return read_with(lambda path: [*map(_read_entry, read_parts(path, places))], where, name)
+
+
+def _read_entry(part: Header) -> Entry:
+    tree = part.tree
+    if not isinstance(tree, TensorRef):
+        return Entry(value=tree) if _is_plain(tree) else Entry(fault=f"holds {describe(tree)}")
+    value = tree.item() if tree.data is not None else None
+    if tree.dtype not in ITEMSIZE:
+        return Entry(fault=f"element type {tree.dtype}")
+    if not tree.is_contiguous():
+        return Entry(fault=f"is not contiguous (strides {tree.stride})", dtype=tree.dtype, shape=tree.shape)
+    record = part.storages.get(tree.storage.key)
+    if record is None:
+        return Entry(FileRecord("", 0, 0, None), 0, tree.dtype, tree.shape, value)
+    return Entry(record, tree.offset * ITEMSIZE[tree.dtype], tree.dtype, tree.shape, value)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(not isinstance(each, (list, tuple)) and _is_plain(each) for each in value)
+    return value is None or isinstance(value, (str, float)) or is_setting(value)
