@@ -17,19 +17,14 @@ from typing import Any, NamedTuple
 from ...atoms import ITEMSIZE
 from ...comm import Comm
 from ...errors import CheckpointError, UnsupportedError, shorten
+from ...flat import Shape
 from ...torchsave.alike import Header
 from ...torchsave.objects import Global, PickledObject, TensorRef, describe, is_setting, is_short
 from ...torchsave.records import FileRecord
 from ...torchsave.torchfile import read_parts
 from ...torchsave.unpickle import read_pickle
 from ..table import FileTable
-from .contents import (
-    Chunk,
-    Shape,
-    StoredTensor,
-    read_name,
-    read_shape,
-)
+from .contents import Chunk, StoredTensor, read_name, read_shape
 from .headers import read_all, read_once, read_with
 from .names import DCP, holds
 

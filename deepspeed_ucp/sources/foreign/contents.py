@@ -30,6 +30,7 @@ from ...atoms import (
     strip_compiled,
 )
 from ...errors import CheckpointError, UnsupportedError, shorten
+from ...flat import Shape
 from ...topology import Topology
 from ...torchsave.objects import describe
 from ...torchsave.records import FileRecord
@@ -37,8 +38,6 @@ from ...torchsave.unpickle import MOST_DIMENSIONS
 from ...wrappers import ATOMIC
 from ..findings import WARNING, Finding
 from ..table import FileTable
-
-Shape = tuple[int, ...]
 
 _LARGEST_SIZE = 1 << 62
 _LONGEST_NAME = 1 << 12

@@ -17,6 +17,7 @@ from typing import Any
 from ...atoms import COPY, ITEMSIZE, MASTER, MODULE, count
 from ...comm import Comm
 from ...errors import CheckpointError, UnsupportedError, join_numbers
+from ...flat import Shape
 from ...torchsave.objects import describe, has_more_parts
 from ...torchsave.torchfile import read_header, read_parts
 from ..findings import WARNING, Finding
@@ -25,7 +26,7 @@ from ..reading import explain_damage
 from ..table import FileTable
 from . import dcp
 from .blocks import UNCHECKED, Blocks, read_blocks
-from .contents import Chunk, Contents, Shape, StoredTensor, list_left
+from .contents import Chunk, Contents, StoredTensor, list_left
 from .headers import load_json, read_all, read_once
 from .names import BLOCKS, COMMON, FORM, MEGATRON
 
