@@ -90,7 +90,8 @@ def choose_adapter(names: Collection[str], adapter: str, config: Mapping[str, An
             found.written[name] = tensor.in_file
         elif tensor is None and name.endswith(".bias" if biases == "all" else ".base_layer.bias") and biases != "none":
             found.written[name] = name
-    _require(found, names, adapter)
+    if not any(map(read_live, found.written)):
+        raise _explain_absence(names, adapter)
     return found
 
 
@@ -117,7 +118,7 @@ def choose_merged(names: Collection[str], adapter: str, config: Mapping[str, Any
         )
     found.parts = {f"{module}{_BASE}": held for module, held in parts.items()}
     if not parts and not kept:
-        _require(Adapted(), names, adapter)
+        raise _explain_absence(names, adapter)
     return found
 
 
@@ -131,14 +132,13 @@ def _list_parts(names: Collection[str], adapter: str) -> dict[str, dict[str, str
     return parts
 
 
-def _require(found: Adapted, names: Collection[str], adapter: str) -> None:
-    if not any(map(read_live, found.written)):
-        known = {tensor.adapter for tensor in map(read_live, names) if tensor}
-        raise CheckpointError(
-            f"holds no adapter {adapter!r}; it has {shorten(sorted(known))}. Name one with --adapter-name."
-            if known
-            else "holds no adapter of PEFT's (no lora_A, lora_B, modules_to_save)."
-        )
+def _explain_absence(names: Collection[str], adapter: str) -> CheckpointError:
+    known = {tensor.adapter for tensor in map(read_live, names) if tensor}
+    return CheckpointError(
+        f"holds no adapter {adapter!r}; it has {shorten(sorted(known))}. Name one with --adapter-name."
+        if known
+        else "holds no adapter of PEFT's (no lora_A, lora_B, modules_to_save)."
+    )
 
 
 def add_base(index: AtomicIndex, base: AtomicIndex, adapter: str, config: Mapping[str, Any]) -> AtomicIndex:
