@@ -128,6 +128,24 @@ def read_config(module: Any) -> dict[str, Any]:
     return to_dict() if to_dict else {}
 
 
+def describe_config(index: AtomicIndex, config: Mapping[str, Any]) -> list[str]:
+    """How a live model's configuration differs from the one beside the weights, as a note; none where they agree."""
+    saved, live = (_flatten_rope(each) for each in (index.model.hints.get("config", {}), config))
+    odd = [
+        f"{key} {saved[key]!r:.40} (here {live[key]!r:.40})" for key in saved if key in live and saved[key] != live[key]
+    ]
+    if not odd:
+        return []
+    return [f"config.json beside the weights tells of {shorten(odd)}: this model computes other numbers with them"]
+
+
+def _flatten_rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Plain values of a configuration, with those that transformers 5 keeps of rotary embeddings in one."""
+    rope = config.get("rope_parameters")
+    told = {**config, **(rope if isinstance(rope, dict) else {})}
+    return {key: value for key, value in told.items() if isinstance(value, (int, float, str))}
+
+
 def _find_model(module: Any) -> tuple[str, Any, bool] | None:
     """The one model of the libraries in a module: what is in front of its names, it, whether PEFT has wrapped it."""
     peft, found = sys.modules.get("peft.peft_model"), list[tuple[str, Any, bool]]()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from transformers import (
 from deepspeed_ucp.atoms import AtomicIndex, strip_compiled
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import MismatchError, UnsupportedError
-from deepspeed_ucp.hub import Reading, read_into
+from deepspeed_ucp.hub import Reading, describe_config, read_config, read_into
 from deepspeed_ucp.load.tags import report_nothing
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.stream.full_tensors import assemble_full_tensors
@@ -99,6 +100,28 @@ def test_names_and_forms_are_transformers_s(tmp_path: Path, case: str) -> None:
     reading, index = read(tmp_path, live(config))
     check_read(read_tensors(index), live.from_pretrained(tmp_path), *["lm_head.weight"] * (case == "head's base"))
     assert bool(reading.describe()) == (case != "the same")
+
+
+@pytest.mark.parametrize(
+    ("live", "odd"),
+    [
+        ({}, ""),
+        ({"vocab_size": 40, "tie_word_embeddings": True}, ""),
+        ({"num_attention_heads": 4, "num_key_value_heads": 4}, "num_attention_heads 2 (here 4)"),
+        ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, "rope_theta 10000.0 (here 500000.0)"),
+    ],
+)
+@pytest.mark.parametrize("old", [False, True], ids=["5", "4"])
+def test_a_configuration_that_differs_is_told(tmp_path: Path, old: bool, live: dict[str, Any], odd: str) -> None:
+    """Of the same shapes, so that nothing else would tell."""
+    LlamaForCausalLM(LLAMA).save_pretrained(tmp_path)
+    if old:  # as transformers 4 writes it
+        told = {**LLAMA.to_dict(), "rope_theta": 10000.0}
+        del told["rope_parameters"]
+        (tmp_path / "config.json").write_text(json.dumps(told))
+    index = open_checkpoint(str(tmp_path), Comm())
+    notes = describe_config(index, read_config(LlamaForCausalLM(LlamaConfig(**{**SIZES, **live}))))
+    assert [odd in note for note in notes] == [True] * bool(odd)
 
 
 def test_what_old_files_have(tmp_path: Path) -> None:

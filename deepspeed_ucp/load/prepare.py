@@ -16,7 +16,7 @@ from ..atoms import ITEMSIZE, MASTER, MODULE, AtomicIndex, AtomKey
 from ..comm import Comm
 from ..config import UniversalConfig
 from ..errors import Objections, count_of, fold_names, shorten
-from ..hub import read_config, read_into
+from ..hub import describe_config, read_config, read_into
 from ..io.cast import FLOATING
 from ..patterns import Layout, Resized, Settled, from_config, list_renames
 from ..plan.counts import list_faults
@@ -115,6 +115,7 @@ def prepare(
         strictly = strict or not with_extras
         match = match_parameters(index, live, strict=strictly, with_states=with_states, rules=rules)
         match.notes += made.notes
+        match.notes += describe_config(saved, model)
         match.notes += [_ADAPTER.format(shorten(sorted(reading.unfed), 2))] if reading.unfed else []
         if log and (told := reading.describe()):
             logger.info("%s", told)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from ...atoms import AtomicIndex
@@ -24,6 +24,12 @@ _MOST_BYTES = 1 << 24
 
 _PACKED = re.compile(r".*(weight_scale(_inv)?|qweight|weight_packed|weight\.absmax|proj_blocks)")
 """Names of tensors that there are beside quantized weights, or in their place."""
+
+
+_SHAPING = re.compile(
+    r"num_.*heads|n_head|head_dim|rope_(theta|parameters)|\w*_eps\w*|layer_norm_epsilon|hidden_act\w*"
+)
+"""Keys of a configuration by which models of the same weights compute other numbers."""
 
 
 class Reader(Protocol):
@@ -67,7 +73,10 @@ def survey_foreign(where: FileTable, comm: Comm, kind: str) -> tuple[AtomicIndex
 
     index = comm.alike(unite)
     if kind not in (names.MEGATRON, names.DCP):
-        findings += [*_find_passed_over(where, kind, contents), *_find_packed(where, kind, contents, comm)]
+        config = _read_config(where, kind, comm)
+        told = {key: value for key, value in config.items() if _SHAPING.fullmatch(key)}
+        index = index.change(hints={**index.model.hints, "config": told}) if told else index
+        findings += [*_find_passed_over(where, kind, contents), *_find_packed(where, contents, config)]
     return index, [*findings, *comm.once(lambda: _find_beside(where))]
 
 
@@ -88,18 +97,23 @@ def _find_passed_over(where: FileTable, kind: str, contents: Contents) -> Iterat
         yield Finding("extra", contents.head, text + shorten(left), WARNING)
 
 
-def _find_packed(where: FileTable, kind: str, contents: Contents, comm: Comm) -> Iterator[Finding]:
-    """Whether weights are quantized, so that the elements in the files are not their values."""
+def _read_config(where: FileTable, kind: str, comm: Comm) -> dict[str, Any]:
+    """The configuration of transformers beside weights; empty without one."""
 
-    def parse(path: str) -> Any:
+    def parse(path: str) -> dict[str, Any]:
         told = json.loads(read_all(path, _MOST_BYTES))
-        return told.get("quantization_config") if isinstance(told, dict) else None
+        return told if isinstance(told, dict) else {}
 
-    how = ""
-    if kind != names.ADAPTER and names.CONFIG in where.entries:
-        told = read_once(parse, where, names.CONFIG, comm)
-        how = told.get("quant_method", "") if isinstance(told, dict) else ""
-        how = str(how or "quantization_config in config.json") if told else ""
+    return (
+        read_once(parse, where, names.CONFIG, comm) if kind != names.ADAPTER and names.CONFIG in where.entries else {}
+    )
+
+
+def _find_packed(where: FileTable, contents: Contents, config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Whether weights are quantized, so that the elements in the files are not their values."""
+    told = config.get("quantization_config")
+    how = told.get("quant_method", "") if isinstance(told, dict) else ""
+    how = str(how or "quantization_config in config.json") if told else ""
     how = how or next(filter(_PACKED.fullmatch, contents.weights), "")
     if how:
         text = (
