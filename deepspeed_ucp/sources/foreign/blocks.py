@@ -122,7 +122,7 @@ class Blocks:
         """A tensor, as its blocks tell.
 
         Raises:
-            CheckpointError: a block is missing, or another one than the metadata say.
+            CheckpointError: a block is missing, outside of the tensor, or another one than the metadata say.
             UnsupportedError: a block's bytes cannot be cut.
         """
         dtype, shape, blocks = self.told.tensors[key]
@@ -143,6 +143,7 @@ class Blocks:
                     path=self.where.path(place.file),
                 )
             chunks.append(Chunk(offsets, size, place.file, entry.record, entry.begin))
+            chunks[-1].check(key, shape, self.where)
         return StoredTensor(dtype, shape, tuple(chunks))
 
 
