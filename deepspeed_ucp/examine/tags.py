@@ -13,7 +13,7 @@ from ..errors import CheckpointError, OutOfReachError, UcpError
 from ..io.paths import Entry
 from ..io.store import list_tree
 from ..sources.files import scan_if_there
-from ..sources.foreign.names import TRAINER_STATE, is_foreign
+from ..sources.foreign.names import PARTS, TRAINER_STATE, is_foreign
 from ..sources.latest import LOST, find_checkpoint, find_tags, holds_foreign, is_checkpoint
 from ..sources.naming import Naming
 from ..sources.older import Age, find_age
@@ -66,20 +66,23 @@ class TagReport:
         return str(self.fault).removeprefix(self.folder).lstrip("/: ") if self.fault else None
 
 
-def find_saves(folder: str) -> list[str]:
+def find_saves(folder: str, *, foreign: bool = True) -> list[str]:
     """The folders of checkpoints in a folder and in its subfolders, relative to it; ``.`` where it is one itself.
+
+    Args:
+        foreign: those of other formats than DeepSpeed's too, of which others may lie in the folder of one.
 
     Raises:
         CheckpointError: there is none, or the folder cannot be listed.
     """
-    if is_checkpoint(folder) or holds_foreign(folder):
+    if is_checkpoint(folder):
         return ["."]
-    found = find_tags(folder)
+    found = find_tags(folder) or ["."] * (foreign and holds_foreign(folder))
     for name, entry in sorted(scan_if_there(folder).items()):
-        if entry.is_folder and name not in (LOST, *found):
+        if entry.is_folder and name not in (LOST, *found) and not name.startswith(PARTS):
             try:
                 tags = [os.path.join(name, tag) for tag in find_tags(os.path.join(folder, name))]
-                found += tags or ([name] if holds_foreign(os.path.join(folder, name)) else [])
+                found += tags or [name] * (foreign and holds_foreign(os.path.join(folder, name)))
             except CheckpointError as error:
                 logger.warning("%s", error)
     return found or [os.path.relpath(find_checkpoint(folder), folder)]  # raises, and tells what the folder looks like
@@ -101,7 +104,8 @@ def look_at_tag(folder: str, path: str) -> TagReport:
         fault = error
     age = find_age([where])
     if index and index.run.format:
-        times = [entry.changed for name, entry in files.items() if is_foreign(name)]
+        files = {name: entry for name, entry in files.items() if is_foreign(name)}
+        times = (entry.changed for entry in files.values())
         age = Age(index.run.counters.get("global_steps", -1), False, max(times, default=0.0))
     weights_only = index is not None and not fault and index.run.topology.wrapper == STATELESS
     if index and weights_only:

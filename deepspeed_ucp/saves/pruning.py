@@ -67,7 +67,7 @@ def plan_pruning(folder: str, options: PruneOptions) -> list[Verdict]:
             folders of tags alone, of which we do not know whether they may go.
         OSError: something cannot be listed.
     """
-    found = [path for path in find_saves(folder) if not path.startswith(BASE)]
+    found = [path for path in find_saves(folder, foreign=False) if not path.startswith(BASE)]
     if found == ["."]:
         raise CheckpointError("is one checkpoint's own folder; name the folder that holds all of them.", path=folder)
     saves = sorted((look_at_tag(folder, path) for path in found), key=lambda save: save.age, reverse=True)

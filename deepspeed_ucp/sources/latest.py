@@ -134,12 +134,15 @@ def is_checkpoint(folder: str) -> bool:
 
 
 def holds_foreign(folder: str) -> bool:
-    """Whether a folder is a checkpoint of another format than DeepSpeed's.
+    """Whether a folder is a checkpoint of another format than DeepSpeed's, and no folder of tags.
+
+    A trainer's folder has the weights beside the engine's tag.
 
     Raises:
         CheckpointError: it cannot be listed.
     """
-    return leads_to_folder(folder) and find_foreign(list_entries(folder)) is not None
+    is_one = leads_to_folder(folder) and find_foreign(list_entries(folder)) is not None
+    return is_one and not find_tags(folder)
 
 
 def find_foreign_folders(folder: str) -> list[str]:

@@ -7,9 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from deepspeed_ucp.cli.dispatch import main
 from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.errors import CheckpointError
+from deepspeed_ucp.examine.tags import find_saves
+from deepspeed_ucp.sources import open_checkpoint
+from deepspeed_ucp.sources.latest import find_checkpoint
 from deepspeed_ucp.sources.open import seal_folder
 from tests.cli.samples import make_gpt, write_sample
 from tests.synth import Topology
@@ -61,6 +67,29 @@ def test_a_trainer_s_checkpoints_are_found_below(tmp_path: Path, run_json: Any) 
     assert "trainer_state.json: missing" in found["checkpoints"][0]["fault"]
     code, found = run_json("list", tmp_path / "checkpoint-4" / "global_step4")
     assert [(each["tag"], each["step"]) for each in found["checkpoints"]] == [(".", 4)]
+
+
+def test_weights_beside_tags_are_none_of_them(tmp_path: Path, run_json: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """As the Trainer writes them into each folder, and at the end above; a command takes what a load would."""
+    for step in (4, 8):
+        save(tmp_path / f"checkpoint-{step}", step)
+        save_file({"it": torch.ones(2)}, tmp_path / f"checkpoint-{step}" / "model.safetensors")
+    code, found = run_json("list", tmp_path / "checkpoint-8")
+    assert (code, [each["tag"] for each in found["checkpoints"]]) == (0, ["global_step8"])
+    save_file({"it": torch.ones(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "other").mkdir()
+    save_file({"it": torch.ones(2)}, tmp_path / "other" / "model.safetensors")
+    code, found = run_json("list", tmp_path)
+    below = ["checkpoint-8/global_step8", "checkpoint-4/global_step4"]
+    assert [each["tag"] for each in found["checkpoints"]][:2] == below
+    bare = {each["tag"]: each["bytes"] for each in found["checkpoints"][2:]}
+    assert bare == dict.fromkeys([".", "other"], (tmp_path / "model.safetensors").stat().st_size)
+    assert find_saves(str(tmp_path), foreign=False) == below[::-1]  # what is pruned
+    open_checkpoint(find_checkpoint(str(tmp_path)), Comm())
+    assert any("not the checkpoints of DeepSpeed's in checkpoint-4, checkpoint-8" in line for line in caplog.messages)
+    (tmp_path / "checkpoint-8" / "latest").unlink()
+    with pytest.raises(CheckpointError, match=r"latest is missing, but .*checkpoint-8 holds checkpoints: global_step8"):
+        find_checkpoint(str(tmp_path / "checkpoint-8"))
 
 
 def test_one_that_is_not_whole_is_a_fault(tmp_path: Path, run_json: Any, capsys: pytest.CaptureFixture[str]) -> None:

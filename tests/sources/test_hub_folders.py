@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from deepspeed_ucp.atoms import AtomicIndex
 from deepspeed_ucp.comm import Comm
-from deepspeed_ucp.errors import UnsupportedError
+from deepspeed_ucp.errors import CheckpointError, UnsupportedError
 from deepspeed_ucp.examine.verify import verify_checkpoint
 from deepspeed_ucp.sources import open_checkpoint
 
@@ -58,6 +58,14 @@ def test_of_several_models_transformers_s_is_taken_and_told(
     assert {Path(file.path).name for file in index.stored.files} == {*taken} - {INDEX}
     (told,) = [line for line in caplog.messages if "not read" in line]
     assert all(name in told for name in left if name != INDEX)
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "pytorch_model.bin"])
+def test_an_empty_file_is_no_checkpoint(tmp_path: Path, name: str) -> None:
+    """As trainers write it under ZeRO 3; a lenient load would pass over the whole model."""
+    save_file({}, tmp_path / name) if name.endswith("safetensors") else torch.save({}, tmp_path / name)
+    with pytest.raises(CheckpointError, match=f"{name}: holds no tensors: .*stage3_gather_16bit_weights"):
+        open_it(tmp_path)
 
 
 def test_a_variant_alone_is_the_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from ...atoms import AtomicIndex
 from ...comm import Comm
-from ...errors import shorten
+from ...errors import CheckpointError, shorten
 from ..files import scan_if_there
 from ..findings import WARNING, Finding
+from ..latest import find_tags
 from ..reading import explain_damage
 from ..table import FileTable
 from . import adapter, dcp, megatron, names, safetensors, statedict
@@ -30,6 +32,11 @@ _SHAPING = re.compile(
     r"num_.*heads|n_head|head_dim|rope_(theta|parameters)|\w*_eps\w*|layer_norm_epsilon|hidden_act\w*"
 )
 """Keys of a configuration by which models of the same weights compute other numbers."""
+
+_EMPTY = (
+    "holds no tensors: there is nothing to load. Trainers leave such files beside an engine's tag under ZeRO 3 without "
+    "stage3_gather_16bit_weights_on_model_save."
+)
 
 
 class Reader(Protocol):
@@ -68,6 +75,8 @@ def survey_foreign(where: FileTable, comm: Comm, kind: str) -> tuple[AtomicIndex
         contents = add_states(contents, where, comm)
 
     def unite() -> AtomicIndex:
+        if not contents.weights:
+            raise CheckpointError(_EMPTY, path=where.path(contents.head))
         with explain_damage(where.path(contents.head)):
             return make_index(contents, where)
 
@@ -81,11 +90,14 @@ def survey_foreign(where: FileTable, comm: Comm, kind: str) -> tuple[AtomicIndex
 
 
 def _find_beside(where: FileTable) -> list[Finding]:
-    """What trainers keep beside model and optimizer, which DeepSpeed's engine has no place for."""
+    """What trainers keep beside model and optimizer, which DeepSpeed's engine has no place for; a run's checkpoints."""
     held = scan_if_there(where.folder)
+    tags = sorted(name for name, each in held.items() if each.is_folder and find_tags(os.path.join(where.folder, name)))
+    told = f"{where.folder}: is read itself, not the checkpoints of DeepSpeed's in {shorten(tags)}: name one of them"
+    runs = [Finding("extra", tags[0], f"{told} to go on from it.", WARNING)] if tags else []
     left = sorted(filter(names.TRAINERS.fullmatch, held))
     left += [f"{names.META} (schedulers, loops)"] if names.META in held else []
-    return list_left(left, NEITHER, where.folder)
+    return [*runs, *list_left(left, NEITHER, where.folder)]
 
 
 def _find_passed_over(where: FileTable, kind: str, contents: Contents) -> Iterator[Finding]:
