@@ -16,7 +16,7 @@ from itertools import chain
 from math import gcd
 from typing import Any
 
-from .atoms import AtomicIndex, count, strip_compiled
+from .atoms import MASTER, AtomicIndex, count, strip_compiled
 from .errors import MismatchError, UnsupportedError, shorten
 from .flat import Shape
 from .patterns import adapters
@@ -112,6 +112,9 @@ def read_into(index: AtomicIndex, module: Any, live: Collection[str], own: Colle
     known = () if index.is_weights_alone and not (outer or is_wrapped) else {*live}
     shapes = {name: shape for name, shape in shapes.items() if name not in known}
     reading = convert(model, shapes, memory.keys())
+    if not index.is_weights_alone:  # nothing takes the place of what was saved too, nothing that was trained is dropped
+        reading.made = {new: made for new, made in reading.made.items() if new not in saved}
+        reading.dropped = {name for name in reading.dropped if index.find(name, MASTER) is None}
     if outer or is_wrapped:
         plain = {name: DerivedParam.whole(name, shapes[name]) for name in memory if name in shapes}
         reading.made = {

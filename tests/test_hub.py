@@ -155,6 +155,18 @@ def test_states_of_a_run_under_names_of_files_move_along(tmp_path: Path) -> None
             check_same({each: found}, {each: torch.stack([*map(torch.cat, parts)])})
 
 
+def test_of_a_run_nothing_takes_the_place_of_another_name(tmp_path: Path) -> None:
+    """A head of its own, that transformers would take for the base's, stays one that the model does not have."""
+    live = LlamaForCausalLM(LLAMA)
+    live._keys_to_ignore_on_load_unexpected = ["mtp", "inv_freq"]
+    more = [Param("norm.weight", (16,)), Param("mtp.weight", (2,)), Param("inv_freq", (2,), frozen=True)]
+    names = [Param(name, tuple(held.shape)) for name, held in live.state_dict().items()]
+    described = Model((*names, *more))
+    path = write_checkpoint(tmp_path, described, random_state(described, 1), Topology(1, 1))
+    reading, _ = read(path, live)
+    assert (reading.made, reading.dropped) == ({}, {"inv_freq"})  # of what was trained nothing
+
+
 def test_what_moves_elements_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import conversion_mapping
     from transformers.core_model_loading import Transpose, WeightConverter

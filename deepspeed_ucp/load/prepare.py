@@ -12,7 +12,7 @@ from itertools import zip_longest
 import numpy as np
 import torch
 
-from ..atoms import ITEMSIZE, MASTER, MODULE, AtomicIndex, AtomKey
+from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, AtomicIndex, AtomKey
 from ..comm import Comm
 from ..config import UniversalConfig
 from ..errors import Objections, count_of, fold_names, shorten
@@ -105,7 +105,7 @@ def prepare(
     def hold_against() -> tuple[Work, Settled]:
         named = {*inventory.shapes, *inventory.aliases}
         reading = read_into(saved, target.engine.module, named, list_renamed(saved, named, list_renames(rules)))
-        model = read_config(target.engine.module)
+        model = read_config(target.engine.module) if list_renames(rules) else {}
         made = apply_renames(reading.carry_out(saved), inventory.shapes, rules, inventory.aliases, model)
         index = made.index
         if log:
@@ -162,7 +162,9 @@ def make_work(optimizer: OptimizerMatch, extras: Sequence[LiveBuffer], settled: 
         anew = dict.fromkeys(name for flat in target.flats for name in optimizer.list_begun_anew(flat))
         match.notes += [_ANEW.format(shorten(anew))] if anew else []
         match.notes += [_UNTOLD.format(shorten(bare))] if (bare := optimizer.list_bare()) else []
-        match.notes += [_BARE.format(type(target.optimizer).__name__)] if optimizer.lacks_states() else []
+        if optimizer.lacks_states():
+            kept = any(index.run.scalars.values()) or {*index.stored.atoms.list_states()} - {MASTER, MODULE, COPY}
+            match.notes.append((_ELSEWHERE if kept else _BARE).format(type(target.optimizer).__name__))
         match.notes += [_UNEVEN.format(type(target.optimizer).__name__)] if optimizer.depends_on_cut() else []
     match.notes += describe_rounding(wants)
     filled = {name for name, param in match.params.items() if param.name not in wants.resized}
@@ -183,6 +185,8 @@ _ANEW = (
 )
 
 _UNTOLD = "{}: the checkpoint has no optimizer states of them, though of others: they begin anew"
+
+_ELSEWHERE = "the checkpoint has no optimizer states of what is trained here: those of this run's {} begin anew"
 
 _BARE = (
     "the saved optimizer kept no states: those of this run's {} begin anew. Is it another optimizer, the saved "
