@@ -105,7 +105,7 @@ def prepare(
     def hold_against() -> tuple[Work, Settled]:
         named = {*inventory.shapes, *inventory.aliases}
         reading = read_into(saved, target.engine.module, named, list_renamed(saved, named, list_renames(rules)))
-        model = read_config(target.engine.module) if list_renames(rules) else {}
+        model = read_config(target.engine.module) if list_renames(rules) or saved.run.format else {}
         made = apply_renames(reading.carry_out(saved), inventory.shapes, rules, inventory.aliases, model)
         index = made.index
         if log:
