@@ -20,6 +20,9 @@ from .layout import Layout, Shape
 from .regex import compile_prefix
 from .rules import Rule, RuleSet, Spec
 
+INFO = "universal_checkpoint_info"
+"""Attribute of a module, and key of its model states; below, its keys (``deepspeed/checkpoint/constants.py``)."""
+
 VERSION = "universal_checkpoint_version"
 WIDTHS_SINCE = 0.4
 SHARED = "pipeline_replicated_parameter_patterns"

@@ -8,11 +8,10 @@ from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, are_alike
 from ..errors import CheckpointError, MismatchError, UnsupportedError, shorten
 from ..flat import Shape
 from ..patterns import RuleSet, Settled, from_arguments, from_recorded, from_universal_info, settle
+from ..patterns.metadata import INFO
 
 Shapes = Mapping[str, tuple[Shape, ...]]
 """Per name the local shape on each tensor-parallel rank."""
-
-INFO = "universal_checkpoint_info"
 
 
 def settle_index(

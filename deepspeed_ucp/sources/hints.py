@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..errors import CheckpointError
+from ..patterns.metadata import INFO
 from ..torchsave.dtypes import is_dtype
 from ..torchsave.objects import (
     Global,
@@ -18,7 +19,6 @@ from ..torchsave.objects import (
     to_number,
 )
 
-INFO = "universal_checkpoint_info"
 _NUMBERS = ("checkpoint_version", "iteration")
 _PLAIN = (str, int, float, bool, type(None))
 _MOST_PARTS = 1_000_000  # of each hint, written out in full

@@ -23,10 +23,8 @@ from deepspeed.utils.bwc import (
 )
 
 from ..atoms import strip_compiled
+from ..patterns.metadata import INFO
 from .coverage import PLACEMENT, UnknownLayoutError
-
-UNIVERSAL_INFO = "universal_checkpoint_info"
-"""Attribute of a module, and key of its model states (``deepspeed/checkpoint/constants.py``)."""
 
 CUT_ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "partition_stride", "partition_sizes")
 """Megatron's attributes of a parameter (``core/tensor_parallel/layers.py``; sizes of unequal parts: ``core/ssm``)."""
@@ -271,7 +269,7 @@ def live_universal_info(engine: Any) -> dict[str, Any] | None:
     ``SubparamShape`` and ``ParamAffineMap``, become dicts of their fields, with the name of their class at
     ``"__class__"``; sets become sorted lists.
     """
-    info = getattr(engine.module, UNIVERSAL_INFO, None)
+    info = getattr(engine.module, INFO, None)
     if callable(info):
         info = info()
     return {str(key): _make_plain(value) for key, value in info.items()} if isinstance(info, Mapping) else None

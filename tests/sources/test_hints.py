@@ -14,8 +14,9 @@ from deepspeed.checkpoint.universal_checkpoint import SubparamShape
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError
+from deepspeed_ucp.patterns.metadata import INFO
 from deepspeed_ucp.sources import open_checkpoint
-from deepspeed_ucp.sources.hints import INFO, join_hints
+from deepspeed_ucp.sources.hints import join_hints
 from tests.sources.parallel import tail_cut
 from tests.support.pythons import OLD_MEMBERS
 from tests.synth import Model, Param, Run, Topology, build_files, random_state, write_files

@@ -11,6 +11,7 @@ from ...comm import Comm
 from ...errors import CheckpointError, MismatchError, shorten
 from ...patterns import from_universal_info
 from ...patterns.layout import Shape
+from ...patterns.metadata import INFO
 from ...patterns.recorded import record_pattern
 from ...patterns.regex import Matcher
 from ...plan.derive import split_experts
@@ -20,7 +21,6 @@ from ...wrappers import ATOMIC
 from ..builder import Builder
 from ..findings import WARNING, Finding
 from ..headers import Piece
-from ..hints import INFO
 from ..index import find_saved_precision, make_index
 from ..module import add_modules
 from ..ranks import SavedRank

@@ -18,10 +18,11 @@ from ...atoms import COPY, ITEMSIZE, MASTER, MODULE, count
 from ...comm import Comm
 from ...errors import CheckpointError, UnsupportedError, join_numbers
 from ...flat import Shape
+from ...patterns.metadata import INFO, VOCAB_SIZE, VOCABULARY
 from ...torchsave.objects import describe, has_more_parts
 from ...torchsave.torchfile import read_header, read_parts
 from ..findings import WARNING, Finding
-from ..hints import INFO, read_hints, simplify_object
+from ..hints import read_hints, simplify_object
 from ..reading import explain_damage
 from ..table import FileTable
 from . import dcp
@@ -449,7 +450,7 @@ class _Interpreter:
             size = told if type(told) is int and told > 0 else rows
             size += self.args.get("tokenizer_type") == "NullTokenizer"  # which counts no end of a document
             names = [f"^{re.escape(name)}$" for name in tables]
-            hints[INFO] = {"original_vocab_size": min(size, rows), "vocabulary_parameter_patterns": names}
+            hints[INFO] = {VOCAB_SIZE: min(size, rows), VOCABULARY: names}
         return hints
 
     def _list_left(self) -> list[Finding]:
