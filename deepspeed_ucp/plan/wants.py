@@ -312,21 +312,22 @@ class _Lister:
         if layouts is not None and layouts[0].mean:
             self._want_mean(atom, cut, sink, views)
             return
-        if layouts is not None and (resized := self.resizes.get(atom.name) or pad_vocabulary(*layouts)):
-            self._resize(atom, cut, self.wants.sinks[sink][0], resized, layouts, tp_shard % len(layouts[1].shards))
+        if layouts is not None:
+            self._resize(atom, cut, self.wants.sinks[sink][0], layouts, tp_shard)
         self.wants.wants += [Want(atom, cut.start, cut.numel, sink, cut.offset, view) for view in views]
 
-    def _resize(
-        self, atom: Atom, cut: Cut, buffer: int, resized: Resized, layouts: tuple[Layout, Layout], tp_shard: int
-    ) -> None:
-        """Note what becomes of the places that the source does not have, and of those that are kept."""
+    def _resize(self, atom: Atom, cut: Cut, buffer: int, layouts: tuple[Layout, Layout], tp_shard: int) -> None:
+        """Of what has another shape here, note what becomes of new places, and of those that are kept."""
+        resized = self.resizes.get(atom.name) or pad_vocabulary(*layouts)
+        if resized is None:
+            return
         self.wants.resized[atom.name] = resized
         low, high, is_weight = cut.offset, cut.offset + cut.numel, atom.state in (MASTER, MODULE, COPY)
         if resized.live > resized.kept and (resized.new == "zero" or not is_weight):
             self.wants.blanks.append((buffer, low, high))
         elif resized.new == "mean" and is_weight:
             self.wants.averaged[atom.key] = layouts[0], resized.kept
-            rows, *columns = layouts[1].shards[tp_shard]
+            rows, *columns = layouts[1].shards[tp_shard % len(layouts[1].shards)]
             width, view = prod(map(measure, columns)), layouts[1].view[1:]
             for begin, end in _list_new(rows, resized.kept, width, cut):
                 offset = low - cut.start
