@@ -16,8 +16,8 @@ PARTS = ("pytorch_model_fsdp_", "optimizer_")
 MODEL_FOLDER, OPTIMIZER_FOLDER = (f"{part}0" for part in PARTS)
 """Those of its first model (accelerate/utils/fsdp_utils.py, ``save_fsdp_model``)."""
 
-CONFIG = "config.json"
-"""Of a model of transformers."""
+CONFIG, QUANTIZED = "config.json", "quantization_config"
+"""Of a model of transformers; its key for weights that the files do not hold plain."""
 
 WEIGHTS_INDEX = "model.safetensors.index.json"
 """Of its weights in several files."""
