@@ -99,10 +99,13 @@ def add_checkpoint_options(
     """
     for name in names or ("checkpoint",):
         metavar = name.upper() if names else "CKPT"
-        text = "a folder (or URL) that holds `latest`, the folder of one tag, or an atomic checkpoint"
+        text = "a folder (or URL) that holds `latest`, that of one tag, or one of another format (docs/formats.md)"
         parser.add_argument(name, metavar=metavar, help=text, nargs=None if needed else "?")
     if patterns:
-        text = "how tensor parallelism cuts parameters: a family, a YAML file, or rules as JSON (docs/patterns.md)"
+        text = (
+            "how tensor parallelism cuts parameters, and what is renamed: a family, a YAML file, or rules as JSON "
+            "(docs/patterns.md)"
+        )
         parser.add_argument("--patterns", metavar="RULES", help=text)
     text = (
         "parameter names of a stage-0 checkpoint's optimizer, which it does not name itself: `module` (it was given "

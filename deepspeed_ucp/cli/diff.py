@@ -35,7 +35,7 @@ def add_parser(commands: Commands) -> None:
         commands,
         "diff",
         help="compare two checkpoints of any topologies",
-        description="Compare two checkpoints, normal or atomic, of any topologies: every parameter and optimizer state "
+        description="Compare two checkpoints of any topologies and formats: every parameter and optimizer state "
         "as a logical tensor, to the bit; hyper-parameters, counters, loss scaler, scheduler and client state. "
         "Topology is no difference. Exit code 0: equal (or within --tolerance); 1: different; 2: an error.",
         examples=r"""

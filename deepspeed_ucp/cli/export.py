@@ -54,7 +54,8 @@ def add_parser(commands: Commands) -> None:
         examples=r"""
             ds_ucp export checkpoints/ weights/ --dtype bf16
             ds_ucp export checkpoints/global_step1000 weights/ --like my-model/ --max-shard-size 2GB
-            ds_ucp export checkpoints/ weights/ --patterns hf-moe
+            ds_ucp export megatron_run/ weights/ --like my-llama/ --patterns mcore-llama
+            ds_ucp export out/checkpoint-300/ adapter/ --adapter
             ds_ucp export checkpoints/ weights/ --rename '(?P<n>\d+)\.(?P<rest>.*)=h.{n-2}.{rest}'
             ds_ucp export checkpoints/ step-1000/ --to dcp --layout torchtitan
             ds_ucp export out/checkpoint-300/ fsdp/checkpoint-300/ --to dcp --layout accelerate
@@ -100,9 +101,9 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--exclude-frozen-parameters", action="store_true", help=text)
     parser.add_argument("--weights-only", action="store_true", help="dcp: leave the optimizer out")
     text = (
-        "dcp: the keys, as get_state_dict has them (torch), with flatten_optimizer_state_dict (flattened), "
-        "torchtitan's, or Accelerate's folders, which the Trainer has too, with their files beside the checkpoint "
-        "(default: torch)"
+        "dcp: the keys, model and optim as get_state_dict has them (torch), with flatten_optimizer_state_dict "
+        "(flattened), torchtitan's, or Accelerate's folders, which the Trainer has too, with their files beside the "
+        "checkpoint (default: torch)"
     )
     parser.add_argument("--layout", choices=("torch", "flattened", "torchtitan", "accelerate"), help=text)
     add_work_options(parser, 256)

@@ -239,9 +239,11 @@ def _to_data(index: AtomicIndex, found: DryRun) -> dict[str, Any]:
 
 
 def _describe(index: AtomicIndex, found: DryRun, *, every: bool) -> list[str]:
+    from ..topology import list_untold
+
     loader = "DeepSpeed's own load: the topology is the checkpoint's"
     if found.differences:
-        loader = f"{found.loader}: {'; '.join(found.differences)}"
+        loader = ": ".join(filter(None, (found.loader, "; ".join(list_untold(found.differences)))))
     lines = [f"from   {index.run.written}", f"to     {found.degrees.describe()}", f"loads  {loader}"]
     if found.batch.train is not None:
         fits = (found.batch.text or "fits") if found.batch.fits else "does not fit"

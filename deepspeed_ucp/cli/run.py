@@ -33,7 +33,11 @@ _FLAGS = {
     "seal": "write a seal after each save",
 }
 _VALUES: dict[str, tuple[str, Callable[[str], Any], str]] = {
-    "patterns": ("RULES", str, "how tensor parallelism cuts parameters: a family, a YAML file, or rules as JSON"),
+    "patterns": (
+        "RULES",
+        str,
+        "how tensor parallelism cuts parameters, what is renamed or resized: a family, a file, or rules",
+    ),
     "param_groups": ("WHOSE", str, "hyper-parameters of the param groups: saved (default) or live"),
     "total_batch": ("WHOSE", str, "samples of a step in trainers that count steps: saved (default) or live"),
     "same_topology": ("WHO", str, "who loads where nothing has changed: deepspeed (default) or direct (ours)"),

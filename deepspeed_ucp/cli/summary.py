@@ -71,7 +71,9 @@ def _join_sizes(sizes: Mapping[str, int]) -> str:
 
 
 def _join(hyper: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key} {_write_value(value)}" for key, value in hyper.items())
+    """Without what is off or left to torch, which is most of it (``--json`` has all)."""
+    told = {key: value for key, value in hyper.items() if value is not None and value is not False}
+    return ", ".join(f"{key} {_write_value(value)}" for key, value in told.items())
 
 
 def _write_value(value: Any) -> str:
@@ -111,7 +113,7 @@ def _describe_step(index: AtomicIndex) -> str:
 def _describe_optimizer(survey: Survey) -> str:
     optimizer = survey.data["optimizer"]
     states, groups = optimizer["states"], optimizer["groups"]
-    name = optimizer["name"] or ("a client optimizer" if states or groups else "no states")
+    name = optimizer["name"] or ("without a name" if states or groups else "no states")
     scalars = [f"{key} {_write_range(value)}" for key, value in optimizer["scalars"].items()]
     return ", ".join([f"{name}: {' '.join(states)}" if states else name, *scalars])
 

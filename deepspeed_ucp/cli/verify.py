@@ -29,7 +29,7 @@ def add_parser(commands: Commands) -> None:
         commands,
         "verify",
         help="check every byte of a checkpoint",
-        description="Look at every file of a normal or atomic checkpoint: the CRC32 of each record, whether every "
+        description="Look at every file of a checkpoint: the CRC32 of each record, whether every "
         "element of every parameter is there once, and whether the files belong together (same step, run and world "
         "size). All faults are named, with the parameters in damaged bytes. Exit code 0: whole; 1: faults; 2: nothing "
         "that can be looked at.",
@@ -141,7 +141,7 @@ def to_text(found: Verification, *, headers_only: bool = False) -> list[str]:
     if found.fingerprint.get("digest"):
         lines.append(f"source: {found.fingerprint['digest']}")
     if found.unchecked:
-        lines.append(f"{format_bytes(found.unchecked)} are unchecked: their writer stored no checksum")
+        lines.append(f"{format_bytes(found.unchecked)} are unchecked: no checksum of them was found")
     if found.others:
         lines.append(f"{count_of(len(found.others), 'other file')} not looked into")
     warnings = sum(fault.warning for fault in found.faults)

@@ -16,7 +16,17 @@ from ..errors import CheckpointError, UcpError, shorten
 from ..io.paths import Entry
 from ..io.scan import ScanFile, Scanned, scan_files
 from ..io.store import exists
-from ..sources.files import BASE, FROZEN, MANIFEST, SEAL, is_state_file, list_entries, read_swap_name, scan_folder
+from ..sources.files import (
+    BASE,
+    FROZEN,
+    MANIFEST,
+    SEAL,
+    find_foreign,
+    is_state_file,
+    list_entries,
+    read_swap_name,
+    scan_folder,
+)
 from ..sources.findings import NOTE, WARNING, Finding, from_error, from_failure, sort_findings
 from ..sources.foreign.names import has_directory, is_foreign
 from ..sources.latest import check_latest
@@ -52,7 +62,7 @@ class Verification:
 
     Attributes:
         folder: which.
-        kind: ``normal`` or ``atomic``.
+        kind: ``normal``, ``atomic`` or ``foreign``.
         topology: what wrote it, in words; empty where that cannot be told.
         files: all files that hold tensors or state.
         others: further files, which are not looked into.
@@ -185,7 +195,7 @@ def verify_checkpoint(
         every += _compare_samples(folder, index, comm)
     return Verification(
         folder=folder,
-        kind="atomic" if report.atomic else "foreign" if index and index.run.format else "normal",
+        kind="atomic" if report.atomic else "foreign" if find_foreign(where.entries) else "normal",
         topology=index.run.written if index else "",
         files=tuple(sorted((report for held, *_ in gathered for report in held), key=lambda r: r.name)),
         others=tuple(sorted({name for *_, names in gathered for name in names})),

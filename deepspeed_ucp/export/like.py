@@ -16,7 +16,7 @@ from ..comm import Comm
 from ..errors import CheckpointError, ConfigError, MismatchError, UnsupportedError, shorten
 from ..hub import convert, find_cached, revert
 from ..io.disk import explain_full
-from ..patterns import Rename
+from ..patterns import Rename, advise_family
 from ..patterns.adapters import ROOT, is_added
 from ..patterns.layout import Shape
 from ..plan.derive import derive
@@ -34,8 +34,7 @@ _QUANTIZED = "quantization_config"
 """Key of a configuration: the model's files hold no plain weights, which an export's do."""
 
 _NAMES = (
-    "Bring names together by --rename or --patterns (hf-moe for AutoEP's experts), rows that pad a vocabulary by "
-    "--patterns, or name the right model."
+    "Bring names together by --rename or --patterns, rows that pad a vocabulary by --patterns, or name the right model."
 )
 
 _MERGE = "It holds an adapter: merge it (--merge), or write it alone (--adapter, without --like)."
@@ -168,7 +167,8 @@ class LikeModel:
         if odd := [f"{alias} to {best.twice[alias]}" for alias, is_same in same.items() if is_same is False]:
             faults.append(f"tied there, with other values here: {shorten(odd)}")
         if faults:
-            advice = _MERGE if any(map(is_added, written)) else _NAMES
+            family = advise_family(written.keys(), best.wanted.keys()).strip().replace('"patterns":', "--patterns")
+            advice = _MERGE if any(map(is_added, written)) else family or _NAMES
             raise MismatchError(f"The checkpoint is not of the model in {self.folder}: {'; '.join(faults)}. {advice}")
         return [alias for alias, is_same in same.items() if is_same]
 

@@ -225,8 +225,8 @@ class _Matcher:
         return are_same(self.index, one, other)
 
     def _judge(self, experts: ExpertCounts, extra: Sequence[str]) -> None:
-        index, match, faults = self.index, self.match, self.faults
-        faults += experts.take_routers(match.resized, match.saved, self.live.shapes)
+        index, match, faults, live = self.index, self.match, self.faults, self.live.shapes
+        faults += experts.take_routers(match.resized, match.saved, live)
         if self.strict:
             faults += experts.fold(match.skipped)
         else:
@@ -243,7 +243,8 @@ class _Matcher:
         if self.strict and match.skipped:
             hint += _advise_rename(list(self.missing), extra) + self._advise_missing()
             names = index.stored.atoms.list_names((MASTER, COPY, MODULE))
-            hint += experts.advise() or advise_layers([*self.missing, *extra], names, self.live.shapes)
+            is_other = self.shapes and not advise_resize(self.shapes)  # in more than its layers
+            hint += experts.advise() or (advise_layers([*self.missing, *extra], names, live) if not is_other else "")
         else:
             hint += experts.advise()
         match.fault = f"The model and the checkpoint differ: {list_faults(faults).removesuffix('.')}.{hint}"
@@ -392,7 +393,7 @@ def match_groups(
         if not same and (len(sources) != 1 or -1 in sources or taken.setdefault(min(sources), number) != number):
             raise MismatchError(
                 "The optimizer's param groups differ from the checkpoint's. Checkpoint: "
-                f"{_list_groups([group.names for group in index.run.groups])}. This run: "
+                f"{_list_groups(_name_live(index, match))}. This run: "
                 f"{_list_groups(members.values())}. "
                 'Make the groups of the saved run (hyper-parameters may differ), or set "checkpoint": {"universal": '
                 '{"param_groups": "live"}} to keep the groups of this run with their hyper-parameters, or load with '
@@ -416,6 +417,12 @@ def _join_steps(index: AtomicIndex, groups: Iterable[int]) -> dict[str, Any]:
             "count cannot go on from them. Make the groups of the saved run, or load with load_optimizer_states=False."
         )
     return {"step": steps[0]} if steps else {}
+
+
+def _name_live(index: AtomicIndex, match: Match) -> list[list[str]]:
+    """The saved param groups, by this run's names where it has their parameters."""
+    live = {param: name for name, param in match.params.items()}
+    return [[live.get(param, param.name) for param in group.members] for group in index.run.groups]
 
 
 def _list_groups(groups: Iterable[Sequence[str]]) -> str:

@@ -74,9 +74,10 @@ class FolderReport:
             raise UcpError(f"{self.folder}: was not read.")
         return self.index
 
-    def log_warnings(self) -> None:
-        """Log what is odd."""
-        warnings = [finding for finding in self.findings if finding.severity == WARNING]
+    def log_warnings(self, *, weights_only: bool = False) -> None:
+        """Log what is odd; where weights alone are wanted nobody looks for what is beside them."""
+        passed = ("unsaved",) if weights_only else ()
+        warnings = [each for each in self.findings if each.severity == WARNING and each.kind not in passed]
         if left := _list_left(warnings):
             logger.warning("%s: ignoring files of an earlier save: %s", self.folder, shorten(left))
         for finding in fold_findings(warnings):
@@ -120,7 +121,7 @@ def open_checkpoint(
     report = survey_checkpoint(folder, comm, naming, also=also)
     index = comm.run(report.require)
     if comm.rank == 0:
-        report.log_warnings()
+        report.log_warnings(weights_only=weights_only)
     return index
 
 

@@ -100,6 +100,9 @@ def test_accelerates_folders(checkpoint: Path, tmp_path: Path, capsys: pytest.Ca
     assert capsys.readouterr().err == ""
     assert (out / "scheduler.pt").read_text() == "s"
     assert {path.name for path in (out / "optimizer_0").iterdir()} >= {".metadata", "__0_0.distcp"}
+    for weights, told in ([], "not loaded, since it is neither model nor optimizer: "), (["--weights-only"], ""):
+        assert export(out, tmp_path / "again", "--to", "dcp", "--overwrite", *weights) == 0
+        assert told in (err := capsys.readouterr().err) and bool(err) == bool(told)
 
 
 def test_what_is_told_of_a_foreign_checkpoint(

@@ -105,7 +105,13 @@ def test_files_without_checksums(tmp_path: Path, capsys: pytest.CaptureFixture[s
     model = Model((Param("a", (30, 5)),))
     folder = write_checkpoint(tmp_path, model, random_state(model, 0), Topology(1, 2), legacy=True)
     assert run(folder) == 0
-    assert "are unchecked: their writer stored no checksum" in capsys.readouterr().out
+    assert "are unchecked: no checksum of them was found" in capsys.readouterr().out
+
+
+def test_a_foreign_checkpoint_that_does_not_open(tmp_path: Path, run_json: Any) -> None:
+    (tmp_path / "model.safetensors").write_bytes(bytes(30))
+    code, told = run_json("verify", tmp_path)
+    assert (code, told["kind"]) == (1, "foreign")
 
 
 @needs_mpi

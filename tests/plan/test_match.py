@@ -235,6 +235,13 @@ def test_groups_that_are_cut_differently_are_refused_with_both_lists(live: dict[
     assert " | ".join(f"[{', '.join(names)}]" for names in live.values()) in str(error.value)
 
 
+def test_groups_are_listed_by_the_names_of_this_run() -> None:
+    index = make_index({"a": (1,), "b": (1,)}, groups=(["a"], ["b"]))
+    found = match(index, {"x": (1,), "b": (1,)}, renamed={"x": "a"})
+    with pytest.raises(MismatchError, match=r"Checkpoint: \[x\] \| \[b\]\. This run: \[x, b\]"):
+        match_groups(index, {0: ("x", "b")}, found)
+
+
 def test_groups_without_a_known_parameter_keep_their_own_hyper_parameters() -> None:
     index = make_index({"a": (1,), "gone": (1,)}, groups=(["a", "gone"],))
     found = match(index, {"a": (1,), "new": (1,)}, strict=False)

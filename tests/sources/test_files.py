@@ -280,6 +280,9 @@ def test_atomic_checkpoints_are_told_by_their_files(tmp_path: Path, names: tuple
 def test_an_unknown_tag_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint with tag 'x'.*the folder holds no checkpoint"):
         check_tag(str(tmp_path), "x")
+    touch(tmp_path / "weights", "model.safetensors")
+    with pytest.raises(CheckpointError, match="itself a checkpoint, safetensors, which is loaded without one"):
+        check_tag(str(tmp_path / "weights"), "x")
     touch(tmp_path / "global_step3", MODEL)
     (tmp_path / "logs").mkdir()
     with pytest.raises(CheckpointError, match="no checkpoint with tag 'global_step4'.*the folder holds global_step3"):
