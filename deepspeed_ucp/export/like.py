@@ -24,14 +24,11 @@ from ..plan.renames import list_shapes
 from ..plan.ties import are_same
 from ..sources import open_checkpoint
 from ..sources.files import scan_folder
-from ..sources.foreign.names import ADAPTER_CONFIG, CONFIG, find_format
+from ..sources.foreign.names import ADAPTER_CONFIG, CONFIG, QUANTIZED, find_format
 from .output import BESIDE
 from .tensors import Selection
 
 logger = logging.getLogger("deepspeed_ucp")
-
-_QUANTIZED = "quantization_config"
-"""Key of a configuration: the model's files hold no plain weights, which an export's do."""
 
 _NAMES = (
     "Bring names together by --rename or --patterns, rows that pad a vocabulary by --patterns, or name the right model."
@@ -91,7 +88,7 @@ class LikeModel:
         Raises:
             UcpError: they cannot be read.
         """
-        has_weights = find_format(scan_folder(self.folder)) is not None and not self.config.get(_QUANTIZED)
+        has_weights = find_format(scan_folder(self.folder)) is not None and not self.config.get(QUANTIZED)
         return open_checkpoint(self.folder, Comm()) if has_weights else None
 
     @cached_property
@@ -190,7 +187,7 @@ class LikeModel:
 
     def _tell_dtype(self, dtypes: Collection[str]) -> str:
         """The configuration, by which from_pretrained chooses the element type that it loads in."""
-        told = {key: value for key, value in self.config.items() if key != _QUANTIZED}
+        told = {key: value for key, value in self.config.items() if key != QUANTIZED}
         floating = [each for each in dtypes if each in ("float64", "float32", "float16", "bfloat16")]
         if len(floating) == 1:
             known = [name for name in ("dtype", "torch_dtype") if name in told]

@@ -123,9 +123,9 @@ def _read_config(where: FileTable, kind: str, comm: Comm) -> dict[str, Any]:
 
 def _find_packed(where: FileTable, contents: Contents, config: Mapping[str, Any]) -> Iterator[Finding]:
     """Whether weights are quantized, so that the elements in the files are not their values."""
-    told = config.get("quantization_config")
+    told = config.get(names.QUANTIZED)
     how = told.get("quant_method", "") if isinstance(told, dict) else ""
-    how = str(how or "quantization_config in config.json") if told else ""
+    how = str(how or f"{names.QUANTIZED} in {names.CONFIG}") if told else ""
     how = how or next(filter(_PACKED.fullmatch, contents.weights), "")
     if how:
         text = (
