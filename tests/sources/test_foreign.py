@@ -158,6 +158,27 @@ def test_states_of_other_shapes_than_their_weights_are_not_taken(tmp_path: Path,
         open_it(tmp_path / "master")
 
 
+def test_of_several_models_and_optimizers_none_is_guessed(tmp_path: Path, trained: Any) -> None:
+    weights, states = get_state_dict(*trained)
+    other = {name: tensor + 1 for name, tensor in weights.items()}
+    trees = {
+        "average": {"ema": other, "model": weights, "optim": states},
+        "any": {"net": weights, "avg": other, "optim": states},
+        "optimizers": {"model": weights, "optim": states, "more": states},
+    }
+    for name, tree in trees.items():
+        dcp.save(tree, checkpoint_id=tmp_path / name, no_dist=True)
+    check_index(open_it(tmp_path / "average"), trained)
+    with pytest.raises(UnsupportedError, match=r"several models .*avg\., net\."):
+        open_it(tmp_path / "any")
+    with pytest.raises(UnsupportedError, match="several optimizers in it hold states of first.bias"):
+        open_it(tmp_path / "optimizers")
+    for name in ("pytorch_model_fsdp_0", "pytorch_model_fsdp_1"):  # of Accelerate's
+        dcp.save({"model": weights}, checkpoint_id=tmp_path / "two" / name, no_dist=True)
+    with pytest.raises(CheckpointError, match="fsdp_0 and pytorch_model_fsdp_1 both hold"):
+        open_it(tmp_path / "two")
+
+
 # -- damage -----------------------------------------------------------------------------------------------------------
 
 

@@ -102,3 +102,13 @@ def test_an_old_adapter_of_peft_s(tmp_path: Path) -> None:
     torch.save({"base_model.model.q.lora_A.weight": torch.ones(2, 3)}, tmp_path / "adapter_model.bin")
     (tmp_path / "adapter_config.json").write_text("{}")
     assert [key.name for key in open_it(tmp_path).stored.atoms] == ["base_model.model.q.lora_A.default.weight"]
+
+
+def test_states_by_number_beside_weights_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As the Trainer leaves them without FSDP."""
+    write(tmp_path, "model.safetensors")
+    for name in ("optimizer.pt", "scheduler.pt"):
+        (tmp_path / name).write_bytes(b"")
+    open_it(tmp_path)
+    assert [line for line in caplog.messages if "optimizer.pt" in line and "states by number" in line]
+    assert [line for line in caplog.messages if "scheduler.pt" in line and "neither" in line]

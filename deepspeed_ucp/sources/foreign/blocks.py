@@ -283,6 +283,13 @@ def _join(told: Metadata, more: Metadata) -> None:
                 "of several saves."
             )
         known[2][:] = dict.fromkeys([*known[2], *blocks])
+    for part in more.places:
+        held = [posixpath.dirname(each.places[part].file) for each in (told, more) if part in each.places]
+        if len({*held}) > 1:  # ranks of one save may each write what all of them have
+            raise CheckpointError(
+                f"{' and '.join(each or 'the folder' for each in held)} both hold {part[0]}: they are several models "
+                "or saves. Put model and optimizer that belong together into a folder of their own."
+            )
     told.values[:] = dict.fromkeys([*told.values, *more.values])
     told.places |= more.places
     told.paths |= more.paths

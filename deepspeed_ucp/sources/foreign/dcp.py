@@ -24,6 +24,7 @@ from .names import DCP, FORM
 _STATE, _GROUPS, _MEMBERS = "state.", "param_groups.", "params"
 _IN_GROUPS = re.compile(r"(?:(?<=\.)|^)param_groups\.")
 _IN_OPTIMIZER = re.compile(r"(?:(?<=\.)|^)(?:state|param_groups)\.")
+_MODEL = re.compile(r"(?:^|\.)model\.$")
 _DOT, _DEEPEST = re.compile(r"\."), 64
 """What a key is cut at, and how often: what the model's keys begin with has few words."""
 
@@ -104,6 +105,11 @@ class _Interpreter:
         if numbered:
             self.names.clear()
             groups.clear()
+        if twice := {name for (name, _), number in Counter(self.names.values()).items() if number > 1}:
+            raise UnsupportedError(
+                f"several optimizers in it hold states of {shorten(sorted(twice))}. Save one of them alone.",
+                path=self.where.path(self.head),
+            )
         states, scalars, dtypes = self._read_states(weights)
         steps = [held["step"] for held in scalars.values() if "step" in held]
         steps += [hyper["step"] for _, hyper in groups if "step" in hyper]
@@ -157,7 +163,15 @@ class _Interpreter:
         begins = ((key, at) for key in keys for at in [0, *(dot.end() for dot in islice(_DOT.finditer(key), _DEEPEST))])
         votes = Counter(key[:at] for key, at in begins if key[at:] in named)
         if fit := [prefix for prefix, number in votes.items() if number * 2 > len(named)]:
-            return min(fit, key=len)
+            most = [prefix for prefix in fit if votes[prefix] == max(votes.values())]
+            picked = [prefix for prefix in most if _MODEL.search(prefix)] if most[1:] else most
+            if len(picked) != 1:
+                raise UnsupportedError(
+                    f"holds several models under the names that its optimizer has: {shorten(sorted(most))}. Save one "
+                    "of them without the others.",
+                    path=self.where.path(self.head),
+                )
+            return picked[0]
         firsts = {str(path[0]) for key in keys if len(path := self.told.paths.get(key, (key,))) > 1}
         nested = [key for key in keys if len(self.told.paths.get(key, (key,))) > 1]
         if len(nested) == len(keys) and len(firsts) == 1:

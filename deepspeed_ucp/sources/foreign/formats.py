@@ -24,6 +24,8 @@ from .states import add_states
 _MOST_BYTES = 1 << 24
 """Of a configuration."""
 
+_WHOSE = "states by number, of which nothing tells whose they are"
+
 _PACKED = re.compile(r".*(weight_scale(_inv)?|qweight|weight_packed|weight\.absmax|proj_blocks)")
 """Names of tensors that there are beside quantized weights, or in their place."""
 
@@ -97,7 +99,8 @@ def _find_beside(where: FileTable) -> list[Finding]:
     runs = [Finding("extra", tags[0], f"{told} to go on from it.", WARNING)] if tags else []
     left = sorted(filter(names.TRAINERS.fullmatch, held))
     left += [f"{names.META} (schedulers, loops)"] if names.META in held else []
-    return [*runs, *list_left(left, NEITHER, where.folder)]
+    numbered = sorted(filter(names.NUMBERED.fullmatch, held))
+    return [*runs, *list_left(left, NEITHER, where.folder), *list_left(numbered, _WHOSE, where.folder)]
 
 
 def _find_passed_over(where: FileTable, kind: str, contents: Contents) -> Iterator[Finding]:

@@ -34,6 +34,9 @@ TRAINERS = re.compile(
 )
 """What Accelerate and Hugging Face's Trainer keep beside model and optimizer."""
 
+NUMBERED = re.compile(r"optimizer(_\d+)?\.pt|optimizer_\d+\.bin")
+"""States of an optimizer by number, as the Trainer keeps them without FSDP."""
+
 TRAINER_STATE = "trainer_state.json"
 """Which the Trainer writes last."""
 
