@@ -16,7 +16,7 @@ from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, AtomicIndex, AtomKey
 from ..comm import Comm
 from ..config import UniversalConfig
 from ..errors import Objections, count_of, fold_names, shorten
-from ..hub import describe_config, read_config, read_into
+from ..hub import Reading, describe_config, read_config, read_into
 from ..io.cast import FLOATING
 from ..patterns import Layout, Resized, Settled, from_config, list_renames
 from ..plan.counts import list_faults
@@ -104,8 +104,11 @@ def prepare(
 
     def hold_against() -> tuple[Work, Settled]:
         named = {*inventory.shapes, *inventory.aliases}
-        reading = read_into(saved, target.engine.module, named, list_renamed(saved, named, list_renames(rules)))
-        model = read_config(target.engine.module) if list_renames(rules) or saved.run.format else {}
+        renames = list_renames(rules)
+        # Of a pipeline each stage has other modules, and all ranks have to read alike.
+        module = target.engine.module if target.place.pp == 1 else None
+        reading = read_into(saved, module, named, list_renamed(saved, named, renames)) if module else Reading()
+        model = read_config(module) if module and (renames or saved.run.format) else {}
         made = apply_renames(reading.carry_out(saved), inventory.shapes, rules, inventory.aliases, model)
         index = made.index
         if log:

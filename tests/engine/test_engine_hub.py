@@ -58,3 +58,10 @@ def test_a_model_of_the_hub_goes_on_under_autoep(engine_hub: Any, ucp_worlds: Wo
     trained, *_ = ucp_worlds.get(2).run(engine_hub.save, "deepseek", 3, None, str(tmp_path))
     for logits, _ in ucp_worlds.get(2).run(engine_hub.load, "deepseek", 2, 2, str(tmp_path)):
         torch.testing.assert_close(logits, trained, **CLOSE)
+
+
+def test_stages_of_a_pipeline_read_alike(engine_hub: Any, ucp_worlds: WorldPool, tmp_path: Path) -> None:
+    """Rules of a model that one stage alone has inside are no rules of the checkpoint's: all ranks need one view."""
+    for told, steps in ucp_worlds.get(2).run(engine_hub.load_stages, str(tmp_path)):
+        assert "0.bert.embeddings.position_ids: in the checkpoint, not in the model" in told
+        assert steps == 1

@@ -8,9 +8,12 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.module_inject.auto_ep_presets.base import TransformersTopLevelRouterLogitsAdapter
+from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.utils import groups
 from torch import Tensor
 from transformers import (
+    BertConfig,
+    BertModel,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     MixtralConfig,
@@ -18,6 +21,8 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+
+from deepspeed_ucp.errors import MismatchError
 
 COMMON = {
     "vocab_size": 32,
@@ -113,3 +118,44 @@ def load(name: str, stage: int, ep: int | None, folder: str) -> tuple[Tensor, di
     logits, held = look(engine), {name: tensor.clone() for name, tensor in engine.module.state_dict().items()}
     engine.destroy()
     return logits, held
+
+
+class Tower(torch.nn.Module):
+    """A model of the library's in a stage of a pipeline; ``old``: as releases of long ago saved it."""
+
+    def __init__(self, old: bool):
+        super().__init__()
+        sizes = {key: COMMON[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")}
+        self.bert = BertModel(BertConfig(**sizes, num_hidden_layers=1), add_pooling_layer=False)
+        held = self.bert.embeddings
+        held.register_buffer("position_ids", held._buffers.pop("position_ids"), persistent=old)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bert(input_ids=x).last_hidden_state
+
+
+def load_stages(folder: str) -> tuple[str, int]:
+    """What an engine of another stage of ZeRO says to a pipeline's checkpoint, and its step after a lenient load."""
+
+    def make_engine(stage: int) -> Any:
+        layers = [LayerSpec(Tower, stage == 1), LayerSpec(torch.nn.Linear, COMMON["hidden_size"], 1)]
+        module = PipelineModule(
+            layers, num_stages=2, loss_fn=lambda out, _: out.square().mean(), partition_method="uniform"
+        )
+        config = {
+            "train_batch_size": 1,
+            "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
+            "zero_optimization": {"stage": stage},
+            "checkpoint": {"universal": True},
+        }
+        return deepspeed.initialize(model=module, config=config)[0]
+
+    saved, live, told = make_engine(1), make_engine(0), ""
+    saved.train_batch(iter([(TOKENS[:1], TOKENS[:1])]))
+    saved.save_checkpoint(folder)
+    try:
+        live.load_checkpoint(folder)
+    except MismatchError as error:
+        told = str(error)
+    live.load_checkpoint(folder, load_module_strict=False)
+    return told, live.global_steps
