@@ -14,7 +14,7 @@ from ..errors import MismatchError, shorten
 from ..experts import drop_fixed
 from ..plan.match import Match
 from ..plan.settling import describe_irregular
-from ..plan.wants import Slot, join_states
+from ..plan.wants import Slot, find_states, join_states
 from ..sources.headers import Unread
 from ..targets import LiveBuffer, Target
 from ..targets.base import flatten
@@ -104,6 +104,15 @@ class OptimizerMatch:
             if key not in seen:
                 seen.add(key)
                 yield self._find_fault(flat, key[-1])
+            yield self._find_gap(flat, key[-1])
+
+    def _find_gap(self, flat: LiveBuffer, have: tuple[str, ...]) -> str:
+        """A parameter that has some of the states that others of a flat buffer have, in words."""
+        held = ((param, find_states(self.index, param)) for param in self.saved_params(flat))
+        param, states = next(((param, states) for param, states in held if 0 < len(states) < len(have)), (None, {}))
+        if param is None:
+            return ""
+        return f"The checkpoint has {', '.join(states)} of {param}, and {', '.join(have)} of others. To go on,"
 
     def _find_fault(self, flat: LiveBuffer, have: tuple[str, ...]) -> str:
         kept = self.probe(flat)

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import MismatchError
 from deepspeed_ucp.targets.optimizer import adopt_hyper, find_degrees, probe_optimizer, restore_hyper, restore_scalar
 from tests.load.test_reshard import take_a_step
 from tests.support.covering import cover, params
+from tests.support.foreign import make_tree
 from tests.support.reshard import FakeTarget, check_content, check_reads, load, make_targets, open_for, prepare_rank
 from tests.synth import (
     Model,
@@ -153,6 +155,17 @@ def test_states_into_an_optimizer_without_any_are_refused(tmp_path: Path) -> Non
     targets = make_targets(MODEL, Topology(2, 2), torch.optim.SGD)
     with pytest.raises(MismatchError, match="this run's SGD keeps no state"):
         load(open_for(path, targets[0]), targets)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_parameter_with_some_of_the_states_is_refused(tmp_path: Path) -> None:
+    tree = make_tree(MODEL, random_state(MODEL, 0))
+    del tree["optim"]["state"]["a"]["exp_avg_sq"]
+    dcp.save(tree, checkpoint_id=tmp_path, no_dist=True)
+    targets = make_targets(MODEL, Topology(2, 2))
+    with pytest.raises(MismatchError, match="has exp_avg of a, and exp_avg, exp_avg_sq of others"):
+        load(open_for(tmp_path, targets[0]), targets)
+    load(open_for(tmp_path, targets[0]), targets, with_states=False)
 
 
 def test_the_saved_optimizers_name_is_told(tmp_path: Path) -> None:
