@@ -113,6 +113,9 @@ def _spread(atom: Atom, numel: int | None) -> list[tuple[float, float, int, int]
 def _name_rows(index: AtomicIndex) -> dict[str, MapRow]:
     """The row of every file, by the file's name."""
     names = [os.path.basename(file.path) for file in index.stored.files]
+    if index.run.format:
+        named = sorted(set(names), key=lambda name: (len(name), name))
+        return {name: MapRow((at,), "", name) for at, name in enumerate(named)}
     rows = {name: MapRow((2,), "", name) for name in names}
     if index.run.topology.is_atomic:
         states = [f"{state}.pt" for state in sort_states({key.state for key in index.stored.atoms})]
@@ -263,7 +266,8 @@ def _make_title(survey: Survey) -> str:
     totals, topology = survey.data["totals"], survey.index.run.topology
     elements = "" if totals["elements"] is None else f"{format_count(totals['elements'])} parameters, "
     step = survey.index.run.counters.get("global_steps")
-    kind = f"atomic, {topology.precision}" if topology.is_atomic else topology.describe()
+    told = survey.index.run.format or "atomic"
+    kind = f"{told}, {topology.precision}" if topology.is_atomic else topology.describe()
     name = "/".join(hide_secrets(normalize(survey.data["folder"])).split("/")[-2:])
     text = f"{name}: {kind} · {elements}{format_bytes(totals['file_bytes'])} in {count_of(totals['files'], 'file')}"
     return text if step is None else f"{text} · step {step}"

@@ -19,7 +19,7 @@ from ..stream.reader import AtomReader, Item
 from ..topology import find_differences
 from .elements import Tally, compare
 from .pairing import Pair, Pairs, feed_right, is_weights_alone, pair_atoms
-from .values import ValueDifference, compare_runs, compare_values
+from .values import ABSENT, ValueDifference, compare_runs, compare_values
 
 NOTHING = Tally()
 
@@ -202,6 +202,12 @@ def _compare_rest(
     if not weights and not options.only and not options.states:
         found, more = compare_runs(left, right)
         values, notes = values + found, notes + more
+    if bool(left.run.format) != bool(right.run.format):
+        lacking = [each for each in values if ABSENT in (each.left, each.right)]
+        values = [each for each in values if each not in lacking]
+        if lacking:
+            names = ", ".join(dict.fromkeys(each.key for each in lacking))
+            notes.append(f"only one of the two formats keeps, and not compared: {names}")
     return values, notes
 
 
