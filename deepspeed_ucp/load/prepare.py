@@ -107,8 +107,10 @@ def prepare(
         renames = list_renames(rules)
         # Of a pipeline each stage has other modules, and all ranks have to read alike.
         module = target.engine.module if target.place.pp == 1 else None
-        reading = read_into(saved, module, named, list_renamed(saved, named, renames)) if module else Reading()
-        model = read_config(module) if module and (renames or saved.run.format) else {}
+        reading = (
+            read_into(saved, module, named, list_renamed(saved, named, renames)) if module is not None else Reading()
+        )
+        model = read_config(module) if module is not None and (renames or saved.run.format) else {}
         made = apply_renames(reading.carry_out(saved), inventory.shapes, rules, inventory.aliases, model)
         index = made.index
         if log:
