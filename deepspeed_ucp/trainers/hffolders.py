@@ -53,7 +53,8 @@ def choose_folder(args: Any, wanted: Any, config: UniversalConfig) -> Any:
         return wanted
     if not config.fallback:
         comm.once(lambda: read_trainer_state(folders[0]))
-        find_job(folders[0], config, comm)
+        if not config.arguments.get("load_module_only"):  # for which a folder of weights does as well
+            find_job(folders[0], config, comm)
         return folders[0]
     passed: list[str] = []
     for latest in (True, False):  # where no other one is whole, one that has lost `latest` alone is better than none
@@ -163,7 +164,8 @@ def _refuse_stateless(folder: str) -> str:
         )
     raise CheckpointError(
         "holds weights without the engine's state (save_only_model leaves out optimizer, scheduler and "
-        "random states), so that no run can be resumed from it: start a new one from its weights.",
+        "random states), so that no run can be resumed from it: start a new one from its weights "
+        '("arguments": {"load_module_only": true}).',
         path=folder,
     )
 

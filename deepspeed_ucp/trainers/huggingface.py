@@ -26,7 +26,7 @@ from .. import beacon
 from ..atoms import ASKED, BATCH_SIZES, BEGUN, SavedJob
 from ..comm import connect
 from ..config import UniversalConfig
-from ..errors import MismatchError, UnsupportedError, count_of, describe_changes
+from ..errors import CheckpointError, MismatchError, UnsupportedError, count_of, describe_changes
 from ..examine.tags import TRAINER_STATE
 from ..hook import read_options, show_decisions
 from ..saves.keeping import begin_save, can_guard, finish_folders, guard, remove_postponed, restore_times
@@ -94,7 +94,9 @@ def _take_weights(trainer: Any, folder: str) -> Iterator[None]:
     class TakeWeights(TrainerCallback):
         def on_train_begin(self, *_: Any, **__: Any) -> None:
             strict = not hasattr(trainer.model, "peft_config")
-            trainer.model_wrapped.load_checkpoint(folder, load_module_strict=strict)
+            path, _ = trainer.model_wrapped.load_checkpoint(folder, load_module_strict=strict)
+            if path is None:
+                raise CheckpointError("holds no weights that can be loaded.", path=folder)
 
     callback, callbacks = TakeWeights(), trainer.callback_handler.callbacks
     callbacks.insert(0, callback)
@@ -354,11 +356,22 @@ def load_scheduler(original: Callable[..., Any], trainer: Any, checkpoint: str |
     """``Trainer._load_optimizer_and_scheduler``: this run's own schedule, at the saved step, where it is to stay.
 
     Raises:
+        MismatchError: the saved one is of more param groups, as that of a run without an adapter.
         UnsupportedError: it cannot be set to a step.
     """
     config = find_options(trainer)
-    if config is None or checkpoint is None or config.arguments.get("load_lr_scheduler_states", True):
+    if config is None or checkpoint is None:
         original(trainer, checkpoint)
+        return
+    if config.arguments.get("load_lr_scheduler_states", True):
+        try:
+            original(trainer, checkpoint)
+        except IndexError as error:  # torch's, of a list of functions
+            raise MismatchError(
+                f"{checkpoint}: its schedule is of more param groups than this run's. "
+                '"arguments": {"load_lr_scheduler_states": false} goes on with the schedule of this run, '
+                '{"load_module_only": true} begins anew with the weights.'
+            ) from error
         return
     schedule = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)
     steps = int(read_trainer_state(checkpoint).get("global_step", 0))  # transformers 4 has not read it yet

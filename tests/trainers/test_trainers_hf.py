@@ -15,6 +15,7 @@ import torch
 import trainers_hf
 from packaging.version import Version
 from safetensors.torch import load_file
+from torch.optim.lr_scheduler import LambdaLR
 from trainers_hf import Trained
 
 from deepspeed_ucp import CheckpointError, MismatchError, beacon
@@ -266,6 +267,23 @@ def test_weights_alone_are_no_checkpoint(tmp_path: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"")
     with pytest.raises(CheckpointError, match="save_only_model leaves out"):
         choose(folder)
+    assert choose(folder, arguments={"load_module_only": True}) == str(folder)
+
+
+def test_a_schedule_of_more_groups_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of a run whose checkpoint goes on under PEFT, which has one group."""
+    optimizers = [torch.optim.SGD([{"params": [torch.zeros(1)]} for _ in range(count)], lr=1.0) for count in (2, 1)]
+    saved, live = (LambdaLR(each, [Rise() for _ in each.param_groups]) for each in optimizers)
+    monkeypatch.setattr(huggingface, "find_options", lambda _: UniversalConfig())
+    with pytest.raises(MismatchError, match="more param groups than this run's.*load_lr_scheduler_states"):
+        huggingface.load_scheduler(lambda *_: live.load_state_dict(saved.state_dict()), None, "checkpoint-2")
+
+
+class Rise:
+    """A schedule with a state, as the functions of transformers have one."""
+
+    def __call__(self, step: int) -> float:
+        return 1.0 + step
 
 
 def choose(wanted: Any, output: Any = None, **config: Any) -> Any:

@@ -63,6 +63,9 @@ def pretrain(
     for path in (str(EXAMPLE), str(Path(__file__).with_name("standin"))):
         if path not in sys.path:
             sys.path.insert(0, path)
+    if getattr(sys.modules.get("megatron"), "__file__", "") is None:  # megatron-core's, which has no modules of its own
+        for name in [name for name in sys.modules if name.split(".")[0] == "megatron"]:
+            del sys.modules[name]
     install(default_on=default_on)
     from config import Degrees, GPTConfig  # type: ignore[import-not-found]
     from megatron import checkpointing, global_vars, training  # type: ignore[import-not-found]
