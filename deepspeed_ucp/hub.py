@@ -72,7 +72,7 @@ class Reading:
         """Other names than the saved ones, in words; empty where every name is the model's own."""
         told = [f"{name} is of no use to this model" for name in sorted(self.dropped)]
         told += [f"{_name_sources(held)} → {name}" for name, held in self.made.items()]
-        return f"read as Hugging Face's libraries do: {shorten(told)}" if told else ""
+        return f"read as Hugging Face's libraries do: {shorten(told, 3)}" if told else ""
 
 
 def _name_sources(made: DerivedParam) -> str:
