@@ -228,7 +228,8 @@ def check_tag(load_dir: str, tag: str) -> str:
     if not leads_to_folder(folder):
         tags = find_tags(load_dir) or find_foreign_folders(load_dir)
         known = f"the folder holds {shorten(tags)}" if tags else "the folder holds no checkpoint"
-        if not tags and (kind := find_foreign(list_entries(load_dir))):
+        held = scan_if_there(load_dir).keys()  # weights beside a `latest` are not what that names
+        if held and not (tags or {LATEST, UNIVERSAL} & held) and (kind := find_foreign(list_entries(load_dir))):
             known = f"the folder is itself a checkpoint, {kind}, which is loaded without one"
         raise CheckpointError(f"no checkpoint with tag {tag!r} in {load_dir}; {known}. {COPY}", path=folder)
     return folder

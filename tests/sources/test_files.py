@@ -283,6 +283,9 @@ def test_an_unknown_tag_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     touch(tmp_path / "weights", "model.safetensors")
     with pytest.raises(CheckpointError, match="itself a checkpoint, safetensors, which is loaded without one"):
         check_tag(str(tmp_path / "weights"), "x")
+    (tmp_path / "latest").write_text("global_step3")  # of a run, whose tag is lost: no reason to take the weights alone
+    with pytest.raises(CheckpointError, match="the folder holds no checkpoint"):
+        check_tag(str(tmp_path / "weights"), "x")
     touch(tmp_path / "global_step3", MODEL)
     (tmp_path / "logs").mkdir()
     with pytest.raises(CheckpointError, match="no checkpoint with tag 'global_step4'.*the folder holds global_step3"):
