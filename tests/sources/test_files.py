@@ -283,7 +283,7 @@ def test_an_unknown_tag_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     touch(tmp_path / "weights", "model.safetensors")
     with pytest.raises(CheckpointError, match="itself a checkpoint, safetensors, which is loaded without one"):
         check_tag(str(tmp_path / "weights"), "x")
-    (tmp_path / "latest").write_text("global_step3")  # of a run, whose tag is lost: no reason to take the weights alone
+    (tmp_path / "weights" / "latest").write_text("x")  # of a run whose tag is lost: the weights alone are not that
     with pytest.raises(CheckpointError, match="the folder holds no checkpoint"):
         check_tag(str(tmp_path / "weights"), "x")
     touch(tmp_path / "global_step3", MODEL)
