@@ -234,7 +234,8 @@ def describe_hyper(job: LoadContext, target: Target, run: RunState, match: Match
         return []
     engine, optimizer, takes_saved = job.engine, target.optimizer, job.config.param_groups == "saved"
     held = {flat.group: optimizer.param_groups[target.param_group(flat)] for flat in target.flats}
-    pairs = [(held[live], drop_fixed(run.groups[saved].hyper)) for live, saved in sorted(match.groups.items())]
+    saved = {number: drop_fixed(run.groups[number].hyper) for found in match.groups.values() for number in found}
+    pairs = [(held[live], saved[number]) for live, found in sorted(match.groups.items()) for number in found]
     with_scheduler, scheduler = job.arguments.load_lr_scheduler_states, engine.lr_scheduler
     notes = [
         list_edits(optimizer, pairs, scheduler, run.configured, takes_saved=takes_saved, with_scheduler=with_scheduler)

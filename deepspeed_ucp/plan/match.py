@@ -29,7 +29,8 @@ class Match:
 
     Attributes:
         params: live name → the saved parameter, of several pipeline stages' the one that this stage takes.
-        groups: live param group → the saved one with its parameters, where there is one.
+        groups: live param group → the saved ones with its parameters: one, of experts cut by size several, or
+            as many as a group that keeps its own hyper-parameters joins; those without any are left out.
         skipped: what a lenient load passes over.
         untouched: frozen parameters and buffers that the checkpoint lacks: a lenient load leaves them as they are.
         kept: tensors that keep their fresh value, as the source's converter did not keep them.
@@ -41,7 +42,7 @@ class Match:
     """
 
     params: dict[str, ParamKey] = field(default_factory=dict)
-    groups: dict[int, int] = field(default_factory=dict)
+    groups: dict[int, tuple[int, ...]] = field(default_factory=dict)
     skipped: list[Fault] = field(default_factory=list)
     untouched: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
@@ -385,7 +386,7 @@ def match_groups(
             continue
         if keep_live:
             match.hyper[number] = _join_steps(index, sources)
-            match.groups.update({number: min(sources)} if len(sources) == 1 and -1 not in sources else {})
+            match.groups.update({number: found} if (found := tuple(sorted(sources - {-1}))) else {})
             continue
         # Groups of experts are cut by size (``max_group_size``), so that their number changes with the topology.
         experts = all(map(is_expert, names)) and -1 not in sources
@@ -399,7 +400,7 @@ def match_groups(
                 '{"param_groups": "live"}} to keep the groups of this run with their hyper-parameters, or load with '
                 "load_optimizer_states=False."
             )
-        match.groups[number] = min(sources)
+        match.groups[number] = tuple(sorted(sources))
         match.hyper[number] = index.run.groups[min(sources)].hyper
 
 

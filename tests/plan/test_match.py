@@ -147,10 +147,10 @@ def test_a_thawed_parameter_joins_the_group_of_the_others() -> None:
     index = make_index({"a": (2,)}, {"b": (2,)}, [["a"]])
     found = match(index, {"a": (2,), "b": (2,)})
     match_groups(index, {0: ("a", "b")}, found)
-    assert found.groups == {0: 0}
+    assert found.groups == {0: (0,)}
     apart = match(index, {"a": (2,), "b": (2,)})
     match_groups(index, {0: ("a",), 1: ("b",)}, apart)
-    assert apart.groups == {0: 0}
+    assert apart.groups == {0: (0,)}
 
 
 @pytest.mark.parametrize(
@@ -194,6 +194,10 @@ def test_live_groups_keep_their_hyper_parameters_however_the_saved_run_grouped()
     found = match(index, {"a": (2,), "b": (2,)})
     match_groups(index, members, found, keep_live=True)
     assert found.hyper == {0: {"step": 3}, 1: {"step": 3}}
+    assert found.groups == {0: (0,), 1: (0,)}
+    joined = match(index := make_index({"a": (2,), "b": (2,)}, groups=[["a"], ["b"]]), {"a": (2,), "b": (2,)})
+    match_groups(index, {0: ("a", "b")}, joined, keep_live=True)
+    assert joined.groups == {0: (0, 1)}  # whose values are told where they are others
 
 
 def test_live_groups_that_join_saved_ones_of_different_steps_are_refused() -> None:
@@ -223,7 +227,7 @@ def test_groups_match_by_parameter_and_not_by_position() -> None:
     index = make_index({"a": (1,), "b": (1,), "c": (1,)}, groups=(["a"], ["b", "c"]))
     found = match(index, {"a": (1,), "b": (1,), "c": (1,)})
     match_groups(index, {0: ("c", "b"), 1: ("a",)}, found)
-    assert found.groups == {0: 1, 1: 0}
+    assert found.groups == {0: (1,), 1: (0,)}
 
 
 @pytest.mark.parametrize("live", [{0: ("a", "b", "c")}, {0: ("a", "b"), 1: ("c",)}, {0: ("a",), 1: ("b",), 2: ("c",)}])
@@ -246,14 +250,14 @@ def test_groups_without_a_known_parameter_keep_their_own_hyper_parameters() -> N
     index = make_index({"a": (1,), "gone": (1,)}, groups=(["a", "gone"],))
     found = match(index, {"a": (1,), "new": (1,)}, strict=False)
     match_groups(index, {0: ("a",), 1: ("new",)}, found)
-    assert found.groups == {0: 0}
+    assert found.groups == {0: (0,)}
 
 
 def test_a_lenient_load_does_not_count_parameters_that_the_model_lacks() -> None:
     index = make_index({"a": (1,), "gone": (1,)}, groups=(["a"], ["gone"]))
     found = match(index, {"a": (1,)}, strict=False)
     match_groups(index, {0: ("a",)}, found)
-    assert found.groups == {0: 0}
+    assert found.groups == {0: (0,)}
 
 
 # -- tensor parallelism, stages, other names --------------------------------------------------------------------------
@@ -277,7 +281,7 @@ def test_renamed_parameters_are_found_under_their_saved_names() -> None:
     found = match(index, {"layers.0.w": (2,), "layers.1.w": (2,)}, renamed=renamed)
     assert found.saved == renamed
     match_groups(index, {0: tuple(renamed)}, found)
-    assert found.groups == {0: 0}
+    assert found.groups == {0: (0,)}
 
 
 @pytest.mark.parametrize(
@@ -312,7 +316,7 @@ def test_a_group_is_found_by_a_stages_own_copy() -> None:
     index = make_index({"a": (2,), "t": (2,)}, groups=(["a", "t"], ["t 1"]), instances={"t": 2})
     found = match(index, {"a": (2,), "t": (2,)}, ordinals={"t": (1, 2)})
     match_groups(index, {0: ("t",)}, found)
-    assert found.groups == {0: 1}
+    assert found.groups == {0: (1,)}
 
 
 def test_many_differences_are_counted_and_shown_by_example() -> None:
