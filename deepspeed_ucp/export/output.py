@@ -153,6 +153,9 @@ def _warn_losses(index: AtomicIndex, selection: Selection) -> None:
             "this checkpoint has no fp32 weights with names, so the model's own %s are written%s",
             *(index.run.topology.precision, "" if index.limits.stateless else way),
         )
+    padded = [each for each in selection.weights if each.shape != each.full.shape]
+    if cut := [f"{each.names[0]} ({each.shape[0]} of {each.full.shape[0]} rows)" for each in padded]:
+        logger.info("a vocabulary's padding is left out (--keep-padding writes it): %s", shorten(cut))
     if selection.unused:
         logger.warning("patterns: rules that match no parameter: %s", shorten(selection.unused))
     if selection.resizes:

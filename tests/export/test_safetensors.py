@@ -168,12 +168,14 @@ def export_held(index: AtomicIndex, held: Held, to: Path, comm: Comm | None = No
 
 
 @pytest.mark.parametrize("keep", [False, True], ids=["cut", "kept"])
-def test_padding_rows_of_a_vocabulary(tmp_path: Path, keep: bool) -> None:
+def test_padding_rows_of_a_vocabulary(tmp_path: Path, keep: bool, caplog: pytest.LogCaptureFixture) -> None:
     held = draw_state(make_plain(("word", "norm")), Topology(1, 2, tp=2))
+    caplog.set_level("INFO", "deepspeed_ucp")
     export_held(open_held(held, tmp_path / "in"), held, tmp_path / "out", keep_padding=keep)
     whole = held.state.atoms["body.word"]["fp32"]
     assert len(whole) > VOCAB
     check_same({"w": load_all(tmp_path / "out")["body.word"]}, {"w": whole if keep else whole[:VOCAB]})
+    assert (f"body.word ({VOCAB} of {len(whole)} rows)" in caplog.text) != keep
 
 
 def test_an_atomic_checkpoint_gives_the_same_bytes(tmp_path: Path) -> None:
