@@ -129,6 +129,18 @@ def test_a_model_without_its_optimizer(tmp_path: Path, trained: Any) -> None:
     assert index.is_weights_alone
 
 
+def test_states_without_their_weight_are_told_of(
+    tmp_path: Path, trained: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    lacking = next(iter(dict(trained[0].named_parameters())))
+
+    def cut(weights: Any, states: Any) -> Any:
+        return nest({name: held for name, held in weights.items() if name != lacking}, states)
+
+    open_it(save_dcp(tmp_path / "it", trained, outer=cut))
+    assert f"not loaded, since it is states of parameters that the model there does not have: {lacking}" in caplog.text
+
+
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])
 def test_states_by_number_are_refused_with_the_way_to_save_them(tmp_path: Path, trained: Any, kind: str) -> None:
     model, optimizer = trained

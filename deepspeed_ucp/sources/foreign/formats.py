@@ -26,6 +26,8 @@ _MOST_BYTES = 1 << 24
 
 _WHOSE = "states by number, of which nothing tells whose they are"
 
+_WEIGHTLESS = "states of parameters that the model there does not have"
+
 _PACKED = re.compile(r".*(weight_scale(_inv)?|qweight|weight_packed|weight\.absmax|proj_blocks)")
 """Names of tensors that there are beside quantized weights, or in their place."""
 
@@ -88,6 +90,8 @@ def survey_foreign(where: FileTable, comm: Comm, kind: str) -> tuple[AtomicIndex
         told = {key: value for key, value in config.items() if _SHAPING.fullmatch(key)}
         index = index.change(hints={**index.model.hints, "config": told}) if told else index
         findings += [*_find_passed_over(where, kind, contents), *_find_packed(where, contents, config)]
+    stray = sorted({*contents.states, *contents.scalars} - {*contents.weights, *contents.aliases})
+    findings += list_left(stray, _WEIGHTLESS, where.path(contents.head), contents.head)
     return index, [*findings, *comm.once(lambda: _find_beside(where))]
 
 
