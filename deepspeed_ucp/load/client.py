@@ -110,11 +110,10 @@ def _allow_all(named: Mapping[Use, str]) -> dict[str, Any]:
     Raises:
         UnsupportedError: not all of it is harmless.
     """
-    given = _list_consented()
     harmless = {_name(each): each for each in safe_classes()} | _list_numpys() | {"builtins.Ellipsis": ...}
-    allowed = {**harmless, **_get_allowed_globals(), **given}
+    allowed = {**harmless, **_get_allowed_globals(), **_list_consented()}
     found = {use: allowed.get(use.kind) or _VALUES.get(use.kind) or _find_imported(use.kind) for use in named}
-    unknown = [use for use in named if not _is_allowed(use, found[use], given, allowed)]
+    unknown = [use for use in named if not _is_allowed(use, found[use], allowed)]
     if unknown:
         kinds = shorten(dict.fromkeys(use.kind for use in unknown), 20)
         raise UnsupportedError(
@@ -159,22 +158,22 @@ def _name(each: Any) -> str:
     return f"{each.__module__}.{each.__qualname__}"
 
 
-def _is_allowed(use: Use, found: Any, given: Mapping[str, Any], allowed: Mapping[str, Any]) -> bool:
+def _is_allowed(use: Use, found: Any, allowed: Mapping[str, Any]) -> bool:
     """Whether what a pickle does with something runs no code of a file's choice.
 
     Args:
         found: what it is here; None where no imported package has it.
-        given: what has consent, whatever becomes of it.
-        allowed: that, and what is harmless.
+        allowed: what has consent, also a library's (Megatron-Core gives some classes its own), or is harmless; it is
+            not for a file to choose what giving attributes to it calls.
     """
     if use.member:
         return use.kind == GETATTR or _is_member(use.kind, allowed)
+    if use.steered:
+        return False
     if use.states and isinstance(found, type) and issubclass(found, enum.Enum):
         return False  # its members are the process's own
-    if use.kind in given or (use.kind in allowed and not use.steered):
-        return True
     is_value = use.value and (use.kind in _VALUES or _is_value(found, use))
-    return not use.steered and (is_value or _is_harmless(found, use))
+    return use.kind in allowed or is_value or _is_harmless(found, use)
 
 
 def _is_member(name: str, allowed: Mapping[str, Any]) -> bool:

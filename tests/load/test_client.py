@@ -527,6 +527,11 @@ def test_attributes_that_are_called_for_the_next_are_refused(kind: str, tmp_path
     for look in (read_trusting_nothing, ask):
         with pytest.raises(UnsupportedError, match="consent|state is not a dictionary"):
             look(path)
+        with (  # consent to a class, as Megatron-Core gives, is none to what a file has it call
+            torch.serialization.safe_globals([argparse.Namespace, types.SimpleNamespace]),
+            pytest.raises(UnsupportedError, match="consent|state is not a dictionary"),
+        ):
+            look(path)
     assert not RUNS
 
 
