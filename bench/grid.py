@@ -77,7 +77,7 @@ class FakeTarget(Target):
         self.shapes = {grid.live_name(p): p.local_shape(grid.tp) for p in held}
         self.held = {grid.live_name(p): p for p in held}
         parameters = [(name, _mark(p)) for name, p in self.held.items()]
-        self.engine = SimpleNamespace(module=SimpleNamespace(named_parameters=lambda: parameters))
+        self.engine = SimpleNamespace(module=SimpleNamespace(named_parameters=lambda: parameters, named_modules=tuple))
         self.collect()
         groups = defaultdict(list)
         for flat in self.flats:

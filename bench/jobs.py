@@ -195,7 +195,7 @@ class MoeTarget(Target):
         numbers, ranks = range(rank % ep * own, (rank % ep + 1) * own), range(rank % ep, dp, ep)
         held = HeldExperts(numbers, ep, ranks, over_tp=False, is_first_replica=rank < ep)
         self.experts = {f"layers.{layer}.{EXPERTS}": held for layer in range(sizes.layers)}
-        self.engine = SimpleNamespace(module=SimpleNamespace(named_parameters=tuple))
+        self.engine = SimpleNamespace(module=SimpleNamespace(named_parameters=tuple, named_modules=tuple))
         self.collect()
         groups = [[flat.holder] for flat in self.flats]
         self.wrapped = torch.optim.AdamW([{"params": params} for params in groups], lr=1e-4)

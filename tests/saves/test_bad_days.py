@@ -80,7 +80,7 @@ def test_two_jobs_at_once_with_the_same_tags(kind: str, tmp_path: Path, server: 
     jobs = [Job(str(tmp_path / f"memory{number}" / "job")) for number in range(2)]
     for job in jobs:
         job.own()
-    settings = {**SETTINGS, "wait_s": 2.0, "storage_options": server.options}
+    settings = {**SETTINGS, "wait_s": 20.0, "storage_options": server.options}
     lines, drawn = [start_writer(job, settings) for job in jobs], random.Random(1)
     for number in range(6):
         for job, line in zip(jobs, lines, strict=True):
@@ -88,6 +88,7 @@ def test_two_jobs_at_once_with_the_same_tags(kind: str, tmp_path: Path, server: 
             line.write(b"\n")
             line.flush()
         time.sleep(drawn.uniform(0, 0.3))
+    wait_until(lambda: all(map(is_locked, jobs)))  # writers take some time to begin
     for line in lines:
         line.close()
     for job in jobs:
