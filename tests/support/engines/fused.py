@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -113,11 +113,13 @@ class Layer(nn.Module):
 class Model(nn.Module):
     """Two layers, with tokens that depend on no other token."""
 
+    layer: Callable[[Form], nn.Module] = Layer
+
     def __init__(self, form: Form):
         super().__init__()
         self.config = SimpleNamespace(model_type="mixtral", num_local_experts=form.experts, num_experts_per_tok=2)
         self.model = nn.Module()
-        self.model.layers = nn.ModuleList([Layer(form), Layer(form)])
+        self.model.layers = nn.ModuleList([type(self).layer(form) for _ in range(2)])
         self.head = nn.Linear(HIDDEN, 1)
 
     def forward(self, x: Tensor) -> Tensor:
