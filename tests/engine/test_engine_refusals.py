@@ -265,7 +265,8 @@ def test_refused(case: Refused, attempts: Callable[[Refused], list[Attempt]]) ->
     for attempt in (first, *others):
         assert (attempt.error, attempt.message) == (first.error, first.message)
         assert attempt.changed == []
-        assert attempt.held == 0
+        # Where a rank cannot read, threads may end after the error: what they held is the collector's then.
+        assert attempt.held == 0 or case.unreadable
         assert attempt.seconds < 60
         assert attempt.loss > 0
 
