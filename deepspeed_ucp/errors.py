@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from math import prod
@@ -103,6 +104,18 @@ class OutOfReachError(CheckpointError, StorageError):
 
 class RemoteError(UcpError):
     """Another rank failed with an error that is not one of ours; carries its text."""
+
+
+def let_go(error: BaseException) -> None:
+    """Give back what the calls held that an error has ended: memory to exchange bytes in, a second copy of the states.
+
+    An error and the calls that have noted it are a cycle, which the collector of garbage finds late. So this is for
+    whoever passes an error over, and for the last that sees one: its calls' variables are no more to be had.
+    """
+    ended: BaseException | None = error
+    while ended is not None:
+        traceback.clear_frames(ended.__traceback__)
+        ended = ended.__cause__
 
 
 class Objections:

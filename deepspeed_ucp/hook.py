@@ -22,7 +22,7 @@ from .attach import get_default
 from .comm import Comm, connect
 from .config import ENVIRONMENT, SECTION, UniversalConfig, choose_batch, parse_config, read_environment
 from .engine_state import collect, find_state, get_config, hand_out
-from .errors import CheckpointError, UcpError, count_of, describe_changes
+from .errors import CheckpointError, UcpError, count_of, describe_changes, let_go
 from .io.store import begin_reading, end_reading, set_storage_options
 from .load.context import LoadArguments
 from .load.disabled import load_switched_off
@@ -34,7 +34,7 @@ from .saves.saver import forget_frozen, wait_for_copies
 from .saves.saving import foresee_saves, save_into_memory
 from .sealing import seal_last, seal_late, seal_save
 from .targets.guard import guard_engine
-from .uncaught import find_fault, let_go, shorten_uncaught
+from .uncaught import find_fault, shorten_uncaught
 from .writer import finish_save, is_decoupled
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -335,4 +335,5 @@ def _load_from_memory(
             raise
         if comm.rank == 0:
             logger.warning("%s: what memory holds cannot be loaded: %s", load_dir, error)
+        let_go(error)
         return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from functools import partial
 from types import TracebackType
@@ -24,17 +23,6 @@ def find_fault(error: UcpError) -> BaseException | None:
     while isinstance(cause, UcpError):
         cause = cause.__cause__
     return cause
-
-
-def let_go(error: BaseException) -> None:
-    """Give back what the calls held that an error has ended: memory to exchange bytes in, a second copy of the states.
-
-    An error and the calls that have noted it are a cycle, which the collector of garbage finds late.
-    """
-    ended: BaseException | None = error
-    while ended is not None:
-        traceback.clear_frames(ended.__traceback__)
-        ended = ended.__cause__
 
 
 def shorten_uncaught() -> None:

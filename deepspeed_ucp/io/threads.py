@@ -10,6 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import TypeVar
 
+from ..errors import let_go
+
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -81,7 +83,7 @@ def run_threads(jobs: Sequence[T], work: Callable[[Iterator[T]], None], threads:
     futures: list[Future[None]] = []
     with limit_torch(1):
         try:
-            futures += [pool.submit(run) for _ in range(count)]
+            futures.extend(pool.submit(run) for _ in range(count))
             for future in futures:
                 future.result()
         finally:
@@ -108,6 +110,7 @@ def _wait_for_end(futures: Sequence[Future[None]]) -> None:
     """However often it is interrupted: what the threads work on is freed afterwards.
 
     Joining the threads would not do: an interrupted ``Thread.join`` takes a running thread for one that has ended.
+    Errors that nobody will see, as another one is raised, hold nothing any more.
     """
     interrupt: BaseException | None = None
     while True:
@@ -116,5 +119,9 @@ def _wait_for_end(futures: Sequence[Future[None]]) -> None:
             break
         except KeyboardInterrupt as again:
             interrupt = again
+    raised = sys.exc_info()[1]
+    for future in futures:
+        if (error := future.exception()) is not None and error is not raised:
+            let_go(error)
     if interrupt is not None:
         raise interrupt

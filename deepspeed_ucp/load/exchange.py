@@ -15,7 +15,7 @@ import numpy.typing as npt
 from ..atoms import AtomicIndex
 from ..comm import Comm
 from ..config import UniversalConfig
-from ..errors import CheckpointError, UcpError
+from ..errors import CheckpointError, UcpError, let_go
 from ..io.checksum import Checked
 from ..io.distance import count_readers
 from ..io.memory import Scratch
@@ -103,6 +103,7 @@ class CollectiveReader:
                 return self._read_again()
             except UcpError as error:  # the same on every rank
                 logger.warning("reading into the engine's buffers failed, trying again: %s", error)
+                let_go(error)
                 time.sleep(attempt + _PAUSE)
         return self._read_again()
 

@@ -14,7 +14,7 @@ from ..comm import Comm, connect, is_shared
 from ..config import UniversalConfig
 from ..convert import ConvertOptions, convert_index, default_destination
 from ..engine_state import find_state
-from ..errors import CheckpointError, OutOfReachError, UcpError, UnsupportedError, shorten
+from ..errors import CheckpointError, OutOfReachError, UcpError, UnsupportedError, let_go, shorten
 from ..io.memory import pause_collection
 from ..io.paths import normalize
 from ..io.store import begin_reading, set_storage_options
@@ -107,6 +107,7 @@ def _resume_first_whole(
             if isinstance(error, OutOfReachError) or find_state(job.engine).broken is not marked:
                 raise
             passed.append(str(error))
+            let_go(error)
         else:
             if passed and job.comm.rank == 0:
                 logger.warning("%s: resumed from %s; passed over: %s", load_dir, tag, " ".join(passed))

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 
 from ..atoms import AtomicIndex, StoredAtoms
 from ..comm import Comm
-from ..errors import CheckpointError, UcpError, shorten
+from ..errors import CheckpointError, UcpError, let_go, shorten
 from ..io.distance import Identity, identify_file
 from ..io.read import sum_range
 from ..io.store import open_stored
@@ -72,7 +72,9 @@ def read_with_failover(index: AtomicIndex, work: Callable[[AtomicIndex], T], com
         try:
             return work(index)
         except CheckpointError as error:
-            left = pass_over_damaged(index, _list_damaged(error), comm)
+            damaged = _list_damaged(error)
+            let_go(error)  # what is read next has memory of its own
+            left = pass_over_damaged(index, damaged, comm)
             if left is None:
                 raise
             index = left

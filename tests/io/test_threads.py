@@ -11,7 +11,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from deepspeed_ucp.errors import let_go
 from deepspeed_ucp.io.threads import count_threads, limit_torch, run_threads
+from tests.support.held import without_collector
 
 
 @pytest.mark.parametrize("threads", [1, 3, 20])
@@ -36,6 +38,24 @@ def test_the_first_error_is_raised_and_the_rest_left() -> None:
     with pytest.raises(ZeroDivisionError):
         run_threads(range(100), work, 2)
     assert len(taken) <= 2
+
+
+def test_what_threads_held_that_failed_beside_the_first_is_given_back_at_once() -> None:
+    """Theirs are errors that nobody sees; the one that is raised has all of its trace's variables."""
+    begun = threading.Barrier(3)
+
+    with without_collector() as failing:
+
+        def work(turn: Iterator[int]) -> None:
+            for job in turn:
+                begun.wait()  # no thread ends before all have begun
+                failing.fail(ZeroDivisionError(job))
+
+        with pytest.raises(ZeroDivisionError) as raised:
+            run_threads(range(100), work, 3)
+        assert failing.held == 1
+        let_go(raised.value)
+        assert failing.held == 0
 
 
 def test_an_interrupt_waits_for_the_threads() -> None:

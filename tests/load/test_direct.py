@@ -33,10 +33,12 @@ from deepspeed_ucp.load.uploads import Uploads
 from deepspeed_ucp.plan import LoadPlan, ReadSizes
 from deepspeed_ucp.plan.rounds import BLOCK
 from deepspeed_ucp.sources import open_checkpoint
+from deepspeed_ucp.stream import recovery
 from tests.load.test_reshard import AWKWARD, KINDS, flip, take_a_step
 from tests.plan import planning
 from tests.support.covering import cover, params
 from tests.support.curriculum import make_sampler
+from tests.support.held import without_collector
 from tests.support.ranks import World, run_ranks
 from tests.support.reshard import SENTINEL, FakeTarget, Loaded, check_content, groups_of, make_targets, open_for
 from tests.synth import (
@@ -641,6 +643,23 @@ def test_what_fails_for_a_moment_in_the_second_pass_is_read_again(
     run_ranks(2, lambda rank, comm: run_load(index, targets[rank], comm, UniversalConfig(threads=1)))
     check_loaded(targets, state)
     assert "trying again" in caplog.text
+
+
+def test_what_a_read_held_that_failed_is_given_back_before_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the second pass, and where a damaged file has other copies."""
+    index, attempts = planning.make_index([]), iter(range(6))
+    monkeypatch.setattr(exchange, "_PAUSE", 0.0)
+    monkeypatch.setattr(recovery, "pass_over_damaged", lambda index, *_: index)
+    with without_collector() as failing:
+
+        def read(*_: Any) -> list[Any]:
+            assert failing.held == 0
+            return [] if next(attempts) % 3 == 2 else failing.fail(CheckpointError("cannot be read."))
+
+        reader = SimpleNamespace(_read_again=read)
+        assert CollectiveReader.read_rest(reader) == []  # type: ignore[arg-type]
+        assert recovery.read_with_failover(index, read, Comm()) == []
+        assert not list(attempts)
 
 
 def test_an_engine_that_was_left_half_loaded_is_usable_after_the_next_load(

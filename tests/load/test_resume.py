@@ -30,6 +30,7 @@ from deepspeed_ucp.stream.checks import verify_records
 from deepspeed_ucp.targets.coverage import UnknownLayoutError
 from deepspeed_ucp.targets.guard import mark, release
 from tests.load.test_reshard import flip
+from tests.support.held import without_collector
 from tests.support.ranks import World, run_ranks
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
@@ -563,6 +564,19 @@ def test_older_tags_are_tried_on_an_engine_that_an_earlier_load_has_left_half_ch
         assert falling_back.tried == ["global_step3"]
     falling_back.marks.clear()
     assert falling_back.load() == "global_step2"
+
+
+def test_what_a_load_held_is_given_back_before_an_older_tag_is_loaded(
+    falling_back: FallingBack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with without_collector() as failing:
+
+        def load(_job: LoadContext, _folder: str, tag: str, *_: Any, **__: Any) -> tuple[str, None]:
+            assert failing.held == 0
+            return (tag, None) if tag == "global_step1" else failing.fail(CheckpointError("cut off."))
+
+        monkeypatch.setattr(LOADING, load)
+        assert falling_back.load() == "global_step1"
 
 
 def test_what_is_no_fault_of_the_files_is_told_and_no_older_tag_taken(falling_back: FallingBack) -> None:

@@ -29,6 +29,7 @@ from deepspeed_ucp.saves.memory import Job, find_root, name_job
 from deepspeed_ucp.saves.saving import finish_saves, save_into_memory
 from tests.convert.conversions import write_source
 from tests.saves.saving import TAG, find_writer, is_whole, make_save, write
+from tests.support.held import without_collector
 
 
 class FakeEngine(SimpleNamespace):
@@ -378,6 +379,18 @@ def test_a_rank_that_fails_alone_does_not_go_on_to_the_place(engine: FakeEngine)
             load()
         error.shared = True
         assert load() is None
+
+
+def test_what_a_load_from_memory_held_is_given_back_before_that_of_the_place(engine: FakeEngine) -> None:
+    arguments = engine, "place", None, LoadArguments(), UniversalConfig(save=SaveOptions()), mock.Mock(), [], Comm()
+    with (
+        without_collector() as failing,
+        mock.patch.multiple(hook, find_in_memory=mock.DEFAULT, resume=mock.DEFAULT) as mocked,
+    ):
+        mocked["find_in_memory"].return_value = Found("folder", TAG, 3)
+        mocked["resume"].side_effect = lambda *_, **__: failing.fail(CheckpointError("damaged."))
+        assert hook._load_from_memory(*arguments) is None  # type: ignore[arg-type]
+        assert failing.held == 0
 
 
 def test_a_living_job_of_another_process_is_not_read(job: Job, tmp_path: Path) -> None:

@@ -100,8 +100,6 @@ def _attempt(engine: Any, load: Load) -> Attempt:
         result.error, result.message = type(error).__name__, str(error)
         result.kinds = [kind.__name__ for kind in type(error).__mro__]
     result.seconds = time.monotonic() - begin
-    while _list_held() - held and time.monotonic() < begin + 30:
-        time.sleep(0.01)  # a thread that has read is about to let go of it
     result.held = len(_list_held() - held)
     after = fingerprint(engine)
     result.changed = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
@@ -147,6 +145,7 @@ def _blocked(part: str) -> Iterator[None]:
 
     def refuse(path: Any) -> None:
         if isinstance(path, str | os.PathLike) and part in os.path.basename(os.fspath(path)):
+            time.sleep(0.2)  # the other threads begin to read meanwhile, and fail as well
             raise PermissionError(13, "Permission denied", os.fspath(path))
 
     def blocked_open(path: Any, *args: Any, **kwargs: Any) -> Any:
