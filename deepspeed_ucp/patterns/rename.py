@@ -27,12 +27,14 @@ Any other number is counted alike: of layers, say, of which the live model has m
 
     {"from": "h\\.{n // 2}\\.(?P<x>.*)", "to": "h.{n}.{x}"}                         the new layer n is the saved n // 2
     {"from": "h\\.{[0, 1, 3][n]}\\.(?P<x>.*)", "to": "h.{n}.{x}"}                   the saved layer 2 is left out
+
+A list under ``to`` is a rule for each of its templates, in this order.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -296,18 +298,21 @@ def parse_renames(value: object) -> tuple[Rename, ...]:
     items = [value] if isinstance(value, dict) else value
     if not isinstance(items, (list, tuple)):
         raise ConfigError(f'rename: a list of {{"from": …, "to": …}} is needed, found {value!r}')
-    return tuple(map(_parse, items))
+    return tuple(rule for item in items for rule in _parse(item))
 
 
-def _parse(item: object) -> Rename:
+def _parse(item: object) -> Iterator[Rename]:
     keys = {*_KEYS, "part", "into"}
-    if not isinstance(item, dict) or not _KEYS <= set(item) <= keys or item["from"] is item["to"] is None:
+    known = isinstance(item, dict) and _KEYS <= set(item) <= keys
+    templates = [] if not known else item["to"] if isinstance(item["to"], list) else [item["to"]]
+    if not templates or item["from"] is None in templates:
         raise ConfigError(f'rename: {{"from": …, "to": …}} is needed, found {item!r}')
-    saved, live = (None if item[key] is None else str(item[key]) for key in ("from", "to"))
     part, into = (_parse_part(key, item.get(key, "1/1")) for key in ("part", "into"))
-    rule = Rename(saved, live, part, into)
-    rule.check()
-    return rule
+    for template in templates:
+        saved, live = (None if each is None else str(each) for each in (item["from"], template))
+        rule = Rename(saved, live, part, into)
+        rule.check()
+        yield rule
 
 
 def _parse_part(key: str, value: Any) -> Part:
@@ -349,4 +354,4 @@ def find_idle(names: Iterable[str], rules: Sequence[Rename]) -> list[str]:
     """Rename rules that match none of the names, as text: a checkpoint may have the live names already."""
     names = list(names)
     idle = [rule for rule in rules if rule.pattern is not None and all(rule.match(n) is None for n in names)]
-    return [f"rename: {rule.pattern!r} matches no parameter" for rule in idle]
+    return list(dict.fromkeys(f"rename: {rule.pattern!r} matches no parameter" for rule in idle))

@@ -56,6 +56,14 @@ def test_renames_that_cannot_be(rules, error, message):
         rename_names(["1.w", "2.w"], parse_renames(rules))
 
 
+def test_several_templates_are_a_rule_each() -> None:
+    rules = parse_renames({"w": ["a", "b"]})
+    assert rules == parse_renames([{"from": "w", "to": "a"}, {"from": "w", "to": "b"}])
+    for odd in ([], [None]):
+        with pytest.raises(ConfigError, match="is needed, found"):
+            parse_renames([{"from": None, "to": odd}])
+
+
 def test_from_is_a_regular_expression():
     with pytest.raises(ConfigError, match="is not a regular expression"):
         parse_renames([{"from": "(", "to": "a"}])
