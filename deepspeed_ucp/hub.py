@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from math import gcd
@@ -101,13 +101,13 @@ def read_into(index: AtomicIndex, module: Any, live: Collection[str], own: Colle
     if is_wrapped and any(map(adapters.read_live, shapes)):
         return _rename_adapter(shapes, {*live}, outer)
     memory: dict[str, list[str]] = defaultdict(list)
-    added = set()
+    added, adapted = set(), {name.removeprefix(outer) for name in _list_peft_layers(module)}
     for name in sorted(live):  # in the same order on every rank
         inner = name.removeprefix(outer)
         if is_wrapped and adapters.is_added(inner):
             added.add(name)
         elif name.startswith(outer):
-            memory[adapters.name_in_base(inner) if is_wrapped else inner].append(name)
+            memory[adapters.name_in_base(inner, adapted) if is_wrapped else inner].append(name)
     # Of a run's own save, and around a model of the library, the names that there are in memory are the own ones.
     known = () if index.is_weights_alone and not (outer or is_wrapped) else {*live}
     shapes = {name: shape for name, shape in shapes.items() if name not in known}
@@ -122,6 +122,13 @@ def read_into(index: AtomicIndex, module: Any, live: Collection[str], own: Colle
         }
         reading.unfed = frozenset(added) if reading.made else frozenset()
     return reading
+
+
+def _list_peft_layers(module: Any) -> Iterator[str]:
+    """Names of modules whose class is PEFT's, or made of one of PEFT's."""
+    for name, each in module.named_modules():
+        if any(kind.__module__.startswith("peft.") for kind in type(each).__mro__):
+            yield strip_compiled(name)
 
 
 def read_config(module: Any) -> dict[str, Any]:

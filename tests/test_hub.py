@@ -250,6 +250,16 @@ def test_a_base_is_read_into_what_peft_has_wrapped(tmp_path: Path, saved: Any) -
             check_same({"it": found[f"base_model.model.lm_head.{part}.weight"]}, {"it": held["lm_head.weight"]})
 
 
+def test_a_module_of_the_base_s_own_under_a_name_of_peft_s(tmp_path: Path) -> None:
+    parts = {"base_layer": torch.nn.Linear(2, 2), "other": torch.nn.Linear(2, 2)}
+    base = torch.nn.Sequential(torch.nn.ModuleDict(parts))
+    save_file(base.state_dict(), tmp_path / "model.safetensors")
+    live: Any = get_peft_model(base, LoraConfig(r=2, target_modules=["other"]))
+    reading, index = read(tmp_path, live)
+    assert {*read_tensors(index)} == live.state_dict().keys() - reading.unfed
+    assert "base_model.model.0.base_layer.weight" in reading.made
+
+
 def test_an_adapter_goes_into_the_only_one_of_a_model(tmp_path: Path) -> None:
     wrap().save_pretrained(tmp_path)
     index = read(tmp_path, wrap("other"))[1]

@@ -14,7 +14,7 @@ from typing import Any
 from ..atoms import MODULE, Atom, AtomicIndex, Atoms, ParamKey, Record, Records, Shard
 from ..errors import CheckpointError, UnsupportedError, shorten
 from ..io.disk import explain_full
-from ..patterns.adapters import is_original, name_in_base, name_wrapped, read_live
+from ..patterns.adapters import is_original, list_adapted, name_in_base, name_wrapped, read_live
 from ..sources.foreign.adapter import find_alpha
 from ..sources.foreign.names import ADAPTER_CONFIG
 from ..stream.full_tensors import FullTensor
@@ -83,13 +83,14 @@ def choose_adapter(names: Collection[str], adapter: str, config: Mapping[str, An
         CheckpointError: there is no such adapter.
     """
     found = Adapted()
-    biases = config.get("bias", "none")
+    biases, adapted = config.get("bias", "none"), list_adapted(names)
     for name in names:
         tensor = read_live(name)
         if tensor is not None and tensor.adapter == adapter:
             found.written[name] = tensor.in_file
-        elif tensor is None and name.endswith(".bias" if biases == "all" else ".base_layer.bias") and biases != "none":
-            found.written[name] = name
+        elif tensor is None and name.endswith(".bias") and biases != "none":
+            if biases == "all" or name.removesuffix(".base_layer.bias") in adapted:
+                found.written[name] = name
     if not any(map(read_live, found.written)):
         raise _explain_absence(names, adapter)
     return found
@@ -105,8 +106,11 @@ def choose_merged(names: Collection[str], adapter: str, config: Mapping[str, Any
     _refuse_odd(_list_odd(config))
     parts, tensors = _list_parts(names, adapter), {name: read_live(name) for name in names}
     _refuse_odd(sorted({kind for held in parts.values() for kind in held} - _KINDS))
-    kept = {name: name_in_base(name) for name, t in tensors.items() if t and not t.kind and t.adapter == adapter}
-    base = {name: name_in_base(name) for name, t in tensors.items() if t is None}
+    adapted = list_adapted(names)
+    kept = {
+        name: name_in_base(name, adapted) for name, t in tensors.items() if t and not t.kind and t.adapter == adapter
+    }
+    base = {name: name_in_base(name, adapted) for name, t in tensors.items() if t is None}
     hidden = {name for name, new in base.items() if is_original(name) and new in kept.values()}
     found = Adapted(kept | {name: new for name, new in base.items() if name not in hidden})
     missing = sorted(module for module in parts if f"{module}{_BASE}" not in found.written)
@@ -162,7 +166,8 @@ def add_base(index: AtomicIndex, base: AtomicIndex, adapter: str, config: Mappin
         )
     if index.run.topology.tp > 1:
         raise UnsupportedError("--merge: the adapter is cut by tensor parallelism, the base in --like is whole.")
-    known = {name_in_base(name) for name in names if not (tensor := read_live(name)) or not tensor.kind}
+    adapted = list_adapted(names)
+    known = {name_in_base(name, adapted) for name in names if not (tensor := read_live(name)) or not tensor.kind}
     weights = {
         name_wrapped(key.name, parts): atom
         for key, atom in base.stored.atoms.items()

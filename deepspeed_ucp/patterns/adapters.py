@@ -7,7 +7,7 @@ What a live model calls them is in ``peft/tuners/lora/layer.py`` and ``peft/util
 from __future__ import annotations
 
 import re
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 ROOT = "base_model.model."
@@ -77,11 +77,21 @@ def is_original(name: str) -> bool:
     return ".original_module." in name
 
 
-def name_in_base(name: str) -> str:
-    """What the model without an adapter calls a live model's tensor, of the base or of ``modules_to_save``."""
+def list_adapted(names: Iterable[str]) -> set[str]:
+    """Modules of a live model in whose place there is a layer of PEFT's; ``names``: of all its tensors."""
+    held = {tensor.module for tensor in map(read_live, names) if tensor}
+    return held | {module.removesuffix(".token_adapter") for module in held}  # which is such a layer in another one
+
+
+def name_in_base(name: str, adapted: Container[str]) -> str:
+    """What the model without an adapter calls a live model's tensor, of the base or of ``modules_to_save``.
+
+    Args:
+        adapted: as of :func:`list_adapted`; a module of the base's own may have a name of PEFT's.
+    """
     found = read_live(name)
     inner = found.in_file if found and not found.kind else name
-    return _WRAPPED.sub("", inner).removeprefix(ROOT)
+    return _WRAPPED.sub(lambda at: "" if inner[: at.start()] in adapted else at[0], inner).removeprefix(ROOT)
 
 
 def name_wrapped(name: str, adapted: Container[str]) -> str:

@@ -179,6 +179,33 @@ def test_what_a_merge_does_not_know_is_refused_by_name(tmp_path: Path) -> None:
             export(path, tmp_path / "out", model, merge=True, **odd)
 
 
+class Own(torch.nn.Module):
+    """Modules under names that PEFT has too: one with an adapter, others without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.ModuleDict({"base_layer": torch.nn.Linear(4, 4)})
+        self.last = torch.nn.ModuleDict({"base_layer": torch.nn.Linear(4, 4), "original_module": torch.nn.Linear(4, 4)})
+
+
+@pytest.mark.parametrize("bias", ["none", "lora_only"])
+def test_modules_of_the_base_s_own_keep_their_names(tmp_path: Path, bias: Any) -> None:
+    """What names them like layers of PEFT's is no reason to take a word out of them."""
+    config = LoraConfig(r=2, init_lora_weights=False, target_modules=["first.base_layer"], bias=bias)
+    model = get_peft_model(Own(), config)
+    path = save(tmp_path, model, TOPOLOGIES[0])
+    export(path, tmp_path / "adapter", model, merge=False)
+    biases = [name for name in load_file(tmp_path / "adapter" / "adapter_model.safetensors") if name.endswith("bias")]
+    assert biases == ["base_model.model.first.base_layer.base_layer.bias"] * (bias == "lora_only")
+    export(path, tmp_path / "out", model, merge=True)
+    layer: Any = model.get_submodule("base_model.model.first.base_layer")
+    layer.merge()  # PEFT itself takes such a model apart by the words
+    wanted = dict(model.get_submodule("base_model.model").named_parameters())
+    wanted = {name.replace("first.base_layer.base_layer", "first.base_layer"): wanted[name] for name in wanted}
+    merged = load_file(tmp_path / "out" / "model.safetensors")
+    check_same(merged, {name: wanted[name] for name, _ in Own().named_parameters()})
+
+
 def test_trained_tokens_are_part_of_an_adapter(tmp_path: Path) -> None:
     model = make_peft(**LORAS["lora"], trainable_token_indices=[1, 4])
     export(save(tmp_path, model, TOPOLOGIES[0]), tmp_path / "out", model, merge=False)
