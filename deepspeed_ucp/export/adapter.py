@@ -83,14 +83,13 @@ def choose_adapter(names: Collection[str], adapter: str, config: Mapping[str, An
         CheckpointError: there is no such adapter.
     """
     found = Adapted()
-    biases, adapted = config.get("bias", "none"), list_adapted(names)
+    told, own = config.get("bias", "none"), {f"{module}.base_layer.bias" for module in list_adapted(names)}
     for name in names:
         tensor = read_live(name)
         if tensor is not None and tensor.adapter == adapter:
             found.written[name] = tensor.in_file
-        elif tensor is None and name.endswith(".bias") and biases != "none":
-            if biases == "all" or name.removesuffix(".base_layer.bias") in adapted:
-                found.written[name] = name
+        elif tensor is None and (name.endswith(".bias") if told == "all" else told != "none" and name in own):
+            found.written[name] = name
     if not any(map(read_live, found.written)):
         raise _explain_absence(names, adapter)
     return found

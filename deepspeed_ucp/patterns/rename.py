@@ -303,13 +303,13 @@ def parse_renames(value: object) -> tuple[Rename, ...]:
 
 def _parse(item: object) -> Iterator[Rename]:
     keys = {*_KEYS, "part", "into"}
-    known = isinstance(item, dict) and _KEYS <= set(item) <= keys
-    templates = [] if not known else item["to"] if isinstance(item["to"], list) else [item["to"]]
-    if not templates or item["from"] is None in templates:
+    told = item if isinstance(item, dict) and _KEYS <= set(item) <= keys else {"to": []}
+    templates = told["to"] if isinstance(told["to"], list) else [told["to"]]
+    if not templates or told["from"] is None in templates:
         raise ConfigError(f'rename: {{"from": …, "to": …}} is needed, found {item!r}')
-    part, into = (_parse_part(key, item.get(key, "1/1")) for key in ("part", "into"))
+    part, into = (_parse_part(key, told.get(key, "1/1")) for key in ("part", "into"))
     for template in templates:
-        saved, live = (None if each is None else str(each) for each in (item["from"], template))
+        saved, live = (None if each is None else str(each) for each in (told["from"], template))
         rule = Rename(saved, live, part, into)
         rule.check()
         yield rule
