@@ -19,7 +19,7 @@ from ..sources.headers import Unread
 from ..targets import LiveBuffer, Target
 from ..targets.base import flatten
 from ..targets.optimizer import StateKinds, depends_on_cut, probe_optimizer, restore_hyper, restore_scalar
-from ..targets.rule import KEEP_LIVE, find_doubt, find_other_rule, list_edits, read_configured
+from ..targets.rule import KEEP_LIVE, find_doubt, find_other_rule, list_edits, list_one_sided, read_configured
 from ..wrappers import USE_MUON
 from .context import LoadContext
 
@@ -241,6 +241,7 @@ def describe_hyper(job: LoadContext, target: Target, run: RunState, match: Match
         list_edits(optimizer, pairs, scheduler, run.configured, takes_saved=takes_saved, with_scheduler=with_scheduler)
     ]
     if takes_saved:
+        notes += [list_one_sided(optimizer, pairs)]
         notes += [find_doubt(optimizer, *pair, run.configured, read_configured(engine)) for pair in pairs]
     return list(dict.fromkeys(filter(None, notes)))
 

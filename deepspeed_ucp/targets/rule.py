@@ -18,6 +18,7 @@ import torch
 from ..errors import shorten
 from ..experts import drop_fixed
 from ..wrappers import USE_MUON
+from .optimizer import adopt_hyper
 
 Fields = Mapping[str, Any]
 """A param group."""
@@ -138,6 +139,26 @@ def list_edits(
         way += ", for a scheduler's with load_lr_scheduler_states=False"
     way = way if takes_saved else 'this run\'s are kept ("param_groups" is "live")'
     return f"hyper-parameters of this run differ from the saved: {shorten(counts)}; {way}."
+
+
+def list_one_sided(optimizer: Any, pairs: Iterable[tuple[Fields, Fields]]) -> str:
+    """Hyper-parameters that act and that one side alone tells, where the saved ones are taken; empty without any.
+
+    Switches, where they are told, are :func:`find_other_rule`'s.
+
+    Args:
+        optimizer, pairs: as for :func:`list_edits`.
+    """
+    stay, left = dict[str, None](), dict[str, None]()
+    for live, saved in pairs:
+        adopted, own = adopt_hyper(live, saved), drop_fixed(live)
+        keys = [key for key in ("lr", *list_given(optimizer, own)) if key in own and key not in adopted]
+        stay |= dict.fromkeys(key for key in keys if _is_added(own[key], known=False))
+        idle = {*own, *adopted, *_IDLE, *((*_SWITCHES, _DECOUPLED) if "lr" in saved else ())}
+        left |= dict.fromkeys(key for key, value in saved.items() if key not in idle and value)
+    told = [f"do not tell {shorten(stay)} (this run's stay)"] * bool(stay)
+    told += [f"tell {shorten(left)} (left out: {type(optimizer).__name__} has none)"] * bool(left)
+    return f"the saved param groups {' and '.join(told)}" if told else ""
 
 
 def watch_edits(engine: Any, *, with_scheduler: bool = True) -> Callable[[Fields | None], str]:

@@ -241,9 +241,9 @@ class Cycle(Rates):
     ids=["live", "elastic", "no groups", "saved"],
 )
 def test_groups_that_stay_the_live_ones_have_the_schedulers_rates(
-    source: Topology, kept: Any, grouped: bool, tmp_path: Path
+    source: Topology, kept: Any, grouped: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Which would set them after the first step only."""
+    """Which would set them after the first step only. Where the save has no hyper-parameters that is told."""
     path, state = write(tmp_path, source, run=Run(lr_scheduler={"rates": [0.5, 0.25]}))
     takes_saved = source == Topology(1, 3) and kept == "saved" and grouped
     for scheduler in (Rates(), Cycle(), None):
@@ -263,6 +263,7 @@ def test_groups_that_stay_the_live_ones_have_the_schedulers_rates(
     leave = {"engine": FakeEngine(rank), "load_lr_scheduler_states": False}
     run_load(open_for(path, rank), rank, config=UniversalConfig(param_groups="live"), **leave)
     assert [group["lr"] for group in rank.wrapped.param_groups] == [0.125] * 2
+    assert ("the saved param groups do not tell lr, betas" in caplog.text) is source.elastic
 
 
 @pytest.mark.parametrize("kept", ["saved", "live"])

@@ -392,9 +392,10 @@ def test_an_optimizer_beside_whole_weights(tmp_path: Path, trained: Any) -> None
     torch.save(trained[1].state_dict(), tmp_path / "optimizer.bin")
     index = open_it(tmp_path)
     assert "numbers, not names" in index.limits.stateless and not index.is_weights_alone
-    torch.save([1], tmp_path / "optimizer.bin")
-    with pytest.raises(UnsupportedError, match="not an optimizer's"):
-        open_it(tmp_path)
+    for odd in ([1], {"state": {}}):
+        torch.save(odd, tmp_path / "optimizer.bin")
+        with pytest.raises(UnsupportedError, match="not an optimizer's"):
+            open_it(tmp_path)
 
 
 def test_a_deepspeed_tag_beside_safetensors_is_deepspeeds(tmp_path: Path, trained: Any) -> None:

@@ -22,7 +22,8 @@ from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.runtime import lr_schedules
 from torch.optim import lr_scheduler as torch_schedules
 
-from deepspeed_ucp.targets.rule import find_doubt, find_other_rule, list_edits, list_given, watch_edits
+from deepspeed_ucp.sources.headers import Unread
+from deepspeed_ucp.targets.rule import find_doubt, find_other_rule, list_edits, list_given, list_one_sided, watch_edits
 
 BUILDERS = {
     DeepSpeedCPUAdam: (deepspeed.ops.adam.cpu_adam, "CPUAdamBuilder"),
@@ -146,6 +147,32 @@ def test_every_number_that_a_script_may_edit_is_told(kind: type, key: str) -> No
     assert f"saved: {key} " in told and '"param_groups": "live"' in told
     same = [(optimizer.param_groups[0], group_of(optimizer))]
     assert list_edits(optimizer, same, None, {}, takes_saved=True) == ""
+
+
+# -- what one side alone has ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("saved", "live"), [each for each in list_pairs() if is_same_rule(*each)], ids=lambda kind: kind.__name__
+)
+def test_of_the_same_rule_no_class_lacks_what_acts(saved: type, live: type) -> None:
+    optimizer = make(live)
+    assert list_one_sided(optimizer, [(optimizer.param_groups[0], group_of(make(saved)))]) == ""
+
+
+def test_what_one_side_alone_tells() -> None:
+    live = make(FusedAdam)
+    group, saved = live.param_groups[0], group_of(make(ADAMW))
+    ask = lambda **held: list_one_sided(live, [(group, held)] * 2)  # noqa: E731
+    stays = "the saved param groups do not tell lr, betas, eps, weight_decay (this run's stay)"
+    assert ask(step=3) == stays.replace(", weight_decay", "")  # which is 0 here
+    del saved["lr"], saved["decoupled_weight_decay"]
+    assert ask(**saved) == "the saved param groups do not tell lr (this run's stay)"
+    told = ask(**saved | {"maximize": True, "scale": Unread("f", "1")})
+    assert told.endswith("lr (this run's stay) and tell maximize, scale (left out: FusedAdam has none)")
+    assert ask(**saved | {"lr": 0.5, "maximize": True}) == ""  # refused as another rule
+    unread = {"lr": Unread("function f", "1")}
+    assert ask(**saved | unread) == "the saved param groups do not tell lr (this run's stay)"
 
 
 # -- weight decay of Adam ---------------------------------------------------------------------------------------------

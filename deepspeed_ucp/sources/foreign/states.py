@@ -35,9 +35,9 @@ def add_states(contents: Contents, where: FileTable, comm: Comm) -> Contents:
     def parse(path: str) -> Contents:
         file = torchfile.read_header(path)
         tree = file.tree
-        if not isinstance(tree, dict) or not isinstance(tree.get("state"), dict):
+        if not (isinstance(tree, dict) and isinstance(tree.get("state"), dict) and "param_groups" in tree):
             raise UnsupportedError(f"holds {describe(tree)}, not an optimizer's state dict.", path=path)
-        members = (name for group in tree.get("param_groups", ()) for name in group["params"])
+        members = (name for group in tree["param_groups"] for name in group["params"])
         if any(isinstance(name, int) for name in (*tree["state"], *members)):
             return replace(contents, stateless=f"{where.path(OPTIMIZER)}: {_UNNAMED}.")
         return _take_apart(contents, tree, file, path)
@@ -62,7 +62,7 @@ def _take_apart(contents: Contents, tree: Mapping[str, Any], file: torchfile.Tor
             tuple(map(read_name, group["params"])),
             {str(key): read_hyper(each, path) for key, each in group.items() if key != "params"},
         )
-        for group in tree.get("param_groups", ())
+        for group in tree["param_groups"]
     ]
     counters = count_steps(held["step"] for held in scalars.values() if "step" in held)
     return replace(contents, states=states, scalars=scalars, groups=groups, counters=counters, scalar_dtypes=dtypes)
