@@ -8,19 +8,22 @@ writes alike, and the file that differs from most is named.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain, pairwise
 from typing import Any
 
 from ..engine_state import KEY
 from ..errors import CheckpointError, shorten
-from ..io.paths import normalize
-from ..io.store import find_entry
+from ..io.paths import is_url, normalize
+from ..io.store import find_entry, read_small
 from ..torchsave.objects import PickledObject, has_more_parts
-from .files import Entry
+from .files import Entry, scan_if_there
 from .findings import FAULT, WARNING, Finding
+from .foreign.names import ADAPTER, SAFETENSORS, STATE_DICT, TRAINER_STATE, holds
 from .headers import FileHeader
 from .latest import LATEST, read_tag
 from .save import Save
@@ -44,6 +47,9 @@ _EVERYWHERE = ("kind", "stage", "scaler", "clip_grad", "elastic")
 
 _LIMIT = 20_000
 """Values that are looked at; what is larger gets no mark."""
+
+_LARGEST_STATE = 1 << 26
+"""Bytes of a trainer's state that are read."""
 
 _SLACK = 120.0
 """Seconds that the files of one save may lie apart in any case."""
@@ -231,11 +237,11 @@ def find_late_files(folder: str, entries: Mapping[str, Entry], used: Sequence[st
         used: those of the save.
     """
     times = sorted((entries[name].changed, name) for name in used if name in entries and entries[name].changed)
-    if len(times) < 2:
+    if not times:
         return []
     slack = _SLACK + max(entries[name].size for _, name in times) / _SLOWEST
-    finding = _find_gap(folder, times, slack)
-    return [finding] if finding else _find_unfinished(folder, times, slack)
+    gap = _find_gap(folder, times, slack) if times[1:] else None
+    return [gap] if gap else _find_unfinished(folder, times, slack)
 
 
 def _find_gap(folder: str, times: Sequence[tuple[float, str]], slack: float) -> Finding | None:
@@ -247,9 +253,8 @@ def _find_gap(folder: str, times: Sequence[tuple[float, str]], slack: float) -> 
     older, newer = [name for _, name in times[:at]], [name for _, name in times[at:]]
     fewer, others = (older, "before") if len(older) < len(newer) else (newer, "after")
     text = (
-        f"{folder}: {shorten(fewer)} were written {_name_span(gap)} {others} the other files. A save into a tag that "
-        "was there before, and that was cut off, leaves files of two runs, which nothing else may tell; load another "
-        "tag if that is what happened."
+        f"{folder}: {shorten(fewer)} were written {_name_span(gap)} {others} the other files. A save over an older one "
+        "that was cut off leaves files of two, which nothing else may tell; load another one if that is what happened."
     )
     return Finding("times", fewer[0], text, WARNING, tuple(fewer))
 
@@ -261,8 +266,11 @@ def _find_unfinished(folder: str, times: Sequence[tuple[float, str]], slack: flo
     try:
         told = find_entry(path)
         late = [name for changed, name in times if told and changed > told.changed + slack]
-        if not late or len(late) == len(times) or read_tag(path) != tag:
+        are_two = 0 < len(late) < len(times)
+        if told is None or (is_url(path) and not are_two) or read_tag(path) != tag:
             return []
+        if not are_two:
+            return _find_newer(folder, max(told.changed, times[-1][0]), slack)
     except (OSError, CheckpointError):
         return []
     text = (
@@ -270,6 +278,49 @@ def _find_unfinished(folder: str, times: Sequence[tuple[float, str]], slack: flo
         "have been cut off; load another tag if that is what happened."
     )
     return [Finding("times", late[0], text, WARNING, tuple(late))]
+
+
+def _find_newer(folder: str, written: float, slack: float) -> list[Finding]:
+    """What a trainer leaves that saves weights alone where it has saved all before: the tag is the older save's.
+
+    Args:
+        written: the time of the newest of the tag's files.
+
+    Raises:
+        CheckpointError: what lies beside the tag cannot be listed.
+    """
+    held = scan_if_there(os.path.dirname(normalize(folder)))
+    late = sorted(name for name, each in held.items() if each.changed > written + slack)
+    kinds = SAFETENSORS, STATE_DICT, ADAPTER
+    weights = [name for name in late if any(holds(kind, name, heads=True) for kind in kinds)]
+    if not weights or TRAINER_STATE not in late:
+        return []
+    text = (
+        f"{folder}: {shorten(weights)} and {TRAINER_STATE} beside it were written "
+        f"{_name_span(held[weights[0]].changed - written)} later. If they are of a save of weights alone "
+        f"(save_only_model), what this tag holds is older; to begin with them, move the tag and `{LATEST}` away."
+    )
+    return [Finding("times", weights[0], text, WARNING)]
+
+
+def find_other_step(file: str, steps: Any, told: Any = None) -> list[Finding]:
+    """A warning where what lies beside tensors is of another step than these.
+
+    Args:
+        file: that tells of a step, by its path.
+        steps: that the optimizer has taken; 0 or None where nothing tells.
+        told: that step; without it the file is a trainer's state, which is read, unless it is a store's.
+    """
+    if told is None and not is_url(file):
+        with suppress(OSError, CheckpointError, ValueError, AttributeError, RecursionError):
+            told = json.loads(read_small(file, _LARGEST_STATE)).get("global_step")
+    if type(told) is not int or not steps or told == steps:
+        return []
+    text = (
+        f"{file}: tells of step {told}, the optimizer of {steps}. They are of two saves, unless steps were skipped, or "
+        "one of them was begun anew."
+    )
+    return [Finding("foreign", os.path.basename(file), text, WARNING)]
 
 
 def _name_span(seconds: float) -> str:

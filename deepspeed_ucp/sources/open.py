@@ -12,12 +12,15 @@ from typing import Any
 from ..atoms import AtomicIndex, SavedJob
 from ..comm import Comm
 from ..errors import CheckpointError, MismatchError, UcpError, UnsupportedError, shorten
+from ..io.paths import normalize
 from ..io.read import sum_range
 from ..io.store import open_stored
 from .atomic import survey_atomic
+from .compare import find_other_step
 from .files import SEAL, find_foreign, holds_atoms, holds_optimizer, sort_files
 from .findings import WARNING, Finding, fold_findings, from_error, make_error, sort_findings
 from .foreign.formats import survey_foreign
+from .foreign.names import TRAINER_STATE
 from .gather import gather_save, keep_new, look_at_header
 from .headers import FileHeader
 from .identify import identify_save
@@ -285,6 +288,9 @@ def _survey_normal(where: FileTable, comm: Comm, naming: Naming) -> tuple[Atomic
     index, more = _build(save, naming)
     if index is not None and any(name.endswith("model_states.pt") for name in _list_left(findings)):
         index = index.change(unnoticed=(*index.limits.unnoticed, _LEFT))
+    if comm.rank == 0 and save.main.model is not None:
+        state = os.path.join(os.path.dirname(normalize(where.folder)), TRAINER_STATE)
+        findings += find_other_step(state, save.main.model.counters.get("global_steps"))
     return index, [*findings, *more, *find_unsaved(save)]
 
 

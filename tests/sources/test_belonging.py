@@ -154,6 +154,32 @@ def test_a_copy_that_took_long_is_no_warning(tmp_path: Path) -> None:
     assert look(path) == []
 
 
+@pytest.mark.parametrize("file", ["model.safetensors", "adapter_model.bin", "training_args.bin"])
+@pytest.mark.parametrize("topology", [ZERO2, Topology(0)], ids=lambda t: t.label)
+def test_newer_weights_beside_the_tag_are_a_warning(file: str, topology: Topology, tmp_path: Path) -> None:
+    """A trainer's folder into which it has saved weights alone since; an export made later is none."""
+    path = write(tmp_path, make(topology=topology))
+    (tmp_path / file).touch()
+    (tmp_path / "trainer_state.json").write_text("{}")
+    find = lambda: [each.text for each in look(path) if each.kind == "times"]  # noqa: E731
+    assert find() == []
+    for each in (*path.iterdir(), tmp_path / "latest"):
+        age(each, 5)
+    words = f"{path}: {file} and trainer_state.json beside it were written 5 hours later"
+    assert [text.startswith(words) for text in find()] == [True] * (file != "training_args.bin")
+    age(tmp_path / "trainer_state.json", 5)
+    assert find() == []
+
+
+@pytest.mark.parametrize("told", ['{"global_step": 4}', '{"global_step": 3}', "[]", "{", '{"global_step": "4"}'])
+def test_a_trainers_state_of_another_step_is_a_warning(told: str, tmp_path: Path) -> None:
+    path = write(tmp_path, make())
+    (tmp_path / "trainer_state.json").write_text(told)
+    found = look(path)
+    assert [finding.kind for finding in found] == ["foreign"] * (told == '{"global_step": 4}')
+    assert all("trainer_state.json: tells of step 4, the optimizer of 3." in each.text for each in found)
+
+
 # -- seals ------------------------------------------------------------------------------------------------------------
 
 

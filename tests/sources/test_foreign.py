@@ -191,6 +191,30 @@ def test_of_several_models_and_optimizers_none_is_guessed(tmp_path: Path, traine
         open_it(tmp_path / "two")
 
 
+def test_what_is_of_another_step_or_time_is_told(
+    tmp_path: Path, trained: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A model beside the optimizer of an older save, a trainer's state, torchtitan's own count."""
+    weights, states = get_state_dict(*trained)
+    for name, tree in (("pytorch_model_fsdp_0", {"model": weights}), ("optimizer_0", {"optimizer": states})):
+        dcp.save(tree, checkpoint_id=tmp_path / name, no_dist=True)
+    state, found = tmp_path / "trainer_state.json", list[tuple[bool, bool]]()
+    for step, hours in ((3, 0), (4, 0), (3, 5)):
+        state.write_text(f'{{"global_step": {step}}}')
+        for file in (tmp_path / "optimizer_0").iterdir():
+            os.utime(file, (changed := file.stat().st_mtime - 3600 * hours, changed))
+        caplog.clear()
+        open_it(tmp_path)
+        found.append(("tells of step 4, the optimizer of 3" in caplog.text, "written 5 hours" in caplog.text))
+    assert found == [(False, False), (True, False), (False, True)]
+    for step in (3, 4):
+        tree = put_apart(weights, states) | {"train_state": {"step": torch.tensor(step, dtype=torch.int32)}}
+        dcp.save(tree, checkpoint_id=tmp_path / str(step), no_dist=True)
+        caplog.clear()
+        open_it(tmp_path / str(step))
+        assert (f"tells of step {step}, the optimizer of 3" in caplog.text) is (step == 4)
+
+
 # -- damage -----------------------------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from ...comm import Comm
 from ...errors import CheckpointError, UnsupportedError, shorten
+from ..compare import find_other_step
 from ..findings import Finding
 from ..reading import explain_damage
 from ..table import FileTable
@@ -30,6 +31,9 @@ _DOT, _DEEPEST = re.compile(r"\."), 64
 
 _APART = ("dataloader.", "lr_scheduler.", "optimizer.", "train_state.")
 """What stands beside the model's own names where these have no common beginning (torchtitan)."""
+
+_STEP = "train_state.step"
+"""The key of torchtitan's own count."""
 
 _UNNAMED = (
     "its optimizer states have numbers, not names: nothing tells whose they are. Save with "
@@ -127,7 +131,10 @@ class _Interpreter:
             scalar_dtypes=dtypes,
             unchecked=UNCHECKED,
         )
-        return contents, self._list_left(prefix, weights)
+        findings, run = self._list_left(prefix, weights), contents.counters.get("global_steps")
+        for key in (key for key, (_, shape, _) in self.told.tensors.items() if key.endswith(_STEP) and not shape):
+            findings += find_other_step(self.where.path(self.head), run, self.blocks.find_value(key))
+        return contents, findings
 
     def _read_states(
         self, weights: Mapping[str, str]

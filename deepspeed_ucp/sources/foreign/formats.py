@@ -6,11 +6,14 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any, Protocol
 
 from ...atoms import AtomicIndex
 from ...comm import Comm
 from ...errors import CheckpointError, shorten
+from ...io.paths import join_path
+from ..compare import find_late_files, find_other_step
 from ..files import scan_if_there
 from ..findings import WARNING, Finding
 from ..latest import find_tags
@@ -92,7 +95,17 @@ def survey_foreign(where: FileTable, comm: Comm, kind: str) -> tuple[AtomicIndex
         findings += [*_find_passed_over(where, kind, contents), *_find_packed(where, contents, config)]
     stray = sorted({*contents.states, *contents.scalars} - {*contents.weights, *contents.aliases})
     findings += list_left(stray, _WEIGHTLESS, where.path(contents.head), contents.head)
-    return index, [*findings, *comm.once(lambda: _find_beside(where))]
+    return index, [*findings, *comm.once(lambda: [*_find_beside(where), *_find_mixed(where, contents)])]
+
+
+def _find_mixed(where: FileTable, contents: Contents) -> list[Finding]:
+    """What tells that an optimizer's states are of another save than the rest."""
+    tensors = chain(contents.weights.values(), *(held.values() for held in contents.states.values()))
+    if not contents.states:  # weights alone may be fetched at any time
+        return []
+    used = {contents.head, *(chunk.file for tensor in tensors for chunk in tensor.chunks)}
+    steps, state = contents.counters.get("global_steps"), join_path(where.folder, names.TRAINER_STATE)
+    return [*find_late_files(where.folder, where.entries, sorted(used)), *find_other_step(state, steps)]
 
 
 def _find_beside(where: FileTable) -> list[Finding]:
