@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from math import gcd
@@ -101,7 +101,8 @@ def read_into(index: AtomicIndex, module: Any, live: Collection[str], own: Colle
     if is_wrapped and any(map(adapters.read_live, shapes)):
         return _rename_adapter(shapes, {*live}, outer)
     memory: dict[str, list[str]] = defaultdict(list)
-    added, adapted = set(), {name.removeprefix(outer) for name in _list_peft_layers(module)}
+    layers = (strip_compiled(name) for name, each in module.named_modules() if _is_of_peft(each))
+    added, adapted = set(), {name.removeprefix(outer) for name in layers}
     for name in sorted(live):  # in the same order on every rank
         inner = name.removeprefix(outer)
         if is_wrapped and adapters.is_added(inner):
@@ -124,11 +125,8 @@ def read_into(index: AtomicIndex, module: Any, live: Collection[str], own: Colle
     return reading
 
 
-def _list_peft_layers(module: Any) -> Iterator[str]:
-    """Names of modules whose class is PEFT's, or made of one of PEFT's."""
-    for name, each in module.named_modules():
-        if any(kind.__module__.startswith("peft.") for kind in type(each).__mro__):
-            yield strip_compiled(name)
+def _is_of_peft(module: Any) -> bool:
+    return any(kind.__module__.startswith("peft.") for kind in type(module).__mro__)
 
 
 def read_config(module: Any) -> dict[str, Any]:

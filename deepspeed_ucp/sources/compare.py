@@ -23,7 +23,7 @@ from ..io.store import find_entry, read_small
 from ..torchsave.objects import PickledObject, has_more_parts
 from .files import Entry, scan_if_there
 from .findings import FAULT, WARNING, Finding
-from .foreign.names import ADAPTER, SAFETENSORS, STATE_DICT, TRAINER_STATE, holds
+from .foreign.names import ADAPTER, SAFETENSORS, STATE_DICT, TRAINER_STATE, find_format
 from .headers import FileHeader
 from .latest import LATEST, read_tag
 from .save import Save
@@ -47,9 +47,6 @@ _EVERYWHERE = ("kind", "stage", "scaler", "clip_grad", "elastic")
 
 _LIMIT = 20_000
 """Values that are looked at; what is larger gets no mark."""
-
-_LARGEST_STATE = 1 << 26
-"""Bytes of a trainer's state that are read."""
 
 _SLACK = 120.0
 """Seconds that the files of one save may lie apart in any case."""
@@ -281,18 +278,10 @@ def _find_unfinished(folder: str, times: Sequence[tuple[float, str]], slack: flo
 
 
 def _find_newer(folder: str, written: float, slack: float) -> list[Finding]:
-    """What a trainer leaves that saves weights alone where it has saved all before: the tag is the older save's.
-
-    Args:
-        written: the time of the newest of the tag's files.
-
-    Raises:
-        CheckpointError: what lies beside the tag cannot be listed.
-    """
+    """A trainer that saves weights alone where it saved all before leaves the older save's tag, of time ``written``."""
     held = scan_if_there(os.path.dirname(normalize(folder)))
     late = sorted(name for name, each in held.items() if each.changed > written + slack)
-    kinds = SAFETENSORS, STATE_DICT, ADAPTER
-    weights = [name for name in late if any(holds(kind, name, heads=True) for kind in kinds)]
+    weights = [name for name in late if find_format([name]) in (SAFETENSORS, STATE_DICT, ADAPTER)]
     if not weights or TRAINER_STATE not in late:
         return []
     text = (
@@ -313,7 +302,7 @@ def find_other_step(file: str, steps: Any, told: Any = None) -> list[Finding]:
     """
     if told is None and not is_url(file):
         with suppress(OSError, CheckpointError, ValueError, AttributeError, RecursionError):
-            told = json.loads(read_small(file, _LARGEST_STATE)).get("global_step")
+            told = json.loads(read_small(file)).get("global_step")
     if type(told) is not int or not steps or told == steps:
         return []
     text = (
