@@ -41,6 +41,7 @@ SHARED = "host"
 """The backend of ranks that share GPUs (:mod:`.sharing`)."""
 
 _GRACE = 5.0  # seconds that the other ranks have to come back once one has failed
+_ENDING = 60.0  # seconds that a rank may take to end
 _PR_SET_PDEATHSIG = 1
 _LOG_TAIL = 4000  # characters of a rank's output shown with its failure
 PRELOAD = [
@@ -103,9 +104,8 @@ class World(AbstractContextManager["World"]):
         self.timeout = timeout
         self.closed = False
         self._folder = Path(tempfile.mkdtemp(prefix="ucp-world-"))
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._port = int(probe.getsockname()[1])
+        self._held = hold_port()  # it is in names in /dev/shm, too
+        self._port = int(self._held.getsockname()[1])
         self._processes: list[mp.process.BaseProcess] = []
         self._connections: list[Connection] = []
         base = {"DS_ACCELERATOR": "cpu", **os.environ, "OMP_NUM_THREADS": "1"}
@@ -159,7 +159,8 @@ class World(AbstractContextManager["World"]):
             connection.close()
             _kill_group(process)
         for process in self._processes:
-            process.join(10)
+            process.join(_ENDING)
+        self._held.close()
         shutil.rmtree(self._folder, ignore_errors=True)
         for left in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{self._port}_*"):
             left.unlink(missing_ok=True)
@@ -195,15 +196,16 @@ class World(AbstractContextManager["World"]):
             return answer
         except (EOFError, OSError):
             process = self._processes[rank]
-            process.join(5)
+            process.join(_ENDING)
             return _Answer(error=f"the process ended with exit code {process.exitcode}\n{self._log(rank)}")
 
     def _fail(self, answers: Mapping[int, _Answer], silent: list[int]) -> NoReturn:
         """Close the world and raise what the rank that failed first raised, or a summary where nothing tells that."""
+        for rank in silent:  # faulthandler writes where it hangs; then the rank ends
+            os.kill(_get_pid(self._processes[rank]), signal.SIGUSR1)
+        end = time.monotonic() + _ENDING
         for rank in silent:
-            os.kill(_get_pid(self._processes[rank]), signal.SIGUSR1)  # faulthandler writes where it hangs
-        if silent:
-            time.sleep(0.5)
+            self._processes[rank].join(max(0.0, end - time.monotonic()))
         failed = {rank: answer for rank, answer in answers.items() if answer.error is not None}
         errors = {rank: str(answer.error) for rank, answer in failed.items()}
         errors |= {rank: f"did not come back; it was here:\n{self._log(rank)}" for rank in silent}
@@ -217,6 +219,17 @@ class World(AbstractContextManager["World"]):
     def _log(self, rank: int) -> str:
         path = _log_path(self._folder, rank)
         return path.read_text(errors="replace")[-_LOG_TAIL:] if path.exists() else ""
+
+
+def hold_port() -> socket.socket:
+    """What keeps a port of this machine from being given to others as long as it is open.
+
+    Who names the port, as the store of a process group does, can listen there all the same.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
 
 
 class WorldPool(AbstractContextManager["WorldPool"]):
@@ -456,7 +469,7 @@ def _redirect_output(path: Path) -> None:
     sys.stderr.flush()
     os.dup2(log, 1)
     os.dup2(log, 2)
-    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True, chain=True)  # and the process ends
 
 
 def _log_path(folder: Path, rank: int) -> Path:

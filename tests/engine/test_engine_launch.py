@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 
 from deepspeed_ucp.testing import WorldPool
+from deepspeed_ucp.testing.world import hold_port
 from tests.support.covering import params
 from tests.support.engines.cases import Case
 
@@ -89,11 +89,10 @@ def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
     path = [str(script.parent), str(Path(sys.executable).parent), os.environ["PATH"]]
     python_path = [ROOT, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     variables = {"PATH": os.pathsep.join(path), "PYTHONPATH": os.pathsep.join(filter(None, python_path))}
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    variables |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "MASTER_PORT": port}
-    yield {**os.environ, **variables}
+    with hold_port() as held:
+        port = str(held.getsockname()[1])
+        variables |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "MASTER_PORT": port}
+        yield {**os.environ, **variables}
     for left in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
         left.unlink(missing_ok=True)
 

@@ -79,7 +79,7 @@ def test_saves_at_step_0_in_the_midst_of_a_step_and_twice_under_one_tag(
 
 def test_what_is_written_to_while_it_is_copied_is_not_saved(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """And says so, on the rank that has seen it."""
-    config = saving(Case(1, 2, "bf16"), tmp_path / "memory", overlap=True, wait_s=5)
+    config = saving(Case(1, 2, "bf16"), tmp_path / "memory", overlap=True)
     for warned in ucp_worlds.get(2).run(engine_saves.save_what_is_changed, config, str(tmp_path / "saved")):
         assert "weights were written to between it and the next step" in warned
     assert [path.name for path in (tmp_path / "saved").glob("global_step*")] == ["global_step2"]

@@ -20,6 +20,7 @@ from deepspeed_ucp.io import direct, memory
 from deepspeed_ucp.io.direct import ALIGNMENT, cut_blocks
 from deepspeed_ucp.io.disk import write_at, write_parts
 from deepspeed_ucp.io.memory import LARGE_PAGE, Scratch, allocate_large, find_address
+from tests.support.descriptors import list_open
 
 BLOCK = max(ALIGNMENT, mmap.PAGESIZE)
 DATA = random.Random(2).randbytes(200_000)
@@ -155,9 +156,8 @@ def test_other_file_systems_are_written_through_their_cache(
 
 
 def test_no_descriptor_is_left(tmp_path: Path, passed: list[tuple[int, int]]) -> None:
-    before = sorted(os.listdir("/proc/self/fd"))
     write(tmp_path / "file", [DATA], 0)
-    assert sorted(os.listdir("/proc/self/fd")) == before
+    assert list_open(str(tmp_path)) == []
 
 
 @pytest.mark.parametrize("nbytes", [1, 4096, LARGE_PAGE - 1, LARGE_PAGE, 5 * LARGE_PAGE + 17])

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import os
-import signal
+import concurrent.futures
+import itertools
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 
 import pytest
 import torch
 
 from deepspeed_ucp.errors import let_go
+from deepspeed_ucp.io import threads
 from deepspeed_ucp.io.threads import count_threads, limit_torch, run_threads
 from tests.support.held import without_collector
 
 
-@pytest.mark.parametrize("threads", [1, 3, 20])
-def test_every_job_is_taken_once(threads: int) -> None:
+@pytest.mark.parametrize("count", [1, 3, 20])
+def test_every_job_is_taken_once(count: int) -> None:
     taken: list[int] = []
-    run_threads(range(10), taken.extend, threads)
+    run_threads(range(10), taken.extend, count)
     assert sorted(taken) == list(range(10))
 
 
@@ -58,35 +59,32 @@ def test_what_threads_held_that_failed_beside_the_first_is_given_back_at_once() 
         assert failing.held == 0
 
 
-def test_an_interrupt_waits_for_the_threads() -> None:
+def test_an_interrupt_waits_for_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """What they work on (open files, memory) may be freed afterwards. The second interrupt comes while it waits."""
     ended: list[int] = []
-    begun, release = threading.Event(), threading.Event()
+    begun, release, waits = threading.Barrier(3), threading.Event(), itertools.count()
 
     def work(turn: Iterator[int]) -> None:
         for job in turn:
-            begun.set()
+            begun.wait()
             release.wait()
             ended.append(job)
 
-    def interrupt() -> None:
+    def interrupt(_: object) -> None:
         begun.wait()
-        time.sleep(0.2)
-        for _ in range(2):
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.2)
-        release.set()
+        raise KeyboardInterrupt("first")
 
-    helper = threading.Thread(target=interrupt)
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-    try:
-        helper.start()
-        with pytest.raises(KeyboardInterrupt):
-            run_threads(range(100), work, 2)
-        assert len(ended) == 2
-    finally:
-        helper.join()
-        signal.signal(signal.SIGINT, handler)
+    def wait(futures: Sequence[Future[None]]) -> None:
+        if next(waits) == 0:
+            raise KeyboardInterrupt("second")
+        release.set()
+        concurrent.futures.wait(futures)
+
+    monkeypatch.setattr(Future, "result", interrupt)
+    monkeypatch.setattr(threads, "wait", wait)
+    with pytest.raises(KeyboardInterrupt, match="second"):
+        run_threads(range(100), work, 2)
+    assert len(ended) == 2
 
 
 def test_ranks_of_a_node_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:

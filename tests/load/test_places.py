@@ -658,7 +658,7 @@ def test_threads_that_fail_at_once_go_on_together(tmp_path: Path, monkeypatch: p
 
     def fail(file: StoredFile, views: list[memoryview], offset: int) -> None:
         if file.path == paths[0]:
-            both.wait(10)
+            both.wait()
             raise CheckpointError(f"{file.path}: cannot be read.")
         read(file, views, offset)
 
@@ -710,7 +710,7 @@ def test_no_file_waits_for_another_that_is_slow_to_open(tmp_path: Path, monkeypa
     def look(path: str, file: FileRef) -> None:
         if file is stored.files[0]:
             begun.set()
-            waited.append(read.wait(5))
+            waited.append(read.wait(120))
 
     monkeypatch.setattr("deepspeed_ucp.stream.copies.check_copy", look)
     into = bytearray(20)
@@ -718,7 +718,7 @@ def test_no_file_waits_for_another_that_is_slow_to_open(tmp_path: Path, monkeypa
     with CopyReader(stored) as reader:
         slow = threading.Thread(target=reader.read, args=(requests[:1], [MemorySink(memoryview(into))]))
         slow.start()
-        assert begun.wait(5)
+        assert begun.wait(120)
         reader.read(requests[1:], [MemorySink(memoryview(into))])
         read.set()
         slow.join()

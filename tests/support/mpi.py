@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
+from deepspeed_ucp.testing.world import hold_port
 from tests.support.forked import start_script
 
 MPIRUN = shutil.which("mpirun", path=os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")]))
@@ -38,12 +38,9 @@ def run_torch(size: int, arguments: Sequence[str], *, timeout: float = 120) -> l
     Returns:
         Exit code, output and errors of each.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {"WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     script, end, told = Path(arguments[0]), time.monotonic() + timeout, list[tuple[int, str, str]]()
-    with TemporaryDirectory() as folder:
+    with hold_port() as port, TemporaryDirectory() as folder:
+        shared = {"WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port.getsockname()[1]}
         logs = [(Path(folder, f"out{rank}"), Path(folder, f"err{rank}")) for rank in range(size)]
         ranks = [
             start_script(script, arguments[1:], out, {**shared, "RANK": rank, "LOCAL_RANK": rank}, errors=err)

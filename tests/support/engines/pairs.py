@@ -26,7 +26,7 @@ from tests.support.engines.models import MODELS
 from tests.support.engines.nvme import Kind as OnNvme
 from tests.support.engines.parallel import Launch
 from tests.support.engines.ranks import tell, uninstalled
-from tests.support.engines.saves import slow_copies
+from tests.support.engines.saves import hold_copies, save_held
 
 Training = Callable[[int, str], Generator[Any, None, None]]
 """By seed and folder of swap files: yields the engine, then the loss of each step."""
@@ -182,19 +182,17 @@ def save(name: str, folder: str, own: str, swap: str, steps: int = 2) -> tuple[l
     kind, states, counts = KINDS[name], list[Any](), list[tuple[int, int]]()
     trained = kind.source(1, swap)
     engine = next(trained)
-    with slow_copies(0.1) as copied:
+    with hold_copies() as copies:
         for number in range(steps):
             train_steps(trained, 1)
             states.append(kind.hold(engine))
             with uninstalled():
                 engine.save_checkpoint(own, str(number))
                 engine.save_checkpoint(f"{own}-trained", str(number), exclude_frozen_parameters=True)
-            before = copied.call_count
-            engine.save_checkpoint(folder, str(number))
-            at_once = copied.call_count - before
+            before, at_once = copies.count, save_held(engine, copies, folder, str(number))
             train_steps(trained, 1)
             find_state(engine).saver.wait_for_copy()
-            counts.append((at_once, copied.call_count - before))
+            counts.append((at_once, copies.count - before))
             assert not find_state(engine).saver.is_first or find_state(engine).saver.wait(60)
     find_state(engine).saver.close()
     engine.destroy()

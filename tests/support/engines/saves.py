@@ -6,6 +6,7 @@ import errno
 import itertools
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -132,19 +133,40 @@ def save_where_memory_runs_full(ds_config: dict[str, Any], folder: str) -> None:
     engine.destroy()
 
 
+class Copies:
+    """What is copied behind training: how many files were, and whether any may be."""
+
+    def __init__(self) -> None:
+        self.count, self.allowed = 0, threading.Event()
+
+
 @contextmanager
-def slow_copies(seconds: float) -> Iterator[mock.Mock]:
-    """What may be copied later is, however small it is, and takes its time."""
-    copied, copy_left = mock.Mock(), StateFile.copy_left
+def hold_copies() -> Iterator[Copies]:
+    """What may be copied later is, however small it is, when that is allowed, and takes its time then."""
+    copies, copy_left = Copies(), StateFile.copy_left
 
     def copy(file: StateFile) -> None:
         if file._left:
-            time.sleep(seconds)
-            copied()
+            copies.allowed.wait()
+            time.sleep(0.1)
+            copies.count += 1
         copy_left(file)
 
     with mock.patch("deepspeed_ucp.saves.files._SMALL", 0), mock.patch.object(StateFile, "copy_left", copy):
-        yield copied
+        try:
+            yield copies
+        finally:
+            copies.allowed.set()
+
+
+def save_held(engine: Any, copies: Copies, *args: Any) -> int:
+    """Save while nothing may be copied, and allow it then; how many files were copied all the same."""
+    before = copies.count
+    copies.allowed.clear()
+    engine.save_checkpoint(*args)
+    at_once = copies.count - before
+    copies.allowed.set()
+    return at_once
 
 
 def save_overlapped(ds_config: dict[str, Any], folder: str, own: str, steps: int) -> list[tuple[int, int]]:
@@ -154,16 +176,14 @@ def save_overlapped(ds_config: dict[str, Any], folder: str, own: str, steps: int
     engine.module.register_buffer("counted", buffer)
     engine.module.register_forward_hook(lambda *_: (buffer.add_(1), None)[1])
     trained = train_engine(engine)
-    with slow_copies(0.2) as copied:
+    with hold_copies() as copies:
         for _ in range(steps):
             train_steps(trained, 1)
             with uninstalled():
                 engine.save_checkpoint(own)
-            before = copied.call_count
-            engine.save_checkpoint(folder)
-            at_once = copied.call_count - before
+            before, at_once = copies.count, save_held(engine, copies, folder)
             train_steps(trained, 1)
-            counts.append((at_once, copied.call_count - before))
+            counts.append((at_once, copies.count - before))
             assert not find_state(engine).saver.is_first or find_state(engine).saver.wait(60)
     find_state(engine).saver.close()
     engine.destroy()
@@ -175,10 +195,11 @@ def save_what_is_changed(ds_config: dict[str, Any], folder: str) -> str:
     engine = make_engine(ds_config)
     trained = train_engine(engine)
     train_steps(trained, 1)
-    with slow_copies(0.3), mock.patch("deepspeed_ucp.saves.saver.logger.warning") as warned:
+    with hold_copies() as copies, mock.patch("deepspeed_ucp.saves.saver.logger.warning") as warned:
         engine.save_checkpoint(folder)
         with torch.no_grad():
             next(engine.module.parameters()).add_(1)
+        copies.allowed.set()
         train_steps(trained, 1)
         find_state(engine).saver.finish_copy()
     engine.save_checkpoint(folder)
