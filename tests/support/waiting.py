@@ -1,4 +1,4 @@
-"""One rank of a real launch (tests/test_meeting.py) whose process group allows few seconds, and that takes more."""
+"""One rank of a real launch (tests/test_meeting.py) that the others wait for, and not in a collective."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,28 @@ from deepspeed_ucp import meeting
 from deepspeed_ucp.comm import Comm, join_launch
 from deepspeed_ucp.errors import UcpError
 
-TIMEOUT, LATE = 1.5, 2.0
-"""Seconds that a collective may take, and that one rank takes."""
+LATE = 0.5
+"""Seconds that one rank takes."""
+
+COLLECTIVES = ("all_gather", "all_reduce", "all_to_all_single", "broadcast")
+
+
+def count_collectives(rank: int, more: int = 0) -> int:
+    """How many a rank has entered."""
+    return int(dist.distributed_c10d._get_default_store().add(f"entered {rank}", more))
+
+
+def enter(work: Any, *args: Any, **kwargs: Any) -> Any:
+    """Count a collective, and take part in it."""
+    count_collectives(dist.get_rank(), 1)
+    return work(*args, **kwargs)
+
+
+def take_long() -> None:
+    """Meanwhile the other rank waits in no collective for this one, which might end its process."""
+    time.sleep(LATE)
+    rank = dist.get_rank()
+    assert count_collectives(1 - rank) <= count_collectives(rank)
 
 
 def slow(owner: Any, name: str) -> None:
@@ -29,7 +49,7 @@ def slow(owner: Any, name: str) -> None:
 
     def wait(*args: Any, **kwargs: Any) -> Any:
         setattr(owner, name, work)
-        time.sleep(LATE)
+        take_long()
         return work(*args, **kwargs)
 
     setattr(owner, name, wait)
@@ -47,7 +67,7 @@ def be_late(comm: Comm, source: str) -> None:
     from tests.synth import Topology, random_state
 
     if comm.rank == 1:
-        time.sleep(LATE)
+        take_long()
     comm.gather(None)
     target = make_targets(MODEL, Topology(3, comm.size, precision="bf16"))[comm.rank]
     if comm.rank == 0:
@@ -82,7 +102,9 @@ def short_of_memory() -> Iterator[None]:
 
 def go(comm: Comm, source: str) -> None:
     """Let one rank end while the others wait for it, in the way that is asked for."""
-    meeting._EVERY, meeting._PATIENCE = 0.2, 1.5
+    meeting._EVERY = 0.2
+    if source == "killed":
+        meeting._PATIENCE = 1.5
 
     def work() -> None:
         if comm.rank == 1 and source == "killed":
@@ -96,7 +118,9 @@ def go(comm: Comm, source: str) -> None:
 def main(what: str, source: str) -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, rank == 0)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    for name in COLLECTIVES:
+        setattr(dist, name, partial(enter, getattr(dist, name)))
     try:
         with join_launch() as comm:
             {"late": be_late, "gone": go}[what](comm, source)
