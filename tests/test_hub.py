@@ -38,18 +38,11 @@ from deepspeed_ucp.stream.full_tensors import assemble_full_tensors
 from deepspeed_ucp.stream.reader import AtomReader
 from tests.export.test_safetensors import check_same
 from tests.stream import test_full_tensors
+from tests.support.hub import SIZES
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
 pytest.importorskip("transformers", minversion="5.0", reason="before 5.0 names in memory are those of the files")
 
-SIZES = {
-    "vocab_size": 32,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-}
 GPT2 = GPT2Config(vocab_size=32, n_embd=16, n_layer=1, n_head=2, n_positions=8)
 BERT = BertConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
 LLAMA = LlamaConfig(**SIZES)

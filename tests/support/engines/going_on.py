@@ -82,6 +82,15 @@ def mean_square(output: Tensor, _label: Tensor) -> Tensor:
     return output.float().pow(2).mean()
 
 
+def take_step(engine: Any, loss: Tensor) -> float:
+    """Backward and the engine's step; the mean of the loss over all ranks."""
+    engine.backward(loss)
+    engine.step()
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    return float(total.item() / dist.get_world_size())
+
+
 def train_on_noise(
     engine: Any,
     steps: range,
@@ -104,12 +113,7 @@ def train_on_noise(
             parts = own.split(engine.train_micro_batch_size_per_gpu())
             losses.append(float(engine.train_batch(iter([(each, label(each)) for each in parts]))))
             continue
-        loss = loss_of(engine(own), label(own))
-        engine.backward(loss)
-        engine.step()
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        losses.append(total.item() / dist.get_world_size())
+        losses.append(take_step(engine, loss_of(engine(own), label(own))))
     return losses
 
 

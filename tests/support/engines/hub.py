@@ -23,17 +23,9 @@ from transformers import (
 )
 
 from deepspeed_ucp.errors import MismatchError
+from tests.support.hub import SIZES
 
-COMMON = {
-    "vocab_size": 32,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
-    "attention_dropout": 0.0,
-}
+COMMON = {**SIZES, "max_position_embeddings": 32, "attention_dropout": 0.0}
 MODELS: dict[str, tuple[Any, Any]] = {
     "mixtral": (MixtralForCausalLM, MixtralConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2)),
     "qwen3": (

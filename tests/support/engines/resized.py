@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import deepspeed_ucp  # noqa: F401
 from deepspeed_ucp.testing.capture import CapturedEngine, capture
 from tests.support.engines.cases import allow_fp16_on_cpu, forget_autocast
+from tests.support.engines.going_on import take_step
 
 ROWS = 11
 """Of the saved vocabulary; batches and losses know no others."""
@@ -93,12 +94,7 @@ def train(engine: Any, steps: range) -> list[float]:
         batch = torch.randint(ROWS, (8, 5), generator=generator).chunk(dist.get_world_size())[dist.get_rank()]
         told = engine(batch[:, :4])
         scores = told if isinstance(told, Tensor) else told.logits[:, -1]
-        loss = nn.functional.cross_entropy(scores[:, :ROWS].float(), batch[:, 4])
-        engine.backward(loss)
-        engine.step()
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        losses.append(total.item() / dist.get_world_size())
+        losses.append(take_step(engine, nn.functional.cross_entropy(scores[:, :ROWS].float(), batch[:, 4])))
     return losses
 
 
