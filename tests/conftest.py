@@ -8,6 +8,7 @@ import os
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from deepspeed_ucp.platforms import PLATFORMS
 from deepspeed_ucp.testing.world import PRELOAD
@@ -32,6 +33,10 @@ def pytest_configure(config: pytest.Config) -> None:
     for platform in PLATFORMS:  # in a container or a job as anywhere else
         os.environ.pop(platform.variable, None)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as many processes as cores are at work already
+    # Cases are drawn alike each time, and may take as long as they do: new ones are for `make fuzz` and UCP_EXAMPLES.
+    fresh, slow = "UCP_EXAMPLES" in os.environ, [HealthCheck.too_slow]
+    settings.register_profile("suite", deadline=None, derandomize=not fresh, suppress_health_check=slow)
+    settings.load_profile("suite")
     PRELOAD.append("tests.releases.settled")
     PRELOAD.append("transformers.models.llama.modeling_llama")  # a second in each rank that trains one
     PRELOAD.append("megatron.core.optimizer")  # as for the one above

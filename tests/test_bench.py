@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.until import wait_until
+
 
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -21,19 +23,34 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("offline_report")
 
 
-def test_a_command_is_measured_from_outside(offline: ModuleType, tmp_path: Path) -> None:
+def test_a_command_is_measured_from_outside(
+    offline: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands, seen = sys.modules["commands"], tmp_path / "seen"
     code = f"""
 import os, time
+begin = time.perf_counter()
 held = bytearray(os.urandom(4096) * (64 << 8))
 with open({str(tmp_path / "written")!r}, "wb") as file:
     file.write(held[: 8 << 20])
-time.sleep(0.3)
-print("ready")
+while not os.path.exists({str(seen)!r}):
+    time.sleep(0.01)
+print("ready", time.perf_counter() - begin)
 print('{{"seconds": 0.25, "phases": {{"sync": 0.1}}}}')
 """
-    told = sys.modules["commands"].run_command([sys.executable, "-c", code], tmp_path / "logs" / "log")
+    read = commands._read_kib
+
+    def look(*args: Any) -> int:
+        if (found := read(*args)) >= 64 << 10:
+            seen.touch()
+        return int(found)
+
+    monkeypatch.setattr(commands, "_read_kib", look)
+    begin = time.perf_counter()
+    told = commands.run_command([sys.executable, "-c", code], tmp_path / "logs" / "log")
+    outside = time.perf_counter() - begin
     assert told.code == 0
-    assert 0.3 < told.seconds < 30
+    assert float(told.output.split()[1]) < told.seconds < outside
     assert told.data() == {"seconds": 0.25, "phases": {"sync": 0.1}}
     assert 64 << 20 < told.peak_bytes < 200 << 20
     assert told.io.requested > 0
@@ -294,7 +311,7 @@ def test_what_was_not_measured_is_told(saves: ModuleType) -> None:
 def test_memory_that_a_process_has_for_a_moment_is_seen(saves: ModuleType) -> None:
     with importlib.import_module("meters").AnonymousPeak() as seen:
         held = bytearray(b"x" * (40 << 20))
-        time.sleep(0.1)
+        wait_until(lambda: seen.peak - seen.before > 30 << 20)
         del held
     assert 30 << 20 < seen.peak - seen.before < 100 << 20
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
@@ -69,7 +69,6 @@ KINDS = {
 }
 
 
-@settings(deadline=None)
 @given(HISTORY, st.sampled_from(sorted(KINDS)))
 def test_any_history_of_worlds_trains_on_the_same_samples(history: list[tuple[int, int]], kind: str) -> None:
     whole = step_ranks([make_sampler(0, 1, **KINDS[kind])], sum(steps for _, steps in history))
@@ -86,7 +85,6 @@ def test_any_history_of_worlds_trains_on_the_same_samples(history: list[tuple[in
         assert state["consumed"] == done * BATCH
 
 
-@settings(deadline=None)
 @given(HISTORY, st.sampled_from([None, 6]), st.booleans())
 def test_any_history_of_worlds_reads_shards_once(
     history: list[tuple[int, int]], lanes: int | None, shuffle: bool
@@ -119,7 +117,6 @@ def test_a_stream_leaves_out_less_than_a_step_and_repeats_nothing() -> None:
     assert all(sample % 1000 < SIZES[sample // 1000] for sample in taken)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 8))
 def test_positions_tell_what_of_each_shard_was_read(steps: int) -> None:
     stream = make_stream(0, 1)

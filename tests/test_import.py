@@ -152,6 +152,7 @@ import deepspeed_ucp
 try:
     server.accept()
 except TimeoutError:
+    server.settimeout(120)
     import deepspeed
     rank = server.accept()[0]  # kept: a rank ends when its connection closes
     print(rank.recv(4))

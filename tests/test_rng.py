@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_ucp import rng
@@ -47,7 +47,6 @@ def read_own(states: dict[rng.Coords, rng.State], saved: Degrees, place: Place) 
     return make_file(states, place.pp_rank if same else 0, place.tp_rank if same else 0)
 
 
-@settings(deadline=None)
 @given(DEGREES, AXES)
 def test_the_same_world_goes_on_with_its_own(degrees: Degrees, axes: tuple[int, ...]) -> None:
     states = make_states(degrees, axes)
@@ -55,7 +54,6 @@ def test_the_same_world_goes_on_with_its_own(degrees: Degrees, axes: tuple[int, 
         assert rng.find_state(read_own(states, degrees, place), "torch", place) == states[coords_of(place)]
 
 
-@settings(deadline=None)
 @given(DEGREES, DEGREES, AXES)
 def test_in_another_world_none_that_differ_coincide(saved: Degrees, live: Degrees, axes: tuple[int, ...]) -> None:
     states = make_states(saved, axes)

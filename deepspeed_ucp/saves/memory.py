@@ -179,7 +179,8 @@ class Snapshot:
         """Keep its files' memory for the job's next save, if none is kept for it yet: new pages take longest."""
         self._forget()
         for name in self.list_base():  # the links of other saves lead to the same memory
-            os.unlink(os.path.join(self.folder, name))
+            with suppress(FileNotFoundError):  # the writer and its ranks may do this at the same time
+                os.unlink(os.path.join(self.folder, name))
         try:
             self.move(os.path.join(os.path.dirname(self.folder), _SPARE))
         except OSError:
@@ -214,10 +215,15 @@ class Job:
         self._held: int | None = None
 
     def own(self) -> None:
-        """Make the folder, and hold it as the process that saves into it, until that ends."""
-        os.makedirs(self.folder, mode=0o700, exist_ok=True)
-        self._held = os.open(os.path.join(self.folder, _OWNER), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        """Make the folder, and hold it as the process that saves into it, until that ends.
+
+        It has its name once it is held: another job that begins meanwhile would take it for one that is dead.
+        """
+        made = self.folder if os.path.isdir(self.folder) else f"{self.folder}.new"
+        os.makedirs(made, mode=0o700, exist_ok=True)
+        self._held = os.open(os.path.join(made, _OWNER), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._held, fcntl.LOCK_EX)
+        os.rename(made, self.folder)
         os.register_at_fork(after_in_child=self._close)  # a child's does not count
         _own.add(self.folder)
 
@@ -425,6 +431,7 @@ def is_held(path: str) -> bool:
     try:
         with open(path) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_UN)  # a child that was forked meanwhile has the file as well
     except FileNotFoundError:
         return False
     except OSError:

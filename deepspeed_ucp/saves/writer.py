@@ -123,8 +123,8 @@ class SaveWriter:
         self._changed, self._news, self._end = threading.Condition(), 0, math.inf
 
     def run(self, note_end: Callable[[], None] = lambda: None) -> int:
-        """Until standard input ends, of which it notes that, and for what is pending then."""
-        threads = dict[str, threading.Thread]()
+        """Until standard input ends, of which it notes that, and for what is pending then, told of or not."""
+        threads, is_last = dict[str, threading.Thread](), False
         while True:
             with suppress(OSError):
                 self._free()  # what has no place
@@ -134,17 +134,18 @@ class SaveWriter:
                 if folder not in threads:
                     threads[folder] = threading.Thread(target=self._serve, args=(folder,), name=f"ucp-{folder}")
                     threads[folder].start()
+            if is_last:
+                break
             is_last = not os.read(sys.stdin.fileno(), 4096)
             with self._changed:
                 self._news += 1
                 self._end = time.monotonic() + self.wait if is_last else math.inf
                 self._changed.notify_all()
-            if is_last:
-                note_end()
-                for thread in threads.values():
-                    thread.join()
-                self.job.drop_spare()
-                return 1 if list_late(self.job.list_saves()) else 0
+        note_end()
+        for thread in threads.values():
+            thread.join()
+        self.job.drop_spare()
+        return 1 if list_late(self.job.list_saves()) else 0
 
     def _serve(self, folder: str) -> None:
         """Write to a place whenever there is something new, and where that failed after pauses that grow."""

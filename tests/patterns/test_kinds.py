@@ -99,7 +99,7 @@ cuts = st.one_of(plain_cuts(), hybrid_cuts(), block_cuts())
 
 
 @given(cuts)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_union_of_cut_is_the_whole_for_every_pattern(case):
     """Numpy's shards are the layout's shards, and joined they are the tensor again."""
     pattern, array, shards = case
@@ -116,7 +116,7 @@ def test_union_of_cut_is_the_whole_for_every_pattern(case):
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_degree_to_degree_and_back(data):
     """Fused parts of any number of blocks, from any degree to any other that its widths allow, and back, bitwise."""
     first, second, blocks = (data.draw(small) for _ in range(3))

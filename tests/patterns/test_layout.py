@@ -62,7 +62,7 @@ def numel(layout):
 
 
 @given(pairs())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_layout_to_any_other(pair):
     source, target = pair
     values = np.random.default_rng(0).permutation(numel(source))
@@ -72,7 +72,7 @@ def test_any_layout_to_any_other(pair):
 
 
 @given(views.flatmap(layouts))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_union_of_cut_is_the_whole(layout):
     values = np.arange(numel(layout))
     (made,) = reshard(layout, cut_array(layout, values), whole(layout.shape))
@@ -81,7 +81,7 @@ def test_union_of_cut_is_the_whole(layout):
 
 
 @given(pairs(), st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_part_of_a_target_shard(pair, data):
     source, target = pair
     values = np.arange(numel(source))
@@ -98,7 +98,7 @@ def test_part_of_a_target_shard(pair, data):
 
 
 @given(pairs(), st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_part_of_a_source_shard(pair, data):
     source, target = pair
     shard = cut_array(source, np.arange(numel(source)))[0]
@@ -119,7 +119,7 @@ def test_part_of_a_source_shard(pair, data):
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_rows_that_only_one_side_has_are_left_out(have, want, columns):
     rows = min(have, want)
     source, target = whole((have, columns)), whole((want, columns))
@@ -128,7 +128,7 @@ def test_rows_that_only_one_side_has_are_left_out(have, want, columns):
 
 
 @given(st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4)), st.sampled_from([(0, 1), (1, 2)]), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_layouts_with_different_views_meet(view, joined, data):
     """(a, b, c) against the same elements as (a * b, c) or (a, b * c), whole or cut along what stays an axis."""
     fine = data.draw(layouts(view))

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from deepspeed_ucp.saves import keeping
+from deepspeed_ucp.saves import saver as savers
 from deepspeed_ucp.saves.memory import Job
 from deepspeed_ucp.saves.saver import Saver
+from tests.saves.saving import PATIENCE
 from tests.stores.server import Server, serve_bucket
 
 
@@ -18,6 +21,13 @@ def server() -> Iterator[Server]:
     pytest.importorskip("s3fs", reason="the store of these tests is S3")
     with serve_bucket() as found:
         yield found
+
+
+@pytest.fixture(autouse=True)
+def _slow_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A writer may take long to start."""
+    for module in (keeping, savers):
+        monkeypatch.setattr(module, "STARTING", PATIENCE)
 
 
 @pytest.fixture(autouse=True)

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import UcpError
-from deepspeed_ucp.saves.memory import Destination, Job, Snapshot
+from deepspeed_ucp.saves.memory import LOCK, Destination, Job, Snapshot
 from deepspeed_ucp.saves.writer import SaveWriter
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.sources.older import is_sealed
 from tests.convert.conversions import write_source
 
 TAG = "global_step3"
+
+PATIENCE = 120.0
+"""Seconds for what is to come: longer than a busy machine takes."""
+
+SETTINGS = {"keep": 1, "wait_s": PATIENCE, "storage_options": None}
+"""Of a writer."""
 
 
 def make_save(
@@ -37,9 +47,23 @@ def make_save(
     return save
 
 
-def write(job: Job, *, wait: float = 5.0) -> bool:
+def write(job: Job, *, wait: float = PATIENCE) -> bool:
     """What a new writer does with what is pending; whether nothing failed."""
     return SaveWriter(job, 1, wait).write_pending()
+
+
+@contextmanager
+def run_writer(writer: SaveWriter) -> Iterator[Callable[[], object]]:
+    """Run a writer as its process does, in a thread, to its end; what tells it of a save."""
+    read, write = os.pipe()
+    with open(read) as lines, open(write, "wb", buffering=0) as told, mock.patch.object(sys, "stdin", lines):
+        thread = threading.Thread(target=writer.run)
+        thread.start()
+        try:
+            yield lambda: told.write(b"\n")
+        finally:
+            told.close()
+            thread.join()
 
 
 def is_whole(folder: str) -> bool:
@@ -57,9 +81,11 @@ def strip(content: dict[str, bytes]) -> dict[str, bytes]:
 
 
 def find_writer(job: Job) -> int:
-    """The number of the process that writes a job's saves."""
+    """The number of the process that writes a job's saves: it has the lock's file, the one that started it has not."""
+    lock = os.path.join(job.folder, LOCK)
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if job.folder.encode() in (path / "cmdline").read_bytes():
+            is_ours = job.folder.encode() in (path / "cmdline").read_bytes()
+            if is_ours and any(os.readlink(each) == lock for each in (path / "fd").iterdir()):
                 return int(path.name)
     raise AssertionError("there is no writer")

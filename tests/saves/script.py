@@ -10,14 +10,17 @@ import deepspeed
 import torch
 
 from deepspeed_ucp import snapshots
+from deepspeed_ucp.saves import saver
+from tests.saves.saving import PATIENCE
 
+saver.STARTING = PATIENCE
 folder, memory, steps, end = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
 every = int(sys.argv[5]) if len(sys.argv) > 5 else 0
 config = {
     "train_batch_size": 2,
     "zero_optimization": {"stage": 1},
     "zero_allow_untested_optimizer": True,
-    "checkpoint": {"universal": {"save": {"memory": memory, "wait_s": 60.0}}},
+    "checkpoint": {"universal": {"save": {"memory": memory, "wait_s": PATIENCE}}},
 }
 deepspeed.init_distributed("gloo", verbose=False)
 torch.manual_seed(0)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from deepspeed_ucp.saves.memory import Job
 from deepspeed_ucp.saves.writer import is_locked, list_late, start_writer
-from tests.saves.saving import is_whole, make_save
+from tests.saves.saving import SETTINGS, is_whole, make_save
 from tests.support.until import wait_until
 
 folder, fault = Path(sys.argv[1]), sys.argv[2]
@@ -25,11 +25,11 @@ place.mkdir()
 mount("size=96k")
 job = Job(str(folder / "memory" / "job"))
 job.own()
-lines = start_writer(job, {"keep": 1, "wait_s": 20.0, "storage_options": None})
+lines = start_writer(job, SETTINGS)
 make_save(job, str(place), tag="first")
 lines.write(b"\n")
 lines.flush()
-wait_until(lambda: not list_late(job.list_saves()))
+wait_until(lambda: not list_late(job.list_saves()) and job.read_written())  # it does nothing in the place any more
 if fault == "ro":
     mount("remount,ro")
 make_save(job, str(place), tag="second")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,13 +22,9 @@ def make_state(numel: int = 100_000) -> dict[str, Any]:
 
 
 @pytest.fixture
-def shared() -> Any:
-    folder = Path(f"/dev/shm/ucp-test-{os.getpid()}")
-    folder.mkdir()
-    yield folder
-    for path in folder.iterdir():
-        path.unlink()
-    folder.rmdir()
+def shared() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="ucp-test-", dir="/dev/shm") as folder:
+        yield Path(folder)
 
 
 def read(path: Path) -> Any:
@@ -57,14 +55,20 @@ def test_a_file_is_written_over_by_its_mapping(shared: Path) -> None:
 
 
 def test_memory_of_files_that_have_lost_their_names_goes_back(shared: Path) -> None:
+    """It does when nothing has them open, or mapped, any more."""
     mapped, path = MappedFiles(wanted=True), shared / "state.pt"
-    before = os.statvfs(shared).f_bfree
-    save_over(make_state(1 << 20), str(path), Stable(), mapped)
+
+    def list_held() -> list[str]:
+        opened = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+        told = [*opened, *Path("/proc/self/maps").read_text().splitlines()]
+        return [each for each in told if str(path) in each]
+
+    save_over(make_state(), str(path), Stable(), mapped)
     mapped.settle()
     path.unlink()
-    assert before - os.statvfs(shared).f_bfree >= 1024
+    assert list_held()
     mapped.tidy()
-    assert before - os.statvfs(shared).f_bfree < 1024
+    assert list_held() == []
 
 
 def test_what_is_stable_is_left_and_copied_when_it_is_asked_for(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from deepspeed_ucp.config import SaveOptions, UniversalConfig
 from deepspeed_ucp.saves import keeping
 from deepspeed_ucp.saves.memory import Job, find_root, locate, name_job
 from tests.convert.conversions import write_source
-from tests.saves.saving import TAG, is_whole, make_save
+from tests.saves.saving import PATIENCE, TAG, is_whole, make_save
 
 CONFIG = UniversalConfig(save=SaveOptions())
 
@@ -122,7 +122,7 @@ def test_a_place_elsewhere_leaves_no_folder_whole(tmp_path: Path, written: set[s
 
 
 def test_what_a_dead_job_has_for_a_folder_is_written_before_it_is_read(tmp_path: Path) -> None:
-    config = UniversalConfig(save=SaveOptions(memory=str(tmp_path / "memory"), wait_s=20.0))
+    config = UniversalConfig(save=SaveOptions(memory=str(tmp_path / "memory"), wait_s=PATIENCE))
     dead = Job(os.path.join(find_root(str(tmp_path / "memory")), name_job()))
     make_save(dead, str(tmp_path / "out" / "checkpoint-3"))
     keeping.finish_folders(config, tmp_path / "out", Comm())

@@ -28,7 +28,7 @@ from deepspeed_ucp.saves.finding import Found, find_in_memory
 from deepspeed_ucp.saves.memory import Job, find_root, name_job
 from deepspeed_ucp.saves.saving import finish_saves, save_into_memory
 from tests.convert.conversions import write_source
-from tests.saves.saving import TAG, find_writer, is_whole, make_save, write
+from tests.saves.saving import PATIENCE, TAG, find_writer, is_whole, make_save, write
 from tests.support.held import without_collector
 
 
@@ -52,7 +52,7 @@ def engine() -> FakeEngine:
 @pytest.fixture
 def save(engine: FakeEngine, tmp_path: Path) -> Callable[..., tuple[str, bool]]:
     """Saves as an engine does: the folder that DeepSpeed was to write to, and whether that is memory's."""
-    config = UniversalConfig(save=SaveOptions(memory=str(tmp_path / "memory"), wait_s=20.0))
+    config = UniversalConfig(save=SaveOptions(memory=str(tmp_path / "memory"), wait_s=PATIENCE))
 
     def make(folder: str, tag: str, write: Callable[[str], object] = lambda _: None) -> tuple[str, bool]:
         asked = list[str]()
@@ -321,7 +321,7 @@ def test_saves_that_come_while_the_writer_starts_have_the_same_writer(
             assert save(place, tag, lambda folder, tag=tag: write_source(Path(folder)).rename(Path(folder) / tag))[1]
         assert find_state(engine).saver.finish()
         assert save(place, "c", lambda folder: write_source(Path(folder)).rename(Path(folder) / "c"))[1]
-        assert find_state(engine).saver.wait(15.0)
+        assert find_state(engine).saver.wait(PATIENCE)
     assert start.call_count == 1 and is_whole(os.path.join(place, "c"))
 
 
@@ -426,7 +426,7 @@ def test_snapshots_count_apart_from_a_scripts_saves(engine: FakeEngine, tmp_path
     places = [SaveTier(place=str(tmp_path / "fast")), SaveTier(place=str(tmp_path / "slow"), every=2, keep=3)]
     told: list[tuple[bool, list[tuple[str, int | None]]]] = []
     for to in ([], places):
-        options = SaveOptions(memory=str(tmp_path / "memory"), wait_s=20.0, to=to)
+        options = SaveOptions(memory=str(tmp_path / "memory"), wait_s=PATIENCE, to=to)
         find_state(engine).saver = None
         for by_itself in (True, True, False, True, False):
             with mock.patch.object(savers.Saver, "tell_writer"):
@@ -452,7 +452,7 @@ def test_a_dead_jobs_snapshot_stays_until_there_is_another(
     dead = Job(os.path.join(find_root(str(tmp_path / "memory")), name_job()))
     for number, name in enumerate(("saved", "other")):
         make_save(dead, str(tmp_path / name), tag=name, step=number, places=(), by_itself=True)
-    config = UniversalConfig(save=SaveOptions(memory=str(tmp_path / "memory"), wait_s=20.0))
+    config = UniversalConfig(save=SaveOptions(memory=str(tmp_path / "memory"), wait_s=PATIENCE))
     monkeypatch.setattr(savers, "count_free", lambda _: -1)
     with pytest.raises(StorageError, match="MiB are free"):
         save_into_memory(engine, config, str(tmp_path / "saved"), TAG, mock.Mock(), latest=True, by_itself=True)

@@ -3,33 +3,43 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 
 from deepspeed_ucp.errors import DiskFullError
+from deepspeed_ucp.io import pace
 from deepspeed_ucp.saves import memory, places
 from deepspeed_ucp.saves import writer as writing
 from deepspeed_ucp.saves.memory import Destination, Job, Snapshot, name_job
+from deepspeed_ucp.saves.saver import finish_dead
 from deepspeed_ucp.saves.writer import SaveWriter, is_locked, list_late, start_writer
 from tests.convert.conversions import read_bytes, write_source
-from tests.saves.saving import TAG, find_writer, is_whole, make_save, strip, write
+from tests.saves.saving import (
+    PATIENCE,
+    SETTINGS,
+    TAG,
+    find_writer,
+    is_whole,
+    make_save,
+    run_writer,
+    strip,
+    write,
+)
 from tests.support.crash import failing, list_calls, run_dying
 from tests.support.until import wait_until
-
-SETTINGS = {"keep": 1, "wait_s": 20.0, "storage_options": None}
 
 
 @pytest.fixture
@@ -161,7 +171,7 @@ def test_one_place_that_fails_is_not_the_others(
     """And is tried again."""
     (tmp_path / "file").write_text("no folder")
     save("file", "place")
-    writer = SaveWriter(job, 1, 5.0)
+    writer = SaveWriter(job, 1, PATIENCE)
     assert not writer.write_pending() and not writer.write_pending()
     assert is_whole(str(tmp_path / "place" / TAG))
     assert caplog.text.count("not written, to be tried again") == 1
@@ -170,47 +180,71 @@ def test_one_place_that_fails_is_not_the_others(
 
 
 def test_a_slow_place_holds_up_no_other_and_memory_does_not_fill(
-    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What waits for it longer than a newer save is let go at once."""
     slow, fast = Destination(str(tmp_path / "slow"), limit_mb_s=0.02), Destination(str(tmp_path / "fast"))
-    lines = start_writer(job, SETTINGS)
-    for tag in "abcd":
-        make_save(job, slow, fast, tag=tag)
-        lines.write(b"\n")
-        lines.flush()
-        wait_until(lambda tag=tag: is_whole(str(tmp_path / "fast" / tag)))
-    wait_until(lambda: list_late(job.list_saves()) == {slow.folder: 2})
-    assert [save.tag for save in job.list_saves()] == ["a", "d"] and not (tmp_path / "slow" / "a").exists()
-    lines.close()
-    wait_until(lambda: not is_locked(job))
+    goes_on = threading.Event()
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: seconds and goes_on.wait(PATIENCE))
+    monkeypatch.setattr(pace, "time", clock)
+    with run_writer(SaveWriter(job, 1, PATIENCE)) as tell:
+        for tag in "abcd":
+            make_save(job, slow, fast, tag=tag)
+            tell()
+            wait_until(lambda tag=tag: is_whole(str(tmp_path / "fast" / tag)))
+        wait_until(lambda: list_late(job.list_saves()) == {slow.folder: 2})
+        wait_until(lambda: [save.tag for save in job.list_saves()] == ["a", "d"])
+        assert not (tmp_path / "slow" / "a").exists()
+        goes_on.set()
     assert {"a", "d", "latest"} <= set(os.listdir(tmp_path / "slow")) and is_whole(str(tmp_path / "slow" / "d"))
     assert (tmp_path / "slow" / "latest").read_text() == "d"
-    assert "slow is too slow: b is dropped" in Path(job.folder, "log").read_text()
+    assert "slow is too slow: b is dropped" in caplog.text
 
 
 def test_a_place_that_fails_is_tried_again_after_longer_and_longer_pauses(
+    job: Job, save: Callable[..., Snapshot], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once where a save comes, and at the end for as long as was told; by a clock that pauses alone move."""
+    pauses, now = list[float](), [0.0]
+    failed = mock.Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO)))
+    monkeypatch.setattr(writing, "write_save", failed)
+    monkeypatch.setattr(writing, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    is_told, is_enough = threading.Event(), threading.Event()
+
+    class Pauses(threading.Condition):
+        def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
+            assert timeout is not None
+            pauses.append(timeout)
+            if len(pauses) in (3, 8):  # then there is news
+                (is_told if len(pauses) == 3 else is_enough).set()
+                return super().wait_for(predicate, PATIENCE)
+            now[0] += timeout
+            return predicate()
+
+    save()
+    writer = SaveWriter(job, 1, 50.0)
+    writer._changed = Pauses()
+    with run_writer(writer) as tell:
+        assert is_told.wait(PATIENCE)
+        tell()
+        assert is_enough.wait(PATIENCE)
+    assert pauses == [10, 20, 40, 80, 160, 320, 320, 320, 1, 2, 4, 8, 16, 19]
+    assert failed.call_count == len(pauses) + 1 and list_late(job.list_saves())
+
+
+def test_what_nobody_has_told_of_is_written_at_the_end(
     job: Job, save: Callable[..., Snapshot], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At once where a save comes, and at the end for as long as was told."""
-    monkeypatch.setattr(writing, "_AGAIN", 0.05)
-    monkeypatch.setattr(writing, "_AGAIN_AT_END", 0.05)
-    tried = list[float]()
+    """Of a rank that was killed between a save and the word of it."""
 
-    def fail(*_: object) -> str:
-        tried.append(time.monotonic())
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
+    def end(*_: object) -> bytes:
+        save()
+        return b""
 
-    monkeypatch.setattr(writing, "write_save", fail)
-    save()
-    read, write = os.pipe()
-    with open(read) as lines:
-        monkeypatch.setattr(sys, "stdin", lines)
-        threading.Timer(0.9, os.close, (write,)).start()
-        assert SaveWriter(job, 1, 0.5).run() == 1
-    pauses = [after - before for before, after in pairwise(tried)]
-    assert 6 <= len(pauses) <= 9 and all(pauses[number] >= 0.05 * 2**number for number in range(4))
-    assert sum(pauses) < 2
+    monkeypatch.setattr(writing, "os", SimpleNamespace(**{**vars(os), "read": end}))
+    monkeypatch.setattr(writing, "sys", SimpleNamespace(stdin=SimpleNamespace(fileno=int)))
+    assert SaveWriter(job, 1, PATIENCE).run() == 0
+    assert is_whole(str(tmp_path / "place" / TAG))
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS], ids=errno.errorcode.get)
@@ -237,7 +271,7 @@ def test_memory_that_is_full_ends_no_writer(job: Job, save: Callable[..., Snapsh
     """It cannot note then what it has written; it does so once there is room."""
     made = save()
     full = mock.patch.object(Snapshot, "note_done", side_effect=DiskFullError("full", path=made.folder))
-    writer = SaveWriter(job, 1, 5.0)
+    writer = SaveWriter(job, 1, PATIENCE)
     with full:
         assert not writer.write_pending()
     save(tag="next")
@@ -305,18 +339,66 @@ def test_a_job_lives_as_long_as_the_process_that_saves(tmp_path: Path) -> None:
     child = os.fork()
     if not child:
         job.own()
-        worker = os.fork()  # outlives it, and is not the one that saves
-        os.write(tell, b"owned" if worker else b"")
+        os.fork()  # a worker outlives it, and is not the one that saves
+        os.write(tell, b"1")
         os.close(end)
-        os.read(ended, 1 if worker else 9)
+        os.read(ended, 1)
         os._exit(0)
-    assert os.read(told, 5) == b"owned"
+    assert os.read(told, 1) + os.read(told, 1) == b"11"
     with mock.patch.object(Path, "read_text", side_effect=OSError):
         assert job.is_owned()
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     assert not job.is_owned()
-    os.close(end)
+    for fd in (told, tell, ended, end):
+        os.close(fd)
+
+
+def test_who_looks_whether_a_job_lives_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where its process is forked while it looks."""
+    (tmp_path / "owner").touch()
+    (goes_on, go), children, own = os.pipe(), list[int](), fcntl.flock
+
+    def lock(file: Any, operation: int) -> None:
+        own(file, operation)
+        if not children:
+            children.append(os.fork())
+            if not children[0]:
+                os.close(go)
+                os.read(goes_on, 1)
+                os._exit(0)
+
+    with mock.patch.object(fcntl, "flock", lock):
+        assert not Job(str(tmp_path)).is_owned()
+    with open(tmp_path / "owner") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(go)
+    os.waitpid(children[0], 0)
+    os.close(goes_on)
+
+
+def test_a_job_that_begins_is_not_taken_for_a_dead_one(tmp_path: Path) -> None:
+    """By another one that begins at the same time."""
+    job, own = Job(str(tmp_path / name_job())), fcntl.flock
+
+    def lock(file: Any, operation: int) -> None:
+        with mock.patch.object(fcntl, "flock", own):
+            finish_dead(str(tmp_path), SETTINGS)
+        own(file, operation)
+
+    with mock.patch.object(fcntl, "flock", lock):
+        job.own()
+    assert job.is_there() and job.is_owned()
+
+
+def test_a_save_that_its_ranks_and_the_writer_let_go_of_at_once(
+    job: Job, save: Callable[..., Snapshot], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one has removed the other does not find."""
+    made = save()
+    monkeypatch.setattr(Snapshot, "list_base", lambda _: ["ucp_frozen-0/gone.pt"])
+    made.spare()
+    assert os.path.isdir(job.spare)
 
 
 @pytest.mark.parametrize("tag", ["later", "same"])
@@ -368,7 +450,7 @@ def test_nodes_that_have_other_saves_pending_write_what_the_first_has_begun(
     os.rename(nodes[0].find_folder(3), tmp_path / "not yet")
     other = threading.Thread(target=write, args=(nodes[1],))
     other.start()
-    time.sleep(0.2)
+    time.sleep(0.2)  # in which it is not to write
     assert not (tmp_path / "place").exists()
     assert write(nodes[0])
     assert [save.number for save in nodes[0].list_saves() if not save.list_pending()] == [2]
@@ -389,7 +471,7 @@ def test_a_save_that_a_node_has_dropped_gives_way_to_a_newer_one(
         replace(made, number=2, folder=job.find_folder(2)).write_record()
     shutil.rmtree(nodes[1].find_folder(1))
     os.rename(nodes[0].find_folder(2), tmp_path / "not yet")
-    writer, went = SaveWriter(nodes[0], 1, 20.0), list[bool]()
+    writer, went = SaveWriter(nodes[0], 1, PATIENCE), list[bool]()
     first = threading.Thread(target=lambda: went.append(writer.write_pending()))
     first.start()
     time.sleep(1)

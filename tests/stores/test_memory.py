@@ -470,7 +470,7 @@ def test_a_forked_process_makes_its_own_file_systems(saved: Callable[..., tuple[
     found = context.Queue()
     process = context.Process(target=_look, args=(URL, found))
     process.start()
-    assert found.get(timeout=30) == sorted(store.list_folder(URL))
+    assert found.get(timeout=120) == sorted(store.list_folder(URL))
     process.join()
     remote._process.leave()
     assert remote.connect(URL)[0] is not before
@@ -478,10 +478,15 @@ def test_a_forked_process_makes_its_own_file_systems(saved: Callable[..., tuple[
 
 def test_a_client_is_made_beside_other_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """And what fails there is told where the URL is read."""
+
+    def wait() -> None:
+        for thread in [each for each in threading.enumerate() if each.name == "ucp-store"]:
+            thread.join()
+
+    wait()  # what other tests have begun
     monkeypatch.setattr(remote._process, "systems", {})
     store.begin_reading(["/local", "memory://stores/run", "unheard-of://stores"])
-    for thread in [each for each in threading.enumerate() if each.name == "ucp-store"]:
-        thread.join()
+    wait()
     assert [scheme for scheme, *_ in remote._process.systems] == ["memory"]
     with pytest.raises(UnsupportedError, match="unheard-of"):
         store.list_folder("unheard-of://stores")

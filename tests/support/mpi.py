@@ -24,7 +24,7 @@ needs_mpi = pytest.mark.skipif(MPIRUN is None or find_spec("mpi4py") is None, re
 _ROOT = str(Path(__file__).parents[2])
 
 
-def run_mpi(size: int, arguments: Sequence[str], *, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+def run_mpi(size: int, arguments: Sequence[str], *, timeout: float = 240) -> subprocess.CompletedProcess[str]:
     """``mpirun -np SIZE python ARGUMENTS``, also as root and on fewer cores."""
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     command = [str(MPIRUN), "--oversubscribe", "-np", str(size), sys.executable, *arguments]
@@ -32,7 +32,7 @@ def run_mpi(size: int, arguments: Sequence[str], *, timeout: float = 120) -> sub
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False, env=env)
 
 
-def run_torch(size: int, arguments: Sequence[str], *, timeout: float = 120) -> list[tuple[int, str, str]]:
+def run_torch(size: int, arguments: Sequence[str], *, timeout: float = 240) -> list[tuple[int, str, str]]:
     """``python ARGUMENTS``, of which the first is a script, on every rank in torchrun's environment.
 
     Returns:

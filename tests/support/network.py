@@ -46,9 +46,9 @@ class Network:
         subprocess.run([*self.enter(node), *command], check=True, capture_output=True)
 
     def slow_down(self) -> None:
-        """2 MB/s, in both directions."""
+        """250 KB/s, in both directions."""
         for node in range(2):
-            limit = ("rate", "16mbit", "burst", "64kb", "latency", "50ms")
+            limit = ("rate", "2mbit", "burst", "64kb", "latency", "50ms")
             self.run(node, "tc", "qdisc", "add", "dev", f"cable{node}", "root", "tbf", *limit)
 
     def cut(self) -> None:
