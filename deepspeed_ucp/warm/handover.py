@@ -242,8 +242,22 @@ def is_own(connection: socket.socket) -> bool:
     return bool(struct.unpack("3i", told)[1] == os.geteuid())
 
 
+def accept(server: socket.socket) -> socket.socket | None:
+    """A connection that has come, None where it is not this user's. It is to be heard when it says something: who has
+    come may stand still, and others are not to wait for that.
+
+    Raises:
+        OSError: it fails.
+    """
+    connection, _ = server.accept()
+    if is_own(connection):
+        return connection
+    connection.close()
+    return None
+
+
 def send(connection: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
-    """Send an object, with descriptors.
+    """Send an object, with descriptors; as far as the system takes it at once, none of it comes without the rest.
 
     Raises:
         OSError: the other end has gone, or there are too many.
@@ -252,8 +266,8 @@ def send(connection: socket.socket, message: Mapping[str, Any], descriptors: Seq
     if len(descriptors) > _MOST_DESCRIPTORS:
         raise OSError(f"{len(descriptors)} descriptors")
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
-    connection.sendmsg([struct.pack("!I", len(data))], rights)
-    connection.sendall(data)
+    data = struct.pack("!I", len(data)) + data
+    connection.sendall(data[connection.sendmsg([data], rights) :])
 
 
 def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import selectors
@@ -26,8 +27,11 @@ _NEEDED = ("deepspeed", "numpy", "torch")
 
 _MOST_WITHOUT = 8
 
-_TRIAL = 10.0
-"""Seconds for a process that is forked on trial to show that it can compute."""
+_TRIAL = 60.0
+"""Seconds for a process that is forked on trial to show that it can compute, beside ranks that take the processors."""
+
+_REST = 30.0
+"""Seconds for the rest of a message that has begun to come."""
 
 _KEY = ("program", "executable", "options", "cwd", "environment", "affinity", "origins", "set", "touched")
 
@@ -61,7 +65,7 @@ class Nursery:
     A template is a child of this process, its children are the ranks: :meth:`pids` is for who ends all its descendants.
 
     Args:
-        log: gets an event ``template`` for each that is made (``seconds``, ``modules``, ``megabytes``: its share of
+        log: gets an event ``template`` for each that is ready (``seconds``, ``modules``, ``megabytes``: its share of
             memory, ``megabytes_alone``; ``without``: why there are packages that it could not have imported), with a
             ``reason`` where there is none, and with ``refused`` for each reason why a rank was not forked, once.
     """
@@ -130,14 +134,15 @@ class Nursery:
 
     @property
     def is_ready(self) -> bool:
-        """Whether there is a template to fork from, though another one may be on its way."""
-        with self._lock:
-            return self._current is not None and self._current.is_ready
+        """Whether there is a template to fork from now, though another one may be on its way."""
+        with self._lock:  # one that has ended may not have been noticed yet
+            return self._current is not None and self._current.process.poll() is None
 
     def wait_ready(self, timeout: float) -> bool:
-        """Wait for the template that is being made, at the most so many seconds; whether there is one then."""
+        """Wait for the template that is being made, or will be in the place of one that has ended, at the most so many
+        seconds; whether there is one then."""
         with self._lock:
-            self._lock.wait_for(lambda: self._next is None, timeout)
+            self._lock.wait_for(lambda: self._next is None and (self._current is None or self.is_ready), timeout)
             return self.is_ready
 
     def pids(self) -> Collection[int]:
@@ -154,8 +159,9 @@ class Nursery:
         for each in (self._current, self._next, *self._old):
             if each is not None:
                 self._drop(each)
+        for connection in [key.fileobj for key in self._selector.get_map().values()]:
+            connection.close()  # type: ignore[union-attr]
         self._selector.close()
-        self._server.close()
 
     def _localize(self, recipe: Recipe) -> Recipe:
         """With an environment and a folder of this machine."""
@@ -169,40 +175,47 @@ class Nursery:
 
     def _make(self, own: Recipe) -> None:
         ours, theirs = socket.socketpair()
+        ours.settimeout(_REST)
         modules = [name for name in own["modules"] if name.partition(".")[0] not in self._without]
         command = [own["executable"], *own["options"], _TEMPLATE, str(theirs.fileno())]
         nothing = subprocess.DEVNULL
+        recipe = json.dumps({**own, "modules": modules, "nursery": self.name, "trial": _TRIAL})
         with theirs, self._lock:
             try:
-                process = subprocess.Popen(
-                    command, env=own["environment"], cwd=own["cwd"], stdin=nothing, stdout=nothing, stderr=nothing,
-                    pass_fds=[theirs.fileno()], start_new_session=True,
-                )  # fmt: skip
+                with open(os.memfd_create("recipe"), "w+b") as told:
+                    told.write(recipe.encode())
+                    told.seek(0)
+                    process = subprocess.Popen(
+                        command, env=own["environment"], cwd=own["cwd"], stdin=told, stdout=nothing, stderr=nothing,
+                        pass_fds=[theirs.fileno()], start_new_session=True,
+                    )  # fmt: skip
             except OSError as error:
                 ours.close()
                 self._give_up(own, str(error))
                 return
             self._next = _Made(own, process, ours, set(own["modules"]))
-        with contextlib.suppress(OSError):
-            ours.settimeout(10.0)
-            handover.send(ours, {**own, "modules": modules, "nursery": self.name, "trial": _TRIAL})
         self._selector.register(ours, selectors.EVENT_READ, self._next)
 
     def _serve(self) -> None:
         while not self._closed:
             for key, _ in self._selector.select(timeout=0.1):
                 if key.fileobj is self._server:
-                    self._hear_rank()
+                    self._accept()
+                elif key.data is None:
+                    self._hear_rank(key.fileobj)  # type: ignore[arg-type]
                 else:
                     self._hear(key.data)
 
-    def _hear_rank(self) -> None:
-        with contextlib.suppress(OSError, EOFError, ValueError, KeyError, TypeError):
-            connection, _ = self._server.accept()
-            with connection:
-                connection.settimeout(5.0)
-                if handover.is_own(connection):
-                    self.learn(handover.receive(connection)[0])
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            if (connection := handover.accept(self._server)) is not None:
+                self._selector.register(connection, selectors.EVENT_READ)
+
+    def _hear_rank(self, connection: socket.socket) -> None:
+        self._selector.unregister(connection)
+        with connection, contextlib.suppress(OSError, EOFError, ValueError, KeyError, TypeError):
+            connection.settimeout(_REST)
+            self.learn(handover.receive(connection)[0])
 
     def _hear(self, made: _Made) -> None:
         try:
@@ -210,33 +223,34 @@ class Nursery:
         except (OSError, EOFError, ValueError):
             self._lose(made)
             return
-        if "refused" in told:
-            self._is_stale = self._is_stale or bool(told["changed"])
-            if told["refused"] not in self._refused:
-                self._refused.add(told["refused"])
-                self.log("template", refused=told["refused"])
-        elif "unfit" in told:
-            self._avoid(made, told["unfit"], told["packages"])
-        elif "built" in told:
-            self._retire()
-            made.held |= set(told["held"])
-            without = {"without": list(dict.fromkeys(self._without.values()))} if self._without else {}
-            self.log("template", **told["built"], **without)
-        else:
-            with self._lock:
+        with self._lock:
+            if "refused" in told:
+                self._is_stale = self._is_stale or bool(told["changed"])
+                if told["refused"] not in self._refused:
+                    self._refused.add(told["refused"])
+                    self.log("template", refused=told["refused"])
+            elif made is not self._next:
+                return  # another one is made by now
+            elif "unfit" in told:
+                self._avoid(made, told["unfit"], told["packages"])
+            elif "built" in told:
+                self._retire()
+                made.held |= set(told["built"])
+            else:
                 self._current, self._next, made.is_ready = made, None, True
                 self._lock.notify_all()
+                without = {"without": list(dict.fromkeys(self._without.values()))} if self._without else {}
+                self.log("template", **told["ready"], **without)
 
     def _avoid(self, made: _Made, reason: str, packages: list[str]) -> None:
         """Make it without the package that it cannot have, the first one, and the one that imports it."""
-        with self._lock:
-            self._drop(made)
-            more = [name for name in packages if name not in self._without and name not in _NEEDED]
-            if not more or packages[0] in _NEEDED or len(self._without) >= _MOST_WITHOUT:
-                self._give_up(made.own, reason)
-            else:
-                self._without.update(dict.fromkeys(more, reason))
-                self._make(made.own)
+        self._drop(made)
+        more = [name for name in packages if name not in self._without and name not in _NEEDED]
+        if not more or packages[0] in _NEEDED or len(self._without) >= _MOST_WITHOUT:
+            self._give_up(made.own, reason)
+        else:
+            self._without.update(dict.fromkeys(more, reason))
+            self._make(made.own)
 
     def _give_up(self, own: Recipe, reason: str) -> None:
         self._retire()
@@ -256,15 +270,16 @@ class Nursery:
 
     def _lose(self, made: _Made) -> None:
         """A template has ended: as it should, when it was retired, or by who is short of memory; that one once more."""
-        was_needed, is_last = made is self._current or made is self._next, self._next in (None, made)
-        self._drop(made)
-        reason = f"it has ended with {made.process.returncode}"
-        if was_needed and is_last and made.is_ready and not self._is_second:
-            self._is_second = True
-            self.log("template", reason=f"{reason}: it is made again")
-            self._make(made.own)
-        elif was_needed and is_last:
-            self._give_up(made.own, reason)
+        with self._lock:  # whoever waits for a template waits for the one that comes in its place
+            was_needed, is_last = made is self._current or made is self._next, self._next in (None, made)
+            self._drop(made)
+            reason = f"it has ended with {made.process.returncode}"
+            if was_needed and is_last and made.is_ready and not self._is_second:
+                self._is_second = True
+                self.log("template", reason=f"{reason}: it is made again")
+                self._make(made.own)
+            elif was_needed and is_last:
+                self._give_up(made.own, reason)
 
     def _drop(self, made: _Made) -> None:
         with contextlib.suppress(KeyError, ValueError):

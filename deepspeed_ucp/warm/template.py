@@ -15,6 +15,7 @@ import gc
 import importlib
 import importlib.util
 import io
+import json
 import os
 import resource
 import runpy
@@ -52,9 +53,14 @@ _THREADS = "OMP_NUM_THREADS"
 
 _COUNTS = 1000
 
+_FLAGS, _EXITING = 6, 4
+"""Of what ``/proc`` tells of a thread behind its name: its flags, and that of one that is ending."""
+
 _LOOK_AGAIN = 1.0
 """Seconds for which sources that have not changed are taken not to have."""
 
+_TICK = 0.01
+"""Seconds that the times of files may be behind the clock."""
 
 _COUNTING = ("deepspeed", "torch")
 """Packages that count devices while they are imported, to see whether there are any (DeepSpeed: which accelerator to
@@ -86,7 +92,7 @@ class Sources:
         files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
         installed = [path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")]
         paths = [path for path in files if isinstance(path, str)]
-        self._stamps = {path: self._stamp(path, began) for path in [*paths, *installed]}
+        self._stamps = {path: self._stamp(path, began - _TICK) for path in [*paths, *installed]}
 
     def find_changed(self) -> str | None:
         """One that is not as it was."""
@@ -166,7 +172,9 @@ def import_all(recipe: Mapping[str, Any]) -> int:
 
 
 def _count_threads() -> int:
-    return len(os.listdir("/proc/self/task"))
+    """Without those that are ending: one that has been joined may be there for a moment more."""
+    told = (handover._read(f"/proc/self/task/{name}/stat") for name in os.listdir("/proc/self/task"))
+    return sum(not int(stat.rpartition(")")[2].split()[_FLAGS]) & _EXITING for stat in told if stat)
 
 
 def _count_threads_after_fork() -> int:
@@ -196,9 +204,9 @@ def check(seconds: float) -> None:
         raise Unfit(f"an import has opened {touched[0]}")
     if handover._read(f"/proc/self/task/{os.getpid()}/children").strip():
         raise Unfit("an import has started a process")
-    pid = _fork()
+    parent, pid = os.getpid(), _fork()
     if pid == 0:
-        os._exit(_try())
+        os._exit(_try(parent))
     until = time.monotonic() + seconds
     while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0 and time.monotonic() < until:
         time.sleep(0.01)
@@ -222,10 +230,11 @@ def _end_counting() -> None:
                 return
 
 
-def _try() -> int:
+def _try(parent: int) -> int:
     """Of a child: the exit code; 2 where it could not use the GPU."""
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     try:
+        process.end_with(parent)
         if numpy is not None:
             numpy.ones((300, 300)) @ numpy.ones((300, 300))
         if torch is not None:
@@ -284,14 +293,18 @@ class Template:
         """Until the nursery is done: does not return. In a child: what runs its program."""
         while self._listener is not None or self._children:
             for key, _ in self._selector.select():
+                if self._selector.get_map().get(key.fd) is not key:
+                    continue  # what has just been done has let go of it
                 if key.fileobj is self._listener:
-                    run = self._accept()
-                    if run is not None:
-                        return run
+                    self._accept()
                 elif key.fileobj is self.nursery:
                     self._obey()
                 elif key.fileobj is self._woken:
                     self._bury()
+                elif key.data is None:
+                    run = self._answer(key.fileobj)  # type: ignore[arg-type]
+                    if run is not None:
+                        return run
                 else:
                     self._pass_on(key.data, key.fileobj)  # type: ignore[arg-type]
         os._exit(0)
@@ -310,21 +323,24 @@ class Template:
             self._listener.close()
             self._listener = None
 
-    def _accept(self) -> Callable[[], None] | None:
-        if self._listener is None:
-            return None
-        connection, _ = self._listener.accept()
+    def _accept(self) -> None:
+        if self._listener is not None and (connection := handover.accept(self._listener)) is not None:
+            self._selector.register(connection, selectors.EVENT_READ)
+
+    def _answer(self, connection: socket.socket) -> Callable[[], None] | None:
+        self._selector.unregister(connection)
         connection.settimeout(5.0)
         descriptors: list[int] = []
         pid = None
         try:
-            request, descriptors = handover.receive(connection) if handover.is_own(connection) else ({}, [])
+            request, descriptors = handover.receive(connection)
             why = self.find_difference(request)
             if why is None:
                 pid, why = _try_to_fork()
             if why is not None:
-                handover.send(connection, {"refused": why})
+                # The nursery first: what the rank tells it later is of a start that was refused.
                 handover.send(self.nursery, {"refused": why, "changed": self.sources.find_changed() is not None})
+                handover.send(connection, {"refused": why})
         except (OSError, EOFError, ValueError, KeyError, TypeError):
             pass  # it asked for nothing, or has gone
         if pid == 0:
@@ -392,7 +408,6 @@ class Template:
     def _become(self, request: dict[str, Any], descriptors: list[int], connection: socket.socket) -> Callable[[], None]:
         """In a child: take everything on, and tell that it is done; what runs the program."""
         try:
-            self._selector.close()
             self._stop_listening_here()
             connection = process.take_on(request, descriptors, connection)
             process.end_with(self.pid)
@@ -422,9 +437,10 @@ class Template:
     def _stop_listening_here(self) -> None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, self._former)
-        for each in (self.nursery, self._listener, self._woken, self._wake, *self._children.values()):
-            if each is not None:
-                each.close()
+        heard = [key.fileobj for key in self._selector.get_map().values()]
+        self._selector.close()
+        for each in (*heard, self._wake, *self._children.values()):
+            each.close()  # type: ignore[union-attr]
 
 
 def _listen(nursery: str) -> socket.socket:
@@ -516,7 +532,7 @@ def prepare(request: Mapping[str, Any]) -> Callable[[], None]:
 def serve() -> Callable[[], None]:
     """A template's life; in a child: what runs its program."""
     nursery = socket.socket(fileno=int(sys.argv[1]))
-    recipe, _ = handover.receive(nursery)
+    recipe = json.load(sys.stdin.buffer)
     del sys.path[: 0 if getattr(sys.flags, "safe_path", False) else 1]
     with contextlib.suppress(OSError):  # another machine's processors
         os.sched_setaffinity(0, recipe["affinity"])
@@ -534,9 +550,9 @@ def serve() -> Callable[[], None]:
         handover.send(nursery, {"unfit": reason, "packages": getattr(error, "packages", [])})
         os._exit(0)
     told = {"modules": count, "seconds": round(time.monotonic() - began, 2), **process.measure()}
-    handover.send(nursery, {"built": told, "held": list(sys.modules)})
+    handover.send(nursery, {"built": list(sys.modules)})  # and the one before lets go of the socket
     template = Template(nursery, recipe, before, Sources(clock))
-    handover.send(nursery, {"ready": True})
+    handover.send(nursery, {"ready": told})
     return template.serve()
 
 

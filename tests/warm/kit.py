@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import Any
 
 from deepspeed_ucp.warm import handover
 from deepspeed_ucp.warm.nursery import Nursery, Recipe
+from tests.support.until import wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,6 +29,9 @@ from deepspeed_ucp.warm import learning
 learning.tell()
 """
 """What a first step does."""
+
+LONGEST = 120.0
+"""Seconds for a script, or a template, on a machine with much to do."""
 
 IS_WARM = "import sys; print('mark' in sys.modules)\n"
 """Whether a script finds imported what it never imports (:meth:`Kit.make`)."""
@@ -59,7 +64,7 @@ class Kit:
         """Run a script, or ``-m`` and a module, as a rank."""
         environment = self.environment(warm=warm, **options.pop("variables", {}))
         command = [sys.executable, *flags, *words]
-        given = {"cwd": self.folder, "capture_output": True, "text": True, "timeout": 60, **options}
+        given = {"cwd": self.folder, "capture_output": True, "text": True, "timeout": LONGEST, **options}
         return subprocess.run(command, env=environment, check=False, **given)
 
     @contextmanager
@@ -76,7 +81,7 @@ class Kit:
     def make(self, *modules: str, program: tuple[str, str] = ("script", "script.py"), **more: Any) -> bool:
         """Have a template made for a script, or a module; whether there is one."""
         self.nursery.learn(self.describe(*modules, program=program, **more))
-        return self.nursery.wait_ready(60)
+        return self.nursery.wait_ready(LONGEST)
 
     def describe(self, *modules: str, program: tuple[str, str] = ("script", "script.py"), **more: Any) -> Recipe:
         if not (self.folder / "mark.py").exists():
@@ -90,6 +95,17 @@ class Kit:
     def find(self, name: str) -> list[Any]:
         """What the nursery's events have under a name."""
         return [event[name] for event in self.events if name in event]
+
+    def has_refused(self, *reasons: str) -> None:
+        """Wait until the nursery has told these reasons, which it does some time after the start; and no others."""
+        wait_until(lambda: len(self.find("refused")) >= len(reasons))
+        assert self.find("refused") == [*reasons]
+
+    def reach(self, what: str) -> socket.socket:
+        """A connection as a rank has it."""
+        connection = handover.reach(self.nursery.name, what)
+        assert connection is not None
+        return connection
 
 
 @contextmanager

@@ -8,15 +8,19 @@ import os
 import re
 import resource
 import signal
+import struct
 import subprocess
+import termios
+import threading
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import psutil
 import pytest
 
 from tests.supervise.standins import is_running, wait_until
-from tests.warm.kit import IS_WARM, Kit, build
+from tests.warm.kit import IS_WARM, LONGEST, Kit, build
 
 SEE = '''"""Words."""
 import atexit, gc, json, locale, multiprocessing, os, random, resource, signal, sys, threading, time, warnings
@@ -214,28 +218,67 @@ def test_signals_reach_it(waiting: tuple[Kit, subprocess.Popen[str], int]) -> No
         front.send_signal(number)
         assert front.stdout.readline() == f"got {number:d}\n"
     front.send_signal(signal.SIGALRM)
-    assert front.wait(10) == -signal.SIGALRM
+    assert front.wait(LONGEST) == -signal.SIGALRM
     assert not is_running(pid)
+
+
+@contextmanager
+def hold_up(kit: Kit) -> Iterator[None]:
+    """The template waits for the rest of a message, and finds what comes meanwhile all at once."""
+    with kit.reach("start") as connection:
+        connection.send(struct.pack("!I", 100))
+        wait_until(lambda: not any(fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4))))
+        yield
+
+
+def test_a_template_stays_whatever_comes_at_once(waiting: tuple[Kit, subprocess.Popen[str], int]) -> None:
+    """A rank's end and that of who is in front of it; another template and a start."""
+    kit, front, _ = waiting
+    assert front.stdout is not None
+    with kit.start("script.py") as other:
+        assert other.stdout is not None
+        rank = int(other.stdout.readline())
+        with hold_up(kit):
+            os.kill(rank, signal.SIGKILL)
+            wait_until(lambda: not is_running(rank))
+            other.kill()
+            other.wait()
+    front.send_signal(signal.SIGUSR1)
+    assert front.stdout.readline() == "got 10\n"
+    with ExitStack() as later:
+        with hold_up(kit):
+            kit.nursery.learn(kit.describe("wave"))
+            wait_until(lambda: not kit.nursery.is_ready)
+            later.enter_context(kit.reach("start"))
+        assert kit.nursery.wait_ready(LONGEST)
+    front.send_signal(signal.SIGUSR1)
+    assert front.stdout.readline() == "got 10\n"
 
 
 def test_it_ends_with_who_is_in_front_of_it(waiting: tuple[Kit, subprocess.Popen[str], int]) -> None:
     _, front, pid = waiting
     front.kill()
-    wait_until(lambda: not is_running(pid), 10)
+    wait_until(lambda: not is_running(pid))
 
 
 def test_it_ends_with_its_template_which_is_made_again_once(
-    waiting: tuple[Kit, subprocess.Popen[str], int],
+    waiting: tuple[Kit, subprocess.Popen[str], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kit, front, pid = waiting
+    hear, notices = kit.nursery._hear, threading.Event()
+    monkeypatch.setattr(kit.nursery, "_hear", lambda made: (notices.wait(LONGEST), hear(made)))
     psutil.Process(pid).parent().kill()
-    assert front.wait(10) == -signal.SIGKILL
-    wait_until(lambda: not is_running(pid), 10)
-    wait_until(lambda: kit.nursery.is_ready, 60)
+    assert front.wait(LONGEST) == -signal.SIGKILL
+    wait_until(lambda: not is_running(pid))
+    assert not kit.nursery.is_ready  # also as long as the nursery has not noticed
+    notices.set()
+    assert kit.nursery.wait_ready(LONGEST)
     kit.write(IS_WARM)
     assert kit.run("script.py").stdout == "True\n"
     for template in kit.nursery.pids():
-        psutil.Process(template).kill()
+        with suppress(psutil.NoSuchProcess):  # one of before
+            psutil.Process(template).kill()
     again = [f"it has ended with -9: {then}" for then in ("it is made again", "every start is a fresh one")]
-    wait_until(lambda: kit.find("reason") == again, 10)
+    wait_until(lambda: len(kit.find("reason")) == 2)
+    assert kit.find("reason") == again
     assert kit.run("script.py").stdout == "False\n"

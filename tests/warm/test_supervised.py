@@ -17,21 +17,22 @@ def test_forked_ranks_are_ended_when_they_hang_and_with_their_supervisor(tmp_pat
     stage.warm = True
     (tmp_path / "sitecustomize.py").write_text(SITE)
     stage.environment["PYTHONPATH"] = f"{tmp_path}:{ROOT}"
-    with stage.supervise("--hang", "2", command=stage.launch(steps=9, fail_1=3, stop_0=4)) as process:
-        wait_until(lambda: stage.names().count("starting") == 2)
-        assert stage.find("failed")[0]["error"] == "RuntimeError: broken at 3 on rank 1"
-        wait_until(lambda: "hanging" in stage.names())
-        (tmp_path / "wait").touch()
-        wait_until(lambda: len(stage.pids()) == 6)
-        stopped, *_ = stage.find("hanging")
+    with stage.supervise("--hang", "10", command=stage.launch(steps=1_000_000)) as process:
+        stage.wait_for_ranks()
+        wait_until(lambda: stage.find("template"))
+        os.kill(stage.pids()[0], signal.SIGKILL)
+        wait_until(lambda: stage.names().count("running") == 2 and len(stage.pids()) == 4)
+        os.kill(stage.pids()[2], signal.SIGSTOP)
+        wait_until(lambda: stage.names().count("running") == 3 and len(stage.pids()) == 6)
+        (stopped,) = stage.find("hanging")
         assert stopped["ranks"] == 2
         assert not any(map(is_running, stage.pids()[:4]))
         ranks = [psutil.Process(pid) for pid in stage.pids()[4:]]
         (template,) = {rank.parent() for rank in ranks}
         assert "template.py" in " ".join(template.cmdline())
-        assert ranks[0].cmdline()[1:] == [str(tmp_path / "rank.py"), str(tmp_path), "9"]
+        assert ranks[0].cmdline()[1:] == [str(tmp_path / "rank.py"), str(tmp_path), "1000000"]
         everything = psutil.Process(process.pid).children(recursive=True)
         assert len(everything) >= 6  # the launcher and the ranks, all of them with who is in front; the template
         os.kill(process.pid, signal.SIGKILL)
-        wait_until(lambda: not any(is_running(each.pid) for each in everything), 20)
+        wait_until(lambda: not any(is_running(each.pid) for each in everything))
     assert [event.keys() >= {"modules", "megabytes"} for event in stage.find("template")] == [True]
