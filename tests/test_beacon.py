@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from deepspeed_ucp import beacon, heartbeat
-from deepspeed_ucp.beacon import kubeflow, nvrx
+from deepspeed_ucp.beacon import dlrover, kubeflow, line, nvrx
 from deepspeed_ucp.beacon.listener import Listener
 from deepspeed_ucp.errors import ConfigError
 from tests.support.until import wait_until
@@ -90,15 +90,16 @@ def test_dlrover_reads_whole_files(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     path = tmp_path / "runtime_metrics.json"
     monkeypatch.setenv("RUNTIME_METRICS_PATH", str(path))
     before = time.time()
-    beacon.report_step(1)
-    beacon.report_step(2)  # less than a second later
-    record = json.loads(path.read_text())
-    assert record["step"] == 1 and before <= record["timestamp"] <= time.time()
+    for pause, step, written in ((0.0, 1, 1), (3600.0, 2, 1), (0.0, 3, 3)):
+        monkeypatch.setattr(dlrover, "_PAUSE", pause)
+        beacon.report_step(step)
+        record = json.loads(path.read_text())
+        assert record["step"] == written and before <= record["timestamp"] <= time.time()
     assert os.listdir(tmp_path) == [path.name]
     path.unlink()
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(beacon, "_chosen", None)
-    beacon.report_step(3)
+    beacon.report_step(4)
     assert not path.exists()
 
 
@@ -110,11 +111,11 @@ DOCUMENTED = re.compile(r"deepspeed_ucp step=(\d+)( seconds_per_step=(\d+\.\d+))
     [
         ({}, 0, 0),
         ({"DEEPSPEED_UCP_BEACON": "0"}, 0, 2),
-        ({"DEEPSPEED_UCP_BEACON": "30"}, 0, 1),
+        ({"DEEPSPEED_UCP_BEACON": "3600"}, 0, 1),
         ({"DEEPSPEED_UCP_BEACON": "0"}, 1, 0),
         ({"HYPERPOD_ELASTICAGENT_SOCKET_SERVER_PATH": "x"}, 1, 1),
     ],
-    ids=["nobody", "every step", "every 30 s", "not rank 1", "HyperPod: every rank"],
+    ids=["nobody", "every step", "every hour", "not rank 1", "HyperPod: every rank"],
 )
 def test_lines_for_who_reads_logs(
     environment: dict[str, str],
@@ -123,13 +124,14 @@ def test_lines_for_who_reads_logs(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr(line, "_OFTEN", 3600.0)
     monkeypatch.setenv("RANK", str(rank))
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     for step in (7, 7, 9):  # a save at a step's end tells it again
         beacon.report_step(step)
     told = capsys.readouterr().out.splitlines()
-    found = [DOCUMENTED.fullmatch(line) for line in told]
+    found = [DOCUMENTED.fullmatch(each) for each in told]
     assert len(found) == lines and all(found)
     assert [match[1] for match in found if match] == ["7", "9"][:lines]
     assert lines < 2 or (found[1] and found[1][3])
@@ -173,10 +175,11 @@ def make_certificate(folder: Path) -> tuple[Path, Path]:
 
 @pytest.fixture
 def controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """By HTTPS, with a CA of its own, as the environment names it; not in a hurry."""
+    """By HTTPS, with a CA of its own, as the environment names it; not in a hurry: between two posts lies a pause that
+    ends when ``goes_on`` is set."""
     key, certificate = make_certificate(tmp_path)
     server: Any = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Controller)
-    server.posts, server.answers, server.token = [], [], tmp_path / "token"
+    server.posts, server.answers, server.token, server.goes_on = [], [], tmp_path / "token", threading.Event()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
     server.socket = context.wrap_socket(server.socket, server_side=True)
@@ -184,10 +187,13 @@ def controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]
     monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_URL", f"https://127.0.0.1:{server.server_port}/status")
     monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_CA_CERT", str(certificate))
     monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_TOKEN", str(server.token))
-    monkeypatch.setattr(kubeflow, "_PAUSE", 0.3)
+    monkeypatch.setattr(kubeflow, "_TIMEOUT", 120.0)
+    pause = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: server.goes_on.wait())
+    monkeypatch.setattr(kubeflow, "time", pause)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     yield server
+    server.goes_on.set()
     beacon.mute("kubeflow")
     server.shutdown()
     server.server_close()
@@ -199,6 +205,8 @@ def test_kubeflow_gets_the_newest_step(controller: Any) -> None:
     controller.token.write_text("two\n")  # tokens end
     for step in range(11, 21):
         beacon.report_step(step, 40)
+    assert len(controller.posts) == 1
+    controller.goes_on.set()
     wait_until(lambda: len(controller.posts) == 2)
     (first, begun), (second, later) = controller.posts
     assert (first, second) == ("Bearer one", "Bearer two")
@@ -216,6 +224,7 @@ def test_kubeflow_gets_the_newest_step(controller: Any) -> None:
 
 def test_kubeflow_that_does_not_answer_stops_nothing(controller: Any, caplog: pytest.LogCaptureFixture) -> None:
     controller.answers += [503, 503]
+    controller.goes_on.set()
     for step in range(3):
         beacon.report_step(step)
         wait_until(lambda step=step: len(controller.posts) == step + 1)  # type: ignore[misc]

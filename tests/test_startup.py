@@ -25,7 +25,7 @@ def run(code: str, *flags: str, **variables: str) -> subprocess.CompletedProcess
     environment = {name: value for name, value in os.environ.items() if not name.startswith("DEEPSPEED_UCP")}
     seen = f"import os\nos.environ.update({variables!r})\n"
     command = [sys.executable, *flags, "-c", seen + FAKE + START + code]
-    done = subprocess.run(command, env=environment, cwd=ROOT, text=True, capture_output=True, timeout=60, check=False)
+    done = subprocess.run(command, env=environment, cwd=ROOT, text=True, capture_output=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     return done
 

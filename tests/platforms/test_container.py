@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.platforms.jobs import Run, Steps, make_environment, wait_for
+from tests.platforms.jobs import LONGEST, Run, Steps, make_environment, wait_for
 
 NAMESPACE = ("unshare", "--pid", "--fork", "--kill-child=KILL")  # its child is process 1, its exit code the child's
 GRACE = 60  # seconds
-RANK = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); print('up'); time.sleep(60)"
+RANK = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); print('up'); time.sleep(600)"
 
 
 def find_reason() -> str:
@@ -65,12 +65,12 @@ def test_a_shell_that_is_process_1_keeps_the_signal_for_itself(command: list[str
         wait_for("the rank", lambda: "up" in output.read_text())
         send(container, signal.SIGTERM)
         if ends:
-            assert container.wait(timeout=10) == 143
+            assert container.wait(timeout=LONGEST) == 143
             return
         with pytest.raises(subprocess.TimeoutExpired):
             container.wait(timeout=1)
         send(container, signal.SIGKILL)  # the grace is over, and with it all in the namespace
-        container.wait(timeout=10)
+        container.wait(timeout=LONGEST)
 
 
 @pytest.mark.exhaustive  # tests/test_preemption.py has a pod that is told to go, engine/ has the saves then
@@ -85,6 +85,6 @@ def test_a_drained_pod_saves_within_the_grace_and_is_no_success(reference: Steps
         assert container.wait(timeout=GRACE) == 143, output.read_text()
     done = run.read("step")[-1]["step"]
     with start(output, *command, **rank) as container:
-        assert container.wait(timeout=120) == 0, output.read_text()
+        assert container.wait(timeout=LONGEST) == 0, output.read_text()
     assert run.find_starts() == [(1, 0), (1, done)]
     run.check(reference)
