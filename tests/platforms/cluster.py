@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.platforms.jobs import RECIPES, find_processes, kill, make_environment, wait_for
+from tests.supervise.standins import find_port
 
 NODES = ("n1", "n2")
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "scontrol", "squeue", "sinfo", "scancel")
@@ -121,8 +122,7 @@ class Cluster:
 
 
 def find_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
+    ports = set[int]()
+    while len(ports) < count:
+        ports.add(find_port())
+    return list(ports)

@@ -16,8 +16,8 @@ from tests.support.forked import start_script
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "examples" / "platforms"
-SCRIPT = ROOT / "examples" / "elastic_restart" / "job.py"
-STEPS, PACE, SAVE_EVERY = 24, 0.15, 5
+SCRIPT = Path(__file__).with_name("held.py")
+STEPS, SAVE_EVERY = 24, 5
 BOUND = 1e-5  # of a loss, in nats: fp32 sums in another order
 LONGEST = 120.0  # seconds for anything to come
 
@@ -45,19 +45,24 @@ class Run:
 
     folder: Path
     steps: int = STEPS
-    pace: float = PACE
 
     def command(self) -> list[str]:
         """The script, its arguments."""
         told = {"--folder": "checkpoints", "--record": "record"}
         paths = [each for option, name in told.items() for each in (option, str(self.folder / name))]
-        numbers = {"--steps": self.steps, "--pace": self.pace, "--save_every": SAVE_EVERY}
+        numbers = {"--steps": self.steps, "--save_every": SAVE_EVERY}
         return [str(SCRIPT), *paths, *(str(each) for option in numbers.items() for each in option)]
 
     def read(self, event: str) -> list[dict[str, Any]]:
         path = self.folder / "record"
         lines = path.read_text().split("\n")[:-1] if path.exists() else []
         return [each for line in lines if (each := json.loads(line))["event"] == event]
+
+    def hold(self, step: int) -> Path:
+        """Have its ranks wait behind a step, until the file that this gives is removed, or they are told to go."""
+        path = self.folder / f"record-{step}"
+        path.touch()
+        return path
 
     def wait_for_step(self, step: int, starts: int, tell: Callable[[], str] = str) -> None:
         """Until the script has been started so often and has done this step."""
@@ -87,7 +92,7 @@ class Run:
 
 def run_reference(folder: Path) -> Steps:
     """The same on one rank that nothing happens to, by step."""
-    run = Run(folder, pace=0.0)
+    run = Run(folder)
     alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
     process = start_script(SCRIPT, run.command()[1:], folder / "output", alone)
     process.join()

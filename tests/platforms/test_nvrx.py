@@ -29,6 +29,7 @@ fault_tolerance:
 def test_a_rank_that_hangs_is_ended_and_the_job_goes_on(reference: Steps, tmp_path: Path) -> None:
     """Two agents, one rank each; one is stopped in a step."""
     run = Run(tmp_path)
+    held = run.hold(4)
     (tmp_path / "ft.yaml").write_text(TIMEOUTS)
     fields = {
         "RANKS_PER_NODE": "1",
@@ -49,6 +50,7 @@ def test_a_rank_that_hangs_is_ended_and_the_job_goes_on(reference: Steps, tmp_pa
                 agents.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
         run.wait_for_step(4, starts=1, tell=tell)
         os.kill(run.read("started")[-1]["pid"], signal.SIGSTOP)
+        held.unlink()
         run.wait_for_step(run.steps, starts=2, tell=tell)
         assert [agent.wait(timeout=60) for agent in agents] == [0, 0], tell()
     finally:
