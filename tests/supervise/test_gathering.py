@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import socket
@@ -22,11 +23,11 @@ from deepspeed_ucp.supervise.agents.leader import Leader, Limits, Past, Seat
 from deepspeed_ucp.supervise.agents.lines import Line
 from tests.supervise.standins import find_port, wait_until
 
-QUICK = {"every": 0.4, "times": 250, "last_call": 60.0, "join": 60.0}
-"""A machine with much to do is nobody's silence, and who comes late on it is waited for."""
+QUICK = {"every": 0.4, "times": 1000, "last_call": 600.0, "join": 600.0}
+"""A machine with much to do is nobody's silence, and who comes late is waited for: longer than a test may take."""
 
-MISSED = 20
-"""Signs of life that may be missing where silence is the matter: eight seconds. Such cases go side by side."""
+MISSED = 30
+"""Signs of life that may be missing where silence is the matter: twelve seconds. Such cases go side by side."""
 
 
 class Agent:
@@ -84,8 +85,8 @@ def make_at(kind: str, made: list[Agent], folder: Path) -> Make:
         endpoint: Endpoint = (
             Addresses(address) if kind == "address" else SharedFile(str(path), "job", silence=30, host="127.0.0.1")
         )
-        made.append(Agent(endpoint, least, most, **limits))
-        return made[-1]
+        made.append(agent := Agent(endpoint, least, most, **limits))
+        return agent
 
     return build
 
@@ -130,9 +131,13 @@ def test_a_lost_agent_is_noticed_by_its_connection(make: Make, which: int) -> No
 
 def test_a_spare_waits_until_it_is_needed(make: Make) -> None:
     agents = start(make, 2)
-    spare = make(most=2, join=0.5, opening=2.0).join()
-    time.sleep(1)
+    spare = make(most=2, opening=2.0).join()
+    wait_until(lambda: spare.gathering._line)
+    patient = spare.gathering.limits
+    spare.gathering.limits = dataclasses.replace(patient, join=0.0)  # it has found who leads
+    time.sleep(0.5)
     assert [each.gathering.count_waiting() for each in agents] == [0, 0] and not spare.rounds and not spare.error
+    spare.gathering.limits = patient
     agents.pop(0).die()
     wait_until(lambda: agents[0].gathering.ended)
     assert len(go_on(agents)[0].seats) == len(spare.wait(1).seats) == 2
@@ -168,7 +173,7 @@ def test_an_agent_whose_workers_are_done_waits_for_the_others(make: Make, which:
     assert last.ended is None and last.count_waiting() == 0
     last.finish()
     last.close()
-    assert done.wait(10)
+    wait_until(done.is_set)
     wait_until(lambda: spare.error)
     assert isinstance(spare.error, JobEnded)
 
@@ -180,8 +185,7 @@ def test_an_agent_that_is_done_leaves_those_that_have_to_begin_again(make: Make,
     ending = threading.Thread(target=done.finish, daemon=True)
     ending.start()
     left.gathering.report_broken("rank 1 has gone")
-    ending.join(10)
-    assert not ending.is_alive()
+    wait_until(lambda: not ending.is_alive())
     done.end_job("which it has not")
     done.close()
     assert len(go_on([left])[0].seats) == 1
@@ -199,11 +203,14 @@ def test_a_job_that_is_given_up_ends_for_all(make: Make, which: int) -> None:
     left.join()
     wait_until(lambda: left.error)
     assert "it failed thrice" in str(left.error)
-    closing.join(10)
+    wait_until(lambda: not closing.is_alive())
 
 
 def test_too_few_say_so(make: Make) -> None:
-    agent = make(least=2, most=3, join=0.4).join()
+    agent = make(least=2, most=3).join()
+    wait_until(lambda: agent.gathering._line and agent.gathering._leader)
+    leader: Any = agent.gathering._leader
+    leader.limits = dataclasses.replace(leader.limits, join=0.4)
     wait_until(lambda: agent.error)
     assert "1 agents came" in str(agent.error) and "--nnodes MIN:MAX" in str(agent.error)
 
@@ -257,8 +264,10 @@ def test_one_side_of_a_cut_goes_on(
     wait_until(lambda: all(each.gathering.ended for each in made))
     for each in made:
         each.join()
-    for _, *sides in jobs:
+    for kind, *sides in jobs:
         wait_until(lambda: any(all(len(each.rounds) == 2 for each in side) for side in sides))  # noqa: B023
+        if kind == "address":
+            wait_until(lambda: any(all(each.error for each in side) for side in sides))  # noqa: B023
     time.sleep(1.5)
     for kind, one, other in jobs:
         with subtests.test(f"{len(one)} and {len(other)} at an endpoint that is an {kind}"):
@@ -298,6 +307,59 @@ def test_a_leader_that_was_stopped_does_not_take_others_for_dead(
             assert not head.error or "behind a cut network" in str(head.error)
 
 
+def test_who_stands_still_for_a_moment_when_the_leader_is_lost_is_waited_for(
+    made: list[Agent], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the agents that come after it take it for lost, and end: they are the smaller side. Nor is one that has
+    taken the endpoint's address meanwhile the leader that was there."""
+    monkeypatch.setattr(gathering, "_ANSWER", 1.0)
+    head, still, last = start(make_at("address", made, tmp_path), 3)
+    turned_away, former = threading.Event(), gathering._turn_away
+    monkeypatch.setattr(gathering, "_turn_away", lambda line: (former(line), turned_away.set()))
+    with still.gathering.changed:
+        head.die()
+        assert turned_away.wait(120)
+        wait_until(lambda: len(last.gathering._servers) == 2)  # it has the address that was the first one's
+    assert [len(each.seats) for each in go_on([still, last])] == [2, 2]
+
+
+def test_a_leader_that_does_not_hear_itself_in_time_still_has_those_who_have_come(
+    made: list[Agent], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head, own, other = start(make_at("address", made, tmp_path), 3)
+    call, missed = Gathering._call, iter("12")
+
+    def miss(self: Gathering, address: str) -> Line | str:
+        if self is own.gathering and self._leader is not None and next(missed, None):
+            wait_until(lambda: other.gathering._line is not None)
+            return "missed"
+        return call(self, address)
+
+    monkeypatch.setattr(Gathering, "_call", miss)
+    head.die()
+    wait_until(lambda: own.gathering.ended and other.gathering.ended)
+    assert [len(each.seats) for each in go_on([own, other])] == [2, 2]
+
+
+def test_a_call_that_is_given_up_brings_nobody_into_a_round(made: list[Agent], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The round would have to end at once."""
+    monkeypatch.setattr(gathering, "_ANSWER", 1.0)
+    address, turned_away = f"localhost:{find_port()}", threading.Event()
+    greet, former = Leader.greet, gathering._turn_away
+
+    def greet_late(leader: Leader, hello: Any, *given: Any) -> Any:
+        if hello["name"] == other.gathering.name:
+            turned_away.wait(120)
+        return greet(leader, hello, *given)
+
+    monkeypatch.setattr(gathering, "_turn_away", lambda line: (former(line), line.close(), turned_away.set()))
+    monkeypatch.setattr(Leader, "greet", greet_late)
+    made.append(other := Agent(Addresses(address, is_host=False), 1, 2).join())  # ready before there is a leader
+    made.append(head := Agent(Addresses(address), 1, 2).join())
+    assert len(head.wait(1).seats) == len(other.wait(1).seats) == 2
+    assert [each.gathering.ended for each in made] == [None, None]
+
+
 def test_a_head_that_comes_back_finds_the_job_that_went_on_without_it(made: list[Agent]) -> None:
     address = f"localhost:{find_port()}"
     head = Agent(Addresses(address), 1, 2).join()
@@ -318,7 +380,7 @@ def test_strangers_take_no_part(make: Make) -> None:
     agent = make(most=1).join()
     agent.wait(1)
     for words in (b"GET / HTTP/1.1\r\n\r\n", b'ds_ucp 1 "other"\n{"hello": true}\n', b'ds_ucp 1 "job"\n[1]\n'):
-        with socket.create_connection(("127.0.0.1", agent.gathering.port), 5) as stranger:
+        with socket.create_connection(("127.0.0.1", agent.gathering.port), 120) as stranger:
             stranger.sendall(words)
             assert stranger.recv(100) == b""
     assert agent.gathering.ended is None
@@ -364,13 +426,23 @@ def test_who_finds_a_leader_that_has_just_claimed_the_file_comes_to_it(
     """Else it would claim it as well, and two jobs begin where the last call is short."""
     make, claim = make_at("file", made, tmp_path), SharedFile.claim
 
+    has_called, second = threading.Event(), list[Agent]()
+    former = gathering.call
+
+    def call(address: str, *given: Any, **fields: Any) -> Line:
+        line = former(address, *given, **fields)
+        has_called.set()  # the second one has: there is nobody whom the first one could call
+        return line
+
     def take_long(endpoint: SharedFile, address: str) -> bool:
         is_claimed = claim(endpoint, address)
-        if len(made) == 1:
-            make().join()
-            time.sleep(0.5)
+        if not second:
+            second.append(make().join())
+            has_called.wait(120)
+            time.sleep(0.5)  # for an answer, which there is not to be yet
         return is_claimed
 
+    monkeypatch.setattr(gathering, "call", call)
     monkeypatch.setattr(SharedFile, "claim", take_long)
     first = make().join()
     assert len(first.wait(1).seats) == 2
@@ -398,8 +470,7 @@ def test_a_machine_without_ipv4_tells_its_other_address(monkeypatch: pytest.Monk
 
 def test_the_loopback_of_ipv6_brings_agents_together_also_when_the_first_is_lost(made: list[Agent]) -> None:
     """Else each of those that are left finds nobody at the others' addresses, and leads."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"[::1]:{free.getsockname()[1]}"
+    address = f"[::1]:{find_port()}"
     made += [Agent(Addresses(address), 1, 3).join() for _ in range(3)]
     first, *others = sorted(made, key=lambda each: each.wait(1).rank)
     assert len(first.wait(1).seats) == 3
@@ -422,8 +493,7 @@ def test_an_agent_that_cannot_do_its_errands_ends_its_workers(make: Make, monkey
 def test_two_jobs_at_one_address_say_so_long_before_they_give_up(
     made: list[Agent], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{find_port()}"
     made.append(Agent(Addresses(address), 1, 1).join())
     made[0].wait(1)
     other = Gathering(Addresses(address), Limits(1, 1, every=0.4, times=5, last_call=0.3, join=60), "other")
@@ -459,6 +529,22 @@ def test_fewer_wait_for_a_last_call_in_the_first_round_alone() -> None:
     leader.hear(head, {"ready": True, "after": 1}, 20.1)
     leader.tick(20.1)
     assert len(told["a"][-1]["seats"]) == len(told["b"][-1]["seats"]) == 2 and told["a"][-1]["changed"]
+
+
+def test_who_has_a_seat_in_a_round_of_which_it_was_not_told_comes_to_the_next_one() -> None:
+    """Its connection was lost before: it says that it is ready as one that knows of none."""
+    leader = Leader(Seat("a", "a:1"), Limits(1, 2), Past(), 0.0, lambda: 7)
+    told = {name: Told() for name in "ab"}
+    head, lost = (leader.greet({**HELLO, "name": n, "ready": True}, told[n], n, 0.0) for n in "ab")
+    leader.tick(0.1)
+    leader.lose(lost, 0.2, "ended")
+    told["b"].clear()
+    back = leader.greet({**HELLO, "name": "b"}, told["b"], "b", 0.3)
+    assert [told["b"][-1][word] for word in ("round", "seats")] == [1, [["a", "x:1", "a"], ["b", "x:1", "b"]]]
+    for member in (head, back):
+        leader.hear(member, {"ready": True, "after": 1}, 0.4)
+    leader.tick(0.5)
+    assert told["a"][-1]["round"] == told["b"][-1]["round"] == 2 and "ranks" in told["b"][-1]
 
 
 def test_newcomers_that_prepare_themselves_come_together() -> None:

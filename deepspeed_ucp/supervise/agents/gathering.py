@@ -274,10 +274,9 @@ class Gathering:
         """Hear the leader until its connection ends."""
         with self.changed:
             self._line = line
-            self._say(**self._describe_state())  # what has changed since the call
+            self._say(**self._describe_state())
             self.changed.notify_all()
         heard = said = looked = time.monotonic()
-        how = "closing"
         with selectors.DefaultSelector() as selector:
             selector.register(line, selectors.EVENT_READ)
             while not self._closing.is_set():
@@ -305,6 +304,8 @@ class Gathering:
                 if now > heard + self.limits.silence:
                     how = "silent"
                     break
+            else:
+                how = "closing"
         self._lose_leader(line, how)
 
     def _lose_leader(self, line: Line, how: str) -> None:
@@ -358,6 +359,7 @@ class Gathering:
         self._past = Past(int(told["round"]), seats)
         self.endpoint.follow()
         if "ranks" not in told:  # this agent takes no part
+            self._say(ready=self._is_ready, after=self._past.number)  # it may have had a seat, and not been told
             return
         rank = [seat.name for seat in seats].index(self.name)
         ranks = [(str(role), int(count)) for role, count in told["ranks"]]
@@ -394,7 +396,12 @@ class Gathering:
         )
 
     def _look_around(self, waited: float) -> Line | None:
-        """Call everybody who may lead, once; lead where it is this agent's turn."""
+        """Call everybody who may lead, once; lead where it is this agent's turn.
+
+        Who leads already has lost its own connection alone: the others' are still there.
+        """
+        if self._leader is not None:
+            return self._call_itself()
         names = [seat.name for seat in self._past.seats]
         before = self._past.seats[: names.index(self.name)] if self.name in names else self._past.seats
         listed = self.endpoint.look()
@@ -405,12 +412,14 @@ class Gathering:
                 self._preferred = None
                 return found
         self._preferred = None
-        for seat in before:
-            verdict = verdicts.get(seat.address)
-            if verdict in (_REFUSED, _MISSED):
-                (self._past.gone if verdict == _REFUSED else self._past.silent).add(seat.name)
-        if any(verdicts.get(seat.address) not in (_REFUSED, _MISSED) for seat in before if seat.address in verdicts):
-            return None  # one that comes first is there, and will find out
+        for seat in (each for each in before if each.address in verdicts):
+            verdict = verdicts[seat.address]
+            if verdict == _REFUSED:
+                self._past.gone.add(seat.name)
+            elif verdict == _MISSED and waited >= self.limits.silence:
+                self._past.silent.add(seat.name)
+            elif verdict != _MISSED or seat.name not in self._past.silent:
+                return None  # one that comes first is there, and will find out, or may have stood still for a moment
         return self._lead(waited, listed, verdicts)
 
     def _lead(self, waited: float, listed: Sequence[str], verdicts: Mapping[str, str]) -> Line | None:
@@ -432,6 +441,9 @@ class Gathering:
             past = Past(self._past.number, self._past.seats, set(self._past.gone), set(self._past.silent))
             self._leader_address = own
             self._leader = Leader(seat, self.limits, past, time.monotonic(), self._find_port, claim)
+        return self._call_itself()
+
+    def _call_itself(self) -> Line | None:
         found = self._call(join_address("127.0.0.1", self.port))
         return found if isinstance(found, Line) else None
 
@@ -471,7 +483,9 @@ class Gathering:
                         self.recipe = first["recipe"]
                         return line
                     line.close()
-                    return str(first.get("see") or _BUSY)
+                    seat = next((each for each in self._past.seats if each.address == address), None)
+                    has_gone = seat is not None and seat.name != first.get("name")  # another one listens there
+                    return str(first.get("see") or (_REFUSED if has_gone else _BUSY))
                 line.flush()
                 time.sleep(_TICK / 10)
         except Ended:
@@ -488,7 +502,8 @@ class Gathering:
             seats = [[seat.name, seat.address, seat.host] for seat in self._past.seats]
             who = {"hello": True, "name": self.name, "host": self._machine, "at": self._host, "port": self.port}
             what = {"ranks": self._ranks, "role": self._role, "round": self._past.number, "seats": seats}
-            return {**who, **what, **self._describe_state()}
+            # It says so when it has read the answer: a round with one that has given the call up would have to end.
+            return {**who, **what, **self._describe_state(), "ready": False}
 
     def _describe_state(self) -> dict[str, Any]:
         state: dict[str, Any] = {"ready": self._is_ready, "after": self._past.number}
@@ -597,7 +612,8 @@ class Gathering:
         if not told.get("hello"):
             return False
         if self._leader is None or self._is_leaving:
-            caller.line.send(see=self._leader_address if self._line is not None and not self._is_leaving else None)
+            see = self._leader_address if self._line is not None and not self._is_leaving else None
+            caller.line.send(see=see, name=self.name)
             return False
         # Which address the others are to know: the one that it names, or the one from which it calls.
         host = told["at"] or (

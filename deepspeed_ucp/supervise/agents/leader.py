@@ -162,7 +162,7 @@ class Leader:
             self.past = Past(int(hello["round"]), seats)
             self._missing_until = now + self.limits.silence
         line.send(welcome=self.own.name, recipe=self.recipe)
-        if not self._has_seat(member):
+        if not self._has_seat(member) or int(hello["round"]) < self.past.number:
             line.send(seats=self._list_seats(), round=self.past.number)
         if self.closed is not None:
             line.send(closed=self.closed)
