@@ -26,6 +26,7 @@ from deepspeed_ucp.testing.ranks import CLIENT_STATE, saved_state
 from deepspeed_ucp.testing.ranks import train as train_steps
 from tests.support.curriculum import make_sampler
 from tests.support.engines.cases import make_engine, train, train_engine
+from tests.support.held import without_collector
 
 Training = Callable[[], Generator[Any, None, None]]
 """Makes an engine and yields it, then the loss of each step that it trains."""
@@ -93,12 +94,13 @@ def attempt_each(training: Training, loads: Sequence[Load]) -> list[Attempt]:
 def _attempt(engine: Any, load: Load) -> Attempt:
     before, result = fingerprint(engine), Attempt()
     held = _list_held()
-    try:
-        load.run(engine)
-    except Exception as error:  # noqa: BLE001 - the error is what the test looks at
-        result.error, result.message = type(error).__name__, str(error)
-        result.kinds = [kind.__name__ for kind in type(error).__mro__]
-    result.held = len(_list_held() - held)
+    with without_collector():
+        try:
+            load.run(engine)
+        except Exception as error:  # noqa: BLE001 - the error is what the test looks at
+            result.error, result.message = type(error).__name__, str(error)
+            result.kinds = [kind.__name__ for kind in type(error).__mro__]
+        result.held = len(_list_held() - held)
     after = fingerprint(engine)
     result.changed = sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
     return result
