@@ -309,11 +309,17 @@ def test_what_was_not_measured_is_told(saves: ModuleType) -> None:
 
 
 def test_memory_that_a_process_has_for_a_moment_is_seen(saves: ModuleType) -> None:
-    with importlib.import_module("meters").AnonymousPeak() as seen:
-        held = bytearray(b"x" * (40 << 20))
-        wait_until(lambda: seen.peak - seen.before > 30 << 20)
-        del held
-    assert 30 << 20 < seen.peak - seen.before < 100 << 20
+    """Of a process in which nothing else comes and goes."""
+    code = "print('there', flush=True); input(); held = bytearray(b'x' * (40 << 20)); input(); del held; print('gone')"
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None and process.stdout is not None and process.stdout.readline()
+        with importlib.import_module("meters").AnonymousPeak(process.pid) as seen:
+            process.stdin.write(b"\n")
+            process.stdin.flush()
+            wait_until(lambda: seen.peak - seen.before > 30 << 20)
+        process.communicate(b"\n")
+    assert seen.peak - seen.before < 100 << 20
 
 
 def test_writers_below_a_folder_are_ended(saves: ModuleType, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import pytest
 from deepspeed_ucp.config import SaveOptions, UniversalConfig
 from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.io.store import read_small
+from deepspeed_ucp.saves import saver as savers
 from deepspeed_ucp.saves.memory import Job
 from deepspeed_ucp.saves.saving import save_into_memory
 from deepspeed_ucp.saves.writer import is_locked, list_late, start_writer
@@ -47,7 +48,12 @@ def test_a_writer_that_hangs_stops_no_training(tmp_path: Path, caplog: pytest.Lo
         global_steps=3, optimizer=None, module=module, save_non_zero_checkpoint=False, checkpoint_engine=writer,
         use_node_local_storage=lambda: False,
     )  # fmt: skip
-    wait_s, slept, sleep = 0.5, list[float](), time.sleep
+    wait_s, slept = 0.5, list[float]()
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        time.sleep(seconds)
+
     config = UniversalConfig(save=SaveOptions(memory=str(tmp_path / "memory"), wait_s=wait_s))
 
     def save(tag: str) -> None:
@@ -62,7 +68,7 @@ def test_a_writer_that_hangs_stops_no_training(tmp_path: Path, caplog: pytest.Lo
     stopped = find_writer(saver.job)
     os.kill(stopped, signal.SIGSTOP)
     try:
-        with mock.patch.object(time, "sleep", side_effect=lambda each: slept.append(each) or sleep(each)):
+        with mock.patch.object(savers, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep)):
             save("b")
             save("c")
             saver.close()
