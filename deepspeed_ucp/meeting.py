@@ -157,7 +157,7 @@ def _end() -> None:
     if _here.thread is None:
         return
     _here.ends.set()
-    _here.thread.join(timeout=1.0)
+    _here.thread.join(timeout=10.0)
     error = getattr(sys, "last_value", None)
     if error is not None and (store := find_store()) is not None:
         import torch.distributed as dist

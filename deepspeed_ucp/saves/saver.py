@@ -234,10 +234,13 @@ class Saver:
 
     def drop(self) -> None:
         """Give up the save that is made."""
-        while self._left:
-            self._left.pop().abandon()
+        self._abandon_left()
         if self.is_first:
             shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _abandon_left(self) -> None:
+        while self._left:
+            self._left.pop().abandon()
 
     def note_stable(self, engine: Any) -> None:
         """Take what may be copied until the next step, where that is asked for."""
@@ -267,6 +270,7 @@ class Saver:
                 why = f"weights were written to between it and the next step: {_AT_ONCE}"
         except (OSError, UcpError) as error:
             why = str(error)
+            self._abandon_left()
         self._stable = Stable()
         self._copied.set()
         if why:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -353,6 +354,18 @@ def test_one_rank_of_a_folder_of_memory_keeps_it(tmp_path: Path) -> None:
     assert savers.list_first(config, comm) == [0, 0]
     comm.others = tmp_path / "container"
     assert savers.list_first(config, comm) == [0, 1]
+
+
+def test_what_is_left_of_a_save_that_cannot_be_copied_is_let_go(job: Job, tmp_path: Path) -> None:
+    """The next save has nothing to do with it."""
+    config = UniversalConfig(save=SaveOptions(memory=str(tmp_path / "memory"), wait_s=0.0))
+    saver, (first, second) = savers.Saver(config, job.name, 0, [0]), (mock.Mock(), mock.Mock())
+    saver._left += [first, second]
+    second.copy_left.side_effect = OSError(errno.ENOSPC, "No space left on device")
+    end = mock.Mock()
+    saver.end_behind(end, str(tmp_path / "place"))
+    saver.finish_copy()
+    assert first.abandon.called and not (first.copy_left.called or end.called or saver._left)
 
 
 def test_only_the_rank_that_keeps_the_folder_starts_a_writer(job: Job, tmp_path: Path) -> None:
