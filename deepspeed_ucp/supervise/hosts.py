@@ -113,7 +113,7 @@ def find_ssh_name(host: str) -> str:
     """What ssh's own configuration calls a host; the same name where it does not say, or there is no ssh."""
     try:
         done = subprocess.run(
-            ["ssh", "-G", host], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=5, check=False
+            ["ssh", "-G", host], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return host

@@ -249,7 +249,9 @@ class Supervisor:
         began, running = time.monotonic(), False
         deadline, reason = None, ""
         while True:
-            code = process.poll()  # before the look, for what ranks have said up to the end
+            code = process.poll()
+            if code is not None:
+                self._watch.catch_up()
             ranks, now = self._watch.look(), time.monotonic()
             self._pace.follow(self._watch.take_steps())
             if not running and any(seen.step is not None for seen in ranks):

@@ -200,6 +200,7 @@ class Watch:
     def __init__(self, address: str = "127.0.0.1") -> None:
         self.address, self.key = address, _make_key()
         self._server = socket.create_server((address, 0), backlog=1024)
+        self._server.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ, None)
         self._heartbeats: dict[socket.socket, _Heartbeat] = {}
@@ -254,6 +255,14 @@ class Watch:
                 silent, until = left, time.monotonic() + seconds
         return silent
 
+    def catch_up(self, seconds: float = 10.0) -> None:
+        """Until all that ranks have said so far has been heard, or some time has gone by."""
+        until = time.monotonic() + seconds
+        for _ in range(2):  # connections, then what has come of them
+            now = time.monotonic()
+            while self.heard_until <= now < until and time.monotonic() < until:
+                time.sleep(0.01)
+
     def wait_for_end(self, seconds: float) -> list[RankStatus]:
         """Ranks whose lines have not ended after some time."""
         until = time.monotonic() + seconds
@@ -277,7 +286,7 @@ class Watch:
     def _serve(self) -> None:
         while not self._closed:
             began = time.monotonic()
-            for key, _ in self._selector.select(timeout=0.1):
+            for key, _ in self._selector.select(timeout=0.05):
                 if key.fileobj is self._server:
                     self._accept()
                 elif heartbeat := self._heartbeats.get(key.fileobj):  # type: ignore[call-overload]
@@ -297,13 +306,14 @@ class Watch:
                     self._drop(heartbeat)
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            connection, _ = self._server.accept()
-            connection.setblocking(False)
-            keep_alive(connection)
-            with self._lock:
-                self._heartbeats[connection] = _Heartbeat(connection, time.monotonic())
-                self._selector.register(connection, selectors.EVENT_READ)
+        with contextlib.suppress(OSError):  # there is no more
+            while True:
+                connection, _ = self._server.accept()
+                connection.setblocking(False)
+                keep_alive(connection)
+                with self._lock:
+                    self._heartbeats[connection] = _Heartbeat(connection, time.monotonic())
+                    self._selector.register(connection, selectors.EVENT_READ)
 
     def _receive(self, heartbeat: _Heartbeat) -> None:
         try:

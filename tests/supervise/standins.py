@@ -108,6 +108,8 @@ def others_are_at(step):
     return all(path.exists() and int(path.read_text()) >= step for path in found)
 
 reach(step)
+while not others_are_at(step):  # nobody is waited for in a step who has not come yet
+    time.sleep(0.01)
 while step < steps:
     step += 1
     if do("fail", step) or do("always", step):
@@ -121,10 +123,12 @@ while step < steps:
     if do("go", step):
         os.kill(os.getpid(), signal.SIGTERM)
     if do("leave", step):  # a process that is in no group and no session of ours
-        if os.fork() == 0:
+        if (left := os.fork()) == 0:
             os.setsid()
             (folder / "left").write_text(str(os.getpid()))
             time.sleep(600)
+        while not (folder / "left").exists() or (folder / "left").read_text() != str(left):
+            time.sleep(0.01)
     while (folder / "wait").exists() and step > 2:
         time.sleep(0.02)
     heartbeat.report_step(step)
@@ -193,7 +197,7 @@ class Stage:
 
     def run(self, *options: str, command: list[str]) -> int:
         with self.supervise(*options, command=command) as process:
-            return process.wait(timeout=120)
+            return process.wait(timeout=240)
 
     def launch(self, steps: int = 5, **plan: int) -> list[str]:
         """The stand-in launcher's command line; ``fail_1=3``: rank 1 fails at step 3."""

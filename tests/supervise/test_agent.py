@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,11 +20,12 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from deepspeed_ucp.cli.dispatch import main
 from deepspeed_ucp.errors import ConfigError, UcpError
-from deepspeed_ucp.heartbeat import VARIABLE
+from deepspeed_ucp.heartbeat import VARIABLE, read_stat
 from deepspeed_ucp.supervise.agents import agent
 from deepspeed_ucp.supervise.agents.agent import BACKEND, GuardedRendezvous, choose_arguments
 from deepspeed_ucp.supervise.agents.gathering import Round
 from deepspeed_ucp.supervise.agents.leader import Seat
+from deepspeed_ucp.supervise.watch import Patience
 from tests.supervise.standins import ROOT, is_running, wait_until
 
 
@@ -74,6 +77,7 @@ def test_workers_that_fail_thrice_at_one_step_are_given_up(make: Make, tmp_path:
     for _ in range(3):
         rendezvous.next_rendezvous()
         work(7).wait()
+        wait_until(lambda: rendezvous._watch.look() and not rendezvous._watch.look()[0].is_open)
     with pytest.raises(UcpError, match="3 times after step 7"):
         rendezvous.next_rendezvous()
     assert [event["event"] for event in read_events(tmp_path)] == [
@@ -108,16 +112,18 @@ def test_ranks_are_numbered_over_all_agents_and_by_role(make: Make, monkeypatch:
 
 
 def test_workers_that_hang_are_ended_also_when_they_are_stopped(make: Make, tmp_path: Path) -> None:
-    rendezvous = make(hang=1)
+    rendezvous = make(hang=0)
     rendezvous.next_rendezvous()
-    process = work(3, seconds=60)
+    process = work(3, seconds=600)
     wait_until(lambda: rendezvous._watch.look() and rendezvous._watch.look()[0].step == 3)
     process.send_signal(signal.SIGSTOP)
+    wait_until(lambda: (read_stat(process.pid) or [""])[0] == "T")
+    rendezvous._patience = Patience(start=60, step=1)
     assert process.wait(timeout=120) == -signal.SIGKILL
     assert [event["ranks"] for event in read_events(tmp_path) if event["event"] == "hanging"] == [[0]]
     rendezvous.next_rendezvous()
     reason = read_events(tmp_path)[-2]["reason"]
-    assert reason.startswith("no rank has ended a step for 1 s: rank 0 on") and "it is stopped" in reason
+    assert re.match(r"no rank has ended a step for \d+ s: rank 0 on .* it is stopped", reason)
 
 
 def test_why_there_is_another_round_is_told(make: Make, tmp_path: Path) -> None:
@@ -135,10 +141,30 @@ def test_why_there_is_another_round_is_told(make: Make, tmp_path: Path) -> None:
 def test_workers_of_the_round_before_are_let_go(make: Make) -> None:
     rendezvous = make()
     rendezvous.next_rendezvous()
-    process = work(3, seconds=60)
+    process = work(3, seconds=600)
     wait_until(rendezvous._watch.look)
     rendezvous.next_rendezvous()
     assert process.wait(timeout=120) == -signal.SIGKILL
+
+
+def test_the_next_round_begins_when_the_guard_is_done_with_the_last_one(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it ends the workers of the next one."""
+    rendezvous = make()
+    rendezvous.next_rendezvous()
+    ending, go_on, end = threading.Event(), threading.Event(), rendezvous._end_workers
+    monkeypatch.setattr(rendezvous, "_end_workers", lambda: (ending.set(), go_on.wait(120), end()))
+    work(3, then="sys.exit(17)").wait()
+    assert ending.wait(120)
+    joining = threading.Thread(target=rendezvous.next_rendezvous)
+    joining.start()
+    joining.join(0.3)
+    assert joining.is_alive()
+    go_on.set()
+    joining.join()
+    process = work(3)
+    assert process.wait(timeout=120) == 0
 
 
 def test_the_last_line_says_who_is_to_blame(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -220,7 +246,7 @@ def test_agents_survive_each_other(tmp_path: Path) -> None:
     """The first of two agents, which has rank 0, is killed; the other goes on; a third comes; a worker is stopped; the
     third is told to go, as on a node that is drained, and the other goes on again; then all are."""
     (tmp_path / "worker.py").write_text(SCRIPT)
-    conf = f"keep_alive_interval=1,last_call_timeout=2,hang=4,events={tmp_path / 'events'}"
+    conf = f"keep_alive_interval=1,keep_alive_max_attempt=30,last_call_timeout=30,hang=15,events={tmp_path / 'events'}"
     command = [
         *(sys.executable, "-m", "deepspeed_ucp", "torchrun", "--nnodes", "1:2", "--nproc-per-node", "1"),
         *("--rdzv-endpoint", str(tmp_path / "store"), "--rdzv-id", "test", "--rdzv-conf", conf),

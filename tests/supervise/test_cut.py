@@ -21,7 +21,7 @@ from deepspeed_ucp.supervise.agents.gathering import Gathering
 from deepspeed_ucp.supervise.agents.leader import Limits
 where, host = sys.argv[1:]
 endpoint = SharedFile(where, "job", silence=30, host=host) if "/" in where else Addresses(where)
-own = Gathering(endpoint, Limits(1, 2, every=0.3, times=10, last_call=30, join=60), "job", host=host)
+own = Gathering(endpoint, Limits(1, 2, every=0.4, times=30, last_call=600, join=600), "job", host=host)
 try:
     while True:
         found = own.join()
@@ -56,7 +56,7 @@ class Node:
         return [line.removeprefix(f"{first} ") for line in lines if line.startswith(f"{first} ")]
 
     def wait_for(self, first: str, count: int) -> str:
-        wait_until(lambda: len(self.list_words(first)) >= count or self.process.poll() is not None, 60)
+        wait_until(lambda: len(self.list_words(first)) >= count or self.process.poll() is not None)
         assert len(self.list_words(first)) >= count, self.log.read_text()
         return self.list_words(first)[count - 1]
 
@@ -74,7 +74,7 @@ def test_by_a_shared_file_one_goes_on_and_the_other_comes_back(network: Network,
     nodes = [Node(network, tmp_path, number, str(tmp_path / "endpoint")) for number in (0, 1)]
     assert sorted(each.wait_for("round", 1) for each in nodes) == ["2 0", "2 1"]
     network.cut()
-    wait_until(lambda: any(len(each.list_words("round")) == 2 for each in nodes), 60)
+    wait_until(lambda: any(len(each.list_words("round")) == 2 for each in nodes))
     lone, lost = sorted(nodes, key=lambda each: -len(each.list_words("round")))
     assert lone.wait_for("round", 2) == "1 0"
     wait_until(lambda: lost.list_words("ended"))

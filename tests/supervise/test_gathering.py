@@ -140,6 +140,7 @@ def test_a_spare_waits_until_it_is_needed(make: Make) -> None:
     spare.gathering.limits = patient
     agents.pop(0).die()
     wait_until(lambda: agents[0].gathering.ended)
+    wait_until(lambda: (leader := agents[0].gathering._leader) and spare.gathering.name in leader.members)
     assert len(go_on(agents)[0].seats) == len(spare.wait(1).seats) == 2
 
 
@@ -529,6 +530,17 @@ def test_fewer_wait_for_a_last_call_in_the_first_round_alone() -> None:
     leader.hear(head, {"ready": True, "after": 1}, 20.1)
     leader.tick(20.1)
     assert len(told["a"][-1]["seats"]) == len(told["b"][-1]["seats"]) == 2 and told["a"][-1]["changed"]
+
+
+def test_a_new_leader_gives_a_spare_of_the_lost_one_a_moment_to_come() -> None:
+    past = Past(1, [Seat("x", "x:1"), Seat("a", "a:1")], {"x"})
+    leader = Leader(Seat("a", "a:1"), Limits(1, 2), past, 10.0, lambda: 7)
+    told = {name: Told() for name in "as"}
+    leader.greet({**HELLO, "name": "a", "round": 1, "after": 1, "ready": True}, told["a"], "a", 10.0)
+    leader.tick(10.1)
+    leader.greet({**HELLO, "name": "s", "ready": True}, told["s"], "s", 10.2)
+    leader.tick(10.2)
+    assert len(told["a"][-1]["seats"]) == len(told["s"][-1]["seats"]) == 2
 
 
 def test_who_has_a_seat_in_a_round_of_which_it_was_not_told_comes_to_the_next_one() -> None:

@@ -119,7 +119,15 @@ def test_a_test_that_does_not_come_to_an_end_is_a_fault(monkeypatch: pytest.Monk
 
 
 def test_who_is_not_ready_in_time_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deepspeed_ucp.supervise.preflight.asking.LIMIT", 1.5)
+    former = Exchange._wait
+
+    def wait(exchange: Exchange, condition: Callable[[], bool]) -> None:
+        """Time is up when three have come."""
+        exchange._changed.wait_for(lambda: condition() or len(exchange._ready) == 3, 120)
+        exchange._until = 0.0
+        former(exchange, condition)
+
+    monkeypatch.setattr(Exchange, "_wait", wait)
 
     def talk(exchange: Exchange, name: str) -> list[list[Any]]:
         """As a node does; whom it is to try."""
@@ -207,7 +215,8 @@ def test_devices_are_tested_as_processors_are(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_links_tell_who_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "_ONE", 0.5)
+    monkeypatch.setattr(links, "_ONE", 120)
+    monkeypatch.setattr(links, "_ALL", 120)
     good, other = links.Links("127.0.0.1", b"key"), links.Links("127.0.0.1", b"not")
     figures, reached = good.try_all([
         ("good", "127.0.0.1", good.port),
@@ -265,7 +274,7 @@ def test_an_agent_whose_node_fails_against_the_others_is_waited_for_until_it_pas
 
 def test_an_agent_tests_its_node_again_when_the_others_have_other_bits(tmp_path: Path) -> None:
     endpoints = [SharedFile(str(tmp_path / "endpoint"), "job", silence=30, host="127.0.0.1") for _ in range(3)]
-    agents = [Gathering(endpoint, Limits(3, 3), "job") for endpoint in endpoints]
+    agents = [Gathering(endpoint, Limits(3, 3, times=100), "job") for endpoint in endpoints]
     reports = [asdict(Report((Figure("product", 1.0, "x", bits=bits),))) for bits in "001"]
     try:
         with ThreadPoolExecutor(3) as pool:
@@ -329,7 +338,7 @@ def test_an_agent_whose_node_fails_after_a_failure_leaves_the_others(bad: str, t
 
     def start(name: str) -> None:
         options = ["--nnodes", "1:2", "--rdzv-endpoint", str(tmp_path / "endpoint"), "--rdzv-id", "job"]
-        conf = ["--rdzv-conf", f"last_call_timeout=3,events={tmp_path / f'events-{name}'}"]
+        conf = ["--rdzv-conf", f"last_call_timeout=30,events={tmp_path / f'events-{name}'}"]
         words = [str(tmp_path / "agent.py"), str(tmp_path), name, *options, *conf]
         command = [sys.executable, *words, str(tmp_path / "worker.py"), str(tmp_path)]
         agents.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
@@ -342,7 +351,7 @@ def test_an_agent_whose_node_fails_after_a_failure_leaves_the_others(bad: str, t
         (tmp_path / "go-2").touch()
         wait_until((tmp_path / "began-1").exists)
         (tmp_path / "go-1").touch()
-        told = [each.communicate(timeout=60)[1] for each in agents]
+        told = [each.communicate(timeout=120)[1] for each in agents]
     finally:
         for each in agents:
             each.kill()

@@ -56,7 +56,10 @@ def test_a_script_that_always_fails_at_one_step_is_given_up_with_its_error(stage
 def test_restarts_are_limited(stage: Stage) -> None:
     """What follows a rank that alone was told to go, as on a host that is drained, is one of them."""
     assert stage.run("--max-restarts", "1", command=stage.launch(go_1=2, always_0=3)) == 1
-    assert [(each["code"], each["rank"]) for each in stage.find("failed")] == [(143, 1), (1, 0)]
+    drained, failed = stage.find("failed")
+    # What is heard at once, after a pause of the supervisor, has no order: the launcher has told the other one to go.
+    assert drained["code"] == 143 and drained["rank"] in (0, 1)
+    assert (failed["code"], failed["rank"]) == (1, 0)
     assert "1 restarts were allowed" in stage.find("gave_up")[0]["reason"]
     assert stage.names().count("starting") == 2
 
@@ -104,12 +107,12 @@ def test_they_are_not_waited_for_for_ever(stage: Stage) -> None:
 
 def test_a_rank_that_is_stopped_hangs_the_launch_which_is_started_again(stage: Stage) -> None:
     (stage.folder / "wait").touch()
-    with stage.supervise("--hang", "2", command=stage.launch(steps=4, stop_1=2)) as process:
+    with stage.supervise("--hang", "10", command=stage.launch(steps=4, stop_1=2)) as process:
         wait_until(lambda: "hanging" in stage.names())
         (stage.folder / "wait").unlink()
         assert process.wait(timeout=120) == 0
     hanging, *_ = stage.find("hanging")
-    assert hanging["seconds"] >= 2
+    assert hanging["seconds"] >= 10
     assert hanging["ranks"] == 2
     assert stage.find("failed")[0]["reason"].startswith("no rank has ended a step for")
     assert_nothing_is_left(stage)
@@ -144,9 +147,9 @@ def test_signals_go_on_to_every_rank(stage: Stage, number: signal.Signals, platf
 def test_a_launch_that_does_not_go_is_ended(stage: Stage, number: int, times: int, settle: str) -> None:
     """In time, or when it is interrupted a second time; a shell has what it runs in the background ignore that."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    command = ["sh", "-c", "trap '' TERM INT; sleep 1000 & wait; sleep 1000"]
+    command = ["sh", "-c", "trap '' TERM INT; touch $STANDIN/there; sleep 1000 & wait; sleep 1000"]
     with stage.supervise("--settle", settle, command=command) as p:
-        wait_until(lambda: "starting" in stage.names())
+        wait_until((stage.folder / "there").exists)
         for time in range(times):
             p.send_signal(number)
             wait_until(lambda time=time: stage.names().count("signal") > time)
@@ -188,7 +191,7 @@ def test_an_exit_code_of_0_is_not_believed_where_all_ranks_were_killed(stage: St
     (failed,) = stage.find("failed")
     # The launcher may take leave of the rank before its exit status has been read.
     reasons = ("was ended by SIGKILL after step 2", "has gone without a word after step 2")
-    assert failed["reason"].endswith(reasons) and failed["rank"] == 0
+    assert failed["reason"].endswith(reasons) and failed["rank"] in (0, 1)  # it kills the other one, too
     assert stage.find("finished")[0]["step"] == 4
 
 
@@ -232,12 +235,16 @@ def test_a_program_that_is_not_there_is_an_error(stage: Stage) -> None:
 
 
 FAILING = """
-import os, sys, time
+import os, pathlib, sys, time
 from deepspeed_ucp import heartbeat
+from tests.supervise.standins import is_running
 heartbeat.report_step(1)
+there = pathlib.Path({folder!r}, "there")
 if os.environ["RANK"] == "1":
-    time.sleep(0.2)
+    there.with_name("next").write_text(str(os.getpid())); os.replace(there.with_name("next"), there)
     {end}
+while not there.exists() or is_running(int(there.read_text())):
+    time.sleep(0.01)
 time.sleep({rest})
 raise ConnectionError("closed by peer")
 """
@@ -247,14 +254,14 @@ raise ConnectionError("closed by peer")
     ("end", "rest", "told"),
     [
         ("sys.exit(1)", 600, "ended with 1"),
-        ("os._exit(17)", 1, "ended with 17"),
-        ("os.kill(os.getpid(), 9)", 1, "(was ended by SIGKILL|has gone without a word) after"),
+        ("os._exit(17)", 0.2, "ended with 17"),
+        ("os.kill(os.getpid(), 9)", 0.2, "(was ended by SIGKILL|has gone without a word) after"),
     ],
     ids=["exit-while-another-hangs", "at-once", "killed"],
 )
-def test_the_rank_that_failed_first_is_named_and_not_waited_for(end: str, rest: int, told: str, stage: Stage) -> None:
+def test_the_rank_that_failed_first_is_named_and_not_waited_for(end: str, rest: float, told: str, stage: Stage) -> None:
     """Its launcher may notice nothing, and others may tell of it before they end themselves."""
-    (stage.folder / "rank.py").write_text(FAILING.format(end=end, rest=rest))
+    (stage.folder / "rank.py").write_text(FAILING.format(end=end, rest=rest, folder=str(stage.folder)))
     ranks = " & ".join(f"RANK={rank} {sys.executable} {stage.folder / 'rank.py'}" for rank in (0, 1))
     command = ["bash", "-c", f"{ranks} & wait; exit 1"]
     assert stage.run("--settle", "2", "--max-restarts", "0", command=command) == 1

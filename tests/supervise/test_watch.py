@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -222,7 +223,8 @@ def test_a_process_that_has_nothing_to_tell_is_not_heard_of(watch: Watch) -> Non
             check=False,
         )
         assert done.returncode == expected
-        wait_until(lambda wanted=expected: len(watch.look()) == wanted)
+        watch.catch_up()
+        assert len(watch.look()) == expected
     assert "ZeroDivisionError" in (watch.look()[0].error or "")
 
 
@@ -306,6 +308,19 @@ def test_silence_is_counted_as_far_as_the_watcher_has_listened(watch: Watch) -> 
             assert watch.heard_until <= sent
         wait_until(lambda: watch.heard_until > sent)
         assert watch.look()[0].step == 1
+
+
+def test_all_that_has_come_is_heard_before_it_is_judged(watch: Watch) -> None:
+    told, seen = watch.begin(), list[RankStatus]()
+    with connect(told) as line:
+        with watch._lock:  # its thread is behind
+            line.sendall(hello(watch.key) + b'{"step": 1}\n')
+            judging = threading.Thread(target=lambda: (watch.catch_up(120), seen.extend(watch.look())))
+            judging.start()
+            judging.join(0.2)
+            assert judging.is_alive()
+        judging.join()
+    assert [rank.step for rank in seen] == [1]
 
 
 def make_seen(rank: int, **fields: Any) -> RankStatus:

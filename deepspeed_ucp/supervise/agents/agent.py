@@ -74,7 +74,7 @@ _OPENING = 2.0
 _PREPARE = 60.0
 """Seconds that a template may take."""
 
-_LOOK_EVERY, _TELL_EVERY = 0.1, 1.0
+_LOOK_EVERY, _TELL_EVERY, _LAST_WORDS = 0.1, 1.0, 1.0
 
 _created: list[GuardedRendezvous] = []
 """That of this agent, which torch has made for it."""
@@ -187,7 +187,7 @@ class GuardedRendezvous(RendezvousHandler):
         self._agent: GatheredAgent | None = None
         self._preflight = None if folder is None else Preflight(ask_here, "127.0.0.1", folder, self._log)
         self._has_left = False
-        self._is_watching, self._looking = threading.Event(), threading.Lock()
+        self._is_watching, self._looking = threading.Event(), threading.RLock()
         self._nursery: Nursery | None = choose_nursery(self._log) if warm else None
 
     def begin(self, agent: GatheredAgent) -> None:
@@ -248,9 +248,11 @@ class GuardedRendezvous(RendezvousHandler):
                 or this node fails its test.
             SystemExit: the others have done all there was to do.
         """
-        if self._is_watching.is_set():  # torch may have seen a worker's end first
-            self._look()
-        self._is_watching.clear()
+        self._watch.wait_for_end(_LAST_WORDS)  # torch has ended the workers, and may be ahead of what they said
+        with self._looking:  # what the guard has found, and whom it ends, is of this round
+            if self._is_watching.is_set():  # torch may have seen a worker's end first
+                self._look()
+            self._is_watching.clear()
         ranks = self._watch.look()
         step = max((seen.step for seen in ranks if seen.step is not None), default=None)
         fault, first = self.find_fault(), find_first_failure(ranks)
@@ -334,8 +336,9 @@ class GuardedRendezvous(RendezvousHandler):
                 told = time.monotonic()
                 self.gathering.tell_recipe(self._nursery.recipe())
             self._pace.follow(self._watch.take_steps())
-            if self._is_watching.is_set() and self._look() is not None:
-                self._end_workers()
+            with self._looking:
+                if self._is_watching.is_set() and self._look() is not None:
+                    self._end_workers()
 
     def _look(self) -> str | None:
         """Why the workers of the round cannot go on, which is told once; None while they can."""
