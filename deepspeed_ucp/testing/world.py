@@ -14,7 +14,6 @@ import functools
 import gc
 import importlib
 import io
-import itertools
 import multiprocessing as mp
 import os
 import pickle
@@ -294,7 +293,7 @@ def _serve(connection: Connection, variables: dict[str, str], folder: str, timeo
         traceback.print_exc()
         os._exit(1)
     groups = _copy_groups()
-    for calls in itertools.count():
+    while True:
         try:
             call = connection.recv_bytes()
         except (EOFError, OSError):
@@ -302,8 +301,7 @@ def _serve(connection: Connection, variables: dict[str, str], folder: str, timeo
         connection.send_bytes(_answer(call))
         _restore_groups(groups)
         gc.collect()  # engines are cycles
-        if calls == 0:
-            gc.freeze()  # what has been imported by now need not be walked after every call
+        gc.freeze()  # modules and what they keep, more with each call: DeepSpeed's own collections walk it no more
 
 
 def _die_with_parent() -> None:
