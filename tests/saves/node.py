@@ -36,8 +36,8 @@ for _ in range(steps):
         time.sleep(0.01)
     engine.backward(engine(torch.ones(1, 100)).square().mean())
     engine.step()
-    # A part that takes minutes on the way when the network is slow.
-    engine.save_checkpoint(folder, client_state={"ballast": torch.zeros(1 << 23)})
+    # A part that takes a minute on the way when the network is slow.
+    engine.save_checkpoint(folder, client_state={"ballast": torch.zeros(1 << 22)})
     tell("SAVED", None)
 if steps:
     time.sleep(600)

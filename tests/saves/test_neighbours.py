@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -45,7 +46,7 @@ class Nodes:
     """Two nodes of a job: folders of memory, and a writer's side of copies in each, which copies to the other one."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, name, self.others = folder, name_job(), set(threading.enumerate())
+        self.folder, name = folder, name_job()
         self.memories = [str(folder / f"memory{node}") for node in range(2)]
         self.jobs = [Job(os.path.join(find_root(memory), name)) for memory in self.memories]
         self.writers = list[Replicator]()
@@ -84,7 +85,7 @@ class Nodes:
         for listener in self.listeners:
             with suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)
-        wait_until(lambda: not [each for each in threading.enumerate() if each.daemon and each not in self.others])
+        wait_until(lambda: not [each for each in threading.enumerate() if re.search("copies|_serve_one", each.name)])
 
     def save(self, node: int, tag: str = TAG, **changes: Any) -> Snapshot:
         """A node's part of its next save, which is the one that is copied now."""
