@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -61,11 +62,16 @@ class Store:
         return all(key in self.held for key in keys)
 
 
+def pass_time(monkeypatch: pytest.MonkeyPatch, look: Callable[[float], object]) -> None:
+    """Pauses between looks take no time; what happens in each."""
+    monkeypatch.setattr(meeting, "time", SimpleNamespace(sleep=look))
+
+
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> Store:
     """Rank 0's own, while rank 1 comes to no meeting; looks take no time."""
     monkeypatch.setattr(meeting, "_here", meeting._Here())
-    monkeypatch.setattr("time.sleep", lambda _seconds: None)
+    pass_time(monkeypatch, lambda _seconds: None)
     return Store()
 
 
@@ -91,7 +97,7 @@ def test_an_error_that_every_rank_had_ends_no_later_meeting(here: Store, monkeyp
     become(monkeypatch, left=0)
     meeting.leave(here, 0, ValueError("tag"))
     looks = iter(range(200))
-    monkeypatch.setattr("time.sleep", lambda _seconds: here.add(meeting._CAME, next(looks) == 150))
+    pass_time(monkeypatch, lambda _seconds: here.add(meeting._CAME, next(looks) == 150))
     meeting.meet(here, 0, 2)
     become(monkeypatch, left=1)
     meeting.leave(here, 1, ValueError("alone"))
@@ -107,9 +113,9 @@ def test_signs_of_life_keep_others_waiting(here: Store, monkeypatch: pytest.Monk
         here.add(meeting._SIGNS.format(1), 1)
         here.add(meeting._CAME, next(looks) == 5000)  # after some minutes
 
-    monkeypatch.setattr("time.sleep", sleep)
+    pass_time(monkeypatch, sleep)
     meeting.meet(here, 0, 2)
-    monkeypatch.setattr("time.sleep", lambda _seconds: None)
+    pass_time(monkeypatch, lambda _seconds: None)
     with pytest.raises(RemoteError, match="no sign of life for 60 s"):
         meeting.meet(here, 0, 2)
 
