@@ -41,7 +41,7 @@ def exchange_slices(comm: Comm) -> bool:
 
 def fail(rank: int) -> None:
     if rank == 1:
-        raise CheckpointError("oh")
+        raise CheckpointError("it broke")
 
 
 def main(end: str) -> None:
@@ -49,7 +49,7 @@ def main(end: str) -> None:
         with join_launch() as comm:
             print(json.dumps({"rank": comm.rank, **use(comm)}), flush=True)
             if end == "alone" and comm.rank == 1:
-                raise ZeroDivisionError("oh")
+                raise ZeroDivisionError("it broke")
             comm.run(lambda: fail(comm.rank) if end == "all" else None)
             comm.gather(None)
     except UcpError as error:
