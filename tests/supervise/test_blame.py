@@ -420,7 +420,7 @@ def test_of_a_rank_elsewhere_that_told_nothing_the_kernel_of_its_host_is_asked(s
         supervisor._watch.close()
 
 
-def test_a_rank_that_the_kernel_has_killed_for_want_of_memory_is_told(watch: Watch) -> None:
+def test_a_rank_that_the_kernel_has_killed_for_want_of_memory_is_told(watch: Watch, tmp_path: Path) -> None:
     """With a limit of a cgroup (version 1, where this process may make one)."""
     folder = Path("/sys/fs/cgroup/memory") / f"ds_ucp_test_{os.getpid()}"
     try:
@@ -430,7 +430,10 @@ def test_a_rank_that_the_kernel_has_killed_for_want_of_memory_is_told(watch: Wat
     try:
         (folder / "memory.limit_in_bytes").write_text(str(64 << 20))
         enter = ("sh", "-c", f'echo $$ > {folder}/cgroup.procs; exec "$@"', "sh")
-        with run_rank(watch.begin(), 4, "x = bytearray(200 << 20)", *enter):
+        then = f"while not os.path.exists({str(tmp_path / 'go')!r}):\n    time.sleep(0.01)\nx = bytearray(200 << 20)"
+        with run_rank(watch.begin(), 4, then, *enter):
+            wait_until(watch.look)
+            (tmp_path / "go").touch()
             wait_until(lambda: watch.look() and not watch.look()[0].is_open)
     finally:
         wait_until(lambda: not (folder / "cgroup.procs").read_text())

@@ -109,6 +109,11 @@ def go_on(agents: list[Agent]) -> list[Round]:
     return [each.wait(each.asked) for each in agents]
 
 
+def is_ready(leader: Leader, agent: Agent) -> bool:
+    member = leader.members.get(agent.gathering.name)
+    return member is not None and member.ready_since is not None
+
+
 def test_agents_that_are_all_there_begin_at_once(make: Make) -> None:
     agents = start(make, 3)  # the last call would take longer than a test may
     assert [each.wait(1).rank for each in agents] == [0, 1, 2]
@@ -140,7 +145,7 @@ def test_a_spare_waits_until_it_is_needed(make: Make) -> None:
     spare.gathering.limits = patient
     agents.pop(0).die()
     wait_until(lambda: agents[0].gathering.ended)
-    wait_until(lambda: (leader := agents[0].gathering._leader) and spare.gathering.name in leader.members)
+    wait_until(lambda: (leader := agents[0].gathering._leader) and is_ready(leader, spare))
     assert len(go_on(agents)[0].seats) == len(spare.wait(1).seats) == 2
 
 
@@ -316,7 +321,7 @@ def test_who_stands_still_for_a_moment_when_the_leader_is_lost_is_waited_for(
     monkeypatch.setattr(gathering, "_ANSWER", 1.0)
     head, still, last = start(make_at("address", made, tmp_path), 3)
     turned_away, former = threading.Event(), gathering._turn_away
-    monkeypatch.setattr(gathering, "_turn_away", lambda line: (former(line), turned_away.set()))
+    monkeypatch.setattr(gathering, "_turn_away", lambda *given: (former(*given), turned_away.set()))
     with still.gathering.changed:
         head.die()
         assert turned_away.wait(120)
@@ -353,7 +358,9 @@ def test_a_call_that_is_given_up_brings_nobody_into_a_round(made: list[Agent], m
             turned_away.wait(120)
         return greet(leader, hello, *given)
 
-    monkeypatch.setattr(gathering, "_turn_away", lambda line: (former(line), line.close(), turned_away.set()))
+    monkeypatch.setattr(
+        gathering, "_turn_away", lambda line, word: (former(line, word), line.close(), turned_away.set())
+    )
     monkeypatch.setattr(Leader, "greet", greet_late)
     made.append(other := Agent(Addresses(address, is_host=False), 1, 2).join())  # ready before there is a leader
     made.append(head := Agent(Addresses(address), 1, 2).join())
@@ -557,6 +564,21 @@ def test_who_has_a_seat_in_a_round_of_which_it_was_not_told_comes_to_the_next_on
         leader.hear(member, {"ready": True, "after": 1}, 0.4)
     leader.tick(0.5)
     assert told["a"][-1]["round"] == told["b"][-1]["round"] == 2 and "ranks" in told["b"][-1]
+
+
+def test_who_has_given_up_a_call_to_a_new_leader_is_waited_for_as_one_that_has_not_come() -> None:
+    """It calls again; but not for ever, as its network may lose all that it is told."""
+    past = Past(1, [Seat("x", "x:1"), Seat("a", "a:1"), Seat("b", "b:1")], {"x"})
+    leader = Leader(Seat("a", "a:1"), Limits(1, 3, every=1, times=10), past, 0.0, lambda: 7)
+    told = {name: Told() for name in "ab"}
+    leader.greet({**HELLO, "name": "a", "round": 1, "after": 1, "ready": True}, told["a"], "a", 0.0)
+    for now in (1.0, 4.0):
+        member = leader.greet({**HELLO, "name": "b", "round": 1}, told["b"], "b", now)
+        leader.hear(member, {"later": True}, now)
+        leader.tick(now + 2.0)
+    assert "ranks" not in told["a"][-1] and [seat.name for seat in leader.list_missing()] == ["b"]
+    leader.tick(10.1)
+    assert len(told["a"][-1]["seats"]) == 1
 
 
 def test_newcomers_that_prepare_themselves_come_together() -> None:

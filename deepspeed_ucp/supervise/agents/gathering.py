@@ -312,7 +312,7 @@ class Gathering:
         with self.changed:
             self._line = None
             if how == "silent":
-                _turn_away(line)
+                _turn_away(line, "away")
             line.close()
             if how == "closing" or not self._past.seats:
                 return
@@ -418,7 +418,7 @@ class Gathering:
                 self._past.gone.add(seat.name)
             elif verdict == _MISSED and waited >= self.limits.silence:
                 self._past.silent.add(seat.name)
-            elif verdict != _MISSED or seat.name not in self._past.silent:
+            elif verdict != _MISSED or seat.name not in self._past.gone | self._past.silent:
                 return None  # one that comes first is there, and will find out, or may have stood still for a moment
         return self._lead(waited, listed, verdicts)
 
@@ -493,7 +493,7 @@ class Gathering:
             return _REFUSED  # whoever is there has no part in this
         except OSError:
             pass
-        _turn_away(line)
+        _turn_away(line, "later")
         line.close()
         return _MISSED
 
@@ -682,7 +682,7 @@ class Gathering:
             return
 
 
-def _turn_away(line: Line) -> None:
+def _turn_away(line: Line, word: str) -> None:
     """Tell who does not answer, before the connection ends, that this agent has not: it may have been stopped, and hear
     this when it goes on."""
-    line.send(away=True)
+    line.send(**{word: True})

@@ -15,8 +15,9 @@ from ..preflight.judging import Report, judge
 _SETTLE = 0.25
 """Seconds that a new leader gives those who waited at the one before, where there is room for them."""
 
-FAREWELLS = {"bye": "left", "away": "silent"}
-"""What a member says before it ends its connection, and how it is lost then: the second one goes on elsewhere."""
+FAREWELLS = {"bye": "left", "away": "silent", "later": "later"}
+"""What a member says before it ends its connection, and how it is lost then: the second one goes on elsewhere, the
+third one has not been answered in time, and calls again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,17 +196,19 @@ class Leader:
         """A member has gone.
 
         Args:
-            how: ``left`` by its own will, ``ended`` with its process, or ``silent``: nobody knows.
+            how: ``left`` by its own will, ``ended`` with its process, ``silent``: nobody knows, or ``later``: it is
+                missing until it calls again.
         """
         name = member.seat.name
         if self.members.get(name) is not member:
             return
         del self.members[name]
-        (self.past.silent if how == "silent" else self.past.gone).add(name)
+        if how != "later":
+            (self.past.silent if how == "silent" else self.past.gone).add(name)
         if not self._has_seat(member):
             return
         if self._running and how != "left" and not member.is_finished:
-            said = "answers no more" if how == "silent" else "is lost"
+            said = "answers no more" if how in ("silent", "later") else "is lost"
             self._break(f"the agent on {member.seat.host} {said}")
         if not member.is_finished:
             self._stop(now)
