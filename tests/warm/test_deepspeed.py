@@ -12,7 +12,7 @@ import pytest
 from tests.supervise.standins import ROOT, Stage, find_port, wait_until
 from tests.warm.kit import SITE
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 RANK = """
 import json, os, pathlib, sys, time
@@ -53,9 +53,9 @@ def test_the_second_start_of_the_deepspeed_launcher_and_its_ranks_is_warm(tmp_pa
     command = ["deepspeed", *options, str(tmp_path / "rank.py"), str(tmp_path)]
     with stage.supervise("--settle", "5", command=command) as process:
         begun = [tmp_path / f"again-{rank}" for rank in (0, 1)]
-        wait_until(lambda: stage.find("template") and all(path.exists() for path in begun), 240)
+        wait_until(lambda: stage.find("template") and all(path.exists() for path in begun), 400)
         (tmp_path / "go").touch()
-        assert process.wait(timeout=240) == 0
+        assert process.wait(timeout=400) == 0
     (made,) = stage.find("template")
     assert made["megabytes"] > 100 and made["modules"] > 2000
     told = [[json.loads((tmp_path / f"told-{rank}-{start}").read_text()) for rank in (0, 1)] for start in (0, 1)]

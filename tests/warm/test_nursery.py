@@ -118,9 +118,10 @@ def test_generators_of_imports_draw_something_else_in_each_process(kit: Kit) -> 
 def test_libraries_have_as_many_threads_as_a_rank_has_processors(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     one = [min(os.sched_getaffinity(0))]
-    kit.write(IS_WARM + "import torch; print(torch.get_num_threads())")
+    kit.write("import os\ncount = len(os.sched_getaffinity(0))", "threads.py")
+    kit.write(IS_WARM + "import threads; print(threads.count)")
     for made, asked, told in ((None, one, "False\n1\n"), (one, one, "True\n1\n")):
-        assert kit.make("torch", **({"affinity": made} if made else {}))
+        assert kit.make("threads", **({"affinity": made} if made else {}))
         assert kit.run("script.py", preexec_fn=partial(os.sched_setaffinity, 0, asked)).stdout == told
     kit.has_refused("another number of processors: 1")
 
