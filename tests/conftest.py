@@ -21,7 +21,7 @@ APART = (
     "tests/examples/",
     "tests/trainers/",
     "tests/synth/test_against_deepspeed.py",
-    *(f"tests/engine/test_engine_{name}.py" for name in ("launch", "muon", "nvme", "testing")),
+    *(f"tests/engine/test_engine_{name}.py" for name in ("launch", "muon", "nvme", "saves", "saves_pairs", "testing")),
 )
 WORLDS = {**dict.fromkeys(APART, "worlds apart"), "tests/engine/": "worlds"}
 """Where tests with worlds are, and in which of two groups: they take longest, and their ranks are processes of their
