@@ -374,7 +374,7 @@ def test_a_head_that_comes_back_finds_the_job_that_went_on_without_it(made: list
     made.append(head)
     other = Agent(Addresses(address, is_host=False), 1, 2).join()  # as on another machine
     made.append(other)
-    assert len(other.wait(1).seats) == 2
+    assert [len(each.wait(1).seats) for each in (head, other)] == [2, 2]
     head.die()
     wait_until(lambda: other.gathering.ended)
     assert len(go_on([other])[0].seats) == 1
