@@ -172,6 +172,7 @@ def test_an_agent_that_is_told_to_go_lets_the_others_save(make: Make, which: int
 def test_an_agent_whose_workers_are_done_waits_for_the_others(make: Make, which: int) -> None:
     agents = start(make, 2)
     spare = make(most=2).join()
+    wait_until(lambda: spare.gathering._line)
     done = threading.Event()
     first, last = agents[which].gathering, agents[1 - which].gathering
     threading.Thread(target=lambda: (first.finish(), first.close(), done.set()), daemon=True).start()
