@@ -56,7 +56,7 @@ def _run(script: str, arguments: list[str], logs: list[str], environment: dict[s
         os.dup2(os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600), number)
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(ROOT))
-    vars(importlib.import_module("deepspeed.comm.torch"))["build_shm_op"] = lambda: None  # as in worlds: nothing to compile
+    vars(importlib.import_module("deepspeed.comm.torch"))["build_shm_op"] = lambda: None  # as in worlds
     try:
         runpy.run_path(script, run_name="__main__")
     finally:  # as an interpreter ends; multiprocessing leaves the second one out
