@@ -13,12 +13,12 @@ from ..io.disk import explain_full
 from ..io.paths import join_path
 from ..io.store import read_small
 from ..sources.files import scan_if_there
-from ..sources.foreign.names import OPTIMIZER_FOLDER, TRAINER_STATE, TRAINERS
+from ..sources.foreign.names import OPTIMIZER_FOLDER, SCALER, TRAINER_STATE, TRAINERS
 from .output import Export
 
 logger = logging.getLogger("deepspeed_ucp")
 
-_SCHEDULER, _SCALER = "scheduler.pt", "scaler.pt"
+_SCHEDULER = "scheduler.pt"
 
 
 def write_beside(export: Export) -> None:
@@ -30,8 +30,8 @@ def write_beside(export: Export) -> None:
         with explain_full(export.folder), open(os.path.join(export.folder, name), "xb") as stream:
             stream.write(read_small(join_path(source, name)))
     has_states = os.path.isdir(os.path.join(export.folder, OPTIMIZER_FOLDER))
-    if has_states and run.scaler.get("dynamic") and _SCALER not in names:
-        _save(export, _SCALER, make_scaler(run.scaler))
+    if has_states and run.scaler.get("dynamic") and SCALER not in names:
+        _save(export, SCALER, make_scaler(run.scaler))
     is_trainers = TRAINER_STATE in names
     if has_states and is_trainers and _SCHEDULER not in names:  # without which it leaves the optimizer out
         _save(export, _SCHEDULER, make_schedule(step, [group.hyper.get("lr") for group in run.groups]))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from ..io.store import find_entry, read_small
 from ..torchsave.objects import PickledObject, has_more_parts
 from .files import Entry, scan_if_there
 from .findings import FAULT, WARNING, Finding
-from .foreign.names import ADAPTER, SAFETENSORS, STATE_DICT, TRAINER_STATE, find_format
+from .foreign.names import ADAPTER, SAFETENSORS, SCALER, STATE_DICT, TRAINER_STATE, find_format
 from .headers import FileHeader
 from .latest import LATEST, read_tag
 from .save import Save
@@ -295,15 +296,21 @@ def _find_newer(folder: str, written: float, slack: float) -> list[Finding]:
 def find_other_step(file: str, steps: Any, told: Any = None) -> list[Finding]:
     """A warning where what lies beside tensors is of another step than these.
 
+    A trainer counts steps that fp16 has skipped and, of DeepSpeed's with older versions of Accelerate, an epoch's last
+    one that lacks batches to accumulate: the optimizer then has taken fewer.
+
     Args:
         file: that tells of a step, by its path.
         steps: that the optimizer has taken; 0 or None where nothing tells.
         told: that step; without it the file is a trainer's state, which is read, unless it is a store's.
     """
+    fewer: float = 0
     if told is None and not is_url(file):
-        with suppress(OSError, CheckpointError, ValueError, AttributeError, RecursionError):
-            told = json.loads(read_small(file)).get("global_step")
-    if type(told) is not int or not steps or told == steps:
+        with suppress(OSError, CheckpointError, ValueError, AttributeError, RecursionError, TypeError, OverflowError):
+            state = json.loads(read_small(file))
+            told, fewer = state.get("global_step"), math.ceil(state.get("epoch") or 0)
+            fewer = math.inf if find_entry(os.path.join(os.path.dirname(file), SCALER)) else fewer
+    if type(told) is not int or not steps or told - fewer <= steps <= told:
         return []
     text = (
         f"{file}: tells of step {told}, the optimizer of {steps}. They are of two saves, unless steps were skipped, or "

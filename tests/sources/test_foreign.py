@@ -207,6 +207,12 @@ def test_what_is_of_another_step_or_time_is_told(
         open_it(tmp_path)
         found.append(("tells of step 4, the optimizer of 3" in caplog.text, "written 5 hours" in caplog.text))
     assert found == [(False, False), (True, False), (False, True)]
+    for step in (2, 4):  # fp16 skips steps of the optimizer's, and never of the trainer's
+        state.write_text(f'{{"global_step": {step}}}')
+        (tmp_path / "scaler.pt").touch()
+        caplog.clear()
+        open_it(tmp_path)
+        assert ("tells of step" in caplog.text) is (step == 2)
     for step in (3, 4):
         tree = put_apart(weights, states) | {"train_state": {"step": torch.tensor(step, dtype=torch.int32)}}
         dcp.save(tree, checkpoint_id=tmp_path / str(step), no_dist=True)

@@ -40,6 +40,9 @@ NUMBERED = re.compile(r"optimizer(_\d+)?\.pt|optimizer_\d+\.bin")
 TRAINER_STATE = "trainer_state.json"
 """Which the Trainer writes last."""
 
+SCALER = "scaler.pt"
+"""Which they keep of fp16, whose first steps are skipped: the optimizer has taken fewer than the trainer."""
+
 META = "meta.pt"
 """What Lightning keeps beside them."""
 
