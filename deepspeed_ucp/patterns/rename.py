@@ -304,7 +304,7 @@ def parse_renames(value: object) -> tuple[Rename, ...]:
 def _parse(item: object) -> Iterator[Rename]:
     keys = {*_KEYS, "part", "into"}
     told = item if isinstance(item, dict) and _KEYS <= set(item) <= keys else {"to": []}
-    templates = told["to"] if isinstance(told["to"], list) else [told["to"]]
+    templates = told["to"] if isinstance(told["to"], (list, tuple)) else [told["to"]]
     if not templates or told["from"] is None in templates:
         raise ConfigError(f'rename: {{"from": …, "to": …}} is needed, found {item!r}')
     part, into = (_parse_part(key, told.get(key, "1/1")) for key in ("part", "into"))

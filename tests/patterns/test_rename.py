@@ -57,8 +57,8 @@ def test_renames_that_cannot_be(rules, error, message):
 
 
 def test_several_templates_are_a_rule_each() -> None:
-    rules = parse_renames({"w": ["a", "b"]})
-    assert rules == parse_renames([{"from": "w", "to": "a"}, {"from": "w", "to": "b"}])
+    rules = parse_renames([{"from": "w", "to": "a"}, {"from": "w", "to": "b"}])
+    assert rules == parse_renames({"w": ["a", "b"]}) == parse_renames({"w": ("a", "b")})
     for odd in ([], [None]):
         with pytest.raises(ConfigError, match="is needed, found"):
             parse_renames([{"from": None, "to": odd}])
