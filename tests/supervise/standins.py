@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from deepspeed_ucp.testing.world import hold_port
 from tests.support.until import wait_until
 
 ROOT = Path(__file__).parents[2]
+_HELD: list[socket.socket] = []
 
 SSH = """#!/bin/sh
 while [ "${1#-}" != "$1" ]; do case "$1" in -o|-p) shift 2;; *) shift;; esac; done
@@ -230,12 +231,9 @@ def build(folder: Path) -> Stage:
 
 
 def find_port() -> int:
-    """At which nobody listens, nor will by chance: the system gives such ports to nobody who asks for any."""
-    while True:
-        with suppress(OSError):
-            port = random.randrange(15000, 30000)
-            socket.create_server(("127.0.0.1", port)).close()
-            return port
+    """Of this machine, and nobody else's as long as this process lives."""
+    _HELD.append(hold_port())
+    return int(_HELD[-1].getsockname()[1])
 
 
 def is_running(pid: int) -> bool:

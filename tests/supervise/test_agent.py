@@ -285,4 +285,5 @@ def test_agents_survive_each_other(tmp_path: Path) -> None:
         for agent in agents:
             agent.kill()
             agent.wait()
-    assert {event["event"] for event in read_events(tmp_path)} == {"rendezvous", "round", "ended", "hanging"}
+    told = {event["event"] for event in read_events(tmp_path)}
+    assert told - {"template", "prepared"} == {"rendezvous", "round", "ended", "hanging"}  # those two come if they can

@@ -35,7 +35,7 @@ from deepspeed_ucp.supervise.pace import WINDOW, Pace, find_stragglers
 from deepspeed_ucp.supervise.supervisor import Outcome, Settings, Supervisor
 from deepspeed_ucp.supervise.watch import RankStatus, StepTime, Watch, Where
 from deepspeed_ucp.whereabouts import find_whereabouts
-from tests.supervise.standins import Stage, build, wait_until
+from tests.supervise.standins import Stage, build, find_port, wait_until
 
 PEER = "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4242"
 STORE = "torch.distributed.DistNetworkError: failed to recv, got 0 bytes"
@@ -491,10 +491,8 @@ def test_of_real_ranks_the_one_is_named_that_is_to_blame(stage: Stage) -> None:
     (stage.folder / "sitecustomize.py").write_text(PATIENT)
     stage.environment["PYTHONPATH"] += f":{stage.folder}"
     script = f"""
-import os, socket, subprocess, sys
-with socket.create_server(("127.0.0.1", 0)) as free:
-    port = free.getsockname()[1]
-own = dict(os.environ, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="2", OMP_NUM_THREADS="1")
+import os, subprocess, sys
+own = dict(os.environ, MASTER_ADDR="127.0.0.1", MASTER_PORT="{find_port()}", WORLD_SIZE="2", OMP_NUM_THREADS="1")
 command = [sys.executable, {str(stage.folder / "rank.py")!r}, {str(stage.folder)!r}]
 ranks = [subprocess.Popen(command, env=own | {{"RANK": r}}) for r in "01"]
 sys.exit(max(abs(rank.wait()) for rank in ranks))
