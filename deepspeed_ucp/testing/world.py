@@ -19,7 +19,6 @@ import os
 import pickle
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -32,6 +31,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
+
+from ..supervise.agents.lines import hold_port
 
 DEFAULT_TIMEOUT = 180.0
 """Seconds that one call on a world may take."""
@@ -218,17 +219,6 @@ class World(AbstractContextManager["World"]):
     def _log(self, rank: int) -> str:
         path = _log_path(self._folder, rank)
         return path.read_text(errors="replace")[-_LOG_TAIL:] if path.exists() else ""
-
-
-def hold_port() -> socket.socket:
-    """What keeps a port of this machine from being given to others as long as it is open.
-
-    Who names the port, as the store of a process group does, can listen there all the same.
-    """
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("127.0.0.1", 0))
-    return held
 
 
 class WorldPool(AbstractContextManager["WorldPool"]):

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from deepspeed_ucp.supervise.agents.lines import hold_port
 from deepspeed_ucp.testing import WorldPool
-from deepspeed_ucp.testing.world import hold_port
 from tests.support.covering import params
 from tests.support.engines.cases import Case
 

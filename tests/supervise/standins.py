@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deepspeed_ucp.testing.world import hold_port
+from deepspeed_ucp.supervise.agents.lines import hold_port
 from tests.support.until import wait_until
 
 ROOT = Path(__file__).parents[2]

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from deepspeed_ucp.cli.dispatch import main
@@ -97,6 +98,19 @@ def test_agents_that_come_and_go_are_no_fault_of_the_script(
     for _ in range(6):
         rendezvous.next_rendezvous()
     assert [event["agents"] for event in read_events(tmp_path) if event["event"] == "round"] == [2, 1, 2, 1, 2, 1]
+
+
+def test_the_port_of_a_rounds_workers_is_theirs_until_the_next_round(make: Make) -> None:
+    """They import first, and a port that nobody holds may be another process' by then."""
+    rendezvous, ports = make(), []
+    for _ in range(2):
+        info = rendezvous.next_rendezvous()
+        ports.append(info.bootstrap_store_info.master_port)  # type: ignore[union-attr]
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", ports[-1]))
+        TCPStore("127.0.0.1", ports[-1], 1, is_master=True).set("key", "value")
+        work(len(ports)).wait()
+    assert ports[0] != ports[1]
 
 
 def test_ranks_are_numbered_over_all_agents_and_by_role(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

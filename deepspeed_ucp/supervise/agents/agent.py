@@ -32,7 +32,6 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
-from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.distributed.launcher import api as launcher
 
 from ...errors import ConfigError, UcpError
@@ -49,7 +48,7 @@ from ..watch import UNHEARD, Patience, Watch, find_silence
 from .endpoint import Addresses, Endpoint, SharedFile
 from .gathering import Gathering, JobEnded, Round
 from .leader import Limits
-from .lines import split_address
+from .lines import hold_port, split_address
 
 BACKEND = "deepspeed_ucp"
 
@@ -186,7 +185,7 @@ class GuardedRendezvous(RendezvousHandler):
         self._told_unheard = False
         self._agent: GatheredAgent | None = None
         self._preflight = None if folder is None else Preflight(ask_here, "127.0.0.1", folder, self._log)
-        self._has_left = False
+        self._has_left, self._held = False, hold_port()
         self._is_watching, self._looking = threading.Event(), threading.RLock()
         self._nursery: Nursery | None = choose_nursery(self._log) if warm else None
 
@@ -204,11 +203,17 @@ class GuardedRendezvous(RendezvousHandler):
         )  # fmt: skip
         self.gathering = Gathering(
             self._make_endpoint(limits), limits, params.run_id,
-            ranks=spec.local_world_size, role=spec.role, find_port=get_free_port, host=params.local_addr,
+            ranks=spec.local_world_size, role=spec.role, find_port=self._find_port, host=params.local_addr,
         )  # fmt: skip
         threading.Thread(target=self._guard, daemon=True, name="guard").start()
         if self._nursery is not None:
             os.environ.update(self._nursery.environment())
+
+    def _find_port(self) -> int:
+        """For the store of a round's workers, who take seconds until they listen: it is held to the next round."""
+        former, self._held = self._held, hold_port()
+        former.close()
+        return int(self._held.getsockname()[1])
 
     def _prepare(self) -> None:
         """Do what takes long before this agent takes part: as a newcomer, while the others train on.
@@ -393,6 +398,7 @@ class GuardedRendezvous(RendezvousHandler):
     def _close(self) -> None:
         self._is_watching.clear()
         self.gathering.close()
+        self._held.close()
         if self._nursery is not None:
             self._nursery.close()
 

@@ -125,6 +125,17 @@ def listen(port: int, *, only_here: bool) -> socket.socket:
     return socket.create_server(("", port), backlog=1024)
 
 
+def hold_port() -> socket.socket:
+    """What keeps a port of this machine from being given to others as long as it is open.
+
+    Who names the port, as the store of a process group does, can listen there all the same.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("", 0))
+    return held
+
+
 def split_address(address: str) -> tuple[str, int]:
     """Host and port of ``host:port``, of ``[…]:port`` for IPv6.
 
