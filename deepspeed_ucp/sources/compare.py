@@ -52,8 +52,8 @@ _LIMIT = 20_000
 _SLACK = 120.0
 """Seconds that the files of one save may lie apart in any case."""
 
-_SLOWEST = 10 << 20
-"""Bytes per second at which the slowest storage writes, or is copied to."""
+_SLOWEST, _SLOWEST_SHARED = 10 << 20, 256 << 20
+"""Bytes per second at which the slowest storage writes a file, or is copied to, and that of many ranks all files."""
 
 Comparison = tuple[Iterable[FileHeader], str, Callable[[FileHeader], Any], str]
 """Something that files of one save have alike: which files, what it is called, where a header has it; its severity."""
@@ -237,7 +237,8 @@ def find_late_files(folder: str, entries: Mapping[str, Entry], used: Sequence[st
     times = sorted((entries[name].changed, name) for name in used if name in entries and entries[name].changed)
     if not times:
         return []
-    slack = _SLACK + max(entries[name].size for _, name in times) / _SLOWEST
+    sizes = [entries[name].size for _, name in times]
+    slack = _SLACK + max(max(sizes) / _SLOWEST, sum(sizes) / _SLOWEST_SHARED)
     gap = _find_gap(folder, times, slack) if times[1:] else None
     return [gap] if gap else _find_unfinished(folder, times, slack)
 
