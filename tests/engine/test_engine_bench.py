@@ -40,6 +40,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("saves")
 
 
+@pytest.mark.exhaustive  # no part of the package
 def test_every_way_to_save_and_to_resume_is_measured(bench: ModuleType, ucp_worlds: WorldPool, tmp_path: Path) -> None:
     pytest.importorskip("moto")
     worlds, report = BenchWorlds(ucp_worlds), importlib.import_module("saves_report")

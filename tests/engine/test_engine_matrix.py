@@ -123,6 +123,9 @@ ODD_TARGETS: list[tuple[Case, list[Case], dict[str, Any]]] = [
 ]
 
 
+CHOSEN_TARGETS = [each for number, each in enumerate(ODD_TARGETS[:11]) if number not in (2, 4)]
+
+
 def check_odd(source: Case, target: Case, report: ResumeReport) -> None:
     is_direct(source, target, report)
     assert report.parameters == 10
@@ -138,7 +141,7 @@ def test_odd_sources(stage: int, resume_each: Callable[..., None]) -> None:
 
 
 @pytest.mark.releases
-@pytest.mark.parametrize(("target", "saved", "live"), params(ODD_TARGETS[:11], ODD_TARGETS, lambda row: str(row[0])))
+@pytest.mark.parametrize(("target", "saved", "live"), params(CHOSEN_TARGETS, ODD_TARGETS, lambda row: str(row[0])))
 def test_odd_targets(target: Case, saved: list[Case], live: dict[str, Any], resume_each: Callable[..., None]) -> None:
     resume_each(saved, target, check_odd, live=live, **OPTIONS)
 
@@ -149,6 +152,7 @@ def test_elastic_checkpoint(target: Case, resume_each: Callable[..., None]) -> N
     resume_each([Case(1, 3, zero={"elastic_checkpoint": True})], target, check_odd)
 
 
+@pytest.mark.exhaustive  # the format is the writer's above
 def test_decoupled_writer(resume_each: Callable[..., None]) -> None:
     """Its process is sent the tensors themselves, which fails below stage 3, and reads them after the save.
 

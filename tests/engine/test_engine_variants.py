@@ -150,7 +150,7 @@ def test_lora(target: Case, resume_each: ResumeEach) -> None:
     resume_each(sources, target, model="lora", optimizer="adamw_uniform")
 
 
-@pytest.mark.parametrize(("stage", "dp"), params([(1, 2), (2, 3), (3, 5)], product((1, 2, 3), (2, 3, 5))), ids=str)
+@pytest.mark.parametrize(("stage", "dp"), params([(2, 3), (3, 5)], product((1, 2, 3), (2, 3, 5))), ids=str)
 def test_fewer_elements_than_ranks(stage: int, dp: int, resume_each: ResumeEach) -> None:
     sources = [Case(other, 5 if dp < 5 else 2 + other % 2) for other in STAGES if other != stage]
     resume_each(sources, Case(stage, dp), model="tiny")

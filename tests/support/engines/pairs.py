@@ -43,7 +43,7 @@ class Kind:
         frozen: it has frozen parameters.
         leaves: of a save that overlaps with training something is left when it returns.
         is_exact: DeepSpeed's own load brings back everything.
-        needs_all: it does so only where frozen parameters are in the tag.
+        needs_all: it loads only where frozen parameters are in the tag.
     """
 
     source: Training
@@ -165,7 +165,6 @@ KINDS = {
         of_autoep(AUTOEP[1]),
         engine_autoep.read_states,
         _differ_spread,
-        is_exact=False,
         needs_all=True,
     ),
     "params": Kind(of_case(Case(3, 2, "bf16", zero={**OFFLOAD, **PARAMS})), of_case(Case(2, 2))),
@@ -173,8 +172,13 @@ KINDS = {
 }
 
 
-def save(name: str, folder: str, own: str, swap: str, steps: int = 2) -> tuple[list[Any], list[tuple[int, int]]]:
-    """Train and save, also by DeepSpeed alone with frozen parameters and without, and train on at once.
+def save(
+    name: str, folder: str, own: str, swap: str, steps: int = 2, *, is_split: bool
+) -> tuple[list[Any], list[tuple[int, int]]]:
+    """Train and save, also by DeepSpeed alone, and train on at once.
+
+    Args:
+        is_split: DeepSpeed saves without frozen parameters, too.
 
     Returns:
         What was held at each save; and how many files were copied when it had returned, and after the next step.
@@ -188,7 +192,8 @@ def save(name: str, folder: str, own: str, swap: str, steps: int = 2) -> tuple[l
             states.append(kind.hold(engine))
             with uninstalled():
                 engine.save_checkpoint(own, str(number))
-                engine.save_checkpoint(f"{own}-trained", str(number), exclude_frozen_parameters=True)
+                if is_split:
+                    engine.save_checkpoint(f"{own}-trained", str(number), exclude_frozen_parameters=True)
             before, at_once = copies.count, save_held(engine, copies, folder, str(number))
             train_steps(trained, 1)
             find_state(engine).saver.wait_for_copy()
@@ -199,19 +204,15 @@ def save(name: str, folder: str, own: str, swap: str, steps: int = 2) -> tuple[l
     return states, counts
 
 
-def load_plainly(name: str, folder: str, swap: str, *, is_whole: bool) -> Any:
-    """What is held after a load by DeepSpeed alone in the topology that saved.
-
-    Args:
-        is_whole: else frozen parameters are not there, and are left out.
-    """
+def load_plainly(name: str, folder: str, swap: str) -> Any:
+    """What is held after a load by DeepSpeed alone in the topology that saved, but for frozen parameters."""
     kind = KINDS[name]
     with uninstalled():
         engine = next(kind.source(2, swap))
-        engine.load_checkpoint(folder, load_module_strict=is_whole)
+        engine.load_checkpoint(folder, load_module_strict=False)
         held = kind.hold(engine)
     state = getattr(held, "state", held)
-    if isinstance(state, CapturedEngine) and not is_whole:
+    if isinstance(state, CapturedEngine):
         for each, parameter in engine.module.named_parameters():
             if not parameter.requires_grad:
                 del state.parameters[each]
