@@ -369,6 +369,18 @@ def test_a_call_that_is_given_up_brings_nobody_into_a_round(made: list[Agent], m
     assert [each.gathering.ended for each in made] == [None, None]
 
 
+def test_who_has_no_part_in_a_round_ends_none(made: list[Agent], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its workers, of the round before, are found to hang when it has been told that the others have gone on."""
+    (agent,) = start(make_at("address", made, Path()), 1)
+    gathering, said = agent.gathering, list[dict[str, Any]]()
+    with gathering.changed:
+        monkeypatch.setattr(gathering, "_say", lambda **told: said.append(told))
+        gathering._begin({"round": 2, "seats": [["another", "127.0.0.1:1", "there"]]})
+        gathering.report_broken("they hang")
+        state = gathering._describe_state()
+    assert [told["of"] for told in (*said, state) if "broken" in told] == [1, 1]
+
+
 def test_a_head_that_comes_back_finds_the_job_that_went_on_without_it(made: list[Agent]) -> None:
     address = f"localhost:{find_port()}"
     head = Agent(Addresses(address), 1, 2).join()

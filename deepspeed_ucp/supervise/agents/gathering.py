@@ -194,7 +194,7 @@ class Gathering:
         with self.changed:
             if self._told is not None and self._broken is None:
                 self._broken = reason
-                self._say(broken=reason, of=self._past.number)
+                self._say(broken=reason, of=self._told.number)  # others may have begun another one by now
 
     def finish(self) -> None:
         """This agent's workers have done their work: wait for the others'."""
@@ -510,8 +510,8 @@ class Gathering:
         state.update(finished=self._is_finished, **self._describe_recipe())
         if self._report is not None:
             state.update(report=self._report, asked=self._asked)
-        if self._broken is not None:
-            state.update(broken=self._broken, of=self._past.number)
+        if self._told is not None and self._broken is not None:
+            state.update(broken=self._broken, of=self._told.number)
         if self._closed is not None:
             state.update(closed=self._closed)
         return state
