@@ -579,6 +579,22 @@ def test_who_has_a_seat_in_a_round_of_which_it_was_not_told_comes_to_the_next_on
     assert told["a"][-1]["round"] == told["b"][-1]["round"] == 2 and "ranks" in told["b"][-1]
 
 
+def test_a_new_leader_that_was_not_told_of_the_last_round_hears_of_it_by_those_who_were() -> None:
+    """The one before was lost while it told them; who has come before, itself among them, says that it is so later."""
+    seats = [["x", "x:1", ""], ["a", "a:1", ""], ["b", "b:1", ""]]
+    leader = Leader(Seat("a", "a:1"), Limits(1, 3), Past(1, [Seat(*each) for each in seats], {"x"}), 0.0, lambda: 7)
+    told = {name: Told() for name in "ab"}
+    own = leader.greet({**HELLO, "name": "a", "round": 1, "after": 1}, told["a"], "a", 0.0)
+    other = leader.greet({**HELLO, "name": "b", "round": 2, "seats": seats}, told["b"], "b", 0.1)
+    assert told["a"][-1] == {"round": 2, "seats": seats} and "seats" not in told["b"][-1]
+    leader.hear(own, {"ready": True, "after": 1}, 0.2)  # said before it heard
+    for member in (own, other):
+        leader.hear(member, {"ready": True, "after": 2}, 0.3)
+    leader.past.gone.add("x")
+    leader.tick(0.5)
+    assert told["a"][-1]["round"] == told["b"][-1]["round"] == 3 and "ranks" in told["a"][-1]
+
+
 def test_who_has_given_up_a_call_to_a_new_leader_is_waited_for_as_one_that_has_not_come() -> None:
     """It calls again; but not for ever, as its network may lose all that it is told."""
     past = Past(1, [Seat("x", "x:1"), Seat("a", "a:1"), Seat("b", "b:1")], {"x"})

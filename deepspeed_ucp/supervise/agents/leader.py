@@ -162,6 +162,8 @@ class Leader:
             seats = [Seat(*each) for each in hello["seats"]]
             self.past = Past(int(hello["round"]), seats)
             self._missing_until = now + self.limits.silence
+            known = [each for each in self.members.values() if each is not member]
+            self._tell(known, seats=self._list_seats(), round=self.past.number)  # they may not have been told either
         line.send(welcome=self.own.name, recipe=self.recipe)
         if not self._has_seat(member) or int(hello["round"]) < self.past.number:
             line.send(seats=self._list_seats(), round=self.past.number)
