@@ -99,7 +99,7 @@ test: $(STAMP)
 	wait $$others || { rc=$$?; echo 'make test: lint or the oldest DeepSpeed failed, see above' >&2; }; exit $$rc
 
 pytest: $(STAMP)
-	$(call IN_ENV,$(VENV)) $(TIDY) $(VENV)/bin/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
+	$(call IN_ENV,$(VENV)) $(TIDY) $(VENV)/bin/python -m pytest -n 4 --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-all: $(STAMP)
 	$(MAKE) --no-print-directory pytest PYTEST_ARGS="-m 'exhaustive or not exhaustive' $(PYTEST_ARGS)"

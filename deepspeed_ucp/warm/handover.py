@@ -267,7 +267,8 @@ def send(connection: socket.socket, message: Mapping[str, Any], descriptors: Seq
         raise OSError(f"{len(descriptors)} descriptors")
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
     data = struct.pack("!I", len(data)) + data
-    connection.sendall(data[connection.sendmsg([data], rights) :])
+    if rest := data[connection.sendmsg([data], rights) :]:  # who has it all may have done its work, and gone
+        connection.sendall(rest)
 
 
 def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:

@@ -205,6 +205,20 @@ def test_sources_that_change_while_they_are_imported_make_another_template(kit: 
     kit.has_refused(f"{kit.folder / 'changes.py'} has changed")
 
 
+def test_who_has_the_whole_request_may_have_gone_before_the_next_call() -> None:
+    """A program that ends at once would run twice: the process that handed itself over took that for a failure."""
+    ours, theirs = socket.socketpair()
+
+    class Quick(socket.socket):
+        def sendmsg(self, *given: Any) -> int:
+            sent = super().sendmsg(*given)
+            theirs.close()
+            return sent
+
+    with Quick(fileno=ours.detach()) as connection:
+        handover.send(connection, {"argv": []})
+
+
 def test_modules_and_packages_that_come_later_are_found(kit: Kit) -> None:
     """Beside the script, on ``PYTHONPATH`` and among installed packages, as by a fresh process."""
     kit.write(IS_WARM)
