@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ..secrets import hide_values
@@ -84,7 +85,7 @@ class Nursery:
         self._server.bind(handover.name_socket(self.name, "learn"))
         self._server.listen(16)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._server, selectors.EVENT_READ)
+        self._selector.register(self._server, selectors.EVENT_READ, self._accept)  # with what hears it
         self._thread = threading.Thread(target=self._serve, daemon=True, name="nursery")
         self._thread.start()
 
@@ -159,8 +160,9 @@ class Nursery:
         for each in (self._current, self._next, *self._old):
             if each is not None:
                 self._drop(each)
-        for connection in [key.fileobj for key in self._selector.get_map().values()]:
-            connection.close()  # type: ignore[union-attr]
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.fileobj, socket.socket):
+                key.fileobj.close()
         self._selector.close()
 
     def _localize(self, recipe: Recipe) -> Recipe:
@@ -193,23 +195,18 @@ class Nursery:
                 ours.close()
                 self._give_up(own, str(error))
                 return
-            self._next = _Made(own, process, ours, set(own["modules"]))
-        self._selector.register(ours, selectors.EVENT_READ, self._next)
+            self._next = made = _Made(own, process, ours, set(own["modules"]))
+        self._selector.register(ours, selectors.EVENT_READ, partial(self._hear, made))
 
     def _serve(self) -> None:
         while not self._closed:
             for key, _ in self._selector.select(timeout=0.1):
-                if key.fileobj is self._server:
-                    self._accept()
-                elif key.data is None:
-                    self._hear_rank(key.fileobj)  # type: ignore[arg-type]
-                else:
-                    self._hear(key.data)
+                key.data()
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             if (connection := handover.accept(self._server)) is not None:
-                self._selector.register(connection, selectors.EVENT_READ)
+                self._selector.register(connection, selectors.EVENT_READ, partial(self._hear_rank, connection))
 
     def _hear_rank(self, connection: socket.socket) -> None:
         self._selector.unregister(connection)

@@ -26,6 +26,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.machinery import PathFinder, SourceFileLoader
 from types import FrameType, ModuleType, TracebackType
 from typing import Any
@@ -286,8 +287,8 @@ class Template:
         self._children: dict[int, socket.socket] = {}
         self._former = signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
-        for each in (nursery, self._listener, self._woken):
-            self._selector.register(each, selectors.EVENT_READ)
+        for each, hear in ((nursery, self._obey), (self._listener, self._accept), (self._woken, self._bury)):
+            self._selector.register(each, selectors.EVENT_READ, hear)
 
     def serve(self) -> Callable[[], None]:
         """Until the nursery is done: does not return. In a child: what runs its program."""
@@ -295,18 +296,9 @@ class Template:
             for key, _ in self._selector.select():
                 if self._selector.get_map().get(key.fd) is not key:
                     continue  # what has just been done has let go of it
-                if key.fileobj is self._listener:
-                    self._accept()
-                elif key.fileobj is self.nursery:
-                    self._obey()
-                elif key.fileobj is self._woken:
-                    self._bury()
-                elif key.data is None:
-                    run = self._answer(key.fileobj)  # type: ignore[arg-type]
-                    if run is not None:
-                        return run
-                else:
-                    self._pass_on(key.data, key.fileobj)  # type: ignore[arg-type]
+                run: Callable[[], None] | None = key.data()  # what hears it; only an answer, in a child, has a program
+                if run is not None:
+                    return run
         os._exit(0)
 
     def _obey(self) -> None:
@@ -325,7 +317,7 @@ class Template:
 
     def _accept(self) -> None:
         if self._listener is not None and (connection := handover.accept(self._listener)) is not None:
-            self._selector.register(connection, selectors.EVENT_READ)
+            self._selector.register(connection, selectors.EVENT_READ, partial(self._answer, connection))
 
     def _answer(self, connection: socket.socket) -> Callable[[], None] | None:
         self._selector.unregister(connection)
@@ -351,7 +343,7 @@ class Template:
             connection.close()
             return None
         self._children[pid] = connection
-        self._selector.register(connection, selectors.EVENT_READ, pid)
+        self._selector.register(connection, selectors.EVENT_READ, partial(self._pass_on, pid, connection))
         return None
 
     def find_difference(self, request: Mapping[str, Any]) -> str | None:
@@ -437,10 +429,10 @@ class Template:
     def _stop_listening_here(self) -> None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, self._former)
-        heard = [key.fileobj for key in self._selector.get_map().values()]
+        heard = [key.fileobj for key in self._selector.get_map().values() if isinstance(key.fileobj, socket.socket)]
         self._selector.close()
         for each in (*heard, self._wake, *self._children.values()):
-            each.close()  # type: ignore[union-attr]
+            each.close()
 
 
 def _listen(nursery: str) -> socket.socket:
