@@ -40,7 +40,6 @@ from report import (  # noqa: E402
     summarise_loads,
     table,
 )
-from restart import make_restart_section, measure_restarts  # noqa: E402
 from scaling import JOBS, make_scaling_section, measure_scaling, simulate_scaling  # noqa: E402
 from suites import DATA_PARALLEL, OFFLINE, SUITES, Offline, Suite  # noqa: E402
 
@@ -49,9 +48,9 @@ import deepspeed_ucp  # noqa: E402
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-SCALING, RESTART = "scaling", "restart"
+SCALING = "scaling"
 TITLES = {suite.name: suite.short for suite in SUITES}
-ALL = (*(suite.name for suite in (*SUITES, *OFFLINE)), SCALING, RESTART)
+ALL = (*(suite.name for suite in (*SUITES, *OFFLINE)), SCALING)
 FIGURES = ("<!-- figures: written by make bench -->", "<!-- end of figures -->")
 
 
@@ -102,8 +101,6 @@ def make_page(found: dict[str, Any], before: str = "") -> str:
     sections += [make_offline_section(offline.name, each, TITLES, offline.jobs) for offline, each in measured]
     if SCALING in found:
         sections.append(make_scaling_section(found[SCALING]))
-    if RESTART in found:
-        sections.append(make_restart_section(found[RESTART]))
     if before:
         return put_sections(before, sections)
     # Results of an earlier form do not tell what a first load imports.
@@ -196,9 +193,6 @@ def main() -> None:
                 shutil.rmtree(folder / suite.name)
         if SCALING in args.suites and not args.only:
             found[SCALING] |= {"simulated": simulate_scaling(say, quick=args.quick), "command": tell_command()}
-        if RESTART in args.suites and not args.only:
-            restarts = measure_restarts(folder / RESTART, args.params_m, args.rounds, say)
-            found[RESTART] = {**restarts, "command": tell_command()}
         note.write_text(json.dumps(found, indent=1))
         is_whole = not args.partial and {*found} == {*ALL}
         output = args.output or (out if args.partial else ROOT / "docs") / "benchmarks.md"

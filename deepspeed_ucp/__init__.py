@@ -6,11 +6,9 @@ Python imports it by itself, and it is on for engines whose ds_config says nothi
 """
 
 import logging
-import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from . import heartbeat
 from .attach import install, install_when_imported, uninstall
 from .errors import (
     CheckpointError,
@@ -65,5 +63,3 @@ def _escape_record(record: logging.LogRecord) -> bool:
 
 logging.getLogger("deepspeed_ucp").addFilter(_escape_record)
 install_when_imported()
-_startup = sys.modules.get("deepspeed_ucp_startup")
-heartbeat.note_watcher(by_itself=_startup is not None and _startup.is_waking())

@@ -17,8 +17,6 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from . import heartbeat
-
 logger = logging.getLogger("deepspeed_ucp")
 
 _ENGINE = "deepspeed.runtime.engine"
@@ -192,10 +190,8 @@ def _attach(module: ModuleType) -> None:
             kind, _, name = each.name.rpartition(".")
             home = importlib.import_module(each.module)
             _wrap(getattr(home, kind, None) if kind else home, name, each)
-    if module.__name__ == _ENGINE:
-        heartbeat.connect()  # what hangs before its first engine is to be noticed as well
-        if not hasattr(module.DeepSpeedEngine, "ucp_report"):
-            module.DeepSpeedEngine.ucp_report = None
+    if module.__name__ == _ENGINE and not hasattr(module.DeepSpeedEngine, "ucp_report"):
+        module.DeepSpeedEngine.ucp_report = None
 
 
 def _wrap(owner: Any, name: str, wrapped: Wrapped) -> None:

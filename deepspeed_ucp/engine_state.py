@@ -43,7 +43,6 @@ class Preemption:
     Attributes:
         save_dir: where it saves.
         actions: by signal the exit code with which every rank then ends; None goes on training.
-        alone: the same where a watcher is there that has not passed the signal on.
         client_state: makes the client state of that save.
         requeue: Slurm's job, which is to start again; None where none is.
         raises: an error ends the ranks in the place of an exit code.
@@ -51,7 +50,6 @@ class Preemption:
 
     save_dir: str
     actions: Mapping[int, int | None]
-    alone: Mapping[int, int | None]
     client_state: Callable[[], Mapping[str, Any]] | None
     requeue: str | None = None
     raises: bool = False

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any
 
-from . import beacon, heartbeat, snapshots
+from . import beacon, snapshots
 from .attach import get_default
 from .comm import Comm, connect
 from .config import ENVIRONMENT, SECTION, UniversalConfig, choose_batch, parse_config, read_environment
@@ -67,8 +67,6 @@ def is_on_by_environment(ds_config: Mapping[str, Any]) -> bool:
 
 def _configure_train_batch_size(original: Callable[..., Any], config: Any) -> None:
     """At ``initialize``: validate ``checkpoint.universal``, and make or refuse the batch size for this world."""
-    heartbeat.note_watcher()
-    heartbeat.connect()
     options = read_options(config._param_dict)
     config.ucp_config = options
     if options is not None:

@@ -1,13 +1,16 @@
-"""What runs this process, as its environment tells, and with which exit codes it is told that a job is to go on."""
+"""The launcher or scheduler of this process, read from its environment: rank, and exit codes that restart a job."""
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 SIGNALLED = 128
 """What is added to a signal's number where it has ended a process."""
+
+_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 
 _TERM, _USR1 = SIGNALLED + signal.SIGTERM, SIGNALLED + signal.SIGUSR1
 
@@ -47,6 +50,11 @@ PLATFORMS = (
     Platform("Kubernetes", "KUBERNETES_SERVICE_HOST", RESTARTED),
 )
 """From the inside out: what is nearest to a process sees its exit code, and answers for it to the next."""
+
+
+def find_rank() -> int:
+    """Return the rank of this process as its launcher set it, or -1 without a launcher."""
+    return next((int(os.environ[name]) for name in _RANKS if os.environ.get(name, "").isdigit()), -1)
 
 
 def find_platform(environment: Mapping[str, str]) -> Platform:

@@ -22,8 +22,7 @@ import numpy as np
 
 from .comm import Comm, connect
 from .engine_state import Preemption, find_state
-from .heartbeat import find_rank, has_passed_on, is_watched
-from .platforms import ALONE, REQUEUED, RESTARTED, SLURM_JOB, Platform, find_platform
+from .platforms import REQUEUED, SLURM_JOB, Platform, find_platform, find_rank
 from .saves.saving import finish_saves
 from .writer import end_writer, finish_save
 
@@ -81,27 +80,25 @@ def follow(
         if speaks:
             logger.warning("%s runs this in a thread that hears no signals: none is followed here", platform.name)
         return
-    chosen, alone, why = _choose(platform, actions, job)
+    chosen, why = _choose(platform, actions, job)
     for number in chosen:
         _wait_for(number, speaks=speaks)
     if speaks:
-        logger.info("%s (%s)", "; ".join(_describe(number, alone[number]) for number in alone), why)
+        logger.info("%s (%s)", "; ".join(_describe(number, chosen[number]) for number in chosen), why)
     raises = platform.raises and actions is None
-    preemption = Preemption(os.fspath(save_dir), chosen, alone, client_state, requeue=job, raises=raises)
+    preemption = Preemption(os.fspath(save_dir), chosen, client_state, requeue=job, raises=raises)
     find_state(engine).preemption = preemption
 
 
 def _choose(
     platform: Platform, actions: Mapping[int, int | None] | None, job: str | None
-) -> tuple[Mapping[int, int | None], Mapping[int, int | None], str]:
-    """What each signal does: if a watcher has passed it on, and if not; and why, in words."""
+) -> tuple[Mapping[int, int | None], str]:
+    """Choose the exit code of each signal; returns them with the reason for the log line."""
     if actions is not None:
-        return actions, actions, "as the script says"
+        return actions, "as the script says"
     if job:
-        return REQUEUED, REQUEUED, f"Slurm, which is to requeue job {job}"
-    if is_watched():  # it would take 0 for the end of the run, and answers for it to what is around it
-        return ALONE.ends, RESTARTED, "ds_ucp restarts the run; with 0 where the signal went to ds_ucp supervise"
-    return platform.ends, platform.ends, f"{platform.name}{', as an error' if platform.raises else ''}"
+        return REQUEUED, f"Slurm, which is to requeue job {job}"
+    return platform.ends, f"{platform.name}{', as an error' if platform.raises else ''}"
 
 
 def _describe(number: int, code: int | None) -> str:
@@ -140,8 +137,8 @@ def end_step(engine: Any) -> None:
     if asked is None:
         return
     comm, numbers = connect(waits=False), sorted(asked.actions)
-    told = comm.any_of(np.array([[_arrived[number], has_passed_on(number)] for number in numbers]))
-    came = {number: for_all for number, (yes, for_all) in zip(numbers, told.tolist(), strict=True) if yes}
+    told = comm.any_of(np.array([_arrived[number] for number in numbers]))
+    came = [number for number, yes in zip(numbers, told.tolist(), strict=True) if yes]
     if not came:
         return
     if comm.rank == 0:
@@ -152,8 +149,7 @@ def end_step(engine: Any) -> None:
     finish_saves(engine)
     for number in came:
         _arrived[number] = False
-    ends = [(asked.actions if for_all else asked.alone)[number] for number, for_all in came.items()]
-    if codes := [code for code in ends if code is not None]:
+    if codes := [code for number in came if (code := asked.actions[number]) is not None]:
         end_writer(engine)
         with contextlib.suppress(Exception):  # one that is gone is nobody to wait for
             comm.gather(None)  # else those that are done early close connections that others still use, which abort

@@ -26,7 +26,7 @@ APART = (
 WORLDS = {**dict.fromkeys(APART, "worlds apart"), "tests/engine/": "worlds"}
 """Where tests with worlds are, and in which of two groups: they take longest, and their ranks are processes of their
 own. The first group shares what its sources have saved; the second shares nothing with it."""
-PATIENT = ("tests/supervise/", "tests/platforms/", "tests/warm/", "tests/saves/")
+PATIENT = ("tests/platforms/", "tests/saves/")
 """Where tests wait for processes most of the time: they come next, beside what needs the processors."""
 
 

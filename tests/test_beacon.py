@@ -24,7 +24,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from deepspeed_ucp import beacon, heartbeat
+from deepspeed_ucp import beacon
 from deepspeed_ucp.beacon import dlrover, kubeflow, line, nvrx
 from deepspeed_ucp.beacon.listener import Listener
 from deepspeed_ucp.errors import ConfigError
@@ -38,23 +38,33 @@ def nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
 
 
-@pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What the watcher is sent."""
-    lines: list[dict[str, Any]] = []
-    monkeypatch.setattr(heartbeat, "_say", lambda **fields: lines.append(fields))
-    return lines
+class Recorder(Listener):
+    """Records its calls."""
+
+    def __init__(self) -> None:
+        self.calls = list[tuple[Any, ...]]()
+
+    def report_step(self, step: int, total: int | None) -> None:
+        self.calls.append(("step", step, total))
+
+    def enter(self, phase: str) -> None:
+        self.calls.append(("enter", phase))
+
+    def leave(self, phase: str) -> None:
+        self.calls.append(("leave", phase))
 
 
-def test_a_phase_ends_in_the_one_around_it(told: list[dict[str, Any]]) -> None:
+def test_phases_nest_and_end_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder()
+    monkeypatch.setattr(beacon, "_chosen", {"recorder": recorder})
     with beacon.phase("train_batch"):
         with beacon.phase("forward"):
             pass
         with pytest.raises(MemoryError), beacon.phase("backward"):
             raise MemoryError
     beacon.report_step(3)
-    names = ["train_batch", "forward", "train_batch", "backward", "train_batch", None]
-    assert told == [*({"phase": name} for name in names), {"step": 3}]
+    inner = [(call, name) for name in ("forward", "backward") for call in ("enter", "leave")]
+    assert recorder.calls == [("enter", "train_batch"), *inner, ("leave", "train_batch"), ("step", 3, None)]
 
 
 def test_a_listener_that_fails_is_let_go_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

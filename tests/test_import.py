@@ -39,20 +39,18 @@ def test_what_a_command_imports_is_light() -> None:
 
 
 def test_an_import_opens_nothing() -> None:
-    """No socket, no thread, no file, also where something watches over the launch; and nothing that takes long: the
-    package's own part of an import is 0.05 s."""
+    """An import opens no socket, thread or file, and imports no slow module: the package's own part takes 0.05 s."""
     found = run("""
-        import os, sys, threading
-        os.environ["DEEPSPEED_UCP_LIFELINE"] = "127.0.0.1:1:key"
+        import sys, threading
         seen, before = [], set(sys.modules)
         sys.addaudithook(lambda name, args: seen.append((name, args)))
         import deepspeed_ucp
         slow = {"asyncio", "dataclasses", "inspect", "numpy", "pydantic"} & (set(sys.modules) - before)
         opened = [args[0] for name, args in seen if name == "open" and not str(args[0]).endswith((".py", ".pyc"))]
         sockets = [name for name, _ in seen if name.startswith("socket.") and name != "socket.__new__"]
-        print(opened, sockets, threading.active_count(), "DEEPSPEED_UCP_LIFELINE" in os.environ, slow)
+        print(opened, sockets, threading.active_count(), slow)
     """)
-    assert found == "[] [] 1 False set()"
+    assert found == "[] [] 1 set()"
 
 
 def test_a_command_starts_without_what_only_some_checkpoints_need() -> None:
@@ -137,29 +135,6 @@ import deepspeed_ucp
 told(); thread.join()
 """,
 }
-
-
-def test_a_watcher_hears_of_a_rank_with_deepspeed() -> None:
-    """So that a rank that hangs before its first engine is noticed."""
-    found = run(
-        FAKE
-        + """
-import os, socket
-server = socket.create_server(("127.0.0.1", 0))
-server.settimeout(0.2)
-os.environ["DEEPSPEED_UCP_LIFELINE"] = "127.0.0.1:%d:key" % server.getsockname()[1]
-import deepspeed_ucp
-try:
-    server.accept()
-except TimeoutError:
-    server.settimeout(120)
-    import deepspeed
-    rank = server.accept()[0]  # kept: a rank ends when its connection closes
-    print(rank.recv(4))
-    deepspeed_ucp.heartbeat._let_go()
-"""
-    )
-    assert found == "b'key\\n'"
 
 
 @pytest.mark.parametrize("order", ORDERS)

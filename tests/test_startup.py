@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import deepspeed_ucp_startup as startup
-from deepspeed_ucp import attach, config, heartbeat
+from deepspeed_ucp import attach, config
 from tests.test_import import FAKE
 
 ROOT = Path(__file__).parents[1]
@@ -76,19 +76,3 @@ def test_an_error_stops_no_python() -> None:
     assert done.stdout.splitlines() == ["[False, False] absent"]
     (line,) = done.stderr.splitlines()
     assert line.startswith("deepspeed_ucp: not switched on in this process (ModuleNotFoundError: ")
-
-
-@pytest.mark.parametrize(
-    ("rank", "takes_it"), [({"RANK": "0"}, True), ({"SLURM_PROCID": "0"}, False), ({}, False)], ids=str
-)
-def test_a_launcher_leaves_the_watcher_to_its_ranks(rank: dict[str, str], takes_it: bool) -> None:
-    """DeepSpeed's own imports DeepSpeed. A process with an engine is no launcher, whatever its variables say."""
-    code = f"""
-import os
-hooks.early = lambda: print({heartbeat.VARIABLE!r} in os.environ)
-import deepspeed
-from deepspeed_ucp import heartbeat
-heartbeat.note_watcher(); print({heartbeat.VARIABLE!r} in os.environ)
-"""
-    done = run(code, DEEPSPEED_UCP="1", **rank, **{heartbeat.VARIABLE: "127.0.0.1:1:key"})
-    assert done.stdout.splitlines() == [str(not takes_it), "False"]

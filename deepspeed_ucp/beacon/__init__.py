@@ -1,7 +1,6 @@
-"""What this rank does, told to whoever the environment names: its steps, and the phase that it is in.
+"""Report this rank's steps and phases to the monitors that the environment names, also for engines without the plugin.
 
-``ds_ucp supervise`` and ``ds_ucp torchrun`` listen by way of :mod:`deepspeed_ucp.heartbeat`. Of engines that have the
-plugin off it is told too. No listener stops training: one that fails is let go of, with a warning.
+A listener that raises is dropped with a warning; training goes on.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
-from .. import heartbeat
+from ..platforms import find_rank
 from .listener import Listener
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -30,7 +29,6 @@ _chosen: dict[str, Listener] | None = None
 
 def report_step(step: int, total: int | None = None) -> None:
     """Tell that this rank has got as far as ``step``, of ``total`` where that is known."""
-    heartbeat.report_step(step)
     for name, listener in _find_listeners():
         _tell(name, listener.report_step, step, total)
 
@@ -40,14 +38,12 @@ def phase(name: str) -> Iterator[None]:
     """Inside, this rank is in a phase: ``forward``, ``backward``, ``step``, ``save`` or ``load``, or a pipeline's
     ``train_batch``, which has others within; at its end in the one around it, or in none."""
     _phases.append(name)
-    heartbeat.report_phase(name)
     for each, listener in _find_listeners():
         _tell(each, listener.enter, name)
     try:
         yield
     finally:
         _phases.pop()
-        heartbeat.report_phase(_phases[-1] if _phases else None)
         for each, listener in _find_listeners():
             _tell(each, listener.leave, name)
 
@@ -73,7 +69,7 @@ def _tell(name: str, tell: Any, *what: Any) -> None:
     try:
         tell(*what)
     except Exception as error:  # noqa: BLE001 - whatever it is: training goes on
-        logger.warning("rank %d: %s hears no more of this rank: %s", heartbeat.find_rank(), name, error)
+        logger.warning("rank %d: %s hears no more of this rank: %s", find_rank(), name, error)
         mute(name)
 
 

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Mapping
 
-from ..heartbeat import find_rank
+from ..platforms import find_rank
 from .listener import Listener
 
 _VARIABLE = "RUNTIME_METRICS_PATH"

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from datetime import datetime, timezone
 from typing import Any
 
-from ..heartbeat import find_rank
+from ..platforms import find_rank
 from .listener import Listener
 
 logger = logging.getLogger("deepspeed_ucp")

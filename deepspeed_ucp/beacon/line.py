@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 
 from ..errors import ConfigError
-from ..heartbeat import find_rank
+from ..platforms import find_rank
 from .listener import Listener
 
 _VARIABLE = "DEEPSPEED_UCP_BEACON"

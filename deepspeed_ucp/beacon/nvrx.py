@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from ..heartbeat import find_rank
+from ..platforms import find_rank
 from .listener import Listener
 
 logger = logging.getLogger("deepspeed_ucp")

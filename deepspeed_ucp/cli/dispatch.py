@@ -17,8 +17,7 @@ from .common import HelpFormatter, Parser, read_storage_options
 from .printing import BROKEN_PIPE, ERROR, INTERRUPTED, Lines, emit, find_rank, prepare_streams, print_message
 
 COMMANDS = (
-    "run", "supervise", "torchrun", "preflight",
-    "list", "prune", "inspect", "verify", "diff", "plan", "convert", "export", "report", "doctor",
+    "run", "list", "prune", "inspect", "verify", "diff", "plan", "convert", "export", "report", "doctor",
 )  # fmt: skip
 """Each is a module of this package with ``add_parser(commands)`` and ``run(options) -> exit code``."""
 
@@ -75,8 +74,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = _parse(ours)
         options.launcher = launcher
         return int(load_command("run").run(options))
-    if ours[:1] == ["torchrun"] and ours[1:2] not in (["-h"], ["--help"]):  # all options are torchrun's
-        return int(load_command("torchrun").run(argparse.Namespace(args=ours[1:])))
     prepare_streams()
     if not ours:
         build_parser().print_help(sys.stderr)

@@ -1,7 +1,4 @@
-"""``ds_ucp report``: what loads told of themselves (``"report"`` in a ds_config): where the time of a restart went.
-
-With ``--steps`` what ranks told of their steps (:mod:`.steps`).
-"""
+"""``ds_ucp report``: what loads told of themselves (``"report"`` in a ds_config): where the time of a restart went."""
 
 from __future__ import annotations
 
@@ -16,7 +13,6 @@ from typing import Any
 from ..errors import ConfigError, StorageError, count_of
 from .common import Commands, add_command
 from .printing import OK, emit, format_bytes, format_duration, format_table
-from .steps import report_steps
 
 VERSION = 1
 WHOLE = ("time", "loaded", "step", "direct", "reason", "state_bytes")
@@ -59,35 +55,23 @@ def add_parser(commands: Commands) -> None:
     parser = add_command(
         commands,
         "report",
-        help="show where the time of loads, or of steps, went, by rank",
+        help="show where the time of loads went, by rank",
         description='Show what loads wrote into DIR, as "checkpoint": {"universal": {"report": "DIR"}} has them do: '
-        "every rank's phases, bytes and files; which rank and which file were the slowest. With --steps: which ranks "
-        "took longest for the steps of a run, by themselves.",
+        "every rank's phases, bytes and files; which rank and which file were the slowest.",
         examples="""
             ds_ucp report reports/
             ds_ucp report reports/ --plot restart.png
             ds_ucp report reports/load-20261122T104512-310.json --json
-            ds_ucp report --steps steps.jsonl --plot steps.png
         """,
     )
     text = "the folder, of which the last load is shown, or one load's file"
-    parser.add_argument("folder", metavar="DIR", nargs="?", help=text)
-    text = "show steps: files that `ds_ucp supervise --steps` or torchrun's agents wrote"
-    parser.add_argument("--steps", metavar="FILE", nargs="+", help=text)
-    text = "draw a heat map of seconds by rank and phase, or step (png, svg, pdf)"
+    parser.add_argument("folder", metavar="DIR", help=text)
+    text = "draw a heat map of seconds by rank and phase (png, svg, pdf)"
     parser.add_argument("--plot", metavar="FILE", help=text)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show it.
-
-    Raises:
-        ConfigError: not one of both is named.
-    """
-    if (options.folder is None) == (options.steps is None):
-        raise ConfigError("report: name DIR to see a load, or --steps FILE to see steps.")
-    if options.steps is not None:
-        return report_steps(options)
+    """Show the report."""
     loads = list_loads(options.folder)
     load, ranks = read_load(loads[-1])
     if options.plot:

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .. import heartbeat
 from ..errors import ConfigError, UcpError
 from .common import Commands, add_command, read_patterns
 from .printing import ERROR, OK, print_message
@@ -142,7 +141,6 @@ def run_script(
     """Run a script as ``python SCRIPT ARGS…`` would, the plugin installed and on by default."""
     import deepspeed_ucp
 
-    heartbeat.connect()
     deepspeed_ucp.install(default_on=default_on)
     sys.argv = [script, *args]
     if is_module:

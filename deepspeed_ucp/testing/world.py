@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
 
-from ..supervise.agents.lines import hold_port
+from .ports import hold_port
 
 DEFAULT_TIMEOUT = 180.0
 """Seconds that one call on a world may take."""

@@ -140,12 +140,6 @@ def test_a_script_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.C
         main(["run", str(tmp_path / "lacks.py")])
 
 
-def test_torchruns_usage_is_that_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["torchrun", "--nnodes"])
-    assert "usage: ds_ucp torchrun " in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("argv", [[], ["run"], ["--local_rank=0"], ["fly", "x.py"]], ids=str)
 def test_a_wrong_command_line_shows_the_usage(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:

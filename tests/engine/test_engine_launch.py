@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ucp.supervise.agents.lines import hold_port
 from deepspeed_ucp.testing import WorldPool
+from deepspeed_ucp.testing.ports import hold_port
 from tests.support.covering import params
 from tests.support.engines.cases import Case
 
@@ -114,7 +114,7 @@ def launch(command: list[str], environment: dict[str, str], folder: Path) -> tup
 @pytest.mark.timeout(600)  # DeepSpeed may have to compile
 @pytest.mark.parametrize("launcher", params([("environment",)], [(each,) for each in LAUNCHERS]))
 def test_untouched_script(launcher: str, checkpoint: Path, environment: dict[str, str], tmp_path: Path) -> None:
-    """Of the launchers `tests/warm/test_deepspeed.py` has one, too: the rest is exhaustive."""
+    """The platforms' tests start real launchers, too; the other rows here are exhaustive."""
     command = [part.format(port=environment["MASTER_PORT"]) for part in LAUNCHERS[launcher]]
     if not Path(command[0]).exists():
         pytest.skip(f"{command[0]} is not installed")

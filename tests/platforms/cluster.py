@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.platforms.jobs import RECIPES, find_processes, kill, make_environment, wait_for
-from tests.supervise.standins import find_port
+from tests.support.ports import find_port
 
 NODES = ("n1", "n2")
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "scontrol", "squeue", "sinfo", "scancel")

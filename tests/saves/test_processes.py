@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ucp.supervise.agents.lines import hold_port
+from deepspeed_ucp.testing.ports import hold_port
 from tests.saves.saving import is_whole
 from tests.support.forked import start_script
 from tests.support.until import wait_until

@@ -1,1 +1,0 @@
-"""torchrun's agents, which gather by themselves: one leads, and is followed by another one when it is lost."""
