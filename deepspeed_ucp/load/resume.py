@@ -13,7 +13,7 @@ from ..atoms import AtomicIndex
 from ..comm import Comm, connect, is_shared
 from ..config import UniversalConfig
 from ..convert import ConvertOptions, convert_index, default_destination
-from ..engine_state import find_state
+from ..engine_state import find_state, list_save_folders
 from ..errors import CheckpointError, OutOfReachError, UcpError, UnsupportedError, let_go, shorten
 from ..io.memory import pause_collection
 from ..io.paths import normalize
@@ -29,12 +29,13 @@ from ..targets.coverage import list_unsaved
 from ..targets.finish import refresh_after_own_load, wait_behind_reads
 from ..targets.guard import mark, release
 from ..targets.rule import watch_edits
+from .absent import report_absent
 from .choice import choose_loader
 from .context import LoadArguments, LoadContext, LoadReport
 from .direct import load_direct
 from .inventory import gather_inventory, list_live_rules
 from .report import write_report
-from .tags import find_folders, find_tag, report_nothing
+from .tags import find_folders, find_tag
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -71,7 +72,7 @@ def resume(
     how = {"universal": upstream, "fallback": config.fallback, "foreign": True}
     chosen = find_tag(load_dir, tag, comm, also=config.also, **how)
     if chosen is None:
-        report_nothing((load_dir, *config.also), comm, require=config.require)
+        report_absent((load_dir, *config.also), comm, require=config.require, saved_to=list_save_folders(engine))
         return own()
     job = LoadContext(engine, comm, config, arguments, report)
     if engine.use_node_local_storage() and not upstream:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from contextlib import suppress
+from difflib import SequenceMatcher
 
 from ..errors import CheckpointError, shorten
 from ..io.opened import explain_failure
@@ -32,6 +33,9 @@ _BUCKET = re.compile(r"(s3a?|gs|gcs)://[^/]+")
 
 LOST = "lost+found"
 """Folder in the root of a file system, which root alone may list."""
+
+_SIBLINGS = 32
+"""Folders that are searched for the checkpoint that a mistyped path may mean."""
 
 _LONGEST = 4096
 """Bytes of the longest path that the system takes."""
@@ -193,6 +197,25 @@ def describe_content(folder: str) -> str:
         return f"holds folders of checkpoints: name one of them, {shorten(further)}"
     seen = sorted(name for name in entries if not name.startswith("."))
     return f"holds {shorten(seen)}, none of them a checkpoint" if seen else ""
+
+
+def find_siblings(folder: str) -> list[str]:
+    """Other folders of its parent that hold checkpoints of DeepSpeed's; the most similar names first.
+
+    Only the ``_SIBLINGS`` most similar names are looked at. Folders that cannot be listed are skipped.
+
+    Raises:
+        CheckpointError: the parent cannot be listed.
+    """
+    parent, own = os.path.split(normalize(folder))
+    names = [name for name, entry in scan_if_there(parent).items() if entry.is_folder and name not in (LOST, own)]
+    names.sort(key=lambda name: (-SequenceMatcher(None, name, own).ratio(), name))
+    found = []
+    for name in names[:_SIBLINGS]:
+        path = os.path.join(parent, name)
+        with suppress(CheckpointError, OSError):
+            found += [name] if exists(os.path.join(path, LATEST)) or has_states(path) else []
+    return found
 
 
 def _check_bucket(load_dir: str) -> None:

@@ -493,34 +493,6 @@ def test_a_checkpoints_own_folder_is_loaded(
         load(str(own), None)
 
 
-@pytest.mark.parametrize("require", [False, True])
-@pytest.mark.parametrize("name", ["", "absent", "notes", "adapter"])
-def test_nothing_to_resume_is_told_by_what_there_is(
-    name: str, require: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    for file in ("notes/readme.txt", "adapter/adapter_config.json"):
-        (tmp_path / "runs" / file).parent.mkdir(parents=True)
-        (tmp_path / "runs" / file).touch()
-    (tmp_path / "empty").mkdir()
-    folder, config = str(tmp_path / ("runs" if name else "empty") / name), UniversalConfig(require=require, also=["no"])
-    looks = {"notes": "holds readme.txt", "adapter": "looks like a PEFT adapter"}.get(name, "")
-
-    def start() -> object:
-        return resume(UpstreamEngine(), folder, None, LoadArguments(), config, lambda: (None, None))
-
-    if require:
-        why = f"{folder} {looks}" if looks else "It is missing"
-        with pytest.raises(CheckpointError, match=f'nothing to resume, and "require" is on. {why}'):
-            start()
-        return
-    with caplog.at_level("INFO"):
-        assert start() == (None, None)
-    (told,) = caplog.records
-    assert told.levelname == ("WARNING" if looks else "INFO")
-    assert "nothing to resume" in told.getMessage() and looks in told.getMessage()
-    assert ("training begins from scratch" in told.getMessage()) is bool(looks)
-
-
 def test_a_tag_without_a_seal_is_passed_over_by_name(
     falling_back: FallingBack, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
