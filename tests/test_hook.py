@@ -349,7 +349,7 @@ def test_an_error_of_all_ranks_is_printed_in_full_once(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Rank 0 prints it with the script's own calls, the first rank of each other node one line. A bug keeps its trace."""
+    """Rank 0 prints it with the script's calls, one rank of each other node a line. A bug keeps its trace."""
     engine = FakeEngine(_config=SimpleNamespace(ucp_config=UniversalConfig()))
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     monkeypatch.setattr(uncaught, "_HEAD_START", 0)

@@ -17,7 +17,8 @@ from .tags import ask_ranks
 logger = logging.getLogger("deepspeed_ucp")
 
 _ADVICE = (
-    'To resume, name the folder that holds `latest`, or a checkpoint\'s own folder; "require": true makes this an error.'
+    "To resume, name the folder that holds `latest`, or a checkpoint's own folder; "
+    '"require": true makes this an error.'
 )
 _MISSING, _EMPTY = _ABSENT = "does not exist", "is empty"
 

@@ -35,7 +35,7 @@ from .context import LoadArguments, LoadContext, LoadReport
 from .direct import load_direct
 from .inventory import gather_inventory, list_live_rules
 from .report import write_report
-from .tags import find_folders, find_tag
+from .tags import find_all_tags, find_folders, find_tag, suggest_fallback
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -70,16 +70,20 @@ def resume(
     engine.ucp_report = report
     upstream = bool(engine.load_universal_checkpoint())
     how = {"universal": upstream, "fallback": config.fallback, "foreign": True}
-    chosen = find_tag(load_dir, tag, comm, also=config.also, **how)
+    places, can_fall_back = (load_dir, *config.also), tag is None and not config.fallback
+    with suggest_fallback(lambda: can_fall_back and bool(find_all_tags(places))):
+        chosen = find_tag(load_dir, tag, comm, also=config.also, **how)
     if chosen is None:
-        report_absent((load_dir, *config.also), comm, require=config.require, saved_to=list_save_folders(engine))
+        report_absent(places, comm, require=config.require, saved_to=list_save_folders(engine))
         return own()
     job = LoadContext(engine, comm, config, arguments, report)
     if engine.use_node_local_storage() and not upstream:
         own = partial(own, tag=chosen)  # DeepSpeed writes `latest` on the first rank's node alone
     is_own = find_folders([load_dir], chosen, comm) == [load_dir]
     if tag is not None or is_own or not config.fallback:
-        loaded = _resume_tag(job, load_dir, chosen, own, upstream=upstream, unknown=unknown)
+        can_fall_back &= not is_own
+        with suggest_fallback(lambda: can_fall_back and not find_all_tags(places) <= {chosen}):
+            loaded = _resume_tag(job, load_dir, chosen, own, upstream=upstream, unknown=unknown)
     else:
         loaded = _resume_first_whole(job, load_dir, chosen, own, upstream=upstream, unknown=unknown)
     write_report(job, loaded[0])

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from ..comm import Comm
-from ..errors import CheckpointError, join_numbers, shorten
+from ..errors import CheckpointError, OutOfReachError, join_numbers, shorten
 from ..io.paths import is_url, normalize
 from ..io.store import is_folder
 from ..sources import check_tag, read_latest
-from ..sources.latest import find_folder
+from ..sources.latest import find_folder, find_tags
 from ..sources.older import find_newest
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -146,9 +146,37 @@ def _is_somewhere(places: Sequence[str], tag: str, comm: Comm) -> bool:
     return any(here) or comm.once(lambda: any(is_folder(path) for path in paths if is_url(path)))
 
 
+@contextmanager
+def suggest_fallback(has_older: Callable[[], bool]) -> Iterator[None]:
+    """Add the ``fallback`` option to the message of a checkpoint's fault, if the option would avoid it.
+
+    Args:
+        has_older: whether there is another checkpoint to fall back to; called after a fault, on rank 0.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        if not (isinstance(error, OutOfReachError) or error.echo):
+            with suppress(CheckpointError, OSError):
+                error.args = (*error.args, *([_FALLBACK] if has_older() else []))
+        raise
+
+
+_FALLBACK = '"fallback": true loads the newest checkpoint that is complete.'
+
+
 def _refuse(error: str, newest: str | None) -> None:
     if newest is None:
         raise CheckpointError(error)
+
+
+def find_all_tags(places: Sequence[str]) -> set[str]:
+    """The tags in all places together.
+
+    Raises:
+        CheckpointError: a place cannot be listed.
+    """
+    return {tag for place in places for tag in find_tags(place)}
 
 
 def find_folders(places: Sequence[str], tag: str, comm: Comm) -> list[str]:

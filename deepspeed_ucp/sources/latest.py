@@ -7,7 +7,7 @@ import re
 from contextlib import suppress
 from difflib import SequenceMatcher
 
-from ..errors import CheckpointError, shorten
+from ..errors import CheckpointError, shorten, suggest
 from ..io.opened import explain_failure
 from ..io.paths import normalize
 from ..io.staging import LATEST as UNIVERSAL
@@ -104,8 +104,7 @@ def read_latest(load_dir: str, *, universal: bool = False, foreign: bool = False
         return None
     raise CheckpointError(
         f"{os.path.join(load_dir, LATEST)} is missing, but {load_dir} holds checkpoints: {shorten(tags)}. Resuming "
-        "from scratch would lose them: name one (tag=… of load_checkpoint, or its folder), write it into that file, or "
-        'let "fallback": true take the newest one that is whole.'
+        "from scratch would lose them: name one (tag=… of load_checkpoint, or its folder), or write it into that file."
     )
 
 
@@ -249,12 +248,19 @@ def check_tag(load_dir: str, tag: str) -> str:
     """
     folder = find_folder(load_dir, str(tag))
     if not leads_to_folder(folder):
-        tags = find_tags(load_dir) or find_foreign_folders(load_dir)
-        known = f"the folder holds {shorten(tags)}" if tags else "the folder holds no checkpoint"
+        if not leads_to_folder(load_dir):
+            fact = "is a file" if exists(load_dir) else "does not exist"
+            raise CheckpointError(f"no checkpoint with tag {tag!r}: {load_dir} {fact}. Check the path.", path=folder)
+        tags, advice = find_tags(load_dir) or find_foreign_folders(load_dir), COPY
+        known = "the folder holds no checkpoint"
+        if tags:
+            near = suggest(tag, tags)
+            known = f"the folder holds {shorten(tags)}{f' ({near})' if near else ''}"
+            advice = 'Name one of them, or a place that has this tag ("also", --also).'
         held = scan_if_there(load_dir).keys()  # weights beside a `latest` are not what that names
         if held and not (tags or {LATEST, UNIVERSAL} & held) and (kind := find_foreign(list_entries(load_dir))):
-            known = f"the folder is itself a checkpoint, {kind}, which is loaded without one"
-        raise CheckpointError(f"no checkpoint with tag {tag!r} in {load_dir}; {known}. {COPY}", path=folder)
+            known, advice = f"the folder is itself a checkpoint, {kind}", "Load it without a tag."
+        raise CheckpointError(f"no checkpoint with tag {tag!r} in {load_dir}; {known}. {advice}", path=folder)
     return folder
 
 

@@ -37,12 +37,13 @@ CASES = [
     Case("missing", (), "checkpoints", MISSING, "INFO"),
     Case("empty", ("checkpoints/",), "checkpoints", EMPTY, "INFO"),
     Case("sibling-without-checkpoint", ("logs/a.txt", "data/b"), "checkpoints", MISSING, "INFO"),
-    Case("sibling", ("checkpoints/latest", "z/latest"), "chekpoints", f"{MISSING}. ROOT holds checkpoints in checkpoints, z."),
+    Case("sibling", ("ckpt/latest", "z/latest"), "cpkt", f"{MISSING}. ROOT holds checkpoints in ckpt, z."),
     Case("empty-sibling", ("run/latest", "ruin/"), "ruin", f"{EMPTY}. ROOT holds checkpoints in run."),
     Case("tag", (f"step10/{STATES}",), "step100", f"{MISSING}. ROOT holds checkpoints in step10."),
     Case("parent", (), "rnus/a", f"{MISSING}. Its parent folder ROOT/rnus does not exist either."),
     Case("content", ("run/readme.txt",), "run", "holds readme.txt, none of them a checkpoint, SCRATCH."),
-    Case("adapter", ("run/adapter_config.json",), "run", "looks like a PEFT adapter without its weights (adapter_model.safetensors), SCRATCH."),
+    Case("trainer", ("out/checkpoint-4/a",), "out",
+         "looks like a trainer's output folder: name one of its checkpoints, checkpoint-4, SCRATCH."),
     Case("above", ("runs/a/latest",), "runs", "holds folders of checkpoints: name one of them, a, SCRATCH."),
 ]  # fmt: skip
 
@@ -86,7 +87,9 @@ def test_level_and_text(case: Case, require: bool, root: str, caplog: pytest.Log
         return
     report_absent([folder], Comm(), require=False)
     advice = f" {ADVICE}" if case.level == "WARNING" else ""
-    assert [(each.levelname, each.getMessage()) for each in caplog.records] == [(case.level, f"{folder}: {text}{advice}")]
+    assert [(each.levelname, each.getMessage()) for each in caplog.records] == [
+        (case.level, f"{folder}: {text}{advice}")
+    ]
 
 
 def test_a_folder_other_than_the_one_that_the_engine_saves_to(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -454,6 +455,45 @@ class FallingBack:
         self.tried.clear()
         config = UniversalConfig(fallback=True, **options)
         return resume(self.engine, self.folder, None, LoadArguments(), config, lambda **_: (None, None))[0]
+
+
+ADVICE = '"fallback": true loads the newest checkpoint that is complete.'
+
+
+@pytest.mark.parametrize(
+    ("fault", "tag", "options", "effective"),
+    [
+        ("damaged", None, {}, True),
+        ("damaged", "global_step3", {}, False),
+        ("damaged", None, {"fallback": True}, False),
+        ("alone", None, {}, False),
+        ("latest-empty", None, {}, True),
+        ("latest-missing", None, {}, True),
+        ("unknown-tag", "global_step4", {}, False),
+    ],
+)
+def test_fallback_is_recommended_only_if_it_has_an_effect(
+    fault: str,
+    tag: str | None,
+    options: dict[str, bool],
+    effective: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = FallingBack(tmp_path, monkeypatch)
+    folder.fails = {f"global_step{step}": CheckpointError("cut off.") for step in (1, 2, 3)}
+    if fault == "alone":
+        for older in ("global_step1", "global_step2"):
+            shutil.rmtree(tmp_path / older)
+    elif fault == "latest-empty":
+        (tmp_path / "latest").write_text("")
+    elif fault == "latest-missing":
+        (tmp_path / "latest").unlink()
+    with pytest.raises(CheckpointError) as raised:
+        resume(
+            UpstreamEngine(), str(tmp_path), tag, LoadArguments(), UniversalConfig(**options), lambda **_: (None, None)
+        )
+    assert (ADVICE in str(raised.value)) is effective
 
 
 @pytest.fixture
