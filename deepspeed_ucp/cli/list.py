@@ -61,11 +61,14 @@ def run(options: argparse.Namespace) -> int:
             raise CheckpointError("no saves are in this folder of memory.", path=folder)
         resumed = "each folder's own resume is marked"
     else:
-        named, found = dict(read_names(folder)), _list_held(options.memory, folder)
-        stored = _list_stored(folder, named, required=not found)
+        found = _list_held(options.memory, folder)
+        stored = _list_stored(folder, required=not found)
+        named = dict(read_names(folder))
         resumed = _mark_resumed(folder, found, stored)
         found += stored
     found.sort(key=lambda each: each.pop("age"), reverse=True)
+    for each in found:
+        each["named_by"] = [name for name, tag in named.items() if (each["place"], each["tag"]) == (STORAGE, tag)]
     emit(options, {"folder": folder, **named, "checkpoints": found}, _write(found, resumed))
     return OK if all(map(_is_usable, found)) else FAULT
 
@@ -75,7 +78,7 @@ def _is_usable(each: Mapping[str, Any]) -> bool:
     return each["whole"] is not False or each["weights_only"]
 
 
-def _list_stored(folder: str, named: Mapping[str, str | None], *, required: bool) -> list[dict[str, Any]]:
+def _list_stored(folder: str, *, required: bool) -> list[dict[str, Any]]:
     """The checkpoints on storage.
 
     Raises:
@@ -89,9 +92,7 @@ def _list_stored(folder: str, named: Mapping[str, str | None], *, required: bool
         if required:
             raise
         return []
-    names = {save.path: [name for name, tag in named.items() if tag == save.path] for save in saves}
-    more = {"place": STORAGE, "memory": None, "resume": False}
-    return [{**_describe(save), **more, "named_by": names[save.path]} for save in saves]
+    return [{**_describe(save), "place": STORAGE, "memory": None, "resume": False} for save in saves]
 
 
 def _list_held(memory: str, folder: str | None) -> list[dict[str, Any]]:
@@ -137,7 +138,7 @@ def _describe_held(save: HeldSave, folder: str | None) -> dict[str, Any] | None:
         "pending": [place.folder for place in first.list_pending()],
         "running": save.is_running,
     }
-    return {**data, "tag": path, "named_by": [], "place": MEMORY, "memory": memory, "resume": save.is_taken}
+    return {**data, "tag": path, "place": MEMORY, "memory": memory, "resume": save.is_taken}
 
 
 def _mark_resumed(folder: str, held: Sequence[dict[str, Any]], stored: Sequence[dict[str, Any]]) -> str:
@@ -158,7 +159,8 @@ def _mark_resumed(folder: str, held: Sequence[dict[str, Any]], stored: Sequence[
         if taken is None:
             return "no checkpoint is named: give a resume the folder of one"
         taken["resume"] = True
-    return f"a resume takes {taken['tag']} from {taken['place']}"
+    doubt = "" if _is_usable(taken) else ", which is not complete"
+    return f"a resume takes {taken['tag']} from {taken['place']}{doubt}"
 
 
 def read_names(folder: str) -> Iterator[tuple[str, str | None]]:

@@ -14,7 +14,7 @@ from ..comm import Comm, connect, is_shared
 from ..config import UniversalConfig
 from ..convert import ConvertOptions, convert_index, default_destination
 from ..engine_state import find_state, list_save_folders
-from ..errors import CheckpointError, OutOfReachError, UcpError, UnsupportedError, let_go, shorten
+from ..errors import CheckpointError, OutOfReachError, UcpError, UnsupportedError, count_of, let_go, shorten
 from ..io.memory import pause_collection
 from ..io.paths import normalize
 from ..io.store import begin_reading, set_storage_options
@@ -245,6 +245,6 @@ def convert_first(
     )
     converted = convert_index(index, folder, destination, comm, options, rules=rules, live=live)
     if comm.rank == 0:
-        done = "taken as it is" if converted.reused else f"{converted.tensors} atoms written"
+        done = "taken as it is" if converted.reused else f"{count_of(converted.tensors, 'tensor')} written"
         logger.info("%s: %s", destination, done)
     return open_checkpoint(destination, comm), converted

@@ -305,7 +305,7 @@ def _resume_faults(before: Outcome, outcome: Outcome) -> list[str]:
     faults = []
     equal, total = count_equal_atoms(before, outcome)
     if not equal == total > 0:
-        faults.append(f"{name}: only {equal} of {total} atoms are to the bit what {before.segment.name} saved")
+        faults.append(f"{name}: only {equal} of {total} tensors are to the bit what {before.segment.name} saved")
     first, bound = first_difference(before, outcome), FIRST_STEP_BOUND * outcome.losses[step + 1]
     if first > bound:
         faults.append(
@@ -321,7 +321,7 @@ def first_difference(before: Outcome, outcome: Outcome) -> float:
 
 
 def count_equal_atoms(before: Outcome, outcome: Outcome) -> tuple[int, int]:
-    """How many atoms were restored to the bit, of how many that either side has."""
+    """How many tensors were restored to the bit, of how many that either side has."""
     step = outcome.segment.resumes_at
     saved, restored = before.digests.get(("saved", step), {}), outcome.digests.get(("loaded", step), {})
     return sum(saved.get(atom) == sha for atom, sha in restored.items()), len(saved.keys() | restored.keys())
@@ -345,7 +345,7 @@ def make_table(reference: Outcome, outcomes: Sequence[Outcome]) -> str:
 def _describe_resume(before: Outcome, outcome: Outcome) -> tuple[str, str]:
     equal, total = count_equal_atoms(before, outcome)
     by = "by the plugin" if outcome.loaded["by_plugin"] else "NOT by the plugin"
-    return f"{first_difference(before, outcome):.1e}", f"{equal} of {total} atoms to the bit, {by}"
+    return f"{first_difference(before, outcome):.1e}", f"{equal} of {total} tensors to the bit, {by}"
 
 
 def make_picture(reference: Outcome, outcomes: Sequence[Outcome]) -> Path:
