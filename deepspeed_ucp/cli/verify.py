@@ -31,8 +31,8 @@ def add_parser(commands: Commands) -> None:
         help="check every byte of a checkpoint",
         description="Look at every file of a checkpoint: the CRC32 of each record, whether every "
         "element of every parameter is there once, and whether the files belong together (same step, run and world "
-        "size). All faults are named, with the parameters in damaged bytes. Exit code 0: complete; 1: faults; 2: nothing "
-        "that can be looked at.",
+        "size). All faults are named, with the parameters in damaged bytes. Exit code 0: complete; 1: faults; 2: "
+        "nothing that can be looked at.",
         examples="""
             ds_ucp verify checkpoints/
             ds_ucp verify checkpoints/global_step1000 --headers-only
