@@ -1,7 +1,7 @@
 """Reports that DeepSpeed compiles an operator, or waits for a compilation that may have been killed.
 
-torch prints nothing in either case. Its lock is a file that exists while a process compiles. It stays if that process is
-killed, and the next process waits for its removal without end.
+torch prints nothing in either case. Its lock is a file that exists while a process compiles. The file stays if that
+process is killed, and the next process waits for its removal without end.
 """
 
 from __future__ import annotations

@@ -271,6 +271,15 @@ def make_environment(ranks: int) -> dict[str, str]:
     return {"DS_ACCELERATOR": "cpu", **os.environ, "OMP_NUM_THREADS": threads, "PYTHONPATH": path}
 
 
+def describe_operator() -> Iterator[str]:
+    """Why the first launch may take long: DeepSpeed compiles an operator, or a killed launch has left a lock."""
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
+    if not any(folder.rglob("deepspeed_shm_comm.so")):
+        yield f"the first launch compiles DeepSpeed's shared-memory operator into {folder}: some minutes, once"
+    for lock in folder.rglob("deepspeed_shm_comm/lock"):
+        yield f"{lock} exists: if no other launch is compiling, a killed one has left it, and this one waits. Remove it"
+
+
 def differences(outcome: Outcome, reference: Outcome) -> dict[int, float]:
     return {step: abs(loss - reference.losses[step]) for step, loss in outcome.losses.items()}
 
@@ -397,6 +406,8 @@ def main() -> int:
     (OUT / ".gitignore").write_text("*\n")
     with tempfile.TemporaryDirectory(dir=OUT, prefix="run-") as work:
         launcher = Launcher(Path(work))
+        for line in describe_operator():
+            launcher.say(line)
         try:
             reference, outcomes = run_all(launcher)
             faults = find_faults(reference, outcomes)
