@@ -100,7 +100,7 @@ def _list_held(memory: str, folder: str | None) -> list[dict[str, Any]]:
 
     Args:
         memory: as in the ds_config; if all of a user's saves are wanted, the user's folder in it.
-        folder: whose saves; None for all.
+        folder: only saves of this folder; None for all.
     """
     from ..saves.search import list_in_memory, open_memory
 
@@ -224,7 +224,7 @@ def _write(found: Sequence[Mapping[str, Any]], resumed: str) -> list[str]:
 
 
 def _write_memory(each: Mapping[str, Any]) -> str:
-    """Where a save in memory lies, and what it waits for."""
+    """Folder, host, nodes and pending destinations of a save in memory."""
     held = each["memory"]
     text = f"in {each['folder']} on {held['host']}, for {held['save_dir']}"
     if held["nodes"] > 1:

@@ -56,7 +56,7 @@ def report_absent(places: Sequence[str], comm: Comm, *, require: bool, saved_to:
 
 
 def _describe_place(place: str, comm: Comm) -> str:
-    """What a place holds; content that any rank sees comes before an empty or missing folder (collective)."""
+    """Describe a place (collective). If ranks differ, content counts before an empty folder, then a missing one."""
 
     def look() -> str:
         folder = place or os.curdir

@@ -12,12 +12,12 @@ from .search import Found, search_memory
 
 
 def find_in_memory(config: UniversalConfig, load_dir: str, tag: Any, comm: Comm) -> Found | None:
-    """The newest save of a place that is whole in the memory of all nodes together; collective.
+    """Return the newest save of a folder that is complete in the memory of all nodes together (collective).
 
-    None where there is none, or where the place itself has a later one.
+    None if there is none, or if the folder itself has a later one. Pending saves of dead jobs are written meanwhile.
 
     Args:
-        load_dir: the folder of all tags, or without ``tag`` that of one, which need not be there yet.
+        load_dir: the folder of all tags, or without ``tag`` that of one tag; it may not exist yet.
     """
     options = config.save
     if options is None:

@@ -25,11 +25,11 @@ _ROOT = re.compile(r"deepspeed_ucp-\d+")
 
 
 class Found(NamedTuple):
-    """A whole save in the nodes' memory.
+    """A complete save in the nodes' memory.
 
     Attributes:
-        folder: of tags, on this rank's node; nodes without a part of it have none there.
-        copies: the same for the parts of other nodes, as many on every rank; where there are fewer some are not there.
+        folder: its folder of tags on this rank's node; it does not exist on a node without files of the save.
+        copies: folders of tags with copies of other nodes' files; the same number on every rank, some may not exist.
     """
 
     folder: str
@@ -52,6 +52,7 @@ def search_memory(root: str, load_dir: str, tag: Any, comm: Comm, *, is_first: b
 
 
 def _find(root: str, load_dir: str, tag: Any, comm: Comm, *, is_first: bool) -> Found | None:
+    """Find the newest save of exactly this folder and tag (collective)."""
     wanted = locate(load_dir)
 
     def look() -> list[tuple[Snapshot, str | None]]:
@@ -67,8 +68,8 @@ def _find(root: str, load_dir: str, tag: Any, comm: Comm, *, is_first: bool) -> 
         ]
 
     nodes, found = defaultdict[tuple[str, int], set[int]](set), dict[tuple[str, int], tuple[Snapshot, str | None]]()
-    told = comm.each(look)
-    for save, mark in sorted((each for own in told for each in own), key=lambda each: -each[0].node):
+    listed = comm.each(look)
+    for save, mark in sorted((each for own in listed for each in own), key=lambda each: -each[0].node):
         nodes[save.key].add(save.node)
         found[save.key] = save, mark
     whole = [save for save, _ in found.values() if len(nodes[save.key]) == save.nodes]
@@ -82,7 +83,7 @@ def _find(root: str, load_dir: str, tag: Any, comm: Comm, *, is_first: bool) -> 
     if newest is None:
         return None
     job, key = Job(os.path.join(root, os.path.dirname(newest.folder))), newest.key
-    most = max(sum(save.is_copy() and save.key == key for save, _ in own) for own in told)
+    most = max(sum(save.is_copy() and save.key == key for save, _ in own) for own in listed)
     copies = [copy.folder for copy in job.list_copies() if copy.key == key]
     copies = [*copies, *[os.path.join(job.folder, "copy-none")] * most][:most]
     return Found(job.find_folder(newest.number), newest.tag, newest.step, tuple(copies))
@@ -91,26 +92,28 @@ def _find(root: str, load_dir: str, tag: Any, comm: Comm, *, is_first: bool) -> 
 def _find_mark(
     save: Snapshot, found: Mapping[tuple[str, int], tuple[Snapshot, str | None]], load_dir: str
 ) -> str | None:
-    """A save's mark in a place; what has given way to later ones, of which none has come there, counts as pending."""
+    """The mark of a save at a destination.
+
+    A save that was dropped for later ones counts as pending if none of those has been written there.
+    """
     mark = found[save.key][1]
     if mark != "":
         return mark
     later = [each for each in found.values() if each[0].job == save.job and each[0].number > save.number]
-    # What a further node has written alone is no save yet.
+    # Files of other nodes than the first do not make a save.
     has_come = any(other and (each.node == 0 or find_mark(load_dir, each.tag)) for each, other in later)
     return None if later and not has_come else mark
 
 
 def _is_newer(save: Snapshot, mark: str | None, load_dir: str, tag: Any) -> bool:
-    """Whether a save is not older than what a place has, or is that.
+    """Return True if a load takes the save from memory rather than the destination's checkpoint.
 
-    What has been written there counts as long as the place names it and has its seal: who puts another tag into
-    ``latest``, or something else under this tag, wants that. A place that is gone wants nothing.
+    A save that has been written counts as long as the destination names it and has its seal: a user who writes another
+    tag into ``latest``, or other files under this tag, wants those. A missing destination has no checkpoint.
 
     Args:
-        mark: of it there, where it has been written; None where it has not been yet; empty where it is not to be any
-            more.
-        tag: that is asked for.
+        mark: the save's mark at the destination; None if it is pending, empty if it was dropped.
+        tag: the tag of the load; None for that of ``latest``.
     """
     try:
         named = tag if tag is not None else read_latest(load_dir)
@@ -120,7 +123,7 @@ def _is_newer(save: Snapshot, mark: str | None, load_dir: str, tag: Any) -> bool
             return named == save.tag and mark == find_mark(load_dir, save.tag)
         return named is None or find_age([os.path.join(load_dir, named)]).step <= save.step
     except (UcpError, OSError):
-        return True  # it cannot be told, and memory has a whole one
+        return True  # the destination cannot be read, and memory has a complete save
 
 
 @dataclass(frozen=True, slots=True)

@@ -314,7 +314,9 @@ def _resume_faults(before: Outcome, outcome: Outcome) -> list[str]:
     faults = []
     equal, total = count_equal_atoms(before, outcome)
     if not equal == total > 0:
-        faults.append(f"{name}: only {equal} of {total} tensors are to the bit what {before.segment.name} saved")
+        faults.append(
+            f"{name}: only {equal} of {total} tensors are bit-equal to those that {before.segment.name} saved"
+        )
     first, bound = first_difference(before, outcome), FIRST_STEP_BOUND * outcome.losses[step + 1]
     if first > bound:
         faults.append(
