@@ -30,14 +30,13 @@ def jit_load(original: Callable[..., Any], builder: Any, *args: Any, **kwargs: A
 def report_compilation(name: str, folder: str) -> None:
     """Warn about a left-over lock in the folder of an operator, or about the first compilation of the operator."""
     lock = os.path.join(folder, "lock")
-    if os.path.exists(lock):
-        if not is_open(lock):
-            logger.warning(
-                "%s is waiting for %s, which no process on this machine holds: a compilation was probably killed. "
-                "Unless another machine is compiling there, remove that file.",
-                name,
-                lock,
-            )
+    if os.path.exists(lock) and not is_open(lock):
+        logger.warning(
+            "%s is waiting for %s, which no process on this machine holds: a compilation was probably killed. "
+            "Unless another machine is compiling there, remove that file.",
+            name,
+            lock,
+        )
     elif not os.path.exists(os.path.join(folder, f"{name}.so")):
         logger.warning("compiling DeepSpeed's operator %s into %s; this takes minutes, once per machine", name, folder)
 

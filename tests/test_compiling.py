@@ -43,8 +43,11 @@ def test_a_lock_of_a_living_process_is_not_reported(tmp_path: Path, caplog: pyte
                               stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
     with holder:
         assert holder.stdout is not None and holder.stdout.readline()
+        report_compilation(NAME, str(tmp_path))  # another rank has begun to compile
+        assert [text.split()[0] for text in caplog.messages] == ["compiling"]
+        (tmp_path / f"{NAME}.so").touch()
         report_compilation(NAME, str(tmp_path))
-        assert not caplog.messages
+        assert len(caplog.messages) == 1
         holder.kill()
         holder.wait()
     report_compilation(NAME, str(tmp_path))
