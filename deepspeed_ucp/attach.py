@@ -23,7 +23,7 @@ _ENGINE = "deepspeed.runtime.engine"
 """The module whose import brings all of DeepSpeed's classes that are wrapped."""
 
 _CONFIG, _PARTITIONS = "deepspeed.runtime.config", "deepspeed.runtime.zero.partition_parameters"
-_PIPELINE = "deepspeed.runtime.pipe.engine"
+_PIPELINE, _BUILDER = "deepspeed.runtime.pipe.engine", "deepspeed.ops.op_builder.builder"
 
 
 class Wrapped(NamedTuple):
@@ -60,6 +60,7 @@ TABLE = [
     Wrapped(_ENGINE, _ENGINE, "DeepSpeedEngine.reload_states", "hook", "_change_states", newer=True),
     Wrapped(_PARTITIONS, _PARTITIONS, "GatheredParameters.__exit__", "hook", "_leave_gathered"),
     Wrapped(_PIPELINE, _PIPELINE, "PipelineEngine.train_batch", "hook", "_train_batch"),
+    Wrapped(_BUILDER, _BUILDER, "OpBuilder.jit_load", "compiling", "jit_load", newer=True),
 ]
 """All that is wrapped, of DeepSpeed first."""
 

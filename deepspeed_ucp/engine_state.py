@@ -105,6 +105,12 @@ def find_state(engine: Any) -> EngineState:
     return state
 
 
+def list_save_folders(engine: Any) -> list[str]:
+    """Folders that an engine saves to on a signal, or by itself."""
+    state = find_state(engine)
+    return [each.save_dir for each in (state.preemption, state.snapshots) if each is not None]
+
+
 def get_config(engine: Any) -> UniversalConfig | None:
     """The plugin's options for an engine; None where it is off, and for what is no engine (yet)."""
     return getattr(getattr(engine, "_config", None), "ucp_config", None)

@@ -1,8 +1,10 @@
-"""What ranks print of an error that nothing catches: the first one all of it, the others a line each."""
+"""Prints an uncaught error that all ranks raise once: in full on rank 0, as one line on each other node."""
 
 from __future__ import annotations
 
+import os
 import sys
+import sysconfig
 import time
 from collections.abc import Callable
 from functools import partial
@@ -11,14 +13,16 @@ from types import TracebackType
 from .errors import RemoteError, UcpError
 
 _SHOWN = 160
-"""Characters of an error on ranks that do not tell it in full."""
+"""Characters of an error on ranks that do not print all of it."""
 
 _HEAD_START = 0.5
-"""Seconds that these wait before they end: a launcher then ends the others, of which the first is to have its say."""
+"""Seconds that these ranks wait before they exit: the launcher then ends rank 0, which must have printed by then."""
+
+_LIBRARIES = ("site-packages", "dist-packages")
 
 
 def find_fault(error: UcpError) -> BaseException | None:
-    """What an error was raised from that was not raised on purpose; of others the text says all, and no trace more."""
+    """The unexpected exception behind an error, or None if the error was raised on purpose and its text says all."""
     cause: BaseException | None = error if isinstance(error, RemoteError) else None
     while isinstance(cause, UcpError):
         cause = cause.__cause__
@@ -26,7 +30,7 @@ def find_fault(error: UcpError) -> BaseException | None:
 
 
 def shorten_uncaught() -> None:
-    """Let what ends this process be one line, where it is an error that another rank tells in full."""
+    """Install the hook that prints uncaught errors, once in a process."""
     if getattr(sys.excepthook, "func", None) is not _report_uncaught:
         sys.excepthook = partial(_report_uncaught, sys.excepthook)
 
@@ -36,8 +40,40 @@ def _report_uncaught(
 ) -> None:
     if isinstance(error, UcpError) and error.shared:
         error.__cause__ = find_fault(error)
-    if isinstance(error, UcpError) and error.echo and error.__cause__ is None:
-        text = str(error).partition("\n")[0]
-        error, trace = kind(f"{text[:_SHOWN]}{'…' * (len(text) > _SHOWN)} (all of it on rank 0)"), None
-        time.sleep(_HEAD_START)
+        if error.__cause__ is None:
+            summary = _summarize(error, trace)
+            if summary is not None:
+                former(kind, summary, summary.__traceback__)
+            return
     former(kind, error, trace)
+
+
+def _summarize(error: UcpError, trace: TracebackType | None) -> UcpError | None:
+    """The part that this rank prints of an error that all ranks raise; None if it prints nothing."""
+    if not error.echo:
+        ranks = int(os.environ.get("WORLD_SIZE") or 1)
+        if ranks > 1:
+            error.args = (*error.args, f"(This error ended ranks 0-{ranks - 1}.)")
+        return error.with_traceback(_keep_script_frames(trace))
+    time.sleep(_HEAD_START)
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return None
+    text = str(error).partition("\n")[0]
+    return type(error)(f"{text[:_SHOWN]}{'…' * (len(text) > _SHOWN)} (all of it on rank 0)")
+
+
+def _keep_script_frames(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback without the calls inside libraries and this package."""
+    if trace is None:
+        return None
+    rest = _keep_script_frames(trace.tb_next)
+    if _is_library(trace.tb_frame.f_code.co_filename):
+        return rest
+    return TracebackType(rest, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
+
+
+def _is_library(path: str) -> bool:
+    own = os.path.dirname(os.path.abspath(__file__))
+    folders = (own, sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
+    is_inside = path.startswith(tuple(os.path.join(folder, "") for folder in folders))
+    return path.startswith("<frozen") or is_inside or any(f"/{name}/" in path for name in _LIBRARIES)

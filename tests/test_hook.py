@@ -337,16 +337,24 @@ def test_with_the_plugin_off_a_save_is_left_alone(tmp_path: Path) -> None:
     assert not (tmp_path / "tag" / SEAL).exists()
 
 
+@pytest.mark.parametrize("local_rank", ["0", "3"])
 @pytest.mark.parametrize("echo", [False, True], ids=["first-rank", "others"])
 @pytest.mark.parametrize("fault", [False, True], ids=["ours", "a-bug"])
 @pytest.mark.parametrize("load", [False, True], ids=["elsewhere", "a-load"])
 def test_an_error_of_all_ranks_is_printed_in_full_once(
-    echo: bool, fault: bool, load: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    load: bool,
+    fault: bool,
+    echo: bool,
+    local_rank: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """As the launcher's log shows it: nothing is chained but a bug's own trace, on the rank that has it."""
+    """Rank 0 prints it with the script's calls, one rank of each other node a line. A bug keeps its trace."""
     engine = FakeEngine(_config=SimpleNamespace(ucp_config=UniversalConfig()))
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     monkeypatch.setattr(uncaught, "_HEAD_START", 0)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
 
     def fail() -> None:
         raise KeyError("oh") if fault else CheckpointError("x.pt: " + "long " * 99, "y.pt: is missing. The end.")
@@ -364,12 +372,16 @@ def test_an_error_of_all_ranks_is_printed_in_full_once(
         hook._load_checkpoint(mock.Mock(), engine, "dir") if load else resume()
     sys.excepthook(caught.type, caught.value, caught.tb)
     printed = capsys.readouterr().err
-    assert printed.count("Traceback") == (2 if fault else not echo)
     assert ("in fail" in printed) == fault
-    if not fault:
-        assert printed.count("The end.") == (not echo)
-        assert not load or "in resume" not in printed
-        assert not echo or (printed.count("\n") == 1 and len(printed) < 300 and "(all of it on rank 0)" in printed)
+    if fault:
+        assert printed.count("Traceback") == 2
+    elif echo:
+        assert printed.count("\n") == (local_rank == "0") and len(printed) < 300
+        assert ("(all of it on rank 0)" in printed) == (local_rank == "0")
+    else:
+        assert printed.count("Traceback") == 1 and printed.endswith("The end.\n(This error ended ranks 0-7.)\n")
+        calls = [line for line in printed.splitlines() if line.startswith("  File")]
+        assert calls and all(__file__ in line for line in calls)
 
 
 def test_other_errors_are_printed_as_ever(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

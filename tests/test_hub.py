@@ -32,7 +32,7 @@ from deepspeed_ucp.atoms import AtomicIndex, strip_compiled
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import MismatchError, UnsupportedError
 from deepspeed_ucp.hub import Reading, describe_config, read_config, read_into
-from deepspeed_ucp.load.tags import report_nothing
+from deepspeed_ucp.load.absent import report_absent
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.stream.full_tensors import assemble_full_tensors
 from deepspeed_ucp.stream.reader import AtomReader
@@ -276,6 +276,7 @@ def test_an_id_of_the_hub_where_a_folder_is_wanted(
     (tmp_path / "models--some--model" / "refs" / "main").write_text("abc")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     caplog.set_level("INFO")
-    for place, told in (("some/model", str(snapshot)), ("some/other", "nothing to resume"), ("", "nothing to resume")):
-        report_nothing([place], Comm(), require=False)
-        assert caplog.messages[-1].endswith(told) or f"name {told}. If it" in caplog.messages[-1]
+    monkeypatch.chdir(tmp_path)
+    for place, text in (("some/model", f"local cache: name {snapshot}"), ("some/other", "some/other: does not exist")):
+        report_absent([place], Comm(), require=False)
+        assert text in caplog.messages[-1] and caplog.records[-1].levelname == "WARNING"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..comm import Comm
     from ..patterns import RuleSet
 
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 """What a command's parser is added to."""
 
 
@@ -37,8 +37,30 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
         yield from action._get_subactions() if isinstance(action, argparse._SubParsersAction) else ()
 
 
+SHARED = "shared options"
+"""Title of the group of options that most commands have; it comes last in a command's help."""
+
+
 class Parser(argparse.ArgumentParser):
-    """Says which of its options, commands or choices a wrong one is like."""
+    """Suggests the option, command or choice that a wrong one resembles, and shows a command's own options first."""
+
+    def format_help(self) -> str:
+        self._move_shared()
+        return super().format_help()
+
+    def format_usage(self) -> str:
+        self._move_shared()
+        return super().format_usage()
+
+    def find_shared(self) -> argparse._ArgumentGroup:
+        """The group of shared options."""
+        found = (group for group in self._action_groups if group.title == SHARED)
+        return next(found, None) or self.add_argument_group(SHARED)
+
+    def _move_shared(self) -> None:
+        shared = self.find_shared()
+        self._action_groups.sort(key=lambda group: group is shared)
+        self._actions.sort(key=lambda action: action in shared._group_actions)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         try:
@@ -66,7 +88,7 @@ def find_width() -> int:
 
 def add_command(
     commands: Commands, name: str, *, help: str, description: str, examples: str, general: bool = True
-) -> argparse.ArgumentParser:
+) -> Parser:
     """Add a command's parser with its examples, and the options that all commands have (``general``).
 
     Args:
@@ -83,16 +105,14 @@ def add_command(
         allow_abbrev=False,
     )
     if general:
-        output = parser.add_argument_group("output")
-        output.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-        output.add_argument("-q", "--quiet", action="store_true", help="no progress bar, no warnings")
-        output.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        shared = parser.find_shared()
+        shared.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+        shared.add_argument("-q", "--quiet", action="store_true", help="no progress bar, no warnings")
+        shared.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
 
 
-def add_checkpoint_options(
-    parser: argparse.ArgumentParser, *names: str, patterns: bool = True, needed: bool = True
-) -> None:
+def add_checkpoint_options(parser: Parser, *names: str, patterns: bool = True, needed: bool = True) -> None:
     """Positional checkpoints (``options.checkpoint``, shown as CKPT, by default), and what opens them.
 
     That is ``--patterns``, ``--groups``, ``--storage-option``, and ``--also`` for the first, ``--also-b`` for ``b``.
@@ -106,28 +126,28 @@ def add_checkpoint_options(
             "how tensor parallelism cuts parameters, and what is renamed: a family, a YAML file, or rules as JSON "
             "(docs/patterns.md)"
         )
-        parser.add_argument("--patterns", metavar="RULES", help=text)
+        parser.find_shared().add_argument("--patterns", metavar="RULES", help=text)
     text = (
         "parameter names of a stage-0 checkpoint's optimizer, which it does not name itself: `module` (it was given "
         "model.parameters()), or a YAML/JSON file with a list of names per param group"
     )
-    parser.add_argument("--groups", metavar="NAMES", help=text)
+    parser.find_shared().add_argument("--groups", metavar="NAMES", help=text)
     add_store_option(parser)
     for flag, name in zip(("--also", "--also-b"), names or ("",), strict=False):
         of = f", for {name.upper()}" if len(names) > 1 else ""
         text = (
             f"a further folder or URL that holds the same tag{of}: what the places before it lack is taken from there"
         )
-        parser.add_argument(flag, metavar="PLACE", action="append", default=[], help=text)
+        parser.find_shared().add_argument(flag, metavar="PLACE", action="append", default=[], help=text)
 
 
-def add_store_option(parser: argparse.ArgumentParser) -> None:
+def add_store_option(parser: Parser) -> None:
     """``--storage-option``."""
     text = (
         "an option of the stores behind URLs as fsspec takes it, such as endpoint_url=http://host:9000 or anon=true; "
         "VALUE is JSON, or text. May be given several times"
     )
-    parser.add_argument("--storage-option", action="append", metavar="KEY=VALUE", help=text)
+    parser.find_shared().add_argument("--storage-option", action="append", metavar="KEY=VALUE", help=text)
 
 
 def add_work_options(parser: argparse.ArgumentParser, window: int) -> None:

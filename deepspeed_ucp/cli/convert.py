@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from ..errors import count_of
 from .common import (
     Commands,
     add_checkpoint_options,
@@ -69,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
         report = convert_index(index, folders[0], destination, comm, how, rules=rules)
         names = ("source", "destination", "reused", "state_bytes", "bytes_read", "bytes_written", "resumed_bytes")
         data = report.to_data(*names, "nodes", "workers", "phases", "seconds")
-        emit(options, {"atoms": report.tensors, **data}, [_to_text(report)])
+        emit(options, {"tensors": report.tensors, **data}, [_to_text(report)])
     return OK
 
 
@@ -79,6 +80,6 @@ def _to_text(report: OutputReport) -> str:
     rate = report.state_bytes / max(report.seconds, 1e-9)
     again = f", {format_bytes(report.resumed_bytes)} of it by an earlier attempt" if report.resumed_bytes else ""
     return (
-        f"{report.destination}: {report.tensors} atoms, {format_bytes(report.bytes_written)} in "
+        f"{report.destination}: {count_of(report.tensors, 'tensor')}, {format_bytes(report.bytes_written)} in "
         f"{format_duration(report.seconds)} ({format_bytes(rate)}/s){again}."
     )

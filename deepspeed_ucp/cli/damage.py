@@ -73,7 +73,7 @@ def write_damage(data: dict[str, Any]) -> list[str]:
         state = "FAULT" if file in bad else "ok"
         rows.append((file["name"], format_bytes(file["size"]), state, file["holds"] or "not readable", step))
     rows += [(each["name"], "", "MISSING", "", "") for each in data["missing"]]
-    lines = [folder, f"  does not open{'; what its files tell one by one:' if rows else ''}"]
+    lines = [f"{folder}: does not open{'. Its files:' if rows else ''}"]
     lines += ["", *(f"  {line}" for line in format_table(rows, right=(1,)))] if rows else []
     if len(files) > _MANY:
         lines.append(f"  … and {count_of(len(files) - len(bad), 'file')} ok (--json lists them)")

@@ -1,4 +1,4 @@
-"""``ds_ucp diff``: two checkpoints of any topologies, atom by atom."""
+"""``ds_ucp diff``: two checkpoints of any topologies, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--states", default="", metavar="NAMES", help=text)
     text = "let values pass that are no further apart"
     parser.add_argument("--tolerance", type=float, default=0.0, metavar="ATOL", help=text)
-    parser.add_argument("--all", action="store_true", help="a line for every atom that differs")
+    parser.add_argument("--all", action="store_true", help="a line for every tensor that differs")
     text = "compare ds_config and hyper-parameters instead; A and B may be files of a ds_config, too"
     parser.add_argument("--config", action="store_true", help=text)
     add_work_options(parser, 64)
@@ -97,7 +97,7 @@ def _compare_settings(options: argparse.Namespace) -> int:
         values += compare_hyper(right, mine, is_left=False)
     data = {"a": options.a, "b": options.b, "equal": not values, "values": _list_values(values), "notes": notes}
     verdict = f"different: {count_of(len(values), 'value')}" if values else "equal: ds_config and hyper-parameters"
-    emit(options, data, [*(f"note: {note}" for note in notes), *map(_describe_value, values), verdict])
+    emit(options, data, [verdict, *(f"note: {note}" for note in notes), *map(_describe_value, values)])
     return FAULT if values else OK
 
 
@@ -127,10 +127,10 @@ def to_data(found: Difference, a: str, b: str) -> dict[str, Any]:
         "b": b,
         "equal": found.equal,
         "tolerance": found.tolerance,
-        "atoms_compared": found.compared,
+        "tensors_compared": found.compared,
         "elements_compared": found.numel,
-        "atoms_of_two_dtypes": found.converted,
-        "atoms": [_describe_atom(atom) for atom in found.atoms],
+        "tensors_of_two_dtypes": found.converted,
+        "tensors": [_describe_atom(atom) for atom in found.atoms],
         "values": _list_values(found.values),
         "notes": found.notes,
         "unused_rules": found.unused,
@@ -157,16 +157,20 @@ def _describe_atom(atom: AtomDifference) -> dict[str, Any]:
 
 
 def to_text(found: Difference, *, everything: bool = False) -> list[str]:
-    """A difference in words."""
-    lines = [f"note: {note}" for note in found.notes] + [f"unused: {rule}" for rule in found.unused]
+    """A difference in words; the verdict comes first."""
+    lines = [
+        _conclude(found),
+        *(f"note: {note}" for note in found.notes),
+        *(f"unused: {rule}" for rule in found.unused),
+    ]
     groups = [[atom] for atom in found.atoms] if everything else fold(found.atoms)
     shown = groups if everything else groups[:ROWS]
     if shown:
-        header = ("atom", "state", "difference", "elements", "first at", "largest |Δ|", "relative")
+        header = ("tensor", "state", "difference", "elements", "first at", "largest |Δ|", "relative")
         lines += format_table([_make_row(atoms) for atoms in shown], header, right=(3, 5, 6))
     if len(shown) < len(groups):
         lines.append(f"… {len(groups) - len(shown)} more lines; --all shows all, --json too")
-    return [*lines, *map(_describe_value, found.values), _conclude(found)]
+    return [*lines, *map(_describe_value, found.values)]
 
 
 def fold(atoms: Sequence[AtomDifference]) -> list[list[AtomDifference]]:
@@ -204,12 +208,12 @@ def _describe_value(each: ValueDifference) -> str:
 
 
 def _conclude(found: Difference) -> str:
-    compared = f"{found.compared} atoms ({format_count(found.numel)} elements) compared"
+    compared = f"{count_of(found.compared, 'tensor')} ({format_count(found.numel)} elements) compared"
     if found.converted:
         compared += f", {found.converted} of two dtypes by value"
     if not found.atoms and not found.values:
         return f"equal: {compared}"
-    parts = [f"{len(found.atoms)} atoms differ"] if found.atoms else []
-    parts += [f"{len(found.values)} other values differ"] if found.values else []
+    counts = (len(found.atoms), "tensor"), (len(found.values), "other value")
+    parts = [f"{count_of(number, noun)} differ{'s' * (number == 1)}" for number, noun in counts if number]
     verdict = f"equal within {found.tolerance:g}" if found.equal else "different"
     return f"{verdict}: {', '.join(parts)}; {compared}"

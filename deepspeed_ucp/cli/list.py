@@ -1,22 +1,27 @@
-"""``ds_ucp list``: the checkpoints of a folder: which step, whether whole and sealed, how large."""
+"""``ds_ucp list``: the checkpoints of a folder, on storage and in this node's memory, and which one a resume takes."""
 
 from __future__ import annotations
 
 import argparse
 import logging
 import os
-from collections.abc import Iterator, Mapping
+import socket
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, UcpError, count_of
 from .common import Commands, add_command, add_store_option
 from .printing import FAULT, OK, emit, format_bytes, format_table
 
 if TYPE_CHECKING:
     from ..examine.tags import TagReport
+    from ..saves.search import HeldSave
 
 logger = logging.getLogger("deepspeed_ucp")
+
+STORAGE, MEMORY = "storage", "memory"
+"""Places of a checkpoint."""
 
 
 def add_parser(commands: Commands) -> None:
@@ -24,32 +29,138 @@ def add_parser(commands: Commands) -> None:
     parser = add_command(
         commands,
         "list",
-        help="list a folder's checkpoints: step, whole, sealed, size",
-        description="List the checkpoints of a folder, the newest first (by step, seal and time), and those of its "
-        "subfolders, such as a trainer's checkpoint-500. Only headers are read. Exit code 0: all are whole; 1: one is "
-        "not; 2: an error, or there is none.",
+        help="list a folder's checkpoints, and say which one a resume takes",
+        description="List the checkpoints of a folder and of its subfolders (such as a trainer's checkpoint-500), on "
+        "storage and in this node's memory, and say which one a resume takes. The newest comes first (by step, seal "
+        "and time). Only headers are read. Exit code 0: all are complete; 1: one is not; 2: an error, or none.",
         examples="""
             ds_ucp list checkpoints/
             ds_ucp list trainer_output/ --json | jq -r '.checkpoints[0].folder'
             ds_ucp list s3://bucket/run
+            ds_ucp list /dev/shm/deepspeed_ucp-1000
         """,
     )
-    parser.add_argument(
-        "folder", metavar="FOLDER", help="the folder (or URL) of all tags, or of a trainer's checkpoints"
+    text = (
+        "the folder (or URL) of all tags, or of a trainer's checkpoints; or a user's folder in memory "
+        "(deepspeed_ucp-UID), for all saves there"
     )
+    parser.add_argument("folder", metavar="FOLDER", help=text)
+    text = 'folder of saves in memory, as in "save": {"memory": DIR} (default: /dev/shm)'
+    parser.add_argument("--memory", metavar="DIR", default="/dev/shm", help=text)
     add_store_option(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """List; 1 where a checkpoint is not whole."""
-    from ..examine.tags import find_saves, look_at_tag
+    """List; 1 if a checkpoint is not complete."""
+    from ..saves.search import is_root
 
     folder = options.folder.rstrip("/") or options.folder
-    saves = [look_at_tag(folder, path) for path in find_saves(folder)]
-    named = dict(read_names(folder))
-    found = [_describe(save, named) for save in sorted(saves, key=lambda save: save.age, reverse=True)]
-    emit(options, {"folder": folder, **named, "checkpoints": found}, _write(found))
-    return OK if all(each["whole"] or each["weights_only"] for each in found) else FAULT
+    if is_root(folder):
+        named, found = {}, _list_held(folder, None)
+        if not found:
+            raise CheckpointError("no saves are in this folder of memory.", path=folder)
+        resumed = "each folder's own resume is marked"
+    else:
+        found = _list_held(options.memory, folder)
+        stored = _list_stored(folder, required=not found)
+        named = dict(read_names(folder))
+        resumed = _mark_resumed(folder, found, stored)
+        found += stored
+    found.sort(key=lambda each: each.pop("age"), reverse=True)
+    for each in found:
+        each["named_by"] = [name for name, tag in named.items() if (each["place"], each["tag"]) == (STORAGE, tag)]
+    emit(options, {"folder": folder, **named, "checkpoints": found}, _write(found, resumed))
+    return OK if all(map(_is_usable, found)) else FAULT
+
+
+def _is_usable(each: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint lacks nothing but optimizer states, as far as this node can know."""
+    return each["whole"] is not False or each["weights_only"]
+
+
+def _list_stored(folder: str, *, required: bool) -> list[dict[str, Any]]:
+    """The checkpoints on storage.
+
+    Raises:
+        CheckpointError: there is none, and one is required.
+    """
+    from ..examine.tags import find_saves, look_at_tag
+
+    try:
+        saves = [look_at_tag(folder, path) for path in find_saves(folder)]
+    except CheckpointError:
+        if required:
+            raise
+        return []
+    return [{**_describe(save), "place": STORAGE, "memory": None, "resume": False} for save in saves]
+
+
+def _list_held(memory: str, folder: str | None) -> list[dict[str, Any]]:
+    """The saves in this node's memory.
+
+    Args:
+        memory: as in the ds_config; if all of a user's saves are wanted, the user's folder in it.
+        folder: only saves of this folder; None for all.
+    """
+    from ..saves.search import list_in_memory, open_memory
+
+    try:
+        root = memory if folder is None else open_memory(memory)
+        saves = list_in_memory(root, folder) if root is not None else []
+    except (UcpError, OSError) as error:
+        logger.warning("saves in memory are not listed: %s", error)
+        return []
+    return [data for save in saves if (data := _describe_held(save, folder)) is not None]
+
+
+def _describe_held(save: HeldSave, folder: str | None) -> dict[str, Any] | None:
+    """A save in memory; None if its job has removed it meanwhile."""
+    from ..examine.tags import look_at_tag
+    from ..saves.memory import locate
+
+    first, *others = save.parts
+    try:
+        report = look_at_tag(first.folder, first.tag, [os.path.join(each.folder, each.tag) for each in others])
+    except (UcpError, OSError):
+        if first.is_recorded():
+            raise
+        return None
+    data = _describe(report) | {"age": report.age._replace(step=first.step), "step": first.step}
+    if not save.is_complete:
+        data |= {"whole": None, "fault": None}  # other nodes have the rest
+    path = first.tag if folder is None else os.path.relpath(os.path.join(save.place, first.tag), locate(folder))
+    memory = {
+        "host": socket.gethostname(),
+        "save_dir": first.save_dir,
+        "tag": first.tag,
+        "nodes": first.nodes,
+        "parts": [part.node for part in save.parts],
+        "pending": [place.folder for place in first.list_pending()],
+        "running": save.is_running,
+    }
+    return {**data, "tag": path, "place": MEMORY, "memory": memory, "resume": save.is_taken}
+
+
+def _mark_resumed(folder: str, held: Sequence[dict[str, Any]], stored: Sequence[dict[str, Any]]) -> str:
+    """Mark the checkpoint that a resume from the folder takes, in memory or on storage, and name it."""
+    from ..comm import Comm
+    from ..load.tags import find_tag
+
+    for each in held:
+        each["resume"] &= each["tag"] in (".", each["memory"]["tag"])  # not one of a subfolder
+    taken = next((each for each in held if each["resume"]), None)
+    if taken is None:
+        try:
+            tag = find_tag(folder, None, Comm(), foreign=True)
+        except CheckpointError as error:
+            return f"a resume fails: {error}"
+        tags = {each["tag"]: each for each in stored}
+        taken = None if tag is None else tags.get(os.path.normpath(tag), tags.get("."))
+        if taken is None:
+            return "no checkpoint is named: give a resume the folder of one"
+        taken["resume"] = True
+    doubt = "" if _is_usable(taken) else ", which is not complete"
+    return f"a resume takes {taken['tag']} from {taken['place']}{doubt}"
 
 
 def read_names(folder: str) -> Iterator[tuple[str, str | None]]:
@@ -66,10 +177,11 @@ def read_names(folder: str) -> Iterator[tuple[str, str | None]]:
             yield name, None
 
 
-def _describe(save: TagReport, named: Mapping[str, str | None]) -> dict[str, Any]:
-    """What is told of a checkpoint."""
+def _describe(save: TagReport) -> dict[str, Any]:
+    """The headers of a checkpoint as data, with its age, by which they are sorted."""
     age = save.age
     return {
+        "age": age,
         "tag": save.path,
         "folder": save.folder,
         "step": None if age.step < 0 else age.step,
@@ -81,27 +193,45 @@ def _describe(save: TagReport, named: Mapping[str, str | None]) -> dict[str, Any
         "written": datetime.fromtimestamp(age.time).astimezone().isoformat(timespec="seconds") if age.time else None,
         "topology": save.topology,
         "fault": save.describe_fault(),
-        "named_by": [name for name, tag in named.items() if tag == save.path],
     }
 
 
-def name_whole(*, whole: bool, weights_only: bool) -> str:
-    """Whether a checkpoint is whole, in a word."""
+def name_whole(*, whole: bool | None, weights_only: bool) -> str:
+    """Whether a checkpoint is complete, in a word."""
+    if whole is None:
+        return "part"
     return "weights" if weights_only else "yes" if whole else "no"
 
 
-def _write(found: list[dict[str, Any]]) -> list[str]:
+def _write(found: Sequence[Mapping[str, Any]], resumed: str) -> list[str]:
+    broken = sum(not _is_usable(each) for each in found)
+    verdict = f"{count_of(len(found), 'checkpoint')}, {f'{broken} not complete' if broken else 'all complete'}"
     rows = [
         [
             *(each["tag"], "?" if each["step"] is None else each["step"]),
             *(name_whole(whole=each["whole"], weights_only=each["weights_only"]), "yes" if each["sealed"] else "no"),
             *(format_bytes(each["bytes"]), (each["written"] or "?")[:16].replace("T", " "), each["topology"] or "?"),
-            ", ".join(each["named_by"]),
+            *(each["place"], ", ".join([*each["named_by"], *(["resume"] if each["resume"] else [])])),
         ]
         for each in found
     ]
-    lines = format_table(rows, ["tag", "step", "whole", "sealed", "size", "written", "topology", ""], right=(1, 4))
+    header = ["tag", "step", "complete", "sealed", "size", "written", "topology", "place", ""]
+    lines = [f"{verdict}; {resumed}", "", *format_table(rows, header, right=(1, 4))]
     faults = [(each["tag"], *each["fault"].split("\n")) for each in found if each["fault"]]
-    lines += [""] if faults else []
-    lines += [f"{tag}: {first}{f' (and {len(more)} more)' if more else ''}" for tag, first, *more in faults]
-    return lines
+    notes = [f"{tag}: {first}{f' (and {len(more)} more)' if more else ''}" for tag, first, *more in faults]
+    notes += [f"{each['tag']}: {_write_memory(each)}" for each in found if each["memory"]]
+    return [*lines, *([""] if notes else []), *notes]
+
+
+def _write_memory(each: Mapping[str, Any]) -> str:
+    """Folder, host, nodes and pending destinations of a save in memory."""
+    held = each["memory"]
+    text = f"in {each['folder']} on {held['host']}, for {held['save_dir']}"
+    if held["nodes"] > 1:
+        numbers = ", ".join(map(str, held["parts"]))
+        text += f"; files of node {numbers} of {held['nodes']} (0 to {held['nodes'] - 1})"
+        if len(held["parts"]) < held["nodes"]:
+            text += ", a resume takes it if the other nodes have the rest"
+    if held["pending"]:
+        text += f"; not written yet to {', '.join(held['pending'])}"
+    return text + ("; its job is running, a resume takes it when that has ended" if held["running"] else "")

@@ -6,7 +6,7 @@ Without a checkpoint: what a run of so many parameters needs of memory, disk and
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -192,10 +192,10 @@ def _plan_resume(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]
         exact=True if options.exact else False if options.sample else None,
         samples=options.sample,
     )
-    if speeds and found.totals and found.ranks:
+    if speeds and found.possible and found.totals and found.ranks:
         times = estimate_times(found.totals, found.ranks, found.degrees.world, speeds)
     lines = [*_describe(index, found, every=options.all), *_end(speeds, times, ())]
-    assumed = found.assumed if found.totals is not None else []
+    assumed = found.assumed if found.possible and found.totals is not None else []
     data: dict[str, Any] = {"bandwidths": speeds, "seconds": times}
     if options.mtbf and found.possible:
         data["saves"], told, more = plan_interval(options, found.degrees, *count_state(index, found.degrees))
@@ -244,14 +244,15 @@ def _describe(index: AtomicIndex, found: DryRun, *, every: bool) -> list[str]:
     loader = "DeepSpeed's own load: the topology is the checkpoint's"
     if found.differences:
         loader = ": ".join(filter(None, (found.loader, "; ".join(list_untold(found.differences)))))
-    lines = [f"from   {index.run.written}", f"to     {found.degrees.describe()}", f"loads  {loader}"]
+    world = count_of(found.degrees.world, "rank")
+    verdict = f"possible: {found.loader} loads it on {world}" if found.possible else "not possible"
+    lines = [verdict, *([] if found.possible else _list_obstacles(found.obstacles)), ""]
+    lines += [f"from   {index.run.written}", f"to     {found.degrees.describe()}", f"loads  {loader}"]
     if found.batch.train is not None:
         fits = (found.batch.text or "fits") if found.batch.fits else "does not fit"
         ranks = count_of(found.degrees.dp, "data-parallel rank")
         lines.append(f"batch  train_batch_size {found.batch.train} on {ranks}: {fits}")
-    if found.obstacles:
-        lines += ["", "NOT POSSIBLE:", *(f"  - {text}" for text in found.obstacles)]
-    if found.totals is not None:
+    if found.possible and found.totals is not None:
         lines += ["", *_describe_totals(found.totals, exact=found.exact), "", *_describe_ranks(found, found.totals)]
         if every:
             header = ["rank", "stage", "dp", "tp", *_TITLES.values()]
@@ -261,6 +262,10 @@ def _describe(index: AtomicIndex, found: DryRun, *, every: bool) -> list[str]:
             ]
             lines += ["", *format_table(rows, header, right=range(len(header)))]
     return lines
+
+
+def _list_obstacles(obstacles: Iterable[str]) -> Iterator[str]:
+    return (f"  - {text}" for text in obstacles)
 
 
 def _describe_totals(totals: LoadTotals, *, exact: bool) -> list[str]:
@@ -341,10 +346,11 @@ def _plan_run(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         ["checkpoint", format_both(totals.checkpoint), f"{totals.files} files"],
         ["state to restore", format_both(totals.state), "each byte is read once"],
     ]
-    lines = [f"to     {degrees.describe()}", f"model  {format_count(options.params)} parameters", ""]
+    target = [f"to     {degrees.describe()}", f"model  {format_count(options.params)} parameters"]
     if degrees.refused:
-        lines += ["NOT POSSIBLE:", *(f"  - {text}" for text in degrees.refused), ""]
-    lines += [*format_table(rows, right=(1,)), *_end(speeds, times, ())]
+        return data, ["not possible", *_list_obstacles(degrees.refused), "", *target]
+    verdict = f"possible: {format_bytes(memory.total)} of memory for each rank's engine"
+    lines = [verdict, "", *target, "", *format_table(rows, right=(1,)), *_end(speeds, times, ())]
     if save is not None:
         lines += ["", f"a save at {options.write_gbs:g} GB/s takes {format_seconds(save)}"]
     if options.mtbf:

@@ -28,8 +28,14 @@ _OFTEN = 12
 
 
 def write_summary(survey: Survey, *, unfold: bool) -> list[str]:
-    """The whole report."""
-    lines = [survey.data["folder"], *_write_head(survey), "", *_write_parameters(survey.parameters, unfold=unfold)]
+    """The whole report; the first line is the verdict."""
+    more = f"; {count_of(len(survey.findings), 'finding')} at the end" if survey.findings else ""
+    lines = [
+        f"{survey.data['folder']}: opens{more}",
+        *_write_head(survey),
+        "",
+        *_write_parameters(survey.parameters, unfold=unfold),
+    ]
     if survey.experts:
         lines += ["", *write_layers(survey.experts.values())]
     if survey.index.model.aliases:

@@ -31,8 +31,8 @@ def add_parser(commands: Commands) -> None:
         help="check every byte of a checkpoint",
         description="Look at every file of a checkpoint: the CRC32 of each record, whether every "
         "element of every parameter is there once, and whether the files belong together (same step, run and world "
-        "size). All faults are named, with the parameters in damaged bytes. Exit code 0: whole; 1: faults; 2: nothing "
-        "that can be looked at.",
+        "size). All faults are named, with the parameters in damaged bytes. Exit code 0: complete; 1: faults; 2: "
+        "nothing that can be looked at.",
         examples="""
             ds_ucp verify checkpoints/
             ds_ucp verify checkpoints/global_step1000 --headers-only
@@ -98,7 +98,8 @@ def _report_dangling(options: argparse.Namespace, error: CheckpointError) -> int
     for latest in ("latest", "latest_universal"):
         if exists(os.path.join(options.checkpoint, latest)):
             fault = Finding("latest", latest, str(error))
-            emit(options, to_data(Verification(options.checkpoint, "", "", (), (), 0, 0.0, (fault,))), [_word(fault)])
+            found = Verification(options.checkpoint, "", "", (), (), 0, 0.0, (fault,))
+            emit(options, to_data(found), [f"{options.checkpoint}: 1 fault", _word(fault)])
             return FAULT
     raise error
 
@@ -107,7 +108,7 @@ def to_data(found: Verification) -> dict[str, Any]:
     """A verification as data for ``--json``."""
     files = [{"name": f.name, "bytes": f.nbytes, "records": f.records, "unchecked": f.unchecked} for f in found.files]
     faults = [
-        {"kind": f.kind, "file": f.file, "text": f.text, "warning": f.warning, "atoms": f.names} for f in found.faults
+        {"kind": f.kind, "file": f.file, "text": f.text, "warning": f.warning, "tensors": f.names} for f in found.faults
     ]
     return {
         "folder": found.folder,
@@ -127,27 +128,38 @@ def to_data(found: Verification) -> dict[str, Any]:
 
 
 def to_text(found: Verification, *, headers_only: bool = False) -> list[str]:
-    """A verification in words."""
+    """A verification in words; the verdict comes first."""
     from ..sources.findings import fold_findings
 
     records = sum(file.records for file in found.files)
     rate = format_bytes(found.read / max(found.seconds, 1e-9))
     read = f"{format_bytes(found.read)} read in {format_duration(found.seconds)} ({rate}/s)"
     lines = [
-        f"{found.folder}: {found.kind} checkpoint{f', {found.topology}' if found.topology else ''}",
+        f"{found.folder}: {_conclude(found, headers_only=headers_only)}",
+        f"{found.kind} checkpoint{f', {found.topology}' if found.topology else ''}",
         f"{count_of(len(found.files), 'file')}, {count_of(records, 'record')}, {format_bytes(found.nbytes)}; "
-        + ("the headers only were looked at" if headers_only else read),
+        + ("only headers were read" if headers_only else read),
     ]
     if found.fingerprint.get("digest"):
         lines.append(f"source: {found.fingerprint['digest']}")
-    if found.unchecked:
-        lines.append(f"{format_bytes(found.unchecked)} are unchecked: no checksum of them was found")
     if found.others:
         lines.append(f"{count_of(len(found.others), 'other file')} not looked into")
+    return [*lines, *map(_word, fold_findings(found.faults))]
+
+
+def _conclude(found: Verification, *, headers_only: bool) -> str:
+    """The verdict: faults, or how much of a complete checkpoint was compared with checksums."""
     warnings = sum(fault.warning for fault in found.faults)
-    verdict = "whole" if found.whole else count_of(len(found.faults) - warnings, "fault")
     more = f" ({count_of(warnings, 'warning')})" if warnings else ""
-    return [*lines, *map(_word, fold_findings(found.faults)), verdict + more]
+    if not found.whole:
+        return count_of(len(found.faults) - warnings, "fault") + more
+    if headers_only:
+        return f"complete by names, sizes and headers; checksums were not compared{more}"
+    if not any(file.checked for file in found.files):
+        return f"complete by names and sizes; no checksums to compare{more}"
+    if found.unchecked:
+        return f"complete; {format_bytes(found.unchecked)} have no checksums to compare, the rest matches{more}"
+    return f"complete, all checksums match{more}"
 
 
 def _word(fault: Finding) -> str:

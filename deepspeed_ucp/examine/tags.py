@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..comm import Comm
@@ -88,17 +88,22 @@ def find_saves(folder: str, *, foreign: bool = True) -> list[str]:
     return found or [os.path.relpath(find_checkpoint(folder), folder)]  # raises, and tells what the folder looks like
 
 
-def look_at_tag(folder: str, path: str) -> TagReport:
-    """What is told of a tag that :func:`find_saves` has found.
+def look_at_tag(folder: str, path: str, also: Sequence[str] = ()) -> TagReport:
+    """Read the headers of a tag.
+
+    Args:
+        folder, path: as :func:`find_saves` returns it.
+        also: folders that hold further files of the tag.
 
     Raises:
         CheckpointError, OSError: it cannot be listed.
     """
     where = folder if path == "." else os.path.join(folder, path)
-    files = {name: entry for name, entry in list_tree(where).items() if not entry.is_folder}  # before they are read
+    trees = [list_tree(each) for each in (*also, where)]  # before they are read
+    files = {name: entry for tree in trees for name, entry in tree.items() if not entry.is_folder}
     index, fault, is_atomic = None, None, False
     try:
-        report = survey_checkpoint(where, Comm(), Naming(groups="module"))
+        report = survey_checkpoint(where, Comm(), Naming(groups="module"), also=also)
         index, fault, is_atomic = report.index, report.fault, report.atomic
     except UcpError as error:
         fault = error

@@ -48,12 +48,13 @@ DEFAULT = WorkOptions(window=64 << 20)
 
 @dataclass(frozen=True, slots=True)
 class FileReport:
-    """A file that was looked at: bytes, records, and the bytes of records without a checksum."""
+    """A file that was looked at: bytes, records, the bytes of records without a checksum, and whether any has one."""
 
     name: str
     nbytes: int
     records: int = 0
     unchecked: int = 0
+    checked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,7 +418,8 @@ def _compare_samples(folder: str, index: AtomicIndex, comm: Comm) -> list[Findin
 def _describe_file(name: str, nbytes: int, listed: FileRecords | None) -> FileReport:
     if listed is None:  # that its directory cannot be read is a fault; a swap file has none
         return FileReport(name, nbytes, 0, nbytes if read_swap_name(name) else 0)
-    return FileReport(name, nbytes, len(listed.records), listed.unchecked)
+    checked = any(record.crc is not None for record in listed.records)
+    return FileReport(name, nbytes, len(listed.records), listed.unchecked, checked)
 
 
 def _sort_faults(faults: Iterable[Finding]) -> tuple[Finding, ...]:

@@ -66,15 +66,21 @@ def read_objects(path: str, *, trust_pickle: bool, checked: bool = True) -> dict
     return make_objects(read_header(path), trust_pickle=trust_pickle, checked=checked)
 
 
-def make_objects(file: TorchFile, *, trust_pickle: bool, checked: bool = True) -> dict[str, Any]:
-    """The same of a file whose header has been read."""
+def make_objects(
+    file: TorchFile, *, trust_pickle: bool, checked: bool = True, has_option: bool = False
+) -> dict[str, Any]:
+    """Like :func:`read_objects`, for a header that is already parsed.
+
+    Args:
+        has_option: the ``trust_pickle`` option of the ds_config applies to this file, and a refusal names it.
+    """
     if not checked:
         file = replace(file, storages={key: record._replace(crc=None) for key, record in file.storages.items()})
     kept = _select_client(file)
     allowed = None
     if not trust_pickle:
         uses = [file.uses[value] for value in walk(kept) if isinstance(value, Global)]
-        allowed = {**_allow_all(dict.fromkeys(uses, file.path)), GETATTR: _get_member}
+        allowed = {**_allow_all(dict.fromkeys(uses, file.path), has_option=has_option), GETATTR: _get_member}
         calls = [value for value in walk(kept) if isinstance(value, PickledObject)]
         _check_copies(file, calls)
         _check_keys(file, calls)
@@ -101,10 +107,10 @@ def check_trusted(named: Mapping[Use, str]) -> None:
     Raises:
         UnsupportedError: naming all of it.
     """
-    _allow_all(named)
+    _allow_all(named, has_option=True)
 
 
-def _allow_all(named: Mapping[Use, str]) -> dict[str, Any]:
+def _allow_all(named: Mapping[Use, str], *, has_option: bool) -> dict[str, Any]:
     """What is harmless and what ``named`` names, by dotted name.
 
     Raises:
@@ -116,10 +122,10 @@ def _allow_all(named: Mapping[Use, str]) -> dict[str, Any]:
     unknown = [use for use in named if not _is_allowed(use, found[use], allowed)]
     if unknown:
         kinds = shorten(dict.fromkeys(use.kind for use in unknown), 20)
+        option = ' or set "checkpoint": {"universal": {"trust_pickle": true}}' if has_option else ""
         raise UnsupportedError(
             f"holds objects that are not unpickled without your consent ({kinds}). If you trust "
-            "the checkpoint, allow these classes with torch.serialization.add_safe_globals or set "
-            '"checkpoint": {"universal": {"trust_pickle": true}}.',
+            f"the checkpoint, allow these classes with torch.serialization.add_safe_globals{option}.",
             path=named[unknown[0]],
         )
     return {**allowed, **{use.kind: each for use, each in found.items() if not use.member}}

@@ -286,7 +286,8 @@ def _read_state_file(index: AtomicIndex, config: UniversalConfig, path: str) -> 
             header = reader.read_file(numbers[0], lambda file: read_header(file.path))
     else:
         header = read_header(path)
-    return make_objects(header, trust_pickle=config.trust_pickle, checked=config.verify == "crc")
+    checked = config.verify == "crc"
+    return make_objects(header, trust_pickle=config.trust_pickle, checked=checked, has_option=True)
 
 
 def _find_own_file(index: AtomicIndex, target: Target) -> str | None:

@@ -13,8 +13,8 @@ from ..atoms import AtomicIndex
 from ..comm import Comm, connect, is_shared
 from ..config import UniversalConfig
 from ..convert import ConvertOptions, convert_index, default_destination
-from ..engine_state import find_state
-from ..errors import CheckpointError, OutOfReachError, UcpError, UnsupportedError, let_go, shorten
+from ..engine_state import find_state, list_save_folders
+from ..errors import CheckpointError, OutOfReachError, UcpError, UnsupportedError, count_of, let_go, shorten
 from ..io.memory import pause_collection
 from ..io.paths import normalize
 from ..io.store import begin_reading, set_storage_options
@@ -29,12 +29,13 @@ from ..targets.coverage import list_unsaved
 from ..targets.finish import refresh_after_own_load, wait_behind_reads
 from ..targets.guard import mark, release
 from ..targets.rule import watch_edits
+from .absent import report_absent
 from .choice import choose_loader
 from .context import LoadArguments, LoadContext, LoadReport
 from .direct import load_direct
 from .inventory import gather_inventory, list_live_rules
 from .report import write_report
-from .tags import find_folders, find_tag, report_nothing
+from .tags import find_all_tags, find_folders, find_tag, suggest_fallback
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -69,16 +70,20 @@ def resume(
     engine.ucp_report = report
     upstream = bool(engine.load_universal_checkpoint())
     how = {"universal": upstream, "fallback": config.fallback, "foreign": True}
-    chosen = find_tag(load_dir, tag, comm, also=config.also, **how)
+    places, can_fall_back = (load_dir, *config.also), tag is None and not config.fallback
+    with suggest_fallback(lambda: can_fall_back and bool(find_all_tags(places))):
+        chosen = find_tag(load_dir, tag, comm, also=config.also, **how)
     if chosen is None:
-        report_nothing((load_dir, *config.also), comm, require=config.require)
+        report_absent(places, comm, require=config.require, saved_to=list_save_folders(engine))
         return own()
     job = LoadContext(engine, comm, config, arguments, report)
     if engine.use_node_local_storage() and not upstream:
         own = partial(own, tag=chosen)  # DeepSpeed writes `latest` on the first rank's node alone
     is_own = find_folders([load_dir], chosen, comm) == [load_dir]
     if tag is not None or is_own or not config.fallback:
-        loaded = _resume_tag(job, load_dir, chosen, own, upstream=upstream, unknown=unknown)
+        can_fall_back &= not is_own
+        with suggest_fallback(lambda: can_fall_back and not find_all_tags(places) <= {chosen}):
+            loaded = _resume_tag(job, load_dir, chosen, own, upstream=upstream, unknown=unknown)
     else:
         loaded = _resume_first_whole(job, load_dir, chosen, own, upstream=upstream, unknown=unknown)
     write_report(job, loaded[0])
@@ -240,6 +245,6 @@ def convert_first(
     )
     converted = convert_index(index, folder, destination, comm, options, rules=rules, live=live)
     if comm.rank == 0:
-        done = "taken as it is" if converted.reused else f"{converted.tensors} atoms written"
+        done = "taken as it is" if converted.reused else f"{count_of(converted.tensors, 'tensor')} written"
         logger.info("%s: %s", destination, done)
     return open_checkpoint(destination, comm), converted

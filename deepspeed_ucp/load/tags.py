@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from ..comm import Comm
-from ..errors import CheckpointError, join_numbers, shorten
-from ..hub import describe_cached
+from ..errors import CheckpointError, OutOfReachError, join_numbers, shorten
 from ..io.paths import is_url, normalize
 from ..io.store import is_folder
 from ..sources import check_tag, read_latest
-from ..sources.latest import describe_content, find_folder
+from ..sources.latest import find_folder, find_tags
 from ..sources.older import find_newest
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -147,9 +146,37 @@ def _is_somewhere(places: Sequence[str], tag: str, comm: Comm) -> bool:
     return any(here) or comm.once(lambda: any(is_folder(path) for path in paths if is_url(path)))
 
 
+@contextmanager
+def suggest_fallback(has_older: Callable[[], bool]) -> Iterator[None]:
+    """Add the ``fallback`` option to the message of a checkpoint's fault, if the option would avoid it.
+
+    Args:
+        has_older: whether there is another checkpoint to fall back to; called after a fault, on rank 0.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        if not (isinstance(error, OutOfReachError) or error.echo):
+            with suppress(CheckpointError, OSError):
+                error.args = (*error.args, *([_FALLBACK] if has_older() else []))
+        raise
+
+
+_FALLBACK = '"fallback": true loads the newest checkpoint that is complete.'
+
+
 def _refuse(error: str, newest: str | None) -> None:
     if newest is None:
         raise CheckpointError(error)
+
+
+def find_all_tags(places: Sequence[str]) -> set[str]:
+    """The tags in all places together.
+
+    Raises:
+        CheckpointError: a place cannot be listed.
+    """
+    return {tag for place in places for tag in find_tags(place)}
 
 
 def find_folders(places: Sequence[str], tag: str, comm: Comm) -> list[str]:
@@ -161,37 +188,9 @@ def _find_folder(place: str, tag: str, comm: Comm) -> str:
     below = os.path.join(place, tag)
     if os.path.basename(normalize(place)) != tag:
         return below
-    return place if any(_ask(place, lambda: find_folder(place, tag) == place, comm)) else below
+    return place if any(ask_ranks(place, lambda: find_folder(place, tag) == place, comm)) else below
 
 
-def _ask(place: str, look: Callable[[], T], comm: Comm) -> list[T]:
-    """What every rank sees in a place; of a store one rank asks, for all; collective."""
+def ask_ranks(place: str, look: Callable[[], T], comm: Comm) -> list[T]:
+    """Run ``look`` on every rank, or on rank 0 alone if the place is a URL (collective)."""
     return [comm.once(look)] if is_url(place) else comm.each(look)
-
-
-def report_nothing(places: Sequence[str], comm: Comm, *, require: bool) -> None:
-    """Say that there is nothing to resume; collective. A warning where a folder is neither missing nor empty.
-
-    Raises:
-        CheckpointError: a checkpoint is required.
-    """
-
-    def look(place: str) -> str:
-        return describe_content(place) or ("" if is_url(place) or os.path.isdir(place) else describe_cached(place))
-
-    seen = [next(filter(None, _ask(place, partial(look, place), comm)), "") for place in places]
-    told = " ".join(f"{place} {text}." for place, text in zip(places, seen, strict=True) if text)
-    text = f"{places[0]}: holds no checkpoint yet, nothing to resume"
-    if require:
-        told = told or "It is missing or empty."
-        comm.alike(lambda: _refuse(f'{text}, and "require" is on. {told} Check the path: {_WANTED}.', None))
-    if comm.rank:
-        return
-    if told:
-        advice = f'If it was to go on from a checkpoint, name {_WANTED}; "require": true makes this an error'
-        logger.warning("%s: training begins from scratch. %s %s.", text, told, advice)
-    else:
-        logger.info("%s", text)
-
-
-_WANTED = "the folder that holds `latest`, or a checkpoint's own folder"

@@ -357,7 +357,7 @@ class Builder:
             if not _is_sound(held, self._tp_shards[param]):
                 self._held[param] = self._join(param, empty, faults)
         if faults:
-            more = [f"… and {len(faults) - TOLD} more atoms."] if len(faults) > TOLD else []
+            more = [f"… and {len(faults) - TOLD} more tensors."] if len(faults) > TOLD else []
             raise CheckpointError(*faults[:TOLD], *more)
         return Atoms(self._held, self._module)
 

@@ -22,8 +22,8 @@ from ..errors import (
 FAULT, WARNING, NOTE = "fault", "warning", "note"
 """Severities: it cannot be loaded; it can, but a user should know before; something to know."""
 
-COPY = 'Copy what is missing here, name a place that has it ("also"), or take an older tag ("fallback").'
-"""What to do about files that are not there."""
+COPY = 'Copy what is missing here, name a place that has it ("also", --also), or load another tag.'
+"""Remedy for missing files. A load adds ``fallback`` where that option applies."""
 
 _TOLD = 16
 """Findings that one error tells."""

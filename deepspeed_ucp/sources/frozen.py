@@ -82,8 +82,8 @@ def compare_base(folder: str, reference: Reference, headers: Iterable[FileHeader
 
 
 _ADVICE = (
-    "Copy the whole folder there from where it was saved (all tags of a run may share one), or take an older tag "
-    '("fallback"). Where the model has its frozen parameters already, as from its pretrained weights, remove '
+    "Copy the whole folder there from where it was saved (all tags of a run may share one), or load another "
+    "tag. Where the model has its frozen parameters already, as from its pretrained weights, remove "
     f"{FROZEN} and ucp_seal.json from the tag and pass load_module_strict=False."
 )
 

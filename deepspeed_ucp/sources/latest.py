@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 from contextlib import suppress
+from difflib import SequenceMatcher
 
-from ..errors import CheckpointError, shorten
+from ..errors import CheckpointError, shorten, suggest
 from ..io.opened import explain_failure
 from ..io.paths import normalize
 from ..io.staging import LATEST as UNIVERSAL
@@ -32,6 +33,9 @@ _BUCKET = re.compile(r"(s3a?|gs|gcs)://[^/]+")
 
 LOST = "lost+found"
 """Folder in the root of a file system, which root alone may list."""
+
+_SIBLINGS = 32
+"""Folders that are searched for the checkpoint that a mistyped path may mean."""
 
 _LONGEST = 4096
 """Bytes of the longest path that the system takes."""
@@ -100,8 +104,7 @@ def read_latest(load_dir: str, *, universal: bool = False, foreign: bool = False
         return None
     raise CheckpointError(
         f"{os.path.join(load_dir, LATEST)} is missing, but {load_dir} holds checkpoints: {shorten(tags)}. Resuming "
-        "from scratch would lose them: name one (tag=… of load_checkpoint, or its folder), write it into that file, or "
-        'let "fallback": true take the newest one that is whole.'
+        "from scratch would lose them: name one (tag=… of load_checkpoint, or its folder), or write it into that file."
     )
 
 
@@ -195,6 +198,25 @@ def describe_content(folder: str) -> str:
     return f"holds {shorten(seen)}, none of them a checkpoint" if seen else ""
 
 
+def find_siblings(folder: str) -> list[str]:
+    """Other folders of its parent that hold checkpoints of DeepSpeed's; the most similar names first.
+
+    Only the ``_SIBLINGS`` most similar names are looked at. Folders that cannot be listed are skipped.
+
+    Raises:
+        CheckpointError: the parent cannot be listed.
+    """
+    parent, own = os.path.split(normalize(folder))
+    names = [name for name, entry in scan_if_there(parent).items() if entry.is_folder and name not in (LOST, own)]
+    names.sort(key=lambda name: (-SequenceMatcher(None, name, own).ratio(), name))
+    found = []
+    for name in names[:_SIBLINGS]:
+        path = os.path.join(parent, name)
+        with suppress(CheckpointError, OSError):
+            found += [name] if exists(os.path.join(path, LATEST)) or has_states(path) else []
+    return found
+
+
 def _check_bucket(load_dir: str) -> None:
     """Who mistypes a bucket's name is not to begin from scratch; a folder of it may well be made by the first save.
 
@@ -226,12 +248,19 @@ def check_tag(load_dir: str, tag: str) -> str:
     """
     folder = find_folder(load_dir, str(tag))
     if not leads_to_folder(folder):
-        tags = find_tags(load_dir) or find_foreign_folders(load_dir)
-        known = f"the folder holds {shorten(tags)}" if tags else "the folder holds no checkpoint"
+        if not leads_to_folder(load_dir):
+            fact = "is a file" if exists(load_dir) else "does not exist"
+            raise CheckpointError(f"no checkpoint with tag {tag!r}: {load_dir} {fact}. Check the path.", path=folder)
+        tags, advice = find_tags(load_dir) or find_foreign_folders(load_dir), COPY
+        known = "the folder holds no checkpoint"
+        if tags:
+            near = suggest(tag, tags)
+            known = f"the folder holds {shorten(tags)}{f' ({near})' if near else ''}"
+            advice = 'Name one of them, or a place that has this tag ("also", --also).'
         held = scan_if_there(load_dir).keys()  # weights beside a `latest` are not what that names
         if held and not (tags or {LATEST, UNIVERSAL} & held) and (kind := find_foreign(list_entries(load_dir))):
-            known = f"the folder is itself a checkpoint, {kind}, which is loaded without one"
-        raise CheckpointError(f"no checkpoint with tag {tag!r} in {load_dir}; {known}. {COPY}", path=folder)
+            known, advice = f"the folder is itself a checkpoint, {kind}", "Load it without a tag."
+        raise CheckpointError(f"no checkpoint with tag {tag!r} in {load_dir}; {known}. {advice}", path=folder)
     return folder
 
 

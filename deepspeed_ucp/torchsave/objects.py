@@ -16,7 +16,7 @@ from typing import Any
 from ..atoms import count
 from .dtypes import unpack_scalar
 
-RESTORE = 'Restore it from a copy, name a place that has one ("also"), or take an older tag ("fallback").'
+RESTORE = 'Restore it from a copy, name a place that has one ("also", --also), or load another tag.'
 """What to do about a damaged file, at the end of messages."""
 
 _NUMPY_FORMATS = {"f8": "<d", "f4": "<f", "f2": "<e", "i8": "<q", "i4": "<i", "b1": "<?"}

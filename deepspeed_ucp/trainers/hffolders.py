@@ -21,7 +21,7 @@ from ..examine.tags import TRAINER_STATE
 from ..examine.verify import verify_checkpoint
 from ..io.store import exists
 from ..load.client import read_objects
-from ..load.tags import find_tag
+from ..load.tags import find_tag, suggest_fallback
 from ..sources.open import look_at_job
 from .randomness import States, read_states
 
@@ -52,9 +52,10 @@ def choose_folder(args: Any, wanted: Any, config: UniversalConfig) -> Any:
     if not folders:
         return wanted
     if not config.fallback:
-        comm.once(lambda: read_trainer_state(folders[0]))
-        if not config.arguments.get("load_module_only"):  # for which a folder of weights does as well
-            find_job(folders[0], config, comm)
+        with suggest_fallback(lambda: len(folders) > 1):
+            comm.once(lambda: read_trainer_state(folders[0]))
+            if not config.arguments.get("load_module_only"):  # for which a folder of weights does as well
+                find_job(folders[0], config, comm)
         return folders[0]
     passed: list[str] = []
     for latest in (True, False):  # where no other one is whole, one that has lost `latest` alone is better than none
@@ -77,6 +78,10 @@ def list_folders(output: str) -> list[str]:
 def list_before(folder: str) -> list[str]:
     """A folder, and those beside it that the trainer saved before it."""
     parent, name = os.path.split(os.path.normpath(folder))
+    if not os.path.isdir(folder):
+        others = shorten(map(os.path.basename, list_folders(parent)))
+        advice = f"{parent} holds {others}." if others else "Check the path."
+        raise CheckpointError(f"does not exist. {advice}", path=folder)
     if not _NAME.fullmatch(name):
         return [folder]
     return [folder, *(each for each in list_folders(parent) if _number(os.path.basename(each)) < _number(name))]
@@ -177,7 +182,7 @@ def read_trainer_state(folder: str) -> dict[str, Any]:
         CheckpointError: it is missing or cannot be read.
     """
     path = os.path.join(folder, TRAINER_STATE)
-    advice = 'Take an older checkpoint, or let "fallback": true find one that is whole.'
+    advice = "Take an older checkpoint."
     try:
         with open(path, encoding="utf-8") as stream:
             state = json.load(stream)

@@ -31,6 +31,7 @@ from ..examine.tags import TRAINER_STATE
 from ..hook import read_options, show_decisions
 from ..saves.keeping import begin_save, can_guard, finish_folders, guard, remove_postponed, restore_times
 from ..saves.saving import finish_saves
+from ..uncaught import shorten_uncaught
 from .batches import LIVE, Batch
 from .hffolders import choose_folder, find_job, read_random, read_trainer_state
 from .randomness import restore_ranks
@@ -74,6 +75,7 @@ def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any)
         beacon.mute("kubeflow")  # it tells the progress itself
     if config is not None and folder:
         show_decisions()
+        shorten_uncaught()
         beside = trainer.args.output_dir if folder is True else os.path.dirname(os.path.abspath(folder))
         finish_folders(config, beside, connect())
         folder = call.arguments["resume_from_checkpoint"] = choose_folder(trainer.args, folder, config)

@@ -271,6 +271,15 @@ def make_environment(ranks: int) -> dict[str, str]:
     return {"DS_ACCELERATOR": "cpu", **os.environ, "OMP_NUM_THREADS": threads, "PYTHONPATH": path}
 
 
+def describe_operator() -> Iterator[str]:
+    """Why the first launch may take long: DeepSpeed compiles an operator, or a killed launch has left a lock."""
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
+    if not any(folder.rglob("deepspeed_shm_comm.so")):
+        yield f"the first launch compiles DeepSpeed's shared-memory operator into {folder}: some minutes, once"
+    for lock in folder.rglob("deepspeed_shm_comm/lock"):
+        yield f"{lock} exists: if no other launch is compiling, a killed one has left it, and this one waits. Remove it"
+
+
 def differences(outcome: Outcome, reference: Outcome) -> dict[int, float]:
     return {step: abs(loss - reference.losses[step]) for step, loss in outcome.losses.items()}
 
@@ -305,7 +314,9 @@ def _resume_faults(before: Outcome, outcome: Outcome) -> list[str]:
     faults = []
     equal, total = count_equal_atoms(before, outcome)
     if not equal == total > 0:
-        faults.append(f"{name}: only {equal} of {total} atoms are to the bit what {before.segment.name} saved")
+        faults.append(
+            f"{name}: only {equal} of {total} tensors are bit-equal to those that {before.segment.name} saved"
+        )
     first, bound = first_difference(before, outcome), FIRST_STEP_BOUND * outcome.losses[step + 1]
     if first > bound:
         faults.append(
@@ -321,7 +332,7 @@ def first_difference(before: Outcome, outcome: Outcome) -> float:
 
 
 def count_equal_atoms(before: Outcome, outcome: Outcome) -> tuple[int, int]:
-    """How many atoms were restored to the bit, of how many that either side has."""
+    """How many tensors were restored to the bit, of how many that either side has."""
     step = outcome.segment.resumes_at
     saved, restored = before.digests.get(("saved", step), {}), outcome.digests.get(("loaded", step), {})
     return sum(saved.get(atom) == sha for atom, sha in restored.items()), len(saved.keys() | restored.keys())
@@ -345,7 +356,7 @@ def make_table(reference: Outcome, outcomes: Sequence[Outcome]) -> str:
 def _describe_resume(before: Outcome, outcome: Outcome) -> tuple[str, str]:
     equal, total = count_equal_atoms(before, outcome)
     by = "by the plugin" if outcome.loaded["by_plugin"] else "NOT by the plugin"
-    return f"{first_difference(before, outcome):.1e}", f"{equal} of {total} atoms to the bit, {by}"
+    return f"{first_difference(before, outcome):.1e}", f"{equal} of {total} tensors to the bit, {by}"
 
 
 def make_picture(reference: Outcome, outcomes: Sequence[Outcome]) -> Path:
@@ -397,6 +408,8 @@ def main() -> int:
     (OUT / ".gitignore").write_text("*\n")
     with tempfile.TemporaryDirectory(dir=OUT, prefix="run-") as work:
         launcher = Launcher(Path(work))
+        for line in describe_operator():
+            launcher.say(line)
         try:
             reference, outcomes = run_all(launcher)
             faults = find_faults(reference, outcomes)

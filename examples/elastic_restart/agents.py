@@ -28,6 +28,16 @@ CONF = f"keep_alive_interval=1,last_call_timeout=2,hang={HANG}"
 VARIABLE = "NODE_MEMORY"  # names a node's folder of memory, and so all of its processes
 
 
+def describe_progress(world: int, step: int, load: dict[str, Any], steps: list[dict[str, Any]]) -> str:
+    """One line: where the job resumed, how many steps it repeats, and which step it has reached."""
+    reached = max((each["step"] for each in steps if each["time"] < load["time"]), default=0)
+    ranks = f"{world} rank{'s' * (world > 1)}"
+    if not reached:
+        return f"step {step:3}: {ranks}, first start"
+    repeated = max(0, reached - load["step"])
+    return f"step {step:3}: {ranks}, resumed after step {load['step']}; repeated steps: {repeated}"
+
+
 class DemoFailed(Exception):
     """Something did not come."""
 
@@ -102,8 +112,7 @@ class Job:
             return steps[-1] if len(steps) >= count and then(steps[-1]) else None
 
         step = int(self.wait_for(f"step {count} of {world} ranks", look))
-        start = self.read_log("loaded")[-1]["step"]
-        self.say(f"step {step:3}: {world} rank{'s train' if world > 1 else ' trains'}, from step {start} on")
+        self.say(describe_progress(world, step, self.read_log("loaded")[-1], self.read_log("step")))
         return step
 
     def wait_for_templates(self, *agents: subprocess.Popen[bytes]) -> None:

@@ -61,6 +61,21 @@ def test_no_option_is_told_that_is_not_there(name: str) -> None:
     assert told <= known
 
 
+RARE = {"--json", "-q", "--debug", "--patterns", "--groups", "--storage-option", "--also", "--also-b"}
+"""Options that most commands share."""
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in ("run", "supervise", "torchrun")])
+def test_help_lists_a_commands_own_options_before_shared_ones(name: str) -> None:
+    own, _, shared = find_parser(name).format_help().partition("\nshared options:\n")
+    usage, lists = own.split("\n\n", 1)
+    shared = shared.partition("\nexamples:")[0]
+    assert not RARE & set(re.findall(r"^  (-[\w-]+)", lists, re.MULTILINE))
+    assert RARE >= set(re.findall(r"^  (-[\w-]+)", shared, re.MULTILINE)) >= {"--json", "-q", "--debug"}
+    flags = re.findall(r"\[(-[\w-]+)", usage)
+    assert [flag in RARE for flag in flags] == sorted(flag in RARE for flag in flags)
+
+
 @pytest.mark.parametrize("code", [0, 1, 2, 130])
 def test_exit_codes_are_told(code: int) -> None:
     assert re.search(rf"^\| {code} \|", find_section(SHARED), re.MULTILINE)

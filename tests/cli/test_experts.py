@@ -113,7 +113,7 @@ def test_what_was_spread_otherwise_is_no_difference(tmp_path: Path, run_json: Ru
     one, _ = write(tmp_path / "one", Topology(1, 4, ep=(2, 4)))
     other, _ = write(tmp_path / "other", Topology(2, 4, ep=(1, 2), data_first=True))
     code, told = run_json("diff", one, other)
-    assert (code, told["atoms"]) == (0, [])
+    assert (code, told["tensors"]) == (0, [])
 
 
 def test_a_conversion_knows_its_layers_and_not_who_held_them(tmp_path: Path, run_json: Run) -> None:

@@ -121,8 +121,8 @@ def test_what_is_told_of_a_foreign_checkpoint(
     assert any(line[:2] == ["written", "by"] and "atomic" not in line[2] for line in lines)
     assert ["resume", "by", "deepspeed_ucp on any topology"] in lines
     main(["diff", str(out), str(checkpoint)])
-    *notes, told = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("note: ", "different"))]
-    assert told == "different: 1 atoms differ; 6 atoms (720 elements) compared"  # of a tie both names are written
+    told, *notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("note: ", "different"))]
+    assert told == "different: 1 tensor differs; 6 tensors (720 elements) compared"  # of a tie both names are written
     assert notes[0].startswith("note: written: torch.distributed.checkpoint → ZeRO-2 dp=3")
     assert not any("topology" in line for line in notes)
     assert any("keeps, and not compared: initial_lr, " in line for line in notes)
@@ -143,7 +143,7 @@ def test_an_export_is_compared_with_the_checkpoint_by_its_weights(
         assert main(["diff", *map(str, sides)]) == 0
         told = capsys.readouterr().out
         assert "note: weights alone are compared" in told
-        assert "equal: 2 atoms" in told
+        assert "equal: 2 tensors" in told
     assert main(["diff", str(tmp_path / "short"), str(checkpoint)]) == 1
     assert "values" in capsys.readouterr().out
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,12 +14,17 @@ from safetensors.torch import save_file
 
 from deepspeed_ucp.cli.dispatch import main
 from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.config import SaveOptions, UniversalConfig
 from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.examine.tags import find_saves
+from deepspeed_ucp.load.tags import find_tag
+from deepspeed_ucp.saves.finding import find_in_memory
+from deepspeed_ucp.saves.memory import Job, find_root, name_job
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.sources.latest import find_checkpoint
 from deepspeed_ucp.sources.open import seal_folder
 from tests.cli.samples import make_gpt, write_sample
+from tests.saves.saving import TAG, make_save
 from tests.synth import Topology
 
 GPT = make_gpt(1)
@@ -48,11 +55,12 @@ def test_tags_are_listed_the_newest_first(tmp_path: Path, run_json: Any, capsys:
     )
     assert main(["list", str(tmp_path)]) == 0
     told = capsys.readouterr().out.splitlines()
-    assert [line.split()[:4] for line in told[1:]] == [
+    assert told[:2] == ["2 checkpoints, all complete; a resume takes global_step10 from storage", ""]
+    assert [line.split()[:4] for line in told[3:]] == [
         ["global_step10", "10", "yes", "no"],
         ["global_step9", "9", "yes", "yes"],
     ]
-    assert told[1].endswith(" latest")
+    assert told[3].endswith(" storage  latest, resume")
 
 
 def test_a_trainer_s_checkpoints_are_found_below(tmp_path: Path, run_json: Any) -> None:
@@ -100,14 +108,15 @@ def test_one_that_is_not_whole_is_a_fault(tmp_path: Path, run_json: Any, capsys:
     assert [each["whole"] for each in found["checkpoints"]] == [False, True]
     assert "missing" in found["checkpoints"][0]["fault"]
     assert main(["list", str(tmp_path)]) == 1
-    assert "global_step2: " in capsys.readouterr().out
+    assert "\nglobal_step2: " in capsys.readouterr().out
 
 
 def test_a_latest_that_cannot_be_followed_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(tmp_path, 1)
     (tmp_path / "latest").write_text("")
     assert main(["list", str(tmp_path)]) == 0
-    assert "latest is empty" in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert "latest is empty" in printed.err and "; a resume fails: " in printed.out.splitlines()[0]
 
 
 def test_a_folder_without_any_is_an_error_that_tells_what_it_is(
@@ -130,3 +139,92 @@ def test_a_store_is_listed(tmp_path: Path, run_json: Any) -> None:
     store.rm("/listed", recursive=True)
     assert code == 0
     assert [(each["step"], each["whole"], each["named_by"]) for each in found["checkpoints"]] == [(5, True, ["latest"])]
+
+
+# -- saves in memory --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    """A job that has ended."""
+    made = Job(os.path.join(find_root(str(tmp_path / "memory")), name_job()))
+    made.own()
+    made.disown()
+    return made
+
+
+def find_resumed(folder: Path, memory: Path) -> tuple[str, str] | None:
+    """Place and tag of the save that a load takes, by the functions of the load."""
+    with mock.patch("deepspeed_ucp.saves.saver.start_writer"):
+        found = find_in_memory(UniversalConfig(save=SaveOptions(memory=str(memory))), str(folder), None, Comm())
+    if found is not None:
+        return "memory", found.tag
+    tag = find_tag(str(folder), None, Comm(), foreign=True)
+    return None if tag is None else ("storage", tag)
+
+
+HELD: dict[str, tuple[Any, Any, Any]] = {  # saves in memory, tags on storage, rows as (place, tag, resume)
+    "alone": ([("a", 3, {})], [], [("memory", "a", True)]),
+    "newer": ([("b", 5, {})], [("a", 4)], [("memory", "b", True), ("storage", "a", False)]),
+    "older": ([("a", 3, {})], [("b", 4)], [("storage", "b", True), ("memory", "a", False)]),
+    "best": ([("best", 5, {"latest": False})], [("a", 4)], [("memory", "best", False), ("storage", "a", True)]),
+    "part": ([("b", 5, {"nodes": 2})], [("a", 4)], [("memory", "b", False), ("storage", "a", True)]),
+}
+
+
+@pytest.mark.parametrize("case", HELD)
+def test_saves_in_memory_are_listed_and_marked_as_a_load_takes_them(
+    case: str, job: Job, tmp_path: Path, run_json: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, memory = tmp_path / "run", tmp_path / "memory"
+    held, stored, expected = HELD[case]
+    for tag, step in stored:
+        save(folder, step).rename(folder / tag)
+        (folder / "latest").write_text(tag)
+    for tag, step, changes in held:
+        make_save(job, str(folder), tag=tag, step=step, **changes)
+    code, found = run_json("list", folder, "--memory", memory)
+    rows = found["checkpoints"]
+    assert (code, [(each["place"], each["tag"], each["resume"]) for each in rows]) == (0, expected)
+    ((place, tag),) = [(place, tag) for place, tag, resume in expected if resume]
+    assert (place, tag) == find_resumed(folder, memory)
+    assert main(["list", str(folder), "--memory", str(memory)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith(f"all complete; a resume takes {tag} from {place}")
+    (note,) = [line for line in lines if f"in {job.folder}/00000001/" in line]
+    assert f"for {folder}" in note and ("files of node 0 of 2" in note) == (case == "part")
+    assert run_json("list", folder, "--memory", tmp_path / "absent")[0] == (0 if stored else 2)
+    assert not (tmp_path / "absent").exists() and job.list_saves()
+
+
+def test_a_users_folder_in_memory_is_listed(job: Job, tmp_path: Path, run_json: Any) -> None:
+    root = os.path.dirname(job.folder)
+    assert run_json("list", root)[0] == 2
+    make_save(job, str(tmp_path / "run"), tag="a")
+    make_save(job, str(tmp_path / "other"), tag="b")
+    code, found = run_json("list", root)
+    rows = {(each["tag"], each["memory"]["save_dir"], each["resume"]) for each in found["checkpoints"]}
+    assert (code, rows) == (0, {("a", f"{tmp_path}/run", True), ("b", f"{tmp_path}/other", True)})
+
+
+def test_a_trainers_saves_in_memory_and_a_tags_own_folder(job: Job, tmp_path: Path, run_json: Any) -> None:
+    make_save(job, str(tmp_path / "out" / "checkpoint-3"))
+    for folder, tag, resumed in (
+        ("out", f"checkpoint-3/{TAG}", False),
+        ("out/checkpoint-3", TAG, True),
+        (f"out/checkpoint-3/{TAG}", ".", True),
+    ):
+        code, found = run_json("list", tmp_path / folder, "--memory", tmp_path / "memory")
+        rows = [(each["tag"], each["resume"]) for each in found["checkpoints"]]
+        assert (code, rows) == (0, [(tag, resumed)])
+
+
+def test_a_running_jobs_saves_are_listed_and_not_taken(
+    job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_save(job, str(tmp_path / "run"))
+    with open(os.path.join(job.folder, "owner")) as owner:
+        fcntl.flock(owner, fcntl.LOCK_EX)  # as the process that saves holds it
+        assert main(["list", str(tmp_path / "run"), "--memory", str(tmp_path / "memory")]) == 0
+    out = capsys.readouterr().out
+    assert "its job is running" in out and out.splitlines()[0].endswith("give a resume the folder of one")

@@ -149,10 +149,10 @@ def test_what_cannot_be_looked_at_stays(prune: Prune, tmp_path: Path, monkeypatc
         save(tmp_path, step)
     survey = tags.survey_checkpoint
 
-    def fail(folder: str, *args: Any) -> Any:
+    def fail(folder: str, *args: Any, **options: Any) -> Any:
         if folder.endswith("step1"):
             raise OutOfReachError("the store answers 403.")
-        return survey(folder, *args)
+        return survey(folder, *args, **options)
 
     monkeypatch.setattr(tags, "survey_checkpoint", fail)
     found = prune("--keep", 1, code=1)

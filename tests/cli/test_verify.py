@@ -38,16 +38,6 @@ def run(*argv: object) -> int:
     return main(["verify", *map(str, argv)])
 
 
-def test_a_whole_checkpoint(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(folder.parent) == 0
-    out, err = capsys.readouterr()
-    lines = out.splitlines()
-    assert lines[0] == f"{folder}: normal checkpoint, ZeRO-1 dp=3 float32 (zero12)"
-    assert lines[1].startswith("4 files, ") and "/s)" in lines[1]
-    assert lines[-1] == "whole"
-    assert err == ""
-
-
 def test_json_tells_everything(folder: Path, run_json: Any) -> None:
     code, told = run_json("verify", folder)
     assert (code, told["whole"], told["faults"], told["kind"]) == (0, True, [], "normal")
@@ -65,14 +55,13 @@ def test_faults_are_named_and_exit_1(folder: Path, run_json: Any, capsys: pytest
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith(f"FAULT [crc] {OPTIM.format(1)}: record data/") for line in lines)
     assert any(line.startswith("FAULT [missing]") and OPTIM.format(2) in line for line in lines)
-    assert lines[-1] == "2 faults"
     code, told = run_json("verify", folder)
     assert (code, told["whole"]) == (1, False)
     assert {(fault["kind"], fault["file"]) for fault in told["faults"]} == {
         ("crc", OPTIM.format(1)),
         ("missing", OPTIM.format(2)),
     }
-    assert next(fault for fault in told["faults"] if fault["kind"] == "crc")["atoms"]
+    assert next(fault for fault in told["faults"] if fault["kind"] == "crc")["tensors"]
 
 
 def test_warnings_exit_0(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,13 +69,6 @@ def test_warnings_exit_0(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert run(folder, "-q") == 0
     lines = capsys.readouterr().out.splitlines()
     assert sum(line.startswith("warning [leftover]") for line in lines) == 1
-    assert lines[-1] == "whole (1 warning)"
-
-
-def test_headers_only(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flip_largest(folder / OPTIM.format(1))
-    assert run(folder, "--headers-only") == 0
-    assert "the headers only were looked at" in capsys.readouterr().out
 
 
 def test_latest_that_leads_nowhere_is_a_fault(folder: Path, run_json: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,15 +79,6 @@ def test_latest_that_leads_nowhere_is_a_fault(folder: Path, run_json: Any, capsy
     assert (code, told["faults"][0]["kind"]) == (1, "latest")
     assert run(folder) == 0
     assert "warning [latest]" in capsys.readouterr().out
-
-
-def test_files_without_checksums(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from tests.synth import Model, Param, random_state, write_checkpoint
-
-    model = Model((Param("a", (30, 5)),))
-    folder = write_checkpoint(tmp_path, model, random_state(model, 0), Topology(1, 2), legacy=True)
-    assert run(folder) == 0
-    assert "are unchecked: no checksum of them was found" in capsys.readouterr().out
 
 
 def test_a_foreign_checkpoint_that_does_not_open(tmp_path: Path, run_json: Any) -> None:

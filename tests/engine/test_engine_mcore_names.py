@@ -151,7 +151,7 @@ def test_commands_make_hugging_face_s_model(
     assert "equal: 21 atoms" in capsys.readouterr().out
     main(["diff", folder, again, *names, "--json"])  # where the groups have an `initial_lr` more
     told = json.loads(capsys.readouterr().out)
-    assert (told["atoms_compared"], told["atoms"]) == (63, [])
+    assert (told["tensors_compared"], told["tensors"]) == (63, [])
     assert main(["plan", folder, "--target", "tp=2,dp=1,zero=1", "--patterns", "mcore-megatron"]) == 0
     assert "1.0000 × state, each byte once" in capsys.readouterr().out
 

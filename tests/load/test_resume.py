@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -456,6 +457,45 @@ class FallingBack:
         return resume(self.engine, self.folder, None, LoadArguments(), config, lambda **_: (None, None))[0]
 
 
+ADVICE = '"fallback": true loads the newest checkpoint that is complete.'
+
+
+@pytest.mark.parametrize(
+    ("fault", "tag", "options", "effective"),
+    [
+        ("damaged", None, {}, True),
+        ("damaged", "global_step3", {}, False),
+        ("damaged", None, {"fallback": True}, False),
+        ("alone", None, {}, False),
+        ("latest-empty", None, {}, True),
+        ("latest-missing", None, {}, True),
+        ("unknown-tag", "global_step4", {}, False),
+    ],
+)
+def test_fallback_is_recommended_only_if_it_has_an_effect(
+    fault: str,
+    tag: str | None,
+    options: dict[str, bool],
+    effective: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = FallingBack(tmp_path, monkeypatch)
+    folder.fails = {f"global_step{step}": CheckpointError("cut off.") for step in (1, 2, 3)}
+    if fault == "alone":
+        for older in ("global_step1", "global_step2"):
+            shutil.rmtree(tmp_path / older)
+    elif fault == "latest-empty":
+        (tmp_path / "latest").write_text("")
+    elif fault == "latest-missing":
+        (tmp_path / "latest").unlink()
+    with pytest.raises(CheckpointError) as raised:
+        resume(
+            UpstreamEngine(), str(tmp_path), tag, LoadArguments(), UniversalConfig(**options), lambda **_: (None, None)
+        )
+    assert (ADVICE in str(raised.value)) is effective
+
+
 @pytest.fixture
 def falling_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FallingBack:
     (tmp_path / "run").mkdir()
@@ -491,34 +531,6 @@ def test_a_checkpoints_own_folder_is_loaded(
     monkeypatch.setattr("deepspeed_ucp.load.resume.choose_loader", lambda *_, **__: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         load(str(own), None)
-
-
-@pytest.mark.parametrize("require", [False, True])
-@pytest.mark.parametrize("name", ["", "absent", "notes", "adapter"])
-def test_nothing_to_resume_is_told_by_what_there_is(
-    name: str, require: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    for file in ("notes/readme.txt", "adapter/adapter_config.json"):
-        (tmp_path / "runs" / file).parent.mkdir(parents=True)
-        (tmp_path / "runs" / file).touch()
-    (tmp_path / "empty").mkdir()
-    folder, config = str(tmp_path / ("runs" if name else "empty") / name), UniversalConfig(require=require, also=["no"])
-    looks = {"notes": "holds readme.txt", "adapter": "looks like a PEFT adapter"}.get(name, "")
-
-    def start() -> object:
-        return resume(UpstreamEngine(), folder, None, LoadArguments(), config, lambda: (None, None))
-
-    if require:
-        why = f"{folder} {looks}" if looks else "It is missing"
-        with pytest.raises(CheckpointError, match=f'nothing to resume, and "require" is on. {why}'):
-            start()
-        return
-    with caplog.at_level("INFO"):
-        assert start() == (None, None)
-    (told,) = caplog.records
-    assert told.levelname == ("WARNING" if looks else "INFO")
-    assert "nothing to resume" in told.getMessage() and looks in told.getMessage()
-    assert ("training begins from scratch" in told.getMessage()) is bool(looks)
 
 
 def test_a_tag_without_a_seal_is_passed_over_by_name(

@@ -62,7 +62,7 @@ def drawn(draw: st.DrawFn) -> tuple[Model, State, Topology]:
 def list_differences(left: Path, right: Path, *options: str) -> list[Any]:
     code, told = run_cli("diff", str(left), str(right), *options)
     assert code in (0, 1), told
-    found = [told[key] for key in ("atoms", "values", "only_left", "only_right") if told.get(key)]
+    found = [told[key] for key in ("tensors", "values", "only_left", "only_right") if told.get(key)]
     assert (code == 0) == (not found), told
     return found
 

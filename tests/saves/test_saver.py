@@ -25,9 +25,10 @@ from deepspeed_ucp.errors import CheckpointError, ConfigError, StorageError
 from deepspeed_ucp.io.memory import identify_host
 from deepspeed_ucp.load.context import LoadArguments
 from deepspeed_ucp.saves import saver as savers
-from deepspeed_ucp.saves.finding import Found, find_in_memory
+from deepspeed_ucp.saves.finding import find_in_memory
 from deepspeed_ucp.saves.memory import Job, find_root, name_job
 from deepspeed_ucp.saves.saving import finish_saves, save_into_memory
+from deepspeed_ucp.saves.search import Found
 from tests.convert.conversions import write_source
 from tests.saves.saving import PATIENCE, TAG, find_writer, is_whole, make_save, write
 from tests.support.held import without_collector

@@ -36,5 +36,5 @@ def test_a_long_list_is_cut_short() -> None:
     cuts = {f"p{i}": Cut(f"p{i}", 0, 7, 8 * i) for i in range(TOLD + 3)}
     with pytest.raises(CheckpointError) as caught:
         build(cuts).finish_atoms()
-    assert str(caught.value).splitlines()[-1] == "… and 3 more atoms."
+    assert str(caught.value).splitlines()[-1] == "… and 3 more tensors."
     assert len(str(caught.value).splitlines()) == TOLD + 1

@@ -223,9 +223,7 @@ def test_what_lies_in_a_folders_place_is_told(tmp_path: Path) -> None:
 def test_a_missing_latest_beside_checkpoints_is_refused(tmp_path: Path) -> None:
     touch(tmp_path / "global_step3", MODEL)
     touch(tmp_path / "global_step9", MODEL)
-    with pytest.raises(
-        CheckpointError, match="latest is missing, but .* global_step3, global_step9.*tag=.*its folder.*fallback"
-    ):
+    with pytest.raises(CheckpointError, match="latest is missing, but .* global_step3, global_step9.*tag=.*its folder"):
         read_latest(str(tmp_path))
 
 
@@ -280,15 +278,21 @@ def test_atomic_checkpoints_are_told_by_their_files(tmp_path: Path, names: tuple
 def test_an_unknown_tag_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint with tag 'x'.*the folder holds no checkpoint"):
         check_tag(str(tmp_path), "x")
+    (tmp_path / "file").touch()
+    for name, fact in (("absent", "does not exist"), ("file", "is a file")):
+        with pytest.raises(CheckpointError, match=f"no checkpoint with tag 'x': {tmp_path}/{name} {fact}. Check"):
+            check_tag(str(tmp_path / name), "x")
     touch(tmp_path / "weights", "model.safetensors")
-    with pytest.raises(CheckpointError, match="itself a checkpoint, safetensors, which is loaded without one"):
+    with pytest.raises(CheckpointError, match="itself a checkpoint, safetensors. Load it without a tag"):
         check_tag(str(tmp_path / "weights"), "x")
     (tmp_path / "weights" / "latest").write_text("x")  # of a run whose tag is lost: the weights alone are not that
     with pytest.raises(CheckpointError, match="the folder holds no checkpoint"):
         check_tag(str(tmp_path / "weights"), "x")
     touch(tmp_path / "global_step3", MODEL)
     (tmp_path / "logs").mkdir()
-    with pytest.raises(CheckpointError, match="no checkpoint with tag 'global_step4'.*the folder holds global_step3"):
+    with pytest.raises(
+        CheckpointError, match="'global_step4'.*holds global_step3 .did you mean 'global_step3'.*Name one of"
+    ):
         check_tag(str(tmp_path), "global_step4")
 
 

@@ -304,6 +304,24 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
+def test_a_folder_that_does_not_exist_is_refused_with_those_that_do(tmp_path: Path) -> None:
+    for fallback in (False, True):
+        with pytest.raises(CheckpointError, match=r"checkpoint-6: does not exist. Check the path"):
+            choose(str(tmp_path / "checkpoint-6"), fallback=fallback)
+    (tmp_path / "checkpoint-4").mkdir()
+    with pytest.raises(CheckpointError, match=r"checkpoint-6: does not exist. .* holds checkpoint-4"):
+        choose(str(tmp_path / "checkpoint-6"))
+
+
+def test_fallback_is_recommended_if_an_older_folder_exists(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-6").mkdir()
+    for recommended in (False, True):
+        with pytest.raises(CheckpointError, match="cut short") as raised:
+            choose(True, tmp_path)
+        assert ('"fallback": true' in str(raised.value)) is recommended
+        (tmp_path / "checkpoint-4").mkdir(exist_ok=True)
+
+
 FAULTS: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "no-state": ("trainer_state.json", Path.unlink, "a save writes last"),
     "half-a-state": ("trainer_state.json", cut, "cannot be read"),

@@ -1,0 +1,201 @@
+"""Reads the saves in this node's memory: the one that a load of a folder takes, and all of them for ``ds_ucp list``.
+
+Imports neither torch nor deepspeed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from ..comm import Comm
+from ..errors import UcpError
+from ..io.paths import normalize
+from ..sources.latest import read_latest
+from ..sources.older import find_age
+from .memory import Job, Snapshot, find_root, list_jobs, locate
+from .places import find_mark
+
+_ROOT = re.compile(r"deepspeed_ucp-\d+")
+"""Name of a user's folder in memory."""
+
+
+class Found(NamedTuple):
+    """A complete save in the nodes' memory.
+
+    Attributes:
+        folder: its folder of tags on this rank's node; it does not exist on a node without files of the save.
+        copies: folders of tags with copies of other nodes' files; the same number on every rank, some may not exist.
+    """
+
+    folder: str
+    tag: str
+    step: int
+    copies: tuple[str, ...] = ()
+
+
+def search_memory(root: str, load_dir: str, tag: Any, comm: Comm, *, is_first: bool = True) -> Found | None:
+    """Like :func:`find_in_memory`, but read-only (collective).
+
+    Args:
+        root: folder of the jobs in memory (:func:`~.memory.find_root`).
+        is_first: this rank reads its node's memory for all ranks of the node.
+    """
+    found = _find(root, load_dir, tag, comm, is_first=is_first)
+    if found is None and tag is None:
+        found = _find(root, *os.path.split(normalize(load_dir)), comm, is_first=is_first)
+    return found
+
+
+def _find(root: str, load_dir: str, tag: Any, comm: Comm, *, is_first: bool) -> Found | None:
+    """Find the newest save of exactly this folder and tag (collective)."""
+    wanted = locate(load_dir)
+
+    def look() -> list[tuple[Snapshot, str | None]]:
+        if not is_first:
+            return []
+        # A living job's next save writes over the memory of an older one.
+        jobs = [job for job in list_jobs(root) if job.is_own() or not job.is_owned()]
+        saves = [save for job in jobs for save in [*job.list_copies(), *job.list_saves()]]
+        saves = [save for save in saves if (save.latest if tag is None else save.tag == str(tag))]
+        mine = [save for save in saves if wanted in list_places(save)]
+        return [
+            (replace(save, folder=os.path.relpath(save.folder, root)), save.read_done().get(wanted)) for save in mine
+        ]
+
+    nodes, found = defaultdict[tuple[str, int], set[int]](set), dict[tuple[str, int], tuple[Snapshot, str | None]]()
+    listed = comm.each(look)
+    for save, mark in sorted((each for own in listed for each in own), key=lambda each: -each[0].node):
+        nodes[save.key].add(save.node)
+        found[save.key] = save, mark
+    whole = [save for save, _ in found.values() if len(nodes[save.key]) == save.nodes]
+    whole.sort(key=lambda save: (save.step, save.number), reverse=True)
+
+    def choose() -> Snapshot | None:
+        marks = {save.key: _find_mark(save, found, load_dir) for save in whole}
+        return next((save for save in whole if _is_newer(save, marks[save.key], load_dir, tag)), None)
+
+    newest = comm.once(choose)
+    if newest is None:
+        return None
+    job, key = Job(os.path.join(root, os.path.dirname(newest.folder))), newest.key
+    most = max(sum(save.is_copy() and save.key == key for save, _ in own) for own in listed)
+    copies = [copy.folder for copy in job.list_copies() if copy.key == key]
+    copies = [*copies, *[os.path.join(job.folder, "copy-none")] * most][:most]
+    return Found(job.find_folder(newest.number), newest.tag, newest.step, tuple(copies))
+
+
+def _find_mark(
+    save: Snapshot, found: Mapping[tuple[str, int], tuple[Snapshot, str | None]], load_dir: str
+) -> str | None:
+    """The mark of a save at a destination.
+
+    A save that was dropped for later ones counts as pending if none of those has been written there.
+    """
+    mark = found[save.key][1]
+    if mark != "":
+        return mark
+    later = [each for each in found.values() if each[0].job == save.job and each[0].number > save.number]
+    # Files of other nodes than the first do not make a save.
+    has_come = any(other and (each.node == 0 or find_mark(load_dir, each.tag)) for each, other in later)
+    return None if later and not has_come else mark
+
+
+def _is_newer(save: Snapshot, mark: str | None, load_dir: str, tag: Any) -> bool:
+    """Return True if a load takes the save from memory rather than the destination's checkpoint.
+
+    A save that has been written counts as long as the destination names it and has its seal: a user who writes another
+    tag into ``latest``, or other files under this tag, wants those. A missing destination has no checkpoint.
+
+    Args:
+        mark: the save's mark at the destination; None if it is pending, empty if it was dropped.
+        tag: the tag of the load; None for that of ``latest``.
+    """
+    try:
+        named = tag if tag is not None else read_latest(load_dir)
+        if mark == "" and tag is None:
+            return False
+        if mark and named is not None:
+            return named == save.tag and mark == find_mark(load_dir, save.tag)
+        return named is None or find_age([os.path.join(load_dir, named)]).step <= save.step
+    except (UcpError, OSError):
+        return True  # the destination cannot be read, and memory has a complete save
+
+
+@dataclass(frozen=True, slots=True)
+class HeldSave:
+    """A save in this node's memory.
+
+    Attributes:
+        parts: of the nodes whose files are here, in order; a node's memory may have copies of other nodes' files.
+        place: folder of tags that it belongs to.
+        is_running: the job that made it is running; loads take its saves when it has ended.
+        is_taken: a load without a tag takes it.
+    """
+
+    parts: tuple[Snapshot, ...]
+    place: str
+    is_running: bool
+    is_taken: bool
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the files of all nodes are here."""
+        return len(self.parts) == self.parts[0].nodes
+
+
+def is_root(folder: str) -> bool:
+    """Whether a path is that of a user's folder in memory."""
+    return _ROOT.fullmatch(os.path.basename(folder)) is not None and os.path.isdir(folder)
+
+
+def open_memory(memory: str) -> str | None:
+    """This user's folder in a folder of memory, checked by :func:`find_root`; None if it does not exist."""
+    is_there = any(map(_ROOT.fullmatch, os.listdir(memory))) if os.path.isdir(memory) else False
+    return find_root(memory) if is_there else None
+
+
+def list_in_memory(root: str, folder: str | None = None) -> list[HeldSave]:
+    """List the saves in this node's memory, the oldest job first; nothing is changed.
+
+    Args:
+        root: folder of the jobs in memory.
+        folder: only saves to this folder, to its subfolders, or of the tag that has this path; None for all.
+    """
+    found = defaultdict[tuple[str, tuple[str, int]], list[Snapshot]](list)
+    jobs, wanted = list_jobs(root), None if folder is None else locate(folder)
+    for save in (save for job in jobs for save in [*job.list_saves(), *job.list_copies()]):
+        place = save.save_dir if wanted is None else _find_place(save, wanted)
+        if place is not None:
+            found[place, save.key].append(save)
+    running = {job.name for job in jobs if job.is_owned()}
+    loads = {place: place if wanted is None or wanted == os.path.dirname(place) else wanted for place, _ in found}
+    taken = {place: search_memory(root, load_dir, None, Comm()) for place, load_dir in loads.items()}
+    return [
+        HeldSave(
+            tuple(sorted(parts, key=lambda part: part.node)),
+            place,
+            is_running=name in running,
+            is_taken=_is_found(taken[place], Job(os.path.join(root, name)).find_folder(number)),
+        )
+        for (place, (name, number)), parts in found.items()
+    ]
+
+
+def list_places(save: Snapshot) -> list[str]:
+    """Folders in which a load finds a save: the one that the script named, and its destinations."""
+    return list(dict.fromkeys([save.save_dir, *(place.folder for place in save.places)]))
+
+
+def _find_place(save: Snapshot, folder: str) -> str | None:
+    """The place of a save that is a folder, one of its subfolders, or has the save's tag there; None if none is."""
+    places = list_places(save)
+    return next((each for each in places if folder in (each, os.path.dirname(each), f"{each}/{save.tag}")), None)
+
+
+def _is_found(found: Found | None, folder: str) -> bool:
+    return found is not None and found.folder == folder

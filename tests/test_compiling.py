@@ -1,0 +1,75 @@
+"""The line before DeepSpeed compiles an operator, and the warning about a lock of a compilation that was killed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from torch.utils.file_baton import FileBaton
+
+from deepspeed_ucp.compiling import jit_load, report_compilation
+
+NAME = "deepspeed_shm_comm"
+HOLD = "import sys; from torch.utils.file_baton import FileBaton; b = FileBaton(sys.argv[1]); b.try_acquire(); "
+
+
+@pytest.mark.parametrize(
+    ("files", "text"),
+    [
+        ([], "compiling DeepSpeed's operator"),
+        ([f"{NAME}.so"], ""),
+        (["lock"], "remove that file"),
+        (["lock", f"{NAME}.so"], "remove that file"),
+    ],
+    ids=["first", "compiled", "killed", "killed-again"],
+)
+def test_one_line_if_the_operator_takes_long(
+    files: list[str], text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in files:
+        (tmp_path / name).touch()
+    report_compilation(NAME, str(tmp_path))
+    assert len(caplog.messages) == bool(text) and text in caplog.text
+
+
+def test_a_lock_of_a_living_process_is_not_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The lock is torch's own; its holder is killed before the second look."""
+    lock = tmp_path / "lock"
+    holder = subprocess.Popen([sys.executable, "-c", f"{HOLD}print(flush=True); input()", str(lock)],
+                              stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
+    with holder:
+        assert holder.stdout is not None and holder.stdout.readline()
+        report_compilation(NAME, str(tmp_path))  # another rank has begun to compile
+        assert [text.split()[0] for text in caplog.messages] == ["compiling"]
+        (tmp_path / f"{NAME}.so").touch()
+        report_compilation(NAME, str(tmp_path))
+        assert len(caplog.messages) == 1
+        holder.kill()
+        holder.wait()
+    report_compilation(NAME, str(tmp_path))
+    assert str(lock) in caplog.text
+    assert not FileBaton(str(lock)).try_acquire()
+
+
+@pytest.mark.parametrize(("local_rank", "lines"), [("0", 1), ("1", 0)])
+def test_one_rank_of_a_node_logs(
+    local_rank: str, lines: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    assert jit_load(lambda builder, verbose: verbose, SimpleNamespace(name=NAME), verbose=False) is False
+    assert len(caplog.messages) == lines
+
+
+def test_the_operator_builder_of_deepspeed_is_wrapped() -> None:
+    import deepspeed
+
+    import deepspeed_ucp
+
+    deepspeed_ucp.install()
+    builder = deepspeed.ops.op_builder.builder.OpBuilder
+    assert os.path.basename(builder.jit_load.__wrapped__.__code__.co_filename) == "builder.py"
