@@ -56,8 +56,9 @@ def keep_scheduler_references(engine: Any) -> Iterator[None]:
 
     A scheduler that does not exclude them from its state dict loads copies of them.
     """
-    known = _list_referenced(engine)
-    held = [(each, _find_references(each, known)) for each in _list_schedulers(engine.lr_scheduler)]
+    schedulers = list(_list_schedulers(engine.lr_scheduler))
+    known = _list_referenced(engine) if schedulers else ()
+    held = [(each, _find_references(each, known)) for each in schedulers]
     yield
     for scheduler, references in held:
         vars(scheduler).update(references)
