@@ -1,4 +1,4 @@
-"""Objects that hold references to the optimizer act on it after a resume as before, in the same topology too."""
+"""Objects that hold references to an optimizer still act on it after a resume, in the same topology too."""
 
 from __future__ import annotations
 
@@ -20,9 +20,20 @@ CASES += [pytest.param(*pair, True, marks=pytest.mark.exhaustive) for pair in pr
 """Stages of the run that saves and of the other topology, and whether each scheduler is tried in every way."""
 LOSS_TOLERANCE = 1e-4
 
+AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
+"""Has a GradScaler of torch."""
+ON_CPU = {"offload_optimizer": {"device": "cpu"}}
+TRAINED = [Case(stage, 1, precision) for stage in STAGES for precision in ("fp32", "bf16", "fp16")]
+TRAINED += [Case(stage, 1, config=AUTOCAST) for stage in STAGES]
+TRAINED += [Case(stage, 1, zero=ON_CPU) for stage in (2, 3)]
+
 
 def list_rows(turn: int, every: bool) -> list[tuple[str, str]]:
-    """Each scheduler in one way, in another one at each turn, or in every way; the holders in every way."""
+    """List schedulers and how the script gives them: holders in every way, others in one that depends on the turn.
+
+    Args:
+        every: all schedulers in every way.
+    """
     found = []
     for number, name in enumerate([*references.HOLDERS, *references.SCHEDULERS]):
         ways = references.list_ways(name)
@@ -53,14 +64,13 @@ def test_schedulers_go_on_as_in_the_uninterrupted_run(
                 assert after.losses == pytest.approx(before.losses, rel=0 if target == case else LOSS_TOLERANCE)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("case", TRAINED, ids=str)
 def test_a_load_replaces_no_object_of_an_engine_that_has_trained(
-    stage: int, precision: str, tmp_path: Path, ucp_worlds: WorldPool
+    case: Case, tmp_path: Path, ucp_worlds: WorldPool
 ) -> None:
-    """Param groups and their list, in each layer, parameters, masters, states, scheduler and loss scaler."""
-    case, world = Case(stage, 1, precision), ucp_worlds.get(1)
+    """Param groups and their list, in each layer, parameters, masters, states, scheduler and loss scalers."""
+    world = ucp_worlds.get(1)
     world.run(references.train_each, case, [("LambdaLR", "given")], str(tmp_path))
-    for target in (case, case.but(stage=(stage + 1) % 4)):
+    for target in (case, case.but(stage=(case.stage + 1) % 4, zero={})):
         ((is_direct, replaced),) = world.run(references.list_replaced, target, str(tmp_path))
         assert (is_direct, replaced) == (target != case, [])

@@ -16,7 +16,7 @@ from deepspeed.runtime import lr_schedules
 from torch.optim import lr_scheduler
 
 import deepspeed_ucp  # noqa: F401 - enables the plugin
-from tests.support.engines.cases import BATCH, Case, allow_fp16_on_cpu
+from tests.support.engines.cases import BATCH, Case, allow_fp16_on_cpu, forget_autocast
 from tests.support.engines.models import OPTIMIZERS, Plain, param_groups
 from tests.support.engines.ranks import uninstalled
 
@@ -27,7 +27,7 @@ ON = {"checkpoint": {"universal": True}}
 
 
 class KeepsList:
-    """Divide the rates by the step's number, in the list of param groups that the optimizer had at first."""
+    """Divides the learning rates by the step number, in the optimizer's first list of param groups."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.groups: Sequence[dict[str, Any]] = optimizer.param_groups
@@ -50,7 +50,7 @@ class KeepsList:
 
 
 class KeepsDicts(KeepsList):
-    """As its base, but in the dicts that were in the list."""
+    """Like KeepsList, but keeps the dicts of the list."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(optimizer)
@@ -58,7 +58,7 @@ class KeepsDicts(KeepsList):
 
 
 class KeepsBetas(KeepsList):
-    """As its base, and moves betas as well."""
+    """Like KeepsList, and sets betas too."""
 
     def step(self) -> None:
         super().step()
@@ -67,7 +67,7 @@ class KeepsBetas(KeepsList):
 
 
 class SavesGroups(KeepsList):
-    """As its base, and its state dict has all attributes, as a torch scheduler's."""
+    """Like KeepsList, with all attributes in its state dict, as torch's schedulers have them."""
 
     def state_dict(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -150,6 +150,7 @@ class Training:
 
     def __init__(self, case: Case, name: str, way: str, seed: int) -> None:
         allow_fp16_on_cpu()
+        forget_autocast()
         torch.manual_seed(seed)
         module = Plain()
         optimizer = OPTIMIZERS["adamw"](param_groups(module))
@@ -198,7 +199,7 @@ class Training:
 
 
 def train_each(case: Case, rows: Sequence[tuple[str, str]], folder: str) -> list[Trace]:
-    """Train with each scheduler, save, go on; the steps after the save."""
+    """Train with each scheduler, save and train on. Returns a trace of the steps after the save."""
     found = []
     for name, way in rows:
         training = Training(case, name, way, seed=0)
@@ -212,7 +213,7 @@ def train_each(case: Case, rows: Sequence[tuple[str, str]], folder: str) -> list
 def resume_each(
     case: Case, rows: Sequence[tuple[str, str]], folder: str, *, plugin: bool = True
 ) -> list[tuple[bool, Trace]]:
-    """Resume each; whether the plugin's own loader ran, and the steps after the load."""
+    """Resume each run. Returns True for the plugin's own loader, and a trace of the steps after the load."""
     found = []
     with nullcontext() if plugin else uninstalled():
         for name, way in rows:
@@ -225,7 +226,7 @@ def resume_each(
 
 
 def list_replaced(case: Case, folder: str, *, plugin: bool = True) -> tuple[bool, list[str]]:
-    """Load into an engine that has trained; the objects of it that the load has replaced."""
+    """Load into a trained engine. Returns True for the plugin's own loader, and the names of replaced objects."""
     with nullcontext() if plugin else uninstalled():
         training = Training(case, "LambdaLR", "given", seed=1)
         training.train(1)
@@ -239,7 +240,7 @@ def list_replaced(case: Case, folder: str, *, plugin: bool = True) -> tuple[bool
 
 
 def _list_objects(engine: Any) -> Iterator[tuple[str, Any]]:
-    """What scripts hold: param groups, parameters, masters, states, the scheduler, the loss scaler."""
+    """List param groups, parameters, masters, states, the scheduler and the loss scalers by name."""
     wrapper, inner = engine.optimizer, engine.basic_optimizer
     yield from {"wrapper": wrapper, "optimizer": inner, "scheduler": engine.lr_scheduler}.items()
     yield "wrapper's groups", wrapper.param_groups
@@ -256,9 +257,9 @@ def _list_objects(engine: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"state {number} {name}", value) for name, value in state.items())
     for name, param in engine.module.named_parameters():
         yield name, param
-        for kind in ("ds_tensor", "_hp_mapping"):
-            if kind == "ds_tensor" and hasattr(param, kind):
-                yield f"{name} {kind}", getattr(param, kind)
+        if hasattr(param, "ds_tensor"):
+            yield f"{name} ds_tensor", param.ds_tensor
     for name in ("loss_scaler", "loss_scale_config", "torch_autocast_gradscaler"):
         if getattr(wrapper, name, None) is not None:
             yield name, getattr(wrapper, name)
+    yield "torch_autocast_z0_gradscaler", getattr(engine, "torch_autocast_z0_gradscaler", None)
