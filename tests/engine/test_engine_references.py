@@ -26,6 +26,7 @@ ON_CPU = {"offload_optimizer": {"device": "cpu"}}
 TRAINED = [Case(stage, 1, precision) for stage in STAGES for precision in ("fp32", "bf16", "fp16")]
 TRAINED += [Case(stage, 1, config=AUTOCAST) for stage in STAGES]
 TRAINED += [Case(stage, 1, zero=ON_CPU) for stage in (2, 3)]
+TRAINED += [Case(1, 1, "bf16", config={"data_types": {"grad_accum_dtype": "fp32"}})]  # BF16_Optimizer
 
 
 def list_rows(turn: int, every: bool) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Loads of optimizers, loss scalers and schedulers that update in place the objects that others hold."""
+"""Loads update the existing objects of optimizers, loss scalers and schedulers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def make_optimizer(kind: Any = torch.optim.AdamW, **options: Any) -> Any:
 
 
 def make_engine(optimizer: Any, scheduler: Any = None, wrapper: Any = None) -> Any:
-    """The fields of an engine that a load looks at."""
+    """An engine with the fields that a load reads."""
     wrapper = optimizer if wrapper is None else wrapper
     module = torch.nn.Linear(2, 2)
     return SimpleNamespace(
@@ -45,7 +45,7 @@ def list_objects(optimizer: Any) -> Iterator[Any]:
 
 
 def change(state: dict[str, Any]) -> dict[str, Any]:
-    """The same state with other numbers."""
+    """Copy a state dict and change its numbers."""
     state = copy.deepcopy(state)
     for number, group in enumerate(state["param_groups"]):
         group |= {"lr": group["lr"] * (2 + number), "betas": (0.1, 0.2)}
@@ -63,7 +63,7 @@ def without_tensors(state: dict[str, Any]) -> Any:
 
 
 class Combined(torch.optim.AdamW):
-    """Has another optimizer step its last group, and hands it the group after each load, as DeepSpeed's Muon."""
+    """Delegates its last group to another optimizer, and does so again after a load, like DeepSpeed's Muon."""
 
     def __init__(self, groups: Any) -> None:
         super().__init__(groups)
@@ -114,7 +114,7 @@ def test_groups_that_share_a_tensor_get_their_own_values() -> None:
 
 
 class Replacing(torch.optim.SGD):
-    """Loads without torch's own method."""
+    """Replaces its param groups without torch's `load_state_dict`."""
 
     def load_state_dict(self, state_dict: Any) -> None:
         self.param_groups = [{**group, "lr": saved["lr"]} for group, saved in self._pair(state_dict)]

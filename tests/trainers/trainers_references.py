@@ -8,7 +8,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 
 class MovesBetas(LambdaLR):
-    """Decays the rates, and moves betas in the dicts that were the optimizer's param groups at first."""
+    """Decays the learning rates, and sets betas in the param groups that the optimizer had at first."""
 
     def __init__(self, optimizer: Any) -> None:
         self.groups = list(optimizer.param_groups)

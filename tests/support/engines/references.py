@@ -100,7 +100,7 @@ CONFIGURED: dict[str, dict[str, Any]] = {
     "OneCycle": {"cycle_min_lr": 0.001, "cycle_max_lr": 0.1, "cycle_first_step_size": 4},
     "LRRangeTest": {"lr_range_test_min_lr": 0.001, "lr_range_test_step_size": 2},
 }
-"""DeepSpeed's own, which a ds_config can name, with their parameters."""
+"""Parameters of DeepSpeed's schedulers, which a ds_config can name."""
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "LambdaLR": lambda optimizer: lr_scheduler.LambdaLR(optimizer, _shrink),
     "MultiplicativeLR": lambda optimizer: lr_scheduler.MultiplicativeLR(optimizer, lambda _: 0.9),
@@ -122,24 +122,24 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "wsd": lambda optimizer: transformers.get_wsd_schedule(optimizer, 2, 4, num_training_steps=9),
     **{name: partial(getattr(lr_schedules, name), **params) for name, params in CONFIGURED.items()},
 }
-"""Makers by name: torch's, transformers' and DeepSpeed's own."""
+"""Factories of the schedulers of torch, transformers and DeepSpeed, by name."""
 if hasattr(transformers.optimization, "GreedyLR"):
     SCHEDULERS["GreedyLR"] = lambda optimizer: transformers.optimization.GreedyLR(optimizer, patience=1)
 
 WAYS = ("given", "callable", "own")
-"""How a script gives a scheduler: to `initialize`, as a callable, or not at all, and steps it itself."""
+"""A scheduler is an argument of `initialize`, is made by a callable, or is made and stepped by the script."""
 
 
 def list_ways(name: str) -> tuple[str, ...]:
-    """List the ways for this scheduler; DeepSpeed's own can come from the ds_config."""
-    if name == "SavesGroups":  # which a script that loads its state would itself give copies of the groups
+    """List the ways to use a scheduler. DeepSpeed's schedulers can also be named in the ds_config."""
+    if name == "SavesGroups":  # a script that loads its state would replace its groups by copies
         return WAYS[:2]
     return (*WAYS, "config") if name in CONFIGURED else WAYS
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Rates and betas of the optimizer's groups, before a step and after each, and the losses of the steps."""
+    """Losses of steps; learning rates and betas of the param groups before the first step and after each."""
 
     hyper: list[list[float]]
     losses: list[float]
@@ -182,7 +182,7 @@ class Training:
         self.engine.backward(loss)
         mean = loss.detach().clone()
         torch.distributed.all_reduce(mean)
-        known = round(mean.item() / ranks, 4)  # of other ranks it differs in the last bits
+        known = round(mean.item() / ranks, 4)  # the sum depends on the number of ranks in its last bits
         arguments = {"metrics": known} if self.needs_loss else {}
         self.engine.step(arguments)
         if self.own is not None:
@@ -248,7 +248,7 @@ def _list_objects(engine: Any) -> Iterator[tuple[str, Any]]:
     for number, group in enumerate(inner.param_groups):
         yield f"group {number}", group
         yield f"wrapper's group {number}", wrapper.param_groups[number]
-        if engine.zero_optimization_stage() < 3:  # which makes new lists in every step
+        if engine.zero_optimization_stage() < 3:  # stage 3 makes new lists in every step
             yield f"params of group {number}", group["params"]
             yield from ((f"master {number}.{place}", param) for place, param in enumerate(group["params"]))
     yield "state", inner.state
