@@ -28,6 +28,7 @@ from ..targets import Target
 from ..targets.coverage import list_unsaved
 from ..targets.finish import refresh_after_own_load, wait_behind_reads
 from ..targets.guard import mark, release
+from ..targets.references import keep_references
 from ..targets.rule import watch_edits
 from .absent import report_absent
 from .choice import choose_loader
@@ -173,7 +174,7 @@ def _load_own(job: LoadContext, own: Callable[[], Loaded], target: Target | None
     with_states = job.arguments.with_states
     describe_edits = watch_edits(job.engine, with_scheduler=job.arguments.load_lr_scheduler_states)
     try:
-        with wait_behind_reads(job.engine, job.comm):
+        with wait_behind_reads(job.engine, job.comm), keep_references(job.engine):
             loaded = own()
         if target is not None:
             refresh_after_own_load(target, job.comm, with_states=with_states)

@@ -19,6 +19,7 @@ from ..sources.headers import Unread
 from ..targets import LiveBuffer, Target
 from ..targets.base import flatten
 from ..targets.optimizer import StateKinds, depends_on_cut, probe_optimizer, restore_hyper, restore_scalar
+from ..targets.references import update_in_place
 from ..targets.rule import KEEP_LIVE, find_doubt, find_other_rule, list_edits, list_one_sided, read_configured
 from ..wrappers import USE_MUON
 from .context import LoadContext
@@ -257,8 +258,9 @@ def attach_states(target: Target, states: list[States], match: Match) -> None:
     """Hand states, scalars and hyper-parameters to the optimizer."""
     optimizer = target.optimizer
     for each in states:
-        entry = {**each.scalars, **each.tensors}
         live = optimizer.state.get(each.flat.holder)
+        scalars = {key: update_in_place((live or {}).get(key), value) for key, value in each.scalars.items()}
+        entry = {**scalars, **each.tensors}
         if not entry:
             if each.lazy or each.flat.swap is not None:
                 optimizer.state.pop(each.flat.holder, None)

@@ -17,6 +17,7 @@ from ..comm import Comm
 from .base import Target
 from .coverage import find_data_sampler
 from .optimizer import restore_hyper
+from .references import keep_scheduler_references, replace_method
 
 NOT_CLIENT = (
     "module",
@@ -69,7 +70,8 @@ def restore_helpers(engine: Any, saved: Mapping[str, Any], *, with_scheduler: bo
         if key == "data_sampler":
             _restore_sampler(helpers[key], saved[key])
         else:
-            helpers[key].load_state_dict(saved[key])
+            with keep_scheduler_references(engine):
+                helpers[key].load_state_dict(saved[key])
     new, unused = (", ".join(key for key in helpers if key in one) for one in (live - kept, kept - live))
     told = []
     if new:
@@ -160,9 +162,8 @@ def wait_behind_reads(engine: Any, comm: Comm) -> Iterator[None]:
     wrapped = [(holders[kind], name) for kind, names in _BEHIND_READS.items() for name in names]
     with ExitStack() as stack:
         for holder, name in wrapped:
-            if hasattr(holder, name) and name not in vars(holder):
-                setattr(holder, name, wait_first(getattr(holder, name)))
-                stack.callback(delattr, holder, name)
+            if hasattr(holder, name):
+                stack.enter_context(replace_method(holder, name, wait_first(getattr(holder, name))))
         yield
 
 

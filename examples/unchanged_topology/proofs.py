@@ -45,6 +45,7 @@ class Case:
         what: in words.
         config: of DeepSpeed.
         reordered: the script that comes back defines two layers of equal shapes in another order.
+        scheduler: the script gives a scheduler that keeps a reference to ``optimizer.param_groups``.
         arguments: of ``load_checkpoint``.
         after: steps that are compared.
         needs_aio: it takes the operator ``async_io``.
@@ -53,6 +54,7 @@ class Case:
     what: str
     config: dict[str, Any]
     reordered: bool = False
+    scheduler: bool = False
     arguments: dict[str, Any] = field(default_factory=dict)
     after: int = 3
     needs_aio: bool = False
@@ -88,7 +90,32 @@ def make_cases(nvme: str) -> dict[str, Case]:
             {"optimizer": ADAM, "zero_optimization": {"stage": 0}},
             reordered=True,
         ),
+        "scheduler": Case(
+            "ZeRO 1, a scheduler that keeps optimizer.param_groups",
+            {"optimizer": ADAM, "zero_optimization": {"stage": 1}},
+            scheduler=True,
+        ),
     }
+
+
+class Scheduler:
+    """Halves the learning rates in each step."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.groups = optimizer.param_groups
+
+    def step(self) -> None:
+        for group in self.groups:
+            group["lr"] /= 2
+
+    def get_last_lr(self) -> list[float]:
+        return [group["lr"] for group in self.groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Do nothing: the rates are the optimizer's."""
 
 
 class Model(nn.Module):
@@ -109,7 +136,9 @@ def make_engine(case: Case, *, seed: int, universal: bool, reordered: bool = Fal
     model = Model(reordered=reordered)
     checkpoint = {**case.config.get("checkpoint", {}), **({"universal": True} if universal else {})}
     config = {"train_batch_size": BATCH, **case.config, "checkpoint": checkpoint}
-    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    schedule = Scheduler if case.scheduler else None
+    parameters = model.parameters()
+    return deepspeed.initialize(model=model, model_parameters=parameters, lr_scheduler=schedule, config=config)[0]
 
 
 def train(engine: Any, first: int, steps: int) -> list[float]:

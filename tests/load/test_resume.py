@@ -241,6 +241,8 @@ def test_load_universal_looks_at_its_own_latest_first(folder: Path) -> None:
 class UpstreamEngine:
     """As much of an engine as is looked at before its buffers are."""
 
+    optimizer = lr_scheduler = None
+
     def load_universal_checkpoint(self) -> bool:
         return False
 
@@ -312,7 +314,7 @@ def test_an_engine_is_not_used_that_deepspeeds_own_load_has_failed_on(
     def fail(*_: object, **__: object) -> tuple[None, None]:
         raise error("its own")
 
-    engine, more = Engine(), {"upstream": False, "unknown": ()}
+    engine, more = Engine(optimizer=None, lr_scheduler=None), {"upstream": False, "unknown": ()}
     refreshed: list[object] = []
     refresh = fail if after else lambda target, **_: refreshed.append(target)
     target: Any = SimpleNamespace()

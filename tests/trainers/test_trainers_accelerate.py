@@ -73,6 +73,17 @@ def test_goes_on(
         assert [kept in text for text in rest[0].told].count(True) == (accumulation == 1)
 
 
+@pytest.mark.parametrize("other", [False, True], ids=["same", "other"])
+def test_a_scheduler_that_holds_param_groups_goes_on(other: bool, tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """In the same topology, where DeepSpeed's own load would give the optimizer other groups, and in another one."""
+    options: dict[str, Any] = {"micro": 8, "scheduler": "betas"}
+    world, saved = ucp_worlds.get(1), str(tmp_path / "four")
+    whole = world.run(trainers_accelerate.train, str(tmp_path), make_config(2), save={4: saved}, **options)
+    config = make_config(3 if other else 2)
+    rest = world.run(trainers_accelerate.train, str(tmp_path), config, resume=saved, **options)
+    agree(whole, rest, 5)
+
+
 def wait_then_decay(step: int) -> float:
     """A schedule that says nothing of where it stands for its first 80 steps."""
     return 1.0 if step < 80 else 0.5

@@ -105,6 +105,18 @@ def test_one_rank_goes_on(
     assert rest[0].random[7] == whole[0].random[7] != whole[1].random[7]
 
 
+@pytest.mark.parametrize("other", [False, True], ids=["same", "other"])
+def test_a_scheduler_that_holds_param_groups_goes_on(other: bool, tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """In the same topology, where DeepSpeed's own load would give the optimizer other groups, and in another one."""
+    options: dict[str, Any] = {**SAVES, "per_device_train_batch_size": 8, "betas": True}
+    config = make_config(2)
+    whole = ucp_worlds.get(1).run(trainers_hf.train, str(tmp_path), config, **options)
+    config["zero_optimization"]["stage"] = 3 if other else 2
+    resume = str(tmp_path / "checkpoint-4")
+    rest = ucp_worlds.get(1).run(trainers_hf.train, str(tmp_path), config, resume=resume, **options)
+    agree(whole, rest, 5)
+
+
 def test_two_ranks_go_on_with_lora_and_the_best_model(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """Grown from one; the frozen base is in no file, the best model is one that the single rank saved."""
     config = {stage: make_config(stage, **ADAM, **DECAY) for stage in (3, 1)}

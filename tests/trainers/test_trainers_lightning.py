@@ -113,6 +113,17 @@ def test_runs_go_on_in_other_worlds(tmp_path: Path, ucp_worlds: WorldPool) -> No
     assert "an epoch has 13 batches, no multiple of accumulate_grad_batches=2" in told
 
 
+@pytest.mark.parametrize("other", [False, True], ids=["same", "other"])
+def test_a_scheduler_that_holds_param_groups_goes_on(other: bool, tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """In the same topology, where DeepSpeed's own load would give the optimizer other groups, and in another one."""
+    world, folder = ucp_worlds.get(1), str(tmp_path / "a")
+    source = replace(set_up(2, 1, 1), betas=True)
+    whole = world.run(trainers_lightning.train, source, STEPS)
+    begun = world.run(trainers_lightning.train, source, STEPS, save=(CUT, folder))
+    target = replace(source, stage=3) if other else source
+    check(whole, begun, world.run(trainers_lightning.train, target, STEPS, load=folder))
+
+
 def test_own_classes_and_frozen_layers(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """What a checkpoint holds of the script's own needs its consent; what it leaves out, `strict_loading = False`."""
     one, two, folder = ucp_worlds.get(1), ucp_worlds.get(2), str(tmp_path / "own")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from trainers_gloo import choose_gloo
 from trainers_hf import Net, Samples, gather_weights
+from trainers_references import MovesBetas
 
 from deepspeed_ucp.errors import StorageError
 
@@ -54,10 +55,13 @@ STEPS, SIZE, TOTAL = 12, 32, 8
 
 
 def make_scheduler(kind: str, optimizer: Any, ranks: int) -> Any:
-    """``scaled`` counts as Accelerate steps it, ``plain`` as two ranks step it, ``cosine`` is saved whole."""
+    """``scaled`` counts as Accelerate steps it, ``plain`` as two ranks step it, ``cosine`` is saved whole, ``betas``
+    holds references."""
     from torch.optim import lr_scheduler
 
     most = STEPS * (ranks if kind in ("scaled", "one-cycle") else 2)
+    if kind == "betas":
+        return MovesBetas(optimizer)
     if kind == "cosine":
         return lr_scheduler.CosineAnnealingLR(optimizer, T_max=most)
     if kind == "one-cycle":

@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 from trainers_gloo import choose_gloo
+from trainers_references import MovesBetas
 
 from deepspeed_ucp import preemption
 
@@ -151,6 +152,7 @@ def train(
     most: int = 1 << 30,
     held: tuple[int, ...] = (),
     told_at: int | None = None,
+    betas: bool = False,
     **options: Any,
 ) -> Trained:
     """A run of the Trainer: three epochs by default; each step is logged.
@@ -160,6 +162,7 @@ def train(
         most: samples for which a rank has memory.
         held: from and to which step nothing is written from memory; what is held at the end is lost.
         told_at: step in which this rank is told to go, and saves to ``folder/preempted``.
+        betas: with a scheduler that holds references to param groups, and moves their betas.
     """
     told = Trained()
     with (
@@ -191,7 +194,13 @@ def train(
             **options,
         }
         args = TrainingArguments(output_dir=folder, deepspeed=ds_config, **chosen)
-        trainer = Trainer(
+
+        class MovingBetas(Trainer):  # type: ignore[misc]
+            def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+                self.lr_scheduler, self._created_lr_scheduler = MovesBetas(optimizer or self.optimizer), True
+                return self.lr_scheduler
+
+        trainer = (MovingBetas if betas else Trainer)(
             model=adapted or net,
             args=args,
             train_dataset=Samples(size),

@@ -20,6 +20,7 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DeepSpeedStrategy, deepspeed
+from trainers_references import MovesBetas
 
 from deepspeed_ucp import install, rng
 from deepspeed_ucp.data import ElasticSampler
@@ -40,6 +41,8 @@ class Setting:
     """With a frozen layer, which is in no checkpoint."""
     own: bool = False
     """With an object of the script's own class in the hyper-parameters."""
+    betas: bool = False
+    """With a scheduler that holds references to param groups."""
 
 
 class Own:
@@ -108,7 +111,9 @@ class Net(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        schedule: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        if self.setting.betas:
+            schedule = MovesBetas(optimizer)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def training_step(self, batch: Any, _: int) -> torch.Tensor:
