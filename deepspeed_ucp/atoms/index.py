@@ -82,6 +82,8 @@ class SavedJob:
         accumulation: micro batches of a step; None where the ds_config does not tell.
         asked: see :data:`ASKED`; None where the script's own batch was trained on.
         begun: see :data:`BEGUN`; None where these are still the job's own.
+        format: name of a foreign format, which records neither the ranks nor the batch; empty for a DeepSpeed save.
+        weights_alone: the checkpoint is of a format without optimizer states, or has none of them.
     """
 
     ranks: int
@@ -91,6 +93,8 @@ class SavedJob:
     accumulation: int | None
     asked: int | None = None
     begun: tuple[int, int] | None = None
+    format: str = ""
+    weights_alone: bool = False
 
     @classmethod
     def read(cls, counters: Mapping[str, Any]) -> SavedJob:
@@ -182,7 +186,7 @@ class RunState:
     @property
     def job(self) -> SavedJob:
         """What ran around the engine."""
-        return SavedJob.read(self.counters)
+        return replace(SavedJob.read(self.counters), format=self.format)
 
 
 @dataclass(frozen=True, slots=True)

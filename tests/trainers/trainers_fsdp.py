@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -187,15 +187,20 @@ def load_llama(folders: list[str], stages: tuple[int, ...]) -> list[tuple[Captur
 # -- Lightning --------------------------------------------------------------------------------------------------------
 
 
-def fit(how: str, folder: str) -> list[float]:
-    """Three steps under Lightning's FSDPStrategy (``1``) or ModelParallelStrategy (``2``), and its save; the losses."""
-    import lightning.pytorch as pl
-    from lightning.pytorch.plugins.environments import TorchElasticEnvironment
-    from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
-    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+def fit(how: str, folder: str, *, steps: int = 3, load: str | None = None) -> list[float]:
+    """Train under Lightning up to a step, and save.
 
-    class OnCpu(FSDPStrategy):
-        """The class itself is refused there."""
+    Args:
+        how: ``1`` for FSDPStrategy, ``2`` for ModelParallelStrategy, or ``deepspeed``.
+        folder: of the save; empty for none.
+        load: folder to resume from.
+
+    Returns:
+        The losses.
+    """
+    import lightning.pytorch as pl
+    import trainers_lightning
+    from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 
     losses: list[float] = []
 
@@ -205,10 +210,7 @@ def fit(how: str, folder: str) -> list[float]:
             self.net, _ = fsdp_run.build()
 
         def configure_model(self) -> None:
-            if how == "2":
-                fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
-            elif not isinstance(self.net, FullyShardedDataParallel):
-                self.net = FullyShardedDataParallel(self.net, device_id=torch.device("cpu"), use_orig_params=True)
+            self.net = _shard(self.net, how, self.device_mesh)
 
         def training_step(self, _: Any, number: int) -> torch.Tensor:
             x, y = batch(number)
@@ -228,23 +230,74 @@ def fit(how: str, folder: str) -> list[float]:
         def train_dataloader(self) -> Any:
             return torch.utils.data.DataLoader(list(range(16)), batch_size=2)
 
-    strategy = (
-        OnCpu(state_dict_type="sharded", process_group_backend="gloo")
-        if how == "1"
-        else ModelParallelStrategy(process_group_backend="gloo")
-    )
-    with mock.patch.dict(os.environ, GROUP_RANK="0", TORCHELASTIC_RUN_ID="x"):
+    with (
+        mock.patch.dict(os.environ, GROUP_RANK="0", TORCHELASTIC_RUN_ID="x"),
+        trainers_lightning._choose_cpu(True) if how == "deepspeed" else nullcontext(),
+    ):
         trainer = pl.Trainer(
-            strategy=strategy,
+            strategy=_make_strategy(how),
             accelerator="cpu",
             devices=dist.get_world_size(),
             plugins=[TorchElasticEnvironment()],
-            max_steps=3,
+            max_steps=steps,
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        trainer.fit(Module())
-        trainer.save_checkpoint(folder)
+        trainer.fit(Module(), ckpt_path=load, weights_only=False)
+        if folder:
+            trainer.save_checkpoint(folder)
     return losses
+
+
+def _make_strategy(how: str) -> Any:
+    """The strategy that ``how`` means for :func:`fit`."""
+    from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+
+    class OnCpu(FSDPStrategy):
+        """The class itself is refused there."""
+
+    if how == "deepspeed":
+        config = {
+            "zero_optimization": {"stage": 2},
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_clipping": 0.0,
+            "zero_allow_untested_optimizer": True,
+        }
+        return DeepSpeedStrategy(config=config, process_group_backend="gloo")
+    if how == "1":
+        return OnCpu(state_dict_type="sharded", process_group_backend="gloo")
+    return ModelParallelStrategy(process_group_backend="gloo")
+
+
+def _shard(net: Any, how: str, mesh: Any) -> Any:
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    if how == "2":
+        fully_shard(net, mesh=mesh["data_parallel"])
+    elif how == "1" and not isinstance(net, FullyShardedDataParallel):
+        return FullyShardedDataParallel(net, device_id=torch.device("cpu"), use_orig_params=True)
+    return net
+
+
+# -- Every trainer with every format ----------------------------------------------------------------------------------
+
+
+def attempt_all(trainer: str, folders: list[str]) -> list[tuple[Any, list[str]]]:
+    """Resume under DeepSpeed from each folder: what the run returns, or its error, and the log."""
+    found = list[tuple[Any, list[str]]]()
+    for folder in folders:
+        with foreign_run.Lines() as heard:
+            try:
+                found.append((_RESUMES[trainer](folder), heard.lines))
+            except Exception as error:  # noqa: BLE001 - the error is what the test looks at
+                found.append((f"{type(error).__name__}: {error}", heard.lines))
+    return found
+
+
+_RESUMES: dict[str, Any] = {
+    "trainer": lambda folder: train("deepspeed", f"{folder}-out", steps=4, resume=folder),
+    "accelerate": lambda folder: accelerate("deepspeed", range(3, 5), load=folder),
+    "lightning": lambda folder: fit("deepspeed", "", steps=5, load=folder),
+}
