@@ -50,9 +50,9 @@ def make_plain(saved: Path, parent: Path) -> dict[str, Path]:
     return folders
 
 
-def resume(trainer: str, folders: dict[str, Path], pool: WorldPool) -> dict[str, tuple[Any, str]]:
+def resume(trainer: str, folders: dict[str, Path], pool: WorldPool, **options: Any) -> dict[str, tuple[Any, str]]:
     """By format what the resumed run returns, or its error, and what was logged."""
-    found = pool.get(1).run(trainers_fsdp.attempt_all, trainer, [*map(str, folders.values())])[0]
+    found = pool.get(1).run(trainers_fsdp.attempt_all, trainer, [*map(str, folders.values())], **options)[0]
     return {kind: (made, "\n".join(lines)) for kind, (made, lines) in zip(folders, found, strict=True)}
 
 
@@ -78,6 +78,20 @@ def test_the_trainer(tmp_path: Path, ucp_worlds: WorldPool) -> None:
         error, _ = found[kind]
         assert str(error).startswith(f"CheckpointError: {folder}: "), (kind, error)
         assert '"arguments": {"load_module_only": true}' in error, (kind, error)
+
+
+def test_the_trainer_with_an_adapter(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """The weights have the names of PEFT's files where they are sharded, the optimizer's states those of the model."""
+    pytest.importorskip("peft")
+    options: dict[str, Any] = {"steps": 4, "save": 2, "lora": True}
+    saved = tmp_path / "in/checkpoint-2"
+    whole = ucp_worlds.get(1).run(trainers_fsdp.train, "deepspeed", str(saved.parent), **options)[0]
+    folders = {"tag": saved}
+    for how in ("SHARDED", "FULL"):
+        ucp_worlds.get(2).run(trainers_fsdp.train, how, str(tmp_path / how), **{**options, "steps": 2})
+        folders[how] = tmp_path / how / "checkpoint-2"
+    for kind, (losses, _) in resume("trainer", folders, ucp_worlds, lora=True).items():
+        assert losses == pytest.approx(whole, rel=1e-6), (kind, losses)
 
 
 def test_accelerate(tmp_path: Path, ucp_worlds: WorldPool) -> None:

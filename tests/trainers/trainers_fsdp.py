@@ -117,6 +117,14 @@ def make_llama(seed: int = 0) -> Any:
     return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, tie_word_embeddings=True))
 
 
+def make_adapted() -> Any:
+    """The same model with an adapter that also keeps a module whole."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], modules_to_save=["model.norm"])
+    return get_peft_model(make_llama(), config)
+
+
 class Letters(torch.utils.data.Dataset):  # type: ignore[type-arg]
     """Drawn by their number."""
 
@@ -128,12 +136,15 @@ class Letters(torch.utils.data.Dataset):  # type: ignore[type-arg]
         return {"input_ids": drawn, "labels": drawn}
 
 
-def train(how: str, folder: str, *, steps: int, save: int = 0, resume: str | None = None) -> dict[int, float]:
+def train(
+    how: str, folder: str, *, steps: int, save: int = 0, resume: str | None = None, lora: bool = False
+) -> dict[int, float]:
     """A run of the Trainer with four samples a step; the losses by step.
 
     Args:
         how: ``deepspeed``, or FSDP2's kind of state dicts.
         save: step after which to save.
+        lora: train an adapter of PEFT's.
     """
     from transformers import Trainer, TrainingArguments
 
@@ -159,7 +170,7 @@ def train(how: str, folder: str, *, steps: int, save: int = 0, resume: str | Non
             disable_tqdm=True,
             **({"deepspeed": deepspeed} if how == "deepspeed" else {"fsdp": True, "fsdp_config": fsdp}),
         )
-        trainer = Trainer(model=make_llama(), args=args, train_dataset=Letters())
+        trainer = Trainer(model=make_adapted() if lora else make_llama(), args=args, train_dataset=Letters())
         trainer.train(resume_from_checkpoint=resume)
         losses = {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
         if how == "deepspeed":
@@ -284,20 +295,20 @@ def _shard(net: Any, how: str, mesh: Any) -> Any:
 # -- Every trainer with every format ----------------------------------------------------------------------------------
 
 
-def attempt_all(trainer: str, folders: list[str]) -> list[tuple[Any, list[str]]]:
+def attempt_all(trainer: str, folders: list[str], **options: Any) -> list[tuple[Any, list[str]]]:
     """Resume under DeepSpeed from each folder: what the run returns, or its error, and the log."""
     found = list[tuple[Any, list[str]]]()
     for folder in folders:
         with foreign_run.Lines() as heard:
             try:
-                found.append((_RESUMES[trainer](folder), heard.lines))
+                found.append((_RESUMES[trainer](folder, **options), heard.lines))
             except Exception as error:  # noqa: BLE001 - the error is what the test looks at
                 found.append((f"{type(error).__name__}: {error}", heard.lines))
     return found
 
 
 _RESUMES: dict[str, Any] = {
-    "trainer": lambda folder: train("deepspeed", f"{folder}-out", steps=4, resume=folder),
+    "trainer": lambda folder, **options: train("deepspeed", f"{folder}-out", steps=4, resume=folder, **options),
     "accelerate": lambda folder: accelerate("deepspeed", range(3, 5), load=folder),
     "lightning": lambda folder: fit("deepspeed", "", steps=5, load=folder),
 }

@@ -80,6 +80,7 @@ def survey_foreign(where: FileTable, comm: Comm, kind: str) -> tuple[AtomicIndex
     contents, findings = READERS[kind](chosen, comm)
     if names.OPTIMIZER in where.entries and kind in (names.SAFETENSORS, names.STATE_DICT):
         contents = add_states(contents, where, comm)
+    contents = adapter.name_as_live(contents)
 
     def unite() -> AtomicIndex:
         if not contents.weights:
