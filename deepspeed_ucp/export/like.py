@@ -13,9 +13,10 @@ from typing import Any
 
 from ..atoms import AtomicIndex, count
 from ..comm import Comm
-from ..errors import CheckpointError, ConfigError, MismatchError, UnsupportedError, shorten
+from ..errors import ConfigError, MismatchError, UnsupportedError, shorten
 from ..hub import convert, find_cached, revert
 from ..io.disk import explain_full
+from ..io.jsonfile import read_json
 from ..patterns import Rename, advise_family
 from ..patterns.adapters import ROOT, is_added
 from ..patterns.layout import Shape
@@ -33,6 +34,8 @@ logger = logging.getLogger("deepspeed_ucp")
 _NAMES = (
     "Bring names together by --rename or --patterns, rows that pad a vocabulary by --patterns, or name the right model."
 )
+
+_CONFIG = "Name a folder with a model that from_pretrained loads."
 
 _MERGE = "It holds an adapter: merge it (--merge), or write it alone (--adapter, without --like)."
 
@@ -74,12 +77,8 @@ class LikeModel:
         Raises:
             CheckpointError: it is no JSON object.
         """
-        path = os.path.join(self.folder, CONFIG)
-        with open(path, encoding="utf-8") as stream:
-            try:
-                return dict(json.load(stream))
-            except ValueError as error:
-                raise CheckpointError(f"is no configuration ({error}).", path=path) from None
+        config: dict[str, Any] = read_json(os.path.join(self.folder, CONFIG), advice=_CONFIG)
+        return config
 
     @cached_property
     def weights(self) -> AtomicIndex | None:

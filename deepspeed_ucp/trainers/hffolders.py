@@ -6,7 +6,6 @@ random states of every rank.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -19,6 +18,7 @@ from ..config import UniversalConfig
 from ..errors import CheckpointError, OutOfReachError, shorten
 from ..examine.tags import TRAINER_STATE
 from ..examine.verify import verify_checkpoint
+from ..io.jsonfile import read_json
 from ..io.store import exists
 from ..load.client import read_objects
 from ..load.tags import find_folders, find_tag
@@ -210,14 +210,9 @@ def read_trainer_state(folder: str) -> dict[str, Any]:
     path = os.path.join(folder, TRAINER_STATE)
     advice = 'Take an older checkpoint, or let "fallback": true find one that is whole.'
     try:
-        with open(path, encoding="utf-8") as stream:
-            state = json.load(stream)
+        state: dict[str, Any] = read_json(path, advice=advice)
     except FileNotFoundError:
         raise CheckpointError(f"missing, which a save writes last: it was cut short. {advice}", path=path) from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot be read ({error}). {advice}", path=path) from error
-    if not isinstance(state, dict):
-        raise CheckpointError(f"holds no trainer's state. {advice}", path=path)
     return state
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Collection, Mapping
@@ -11,6 +10,7 @@ from typing import Any
 
 from ...comm import Comm
 from ...errors import CheckpointError, ConfigError, UnsupportedError, shorten
+from ...io.jsonfile import read_json
 from ...io.paths import normalize
 from ...patterns.adapters import ROOT, is_added_in_file, read_in_file, read_live
 from ..findings import Finding
@@ -99,11 +99,7 @@ def read_config(path: str | None, folder: str) -> dict[str, Any]:
             f"{shorten(files)}: no adapter_config.json. Ranks and factors are in no checkpoint: name the run's with "
             "--adapter-config."
         )
-    with open(found, encoding="utf-8") as stream:
-        try:
-            told = dict(json.load(stream))
-        except ValueError as error:
-            raise ConfigError(f"{found}: is no configuration ({error}).") from None
+    told: dict[str, Any] = read_json(found, advice="Restore it, or name the run's with --adapter-config.")
     if told.get("peft_type") != "LORA":
         raise ConfigError(f"{found}: is of {told.get('peft_type')}; LoRA's are known.")
     return told
