@@ -224,6 +224,7 @@ class Limits:
         unnoticed: what DeepSpeed's own load would not see, or take for something else, in the same topology, in words.
         stateless: why there are no optimizer states, and what to do, in words; empty where there are.
         unchecked: what of a foreign checkpoint has no checksum, in words.
+        untold: further names of parameters, of which nothing records whose they are.
     """
 
     irregular: dict[AtomKey, str] = field(default_factory=dict)
@@ -232,6 +233,7 @@ class Limits:
     unnoticed: tuple[str, ...] = ()
     stateless: str = ""
     unchecked: str = ""
+    untold: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from ..stream.batches import WorkOptions
 from ..stream.copies import refuse_scattered
 from ..stream.full_tensors import FullTensor, assemble_full_tensors
 from .adapter import Merge, choose_adapter, choose_merged
+
+logger = logging.getLogger("deepspeed_ucp")
 
 WEIGHTS = (MASTER, MODULE, COPY)
 """States that hold a weight or a buffer; the first that a name has counts."""
@@ -144,6 +147,12 @@ def select_tensors(
     if options.dtype is not None and options.dtype not in FLOATING:
         raise ConfigError(f"dtype: {options.dtype!r} is unknown. {advise(options.dtype, sorted(FLOATING))}")
     refuse_unreadable(index, states)
+    if index.limits.untold:
+        logger.warning(
+            f"{index.run.state_file}: {shorten(index.limits.untold, 3)}: further names of modules that the model has "
+            "under several names; ZeRO 3 does not record of which, so they are not written. Load the export into such "
+            "a model with strict=False."
+        )
     refuse_scattered(index, "every node of an export reads its part of each")
     made = predict_renames(index, (RuleSet("--rename", renames=options.renames), *rules), options.experts)
     index = made.index
