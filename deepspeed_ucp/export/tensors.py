@@ -13,6 +13,7 @@ from ..errors import CheckpointError, ConfigError, MismatchError, advise, shorte
 from ..io.cast import FLOATING, cast
 from ..io.memory import Scratch
 from ..patterns import Rename, RuleSet, list_renames, rename_names
+from ..patterns.adapters import is_kept_whole
 from ..patterns.layout import Shape
 from ..plan.predicted import predict_renames
 from ..plan.settling import list_weights, refuse_unreadable
@@ -166,10 +167,10 @@ def select_tensors(
         names, merged = _adapt(names, {key.name: kept[key] for key in _order_weights(index) if key in kept}, options)
         kept = {key: atom for key, atom in kept.items() if key.name in names}
     copies: dict[str, list[str]] = defaultdict(list)
-    if (options.tied or tied) == "copy":
-        for alias, owner in index.model.aliases.items():
-            if alias in names:
-                copies[owner].append(names[alias])
+    alone = bool(options.adapter) and not options.merge
+    for alias, owner in index.model.aliases.items():
+        if alias in names and ((options.tied or tied) == "copy" or (alone and is_kept_whole(alias))):
+            copies[owner].append(names[alias])
 
     def make(atom: FullTensor, dtype: str | None, *aliases: str) -> Tensor:
         shape = atom.shape if options.keep_padding else full.cut_padding(atom)

@@ -77,6 +77,11 @@ def is_added_in_file(name: str) -> bool:
     return _ADDED_IN_FILE.fullmatch(name) is not None and not is_added(name)
 
 
+def is_kept_whole(name: str) -> bool:
+    """Whether a live model's tensor is of ``modules_to_save``; a file has it under each name that is tied to it."""
+    return _SAVED.fullmatch(name) is not None
+
+
 def is_original(name: str) -> bool:
     """Whether it is the base's own copy of a module that an adapter keeps whole."""
     return ".original_module." in name
