@@ -14,7 +14,9 @@ ROOT = "base_model.model."
 """In front of every name of a model that has an adapter."""
 
 _TENSORS = r"lora_(?:embedding_)?[AB]|lora_magnitude_vector|trainable_tokens_delta"
-_ADDED = re.compile(rf"(?P<module>.+)\.(?!lora_[AB]\.[^.]+$)(?P<kind>{_TENSORS})\.(?P<adapter>[^.]+)(?P<end>\..+)?")
+_ADDED = re.compile(
+    rf"(?P<module>.+)\.(?!lora_[AB]\.(?:weight|bias)$)(?P<kind>{_TENSORS})\.(?P<adapter>[^.]+)(?P<end>\..+)?"
+)
 _ADDED_IN_FILE = re.compile(rf"(?P<module>.+)\.(?P<kind>{_TENSORS})(?P<end>\..+)?")
 _SAVED = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<end>.+)")
 _WRAPPED = re.compile(r"\.(?:base_layer|original_module|token_adapter)(?=\.)")
