@@ -26,7 +26,7 @@ from ..plan.ties import are_same
 from ..sources import open_checkpoint
 from ..sources.files import scan_folder
 from ..sources.foreign.names import ADAPTER_CONFIG, CONFIG, QUANTIZED, find_format
-from .output import BESIDE
+from .output import BESIDE, TEMPLATES
 from .tensors import Selection
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -181,6 +181,8 @@ class LikeModel:
                 if name == CONFIG:
                     with open(os.path.join(folder, name), "x", encoding="utf-8") as stream:
                         stream.write(self._tell_dtype(dtypes))
+                elif name == TEMPLATES and os.path.isdir(path):
+                    _copy_templates(path, os.path.join(folder, name))
                 elif name != ADAPTER_CONFIG and os.path.isfile(path):  # which would have an adapter loaded
                     shutil.copyfile(path, os.path.join(folder, name))
 
@@ -192,6 +194,13 @@ class LikeModel:
             known = [name for name in ("dtype", "torch_dtype") if name in told]
             told |= dict.fromkeys(known or ["torch_dtype"], floating[0])
         return json.dumps(told, indent=2) + "\n"
+
+
+def _copy_templates(folder: str, destination: str) -> None:
+    names = [name for name in os.listdir(folder) if name.endswith(".jinja")]
+    os.makedirs(destination)
+    for name in filter(lambda name: os.path.isfile(os.path.join(folder, name)), names):
+        shutil.copyfile(os.path.join(folder, name), os.path.join(destination, name))
 
 
 def _make_models(kinds: Iterable[Callable[[Any], Any]], config: Any) -> Iterator[Any]:

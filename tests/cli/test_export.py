@@ -43,6 +43,19 @@ def test_safetensors(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFix
     told = capsys.readouterr()
     assert told.out.startswith(f"{tmp_path / 'out'}: 2 tensors (240 parameters, float32), 1.1")
     assert told.err == ""
+    assert "from_pretrained needs a config.json there: export with --like MODEL" in told.out
+
+
+def test_an_export_that_replaces_one_with_a_configuration(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The configuration stays there, so that nothing is lacking."""
+    assert export(checkpoint, tmp_path / "out") == 0
+    (tmp_path / "out/config.json").write_text("{}")
+    capsys.readouterr()
+    assert export(checkpoint, tmp_path / "out", "--overwrite") == 0
+    assert "from_pretrained" not in capsys.readouterr().out
+    assert (tmp_path / "out/config.json").exists()
 
 
 def test_every_option_for_weights(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
