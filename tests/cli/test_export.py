@@ -117,7 +117,10 @@ def test_accelerates_folders(checkpoint: Path, tmp_path: Path, capsys: pytest.Ca
     assert capsys.readouterr().err == ""
     assert (out / "scheduler.pt").read_text() == "s"
     assert {path.name for path in (out / "optimizer_0").iterdir()} >= {".metadata", "__0_0.distcp"}
-    for weights, told in ([], "not loaded, since it is neither model nor optimizer: "), (["--weights-only"], ""):
+    for weights, told in (
+        ([], "not loaded by the engine, since it is neither model nor optimizer: "),
+        (["--weights-only"], ""),
+    ):
         assert export(out, tmp_path / "again", "--to", "dcp", "--overwrite", *weights) == 0
         assert told in (err := capsys.readouterr().err) and bool(err) == bool(told)
 

@@ -306,7 +306,7 @@ def flip(path: Path) -> None:
 
 FAULTS: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "no-state": ("trainer_state.json", Path.unlink, "a save writes last"),
-    "half-a-state": ("trainer_state.json", cut, "cannot be read"),
+    "half-a-state": ("trainer_state.json", cut, "trainer_state.json: is no valid JSON"),
     "no-latest": ("latest", Path.unlink, "latest is missing"),
     "no-tag": ("global_step6", shutil.rmtree, "no checkpoint with tag 'global_step6'"),
     "no-shard": ("global_step6/zero_pp_rank_1_mp_rank_00_optim_states.pt", Path.unlink, "missing"),
