@@ -72,6 +72,7 @@ TABLE += [
     Wrapped(_HF, _HF, "Trainer.compute_loss", "trainers.huggingface", "compute_loss"),
     Wrapped(_HF, _HF, "Trainer._inner_training_loop", "trainers.huggingface", "inner_training_loop"),
     Wrapped(_HF, _HF, "Trainer.set_initial_training_values", "trainers.huggingface", "set_initial_training_values"),
+    Wrapped(_HF, _HF, "deepspeed_load_checkpoint", "trainers.huggingface", "load_engine"),
     Wrapped(_HF, _HF, "Trainer._load_rng_state", "trainers.huggingface", "load_rng_state"),
     Wrapped(_HF, _HF, "Trainer._finalize_training", "trainers.huggingface", "finalize_training", newer=True),
     Wrapped(_HF, _HF, "rotate_checkpoints", "trainers.huggingface", "rotate_checkpoints", newer=True),

@@ -116,13 +116,61 @@ def read_into(index: AtomicIndex, module: Any, live: Collection[str], own: Colle
     if not index.is_weights_alone:  # nothing takes the place of what was saved too, nothing that was trained is dropped
         reading.made = {new: made for new, made in reading.made.items() if new not in saved}
         reading.dropped = {name for name in reading.dropped if index.find(name, MASTER) is None}
+    lost = memory.keys() - shapes.keys() - reading.made.keys()
+    sources = find_tied(model, lost, shapes.keys() - memory.keys()) if index.is_weights_alone else {}
+    reading.made |= {name: DerivedParam.whole(source, shapes[source]) for name, source in sources.items()}
+    reading.dropped -= {*sources.values()}
     if outer or is_wrapped:
         plain = {name: DerivedParam.whole(name, shapes[name]) for name in memory if name in shapes}
         reading.made = {
             new: made for name, made in {**plain, **reading.made}.items() for new in memory.get(name, [outer + name])
         }
+        if index.is_weights_alone:
+            _follow_ties(reading, module, memory)
         reading.unfed = frozenset(added) if reading.made else frozenset()
     return reading
+
+
+def _follow_ties(reading: Reading, module: Any, memory: Mapping[str, Sequence[str]]) -> None:
+    """Let tensors that PEFT has copied from a tied one take what that one takes.
+
+    Args:
+        reading: of the model's tensors; it is changed.
+        memory: name in the model without an adapter → names in the live model.
+    """
+    params = {strip_compiled(name): id(param) for name, param in module.named_parameters(remove_duplicate=False)}
+    taken = {params[name]: made for name, made in reading.made.items() if name in params}
+    for held in memory.values():
+        made = next((taken[params[name]] for name in held if params.get(name) in taken), None)
+        new = [name for name in held if name not in reading.made and params.get(name) not in taken]
+        reading.made |= dict.fromkeys(new, made) if made is not None else {}
+
+
+def find_tied(model: Any, lost: Collection[str], saved: Collection[str]) -> dict[str, str]:
+    """Find saved tensors that models of a family tie to a tensor that the file lacks.
+
+    An encoder alone has no name for the decoder's embedding, under which its own may have been saved.
+
+    Args:
+        model: a model of transformers.
+        lost: its names that the file lacks.
+        saved: the file's names that the model lacks.
+
+    Returns:
+        Name in the model → saved name, where one alone is possible.
+    """
+    if not _is_pretrained(model):
+        return {}
+    family = vars(sys.modules[type(model).__module__]).values()
+    own = getattr(type(model), "config_class", None)
+    kinds = [each for each in family if isinstance(each, type) and getattr(each, "config_class", None) is own]
+    tables = [table for kind in kinds if isinstance(table := getattr(kind, "_tied_weights_keys", None), dict)]
+    found = {}
+    for name in lost:
+        ties = {target for table in tables for target, source in table.items() if source == name}
+        if len(held := ties & {*saved}) == 1:
+            found[name] = held.pop()
+    return found
 
 
 def _is_of_peft(module: Any) -> bool:

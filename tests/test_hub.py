@@ -26,6 +26,9 @@ from transformers import (
     MixtralForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
+    T5Config,
+    T5EncoderModel,
+    T5ForConditionalGeneration,
 )
 
 from deepspeed_ucp.atoms import AtomicIndex, strip_compiled
@@ -50,6 +53,7 @@ TIED = LlamaConfig(**SIZES, tie_word_embeddings=True)
 MIXTRAL = MixtralConfig(**SIZES, num_local_experts=3)
 QWEN = Qwen2MoeConfig(**SIZES, num_experts=12, moe_intermediate_size=6, shared_expert_intermediate_size=6)
 GRANITE = GraniteMoeConfig(**SIZES, num_local_experts=3)
+T5 = T5Config(vocab_size=32, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
 
 PAIRS = {
     "the same": (LlamaForCausalLM, LlamaForCausalLM, LLAMA),
@@ -241,6 +245,24 @@ def test_a_base_is_read_into_what_peft_has_wrapped(tmp_path: Path, saved: Any) -
     if saved is LlamaForCausalLM:
         for part in ("original_module", "modules_to_save.default"):
             check_same({"it": found[f"base_model.model.lm_head.{part}.weight"]}, {"it": held["lm_head.weight"]})
+
+
+@pytest.mark.parametrize("saved", ["shared", "encoder.embed_tokens", "decoder.embed_tokens", "lm_head"])
+def test_a_tied_embedding_is_read_under_any_of_its_names(tmp_path: Path, saved: str) -> None:
+    """Also into an encoder alone, which has no name for the decoder's, and into a copy that PEFT has made of it."""
+    model = T5ForConditionalGeneration(T5)
+    ties = {f"{name}.weight" for name in ("shared", "encoder.embed_tokens", "decoder.embed_tokens", "lm_head")}
+    held = {key: value.clone() for key, value in model.state_dict().items() if key not in ties - {f"{saved}.weight"}}
+    save_file(held, tmp_path / "model.safetensors")
+    wanted = {"it": model.shared.weight.detach()}
+    found = read_tensors(read(tmp_path, T5EncoderModel(T5))[1])
+    (name,) = {"shared.weight", "encoder.embed_tokens.weight"} & found.keys()
+    check_same({"it": found[name]}, wanted)
+    adapted: Any = get_peft_model(
+        T5ForConditionalGeneration(T5), LoraConfig(target_modules=["q"], modules_to_save=["lm_head"])
+    )
+    found = read_tensors(read(tmp_path, adapted)[1])
+    check_same({"it": found["base_model.model.lm_head.modules_to_save.default.weight"]}, wanted)
 
 
 def test_a_module_of_the_base_s_own_under_a_name_of_peft_s(tmp_path: Path) -> None:

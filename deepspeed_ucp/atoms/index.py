@@ -82,6 +82,8 @@ class SavedJob:
         accumulation: micro batches of a step; None where the ds_config does not tell.
         asked: see :data:`ASKED`; None where the script's own batch was trained on.
         begun: see :data:`BEGUN`; None where these are still the job's own.
+        format: name of a foreign format, which records neither the ranks nor the batch; empty for a DeepSpeed save.
+        weights_alone: the checkpoint is of a format without optimizer states, or has none of them.
     """
 
     ranks: int
@@ -91,6 +93,8 @@ class SavedJob:
     accumulation: int | None
     asked: int | None = None
     begun: tuple[int, int] | None = None
+    format: str = ""
+    weights_alone: bool = False
 
     @classmethod
     def read(cls, counters: Mapping[str, Any]) -> SavedJob:
@@ -182,7 +186,7 @@ class RunState:
     @property
     def job(self) -> SavedJob:
         """What ran around the engine."""
-        return SavedJob.read(self.counters)
+        return replace(SavedJob.read(self.counters), format=self.format)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +224,7 @@ class Limits:
         unnoticed: what DeepSpeed's own load would not see, or take for something else, in the same topology, in words.
         stateless: why there are no optimizer states, and what to do, in words; empty where there are.
         unchecked: what of a foreign checkpoint has no checksum, in words.
+        untold: further names of parameters, of which nothing records whose they are.
     """
 
     irregular: dict[AtomKey, str] = field(default_factory=dict)
@@ -228,6 +233,7 @@ class Limits:
     unnoticed: tuple[str, ...] = ()
     stateless: str = ""
     unchecked: str = ""
+    untold: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -243,7 +243,7 @@ def read_groups(value: str | None) -> str | list[list[str]] | None:
     try:
         with open(value, encoding="utf-8") as stream:
             groups = yaml.safe_load(stream)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"--groups: {value} cannot be read: {error}") from None
     is_nested = isinstance(groups, list) and all(isinstance(group, list) for group in groups)
     if not is_nested or not all(isinstance(name, str) for group in groups for name in group):

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
+from ..io.paths import join_path
 from .common import (
     Commands,
     add_checkpoint_options,
@@ -122,7 +123,7 @@ def run(options: argparse.Namespace) -> int:
         report = _export(options, index, comm)
         names = ("format", "files", "tensors", "parameters", "dtypes", "bytes_read", "bytes_written", "seconds")
         data = {"folder": report.destination, **report.to_data(*names, "nodes", "workers")}
-        emit(options, data, [_to_text(report)])
+        emit(options, data, [_to_text(report), *_list_lacking(options, report)])
     return OK
 
 
@@ -200,6 +201,16 @@ def parse_size(text: str) -> int:
     if size <= 0:
         raise ConfigError(f"--max-shard-size {text!r}: a size such as 500MB, 5GB or 2GiB is needed.")
     return size
+
+
+def _list_lacking(options: argparse.Namespace, report: OutputReport) -> list[str]:
+    """List what ``from_pretrained`` needs beside the weights and does not find."""
+    from ..io.store import exists
+    from ..sources.foreign.names import CONFIG
+
+    if options.to != "hf" or options.adapter or exists(join_path(report.destination, CONFIG)):
+        return []
+    return [f"from_pretrained needs a {CONFIG} there: export with --like MODEL, or copy it and the tokenizer's files."]
 
 
 def _to_text(report: OutputReport) -> str:

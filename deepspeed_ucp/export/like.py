@@ -13,9 +13,10 @@ from typing import Any
 
 from ..atoms import AtomicIndex, count
 from ..comm import Comm
-from ..errors import CheckpointError, ConfigError, MismatchError, UnsupportedError, shorten
+from ..errors import ConfigError, MismatchError, UnsupportedError, shorten
 from ..hub import convert, find_cached, revert
 from ..io.disk import explain_full
+from ..io.jsonfile import read_json
 from ..patterns import Rename, advise_family
 from ..patterns.adapters import ROOT, is_added
 from ..patterns.layout import Shape
@@ -25,7 +26,7 @@ from ..plan.ties import are_same
 from ..sources import open_checkpoint
 from ..sources.files import scan_folder
 from ..sources.foreign.names import ADAPTER_CONFIG, CONFIG, QUANTIZED, find_format
-from .output import BESIDE
+from .output import BESIDE, TEMPLATES
 from .tensors import Selection
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -33,6 +34,8 @@ logger = logging.getLogger("deepspeed_ucp")
 _NAMES = (
     "Bring names together by --rename or --patterns, rows that pad a vocabulary by --patterns, or name the right model."
 )
+
+_CONFIG = "Name a folder with a model that from_pretrained loads."
 
 _MERGE = "It holds an adapter: merge it (--merge), or write it alone (--adapter, without --like)."
 
@@ -74,12 +77,8 @@ class LikeModel:
         Raises:
             CheckpointError: it is no JSON object.
         """
-        path = os.path.join(self.folder, CONFIG)
-        with open(path, encoding="utf-8") as stream:
-            try:
-                return dict(json.load(stream))
-            except ValueError as error:
-                raise CheckpointError(f"is no configuration ({error}).", path=path) from None
+        config: dict[str, Any] = read_json(os.path.join(self.folder, CONFIG), advice=_CONFIG)
+        return config
 
     @cached_property
     def weights(self) -> AtomicIndex | None:
@@ -182,6 +181,8 @@ class LikeModel:
                 if name == CONFIG:
                     with open(os.path.join(folder, name), "x", encoding="utf-8") as stream:
                         stream.write(self._tell_dtype(dtypes))
+                elif name == TEMPLATES and os.path.isdir(path):
+                    _copy_templates(path, os.path.join(folder, name))
                 elif name != ADAPTER_CONFIG and os.path.isfile(path):  # which would have an adapter loaded
                     shutil.copyfile(path, os.path.join(folder, name))
 
@@ -193,6 +194,13 @@ class LikeModel:
             known = [name for name in ("dtype", "torch_dtype") if name in told]
             told |= dict.fromkeys(known or ["torch_dtype"], floating[0])
         return json.dumps(told, indent=2) + "\n"
+
+
+def _copy_templates(folder: str, destination: str) -> None:
+    names = [name for name in os.listdir(folder) if name.endswith(".jinja")]
+    os.makedirs(destination)
+    for name in filter(lambda name: os.path.isfile(os.path.join(folder, name)), names):
+        shutil.copyfile(os.path.join(folder, name), os.path.join(destination, name))
 
 
 def _make_models(kinds: Iterable[Callable[[Any], Any]], config: Any) -> Iterator[Any]:

@@ -29,11 +29,15 @@ _EXPORTED = re.compile(
     rf"|adapter_model\.safetensors|{MODEL_FOLDER}|{OPTIMIZER_FOLDER}"
 )
 
+TEMPLATES = "additional_chat_templates"
+"""Folder of the chat templates beside the default one (transformers/utils/hub.py, ``CHAT_TEMPLATE_DIR``)."""
+
 BESIDE = re.compile(
     r"[\w.-]*config\.json|(special_tokens_map|added_tokens|chat_template|normalizer)\.json|token(izer|ization)[\w.-]*"
-    r"|([\w-]+[_-])?vocab(-[\w-]+)?\.(json|txt)|merges\.txt|[\w.-]+\.(model|jinja|tiktoken|spm|codes|py)"
+    r"|([\w-]+[_-])?vocab(-[\w-]+)?\.(json|txt)|merges\.txt|[\w.-]+\.(model|jinja|tiktoken|spm|codes|tokenizer|py)"
+    rf"|(tekken|emoji|byte_maps|word_shape|word_pronunciation)\.json|dict\.txt|{TEMPLATES}"
 )
-"""Files that Hugging Face's libraries want beside the weights, a model's own code among them."""
+"""Files that Hugging Face's libraries want beside the weights, a model's own code among them, and a folder."""
 
 
 EXPORT = OutputKind(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from ..errors import CheckpointError, ConfigError, MismatchError, advise, shorte
 from ..io.cast import FLOATING, cast
 from ..io.memory import Scratch
 from ..patterns import Rename, RuleSet, list_renames, rename_names
+from ..patterns.adapters import is_kept_whole
 from ..patterns.layout import Shape
 from ..plan.predicted import predict_renames
 from ..plan.settling import list_weights, refuse_unreadable
@@ -19,6 +21,8 @@ from ..stream.batches import WorkOptions
 from ..stream.copies import refuse_scattered
 from ..stream.full_tensors import FullTensor, assemble_full_tensors
 from .adapter import Merge, choose_adapter, choose_merged
+
+logger = logging.getLogger("deepspeed_ucp")
 
 WEIGHTS = (MASTER, MODULE, COPY)
 """States that hold a weight or a buffer; the first that a name has counts."""
@@ -144,6 +148,12 @@ def select_tensors(
     if options.dtype is not None and options.dtype not in FLOATING:
         raise ConfigError(f"dtype: {options.dtype!r} is unknown. {advise(options.dtype, sorted(FLOATING))}")
     refuse_unreadable(index, states)
+    if index.limits.untold:
+        logger.warning(
+            f"{index.run.state_file}: {shorten(index.limits.untold, 3)}: further names of modules that the model has "
+            "under several names; ZeRO 3 does not record of which, so they are not written. Load the export into such "
+            "a model with strict=False."
+        )
     refuse_scattered(index, "every node of an export reads its part of each")
     made = predict_renames(index, (RuleSet("--rename", renames=options.renames), *rules), options.experts)
     index = made.index
@@ -157,10 +167,10 @@ def select_tensors(
         names, merged = _adapt(names, {key.name: kept[key] for key in _order_weights(index) if key in kept}, options)
         kept = {key: atom for key, atom in kept.items() if key.name in names}
     copies: dict[str, list[str]] = defaultdict(list)
-    if (options.tied or tied) == "copy":
-        for alias, owner in index.model.aliases.items():
-            if alias in names:
-                copies[owner].append(names[alias])
+    alone = bool(options.adapter) and not options.merge
+    for alias, owner in index.model.aliases.items():
+        if alias in names and ((options.tied or tied) == "copy" or (alone and is_kept_whole(alias))):
+            copies[owner].append(names[alias])
 
     def make(atom: FullTensor, dtype: str | None, *aliases: str) -> Tensor:
         shape = atom.shape if options.keep_padding else full.cut_padding(atom)

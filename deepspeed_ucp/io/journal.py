@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from .disk import explain_full
+from .jsonfile import parse_json
 
 
 class Journal:
@@ -54,4 +55,4 @@ def read_journal(path: str) -> Iterator[dict[str, Any]]:
         for line in stream:
             crc, _, text = line.rstrip(b"\n").partition(b" ")
             if crc == b"%08x" % zlib.crc32(text):
-                yield json.loads(text)
+                yield parse_json(text, path)

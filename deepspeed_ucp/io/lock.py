@@ -11,8 +11,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from ..errors import StorageError
+from ..errors import CheckpointError, StorageError
 from .disk import explain_full
+from .jsonfile import parse_json
 
 _UNSUPPORTED = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
@@ -99,7 +100,7 @@ def _sign(fd: int) -> None:
 
 def _read_holder(fd: int) -> str:
     try:
-        holder = json.loads(os.pread(fd, 4096, 0))
+        holder = parse_json(os.pread(fd, 4096, 0), "lock")
         return f"pid {holder['pid']} on {holder['host']} since {holder['since']}"
-    except (ValueError, KeyError, TypeError, OSError):
+    except (CheckpointError, KeyError, OSError):
         return "by a process that has not told its name"

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..atoms import COPY, MASTER, MODULE, AtomicIndex
 from ..comm import Comm
-from ..errors import ConfigError, MismatchError, UcpError, shorten
+from ..errors import MismatchError, UcpError, shorten
 from ..patterns import Resized, RuleSet
 from ..patterns.adapters import read_live
 from ..plan.wants import Scaling, Wants
@@ -65,7 +65,7 @@ def read_adapter(index: AtomicIndex, rules: Iterable[RuleSet], comm: Comm) -> Sa
     def read() -> SavedAdapter:
         try:
             return SavedAdapter(read_config(None, os.path.dirname(index.run.state_file)))
-        except (ConfigError, OSError) as error:
+        except (UcpError, OSError) as error:
             return SavedAdapter(fault=str(error) if isinstance(error, UcpError) else f"adapter_config.json: {error}")
 
     return comm.once(read)

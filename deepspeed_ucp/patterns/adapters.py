@@ -14,7 +14,9 @@ ROOT = "base_model.model."
 """In front of every name of a model that has an adapter."""
 
 _TENSORS = r"lora_(?:embedding_)?[AB]|lora_magnitude_vector|trainable_tokens_delta"
-_ADDED = re.compile(rf"(?P<module>.+)\.(?P<kind>{_TENSORS})\.(?P<adapter>[^.]+)(?P<end>\..+)?")
+_ADDED = re.compile(
+    rf"(?P<module>.+)\.(?!lora_[AB]\.(?:weight|bias)$)(?P<kind>{_TENSORS})\.(?P<adapter>[^.]+)(?P<end>\..+)?"
+)
 _ADDED_IN_FILE = re.compile(rf"(?P<module>.+)\.(?P<kind>{_TENSORS})(?P<end>\..+)?")
 _SAVED = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<end>.+)")
 _WRAPPED = re.compile(r"\.(?:base_layer|original_module|token_adapter)(?=\.)")
@@ -70,6 +72,16 @@ def read_in_file(name: str, adapter: str) -> AdapterTensor:
 def is_added(name: str) -> bool:
     """Whether a live model's tensor is one that an adapter adds, of which the base has none."""
     return _ADDED.fullmatch(name) is not None
+
+
+def is_added_in_file(name: str) -> bool:
+    """Whether an adapter's file has this name for a tensor that an adapter adds, and no live model has it."""
+    return _ADDED_IN_FILE.fullmatch(name) is not None and not is_added(name)
+
+
+def is_kept_whole(name: str) -> bool:
+    """Whether a live model's tensor is of ``modules_to_save``; a file has it under each name that is tied to it."""
+    return _SAVED.fullmatch(name) is not None
 
 
 def is_original(name: str) -> bool:

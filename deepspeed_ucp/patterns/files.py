@@ -41,5 +41,5 @@ def read_rules(path: str) -> Any:
 def _parse(text: str, where: str) -> Any:
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"patterns: {where} is not YAML: {error}") from None

@@ -204,7 +204,9 @@ class _Matcher:
         # FSDP, and layer files of a pipeline stage, hold a tie twice, and nothing there tells that it is one.
         ties = {live.renamed.get(alias, alias): name for alias, name in live.aliases.items() if name in matched}
         ties = {alias: matched[name] for alias, name in ties.items() if not index.find(alias, MASTER)}
-        same = {alias: self._are_same(alias, ties[alias]) for alias in sorted(saved & ties.keys())}
+        same = {
+            alias: self._are_same(alias, ties[alias]) for alias in sorted(saved & ties.keys() - {*matched.values()})
+        }
         if index.is_weights_alone and (untold := [alias for alias, told in same.items() if told is None]):
             match.notes.append(f"{shorten(untold)}: tied here to another name, whose saved values count")
         saved -= {alias for alias, told in same.items() if told is not False}

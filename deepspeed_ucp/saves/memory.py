@@ -21,11 +21,11 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
-from ..errors import ConfigError, StorageError
+from ..errors import CheckpointError, ConfigError, StorageError
 from ..io.disk import sync_file, sync_folder, write_atomically
 from ..io.filesystems import MEMORY, find_kind
+from ..io.jsonfile import read_json
 from ..io.memory import measure_available
 from ..io.paths import is_url, normalize
 from ..sources.files import BASE
@@ -141,7 +141,7 @@ class Snapshot:
 
     def _read(self, kind: str) -> dict[str, str]:
         try:
-            told: dict[str, str] = json.loads(Path(self.folder, f"{kind}{self.node}.json").read_text())
+            told: dict[str, str] = read_json(os.path.join(self.folder, f"{kind}{self.node}.json"))
         except FileNotFoundError:
             return {}
         return told
@@ -254,7 +254,7 @@ class Job:
     def read_written(self) -> dict[str, dict[str, str]]:
         """By place the tags that this job has there, in the order in which they were written, with their marks."""
         try:
-            told: dict[str, dict[str, str]] = json.loads(Path(self.folder, _WRITTEN).read_text())
+            told: dict[str, dict[str, str]] = read_json(os.path.join(self.folder, _WRITTEN))
         except FileNotFoundError:
             return {}
         return told
@@ -290,7 +290,7 @@ class Job:
         The first of them is what is left when a node is lost before the others have its part of a later one.
         """
         try:
-            safe, current = map(int, json.loads(Path(self.folder, _COPYING).read_text()))
+            safe, current = map(int, read_json(os.path.join(self.folder, _COPYING), list))
         except FileNotFoundError:
             return 0, 0
         return safe, current
@@ -399,8 +399,8 @@ def count_free(root: str) -> int:
 def _read_records(folder: str) -> Iterator[Snapshot]:
     for name in sorted(_list(folder)):
         if name.startswith(_RECORD) and name.endswith(".json"):
-            with suppress(OSError, ValueError, TypeError, KeyError):
-                told = json.loads(Path(folder, name).read_text())
+            with suppress(OSError, CheckpointError, TypeError, KeyError):
+                told = read_json(os.path.join(folder, name))
                 places = tuple(Destination(**place) for place in told.pop("places"))
                 yield Snapshot(**{**told, "places": places, "folder": folder})
 

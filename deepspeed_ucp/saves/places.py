@@ -18,6 +18,7 @@ from ..comm import Comm
 from ..errors import CheckpointError, StorageError, UcpError
 from ..io.disk import explain_full, sync_file, sync_folder
 from ..io.filesystems import load_libc
+from ..io.jsonfile import read_json
 from ..io.pace import Pace, keep_pace
 from ..io.paths import is_url
 from ..io.store import exchange_small, exists, list_folder, list_tree, read_small, remove, write_small
@@ -374,7 +375,7 @@ def _sign(save: Snapshot, files: Mapping[str, object]) -> bytes:
 def _read_signs(save: Snapshot, folder: str) -> dict[str, dict[str, Any]]:
     """By its name what each node's file says."""
     names = [_name_node(save, node) for node in range(save.nodes)]
-    return {name: json.loads(read_small(f"{folder}/{name}")) for name in names}
+    return {name: read_json(f"{folder}/{name}") for name in names}
 
 
 def _list_hosts(signs: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:

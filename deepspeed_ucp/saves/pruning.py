@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,9 +11,10 @@ from typing import Any
 
 from ..errors import CheckpointError, count_of
 from ..examine.tags import TRAINER_STATE, TagReport, find_saves, is_trainers, leaves_weights, look_at_tag
+from ..io.jsonfile import read_json
 from ..io.paths import Entry, is_url
 from ..io.staging import LATEST as UNIVERSAL
-from ..io.store import list_tree, read_small, remove
+from ..io.store import list_tree, remove
 from ..sources.files import BASE, FROZEN, SEAL, holds_optimizer, scan_folder
 from ..sources.latest import LATEST, read_tag
 from ..sources.seal import read_seal
@@ -330,13 +330,9 @@ def _read_json(path: str) -> Any:
         CheckpointError: it cannot be read.
     """
     try:
-        return json.loads(read_small(path))
+        return read_json(path, advice="What it needs is not known; nothing is removed.")
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"cannot be read ({error}), so that what it needs is not known; nothing is removed.", path=path
-        ) from error
 
 
 def _get_text(told: Any, key: str, path: str) -> str:

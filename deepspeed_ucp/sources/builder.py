@@ -72,6 +72,7 @@ class Builder:
         self.batches = Batches(())
         self.instances: dict[str, int] = {}
         self.aliases: dict[str, str] = {}
+        self.untold: tuple[str, ...] = ()
         self.files: list[FileRef] = []
         self.records = Records()
         self.scalars: dict[ParamKey, dict[str, Any]] = {}

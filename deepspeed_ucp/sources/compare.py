@@ -8,7 +8,6 @@ writes alike, and the file that differs from most is named.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 import re
@@ -19,8 +18,9 @@ from typing import Any
 
 from ..engine_state import KEY
 from ..errors import CheckpointError, shorten
+from ..io.jsonfile import read_json
 from ..io.paths import is_url, normalize
-from ..io.store import find_entry, read_small
+from ..io.store import find_entry
 from ..torchsave.objects import PickledObject, has_more_parts
 from .files import Entry, scan_if_there
 from .findings import FAULT, WARNING, Finding
@@ -307,8 +307,8 @@ def find_other_step(file: str, steps: Any, told: Any = None) -> list[Finding]:
     """
     fewer: float = 0
     if told is None and not is_url(file):
-        with suppress(OSError, CheckpointError, ValueError, AttributeError, RecursionError, TypeError, OverflowError):
-            state = json.loads(read_small(file))
+        with suppress(OSError, CheckpointError, ValueError, TypeError, OverflowError):
+            state = read_json(file)
             told, fewer = state.get("global_step"), math.ceil(state.get("epoch") or 0)
             fewer = math.inf if find_entry(os.path.join(os.path.dirname(file), SCALER)) else fewer
     if type(told) is not int or not steps or told - fewer <= steps <= told:

@@ -9,7 +9,7 @@ from array import array
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, pairwise
+from itertools import chain, islice, pairwise
 
 from ..atoms import COPY, MODULE, TIED, PartitionedState, are_alike, count, number_layer
 from ..errors import CheckpointError, UnsupportedError, shorten
@@ -24,6 +24,9 @@ from .save import Save
 
 Place = tuple[str, int]
 """A tied module's key, and a stage that holds it."""
+
+_DEEPEST = 64
+"""Modules in one another that are looked at for repeated ones; names may be a hostile file's."""
 
 
 def add_tensors(builder: Builder, tied: Collection[str] = ()) -> None:
@@ -68,8 +71,56 @@ def add_modules(builder: Builder, optimized: set[str]) -> None:
                 builder.add(rank, name, MODULE, header, piece)
             elif name in optimized and not is_sharded:
                 builder.add(rank, name, COPY, header, piece)
+        if is_sharded and mp == 0:
+            ties, untold = _tie_repeated(held[mp], {*optimized, *model.frozen_shapes, *buffers}, ties)
+            builder.untold = (*builder.untold, *untold)
         builder.aliases = {**ties, **builder.aliases}
     _add_experts(builder, optimized)
+
+
+def _tie_repeated(
+    tensors: Mapping[str, Piece], owned: Collection[str], ties: Mapping[str, str]
+) -> tuple[dict[str, str], list[str]]:
+    """Find ties of modules that are registered under several names of one parent.
+
+    A model-states file of ZeRO 3 has no elements that show these ties, and ``shared_params`` leaves them out, because
+    DeepSpeed visits each child of a module once. The original is a sibling with the same names and the same buffers.
+
+    Args:
+        tensors: the module's state dict, in its order.
+        owned: names of parameters and buffers that have tensors of their own.
+        ties: the known ties.
+
+    Returns:
+        All ties, and the names for which several siblings are possible.
+    """
+    lost = {name for name, piece in tensors.items() if not (piece.numel or name in owned or name in ties)}
+    if not lost:
+        return {**ties}, []
+    below: dict[str, dict[str, str]] = defaultdict(dict)  # module → rest of a name → name
+    for name in tensors:
+        for at in islice((at for at, letter in enumerate(name) if letter == "."), _DEEPEST):
+            below[name[:at]][name[at + 1 :]] = name
+    siblings: dict[tuple[str, frozenset[str]], list[str]] = defaultdict(list)
+    for module, held in below.items():
+        siblings[_find_parent(module), frozenset(held)].append(module)
+    without = lost | ties.keys()
+    whole = {module for module, held in below.items() if without >= {*held.values()} and lost & {*held.values()}}
+    found = dict(ties)
+    for module in (module for module in whole if _find_parent(module) not in whole):
+        held = below[module]
+        twins = [
+            twin
+            for twin in siblings[_find_parent(module), frozenset(held)]
+            if twin not in whole and all(ties.get(name) in (None, below[twin][rest]) for rest, name in held.items())
+        ]
+        if len(twins) == 1:
+            found |= {name: below[twins[0]][rest] for rest, name in held.items()}
+    return found, sorted(lost - found.keys())
+
+
+def _find_parent(module: str) -> str:
+    return module.rpartition(".")[0]
 
 
 def call_by_name(save: Save, keys: Mapping[str, str]) -> None:

@@ -176,17 +176,20 @@ def survey_weights(folder: str) -> FolderReport:
 
 
 def look_at_job(folder: str, also: Sequence[str] = ()) -> SavedJob:
-    """What ran around a saved engine, from one model-states file that this process sees.
+    """Read the job that saved a checkpoint, from one model-states file or the headers of a foreign checkpoint.
 
     Args:
-        folder: the tag's folder.
-        also: the same in further places.
+        folder: the checkpoint's folder: of a tag, or of another format.
+        also: the same folder in further places.
 
     Raises:
-        UcpError: that file cannot be read, or there is none.
+        UcpError: the files cannot be read, or are no checkpoint.
     """
     where = find_files([folder, *also], Comm())
     entries = where.entries
+    if not holds_atoms(entries) and find_foreign(entries) is not None:
+        index = survey_files(where, Comm()).require()
+        return replace(index.run.job, weights_alone=index.is_weights_alone)
     name = "mp_rank_00_model_states.pt"
     if holds_atoms(entries):
         first = [where.read(name, lambda folder: read_file(folder, name))]

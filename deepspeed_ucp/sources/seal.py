@@ -11,9 +11,9 @@ from typing import Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import CheckpointError, StorageError
-from ..io.opened import explain_failure
+from ..io.jsonfile import read_json
 from ..io.paths import join_path
-from ..io.store import exchange_small, read_small, remove, write_small
+from ..io.store import exchange_small, remove, write_small
 from .files import BASE, FROZEN, SEAL
 from .findings import Finding, from_failure
 from .headers import FileHeader
@@ -53,6 +53,9 @@ class Seal(BaseModel):
 
 S = TypeVar("S", bound=Seal)
 
+_MOST_BYTES = 1 << 28
+"""Of a seal, which has an entry for each file."""
+
 
 def read_seal(path: str) -> Seal:
     """A seal from its file; raises what :func:`read_sealed` does."""
@@ -67,13 +70,9 @@ def read_sealed(path: str, form: type[S]) -> S:
         CheckpointError: it cannot be read, or is damaged.
     """
     try:
-        seal = form.model_validate_json(read_small(path))
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise explain_failure(path, "read", error) from error
-    except (ValidationError, RecursionError) as error:
-        where = ".".join(map(str, error.errors()[0]["loc"])) if isinstance(error, ValidationError) else ""
+        seal = form.model_validate(read_json(path, most=_MOST_BYTES, strict=True))
+    except ValidationError as error:
+        where = ".".join(map(str, error.errors()[0]["loc"]))
         told = f"{where} is missing or of another form" if where else "it is no JSON of that form"
         what = form.__name__.lower()
         raise CheckpointError(f"is not the {what} that was written ({told}); it is damaged.", path=path) from None

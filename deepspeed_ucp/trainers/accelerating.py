@@ -7,8 +7,8 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -22,9 +22,16 @@ from ..errors import CheckpointError, ConfigError, count_of
 from ..load.client import read_objects
 from ..saves.keeping import begin_save, can_guard, finish_folders, guard
 from ..saves.saving import finish_saves
-from ..sources.latest import check_tag
+from ..sources.latest import check_tag, holds_foreign
 from ..sources.open import look_at_job
-from .batches import Batch, refuse_loader_position, warn_unfinished
+from .batches import (
+    Batch,
+    complete_job,
+    refuse_loader_position,
+    refuse_weights,
+    warn_unfinished,
+    warn_unknown_batch,
+)
 from .randomness import States, read_states, restore_ranks
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -130,18 +137,43 @@ def load_state(
     (engine, config), comm = found, connect()
     finish_folders(config, _find_beside(accelerator, input_dir), comm)
     folder = comm.run(lambda: _find_folder(accelerator, input_dir))
-    comm.once(lambda: _check_own(folder))
-    job = comm.once(lambda: look_at_job(check_tag(folder, _TAG)))
+    is_foreign = comm.once(lambda: holds_foreign(folder))
+    job = comm.once(lambda: _find_job(folder, is_foreign=is_foreign))
     if any(getattr(loader, "use_stateful_dataloader", False) for loader in accelerator._dataloaders):
         refuse_loader_position(folder, job, ", or skip_first_batches")
     schedules = comm.run(lambda: [_convert(*each, job, comm.size) for each in _list_schedulers(accelerator, folder)])
     _keep_total_batch(accelerator, engine, folder, job, config)
-    original(accelerator, folder, *args, **kwargs)
+    with _load_without_tag(engine) if is_foreign else nullcontext():
+        original(accelerator, folder, *args, **kwargs)
     for scheduler, values in schedules:
         vars(scheduler).update(values)
     if engine.ucp_report.saved is not None:  # else only DeepSpeed knows how its ranks are numbered
         restore_ranks(engine, folder, job, partial(read_random, folder))
     _restore_step(accelerator, folder, job)
+
+
+def _find_job(folder: str, *, is_foreign: bool) -> SavedJob:
+    """Read the job that saved a folder.
+
+    Raises:
+        CheckpointError: its save was cut short, or it holds weights alone.
+    """
+    job = look_at_job(folder) if is_foreign else None
+    if job is not None:
+        refuse_weights(job, folder, "Start a new run with them: engine.load_checkpoint(folder, load_module_only=True)")
+    _check_own(folder)
+    return complete_job(job or look_at_job(check_tag(folder, _TAG)), folder, r"random_states_(\d+)\.pkl")
+
+
+@contextmanager
+def _load_without_tag(engine: Any) -> Iterator[None]:
+    """Inside, the engine loads the folder itself that Accelerate gives it with the tag of a DeepSpeed save."""
+    load = engine.load_checkpoint
+    engine.load_checkpoint = lambda folder, _, **kwargs: load(folder, **kwargs)
+    try:
+        yield
+    finally:
+        del engine.load_checkpoint
 
 
 def _find_beside(accelerator: Any, input_dir: Any) -> str:
@@ -180,6 +212,7 @@ def _keep_total_batch(accelerator: Any, engine: Any, folder: str, job: SavedJob,
             these micro batches makes it.
     """
     live, was = Batch.of(engine), accelerator.gradient_accumulation_steps
+    warn_unknown_batch(job, folder, live.total)
     if job.total_batch is None or live.is_kept(job, config):
         return
     fit = live.fit(job)

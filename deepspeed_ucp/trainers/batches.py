@@ -6,13 +6,15 @@ Which sample, epoch and learning rate a step means follows from the total batch.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+import os
+import re
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from ..atoms import SavedJob
 from ..comm import connect
 from ..config import SECTION, UniversalConfig, adapt_batch
-from ..errors import MismatchError, UnsupportedError, count_of
+from ..errors import CheckpointError, MismatchError, UnsupportedError, count_of
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -63,6 +65,42 @@ class Batch:
             f"a device, {count_of(self.ranks, 'rank')}): it would go on at other samples and learning rates. {advice}, "
             f"or {LIVE}.",
             path=folder,
+        )
+
+
+def complete_job(job: SavedJob, folder: str, pattern: str) -> SavedJob:
+    """Add the number of ranks to a job whose format does not record it: one per file of random states.
+
+    Args:
+        job: as :func:`..sources.open.look_at_job` returns it.
+        folder: the trainer's folder.
+        pattern: of these files' names, with the rank as its group.
+    """
+    if not job.format:
+        return job
+    found = {int(match[1]) for name in os.listdir(folder) if (match := re.fullmatch(pattern, name))}
+    return replace(job, ranks=next(rank for rank in range(len(found) + 1) if rank not in found) or 1)
+
+
+def warn_unknown_batch(job: SavedJob, folder: str, total: int) -> None:
+    """Warn that a foreign format does not record the total batch."""
+    if job.format and connect().rank == 0:
+        writers = f", saved by {count_of(job.ranks, 'rank')} by its files of random states" if job.ranks > 1 else ""
+        logger.warning(
+            f"{folder}: {job.format}{writers}, records no total batch; this run takes {total} samples a step. If the "
+            "saved run took another number, set the batch sizes to make that number."
+        )
+
+
+def refuse_weights(job: SavedJob, folder: str, advice: str) -> None:
+    """Refuse to resume from weights alone.
+
+    Raises:
+        CheckpointError: the folder has no optimizer states.
+    """
+    if job.weights_alone:
+        raise CheckpointError(
+            f"holds weights alone ({job.format}), from which no run can be resumed. {advice}.", path=folder
         )
 
 

@@ -6,12 +6,11 @@ random states of every rank.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 from ..atoms import SavedJob
 from ..comm import Comm, connect
@@ -19,16 +18,22 @@ from ..config import UniversalConfig
 from ..errors import CheckpointError, OutOfReachError, shorten
 from ..examine.tags import TRAINER_STATE
 from ..examine.verify import verify_checkpoint
+from ..io.jsonfile import read_json
 from ..io.store import exists
 from ..load.client import read_objects
-from ..load.tags import find_tag, suggest_fallback
+from ..load.tags import find_folders, find_tag, suggest_fallback
+from ..sources.foreign.names import NUMBERED
 from ..sources.open import look_at_job
+from .batches import complete_job
 from .randomness import States, read_states
 
 logger = logging.getLogger("deepspeed_ucp")
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 _SCHEDULER = "scheduler.pt"
+
+RANDOM_FILES = r"rng_state_(\d+)\.pth"
+"""Names of the files with the random states of several ranks."""
 
 _RANDOM = {"python": "python", "numpy": "numpy", "torch": "cpu", "accelerator": "{}"}
 """Keys of ``rng_state_N.pth``."""
@@ -106,7 +111,7 @@ def find_fault(folder: str, args: Any, config: UniversalConfig, comm: Comm, *, l
         tag = _find_tag(folder, config.model_copy(update={"fallback": not latest}), comm)
         job = find_job(folder, config, comm, tag=tag)
         comm.run(lambda: _read_beside(folder, args, job.ranks, comm))
-        places = [os.path.join(place, tag) for place in (folder, *config.also)]
+        places = find_folders([folder, *config.also], tag, comm)
         found = verify_checkpoint(places[0], comm, headers_only=config.verify == "off", also=places[1:])
     except CheckpointError as error:
         if isinstance(error, OutOfReachError):
@@ -145,8 +150,10 @@ def find_job(
         CheckpointError: there is no state of an engine.
     """
     tag = tag or _find_tag(folder, config, comm)
-    places = [os.path.join(place, tag) for place in (folder, *config.also)]
+    places = find_folders([folder, *config.also], tag, comm)
     job = comm.once(lambda: look_at_job(places[0], places[1:]))
+    if job.format:
+        job = comm.once(lambda: _complete(job, folder))
     # Where the trainer had made its batch smaller, the ds_config has the first one, unless this package has set it.
     micro = comm.once(lambda: read_trainer_state(folder)).get("train_batch_size") if found and not job.asked else None
     if not micro:
@@ -154,12 +161,36 @@ def find_job(
     return replace(job, total_batch=micro * (job.accumulation or 1) * (job.ranks // job.model_ranks))
 
 
+def _complete(job: SavedJob, folder: str) -> SavedJob:
+    """Add to the job of a foreign checkpoint what the trainer's own files record.
+
+    Raises:
+        CheckpointError: the checkpoint has no optimizer states.
+    """
+    if job.weights_alone:
+        _refuse_stateless(folder)
+    return complete_job(job, folder, RANDOM_FILES)
+
+
 def _find_tag(folder: str, config: UniversalConfig, comm: Comm) -> str:
-    tag = find_tag(folder, None, comm, fallback=config.fallback, also=config.also)
+    tag = find_tag(folder, None, comm, fallback=config.fallback, also=config.also, foreign=True)
     return tag if tag is not None else comm.once(lambda: _refuse_stateless(folder))
 
 
-def _refuse_stateless(folder: str) -> str:
+def _refuse_stateless(folder: str) -> NoReturn:
+    """Refuse a folder without optimizer states that a load could take.
+
+    Raises:
+        CheckpointError: with the remedy.
+    """
+    numbered = sorted(filter(NUMBERED.fullmatch, os.listdir(folder)))
+    if numbered:
+        raise CheckpointError(
+            f"{numbered[0]} numbers the optimizer states and does not name their parameters (a run without DeepSpeed "
+            "and FSDP saves it so): no run can be resumed from them. Start a new one from the weights "
+            '("arguments": {"load_module_only": true}).',
+            path=folder,
+        )
     beside = [name for name in sorted(os.listdir(folder)) if name == _SCHEDULER or name.startswith("rng_state")]
     if beside:
         raise CheckpointError(
@@ -184,14 +215,9 @@ def read_trainer_state(folder: str) -> dict[str, Any]:
     path = os.path.join(folder, TRAINER_STATE)
     advice = "Take an older checkpoint."
     try:
-        with open(path, encoding="utf-8") as stream:
-            state = json.load(stream)
+        state: dict[str, Any] = read_json(path, advice=advice)
     except FileNotFoundError:
         raise CheckpointError(f"missing, which a save writes last: it was cut short. {advice}", path=path) from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot be read ({error}). {advice}", path=path) from error
-    if not isinstance(state, dict):
-        raise CheckpointError(f"holds no trainer's state. {advice}", path=path)
     return state
 
 

@@ -26,14 +26,15 @@ from .. import beacon
 from ..atoms import ASKED, BATCH_SIZES, BEGUN, SavedJob
 from ..comm import connect
 from ..config import UniversalConfig
+from ..engine_state import get_config
 from ..errors import CheckpointError, MismatchError, UnsupportedError, count_of, describe_changes
 from ..examine.tags import TRAINER_STATE
 from ..hook import read_options, show_decisions
 from ..saves.keeping import begin_save, can_guard, finish_folders, guard, remove_postponed, restore_times
 from ..saves.saving import finish_saves
 from ..uncaught import shorten_uncaught
-from .batches import LIVE, Batch
-from .hffolders import choose_folder, find_job, read_random, read_trainer_state
+from .batches import LIVE, Batch, complete_job, warn_unknown_batch
+from .hffolders import RANDOM_FILES, choose_folder, find_job, read_random, read_trainer_state
 from .randomness import restore_ranks
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -184,6 +185,7 @@ def keep_total_batch(trainer: Any, folder: str, micro: int, config: UniversalCon
     job = find_job(folder, config, comm, found=found)
     live = Batch(micro, args.gradient_accumulation_steps, _count_replicas(trainer))
     fit, total = (micro, live.accumulation), job.total_batch or live.total
+    warn_unknown_batch(job, folder, total)
     if not live.is_kept(job, config):
         fit = choose_batch(job, folder, live, None if found else _read_own_total(args), found=found)
     elif total != live.total:
@@ -354,6 +356,20 @@ def finalize_training(original: Callable[..., Any], trainer: Any, *args: Any, **
         return original(trainer, *args, **kwargs)
 
 
+def load_engine(original: Callable[..., None], engine: Any, folder: str, load_module_strict: bool = True) -> None:
+    """``deepspeed_load_checkpoint``: loads any format; the original looks for folders named ``global_step*`` first.
+
+    Raises:
+        CheckpointError: the folder holds no checkpoint.
+    """
+    if get_config(engine) is None:
+        original(engine, folder, load_module_strict=load_module_strict)
+        return
+    path, _ = engine.load_checkpoint(folder, load_module_strict=load_module_strict)
+    if path is None:
+        raise CheckpointError("holds no checkpoint that can be loaded.", path=folder)
+
+
 def load_scheduler(original: Callable[..., Any], trainer: Any, checkpoint: str | None) -> None:
     """``Trainer._load_optimizer_and_scheduler``: this run's own schedule, at the saved step, where it is to stay.
 
@@ -471,4 +487,5 @@ def load_rng_state(original: Callable[..., Any], trainer: Any, checkpoint: str |
     if checkpoint is None or job is None:
         original(trainer, checkpoint)
         return
+    job = complete_job(job, checkpoint, RANDOM_FILES)
     restore_ranks(trainer.model_wrapped, checkpoint, job, partial(read_random, checkpoint, job.ranks))

@@ -17,12 +17,14 @@ from ..comm import connect
 from ..config import UniversalConfig
 from ..data import Order
 from ..engine_state import find_state, get_config
-from ..errors import ConfigError
+from ..errors import CheckpointError, ConfigError
+from ..load.client import read_objects
 from ..saves.keeping import begin_save, finish_folders, finish_here, remove_when_safe
 from ..saves.saving import finish_saves
-from ..sources.latest import find_checkpoint
+from ..sources.foreign.names import META
+from ..sources.latest import find_checkpoint, holds_foreign
 from ..sources.open import look_at_job
-from .batches import Batch, refuse_loader_position, warn_unfinished
+from .batches import Batch, refuse_loader_position, refuse_weights, warn_unfinished, warn_unknown_batch
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -48,12 +50,22 @@ def load_checkpoint(
     if config is not None:
         finish_folders(config, os.path.dirname(os.path.abspath(checkpoint_path)), connect())
     fitting = strategy.lightning_module is not None and strategy.lightning_module.trainer.state.fn == "fit"
-    if config is None or not fitting or not os.path.isdir(checkpoint_path):
+    if config is None or not os.path.isdir(checkpoint_path):
         return original(strategy, checkpoint_path, *args, **kwargs)
     engine, folder = strategy.deepspeed_engine, os.fspath(checkpoint_path)
+    is_foreign = connect().once(lambda: holds_foreign(folder))
+    if not (fitting or is_foreign):
+        return original(strategy, checkpoint_path, *args, **kwargs)
+    if is_foreign:  # the original looks for a folder that is called `checkpoint` first
+        original = partial(_load_foreign, fitting=fitting)
     job: SavedJob = connect().once(lambda: look_at_job(find_checkpoint(folder)))
-    _check_total_batch(engine, folder, job, config)
+    if fitting:
+        refuse_weights(job, folder, "Start a new run with them: engine.load_checkpoint(folder) in on_fit_start")
+        _check_total_batch(engine, folder, job, config)
+        warn_unknown_batch(job, folder, Batch.of(engine).total)
     state = original(strategy, checkpoint_path, *args, **kwargs)
+    if not fitting:
+        return state
     loop = state["loops"]["fit_loop"]
     if loop["state_dict"].get(_LOADERS):
         refuse_loader_position(folder, job)
@@ -70,6 +82,36 @@ def load_checkpoint(
                 "epoch's batches were no multiple of accumulate_grad_batches, or steps were skipped. Its schedules and "
                 "max_steps go on by its own count."
             )
+    return state
+
+
+def _load_foreign(strategy: Any, folder: str, *_: Any, fitting: bool, **__: Any) -> dict[str, Any]:
+    """Load a folder that Lightning saved under FSDP; collective.
+
+    Args:
+        fitting: load the optimizer's states too.
+
+    Returns:
+        Lightning's own state.
+
+    Raises:
+        CheckpointError: the folder has none.
+    """
+    path, engine = os.path.join(folder, META), strategy.deepspeed_engine
+
+    def read() -> dict[str, Any]:
+        if os.path.isfile(path):
+            return read_objects(path, trust_pickle=False)
+        raise CheckpointError(
+            f"{META} is missing, the state of Lightning's loops: Lightning cannot resume from this folder. Load it "
+            "into a new run: engine.load_checkpoint(folder) in on_fit_start.",
+            path=folder,
+        )
+
+    state = connect().once(read)
+    strict = strategy.lightning_module is None or strategy.lightning_module.strict_loading
+    with_states = {"load_optimizer_states": fitting, "load_lr_scheduler_states": False}
+    engine.load_checkpoint(folder, load_module_strict=strict, **with_states)
     return state
 
 

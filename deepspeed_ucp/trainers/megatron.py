@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from typing import Any
 
 from ..comm import connect
 from ..engine_state import get_config
+from ..io.jsonfile import read_json
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -21,8 +21,7 @@ def create_ds_config(original: Callable[..., Any], *args: Any) -> Any:
     whole section ``checkpoint``: where that switches the plugin on it stays."""
     given = _get_args().deepspeed_config
     if isinstance(given, str):
-        with open(given, encoding="utf-8") as stream:
-            given = json.load(stream)
+        given = read_json(given, advice="Give --deepspeed_config a ds_config in JSON.")
     section = (given or {}).get("checkpoint") or {}  # before it is replaced
     config = original(*args)
     if section.get("universal"):

@@ -43,6 +43,19 @@ def test_safetensors(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFix
     told = capsys.readouterr()
     assert told.out.startswith(f"{tmp_path / 'out'}: 2 tensors (240 parameters, float32), 1.1")
     assert told.err == ""
+    assert "from_pretrained needs a config.json there: export with --like MODEL" in told.out
+
+
+def test_an_export_that_replaces_one_with_a_configuration(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The configuration stays there, so that nothing is lacking."""
+    assert export(checkpoint, tmp_path / "out") == 0
+    (tmp_path / "out/config.json").write_text("{}")
+    capsys.readouterr()
+    assert export(checkpoint, tmp_path / "out", "--overwrite") == 0
+    assert "from_pretrained" not in capsys.readouterr().out
+    assert (tmp_path / "out/config.json").exists()
 
 
 def test_every_option_for_weights(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,7 +117,10 @@ def test_accelerates_folders(checkpoint: Path, tmp_path: Path, capsys: pytest.Ca
     assert capsys.readouterr().err == ""
     assert (out / "scheduler.pt").read_text() == "s"
     assert {path.name for path in (out / "optimizer_0").iterdir()} >= {".metadata", "__0_0.distcp"}
-    for weights, told in ([], "not loaded, since it is neither model nor optimizer: "), (["--weights-only"], ""):
+    for weights, told in (
+        ([], "not loaded by the engine, since it is neither model nor optimizer: "),
+        (["--weights-only"], ""),
+    ):
         assert export(out, tmp_path / "again", "--to", "dcp", "--overwrite", *weights) == 0
         assert told in (err := capsys.readouterr().err) and bool(err) == bool(told)
 

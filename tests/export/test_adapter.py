@@ -39,15 +39,30 @@ LORAS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_base() -> Any:
+TIED: dict[str, dict[str, Any]] = {
+    "embedding, ensured": {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    "head, ensured": {"modules_to_save": ["lm_head"], "ensure_weight_tying": True},
+    "both, ensured": {"modules_to_save": ["lm_head", "embed_tokens"], "ensure_weight_tying": True},
+    "embedding": {"modules_to_save": ["embed_tokens"]},
+    "head": {"modules_to_save": ["lm_head"]},
+    "both": {"modules_to_save": ["lm_head", "embed_tokens"]},
+    "tokens, ensured": {"trainable_token_indices": {"embed_tokens": [1, 3]}, "ensure_weight_tying": True},
+    "tokens": {"trainable_token_indices": {"embed_tokens": [1, 3]}},
+}
+"""Adapters of a model whose embedding is its head."""
+
+
+def make_base(*, tied: bool = False) -> Any:
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(vocab_size=30, num_key_value_heads=1, attention_bias=True, **sizes))
+    return LlamaForCausalLM(
+        LlamaConfig(vocab_size=30, num_key_value_heads=1, attention_bias=True, tie_word_embeddings=tied, **sizes)
+    )
 
 
-def make_peft(**lora: Any) -> PeftModel:
+def make_peft(*, tied: bool = False, **lora: Any) -> PeftModel:
     """A model whose adapter is not zero."""
-    model = get_peft_model(make_base(), LoraConfig(init_lora_weights=False, **lora))
+    model = get_peft_model(make_base(tied=tied), LoraConfig(init_lora_weights=False, **lora))
     torch.manual_seed(1)
     for name, param in model.named_parameters():
         if "lora_" in name or "modules_to_save" in name:
@@ -62,6 +77,10 @@ def save(folder: Path, model: PeftModel, topology: Topology, *, base: bool = Tru
         for name, param in model.named_parameters()
         if param.requires_grad or base
     ]
+    first = {id(param): name for name, param in model.named_parameters()}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if first[id(param)] != name and first[id(param)] in {each.name for each in params}:
+            params.append(Param(name, tuple(param.shape), alias_of=first[id(param)]))
     described = Model(tuple(params))
     state = random_state(described, 1, precision=topology.precision)
     values = {name: param.detach().clone() for name, param in model.named_parameters()}
@@ -103,6 +122,21 @@ def test_an_adapter_is_peft_s(tmp_path: Path, kind: str, topology: Topology) -> 
     check_same(written, wanted)
     loaded = PeftModel.from_pretrained(make_base(), str(tmp_path / "out"))
     held = dict(loaded.named_parameters())
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            assert torch.equal(held[name], param), name
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda t: t.label)
+@pytest.mark.parametrize("kind", TIED)
+def test_an_adapter_of_a_tied_model_is_peft_s(tmp_path: Path, kind: str, topology: Topology) -> None:
+    """PEFT saves a module that is kept whole under each of its names, and new tokens once."""
+    model = make_peft(tied=True, **{"r": 4, "target_modules": ["q_proj"], **TIED[kind]})
+    export(save(tmp_path, model, topology), tmp_path / "out", model, merge=False)
+    model.save_pretrained(tmp_path / "peft", save_embedding_layers=False)
+    written, wanted = (load_file(tmp_path / place / "adapter_model.safetensors") for place in ("out", "peft"))
+    check_same(written, wanted)
+    held = dict(PeftModel.from_pretrained(make_base(tied=True), str(tmp_path / "out")).named_parameters())
     for name, param in model.named_parameters():
         if param.requires_grad:
             assert torch.equal(held[name], param), name

@@ -166,13 +166,17 @@ def test_what_lies_beside_a_model_is_copied(tmp_path: Path) -> None:
     wanted = ["tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "source.spm", "spiece.model"]
     wanted += ["chat_template.jinja", "special_tokens_map.json", "video_preprocessor_config.json", "modeling_my.py"]
     wanted += ["generation_config.json", "preprocessor_config.json", "qwen.tiktoken", "target_vocab.json"]
+    wanted += ["tekken.json", "additional_chat_templates/tool_use.jinja"]
     model = make_gpt2(tmp_path / "hf", tied=True)
-    for name in (*wanted, "adapter_config.json", "README.md", "onnx.bin"):
+    (tmp_path / "hf/additional_chat_templates").mkdir()
+    left = ("adapter_config.json", "README.md", "onnx.bin", "additional_chat_templates/notes.txt")
+    for name in (*wanted, *left):
         (tmp_path / "hf" / name).write_text(name)
     config = tmp_path / "hf" / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": {"quant_method": "fp8"}}))
     export(save(tmp_path, model), out := tmp_path / "out", tmp_path / "hf")
-    assert {path.name for path in out.iterdir()} == {*wanted, "config.json", "model.safetensors"}
+    written = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
+    assert written == {*wanted, "config.json", "model.safetensors"}
     assert all((out / name).read_text() == name for name in wanted)
     assert "quantization_config" not in json.loads((out / "config.json").read_text())
 

@@ -223,6 +223,23 @@ def test_ties_are_resolved_on_both_sides() -> None:
     assert match(make_index({"head": (2,)}), {"embed": (2,)}, aliases={"head": "embed"}).saved == {"embed": "head"}
 
 
+TIED = ("shared", "encoder", "decoder", "head")
+
+
+@pytest.mark.parametrize("saved", TIED)
+@pytest.mark.parametrize("live", TIED)
+def test_any_member_of_a_tie_supplies_the_others(live: str, saved: str) -> None:
+    aliases = {name: live for name in TIED if name != live}
+    for index in (make_index({saved: (2,)}), make_index({}, {saved: (2,)})):
+        found = match(index, {live: (2,)}, aliases=aliases, with_states=not index.find(saved, MODULE))
+        assert (found.saved, found.notes) == ({live: saved}, [])
+
+
+def test_members_of_a_tie_that_are_both_trained_are_refused() -> None:
+    with pytest.raises(MismatchError, match="decoder: in the checkpoint, not in the model"):
+        match(make_index({"decoder": (2,), "shared": (2,)}), {"shared": (2,)}, aliases={"decoder": "shared"})
+
+
 def test_groups_match_by_parameter_and_not_by_position() -> None:
     index = make_index({"a": (1,), "b": (1,), "c": (1,)}, groups=(["a"], ["b", "c"]))
     found = match(index, {"a": (1,), "b": (1,), "c": (1,)})

@@ -138,7 +138,10 @@ def test_states_without_their_weight_are_told_of(
         return nest({name: held for name, held in weights.items() if name != lacking}, states)
 
     open_it(save_dcp(tmp_path / "it", trained, outer=cut))
-    assert f"not loaded, since it is states of parameters that the model there does not have: {lacking}" in caplog.text
+    assert (
+        f"not loaded by the engine, since it is states of parameters that the model there does not have: {lacking}"
+        in caplog.text
+    )
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])
@@ -570,3 +573,26 @@ def test_weights_alone_are_told_as_such(tmp_path: Path, capsys: pytest.CaptureFi
         more = [str(tmp_path / command[0])] if command[0] in ("convert", "export") else []
         assert main([*command, str(tmp_path / "hf"), *more]) == 0
     assert "weights only, by deepspeed_ucp on any topology" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("adapter", ["default", "other"])
+def test_weights_of_an_adapter_get_the_names_of_its_states(tmp_path: Path, adapter: str) -> None:
+    """FSDP saves weights as PEFT's file names them, and states as the model does."""
+    root, weight = "base_model.model", torch.zeros(2, 2)
+    weights = {f"{root}.a.lora_A.weight": weight + 1, f"{root}.a.lora_B.weight": weight, f"{root}.b.weight": weight}
+    live = [f"{root}.a.lora_{kind}.{adapter}.weight" for kind in "AB"] + [f"{root}.b.modules_to_save.{adapter}.weight"]
+    state = {name: {"exp_avg": weight.clone(), "step": torch.tensor(3.0)} for name in live}
+    optim = {"state": state, "param_groups": [{"lr": 0.1, "params": live}]}
+    dcp.save({"model": weights, "optim": optim}, checkpoint_id=tmp_path, no_dist=True)
+    index = open_it(tmp_path)
+    assert {key.name for key in index.stored.atoms} == {*live}
+    assert torch.equal(read_whole(index, index.stored.atoms[AtomKey(live[0], MASTER)]), weight + 1)
+    assert "adapter" in index.limits.dropped
+
+
+def test_weights_of_a_base_keep_their_names(tmp_path: Path) -> None:
+    """A model's own tensor may be called as a tensor of PEFT's files is."""
+    weights = {"a.lora_A.weight": torch.zeros(2), "a.weight": torch.zeros(2)}
+    dcp.save({"model": weights}, checkpoint_id=tmp_path, no_dist=True)
+    index = open_it(tmp_path)
+    assert {key.name for key in index.stored.atoms} == {*weights} and not index.limits.dropped

@@ -284,7 +284,7 @@ def test_commands_take_a_run(saved: Path, tmp_path: Path, capsys: pytest.Capture
         ({**FORM, "sharded_backend": 7}, "form 7"),
         ({**FORM, "sharded_backend_version": 2}, "version 2"),
         ({}, "cannot be read"),
-        ([], "cannot be read"),
+        ([], "an array where an object is expected"),
     ],
 )
 def test_other_forms_are_refused(saved: Path, form: Any, told: str) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 import trainers_hf
 from packaging.version import Version
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.optim.lr_scheduler import LambdaLR
 from trainers_hf import Trained
 
@@ -276,7 +276,7 @@ def test_weights_alone_are_no_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint-6"
     folder.mkdir()
     (folder / "trainer_state.json").write_text('{"global_step": 6}')
-    (folder / "model.safetensors").write_bytes(b"")
+    save_file({"weight": torch.zeros(1)}, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match="save_only_model leaves out"):
         choose(folder)
     assert choose(folder, arguments={"load_module_only": True}) == str(folder)
@@ -336,7 +336,7 @@ def test_fallback_is_recommended_if_an_older_folder_exists(tmp_path: Path) -> No
 
 FAULTS: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "no-state": ("trainer_state.json", Path.unlink, "a save writes last"),
-    "half-a-state": ("trainer_state.json", cut, "cannot be read"),
+    "half-a-state": ("trainer_state.json", cut, "trainer_state.json: is no valid JSON"),
     "no-latest": ("latest", Path.unlink, "latest is missing"),
     "no-tag": ("global_step6", shutil.rmtree, "no checkpoint with tag 'global_step6'"),
     "no-shard": ("global_step6/zero_pp_rank_1_mp_rank_00_optim_states.pt", Path.unlink, "missing"),

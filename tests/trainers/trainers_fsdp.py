@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -117,6 +117,14 @@ def make_llama(seed: int = 0) -> Any:
     return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, tie_word_embeddings=True))
 
 
+def make_adapted() -> Any:
+    """The same model with an adapter that also keeps a module whole."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], modules_to_save=["model.norm"])
+    return get_peft_model(make_llama(), config)
+
+
 class Letters(torch.utils.data.Dataset):  # type: ignore[type-arg]
     """Drawn by their number."""
 
@@ -128,12 +136,15 @@ class Letters(torch.utils.data.Dataset):  # type: ignore[type-arg]
         return {"input_ids": drawn, "labels": drawn}
 
 
-def train(how: str, folder: str, *, steps: int, save: int = 0, resume: str | None = None) -> dict[int, float]:
+def train(
+    how: str, folder: str, *, steps: int, save: int = 0, resume: str | None = None, lora: bool = False
+) -> dict[int, float]:
     """A run of the Trainer with four samples a step; the losses by step.
 
     Args:
         how: ``deepspeed``, or FSDP2's kind of state dicts.
         save: step after which to save.
+        lora: train an adapter of PEFT's.
     """
     from transformers import Trainer, TrainingArguments
 
@@ -159,7 +170,7 @@ def train(how: str, folder: str, *, steps: int, save: int = 0, resume: str | Non
             disable_tqdm=True,
             **({"deepspeed": deepspeed} if how == "deepspeed" else {"fsdp": True, "fsdp_config": fsdp}),
         )
-        trainer = Trainer(model=make_llama(), args=args, train_dataset=Letters())
+        trainer = Trainer(model=make_adapted() if lora else make_llama(), args=args, train_dataset=Letters())
         trainer.train(resume_from_checkpoint=resume)
         losses = {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
         if how == "deepspeed":
@@ -187,15 +198,20 @@ def load_llama(folders: list[str], stages: tuple[int, ...]) -> list[tuple[Captur
 # -- Lightning --------------------------------------------------------------------------------------------------------
 
 
-def fit(how: str, folder: str) -> list[float]:
-    """Three steps under Lightning's FSDPStrategy (``1``) or ModelParallelStrategy (``2``), and its save; the losses."""
-    import lightning.pytorch as pl
-    from lightning.pytorch.plugins.environments import TorchElasticEnvironment
-    from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
-    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+def fit(how: str, folder: str, *, steps: int = 3, load: str | None = None) -> list[float]:
+    """Train under Lightning up to a step, and save.
 
-    class OnCpu(FSDPStrategy):
-        """The class itself is refused there."""
+    Args:
+        how: ``1`` for FSDPStrategy, ``2`` for ModelParallelStrategy, or ``deepspeed``.
+        folder: of the save; empty for none.
+        load: folder to resume from.
+
+    Returns:
+        The losses.
+    """
+    import lightning.pytorch as pl
+    import trainers_lightning
+    from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 
     losses: list[float] = []
 
@@ -205,10 +221,7 @@ def fit(how: str, folder: str) -> list[float]:
             self.net, _ = fsdp_run.build()
 
         def configure_model(self) -> None:
-            if how == "2":
-                fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
-            elif not isinstance(self.net, FullyShardedDataParallel):
-                self.net = FullyShardedDataParallel(self.net, device_id=torch.device("cpu"), use_orig_params=True)
+            self.net = _shard(self.net, how, self.device_mesh)
 
         def training_step(self, _: Any, number: int) -> torch.Tensor:
             x, y = batch(number)
@@ -228,23 +241,74 @@ def fit(how: str, folder: str) -> list[float]:
         def train_dataloader(self) -> Any:
             return torch.utils.data.DataLoader(list(range(16)), batch_size=2)
 
-    strategy = (
-        OnCpu(state_dict_type="sharded", process_group_backend="gloo")
-        if how == "1"
-        else ModelParallelStrategy(process_group_backend="gloo")
-    )
-    with mock.patch.dict(os.environ, GROUP_RANK="0", TORCHELASTIC_RUN_ID="x"):
+    with (
+        mock.patch.dict(os.environ, GROUP_RANK="0", TORCHELASTIC_RUN_ID="x"),
+        trainers_lightning._choose_cpu(True) if how == "deepspeed" else nullcontext(),
+    ):
         trainer = pl.Trainer(
-            strategy=strategy,
+            strategy=_make_strategy(how),
             accelerator="cpu",
             devices=dist.get_world_size(),
             plugins=[TorchElasticEnvironment()],
-            max_steps=3,
+            max_steps=steps,
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        trainer.fit(Module())
-        trainer.save_checkpoint(folder)
+        trainer.fit(Module(), ckpt_path=load, weights_only=False)
+        if folder:
+            trainer.save_checkpoint(folder)
     return losses
+
+
+def _make_strategy(how: str) -> Any:
+    """The strategy that ``how`` means for :func:`fit`."""
+    from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+
+    class OnCpu(FSDPStrategy):
+        """The class itself is refused there."""
+
+    if how == "deepspeed":
+        config = {
+            "zero_optimization": {"stage": 2},
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_clipping": 0.0,
+            "zero_allow_untested_optimizer": True,
+        }
+        return DeepSpeedStrategy(config=config, process_group_backend="gloo")
+    if how == "1":
+        return OnCpu(state_dict_type="sharded", process_group_backend="gloo")
+    return ModelParallelStrategy(process_group_backend="gloo")
+
+
+def _shard(net: Any, how: str, mesh: Any) -> Any:
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    if how == "2":
+        fully_shard(net, mesh=mesh["data_parallel"])
+    elif how == "1" and not isinstance(net, FullyShardedDataParallel):
+        return FullyShardedDataParallel(net, device_id=torch.device("cpu"), use_orig_params=True)
+    return net
+
+
+# -- Every trainer with every format ----------------------------------------------------------------------------------
+
+
+def attempt_all(trainer: str, folders: list[str], **options: Any) -> list[tuple[Any, list[str]]]:
+    """Resume under DeepSpeed from each folder: what the run returns, or its error, and the log."""
+    found = list[tuple[Any, list[str]]]()
+    for folder in folders:
+        with foreign_run.Lines() as heard:
+            try:
+                found.append((_RESUMES[trainer](folder, **options), heard.lines))
+            except Exception as error:  # noqa: BLE001 - the error is what the test looks at
+                found.append((f"{type(error).__name__}: {error}", heard.lines))
+    return found
+
+
+_RESUMES: dict[str, Any] = {
+    "trainer": lambda folder, **options: train("deepspeed", f"{folder}-out", steps=4, resume=folder, **options),
+    "accelerate": lambda folder: accelerate("deepspeed", range(3, 5), load=folder),
+    "lightning": lambda folder: fit("deepspeed", "", steps=5, load=folder),
+}

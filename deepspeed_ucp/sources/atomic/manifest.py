@@ -15,13 +15,13 @@ from typing_extensions import Required, TypedDict
 from ...atoms import ITEMSIZE, AtomicIndex, GroupInfo, ParamKey, Record, count
 from ...errors import CheckpointError, UnsupportedError, shorten
 from ...experts import holds_experts
-from ...io.opened import explain_failure
-from ...io.store import find_change, read_small
+from ...io.jsonfile import parse_json, read_bounded
+from ...io.store import find_change
 from ...patterns import Pattern, record_pattern
 from ...topology import Topology
 from ...version import __version__
 from ..files import MANIFEST
-from .plainjson import dump_json, is_plain, load_json
+from .plainjson import decode, dump_json, is_plain
 
 FORMAT = 2
 _KIND = "deepspeed_ucp atomic checkpoint"
@@ -159,6 +159,9 @@ class Manifest:
         return dump_json(told) + "\n"
 
 
+_MOST_BYTES = 1 << 31
+"""Of a manifest, which has an entry for each state of each parameter."""
+
 _MANIFEST = TypeAdapter(Manifest)
 
 
@@ -174,23 +177,20 @@ def parse_manifest(text: str, path: str) -> Manifest:
         UnsupportedError: of an unknown format.
     """
     try:
-        told = load_json(text)
+        told = parse_json(text.encode(), path, strict=True, object_hook=decode)
         _check_form(told, path)
         found = _MANIFEST.validate_python(told)
     except ValidationError as error:
         fault = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, fault["loc"]))
         raise CheckpointError(f"{where} is of another form than expected ({fault['msg']}).", path=path) from None
-    except (ValueError, RecursionError) as error:
-        text = f"{path}: is not the manifest that was written ({error}); the file is damaged."
-        raise CheckpointError(text) from error
     _check_entries(found, path)
     return found
 
 
 def _check_form(told: Any, path: str) -> None:
     """Kind, format, and the digest, which is taken out."""
-    if not isinstance(told, dict) or told.get("kind") != _KIND:
+    if told.get("kind") != _KIND:
         raise CheckpointError("is no manifest of an atomic checkpoint.", path=path)
     if told.get("version") != FORMAT:
         raise UnsupportedError(
@@ -273,11 +273,7 @@ def read_manifest_file(path: str) -> Manifest:
         UnsupportedError: it is of an unknown format.
     """
     try:
-        return parse_manifest(read_small(path).decode("utf-8"), path)
-    except (FileNotFoundError, NotADirectoryError):
-        raise
-    except OSError as error:
-        raise explain_failure(path, "read", error) from error
+        return parse_manifest(read_bounded(path, _MOST_BYTES).decode("utf-8"), path)
     except UnicodeDecodeError as error:
         raise CheckpointError(f"cannot be read ({error}).", path=path) from error
 

@@ -28,24 +28,6 @@ def dump_json(value: Any) -> str:
     return json.dumps(encode(value, ""), sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
-def load_json(text: str) -> Any:
-    """What :func:`dump_json` was given.
-
-    Raises:
-        ValueError: the text is no such JSON, or nested too deeply.
-    """
-    try:
-        return json.loads(text, object_hook=_decode, parse_constant=_refuse)
-    except (TypeError, struct.error) as error:
-        raise ValueError(f"a marked value is of another form than expected: {error}") from error
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-
-
-def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is no JSON")
-
-
 def encode(value: Any, where: str) -> Any:
     """Plain data in terms of JSON; ``where`` is named where it is not plain.
 
@@ -73,7 +55,8 @@ def _encode_dict(value: dict[Any, Any], where: str) -> Any:
     return {_DICT: sorted(pairs, key=lambda pair: json.dumps(pair[0], sort_keys=True))}
 
 
-def _decode(found: dict[str, Any]) -> Any:
+def decode(found: dict[str, Any]) -> Any:
+    """Return the value that :func:`encode` wrote as this object: an ``object_hook``."""
     if len(found) != 1:
         return found
     ((key, value),) = found.items()

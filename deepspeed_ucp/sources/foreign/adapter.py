@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ...comm import Comm
 from ...errors import CheckpointError, ConfigError, UnsupportedError, shorten
+from ...io.jsonfile import read_json
 from ...io.paths import normalize
-from ...patterns.adapters import ROOT, read_in_file, read_live
+from ...patterns.adapters import ROOT, is_added_in_file, read_in_file, read_live
 from ..findings import Finding
 from ..table import FileTable
 from . import statedict
@@ -21,6 +22,8 @@ from .safetensors import read_header
 
 _NAME = "default"
 """Of the adapter in a live model, unless a script names it."""
+
+_DROPPED = "a PEFT adapter holds no weights of its base"
 
 
 def read_contents(where: FileTable, comm: Comm) -> tuple[Contents, list[Finding]]:
@@ -40,7 +43,7 @@ def read_contents(where: FileTable, comm: Comm) -> tuple[Contents, list[Finding]
         weights = {name_live(name, found): tensor for name, tensor in found.items()}
         if len(weights) < len(found):
             raise CheckpointError("two of its tensors are one in a live model; it is damaged.", path=where.path(file))
-        return Contents(ADAPTER, file, weights, dropped="a PEFT adapter holds no weights of its base")
+        return Contents(ADAPTER, file, weights, dropped=_DROPPED)
 
     return comm.alike(rename), []
 
@@ -54,6 +57,28 @@ def name_live(name: str, others: Collection[str]) -> str:
     module, _, end = name.rpartition(".")
     is_base = end == "bias" and ".lora_" not in name and f"{module}.weight" not in others
     return name if is_base else read_in_file(name, _NAME).live
+
+
+def name_as_live(contents: Contents) -> Contents:
+    """Give weights that have the names of PEFT's files the names that a live model and the optimizer's states have.
+
+    FSDP saves an adapter alone in this way (``adapter_only`` of Accelerate's ``save_fsdp_model``).
+    """
+    weights = contents.weights
+    held = [*filter(None, map(read_live, contents.states))]
+    known = {tensor.in_file: tensor.live for tensor in held}
+    if not any(map(is_added_in_file, weights)) or not all(
+        name in known or name in contents.states or is_added_in_file(name) or read_live(name) for name in weights
+    ):
+        return contents  # no adapter, or one together with its base, whose names are those of a live model
+    adapter = next((tensor.adapter for tensor in held), _NAME)
+    live = {
+        name: known.get(name) or (read_in_file(name, adapter).live if is_added_in_file(name) else name)
+        for name in weights
+    }
+    if len({*live.values()}) < len(live):
+        return contents
+    return replace(contents, weights={live[name]: tensor for name, tensor in weights.items()}, dropped=_DROPPED)
 
 
 def read_config(path: str | None, folder: str) -> dict[str, Any]:
@@ -74,11 +99,7 @@ def read_config(path: str | None, folder: str) -> dict[str, Any]:
             f"{shorten(files)}: no adapter_config.json. Ranks and factors are in no checkpoint: name the run's with "
             "--adapter-config."
         )
-    with open(found, encoding="utf-8") as stream:
-        try:
-            told = dict(json.load(stream))
-        except ValueError as error:
-            raise ConfigError(f"{found}: is no configuration ({error}).") from None
+    told: dict[str, Any] = read_json(found, advice="Restore it, or name the run's with --adapter-config.")
     if told.get("peft_type") != "LORA":
         raise ConfigError(f"{found}: is of {told.get('peft_type')}; LoRA's are known.")
     return told

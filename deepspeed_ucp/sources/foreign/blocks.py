@@ -18,6 +18,7 @@ from ...atoms import ITEMSIZE
 from ...comm import Comm
 from ...errors import CheckpointError, UnsupportedError, shorten
 from ...flat import Shape
+from ...io.jsonfile import read_bounded
 from ...torchsave.alike import Header
 from ...torchsave.objects import Global, PickledObject, TensorRef, describe, is_setting, is_short
 from ...torchsave.records import FileRecord
@@ -25,7 +26,7 @@ from ...torchsave.torchfile import read_parts
 from ...torchsave.unpickle import read_pickle
 from ..table import FileTable
 from .contents import Chunk, StoredTensor, read_name, read_shape
-from .headers import read_all, read_once, read_with
+from .headers import read_once, read_with
 from .names import DCP, holds
 
 _LARGEST = 1 << 30
@@ -198,7 +199,7 @@ def _check_files(where: FileTable, names: Iterable[str], head: str) -> None:
 
 def _read_metadata(where: FileTable, head: str, comm: Comm) -> Metadata:
     def parse(path: str) -> Metadata:
-        return _take_apart(read_pickle(read_all(path, _LARGEST), path).root, path, posixpath.dirname(head))
+        return _take_apart(read_pickle(read_bounded(path, _LARGEST), path).root, path, posixpath.dirname(head))
 
     return read_once(parse, where, head, comm)
 

@@ -105,7 +105,7 @@ def list_left(names: Collection[str], what: str, where: str, file: str = "") -> 
         where: a path.
         file: it is in; by default the first name.
     """
-    text = f"{where}: not loaded, since it is {what}: {shorten(names)}."
+    text = f"{where}: not loaded by the engine, since it is {what}: {shorten(names)}."
     return [Finding("unsaved", file or next(iter(names)), text, WARNING)] if names else []
 
 

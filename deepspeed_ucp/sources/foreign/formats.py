@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -12,6 +11,7 @@ from typing import Any, Protocol
 from ...atoms import AtomicIndex
 from ...comm import Comm
 from ...errors import CheckpointError, shorten
+from ...io.jsonfile import read_json
 from ...io.paths import join_path
 from ..compare import find_late_files, find_other_step
 from ..files import scan_if_there
@@ -21,11 +21,8 @@ from ..reading import explain_damage
 from ..table import FileTable
 from . import adapter, dcp, megatron, names, safetensors, statedict
 from .contents import NEITHER, Contents, list_left, make_index
-from .headers import read_all, read_once
+from .headers import read_once
 from .states import add_states
-
-_MOST_BYTES = 1 << 24
-"""Of a configuration."""
 
 _WHOSE = "states by number, of which nothing tells whose they are"
 
@@ -80,6 +77,7 @@ def survey_foreign(where: FileTable, comm: Comm, kind: str) -> tuple[AtomicIndex
     contents, findings = READERS[kind](chosen, comm)
     if names.OPTIMIZER in where.entries and kind in (names.SAFETENSORS, names.STATE_DICT):
         contents = add_states(contents, where, comm)
+    contents = adapter.name_as_live(contents)
 
     def unite() -> AtomicIndex:
         if not contents.weights:
@@ -132,13 +130,9 @@ def _find_passed_over(where: FileTable, kind: str, contents: Contents) -> Iterat
 def _read_config(where: FileTable, kind: str, comm: Comm) -> dict[str, Any]:
     """The configuration of transformers beside weights; empty without one."""
 
-    def parse(path: str) -> dict[str, Any]:
-        told = json.loads(read_all(path, _MOST_BYTES))
-        return told if isinstance(told, dict) else {}
-
-    return (
-        read_once(parse, where, names.CONFIG, comm) if kind != names.ADAPTER and names.CONFIG in where.entries else {}
-    )
+    if kind == names.ADAPTER or names.CONFIG not in where.entries:
+        return {}
+    return read_once(read_json, where, names.CONFIG, comm)
 
 
 def _find_packed(where: FileTable, contents: Contents, config: Mapping[str, Any]) -> Iterator[Finding]:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ...comm import Comm
-from ...errors import CheckpointError, UnsupportedError
 from ...io.memory import pause_collection
 from ...io.paths import join_path
-from ...io.store import read_small
 from ..reading import explain_damage
 from ..table import FileTable
 
@@ -39,39 +36,3 @@ def read_with(parse: Callable[[str], T], where: FileTable, name: str) -> T:
 def read_once(parse: Callable[[str], T], where: FileTable, name: str, comm: Comm) -> T:
     """The same, read by one rank for all; collective."""
     return where.once(name, lambda: read_with(parse, where, name), comm)
-
-
-def read_all(path: str, most: int) -> bytes:
-    """A small file's bytes.
-
-    Raises:
-        CheckpointError: it cannot be read.
-        UnsupportedError: it has more than ``most``.
-    """
-    try:
-        data = read_small(path, most + 1)
-    except OSError as error:
-        raise CheckpointError(f"cannot be read ({error.strerror or error}).", path=path) from error
-    if len(data) > most:
-        raise UnsupportedError(f"has more than {most} bytes, which no file of its kind needs.", path=path)
-    return data
-
-
-def load_json(data: bytes) -> Any:
-    """What JSON holds that was not made to mean two things: UTF-8, no key twice, no NaN.
-
-    Raises:
-        ValueError, RecursionError: it is something else, or nested too deeply.
-    """
-    return json.loads(data.decode(), object_pairs_hook=_take_once, parse_constant=_refuse)
-
-
-def _take_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a key is there twice")
-    return found
-
-
-def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is no JSON")

@@ -18,6 +18,7 @@ from ...atoms import COPY, ITEMSIZE, MASTER, MODULE, count
 from ...comm import Comm
 from ...errors import CheckpointError, UnsupportedError, join_numbers
 from ...flat import Shape
+from ...io.jsonfile import read_json
 from ...patterns.metadata import INFO, VOCAB_SIZE, VOCABULARY
 from ...torchsave.objects import describe, has_more_parts
 from ...torchsave.torchfile import read_header, read_parts
@@ -28,7 +29,7 @@ from ..table import FileTable
 from . import dcp
 from .blocks import UNCHECKED, Blocks, read_blocks
 from .contents import Chunk, Contents, StoredTensor, list_left
-from .headers import load_json, read_all, read_once
+from .headers import read_once
 from .names import BLOCKS, COMMON, FORM, MEGATRON
 
 _BACKEND, _VERSION = "torch_dist", 1
@@ -131,7 +132,7 @@ def _require(where: FileTable, name: str) -> None:
 
 def _check_form(path: str, has_common: bool) -> bool:
     """Whether the file is Megatron-Core's, and not somebody's own beside blocks."""
-    told = load_json(read_all(path, _LONGEST))
+    told = read_json(path, most=_LONGEST, strict=True)
     if "sharded_backend" not in told and not has_common:
         return False
     form, version = told["sharded_backend"], told.get("sharded_backend_version", _VERSION)

@@ -7,12 +7,13 @@ from typing import Any
 from ...atoms import ITEMSIZE, count
 from ...comm import Comm
 from ...errors import CheckpointError, UnsupportedError
+from ...io.jsonfile import parse_json
 from ...io.opened import measure, read_at
 from ...torchsave.records import FileRecord, open_file
 from ..findings import Finding
 from ..table import FileTable
 from .contents import Chunk, Contents, StoredTensor, read_shape
-from .headers import load_json, read_with
+from .headers import read_with
 from .names import SAFETENSORS
 from .weights import LONGEST, find_shards
 
@@ -66,7 +67,7 @@ def read_header(where: FileTable, name: str) -> dict[str, StoredTensor]:
                     f"tells of a header of {length} bytes in {size}; it is truncated, or no safetensors file.",
                     path=path,
                 )
-            return _take_apart(load_json(read_at(stream, length, 8)), name, path, 8 + length, size)
+            return _take_apart(parse_json(read_at(stream, length, 8), path, strict=True), name, path, 8 + length, size)
 
     return read_with(parse, where, name)
 

@@ -9,8 +9,9 @@ from typing import TypeVar
 
 from ...comm import Comm
 from ...errors import CheckpointError, UnsupportedError, shorten
+from ...io.jsonfile import read_json
 from ..table import FileTable
-from .headers import load_json, read_all, read_once
+from .headers import read_once
 
 T = TypeVar("T")
 
@@ -83,7 +84,7 @@ def find_shards(where: FileTable, ending: str, comm: Comm) -> Shards:
 
 
 def _read_index(path: str, ending: str) -> dict[str, str]:
-    found = {key: str(file) for key, file in load_json(read_all(path, LONGEST))["weight_map"].items()}
+    found = {key: str(file) for key, file in read_json(path, most=LONGEST, strict=True)["weight_map"].items()}
     if any("/" in file or not file.endswith(ending) for file in found.values()):
         raise CheckpointError("names files outside of its folder, or of another kind.", path=path)
     if not found:

@@ -23,6 +23,7 @@ from deepspeed_ucp.convert import convert_checkpoint
 from deepspeed_ucp.errors import CheckpointError, UnsupportedError
 from deepspeed_ucp.examine.verify import verify_checkpoint
 from deepspeed_ucp.flat import join_parameters
+from deepspeed_ucp.io.jsonfile import parse_json
 from deepspeed_ucp.patterns import ShardNC, ShardV, read_pattern
 from deepspeed_ucp.sources.atomic.manifest import (
     AtomRecord,
@@ -33,7 +34,7 @@ from deepspeed_ucp.sources.atomic.manifest import (
     parse_manifest,
     read_manifest,
 )
-from deepspeed_ucp.sources.atomic.plainjson import dump_json, load_json
+from deepspeed_ucp.sources.atomic.plainjson import decode, dump_json
 from deepspeed_ucp.sources.files import MANIFEST
 from deepspeed_ucp.sources.open import survey_checkpoint
 from deepspeed_ucp.topology import Topology
@@ -76,7 +77,7 @@ hypers = st.dictionaries(
 def test_plain_data_comes_back_to_the_bit(value: Any) -> None:
     text = dump_json(value)
     assert text.isascii()
-    assert same(load_json(text), value)
+    assert same(parse_json(text.encode(), "it", object, object_hook=decode), value)
     json.loads(text, parse_constant=pytest.fail)  # standard JSON: other readers know no NaN
 
 
@@ -214,14 +215,15 @@ def change(**fields: Any) -> str:
 def seal(told: dict[str, Any]) -> str:
     """A manifest's text whose digest is that of its contents, as anybody can make it."""
     told.pop("digest", None)
-    told["digest"] = hashlib.sha256(dump_json(load_json(json.dumps(told))).encode()).hexdigest()
+    contents = parse_json(json.dumps(told).encode(), "it", object, object_hook=decode)
+    told["digest"] = hashlib.sha256(dump_json(contents).encode()).hexdigest()
     return json.dumps(told)
 
 
 REFUSED = {
-    "empty": ("", "is not the manifest that was written"),
-    "cut": (make().to_json()[:200], "is not the manifest that was written"),
-    "list": ("[1]", "is no manifest of an atomic checkpoint"),
+    "empty": ("", "is no valid JSON"),
+    "cut": (make().to_json()[:200], "is no valid JSON"),
+    "list": ("[1]", "an array where an object is expected"),
     "other": ('{"kind": "x"}', "is no manifest of an atomic checkpoint"),
     "newer": (change(version=3, package="9.9"), "is of format 3, this release reads format 2.* deepspeed_ucp 9.9"),
     "missing": (change(groups="gone"), "its digest is"),
@@ -230,7 +232,7 @@ REFUSED = {
     "more, sealed": (seal(json.loads(change(extra=1))), "extra is of another form than expected"),
     "edited": (change(optimizer="SGD"), "its digest is"),
     "number": (make().to_json().replace('"offset":64', '"offset":65', 1), "its digest is .* damaged or was edited"),
-    "tuple": ('{"kind": {"$float": "zz"}}', "is not the manifest that was written"),
+    "tuple": ('{"kind": {"$float": "zz"}}', "is no valid JSON"),
 }
 
 
@@ -317,7 +319,7 @@ def test_odd_values_anywhere_are_refused_or_harmless(tmp_path: Path) -> None:
     for place in draw.sample(places, min(len(places), 200)):
         try:
             text = seal(put(told, place, draw.choice(ODD)))
-        except ValueError:
+        except CheckpointError:
             continue
         (folder / MANIFEST).write_text(text)
         report = survey_checkpoint(str(folder), Comm())

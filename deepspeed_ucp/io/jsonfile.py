@@ -1,0 +1,98 @@
+"""JSON documents of files and stores. All of them are read here, and all faults are errors that name the file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import CheckpointError
+from .opened import explain_failure
+from .store import read_small
+
+MOST_BYTES = 1 << 26
+"""Default size limit of a document."""
+
+_NAMES = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+_DAMAGED = "It is damaged: restore the file."
+
+
+def read_json(
+    path: str, kind: type = dict, *, most: int = MOST_BYTES, advice: str = _DAMAGED, strict: bool = False
+) -> Any:
+    """Read a JSON document from a file or a store.
+
+    Args:
+        path: the file, or its URL.
+        kind: required type of the document.
+        most: size limit in bytes.
+        advice: the remedy that errors end with.
+        strict: also refuse repeated keys, NaN and infinities.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        OutOfReachError: the file cannot be read.
+        CheckpointError: the file holds no such document.
+    """
+    return parse_json(read_bounded(path, most, advice), path, kind, advice=advice, strict=strict)
+
+
+def read_bounded(path: str, most: int, advice: str = _DAMAGED) -> bytes:
+    """Read a small file whole.
+
+    Raises:
+        FileNotFoundError, NotADirectoryError: the file does not exist.
+        CheckpointError: it cannot be read or exceeds ``most`` bytes.
+    """
+    try:
+        data = read_small(path, most + 1)
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except OSError as error:
+        raise explain_failure(path, "read", error) from error
+    if len(data) > most:
+        raise CheckpointError(f"has more than {most} bytes, which no file of its kind needs. {advice}", path=path)
+    return data
+
+
+def parse_json(
+    data: bytes,
+    path: str,
+    kind: type = dict,
+    *,
+    advice: str = _DAMAGED,
+    strict: bool = False,
+    object_hook: Callable[[dict[str, Any]], Any] | None = None,
+) -> Any:
+    """Parse a JSON document that has been read from ``path``.
+
+    Args:
+        object_hook: as of :func:`json.loads`; it may raise what a malformed object makes it raise.
+
+    Raises:
+        CheckpointError: as of :func:`read_json`.
+    """
+
+    def take_once(pairs: list[tuple[str, Any]]) -> Any:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            raise ValueError("a key occurs twice")
+        return object_hook(found) if object_hook else found
+
+    hooks: dict[str, Any] = {"object_hook": object_hook}
+    if strict:
+        hooks = {"object_pairs_hook": take_once, "parse_constant": _refuse}
+    try:
+        value = json.loads(data.decode("utf-8"), **hooks)
+    except RecursionError:
+        raise CheckpointError(f"is nested too deeply. {advice}", path=path) from None
+    except Exception as error:  # noqa: BLE001 - a malformed object can upset the hook in its own way
+        raise CheckpointError(f"is no valid JSON ({error}). {advice}", path=path) from None
+    if not isinstance(value, kind):
+        found = _NAMES.get(type(value), "a number")
+        raise CheckpointError(f"holds {found} where {_NAMES[kind]} is expected. {advice}", path=path)
+    return value
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is not allowed")

@@ -1,0 +1,46 @@
+"""Modules that a model registers under several names, as exports write them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from deepspeed_ucp.cli.dispatch import main
+from deepspeed_ucp.testing import WorldPool
+from tests.engine import repeated_run
+from tests.export.test_dcp import read_all
+from tests.export.test_safetensors import check_same
+
+pytestmark = pytest.mark.engine
+
+AGAIN = [f"again.{layer}.{kind}" for layer in (0, 1) for kind in ("bias", "weight")]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_exports_have_every_name(tmp_path: Path, ucp_worlds: WorldPool, stage: int) -> None:
+    """As torch's state dict has them; in files of Hugging Face's each tensor is there once."""
+    held = ucp_worlds.get(2).run(repeated_run.save, str(tmp_path / "it"), stage, unclear=False)[0]
+    assert main(["convert", str(tmp_path / "it/global_step1"), str(tmp_path / "atomic/global_step1")]) == 0
+    for name in ("it", "atomic"):
+        for kind in ("dcp", "hf"):
+            assert main(["export", str(tmp_path / name), str(tmp_path / name / kind), "--to", kind]) == 0
+        check_same(read_all(tmp_path / name / "dcp")["model"], held)
+        once = load_file(tmp_path / name / "hf/model.safetensors")
+        check_same(once, {key: held[key] for key in once})
+        ties = {"head.weight", *(key for key in held if key.startswith(("again.", "second_norm.")))}
+        assert once.keys() == held.keys() - ties
+
+
+def test_what_zero3_does_not_record_is_named(
+    tmp_path: Path, ucp_worlds: WorldPool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held = ucp_worlds.get(1).run(repeated_run.save, str(tmp_path / "it"), 3, unclear=True)[0]
+    assert main(["export", str(tmp_path / "it"), str(tmp_path / "out"), "--to", "dcp"]) == 0
+    told = capsys.readouterr().err
+    written = read_all(tmp_path / "out")["model"]
+    assert held.keys() - written.keys() == {*AGAIN}
+    assert torch.equal(written["second_norm.weight"], held["second_norm.weight"])
+    assert "again.0.bias" in told and "are not written" in told

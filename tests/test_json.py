@@ -1,0 +1,155 @@
+"""Odd JSON in each file that the package reads: its own error with the file's name, never another one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from deepspeed_ucp.cli.common import read_groups
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.errors import CheckpointError, UcpError
+from deepspeed_ucp.examine import settings
+from deepspeed_ucp.export.like import LikeModel
+from deepspeed_ucp.io import jsonfile, lock
+from deepspeed_ucp.patterns.files import read_rules
+from deepspeed_ucp.saves import memory, places, pruning
+from deepspeed_ucp.sources import frozen, open_checkpoint, seal
+from deepspeed_ucp.sources.atomic.manifest import read_manifest_file
+from deepspeed_ucp.sources.compare import find_other_step
+from deepspeed_ucp.sources.foreign.adapter import read_config
+from deepspeed_ucp.trainers import megatron
+from deepspeed_ucp.trainers.hffolders import read_trainer_state
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+NO_OBJECTS = {
+    "array": b"[1]",
+    "number": b"3",
+    "null": b"null",
+    "text": b'"x"',
+    "deep": b"[" * 60_000,
+    "deep-objects": b'{"a":' * 60_000,
+    "no-text": b"\xff\xfe{}",
+    "empty": b"",
+    "cut": b'{"a": 1',
+    "long-number": b'{"a": ' + b"1" * 5000 + b"}",
+}
+OBJECTS = {"twice": b'{"a": 1, "a": 2}', "nan": b'{"a": NaN}', "no-keys": b"{}"}
+
+
+def with_weights(folder: str) -> Any:
+    save_file({"a": torch.zeros(2)}, os.path.join(folder, "model.safetensors"))
+    return open_checkpoint(folder, Comm())
+
+
+def with_blocks(folder: str) -> Any:
+    Path(folder, ".metadata").write_bytes(b"")
+    Path(folder, "common.pt").write_bytes(b"")
+    return open_checkpoint(folder, Comm())
+
+
+def put_header(path: Path, document: bytes) -> None:
+    path.write_bytes(len(document).to_bytes(8, "little") + document)
+
+
+READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "trainer's state": ("trainer_state.json", read_trainer_state),
+    "adapter": ("adapter_config.json", lambda folder: read_config(None, folder)),
+    "--like": ("config.json", lambda folder: LikeModel(folder).config),
+    "seal": (seal.SEAL, lambda folder: seal.read_seal(os.path.join(folder, seal.SEAL))),
+    "base of frozen parameters": (frozen.FROZEN, frozen.read_reference),
+    "manifest": ("ucp_manifest.json", lambda folder: read_manifest_file(os.path.join(folder, "ucp_manifest.json"))),
+    "header of safetensors": ("model.safetensors", lambda folder: open_checkpoint(folder, Comm())),
+    "index of safetensors": ("model.safetensors.index.json", lambda folder: open_checkpoint(folder, Comm())),
+    "configuration beside weights": ("config.json", with_weights),
+    "Megatron-Core": ("metadata.json", with_blocks),
+    "Megatron's ds_config": ("ds.json", lambda folder: read_given(os.path.join(folder, "ds.json"))),
+    "ds_config": ("ds.json", lambda folder: settings.read_config(os.path.join(folder, "ds.json"))),
+    "snapshots": (memory._WRITTEN, lambda folder: memory.Job(folder).read_written()),
+    "nodes of a save": ("sign", lambda folder: read_sign(folder)),  # noqa: PLW0108 - defined below
+    "record of a run": ("it.json", lambda folder: pruning._read_json(os.path.join(folder, "it.json"))),
+    "rules": ("rules.json", lambda folder: read_rules(os.path.join(folder, "rules.json"))),
+    "groups": ("groups.json", lambda folder: read_groups(os.path.join(folder, "groups.json"))),
+}
+"""Each reader, with its file's name in the folder that it is called with."""
+
+OF_ANY_FORM = ("rules", "groups")
+"""Readers whose callers check the form."""
+
+
+def read_given(path: str) -> Any:
+    def get_args() -> Any:
+        return SimpleNamespace(deepspeed_config=path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(megatron, "_get_args", get_args)
+        return megatron.create_ds_config(lambda *_: {})
+
+
+def read_sign(folder: str) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(places, "_name_node", lambda *_: "sign")
+        return places._read_signs(SimpleNamespace(nodes=1), folder)  # type: ignore[arg-type]
+
+
+def write(reader: str, folder: Path, document: bytes) -> str:
+    name, _ = READERS[reader]
+    put = put_header if name == "model.safetensors" else Path.write_bytes
+    put(folder / name, document)
+    return name
+
+
+@pytest.mark.parametrize("document", NO_OBJECTS)
+@pytest.mark.parametrize("reader", READERS)
+def test_what_is_no_object_is_refused(tmp_path: Path, reader: str, document: str) -> None:
+    name = write(reader, tmp_path, NO_OBJECTS[document])
+    try:
+        READERS[reader][1](str(tmp_path))
+    except UcpError as error:
+        assert name in str(error)  # noqa: PT017 - some readers take any form
+    else:
+        assert reader in OF_ANY_FORM or (reader, document) == ("ds_config", "empty")  # which DeepSpeed takes too
+
+
+@pytest.mark.parametrize("document", OBJECTS)
+@pytest.mark.parametrize("reader", READERS)
+def test_other_objects_are_read_or_refused(tmp_path: Path, reader: str, document: str) -> None:
+    name = write(reader, tmp_path, OBJECTS[document])
+    try:
+        READERS[reader][1](str(tmp_path))
+    except UcpError as error:
+        assert name in str(error)  # noqa: PT017 - most readers need more
+
+
+@pytest.mark.parametrize("document", [*NO_OBJECTS, *OBJECTS])
+def test_documents_that_only_explain_are_passed_over(tmp_path: Path, document: str) -> None:
+    path = tmp_path / "it.json"
+    path.write_bytes({**NO_OBJECTS, **OBJECTS}[document])
+    assert find_other_step(str(path), 3) == []
+    with path.open("rb") as file:
+        assert "not told its name" in lock._read_holder(file.fileno())
+
+
+def test_a_document_beyond_the_limit_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "it.json"
+    path.write_bytes(b'{"a": 1}')
+    assert jsonfile.read_json(str(path), most=8) == {"a": 1}
+    with pytest.raises(CheckpointError, match=r"it.json: has more than 7 bytes"):
+        jsonfile.read_json(str(path), most=7)
+
+
+@pytest.mark.parametrize("document", ["twice", "nan"])
+def test_strict_documents_mean_one_thing(tmp_path: Path, document: str) -> None:
+    """Other libraries' files may have both, the Trainer's a loss that is NaN."""
+    path = tmp_path / "it.json"
+    path.write_bytes(OBJECTS[document])
+    assert jsonfile.read_json(str(path)).keys() == {"a"}
+    with pytest.raises(CheckpointError, match="it.json: is no valid JSON"):
+        jsonfile.read_json(str(path), strict=True)
