@@ -159,8 +159,8 @@ def find_tied(model: Any, lost: Collection[str], saved: Collection[str]) -> dict
     Returns:
         Name in the model → saved name, where one alone is possible.
     """
-    if not _is_pretrained(model):
-        return {}
+    if not _is_pretrained(model) or not getattr(model.config, "tie_word_embeddings", True):
+        return {}  # an untied head has values of its own
     family = vars(sys.modules[type(model).__module__]).values()
     own = getattr(type(model), "config_class", None)
     kinds = [each for each in family if isinstance(each, type) and getattr(each, "config_class", None) is own]

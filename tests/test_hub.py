@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Collection
 from pathlib import Path
@@ -34,7 +35,7 @@ from transformers import (
 from deepspeed_ucp.atoms import AtomicIndex, strip_compiled
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import MismatchError, UnsupportedError
-from deepspeed_ucp.hub import Reading, describe_config, read_config, read_into
+from deepspeed_ucp.hub import Reading, describe_config, find_tied, read_config, read_into
 from deepspeed_ucp.load.absent import report_absent
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.stream.full_tensors import assemble_full_tensors
@@ -263,6 +264,13 @@ def test_a_tied_embedding_is_read_under_any_of_its_names(tmp_path: Path, saved: 
     )
     found = read_tensors(read(tmp_path, adapted)[1])
     check_same({"it": found["base_model.model.lm_head.modules_to_save.default.weight"]}, wanted)
+
+
+def test_an_untied_head_supplies_no_embedding() -> None:
+    encoder = T5EncoderModel(copy.deepcopy(T5))
+    assert find_tied(encoder, ["shared.weight"], ["lm_head.weight"]) == {"shared.weight": "lm_head.weight"}
+    encoder.config.tie_word_embeddings = False
+    assert find_tied(encoder, ["shared.weight"], ["lm_head.weight"]) == {}
 
 
 def test_a_module_of_the_base_s_own_under_a_name_of_peft_s(tmp_path: Path) -> None:
