@@ -52,13 +52,13 @@ def test_a_signal_that_comes_again_is_the_same(engine: Engine) -> None:
     for _ in range(2):
         os.kill(os.getpid(), signal.SIGUSR1)
         os.kill(os.getpid(), signal.SIGUSR1)
-        preemption.end_step(engine)
-        preemption.end_step(engine)
+        preemption.save_if_signaled(engine)
+        preemption.save_if_signaled(engine)
     assert engine.saves == [("folder", {"mine": 1})] * 2
     for _ in range(2):
         os.kill(os.getpid(), signal.SIGTERM)
     with pytest.raises(SystemExit) as end:
-        preemption.end_step(engine)
+        preemption.save_if_signaled(engine)
     assert end.value.code == 0 and len(engine.saves) == 3
 
 
@@ -67,11 +67,11 @@ def test_a_save_by_a_writer_of_its_own_is_whole_before_the_ranks_end(engine: Eng
     cleanup = partial(engine.saves.append, "cleanup")
     engine.checkpoint_engine = SimpleNamespace(is_decoupled=lambda: True, cleanup=cleanup)
     os.kill(os.getpid(), signal.SIGUSR1)
-    preemption.end_step(engine)
+    preemption.save_if_signaled(engine)
     assert engine.saves == [("folder", {"mine": 1}), "commit"]
     os.kill(os.getpid(), signal.SIGTERM)
     with pytest.raises(SystemExit):
-        preemption.end_step(engine)
+        preemption.save_if_signaled(engine)
     assert engine.saves == [("folder", {"mine": 1}), "commit", ("folder", {"mine": 1}), "commit", "cleanup"]
 
 
@@ -83,7 +83,7 @@ def be_told(number: int, caplog: pytest.LogCaptureFixture, **options: Any) -> tu
     said = caplog.records[-1].getMessage()
     signal.raise_signal(number)
     try:
-        preemption.end_step(engine)
+        preemption.save_if_signaled(engine)
     except SystemExit as end:
         code = end.code
     except preemption.Preempted as error:
@@ -191,7 +191,7 @@ def test_in_rays_thread_no_signal_is_followed(
         thread.start()
         thread.join()
         assert bool(failed) is not bool(variable)
-    preemption.end_step(engine)
+    preemption.save_if_signaled(engine)
     assert not engine.saves and "hears no signals" in caplog.text
 
 
@@ -201,7 +201,7 @@ def test_a_signal_that_somebody_has_taken_since_is_taken_again(engine: Engine) -
     preemption.follow(engine, "folder")
     signal.raise_signal(signal.SIGTERM)
     with pytest.raises(SystemExit):
-        preemption.end_step(engine)
+        preemption.save_if_signaled(engine)
 
 
 CONTAINER = """
@@ -212,7 +212,7 @@ engine = SimpleNamespace(global_steps=2, save_checkpoint=lambda *_, **__: print(
 preemption.follow(engine, "folder")
 print("begun", flush=True)
 while True:
-    preemption.end_step(engine)
+    preemption.save_if_signaled(engine)
     time.sleep(0.01)
 """
 

@@ -250,7 +250,7 @@ while not (folder / "stop").exists() or step % 20:
         (folder / "pids").open("a").write(f"{os.getpid()} {os.getppid()} {dist.get_world_size()}\\n")
     if dist.get_rank() == 0:
         (folder / "next").write_text(str(step)); os.replace(folder / "next", saved)
-    preemption.end_step(engine)
+    preemption.save_if_signaled(engine)
     time.sleep(0.05)
 """
 

@@ -244,7 +244,7 @@ engine = SimpleNamespace(global_steps=2, save_checkpoint=lambda *_, **__: None)
 preemption.follow(engine, "folder", actions={actions})
 heartbeat.report_step(2)
 while True:
-    preemption.end_step(engine)
+    preemption.save_if_signaled(engine)
     time.sleep(0.01)
 """
 
