@@ -8,9 +8,11 @@ A protected child blocks the signals in all its threads. One more thread waits f
 * The parent (``Process.terminate``): the signal has its usual effect.
 * Any other process: the thread holds the signal back until the parent has ended, and lets it take effect then.
 
-A signal for which the child sets a handler is no longer blocked. Ignoring the signals would not do: ``terminate`` would have no effect, and data-loader workers set a C handler for SIGTERM
-after they have started. Only processes of ``multiprocessing`` are protected. Programs (``subprocess``, also those that a
-protected child starts) and children of a bare ``os.fork`` keep the usual effects, since no code of ours runs in them.
+A signal for which the child sets a handler is no longer blocked. Ignoring the signals would make ``terminate`` useless,
+and data-loader workers set a C handler for SIGTERM after they have started.
+
+Only processes of ``multiprocessing`` are protected. Programs (``subprocess``), also those of a protected child, and
+children of a bare ``os.fork`` keep the usual effects, since no code of ours runs in them.
 """
 
 from __future__ import annotations
@@ -58,10 +60,10 @@ def block(signals: Iterable[int]) -> Iterator[None]:
 
 
 def protect(signals: Iterable[int]) -> None:
-    """Protect the processes that ``multiprocessing`` starts from now on. A forked one gets no handler of this process."""
+    """Protect the processes that ``multiprocessing`` starts from now on; none of them inherits a handler."""
     if BaseProcess.start is not _start:
-        BaseProcess.start = _start  # type: ignore[method-assign]
-        util.spawnv_passfds = _start_program
+        BaseProcess.start = _start  # type: ignore[method-assign,assignment]
+        util.spawnv_passfds = _start_program  # type: ignore[assignment]
         util.register_after_fork(_begin, lambda begin: begin(os.getppid(), _signals))
         util.Finalize(None, _end_daemons, exitpriority=0)
     _signals.update(signals)
@@ -87,7 +89,7 @@ _original_start = BaseProcess.start
 
 @functools.wraps(_original_start)
 def _start(process: BaseProcess) -> None:
-    """Start a process with the signals blocked, so that none is lost before its thread waits for them."""
+    """Start a process with the signals blocked: they stay pending until its thread waits for them."""
     if not _signals:
         return _original_start(process)
     with block(_signals):
@@ -122,7 +124,7 @@ def _begin(parent: int, signals: Iterable[int]) -> None:
     for number in _signals:
         if signal.getsignal(number) != signal.SIG_IGN:
             _original_signal(number, signal.SIG_DFL)
-    signal.signal = _set_handler
+    signal.signal = _set_handler  # type: ignore[assignment]
     subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]
     util.Finalize(None, _end_daemons, exitpriority=0)
     threading.Thread(target=_hold, args=(set(_signals), parent), name="held signals", daemon=True).start()
@@ -183,7 +185,7 @@ _original_signal = signal.signal
 
 @functools.wraps(_original_signal)
 def _set_handler(number: int, handler: Any) -> Any:
-    """Set a handler of a protected child's own, which the kernel is to call."""
+    """Set a handler in a protected child, and unblock its signal."""
     former = _original_signal(number, handler)
     if number in _signals:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})

@@ -71,7 +71,8 @@ if __name__ == "__main__":
     loaders = [iter(DataLoader(Samples(), num_workers=2, prefetch_factor=1, **each)) for each in options]
     for each in loaders:
         next(each)
-    subprocess.run(["kill", "-TERM", "--", f"-{os.getpgid(0)}"], check=True, preexec_fn=lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN))
+    survive = lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    subprocess.run(["kill", "-TERM", "--", f"-{os.getpgid(0)}"], check=True, preexec_fn=survive)
     for each in loaders:
         assert [int(next(each)) for _ in range(5)] == [1, 2, 3, 4, 5]
         assert all(worker.is_alive() for worker in each._workers)

@@ -114,7 +114,7 @@ def main() -> dict[str, Any]:
 
     for name, end in {
         "handler": lambda child: child.terminate(),
-        "handler elsewhere": lambda child: kill(child),
+        "handler elsewhere": kill,
     }.items():
         child, ask = start()
         ask("handle_signals")
