@@ -28,14 +28,14 @@ from .load.context import LoadArguments
 from .load.disabled import load_switched_off
 from .load.resume import resume
 from .patterns import from_config
-from .preemption import end_step
+from .preemption import save_if_signaled
 from .saves.finding import find_in_memory
 from .saves.saver import forget_frozen, wait_for_copies
 from .saves.saving import foresee_saves, save_into_memory
 from .sealing import seal_last, seal_late, seal_save
 from .targets.guard import guard_engine
 from .uncaught import find_fault, shorten_uncaught
-from .writer import finish_save, is_decoupled
+from .writer import finish_save, is_decoupled, protect_writer
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -117,7 +117,8 @@ def _log_once(text: str) -> None:
 
 
 def _configure_checkpointing(original: Callable[..., Any], engine: Any, *args: Any) -> None:
-    """At ``initialize``, when the optimizer is there: what saves will take."""
+    """At ``initialize``, once the optimizer exists: protect DeepSpeed's writer, and log the memory that saves take."""
+    protect_writer(engine)
     original(engine, *args)
     config = get_config(engine)
     if config is not None and config.save is not None:
@@ -197,7 +198,7 @@ def _take_model_step(original: Callable[..., Any], engine: Any, *args: Any, **kw
     schedule = getattr(engine, "lr_scheduler", None)
     beacon.report_step(engine.global_steps, getattr(schedule, "total_num_steps", None))
     seal_late(engine)
-    end_step(engine)
+    save_if_signaled(engine)
     snapshots.end_step(engine)
 
 

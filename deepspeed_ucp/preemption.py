@@ -1,12 +1,24 @@
-"""A job that is told to go saves first: at the end of the step, once, all ranks together.
+"""Save when a scheduler or launcher signals the job: at the end of a step, once, all ranks together.
 
-Schedulers send a signal some time before they take the machines (Slurm: ``--signal``, Kubernetes: SIGTERM), to one
-process or to all. The ranks tell each other at every step whether one of them has been told. How they end is what the
-platform takes for a job that is to go on (:mod:`deepspeed_ucp.platforms`).
+Schedulers signal a job some time before they take the machines (Slurm: ``--signal``, Kubernetes: SIGTERM). The signal
+goes to one process or to all. The ranks compare at the end of every step whether one of them has received a signal.
+The exit code is one after which the platform restarts the job (:mod:`deepspeed_ucp.platforms`).
+
+Between steps nothing is saved, although the signal handler could find out whether all ranks are outside a step:
+
+* The script may be in the middle of anything, such as an evaluation with averaged weights in the place of the
+  engine's own. A save there would be silently wrong.
+* A rank may have started a collective that another rank, interrupted just before it, has not. The collectives of a save
+  would then be matched with it.
+* Random states and the place in the data have moved on since the last step.
+
+So the handler only logs what will happen, and a script with long evaluations calls :func:`save_if_signaled` in them.
 """
 
 from __future__ import annotations
 
+import _thread
+import atexit
 import contextlib
 import logging
 import os
@@ -20,6 +32,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from .children import list_unprotected, protect
 from .comm import Comm, connect
 from .engine_state import Preemption, find_state
 from .platforms import REQUEUED, SLURM_JOB, Platform, find_platform, find_rank
@@ -31,11 +44,13 @@ logger = logging.getLogger("deepspeed_ucp")
 _JIT = "transformers.trainer_jit_checkpoint"
 """Module of the Trainer's own save on SIGTERM (``enable_jit_checkpoint``)."""
 
+_LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
+
 _arrived: dict[int, bool] = {}
-"""By signal that is waited for, whether it has come. A forked process waits for none."""
+"""By followed signal, whether it has been received. A forked process follows none."""
 
 _handlers: dict[int, Any] = {}
-"""What was set for each; somebody may have set another since."""
+"""Our handler for each followed signal; the script may have set another one since."""
 
 os.register_at_fork(after_in_child=_arrived.clear)
 
@@ -52,14 +67,15 @@ def follow(
     requeue: bool = False,
     client_state: Callable[[], Mapping[str, Any]] | None = None,
 ) -> None:
-    """Save at the end of the step in which any rank gets a signal; to be called in the main thread of every rank.
+    """Save at the end of the step in which any rank gets a signal. Call this in the main thread of every rank.
 
-    A signal that comes again before that is the same one: launchers pass on what their ranks have been sent as well.
-    In a process that this one forks it has its former effect. Of several engines one is to be followed, and
-    ``client_state`` may save the others: with the first save the ranks end.
+    A signal that is repeated before the save counts once: launchers forward signals that their ranks have got already.
+    Processes that ``multiprocessing`` starts after this call, such as data-loader workers, survive the signals
+    (:mod:`deepspeed_ucp.children`). Follow one of several engines, and save the others in ``client_state``: the ranks
+    end with the first save.
 
     Args:
-        engine: whose steps end with a look at all ranks' signals (one reduction of some bytes).
+        engine: each of its steps ends with a comparison of all ranks' signals (one reduction of some bytes).
         save_dir: as of ``engine.save_checkpoint``.
         actions: by signal the exit code with which every rank ends after the save, None to go on. By default SIGUSR1
             goes on, and SIGTERM ends with what the innermost platform takes for a job that is to go on; one log line
@@ -81,6 +97,12 @@ def follow(
             logger.warning("%s runs this in a thread that hears no signals: none is followed here", platform.name)
         return
     chosen, why = _choose(platform, actions, job)
+    if names := list_unprotected():
+        logger.warning(
+            "%s: started before preemption.follow, so a signal to the whole job ends it and may prevent the save. "
+            "Call preemption.follow before you start processes or iterate over a DataLoader.",
+            ", ".join(names),
+        )
     for number in chosen:
         _wait_for(number, speaks=speaks)
     if speaks:
@@ -115,6 +137,9 @@ def _wait_for(number: int, *, speaks: bool) -> None:
 
     def note(arrived: int, frame: FrameType | None) -> None:
         if arrived in _arrived:
+            if not _arrived[arrived] and _is_first_of_node():
+                # In a thread: this one may be interrupted in the middle of writing a log line.
+                _thread.start_new_thread(logger.warning, (_RECEIVED, signal.Signals(arrived).name))
             _arrived[arrived] = True
         elif callable(former):
             former(arrived, frame)
@@ -124,14 +149,34 @@ def _wait_for(number: int, *, speaks: bool) -> None:
 
     signal.signal(number, note)
     _handlers[number], _arrived[number] = note, False
+    protect({number})
 
 
-def end_step(engine: Any) -> None:
-    """At the end of a step: save where a rank has been told to go; collective.
+_RECEIVED = (
+    "%s received: all ranks save at the end of the next step, or in preemption.save_if_signaled. Most launchers and "
+    "schedulers kill the ranks 30 s after the signal."
+)
+
+
+def _is_first_of_node() -> bool:
+    return next((os.environ[name] for name in _LOCAL_RANKS if name in os.environ), "0") == "0"
+
+
+@atexit.register
+def _report_missing_save() -> None:
+    if names := [signal.Signals(number).name for number, arrived in _arrived.items() if arrived]:
+        logger.warning("%s: no save was made, since no step ended after it", ", ".join(names))
+
+
+def save_if_signaled(engine: Any) -> None:
+    """Save if any rank has received a followed signal; collective.
+
+    The end of each step of a followed engine calls this. Call it in a long evaluation too, at a place that all ranks
+    pass equally often and where the engine holds the weights to be saved.
 
     Raises:
         SystemExit: after the save, with the signal's exit code.
-        Preempted: after it, where an error has the job started again.
+        Preempted: after the save, on a platform that restarts a job after an error.
     """
     asked = find_state(engine).preemption
     if asked is None:

@@ -6,9 +6,19 @@ then lets ``latest`` name the save; a pipeline's steps never do.
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 import torch
+
+from .children import protect
+
+
+def protect_writer(engine: Any) -> None:
+    """Keep the writer that a new engine will start alive when a signal goes to all processes of the job."""
+    writer = engine._config.checkpoint_config.get("writer")
+    if writer and writer.get("decoupled"):
+        protect({signal.SIGTERM, signal.SIGUSR1})
 
 
 def is_decoupled(engine: Any) -> bool:

@@ -20,7 +20,8 @@ from typing import Any
 import psutil
 import pytest
 
-from deepspeed_ucp import preemption
+from deepspeed_ucp import children, preemption
+from tests.support.until import wait_until
 
 
 class Engine(SimpleNamespace):
@@ -45,6 +46,7 @@ def engine() -> Iterator[Engine]:
     for number in numbers:
         signal.signal(number, former[number])
         preemption._arrived.pop(number, None)
+    children._signals.clear()
 
 
 def test_a_signal_that_comes_again_is_the_same(engine: Engine) -> None:
@@ -52,13 +54,13 @@ def test_a_signal_that_comes_again_is_the_same(engine: Engine) -> None:
     for _ in range(2):
         os.kill(os.getpid(), signal.SIGUSR1)
         os.kill(os.getpid(), signal.SIGUSR1)
-        preemption.end_step(engine)
-        preemption.end_step(engine)
+        preemption.save_if_signaled(engine)
+        preemption.save_if_signaled(engine)
     assert engine.saves == [("folder", {"mine": 1})] * 2
     for _ in range(2):
         os.kill(os.getpid(), signal.SIGTERM)
     with pytest.raises(SystemExit) as end:
-        preemption.end_step(engine)
+        preemption.save_if_signaled(engine)
     assert end.value.code == 0 and len(engine.saves) == 3
 
 
@@ -67,12 +69,26 @@ def test_a_save_by_a_writer_of_its_own_is_whole_before_the_ranks_end(engine: Eng
     cleanup = partial(engine.saves.append, "cleanup")
     engine.checkpoint_engine = SimpleNamespace(is_decoupled=lambda: True, cleanup=cleanup)
     os.kill(os.getpid(), signal.SIGUSR1)
-    preemption.end_step(engine)
+    preemption.save_if_signaled(engine)
     assert engine.saves == [("folder", {"mine": 1}), "commit"]
     os.kill(os.getpid(), signal.SIGTERM)
     with pytest.raises(SystemExit):
-        preemption.end_step(engine)
+        preemption.save_if_signaled(engine)
     assert engine.saves == [("folder", {"mine": 1}), "commit", ("folder", {"mine": 1}), "commit", "cleanup"]
+
+
+def test_a_signal_is_logged_when_it_is_received(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    """No save is made before the next step, and at exit one line says that none was made."""
+    for _ in range(2):
+        signal.raise_signal(signal.SIGTERM)
+    wait_until(lambda: "SIGTERM received: all ranks save at the end of the next step" in caplog.text)
+    preemption._report_missing_save()
+    assert "SIGTERM: no save was made" in caplog.text and not engine.saves
+    with pytest.raises(SystemExit):
+        preemption.save_if_signaled(engine)
+    caplog.clear()
+    preemption._report_missing_save()
+    assert not caplog.text and len(engine.saves) == 1
 
 
 def be_told(number: int, caplog: pytest.LogCaptureFixture, **options: Any) -> tuple[object, str]:
@@ -83,7 +99,7 @@ def be_told(number: int, caplog: pytest.LogCaptureFixture, **options: Any) -> tu
     said = caplog.records[-1].getMessage()
     signal.raise_signal(number)
     try:
-        preemption.end_step(engine)
+        preemption.save_if_signaled(engine)
     except SystemExit as end:
         code = end.code
     except preemption.Preempted as error:
@@ -191,7 +207,7 @@ def test_in_rays_thread_no_signal_is_followed(
         thread.start()
         thread.join()
         assert bool(failed) is not bool(variable)
-    preemption.end_step(engine)
+    preemption.save_if_signaled(engine)
     assert not engine.saves and "hears no signals" in caplog.text
 
 
@@ -201,18 +217,19 @@ def test_a_signal_that_somebody_has_taken_since_is_taken_again(engine: Engine) -
     preemption.follow(engine, "folder")
     signal.raise_signal(signal.SIGTERM)
     with pytest.raises(SystemExit):
-        preemption.end_step(engine)
+        preemption.save_if_signaled(engine)
 
 
 CONTAINER = """
 import time
 from types import SimpleNamespace
-from deepspeed_ucp import preemption
+from deepspeed_ucp import children, preemption
+from tests.support.until import wait_until
 engine = SimpleNamespace(global_steps=2, save_checkpoint=lambda *_, **__: print("saved", flush=True))
 preemption.follow(engine, "folder")
 print("begun", flush=True)
 while True:
-    preemption.end_step(engine)
+    preemption.save_if_signaled(engine)
     time.sleep(0.01)
 """
 

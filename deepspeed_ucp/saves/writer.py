@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, BinaryIO, cast
 
+from ..children import block
 from ..errors import StorageError, escape
 from ..io.pace import Pace
 from ..io.paths import is_url
@@ -87,7 +89,8 @@ def start_writer(job: Job, settings: Mapping[str, Any], neighbours: Neighbours |
     if neighbours is not None and neighbours.listener is not None:
         listeners = [neighbours.listener.fileno()]
         settings = {**settings, "neighbours": {**neighbours.settings, "listener": listeners[0]}}
-    with open(os.path.join(job.folder, "log"), "ab") as log:
+    # Slurm signals the writer as well, which has to write what the ranks save because of the signal.
+    with open(os.path.join(job.folder, "log"), "ab") as log, block({signal.SIGTERM, signal.SIGUSR1}):
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True, pass_fds=listeners
         )

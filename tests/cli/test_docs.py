@@ -65,7 +65,7 @@ RARE = {"--json", "-q", "--debug", "--patterns", "--groups", "--storage-option",
 """Options that most commands share."""
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in ("run", "supervise", "torchrun")])
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "run"])
 def test_help_lists_a_commands_own_options_before_shared_ones(name: str) -> None:
     own, _, shared = find_parser(name).format_help().partition("\nshared options:\n")
     usage, lists = own.split("\n\n", 1)

@@ -60,6 +60,16 @@ def test_a_signal_to_one_rank_is_a_save_of_all(
     assert (state["global_steps"], state["mine"]) == (2, 7)
 
 
+@pytest.mark.parametrize("when", ["save", "load"])
+def test_a_signal_in_a_save_or_load_is_a_save_after_the_next_step(
+    when: str, tmp_path: Path, ucp_worlds: WorldPool
+) -> None:
+    config = Case(1, 2, config={"checkpoint": {"universal": True}, "train_batch_size": 2}).ds_config
+    told = ucp_worlds.get(2).run(engine_carry.train_until_told, config, str(tmp_path), int(signal.SIGTERM), 5, when)
+    assert {(each.steps, each.code) for each in told} == {(1, 0)}
+    assert (tmp_path / "latest").read_text() == "global_step1"
+
+
 @pytest.mark.exhaustive
 def test_a_save_by_a_writer_of_its_own_is_whole_when_the_ranks_end(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     writer = {"type": "python", "data_parallel": "replica", "decoupled": True}

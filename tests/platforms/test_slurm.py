@@ -72,7 +72,7 @@ engine = SimpleNamespace(global_steps=2, save_checkpoint=save)
 preemption.follow(engine, "nowhere", requeue=True)
 (folder / "started").open("a").write("started\\n")
 while True:
-    preemption.end_step(engine)
+    preemption.save_if_signaled(engine)
     time.sleep(0.05)
 """
 

@@ -15,7 +15,7 @@ from deepspeed.accelerator import get_accelerator
 
 from deepspeed_ucp import preemption, rng
 from deepspeed_ucp.data import ElasticSampler
-from deepspeed_ucp.engine_state import KEY
+from deepspeed_ucp.engine_state import KEY, Carried, carry
 from tests.support.engines.cases import BATCH, FEATURES, make_engine
 
 SAMPLES = 5 * BATCH - 7
@@ -82,15 +82,24 @@ class Told:
     code: int | None
 
 
-def train_until_told(ds_config: dict[str, Any], folder: str, number: int, steps: int) -> Told:
-    """The last rank gets a signal in its second step."""
+def train_until_told(ds_config: dict[str, Any], folder: str, number: int, steps: int, when: str = "step") -> Told:
+    """The last rank gets a signal in its second step, or in a ``save`` or ``load`` before the first step."""
     engine, code = make_engine(ds_config, "plain"), None
     preemption.follow(engine, folder, client_state=lambda: {"mine": 7})
+
+    def signal_in(event: str) -> None:
+        if when == event and dist.get_rank() == dist.get_world_size() - 1:
+            os.kill(os.getpid(), number)
+
+    if when != "step":
+        carry(engine, "signal", Carried(save=lambda: signal_in("save"), load=lambda _: signal_in("load")))
+        engine.save_checkpoint(f"{folder}/first")
+        engine.load_checkpoint(f"{folder}/first")
     try:
         for step in range(steps):
             loss = engine(torch.ones(1, FEATURES, device=engine.device)).square().mean()
-            if step == 1 and dist.get_rank() == dist.get_world_size() - 1:
-                os.kill(os.getpid(), number)
+            if step == 1:
+                signal_in("step")
             engine.backward(loss)
             engine.step()
     except SystemExit as end:

@@ -1,0 +1,214 @@
+"""Keep the child processes of a rank alive when a signal goes to all processes of a job.
+
+torchrun, the deepspeed launcher and Slurm signal every process of a rank. A data-loader worker would die of the signal,
+and torch would raise an error in the rank before the rank can save.
+
+A protected child blocks the signals in all its threads. One more thread waits for them and looks at their sender:
+
+* The parent (``Process.terminate``): the signal has its usual effect.
+* Any other process: the thread holds the signal back until the parent has ended, and lets it take effect then.
+
+A signal for which the child sets a handler is no longer blocked. Ignoring the signals would make ``terminate`` useless,
+and data-loader workers set a C handler for SIGTERM after they have started.
+
+Only processes of ``multiprocessing`` are protected. Programs (``subprocess``), also those of a protected child, and
+children of a bare ``os.fork`` keep the usual effects, since no code of ours runs in them.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import util
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+_MARK = "_deepspeed_ucp_signals"
+"""Attribute of a protected process's object. Unpickling it protects a child that is not forked."""
+
+_EXIT_TIMEOUT = 5.0
+"""Seconds that a daemonic child has to end at its parent's exit, before SIGKILL."""
+
+_signals: set[int] = set()
+"""The signals that children are protected from; empty if none is protected."""
+
+_protected_pid = 0
+"""This process, if it is protected itself."""
+
+_thread_state = threading.local()
+"""``starting``: this thread starts a protected child."""
+
+_programs: set[int] = set()
+"""Process ids of the programs of ``multiprocessing`` itself that have the signals blocked, such as its fork server."""
+
+
+@contextmanager
+def block(signals: Iterable[int]) -> Iterator[None]:
+    """Block signals in this thread; a program that is started inside has them blocked for good."""
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, former)
+
+
+def protect(signals: Iterable[int]) -> None:
+    """Protect the processes that ``multiprocessing`` starts from now on; none of them inherits a handler."""
+    if BaseProcess.start is not _start:
+        BaseProcess.start = _start  # type: ignore[method-assign,assignment]
+        util.spawnv_passfds = _start_program  # type: ignore[assignment]
+        util.register_after_fork(_begin, lambda begin: begin(os.getppid(), _signals))
+        util.Finalize(None, _end_daemons, exitpriority=0)
+    _signals.update(signals)
+
+
+def list_unprotected() -> list[str]:
+    """Names of the live children of ``multiprocessing`` that were started without protection."""
+    names = [child.name for child in multiprocessing.active_children() if not hasattr(child, _MARK)]
+    module = sys.modules.get("multiprocessing.forkserver")
+    server = module and module._forkserver._forkserver_pid
+    return [*names, *(["multiprocessing's fork server"] if server and server not in _programs else [])]
+
+
+class _Mark:
+    """Protects the process that unpickles it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _begin, (os.getpid(), tuple(_signals))
+
+
+_original_start = BaseProcess.start
+
+
+@functools.wraps(_original_start)
+def _start(process: BaseProcess) -> None:
+    """Start a process with the signals blocked: they stay pending until its thread waits for them."""
+    if not _signals:
+        return _original_start(process)
+    with block(_signals):
+        setattr(process, _MARK, _Mark())
+        _thread_state.starting = True
+        try:
+            _original_start(process)
+        finally:
+            _thread_state.starting = False
+    return None
+
+
+_original_spawnv_passfds = util.spawnv_passfds
+
+
+def _start_program(*args: Any) -> int:
+    """Start a program of ``multiprocessing`` with the signals blocked. Its resource tracker has unblocked SIGTERM."""
+    with block(_signals):
+        pid = _original_spawnv_passfds(*args)
+    _programs.add(pid)
+    return pid
+
+
+def _begin(parent: int, signals: Iterable[int]) -> None:
+    """Protect this process, which ``multiprocessing`` has just started."""
+    _thread_state.starting = False
+    if not signals or _protected_pid == os.getpid():
+        return
+    globals()["_protected_pid"] = os.getpid()
+    protect(signals)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _signals)
+    for number in _signals:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            _original_signal(number, signal.SIG_DFL)
+    signal.signal = _set_handler  # type: ignore[assignment]
+    subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]
+    util.Finalize(None, _end_daemons, exitpriority=0)
+    threading.Thread(target=_hold, args=(set(_signals), parent), name="held signals", daemon=True).start()
+
+
+def _hold(signals: set[int], parent: int) -> None:
+    """Let the signals take effect that come from the parent, and the others once the parent has ended."""
+    forked_by, held = os.getppid(), set[int]()
+
+    def has_parent() -> bool:
+        # A fork server outlives the parent, and siblings that are forked keep the parent's sentinel open.
+        process = multiprocessing.parent_process()
+        return os.getppid() == forked_by and (process is None or process.is_alive())
+
+    while True:
+        received = signal.sigtimedwait(signals, 1.0) if held else signal.sigwaitinfo(signals)
+        alone = not has_parent()
+        if alone:
+            for number in held:
+                _take_effect(number)
+            held.clear()
+        if received is None:
+            continue
+        number = received.si_signo
+        if alone or received.si_pid in (parent, os.getpid()):
+            _take_effect(number, from_parent=received.si_pid == parent)
+        else:
+            held.add(number)
+
+
+def _take_effect(number: int, *, from_parent: bool = False) -> None:
+    if from_parent and number == signal.SIGTERM and _is_loader_worker():
+        os._exit(0)  # as torch's own handler does: any other code would be an error in the rank
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+    signal.raise_signal(number)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+
+
+def _is_loader_worker() -> bool:
+    module = sys.modules.get("torch.utils.data")
+    return module is not None and module.get_worker_info() is not None
+
+
+def _end_daemons() -> None:
+    """End daemonic children. ``multiprocessing``, which does so next, would wait for them without a timeout."""
+    daemons = [child for child in multiprocessing.active_children() if child.daemon]
+    for child in daemons:
+        child.terminate()
+    for child in daemons:
+        with suppress(RuntimeError):  # of a worker that does not exit with 0 torch's SIGCHLD handler raises
+            child.join(_EXIT_TIMEOUT)
+            if child.is_alive():
+                child.kill()
+
+
+_original_signal = signal.signal
+
+
+@functools.wraps(_original_signal)
+def _set_handler(number: int, handler: Any) -> Any:
+    """Set a handler in a protected child, and unblock its signal."""
+    former = _original_signal(number, handler)
+    if number in _signals:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+    return former
+
+
+_original_execute_child = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+
+
+def _execute_child(process: Any, *args: Any, **kwargs: Any) -> None:
+    """Start a program with the signals unblocked, as it would have them without protection."""
+    former = signal.pthread_sigmask(signal.SIG_UNBLOCK, _signals)
+    try:
+        _original_execute_child(process, *args, **kwargs)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, former)
+
+
+def _leave_protection() -> None:
+    """Unblock the signals in the child of a bare ``os.fork``, and protect no processes that it starts."""
+    if _signals and not getattr(_thread_state, "starting", False):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _signals)
+        _signals.clear()
+
+
+os.register_at_fork(after_in_child=_leave_protection)
