@@ -61,9 +61,7 @@ def delete_files(
             _delete_inside(name, fd, choose, enter, path)
 
 
-def _delete_inside(
-    name: str, fd: int, choose: Callable[[str], bool], enter: Callable[[str], bool], path: str
-) -> None:
+def _delete_inside(name: str, fd: int, choose: Callable[[str], bool], enter: Callable[[str], bool], path: str) -> None:
     try:
         below = _open_folder(name, fd, path)
     except FileNotFoundError:

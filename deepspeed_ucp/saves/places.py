@@ -28,7 +28,7 @@ from ..sources.latest import LATEST, read_tag
 from ..sources.older import find_age
 from ..sources.open import seal_folder
 from ..sources.reading import read_file
-from ..sources.seal import read_seal, remove_seal
+from ..sources.seal import has_seal, read_seal, remove_seal
 from .bases import bring_base, find_base, list_brought, remove_bases
 from .memory import Destination, Snapshot, list_later
 from .removing import WRITTEN, choose_spare, is_saved, remove_tag
@@ -180,7 +180,7 @@ def _write_to_store(save: Snapshot, place: Destination, others: _Others, pace: P
     try:
         _seal_uploaded(save, final)
     except CheckpointError:
-        for name in own if not exists(f"{final}/{SEAL}") else ():  # the next attempt puts them there anew
+        for name in own if not has_seal(final) else ():  # the next attempt puts them there anew
             remove(f"{final}/{name}")
         raise
     _name_latest(save, place, named)
@@ -216,7 +216,7 @@ def _seal_uploaded(save: Snapshot, final: str) -> None:
         written.update({name: (size, crc) for name, (size, crc) in told["files"].items()})
     held = set(list_tree(final))
     for left in filter(is_saved, held.difference(written, signs, [_name_begun(save)])):
-        if SEAL not in held:  # else it is sealed already, by this writer before a stop or by another
+        if not has_seal(final):  # else it is sealed already, by this writer before a stop or by another
             remove(f"{final}/{left}")
     seal_folder(final, Comm(), own=written, hosts=_list_hosts(signs))
 

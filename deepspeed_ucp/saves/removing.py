@@ -1,10 +1,11 @@
-"""Chooses the tags of a place to remove, and deletes them: an interrupted removal never leaves a tag that looks whole."""
+"""Chooses the tags of a place to remove and deletes them; an interrupted removal leaves no tag that looks whole."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
+from functools import partial
 
 from ..io.deletion import delete_empty_folder, delete_files, delete_tree, open_below
 from ..io.paths import is_url
@@ -17,12 +18,17 @@ WRITTEN = ".ucp-written-"
 
 _REMOVERS = 4
 
-_TURNS = (lambda name: name == SEAL, holds_run, lambda name: not is_state_file(name), is_state_file)
+_TURNS: tuple[Callable[[str], bool], ...] = (
+    lambda name: name == SEAL,
+    holds_run,
+    lambda name: not is_state_file(name),
+    is_state_file,
+)
 """Which files are deleted after which: the seal, files with the step, other files, state files."""
 
 
 def choose_spare(tags: Sequence[str], keep: int, stays: Container[str]) -> list[str]:
-    """Choose the tags to remove from whole tags in their order: all but the last ``keep`` (at least one) and ``stays``."""
+    """Choose the tags to remove, from whole tags in order: all but the last ``keep`` (at least one) and ``stays``."""
     return [tag for tag in tags[: -max(keep, 1)] if tag not in stays]
 
 
@@ -52,13 +58,13 @@ def remove_tag(place: str, tag: str, choose: Callable[[str], bool] = is_saved) -
     if is_url(place):
         _remove_stored(f"{place}/{tag}", choose)
         return
+
+    def is_wanted(is_turn: Callable[[str], bool], name: str) -> bool:
+        return is_turn(name) and (name == SEAL or (is_saved(name) and choose(name)))
+
     with open_below(place, tag) as fd:
         for is_turn in _TURNS:
-            delete_files(
-                fd,
-                lambda name, is_turn=is_turn: is_turn(name) and (name == SEAL or (is_saved(name) and choose(name))),
-                lambda name: name.split("/")[0] == OFFLOADED,
-            )
+            delete_files(fd, partial(is_wanted, is_turn), lambda name: name.split("/")[0] == OFFLOADED)
             with suppress(OSError):  # file systems without fsync of folders
                 os.fsync(fd)
     delete_empty_folder(place, tag)

@@ -417,7 +417,7 @@ def test_a_stop_leaves_nothing_that_is_taken_for_whole(
                 raise OSError(errno.EIO, os.strerror(errno.EIO), path)
         unlink(path, **options)
 
-    for at in range(1, 99):
+    for at in range(sealed, 99):
         place = tmp_path / str(at)
         for step in (1, 2):
             save(place, step, sealed=sealed)
@@ -433,7 +433,7 @@ def test_a_stop_leaves_nothing_that_is_taken_for_whole(
         assert code == 2 and not (place / "global_step1" / "ucp_seal.json").exists()
         assert run_json("prune", place, "--keep", 1, *strip)[0] == 0
         assert list_left(place) == ({"1", "2"} if strip else {"2"})
-    assert at > 2
+    assert at > 1
 
 
 def test_what_changes_meanwhile_stays(tmp_path: Path) -> None:
