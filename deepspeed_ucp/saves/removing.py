@@ -14,7 +14,7 @@ from ..io.threads import map_threads
 from ..sources.files import FROZEN, OFFLOADED, SEAL, holds_run, is_state_file
 
 WRITTEN = ".ucp-written-"
-"""Start of the name of a file by which nodes tell each other that they have written."""
+"""Prefix of the marker files of nodes that have written their part of a save."""
 
 _REMOVERS = 4
 

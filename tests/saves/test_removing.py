@@ -1,4 +1,4 @@
-"""Removal of saves: only a save's own files go, and no link leads it elsewhere."""
+"""Removal deletes only files of a save and follows no link."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STATES = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
 
 
 def look(top: Path) -> dict[str, object]:
-    """Every file, folder and link below a folder, with its content; no link is followed."""
+    """Map every file, folder and link below a folder to its content, without following links."""
     found: dict[str, object] = {}
     for path in sorted(top.rglob("*")):
         mode = path.lstat().st_mode
@@ -106,7 +106,7 @@ def test_the_seal_goes_first_and_states_last(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("call", ["unlink", "open"])
 def test_a_folder_that_becomes_a_link_meanwhile(call: str, tmp_path: Path, precious: Path) -> None:
-    """After it was listed, before what lies in it is opened or deleted."""
+    """The swap happens after the listing, right before the folder is opened or a file in it is deleted."""
     make_tag(tmp_path / "place" / "tag")
     before, ranks, swapped = look(precious), tmp_path / "place" / "tag" / SWAPS / "rank0", list[str]()
     original = getattr(os, call)
@@ -179,7 +179,7 @@ TREES = st.recursive(
 @settings(max_examples=300, deadline=None)
 @given(st.dictionaries(st.sampled_from(NAMES), TREES, max_size=8))
 def test_random_trees_with_links(tree: dict[str, Any]) -> None:
-    """Outside the tag nothing changes; in it a save's own files go, and the folders of it that are empty then."""
+    """Nothing changes outside the tag. Inside, only files of the save and its empty folders are deleted."""
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         for each in ("outside", "place/other", "place/tag"):

@@ -177,7 +177,7 @@ def test_a_writer_that_hung_does_not_mix_its_files_with_those_of_another_job(tmp
 
 @pytest.mark.usefixtures("server")
 def test_a_job_that_uploads_between_check_and_seal(tmp_path: Path) -> None:
-    """The seal is withdrawn, the other job, which went on, publishes its own save, and later attempts do no harm."""
+    """The first job withdraws its seal and fails. The other job publishes its own save."""
     url, job, other = f"s3://{BUCKET}/between", *(Job(str(tmp_path / name / "job")) for name in "ab")
     job.own()
     other.own()
@@ -189,7 +189,7 @@ def test_a_job_that_uploads_between_check_and_seal(tmp_path: Path) -> None:
     ended = list[bool]()
 
     def seal_later(*args: Any, **options: Any) -> None:
-        """The other job has uploaded everything, and waits."""
+        """Make the other job wait after its upload."""
         if threading.current_thread().name == "other":
             going.set()
             assert checked.wait(60)
@@ -221,7 +221,7 @@ def test_a_job_that_uploads_between_check_and_seal(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("server")
 def test_a_seal_of_files_that_are_not_there_any_more_is_replaced(job: Job, tmp_path: Path) -> None:
-    """As a job leaves it that is killed right after its seal, when another one has replaced the files."""
+    """A job that was killed right after its seal leaves one if another job has replaced the files."""
     url, other = f"s3://{BUCKET}/replaced", Job(str(tmp_path / "other" / "job"))
     other.own()
     make_save(job, url)
