@@ -19,6 +19,7 @@ from glob import escape, glob
 from typing import Any
 
 from ..errors import CheckpointError, ConfigError, DiskFullError, MismatchError, StorageError, UnsupportedError, shorten
+from .deletion import delete_tree
 from .disk import explain_full, sync_file, sync_folder, sync_tree, write_atomically
 from .journal import Journal, read_journal
 from .lock import hold_lock
@@ -144,7 +145,7 @@ class Staging:
             os.rename(self.folder if ready else self.aside, self.destination)
             sync_folder(self.parent)
         if os.path.isdir(self.aside) and self.kind.is_one(self.destination):
-            shutil.rmtree(self.aside)
+            delete_tree(self.aside)
 
     def _is_ready(self) -> bool:
         return self.kind.resumable and self.kind.is_one(self.folder) and not os.path.lexists(self.path(_IDENTITY))
@@ -255,10 +256,10 @@ class Staging:
         elif os.path.isdir(self.folder):
             for entry in list(os.scandir(self.folder)):
                 if entry.is_dir(follow_symlinks=False):
-                    shutil.rmtree(entry.path)
+                    delete_tree(entry.path)
                 elif entry.name != _IDENTITY:
                     os.unlink(entry.path)
-            shutil.rmtree(self.folder)
+            delete_tree(self.folder)
 
     def commit(self, latest: str | None = None, *, overwrite: bool = False) -> None:
         """Make the staging folder the destination; it is whole, and every node has synced what it wrote.
@@ -280,7 +281,7 @@ class Staging:
         sync_folder(self.folder)
         self._exchange(overwrite)
         if os.path.lexists(self.aside):
-            shutil.rmtree(self.aside)
+            delete_tree(self.aside)
         if latest is not None:
             self.point_at(latest)
 

@@ -8,12 +8,12 @@ from contextlib import suppress
 
 from ..errors import UcpError
 from ..io.disk import sync_folder
-from ..io.paths import is_url
-from ..io.store import list_folder, list_tree, remove
+from ..io.store import list_folder, list_tree
 from ..sources.files import BASE, FROZEN
 from ..sources.frozen import read_reference
 from ..torchsave.records import sum_directory
 from .memory import Destination, Snapshot
+from .removing import remove_tree
 
 
 def list_brought(save: Snapshot, place: Destination) -> list[str]:
@@ -70,7 +70,4 @@ def remove_bases(place: Destination, bases: Set[str]) -> None:
         named = [read_reference(os.path.dirname(os.path.join(place.folder, path))) for path in tags]
         kept = {reference.folder for reference in named if reference}
         for base in (base for base in bases if os.path.basename(base) not in kept):
-            for name in list_folder(os.path.join(place.folder, base)):
-                remove(os.path.join(place.folder, base, name))
-            if not is_url(place.folder):
-                os.rmdir(os.path.join(place.folder, base))
+            remove_tree(place.folder, base)

@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 import os
-import shutil
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -16,6 +15,7 @@ from typing import Any, TypeVar
 
 from ..comm import Comm
 from ..errors import CheckpointError, StorageError, UcpError
+from ..io.deletion import delete_tree
 from ..io.disk import explain_full, sync_file, sync_folder
 from ..io.filesystems import load_libc
 from ..io.jsonfile import read_json
@@ -24,12 +24,12 @@ from ..io.paths import is_url
 from ..io.store import exchange_small, exists, list_folder, list_tree, read_small, remove, write_small
 from ..io.threads import map_threads
 from ..io.urls import put_file
-from ..sources.files import OFFLOADED, SEAL, is_state_file
+from ..sources.files import SEAL, is_state_file
 from ..sources.latest import LATEST, read_tag
 from ..sources.older import find_age
 from ..sources.open import seal_folder
 from ..sources.reading import read_file
-from ..sources.seal import read_seal, remove_seal
+from ..sources.seal import has_seal, read_seal, remove_seal
 from .bases import bring_base, find_base, list_brought, remove_bases
 from .memory import Destination, Snapshot, list_later
 from .removing import WRITTEN, choose_spare, is_saved, remove_tag
@@ -181,7 +181,7 @@ def _write_to_store(save: Snapshot, place: Destination, others: _Others, pace: P
     try:
         _seal_uploaded(save, final)
     except CheckpointError:
-        for name in own if not exists(f"{final}/{SEAL}") else ():  # the next attempt puts them there anew
+        for name in own if not has_seal(final) else ():  # the next attempt puts them there anew
             remove(f"{final}/{name}")
         raise
     _name_latest(save, place, named)
@@ -217,7 +217,7 @@ def _seal_uploaded(save: Snapshot, final: str) -> None:
         written.update({name: (size, crc) for name, (size, crc) in told["files"].items()})
     held = set(list_tree(final))
     for left in filter(is_saved, held.difference(written, signs, [_name_begun(save)])):
-        if SEAL not in held:  # else it is sealed already, by this writer before a stop or by another
+        if not has_seal(final):  # else it is sealed already, by this writer before a stop or by another
             remove(f"{final}/{left}")
     seal_folder(final, Comm(), own=written, hosts=_list_hosts(signs))
 
@@ -293,8 +293,10 @@ def prune_place(place: Destination, held: Mapping[str, str]) -> dict[str, str]:
     for tag in spare:
         if find_mark(place.folder, tag) == held[tag]:
             bases |= find_base(place.folder, tag)
-            with suppress(OSError):
-                remove_tag(os.path.join(place.folder, tag))
+            try:
+                remove_tag(place.folder, tag)
+            except OSError as error:
+                logger.warning("%s/%s: cannot be removed: %s", place.folder, tag, error)
     if bases := bases.difference(*(find_base(place.folder, tag) for tag in held if tag not in spare)):
         remove_bases(place, bases)
     return {tag: mark for tag, mark in held.items() if tag not in spare}
@@ -302,14 +304,12 @@ def prune_place(place: Destination, held: Mapping[str, str]) -> dict[str, str]:
 
 def _keep_others(old: str, final: str) -> None:
     """Remove a save that another has taken the place of; what others had put there moves to that one."""
-    if not os.path.isdir(old) or os.path.islink(old):
-        with suppress(FileNotFoundError):
-            os.unlink(old)
-        return
-    for name in os.listdir(old):
-        if not is_saved(name) and name != OFFLOADED and not os.path.lexists(os.path.join(final, name)):
-            os.rename(os.path.join(old, name), os.path.join(final, name))
-    shutil.rmtree(old, ignore_errors=True)
+    if os.path.isdir(old) and not os.path.islink(old):
+        for name in os.listdir(old):
+            if not is_saved(name) and not os.path.lexists(os.path.join(final, name)):
+                os.rename(os.path.join(old, name), os.path.join(final, name))
+    with suppress(OSError):
+        delete_tree(old)
 
 
 def _remove_left(folder: str, save: Snapshot, now: float) -> None:
@@ -324,12 +324,13 @@ def _remove_left(folder: str, save: Snapshot, now: float) -> None:
         path = os.path.join(folder, name)
         if mark and job == save.job and number.isdecimal():
             if int(number) < save.number:
-                shutil.rmtree(path, ignore_errors=True)
+                with suppress(OSError):
+                    delete_tree(path)
         elif mark:
             with suppress(OSError):
                 if _is_abandoned(path, os.path.join(folder, tag[1:]), now):
                     os.rename(path, f"{path}{_GONE}")  # its writer, if it lives after all, misses it and begins anew
-                    shutil.rmtree(f"{path}{_GONE}", ignore_errors=True)
+                    delete_tree(f"{path}{_GONE}")
 
 
 def _is_abandoned(aside: str, final: str, now: float) -> bool:

@@ -100,13 +100,13 @@ def _carry_out(folder: str, each: Verdict) -> Verdict:
     if held != tag.files:
         return replace(each, action=KEEP, why="its files have changed meanwhile", nbytes=0)
     if each.action == STRIP:
-        remove_tag(tag.folder, holds_optimizer)
+        remove_tag(folder, tag.path, holds_optimizer)
         return each
     if tag.path != each.name:
         remove(os.path.join(folder, each.name, TRAINER_STATE))
-    remove_tag(tag.folder)
+    remove_tag(folder, tag.path)
     if tag.path != each.name:
-        remove_tree(os.path.join(folder, each.name))
+        remove_tree(folder, each.name)
     return each
 
 
@@ -114,7 +114,7 @@ def _carry_out_frozen(folder: str, each: Verdict) -> Verdict:
     if each.action == REMOVE:
         if each.name in _list_frozen(folder, ()):  # by a save that has begun
             return replace(each, action=KEEP, why="a tag names it by now", nbytes=0)
-        remove_tree(os.path.join(folder, each.name))
+        remove_tree(folder, each.name)
     return each
 
 

@@ -1,86 +1,90 @@
-"""Which tags of a place go, and how one is removed: what is left by a stop is never taken for a whole save."""
+"""Chooses the tags of a place to remove and deletes them; an interrupted removal leaves no tag that looks whole."""
 
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
+from functools import partial
 
-from ..io.disk import sync_folder
+from ..io.deletion import delete_empty_folder, delete_files, delete_tree, open_below
 from ..io.paths import is_url
-from ..io.store import list_folder, list_tree, remove
+from ..io.store import list_tree, remove
 from ..io.threads import map_threads
 from ..sources.files import FROZEN, OFFLOADED, SEAL, holds_run, is_state_file
-from ..sources.seal import remove_seal
 
 WRITTEN = ".ucp-written-"
-"""Of the name of a file by which nodes tell each other that they have written."""
+"""Prefix of the marker files of nodes that have written their part of a save."""
 
 _REMOVERS = 4
 
+_TURNS: tuple[Callable[[str], bool], ...] = (
+    lambda name: name == SEAL,
+    holds_run,
+    lambda name: not is_state_file(name),
+    is_state_file,
+)
+"""Which files are deleted after which: the seal, files with the step, other files, state files."""
+
 
 def choose_spare(tags: Sequence[str], keep: int, stays: Container[str]) -> list[str]:
-    """Those that go, of whole tags in their order: all but the last ``keep``, one at least, and what ``stays``."""
+    """Choose the tags to remove, from whole tags in order: all but the last ``keep`` (at least one) and ``stays``."""
     return [tag for tag in tags[: -max(keep, 1)] if tag not in stays]
 
 
 def is_saved(name: str) -> bool:
-    """Whether a path in a tag is that of a save's file, not of what others have put there: another tag may be."""
+    """Return True if a path in a tag is that of a save's file. Others may have put files, and other tags, there."""
     return (
         name.startswith((f"{OFFLOADED}/", WRITTEN))
-        or name in (SEAL, FROZEN)
+        or name in (SEAL, FROZEN, OFFLOADED)
         or (is_state_file(name) and "/" not in name)
     )
 
 
-def list_saved(folder: str) -> list[str]:
-    """Paths of a save's files in its tag's folder.
+def remove_tag(place: str, tag: str, choose: Callable[[str], bool] = is_saved) -> None:
+    """Delete a save's files, and its folder if that is empty afterwards; no link below the place is followed.
 
-    Raises:
-        OSError: it cannot be listed.
-    """
-    held, swaps = list_folder(folder), os.path.join(folder, OFFLOADED)
-    below = list_tree(swaps) if OFFLOADED in held and not os.path.islink(swaps) else {}
-    return [*filter(is_saved, held), *(f"{OFFLOADED}/{name}" for name in below)]
-
-
-def remove_tag(folder: str, choose: Callable[[str], bool] = is_saved) -> None:
-    """Remove a save's files, and its folder where that holds nothing else.
-
-    The seal goes first. Then what names the step, without which nothing is read; files of states go last, so that by
-    what is left by a stop a tag is known, and removed.
+    A link in the place of a save's file is deleted, its target stays. The order: the seal, then files with the step,
+    without which nothing is read, state files last. So an interrupted removal leaves a tag that is recognized, and
+    removed later.
 
     Args:
-        choose: by their paths in the folder; the seal goes in any case.
+        place: the folder or URL that holds the tag.
+        choose: returns True for the path, in the tag, of a file to delete; the seal is deleted in any case.
 
     Raises:
-        OSError: one cannot be removed.
+        OSError: a file cannot be deleted, or the tag's folder is reached through a link.
     """
-    remove_seal(folder)
-    if not is_url(folder):
-        sync_folder(folder)
-    names = [name for name in list_saved(folder) if choose(name)]
-    for is_turn in (holds_run, lambda name: not is_state_file(name), is_state_file):
-        map_threads(lambda name: remove(os.path.join(folder, name)), [*filter(is_turn, names)], _REMOVERS)
-    if not is_url(folder):
-        for each, _, _ in os.walk(os.path.join(folder, OFFLOADED), topdown=False):
-            _remove_empty(each)
-        _remove_empty(folder)
-
-
-def remove_tree(folder: str) -> None:
-    """Remove a folder with all that lies in it; no link in it is followed.
-
-    Raises:
-        OSError: something cannot be removed.
-    """
-    if not is_url(folder):
-        shutil.rmtree(folder)
+    if is_url(place):
+        _remove_stored(f"{place}/{tag}", choose)
         return
-    map_threads(lambda name: remove(f"{folder}/{name}"), list(list_tree(folder)), _REMOVERS)
+
+    def is_wanted(is_turn: Callable[[str], bool], name: str) -> bool:
+        return is_turn(name) and (name == SEAL or (is_saved(name) and choose(name)))
+
+    with open_below(place, tag) as fd:
+        for is_turn in _TURNS:
+            delete_files(fd, partial(is_wanted, is_turn), lambda name: name.split("/")[0] == OFFLOADED)
+            with suppress(OSError):  # file systems without fsync of folders
+                os.fsync(fd)
+    delete_empty_folder(place, tag)
 
 
-def _remove_empty(folder: str) -> None:
-    with suppress(OSError):
-        os.rmdir(folder)
+def _remove_stored(folder: str, choose: Callable[[str], bool]) -> None:
+    remove(f"{folder}/{SEAL}")
+    names = [name for name in list_tree(folder) if is_saved(name) and choose(name)]
+    for is_turn in _TURNS:
+        map_threads(lambda name: remove(f"{folder}/{name}"), [*filter(is_turn, names)], _REMOVERS)
+
+
+def remove_tree(place: str, path: str) -> None:
+    """Delete a folder below a place with everything in it; no link below the place is followed.
+
+    Raises:
+        OSError: something cannot be deleted.
+    """
+    folder = os.path.join(place, path)
+    if is_url(place):
+        map_threads(lambda name: remove(f"{folder}/{name}"), list(list_tree(folder)), _REMOVERS)
+    else:
+        delete_tree(folder, place)

@@ -17,7 +17,7 @@ from ..io.read import sum_range
 from ..io.store import open_stored
 from .atomic import survey_atomic
 from .compare import find_other_step
-from .files import SEAL, find_foreign, holds_atoms, holds_optimizer, sort_files
+from .files import SEAL, find_foreign, holds_atoms, holds_optimizer, list_entries, sort_files
 from .findings import WARNING, Finding, fold_findings, from_error, make_error, sort_findings
 from .foreign.formats import survey_foreign
 from .foreign.names import TRAINER_STATE
@@ -229,16 +229,17 @@ def seal_folder(
         folder: the tag's folder.
         local: every node has a folder of its own, and gets the seal.
         own: by name the bytes that files have to have, and the CRC32s that a seal tells of them: others may write
-            there, and their seal is not written over.
+            there, and a seal that they write meanwhile stays.
         hosts: names of the files that each machine has somewhere else.
 
     Raises:
         CheckpointError: the files are damaged or do not belong together; there is no seal then.
         UnsupportedError: a kind of checkpoint that is not covered.
-        StorageError: the seal cannot be written.
+        StorageError: the seal cannot be written, or another job writes this tag.
     """
-    from .seal import write_seal
+    from .seal import publish_seal, read_raw_seal, write_seal
 
+    before = None if own is None else comm.once(lambda: read_raw_seal(folder))
     where = find_files([folder], comm) if local else list_files(folder, comm)
     save, findings = gather_save(where, comm)
 
@@ -257,11 +258,18 @@ def seal_folder(
     found = where.share(list(swaps), lambda name: _sum_file(folder, name, swaps[name]), comm)
     sums = dict(zip(swaps, found, strict=True))
     sealed = [replace(header, crc=sums.get(header.name, header.crc)) for header in headers]
-    if where.access.is_partial:
+
+    def is_unchanged() -> bool:
+        now = list_entries(folder)
+        return all(now.get(each.name) == where.entries[each.name] for each in sealed)
+
+    if own is not None:
+        comm.once(lambda: publish_seal(folder, sealed, hosts, before, is_unchanged))
+    elif where.access.is_partial:
         hosts = list_by_host(where)
         comm.run(lambda: write_seal(folder, sealed, hosts) if where.is_first else None)
     else:
-        comm.once(lambda: write_seal(folder, sealed, hosts, new=own is not None))
+        comm.once(lambda: write_seal(folder, sealed, hosts))
 
 
 def _sum_file(folder: str, name: str, size: int) -> int:

@@ -5,18 +5,22 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import CheckpointError, StorageError
-from ..io.jsonfile import read_json
+from ..io.jsonfile import parse_json, read_bounded
 from ..io.paths import join_path
 from ..io.store import exchange_small, remove, write_small
 from .files import BASE, FROZEN, SEAL
 from .findings import Finding, from_failure
 from .headers import FileHeader
+
+_WITHDRAWN = b'{"kind": "deepspeed_ucp withdrawn seal"}'
+"""Content of a seal that was withdrawn, as another job had replaced the files meanwhile."""
 
 
 class SealedFile(BaseModel):
@@ -69,8 +73,13 @@ def read_sealed(path: str, form: type[S]) -> S:
         FileNotFoundError: there is none.
         CheckpointError: it cannot be read, or is damaged.
     """
+    data = read_bounded(path, _MOST_BYTES)
+    if data == _WITHDRAWN:
+        raise CheckpointError(
+            "was withdrawn: two jobs wrote this tag at once. Load another tag, or save this one again.", path=path
+        )
     try:
-        seal = form.model_validate(read_json(path, most=_MOST_BYTES, strict=True))
+        seal = form.model_validate(parse_json(data, path, strict=True))
     except ValidationError as error:
         where = ".".join(map(str, error.errors()[0]["loc"]))
         told = f"{where} is missing or of another form" if where else "it is no JSON of that form"
@@ -81,42 +90,77 @@ def read_sealed(path: str, form: type[S]) -> S:
     return seal
 
 
-def write_seal(
-    folder: str, headers: Iterable[FileHeader], hosts: Mapping[str, list[str]] | None = None, *, new: bool = False
-) -> None:
+def write_seal(folder: str, headers: Iterable[FileHeader], hosts: Mapping[str, list[str]] | None = None) -> None:
     """Write the seal of a save whose files lie in ``folder``, at once.
 
     Args:
         hosts: names of the files that each machine has, where not every machine has all.
-        new: never over another one.
 
     Raises:
-        StorageError: there is another one by now.
         OSError: it cannot be written.
         DiskFullError: the disk is full.
     """
+    write_sealed(os.path.join(folder, SEAL), _make_seal(headers, hosts))
+
+
+def _make_seal(headers: Iterable[FileHeader], hosts: Mapping[str, list[str]] | None) -> Seal:
     files = {header.name: SealedFile(size=header.size, crc=header.crc or 0) for header in headers}
-    seal = Seal(files=dict(sorted(files.items())), hosts=dict(hosts or {}))
-    write_sealed(os.path.join(folder, SEAL), seal, new=new)
+    return Seal(files=dict(sorted(files.items())), hosts=dict(hosts or {}))
 
 
-def write_sealed(path: str, seal: Seal, *, new: bool = False) -> None:
+def write_sealed(path: str, seal: Seal) -> None:
     """Write a seal with its digest, at once.
 
-    Args:
-        new: never over another one.
-
     Raises:
-        StorageError: there is another one by now.
         OSError: it cannot be written.
         DiskFullError: the disk is full.
     """
+    write_small(path, _encode(seal))
+
+
+def _encode(seal: Seal) -> bytes:
     seal = seal.model_copy(update={"digest": seal.make_digest()})
-    text = seal.model_dump_json(exclude=None if seal.hosts else {"hosts"})
-    if not new:
-        write_small(path, text.encode())
-    elif not exchange_small(path, text.encode(), None):
+    return seal.model_dump_json(exclude=None if seal.hosts else {"hosts"}).encode()
+
+
+def read_raw_seal(folder: str) -> bytes | None:
+    """Read the bytes of a folder's seal; None if it has none."""
+    with suppress(FileNotFoundError):
+        return read_small(os.path.join(folder, SEAL))
+    return None
+
+
+def has_seal(folder: str) -> bool:
+    """Return True if a folder has a seal that was not withdrawn."""
+    return read_raw_seal(folder) not in (None, _WITHDRAWN)
+
+
+def publish_seal(
+    folder: str,
+    headers: Iterable[FileHeader],
+    hosts: Mapping[str, list[str]] | None,
+    before: bytes | None,
+    is_unchanged: Callable[[], bool],
+) -> None:
+    """Write the seal of files in a store by a conditional write, then check the files again.
+
+    Another job may replace files between the check of their headers and the write. The seal is then withdrawn by
+    a conditional write; a delete could hit the other job's seal.
+
+    Args:
+        before: the seal that was there before the headers were checked: of no use, as the files are others.
+        is_unchanged: returns True if the files are still those whose headers were checked.
+
+    Raises:
+        StorageError: another job writes this tag.
+        OSError: it cannot be written.
+    """
+    path, text = os.path.join(folder, SEAL), _encode(_make_seal(headers, hosts))
+    if not (exchange_small(path, text, before) or exchange_small(path, text, _WITHDRAWN)):
         raise StorageError("is another save's by now: two jobs write this tag.", path=path)
+    if not is_unchanged():
+        exchange_small(path, _WITHDRAWN, text)
+        raise StorageError("files were replaced meanwhile: two jobs write this tag.", path=folder)
 
 
 def remove_seal(folder: str) -> None:

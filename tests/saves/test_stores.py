@@ -23,8 +23,9 @@ from deepspeed_ucp.io.store import list_tree, read_small, remove, write_small
 from deepspeed_ucp.io.urls import put_file
 from deepspeed_ucp.saves import places
 from deepspeed_ucp.saves.memory import Destination, Job, Snapshot
-from deepspeed_ucp.saves.writer import is_locked, start_writer
+from deepspeed_ucp.saves.writer import SaveWriter, is_locked, start_writer
 from deepspeed_ucp.sources import open_checkpoint
+from deepspeed_ucp.sources import seal as seals
 from deepspeed_ucp.sources.open import seal_folder
 from tests.cli.samples import make_gpt, write_sample
 from tests.saves.saving import SETTINGS, TAG, find_writer, is_whole, make_save, write
@@ -47,6 +48,11 @@ def job(tmp_path: Path) -> Job:
     made = Job(str(tmp_path / "memory" / "job"))
     made.own()
     return made
+
+
+def run_here(work: Callable[[Any], Any], items: list[Any], *_: Any) -> list[Any]:
+    """Run tasks in the thread that asks for them."""
+    return [work(item) for item in items]
 
 
 def list_names(url: str) -> set[str]:
@@ -167,6 +173,70 @@ def test_a_writer_that_hung_does_not_mix_its_files_with_those_of_another_job(tmp
             break
         ended.add(f"{hung[-1]} {went}")
     assert {"put_file False", "seal_folder False", "exchange_small True"} <= ended
+
+
+@pytest.mark.usefixtures("server")
+def test_a_job_that_uploads_between_check_and_seal(tmp_path: Path) -> None:
+    """The first job withdraws its seal and fails. The other job publishes its own save."""
+    url, job, other = f"s3://{BUCKET}/between", *(Job(str(tmp_path / name / "job")) for name in "ab")
+    job.own()
+    other.own()
+    make_save(job, url)
+    make_save(other, url)
+    theirs = make_save(other, url)  # the sizes are the same, the weights are not
+    going, checked = threading.Event(), threading.Event()
+    seal, publish = places.seal_folder, seals.publish_seal
+    ended = list[bool]()
+
+    def seal_later(*args: Any, **options: Any) -> None:
+        """Make the other job wait after its upload."""
+        if threading.current_thread().name == "other":
+            going.set()
+            assert checked.wait(60)
+        seal(*args, **options)
+
+    def publish_later(*args: Any) -> None:
+        if threading.current_thread().name == "other":
+            publish(*args)
+            return
+        thread.start()
+        assert going.wait(60)
+        publish(*args)
+
+    thread = threading.Thread(target=lambda: ended.append(write(other)), name="other")
+    with mock.patch.object(places, "seal_folder", seal_later), mock.patch.object(seals, "publish_seal", publish_later):
+        with (
+            mock.patch.object(SaveWriter, "_warn") as warn,
+            mock.patch("deepspeed_ucp.saves.writer.map_threads", run_here),
+        ):
+            went = write(job)
+        between = is_whole(f"{url}/{TAG}")
+        checked.set()
+        thread.join()
+    assert not went and "two jobs write this tag" in str(warn.call_args) and not between
+    assert ended == [True] and is_whole(f"{url}/{TAG}")
+    for name in theirs.list_files():
+        assert read_small(f"{url}/{name}") == Path(theirs.folder, name).read_bytes()
+
+
+@pytest.mark.usefixtures("server")
+def test_a_seal_of_files_that_are_not_there_any_more_is_replaced(job: Job, tmp_path: Path) -> None:
+    """A job that was killed right after its seal leaves one if another job has replaced the files."""
+    url, other = f"s3://{BUCKET}/replaced", Job(str(tmp_path / "other" / "job"))
+    other.own()
+    make_save(job, url)
+    assert write(job)
+    stale = read_small(f"{url}/{TAG}/ucp_seal.json")
+    make_save(other, url)
+    make_save(other, url)
+
+    def act(_: int, name: str) -> None:
+        if name == "seal_folder":
+            write_small(f"{url}/{TAG}/ucp_seal.json", stale)
+
+    with before_each(act):
+        assert write(other)
+    assert is_whole(f"{url}/{TAG}") and read_small(f"{url}/{TAG}/ucp_seal.json") != stale
 
 
 @pytest.mark.parametrize(("step", "named"), [(1, "theirs"), (9, TAG)])

@@ -1,0 +1,116 @@
+"""Deletes local files and folders through directory descriptors; no link is followed."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+@contextmanager
+def open_below(folder: str, path: str) -> Iterator[int]:
+    """Open a folder below another one without following links below ``folder``.
+
+    Args:
+        folder: may itself be reached through links.
+        path: relative to ``folder``.
+
+    Raises:
+        OSError: a part of ``path`` is missing, is a link or is not a folder.
+    """
+    fd = os.open(folder, _FOLDER)
+    try:
+        for part in [part for part in path.split("/") if part not in ("", ".")]:
+            if part == "..":
+                raise OSError(errno.EINVAL, "leads out of its folder", os.path.join(folder, path))
+            below = _open_folder(part, fd, os.path.join(folder, path))
+            os.close(fd)
+            fd = below
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def delete_files(
+    fd: int, choose: Callable[[str], bool], enter: Callable[[str], bool] = lambda _: True, above: str = ""
+) -> None:
+    """Delete files below an open folder, and the folders that are empty afterwards.
+
+    A link counts as a file: the link is deleted, its target stays.
+
+    Args:
+        fd: the folder, which stays.
+        choose: returns True for the relative path of a file to delete.
+        enter: returns True for the relative path of a folder to look into.
+        above: prefix of the relative paths.
+
+    Raises:
+        OSError: a file cannot be deleted, or a folder was replaced by a link meanwhile.
+    """
+    with os.scandir(fd) as entries:
+        found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+    for name, is_folder in found:
+        path = above + name
+        if not is_folder and choose(path):
+            with suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=fd)
+        elif is_folder and enter(path):
+            _delete_inside(name, fd, choose, enter, path)
+
+
+def _delete_inside(name: str, fd: int, choose: Callable[[str], bool], enter: Callable[[str], bool], path: str) -> None:
+    try:
+        below = _open_folder(name, fd, path)
+    except FileNotFoundError:
+        return
+    try:
+        delete_files(below, choose, enter, f"{path}/")
+    finally:
+        os.close(below)
+    with suppress(OSError):  # it holds other files
+        os.rmdir(name, dir_fd=fd)
+
+
+def delete_empty_folder(folder: str, path: str) -> None:
+    """Delete a folder below another one if it is empty; no link is followed."""
+    above, name = os.path.split(path.rstrip("/"))
+    with suppress(OSError), open_below(folder, above) as fd:
+        os.rmdir(name, dir_fd=fd)
+
+
+def delete_tree(path: str, below: str | None = None) -> None:
+    """Delete a folder with everything in it. If it is a link or a file, delete that alone.
+
+    Args:
+        below: a folder that contains ``path``; no link between the two is followed. Default: the parent folder.
+
+    Raises:
+        OSError: something cannot be deleted.
+    """
+    above, name = os.path.split(os.path.normpath(path))
+    below = above or "." if below is None else below
+    with open_below(below, os.path.relpath(above or ".", below)) as fd:
+        try:
+            inside = _open_folder(name, fd, path)
+        except FileNotFoundError:
+            return
+        except NotADirectoryError:
+            os.unlink(name, dir_fd=fd)
+            return
+        try:
+            delete_files(inside, lambda _: True)
+        finally:
+            os.close(inside)
+        os.rmdir(name, dir_fd=fd)
+
+
+def _open_folder(name: str, fd: int, path: str) -> int:
+    """Open a folder in another one; Linux reports a link as ``ENOTDIR``."""
+    try:
+        return os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=fd)
+    except OSError as error:
+        code = errno.ENOTDIR if error.errno == errno.ELOOP else error.errno
+        raise OSError(code, f"{error.strerror}: links are not followed", path) from error

@@ -1,0 +1,198 @@
+"""Removal deletes only files of a save and follows no link."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepspeed_ucp.io import deletion
+from deepspeed_ucp.io.deletion import delete_tree
+from deepspeed_ucp.saves.memory import Job
+from deepspeed_ucp.saves.removing import is_saved, remove_tag, remove_tree
+from tests.saves.saving import make_save, write
+
+SWAPS = "offloaded_tensors"
+STATES = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+
+
+def look(top: Path) -> dict[str, object]:
+    """Map every file, folder and link below a folder to its content, without following links."""
+    found: dict[str, object] = {}
+    for path in sorted(top.rglob("*")):
+        mode = path.lstat().st_mode
+        key = str(path.relative_to(top))
+        if stat.S_ISLNK(mode):
+            found[key] = os.readlink(path)
+        else:
+            found[key] = None if stat.S_ISDIR(mode) else path.read_bytes()
+    return found
+
+
+def make_tag(folder: Path) -> None:
+    (folder / SWAPS / "rank0").mkdir(parents=True)
+    for name in ("ucp_seal.json", "mp_rank_00_model_states.pt", STATES, f"{SWAPS}/rank0/0_1.tensor.swp", "notes.txt"):
+        (folder / name).write_text(name)
+
+
+@pytest.fixture
+def precious(tmp_path: Path) -> Path:
+    made = tmp_path / "precious"
+    made.mkdir()
+    make_tag(made)
+    return made
+
+
+@pytest.mark.parametrize("name", ["offloaded_tensors", "offloaded_tensors/rank0", "offloaded_tensors/rank0/sub"])
+def test_keep_of_a_destination_follows_no_link_in_a_tag(name: str, tmp_path: Path, precious: Path) -> None:
+    job, place = Job(str(tmp_path / "memory" / "job")), tmp_path / "place"
+    job.own()
+    make_save(job, str(place), tag="a", keep=1)
+    assert write(job)
+    link, before = place / "a" / name, look(precious)
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(precious)
+    make_save(job, str(place), tag="b", keep=1)
+    assert write(job)
+    assert look(precious) == before and not (place / "a").exists() and (place / "b").is_dir()
+
+
+@pytest.mark.parametrize("tag", ["tag", "tag/below", "tag/below/further"])
+def test_a_tag_behind_a_link_is_left(tag: str, tmp_path: Path, precious: Path) -> None:
+    (precious / "below" / "further").mkdir(parents=True)
+    make_tag(precious / "below" / "further")
+    before, place = look(precious), tmp_path / "place"
+    place.mkdir()
+    (place / "tag").symlink_to(precious)
+    with pytest.raises(OSError, match="links are not followed"):
+        remove_tag(str(place), tag)
+    assert look(precious) == before and (place / "tag").is_symlink()
+
+
+def test_a_destination_may_be_reached_through_a_link(tmp_path: Path) -> None:
+    make_tag(tmp_path / "real" / "tag")
+    (tmp_path / "place").symlink_to(tmp_path / "real")
+    remove_tag(str(tmp_path / "place"), "tag")
+    assert look(tmp_path / "real") == {"tag": None, "tag/notes.txt": b"notes.txt"}
+
+
+def test_a_tag_that_leads_out_of_its_place_is_refused(tmp_path: Path, precious: Path) -> None:
+    (tmp_path / "place").mkdir()
+    before = look(precious)
+    with pytest.raises(OSError, match="leads out"):
+        remove_tag(str(tmp_path / "place"), "../precious")
+    assert look(precious) == before
+
+
+def test_the_seal_goes_first_and_states_last(tmp_path: Path) -> None:
+    make_tag(tmp_path / "tag")
+    names, unlink = list[str](), os.unlink
+
+    def note(name: str, **options: Any) -> None:
+        names.append(name)
+        unlink(name, **options)
+
+    with mock.patch.object(deletion.os, "unlink", note):
+        remove_tag(str(tmp_path), "tag")
+    assert names == ["ucp_seal.json", "mp_rank_00_model_states.pt", "0_1.tensor.swp", STATES]
+
+
+@pytest.mark.parametrize("call", ["unlink", "open"])
+def test_a_folder_that_becomes_a_link_meanwhile(call: str, tmp_path: Path, precious: Path) -> None:
+    """The swap happens after the listing, right before the folder is opened or a file in it is deleted."""
+    make_tag(tmp_path / "place" / "tag")
+    before, ranks, swapped = look(precious), tmp_path / "place" / "tag" / SWAPS / "rank0", list[str]()
+    original = getattr(os, call)
+
+    def swap(name: str, *args: Any, **options: Any) -> Any:
+        if name == ("0_1.tensor.swp" if call == "unlink" else "rank0") and not swapped:
+            swapped.append(name)
+            ranks.rename(tmp_path / "place" / "tag" / "moved")
+            ranks.symlink_to(precious / SWAPS / "rank0")
+        return original(name, *args, **options)
+
+    with mock.patch.object(deletion.os, call, swap):
+        try:
+            remove_tag(str(tmp_path / "place"), "tag")
+        except OSError:
+            assert call == "open"
+    assert swapped and look(precious) == before
+
+
+@pytest.mark.parametrize("kind", ["link", "file", "folder", "nothing"])
+def test_a_whole_tree_goes_without_what_its_links_lead_to(kind: str, tmp_path: Path, precious: Path) -> None:
+    top, before = tmp_path / "top", look(precious)
+    if kind == "link":
+        top.symlink_to(precious)
+    elif kind == "file":
+        top.write_text("")
+    elif kind == "folder":
+        top.mkdir()
+        (top / "link").symlink_to(precious)
+        (top / "loop").symlink_to(top)
+        (top / "dangling").symlink_to("nowhere")
+    delete_tree(str(top))
+    assert not os.path.lexists(top) and look(precious) == before
+
+
+def test_a_base_folder_that_is_a_link_is_not_followed(tmp_path: Path, precious: Path) -> None:
+    (tmp_path / "place").mkdir()
+    (tmp_path / "place" / "ucp_frozen-1").symlink_to(precious)
+    before = look(precious)
+    remove_tree(str(tmp_path / "place"), "ucp_frozen-1")
+    assert look(precious) == before and not os.path.lexists(tmp_path / "place" / "ucp_frozen-1")
+
+
+NAMES = ["ucp_seal.json", "mp_rank_00_model_states.pt", STATES, SWAPS, "rank0", "0_1.tensor.swp", "notes.txt", "sub"]
+TARGETS = [
+    "/outside", "/outside/sub", "/outside/notes.txt", "nowhere", ".", "..", "../..", "../other", "../../other/rank0",
+    "rank0", "sub", SWAPS,
+]  # fmt: skip
+
+
+def plant(top: Path, tree: dict[str, Any], root: Path) -> None:
+    for name, kind in tree.items():
+        path = top / name
+        if isinstance(kind, dict):
+            path.mkdir(exist_ok=True)
+            plant(path, kind, root)
+        elif kind.startswith("file"):
+            path.write_text(kind)
+        else:
+            path.symlink_to(f"{root}{kind}" if kind.startswith("/") else kind)
+
+
+TREES = st.recursive(
+    st.sampled_from(["file", *TARGETS]),
+    lambda inner: st.dictionaries(st.sampled_from(NAMES), inner, max_size=6),
+    max_leaves=25,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(st.sampled_from(NAMES), TREES, max_size=8))
+def test_random_trees_with_links(tree: dict[str, Any]) -> None:
+    """Nothing changes outside the tag. Inside, only files of the save and its empty folders are deleted."""
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        for each in ("outside", "place/other", "place/tag"):
+            make_tag(root / each) if each != "place/tag" else (root / each).mkdir()
+        (root / "outside" / "sub").mkdir()
+        plant(root / "place" / "tag", tree, root)
+        before = look(root)
+        remove_tag(str(root / "place"), "tag")
+        after = look(root)
+        gone = {path.removeprefix("place/tag").lstrip("/") for path in before.keys() - after.keys()}
+        assert {path: before[path] for path in after} == after
+        files = {path for path in gone if before[f"place/tag/{path}".rstrip("/")] is not None}
+        assert all(map(is_saved, files))
+        assert all(path == "" or path.split("/")[0] == SWAPS for path in gone - files)
+        kept = {path.removeprefix("place/tag/") for path in after if path.startswith("place/tag/")}
+        assert not [path for path in kept if is_saved(path) and after[f"place/tag/{path}"] is not None]
