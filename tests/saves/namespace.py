@@ -1,4 +1,4 @@
-"""Runs a module of the tests where it may mount file systems of its own, of which nothing is left."""
+"""Runs a test module in a private mount namespace."""
 
 from __future__ import annotations
 

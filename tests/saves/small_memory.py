@@ -1,6 +1,6 @@
 """Saves into a small memory that is full before a save ends: ``-m tests.saves.small_memory FOLDER``.
 
-In a mount namespace of its own (``unshare --map-root-user --mount``), so that nothing of it is left.
+It mounts a tmpfs, so it needs a private mount namespace (``unshare --map-root-user --mount``).
 """
 
 import os
