@@ -20,9 +20,11 @@ from __future__ import annotations
 import _thread
 import atexit
 import contextlib
+import errno
 import logging
 import os
 import re
+import shutil
 import signal
 import subprocess
 import threading
@@ -36,6 +38,7 @@ from .children import list_unprotected, protect
 from .comm import Comm, connect
 from .engine_state import Preemption, find_state
 from .platforms import REQUEUED, SLURM_JOB, Platform, find_platform, find_rank
+from .saves.saver import keep_memory
 from .saves.saving import finish_saves
 from .writer import end_writer, finish_save
 
@@ -195,6 +198,7 @@ def save_if_signaled(engine: Any) -> None:
     for number in came:
         _arrived[number] = False
     if codes := [code for number in came if (code := asked.actions[number]) is not None]:
+        keep_memory()
         end_writer(engine)
         with contextlib.suppress(Exception):  # one that is gone is nobody to wait for
             comm.gather(None)  # else those that are done early close connections that others still use, which abort
@@ -216,8 +220,13 @@ def _end(asked: Preemption, code: int, comm: Comm, step: int) -> NoReturn:
 def _requeue(job: str) -> str | None:
     """Have Slurm start a job again, which ends its steps at once; what was wrong, in words."""
     try:
+        # An empty or relative entry of PATH would take a file of that name in the working directory.
+        searched = os.pathsep.join(filter(os.path.isabs, os.environ.get("PATH", os.defpath).split(os.pathsep)))
+        program = shutil.which("scontrol", path=searched)
+        if program is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "scontrol")
         for words in (["show", "job", "-o", job], ["requeue", job]):
-            done = subprocess.run(["scontrol", *words], capture_output=True, text=True, timeout=60, check=False)
+            done = subprocess.run([program, *words], capture_output=True, text=True, timeout=60, check=False)
             if done.returncode:
                 return done.stderr.strip() or f"scontrol ended with {done.returncode}"
             state = re.search(r"\bJobState=(\w+)", done.stdout)

@@ -170,9 +170,10 @@ def write_atomically(path: str, data: bytes, *, temporary: str | None = None) ->
 
 
 def _write_durably(path: str, data: bytes) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        write_at(fd, data, 0)
+        write_at(fd, data, 0)  # over what is there: its blocks may be all that a full disk has
+        os.ftruncate(fd, len(data))
         os.fsync(fd)
     finally:
         os.close(fd)

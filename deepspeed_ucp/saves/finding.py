@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from typing import Any
 
 from ..comm import Comm
 from ..config import UniversalConfig
-from .memory import find_root
+from ..errors import UcpError, shorten
+from ..sources.latest import read_latest
+from .memory import Job, find_root, list_jobs, locate
 from .saver import finish_dead, keeps_folder, list_settings
 from .search import Found, search_memory
+
+logger = logging.getLogger("deepspeed_ucp")
 
 
 def find_in_memory(config: UniversalConfig, load_dir: str, tag: Any, comm: Comm) -> Found | None:
     """Return the newest save of a folder that is complete in the memory of all nodes together (collective).
 
     None if there is none, or if the folder itself has a later one. Pending saves of dead jobs are written meanwhile.
+    Rank 0 warns if the folder had saves of that job and has none now: the user may want to start from scratch.
 
     Args:
         load_dir: the folder of all tags, or without ``tag`` that of one tag; it may not exist yet.
@@ -24,5 +31,33 @@ def find_in_memory(config: UniversalConfig, load_dir: str, tag: Any, comm: Comm)
         return None
     root = comm.run(lambda: find_root(options.memory))
     is_first = keeps_folder(config, comm)
+    is_empty = comm.rank == 0 and _is_empty(load_dir)  # before a writer brings pending saves there
     comm.run(lambda: finish_dead(root, list_settings(config)) if is_first else None)
-    return search_memory(root, load_dir, tag, comm, is_first=is_first)
+    found = search_memory(root, load_dir, tag, comm, is_first=is_first)
+    if found is not None and is_empty:
+        _warn_removed(root, load_dir, found)
+    return found
+
+
+def _is_empty(load_dir: str) -> bool:
+    """Return True if a folder does not exist or holds no checkpoint."""
+    try:
+        return read_latest(load_dir) is None
+    except (UcpError, OSError):
+        return False
+
+
+def _warn_removed(root: str, load_dir: str, found: Found) -> None:
+    """Warn if a job wrote saves to a folder, which is empty now, before its newest one is taken from memory."""
+    place = locate(load_dir)
+    job = Job(os.path.dirname(found.folder))
+    noted = [save.tag for save in job.list_saves() if save.read_done().get(place)]
+    written = list(dict.fromkeys([*job.read_written().get(place, ()), *noted]))
+    if not written:
+        return
+    folders = [each.folder for each in list_jobs(root) if any(save.save_dir == place for save in each.list_saves())]
+    logger.warning(
+        "%s holds none of the checkpoints that were written there (%s): the run goes on from %s in memory, step %d. To "
+        "start from scratch, remove it on each node: rm -r %s",
+        load_dir, shorten(written), found.tag, found.step, " ".join(folders),
+    )  # fmt: skip

@@ -18,21 +18,26 @@ import socket
 import stat
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 from ..errors import CheckpointError, ConfigError, StorageError
-from ..io.disk import sync_file, sync_folder, write_atomically
+from ..io.disk import explain_full, sync_file, sync_folder, write_at, write_atomically
 from ..io.filesystems import MEMORY, find_kind
-from ..io.jsonfile import read_json
+from ..io.jsonfile import MOST_BYTES, parse_json, read_bounded, read_json
 from ..io.memory import measure_available
 from ..io.paths import is_url, normalize
 from ..sources.files import BASE
 
-_RECORD, _DONE, _COPIED = "save-", "done-", "copied-"
+_RECORD, _DONE, _COPIED, _NEW = "save-", "done-", "copied-", ".save-"
 _OWNER, _WRITTEN, _SPARE, _COPYING = "owner", "written", "spare", "copying"
+_OVERTAKEN = ".overtaken"
 LOCK = "lock"
+
+_RESERVED = 1 << 14
+"""Bytes reserved for each record of a save, so that a full memory never keeps a written save pending."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,17 +119,35 @@ class Snapshot:
         done = self.read_done()
         return [place for place in self.places if place.folder not in done]
 
+    def is_written(self) -> bool:
+        """Return True if it has destinations and all of them have it."""
+        done = self.read_done()
+        return bool(self.places) and all(done.get(place.folder) for place in self.places)
+
+    def supersedes(self, older: Snapshot) -> bool:
+        """Return True if a load of the older save's folder would take this one of the same job instead."""
+        is_later = self.number > older.number and self.save_dir == older.save_dir
+        return is_later and (self.latest or not older.latest)
+
     def read_done(self) -> dict[str, str]:
-        """By place that has it its mark there; empty where the place is not to have it any more."""
+        """Return its mark by destination that has it; an empty mark means that it must not be written there."""
         return self._read(_DONE)
 
     def note_done(self, place: Destination, mark: str) -> None:
-        """Note that a place has it with this mark, or with none is not to have it any more."""
-        self.replace_done({**self.read_done(), place.folder: mark})
+        """Record that a destination has it with this mark; an empty mark records that it must not be written there."""
+        self._note(_DONE, {place.folder: mark})
 
     def replace_done(self, done: Mapping[str, str]) -> None:
-        """Note what :meth:`read_done` tells."""
+        """Record marks by destination, as :meth:`read_done` returns them."""
         self._note(_DONE, done)
+
+    def overtake(self) -> None:
+        """Record that a later save was written without memory: ``latest`` must not name this one."""
+        Path(self.folder, _OVERTAKEN).touch()
+
+    def is_overtaken(self) -> bool:
+        """Return True after :meth:`overtake`."""
+        return os.path.exists(os.path.join(self.folder, _OVERTAKEN))
 
     def read_copied(self) -> dict[str, str]:
         """By node that was asked to have a copy the name of its machine; empty where it has not come to have it."""
@@ -132,22 +155,40 @@ class Snapshot:
 
     def note_copied(self, node: int, host: str) -> None:
         """Note what :meth:`read_copied` tells of a node."""
-        self._note(_COPIED, {**self.read_copied(), str(node): host})
+        self._note(_COPIED, {str(node): host})
 
     def list_hosts(self) -> list[str]:
         """Machines that have it in their memory, its own first; none where it is only there."""
         others = [host for host in self.read_copied().values() if host]
         return [socket.gethostname(), *others] if others else []
 
+    def _name(self, kind: str) -> str:
+        return f"{kind}{self.node}.json"
+
     def _read(self, kind: str) -> dict[str, str]:
-        try:
-            told: dict[str, str] = read_json(os.path.join(self.folder, f"{kind}{self.node}.json"))
-        except FileNotFoundError:
-            return {}
+        """Merge the lines of a record; a line that was cut off by a crash is not valid JSON and does not count."""
+        told, path = dict[str, str](), os.path.join(self.folder, self._name(kind))
+        with suppress(FileNotFoundError):
+            for line in read_bounded(path, MOST_BYTES).splitlines():
+                with suppress(CheckpointError):
+                    told.update(parse_json(line, path))
         return told
 
     def _note(self, kind: str, told: Mapping[str, str]) -> None:
-        write_atomically(os.path.join(self.folder, f"{kind}{self.node}.json"), json.dumps(dict(told)).encode())
+        """Append a line to a record, in place of the newlines with which :meth:`reserve` has filled it.
+
+        Raises:
+            DiskFullError: it needs more room than was reserved, and there is none.
+        """
+        path = os.path.join(self.folder, self._name(kind))
+        with explain_full(path):
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                used = len(os.pread(fd, os.fstat(fd).st_size, 0).rstrip(b"\n"))
+                write_at(fd, b"\n" + json.dumps(dict(told)).encode() + b"\n", used)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
 
     def is_copy(self) -> bool:
         """Whether it is another node's, which that one has to write to places."""
@@ -155,7 +196,7 @@ class Snapshot:
 
     def is_recorded(self) -> bool:
         """Whether it is still there, whole on this node."""
-        return os.path.exists(os.path.join(self.folder, f"{_RECORD}{self.node}.json"))
+        return os.path.exists(os.path.join(self.folder, self._name(_RECORD)))
 
     def write_record(self) -> None:
         """Say that it is whole on this node, once its files are: a folder on a disk outlives the machine's end.
@@ -167,8 +208,8 @@ class Snapshot:
             for name in names:
                 sync_file(os.path.join(above, name))
             sync_folder(above)
-        told = asdict(replace(self, folder=""))
-        write_atomically(os.path.join(self.folder, f"{_RECORD}{self.node}.json"), json.dumps(told).encode())
+        told, reserved = asdict(replace(self, folder="")), os.path.join(self.folder, self._name(_NEW))
+        write_atomically(os.path.join(self.folder, self._name(_RECORD)), json.dumps(told).encode(), temporary=reserved)
 
     def remove(self) -> None:
         """Give its memory back; the record goes first."""
@@ -197,7 +238,7 @@ class Snapshot:
 
     def _forget(self) -> None:
         with suppress(FileNotFoundError):
-            os.unlink(os.path.join(self.folder, f"{_RECORD}{self.node}.json"))
+            os.unlink(os.path.join(self.folder, self._name(_RECORD)))
             sync_folder(self.folder)  # before anything is written over
 
 
@@ -267,6 +308,16 @@ class Job:
         """Of a save."""
         return os.path.join(self.folder, f"{number:08d}")
 
+    def reserve(self, number: int, node: int) -> None:
+        """Make the folder of a save, with room for its records.
+
+        Raises:
+            OSError: the folder exists, or there is no room.
+        """
+        os.makedirs(folder := self.find_folder(number), mode=0o700)
+        for kind in (_DONE, _COPIED, _NEW):
+            Path(folder, f"{kind}{node}.json").write_bytes(b"\n" * _RESERVED)
+
     def list_numbers(self) -> list[int]:
         """Of all saves that were begun, the first one first."""
         return sorted(int(name) for name in _list(self.folder) if name.isdecimal())
@@ -332,25 +383,40 @@ class Job:
         return found
 
     def remove(self) -> None:
-        """Give all of its memory back."""
+        """Free all of its memory; of each save the record goes first, so that a kill leaves no damaged one."""
+        for save in [*self.list_saves(), *self.list_copies()]:
+            save.remove()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def find_root(memory: str) -> str:
-    """The folder of this user's jobs in a folder of memory, which may name variables of the environment.
+    """Return this user's folder in a folder of memory, which may name environment variables; create it if needed.
+
+    Saves in it are loaded and removed, so no other user may write there.
 
     Raises:
         ConfigError: a variable is not set.
-        StorageError: it is another user's.
+        StorageError: it is not a folder, belongs to another user, or has a mode other than 0700.
     """
     named = os.path.expanduser(os.path.expandvars(memory))
     if "$" in named:
         raise ConfigError(f'"save": {{"memory": "{memory}"}} names a variable that is not set.')
     root = os.path.join(os.path.abspath(named), f"deepspeed_ucp-{os.getuid()}")
-    os.makedirs(root, mode=0o700, exist_ok=True)
-    found = os.lstat(root)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():  # what lies there is loaded, and removed
-        raise StorageError("belongs to another user. Remove it, or name another folder of memory.", path=root)
+    os.makedirs(os.path.dirname(root), exist_ok=True)
+    with suppress(FileExistsError):
+        os.mkdir(root, mode=0o700)
+    found, advice = os.lstat(root), 'Remove it, or name another folder in "save": {"memory": …}.'
+    if not stat.S_ISDIR(found.st_mode):
+        raise StorageError(f"is a link or a file, not a folder; any user can create it there. {advice}", path=root)
+    if found.st_uid != os.getuid():
+        raise StorageError(f"belongs to user {found.st_uid}. {advice}", path=root)
+    if found.st_mode & 0o077:
+        mode = stat.S_IMODE(found.st_mode)
+        raise StorageError(
+            f"has mode {mode:04o}, so that other users could have put saves there, which a resume loads. {advice} If "
+            f"all in it is yours: chmod 700 {root}",
+            path=root,
+        )
     return root
 
 
@@ -364,8 +430,17 @@ _COPY = re.compile(r"copy-\d+-\d{8}")
 
 
 def list_jobs(root: str) -> list[Job]:
-    """All jobs that have saved into this node's memory, as far as they are still there."""
-    return [Job(os.path.join(root, name)) for name in sorted(_list(root)) if _JOB.fullmatch(name)]
+    """Return the jobs that have saved into this node's memory: folders of this user, no links."""
+    folders = [os.path.join(root, name) for name in sorted(_list(root)) if _JOB.fullmatch(name)]
+    return [Job(folder) for folder in folders if _is_private(folder)]
+
+
+def _is_private(folder: str) -> bool:
+    try:
+        found = os.lstat(folder)
+    except FileNotFoundError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
 
 
 def list_later(save: Snapshot) -> list[Snapshot]:
@@ -383,11 +458,21 @@ def locate(place: str) -> str:
 
 
 def drop_unwanted(job: Job, keep: int) -> Iterator[Snapshot]:
-    """Those of a job's saves, the first one first, that nothing waits for and that newer ones take the place of."""
-    copying = job.read_copying()
-    for save in job.list_saves()[: -keep or None]:
-        if not save.list_pending() and save.number not in copying:
+    """Yield the job's saves that memory no longer needs, the oldest first.
+
+    These are not pending and not among the ``keep`` newest. A snapshot that is in memory alone is not dropped for a
+    save of another folder.
+    """
+    copying, saves = job.read_copying(), job.list_saves()
+    for save in saves[: -keep or None]:
+        if save.number not in copying and is_spare(save, saves):
             yield save
+
+
+def is_spare(save: Snapshot, saves: Iterable[Snapshot]) -> bool:
+    """Return True if a save is not pending, nor a snapshot in memory alone that no other of its job supersedes."""
+    is_needed = save.by_itself and not save.is_written() and not any(other.supersedes(save) for other in saves)
+    return not (is_needed or save.list_pending())
 
 
 def count_free(root: str) -> int:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 import shutil
+import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -27,10 +29,21 @@ from ..sources.files import BASE
 from ..sources.seal import SealedFile
 from .files import MappedFiles, Stable, StateFile, save_over
 from .frozen import FrozenBase
-from .memory import Destination, Job, Snapshot, count_free, drop_unwanted, find_root, list_jobs, locate
+from .memory import Destination, Job, Snapshot, count_free, drop_unwanted, find_root, is_spare, list_jobs, locate
 from .neighbours import Neighbours
 from .states import find_stable
-from .writer import POLLED, STARTING, is_locked, list_late, start_writer
+from .writer import (
+    FINISHED,
+    POLLED,
+    STARTING,
+    describe_late,
+    is_locked,
+    is_safe,
+    list_late,
+    list_late_tags,
+    read_fault,
+    start_writer,
+)
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -75,6 +88,9 @@ class Saver:
         self.made = {False: 0, True: 0}  # saves that a script has asked for, and others
         self._thread: Thread | None = None
         self._behind = ""
+        self.keeps_memory = False  # after the end of this process, as the job is started again
+        self._asked, self._lost = dict[int, str](), dict[str, str]()
+        self._stuck: dict[str, list[str]] | None = None  # what was pending when a wait ended in vain
         self._stable, self._left = Stable(), list[StateFile]()
         self.mapped = MappedFiles(wanted=find_kind(self.root) == MEMORY)
         self._copied = Event()
@@ -110,30 +126,57 @@ class Saver:
         """Of the save that is made: of tags, in memory."""
         return self.job.find_folder(self.number)
 
-    def make_room(self, save_dir: str) -> str:
-        """Let go of what is not needed, where a save would not fit; why it does not even so, in words.
+    def make_room(self) -> str:
+        """Free memory for the next save.
 
-        Args:
-            save_dir: what another job has for it in memory alone is needed until this one has something.
+        Pending saves stay, and so do those in memory alone that no later one has replaced.
+
+        Returns:
+            An error message if it still does not fit, else an empty string.
         """
-        safe, own = self.job.read_copying()[0], locate(save_dir)
-        older = sorted(self.job.list_saves()[:-1], key=lambda save: save.number == safe)
-        dead = [save for save in self._list_dead() if save.places or save.save_dir != own]
-        needed = self.needed or 0
-        for save in [*dead, *older]:
-            if count_free(self.root) < needed and (save.is_copy() or not save.list_pending()):
-                save.remove()
-        if count_free(self.root) < needed:
-            self.job.drop_spare()
-        free = count_free(self.root)
-        if free >= needed:
-            return ""
-        return f"a save takes {needed >> 20:,} MiB of {self.root}, where {free >> 20:,} MiB are free. {ADVICE}"
-
-    def _list_dead(self) -> Iterator[Snapshot]:
-        for job in list_jobs(self.root):
+        kept = list[Snapshot]()
+        for job in list_jobs(self.root) if not self._has_room() else ():
             if job.name != self.job.name and not job.is_owned():
-                yield from sorted([*job.list_saves(), *job.list_copies()], key=lambda save: save.number)
+                spare, only = _split_dead(job)
+                kept += only
+                self._remove(spare)
+        if self._free_own():
+            return ""
+        needed, free = self._count_needed(), count_free(self.root)
+        why = f"a save takes {needed >> 20:,} MiB of {self.root}, where {free >> 20:,} MiB are free"
+        for save in kept[-1:]:
+            folder = os.path.dirname(save.folder)
+            why += (
+                f". It also holds what may be the only copy of a run's newest save: {save.tag} (step {save.step}) of "
+                f"{save.save_dir}. If that is not needed: rm -r {folder}"
+            )
+        return f"{why}. {ADVICE}"
+
+    def _count_needed(self) -> int:
+        """Return the bytes that must be free for the next save: if several are pending, some more for training."""
+        pending = [save for save in self.job.list_saves() if save.list_pending()]
+        return (self.needed or 0) * (2 if len(pending) > 1 else 1)
+
+    def _has_room(self) -> bool:
+        return count_free(self.root) >= self._count_needed()
+
+    def _free_own(self) -> bool:
+        """Remove saves of this job that are not needed until the next one fits; return True if it does."""
+        safe, own = self.job.read_copying()[0], self.job.list_saves()
+        older = [save for save in own[:-1] if is_spare(save, own)]
+        self._remove(sorted(older, key=lambda save: save.number == safe))
+        if not self._has_room():
+            self.job.drop_spare()
+        return self._has_room()
+
+    def _remove(self, saves: Iterable[Snapshot]) -> None:
+        """Remove saves, with a log line for each, until the next one fits."""
+        for save in saves:
+            if self._has_room():
+                return
+            save.remove()
+            part = "another node's part of " if save.is_copy() else ""
+            logger.info("%s: removed to make room, %s%s of %s", save.folder, part, save.tag, save.save_dir)
 
     def write_file(self, state_dict: Any, path: str) -> None:
         """What ``torch.save`` does, into memory that an older save has left.
@@ -213,16 +256,29 @@ class Saver:
                 )
             _claimed[place, tag] = own
 
-    def begin(self, save_dir: str) -> str:
-        """Make the folder of the next save, on the node's first rank; why there is no room for it, in words."""
+    def begin(self, *, waits: bool = False) -> str:
+        """Make the folder of the next save, on the node's first rank.
+
+        Args:
+            waits: for pending saves, whose memory it needs, as long as one is written within each ``wait_s``.
+
+        Returns:
+            An error message if there is no room for it, else an empty string.
+        """
         if not self.is_first:
             return ""
         for number in self.job.list_numbers():  # what earlier ones have left that failed
             if self.job.is_unfinished(number):
                 shutil.rmtree(self.job.find_folder(number), ignore_errors=True)
-        if why := self.make_room(save_dir):
+        if (why := self.make_room()) and waits:
+            self.wait(self.options.wait_s, self._free_own)
+            why = self.make_room()
+        if why:
             return why
-        os.makedirs(self.folder, mode=0o700)
+        try:
+            self.job.reserve(self.number, self.node)
+        except OSError as error:
+            return f"{self.folder} cannot be made ({error}). {ADVICE}"
         return ""
 
     def choose_copied(self, comm: Comm) -> None:
@@ -246,11 +302,15 @@ class Saver:
         """Take what may be copied until the next step, where that is asked for."""
         self._stable = find_stable(engine) if self.options.overlap else Stable()
 
-    def end_behind(self, end: Callable[[], None], save_dir: str) -> None:
-        """Copy what is left in a thread of its own, and ``end`` the save when all ranks of the node have."""
+    def end_behind(self, end: Callable[[], None], save_dir: str, tag: str = "") -> None:
+        """Copy what is left in a thread of its own, and ``end`` the save when all ranks of the node have.
+
+        Args:
+            tag: of a save that a script asked for: :meth:`list_missing` has it if it is lost.
+        """
         self._copied.clear()
         self._behind = locate(save_dir)
-        self._begin_behind(partial(self._copy_left, end))
+        self._begin_behind(partial(self._copy_left, end, tag))
 
     def map_behind(self) -> None:
         """Map what has been written for the first time, in a thread of its own."""
@@ -261,7 +321,7 @@ class Saver:
         self._thread = Thread(target=work, name="ucp-save")
         self._thread.start()
 
-    def _copy_left(self, end: Callable[[], None]) -> None:
+    def _copy_left(self, end: Callable[[], None], tag: str) -> None:
         why = ""
         try:
             while self._left:
@@ -273,14 +333,15 @@ class Saver:
             self._abandon_left()
         self._stable = Stable()
         self._copied.set()
-        if why:
-            logger.warning("%s: this save is dropped: %s", self.folder, why)
         try:
             open(os.path.join(self.folder, f".{'failed' if why else 'copied'}-{self.rank}"), "x").close()
             if self.is_first and self._have_copied():
                 end()
         except (OSError, UcpError) as error:
-            logger.warning("%s: this save is dropped: %s", self.folder, error)
+            why = why or str(error)
+        if why:
+            logger.warning("%s: %s is lost: %s", self.folder, tag or "a snapshot", why)
+            self._lost |= {tag: why} if tag else {}
         self.mapped.settle()
 
     def _have_copied(self) -> bool:
@@ -289,7 +350,9 @@ class Saver:
         while time.monotonic() < until:
             told = [name for name in os.listdir(self.folder) if name.startswith((".copied-", ".failed-"))]
             if len(told) == self.ranks:
-                return not any(name.startswith(".failed-") for name in told)
+                if any(name.startswith(".failed-") for name in told):
+                    raise StorageError("another rank could not copy its part.")
+                return True
             time.sleep(_COPIED)
         raise StorageError(f"of {self.ranks} ranks not all have copied their parts within {_COPYING:.0f} s.")
 
@@ -338,21 +401,68 @@ class Saver:
         ).write_record()  # fmt: skip
         files = (path for path in Path(self.folder).rglob("*") if path.is_file())
         self.needed = int(SPARE * sum(each.stat().st_size for each in files if not each.parent.name.startswith(BASE)))
+        if places and not by_itself:
+            self._asked[self.number] = tag
         self.tell_writer()
         if latest and (self.neighbours is None or self.neighbours.safe):  # else a lost node leaves the older ones alone
-            self.drop_dead(save_dir, by_itself=by_itself)
+            self.drop_dead(save_dir, tag, by_itself=by_itself)
 
-    def drop_dead(self, save_dir: str, *, by_itself: bool) -> None:
-        """Let go of what dead jobs have for a folder, as this one has a whole save for it.
+    def drop_dead(self, save_dir: str, tag: str, *, by_itself: bool) -> None:
+        """Remove what dead jobs have for a folder, as this job has a whole save for it.
 
         Args:
-            by_itself: in memory alone.
+            tag: of this job's save.
+            by_itself: it is a snapshot, in memory alone.
         """
         for job in list_jobs(self.root):
-            if job.name == self.job.name or job.is_owned() or (by_itself and list_late(job.list_saves())):
+            if job.name == self.job.name or job.is_owned():
                 continue
-            if _is_replaced(job, save_dir):
-                job.remove()
+            spare = _list_replaced(job, save_dir, tag, with_pending=not by_itself)
+            for save in spare:
+                save.remove()
+            if spare:
+                names = ", ".join(dict.fromkeys(save.tag for save in spare))
+                logger.info("%s: removed %s of a dead job, as %s has %s now", job.folder, names, save_dir, tag)
+                if job.holds_none():
+                    job.remove()
+
+    def overtake(self, save_dir: str, tag: str) -> None:
+        """Before a save that does not go through memory: write pending ones; those that stay pending come too late.
+
+        They are written later, but ``latest`` must not go back to them, nor the tag to one of them.
+        """
+        self.finish_copy()
+        if not self.is_first:
+            return
+        if list_late(self.job.list_saves()):
+            self.tell_writer()
+            self.wait(self.options.wait_s, lambda: False)
+        for save in self.job.list_saves():
+            for place in save.list_pending():
+                save.overtake()
+                if (place.folder, save.tag) == (locate(save_dir), tag):
+                    save.note_done(place, "")
+        self._stuck = self._look_late()
+
+    def list_missing(self) -> dict[str, str]:
+        """Return the script's saves that a destination lacks: the reason by tag. Lost ones are named once."""
+        missing, self._lost = self._lost, {}
+        if self.is_lost():
+            why = f"{self.job.folder} was removed, perhaps before it was written"
+            missing |= dict.fromkeys(self._asked.values(), why)
+        for save in self.job.list_saves() if self.is_first else ():
+            for place in save.list_pending() if not save.by_itself else ():
+                fault = read_fault(self.job, place.folder, save.tag) or f"see {self.job.folder}/log"
+                missing[save.tag] = f"missing at {place.folder} ({fault})"
+        return missing
+
+    def forget_lost(self, tag: str) -> None:
+        """A tag is saved again: it is no longer lost."""
+        self._lost.pop(tag, None)
+
+    def inherit_lost(self, former: Saver) -> None:
+        """Take over what a saver whose memory was removed has lost."""
+        self._lost |= former.list_missing()
 
     def tell_writer(self) -> None:
         """Of a new save, or that there will be one; what keeps a writer from starting is a warning: memory is safe."""
@@ -384,59 +494,94 @@ class Saver:
 
     def warn_late(self, step: int) -> None:
         """Say by how many steps a place is behind more than a save, whenever that has doubled."""
-        late = list_late(self.job.list_saves())
-        for place, count in late.items():
+        late = self._look_late()
+        for place, tags in late.items():
             behind = step - self._reached.setdefault(place, step)
-            if count > 1 and behind >= 2 * self._told.get(place, 0):
+            if len(tags) > 1 and behind >= 2 * self._told.get(place, 0):
                 self._told[place] = max(behind, 1)
-                log = os.path.join(self.job.folder, "log")
                 logger.warning(
-                    "%s is %s behind, older saves give way to newer ones: see %s", place, count_of(behind, "step"), log
-                )
+                    "%s is %s behind, memory holds %s for it: see %s/log",
+                    place, count_of(behind, "step"), ", ".join(tags), self.job.folder,
+                )  # fmt: skip
         for place in self._reached.keys() - late.keys():
             self._told.pop(place, None)
             del self._reached[place]
 
-    def wait(self, seconds: float) -> bool:
-        """Wait until all places have what they are to have, or nobody writes any more; whether they have it."""
+    def wait(self, seconds: float, is_enough: Callable[[], bool] | None = None) -> bool:
+        """Wait until every destination has its saves, or nobody writes any more.
+
+        Args:
+            seconds: to wait at most.
+            is_enough: ends the wait too. Then each written save extends it, and it ends at once if nothing has been
+                written since such a wait ended in vain.
+
+        Returns:
+            True if every destination has its saves.
+        """
         self.finish_copy()
-        seen, told = time.monotonic(), False
+        seen, before = time.monotonic(), dict[str, list[str]]()
         end = seen + seconds
-        while late := list_late(self.job.list_saves()):
+        while late := self._look_late():
+            if is_enough is not None and (is_enough() or late == self._stuck):
+                return False
             now = time.monotonic()
             if is_locked(self.job):
                 seen = now
             elif self._lines is not None:
                 self.tell_writer()  # it starts, or has been killed
+            if not before:
+                named = describe_late(self.job.list_saves())
+                logger.info("waiting for saves to be written, %.0f s at most: %s", seconds, named)
+            elif is_enough is not None and late != before:
+                end = now + seconds
+            before = late
             if now > min(end, seen + STARTING):
-                logger.warning("still to be written: %s; see %s/log", ", ".join(sorted(late)), self.job.folder)
+                named = describe_late(self.job.list_saves())
+                logger.warning("still to be written: %s; see %s/log", named, self.job.folder)
+                self._stuck = late
                 return False
-            if not told:
-                logger.info("waiting for saves to be written, %.0f s at most: %s", seconds, ", ".join(sorted(late)))
-                told = True
             time.sleep(POLLED)
         return True
 
+    def _look_late(self) -> dict[str, list[str]]:
+        """Return by destination the tags that it lacks, and note which saves of the script are written."""
+        saves = self.job.list_saves()
+        if not self.is_lost():
+            pending = {save.number for save in saves if save.list_pending()}
+            self._asked = {number: tag for number, tag in self._asked.items() if number in pending}
+        return list_late_tags(saves)
+
     def finish(self) -> bool:
-        """What :meth:`wait` does, for ``wait_s`` at most and with another writer where that has been killed."""
+        """Like :meth:`wait` for ``wait_s``, with a new writer if it has been killed."""
         if list_late(self.job.list_saves()):
             self.tell_writer()
         return self.wait(self.options.wait_s)
 
     def close(self) -> None:
-        """At the end of the process: finish what is pending; the writer ends, and memory is what the next run finds."""
+        """At the end of the process: finish what is pending.
+
+        After a normal end the writer frees the memory if every destination has all saves; else the next run finds
+        them there.
+        """
         self.finish_copy()
         if not self.is_first:
             return
-        if list_late(self.job.list_saves()):
+        is_finished = not self.keeps_memory and getattr(sys, "last_value", None) is None and self.job.is_there()
+        if is_finished or list_late(self.job.list_saves()):
             self.tell_writer()
+        if is_finished and self._lines is not None:
+            with suppress(OSError):
+                self._lines.write(FINISHED)
         self._end_writer()
         end = time.monotonic() + self.options.wait_s
-        self.wait(self.options.wait_s)
+        is_written = self.wait(self.options.wait_s)
         if self.neighbours is not None:
             while self.neighbours.is_waited_for() and is_locked(self.job) and time.monotonic() < end:
                 time.sleep(POLLED)
             self.neighbours.close()
+        if is_written and is_finished:  # some platforms end the writer with the rank
+            while is_locked(self.job) and time.monotonic() < end:
+                time.sleep(POLLED)
         self.job.disown()
 
 
@@ -466,10 +611,19 @@ def list_first(config: UniversalConfig, comm: Comm) -> list[int]:
 
 _savers = WeakSet[Saver]()
 
+_started = dict[str, float]()
+"""When this process started a writer for a dead job's folder."""
+
 
 def list_savers() -> list[Saver]:
     """Those of this process's engines."""
     return list(_savers)
+
+
+def keep_memory() -> None:
+    """Keep saves in memory after the normal end of this process: the job is started again and reads them there."""
+    for saver in list_savers():
+        saver.keeps_memory = True
 
 
 def wait_for_copies() -> None:
@@ -479,7 +633,7 @@ def wait_for_copies() -> None:
 
 
 def finish_dead(root: str, settings: Mapping[str, Any]) -> None:
-    """Have written what dead jobs have left in memory, and remove what holds nothing whole."""
+    """Start writers for saves that dead jobs have left in memory; remove folders without any whole save."""
     for job in list_jobs(root):
         if job.is_owned():
             continue
@@ -487,6 +641,7 @@ def finish_dead(root: str, settings: Mapping[str, Any]) -> None:
         saves = job.list_saves()
         if list_late(saves):
             try:
+                _started[job.folder] = time.monotonic()
                 start_writer(job, settings).close()
             except OSError as error:
                 logger.warning("%s: not written on: %s", job.folder, error)
@@ -500,12 +655,45 @@ def list_settings(config: UniversalConfig) -> dict[str, Any]:
     return {"keep": options.keep, "wait_s": options.wait_s, "storage_options": config.storage_options}
 
 
-def _is_replaced(job: Job, save_dir: str) -> bool:
-    """Whether a dead job's saves may go now that a living one has a whole save for the same place.
+def _list_replaced(job: Job, save_dir: str, tag: str, *, with_pending: bool) -> list[Snapshot]:
+    """Return the saves of a dead job that may go now that a living job has a whole save of this tag for a folder.
 
-    Those that were for a place beside it, as a trainer's are, may go when all of them are where they are to be.
+    Saves for that folder may go, except those of a script that are pending. Saves for a folder next to it, as a
+    trainer's are, may go if all their destinations have them.
+
+    Args:
+        with_pending: pending ones may go as well, under the same tag or if they can never be written.
     """
-    saves, own = job.list_saves() or job.list_copies(), locate(save_dir)
-    if all(save.save_dir == own for save in saves):
-        return bool(saves) and not is_locked(job)
-    return not list_late(saves) and all(os.path.dirname(save.save_dir) == os.path.dirname(own) for save in saves)
+    own, saves = locate(save_dir), [*job.list_saves(), *job.list_copies()]
+    is_starting = time.monotonic() < _started.get(job.folder, -math.inf) + STARTING
+    if is_locked(job) or (is_starting and list_late(saves)):
+        return []
+    found = list[Snapshot]()
+    for save in saves if with_pending else [each for each in saves if not each.list_pending()]:
+        if save.save_dir != own:
+            may_go = is_safe(save) and os.path.dirname(save.save_dir) == os.path.dirname(own)
+        else:
+            may_go = save.by_itself or save.is_copy() or save.tag == tag or not save.list_pending()
+            if not may_go and save.nodes > 1:  # without the part of a node that is lost it can never be written
+                late = ", ".join(place.folder for place in save.list_pending())
+                logger.warning("%s: %s is given up, it could not be written to %s", job.folder, save.tag, late)
+                may_go = True
+        found += [save] if may_go else []
+    return found
+
+
+def _is_only(save: Snapshot, saves: Iterable[Snapshot]) -> bool:
+    """Return True if memory may have the only copy of the newest state of a save's folder."""
+    return not is_safe(save) and not any(
+        other.supersedes(save) and (other.nodes == 1 or other.is_written()) for other in saves
+    )
+
+
+def _split_dead(job: Job) -> tuple[list[Snapshot], list[Snapshot]]:
+    """Return the saves and copies of a dead job that may be removed, and those that may be the only ones."""
+    saves = job.list_saves()
+    only = [save for save in saves if save.list_pending() or _is_only(save, saves)]
+    keys = {save.key for save in saves} - {save.key for save in only}
+    copies = job.list_copies()
+    only += [copy for copy in copies if copy.key not in keys and _is_only(copy, saves)]
+    return [save for save in [*saves, *copies] if save not in only], only

@@ -22,7 +22,6 @@ from .memory import count_free, find_root, list_jobs, name_job
 from .neighbours import find_neighbours
 from .saver import ADVICE, SPARE, Saver, list_first
 from .states import count_saved
-from .writer import list_late
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -60,27 +59,25 @@ def save_into_memory(
     saver.mapped.tidy()
     saver.choose_copied(comm)
     saver.number, saver.failed = saver.number + 1, ""
+    saver.forget_lost(tag)
     base = _choose_base(engine, saver, comm, wanted=frozen)
     if saver.needed is None or (base is not None and base.is_new):
         told = comm.each(lambda: (identify_host(), count_saved(engine)))
         saver.needed = int(SPARE * sum(count for host, count in told if host == identify_host()))
 
-    def begin() -> str:
+    def begin(*, waits: bool = False) -> str:
         saver.claim(save_dir, tag, engine.global_steps)
-        return _find_obstacle(engine, saver, tag) or saver.begin(save_dir)
+        return _find_obstacle(engine, saver, tag) or saver.begin(waits=waits)
 
     if why := next(filter(None, comm.each(begin)), ""):
-        _finish_others(engine, by_itself=by_itself)
-        saver.mapped.tidy(everything=True)
-        why = next(filter(None, comm.each(begin)), "")
+        saver.mapped.tidy(everything=True)  # memory that a rank has mapped is not free
+        why = next(filter(None, connect().each(partial(begin, waits=not by_itself))), "")
     if not why:
         saved, why = _write_quickly(engine, saver, base, write, comm)
-        if why:
-            _finish_others(engine, by_itself=by_itself)
     if why:
         saver.number -= 1
-        saved = _write_slowly(save_dir, why, write, comm, by_itself=by_itself)
-        comm.run(lambda: saver.drop_dead(save_dir, by_itself=False) if saver.is_first and latest else None)
+        saved = _write_slowly(saver, save_dir, tag, why, write, comm, by_itself=by_itself)
+        comm.run(lambda: saver.drop_dead(save_dir, tag, by_itself=False) if saver.is_first and latest else None)
         return saved, False
     step = engine.global_steps
 
@@ -91,7 +88,7 @@ def save_into_memory(
             saver.end(save_dir, tag, step, base, latest=latest, by_itself=by_itself)
 
     if saver.options.overlap:
-        saver.end_behind(end, save_dir)
+        saver.end_behind(end, save_dir, "" if by_itself else tag)
     else:
         comm.run(end)
         saver.map_behind()
@@ -129,22 +126,25 @@ def _write_quickly(
     return saved, f"memory is full by now: {failed}. {ADVICE}" if failed else ""
 
 
-def _finish_others(engine: Any, *, by_itself: bool) -> None:
-    """Before DeepSpeed's own save: `latest` would go back to what is written after it."""
-    if not by_itself:
-        finish_saves(engine)
+def _write_slowly(
+    saver: Saver, save_dir: str, tag: str, why: str, write: Callable[[str], Any], comm: Comm, *, by_itself: bool
+) -> Any:
+    """Save without memory, while training waits; collective.
 
-
-def _write_slowly(save_dir: str, why: str, write: Callable[[str], Any], comm: Comm, *, by_itself: bool) -> Any:
-    """DeepSpeed's own save, where it cannot go into memory; collective."""
+    Raises:
+        StorageError: it is a snapshot, or DeepSpeed cannot write to the folder; the same on every rank.
+    """
 
     def check() -> None:
         if by_itself or is_url(save_dir):
-            raise StorageError(f"cannot be saved to by way of memory: {why}", path=save_dir)
+            raise StorageError(f"{tag} cannot be saved to by way of memory: {why}", path=save_dir)
 
     comm.alike(check)
+    connect().run(lambda: saver.overtake(save_dir, tag))
     if comm.rank == 0:
-        logger.warning("%s: saved while training waits, as %s", save_dir, why)
+        others = ", ".join(tier.place for tier in saver.options.to)
+        only = f" (not to {others})" if others else ""
+        logger.warning("%s: %s is saved there%s while training waits, as %s", save_dir, tag, only, why)
     return write(save_dir)
 
 
@@ -182,23 +182,27 @@ def _copy_by(copy: Callable[..., Any]) -> Iterator[None]:
 
 
 def finish_saves(engine: Any, *, required: bool = False) -> None:
-    """Wait until all places have an engine's saves that are to have them, ``wait_s`` at most; collective.
+    """Wait until every destination has an engine's saves, ``wait_s`` at most; collective.
 
     Args:
-        required: what is not there by then is an error: a trainer removes older checkpoints next.
+        required: raise an error if a destination lacks one that the script asked for, as a trainer removes older
+            checkpoints next.
 
     Raises:
-        StorageError: it is required, and is not there; the same on every rank.
+        StorageError: a required save is missing; the same on every rank.
     """
     saver = find_state(engine).saver
 
     def finish() -> None:
         saver.finish_copy()
-        if saver.is_first and not saver.finish() and required:
+        if saver.is_first:
+            saver.finish()
+        if required and (missing := saver.list_missing()):
+            named = "; ".join(f"{tag}: {why}" for tag, why in missing.items())
             raise StorageError(
-                f"its saves were not written within {saver.options.wait_s:.0f} s ({saver.job.folder}/log tells why). "
-                "Older checkpoints, which would be removed now, stay; memory has the newest one.",
-                path=", ".join(sorted(list_late(saver.job.list_saves()))),
+                f"not all saves are written after {saver.options.wait_s:.0f} s: {named}. Older checkpoints, which "
+                "would be removed now, stay. Memory keeps what is not written: mend the destination, or save again.",
+                path=", ".join(missing),
             )
 
     if saver is not None:
@@ -228,7 +232,9 @@ def _open_saver(engine: Any, config: UniversalConfig) -> Saver:
     if state.saver is None:
         name, first = comm.broadcast(name_job()), list_first(config, comm)
         saver = comm.run(partial(Saver, config, name, comm.rank, first))
-        saver.made = lost.made if lost is not None else saver.made
+        if lost is not None:
+            saver.made = lost.made
+            saver.inherit_lost(lost)
         comm.run(lambda: saver.open() if saver.is_first else None)
         if saver.options.copies and not engine.use_node_local_storage():
             saver.neighbours = find_neighbours(saver.options, saver.job, list(dict.fromkeys(first)), comm)
@@ -248,7 +254,7 @@ def foresee_saves(engine: Any, config: UniversalConfig) -> None:
 
     def look() -> tuple[str, int, int]:
         root = find_root(options.memory)
-        left = sum(job.count_bytes() for job in list_jobs(root) if not job.is_owned())  # it goes where it is needed
+        left = sum(job.count_bytes() for job in list_jobs(root) if not job.is_owned())  # they are not there for ever
         return identify_host(), count_saved(engine), count_free(root) + left
 
     nodes = dict[str, tuple[int, int]]()

@@ -1,7 +1,8 @@
 """The process that takes a node's saves from memory to their places; it goes on when the ranks are gone.
 
-``python -m deepspeed_ucp.saves.writer FOLDER``. The first line on standard input has its settings as JSON; each further
-one says that there is a new save, the end that no more will come: what is pending is finished then, and it ends.
+The file ``__main__.py`` starts it. The first line on standard input has its settings as JSON; each further line says
+that there is a new save. At the end of the input it finishes the pending saves and ends. If the last line is
+:data:`FINISHED`, it also frees the memory of saves that every destination has.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from functools import partial
 from typing import Any, BinaryIO, cast
 
 from ..children import block
-from ..errors import StorageError, escape
+from ..errors import DiskFullError, StorageError, escape
 from ..io.pace import Pace
 from ..io.paths import is_url
 from ..io.store import set_storage_options
@@ -57,43 +58,61 @@ POLLED = 0.05
 STARTING = 20.0
 """Seconds that a writer may take to start."""
 
+FINISHED = b"finished\n"
+"""Last line on standard input of a job that ended normally."""
+
+_PYTHONPATH = "PYTHONPATH"
+
 
 def main(folder: str) -> int:
     """Write until nothing is pending and nobody will save any more; the exit code is 1 where something is left."""
     logging.basicConfig(format=f"[%(asctime)s] [%(levelname)s] [deepspeed_ucp] writer of {folder}: %(message)s")
     os.nice(10)  # training comes first
-    settings, job = json.loads(sys.stdin.readline()), Job(folder)
+    with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as lines:  # the lines that follow are not read yet
+        settings, job = json.loads(lines.readline()), Job(folder)
     if settings["storage_options"] is not None:
         set_storage_options(settings["storage_options"])
     with open(os.path.join(folder, LOCK), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # one that is gone on with after its ranks' end may be at work still
         writer, told = SaveWriter(job, settings["keep"], settings["wait_s"]), settings.get("neighbours")
         if told is None:
-            return writer.run()
-        with socket.socket(fileno=told["listener"]) as listener:
-            replicator = Replicator(job, told, listener, settings["keep"], settings["wait_s"])
-            replicator.start()
-            code = writer.run(replicator.end)
-            replicator.finish()
+            code = writer.run()
+        else:
+            with socket.socket(fileno=told["listener"]) as listener:
+                replicator = Replicator(job, told, listener, settings["keep"], settings["wait_s"])
+                replicator.start()
+                code = writer.run(replicator.end)
+                replicator.finish()
+        writer.free_finished()
         return code
 
 
 def start_writer(job: Job, settings: Mapping[str, Any], neighbours: Neighbours | None = None) -> BinaryIO:
-    """Start the process that writes a job's saves, and is no child of this one; what to tell it by.
+    """Start the process that writes a job's saves, detached from this one.
+
+    It imports nothing from the working directory, which may hold files of anybody: it is started by its path, and
+    without relative entries of ``PYTHONPATH``.
 
     Args:
-        settings: ``keep``, ``wait_s`` and ``storage_options``, which may hold secrets and are told by a pipe alone.
-        neighbours: that have copies of them; their secret is told there too.
+        settings: ``keep``, ``wait_s`` and ``storage_options``. They may hold secrets and go through the pipe only.
+        neighbours: nodes with copies of the saves; their secret goes through the pipe too.
+
+    Returns:
+        The pipe to its standard input.
     """
-    command, listeners = [sys.executable, "-m", __name__, job.folder], list[int]()
+    start = os.path.join(os.path.dirname(os.path.abspath(__file__)), "__main__.py")
+    command, listeners = [sys.executable, start, job.folder], list[int]()
+    searched = filter(os.path.isabs, os.environ.get(_PYTHONPATH, "").split(os.pathsep))
+    environment = {**os.environ, _PYTHONPATH: os.pathsep.join(searched)}
     if neighbours is not None and neighbours.listener is not None:
         listeners = [neighbours.listener.fileno()]
         settings = {**settings, "neighbours": {**neighbours.settings, "listener": listeners[0]}}
     # Slurm signals the writer as well, which has to write what the ranks save because of the signal.
     with open(os.path.join(job.folder, "log"), "ab") as log, block({signal.SIGTERM, signal.SIGUSR1}):
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True, pass_fds=listeners
-        )
+            command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, start_new_session=True,
+            pass_fds=listeners,
+        )  # fmt: skip
     lines = cast("BinaryIO", process.stdin)
     lines.write(json.dumps(dict(settings)).encode() + b"\n")
     lines.flush()
@@ -115,7 +134,8 @@ class SaveWriter:
 
     def __init__(self, job: Job, keep: int, wait: float) -> None:
         self.job, self.keep, self.wait = job, keep, wait
-        self._told = dict[str, str]()
+        self._written, self._is_finished = job.read_written(), False
+        self._told = defaultdict[str, dict[str, str]](dict)  # by place that fails what was logged, by tag
         self._paces = dict[str, Pace]()
         self._busy = defaultdict[str, set[int]](set)  # by place the numbers of the saves that are written
         self._begun = defaultdict[str, set[str]](set)  # by URL the files that another writer may have begun
@@ -139,7 +159,10 @@ class SaveWriter:
                     threads[folder].start()
             if is_last:
                 break
-            is_last = not os.read(sys.stdin.fileno(), 4096)
+            line = os.read(sys.stdin.fileno(), 4096)
+            is_last = not line
+            if line:
+                self._is_finished = line.endswith(FINISHED)
             with self._changed:
                 self._news += 1
                 self._end = time.monotonic() + self.wait if is_last else math.inf
@@ -149,6 +172,22 @@ class SaveWriter:
             thread.join()
         self.job.drop_spare()
         return 1 if list_late(self.job.list_saves()) else 0
+
+    def free_finished(self) -> None:
+        """Free the memory of a job that ended normally, if every destination has its saves.
+
+        A node other than the first waits for the seal: a save without its part would not be complete in memory.
+        """
+
+        def look() -> bool | None:
+            return all(is_safe(save) for save in saves) or None
+
+        saves = self.job.list_saves()
+        saves = [save for save in saves if not any(other.is_written() and other.supersedes(save) for other in saves)]
+        if self._is_finished and saves and all(save.is_written() for save in saves):
+            with suppress(StorageError):
+                wait_until(look, self.wait, lambda: "the first node has not sealed the last save", self.job.folder)
+                self.job.remove()
 
     def _serve(self, folder: str) -> None:
         """Write to a place whenever there is something new, and where that failed after pauses that grow."""
@@ -185,10 +224,9 @@ class SaveWriter:
             return [(save, place) for save in saves for place in save.list_pending() if place.folder == folder]
 
     def _write_place(self, folder: str) -> bool:
-        """Write the newest save that a place lacks, and drop older ones there, until it lacks none; whether it went.
+        """Write the saves that a destination lacks until it lacks none; return True if none failed.
 
-        Of those that ``latest`` is to name, of the others, and of those that no script has asked for, each the newest:
-        one is not in the other's place. Nor are those of one step, under several tags.
+        All saves of a script are written, the oldest first, and of snapshots the newest.
         """
         try:
             while True:
@@ -228,29 +266,27 @@ class SaveWriter:
             return ended
 
     def _drop_older(self, folder: str) -> None:
-        """Let go of what a place is not to have any more while it is busy: memory is not to fill with it."""
+        """Drop what a destination must not have any more, while it is busy: memory would fill with snapshots."""
         with self._lock:
             self._choose(folder, {save.number for save, _ in self._list_pending(folder) if save.node == 0})
 
     def _choose(self, folder: str, begun: set[int]) -> list[Pending]:
-        """Those to be written next; older ones are dropped."""
+        """Choose the saves to be written next, the oldest first; drop those that are replaced."""
+        pending = self._list_pending(folder)[::-1]
+        newer = [save for save, _ in pending if save.number in begun]
         chosen, spare = list[Pending](), list[Pending]()
-        for kind in (True, False), (True, True), (False, False):
-            group = [each for each in self._list_pending(folder) if (each[0].latest, each[0].by_itself) == kind]
-            first = next((number for number, (save, _) in enumerate(group) if save.number in begun), len(group))
-            for save, place in group[first:]:
-                if save is group[first][0] or _is_beside(save, group[first][0]):
-                    chosen += [(save, place)] if save.number in begun else []
-                else:
-                    spare.append((save, place))
-        spare += [each for each in chosen if is_replaced(each[0])]
+        for save, place in pending:
+            if any(_replaces(other, save) for other in newer) or (save.number in begun and is_replaced(save)):
+                spare.append((save, place))
+            elif save.number in begun:
+                chosen.append((save, place))
         for save, place in spare:
             save.note_done(place, "")
             if not save.by_itself:
-                logger.warning("%s is too slow: %s is dropped for a newer save", place.folder, save.tag)
+                logger.warning("%s: %s not written, a later save has the same tag", place.folder, save.tag)
         if spare:
             self._free()
-        return sorted((each for each in chosen if each not in spare), key=lambda each: each[0].number)
+        return chosen
 
     def _free(self) -> None:
         with self._lock:
@@ -270,7 +306,7 @@ class SaveWriter:
             if save.node == 0:  # what the others have written is no whole save yet
                 self._note_written(save, place, mark)
         except Exception as error:  # noqa: BLE001 - another save may go there all the same
-            self._warn(place.folder, str(error) or repr(error))
+            self._warn(place.folder, str(error) or repr(error), save.tag)
             return False
         self._free()
         self._told.pop(place.folder, None)
@@ -278,15 +314,21 @@ class SaveWriter:
 
     def _is_overtaken(self, save: Snapshot, place: Destination) -> bool:
         """Whether ``latest`` has named a later save there."""
+        if save.is_overtaken():
+            return True
         with self._lock:
             later = [other for other in self.job.list_saves() if other.latest and other.number > save.number]
             return any(other.read_done().get(place.folder) for other in later)
 
     def _gives_way(self, save: Snapshot, place: Destination) -> bool:
-        """Whether a newer save waits for a place, the last one of which has not failed: each may come to its end."""
-        pending = (other for other, _ in self._list_pending(place.folder) if place.folder not in self._told)
-        kind = save.latest, save.by_itself
-        return any((other.latest, other.by_itself) == kind and other.number > save.number for other in pending)
+        """Return True if a newer save waits for a destination whose last write has not failed.
+
+        The older one is tried again after it.
+        """
+        if place.folder in self._told:
+            return False
+        newer = [other for other in self.job.list_saves() if other.number > save.number]
+        return any(place.folder == each.folder for other in newer for each in other.list_pending())
 
     def _find_pace(self, place: Destination) -> Pace:
         rate = None if place.limit_mb_s is None else place.limit_mb_s * (1 << 20)
@@ -295,37 +337,63 @@ class SaveWriter:
     def _note_written(self, save: Snapshot, place: Destination, mark: str) -> None:
         end_save(save, place)
         key = f"{place.folder}{_BY_ITSELF if save.by_itself else ''}"
-        held = {tag: each for tag, each in self.job.read_written().get(key, {}).items() if tag != save.tag}
+        held = {tag: each for tag, each in self._written.get(key, {}).items() if tag != save.tag}
         held[save.tag] = mark
         self._note(key, held)
         self._note(key, prune_place(place, held))
 
     def _note(self, key: str, held: Mapping[str, str]) -> None:
         with self._lock:
-            self.job.note_written({**self.job.read_written(), key: held})
+            self._written[key] = dict(held)
+            with suppress(DiskFullError):  # it is noted with the next save
+                self.job.note_written(self._written)
 
-    def _warn(self, place: str, why: str) -> None:
-        """Once for each fault of a place."""
-        if self._told.get(place) != why:
-            self._told[place] = why
-            logger.warning("%s: not written, to be tried again: %s", place, escape(why))
+    def _warn(self, place: str, why: str, tag: str = "a save") -> None:
+        """Log each fault of a destination once."""
+        if self._told[place].get(tag) != why:
+            self._told[place][tag] = why
+            logger.warning("%s: %s not written, to be tried again: %s", place, tag, escape(why))
 
 
-def _is_beside(save: Snapshot, newer: Snapshot) -> bool:
-    """Whether a script has asked for both, one after the other: as the best one, and as the last."""
-    return save.step == newer.step and save.tag != newer.tag
+def _replaces(newer: Snapshot, save: Snapshot) -> bool:
+    """Return True if a destination must have only the newer of two saves of a job.
+
+    A save of a script gives way only to one under the same tag. A snapshot gives way to any newer snapshot.
+    """
+    if newer.number <= save.number or newer.by_itself != save.by_itself:
+        return False
+    return newer.latest == save.latest if save.by_itself else newer.tag == save.tag
+
+
+def is_safe(save: Snapshot) -> bool:
+    """Return True if all destinations have all nodes' files of a save, so that no memory is needed for it."""
+    return save.is_written() and (save.node == 0 or all(is_sealed(save, place) for place in save.places))
 
 
 def list_late(saves: Sequence[Snapshot]) -> dict[str, int]:
-    """By place how many of a job's saves it does not have yet."""
-    found: dict[str, int] = defaultdict(int)
+    """Return by destination how many of a job's saves it lacks."""
+    return {place: len(tags) for place, tags in list_late_tags(saves).items()}
+
+
+def list_late_tags(saves: Sequence[Snapshot]) -> dict[str, list[str]]:
+    """Return by destination the tags of a job's saves that it lacks, the oldest first."""
+    found: dict[str, list[str]] = defaultdict(list)
     for save in saves:
         for place in save.list_pending():
-            found[place.folder] += 1
+            found[place.folder].append(save.tag)
     return dict(found)
 
 
-if __name__ == "__main__":
-    if os.fork():  # no child of a rank's: a launcher that ends it would end this process too
-        os._exit(0)
-    sys.exit(main(*sys.argv[1:]))
+def describe_late(saves: Sequence[Snapshot]) -> str:
+    """Name the tags that destinations lack: ``best, last to /checkpoints``."""
+    return "; ".join(f"{', '.join(tags)} to {place}" for place, tags in sorted(list_late_tags(saves).items()))
+
+
+def read_fault(job: Job, place: str, tag: str) -> str:
+    """Return what the writer's log last says about a save and a destination, or an empty string."""
+    try:
+        with open(os.path.join(job.folder, "log"), errors="replace") as log:
+            lines = [line.partition(f": {place}: {tag} ")[2].strip() for line in log]
+    except FileNotFoundError:
+        return ""
+    return next(filter(None, reversed(lines)), "")

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ..errors import CheckpointError, StorageError
 from ..io.jsonfile import parse_json, read_bounded
 from ..io.paths import join_path
-from ..io.store import exchange_small, remove, write_small
+from ..io.store import exchange_small, read_small, remove, write_small
 from .files import BASE, FROZEN, SEAL
 from .findings import Finding, from_failure
 from .headers import FileHeader

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from deepspeed_ucp.saves.memory import find_root, list_jobs
+from deepspeed_ucp.saves.writer import is_locked
 from deepspeed_ucp.testing.ports import hold_port
-from tests.saves.saving import is_whole
+from tests.saves.saving import TAG, is_whole
 from tests.support.forked import start_script
 from tests.support.until import wait_until
 
@@ -50,19 +54,39 @@ def run(log: Path, ranks: int, *arguments: object) -> tuple[list[Any], str, int]
 
 @pytest.mark.timeout(300)
 def test_jobs_one_after_the_other(tmp_path: Path) -> None:
-    """The first ends, and waits; the second is killed, and its writer goes on; the third finds all in memory."""
+    """The first ends, and frees memory; the second is killed, and its writer goes on; the third finds all in memory."""
     folder, memory = tmp_path / "place", tmp_path / "memory"
     found, _, code = run(tmp_path / "1", 1, folder, memory, 2, "ended")
     assert (found[1], code) == (0, 0)
     assert (folder / "latest").read_text() == "global_step2" and is_whole(str(folder / "global_step2"))
+    wait_until(lambda: list_jobs(find_root(str(memory))) == [])
     found, _, code = run(tmp_path / "2", 1, folder, memory, 2, "killed")
     assert code == -9
-    assert found[0].startswith(str(memory)) and found[1:] == [2, 2]
+    assert found[0].startswith(str(folder)) and found[1:] == [2, 2]
     found, _, code = run(tmp_path / "3", 1, folder, memory, 0, "ended")
     assert found[0].startswith(str(memory)) and found[1:] == [4, 4]
     wait_until(lambda: (folder / "latest").read_text() == "global_step4")
     assert is_whole(str(folder / "global_step4"))
     assert [path for path in folder.iterdir() if path.name.startswith(".")] == []
+
+
+def test_an_error_that_nothing_catches_keeps_memory(tmp_path: Path) -> None:
+    """The job may be started again."""
+    code = (
+        "import sys; from deepspeed_ucp.config import SaveOptions, UniversalConfig\n"
+        "from deepspeed_ucp.saves.memory import name_job; from deepspeed_ucp.saves.saver import Saver\n"
+        "from tests.saves.saving import PATIENCE, make_save\n"
+        "options = SaveOptions(memory=sys.argv[1], wait_s=PATIENCE)\n"
+        "saver = Saver(UniversalConfig(save=options), name_job(), 0, [0]); saver.open()\n"
+        "make_save(saver.job, sys.argv[2]); saver.tell_writer()\n"
+        "raise ValueError('an error that nothing catches')"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "memory"), str(tmp_path / "place")]
+    done = subprocess.run(command, cwd=SCRIPT.parents[2], capture_output=True, text=True, check=False)
+    assert "an error that nothing catches" in done.stderr
+    (job,) = list_jobs(find_root(str(tmp_path / "memory")))
+    wait_until(lambda: not is_locked(job))
+    assert is_whole(str(tmp_path / "place" / TAG)) and [save.tag for save in job.list_saves()] == [TAG]
 
 
 @pytest.mark.timeout(300)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import re
 import shutil
 import signal
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,12 +29,14 @@ from deepspeed_ucp.io.memory import identify_host
 from deepspeed_ucp.load.context import LoadArguments
 from deepspeed_ucp.saves import saver as savers
 from deepspeed_ucp.saves.finding import find_in_memory
-from deepspeed_ucp.saves.memory import Job, find_root, name_job
+from deepspeed_ucp.saves.memory import Job, find_root, list_jobs, name_job
 from deepspeed_ucp.saves.saving import finish_saves, save_into_memory
 from deepspeed_ucp.saves.search import Found
+from deepspeed_ucp.saves.writer import is_locked
 from tests.convert.conversions import write_source
 from tests.saves.saving import PATIENCE, TAG, find_writer, is_whole, make_save, write
 from tests.support.held import without_collector
+from tests.support.until import wait_until
 
 
 class FakeEngine(SimpleNamespace):
@@ -251,6 +256,77 @@ def test_folders_may_lie_at_home_and_name_variables(tmp_path: Path, monkeypatch:
         find_root("$SCRATCH/memory")
 
 
+@pytest.mark.parametrize("kind", ["link", "dangling", "file", "fifo", "mode", "another's"])
+def test_a_folder_that_another_user_may_have_made_is_refused(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resume loads what lies in it."""
+    root = tmp_path / f"deepspeed_ucp-{os.getuid()}"
+    if kind == "link":
+        (tmp_path / "theirs").mkdir(mode=0o700)
+        root.symlink_to(tmp_path / "theirs")
+    elif kind == "dangling":
+        root.symlink_to(tmp_path / "theirs")
+    elif kind == "file":
+        root.write_text("")
+    elif kind == "fifo":
+        os.mkfifo(root)
+    else:
+        root.mkdir(mode=0o700)
+        root.chmod(0o777 if kind == "mode" else 0o700)
+    if kind == "another's":
+        another = os.getuid() + 1
+        monkeypatch.setattr(os, "getuid", lambda: another)
+        root.rename(tmp_path / f"deepspeed_ucp-{os.getuid()}")
+    with pytest.raises(StorageError, match="Remove it, or name another folder"):
+        find_root(str(tmp_path))
+    assert not (tmp_path / "theirs").is_dir() or kind == "link"
+
+
+def test_jobs_that_others_may_have_made_are_none_of_ours(tmp_path: Path) -> None:
+    root = find_root(str(tmp_path))
+    names = [name_job() for _ in range(3)]
+    for name in names[:2]:
+        os.mkdir(os.path.join(root, name), mode=0o700)
+    os.chmod(os.path.join(root, names[1]), 0o722)
+    os.symlink(os.path.join(root, names[0]), os.path.join(root, names[2]))
+    assert [job.name for job in list_jobs(root)] == [names[0]]
+
+
+@pytest.mark.parametrize("removed", ["all", "content", "nothing"])
+def test_a_removed_folder_is_told_of_before_memory_takes_its_place(
+    removed: str, job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever removed it may want to start from scratch."""
+    place = tmp_path / "place"
+    make_save(job, str(place), tag="first")
+    assert find(tmp_path / "memory", place) == "first" and caplog.text == ""  # nothing was ever there
+    assert write(job)
+    make_save(job, str(place), tag="second", step=9)
+    if removed != "nothing":
+        shutil.rmtree(place)
+        if removed == "content":
+            place.mkdir()
+    assert find(tmp_path / "memory", place) == "second"
+    told = f"{place} holds none of the checkpoints that were written there (first)"
+    assert (told in caplog.text and f"rm -r {job.folder}" in caplog.text) is (removed != "nothing")
+
+
+@pytest.mark.parametrize("end", ["normal", "preempted"])
+def test_memory_is_freed_by_a_job_that_ends_normally(
+    end: str, engine: FakeEngine, save: Callable[..., tuple[str, bool]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert save(str(tmp_path / "place"), TAG, lambda folder: write_source(Path(folder)))[1]
+    saver = find_state(engine).saver
+    monkeypatch.setattr(sys, "last_value", None, raising=False)
+    if end == "preempted":
+        savers.keep_memory()
+    saver.close()
+    assert is_whole(str(tmp_path / "place" / TAG))
+    assert bool(saver.job.list_saves()) is (end != "normal")
+    wait_until(lambda: not is_locked(saver.job) and os.path.exists(saver.job.folder) is (end != "normal"))
+
+
 def test_two_engines_that_save_into_one_folder_are_told_of(
     engine: FakeEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -364,9 +440,10 @@ def test_what_is_left_of_a_save_that_cannot_be_copied_is_let_go(job: Job, tmp_pa
     saver._left += [first, second]
     second.copy_left.side_effect = OSError(errno.ENOSPC, "No space left on device")
     end = mock.Mock()
-    saver.end_behind(end, str(tmp_path / "place"))
+    saver.end_behind(end, str(tmp_path / "place"), "best")
     saver.finish_copy()
     assert first.abandon.called and not (first.copy_left.called or end.called or saver._left)
+    assert "No space left" in saver.list_missing()["best"]
 
 
 def test_only_the_rank_that_keeps_the_folder_starts_a_writer(job: Job, tmp_path: Path) -> None:
@@ -425,16 +502,6 @@ def test_places_of_saves_are_read_too() -> None:
     assert UniversalConfig(also=["/also"], save=SaveOptions()).with_tiers().also == ["/also"]
 
 
-def test_a_trainer_that_would_remove_older_checkpoints_is_told(
-    engine: FakeEngine, save: Callable[..., tuple[str, bool]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert save(str(tmp_path / "place"), TAG, lambda folder: write_source(Path(folder)))[1]
-    monkeypatch.setattr(savers.Saver, "finish", lambda _: False)
-    finish_saves(engine)
-    with pytest.raises(StorageError, match="Older checkpoints, which would be removed now, stay"):
-        finish_saves(engine, required=True)
-
-
 def test_snapshots_count_apart_from_a_scripts_saves(engine: FakeEngine, tmp_path: Path) -> None:
     """They never go to the folder that a load names, and take no turn of a script's save."""
     places = [SaveTier(place=str(tmp_path / "fast")), SaveTier(place=str(tmp_path / "slow"), every=2, keep=3)]
@@ -460,17 +527,23 @@ def test_snapshots_count_apart_from_a_scripts_saves(engine: FakeEngine, tmp_path
 
 
 def test_a_dead_jobs_snapshot_stays_until_there_is_another(
-    engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nothing else has its state; what lies there for other folders makes room."""
+    """Nothing else has its state, nor that of another folder's snapshot: the message says how to remove it by hand."""
     dead = Job(os.path.join(find_root(str(tmp_path / "memory")), name_job()))
-    for number, name in enumerate(("saved", "other")):
-        make_save(dead, str(tmp_path / name), tag=name, step=number, places=(), by_itself=True)
+    for number, name in enumerate(("saved", "older", "other")):
+        folder = str(tmp_path / name.replace("older", "other"))
+        make_save(dead, folder, tag=name, step=number, places=(), by_itself=True)
     config = UniversalConfig(save=SaveOptions(memory=str(tmp_path / "memory"), wait_s=PATIENCE))
     monkeypatch.setattr(savers, "count_free", lambda _: -1)
-    with pytest.raises(StorageError, match="MiB are free"):
+    caplog.set_level(logging.INFO)
+    with pytest.raises(StorageError, match="MiB are free") as raised:
         save_into_memory(engine, config, str(tmp_path / "saved"), TAG, mock.Mock(), latest=True, by_itself=True)
-    assert [save.tag for save in dead.list_saves()] == ["saved"]
+    assert [save.tag for save in dead.list_saves()] == ["saved", "other"]
+    assert f"removed to make room, older of {tmp_path / 'other'}" in caplog.text
+    assert f"other (step 2) of {tmp_path / 'other'}" in str(raised.value) and f"rm -r {dead.folder}" in str(
+        raised.value
+    )
     make_save(other := Job(os.path.join(find_root(str(tmp_path / "memory")), name_job())), str(tmp_path / "third"))
     make_save(other, str(tmp_path / "third"), places=(), by_itself=True)
     save_into_memory(engine, config, str(tmp_path / "third"), TAG, mock.Mock(), latest=True)
@@ -480,4 +553,111 @@ def test_a_dead_jobs_snapshot_stays_until_there_is_another(
         engine, config, str(tmp_path / "saved"), TAG, lambda folder: write_source(Path(folder)), latest=True,
         by_itself=True,
     )  # fmt: skip
-    assert dead.list_saves() == []
+    assert [save.tag for save in dead.list_saves()] == ["other"]
+
+
+def test_a_dead_run_of_a_folder_next_to_it_keeps_what_is_in_memory_alone(
+    save: Callable[..., tuple[str, bool]], tmp_path: Path
+) -> None:
+    """Trainers have a folder for each save, and so do runs."""
+    dead = [Job(os.path.join(find_root(str(tmp_path / "memory")), name_job())) for _ in range(3)]
+    make_save(dead[0], str(tmp_path / "runs" / "a"), places=(), by_itself=True)
+    make_save(dead[1], str(tmp_path / "runs" / "b"))
+    make_save(dead[2], str(tmp_path / "runs" / "c"), places=(), by_itself=True)
+    assert write(dead[1])
+    assert save(str(tmp_path / "runs" / "c"), TAG, lambda folder: write_source(Path(folder)))[1]
+    assert [bool(job.list_saves()) for job in dead] == [True, False, False]
+
+
+def test_a_dead_jobs_pending_save_stays_until_its_tag_is_saved_again(
+    engine: FakeEngine, save: Callable[..., tuple[str, bool]], tmp_path: Path
+) -> None:
+    """Its writer may have failed for long."""
+    place, dead = str(tmp_path / "place"), Job(os.path.join(find_root(str(tmp_path / "memory")), name_job()))
+    make_save(dead, place, tag="pending")
+    with mock.patch.object(savers, "start_writer", side_effect=OSError("no process")):
+        for tag, left in (("next", ["pending"]), ("pending", [])):
+            savers._started.clear()
+            assert save(place, tag, lambda folder, tag=tag: write_source(Path(folder)).rename(Path(folder) / tag))[1]
+            assert [each.tag for each in dead.list_saves()] == left
+        savers._started.clear()
+
+
+def wait_for_save(seconds: float) -> mock._patch[SimpleNamespace]:
+    """A clock in the place of :mod:`time` that sleeping alone moves, so much at a time."""
+    now = [0.0]
+
+    def sleep(_: float) -> None:
+        now[0] += seconds
+        time.sleep(0.01)
+
+    return mock.patch.object(savers, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+
+
+def test_a_save_waits_for_the_memory_of_pending_ones(
+    engine: FakeEngine, save: Callable[..., tuple[str, bool]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as they are written: nothing that a script has saved is dropped."""
+
+    def count(_: str) -> int:
+        saver = find_state(engine).saver
+        return -1 if saver is not None and savers.list_late(saver.job.list_saves()) else 1 << 40
+
+    monkeypatch.setattr(savers, "count_free", count)
+    place, tags = tmp_path / "place", ["best", "a", "b", "last"]
+    for tag in tags:
+        assert save(str(place), tag, lambda folder, tag=tag: write_source(Path(folder)).rename(Path(folder) / tag))[1]
+    finish_saves(engine, required=True)
+    assert all(is_whole(str(place / tag)) for tag in tags) and (place / "latest").read_text() == "last"
+
+
+def test_a_save_behind_a_place_that_fails_waits_once_and_is_written_without_memory(
+    engine: FakeEngine,
+    save: Callable[..., tuple[str, bool]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What is pending comes to the place later, but `latest` does not go back to it, nor a tag that was saved anew."""
+    place = tmp_path / "place"
+    place.write_text("no folder")
+
+    def write_to(folder: str, tag: str) -> None:
+        if place.is_file():
+            place.unlink()
+        write_source(Path(folder), 7).rename(Path(folder) / tag)
+        (Path(folder) / "latest").write_text(tag)
+
+    for tag in "first", "again":
+        assert save(str(place), tag, lambda folder, tag=tag: write_source(Path(folder)).rename(Path(folder) / tag))[1]
+    saver = find_state(engine).saver
+    wait_until(lambda: "not written" in Path(saver.job.folder, "log").read_text())
+    monkeypatch.setattr(savers, "count_free", lambda _: -1)
+    with mock.patch.object(savers.Saver, "tell_writer"), wait_for_save(PATIENCE / 4) as clock:
+        assert not save(str(place), "again", lambda folder: write_to(folder, "again"))[1]
+        waited = clock.monotonic()
+        assert not save(str(place), "last", lambda folder: write_to(folder, "last"))[1]
+        assert waited >= PATIENCE and clock.monotonic() == waited
+    assert "still to be written: first, again to" in caplog.text and "last is saved there while" in caplog.text
+    assert saver.finish() and is_whole(str(place / "first"))
+    assert (place / "latest").read_text() == "last" and not (place / "again" / "ucp_seal.json").exists()
+
+
+def test_who_requires_saves_hears_which_are_missing_and_why(
+    engine: FakeEngine, save: Callable[..., tuple[str, bool]], tmp_path: Path
+) -> None:
+    """A snapshot is none of them; and those that were lost with the memory are named once."""
+    place = tmp_path / "place"
+    place.write_text("no folder")
+    assert save(str(place), "best", lambda folder: write_source(Path(folder)).rename(Path(folder) / "best"))[1]
+    saver = find_state(engine).saver
+    make_save(saver.job, str(place), tag="by-itself", by_itself=True)
+    wait_until(lambda: "not written" in Path(saver.job.folder, "log").read_text())
+    with wait_for_save(PATIENCE / 4):
+        finish_saves(engine)
+        with pytest.raises(StorageError, match=r"best: missing at .*place \(.*(exists|Not a directory)") as raised:
+            finish_saves(engine, required=True)
+    assert "by-itself" not in str(raised.value)
+    os.rename(saver.job.folder, tmp_path / "removed")
+    with pytest.raises(StorageError, match="best: .* was removed"):
+        finish_saves(engine, required=True)
