@@ -17,7 +17,7 @@ from ..topology import find_precision
 from ..torchsave.objects import to_member
 from ..torchsave.torchfile import read_header
 from .files import CLIENT, ZERO, scan_folder
-from .reading import as_list, list_globals
+from .reading import as_list, explain_form, list_globals, normalize_zero
 
 _EXPERT_STATES = re.compile(r"expp_rank_(\d+)_(mp_rank_\d+)_optim_states\.pt")
 
@@ -119,13 +119,19 @@ def _show(value: Any) -> str:
 
 
 def _read_facts(model: str, optim: str | None) -> dict[str, Any]:
-    tree = read_header(model).tree
-    config = tree.get("ds_config") or {}
-    state = read_header(optim).tree.get("optimizer_state_dict") or {} if optim else {}
+    tree, others = read_header(model).tree, read_header(optim).tree if optim else {}
+    with explain_form(model):
+        return _take_facts(model, tree, others)
+
+
+def _take_facts(model: str, tree: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    config = tree.get("ds_config")
+    config = config if isinstance(config, dict) else {}  # a path
+    state = others.get("optimizer_state_dict") or {}
     layers = tree.get("ds_autoep_layers", tree.get("autoep_layers")) or []
     shapes = as_list(tree.get("param_shapes"))
     return {
-        "ZeRO stage": int((config.get("zero_optimization") or {}).get("stage") or 0),
+        "ZeRO stage": normalize_zero(config.get("zero_optimization") or {}).get("stage") or 0,
         "precision": find_precision(config),
         "data-parallel ranks": tree.get("dp_world_size"),
         "model-parallel ranks": tree.get("mp_world_size"),

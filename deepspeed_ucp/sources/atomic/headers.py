@@ -29,7 +29,7 @@ from ..compare import find_foreign_files
 from ..files import MANIFEST, ZERO, Listing, scan_folder, sort_files
 from ..findings import Finding, make_error
 from ..headers import FileHeader, OptimHeader, Piece
-from ..reading import HeaderReader, explain_damage, read_file, read_stage
+from ..reading import HeaderReader, as_stage, explain_form, read_file
 from ..save import Save, arrange, name_model_files
 from .upstream import CAT_DIM, EQUAL_PARTS, EXPERTS, IS_EXPERT, VOCABULARY
 
@@ -162,8 +162,9 @@ def _read_file(folder: str, name: str) -> ParamHeader:
         UnsupportedError: an expert's parameter.
     """
     path = os.path.join(folder, name)
-    with explain_damage(path):
-        return _describe(read_header(path), name)
+    file = read_header(path)
+    with explain_form(path):
+        return _describe(file, name)
 
 
 def _describe(file: TorchFile, name: str) -> ParamHeader:
@@ -204,8 +205,8 @@ def _read_optimizer(folder: str) -> tuple[OptimHeader, int]:
         CheckpointError: damaged, or of another kind.
     """
     path = os.path.join(folder, OPTIMIZER)
-    with explain_damage(path):
-        file = read_header(path)
+    file = read_header(path)
+    with explain_form(path):
         tree = file.tree
         if not isinstance(tree, dict) or not isinstance(tree.get("param_groups"), list):
             raise CheckpointError("has no param_groups; it is no optimizer state of ds_to_universal.", path=path)
@@ -214,7 +215,7 @@ def _read_optimizer(folder: str) -> tuple[OptimHeader, int]:
             return reader.read_optim(tree), 3
         wrapper = find_wrapper("zero12" if STAGE in tree else "bf16")
         header = reader.read_flat(tree, {"param_groups": tree["param_groups"]}, wrapper, [])
-        return header, int(read_stage(tree.get(STAGE, 0)))
+        return header, reader.read_field(tree, STAGE, as_stage) or 0
 
 
 def _read_models(folder: str, sizes: dict[str, int], stage: int, comm: Comm) -> Save:

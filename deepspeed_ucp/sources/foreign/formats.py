@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -17,11 +16,11 @@ from ..compare import find_late_files, find_other_step
 from ..files import scan_if_there
 from ..findings import WARNING, Finding
 from ..latest import find_tags
-from ..reading import explain_damage
+from ..reading import explain_form
 from ..table import FileTable
 from . import adapter, dcp, megatron, names, safetensors, statedict
 from .contents import NEITHER, Contents, list_left, make_index
-from .headers import read_all, read_once
+from .headers import load_json, read_all, read_once
 from .states import add_states
 
 _MOST_BYTES = 1 << 24
@@ -84,7 +83,7 @@ def survey_foreign(where: FileTable, comm: Comm, kind: str) -> tuple[AtomicIndex
     def unite() -> AtomicIndex:
         if not contents.weights:
             raise CheckpointError(_EMPTY, path=where.path(contents.head))
-        with explain_damage(where.path(contents.head)):
+        with explain_form(where.path(contents.head)):
             return make_index(contents, where)
 
     index = comm.alike(unite)
@@ -133,7 +132,7 @@ def _read_config(where: FileTable, kind: str, comm: Comm) -> dict[str, Any]:
     """The configuration of transformers beside weights; empty without one."""
 
     def parse(path: str) -> dict[str, Any]:
-        told = json.loads(read_all(path, _MOST_BYTES))
+        told = load_json(read_all(path, _MOST_BYTES), path, strict=False)
         return told if isinstance(told, dict) else {}
 
     return (

@@ -11,26 +11,26 @@ from ...errors import CheckpointError, UnsupportedError
 from ...io.memory import pause_collection
 from ...io.paths import join_path
 from ...io.store import read_small
-from ..reading import explain_damage
+from ..reading import explain_form
 from ..table import FileTable
 
 T = TypeVar("T")
 
 
 def read_with(parse: Callable[[str], T], where: FileTable, name: str) -> T:
-    """What a file holds.
+    """Read a file from the first place where that succeeds.
 
     Args:
-        parse: given its path; whatever goes wrong there is damage to the file.
+        parse: reads the file at a path.
 
     Raises:
         CheckpointError: it is damaged or missing.
-        UnsupportedError: of ``parse``.
+        UnsupportedError: ``parse`` does not know the form of its contents.
     """
 
     def read(folder: str) -> T:
         path = join_path(folder, name)
-        with explain_damage(path), pause_collection():
+        with explain_form(path), pause_collection():
             return parse(path)
 
     return where.read(name, read)
@@ -57,13 +57,20 @@ def read_all(path: str, most: int) -> bytes:
     return data
 
 
-def load_json(data: bytes) -> Any:
-    """What JSON holds that was not made to mean two things: UTF-8, no key twice, no NaN.
+def load_json(data: bytes, path: str, *, strict: bool = True) -> Any:
+    """Parse a file's JSON.
+
+    Args:
+        strict: refuse duplicate keys and NaN, which readers interpret in different ways.
 
     Raises:
-        ValueError, RecursionError: it is something else, or nested too deeply.
+        CheckpointError: it cannot be parsed, or is nested too deeply.
     """
-    return json.loads(data.decode(), object_pairs_hook=_take_once, parse_constant=_refuse)
+    options: dict[str, Any] = {"object_pairs_hook": _take_once, "parse_constant": _refuse} if strict else {}
+    try:
+        return json.loads(data.decode(), **options)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"cannot be parsed as JSON ({error}); the file is damaged.", path=path) from error
 
 
 def _take_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def read_header(where: FileTable, name: str) -> dict[str, StoredTensor]:
                     f"tells of a header of {length} bytes in {size}; it is truncated, or no safetensors file.",
                     path=path,
                 )
-            return _take_apart(load_json(read_at(stream, length, 8)), name, path, 8 + length, size)
+            return _take_apart(load_json(read_at(stream, length, 8), path), name, path, 8 + length, size)
 
     return read_with(parse, where, name)
 

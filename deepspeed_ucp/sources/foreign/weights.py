@@ -83,7 +83,7 @@ def find_shards(where: FileTable, ending: str, comm: Comm) -> Shards:
 
 
 def _read_index(path: str, ending: str) -> dict[str, str]:
-    found = {key: str(file) for key, file in load_json(read_all(path, LONGEST))["weight_map"].items()}
+    found = {key: str(file) for key, file in load_json(read_all(path, LONGEST), path)["weight_map"].items()}
     if any("/" in file or not file.endswith(ending) for file in found.values()):
         raise CheckpointError("names files outside of its folder, or of another kind.", path=path)
     if not found:
