@@ -30,7 +30,7 @@ from .frozen import FrozenBase
 from .memory import Destination, Job, Snapshot, count_free, drop_unwanted, find_root, list_jobs, locate
 from .neighbours import Neighbours
 from .states import find_stable
-from .writer import POLLED, STARTING, is_locked, list_late, start_writer
+from .writer import POLLED, STARTING, is_locked, list_late, list_refused, start_writer
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -384,6 +384,7 @@ class Saver:
 
     def warn_late(self, step: int) -> None:
         """Say by how many steps a place is behind more than a save, whenever that has doubled."""
+        self._warn_refused()
         late = list_late(self.job.list_saves())
         for place, count in late.items():
             behind = step - self._reached.setdefault(place, step)
@@ -397,6 +398,15 @@ class Saver:
             self._told.pop(place, None)
             del self._reached[place]
 
+    def _warn_refused(self) -> None:
+        """Log once for each save that the writer has given up it."""
+        for tag, why in list_refused(self.job.list_saves()).items():
+            if (
+                text := f"{tag} is in memory alone ({self.job.folder}), no retry can mend this: {why}"
+            ) not in self._said:
+                self._said.add(text)
+                logger.warning("%s", text)
+
     def wait(self, seconds: float) -> bool:
         """Wait until all places have what they are to have, or nobody writes any more; whether they have it."""
         self.finish_copy()
@@ -404,6 +414,9 @@ class Saver:
         end = seen + seconds
         while late := list_late(self.job.list_saves()):
             now = time.monotonic()
+            if all(len(save.list_refused()) == len(save.list_pending()) for save in self.job.list_saves()):
+                self._warn_refused()
+                return False
             if is_locked(self.job):
                 seen = now
             elif self._lines is not None:

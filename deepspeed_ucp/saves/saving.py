@@ -22,7 +22,7 @@ from .memory import count_free, find_root, list_jobs, name_job
 from .neighbours import find_neighbours
 from .saver import ADVICE, SPARE, Saver, list_first
 from .states import count_saved
-from .writer import list_late
+from .writer import list_late, list_refused
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -195,9 +195,12 @@ def finish_saves(engine: Any, *, required: bool = False) -> None:
     def finish() -> None:
         saver.finish_copy()
         if saver.is_first and not saver.finish() and required:
+            refused = list_refused(saver.job.list_saves())
+            why = f"were not written within {saver.options.wait_s:.0f} s ({saver.job.folder}/log tells why)"
+            if refused:
+                why = f"cannot be written ({'; '.join(f'{tag}: {text}' for tag, text in refused.items())})"
             raise StorageError(
-                f"its saves were not written within {saver.options.wait_s:.0f} s ({saver.job.folder}/log tells why). "
-                "Older checkpoints, which would be removed now, stay; memory has the newest one.",
+                f"its saves {why}. Older checkpoints, which would be removed now, stay; memory has the newest one.",
                 path=", ".join(sorted(list_late(saver.job.list_saves()))),
             )
 

@@ -29,7 +29,7 @@ from deepspeed_ucp.saves.finding import Found, find_in_memory
 from deepspeed_ucp.saves.memory import Job, find_root, name_job
 from deepspeed_ucp.saves.saving import finish_saves, save_into_memory
 from tests.convert.conversions import write_source
-from tests.saves.saving import PATIENCE, TAG, find_writer, is_whole, make_save, write
+from tests.saves.saving import PATIENCE, TAG, find_writer, is_whole, make_save, set_counter, write
 from tests.support.held import without_collector
 
 
@@ -432,6 +432,23 @@ def test_a_trainer_that_would_remove_older_checkpoints_is_told(
     finish_saves(engine)
     with pytest.raises(StorageError, match="Older checkpoints, which would be removed now, stay"):
         finish_saves(engine, required=True)
+
+
+def test_a_save_that_no_retry_can_mend_ends_the_wait(
+    engine: FakeEngine, save: Callable[..., tuple[str, bool]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The writer's process gives it up, and the process that trains tells why."""
+    place = tmp_path / "place"
+    assert save(str(place), TAG, lambda folder: set_counter(write_source(Path(folder)), "global_samples", 6.5))[1]
+    finish_saves(engine)
+    assert caplog.text.count("global_samples is 6.5") == 1 and "is in memory alone" in caplog.text
+    with pytest.raises(StorageError, match=rf"cannot be written \({TAG}: .*global_samples is 6.5"):
+        finish_saves(engine, required=True)
+    assert caplog.text.count("global_samples is 6.5") == 1
+    job = find_state(engine).saver.job
+    assert (Path(job.folder) / "log").read_text().count("global_samples is 6.5") == 1
+    (left,) = job.list_saves()
+    assert [each.folder for each in left.list_pending()] == [str(place)] and not (place / "latest").exists()
 
 
 def test_snapshots_count_apart_from_a_scripts_saves(engine: FakeEngine, tmp_path: Path) -> None:
