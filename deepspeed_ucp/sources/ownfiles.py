@@ -43,7 +43,10 @@ def find_state_file(index: AtomicIndex, mp_rank: int, dp_rank: int = 0) -> str |
     run = index.run
     folder, name = os.path.split(run.state_file)
     name = name.replace("mp_rank_00", f"mp_rank_{mp_rank:02d}").replace("zero_pp_rank_0_", f"zero_pp_rank_{dp_rank}_")
-    held = [file.path for file in index.stored.files if os.path.basename(file.path) == name]
+    pattern = re.escape(name)
+    if run.topology.tp == run.topology.pp == 1:  # ALST's files may have the sequence-parallel rank there
+        pattern = pattern.replace("_mp_rank_00_", r"_mp_rank_\d+_")
+    held = [file.path for file in index.stored.files if re.fullmatch(pattern, os.path.basename(file.path))]
     if index.stored.access.is_partial:
         return next((path for path in held if path != run.state_file), None)
     paths = (*held, os.path.join(folder, name), os.path.join(folder, CLIENT, name))
