@@ -128,7 +128,7 @@ class Snapshot:
         self._note(_DONE, done)
 
     def list_refused(self) -> dict[str, str]:
-        """Return by pending destination why its writer has given up."""
+        """Return the reason by destination that its writer has given up."""
         told = self._read(_REFUSED)
         return {place.folder: told[place.folder] for place in self.list_pending() if place.folder in told}
 

@@ -399,7 +399,7 @@ class Saver:
             del self._reached[place]
 
     def _warn_refused(self) -> None:
-        """Log once for each save that the writer has given up it."""
+        """Warn once about each save that the writer has given up."""
         for tag, why in list_refused(self.job.list_saves()).items():
             if (
                 text := f"{tag} is in memory alone ({self.job.folder}), no retry can mend this: {why}"

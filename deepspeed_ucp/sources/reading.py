@@ -482,13 +482,13 @@ def _pick_plain(fields: Mapping[str, Any], kept: Iterable[str]) -> dict[str, Any
 
 
 def read_hyper(value: Any, path: str) -> Any:
-    """A hyper-parameter as plain data; what is none by its class and a digest of how it was pickled.
+    """Return a hyper-parameter as plain data, or as an :class:`Unread` if it is not plain.
 
     Raises:
-        CheckpointError: it is larger than any hyper-parameter.
+        UnsupportedError: it is larger than any hyper-parameter.
     """
     if has_more_parts(value, _MOST_PARTS):
-        raise CheckpointError(f"{describe(value)} as a hyper-parameter is too large; the file is damaged.", path=path)
+        raise UnsupportedError(f"{describe(value)} is too large for a hyper-parameter. {_REPORT}", path=path)
     plain = _simplify(value)
     if _is_plain(plain):
         return plain

@@ -16,7 +16,7 @@ from typing import Any
 
 from ...atoms import MODULE, strip_compiled
 from ...comm import Comm
-from ...errors import CheckpointError, shorten
+from ...errors import CheckpointError, UnsupportedError, shorten
 from ...experts import holds_experts
 from ...io.distance import choose_map
 from ...io.paths import Entry, is_url
@@ -192,7 +192,9 @@ def _count_experts(file: TorchFile, tree: Mapping[Any, Any], piece: Piece) -> in
     if not tree.get(IS_EXPERT):
         return 0
     if type(count) is not int or not holds_experts(piece.shape, count):
-        raise CheckpointError(f"is of {count!r} experts and holds {piece.shape}; the file is damaged.", path=file.path)
+        raise UnsupportedError(
+            f"is of {count!r} experts and holds {piece.shape}, which is not supported.", path=file.path
+        )
     return count
 
 
