@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import IterableDataset, Sampler, get_worker_info
 
+from .atoms import to_integer
 from .engine_state import Carried, carry
 from .errors import CheckpointError, ConfigError, MismatchError
 
@@ -59,12 +60,27 @@ def _read_number(state: Mapping[str, Any], name: str, least: int | None = None) 
     Raises:
         CheckpointError: there is none, or one below ``least``.
     """
-    found = state.get(name)
+    found = to_integer(state.get(name))
     if isinstance(found, bool) or not isinstance(found, int) or (least is not None and found < least):
         wanted = "a whole number" if least is None else f"a whole number from {least} on"
         raise CheckpointError(
-            f"the saved state of the data has {name} {found!r}, expected is {wanted}: it is damaged, or of something "
-            "else. Begin the data anew: follow the engine after the load."
+            f"the saved state of the data has {name} {found!r}, {wanted} is expected. Begin the data anew: follow the "
+            "engine after the load."
+        )
+    return found
+
+
+def _count_samples(engine: Any) -> int:
+    """Return the engine's count of samples, which sequence parallelism makes a float.
+
+    Raises:
+        ConfigError: it is a fraction.
+    """
+    found = to_integer(engine.global_samples)
+    if not isinstance(found, int):
+        raise ConfigError(
+            f"engine.global_samples is {found}, and the data needs a whole number: give train_batch_size, "
+            "train_micro_batch_size_per_gpu and gradient_accumulation_steps that the ranks can share."
         )
     return found
 
@@ -82,7 +98,8 @@ class Order(ABC):
 
     def __init__(self, size: int, total_batch: int, *, rank: int, world: int, shuffle: bool, seed: int) -> None:
         _check_place(rank, world)
-        if total_batch < 1 or total_batch % world:
+        total_batch = to_integer(total_batch)
+        if not isinstance(total_batch, int) or total_batch < 1 or total_batch % world:
             raise ConfigError(
                 f"a total batch of {total_batch} samples cannot be dealt to {world} ranks alike: take a positive "
                 f"multiple of {world}, or a number of ranks that divides it."
@@ -122,7 +139,7 @@ class Order(ABC):
     def consumed(self) -> int:
         """Samples that all ranks together have trained on; of an order that follows no engine, those up to where the
         next iteration begins."""
-        return self._start if self._engine is None else self._engine.global_samples - self._offset
+        return self._start if self._engine is None else _count_samples(self._engine) - self._offset
 
     @property
     def epoch(self) -> int:
@@ -158,7 +175,7 @@ class Order(ABC):
                 f"the engine trains on {engine.train_batch_size()} samples a step, the data is ordered for "
                 f"{self.total_batch}: give it engine.train_batch_size()."
             )
-        self._offset = engine.global_samples - self.consumed
+        self._offset = _count_samples(engine) - self.consumed
         self._engine, self._counted = engine, True
         former = carry(engine, name, Carried(self.get_state, self.set_state))
         if former is not None and former.load != self.set_state:
@@ -185,7 +202,10 @@ class Order(ABC):
             CheckpointError: it is no state of an order.
         """
         if not isinstance(state, Mapping):
-            raise CheckpointError(f"the saved state of the data is {type(state).__name__}, no mapping: it is damaged.")
+            raise CheckpointError(
+                f"the saved state of the data is a {type(state).__name__}, a mapping is expected. Begin the data anew: "
+                "follow the engine after the load."
+            )
         for name, here in self.describe().items():
             if state.get(name) != here:
                 raise MismatchError(
@@ -194,7 +214,7 @@ class Order(ABC):
                 )
         self.seed, self._start = _read_number(state, "seed"), _read_number(state, "consumed", 0)
         if self._engine is not None:
-            self._offset = self._engine.global_samples - self._start
+            self._offset = _count_samples(self._engine) - self._start
 
     def state_dict(self) -> dict[str, Any]:
         """For a loader that keeps its place (torchdata's ``StatefulDataLoader``): the whole steps that it has given.
@@ -360,6 +380,7 @@ class ElasticStream(Order, IterableDataset[Sample], Generic[Sample]):
         seed: int = 0,
     ) -> None:
         _check_place(rank, world)
+        total_batch = to_integer(total_batch)
         self.lanes = total_batch if lanes is None else lanes
         if len(shards) != len(sizes):
             raise ConfigError(f"{len(sizes)} sizes were given for {len(shards)} shards.")

@@ -18,6 +18,7 @@ from functools import cache, partial
 from typing import Any
 
 from . import beacon, snapshots
+from .atoms import to_integer
 from .attach import get_default
 from .comm import Comm, connect
 from .config import ENVIRONMENT, SECTION, UniversalConfig, choose_batch, parse_config, read_environment
@@ -99,9 +100,9 @@ def warn_untested(release: str) -> None:
 
 
 def _fit_batch_sizes(config: Any, options: UniversalConfig) -> None:
-    train, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
-    gas, world = config.gradient_accumulation_steps, config.world_size
-    if not all(value is None or (isinstance(value, int) and value > 0) for value in (train, micro, gas)):
+    given = config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
+    train, micro, gas, world = map(to_integer, (*given, config.world_size))
+    if not all(value is None or (isinstance(value, int) and value > 0) for value in (train, micro, gas, world)):
         return  # DeepSpeed's own messages are for these
     fit = choose_batch(train, micro, gas, world, preserve=options.preserve_batch_size)
     if fit is not None:

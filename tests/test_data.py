@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -144,6 +144,34 @@ class Engine(SimpleNamespace):
 
     def train_batch_size(self) -> int:
         return BATCH
+
+
+@pytest.mark.parametrize("make", [make_sampler, make_stream])
+def test_counts_that_sequence_parallelism_makes_floats(make: Callable[..., Order]) -> None:
+    """DeepSpeed divides the world by the sequence-parallel degree: total batch and samples are floats."""
+    engine, plain = Engine(global_samples=0), make(0, 2)
+    plain.follow(engine)
+    floats, order = Engine(global_samples=0), make(0, 2, total_batch=float(BATCH))
+    order.follow(floats)
+    engine.global_samples += 3 * BATCH
+    floats.global_samples += 3.0 * BATCH
+    assert list(order) == list(plain)
+    state = order.get_state()
+    assert state == plain.get_state() and all(type(state[key]) is int for key in ("consumed", "epoch", "total_batch"))
+    later = make(0, 2)
+    later.set_state({**state, "consumed": float(state["consumed"])})  # as saved before
+    assert list(later) == list(plain)
+
+
+def test_a_fraction_of_a_sample_is_refused() -> None:
+    order = make_sampler(0, 1)
+    with pytest.raises(ConfigError, match=r"global_samples is 6\.5.*train_batch_size"):
+        order.follow(Engine(global_samples=6.5))
+    with pytest.raises(ConfigError, match=r"total batch of 6\.5"):
+        make_sampler(0, 1, total_batch=6.5)
+    with pytest.raises(CheckpointError, match=r"has consumed 6\.5, a whole number .* is expected\. Begin") as found:
+        order.set_state({**order.get_state(), "consumed": 6.5})
+    assert "damage" not in str(found.value)
 
 
 def test_what_workers_have_fetched_ahead_is_not_consumed() -> None:
@@ -400,6 +428,6 @@ def test_a_state_that_is_none_is_refused_and_changes_nothing(make: Any, name: st
         order.set_state({**before, name: value})
     with pytest.raises(CheckpointError, match=f"has {name} None"):
         order.set_state({key: each for key, each in before.items() if key != name})
-    with pytest.raises(CheckpointError, match="is list, no mapping"):
+    with pytest.raises(CheckpointError, match="is a list, a mapping is expected"):
         order.set_state([])
     assert order.get_state() == before

@@ -30,6 +30,7 @@ from .index import (
     SavedJob,
     StoredAtoms,
     Use,
+    to_integer,
 )
 from .keys import (
     COPY,
@@ -83,4 +84,5 @@ __all__ = [
     "find_owner",
     "number_layer",
     "strip_compiled",
+    "to_integer",
 ]

@@ -60,6 +60,14 @@ class StoredAtoms:
         return cls(tuple(files), Records.of(records), Atoms.of(atoms))
 
 
+def to_integer(value: Any) -> Any:
+    """Convert a whole number that is stored as a float (6.0) to an int; return other values unchanged.
+
+    With sequence parallelism DeepSpeed divides with ``/``, so its batch sizes and counters of samples may be floats.
+    """
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 """Keys of a ds_config: samples of a step over all ranks, of a micro batch, and micro batches of a step."""
 
@@ -98,14 +106,15 @@ class SavedJob:
 
     @classmethod
     def read(cls, counters: Mapping[str, Any]) -> SavedJob:
-        """What the counters tell of it; a total batch that the ds_config left open is the samples by the steps."""
-        model_ranks = counters.get("mp_world_size") or 1
-        steps, samples = counters.get("global_steps") or 0, counters.get("global_samples") or 0
-        total = counters.get(BATCH_SIZES[0]) or (samples // steps if steps and not samples % steps else None)
-        ranks = (counters.get("dp_world_size") or 1) * model_ranks
-        ours, micro = map(counters.get, BEGUN)
+        """Read the job from a save's counters. A missing total batch is derived from samples and steps."""
+        held = {key: to_integer(value) for key, value in counters.items()}
+        model_ranks = held.get("mp_world_size") or 1
+        steps, samples = held.get("global_steps") or 0, held.get("global_samples") or 0
+        total = held.get(BATCH_SIZES[0]) or (samples // steps if steps and not samples % steps else None)
+        ranks = (held.get("dp_world_size") or 1) * model_ranks
+        ours, micro = map(held.get, BEGUN)
         begun = (ours, micro) if ours and micro else None
-        return cls(ranks, model_ranks, steps, total or None, counters.get(BATCH_SIZES[2]), counters.get(ASKED), begun)
+        return cls(ranks, model_ranks, steps, total or None, held.get(BATCH_SIZES[2]), held.get(ASKED), begun)
 
 
 @dataclass(frozen=True, slots=True)

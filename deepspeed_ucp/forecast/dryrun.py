@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..atoms import ITEMSIZE, AtomicIndex
+from ..atoms import ITEMSIZE, AtomicIndex, to_integer
 from ..config import UniversalConfig, choose_batch
 from ..errors import ConfigError, MismatchError
 from ..io.store import exists
@@ -172,7 +172,7 @@ def read_saved_config(index: AtomicIndex) -> Mapping[str, Any]:
 def check_batch_size(saved: Mapping[str, Any], dp: int, train: int | None = None) -> BatchFit:
     """Whether ``dp`` data-parallel ranks can make the saved batch (or ``train``)."""
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    sizes = [value if isinstance(value := saved.get(key), int) and value > 0 else None for key in keys]
+    sizes = [value if isinstance(value := to_integer(saved.get(key)), int) and value > 0 else None for key in keys]
     if train is not None:
         sizes = [train, None, None]
     batch, micro, gas = sizes

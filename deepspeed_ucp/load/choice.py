@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ..atoms import AtomicIndex
+from ..atoms import AtomicIndex, to_integer
 from ..comm import Comm
 from ..errors import CheckpointError, UnsupportedError, shorten
 from ..io.memory import identify_host
@@ -239,7 +239,7 @@ def _compare(
     job.report.saved = index.run.job
     if comm.rank == 0:
         survey.log_warnings()
-    changes = list_changes(index, target, job.engine.train_batch_size())
+    changes = list_changes(index, target, to_integer(job.engine.train_batch_size()))
     if comm.rank == 0 and changes:
         logger.warning("%s: this run differs from the saved one: %s", folder, ", ".join(changes))
     if not reasons and job.config.fallback and job.config.verify == "crc":

@@ -3,7 +3,8 @@
 ``<memory>/deepspeed_ucp-<user>/<job>/`` has ``owner`` (held by the process that saves while it lives), ``lock`` (by the
 writer) and a folder for each save. That is a folder of tags as any other, with DeepSpeed's own files of one tag in it;
 ``save-<node>.json`` is there once all ranks of the node have written, ``done-<node>.json`` says which places have it,
-``copied-<node>.json`` which other nodes. What these have of it lies in a folder of its own, with the same record.
+``copied-<node>.json`` which other nodes, ``refused-<node>.json`` which places cannot have it, and why. What other nodes
+have of it lies in a folder of its own, with the same record.
 Numbers of saves rise, whatever the clock does.
 """
 
@@ -31,7 +32,7 @@ from ..io.memory import measure_available
 from ..io.paths import is_url, normalize
 from ..sources.files import BASE
 
-_RECORD, _DONE, _COPIED, _NEW = "save-", "done-", "copied-", ".save-"
+_RECORD, _DONE, _COPIED, _REFUSED, _NEW = "save-", "done-", "copied-", "refused-", ".save-"
 _OWNER, _WRITTEN, _SPARE, _COPYING = "owner", "written", "spare", "copying"
 _OVERTAKEN = ".overtaken"
 LOCK = "lock"
@@ -98,7 +99,7 @@ class Snapshot:
 
     def owns(self, path: str) -> bool:
         """Whether a path below :attr:`folder` is one of its files'."""
-        others, inside = (_RECORD, _DONE, _COPIED, "latest", "."), (f"{self.tag}{os.sep}", self._base)
+        others, inside = (_RECORD, _DONE, _COPIED, _REFUSED, "latest", "."), (f"{self.tag}{os.sep}", self._base)
         return path.startswith(inside) or not (os.sep in path or path.startswith(others))
 
     @property
@@ -148,6 +149,15 @@ class Snapshot:
     def is_overtaken(self) -> bool:
         """Return True after :meth:`overtake`."""
         return os.path.exists(os.path.join(self.folder, _OVERTAKEN))
+
+    def list_refused(self) -> dict[str, str]:
+        """Return the reason by destination that its writer has given up."""
+        told = self._read(_REFUSED)
+        return {place.folder: told[place.folder] for place in self.list_pending() if place.folder in told}
+
+    def note_refused(self, place: Destination, why: str) -> None:
+        """Record that writing to a destination fails in a way that no retry can mend."""
+        self._note(_REFUSED, {place.folder: why})
 
     def read_copied(self) -> dict[str, str]:
         """By node that was asked to have a copy the name of its machine; empty where it has not come to have it."""
@@ -315,7 +325,7 @@ class Job:
             OSError: the folder exists, or there is no room.
         """
         os.makedirs(folder := self.find_folder(number), mode=0o700)
-        for kind in (_DONE, _COPIED, _NEW):
+        for kind in (_DONE, _COPIED, _REFUSED, _NEW):
             Path(folder, f"{kind}{node}.json").write_bytes(b"\n" * _RESERVED)
 
     def list_numbers(self) -> list[int]:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ..comm import Comm
-from ..errors import CheckpointError, StorageError, UcpError
+from ..errors import CheckpointError, OutOfReachError, StorageError, UcpError, UnsupportedError
 from ..io.deletion import delete_tree
 from ..io.disk import explain_full, sync_file, sync_folder
 from ..io.filesystems import load_libc
@@ -228,6 +228,25 @@ def _list_sizes(folder: str) -> dict[str, int]:
         return {name: entry.size for name, entry in list_tree(folder).items()}
     except FileNotFoundError:
         return {}
+
+
+def find_fault(save: Snapshot, error: Exception) -> UcpError | None:
+    """Return the fault of a save's own files that no retry of its writing can mend, or None.
+
+    Args:
+        error: raised by :func:`write_save`.
+    """
+    if isinstance(error, UnsupportedError):
+        return error
+    folder = os.path.join(save.folder, save.tag)
+    try:
+        for name in filter(is_state_file, os.listdir(folder) if isinstance(error, CheckpointError) else ()):
+            read_file(folder, name)
+    except (OutOfReachError, OSError):
+        return None
+    except UcpError as fault:
+        return fault
+    return None
 
 
 def _sum_up(save: Snapshot, name: str) -> tuple[int, int | None]:

@@ -41,6 +41,7 @@ from .writer import (
     is_safe,
     list_late,
     list_late_tags,
+    list_refused,
     read_fault,
     start_writer,
 )
@@ -494,6 +495,7 @@ class Saver:
 
     def warn_late(self, step: int) -> None:
         """Say by how many steps a place is behind more than a save, whenever that has doubled."""
+        self._warn_refused()
         late = self._look_late()
         for place, tags in late.items():
             behind = step - self._reached.setdefault(place, step)
@@ -506,6 +508,14 @@ class Saver:
         for place in self._reached.keys() - late.keys():
             self._told.pop(place, None)
             del self._reached[place]
+
+    def _warn_refused(self) -> None:
+        """Warn once about each save that the writer has given up."""
+        for tag, why in list_refused(self.job.list_saves()).items():
+            text = f"{tag} is in memory alone ({self.job.folder}), no retry can mend this: {why}"
+            if text not in self._said:
+                self._said.add(text)
+                logger.warning("%s", text)
 
     def wait(self, seconds: float, is_enough: Callable[[], bool] | None = None) -> bool:
         """Wait until every destination has its saves, or nobody writes any more.
@@ -525,6 +535,9 @@ class Saver:
             if is_enough is not None and (is_enough() or late == self._stuck):
                 return False
             now = time.monotonic()
+            if all(len(save.list_refused()) == len(save.list_pending()) for save in self.job.list_saves()):
+                self._warn_refused()
+                return False
             if is_locked(self.job):
                 seen = now
             elif self._lines is not None:

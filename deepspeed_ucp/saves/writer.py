@@ -26,7 +26,7 @@ from functools import partial
 from typing import Any, BinaryIO, cast
 
 from ..children import block
-from ..errors import DiskFullError, StorageError, escape
+from ..errors import DiskFullError, StorageError, UcpError, escape
 from ..io.pace import Pace
 from ..io.paths import is_url
 from ..io.store import set_storage_options
@@ -35,7 +35,7 @@ from ..io.urls import abort_uploads
 from .copies import Replicator
 from .memory import LOCK, Destination, Job, Snapshot, drop_unwanted, is_held
 from .neighbours import Neighbours
-from .places import end_save, has_begun, is_replaced, is_sealed, prune_place, wait_until, write_save
+from .places import end_save, find_fault, has_begun, is_replaced, is_sealed, prune_place, wait_until, write_save
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -137,6 +137,7 @@ class SaveWriter:
         self._written, self._is_finished = job.read_written(), False
         self._told = defaultdict[str, dict[str, str]](dict)  # by place that fails what was logged, by tag
         self._paces = dict[str, Pace]()
+        self._refused = set[tuple[int, str]]()  # numbers of saves and places whose fault no retry can mend
         self._busy = defaultdict[str, set[int]](set)  # by place the numbers of the saves that are written
         self._begun = defaultdict[str, set[str]](set)  # by URL the files that another writer may have begun
         for save in job.list_saves():
@@ -218,9 +219,10 @@ class SaveWriter:
             return list(list_late(self.job.list_saves()))
 
     def _list_pending(self, folder: str) -> list[Pending]:
-        """A place's, the newest first; those that are written at the moment are none."""
+        """Return the pending saves of a place, the newest first, without those being written or refused."""
         with self._lock:
-            saves = [save for save in reversed(self.job.list_saves()) if save.number not in self._busy[folder]]
+            without = self._busy[folder] | {number for number, place in self._refused if place == folder}
+            saves = [save for save in reversed(self.job.list_saves()) if save.number not in without]
             return [(save, place) for save in saves for place in save.list_pending() if place.folder == folder]
 
     def _write_place(self, folder: str) -> bool:
@@ -306,6 +308,10 @@ class SaveWriter:
             if save.node == 0:  # what the others have written is no whole save yet
                 self._note_written(save, place, mark)
         except Exception as error:  # noqa: BLE001 - another save may go there all the same
+            fault = find_fault(save, error)
+            if fault is not None:
+                self._refuse(save, place, fault)
+                return True
             self._warn(place.folder, str(error) or repr(error), save.tag)
             return False
         self._free()
@@ -347,6 +353,13 @@ class SaveWriter:
             self._written[key] = dict(held)
             with suppress(DiskFullError):  # it is noted with the next save
                 self.job.note_written(self._written)
+
+    def _refuse(self, save: Snapshot, place: Destination, fault: UcpError) -> None:
+        """Give up writing a save to a place; the save stays in memory."""
+        self._refused.add((save.number, place.folder))
+        logger.warning("%s: %s is not written, and no retry can mend this: %s", place.folder, save.tag, fault)
+        with self._lock, suppress(OSError):
+            save.note_refused(place, str(fault))
 
     def _warn(self, place: str, why: str, tag: str = "a save") -> None:
         """Log each fault of a destination once."""
@@ -397,3 +410,8 @@ def read_fault(job: Job, place: str, tag: str) -> str:
     except FileNotFoundError:
         return ""
     return next(filter(None, reversed(lines)), "")
+
+
+def list_refused(saves: Sequence[Snapshot]) -> dict[str, str]:
+    """Return by tag why the writer has given up a job's pending saves."""
+    return {save.tag: "; ".join(refused.values()) for save in saves if (refused := save.list_refused())}

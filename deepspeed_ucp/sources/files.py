@@ -83,6 +83,7 @@ class Listing:
         copies: files that other ranks wrote of the same (:func:`choose_copies`), and which of the above each is of.
         swaps: swap files by what their names tell.
         where: in which places this rank finds the files, and who sees which; None where all lie in the folder.
+        sp: sequence-parallel degree if files are named by sequence-parallel rank (ALST before DeepSpeed 0.19.8).
     """
 
     folder: str
@@ -96,6 +97,7 @@ class Listing:
     copies: dict[str, str] = field(default_factory=dict)
     swaps: dict[SwapName, str] = field(default_factory=dict)
     where: FileTable | None = None
+    sp: int = 1
 
     def path(self, name: str) -> str:
         """Full path of a file."""
@@ -227,7 +229,26 @@ def sort_files(folder: str, sizes: dict[str, int], where: FileTable | None = Non
             listing.swaps.setdefault(swap, name)
     if not listing.model and not listing.model_zero3:
         raise _explain_nothing(folder, sizes)
+    _merge_sequence_ranks(listing)
     return listing
+
+
+def _merge_sequence_ranks(listing: Listing) -> None:
+    """Assign files that are named by sequence-parallel rank to the only model-parallel rank.
+
+    Before 0.19.8 DeepSpeed takes ALST's sequence-parallel rank for a model-parallel one when it names files: rank 3 of
+    sequence groups of 2 writes ``zero_pp_rank_3_mp_rank_01_optim_states.pt``. With tensor or pipeline parallelism each
+    data-parallel rank has a file per model-parallel rank instead.
+    """
+    optim = {(mp, rank): prefix for prefix, mp, rank in listing.optim}
+    sp = max((mp for mp, _ in (*optim, *listing.model_zero3)), default=0) + 1
+    held = [{*each} for each in (optim, listing.model_zero3) if each]
+    if sp == 1 or len(listing.model) > 1 or len(optim) < len(listing.optim):
+        return
+    if all(len(each) % sp == 0 and each == {(rank % sp, rank) for rank in range(len(each))} for each in held):
+        listing.sp = sp
+        listing.optim = {(prefix, 0, rank): name for (prefix, _, rank), name in listing.optim.items()}
+        listing.model_zero3 = {(0, rank): name for (_, rank), name in listing.model_zero3.items()}
 
 
 def _explain_nothing(folder: str, names: Iterable[str]) -> UcpError:

@@ -32,11 +32,11 @@ def read_hints(tree: Mapping[Any, Any]) -> dict[str, Any]:
     Namespace or a dict, as Megatron-DeepSpeed's ``checkpointing.py`` stores it) only scalars and lists of them remain.
 
     Raises:
-        CheckpointError: one has more parts than any run writes.
+        ValueError: one has more parts than any run writes.
     """
     for key in (INFO, "args"):
         if has_more_parts(tree.get(key), _MOST_PARTS):
-            raise CheckpointError(f"its {key} has more than {_MOST_PARTS} parts; the file is damaged")
+            raise ValueError(f"{key} has more than {_MOST_PARTS} parts")
     found: dict[str, Any] = {}
     info = simplify_object(tree.get(INFO))
     if isinstance(info, dict):

@@ -176,6 +176,8 @@ def _find_unnoticed(builder: Builder, topology: Topology, atoms: Atoms) -> Itera
         yield "states of experts' optimizers, which DeepSpeed looks for in the model states alone"
     if topology.traits.form is Form.RESERVED and builder.save.model(0).counters.get("dp_world_size", 0) > topology.dp:
         yield "data-parallel ranks that MiCS has grouped"
+    if builder.save.listing.sp > 1:
+        yield f"files named by sequence-parallel rank, of {builder.save.listing.sp}"
     if any(map(is_expert, builder.aliases)):
         yield "tied experts, of which DeepSpeed's own load gives every rank the first one's"
     if topology.traits.form is Form.PARTITIONS and any(

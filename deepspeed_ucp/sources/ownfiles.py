@@ -17,7 +17,7 @@ from ..topology import find_precision
 from ..torchsave.objects import to_member
 from ..torchsave.torchfile import read_header
 from .files import CLIENT, ZERO, scan_folder
-from .reading import as_list, list_globals
+from .reading import as_list, explain_form, list_globals, normalize_zero
 
 _EXPERT_STATES = re.compile(r"expp_rank_(\d+)_(mp_rank_\d+)_optim_states\.pt")
 
@@ -43,7 +43,10 @@ def find_state_file(index: AtomicIndex, mp_rank: int, dp_rank: int = 0) -> str |
     run = index.run
     folder, name = os.path.split(run.state_file)
     name = name.replace("mp_rank_00", f"mp_rank_{mp_rank:02d}").replace("zero_pp_rank_0_", f"zero_pp_rank_{dp_rank}_")
-    held = [file.path for file in index.stored.files if os.path.basename(file.path) == name]
+    pattern = re.escape(name)
+    if run.topology.tp == run.topology.pp == 1:  # ALST's files may have the sequence-parallel rank there
+        pattern = pattern.replace("_mp_rank_00_", r"_mp_rank_\d+_")
+    held = [file.path for file in index.stored.files if re.fullmatch(pattern, os.path.basename(file.path))]
     if index.stored.access.is_partial:
         return next((path for path in held if path != run.state_file), None)
     paths = (*held, os.path.join(folder, name), os.path.join(folder, CLIENT, name))
@@ -119,13 +122,19 @@ def _show(value: Any) -> str:
 
 
 def _read_facts(model: str, optim: str | None) -> dict[str, Any]:
-    tree = read_header(model).tree
-    config = tree.get("ds_config") or {}
-    state = read_header(optim).tree.get("optimizer_state_dict") or {} if optim else {}
+    tree, others = read_header(model).tree, read_header(optim).tree if optim else {}
+    with explain_form(model):
+        return _take_facts(model, tree, others)
+
+
+def _take_facts(model: str, tree: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    config = tree.get("ds_config")
+    config = config if isinstance(config, dict) else {}  # a path
+    state = others.get("optimizer_state_dict") or {}
     layers = tree.get("ds_autoep_layers", tree.get("autoep_layers")) or []
     shapes = as_list(tree.get("param_shapes"))
     return {
-        "ZeRO stage": int((config.get("zero_optimization") or {}).get("stage") or 0),
+        "ZeRO stage": normalize_zero(config.get("zero_optimization") or {}).get("stage") or 0,
         "precision": find_precision(config),
         "data-parallel ranks": tree.get("dp_world_size"),
         "model-parallel ranks": tree.get("mp_world_size"),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
-from ..atoms import ASKED, BATCH_SIZES, BEGUN, ITEMSIZE, Use, strip_compiled
+from ..atoms import ASKED, BATCH_SIZES, BEGUN, ITEMSIZE, Use, strip_compiled, to_integer
 from ..errors import CheckpointError, UcpError, UnsupportedError, shorten
 from ..experts import DATA_FIRST
 from ..io.memory import pause_collection
@@ -56,24 +57,33 @@ _EMPTY = FileRecord("", 0, 0, None)
 _MOST_ENTRIES = 2_000_000  # of a module's state_dict
 _MOST_PARTS = 100_000  # of a hyper-parameter or a saved ds_config, written out in full
 _MOST_RANKS = 1 << 20
+_LONGEST_TEXT = 200  # characters of another error's text
+_LONGEST_NUMBER = 9  # characters of an integer that a ds_config has as text
+
+
+_REPORT = "Update deepspeed_ucp, or report this message with the version of the library that wrote the file."
+"""Remedy for a value that no known writer saves."""
 
 
 @contextmanager
-def explain_damage(path: str) -> Iterator[None]:
-    """Whatever a header's bytes do to the code that reads them is damage to that file.
+def explain_form(path: str, field: str = "", value: Any = None) -> Iterator[None]:
+    """Report a value of an unexpected type or form in a file that was parsed.
+
+    Args:
+        field: key of the value in the file.
+        value: for the message.
 
     Raises:
-        CheckpointError: naming it; errors of ours pass as they are.
+        UnsupportedError: names the file, the field and the value. Errors of this package pass unchanged.
     """
     try:
         yield
     except UcpError:
         raise
-    except (Exception, MemoryError) as error:  # a damaged header can upset every parser in its own way
-        kind = type(error).__name__
-        raise CheckpointError(
-            f"its header cannot be read ({kind}: {error}); the file is damaged.", path=path
-        ) from error
+    except (Exception, MemoryError) as error:  # an unexpected value can upset each reader in its own way
+        subject = f"its {field} is {describe(value)}, a form" if field else "its contents have a form"
+        text = f"{type(error).__name__}: {error}"[:_LONGEST_TEXT]
+        raise UnsupportedError(f"{subject} that is not supported ({text}). {_REPORT}", path=path) from error
 
 
 def read_file(folder: str, name: str) -> FileHeader:
@@ -81,10 +91,10 @@ def read_file(folder: str, name: str) -> FileHeader:
 
     Raises:
         CheckpointError: damaged, or saved under another name (another rank's or run's file).
-        UnsupportedError: an optimizer wrapper that is not covered.
+        UnsupportedError: a value of an unexpected type or form, or an optimizer wrapper that is not covered.
     """
     path = join_path(folder, name)
-    with explain_damage(path), pause_collection():
+    with pause_collection():
         file = read_header(path)
         if file.saved_as not in (None, strip_writer(name).removesuffix(".pt")) and is_state_file(f"{file.saved_as}.pt"):
             raise CheckpointError(
@@ -96,7 +106,8 @@ def read_file(folder: str, name: str) -> FileHeader:
             raise CheckpointError(
                 f"holds a {type(file.tree).__name__}, a DeepSpeed state file holds a dict.", path=path
             )
-        return HeaderReader(file).read(name)
+        with explain_form(path):
+            return HeaderReader(file).read(name)
 
 
 def list_globals(file: TorchFile) -> tuple[Use, ...]:
@@ -124,10 +135,10 @@ def _pick_config(config: Any) -> dict[str, Any]:
     """The parts of a saved ds_config that the index looks at."""
     if not isinstance(config, dict) or has_more_parts(config, _MOST_PARTS):
         return {}
-    found = {key: config[key] for key in _SECTIONS if isinstance(config.get(key), dict) and _is_plain(config[key])}
-    stage = found.get("zero_optimization", {}).get("stage")
-    if stage is not None and stage not in (0, 1, 2, 3):
-        raise ValueError(f"ZeRO stage {stage!r:.40} in its ds_config")
+    sections = {key: config[key] for key in _SECTIONS if isinstance(config.get(key), dict)}
+    if "zero_optimization" in sections:
+        sections["zero_optimization"] = normalize_zero(sections["zero_optimization"])
+    found = {key: section for key, section in sections.items() if _is_plain(section)}
     if config.get(DATA_FIRST) is True:
         found[DATA_FIRST] = True
     found[WRITERS] = [key for key in ("nebula", "datastates_ckpt") if config.get(key)]
@@ -137,13 +148,30 @@ def _pick_config(config: Any) -> dict[str, Any]:
     return found
 
 
+def normalize_zero(section: dict[Any, Any]) -> dict[Any, Any]:
+    """Return the section with integers where DeepSpeed accepts other types: ``"3"``, ``3.0``, ``ZeroStageEnum``.
+
+    Raises:
+        TypeError, ValueError: a value that DeepSpeed does not accept.
+    """
+    found = dict(section)
+    for key in ("stage", "mics_shard_size"):
+        if found.get(key) is not None:
+            value = read_stage(found[key])
+            found[key] = int(value) if isinstance(value, str) and len(value) < _LONGEST_NUMBER else _as_int(value)
+    if found.get("stage") not in (None, 0, 1, 2, 3):
+        raise ValueError(f"ZeRO stage {found['stage']!r:.40}")
+    return found
+
+
 def _read_shard_size(config: dict[str, Any], counters: dict[str, Any]) -> int:
     """MiCS (to DeepSpeed 0.18): every so many ranks hold all partitions, and the first of these groups saves them."""
     zero = config.get("zero_optimization") or {}
-    size, ranks = zero.get("mics_shard_size", -1), counters.get("dp_world_size") or 1
-    if zero.get("stage") != 3 or size == -1:
+    size: int = zero.get("mics_shard_size", -1)
+    ranks = counters.get("dp_world_size") or 1
+    if zero.get("stage") != 3 or size < 0:
         return 0
-    if not isinstance(size, int) or not 0 < size <= ranks or ranks % size:
+    if not 0 < size <= ranks or ranks % size:
         raise ValueError(f"mics_shard_size {size!r:.40} of {ranks} data-parallel ranks")
     return size
 
@@ -164,20 +192,36 @@ class HeaderReader:
 
     def read(self, name: str) -> FileHeader:
         tree, role = self.file.tree, find_state_name(name)
-        folding = read_folding(tree.get("folding"))
+        folding = self.read_field(tree, "folding", read_folding)
         checked = not self.file.records.unchecked
         named = list_globals(self.file)
         header = FileHeader(name, self.file.size, self.file.crc, named, folding=folding, checked=checked)
         if holds_state_dict(role):
             return replace(header, layer=self.read_tensors(tree))
-        header = replace(header, config=_pick_config(tree.get("ds_config")), marks=read_marks(tree, self.file.writer))
+        header = replace(
+            header,
+            config=self.read_field(tree, "ds_config", _pick_config),
+            marks=read_marks(tree, self.file.writer),
+        )
         if "model_states" in role:
             model = self.read_model(tree)
-            return replace(header, model=replace(model, shard_size=_read_shard_size(header.config, model.counters)))
+            with explain_form(self.file.path, "ds_config", tree.get("ds_config")):
+                size = _read_shard_size(header.config, model.counters)
+            return replace(header, model=replace(model, shard_size=size))
         state = tree.get("optimizer_state_dict", tree.get("optimizer"))  # the latter of stage 0 with experts
         if not isinstance(state, dict):
             raise CheckpointError("has no optimizer_state_dict.", path=self.file.path)
         return replace(header, optim=self.read_optim(state))
+
+    def read_field(self, tree: Mapping[Any, Any], key: str, read: Callable[[Any], T]) -> T:
+        """Read one entry of a dict; None if it is missing.
+
+        Raises:
+            UnsupportedError: ``read`` does not know the form of the value.
+        """
+        value = tree.get(key)
+        with explain_form(self.file.path, key, value):
+            return read(value)
 
     def piece(self, value: Any, what: str) -> Piece:
         if not isinstance(value, TensorRef):
@@ -194,56 +238,69 @@ class HeaderReader:
         return Piece(record, value.offset * itemsize, value.shape, value.dtype, fault)
 
     def read_model(self, tree: dict[Any, Any]) -> ModelHeader:
-        """What a file of model states tells; within :func:`explain_damage`, which names the file for other errors.
+        """Read a file of model states; the caller applies :func:`explain_form`.
 
         Raises:
-            CheckpointError: a tensor's bytes are not all there, or something else is where one should be.
-            UnsupportedError: an optimizer wrapper that is not covered.
+            CheckpointError: a tensor's bytes are missing, or another value takes the place of a tensor.
+            UnsupportedError: a value of an unexpected form, or an optimizer wrapper that is not covered.
         """
-        saved = tree.get("module")
-        if saved is not None and not isinstance(saved, dict):
-            raise TypeError(f"{describe(saved)} for the module's state_dict")
-        module = None if saved is None else self.read_tensors(saved)
-        shapes = tuple(tuple(_as_shapes(each).items()) for each in as_list(tree.get("param_shapes")))
+        saved, field = tree.get("module"), partial(self.read_field, tree)
+        module = field("module", self._read_module)
+        shapes = field(
+            "param_shapes", lambda groups: tuple(tuple(_as_shapes(each).items()) for each in as_list(groups))
+        )
         optimizer = tree.get("optimizer")
         optim = self.read_optim(optimizer) if isinstance(optimizer, dict) else None
-        autoep = as_list(tree.get("ds_autoep_layers", tree.get("autoep_layers")))
+        layers = "ds_autoep_layers" if "ds_autoep_layers" in tree else "autoep_layers"
+        autoep = as_list(tree.get(layers))
         fragments = tree.get("frozen_param_fragments") or {}
         frozen = _strip({name: self.piece(value, name) for name, value in fragments.items()})
-        frozen_shapes = _strip(_as_shapes(tree.get("frozen_param_shapes") or {}))
+        frozen_shapes = field("frozen_param_shapes", lambda named: _strip(_as_shapes(named or {})))
         if lacking := frozen.keys() - frozen_shapes.keys():
             raise ValueError(f"no shape for {shorten(sorted(lacking))}")
         known = {piece.record for piece in (*(module or {}).values(), *frozen.values(), *_list_pieces(optim))}
         return ModelHeader(
             module=module,
             nested=isinstance(saved, dict) and _is_nested(saved),
-            buffers=_as_names(tree.get("buffer_names")),
+            buffers=field("buffer_names", _as_names),
             param_shapes=None if tree.get("param_shapes") is None else shapes,
             frozen_shapes=frozen_shapes,
             frozen=frozen,
-            shared=dict(_as_pairs(tree.get("shared_params"))),
-            counters=_read_counters(tree),
-            batch=_read_batch(tree.get("ds_config")),
+            shared=field("shared_params", lambda pairs: dict(_as_pairs(pairs))),
+            counters=self._read_counters(tree),
+            batch=field("ds_config", _read_batch),
             optim=optim,
             others=tuple(each for each in self.file.storages.values() if each not in known and each.nbytes),
-            experts=_read_experts(tree.get("num_experts")),
-            placements=read_placements(autoep),
+            experts=field("num_experts", _read_experts),
+            placements=field(layers, lambda told: read_placements(as_list(told))),
             ep_rank=autoep[0].get("ep_rank") if autoep else None,
-            degrees=_read_degrees(tree.get("checkpoint_parallel_dimensions")),
+            degrees=field("checkpoint_parallel_dimensions", _read_degrees),
             hints=read_hints(tree),
-            order=_as_names(tree.get(ORDER)),
+            order=field(ORDER, _as_names),
         )
+
+    def _read_module(self, saved: Any) -> dict[str, Piece] | None:
+        if saved is not None and not isinstance(saved, dict):
+            raise TypeError("a module's state_dict is expected")
+        return None if saved is None else self.read_tensors(saved)
+
+    def _read_counters(self, tree: dict[Any, Any]) -> dict[str, Any]:
+        found = {key: self.read_field(tree, key, partial(_as_count, key=key)) for key in _COUNTED if key in tree}
+        ranks = (found.get("dp_world_size") or 1) * (found.get("mp_world_size") or 1)
+        if ranks > _MOST_RANKS:
+            raise ValueError(f"saved by {ranks} ranks")
+        return found
 
     def read_tensors(self, module: dict[Any, Any]) -> dict[str, Piece]:
         """The tensors of a state_dict, nested or not, by names joined with dots."""
         return _strip({name: self.piece(value, name) for name, value in _walk_tensors(module)})
 
     def read_optim(self, state: dict[str, Any]) -> OptimHeader:
-        """What an optimizer's state dict tells, by the wrapper that saved it; within :func:`explain_damage` as well.
+        """Read an optimizer's state dict according to the wrapper that saved it.
 
         Raises:
             CheckpointError: as :meth:`read_model`.
-            UnsupportedError: a wrapper that is not covered, or of a DeepSpeed release too old.
+            UnsupportedError: as :meth:`read_model`, or saved by a DeepSpeed release that is too old.
         """
         wrapper = find_saved(state)
         if wrapper is None:
@@ -261,21 +318,28 @@ class HeaderReader:
         header = replace(self.read_flat(state, inner or {}, wrapper, masters), elastic=elastic)
         if wrapper.form is Form.PARTITIONS:
             return self._add_partitions(header, state)
-        return _add_holders(header, state) if wrapper.form is Form.RESERVED else header
+        return self._add_holders(header, state) if wrapper.form is Form.RESERVED else header
 
     def _add_partitions(self, header: OptimHeader, state: dict[str, Any]) -> OptimHeader:
-        slices = state.get("param_slice_mappings")
-        if slices is None:
+        field = partial(self.read_field, state)
+        if state.get("param_slice_mappings") is None:
             raise UnsupportedError(
                 "no param_slice_mappings; saved by a DeepSpeed release too old.", path=self.file.path
             )
+        stage = field(STAGE, as_stage)
         return replace(
             header,
-            stage=_as_int(read_stage(state.get(STAGE, header.stage))),
-            slices=tuple(_read_slices(group) for group in slices),
-            paddings=_as_ints(state.get("group_paddings")),
-            alignment=tuple(map(_as_ints, as_list(state.get("param_alignment_paddings")))),
+            stage=header.stage if stage is None else stage,
+            slices=field("param_slice_mappings", lambda groups: tuple(map(_read_slices, groups))),
+            paddings=field("group_paddings", _as_ints),
+            alignment=field("param_alignment_paddings", lambda groups: tuple(map(_as_ints, as_list(groups)))),
         )
+
+    def _add_holders(self, header: OptimHeader, state: dict[str, Any]) -> OptimHeader:
+        """Add the ranks that hold each sub-group, which AutoEP saves at ZeRO 3."""
+        ranks = self.read_field(state, "ds_zero_partition_groups", _read_holders)
+        counts = tuple(map(len, ranks)) if ranks else header.partition_count
+        return replace(header, partition_count=counts, partition_ranks=ranks)
 
     def read_flat(
         self, state: dict[str, Any], inner: dict[str, Any], wrapper: Wrapper, masters: list[Any]
@@ -295,7 +359,7 @@ class HeaderReader:
             tensors=tuple(states.get(position, TensorStates()) for held in params for position in held),
             owners=tuple(group for group, held in enumerate(params) for _ in held),
             groups=tuple({str(k): read_hyper(v, self.file.path) for k, v in group.items()} for group in groups),
-            partition_count=_as_ints(state.get("partition_count")),
+            partition_count=self.read_field(state, "partition_count", _as_ints),
             scaler=_read_scaler(state),
             clip_grad=_read_clip(state.get("clip_grad")),
             names=tuple(map(_as_names, named)) if not wrapper.has_copies and named and all(named) else None,
@@ -326,11 +390,8 @@ def _unite_elastic(states: list[Any], step: Any) -> dict[str, Any]:
     return {"state": dict(enumerate(states)), "param_groups": groups}
 
 
-def _add_holders(header: OptimHeader, state: dict[str, Any]) -> OptimHeader:
-    """Which ranks hold each sub-group, as AutoEP tells it at ZeRO 3."""
-    ranks = tuple(_as_ints(group["partition_ranks"]) for group in as_list(state.get("ds_zero_partition_groups")))
-    counts = tuple(map(len, ranks)) if ranks else header.partition_count
-    return replace(header, partition_count=counts, partition_ranks=ranks)
+def _read_holders(groups: Any) -> tuple[tuple[int, ...], ...]:
+    return tuple(_as_ints(group["partition_ranks"]) for group in as_list(groups))
 
 
 def _is_offload_buffer(name: Any, entries: Mapping[Any, Any]) -> bool:
@@ -366,17 +427,10 @@ def _read_experts(value: Any) -> tuple[int, ...]:
     return (value,) if isinstance(value, int) and 1 < value <= _MOST_ENTRIES else ()
 
 
-def _read_counters(tree: dict[Any, Any]) -> dict[str, Any]:
-    found = {key: _as_count(tree[key], key) for key in _COUNTED if key in tree}
-    ranks = (found.get("dp_world_size") or 1) * (found.get("mp_world_size") or 1)
-    if ranks > _MOST_RANKS:
-        raise ValueError(f"saved by {ranks} ranks")
-    return found
-
-
 def _read_batch(config: Any) -> dict[str, int]:
-    """Samples and micro batches of a step where a ds_config has them; it may be a path, or leave them to DeepSpeed."""
-    found = {key: config.get(key, 0) for key in (*BATCH_SIZES[::2], ASKED, *BEGUN)} if isinstance(config, dict) else {}
+    """Read samples and micro batches per step from a ds_config, which may be a path or leave them to DeepSpeed."""
+    keys = (*BATCH_SIZES[::2], ASKED, *BEGUN)
+    found = {key: to_integer(config.get(key, 0)) for key in keys} if isinstance(config, dict) else {}
     return {key: value for key, value in found.items() if type(value) is int and is_short(value) and value > 0}
 
 
@@ -428,13 +482,13 @@ def _pick_plain(fields: Mapping[str, Any], kept: Iterable[str]) -> dict[str, Any
 
 
 def read_hyper(value: Any, path: str) -> Any:
-    """A hyper-parameter as plain data; what is none by its class and a digest of how it was pickled.
+    """Return a hyper-parameter as plain data, or as an :class:`Unread` if it is not plain.
 
     Raises:
-        CheckpointError: it is larger than any hyper-parameter.
+        UnsupportedError: it is larger than any hyper-parameter.
     """
     if has_more_parts(value, _MOST_PARTS):
-        raise CheckpointError(f"{describe(value)} as a hyper-parameter is too large; the file is damaged.", path=path)
+        raise UnsupportedError(f"{describe(value)} is too large for a hyper-parameter. {_REPORT}", path=path)
     plain = _simplify(value)
     if _is_plain(plain):
         return plain
@@ -488,10 +542,7 @@ def _as_shapes(group: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _as_count(value: Any, key: str) -> int | None:
-    number = to_number(value)
-    if number is not None and not (is_short(number) and number >= key.endswith("_world_size")):
-        raise TypeError(f"{describe(number)} for {key}")
-    return None if number is None else int(number)
+    return None if value is None else _as_int(value, least=int(key.endswith("_world_size")))
 
 
 def _as_ints(value: Any) -> tuple[int, ...]:
@@ -502,6 +553,11 @@ _STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "
 """DeepSpeed's names of the stages (``ZeroStageEnum``)."""
 
 
+def as_stage(value: Any) -> int | None:
+    """Return the number of a ZeRO stage; None if it is missing."""
+    return None if value is None else _as_int(read_stage(value))
+
+
 def read_stage(value: Any) -> Any:
     """The number of a ZeRO stage, which Python 3.11.0 to 3.11.3 writes as ``getattr(ZeroStageEnum, "weights")``."""
     if isinstance(value, PickledObject) and value.kind == "builtins.getattr" and len(value.args) == 2:
@@ -509,8 +565,16 @@ def read_stage(value: Any) -> Any:
     return to_member(value)
 
 
-def _as_int(value: Any) -> int:
-    number = int(value)
-    if not is_short(number):
-        raise ValueError(describe(number))
-    return number
+def _as_int(value: Any, least: int | None = None) -> int:
+    """Return a whole number, which DeepSpeed may save as a float, a 0-dim tensor or an enum's member.
+
+    Raises:
+        TypeError: another type, or a fraction: it is never rounded.
+        ValueError: out of range.
+    """
+    number = to_integer(to_number(value))
+    if not isinstance(number, int):
+        raise TypeError(f"{describe(number)} where a whole number is expected")
+    if not is_short(number) or (least is not None and number < least):
+        raise ValueError(f"{describe(number)} is out of range")
+    return int(number)

@@ -131,7 +131,7 @@ def _find_holders(save: Save, mp: int, replicas: int, *, over_tp: bool) -> list[
     if replicas < 1 or ranks % replicas:
         raise CheckpointError(
             f"has a param group that is cut over {replicas} ranks, which does not "
-            f"divide the {ranks} that hold the model. The file is damaged, or of another save.",
+            f"divide the {ranks} that hold the model. The file is of another save.",
             path=save.path(save.shards[mp][0]),
         )
     return list_holders(save, mp, ranks // replicas, over_tp=over_tp)
@@ -146,7 +146,7 @@ def _check_placements(save: Save, mp: int, group: Sequence[tuple[str, Shape]], d
             raise CheckpointError(
                 f"{name} of shape {shape} is spread over {degree} expert-parallel "
                 f"ranks, its expert placement tells of {[len(held) for held in placement]} experts by rank. The file "
-                "is damaged, or of another save.",
+                "is of another save.",
                 path=save.path(save.models[mp][0]),
             )
 

@@ -56,7 +56,7 @@ class CapturedEngine:
 
     parameters: dict[str, CapturedParameter]
     buffers: dict[str, Tensor]
-    counters: dict[str, int]
+    counters: dict[str, float]
     scheduler: dict[str, Any] | None
     loss_scale: float | None
 
@@ -76,7 +76,7 @@ def capture(engine: Any) -> CapturedEngine:
     return CapturedEngine(
         parameters=parameters,
         buffers=_copy_buffers(engine),
-        counters={key: int(getattr(engine, key)) for key in ("global_steps", "global_samples", "skipped_steps")},
+        counters={key: getattr(engine, key) for key in ("global_steps", "global_samples", "skipped_steps")},
         scheduler=dict(scheduler.state_dict()) if hasattr(scheduler, "state_dict") else None,
         loss_scale=_read_loss_scale(engine),
     )

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR
 
-from ..atoms import ASKED, BATCH_SIZES, SavedJob
+from ..atoms import ASKED, BATCH_SIZES, SavedJob, to_integer
 from ..comm import connect
 from ..config import UniversalConfig
 from ..engine_state import get_config
@@ -72,7 +72,7 @@ def prepare_deepspeed(original: Callable[..., Any], accelerator: Any, *args: Any
     if found is None:
         return prepared
     engine, _ = found
-    micro = engine.train_micro_batch_size_per_gpu()
+    micro = to_integer(engine.train_micro_batch_size_per_gpu())
     given = accelerator.deepspeed_config.get(BATCH_SIZES[1], micro)
     if micro != given:
         raise ConfigError(
@@ -81,7 +81,7 @@ def prepare_deepspeed(original: Callable[..., Any], accelerator: Any, *args: Any
             f"the data loader makes them of {given}. Give it batch_size={micro}."
         )
     if engine.gradient_accumulation_steps() != accelerator.gradient_accumulation_steps:
-        accelerator.gradient_accumulation_steps = engine.gradient_accumulation_steps()
+        accelerator.gradient_accumulation_steps = to_integer(engine.gradient_accumulation_steps())
     return prepared
 
 

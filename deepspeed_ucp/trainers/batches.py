@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-from ..atoms import SavedJob
+from ..atoms import SavedJob, to_integer
 from ..comm import connect
 from ..config import SECTION, UniversalConfig, adapt_batch
 from ..errors import CheckpointError, MismatchError, UnsupportedError, count_of
@@ -37,9 +37,14 @@ class Batch:
 
     @classmethod
     def of(cls, engine: Any) -> Batch:
-        """An engine's."""
-        micro, accumulation = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
-        return cls(micro, accumulation, engine.train_batch_size() // (micro * accumulation))
+        """Read the batch sizes of a live engine, which sequence parallelism makes floats."""
+        sizes = (
+            engine.train_batch_size(),
+            engine.train_micro_batch_size_per_gpu(),
+            engine.gradient_accumulation_steps(),
+        )
+        total, micro, accumulation = map(to_integer, sizes)
+        return cls(micro, accumulation, total // (micro * accumulation))
 
     @property
     def total(self) -> int:

@@ -23,7 +23,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from .. import beacon
-from ..atoms import ASKED, BATCH_SIZES, BEGUN, SavedJob
+from ..atoms import ASKED, BATCH_SIZES, BEGUN, SavedJob, to_integer
 from ..comm import connect
 from ..config import UniversalConfig
 from ..engine_state import get_config
@@ -242,7 +242,7 @@ def _read_own_total(args: Any) -> int | None:
         return None
     from accelerate.utils.deepspeed import HfDeepSpeedConfig
 
-    value = HfDeepSpeedConfig(args.deepspeed).config.get(BATCH_SIZES[0])
+    value = to_integer(HfDeepSpeedConfig(args.deepspeed).config.get(BATCH_SIZES[0]))
     return value if isinstance(value, int) else None
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from ..atoms import SavedJob
+from ..atoms import SavedJob, to_integer
 from ..comm import connect
 from ..config import UniversalConfig
 from ..data import Order
@@ -69,7 +69,7 @@ def load_checkpoint(
     loop = state["loops"]["fit_loop"]
     if loop["state_dict"].get(_LOADERS):
         refuse_loader_position(folder, job)
-    live = engine.gradient_accumulation_steps()
+    live = to_integer(engine.gradient_accumulation_steps())
     rest = count_anew(loop["epoch_loop.batch_progress"], job.accumulation, live)
     begun = state.pop(_ACCUMULATION, None) or job.accumulation or live
     find_state(engine).accumulation = None if begun == live else begun

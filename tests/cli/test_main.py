@@ -174,7 +174,8 @@ class FakeConfig:
     ) -> None:
         self._param_dict = {"checkpoint": {"universal": section}} if section != "silent" else {}
         self.train_batch_size, self.train_micro_batch_size_per_gpu = train, micro
-        self.gradient_accumulation_steps, self.world_size, self.global_rank = gas, 4, 1
+        self.gradient_accumulation_steps, self.global_rank = gas, 1
+        self.world_size: float = 4
         self.ucp_config: UniversalConfig | None = None
         self.configured = False
 
@@ -222,6 +223,16 @@ def test_preserve_batch_size_changes_the_accumulation() -> None:
     assert (kept.train_batch_size, kept.train_micro_batch_size_per_gpu, kept.gradient_accumulation_steps) == (64, 4, 4)
     with pytest.raises(deepspeed_ucp.ConfigError, match="62"):
         configure(FakeConfig({"preserve_batch_size": True}, 62, 4, 2))
+
+
+def test_a_world_that_sequence_parallelism_makes_a_float(caplog: pytest.LogCaptureFixture) -> None:
+    config = FakeConfig({"preserve_batch_size": True}, 72, 4, 2)
+    config.world_size = 4.0
+    with caplog.at_level("INFO", logger="deepspeed_ucp"):
+        kept = configure(config)
+    sizes = (kept.train_batch_size, kept.train_micro_batch_size_per_gpu, kept.gradient_accumulation_steps)
+    assert repr(sizes) == "(72, 3, 6)"
+    assert "train_batch_size 72 kept on 4 ranks: micro batch 4 → 3, gradient accumulation 2 → 6" in caplog.text
 
 
 @pytest.mark.parametrize("value", ["auto", 0, -1, 2.5])

@@ -272,6 +272,8 @@ def test_large_targets_are_sampled(tmp_path: Path) -> None:
         ({"train_batch_size": 8}, 3, False),
         ({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 4}, 4, False),
         ({"train_batch_size": "auto"}, 3, True),
+        ({"train_batch_size": 8.0}, 3, False),
+        ({"train_batch_size": 8.0, "train_micro_batch_size_per_gpu": 2.0}, 4, True),
     ],
 )
 def test_batch_sizes(saved: dict[str, Any], dp: int, fits: bool) -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
+
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import UcpError
 from deepspeed_ucp.saves.memory import LOCK, Destination, Job, Snapshot
@@ -45,6 +47,12 @@ def make_save(
     save = replace(save, **changes)
     save.write_record()
     return save
+
+
+def set_counter(folder: Path, key: str, value: object) -> None:
+    """Change a value in all model states of a tag."""
+    for path in folder.glob("*model_states.pt"):
+        torch.save({**torch.load(path, weights_only=False), key: value}, path)
 
 
 def write(job: Job, *, wait: float = PATIENCE) -> bool:

@@ -34,7 +34,7 @@ from deepspeed_ucp.saves.saving import finish_saves, save_into_memory
 from deepspeed_ucp.saves.search import Found
 from deepspeed_ucp.saves.writer import is_locked
 from tests.convert.conversions import write_source
-from tests.saves.saving import PATIENCE, TAG, find_writer, is_whole, make_save, write
+from tests.saves.saving import PATIENCE, TAG, find_writer, is_whole, make_save, set_counter, write
 from tests.support.held import without_collector
 from tests.support.until import wait_until
 
@@ -500,6 +500,23 @@ def test_places_of_saves_are_read_too() -> None:
     )
     assert config.with_tiers().also == ["/also", "/fast", "s3://b/run"]
     assert UniversalConfig(also=["/also"], save=SaveOptions()).with_tiers().also == ["/also"]
+
+
+def test_a_save_that_no_retry_can_mend_ends_the_wait(
+    engine: FakeEngine, save: Callable[..., tuple[str, bool]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The writer's process gives it up, and the process that trains tells why."""
+    place = tmp_path / "place"
+    assert save(str(place), TAG, lambda folder: set_counter(write_source(Path(folder)), "global_samples", 6.5))[1]
+    finish_saves(engine)
+    assert caplog.text.count("global_samples is 6.5") == 1 and "is in memory alone" in caplog.text
+    with pytest.raises(StorageError, match=rf"{TAG}: missing at {place} \(.*global_samples is 6.5"):
+        finish_saves(engine, required=True)
+    assert caplog.text.count("global_samples is 6.5") == 1
+    job = find_state(engine).saver.job
+    assert (Path(job.folder) / "log").read_text().count("global_samples is 6.5") == 1
+    (left,) = job.list_saves()
+    assert [each.folder for each in left.list_pending()] == [str(place)] and not (place / "latest").exists()
 
 
 def test_snapshots_count_apart_from_a_scripts_saves(engine: FakeEngine, tmp_path: Path) -> None:

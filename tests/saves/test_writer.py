@@ -36,6 +36,7 @@ from tests.saves.saving import (
     is_whole,
     make_save,
     run_writer,
+    set_counter,
     strip,
     write,
 )
@@ -68,6 +69,70 @@ def test_a_save_comes_to_its_place(job: Job, save: Callable[..., Snapshot], tmp_
     assert sorted(os.listdir(tmp_path / "place")) == [TAG, "latest", "zero_to_fp32.py"]
     assert (tmp_path / "place" / "latest").read_text() == TAG
     assert list_late(job.list_saves()) == {} and list(made.read_done()) == [str(tmp_path / "place")]
+
+
+def note_attempts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
+    """The saves and places that a writer in this process tries, each time that it does."""
+    attempts, original = list[tuple[int, str]](), places.write_save
+
+    def note(save: Snapshot, place: Destination, *args: Any) -> str:
+        attempts.append((save.number, os.path.basename(place.folder)))
+        return original(save, place, *args)
+
+    monkeypatch.setattr(writing, "write_save", note)
+    return attempts
+
+
+@pytest.mark.parametrize("value", [6.5, "6"])
+def test_a_fault_that_no_retry_can_mend_is_reported_once_and_not_retried(
+    job: Job,
+    save: Callable[..., Snapshot],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    value: object,
+) -> None:
+    attempts, bad = note_attempts(monkeypatch), save("one", "other")
+    set_counter(Path(bad.folder) / TAG, "global_samples", value)
+    with run_writer(SaveWriter(job, 1, PATIENCE)):
+        pass
+    assert sorted(attempts) == [(1, "one"), (1, "other")]
+    lines = [each for each in caplog.messages if "no retry can mend" in each]
+    assert len(lines) == 2 and all("global_samples" in line and "damage" not in line for line in lines)
+    assert sorted(bad.list_refused()) == sorted(str(tmp_path / each) for each in ("one", "other"))
+    assert len(bad.list_pending()) == 2  # memory keeps it
+    good = save("one", tag="global_step4")
+    with run_writer(SaveWriter(job, 1, PATIENCE)):
+        pass
+    assert not good.list_pending() and is_whole(str(tmp_path / "one" / "global_step4"))
+
+
+def test_a_save_that_is_damaged_in_memory_is_not_retried(
+    job: Job, save: Callable[..., Snapshot], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    attempts, bad = note_attempts(monkeypatch), save()
+    path = next((Path(bad.folder) / TAG).glob("*model_states.pt"))
+    path.write_bytes(path.read_bytes()[:-100])
+    with run_writer(SaveWriter(job, 1, PATIENCE)):
+        pass
+    assert attempts == [(1, "place")] and "no retry can mend" in caplog.text and path.name in caplog.text
+
+
+def test_a_file_that_is_damaged_on_its_way_is_written_again(
+    job: Job, save: Callable[..., Snapshot], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    attempts, made, copy = note_attempts(monkeypatch), save(), places._copy
+
+    def cut_first(source: str, destination: str, pace: Any) -> None:
+        copy(source, destination, pace)
+        if len(attempts) == 1 and destination.endswith("model_states.pt"):
+            os.truncate(destination, 100)
+
+    monkeypatch.setattr(places, "_copy", cut_first)
+    monkeypatch.setattr(writing, "_AGAIN_AT_END", 0.01)
+    with run_writer(SaveWriter(job, 1, PATIENCE)):
+        pass
+    assert len(attempts) == 2 and not made.list_pending() and is_whole(str(tmp_path / "place" / TAG))
 
 
 def test_a_record_on_a_disk_is_not_ahead_of_its_files(

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError, OutOfReachError, UnsupportedError
-from deepspeed_ucp.sources import check_tag, find_tags, read_latest
+from deepspeed_ucp.sources import check_tag, find_tags, open_checkpoint, read_latest
 from deepspeed_ucp.sources.files import (
     NO_AXIS,
     NO_LAYER,
@@ -30,7 +31,8 @@ from deepspeed_ucp.sources.latest import (
     find_folder,
 )
 from deepspeed_ucp.sources.older import find_age, find_newest, is_sealed, list_older, list_unsealed
-from tests.synth import Model, Param, Run, Topology, random_state, write_checkpoint
+from deepspeed_ucp.sources.ownfiles import find_state_file
+from tests.synth import Model, Param, Run, Topology, build_files, random_state, write_checkpoint, write_files
 
 MODEL = "mp_rank_00_model_states.pt"
 TINY = Model((Param("a", (3, 5)),))
@@ -396,3 +398,44 @@ def test_tags_without_a_seal_are_told_where_others_have_one(tmp_path: Path, monk
     assert is_sealed(places, "a")
     with pytest.raises(OutOfReachError, match=r"there.c.ucp_seal.json: cannot be looked at .out of reach"):
         list_unsealed(places, tags)
+
+
+def name_by_sequence_rank(files: dict[str, Any], sp: int) -> dict[str, Any]:
+    """The files as DeepSpeed before 0.19.8 names them with ALST's mpu."""
+    found = {}
+    for name, content in files.items():
+        rank = re.match(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_", name)
+        found[name.replace("_mp_rank_00_", f"_mp_rank_{int(rank[1]) % sp:02d}_") if rank else name] = content
+    return found
+
+
+@pytest.mark.parametrize("sp", [2, 4])
+@pytest.mark.parametrize("topology", [Topology(1, 4, "bf16"), Topology(3, 4)], ids=lambda each: each.label)
+def test_files_that_are_named_by_sequence_rank(tmp_path: Path, topology: Topology, sp: int) -> None:
+    model = Model((Param("a", (3, 5)), Param("b", (7,))))
+    files = build_files(model, random_state(model, 0, precision=topology.precision), topology)
+    write_files(tmp_path / "plain", files)
+    write_files(tmp_path / "alst", name_by_sequence_rank(files, sp))
+    plain, index = (open_checkpoint(str(tmp_path / each), Comm()) for each in ("plain", "alst"))
+    assert index.run.topology == plain.run.topology
+    assert index.stored.atoms == plain.stored.atoms
+    if topology.stage == 3:
+        own = [find_state_file(index, 0, rank) for rank in range(1, 4)]
+        assert own == [
+            str(tmp_path / "alst" / f"zero_pp_rank_{r}_mp_rank_{r % sp:02d}_model_states.pt") for r in range(1, 4)
+        ]
+    assert [each for each in index.limits.unnoticed if "sequence-parallel rank" in each] and not plain.limits.unnoticed
+
+
+def test_missing_shards_of_tensor_parallel_ranks_are_not_taken_for_sequence_ranks(tmp_path: Path) -> None:
+    """What is left is numbered as under sequence parallelism."""
+    model = Model((Param("a", (4, 5)), Param("b", (8,))))
+    topology = Topology(1, 2, tp=2)
+    files = build_files(model, random_state(model, 0), topology, cut=lambda _, tensor, tp, rank: tensor.chunk(tp)[rank])
+    left = {
+        name: each for name, each in files.items() if not re.match(r"zero_pp_rank_(0_mp_rank_01|1_mp_rank_00)", name)
+    }
+    assert len(left) == len(files) - 2
+    write_files(tmp_path, left)
+    with pytest.raises(CheckpointError, match=r"zero_pp_rank_(0_mp_rank_01|1_mp_rank_00).* missing"):
+        open_checkpoint(str(tmp_path), Comm())

@@ -24,6 +24,9 @@ def write_header(path: Path, header: Any, nbytes: int) -> None:
     path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(nbytes))
 
 
+FORM = "a form that is not supported"
+
+
 def tell(**changed: Any) -> dict[str, Any]:
     """What a header tells of two numbers."""
     return {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **changed}
@@ -38,7 +41,7 @@ def tell(**changed: Any) -> dict[str, Any]:
         ({"a": tell(data_offsets=[-8, 0])}, "is to lie"),
         ({"a": tell(data_offsets=[0.0, 8.0])}, "is to lie"),
         ({"a": tell(data_offsets=[False, 8])}, "is to lie"),
-        ({"a": tell(data_offsets=[0, 8, 8])}, "cannot be read"),
+        ({"a": tell(data_offsets=[0, 8, 8])}, FORM),
         ({"a": tell(shape=[-2])}, "-2 in a shape"),
         ({"a": tell(shape=[True])}, "True in a shape"),
         ({"a": tell(shape=[2.0])}, "2.0 in a shape"),
@@ -46,9 +49,9 @@ def tell(**changed: Any) -> dict[str, Any]:
         ({"a": tell(shape=[1 << 61, 1 << 61])}, "8 bytes for shape"),
         ({"a": tell(shape="2")}, "for a shape"),
         ({"a": tell(dtype="F4")}, "type F4"),
-        ({"a": tell(dtype=["F32"])}, "cannot be read"),
-        ({"a": {"dtype": "F32"}}, "cannot be read"),
-        ({"a": "F32"}, "cannot be read"),
+        ({"a": tell(dtype=["F32"])}, FORM),
+        ({"a": {"dtype": "F32"}}, FORM),
+        ({"a": "F32"}, FORM),
         (["a"], "an array where an object is expected"),
         ({"a": tell(), "b": tell(data_offsets=[4, 12])}, "overlap"),
         ({"a": tell(), "b": tell(data_offsets=[12, 20])}, "4 bytes between a and b are no tensor's"),
@@ -166,7 +169,7 @@ def test_names_that_are_one_are_refused(tmp_path: Path) -> None:
         ({"a": "config.json"}, "another kind"),
         ({"a": None}, "another kind"),
         ({}, "names no files"),
-        ("a", "cannot be read"),
+        ("a", FORM),
     ],
 )
 def test_an_index_that_lies_is_refused(tmp_path: Path, weight_map: Any, told: str) -> None:

@@ -283,7 +283,7 @@ def test_commands_take_a_run(saved: Path, tmp_path: Path, capsys: pytest.Capture
         ({**FORM, "sharded_backend": "zarr"}, "'zarr'.*--ckpt-format torch_dist"),
         ({**FORM, "sharded_backend": 7}, "form 7"),
         ({**FORM, "sharded_backend_version": 2}, "version 2"),
-        ({}, "cannot be read"),
+        ({}, "a form that is not supported"),
         ([], "an array where an object is expected"),
     ],
 )

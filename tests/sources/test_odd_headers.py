@@ -94,7 +94,8 @@ def test_an_odd_value_anywhere_is_named_or_harmless(tmp_path: Path, model: Model
         report = survey_checkpoint(str(tmp_path), Comm(), Naming(groups="module"))
         assert report.index is not None or report.findings
         for fault in report.findings:
-            assert fault.warning or any(each in fault.text for each in files), (name, place[1], value, fault)
+            named = any(each in fault.text for each in files) or fault.kind == "missing"  # of more ranks
+            assert fault.warning or named, (name, place[1], value, fault)
         write_files(tmp_path, {name: files[name]})
 
 

@@ -406,15 +406,15 @@ def test_each_header_is_read_by_one_rank(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("wrapper", ["fused", "unfused"])
 @pytest.mark.parametrize("lists", ["fp32_groups", "param_groups"])
-def test_lists_of_different_lengths_are_damage(lists: str, wrapper: str, tmp_path: Path) -> None:
+def test_lists_of_different_lengths_are_refused(lists: str, wrapper: str, tmp_path: Path) -> None:
     files = make_files(Topology(0, 1, "fp16", wrapper))
     optimizer = files[STATES]["optimizer"]
     if lists == "fp32_groups":
         optimizer["fp32_groups" if wrapper == "unfused" else "fp32_groups_flat"].pop()
     else:
         optimizer["optimizer_state_dict"]["param_groups"].pop()
-    text = f"{STATES}: its header cannot be read .* fp32 weights, and optimizer states of"
-    refuse(tmp_path, files, CheckpointError, text)
+    text = f"{STATES}: its contents have a form that is not supported .* fp32 weights, and optimizer states of"
+    refuse(tmp_path, files, UnsupportedError, text)
 
 
 def test_weights_that_are_not_those_of_their_names_are_told_to_be_in_another_order(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import itertools
 import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -195,6 +196,13 @@ def test_an_order_that_no_resume_gives_again_is_told(
 ) -> None:
     huggingface.warn_order(SimpleNamespace(**options))
     assert ("goes on with other samples" in caplog.text) is told
+
+
+def test_batch_sizes_that_sequence_parallelism_makes_floats() -> None:
+    sizes = {"train_batch_size": 12.0, "train_micro_batch_size_per_gpu": 3.0, "gradient_accumulation_steps": 2.0}
+    live = Batch.of(SimpleNamespace(**{name: partial(float, size) for name, size in sizes.items()}))
+    assert repr(live) == "Batch(micro=3, accumulation=2, ranks=2)" and live.total == 12
+    assert live.fit(SavedJob(4, 1, 5, 24, 1)) == (3, 4)
 
 
 def test_ranks_that_cannot_share_it_are_refused() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from ...atoms import MODULE, strip_compiled
 from ...comm import Comm
-from ...errors import CheckpointError, shorten
+from ...errors import CheckpointError, UnsupportedError, shorten
 from ...experts import holds_experts
 from ...io.distance import choose_map
 from ...io.paths import Entry, is_url
@@ -29,7 +29,7 @@ from ..compare import find_foreign_files
 from ..files import MANIFEST, ZERO, Listing, scan_folder, sort_files
 from ..findings import Finding, make_error
 from ..headers import FileHeader, OptimHeader, Piece
-from ..reading import HeaderReader, explain_damage, read_file, read_stage
+from ..reading import HeaderReader, as_stage, explain_form, read_file
 from ..save import Save, arrange, name_model_files
 from .upstream import CAT_DIM, EQUAL_PARTS, EXPERTS, IS_EXPERT, VOCABULARY
 
@@ -162,8 +162,9 @@ def _read_file(folder: str, name: str) -> ParamHeader:
         UnsupportedError: an expert's parameter.
     """
     path = os.path.join(folder, name)
-    with explain_damage(path):
-        return _describe(read_header(path), name)
+    file = read_header(path)
+    with explain_form(path):
+        return _describe(file, name)
 
 
 def _describe(file: TorchFile, name: str) -> ParamHeader:
@@ -191,7 +192,9 @@ def _count_experts(file: TorchFile, tree: Mapping[Any, Any], piece: Piece) -> in
     if not tree.get(IS_EXPERT):
         return 0
     if type(count) is not int or not holds_experts(piece.shape, count):
-        raise CheckpointError(f"is of {count!r} experts and holds {piece.shape}; the file is damaged.", path=file.path)
+        raise UnsupportedError(
+            f"is of {count!r} experts and holds {piece.shape}, which is not supported.", path=file.path
+        )
     return count
 
 
@@ -204,8 +207,8 @@ def _read_optimizer(folder: str) -> tuple[OptimHeader, int]:
         CheckpointError: damaged, or of another kind.
     """
     path = os.path.join(folder, OPTIMIZER)
-    with explain_damage(path):
-        file = read_header(path)
+    file = read_header(path)
+    with explain_form(path):
         tree = file.tree
         if not isinstance(tree, dict) or not isinstance(tree.get("param_groups"), list):
             raise CheckpointError("has no param_groups; it is no optimizer state of ds_to_universal.", path=path)
@@ -214,7 +217,7 @@ def _read_optimizer(folder: str) -> tuple[OptimHeader, int]:
             return reader.read_optim(tree), 3
         wrapper = find_wrapper("zero12" if STAGE in tree else "bf16")
         header = reader.read_flat(tree, {"param_groups": tree["param_groups"]}, wrapper, [])
-        return header, int(read_stage(tree.get(STAGE, 0)))
+        return header, reader.read_field(tree, STAGE, as_stage) or 0
 
 
 def _read_models(folder: str, sizes: dict[str, int], stage: int, comm: Comm) -> Save:

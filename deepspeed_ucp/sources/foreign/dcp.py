@@ -16,7 +16,7 @@ from ...comm import Comm
 from ...errors import CheckpointError, UnsupportedError, shorten
 from ..compare import find_other_step
 from ..findings import Finding
-from ..reading import explain_damage
+from ..reading import explain_form
 from ..table import FileTable
 from .blocks import UNCHECKED, Blocks, read_blocks
 from .contents import NEITHER, Contents, StoredTensor, count_steps, is_number, list_left
@@ -58,7 +58,7 @@ def read_contents(where: FileTable, comm: Comm) -> tuple[Contents, list[Finding]
     blocks = read_blocks(where, comm)
 
     def interpret() -> tuple[Contents, list[Finding]]:
-        with explain_damage(where.path(blocks.head)):
+        with explain_form(where.path(blocks.head)):
             return _Interpreter(blocks).make()
 
     return comm.alike(interpret)

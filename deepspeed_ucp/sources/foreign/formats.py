@@ -17,7 +17,7 @@ from ..compare import find_late_files, find_other_step
 from ..files import scan_if_there
 from ..findings import WARNING, Finding
 from ..latest import find_tags
-from ..reading import explain_damage
+from ..reading import explain_form
 from ..table import FileTable
 from . import adapter, dcp, megatron, names, safetensors, statedict
 from .contents import NEITHER, Contents, list_left, make_index
@@ -82,7 +82,7 @@ def survey_foreign(where: FileTable, comm: Comm, kind: str) -> tuple[AtomicIndex
     def unite() -> AtomicIndex:
         if not contents.weights:
             raise CheckpointError(_EMPTY, path=where.path(contents.head))
-        with explain_damage(where.path(contents.head)):
+        with explain_form(where.path(contents.head)):
             return make_index(contents, where)
 
     index = comm.alike(unite)

@@ -8,26 +8,26 @@ from typing import TypeVar
 from ...comm import Comm
 from ...io.memory import pause_collection
 from ...io.paths import join_path
-from ..reading import explain_damage
+from ..reading import explain_form
 from ..table import FileTable
 
 T = TypeVar("T")
 
 
 def read_with(parse: Callable[[str], T], where: FileTable, name: str) -> T:
-    """What a file holds.
+    """Read a file from the first place where that succeeds.
 
     Args:
-        parse: given its path; whatever goes wrong there is damage to the file.
+        parse: reads the file at a path.
 
     Raises:
         CheckpointError: it is damaged or missing.
-        UnsupportedError: of ``parse``.
+        UnsupportedError: ``parse`` does not know the form of its contents.
     """
 
     def read(folder: str) -> T:
         path = join_path(folder, name)
-        with explain_damage(path), pause_collection():
+        with explain_form(path), pause_collection():
             return parse(path)
 
     return where.read(name, read)

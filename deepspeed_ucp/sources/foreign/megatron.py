@@ -24,7 +24,7 @@ from ...torchsave.objects import describe, has_more_parts
 from ...torchsave.torchfile import read_header, read_parts
 from ..findings import WARNING, Finding
 from ..hints import read_hints, simplify_object
-from ..reading import explain_damage
+from ..reading import explain_form
 from ..table import FileTable
 from . import dcp
 from .blocks import UNCHECKED, Blocks, read_blocks
@@ -109,7 +109,7 @@ def read_contents(where: FileTable, comm: Comm) -> tuple[Contents, list[Finding]
     common = read_once(lambda path: _read_common(blocks, source, path), where, source, comm)
 
     def interpret() -> tuple[Contents, list[Finding]]:
-        with explain_damage(where.path(blocks.head)):
+        with explain_form(where.path(blocks.head)):
             return _Interpreter(blocks, common).make()
 
     return comm.alike(interpret)

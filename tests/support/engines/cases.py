@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Generator
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -123,6 +124,7 @@ def make_engine(
     reverse_groups: bool = False,
     seed: int = 0,
     zero_init: bool = False,
+    mpu: Any = None,
 ) -> Any:
     """A DeepSpeed engine of a model and an optimizer by name.
 
@@ -130,6 +132,7 @@ def make_engine(
         scheduler: with a learning-rate scheduler.
         reverse_groups: the optimizer's groups in the other order.
         zero_init: build the model under `deepspeed.zero.Init`, partitioned from the start.
+        mpu: model parallel unit, for parallelism other than data parallelism.
     """
     import deepspeed
     import torch
@@ -140,14 +143,14 @@ def make_engine(
     allow_fp16_on_cpu()
     forget_autocast()
     torch.manual_seed(seed)
-    with deepspeed.zero.Init(config_dict_or_path=ds_config, enabled=zero_init):
+    with deepspeed.zero.Init(config_dict_or_path=ds_config) if zero_init else nullcontext():
         module = MODELS[model]()
     groups = param_groups(module, uniform=optimizer.endswith("_uniform"), by_dtype=optimizer.endswith("_by_dtype"))
     if reverse_groups:
         groups = groups[::-1]
     inner = OPTIMIZERS[optimizer.removesuffix("_uniform").removesuffix("_by_dtype")](groups)
     schedule = LambdaLR(inner, lambda step: 1.0 / (1 + step)) if scheduler else None
-    engine, *_ = deepspeed.initialize(model=module, optimizer=inner, lr_scheduler=schedule, config=ds_config)
+    engine, *_ = deepspeed.initialize(model=module, optimizer=inner, lr_scheduler=schedule, config=ds_config, mpu=mpu)
     return engine
 
 
