@@ -26,7 +26,7 @@ from tests.support.engines.models import MODELS
 from tests.support.engines.nvme import Kind as OnNvme
 from tests.support.engines.parallel import Launch
 from tests.support.engines.ranks import tell, uninstalled
-from tests.support.engines.saves import hold_copies, save_held
+from tests.support.engines.saves import close_saver, hold_copies, save_held
 
 Training = Callable[[int, str], Generator[Any, None, None]]
 """By seed and folder of swap files: yields the engine, then the loss of each step."""
@@ -199,7 +199,7 @@ def save(
             find_state(engine).saver.wait_for_copy()
             counts.append((at_once, copies.count - before))
             assert not find_state(engine).saver.is_first or find_state(engine).saver.wait(60)
-    find_state(engine).saver.close()
+    close_saver(find_state(engine).saver)
     engine.destroy()
     return states, counts
 

@@ -19,6 +19,7 @@ from deepspeed_ucp.errors import StorageError
 from deepspeed_ucp.testing.capture import CapturedEngine, capture
 from deepspeed_ucp.testing.ranks import train as train_steps
 from tests.support.engines.cases import BATCH, FEATURES, make_engine, train_engine
+from tests.support.engines.saves import close_saver
 
 SAMPLES = 3 * BATCH
 
@@ -97,7 +98,7 @@ def note_taken(taken: list[int]) -> Any:
 def _end(engine: Any) -> None:
     saver = find_state(engine).saver
     if saver is not None:
-        saver.close()
+        close_saver(saver)
     engine.destroy()
 
 
