@@ -535,7 +535,8 @@ class Saver:
             if is_enough is not None and (is_enough() or late == self._stuck):
                 return False
             now = time.monotonic()
-            if all(len(save.list_refused()) == len(save.list_pending()) for save in self.job.list_saves()):
+            pending = [save for save in self.job.list_saves() if save.list_pending()]
+            if pending and all(len(save.list_refused()) == len(save.list_pending()) for save in pending):
                 self._warn_refused()
                 return False
             if is_locked(self.job):
