@@ -535,8 +535,8 @@ class Saver:
             if is_enough is not None and (is_enough() or late == self._stuck):
                 return False
             now = time.monotonic()
-            pending = [save for save in self.job.list_saves() if save.list_pending()]
-            if pending and all(len(save.list_refused()) == len(save.list_pending()) for save in pending):
+            refused = [(save.list_refused(), save.list_pending()) for save in self.job.list_saves()]
+            if any(faults for faults, _ in refused) and all(len(faults) == len(places) for faults, places in refused):
                 self._warn_refused()
                 return False
             if is_locked(self.job):
