@@ -1,6 +1,6 @@
 """How often a job of 1,024 nodes should save, by the planner alone: ``ds_ucp plan --mtbf`` into docs/benchmarks.md.
 
-    python bench/intervals.py     writes its section of docs/benchmarks.md, draws docs/intervals.png
+    python bench/intervals.py     writes its section of docs/benchmarks.md
 
 That its formula is right is for tests/forecast/test_interval.py to say, which simulates failures one by one.
 """
@@ -24,14 +24,13 @@ COMMAND = (
     "ds_ucp plan --params 1T --stage 1 --ranks 8192 --target tp=8,pp=64 --mtbf 4h --restart 2m "
     "--read-gbs 273 --write-gbs 273 --net-gbs 25 --against 4h"
 )
-PICTURE = "intervals.png"
 
 
 def make_section() -> str:
-    """The section of docs/benchmarks.md; draws its picture beside."""
+    """The section of docs/benchmarks.md."""
     printed = io.StringIO()
     with redirect_stdout(printed):
-        main([*shlex.split(COMMAND)[1:], "--plot", str(ROOT / "docs" / PICTURE)])
+        main(shlex.split(COMMAND)[1:])
     return f"""## How often to save, on 1,024 nodes
 
 Written by `python bench/intervals.py`, by arithmetic alone: nothing is measured. 10^12 parameters on 8,192 ranks, a
@@ -41,9 +40,7 @@ each row. [What the columns mean](cli.md#how-often-to-save)
 ```console
 $ {COMMAND}
 {printed.getvalue().rstrip()}
-```
-
-![The share of time that trains, by interval; what takes the rest]({PICTURE})"""
+```"""
 
 
 if __name__ == "__main__":

@@ -117,8 +117,6 @@ class UniversalConfig(BaseModel):
             ``direct`` is ours, which is faster and compares checksums.
         also: further folders, or URLs, that hold tags as the one does that is loaded from. Each file is read in the
             nearest place that has the same one, and in the next one where that fails.
-        report: a local folder that gets a JSON file per load, with every rank's phases, bytes and files (``ds_ucp
-            report``).
         storage_options: for the stores behind URLs, as fsspec's file systems take them (``endpoint_url``, ``anon``…);
             what is not said here is fsspec's configuration's and the environment's to say.
         save: ``true`` or an object (:class:`SaveOptions`): ``save_checkpoint`` writes into memory, and a process of its
@@ -144,7 +142,6 @@ class UniversalConfig(BaseModel):
     same_topology: Literal["deepspeed", "direct"] = "deepspeed"
     arguments: dict[Argument, bool] = {}
     also: list[str] = []
-    report: str | None = None
     storage_options: dict[str, Any] | None = None
     save: SaveOptions | None = None
     trust_pickle: bool = False
@@ -158,13 +155,6 @@ class UniversalConfig(BaseModel):
     @classmethod
     def _read_switch(cls, value: object) -> object:
         return ({} if value else None) if isinstance(value, bool) else value
-
-    @field_validator("report")
-    @classmethod
-    def _refuse_url(cls, folder: str | None) -> str | None:
-        if folder and "://" in folder:
-            raise ValueError("reports are written to a local folder, not to a URL")
-        return folder
 
 
 def parse_config(ds_config: Mapping[str, Any], defaults: Iterable[tuple[str, object]] = ()) -> UniversalConfig | None:

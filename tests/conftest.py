@@ -40,7 +40,6 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("suite")
     PRELOAD.append("tests.releases.settled")
     PRELOAD.append("transformers.models.llama.modeling_llama")  # a second in each rank that trains one
-    PRELOAD.append("megatron.core.optimizer")  # as for the one above
     if EXHAUSTIVE in config.option.markexpr:
         os.environ["UCP_EXHAUSTIVE"] = "1"  # how many cases are drawn is said where tests are imported
     else:

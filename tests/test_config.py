@@ -65,7 +65,6 @@ def test_true_and_an_empty_object_take_all_defaults() -> None:
         "same_topology": "deepspeed",
         "arguments": {},
         "also": [],
-        "report": None,
         "storage_options": None,
         "save": None,
         "trust_pickle": False,
@@ -89,7 +88,6 @@ def test_every_key_can_be_set() -> None:
         "same_topology": "direct",
         "arguments": {"load_module_only": True},
         "also": ["/local", "s3://bucket/run"],
-        "report": "reports",
         "storage_options": {"endpoint_url": "http://localhost:9000"},
         "save": {
             "memory": "/local/nvme",
@@ -139,7 +137,6 @@ def test_the_guide_tells_every_option_and_its_default(pytestconfig: pytest.Confi
         ({"threads": True}, "threads"),
         ({"preserve_batch_size": 1}, "preserve_batch_size"),
         ({"patterns": 3}, "patterns"),
-        ({"report": "s3://bucket/reports"}, "report"),
         ({"save": 1}, "save"),
         ({"save": {"keep": 0}}, "save"),
         ({"save": {"to": [{"every": 2}]}}, "save"),

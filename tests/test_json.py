@@ -49,12 +49,6 @@ def with_weights(folder: str) -> Any:
     return open_checkpoint(folder, Comm())
 
 
-def with_blocks(folder: str) -> Any:
-    Path(folder, ".metadata").write_bytes(b"")
-    Path(folder, "common.pt").write_bytes(b"")
-    return open_checkpoint(folder, Comm())
-
-
 def put_header(path: Path, document: bytes) -> None:
     path.write_bytes(len(document).to_bytes(8, "little") + document)
 
@@ -69,7 +63,6 @@ READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "header of safetensors": ("model.safetensors", lambda folder: open_checkpoint(folder, Comm())),
     "index of safetensors": ("model.safetensors.index.json", lambda folder: open_checkpoint(folder, Comm())),
     "configuration beside weights": ("config.json", with_weights),
-    "Megatron-Core": ("metadata.json", with_blocks),
     "Megatron's ds_config": ("ds.json", lambda folder: read_given(os.path.join(folder, "ds.json"))),
     "ds_config": ("ds.json", lambda folder: settings.read_config(os.path.join(folder, "ds.json"))),
     "snapshots": (memory._WRITTEN, lambda folder: memory.Job(folder).read_written()),

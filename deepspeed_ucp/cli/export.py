@@ -55,7 +55,6 @@ def add_parser(commands: Commands) -> None:
         examples=r"""
             ds_ucp export checkpoints/ weights/ --dtype bf16
             ds_ucp export checkpoints/global_step1000 weights/ --like my-model/ --max-shard-size 2GB
-            ds_ucp export megatron_run/ weights/ --like my-llama/ --patterns mcore-llama
             ds_ucp export out/checkpoint-300/ adapter/ --adapter
             ds_ucp export checkpoints/ weights/ --rename '(?P<n>\d+)\.(?P<rest>.*)=h.{n-2}.{rest}'
             ds_ucp export checkpoints/ step-1000/ --to dcp --layout torchtitan

@@ -32,7 +32,7 @@ def add_parser(commands: Commands) -> None:
             ds_ucp inspect checkpoints/
             ds_ucp inspect checkpoints/global_step1000 --all
             ds_ucp inspect checkpoints/ --param h.0.mlp.weight
-            ds_ucp inspect checkpoints/ --patterns megatron-gpt --plot map.png
+            ds_ucp inspect checkpoints/ --patterns megatron-gpt
             ds_ucp inspect checkpoints/ --json | jq .totals
         """,
     )
@@ -41,8 +41,6 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("-a", "--all", action="store_true", help=text)
     text = "one parameter in detail: its name, or a regular expression that fits one"
     parser.add_argument("-p", "--param", metavar="NAME", help=text)
-    text = "draw which rank's files hold which part of the model (png, svg, pdf; needs matplotlib)"
-    parser.add_argument("--plot", metavar="FILE", help=text)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -83,17 +81,11 @@ def opens(options: argparse.Namespace, report: FolderReport) -> bool:
 def _show(options: argparse.Namespace, survey: Survey) -> None:
     from .summary import detail_parameter, write_detail, write_summary
 
-    if options.plot:
-        from .plot import draw_map
-
-        draw_map(survey, options.plot)
     if options.param:
         detail = detail_parameter(survey, pick_parameter(survey, options.param))
         emit(options, detail, write_detail(detail))
     else:
         emit(options, survey.data, write_summary(survey, unfold=options.all))
-    if options.plot and not options.quiet:
-        print_message(f"ds_ucp: drew {options.plot}")
 
 
 def pick_parameter(survey: Survey, wanted: str) -> Parameter:

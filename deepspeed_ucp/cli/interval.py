@@ -1,4 +1,4 @@
-"""How often to save, for ``ds_ucp plan --mtbf``: options, a table, a picture."""
+"""How often to save, for ``ds_ucp plan --mtbf``: options and a table."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, count_of
 from .numbers import duration, positive, speed
-from .printing import format_both, format_bytes, format_duration, format_seconds, format_table, print_message
+from .printing import format_both, format_bytes, format_duration, format_seconds, format_table
 
 if TYPE_CHECKING:
     from ..forecast.degrees import Degrees
     from ..forecast.interval import Interval, SaveSize, Way
 
-OPTIONS = ("restart", "memory_gbs", "stall", "every", "against", "plot")
+OPTIONS = ("restart", "memory_gbs", "stall", "every", "against")
 """What counts with ``--mtbf`` alone."""
 
 _NEEDED = ("read_gbs", "write_gbs", "restart")
@@ -35,8 +35,6 @@ def add_interval_options(parser: argparse.ArgumentParser) -> None:
     add("--stall", type=duration, metavar="TIME", help=text)
     add("--every", type=positive, metavar="N", help="of so many saves one goes to the storage (default: 1)")
     add("--against", type=duration, metavar="TIME", help="an interval of DeepSpeed's own saves to compare with")
-    text = "draw how much of the time trains, by interval (png, svg, pdf; needs matplotlib)"
-    add("--plot", metavar="FILE", help=text)
 
 
 def check_interval_options(options: argparse.Namespace) -> None:
@@ -53,13 +51,10 @@ def check_interval_options(options: argparse.Namespace) -> None:
 def plan_interval(
     options: argparse.Namespace, degrees: Degrees, states: int, weights: int
 ) -> tuple[dict[str, Any], list[str], list[str]]:
-    """How often to save as data, as lines, and what was assumed; draws it where that is wanted.
+    """Compute how often to save: as data, as lines, and with the assumptions.
 
     Args:
         states, weights: bytes, as of :func:`~deepspeed_ucp.forecast.interval.measure_save`.
-
-    Raises:
-        UcpError: it cannot be drawn.
     """
     from ..forecast.estimate import GIGA
     from ..forecast.interval import ASSUMED, Tiers, choose_interval, judge_interval, list_ways, measure_save
@@ -81,12 +76,6 @@ def plan_interval(
     found = [(way, choose_interval(way, options.mtbf)) for way in ways]
     if options.against is not None:
         found.insert(0, (ways[0], judge_interval(ways[0], options.against, options.mtbf)))
-    if options.plot:
-        from .curves import draw_intervals
-
-        draw_intervals(options.plot, found, options.mtbf)
-        if not options.quiet:
-            print_message(f"ds_ucp: drew {options.plot}")
     assumed = [ASSUMED]
     if options.memory_gbs is None:
         assumed.append(f"A node copies {_MEMORY_GBS:g} GB/s into and out of its memory: --memory-gbs.")

@@ -44,7 +44,6 @@ _VALUES: dict[str, tuple[str, Callable[[str], Any], str]] = {
     "mode": ("MODE", str, "direct (default), or atomic: write an atomic checkpoint first"),
     "atomic_dir": ("DIR", str, "where mode atomic writes (default: beside the checkpoint)"),
     "also": ("PLACES", _read_json, "further folders or URLs that hold the same tags, as a list in JSON"),
-    "report": ("DIR", str, "a folder that gets a file per load, for ds_ucp report"),
     "save": ("JSON", _read_json, "saves that do not stop training: true, or their options as an object"),
     "arguments": ("JSON", _read_json, "arguments of load_checkpoint for trainers that pass none on, as an object"),
     "storage_options": ("JSON", _read_json, "options of the stores behind URLs, as an object"),

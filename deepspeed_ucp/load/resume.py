@@ -35,7 +35,6 @@ from .choice import choose_loader
 from .context import LoadArguments, LoadContext, LoadReport
 from .direct import load_direct
 from .inventory import gather_inventory, list_live_rules
-from .report import write_report
 from .tags import find_all_tags, find_folders, find_tag, suggest_fallback
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -87,7 +86,6 @@ def resume(
             loaded = _resume_tag(job, load_dir, chosen, own, upstream=upstream, unknown=unknown)
     else:
         loaded = _resume_first_whole(job, load_dir, chosen, own, upstream=upstream, unknown=unknown)
-    write_report(job, loaded[0])
     return loaded
 
 

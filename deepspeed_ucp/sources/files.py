@@ -255,8 +255,8 @@ def _explain_nothing(folder: str, names: Iterable[str]) -> UcpError:
     """Why a folder holds no checkpoint."""
     if any(map(_LEGACY.fullmatch, names)):
         return UnsupportedError(
-            "is of Megatron-LM's format `torch`, a folder for each rank, which is not read. Let Megatron-LM convert "
-            "it (--ckpt-convert-format torch_dist --ckpt-convert-save FOLDER).",
+            "is of Megatron-LM's format `torch`, a folder for each rank, which is not read. Convert it "
+            "with Megatron-Bridge to Hugging Face's format, and load that.",
             path=folder,
         )
     return CheckpointError(

@@ -379,13 +379,13 @@ def run_all(launcher: Launcher) -> tuple[Outcome, list[Outcome]]:
 
 
 def look_at(checkpoints: Path) -> list[str]:
-    """Verify, convert, compare and draw the last checkpoint with `ds_ucp`; returns what went wrong."""
+    """Verify, convert, compare and inspect the last checkpoint with `ds_ucp`; returns what went wrong."""
     converted = checkpoints / "converted"
     commands = (
         ["verify", checkpoints],
         ["convert", checkpoints, converted, "--no-latest"],
         ["diff", checkpoints, converted],
-        ["inspect", checkpoints, "--plot", OUT / "map.png"],
+        ["inspect", checkpoints],
     )
     faults = []
     print("\nThe last checkpoint by ds_ucp:")
@@ -427,7 +427,7 @@ def main() -> int:
         f"later {drift_bound(reference):.1e}. Final loss on held-out text: {outcomes[-1].held_out_loss:.4f}, "
         f"uninterrupted {reference.held_out_loss:.4f}."
     )
-    print(f"Curves: {picture}. Which file holds what: {OUT / 'map.png'}.")
+    print(f"Curves: {picture}.")
     print(f"{time.monotonic() - launcher.began:.0f} s in all.")
     for fault in faults:
         print(f"FAILED: {fault}")

@@ -115,7 +115,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("verify", ["{checkpoint}"]),
         ("diff", ["{checkpoint}", "{checkpoint}"]),
         ("diff", ["{checkpoint}", "{checkpoint}", "--config"]),
-        ("doctor", ["{checkpoint}", "--out", "{out}/doctor.txt"]),
         ("export", ["{checkpoint}", "{out}/weights"]),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -14,12 +14,9 @@ from safetensors.torch import load_file
 
 from deepspeed_ucp.cli.dispatch import main
 from deepspeed_ucp.cli.experts import write_numbers
-from deepspeed_ucp.cli.parameters import list_parameters
-from deepspeed_ucp.cli.plot import MASTERS, make_map
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.forecast.degrees import Degrees
 from deepspeed_ucp.forecast.experts import find_moved_experts
-from deepspeed_ucp.plan.settling import settle_index
 from deepspeed_ucp.sources import open_checkpoint
 from tests.synth import ExpertLayer, Model, Param, State, Topology, random_state, write_checkpoint
 
@@ -97,16 +94,6 @@ def test_one_experts_parameter(tmp_path: Path, run_json: Run, capsys: pytest.Cap
     assert main(["inspect", str(path), "--param", name]) == 0
     assert "3 of the 4 of h.0.mlp, held by ranks 1, 3" in capsys.readouterr().out
     assert run_json("inspect", path, "--param", "wte")[1]["expert"] is None
-
-
-def test_the_map_has_a_row_for_each_layers_experts(tmp_path: Path) -> None:
-    path, _ = write(tmp_path, Topology(1, 4, "bf16", ep=(2, 4)))
-    index = open_checkpoint(str(path), Comm())
-    drawn = make_map(index, list_parameters(index, settle_index(index)))
-    rows = [(row.block, row.label) for row in drawn.rows]
-    ranks = [("", f"dp {rank}") for rank in range(4)]
-    assert rows == [("", "model states"), *ranks, ("experts", "layer 0"), ("experts", "layer 1")]
-    assert drawn.sum_bytes(kind=MASTERS) == sum(param.numel * 4 for param in make_model().params)
 
 
 def test_what_was_spread_otherwise_is_no_difference(tmp_path: Path, run_json: Run) -> None:

@@ -16,8 +16,6 @@ import torch
 
 from deepspeed_ucp.cli.dispatch import main
 from deepspeed_ucp.cli.parameters import split_layer
-from deepspeed_ucp.cli.plot import KINDS, MASTERS, make_map
-from deepspeed_ucp.comm import Comm
 from tests.cli.samples import cut, make_gpt, make_pipe, write_sample
 from tests.synth import Topology, random_state
 
@@ -243,44 +241,6 @@ def test_a_damaged_checkpoint_is_told_file_by_file(
 )
 def test_layers_are_told_from_names(name: str, layer: tuple[str, int]) -> None:
     assert split_layer(name) == layer
-
-
-# -- the map ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("topology", [ZERO1, ZERO3, THREE_D], ids=lambda t: t.label)
-def test_the_map_holds_every_byte(topology: Topology, checkpoints: Callable[[Topology], Path]) -> None:
-    from deepspeed_ucp.cli.survey import make_survey
-    from deepspeed_ucp.sources.open import survey_checkpoint
-
-    survey = make_survey(survey_checkpoint(str(checkpoints(topology)), Comm()))
-    drawn, totals = make_map(survey.index, survey.parameters), survey.data["totals"]
-    sums = [drawn.sum_bytes(kind=kind) for kind in KINDS]
-    assert sums == [totals[part] for part in ("masters", "states", "module", "copies")]
-    masters = [span for (_, kind), spans in drawn.lanes.items() if kind == MASTERS for span in spans]
-    trained = sum(row.nbytes + row.copy_bytes for row in survey.parameters if row.kind == "trained")
-    if topology.tp == 1:  # every trained byte of the model's width is drawn once
-        assert sum(high - low for low, high, _ in masters) == pytest.approx(trained)
-        starts = sorted(low for low, *_ in masters)
-        assert all(high <= start + 1e-6 for (_, high, _), start in zip(sorted(masters), starts[1:], strict=False))
-    assert len(drawn.rows) == {"zero1": 5, "zero3": 4}.get(topology.label[:5], 0) or topology.pp > 1
-
-
-def test_a_picture_is_drawn(
-    checkpoints: Callable[[Topology], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    matplotlib = pytest.importorskip("matplotlib.image")
-    assert main(["inspect", str(checkpoints(THREE_D)), "--plot", str(tmp_path / "map.png")]) == 0
-    picture = matplotlib.imread(tmp_path / "map.png")
-    assert picture.shape[0] > 300
-    assert picture.shape[1] == 1950
-    colours = {
-        tuple(np.round(pixel[:3] * 255).astype(int)) for pixel in picture[::4, ::4].reshape(-1, picture.shape[2])
-    }
-    assert (0x2F, 0x5D, 0x8A) in colours
-    assert (0xE0, 0x8E, 0x45) in colours
-    assert main(["inspect", str(checkpoints(ZERO1)), "--plot", str(tmp_path / "map.xyz")]) == 2
-    assert "png" in capsys.readouterr().err
 
 
 # -- atomic checkpoints -----------------------------------------------------------------------------------------------

@@ -236,24 +236,13 @@ def test_a_checkpoint_of_the_same_topology_and_of_another(folder: Path, plan: Pl
     assert plan(folder, "dp=5,zero=1", *SAVES)[1].get("saves") is None
 
 
-def test_how_often_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    image = pytest.importorskip("matplotlib.image")
-    line = ["plan", "--params", "70B", "--ranks", "64", *SAVES, "--plot", str(tmp_path / "saves.png")]
-    assert main(line) == 0
-    told = capsys.readouterr()
-    assert f"drew {tmp_path}/saves.png" in told.err
-    assert "to memory        the node's memory" in told.out
-    assert image.imread(tmp_path / "saves.png").shape == (750, 1950, 4)
-
-
 @pytest.mark.parametrize(
     ("more", "told"),
     [
         (["--mtbf", "8h"], "--mtbf needs --read-gbs, --write-gbs, --restart too"),
-        (["--plot", "a.png", "--stall", "1s"], "--stall, --plot: it tells how often to save, with --mtbf alone"),
+        (["--every", "2", "--stall", "1s"], "--stall, --every: it tells how often to save, with --mtbf alone"),
         (["--ranks-per-node", "8"], "--ranks-per-node: a plan without a checkpoint"),
         ([*SAVES, "--nodes", "8"], "--nodes: a plan without a checkpoint"),
-        ([*SAVES, "--plot", "a.xyz"], "does not end in a format that can be drawn"),
     ],
 )
 def test_options_that_do_not_tell_how_often(more: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,4 @@
-"""Every format of another library into engines of every kind: what is held is what that library reads, to the bit.
-
-Megatron-Core's, whose models are others, are in ``test_engine_mcore_names``.
-"""
+"""Every format of another library into engines of every kind: what is held is what that library reads, to the bit."""
 
 from __future__ import annotations
 

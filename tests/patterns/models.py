@@ -97,35 +97,6 @@ def megatron_plain(sizes: Sizes, tp: int, untied: bool = False) -> Shapes:
     return _spread(shapes, tp)
 
 
-def mcore(sizes: Sizes, *, transformer_engine: bool = False, untied: bool = False) -> Shapes:
-    """Names of Megatron-Core's checkpoints, whatever the degrees; Transformer Engine fuses norms."""
-    hidden, inner = sizes.hidden, sizes.ffn * (2 if sizes.gated else 1)
-    shapes: Shapes = {"embedding.word_embeddings.weight": ((sizes.pad(1), hidden),)}
-    if sizes.bias:
-        shapes["embedding.position_embeddings.weight"] = ((2048, hidden),)
-    for layer in range(sizes.layers):
-        prefix = f"decoder.layers.{layer}"
-        norms = {f"{prefix}.input_layernorm": "self_attention.linear_qkv.layer_norm_"}
-        norms |= {f"{prefix}.pre_mlp_layernorm": "mlp.linear_fc1.layer_norm_"} if not sizes.experts else {}
-        for name, shape in (
-            _norm(f"{prefix}.input_layernorm", sizes) | _norm(f"{prefix}.pre_mlp_layernorm", sizes)
-        ).items():
-            stem, _, kind = name.rpartition(".")
-            fused = transformer_engine and stem in norms
-            shapes[f"{prefix}.{norms[stem]}{kind}" if fused else name] = shape
-        shapes |= _linear(f"{prefix}.self_attention.linear_qkv", (sizes.qkv, hidden), 0, sizes, 1)
-        shapes |= _linear(f"{prefix}.self_attention.linear_proj", (hidden, hidden), 1, sizes, 1)
-        if sizes.experts:
-            shapes[f"{prefix}.mlp.router.weight"] = ((sizes.experts, hidden),)
-            shapes[f"{prefix}.mlp.experts.experts.linear_fc1.weight"] = ((sizes.experts, inner, hidden),)
-            shapes[f"{prefix}.mlp.experts.experts.linear_fc2.weight"] = ((sizes.experts, hidden, sizes.ffn),)
-            continue
-        shapes |= _linear(f"{prefix}.mlp.linear_fc1", (inner, hidden), 0, sizes, 1)
-        shapes |= _linear(f"{prefix}.mlp.linear_fc2", (hidden, sizes.ffn), 1, sizes, 1)
-    shapes |= _norm("decoder.final_layernorm", sizes)
-    return shapes | ({"output_layer.weight": shapes["embedding.word_embeddings.weight"]} if untied else {})
-
-
 def bloom_pipeline(sizes: Sizes, tp: int) -> Shapes:
     """Names of BigScience's BLOOM: a norm behind the embedding, ALiBi instead of positions."""
     shapes = {

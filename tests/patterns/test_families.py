@@ -104,8 +104,7 @@ def strip_unit(pattern):
 
 
 def test_every_family_has_a_model_here():
-    """Or in test_mcore.py."""
-    found = [name for name in list_families() if load_family(name).rules and not name.startswith("mcore")]
+    found = [name for name in list_families() if load_family(name).rules]
     assert sorted(MODELS) == found
 
 

@@ -6,7 +6,7 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -114,6 +114,16 @@ def test_model_and_optimizer_are_found_under_any_words(
     tmp_path: Path, trained: Any, outer: Callable[[Any, Any], Any], flatten: bool
 ) -> None:
     check_index(open_it(save_dcp(tmp_path / "it", trained, outer=outer, flatten=flatten)), trained)
+
+
+@pytest.mark.parametrize("kept", [("metadata.json", "common.pt"), ("common.pt",), ()], ids=str)
+def test_megatron_cores_checkpoints_are_refused_with_the_way_to_convert(tmp_path: Path, kept: Sequence[str]) -> None:
+    """Also without the files that end such a save."""
+    dcp.save({"decoder.weight": torch.ones(2), "rng_state/shard_0_1": b"state"}, checkpoint_id=tmp_path)
+    for name in kept:
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(UnsupportedError, match="Convert it with Megatron-Bridge to Hugging Face's format"):
+        open_checkpoint(str(tmp_path), Comm())
 
 
 def test_accelerates_folders(tmp_path: Path, trained: Any) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import re
-from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -182,27 +180,6 @@ def _peft(folder: Path, model: Model, state: State) -> None:
     (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
 
 
-def _megatron(folder: Path, model: Model, state: State) -> None:
-    """As Megatron-Core's ``torch_dist``: layers in one tensor, all that is no tensor in a file of its own."""
-    held: dict[str, torch.Tensor] = {}
-    for name, atoms in state.atoms.items():
-        for key, tensor in atoms.items():
-            kinds = [""] if key == "fp32" else [f"optimizer.state.{key}."]
-            kinds += ["optimizer.state.fp32_param."] * (key == "fp32")
-            for kind in kinds:
-                stack = kind + re.sub(r"layers\.\d+\.", "layers.", name)
-                rows = [tensor[None]] if ".layers." in name else [tensor]
-                held[stack] = torch.cat([held[stack], *rows]) if stack in held else rows[0]
-    write_dcp(folder, held, lambda tensor: [2, 2, 1][: tensor.dim()])
-    groups = [
-        {**hyper, "step": 3, "wd_mult": float(number == 0), "params": []} for number, hyper in enumerate(state.groups)
-    ]
-    args = Namespace(num_layers=2, hidden_size=7)
-    common = {"args": args, "iteration": 3, "optimizer": {"optimizer": {"param_groups": groups}}}
-    torch.save(common, folder / "common.pt")
-    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
-
-
 ADAPTER = Model(
     (
         Param("m.q.lora_A.default.weight", (4, 17)),
@@ -213,15 +190,6 @@ ADAPTER = Model(
     )
 )
 """A live model's part that PEFT's files have."""
-
-LAYERS = Model(
-    (
-        Param("embedding.word_embeddings.weight", (12, 5)),
-        *(Param(f"decoder.layers.{layer}.fc.weight", (6, 7)) for layer in range(3)),
-        *(Param(f"decoder.layers.{layer}.fc.bias", (6,), group=1) for layer in range(3)),
-    )
-)
-"""By Megatron-Core's names."""
 
 FORMATS = [
     Format("dcp-nested", _nested),
@@ -235,5 +203,4 @@ FORMATS = [
     Format("bin", _bin, alone=True),
     Format("legacy-pt", _legacy, alone=True, unchecked=True),
     Format("peft", _peft, alone=True, unchecked=True, model=ADAPTER),
-    Format("megatron-core", _megatron, model=LAYERS),
 ]

@@ -52,14 +52,12 @@ class Metadata:
         values: keys of everything else.
         places: of blocks by (key, offsets), of other values by (key, None).
         paths: by key the keys of the nested state dict, where they are told.
-        flattened: true shapes of tensors that Megatron-Core has stored as flattened blocks.
     """
 
     tensors: dict[str, tuple[str, Shape, list[tuple[Shape, Shape]]]] = field(default_factory=dict)
     values: list[str] = field(default_factory=list)
     places: dict[tuple[str, Shape | None], Place] = field(default_factory=dict)
     paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)
-    flattened: dict[str, Shape] = field(default_factory=dict)
 
 
 class Entry(NamedTuple):
@@ -228,9 +226,6 @@ def _take_apart(root: Any, path: str, folder: str) -> Metadata:
         told.places[block] = _read_place(_read_fields(info), path, folder)
     paths = root.get("planner_data") or {}
     told.paths = {read_name(key): _read_path(keys) for key, keys in paths.items() if isinstance(keys, tuple)}
-    for key, more in (root.get("mcore_data") or {}).items():
-        if shape := more.get("nd_reformulated_orig_global_shape"):
-            told.flattened[read_name(key)] = read_shape(shape)
     return told
 
 
@@ -294,7 +289,6 @@ def _join(told: Metadata, more: Metadata) -> None:
     told.values[:] = dict.fromkeys([*told.values, *more.values])
     told.places |= more.places
     told.paths |= more.paths
-    told.flattened |= more.flattened
 
 
 def _read_entries(where: FileTable, name: str, keys: list[tuple[str, Shape | None]], told: Metadata) -> list[Entry]:

@@ -13,14 +13,14 @@ from itertools import islice
 from typing import Any
 
 from ...comm import Comm
-from ...errors import CheckpointError, UnsupportedError, shorten
+from ...errors import UnsupportedError, shorten
 from ..compare import find_other_step
 from ..findings import Finding
 from ..reading import explain_form
 from ..table import FileTable
 from .blocks import UNCHECKED, Blocks, read_blocks
 from .contents import NEITHER, Contents, StoredTensor, count_steps, is_number, list_left
-from .names import DCP, FORM
+from .names import DCP, REFUSAL
 
 _STATE, _GROUPS, _MEMBERS = "state.", "param_groups.", "params"
 _IN_GROUPS = re.compile(r"(?:(?<=\.)|^)param_groups\.")
@@ -42,8 +42,7 @@ _UNNAMED = (
 
 _MEGATRON = "param_to_group_meta."
 _BY_MEGATRON = (
-    "its optimizer states are those of Megatron-FSDP (fsdp_dtensor), which are not read. Save with the distributed "
-    "optimizer (--ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable), or load the weights alone "
+    "its optimizer states are those of Megatron-FSDP (fsdp_dtensor), which are not read. Load the weights alone "
     "(load_optimizer_states=False)"
 )
 
@@ -89,12 +88,8 @@ class _Interpreter:
         Raises:
             CheckpointError, UnsupportedError: as of :func:`read_contents`.
         """
-        if odd := next((key for key in self.told.values if "/shard_" in key), ""):
-            raise CheckpointError(
-                f"holds {odd}, as Megatron-Core's checkpoints do, without the {FORM} that they end with: the save was "
-                "interrupted, or a copy was cut short. Take another checkpoint.",
-                path=self.where.folder,
-            )
+        if any("/shard_" in key for key in self.told.values):
+            raise UnsupportedError(REFUSAL, path=self.where.folder)
         prefix = self._find_model()
         left = [key for key in self.told.tensors if key not in self.roots and (prefix or not key.startswith(_APART))]
         weights = {key[len(prefix) :]: key for key in left if key.startswith(prefix)}

@@ -6,11 +6,11 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from ...atoms import AtomicIndex
 from ...comm import Comm
-from ...errors import CheckpointError, shorten
+from ...errors import CheckpointError, UnsupportedError, shorten
 from ...io.jsonfile import read_json
 from ...io.paths import join_path
 from ..compare import find_late_files, find_other_step
@@ -19,7 +19,7 @@ from ..findings import WARNING, Finding
 from ..latest import find_tags
 from ..reading import explain_form
 from ..table import FileTable
-from . import adapter, dcp, megatron, names, safetensors, statedict
+from . import adapter, dcp, names, safetensors, statedict
 from .contents import NEITHER, Contents, list_left, make_index
 from .headers import read_once
 from .states import add_states
@@ -54,8 +54,12 @@ class Reader(Protocol):
     def __call__(self, where: FileTable, comm: Comm, /) -> tuple[Contents, list[Finding]]: ...
 
 
+def _refuse_megatron(where: FileTable, _: Comm, /) -> NoReturn:
+    raise UnsupportedError(names.REFUSAL, path=where.folder)
+
+
 READERS: dict[str, Reader] = {
-    names.MEGATRON: megatron.read_contents,
+    names.MEGATRON: _refuse_megatron,
     names.DCP: dcp.read_contents,
     names.SAFETENSORS: safetensors.read_contents,
     names.STATE_DICT: statedict.read_contents,
@@ -86,7 +90,7 @@ def survey_foreign(where: FileTable, comm: Comm, kind: str) -> tuple[AtomicIndex
             return make_index(contents, where)
 
     index = comm.alike(unite)
-    if kind not in (names.MEGATRON, names.DCP):
+    if kind != names.DCP:
         config = _read_config(where, kind, comm)
         told = {key: value for key, value in config.items() if _SHAPING.fullmatch(key)}
         index = index.change(hints={**index.model.hints, "config": told}) if told else index

@@ -8,6 +8,12 @@ from collections.abc import Iterable
 DCP, SAFETENSORS = "torch.distributed.checkpoint", "safetensors"
 STATE_DICT, ADAPTER = "state dict", "PEFT adapter"
 MEGATRON = "Megatron-Core"
+REFUSAL = (
+    "is a checkpoint of Megatron-Core (torch_dist), which is not read. Convert it with Megatron-Bridge to Hugging "
+    "Face's format, and load that."
+)
+"""Message for a checkpoint of Megatron-Core."""
+
 """The formats, in the order in which a folder is asked for them."""
 
 PARTS = ("pytorch_model_fsdp_", "optimizer_")

@@ -67,10 +67,7 @@ def load_and_go_on(
 
 
 def load_and_report(engine: Any, folder: str) -> tuple[int, int, int]:
-    """Of one load on this rank: bytes read, requests, and the bytes of state that all ranks together restored; the load
-    leaves its file in ``reports/``."""
-    config = engine._config
-    config.ucp_config = config.ucp_config.model_copy(update={"report": f"{folder}/reports"})
+    """Load a checkpoint; returns this rank's bytes read and requests, and the bytes of state of all ranks."""
     engine.load_checkpoint(folder)
     report = engine.ucp_report
     engine.destroy()
