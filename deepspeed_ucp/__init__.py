@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import heartbeat
 from .attach import install, install_when_imported, uninstall
+from .elastic_agent import end_with_agent
 from .errors import (
     CheckpointError,
     ConfigError,
@@ -65,5 +66,6 @@ def _escape_record(record: logging.LogRecord) -> bool:
 
 logging.getLogger("deepspeed_ucp").addFilter(_escape_record)
 install_when_imported()
+end_with_agent()
 _startup = sys.modules.get("deepspeed_ucp_startup")
 heartbeat.note_watcher(by_itself=_startup is not None and _startup.is_waking())
