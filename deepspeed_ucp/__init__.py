@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .attach import install, install_when_imported, uninstall
+from .elastic_agent import end_with_agent
 from .errors import (
     CheckpointError,
     ConfigError,
@@ -63,3 +64,4 @@ def _escape_record(record: logging.LogRecord) -> bool:
 
 logging.getLogger("deepspeed_ucp").addFilter(_escape_record)
 install_when_imported()
+end_with_agent()

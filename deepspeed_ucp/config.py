@@ -121,6 +121,9 @@ class UniversalConfig(BaseModel):
             what is not said here is fsspec's configuration's and the environment's to say.
         save: ``true`` or an object (:class:`SaveOptions`): ``save_checkpoint`` writes into memory, and a process of its
             own from there to where it is to go, while training goes on. Loads take the newest whole save of both.
+        hang_timeout_s: seconds without progress after which the torchrun agent kills a rank, if the agent runs with
+            ``TORCHELASTIC_ENABLE_FILE_TIMER=1``. The time starts with the first step; loads and saves do not count. It
+            must be longer than the longest pause between two calls of the engine. 0 sets no timer.
         trust_pickle: allow custom Python classes in the client state, as ``torch.load(weights_only=False)`` does. Only
             for checkpoints you trust.
     """
@@ -144,6 +147,7 @@ class UniversalConfig(BaseModel):
     also: list[str] = []
     storage_options: dict[str, Any] | None = None
     save: SaveOptions | None = None
+    hang_timeout_s: float = Field(default=1800, ge=0)
     trust_pickle: bool = False
 
     def with_tiers(self) -> UniversalConfig:

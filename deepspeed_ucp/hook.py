@@ -20,8 +20,10 @@ from typing import Any
 from . import beacon, snapshots
 from .atoms import to_integer
 from .attach import get_default
+from .beacon.torchelastic import set_limit
 from .comm import Comm, connect
 from .config import ENVIRONMENT, SECTION, UniversalConfig, choose_batch, parse_config, read_environment
+from .elastic_agent import end_with_agent
 from .engine_state import collect, find_state, get_config, hand_out
 from .errors import CheckpointError, UcpError, count_of, describe_changes, let_go
 from .io.store import begin_reading, end_reading, set_storage_options
@@ -68,6 +70,7 @@ def is_on_by_environment(ds_config: Mapping[str, Any]) -> bool:
 
 def _configure_train_batch_size(original: Callable[..., Any], config: Any) -> None:
     """At ``initialize``: validate ``checkpoint.universal``, and make or refuse the batch size for this world."""
+    end_with_agent()
     options = read_options(config._param_dict)
     config.ucp_config = options
     if options is not None:
@@ -77,6 +80,7 @@ def _configure_train_batch_size(original: Callable[..., Any], config: Any) -> No
             if is_on_by_environment(config._param_dict):
                 _log_once(f"deepspeed_ucp is on by the environment variable {ENVIRONMENT}")
         shorten_uncaught()
+        set_limit(options.hang_timeout_s)
         connect()  # from here on others that wait for this rank know that it lives
         from_config(options.patterns)  # what is wrong with them is told here, not hours later
         if options.storage_options is not None:

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import signal
 import socket
 import ssl
 import sys
@@ -25,7 +26,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from deepspeed_ucp import beacon
-from deepspeed_ucp.beacon import dlrover, kubeflow, line, nvrx
+from deepspeed_ucp.beacon import dlrover, kubeflow, line, nvrx, torchelastic
 from deepspeed_ucp.beacon.listener import Listener
 from deepspeed_ucp.errors import ConfigError
 from tests.support.until import wait_until
@@ -333,3 +334,94 @@ def test_nvrx_without_its_monitor_or_its_library_stops_nothing(
     cannot, lacks = (each.message for each in caplog.records)
     assert "cannot be reached, training goes on" in cannot and "nvidia-resiliency-ext is not here" in lacks
     assert socket.getdefaulttimeout() is None and not nvrx._is_connected("nowhere")
+
+
+class Timers:
+    """The agent's end of the pipe: the expiration of each timer, None once it is released."""
+
+    def __init__(self, path: Path) -> None:
+        self.pipe = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+        self.pids: list[int] = []
+
+    def read(self) -> list[float | None]:
+        try:
+            text = os.read(self.pipe, 1 << 16).decode()
+        except BlockingIOError:
+            return []
+        requests = [json.loads(each) for each in text.splitlines()]
+        kills, harmless = requests[::2], requests[1::2]
+        assert {(each["pid"], each["signal"]) for each in kills} == {(os.getpid(), signal.SIGKILL)}
+        assert {(each["pid"], each["signal"]) for each in harmless} == {(-os.getpgrp(), signal.SIGCONT)}
+        ends = [each["expiration_time"] for each in kills]
+        assert ends == [each["expiration_time"] for each in harmless]
+        return [None if each < 0 else each for each in ends]
+
+
+@pytest.fixture
+def timers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Timers]:
+    """Each renewal is sent, however soon after the last one."""
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.setenv("TORCHELASTIC_TIMER_FILE", str(tmp_path / "pipe"))
+    monkeypatch.setattr(torchelastic, "_RENEWALS", float("inf"))
+    monkeypatch.setattr(torchelastic, "_limit", 0.0)
+    torchelastic.set_limit(100)
+    torchelastic.set_limit(50)
+    timers = Timers(tmp_path / "pipe")
+    yield timers
+    beacon.mute("torchelastic")
+    os.close(timers.pipe)
+
+
+def test_the_agents_timer_starts_with_the_first_step_and_pauses_in_loads_and_saves(timers: Timers) -> None:
+    with beacon.phase("load"), beacon.phase("forward"):
+        pass
+    with beacon.phase("forward"):  # may compile
+        pass
+    with beacon.phase("save"):
+        pass
+    beacon.report_step(0)
+    assert timers.read() == []
+    before = time.time()
+    with beacon.phase("step"):
+        assert timers.read() == []
+    (end,) = timers.read()
+    assert end is not None and before + 100 <= end <= time.time() + 100
+    beacon.report_step(1)
+    with beacon.phase("forward"):
+        pass
+    assert len(timers.read()) == 3
+    with beacon.phase("save"):
+        assert timers.read() == [None]
+        with beacon.phase("forward"):
+            beacon.report_step(1)
+        assert timers.read() == []
+    (end,) = timers.read()
+    assert end is not None
+    assert beacon._chosen is not None
+    beacon._chosen["torchelastic"].end()  # at exit
+    beacon.report_step(2)
+    assert timers.read() == [None]
+
+
+def test_a_timer_is_not_renewed_with_each_phase(timers: Timers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torchelastic, "_RENEWALS", 20)
+    for _ in range(3):
+        take_step()
+    ends = [each for each in timers.read() if each is not None]
+    assert len(ends) == 3  # after each save
+
+
+def test_no_length_is_no_timer(timers: Timers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torchelastic, "_limit", 0.0)
+    take_step()
+    assert timers.read() == []
+
+
+def test_an_agent_that_has_ended_stops_nothing(timers: Timers, caplog: pytest.LogCaptureFixture) -> None:
+    take_step()
+    pipe = timers.pipe
+    os.close(pipe)
+    take_step()
+    timers.pipe = os.open(os.devnull, os.O_RDONLY)
+    (record,) = caplog.records
+    assert "torchelastic hears no more of this rank" in record.message

@@ -17,7 +17,7 @@ from .listener import Listener
 
 logger = logging.getLogger("deepspeed_ucp")
 
-LISTENERS = ("nvrx", "dlrover", "kubeflow", "line")
+LISTENERS = ("torchelastic", "nvrx", "dlrover", "kubeflow", "line")
 """Modules of this room; the ``find`` of each gives the listener that the environment names, or None."""
 
 _phases: list[str] = []

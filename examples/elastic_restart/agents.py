@@ -1,9 +1,10 @@
-"""Two agents on one machine, each a node with a folder of memory of its own; what they log; how they are lost."""
+"""Two torchrun agents on one machine. Each stands for a node and has a memory folder of its own."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +22,21 @@ from deepspeed_ucp.saves.memory import find_root, list_jobs
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-PACE = 0.25  # seconds a step: a model that is not tiny
-HANG = 5
-LONGEST = 120.0  # seconds for anything to come
-PREPARING = 40.0  # seconds for an agent to import what its next ranks need
-CONF = f"keep_alive_interval=1,last_call_timeout=2,hang={HANG}"
-VARIABLE = "NODE_MEMORY"  # names a node's folder of memory, and so all of its processes
+PACE = 0.25  # seconds per step, as if the model were larger
+HANG = 5  # seconds without progress after which an agent kills a rank
+KEEP_ALIVE = 3  # seconds without a heartbeat after which an agent is lost
+LONGEST = 180.0  # seconds to wait for any event
+CONF = f"store_type=file,keep_alive_interval=1,keep_alive_max_attempt={KEEP_ALIVE},last_call_timeout=3"
+VARIABLE = "NODE_MEMORY"  # a node's memory folder; also identifies the node's processes
+
+AGENT_EVENTS = {
+    "failed": re.compile(r"failed \(exitcode|Detected \d+ new nodes"),
+    "rendezvous": re.compile(r"Rendezvous'ing worker group"),
+    "round": re.compile(r"Starting worker group"),
+}
+"""Events of torch's agents, by their log lines (with LOGLEVEL=INFO)."""
+
+STAMP = re.compile(r"[IWE](\d{4} \d\d:\d\d:\d\d\.\d{6}) (\d+) ")
 
 
 def describe_progress(world: int, step: int, load: dict[str, Any], steps: list[dict[str, Any]]) -> str:
@@ -39,17 +50,18 @@ def describe_progress(world: int, step: int, load: dict[str, Any], steps: list[d
 
 
 class DemoFailed(Exception):
-    """Something did not come."""
+    """An expected event did not happen."""
 
 
 @dataclass
 class Job:
-    """The two agents, what they and their ranks log, and what was done to them.
+    """Two agents, their logs, and the faults injected so far.
 
     Attributes:
-        began: the demo; ``launched``: its first agent.
-        save_every, snapshot_every: steps between saves to the checkpoint folder, and into memory (0: none).
-        memory: has a folder for each node, as if it were that node's memory.
+        began: start of the demo; ``launched``: start of the first agent.
+        save_every, snapshot_every: steps between saves to the checkpoint folder and into memory (0: none).
+        memory: holds one folder per node, which stands for that node's memory.
+        faults: name and time of each injected fault.
     """
 
     folder: Path
@@ -74,16 +86,23 @@ class Job:
     def read_log(self, event: str) -> list[dict[str, Any]]:
         return [each for each in self.read("log") if each["event"] == event]
 
+    def read_agents(self) -> list[dict[str, Any]]:
+        """Events of all agents, in the order of time."""
+        texts = [path.read_text(errors="replace") for path in self.folder.glob("agent*.out")]
+        return sorted((each for text in texts for each in parse_events(text)), key=lambda each: float(each["time"]))
+
     def start_agent(self) -> subprocess.Popen[bytes]:
         command = [
-            *(sys.executable, "-m", "deepspeed_ucp", "torchrun", "--nnodes", "1:2", "--rdzv-id", "demo"),
-            *("--nproc-per-node", str(self.ranks), "--rdzv-endpoint", str(self.folder / "rendezvous")),
-            *("--rdzv-conf", f"{CONF},events={self.folder / 'events'}", str(HERE / "job.py")),
-            *("--steps", str(self.steps), "--pace", str(PACE)),
+            *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--max-restarts", "100"),
+            *("--nproc-per-node", str(self.ranks), "--rdzv-backend", "c10d", "--rdzv-id", "demo"),
+            *("--rdzv-endpoint", str(self.folder / "rendezvous"), "--rdzv-conf", CONF, str(HERE / "job.py")),
+            *("--steps", str(self.steps), "--pace", str(PACE), "--hang", str(HANG)),
             *("--save_every", str(self.save_every), "--snapshot_every", str(self.snapshot_every)),
             *("--folder", str(self.folder / "checkpoints"), "--record", str(self.folder / "log")),
         ]
         environment, number = make_environment(), len(self.agents) + 1
+        environment |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCHELASTIC_ENABLE_FILE_TIMER": "1"}
+        environment["LOGLEVEL"] = "INFO"  # for `parse_events`
         if self.memory is not None:
             environment[VARIABLE] = str(self.memory / f"node{number}")
         with (self.folder / f"agent{number}.out").open("wb") as output:
@@ -91,54 +110,43 @@ class Job:
         self.agents.append(agent)
         return agent
 
-    def note(self, what: str) -> None:
-        self.faults.append((what, time.time()))
-        self.say(what)
+    def note(self, fault: str) -> None:
+        self.faults.append((fault, time.time()))
+        self.say(fault)
 
     def wait_for(self, what: str, condition: Callable[[], Any]) -> Any:
         until = time.time() + LONGEST
         while not (found := condition()):
             if time.time() > until or all(agent.poll() is not None for agent in self.agents):
-                raise DemoFailed(f"{what} did not come; see the agents' last lines:\n{self.tail()}")
+                raise DemoFailed(f"waiting for {what}. The agents' last lines:\n{self.tail()}")
             time.sleep(0.02)
         return found
 
     def wait_for_steps(self, world: int, count: int, then: Callable[[int], bool] = lambda _: True) -> int:
-        """Until a world of this size has taken some steps since the last fault, and ``then`` takes the last of them."""
+        """Wait until ``world`` ranks took ``count`` steps since the last fault, and ``then`` is true of the last."""
         since = self.faults[-1][1] if self.faults else 0.0
 
         def look() -> int | None:
             steps = [each["step"] for each in self.read_log("step") if each["world"] == world and each["time"] > since]
             return steps[-1] if len(steps) >= count and then(steps[-1]) else None
 
-        step = int(self.wait_for(f"step {count} of {world} ranks", look))
+        step = int(self.wait_for(f"step {count} on {world} ranks", look))
         self.say(describe_progress(world, step, self.read_log("loaded")[-1], self.read_log("step")))
         return step
 
-    def wait_for_templates(self, *agents: subprocess.Popen[bytes]) -> None:
-        """Until these agents have what their next ranks are forked from; where there is no such thing, not long."""
-        until = time.time() + PREPARING
-
-        def look() -> bool:
-            told = [each for each in self.read("events") if each["event"] == "template"]
-            made = {each["pid"] for each in told if "seconds" in each}
-            return made >= {each.pid for each in agents} or time.time() > until
-
-        self.wait_for("a template", look)
-
     def find_ranks(self, agent: subprocess.Popen[bytes]) -> list[int]:
-        """Ranks that this agent has started, or had forked."""
+        """Live ranks of an agent."""
         own = {each.pid for each in psutil.Process(agent.pid).children(recursive=True)}
         return [each["pid"] for each in self.read_log("started") if each["pid"] in own and is_alive(each["pid"])]
 
     def has_copies(self) -> bool:
-        """Whether each node has a copy of the other one's part of the last save."""
+        """Return True if each node holds a copy of the other node's part of the last save."""
         jobs = [list_jobs(find_root(str(node)))[-1] for node in self.memory.iterdir()] if self.memory else []
         last = max(job.list_numbers()[-1] for job in jobs)
         return all(last in [copy.number for copy in job.list_copies()] for job in jobs)
 
     def lose_node(self, number: int) -> None:
-        """Kill all processes of a node, as when its power fails, and take its memory away."""
+        """Kill all processes of a node and delete its memory, as a power failure does."""
         memory = str(self.memory / f"node{number}") if self.memory else ""
         while pids := list(find_processes(memory)):
             kill(pids)
@@ -150,7 +158,7 @@ class Job:
         return "\n".join("\n".join(text.splitlines()[-15:]) for text in texts)
 
     def end(self) -> None:
-        """End what is left: after a failure, and writers that still wait for a node that is lost."""
+        """Kill the remaining processes: after a failure, and writers that wait for a lost node."""
         for agent in self.agents:
             if agent.poll() is None:
                 agent.kill()
@@ -161,6 +169,16 @@ class Job:
             time.sleep(0.02)
 
 
+def parse_events(text: str) -> Iterator[dict[str, Any]]:
+    """Yield the events in an agent's log; ``pid`` is the agent's."""
+    for line in text.splitlines():
+        stamp = STAMP.match(line)
+        event = next((name for name, pattern in AGENT_EVENTS.items() if pattern.search(line)), None)
+        if stamp and event:
+            moment = datetime.strptime(f"{datetime.now().year} {stamp[1]}", "%Y %m%d %H:%M:%S.%f")
+            yield {"event": event, "time": moment.timestamp(), "pid": int(stamp[2])}
+
+
 def is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
@@ -169,11 +187,11 @@ def is_alive(pid: int) -> bool:
 
 
 def find_processes(memory: str) -> Iterator[int]:
-    """Those whose folder of memory has a path that begins so: a node's agent, ranks and writers."""
+    """Yield the processes (agent, ranks, writers) whose memory folder has this path prefix."""
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
             variables = path.read_bytes().split(b"\0")
-        except OSError:  # it has ended, or is another user's
+        except OSError:  # ended, or another user's
             continue
         if any(each.startswith(f"{VARIABLE}={memory}".encode()) for each in variables):
             yield int(path.parent.name)
@@ -188,6 +206,6 @@ def kill(pids: list[int]) -> None:
 
 
 def make_environment() -> dict[str, str]:
-    """One thread a rank: the model is tiny, and threads that wait for each other are slow where other work runs."""
+    """One thread per rank: the model is tiny, and more threads are slow on a busy machine."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return {"DS_ACCELERATOR": "cpu", **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}

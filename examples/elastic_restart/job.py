@@ -1,9 +1,8 @@
-"""A training job that may be killed at any moment, on any number of ranks: what `demo.py` runs under `ds_ucp torchrun`,
-and the tests of ../platforms under anything else.
+"""A training job that can be killed at any moment and resumes on any number of ranks.
 
-The model and the text are those of ../byte_gpt. Samples come in one order whatever the world, random states travel with
-the checkpoint, and a rank that is told to go (torchrun does so when an agent joins, or is itself told) lets all of them
-save first.
+`demo.py` runs it under torchrun, the tests of ../platforms under other launchers. The model and the text are those of
+../byte_gpt. The order of the samples does not depend on the number of ranks, random states are part of the checkpoint,
+and SIGTERM (torchrun sends it when an agent joins) makes all ranks save first.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from model import ByteGPT, GPTConfig
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import DataLoader, Dataset
 from train import read_corpus
 
@@ -39,7 +39,7 @@ CONFIG = {
 }
 IN_MEMORY = {
     "save": {"memory": "$NODE_MEMORY", "copies": 1},
-    "same_topology": "direct",  # for the report, which then tells of every file that was read
+    "same_topology": "direct",  # its report lists each file
 }
 
 
@@ -69,10 +69,10 @@ class Log:
             file.write(line + "\n")
 
 
-def build(seed: int, *, in_memory: bool) -> Any:
+def build(seed: int, *, in_memory: bool, hang: float) -> Any:
     torch.manual_seed(seed)
     model = ByteGPT(SIZES)
-    universal = {"fallback": True, "seal": True, **(IN_MEMORY if in_memory else {})}
+    universal = {"fallback": True, "seal": True, "hang_timeout_s": hang, **(IN_MEMORY if in_memory else {})}
     config = {**CONFIG, "checkpoint": {"universal": universal}}
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     return engine
@@ -99,6 +99,7 @@ def log_step(engine: Any, told: torch.Tensor, log: Log) -> None:
         log.write("step", step=engine.global_steps + 1, loss=loss, samples=int(told[1]), world=world)
 
 
+@record  # torchrun prints the first failure of all ranks
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, required=True)
@@ -106,11 +107,12 @@ def main() -> None:
     parser.add_argument("--record", required=True)
     parser.add_argument("--save_every", type=int, default=10, help="steps, to the folder; 0: never")
     parser.add_argument("--snapshot_every", type=int, default=0, help="steps, into the nodes' memory; 0: never")
-    parser.add_argument("--pace", type=float, default=0.0, help="seconds that a step takes at least")
+    parser.add_argument("--pace", type=float, default=0.0, help="minimum seconds per step")
+    parser.add_argument("--hang", type=float, default=1800, help="seconds without progress that end a rank")
     args = parser.parse_args()
     deepspeed.init_distributed()
     log = Log(args.record)
-    engine = build(seed=1, in_memory=args.snapshot_every > 0)
+    engine = build(seed=1, in_memory=args.snapshot_every > 0, hang=args.hang)
     text = Windows(read_corpus()[0], SIZES.context)
     sampler = ElasticSampler(text, engine.train_batch_size(), rank=dist.get_rank(), world=dist.get_world_size())
     sampler.follow(engine)
@@ -125,7 +127,7 @@ def main() -> None:
     batches = iter(DataLoader(text, batch_size=engine.train_micro_batch_size_per_gpu(), sampler=sampler))
     try:
         train(engine, batches, log, args)
-    except SystemExit:  # all ranks have saved, and go
+    except SystemExit:  # after the save that SIGTERM asked for
         leave()
         raise
     leave()
@@ -141,7 +143,7 @@ def train(engine: Any, batches: Any, log: Log, args: argparse.Namespace) -> None
 
 
 def leave() -> None:
-    """Together: gloo's worker may else still hold tensors when the interpreter ends, and abort."""
+    """Leave the process group together: gloo can abort if the interpreter ends while it still holds tensors."""
     dist.barrier()
     dist.destroy_process_group()
 

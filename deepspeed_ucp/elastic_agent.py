@@ -1,0 +1,54 @@
+"""End a torchrun rank together with its agent.
+
+torchrun starts each rank in a session of its own. A rank therefore survives an agent that gets SIGKILL, and would go on
+training while its replacement loads a checkpoint. Linux can send a signal when a parent ends (``PR_SET_PDEATHSIG``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from collections.abc import MutableMapping
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+
+_RANK_PID = "DEEPSPEED_UCP_RANK_PID"
+"""Variable that a rank sets: its child processes inherit it and are not bound to their parent."""
+
+
+def end_with_agent(environment: MutableMapping[str, str] = os.environ) -> bool:
+    """Let the kernel kill this process when its torchrun agent ends.
+
+    Does nothing unless ``TORCHELASTIC_RUN_ID`` is set, and nothing in child processes of a rank: data-loader workers
+    and the process that writes saves have ends of their own. With ``--start-method forkserver`` the parent is the fork
+    server, which ends with the agent.
+
+    Linux sends the signal when the *thread* that started the rank ends. torchrun starts ranks from its main thread.
+
+    Returns:
+        True if the process is bound to its agent.
+    """
+    if "TORCHELASTIC_RUN_ID" not in environment or environment.get(_RANK_PID, str(os.getpid())) != str(os.getpid()):
+        return False
+    environment[_RANK_PID] = str(os.getpid())
+    parent = os.getppid()
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
+        return False
+    if os.getppid() != parent or _is_orphan(parent):  # the agent ended before the kernel knew of the request
+        os.kill(os.getpid(), signal.SIGKILL)
+    return True
+
+
+def _is_orphan(parent: int) -> bool:
+    """Return True if the agent ended before the first look at the parent, which is then process 1.
+
+    In a container the agent itself can be process 1: it then runs this process's Python.
+    """
+    if parent != 1:
+        return False
+    try:
+        return not Path("/proc/1/exe").resolve(strict=True).samefile("/proc/self/exe")
+    except OSError:  # another user's process
+        return True
