@@ -179,7 +179,7 @@ class Snapshot:
         """Merge the lines of a record; a line that was cut off by a crash is not valid JSON and does not count."""
         told, path = dict[str, str](), os.path.join(self.folder, self._name(kind))
         with suppress(FileNotFoundError):
-            for line in read_bounded(path, MOST_BYTES).splitlines():
+            for line in filter(None, read_bounded(path, MOST_BYTES).strip(b"\n").split(b"\n")):
                 with suppress(CheckpointError):
                     told.update(parse_json(line, path))
         return told
