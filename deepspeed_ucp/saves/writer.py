@@ -152,6 +152,10 @@ class SaveWriter:
         self._busy = defaultdict[str, set[int]](set)  # by place the numbers of the saves that are written
         self._begun = defaultdict[str, set[str]](set)  # by URL the prefixes of files that another writer may have begun
         for save in job.list_saves():
+            for place in save.places:
+                if place.folder in save.read_done() and not is_url(place.folder):
+                    with suppress(OSError):
+                        end_save(save, place)  # a writer that was killed after it noted the save has not
             for place in filter(lambda each: is_url(each.folder), save.list_pending()):
                 self._begun[place.folder].update(list_upload_prefixes(save))
         self._lock = threading.RLock()  # around what memory has and what is noted there
