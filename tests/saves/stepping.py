@@ -112,7 +112,7 @@ class FakeStore(stores.LocalStore):
 
     def list_folder(self, folder: str) -> dict[str, Entry]:
         self.stop()
-        return super().list_folder(self.find(folder))
+        return stores.LocalStore().list_folder(self.find(folder))
 
     def list_tree(self, folder: str) -> dict[str, Entry]:
         self.stop()
