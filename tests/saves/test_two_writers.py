@@ -167,7 +167,9 @@ def store(saves: dict[str, Snapshot], tmp_path_factory: pytest.TempPathFactory) 
 
     with (
         use_store(fake),
-        mock.patch.multiple(places, put_file=fake.put_file, map_threads=run_here, token_hex=name_thread, _begin=bench.note_begin),
+        mock.patch.multiple(
+            places, put_file=fake.put_file, map_threads=run_here, token_hex=name_thread, _begin=bench.note_begin
+        ),
         mock.patch.object(places.time, "time", lambda: 0.0),
     ):
         yield bench
