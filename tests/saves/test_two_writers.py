@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -136,6 +137,7 @@ class Bench:
             assert current == name or all(self.begun[other] > self.published.index(name) for other in after), ended
         assert current or "killed" in ended.values()
         if "killed" in ended.values():
+            self.begun.clear()
             assert self.write("c") == DONE and self.read() == "c"
 
 
@@ -165,14 +167,96 @@ def store(saves: dict[str, Snapshot], tmp_path_factory: pytest.TempPathFactory) 
     def name_thread(_: int) -> str:
         return threading.current_thread().name
 
-    with (
-        use_store(fake),
-        mock.patch.multiple(
-            places, put_file=fake.put_file, map_threads=run_here, token_hex=name_thread, _begin=bench.note_begin
-        ),
-        mock.patch.object(places.time, "time", lambda: 0.0),
-    ):
+    seams = {"put_file": fake.put_file, "map_threads": run_here, "token_hex": name_thread, "_begin": bench.note_begin}
+    with use_store(fake), mock.patch.multiple(places, **seams), mock.patch.object(places.time, "time", return_value=0):
         yield bench
+
+
+FOLDER_STEPS = ("_copy", "_identify", "_rename", "_keep_others", "_remove_left", "write_small", "seal_folder", "exists")
+"""Operations of a writer on a folder."""
+
+
+@pytest.fixture
+def folder(saves: dict[str, Snapshot], tmp_path: Path) -> Iterator[Bench]:
+    bench, stops, held = Bench(saves, str(tmp_path / "place")), list[Callable[[], None]](), set[str]()
+
+    def stop() -> None:
+        stops[-1]()
+
+    def wrap(step: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object, **options: object) -> object:
+            stop()
+            return step(*args, **options)
+
+        return call
+
+    @contextmanager
+    def lock(_: str) -> Iterator[None]:
+        stop()
+        while held:
+            stop()
+        held.add(threading.current_thread().name)
+        try:
+            yield
+        finally:
+            held.clear()
+
+    def clear() -> None:
+        shutil.rmtree(bench.place, ignore_errors=True)
+        os.mkdir(bench.place)
+
+    bench.clear, bench.stop_at = clear, stops.append
+    seams = {name: wrap(getattr(places, name)) for name in FOLDER_STEPS}
+    seams |= {"map_threads": run_here, "_begin": bench.note_begin, "_lock_folder": lock}
+    stops.append(lambda: None)
+    with mock.patch.multiple(places, **seams):
+        yield bench
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_orders_in_a_folder(is_there: bool, folder: Bench) -> None:
+    """Each writer is stopped at each operation; also while it holds the lock, on which the other one waits."""
+
+    def prepare() -> None:
+        if is_there:
+            folder.write("c")
+
+    outcomes = set[tuple[str, ...]]()
+    with use_existing(folder, prepare):
+        longest = max(folder.run(lambda stepper: None).steps.values()) + 1
+        for first in range(longest):
+            for second in range(first % 3, longest, 3):
+                ended = folder.run(lambda stepper, first=first, second=second: interrupt(stepper, first, second)).ended
+                outcomes.add(tuple(ended.values()))
+                assert not is_there or folder.published[0] == "c"
+    assert len(outcomes) >= 2
+    assert os.listdir(folder.place).count(TAG) == 1
+
+
+def interrupt(stepper: Stepper, first: int, second: int) -> None:
+    """Run one writer for some operations, the other one for some, and the first one to its end."""
+    stepper.run("a", first)
+    stepper.run("b", second)
+    stepper.run("a", 100)  # unless it waits for the lock
+    stepper.run("b", 100)
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_writer_that_is_killed_in_a_folder(is_there: bool, folder: Bench) -> None:
+    def prepare() -> None:
+        if is_there:
+            folder.write("c")
+
+    with use_existing(folder, prepare):
+        longest = max(folder.run(lambda stepper: None).steps.values()) + 1
+        for at, other in product(range(longest), (0, longest // 2, longest)):
+
+            def order(stepper: Stepper, at: int = at, other: int = other) -> None:
+                if not stepper.run("b", other) and not stepper.run("a", at):
+                    stepper.kill("a")
+                stepper.run("b", 100)
+
+            folder.run(order)
 
 
 def list_orders(bench: Bench) -> Iterator[Callable[[Stepper], None]]:
