@@ -74,7 +74,7 @@ class Bench:
         """Write a job's save as its writer does, with another attempt after an error that may pass."""
         save = self.saves[name]
         place = replace(save.places[0], folder=self.place)
-        for _ in range(3):
+        for _ in range(1 if save.nodes == 1 else 100):  # nodes wait for each other
             try:
                 places.write_save(save, place, 0.0, Pace(None))
                 self.reported[name] = len(self.published)
@@ -111,13 +111,14 @@ class Bench:
         self.published.clear()
         self.begun.clear()
         self.reported.clear()
-        stepper = Stepper({name: lambda name=name: self.write(name) for name in "ab"}, self.check)
+        names = [name for name in self.saves if name != "c"]
+        stepper = Stepper({name: lambda name=name: self.write(name) for name in names}, self.check)
         self.stop_at(stepper.stop)
         try:
             order(stepper)
-            for name in "ab" * 3:
-                if name not in stepper.ended:
-                    stepper.run(name)
+            while pending := [name for name in names if name not in stepper.ended]:
+                for name in pending:
+                    stepper.run(name, 300)  # it may wait for another one
         finally:
             stepper.close()
             self.stop_at(lambda: None)
@@ -132,10 +133,11 @@ class Bench:
             if LOST in how:
                 assert self.published[-1:] != [name]
         current = self.published[-1] if self.published else ""
-        for name in (name for name, how in ended.items() if how == DONE):
+        for name in (name for name, how in ended.items() if how == DONE and name in self.published):
             after = self.published[self.published.index(name) + 1 :]
             assert current == name or all(self.begun[other] > self.published.index(name) for other in after), ended
         assert current or "killed" in ended.values()
+        assert all(name in self.published for name, how in ended.items() if how == DONE and not self.saves[name].node)
         if "killed" in ended.values():
             self.begun.clear()
             assert self.write("c") == DONE and self.read() == "c"
@@ -344,3 +346,29 @@ def test_any_order_in_a_store(store: Bench, turns: list[tuple[str, int]]) -> Non
             stepper.run(name, steps)
 
     store.run(order)
+
+
+def test_two_nodes_of_a_job_and_another_job(store: Bench, tmp_path: Path) -> None:
+    """The nodes' files are one save, or none of it is published."""
+    nodes = dict[str, Snapshot]()
+    for node, name in enumerate(("a", "node1")):
+        shutil.copytree(store.saves["a"].folder, tmp_path / name)
+        nodes[name] = replace(store.saves["a"], folder=str(tmp_path / name), node=node, nodes=2)
+        for path in (tmp_path / name / TAG).iterdir():
+            if ("rank_1_" in path.name) != bool(node):
+                path.unlink()
+    bench = Bench({**nodes, "b": store.saves["b"], "c": store.saves["c"]}, PLACE)
+    bench.contents = {**store.contents, "node1": {}}
+    bench.state, bench.clear, bench.stop_at = store.state, store.clear, store.stop_at
+    bench.begun, bench.published = store.begun, store.published
+    outcomes = set[str]()
+    for first, second, third in product(range(0, 48, 6), range(0, 24, 6), range(0, 42, 6)):
+
+        def order(stepper: Stepper, turns: tuple[int, int, int] = (first, second, third)) -> None:
+            for name, steps in zip(("a", "node1", "b"), turns, strict=True):
+                stepper.run(name, steps)
+
+        ended = bench.run(order).ended
+        outcomes.add(ended["a"])
+        assert ended["node1"] == DONE or LOST in ended["node1"]
+    assert len(outcomes) == 2
