@@ -1,4 +1,4 @@
-"""Takes a save from memory to a place, a folder or a URL, where nothing names it before it is whole."""
+"""Writes a save from memory to a folder or a store and publishes it by one operation when it is complete."""
 
 from __future__ import annotations
 
@@ -194,10 +194,10 @@ def _begin(save: Snapshot, place: Destination, folder: str, look: Callable[[], s
 
     Args:
         folder: name of the folder that the files are written to, if it is not recorded yet.
-        look: returns what identifies the published tag; empty if there is none.
+        look: returns a text that identifies the published tag; empty if there is no tag.
 
     Returns:
-        The name as ``folder``, and as ``before`` what identified the tag when the writing began.
+        The name as ``folder``, and as ``before`` the identity of the tag when the writing began.
 
     Raises:
         StorageError: the first node has not begun.
@@ -598,7 +598,7 @@ _AT_FDCWD, _NOREPLACE, _EXCHANGE = -100, 1, 2
 
 
 def _identify(folder: str) -> str:
-    """Return what tells a tag's folder from those that replace it; empty if there is none."""
+    """Return a text that no folder which replaces a tag's folder shares with it; empty if there is no folder."""
     try:
         inode = os.lstat(folder).st_ino
     except FileNotFoundError:
