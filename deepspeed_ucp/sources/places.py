@@ -69,15 +69,19 @@ def find_files(folders: Sequence[str], comm: Comm, list_place: Callable[[str], E
         looks.extend(stores.get(folder) or _list(folder, list_place) for folder in folders)
         own = [each.entries for each in looks]
         errors = [str(each.error or "") for each in looks]
-        paths = [each.folder for each in looks]
-        return paths, _digest(own, lambda entry: entry.size), _digest(own, _pick), any(own), errors
+        below = [each.folder.removeprefix(folder) for each, folder in zip(looks, folders, strict=True)]
+        return below, _digest(own, lambda entry: entry.size), _digest(own, _pick), any(own), errors
 
     told = comm.each(look)
     own = tuple(each.entries for each in looks)
     if not any(some for *_, some, _ in told):
         comm.run(lambda: _refuse_nothing(each.error for each in looks))
-    named = zip(*(each for each, *_ in told), strict=True)
-    folders = [max(each, key=len) for each in named]  # a rank may not see which folder below a tag has the files
+    below = [max(each) for each in zip(*(each for each, *_ in told), strict=True)]
+    # A rank that sees none of a tag's files does not know in which folder below it they are.
+    folders = [
+        folder + path if each.folder == folder else each.folder
+        for folder, path, each in zip(folders, below, looks, strict=True)
+    ]
     near = sorted(range(len(folders)), key=lambda place: measure_distance(folders[place])) if folders[1:] else [0]
     found = FileTable(tuple(folders), _join(own), own, tuple(near))
     views = [view for _, _, view, *_ in told]
