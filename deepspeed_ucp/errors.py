@@ -94,6 +94,10 @@ class StorageError(UcpError):
     """A file cannot be read or written: the system cannot, or what lies there is in use or is not to be replaced."""
 
 
+class TagTakenError(StorageError):
+    """Another job has published the tag that this one was writing; no retry can mend that."""
+
+
 class DiskFullError(StorageError):
     """What is to be written does not fit: the disk is full, a quota is used up, or a file would be too large."""
 

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 from ..atoms import AtomicIndex
 from ..comm import Comm
 from ..errors import CheckpointError, UcpError, shorten
-from ..io.paths import Entry
+from ..io.paths import UPLOAD, Entry
 from ..io.scan import ScanFile, Scanned, scan_files
 from ..io.store import exists
 from ..sources.files import (
     BASE,
     FROZEN,
     MANIFEST,
+    PUBLISHED,
     SEAL,
     find_foreign,
     is_state_file,
@@ -105,7 +106,9 @@ def list_files(folder: str) -> tuple[dict[str, Entry], list[str]]:
     Raises:
         CheckpointError: the folder cannot be listed, or holds none that could be looked at.
     """
-    tree = scan_folder(folder, deep=True)
+    tree = {name: entry for name, entry in scan_folder(folder, deep=True).items() if not name.startswith(UPLOAD)}
+    if PUBLISHED in tree:
+        return {PUBLISHED: tree[PUBLISHED]}, []  # the files are in the folder that it names
     files = {name: entry for name, entry in sorted(tree.items()) if _holds_state(name)}
     others = sorted(tree.keys() - files.keys())
     if not files:

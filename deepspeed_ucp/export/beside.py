@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..io.disk import explain_full
-from ..io.paths import join_path
+from ..io.paths import find_tag_folder, join_path
 from ..io.store import read_small
 from ..sources.files import scan_if_there
 from ..sources.foreign.names import OPTIMIZER_FOLDER, SCALER, TRAINER_STATE, TRAINERS
@@ -24,7 +24,7 @@ _SCHEDULER = "scheduler.pt"
 def write_beside(export: Export) -> None:
     """Copy what lies beside an engine's tag, add what the tag tells, and tell what is lacking."""
     report, run = export.report, export.index.run
-    source, step = os.path.dirname(report.source), run.counters.get("global_steps", 0)
+    source, step = os.path.dirname(find_tag_folder(report.source)), run.counters.get("global_steps", 0)
     names = [name for name in sorted(scan_if_there(source)) if TRAINERS.fullmatch(name)]
     for name in names:
         with explain_full(export.folder), open(os.path.join(export.folder, name), "xb") as stream:

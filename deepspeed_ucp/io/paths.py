@@ -13,6 +13,9 @@ _LOCAL = re.compile(r"(file|local)://")
 LONGEST_PATH = 4096
 """Bytes of a path, which a system ends with one more (``PATH_MAX``)."""
 
+UPLOAD = ".ucp-save-"
+"""What the name of a folder below a tag begins with that holds the files of one save in a store."""
+
 FOLDER = -1
 """Size of a folder among a folder's entries."""
 
@@ -61,13 +64,20 @@ def normalize(path: str) -> str:
     return f"{scheme}://{rest.rstrip('/')}"
 
 
+def find_tag_folder(folder: str) -> str:
+    """Return the tag's folder of a folder with a tag's files: the parent if it is a save's folder below the tag."""
+    above, name = os.path.split(folder.rstrip("/"))
+    return above if name.startswith(UPLOAD) else folder
+
+
 def join_path(folder: str, name: str) -> str:
-    """The path of a file by its name in a folder; a name that begins with ``../`` is of one beside the folder.
+    """The path of a file by its name in a folder; a name that begins with ``../`` is of one beside the tag's folder.
 
     Beside a folder that is a link is where that leads.
     """
     if not name.startswith("../"):
         return os.path.join(folder, name)
+    folder = find_tag_folder(folder)
     if is_url(folder):
         return os.path.join(os.path.dirname(folder), name[3:])
     return os.path.normpath(os.path.join(os.path.realpath(folder) if os.path.islink(folder) else folder, name))

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, BinaryIO
 
-from ..errors import StorageError, UnsupportedError
+from ..errors import UnsupportedError
 from .http import read_front
 from .interface import Store
 from .pace import find_pace
@@ -184,11 +184,11 @@ def _write_where(write: Callable[..., Any], condition: Mapping[str, str]) -> Non
         write()
 
 
-def abort_uploads(folder: str, names: Container[str]) -> None:
-    """Give up what processes that are no more have begun to write in parts: it costs until then, and cannot be ended.
+def abort_uploads(folder: str, prefixes: Iterable[str]) -> None:
+    """Abort multipart uploads of processes that have ended: their parts cost until then, and cannot be completed.
 
     Args:
-        names: of files by their paths from the folder, which nobody writes.
+        prefixes: what the paths of files that no process writes begin with, relative to the folder.
 
     Raises:
         OSError: it cannot be listed, or given up.
@@ -199,15 +199,12 @@ def abort_uploads(folder: str, names: Container[str]) -> None:
     bucket, key, _ = system.split_path(there)
     told = attempt(lambda: system.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{key}/"), folder)
     for upload in told.get("Uploads", []):
-        if upload["Key"].removeprefix(f"{key}/") in names:
+        if upload["Key"].removeprefix(f"{key}/").startswith(tuple(prefixes)):
             attempt(partial(system.abort_mpu, bucket, upload["Key"], upload["UploadId"]), folder)
 
 
-def put_file(path: str, url: str, *, new: bool = False) -> None:
-    """Write a local file, in parts where it is large, and make sure that all of it has arrived.
-
-    Args:
-        new: never over another one, where the store can tell; one of the same size passes for this.
+def put_file(path: str, url: str) -> None:
+    """Upload a local file, in parts if it is large, and check that all of it has arrived.
 
     Raises:
         FileNotFoundError: there is no such bucket.
@@ -217,8 +214,6 @@ def put_file(path: str, url: str, *, new: bool = False) -> None:
     size = os.stat(path).st_size
     part = max(_PART, -(-size // _MOST_PARTS))
     options = {"chunksize": part, "max_concurrency": _PARTS} if is_s3(system) else {}
-    knows = "mode" in inspect.signature(getattr(system, "_put_file", system.put_file)).parameters
-    condition = {"mode": "create"} if new and knows else {}
     before = find_entry(url) if options and size >= 2 * part else None
 
     def work() -> None:
@@ -226,11 +221,7 @@ def put_file(path: str, url: str, *, new: bool = False) -> None:
             with limit_uploads():
                 if not is_s3(system):  # another store's library takes a file as a whole
                     find_pace().wait(size)
-                _write_where(partial(system.put_file, path, there, **options), condition)
-        except _TakenError as error:  # or the answer was lost to the request that wrote it
-            arrived = find_entry(url)
-            if arrived is not None and arrived.size != size:
-                raise StorageError("another save's file is there.", path=url) from error
+                system.put_file(path, there, **options)
         except FileNotFoundError as error:
             if _find_code(error) != "NoSuchUpload":
                 raise

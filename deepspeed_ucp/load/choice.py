@@ -16,7 +16,7 @@ from ..io.memory import identify_host
 from ..io.paths import is_url
 from ..patterns import from_config, list_renames
 from ..plan.renames import find_renamed
-from ..sources.files import FROZEN, holds_atoms, list_entries, scan_if_there
+from ..sources.files import FROZEN, PUBLISHED, holds_atoms, list_entries, resolve_published, scan_if_there
 from ..sources.naming import Naming
 from ..sources.open import survey_checkpoint
 from ..sources.ownfiles import compare_own_files, list_own_globals
@@ -75,6 +75,8 @@ def choose_loader(job: LoadContext, folder: str, also: Sequence[str] = (), *, up
             return _leave_own_files(job, folder, _NODE_LOCAL, live.target)
     return _compare(job, folder, also, live, own, upstream=upstream and not atomic)
 
+
+_BELOW = f"the files are in a folder below the tag ({PUBLISHED}), where DeepSpeed's own load does not look"
 
 _NODE_LOCAL = "every node keeps its own files (use_node_local_storage)"
 
@@ -183,7 +185,10 @@ def find_own_differences(job: LoadContext, folder: str, target: Target | None = 
             if target is None:
                 raise
             differing = [str(error)]
-        if FROZEN in scan_if_there(folder):
+        entries = scan_if_there(folder)
+        if PUBLISHED in entries:
+            differing.append(_BELOW)
+        if FROZEN in entries:
             differing.append(f"frozen parameters that lie beside the tag ({FROZEN})")
         return [*list_unproven(job, target), *differing]
 
@@ -305,6 +310,8 @@ def _list_elsewhere(index: AtomicIndex, folder: str) -> list[str]:
     """What DeepSpeed's own load would not find of a checkpoint, in words."""
     if is_url(folder):
         return ["DeepSpeed's own load reads no URLs"]
+    if resolve_published(folder) != folder:
+        return [_BELOW]
     if index.stored.access.is_partial:
         return ["its files lie on several nodes"]
     inside = os.path.join(folder, "")  # what lies beside it has no such path

@@ -9,7 +9,7 @@ from contextlib import suppress
 from ..errors import UcpError
 from ..io.disk import sync_folder
 from ..io.store import list_folder, list_tree
-from ..sources.files import BASE, FROZEN
+from ..sources.files import BASE, FROZEN, resolve_published
 from ..sources.frozen import read_reference
 from ..torchsave.records import sum_directory
 from .memory import Destination, Snapshot
@@ -57,7 +57,7 @@ def _list_same(source: str, place: str, path: str) -> Iterator[str]:
 def find_base(place: str, tag: str) -> set[str]:
     """The folder beside a tag, by its path in the place, that has its frozen parameters."""
     try:
-        reference = read_reference(os.path.join(place, tag))
+        reference = read_reference(resolve_published(os.path.join(place, tag)))
     except (OSError, UcpError):
         return set()
     return {os.path.join(os.path.dirname(tag), reference.folder)} if reference else set()

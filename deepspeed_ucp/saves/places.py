@@ -1,51 +1,55 @@
-"""Takes a save from memory to a place, a folder or a URL, where nothing names it before it is whole."""
+"""Writes a save from memory to a folder or a store and publishes it by one operation when it is complete."""
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import fcntl
 import hashlib
 import json
 import logging
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
+from secrets import token_hex
 from typing import Any, TypeVar
 
 from ..comm import Comm
-from ..errors import CheckpointError, OutOfReachError, StorageError, UcpError, UnsupportedError
+from ..errors import CheckpointError, OutOfReachError, StorageError, TagTakenError, UcpError, UnsupportedError
 from ..io.deletion import delete_tree
 from ..io.disk import explain_full, sync_file, sync_folder
 from ..io.filesystems import load_libc
-from ..io.jsonfile import read_json
+from ..io.jsonfile import parse_json, read_json
 from ..io.pace import Pace, keep_pace
-from ..io.paths import is_url
-from ..io.store import exchange_small, exists, list_folder, list_tree, read_small, remove, write_small
+from ..io.paths import UPLOAD, is_url
+from ..io.store import exchange_small, exists, find_entry, list_folder, list_tree, read_small, remove, write_small
 from ..io.threads import map_threads
 from ..io.urls import put_file
-from ..sources.files import SEAL, is_state_file
+from ..sources.files import PUBLISHED, SEAL, is_state_file, list_published, resolve_published
 from ..sources.latest import LATEST, read_tag
 from ..sources.older import find_age
 from ..sources.open import seal_folder
 from ..sources.reading import read_file
-from ..sources.seal import has_seal, read_seal, remove_seal
+from ..sources.seal import read_seal
 from .bases import bring_base, find_base, list_brought, remove_bases
 from .memory import Destination, Snapshot, list_later
-from .removing import WRITTEN, choose_spare, is_saved, remove_tag
+from .removing import WRITTEN, choose_spare, is_saved, remove_tag, remove_tree
 
 logger = logging.getLogger("deepspeed_ucp")
 
 T = TypeVar("T")
-
-_ASIDE = ".ucp-save-"
-"""Of the name of a folder in which a save grows."""
 
 _OLD, _GONE = "-old", "-gone"
 """Of the names of folders that one which grew aside has taken the place of, and that nobody goes on with."""
 
 _ABANDONED = 86400.0
 """Seconds without any change after which a folder in which another job's save grows is nobody's."""
+
+_TAKEN = "taken"
+"""Key of a record whose tag another job has published; its value is the message."""
 
 _DONE = "on the first node"
 """What is noted of a part of a save in the place of its mark."""
@@ -87,13 +91,13 @@ def write_save(
 
 
 def find_mark(place: str, tag: str) -> str:
-    """What a sealed tag is in a place: whoever writes a file of it anew changes this, whatever the clocks tell.
+    """Return a digest of a sealed tag's seal and files in a place; any writer that replaces them changes it.
 
-    Who saves there without the plugin leaves the seal as it is. Empty where there is none that can be read.
+    A save without the plugin leaves the seal as it is. Empty if there is no seal that can be read.
     """
-    folder = os.path.join(place, tag)
     try:
-        digest, held = read_seal(os.path.join(folder, SEAL)).digest, list_folder(folder)
+        folder, held = list_published(os.path.join(place, tag))
+        digest = read_seal(os.path.join(folder, SEAL)).digest
     except (OSError, UcpError):
         return ""
     told = [(name, str(entry)) for name, entry in sorted(held.items()) if is_state_file(name)]
@@ -101,17 +105,14 @@ def find_mark(place: str, tag: str) -> str:
 
 
 def has_begun(save: Snapshot, place: Destination) -> bool:
-    """Whether the first node writes a save to a place, or this one has done its part."""
-    final = os.path.join(place.folder, save.tag)
-    mark = os.path.join(final, _name_begun(save)) if is_url(final) else _name_aside(save, place)
-    return exists(mark) or exists(os.path.join(final, _name_node(save, save.node)))
+    """Return True if the first node has begun to write a save to a place."""
+    return exists(_name_record(save, place))
 
 
 def is_sealed(save: Snapshot, place: Destination) -> bool:
-    """Whether the seal of a save's tag names this node's files as they are in memory."""
-    final = os.path.join(place.folder, save.tag)
+    """Return True if the seal of a save's tag names this node's files as they are in memory."""
     try:
-        sealed = read_seal(os.path.join(final, SEAL)).files
+        sealed = read_seal(os.path.join(resolve_published(os.path.join(place.folder, save.tag)), SEAL)).files
         own = [name for name in os.listdir(os.path.join(save.folder, save.tag)) if is_state_file(name)]
         return all(name in sealed and (sealed[name].size, sealed[name].crc) == _sum_up(save, name) for name in own)
     except (OSError, UcpError):
@@ -121,11 +122,11 @@ def is_sealed(save: Snapshot, place: Destination) -> bool:
 def _name_aside(save: Snapshot, place: Destination) -> str:
     """The folder in which a save grows."""
     above, name = os.path.split(os.path.join(place.folder, save.tag))
-    return os.path.join(above, f".{name}{_ASIDE}{save.job}-{save.number}")
+    return os.path.join(above, f".{name}{UPLOAD}{save.job}-{save.number}")
 
 
 def _write_to_folder(save: Snapshot, place: Destination, others: _Others, pace: Pace) -> None:
-    """In a folder aside, which takes the tag's place at once; what others had in the tag moves into it."""
+    """Write to a temporary folder and rename it; files of others in the tag's folder move into the new one."""
     final, aside, named = os.path.join(place.folder, save.tag), _name_aside(save, place), _read_latest(place)
     above = os.path.dirname(final)
     inside = [each for each in save.list_files() if each.startswith(f"{save.tag}{os.sep}")]
@@ -135,21 +136,20 @@ def _write_to_folder(save: Snapshot, place: Destination, others: _Others, pace: 
 
     with explain_full(aside):
         bring_base(save, place, partial(_copy, pace=pace))
-        if not os.path.exists(os.path.join(final, _name_node(save, save.node))):  # else it has taken its place
+        if not os.path.exists(os.path.join(final, _name_node(save, save.node))):  # else it was renamed before a stop
+            begun = _begin(save, place, os.path.basename(aside), lambda: _identify(final))
             os.makedirs(aside, exist_ok=True)
             map_threads(copy, inside, _COPIERS)
             sync_folder(aside)
-            write_small(
-                os.path.join(aside, _name_node(save, save.node)),
-                _sign(save, _list_sizes(os.path.join(save.folder, save.tag))),
-            )
+            write_small(os.path.join(aside, _name_node(save, save.node)), _sign(save))
             if save.node:
                 return
             others.wait(lambda: os.listdir(aside), aside)
             seal_folder(aside, Comm(), hosts=_list_hosts(_read_signs(save, aside)))
             if is_replaced(save):
                 raise StorageError("a later job has saved this tag while it was written.", path=final)
-            _exchange(aside, final)
+            if not _publish_folder(aside, final, begun["before"]):
+                raise _give_up(save, place, aside, "another job")
         if save.node:
             return
         sync_folder(above)
@@ -162,64 +162,178 @@ def _write_to_folder(save: Snapshot, place: Destination, others: _Others, pace: 
 
 
 def _write_to_store(save: Snapshot, place: Destination, others: _Others, pace: Pace) -> None:
-    """Stores do not rename: a tag that is written over has no seal meanwhile.
+    """Upload to a folder below the tag that no other writer uses, then let ``ucp_published.json`` name it.
 
-    Of what is left of it nothing is there before the first file, and no file is written over: two jobs that write one
-    tag, as one that hung and the one that followed it, cannot have their files mixed below a seal.
+    That is one conditional write, which fails if another job has published the tag since this save's writing began.
     """
     final, named = f"{place.folder}/{save.tag}", _read_latest(place)
-    if save.node == 0 and not exists(f"{final}/{_name_begun(save)}"):
-        remove_seal(final)
-        map_threads(lambda left: remove(f"{final}/{left}"), filter(is_saved, _list_sizes(final)), _COPIERS)
-        write_small(f"{final}/{_name_begun(save)}", b"")
-    own = _upload(save, place, pace)
+    name = f"{UPLOAD}{save.job}-{save.number}-{token_hex(4)}"
+    begun = _begin(save, place, name, lambda: _read_pointer(final))
+    folder = f"{final}/{begun['folder']}"
     if save.node:
+        _upload(save, place, folder, pace)
         return
-    others.wait(lambda: list_folder(final), final)
-    if is_replaced(save):
-        raise StorageError("a later job has saved this tag while it was written.", path=final)
-    try:
-        _seal_uploaded(save, final)
-    except CheckpointError:
-        for name in own if not has_seal(final) else ():  # the next attempt puts them there anew
-            remove(f"{final}/{name}")
-        raise
+    if not _is_published(save, place, begun):
+        own = _upload(save, place, folder, pace)
+        others.wait(lambda: list_folder(folder), folder)
+        if is_replaced(save):
+            raise StorageError("a later job has saved this tag while it was written.", path=final)
+        try:
+            seal_folder(folder, Comm(), hosts=_list_hosts(_read_signs(save, folder)))
+        except CheckpointError:
+            for each in own:  # the next attempt uploads them again
+                remove(f"{folder}/{each}")
+            raise
+        _publish(save, place, begun)
     _name_latest(save, place, named)
+    _remove_replaced(save, final, begun)
 
 
-def _upload(save: Snapshot, place: Destination, pace: Pace) -> list[str]:
-    """Put a node's files where they are to be, but those that are there from before a stop; the tag's own ones."""
-    final = f"{place.folder}/{save.tag}"
-    files = sorted(set(save.list_files()).difference(list_brought(save, place)))
-    own, held = [os.path.relpath(each, save.tag) for each in files], _list_sizes(final)
-    own = [name for name in own if not name.startswith("..")]
+def _begin(save: Snapshot, place: Destination, folder: str, look: Callable[[], str]) -> dict[str, str]:
+    """Return the record of a save's writing to a place. The first node writes it when it begins, before any stop.
 
-    def put(each: str) -> None:
-        path, name = os.path.join(save.folder, each), os.path.relpath(each, save.tag)
-        if name not in own or held.get(name) != os.path.getsize(path):
-            with keep_pace(pace):
-                put_file(path, f"{place.folder}/{each}", new=name in own)
+    Args:
+        folder: name of the folder that the files are written to, if it is not recorded yet.
+        look: returns a text that identifies the published tag; empty if there is no tag.
 
-    map_threads(put, files, _COPIERS)
-    write_small(f"{final}/{_name_node(save, save.node)}", _sign(save, {name: _sum_up(save, name) for name in own}))
-    return own
-
-
-def _seal_uploaded(save: Snapshot, final: str) -> None:
-    """Seal what all nodes have put into a store; what is there of another save goes.
+    Returns:
+        The name as ``folder``, and as ``before`` the identity of the tag when the writing began.
 
     Raises:
-        CheckpointError: files are others' by now, or do not belong together.
-        StorageError: it has another save's seal.
+        StorageError: the first node has not begun.
+        TagTakenError: another job has published the tag meanwhile.
     """
-    signs, written = _read_signs(save, final), dict[str, tuple[int, int | None]]()
-    for told in signs.values():
-        written.update({name: (size, crc) for name, (size, crc) in told["files"].items()})
-    held = set(list_tree(final))
-    for left in filter(is_saved, held.difference(written, signs, [_name_begun(save)])):
-        if not has_seal(final):  # else it is sealed already, by this writer before a stop or by another
-            remove(f"{final}/{left}")
-    seal_folder(final, Comm(), own=written, hosts=_list_hosts(signs))
+    path = _name_record(save, place)
+    try:
+        begun: dict[str, str] = read_json(path)
+    except FileNotFoundError:
+        if save.node:
+            raise StorageError("the first node has not begun this save.", path=path) from None
+        begun = {"folder": folder, "before": look()}
+        if not is_url(path):
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+        write_small(path, json.dumps(begun).encode())
+    if _TAKEN in begun:
+        raise TagTakenError(begun[_TAKEN])
+    return begun
+
+
+def _give_up(save: Snapshot, place: Destination, folder: str, winner: str) -> TagTakenError:
+    """Delete the folder that a save was written to and record that another job has published the tag."""
+    final = os.path.join(place.folder, save.tag)
+    text = (
+        f"{final}: {winner} has published this tag since the writing of this save began, so this save is not written "
+        "there. Load that one, or save again."
+    )
+    with suppress(OSError):
+        remove_tree(os.path.dirname(folder), os.path.basename(folder))
+    with suppress(OSError):
+        write_small(_name_record(save, place), json.dumps({_TAKEN: text}).encode())
+    return TagTakenError(text)
+
+
+def _read_pointer(final: str) -> str:
+    """Return the content of a tag's ``ucp_published.json``; empty if there is none."""
+    with suppress(FileNotFoundError):
+        return read_small(f"{final}/{PUBLISHED}").decode(errors="replace")
+    return ""
+
+
+def _is_published(save: Snapshot, place: Destination, begun: Mapping[str, str]) -> bool:
+    """Return True if ``ucp_published.json`` names a save's folder, as after a write whose answer was lost.
+
+    Raises:
+        TagTakenError: another job has published the tag since the save's writing began.
+    """
+    final = f"{place.folder}/{save.tag}"
+    pointer = _read_pointer(final)
+    if pointer in ("", begun["before"]):  # a tag that was removed has no winner
+        return False
+    told = dict[str, Any]()
+    with suppress(CheckpointError):
+        told = parse_json(pointer.encode(), final)
+    if told.get("folder") != begun["folder"]:
+        raise _give_up(save, place, f"{final}/{begun['folder']}", f"job {told.get('job', '(unknown)')}")
+    return True
+
+
+def _publish(save: Snapshot, place: Destination, begun: Mapping[str, str]) -> None:
+    """Let ``ucp_published.json`` name a save's folder unless another job has published the tag meanwhile.
+
+    Raises:
+        TagTakenError: it has.
+        StorageError: the store refuses although the tag is as it was.
+    """
+    final, before = f"{place.folder}/{save.tag}", begun["before"]
+    told = {"folder": begun["folder"], "job": save.job, "step": save.step, "time": round(time.time())}
+    expected = (before, "") if before else ("",)  # it may have been removed meanwhile
+    is_written = any(
+        exchange_small(f"{final}/{PUBLISHED}", json.dumps(told).encode(), each.encode() or None) for each in expected
+    )
+    if not (is_written or _is_published(save, place, begun)):
+        raise StorageError("the store refused a conditional write, for no reason that can be seen.", path=final)
+
+
+def _remove_replaced(save: Snapshot, final: str, begun: Mapping[str, str]) -> None:
+    """Delete files of other saves in a tag of a store after this one was published.
+
+    A writer whose folder was there before cannot publish it any more, as it expects an older ``ucp_published.json``.
+    Other jobs' folders stay for a day after their last change all the same: their writers find out by themselves.
+    """
+    replaced, own = None, (begun["folder"], _name_begun(save), PUBLISHED)
+    with suppress(CheckpointError):
+        replaced = parse_json(begun["before"].encode() or b"{}", final).get("folder")
+    published = find_entry(f"{final}/{PUBLISHED}")
+    last = published.changed - _ABANDONED if published else 0.0
+    for name, entry in list_folder(final).items():
+        if name in own:
+            continue
+        if name.startswith(UPLOAD):
+            changed = max((each.changed for each in list_tree(f"{final}/{name}").values()), default=0.0)
+            if name == replaced or _is_left(name.removeprefix(UPLOAD), save, changed, last):
+                remove_tree(final, name)
+        elif name.startswith(WRITTEN):
+            if _is_left(name.removeprefix(WRITTEN), save, entry.changed, last):
+                remove(f"{final}/{name}")
+        elif is_saved(name) and entry.is_folder:
+            remove_tree(final, name)
+        elif is_saved(name):
+            remove(f"{final}/{name}")
+
+
+def _is_left(owner: str, save: Snapshot, changed: float, last: float) -> bool:
+    """Return True if the owner of files (``job-number-…``) is an earlier save of this job, or has not changed them."""
+    job, number, _ = (*owner.rsplit("-", 2), "", "")[:3]
+    if job == save.job and number.isdecimal():
+        return int(number) < save.number
+    return 0 < changed < last
+
+
+def _upload(save: Snapshot, place: Destination, folder: str, pace: Pace) -> list[str]:
+    """Upload a node's files that are not there from before a stop; return the names of the tag's own ones.
+
+    Args:
+        folder: URL for the tag's own files; others go to their paths in the place.
+    """
+    files = sorted(set(save.list_files()).difference(list_brought(save, place)))
+    inside, held = f"{save.tag}{os.sep}", _list_sizes(folder)
+
+    def put(each: str) -> None:
+        path, name = os.path.join(save.folder, each), each.removeprefix(inside)
+        if name == each or held.get(name) != os.path.getsize(path):
+            with keep_pace(pace):
+                put_file(path, f"{place.folder}/{each}" if name == each else f"{folder}/{name}")
+
+    map_threads(put, files, _COPIERS)
+    write_small(f"{folder}/{_name_node(save, save.node)}", _sign(save))
+    return [each.removeprefix(inside) for each in files if each.startswith(inside)]
+
+
+def list_upload_prefixes(save: Snapshot) -> list[str]:
+    """Return what the paths of a save's uploads begin with, relative to their place in a store."""
+    inside = f"{save.tag}{os.sep}"
+    outside = [each for each in save.list_files() if not each.startswith(inside)]
+    return [f"{save.tag}/{UPLOAD}{save.job}-{save.number}-", *outside]
 
 
 def _list_sizes(folder: str) -> dict[str, int]:
@@ -236,7 +350,7 @@ def find_fault(save: Snapshot, error: Exception) -> UcpError | None:
     Args:
         error: raised by :func:`write_save`.
     """
-    if isinstance(error, UnsupportedError):
+    if isinstance(error, (UnsupportedError, TagTakenError)):
         return error
     folder = os.path.join(save.folder, save.tag)
     try:
@@ -287,10 +401,16 @@ def is_replaced(save: Snapshot) -> bool:
 
 
 def end_save(save: Snapshot, place: Destination) -> None:
-    """Take away what nodes told each other by, once it is noted that the place has the save."""
-    names = [_name_begun(save), *(_name_node(save, node) for node in range(save.nodes))]
-    for name in names if save.node == 0 else ():
-        remove(os.path.join(place.folder, save.tag, name))
+    """Delete the coordination files of a save after it is recorded as complete."""
+    if save.node:
+        return
+    folder, record = os.path.join(place.folder, save.tag), _name_record(save, place)
+    with suppress(FileNotFoundError, CheckpointError):
+        if is_url(folder):
+            folder = f"{folder}/{read_json(record)['folder']}"
+    remove(record)
+    for node in range(save.nodes):
+        remove(os.path.join(folder, _name_node(save, node)))
 
 
 def prune_place(place: Destination, held: Mapping[str, str]) -> dict[str, str]:
@@ -332,13 +452,13 @@ def _keep_others(old: str, final: str) -> None:
 
 
 def _remove_left(folder: str, save: Snapshot, now: float) -> None:
-    """What earlier saves of this job have left that were not finished, and other jobs' that nobody goes on with.
+    """Delete what earlier saves of this job left unfinished, and folders and records that other jobs abandoned.
 
     Args:
         now: by the clock of the file system, about.
     """
     for name in os.listdir(folder):
-        tag, mark, owner = name.rpartition(_ASIDE)
+        tag, mark, owner = name.rpartition(UPLOAD)
         job, _, number = owner.rpartition("-")
         path = os.path.join(folder, name)
         if mark and job == save.job and number.isdecimal():
@@ -350,6 +470,10 @@ def _remove_left(folder: str, save: Snapshot, now: float) -> None:
                 if _is_abandoned(path, os.path.join(folder, tag[1:]), now):
                     os.rename(path, f"{path}{_GONE}")  # its writer, if it lives after all, misses it and begins anew
                     delete_tree(f"{path}{_GONE}")
+        elif name.startswith(".") and WRITTEN in name:
+            with suppress(OSError):
+                if _is_left(name.rpartition(WRITTEN)[2], save, os.stat(path).st_mtime, now - _ABANDONED):
+                    os.unlink(path)
 
 
 def _is_abandoned(aside: str, final: str, now: float) -> bool:
@@ -383,12 +507,20 @@ def _name_node(save: Snapshot, node: int) -> str:
 
 
 def _name_begun(save: Snapshot) -> str:
-    """Of the object that says that the first node writes a save to a store."""
+    """Return the name of the record that the first node writes a save to a place (:func:`_begin`)."""
     return f"{WRITTEN}{save.job}-{save.number}-begun"
 
 
-def _sign(save: Snapshot, files: Mapping[str, object]) -> bytes:
-    """What that file says: which of the tag's files the node has written, and which machines have them in memory."""
+def _name_record(save: Snapshot, place: Destination) -> str:
+    """Return the path of that record: in the tag in a store, beside it in a folder, where the tag is renamed."""
+    final = os.path.join(place.folder, save.tag)
+    above, name = os.path.split(final)
+    return f"{final}/{_name_begun(save)}" if is_url(final) else os.path.join(above, f".{name}{_name_begun(save)}")
+
+
+def _sign(save: Snapshot) -> bytes:
+    """Return the content of that file: the tag's files of the node, and the machines that have them in memory."""
+    files = sorted(_list_sizes(os.path.join(save.folder, save.tag)))
     return json.dumps({"files": files, "hosts": save.list_hosts()}).encode()
 
 
@@ -461,15 +593,77 @@ def wait_until(look: Callable[[], T | None], wait: float, explain: Callable[[], 
     return found
 
 
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_AT_FDCWD, _NOREPLACE, _EXCHANGE = -100, 1, 2
+"""Arguments of ``renameat2``."""
 
 
-def _exchange(new: str, final: str) -> None:
-    """Put a folder in another one's place, at once where the file system can: that one is where it was, or aside."""
+def _identify(folder: str) -> str:
+    """Return a text that no folder which replaces a tag's folder shares with it; empty if there is no folder."""
     try:
-        os.rename(new, final)
-    except OSError:  # something is there
-        paths = _AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(final), _RENAME_EXCHANGE
-        if load_libc().renameat2(*paths):  # not on every file system
-            os.rename(final, f"{new}{_OLD}")
-            os.rename(new, final)
+        inode = os.lstat(folder).st_ino
+    except FileNotFoundError:
+        return ""
+    seal = b""
+    with suppress(OSError):
+        seal = read_small(os.path.join(folder, SEAL))
+    return f"{inode} {hashlib.sha256(seal).hexdigest()}"
+
+
+def _publish_folder(new: str, final: str, before: str) -> bool:
+    """Rename a folder to a tag's path if the tag is as it was; return False if another job has published it meanwhile.
+
+    The folder that was there is afterwards at the new one's path, or at that path with the suffix ``_OLD``.
+
+    Args:
+        before: what :func:`_identify` returned when the writing began.
+    """
+    with _lock_folder(os.path.dirname(final)):
+        now = _identify(final)
+        if now not in ("", before):  # a tag that was removed has no winner
+            return False
+        if not now:
+            return _rename(new, final, _NOREPLACE)
+        if _rename(new, final, _EXCHANGE):
+            if _identify(new) == before:
+                return True
+            _rename(new, final, _EXCHANGE)
+            return False
+        old = f"{new}{_OLD}"  # the file system cannot exchange
+        os.rename(final, old)
+        if _identify(old) == before and _rename(new, final, _NOREPLACE):
+            return True
+        _rename(old, final, _NOREPLACE)
+        return False
+
+
+@contextmanager
+def _lock_folder(folder: str) -> Iterator[None]:
+    """Let one writer at a time rename in a folder, where the file system can lock folders (NFS cannot)."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _rename(old: str, new: str, flag: int) -> bool:
+    """Rename without replacing, or exchange two paths; return False if the first finds something there.
+
+    Return False as well if the file system has no exchange. Without the other operation a plain rename replaces an
+    empty folder.
+    """
+    if not load_libc().renameat2(_AT_FDCWD, os.fsencode(old), _AT_FDCWD, os.fsencode(new), flag):
+        return True
+    code = ctypes.get_errno()
+    try:
+        if code not in (errno.EINVAL, errno.ENOSYS):
+            raise OSError(code, os.strerror(code), new)
+        if flag == _NOREPLACE:
+            os.rename(old, new)
+        return flag == _NOREPLACE
+    except OSError as error:
+        if flag == _NOREPLACE and error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+            return False
+        raise

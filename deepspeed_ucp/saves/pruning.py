@@ -15,7 +15,7 @@ from ..io.jsonfile import read_json
 from ..io.paths import Entry, is_url
 from ..io.staging import LATEST as UNIVERSAL
 from ..io.store import list_tree, remove
-from ..sources.files import BASE, FROZEN, SEAL, holds_optimizer, scan_folder
+from ..sources.files import BASE, FROZEN, SEAL, holds_optimizer, resolve_published, scan_folder
 from ..sources.latest import LATEST, read_tag
 from ..sources.seal import read_seal
 from .removing import choose_spare, is_saved, remove_tag, remove_tree
@@ -210,9 +210,9 @@ class _Place:
 
     def _list_references(self, save: TagReport) -> set[str]:
         """What in this folder a unit needs: by its seal, a link or its frozen tensors, or as a trainer's best one."""
-        above = os.path.dirname(save.path)
-        paths = [os.path.join(save.path, name) for name in _read_sealed(save.folder)]
-        paths += [os.path.join(above, name) for name in _read_frozen(save.folder)]
+        above, published = os.path.dirname(save.path), resolve_published(save.folder)
+        paths = [os.path.join(save.path, name) for name in _read_sealed(published)]
+        paths += [os.path.join(above, name) for name in _read_frozen(published)]
         paths += [os.path.basename(name) for name in (_read_best(os.path.join(self.folder, above)) if above else ())]
         if not is_url(self.folder):
             place = os.path.realpath(self.folder)

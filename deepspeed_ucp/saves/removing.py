@@ -11,7 +11,7 @@ from ..io.deletion import delete_empty_folder, delete_files, delete_tree, open_b
 from ..io.paths import is_url
 from ..io.store import list_tree, remove
 from ..io.threads import map_threads
-from ..sources.files import FROZEN, OFFLOADED, SEAL, holds_run, is_state_file
+from ..sources.files import FROZEN, OFFLOADED, PUBLISHED, SEAL, holds_run, is_state_file, resolve_published
 
 WRITTEN = ".ucp-written-"
 """Prefix of the marker files of nodes that have written their part of a save."""
@@ -41,8 +41,10 @@ def is_saved(name: str) -> bool:
     )
 
 
-def remove_tag(place: str, tag: str, choose: Callable[[str], bool] = is_saved) -> None:
+def remove_tag(place: str, tag: str, choose: Callable[[str], bool] | None = None) -> None:
     """Delete a save's files, and its folder if that is empty afterwards; no link below the place is followed.
+
+    If ``ucp_published.json`` names a folder below the tag, that folder is deleted after the file.
 
     A link in the place of a save's file is deleted, its target stays. The order: the seal, then files with the step,
     without which nothing is read, state files last. So an interrupted removal leaves a tag that is recognized, and
@@ -50,11 +52,34 @@ def remove_tag(place: str, tag: str, choose: Callable[[str], bool] = is_saved) -
 
     Args:
         place: the folder or URL that holds the tag.
-        choose: returns True for the path, in the tag, of a file to delete; the seal is deleted in any case.
+        choose: returns True for the path, in the tag, of a file to delete; the seal is deleted in any case. Default:
+            all files.
 
     Raises:
         OSError: a file cannot be deleted, or the tag's folder is reached through a link.
+        CheckpointError: ``ucp_published.json`` is damaged.
     """
+    folder = os.path.join(place, tag)
+    published = os.path.relpath(resolve_published(folder), folder)
+    if published != "." and choose is None:
+        _remove_pointer(place, tag)
+        remove_tree(place, f"{tag}/{published}")
+    elif published != ".":
+        _remove_files(place, f"{tag}/{published}", choose or is_saved)
+    _remove_files(place, tag, choose or is_saved)
+
+
+def _remove_pointer(place: str, tag: str) -> None:
+    if is_url(place):
+        remove(f"{place}/{tag}/{PUBLISHED}")
+        return
+    with open_below(place, tag) as fd:
+        os.unlink(PUBLISHED, dir_fd=fd)
+        with suppress(OSError):  # file systems without fsync of folders
+            os.fsync(fd)
+
+
+def _remove_files(place: str, tag: str, choose: Callable[[str], bool]) -> None:
     if is_url(place):
         _remove_stored(f"{place}/{tag}", choose)
         return
@@ -85,6 +110,7 @@ def remove_tree(place: str, path: str) -> None:
     """
     folder = os.path.join(place, path)
     if is_url(place):
-        map_threads(lambda name: remove(f"{folder}/{name}"), list(list_tree(folder)), _REMOVERS)
+        with suppress(FileNotFoundError):
+            map_threads(lambda name: remove(f"{folder}/{name}"), list(list_tree(folder)), _REMOVERS)
     else:
         delete_tree(folder, place)

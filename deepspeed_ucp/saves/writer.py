@@ -35,7 +35,17 @@ from ..io.urls import abort_uploads
 from .copies import Replicator
 from .memory import LOCK, Destination, Job, Snapshot, drop_unwanted, is_held
 from .neighbours import Neighbours
-from .places import end_save, find_fault, has_begun, is_replaced, is_sealed, prune_place, wait_until, write_save
+from .places import (
+    end_save,
+    find_fault,
+    has_begun,
+    is_replaced,
+    is_sealed,
+    list_upload_prefixes,
+    prune_place,
+    wait_until,
+    write_save,
+)
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -137,12 +147,17 @@ class SaveWriter:
         self._written, self._is_finished = job.read_written(), False
         self._told = defaultdict[str, dict[str, str]](dict)  # by place that fails what was logged, by tag
         self._paces = dict[str, Pace]()
-        self._refused = set[tuple[int, str]]()  # numbers of saves and places whose fault no retry can mend
+        refused = ((save.number, place) for save in job.list_saves() for place in save.list_refused())
+        self._refused = set(refused)  # numbers of saves and places whose fault no retry can mend
         self._busy = defaultdict[str, set[int]](set)  # by place the numbers of the saves that are written
-        self._begun = defaultdict[str, set[str]](set)  # by URL the files that another writer may have begun
+        self._begun = defaultdict[str, set[str]](set)  # by URL the prefixes of files that another writer may have begun
         for save in job.list_saves():
+            for place in save.places:
+                if place.folder in save.read_done() and not is_url(place.folder):
+                    with suppress(OSError):
+                        end_save(save, place)  # a writer that was killed after it noted the save has not
             for place in filter(lambda each: is_url(each.folder), save.list_pending()):
-                self._begun[place.folder].update(save.list_files())
+                self._begun[place.folder].update(list_upload_prefixes(save))
         self._lock = threading.RLock()  # around what memory has and what is noted there
         self._changed, self._news, self._end = threading.Condition(), 0, math.inf
 

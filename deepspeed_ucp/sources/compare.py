@@ -19,7 +19,7 @@ from typing import Any
 from ..engine_state import KEY
 from ..errors import CheckpointError, shorten
 from ..io.jsonfile import read_json
-from ..io.paths import is_url, normalize
+from ..io.paths import find_tag_folder, is_url, normalize
 from ..io.store import find_entry
 from ..torchsave.objects import PickledObject, has_more_parts
 from .files import Entry, scan_if_there
@@ -260,7 +260,7 @@ def _find_gap(folder: str, times: Sequence[tuple[float, str]], slack: float) -> 
 
 def _find_unfinished(folder: str, times: Sequence[tuple[float, str]], slack: float) -> list[Finding]:
     """``latest`` is written after all files of a save: some older and some newer are those of two saves."""
-    parent, tag = os.path.split(normalize(folder))
+    parent, tag = os.path.split(normalize(find_tag_folder(folder)))
     path = os.path.join(parent, LATEST)
     try:
         told = find_entry(path)
@@ -281,7 +281,7 @@ def _find_unfinished(folder: str, times: Sequence[tuple[float, str]], slack: flo
 
 def _find_newer(folder: str, written: float, slack: float) -> list[Finding]:
     """A trainer that saves weights alone where it saved all before leaves the older save's tag, of time ``written``."""
-    held = scan_if_there(os.path.dirname(normalize(folder)))
+    held = scan_if_there(os.path.dirname(normalize(find_tag_folder(folder))))
     late = sorted(name for name, each in held.items() if each.changed > written + slack)
     weights = [name for name in late if find_format([name]) in (SAFETENSORS, STATE_DICT, ADAPTER)]
     if not weights or TRAINER_STATE not in late:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ..errors import CheckpointError, UcpError, UnsupportedError, shorten
+from ..io.jsonfile import read_json
 from ..io.opened import explain_failure
-from ..io.paths import Entry
+from ..io.paths import UPLOAD, Entry
 from ..io.staging import MANIFEST
 from ..io.store import list_folder, list_tree
 from .foreign.names import PARTS, find_format, is_foreign
@@ -26,6 +27,7 @@ _EXPERT_OPTIM = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _STATES = re.compile(r".*(model|optim)_states\.pt(?:-\d+\.\d+)?", re.ASCII)
 _COPY = re.compile(r"(.*_states\.pt)-(\d{1,9})\.(\d{1,9})", re.ASCII)
 _LEGACY = re.compile(r"mp_rank_\d+(?:_\d+)*")
+_UPLOAD = re.compile(rf"{re.escape(UPLOAD)}[\w.-]+", re.ASCII)
 _SWAP = re.compile(r"offloaded_tensors/rank(\d{1,9})/(?:([^/]+)-)?(\d{1,9})_(\d{1,9})\.tensor\.swp", re.ASCII)
 
 OFFLOADED = "offloaded_tensors"
@@ -39,11 +41,17 @@ CLIENT = "client"
 
 SEAL = "ucp_seal.json"
 
+PUBLISHED = "ucp_published.json"
+"""File of a tag that names the folder below it with the tag's files (:func:`resolve_published`)."""
+
 FROZEN = "ucp_frozen.json"
 """File of a tag that names the folder beside it where the frozen parameters lie (:mod:`.frozen`)."""
 
 BASE = "ucp_frozen-"
 """What the name of such a folder begins with."""
+
+_POINTER_BYTES = 1 << 12
+"""Size limit of ``ucp_published.json``."""
 
 NO_AXIS = -1
 """Tensor-parallel rank of a layer file whose name has none: the process topology had no model axis."""
@@ -118,7 +126,7 @@ def list_entries(folder: str) -> dict[str, Entry]:
     found = {
         name: entry
         for name, entry in entries.items()
-        if entry.is_folder or _STATES.fullmatch(name) or name in (MANIFEST, SEAL, FROZEN)
+        if entry.is_folder or _STATES.fullmatch(name) or name in (MANIFEST, SEAL, FROZEN, PUBLISHED)
     }
     if FROZEN in found:
         from .frozen import list_base  # what checks its form takes long to import
@@ -129,6 +137,39 @@ def list_entries(folder: str) -> dict[str, Entry]:
     if not any(_STATES.fullmatch(name) for name in found) and not holds_atoms(found):
         found |= _list_foreign(folder, entries)
     return found
+
+
+def resolve_published(folder: str, entries: Container[str] = (PUBLISHED,)) -> str:
+    """Return the folder with a tag's files: the one below it that ``ucp_published.json`` names, or the tag's folder.
+
+    Args:
+        folder: of the tag.
+        entries: names in it, if they are known; without that file among them nothing is read.
+
+    Raises:
+        CheckpointError: the file cannot be read, is damaged or names no such folder.
+    """
+    path = os.path.join(folder, PUBLISHED)
+    if PUBLISHED not in entries:
+        return folder
+    try:
+        name = read_json(path, most=_POINTER_BYTES).get("folder")
+    except (FileNotFoundError, NotADirectoryError):
+        return folder
+    if not (isinstance(name, str) and _UPLOAD.fullmatch(name)):
+        raise CheckpointError(f"names {name!r:.80}, which is no folder of a save. Restore the file.", path=path)
+    return os.path.join(folder, name)
+
+
+def list_published(folder: str) -> tuple[str, dict[str, Entry]]:
+    """List a tag's files if the tag is there; return the folder that holds them and its content.
+
+    Raises:
+        CheckpointError: a folder cannot be listed, or the file that names the other one is damaged.
+    """
+    entries = scan_if_there(folder)
+    found = resolve_published(folder, entries)
+    return found, entries if found == folder else scan_if_there(found)
 
 
 def _list_foreign(folder: str, entries: Mapping[str, Entry]) -> dict[str, Entry]:
@@ -324,7 +365,7 @@ def holds_atoms(entries: Mapping[str, Entry]) -> bool:
 
 def find_foreign(entries: Mapping[str, Entry]) -> str | None:
     """The format of a folder that holds no checkpoint of DeepSpeed's but another one; None of any else."""
-    if any(map(is_state_file, entries)) or holds_atoms(entries):
+    if PUBLISHED in entries or any(map(is_state_file, entries)) or holds_atoms(entries):
         return None
     return find_format(entries)
 
@@ -369,9 +410,9 @@ def is_state_file(name: str) -> bool:
 
 
 def has_states(folder: str) -> bool:
-    """Whether a folder holds model or optimizer states.
+    """Return True if a tag's folder holds model or optimizer states, or names the folder below it that does.
 
     Raises:
         CheckpointError: it cannot be listed.
     """
-    return any(map(is_state_file, scan_if_there(folder)))
+    return any(is_state_file(name) or name == PUBLISHED for name in scan_if_there(folder))

@@ -9,10 +9,11 @@ from difflib import SequenceMatcher
 
 from ..errors import CheckpointError, shorten, suggest
 from ..io.opened import explain_failure
-from ..io.paths import normalize
+from ..io.paths import find_tag_folder, normalize
 from ..io.staging import LATEST as UNIVERSAL
 from ..io.store import exists, is_folder, read_small
 from .files import (
+    PUBLISHED,
     find_foreign,
     has_states,
     holds_atoms,
@@ -133,7 +134,7 @@ def is_checkpoint(folder: str) -> bool:
         CheckpointError: it cannot be listed.
     """
     entries = scan_if_there(folder)
-    return any(map(is_state_file, entries)) or holds_atoms(entries)
+    return PUBLISHED in entries or any(map(is_state_file, entries)) or holds_atoms(entries)
 
 
 def holds_foreign(folder: str) -> bool:
@@ -301,7 +302,7 @@ def leads_to_folder(path: str) -> bool:
 
 def check_latest(folder: str, *, atomic: bool) -> list[Finding]:
     """What ``latest`` beside a checkpoint's folder says of it: nothing where it names it."""
-    parent, tag = os.path.split(normalize(folder))
+    parent, tag = os.path.split(normalize(find_tag_folder(folder)))
     name = UNIVERSAL if atomic else LATEST
     try:
         named = read_tag(os.path.join(parent, name))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ..errors import UcpError
 from ..io.opened import explain_failure
 from ..io.store import find_change
-from .files import SEAL, holds_run, is_state_file, scan_if_there
+from .files import SEAL, holds_run, is_state_file, list_published, resolve_published
 from .latest import find_tags
 from .reading import read_file
 
@@ -60,11 +60,11 @@ def list_older(places: Sequence[str], tag: str) -> list[str]:
 
 def find_age(folders: Sequence[str]) -> Age:
     """The age of a tag that lies in some folders, copies of each other."""
-    listed = [(folder, sorted(scan_if_there(folder).items())) for folder in folders]
+    listed = [(found, sorted(held.items())) for found, held in map(list_published, folders)]
     times = [entry.changed for _, held in listed for name, entry in held if is_state_file(name)]
     time = min(filter(None, times), default=0.0)  # 0 where it is not known
     step = next((step for folder, held in listed for step in _read_steps(folder, [name for name, _ in held])), -1)
-    return Age(step, any(_is_there(os.path.join(folder, SEAL)) for folder in folders), time)
+    return Age(step, any(_is_there(os.path.join(folder, SEAL)) for folder, _ in listed), time)
 
 
 def _read_steps(folder: str, names: Iterable[str]) -> Iterable[int]:
@@ -88,7 +88,14 @@ def is_sealed(places: Sequence[str], tag: str) -> bool:
     Raises:
         CheckpointError: that cannot be told of a place.
     """
-    return any(_is_there(os.path.join(place, tag, SEAL)) for place in places)
+    return any(_has_seal(os.path.join(place, tag)) for place in places)
+
+
+def _has_seal(folder: str) -> bool:
+    if _is_there(os.path.join(folder, SEAL)):
+        return True
+    found = resolve_published(folder)
+    return found != folder and _is_there(os.path.join(found, SEAL))
 
 
 def _is_there(path: str) -> bool:

@@ -12,12 +12,12 @@ from typing import Any
 from ..atoms import AtomicIndex, SavedJob
 from ..comm import Comm
 from ..errors import CheckpointError, MismatchError, UcpError, UnsupportedError, shorten
-from ..io.paths import normalize
+from ..io.paths import find_tag_folder, normalize
 from ..io.read import sum_range
 from ..io.store import open_stored
 from .atomic import survey_atomic
 from .compare import find_other_step
-from .files import SEAL, find_foreign, holds_atoms, holds_optimizer, list_entries, sort_files
+from .files import SEAL, find_foreign, holds_atoms, holds_optimizer, sort_files
 from .findings import WARNING, Finding, fold_findings, from_error, make_error, sort_findings
 from .foreign.formats import survey_foreign
 from .foreign.names import TRAINER_STATE
@@ -220,7 +220,6 @@ def seal_folder(
     comm: Comm,
     *,
     local: bool = False,
-    own: Mapping[str, tuple[int, int | None]] | None = None,
     hosts: Mapping[str, list[str]] | None = None,
 ) -> None:
     """Write the seal of a save that has come to its end, in place of an older one; collective.
@@ -228,18 +227,15 @@ def seal_folder(
     Args:
         folder: the tag's folder.
         local: every node has a folder of its own, and gets the seal.
-        own: by name the bytes that files have to have, and the CRC32s that a seal tells of them: others may write
-            there, and a seal that they write meanwhile stays.
         hosts: names of the files that each machine has somewhere else.
 
     Raises:
         CheckpointError: the files are damaged or do not belong together; there is no seal then.
         UnsupportedError: a kind of checkpoint that is not covered.
-        StorageError: the seal cannot be written, or another job writes this tag.
+        StorageError: the seal cannot be written.
     """
-    from .seal import publish_seal, read_raw_seal, write_seal
+    from .seal import write_seal
 
-    before = None if own is None else comm.once(lambda: read_raw_seal(folder))
     where = find_files([folder], comm) if local else list_files(folder, comm)
     save, findings = gather_save(where, comm)
 
@@ -247,29 +243,18 @@ def seal_folder(
         error = make_error(findings)
         if error is not None:
             raise error
-        headers = save.headers if save else []
-        others = [each.name for each in headers if own and own.get(each.name) not in (None, (each.size, each.crc))]
-        if others:
-            raise CheckpointError(f"holds another save's {shorten(others)}: two jobs write this tag.", path=folder)
-        return headers
+        return save.headers if save else []
 
     headers = comm.run(check)
     swaps = {header.name: header.size for header in headers if header.swap}
-    found = where.share(list(swaps), lambda name: _sum_file(folder, name, swaps[name]), comm)
+    found = where.share(list(swaps), lambda name: _sum_file(where.folder, name, swaps[name]), comm)
     sums = dict(zip(swaps, found, strict=True))
     sealed = [replace(header, crc=sums.get(header.name, header.crc)) for header in headers]
-
-    def is_unchanged() -> bool:
-        now = list_entries(folder)
-        return all(now.get(each.name) == where.entries[each.name] for each in sealed)
-
-    if own is not None:
-        comm.once(lambda: publish_seal(folder, sealed, hosts, before, is_unchanged))
-    elif where.access.is_partial:
+    if where.access.is_partial:
         hosts = list_by_host(where)
-        comm.run(lambda: write_seal(folder, sealed, hosts) if where.is_first else None)
+        comm.run(lambda: write_seal(where.folder, sealed, hosts) if where.is_first else None)
     else:
-        comm.once(lambda: write_seal(folder, sealed, hosts))
+        comm.once(lambda: write_seal(where.folder, sealed, hosts))
 
 
 def _sum_file(folder: str, name: str, size: int) -> int:
@@ -300,7 +285,7 @@ def _survey_normal(where: FileTable, comm: Comm, naming: Naming) -> tuple[Atomic
     if index is not None and any(name.endswith("model_states.pt") for name in _list_left(findings)):
         index = index.change(unnoticed=(*index.limits.unnoticed, _LEFT))
     if comm.rank == 0 and save.main.model is not None:
-        state = os.path.join(os.path.dirname(normalize(where.folder)), TRAINER_STATE)
+        state = os.path.join(os.path.dirname(normalize(find_tag_folder(where.folder))), TRAINER_STATE)
         findings += find_other_step(state, save.main.model.counters.get("global_steps"))
     return index, [*findings, *more, *find_unsaved(save)]
 

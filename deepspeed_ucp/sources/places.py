@@ -27,7 +27,16 @@ from ..io.paths import Entry, is_url, join_path
 from ..io.read import sum_range
 from ..io.store import note_listed, open_stored
 from ..torchsave.records import sum_directory
-from .files import FROZEN, SEAL, find_state_name, list_entries, read_model_rank, read_optim_ranks, read_swap_name
+from .files import (
+    FROZEN,
+    SEAL,
+    find_state_name,
+    list_entries,
+    read_model_rank,
+    read_optim_ranks,
+    read_swap_name,
+    resolve_published,
+)
 from .table import Entries, FileTable, NodeView
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -52,24 +61,31 @@ def find_files(folders: Sequence[str], comm: Comm, list_place: Callable[[str], E
     """
     list_place = list_place or list_entries
     stores = {folder: comm.once(partial(_list, folder, list_place)) for folder in folders if is_url(folder)}
-    for folder, (entries, _) in stores.items():
+    for folder, entries, _ in stores.values():
         note_listed(folder, entries)
-    looks: list[tuple[Entries, CheckpointError | None]] = []
+    looks: list[_Look] = []
 
-    def look() -> tuple[bytes, bytes, bool, list[str]]:
+    def look() -> tuple[list[str], bytes, bytes, bool, list[str]]:
         looks.extend(stores.get(folder) or _list(folder, list_place) for folder in folders)
-        own = [entries for entries, _ in looks]
-        errors = [str(error or "") for _, error in looks]
-        return _digest(own, lambda entry: entry.size), _digest(own, _pick), any(own), errors
+        own = [each.entries for each in looks]
+        errors = [str(each.error or "") for each in looks]
+        below = [each.folder.removeprefix(folder) for each, folder in zip(looks, folders, strict=True)]
+        return below, _digest(own, lambda entry: entry.size), _digest(own, _pick), any(own), errors
 
     told = comm.each(look)
-    own = tuple(entries for entries, _ in looks)
-    if not any(some for _, _, some, _ in told):
-        comm.run(lambda: _refuse_nothing(error for _, error in looks))
+    own = tuple(each.entries for each in looks)
+    if not any(some for *_, some, _ in told):
+        comm.run(lambda: _refuse_nothing(each.error for each in looks))
+    below = [max(each) for each in zip(*(each for each, *_ in told), strict=True)]
+    # A rank that sees none of a tag's files does not know in which folder below it they are.
+    folders = [
+        folder + path if each.folder == folder else each.folder
+        for folder, path, each in zip(folders, below, looks, strict=True)
+    ]
     near = sorted(range(len(folders)), key=lambda place: measure_distance(folders[place])) if folders[1:] else [0]
     found = FileTable(tuple(folders), _join(own), own, tuple(near))
-    views = [view for _, view, *_ in told]
-    if len({sizes for sizes, *_ in told}) > 1 or not (len(set(views)) == 1 or _is_one_save(found, views, comm)):
+    views = [view for _, _, view, *_ in told]
+    if len({sizes for _, sizes, *_ in told}) > 1 or not (len(set(views)) == 1 or _is_one_save(found, views, comm)):
         found = _unite(found, views, comm)
     if comm.rank == 0:
         for error, *others in zip(*(errors for *_, errors in told), strict=True):
@@ -85,7 +101,7 @@ def list_files(folder: str, comm: Comm) -> FileTable:
     Raises:
         CheckpointError: it cannot be listed; the same on every rank.
     """
-    entries = comm.once(lambda: list_entries(folder))
+    folder, entries = comm.once(lambda: _list_published(folder, list_entries))
     note_listed(folder, entries)
     return FileTable((folder,), entries, (entries,))
 
@@ -137,12 +153,26 @@ def _describe_ranks(ranks: Iterable[int]) -> str:
     return join_numbers(sorted(ranks)).replace(",", " and ") or "none"
 
 
-def _list(folder: str, list_place: Callable[[str], Entries]) -> tuple[Entries, CheckpointError | None]:
-    """What a place holds, and why it cannot be listed."""
+class _Look(NamedTuple):
+    """The folder of a place with the tag's files, its content, and why it cannot be listed."""
+
+    folder: str
+    entries: Entries
+    error: CheckpointError | None = None
+
+
+def _list(folder: str, list_place: Callable[[str], Entries]) -> _Look:
     try:
-        return list_place(folder), None
+        return _Look(*_list_published(folder, list_place))
     except CheckpointError as error:
-        return {}, error
+        return _Look(folder, {}, error)
+
+
+def _list_published(folder: str, list_place: Callable[[str], Entries]) -> tuple[str, Entries]:
+    """List the folder with a tag's files; its path and its content."""
+    entries = list_place(folder)
+    found = resolve_published(folder, entries)
+    return found, entries if found == folder else list_place(found)
 
 
 def _refuse_nothing(errors: Iterable[CheckpointError | None]) -> None:

@@ -5,22 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ..errors import CheckpointError, StorageError
+from ..errors import CheckpointError
 from ..io.jsonfile import parse_json, read_bounded
 from ..io.paths import join_path
-from ..io.store import exchange_small, read_small, remove, write_small
+from ..io.store import remove, write_small
 from .files import BASE, FROZEN, SEAL
 from .findings import Finding, from_failure
 from .headers import FileHeader
-
-_WITHDRAWN = b'{"kind": "deepspeed_ucp withdrawn seal"}'
-"""Content of a seal that was withdrawn, as another job had replaced the files meanwhile."""
 
 
 class SealedFile(BaseModel):
@@ -74,10 +70,6 @@ def read_sealed(path: str, form: type[S]) -> S:
         CheckpointError: it cannot be read, or is damaged.
     """
     data = read_bounded(path, _MOST_BYTES)
-    if data == _WITHDRAWN:
-        raise CheckpointError(
-            "was withdrawn: two jobs wrote this tag at once. Load another tag, or save this one again.", path=path
-        )
     try:
         seal = form.model_validate(parse_json(data, path, strict=True))
     except ValidationError as error:
@@ -100,12 +92,8 @@ def write_seal(folder: str, headers: Iterable[FileHeader], hosts: Mapping[str, l
         OSError: it cannot be written.
         DiskFullError: the disk is full.
     """
-    write_sealed(os.path.join(folder, SEAL), _make_seal(headers, hosts))
-
-
-def _make_seal(headers: Iterable[FileHeader], hosts: Mapping[str, list[str]] | None) -> Seal:
     files = {header.name: SealedFile(size=header.size, crc=header.crc or 0) for header in headers}
-    return Seal(files=dict(sorted(files.items())), hosts=dict(hosts or {}))
+    write_sealed(os.path.join(folder, SEAL), Seal(files=dict(sorted(files.items())), hosts=dict(hosts or {})))
 
 
 def write_sealed(path: str, seal: Seal) -> None:
@@ -115,52 +103,8 @@ def write_sealed(path: str, seal: Seal) -> None:
         OSError: it cannot be written.
         DiskFullError: the disk is full.
     """
-    write_small(path, _encode(seal))
-
-
-def _encode(seal: Seal) -> bytes:
     seal = seal.model_copy(update={"digest": seal.make_digest()})
-    return seal.model_dump_json(exclude=None if seal.hosts else {"hosts"}).encode()
-
-
-def read_raw_seal(folder: str) -> bytes | None:
-    """Read the bytes of a folder's seal; None if it has none."""
-    with suppress(FileNotFoundError):
-        return read_small(os.path.join(folder, SEAL))
-    return None
-
-
-def has_seal(folder: str) -> bool:
-    """Return True if a folder has a seal that was not withdrawn."""
-    return read_raw_seal(folder) not in (None, _WITHDRAWN)
-
-
-def publish_seal(
-    folder: str,
-    headers: Iterable[FileHeader],
-    hosts: Mapping[str, list[str]] | None,
-    before: bytes | None,
-    is_unchanged: Callable[[], bool],
-) -> None:
-    """Write the seal of files in a store by a conditional write, then check the files again.
-
-    Another job may replace files between the check of their headers and the write. The seal is then withdrawn by
-    a conditional write; a delete could hit the other job's seal.
-
-    Args:
-        before: the seal that was there before the headers were checked: of no use, as the files are others.
-        is_unchanged: returns True if the files are still those whose headers were checked.
-
-    Raises:
-        StorageError: another job writes this tag.
-        OSError: it cannot be written.
-    """
-    path, text = os.path.join(folder, SEAL), _encode(_make_seal(headers, hosts))
-    if not (exchange_small(path, text, before) or exchange_small(path, text, _WITHDRAWN)):
-        raise StorageError("is another save's by now: two jobs write this tag.", path=path)
-    if not is_unchanged():
-        exchange_small(path, _WITHDRAWN, text)
-        raise StorageError("files were replaced meanwhile: two jobs write this tag.", path=folder)
+    write_small(path, seal.model_dump_json(exclude=None if seal.hosts else {"hosts"}).encode())
 
 
 def remove_seal(folder: str) -> None:

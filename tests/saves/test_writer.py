@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -627,8 +628,9 @@ def nodes(tmp_path: Path) -> list[Job]:
 
 
 def begin(save: Snapshot) -> None:
-    """What the first node does before anything else: others follow it."""
-    os.makedirs(places._name_aside(save, save.places[0]))
+    """Record that the first node writes a save, which is what it does before anything else; others follow it."""
+    name = os.path.basename(places._name_aside(save, save.places[0]))
+    places._begin(replace(save, node=0), save.places[0], name, str)
 
 
 def test_nodes_that_have_other_saves_pending_write_what_the_first_has_begun(
@@ -704,7 +706,11 @@ def test_a_node_that_never_writes_is_no_save(
 def test_folders_that_cannot_be_exchanged_are_renamed(
     job: Job, save: Callable[..., Snapshot], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(places, "load_libc", type("C", (), {"renameat2": lambda *_: -1}))
+    def fail(*_: object) -> int:
+        ctypes.set_errno(errno.EINVAL)
+        return -1
+
+    monkeypatch.setattr(places, "load_libc", type("C", (), {"renameat2": fail}))
     for _ in range(2):
         made = save()
         assert write(job)

@@ -401,24 +401,6 @@ def is_put(environ: dict[str, Any]) -> bool:
     return environ["REQUEST_METHOD"] == "PUT"
 
 
-@pytest.mark.parametrize(
-    ("fault", "size"), [("", 100), ("lost", 100), ("", 20 << 20), ("lost", 20 << 20), ("404", 20 << 20)]
-)
-def test_a_new_file_is_not_written_over(fault: str, size: int, server: Server, tmp_path: Path) -> None:
-    """In one request and in parts; one whose own answer was lost is no other's."""
-    path, url = tmp_path / "file", f"s3://{BUCKET}/new{fault}/{size}"
-    path.write_bytes(bytes(size))
-    with server.failing(fail_once(fault, is_put if size == 100 else is_completion)):
-        urls.put_file(str(path), url, new=True)
-    path.write_bytes(b"1" * size)
-    urls.put_file(str(path), url, new=True)
-    path.write_bytes(b"1" * (size + 1))
-    with pytest.raises(StorageError, match="another save's file is there"):
-        urls.put_file(str(path), url, new=True)
-    assert store.read_small(url) == bytes(size)
-    assert remote.connect("s3://x", writing=True)[0].list_multipart_uploads(BUCKET) == []
-
-
 @pytest.mark.parametrize("fault", ["", "lost"])
 def test_a_small_file_is_exchanged_while_it_is_what_it_was(fault: str, server: Server) -> None:
     url = f"s3://{BUCKET}/exchanged{fault}"
@@ -449,17 +431,14 @@ def test_what_another_writes_between_look_and_write_stays(before: bytes | None, 
     assert seen and store.read_small(url) == b"theirs"
 
 
-def test_a_store_without_conditions_is_written_to_all_the_same(server: Server, tmp_path: Path) -> None:
+def test_a_store_without_conditions_is_written_to_all_the_same(server: Server) -> None:
     def refuse(environ: dict[str, Any]) -> str | None:
         return "501" if {"HTTP_IF_MATCH", "HTTP_IF_NONE_MATCH"} & environ.keys() else None
 
-    url, path = f"s3://{BUCKET}/unconditional", tmp_path / "file"
-    path.write_bytes(b"new")
+    url = f"s3://{BUCKET}/unconditional"
     with server.failing(refuse):
         assert store.exchange_small(url, b"1", None) and store.exchange_small(url, b"2", b"1")
         assert not store.exchange_small(url, b"3", b"1") and store.read_small(url) == b"2"
-        urls.put_file(str(path), url, new=True)
-    assert store.read_small(url) == b"new"
 
 
 def test_uploads_keep_to_a_pace(server: Server, tmp_path: Path) -> None:

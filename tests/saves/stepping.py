@@ -1,0 +1,202 @@
+"""Writers that stop at each request, so that a test decides in which order their requests are carried out."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+from unittest import mock
+
+from deepspeed_ucp.io import store as stores
+from deepspeed_ucp.io.interface import Stored
+from deepspeed_ucp.io.paths import Entry, is_url
+
+PLACE = "fake://bucket/run"
+
+Work = Callable[[], str]
+"""A writer. It returns how it ended."""
+
+
+class KilledError(BaseException):
+    """Ends a writer at a request, which is not carried out."""
+
+
+class Stepper:
+    """Threads of which one at a time runs, from one request to the next one.
+
+    Args:
+        works: by name what each thread does.
+        check: called after each step.
+
+    Attributes:
+        ended: by name how a thread ended, in the order of the ends.
+        steps: by name the requests that a thread has begun.
+    """
+
+    def __init__(self, works: Mapping[str, Work], check: Callable[[], None]) -> None:
+        self.ended, self.steps, self._check = dict[str, str](), dict.fromkeys(works, 0), check
+        self._killed, self._errors = set[str](), list[BaseException]()
+        self._turns = {name: threading.Semaphore(0) for name in works}
+        self._back = threading.Semaphore(0)
+        self._threads = {
+            name: threading.Thread(target=self._run, args=(name, work), name=name, daemon=True)
+            for name, work in works.items()
+        }
+
+    def _run(self, name: str, work: Work) -> None:
+        self._turns[name].acquire()
+        try:
+            self.ended[name] = work()
+        except KilledError:
+            self.ended[name] = "killed"
+        except BaseException as error:  # noqa: BLE001 - the main thread raises it
+            self.ended[name] = repr(error)
+            self._errors.append(error)
+        self._back.release()
+
+    def stop(self) -> None:
+        """Wait for the next turn if this is one of the threads; called before each request."""
+        name = threading.current_thread().name
+        if self._threads.get(name) is not threading.current_thread():
+            return
+        if name not in self._killed:
+            self.steps[name] += 1
+            self._back.release()
+            self._turns[name].acquire()
+        if name in self._killed:
+            raise KilledError
+
+    def kill(self, name: str) -> None:
+        """End a thread at its next request."""
+        self._killed.add(name)
+        self.run(name)
+
+    def run(self, name: str, most: int | None = None) -> bool:
+        """Let a thread run to its end, or for some requests; return True if it has ended."""
+        thread = self._threads[name]
+        if thread.ident is None:
+            thread.start()
+        while name not in self.ended and most != 0:
+            self._turns[name].release()
+            self._back.acquire()
+            if self._errors:
+                raise self._errors[0]
+            self._check()
+            most = None if most is None else most - 1
+        return name in self.ended
+
+    def close(self) -> None:
+        """End all threads."""
+        for name, thread in self._threads.items():
+            if thread.ident is not None and name not in self.ended:
+                self.kill(name)
+
+
+class FakeStore(stores.LocalStore):
+    """An object store in a folder of this machine, with conditional writes; each request is a step.
+
+    Attributes:
+        held: by path the hash of the content, of all objects.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.held, self.stop = str(root), dict[str, int](), lambda: None
+
+    def find(self, url: str) -> str:
+        """Return the path of an object."""
+        return os.path.join(self.root, url.removeprefix("fake://"))
+
+    def list_folder(self, folder: str) -> dict[str, Entry]:
+        self.stop()
+        return stores.LocalStore().list_folder(self.find(folder))
+
+    def list_tree(self, folder: str) -> dict[str, Entry]:
+        self.stop()
+        path = self.find(folder)
+        files = (os.path.join(above, name) for above, _, names in os.walk(path) for name in names)
+        return {os.path.relpath(each, path): Entry(os.path.getsize(each), os.path.getmtime(each)) for each in files}
+
+    def find_entry(self, url: str) -> Entry | None:
+        self.stop()
+        return super().find_entry(self.find(url))
+
+    def find_change(self, url: str) -> int:
+        self.stop()
+        return super().find_change(self.find(url))
+
+    def is_file(self, url: str) -> bool:
+        self.stop()
+        return super().is_file(self.find(url))
+
+    def exists(self, url: str) -> bool:
+        self.stop()
+        return super().exists(self.find(url))
+
+    def read_small(self, url: str, most: int | None = None) -> bytes:
+        self.stop()
+        return super().read_small(self.find(url), most)
+
+    def write_small(self, url: str, data: bytes) -> None:
+        self.stop()
+        self._put(url, data)
+
+    def exchange_small(self, url: str, data: bytes, before: bytes | None) -> bool:
+        now = self._look(url)
+        if now == before:
+            now = self._look(url)  # the store compares again when it writes
+            if now == before:
+                self._put(url, data)
+                return True
+        return now == data
+
+    def _look(self, url: str) -> bytes | None:
+        self.stop()
+        path = Path(self.find(url))
+        return path.read_bytes() if path.exists() else None
+
+    def _put(self, url: str, data: bytes) -> None:
+        path = Path(self.find(url))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+        self.held[url] = hash(data)
+
+    def put_file(self, path: str, url: str, **_: Any) -> None:
+        """As :func:`deepspeed_ucp.io.urls.put_file`."""
+        self.stop()
+        self._put(url, Path(path).read_bytes())
+
+    def remove(self, url: str) -> None:
+        self.stop()
+        path = Path(self.find(url))
+        if self.held.pop(url, None) is None:
+            return
+        path.unlink()
+        while not any(path.parent.iterdir()) and str(path.parent) != self.root:  # a store has no empty folders
+            path = path.parent
+            path.rmdir()
+
+    def open_regular(self, url: str) -> BinaryIO:
+        self.stop()
+        return super().open_regular(self.find(url))
+
+    def open_stored(self, url: str, advice: int = os.POSIX_FADV_NORMAL, *, size: int | None = None) -> Stored:
+        self.stop()
+        return super().open_stored(self.find(url), advice)
+
+    def clear(self) -> None:
+        """Remove all objects."""
+        shutil.rmtree(self.root, ignore_errors=True)
+        os.makedirs(self.root)
+        self.held.clear()
+
+
+@contextmanager
+def use_store(fake: FakeStore) -> Iterator[None]:
+    """Let the package find the fake store behind URLs."""
+    choose = stores._choose
+    with mock.patch.object(stores, "_choose", lambda path: fake if is_url(path) else choose(path)):
+        yield

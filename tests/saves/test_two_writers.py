@@ -1,0 +1,374 @@
+"""Two jobs that write the same tag, with their requests in every order."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.io.pace import Pace
+from deepspeed_ucp.io.store import list_tree, read_small, write_small
+from deepspeed_ucp.saves import places
+from deepspeed_ucp.saves.memory import Destination, Job, Snapshot
+from deepspeed_ucp.sources import find_tags, open_checkpoint
+from deepspeed_ucp.sources.older import is_sealed
+from tests.saves.saving import TAG, make_save
+from tests.saves.stepping import PLACE, FakeStore, Stepper, use_store
+
+LOST = "has published this tag"
+"""Part of the message of a writer that gives up."""
+
+DONE = "written"
+
+
+BEGIN = places._begin
+
+
+class Bench:
+    """Two writers of one tag in a fresh place, and a reader that looks after each step.
+
+    Args:
+        saves: of two jobs, and of a third one.
+        place: folder or URL of the tags.
+
+    Attributes:
+        published: names of the jobs whose save was seen as the tag's, in order.
+    """
+
+    def __init__(self, saves: dict[str, Snapshot], place: str) -> None:
+        self.saves, self.place = saves, place
+        self.contents = {name: self._read_memory(save) for name, save in saves.items()}
+        self.published, self.known = list[str](), dict[object, str]()
+        self.begun, self.reported = dict[str, int](), dict[str, int]()
+        self.state: Callable[[], object] = lambda: None
+        self.clear: Callable[[], None] = lambda: None
+        self.stop_at: Callable[[Callable[[], None]], None] = lambda _: None
+
+    @staticmethod
+    def _read_memory(save: Snapshot) -> dict[str, bytes]:
+        folder = Path(save.folder, save.tag)
+        return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    def note_begin(self, save: Snapshot, place: Destination, folder: str, look: Callable[[], str]) -> dict[str, str]:
+        """Note which saves a writer knows of when it begins."""
+
+        def look_and_note() -> str:
+            found = look()
+            self.begun[save.job[-1]] = len(self.published)
+            return found
+
+        return BEGIN(save, place, folder, look_and_note)
+
+    def write(self, name: str) -> str:
+        """Write a job's save as its writer does, with another attempt after an error that may pass."""
+        save = self.saves[name]
+        place = replace(save.places[0], folder=self.place)
+        for _ in range(1 if save.nodes == 1 else 100):  # nodes wait for each other
+            try:
+                places.write_save(save, place, 0.0, Pace(None))
+                self.reported[name] = len(self.published)
+                places.end_save(save, place)
+                return DONE
+            except Exception as error:  # noqa: BLE001 - as the writer does
+                last, fault = error, places.find_fault(save, error)
+                if fault is not None:
+                    return str(fault)
+        raise last
+
+    def check(self) -> None:
+        """The tag is either not there or one job's complete save."""
+        state = self.state()
+        if state is None or state not in self.known:
+            self.known[state] = self.read()
+        if (name := self.known[state]) and name != (self.published or [""])[-1]:
+            self.published.append(name)
+
+    def read(self) -> str:
+        """Return the name of the job whose save the tag is; empty if there is no tag."""
+        if TAG not in find_tags(self.place):
+            return ""
+        index = open_checkpoint(f"{self.place}/{TAG}", Comm())
+        assert is_sealed([self.place], TAG)
+        found = {os.path.basename(file.path): read_small(file.path) for file in index.stored.files}
+        (name,) = [name for name, content in self.contents.items() if content.items() >= found.items()]
+        assert {each for each in self.contents[name] if each.endswith("states.pt")} == found.keys()
+        return name
+
+    def run(self, order: Callable[[Stepper], None]) -> Stepper:
+        """Run two writers in an order, in an empty place, and check how they ended."""
+        self.clear()
+        self.published.clear()
+        self.begun.clear()
+        self.reported.clear()
+        names = [name for name in self.saves if name != "c"]
+        stepper = Stepper({name: lambda name=name: self.write(name) for name in names}, self.check)
+        self.stop_at(stepper.stop)
+        try:
+            order(stepper)
+            while pending := [name for name in names if name not in stepper.ended]:
+                for name in pending:
+                    stepper.run(name, 300)  # it may wait for another one
+        finally:
+            stepper.close()
+            self.stop_at(lambda: None)
+        self.check_ends(stepper.ended)
+        return stepper
+
+    def check_ends(self, ended: dict[str, str]) -> None:
+        assert all(how in (DONE, "killed") or LOST in how for how in ended.values()), ended
+        if "killed" not in ended.values():
+            assert DONE in ended.values(), ended
+        for name, how in ended.items():
+            if LOST in how:
+                assert self.published[-1:] != [name]
+        current = self.published[-1] if self.published else ""
+        for name in (name for name, how in ended.items() if how == DONE and name in self.published):
+            after = self.published[self.published.index(name) + 1 :]
+            assert current == name or all(self.begun[other] > self.published.index(name) for other in after), ended
+        assert current or "killed" in ended.values()
+        assert all(name in self.published for name, how in ended.items() if how == DONE and not self.saves[name].node)
+        if "killed" in ended.values():
+            self.begun.clear()
+            assert self.write("c") == DONE and self.read() == "c"
+
+
+@pytest.fixture(scope="module")
+def saves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Snapshot]:
+    """Saves of three jobs under the same tag; their files have the same names and sizes."""
+    folder, made = tmp_path_factory.mktemp("memory"), dict[str, Snapshot]()
+    for number, name in enumerate("abc"):
+        job = Job(str(folder / f"job-{name}"))
+        job.own()
+        for _ in range(number + 1):  # the weights differ by number
+            made[name] = make_save(job, PLACE)
+        job.disown()
+    return made
+
+
+def run_here(work: Callable[[str], object], items: Iterator[str], *_: object) -> list[object]:
+    return [work(item) for item in items]
+
+
+@pytest.fixture(scope="module")
+def store(saves: dict[str, Snapshot], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    fake, bench = FakeStore(tmp_path_factory.mktemp("store")), Bench(saves, PLACE)
+    bench.state, bench.clear = lambda: frozenset(fake.held.items()), fake.clear
+    bench.stop_at = lambda stop: setattr(fake, "stop", stop)
+
+    def name_thread(_: int) -> str:
+        return threading.current_thread().name
+
+    seams = {"put_file": fake.put_file, "map_threads": run_here, "token_hex": name_thread, "_begin": bench.note_begin}
+    with use_store(fake), mock.patch.multiple(places, **seams), mock.patch.object(places.time, "time", return_value=0):
+        yield bench
+
+
+FOLDER_STEPS = ("_copy", "_identify", "_rename", "_keep_others", "_remove_left", "write_small", "seal_folder", "exists")
+"""Operations of a writer on a folder."""
+
+
+@pytest.fixture
+def folder(saves: dict[str, Snapshot], tmp_path: Path) -> Iterator[Bench]:
+    bench, stops, held = Bench(saves, str(tmp_path / "place")), list[Callable[[], None]](), set[str]()
+
+    def stop() -> None:
+        stops[-1]()
+
+    def wrap(step: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object, **options: object) -> object:
+            stop()
+            return step(*args, **options)
+
+        return call
+
+    @contextmanager
+    def lock(_: str) -> Iterator[None]:
+        stop()
+        while held:
+            stop()
+        held.add(threading.current_thread().name)
+        try:
+            yield
+        finally:
+            held.clear()
+
+    def clear() -> None:
+        shutil.rmtree(bench.place, ignore_errors=True)
+        os.mkdir(bench.place)
+
+    bench.clear, bench.stop_at = clear, stops.append
+    seams = {name: wrap(getattr(places, name)) for name in FOLDER_STEPS}
+    seams |= {"map_threads": run_here, "_begin": bench.note_begin, "_lock_folder": lock}
+    stops.append(lambda: None)
+    with mock.patch.multiple(places, **seams):
+        yield bench
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_orders_in_a_folder(is_there: bool, folder: Bench) -> None:
+    """Each writer is stopped at each operation; also while it holds the lock, on which the other one waits."""
+
+    def prepare() -> None:
+        if is_there:
+            folder.write("c")
+
+    outcomes = set[tuple[str, ...]]()
+    with use_existing(folder, prepare):
+        longest = max(folder.run(lambda stepper: None).steps.values()) + 1
+        for first in range(longest):
+            for second in range(first % 3, longest, 3):
+                ended = folder.run(lambda stepper, first=first, second=second: interrupt(stepper, first, second)).ended
+                outcomes.add(tuple(ended.values()))
+                assert not is_there or folder.published[0] == "c"
+    assert len(outcomes) >= 2
+    assert os.listdir(folder.place).count(TAG) == 1
+
+
+def interrupt(stepper: Stepper, first: int, second: int) -> None:
+    """Run one writer for some operations, the other one for some, and the first one to its end."""
+    stepper.run("a", first)
+    stepper.run("b", second)
+    stepper.run("a", 100)  # unless it waits for the lock
+    stepper.run("b", 100)
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_writer_that_is_killed_in_a_folder(is_there: bool, folder: Bench) -> None:
+    def prepare() -> None:
+        if is_there:
+            folder.write("c")
+
+    with use_existing(folder, prepare):
+        longest = max(folder.run(lambda stepper: None).steps.values()) + 1
+        for at, other in product(range(longest), (0, longest // 2, longest)):
+
+            def order(stepper: Stepper, at: int = at, other: int = other) -> None:
+                if not stepper.run("b", other) and not stepper.run("a", at):
+                    stepper.kill("a")
+                stepper.run("b", 100)
+
+            folder.run(order)
+
+
+def list_orders(bench: Bench) -> Iterator[Callable[[Stepper], None]]:
+    """Yield orders in which one writer is interrupted once, and the other one once meanwhile.
+
+    The first interruption is at each request, the second one at each third request (``UCP_EXHAUSTIVE``: at each).
+    """
+    longest = max(bench.run(lambda stepper: None).steps.values()) + 1
+
+    def make(first: int, second: int) -> Callable[[Stepper], None]:
+        def order(stepper: Stepper) -> None:
+            stepper.run("a", first)
+            stepper.run("b", second)
+            stepper.run("a")
+            stepper.run("b")
+
+        return order
+
+    step = 1 if os.environ.get("UCP_EXHAUSTIVE") else 3
+    for first in range(longest):
+        for second in range(first % step, longest, step):
+            yield make(first, second)
+
+
+def test_orders_with_two_interruptions_in_a_store(store: Bench) -> None:
+    outcomes = {tuple(store.run(order).ended.items()) for order in list_orders(store)}
+    assert len(outcomes) >= 2
+
+
+@contextmanager
+def use_existing(bench: Bench, prepare: Callable[[], None]) -> Iterator[None]:
+    clear = bench.clear
+
+    def clear_and_prepare() -> None:
+        clear()
+        prepare()
+
+    with mock.patch.object(bench, "clear", clear_and_prepare):
+        yield
+
+
+def put_plain(bench: Bench) -> None:
+    """Put files of a save into the tag as earlier releases did."""
+    for name, data in bench.contents["c"].items():
+        write_small(f"{bench.place}/{TAG}/{name}", data)
+    places.seal_folder(f"{bench.place}/{TAG}", Comm())
+
+
+@pytest.mark.parametrize("kind", ["plain", "published"])
+def test_a_tag_that_is_there(kind: str, store: Bench) -> None:
+    """It stays until one of the writers has replaced it."""
+
+    def prepare() -> None:
+        if kind == "plain":
+            put_plain(store)
+        else:
+            store.write("c")
+
+    with use_existing(store, prepare):
+        longest = max(store.run(lambda stepper: None).steps.values()) + 1
+        for first, second in product(range(0, longest, 3), range(1, longest, 3)):
+            store.run(lambda stepper, first=first, second=second: (stepper.run("a", first), stepper.run("b", second)))
+            assert store.published[0] == "c"
+    left = [name for name in list_tree(f"{PLACE}/{TAG}") if "/" not in name and places.is_saved(name)]
+    assert not [name for name in left if "written" not in name]
+
+
+def test_a_writer_that_is_killed_in_a_store(store: Bench) -> None:
+    """At each request, while the other one has not begun or has come to some request."""
+    longest = max(store.run(lambda stepper: None).steps.values()) + 1
+    for at, other in product(range(longest), (0, 8, 20, longest)):
+
+        def order(stepper: Stepper, at: int = at, other: int = other) -> None:
+            if not stepper.run("b", other) and not stepper.run("a", at):
+                stepper.kill("a")
+
+        store.run(order)
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 12)), max_size=12))
+@settings(max_examples=60, deadline=None)
+def test_any_order_in_a_store(store: Bench, turns: list[tuple[str, int]]) -> None:
+    def order(stepper: Stepper) -> None:
+        for name, steps in turns:
+            stepper.run(name, steps)
+
+    store.run(order)
+
+
+def test_two_nodes_of_a_job_and_another_job(store: Bench, tmp_path: Path) -> None:
+    """The nodes' files are one save, or none of it is published."""
+    nodes = dict[str, Snapshot]()
+    for node, name in enumerate(("a", "node1")):
+        shutil.copytree(store.saves["a"].folder, tmp_path / name)
+        nodes[name] = replace(store.saves["a"], folder=str(tmp_path / name), node=node, nodes=2)
+        for path in (tmp_path / name / TAG).iterdir():
+            if ("rank_1_" in path.name) != bool(node):
+                path.unlink()
+    bench = Bench({**nodes, "b": store.saves["b"], "c": store.saves["c"]}, PLACE)
+    bench.contents = {**store.contents, "node1": {}}
+    bench.state, bench.clear, bench.stop_at = store.state, store.clear, store.stop_at
+    bench.begun, bench.published = store.begun, store.published
+    outcomes = set[str]()
+    for first, second, third in product(range(0, 48, 6), range(0, 24, 6), range(0, 42, 6)):
+
+        def order(stepper: Stepper, turns: tuple[int, int, int] = (first, second, third)) -> None:
+            for name, steps in zip(("a", "node1", "b"), turns, strict=True):
+                stepper.run(name, steps)
+
+        ended = bench.run(order).ended
+        outcomes.add(ended["a"])
+        assert ended["node1"] == DONE or LOST in ended["node1"]
+    assert len(outcomes) == 2
