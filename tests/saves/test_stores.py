@@ -223,7 +223,9 @@ def test_what_a_killed_writer_has_begun_to_upload_is_given_up(job: Job, server: 
     """Where a newer save takes the place of that one, too."""
     url, before = f"s3://{BUCKET}/large", set[str]()
     for tag in ("a", "b"):
-        made = make_save(job, Destination(url, limit_mb_s=0.05), tag=tag, by_itself=True)  # minutes until a part is there
+        made = make_save(
+            job, Destination(url, limit_mb_s=0.05), tag=tag, by_itself=True
+        )  # minutes until a part is there
         Path(made.folder, "large.py").write_bytes(bytes(20 << 20))
         lines = start_writer(job, {**SETTINGS, "storage_options": server.options})
         wait_until(lambda before=before: list_uploads() - before)
