@@ -19,7 +19,7 @@ from deepspeed_ucp.examine import settings
 from deepspeed_ucp.export.like import LikeModel
 from deepspeed_ucp.io import jsonfile, lock
 from deepspeed_ucp.patterns.files import read_rules
-from deepspeed_ucp.saves import memory, places, pruning
+from deepspeed_ucp.saves import memory, places
 from deepspeed_ucp.sources import frozen, open_checkpoint, seal
 from deepspeed_ucp.sources.atomic.manifest import read_manifest_file
 from deepspeed_ucp.sources.compare import find_other_step
@@ -67,7 +67,6 @@ READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "ds_config": ("ds.json", lambda folder: settings.read_config(os.path.join(folder, "ds.json"))),
     "snapshots": (memory._WRITTEN, lambda folder: memory.Job(folder).read_written()),
     "nodes of a save": ("sign", lambda folder: read_sign(folder)),  # noqa: PLW0108 - defined below
-    "record of a run": ("it.json", lambda folder: pruning._read_json(os.path.join(folder, "it.json"))),
     "rules": ("rules.json", lambda folder: read_rules(os.path.join(folder, "rules.json"))),
     "groups": ("groups.json", lambda folder: read_groups(os.path.join(folder, "groups.json"))),
 }

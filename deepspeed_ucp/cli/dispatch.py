@@ -17,7 +17,7 @@ from .common import HelpFormatter, Parser, read_storage_options
 from .printing import BROKEN_PIPE, ERROR, INTERRUPTED, Lines, emit, find_rank, prepare_streams, print_message
 
 COMMANDS = (
-    "run", "list", "prune", "inspect", "verify", "diff", "plan", "convert", "export",
+    "run", "list", "inspect", "verify", "diff", "plan", "convert", "export",
 )  # fmt: skip
 """Each is a module of this package with ``add_parser(commands)`` and ``run(options) -> exit code``."""
 

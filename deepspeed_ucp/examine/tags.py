@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..comm import Comm
-from ..errors import CheckpointError, OutOfReachError, UcpError
+from ..errors import CheckpointError, UcpError
 from ..io.paths import Entry
 from ..io.store import list_tree
 from ..sources.files import scan_if_there
@@ -17,7 +17,7 @@ from ..sources.foreign.names import PARTS, TRAINER_STATE, is_foreign
 from ..sources.latest import LOST, find_checkpoint, find_tags, holds_foreign, is_checkpoint
 from ..sources.naming import Naming
 from ..sources.older import Age, find_age
-from ..sources.open import survey_checkpoint, survey_weights
+from ..sources.open import survey_checkpoint
 from ..wrappers import STATELESS
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -50,39 +50,25 @@ class TagReport:
     is_atomic: bool
     files: Mapping[str, Entry]
 
-    @property
-    def is_doubtful(self) -> bool:
-        """Whether its files may be whole or not, as far as could be looked at them."""
-        return isinstance(self.fault, OutOfReachError) or not (self.fault or self.is_known)
-
-    @property
-    def changed(self) -> float:
-        """When the last of its files was written; 0 where that is not known of one."""
-        times = [entry.changed for entry in self.files.values()]
-        return max(times) if times and all(times) else 0.0
-
     def describe_fault(self) -> str | None:
         """Why it is not whole, without its folder in front."""
         return str(self.fault).removeprefix(self.folder).lstrip("/: ") if self.fault else None
 
 
-def find_saves(folder: str, *, foreign: bool = True) -> list[str]:
-    """The folders of checkpoints in a folder and in its subfolders, relative to it; ``.`` where it is one itself.
-
-    Args:
-        foreign: those of other formats than DeepSpeed's too, of which others may lie in the folder of one.
+def find_saves(folder: str) -> list[str]:
+    """Return the folders of checkpoints in a folder and its subfolders, relative to it; ``.`` if it is one itself.
 
     Raises:
         CheckpointError: there is none, or the folder cannot be listed.
     """
     if is_checkpoint(folder):
         return ["."]
-    found = find_tags(folder) or ["."] * (foreign and holds_foreign(folder))
+    found = find_tags(folder) or ["."] * holds_foreign(folder)
     for name, entry in sorted(scan_if_there(folder).items()):
         if entry.is_folder and name not in (LOST, *found) and not name.startswith(PARTS):
             try:
                 tags = [os.path.join(name, tag) for tag in find_tags(os.path.join(folder, name))]
-                found += tags or [name] * (foreign and holds_foreign(os.path.join(folder, name)))
+                found += tags or [name] * holds_foreign(os.path.join(folder, name))
             except CheckpointError as error:
                 logger.warning("%s", error)
     return found or [os.path.relpath(find_checkpoint(folder), folder)]  # raises, and tells what the folder looks like
@@ -126,18 +112,6 @@ def look_at_tag(folder: str, path: str, also: Sequence[str] = ()) -> TagReport:
         is_atomic=is_atomic,
         files=files,
     )
-
-
-def leaves_weights(folder: str) -> bool:
-    """Whether without its optimizer's files a tag would be its weights, and be known to lack optimizer states.
-
-    Raises:
-        CheckpointError: the folder cannot be listed, or a file is out of reach.
-    """
-    report = survey_weights(folder)
-    if isinstance(report.fault, OutOfReachError):
-        raise report.fault
-    return not report.fault and report.index is not None and report.index.run.topology.wrapper == STATELESS
 
 
 def is_trainers(folder: str) -> bool:

@@ -41,7 +41,7 @@ def is_saved(name: str) -> bool:
     )
 
 
-def remove_tag(place: str, tag: str, choose: Callable[[str], bool] | None = None) -> None:
+def remove_tag(place: str, tag: str) -> None:
     """Delete a save's files, and its folder if that is empty afterwards; no link below the place is followed.
 
     If ``ucp_published.json`` names a folder below the tag, that folder is deleted after the file.
@@ -52,8 +52,6 @@ def remove_tag(place: str, tag: str, choose: Callable[[str], bool] | None = None
 
     Args:
         place: the folder or URL that holds the tag.
-        choose: returns True for the path, in the tag, of a file to delete; the seal is deleted in any case. Default:
-            all files.
 
     Raises:
         OSError: a file cannot be deleted, or the tag's folder is reached through a link.
@@ -61,12 +59,10 @@ def remove_tag(place: str, tag: str, choose: Callable[[str], bool] | None = None
     """
     folder = os.path.join(place, tag)
     published = os.path.relpath(resolve_published(folder), folder)
-    if published != "." and choose is None:
+    if published != ".":
         _remove_pointer(place, tag)
         remove_tree(place, f"{tag}/{published}")
-    elif published != ".":
-        _remove_files(place, f"{tag}/{published}", choose or is_saved)
-    _remove_files(place, tag, choose or is_saved)
+    _remove_files(place, tag)
 
 
 def _remove_pointer(place: str, tag: str) -> None:
@@ -79,13 +75,13 @@ def _remove_pointer(place: str, tag: str) -> None:
             os.fsync(fd)
 
 
-def _remove_files(place: str, tag: str, choose: Callable[[str], bool]) -> None:
+def _remove_files(place: str, tag: str) -> None:
     if is_url(place):
-        _remove_stored(f"{place}/{tag}", choose)
+        _remove_stored(f"{place}/{tag}")
         return
 
     def is_wanted(is_turn: Callable[[str], bool], name: str) -> bool:
-        return is_turn(name) and (name == SEAL or (is_saved(name) and choose(name)))
+        return is_turn(name) and is_saved(name)
 
     with open_below(place, tag) as fd:
         for is_turn in _TURNS:
@@ -95,9 +91,9 @@ def _remove_files(place: str, tag: str, choose: Callable[[str], bool]) -> None:
     delete_empty_folder(place, tag)
 
 
-def _remove_stored(folder: str, choose: Callable[[str], bool]) -> None:
+def _remove_stored(folder: str) -> None:
     remove(f"{folder}/{SEAL}")
-    names = [name for name in list_tree(folder) if is_saved(name) and choose(name)]
+    names = [name for name in list_tree(folder) if is_saved(name)]
     for is_turn in _TURNS:
         map_threads(lambda name: remove(f"{folder}/{name}"), [*filter(is_turn, names)], _REMOVERS)
 

@@ -165,16 +165,6 @@ def survey_files(where: FileTable, comm: Comm, naming: Naming | None = None) -> 
     return FolderReport(where, atomic, index, sort_findings(findings))
 
 
-def survey_weights(folder: str) -> FolderReport:
-    """Look at a checkpoint as it would be without its optimizer's files; its index, if it has one, has the weights.
-
-    Raises:
-        CheckpointError: the folder cannot be listed.
-    """
-    where = list_files(folder, Comm()).choose(lambda name: not holds_optimizer(name))
-    return survey_files(where, Comm(), Naming(groups="module", weights_only=True))
-
-
 def look_at_job(folder: str, also: Sequence[str] = ()) -> SavedJob:
     """Read the job that saved a checkpoint, from one model-states file or the headers of a foreign checkpoint.
 

@@ -91,7 +91,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("convert", ["{checkpoint}", "{out}/atomic"]),
         ("list", ["{checkpoint}"]),
-        ("prune", ["{checkpoint}/..", "--keep", "1", "--dry-run"]),
         ("inspect", ["{checkpoint}"]),
         ("plan", ["{checkpoint}", "--target", "dp=3,zero=3"]),
         ("plan", ["--params", "1B", "--ranks", "8"]),

@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -16,24 +15,17 @@ from unittest import mock
 
 import pytest
 
-from deepspeed_ucp.cli.dispatch import main
-from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.io import remote, retry
 from deepspeed_ucp.io.store import list_tree, read_small, remove, write_small
-from deepspeed_ucp.io.urls import put_file
 from deepspeed_ucp.saves import places
 from deepspeed_ucp.saves.memory import Destination, Job, Snapshot
 from deepspeed_ucp.saves.writer import is_locked, start_writer
-from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.sources.files import resolve_published
-from deepspeed_ucp.sources.open import seal_folder
-from tests.cli.samples import make_gpt, write_sample
 from tests.saves.saving import SETTINGS, TAG, find_writer, is_whole, make_save, write
 from tests.saves.test_frozen import make_frozen
 from tests.stores.server import BUCKET, Server, fail_first
 from tests.support.crash import run_child
 from tests.support.until import wait_until
-from tests.synth import Topology
 
 pytest.importorskip("s3fs", reason="the store of these tests is S3")
 
@@ -266,30 +258,6 @@ def test_a_part_of_an_earlier_save_is_none_of_this_one(job: Job, tmp_path: Path)
         assert write(other)
     assert write(job)
     assert is_whole(f"{url}/{TAG}") and not any(".ucp-written" in name for name in list_tree(url))
-
-
-@pytest.mark.usefixtures("server")
-def test_a_run_is_pruned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A weight that is left loads from there."""
-    url = f"s3://{BUCKET}/pruned"
-    for step in (1, 2, 3):
-        time.sleep(step == 3)  # S3 tells times in seconds, and what is as old as a whole one may be growing
-        made = write_sample(tmp_path, Topology(1, 2, "bf16"), make_gpt(1), global_steps=step)
-        seal_folder(str(made), Comm())
-        for path in made.iterdir():
-            put_file(str(path), f"{url}/{made.name}/{path.name}")
-    write_small(f"{url}/latest", b"global_step3")
-    argv = ["prune", url, "--keep", "1"]
-    assert main([*argv, "--strip-optimizer", "--dry-run"]) == 0
-    told = capsys.readouterr().out
-    assert main([*argv, "--strip-optimizer"]) == 0
-    assert capsys.readouterr().out == told
-    held = set(list_tree(f"{url}/global_step1"))
-    assert held == {"mp_rank_00_model_states.pt"} and open_checkpoint(f"{url}/global_step1", Comm(), weights_only=True)
-    assert main(argv) == 0
-    assert {name.split("/")[0] for name in list_tree(url)} == {"global_step3", "latest"} and is_whole(
-        f"{url}/global_step3"
-    )
 
 
 @pytest.mark.usefixtures("server")
