@@ -57,7 +57,7 @@ def test_a_load(served: tuple[str, type[StandIn], State], refusing: bool, capsys
     plain = [headers["User-Agent"].startswith("deepspeed_ucp") for *_, headers in handler.asked]
     assert set(plain) == {not refusing}
     assert main(["verify", url]) == 0
-    assert "whole" in capsys.readouterr().out
+    assert "complete" in capsys.readouterr().out
 
 
 def test_a_file_that_is_replaced_is_refused(served: tuple[str, type[StandIn], State], tmp_path: Path) -> None:

@@ -225,7 +225,7 @@ def test_a_load_from_an_index_page(tmp_path: Path, capsys: pytest.CaptureFixture
         targets = make_targets(MODEL, Topology(3, 2))
         check_content(load(open_everywhere(find_checkpoint(url), targets), targets), state)
         assert main(["verify", url]) == 0
-        assert "whole" in capsys.readouterr().out
+        assert "complete" in capsys.readouterr().out
         assert main(["verify", url, "--seal"]) == 2
         assert "read only" in capsys.readouterr().err
 

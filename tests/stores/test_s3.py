@@ -350,7 +350,7 @@ def test_a_conversion_goes_and_comes(server: Server, small: State, tmp_path: Pat
     options += [f"--storage-option={key}={server.options[key]}" for key in ("key", "secret")]
     options += ['--storage-option=client_kwargs={"region_name": "eu-west-1"}']
     assert main(["verify", to, *options]) == 0
-    assert "whole" in capsys.readouterr().out
+    assert "complete" in capsys.readouterr().out
     assert main(["export", to, f"s3://{BUCKET}/weights", *options]) == 0
     assert list(store.list_folder(f"s3://{BUCKET}/weights")) == ["model.safetensors"]
 
