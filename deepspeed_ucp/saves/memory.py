@@ -350,11 +350,14 @@ class Job:
 
         The first of them is what is left when a node is lost before the others have its part of a later one.
         """
+        path = os.path.join(self.folder, _COPYING)
         try:
-            safe, current = map(int, read_json(os.path.join(self.folder, _COPYING), list))
+            numbers = read_json(path, list)
         except FileNotFoundError:
             return 0, 0
-        return safe, current
+        if len(numbers) != 2 or not all(type(each) is int for each in numbers):
+            raise CheckpointError("does not hold the numbers of two saves; the file is damaged. Remove it.", path=path)
+        return numbers[0], numbers[1]
 
     def note_copying(self, safe: int, current: int) -> None:
         """Note what :meth:`read_copying` tells."""
