@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.platforms.jobs import RECIPES, SAVE_EVERY, Run, Steps, make_environment
-from tests.support.ports import find_free_port
+from tests.support.ports import find_port
 
 SSH = """#!/bin/bash
 while [[ $1 == -* ]]; do [[ $1 == -o ]] && shift; shift; done
@@ -57,7 +57,7 @@ def start(launcher: str, run: Run, environment: dict[str, str]) -> Iterator[subp
 def test_a_rank_that_is_killed_is_started_again(launcher: str, reference: Steps, tmp_path: Path) -> None:
     run = Run(tmp_path)
     held = run.hold(SAVE_EVERY + 2)
-    options = f"--no_local_rank --num_gpus 1 --master_port {find_free_port()}"
+    options = f"--no_local_rank --num_gpus 1 --master_port {find_port()}"
     told = {"RANKS_PER_NODE": "1", "RENDEZVOUS": str(tmp_path / "rdzv"), "LAUNCHER": options, "PAUSE": "0"}
     with start(launcher, run, make_environment(**told)) as started:
         run.wait_for_step(SAVE_EVERY + 2, starts=1, tell=(tmp_path / "output").read_text)
@@ -82,7 +82,7 @@ def test_the_deepspeed_launcher_goes_on_without_a_host_that_no_longer_answers(
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
     (tmp_path / "hostfile").write_text("# all\n\nhost-a slots=1\nhost-b slots=1\n")
-    options = f"--no_local_rank --master_addr 127.0.0.1 --master_port {find_free_port()}"
+    options = f"--no_local_rank --master_addr 127.0.0.1 --master_port {find_port()}"
     told = {"HOSTFILE": str(tmp_path / "hostfile"), "HOSTS": str(hosts), "LAUNCHER": options, "PAUSE": "0"}
     environment = make_environment(**told)
     environment["PATH"] = f"{programs}:{environment['PATH']}"
