@@ -50,7 +50,7 @@ _VALUES: dict[str, tuple[str, Callable[[str], Any], str]] = {
     "hang_timeout_s": (
         "SECONDS",
         float,
-        "seconds without progress after which torchrun kills a rank, with TORCHELASTIC_ENABLE_FILE_TIMER=1 (default: 1800)",
+        "seconds without progress after which the torchrun agent kills a rank, if it has a timer (default: 1800)",
     ),
     "window_mb": ("MB", int, "memory per rank for data on its way (default: 256)"),
     "threads": ("N", int, "reading threads per rank (default: from its cores)"),

@@ -70,9 +70,7 @@ def test_a_rank_that_is_killed_is_started_again(launcher: str, reference: Steps,
 
 @pytest.mark.slow
 @pytest.mark.engine
-def test_the_deepspeed_launcher_goes_on_without_a_host_that_no_longer_answers(
-    reference: Steps, tmp_path: Path
-) -> None:
+def test_the_deepspeed_launcher_goes_on_without_a_host_that_no_longer_answers(reference: Steps, tmp_path: Path) -> None:
     hosts, programs = tmp_path / "hosts", tmp_path / "programs"
     for folder in (hosts, programs):
         folder.mkdir()
