@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.platforms.jobs import RECIPES, SAVE_EVERY, Run, Steps, make_environment
+from tests.platforms.jobs import RECIPES, SAVE_EVERY, Run, Steps, make_environment, wait_for
 from tests.support.ports import find_port
 
 SSH = """#!/bin/bash
@@ -94,3 +94,41 @@ def test_the_deepspeed_launcher_goes_on_without_a_host_that_no_longer_answers(re
         assert started.wait(timeout=240) == 0, (tmp_path / "output").read_text()[-3000:]
     assert run.find_starts() == [(2, 0), (1, SAVE_EVERY)]
     run.check(reference)
+
+
+def run_with_stub(folder: Path, deepspeed: str, **told: str) -> subprocess.Popen[str]:
+    """Start the recipe with a stub of the launcher, which runs the given lines."""
+    (folder / "deepspeed").write_text(f"#!/bin/bash\n{deepspeed}\n")
+    (folder / "ssh").write_text("#!/bin/bash\nexit 255\n")
+    for name in ("deepspeed", "ssh"):
+        (folder / name).chmod(0o755)
+    environment = make_environment(**told)
+    environment["PATH"] = f"{folder}:{environment['PATH']}"
+    recipe = RECIPES / "deepspeed" / "train.sh"
+    return subprocess.Popen([str(recipe), "train.py"], env=environment, stdout=subprocess.PIPE, text=True, cwd=folder)
+
+
+def test_the_loop_around_the_deepspeed_launcher_ends_after_the_most_restarts(tmp_path: Path) -> None:
+    started = run_with_stub(tmp_path, "echo start >>starts; exit 3", MOST_RESTARTS="2", PAUSE="0")
+    started.communicate(timeout=30)
+    assert started.returncode == 1
+    assert (tmp_path / "starts").read_text() == "start\n" * 3
+
+
+def test_the_loop_around_the_deepspeed_launcher_ends_with_too_few_hosts(tmp_path: Path) -> None:
+    (tmp_path / "hostfile").write_text("host-a slots=1\n")
+    started = run_with_stub(tmp_path, "echo start >>starts", HOSTFILE=str(tmp_path / "hostfile"))
+    assert "fewer than 1 hosts answer" in started.communicate(timeout=30)[0]
+    assert started.returncode == 1
+    assert not (tmp_path / "starts").exists()
+
+
+def test_the_loop_around_the_deepspeed_launcher_passes_sigterm_to_ranks_and_ends(tmp_path: Path) -> None:
+    """The stub does not pass the signal on, as the launcher does not on one machine; the recipe waits for its rank."""
+    rank = "trap 'sleep 1; echo saved >>events; exit' TERM; echo start >>events; while :; do sleep 0.05; done"
+    started = run_with_stub(tmp_path, f'bash -c "{rank}" & wait', PAUSE="0")
+    wait_for("the rank", (tmp_path / "events").exists)
+    started.terminate()
+    started.communicate(timeout=30)
+    assert started.returncode == 143
+    assert (tmp_path / "events").read_text() == "start\nsaved\n"

@@ -3,9 +3,14 @@
 # failure on the hosts that answer (docs/platforms/deepspeed.md). LAUNCHER holds further options of the launcher.
 answering=$(mktemp) stopped=
 trap 'rm -f "$answering"' EXIT
-trap 'stopped=yes; kill -TERM $child 2>/dev/null' TERM INT
+# To all of the launch: the launcher itself does not pass it to ranks of this machine.
+trap 'stopped=yes; kill -TERM -- -$child || kill -TERM $child' TERM INT
 export PDSH_SSH_ARGS_APPEND="$PDSH_SSH_ARGS_APPEND -o ServerAliveInterval=5 -o ServerAliveCountMax=3"  # notice a lost host
-run() { "$@" & child=$!; until wait $child; code=$?; ! kill -0 $child 2>/dev/null; do :; done; }
+run() {
+    setsid "$@" & child=$!
+    until wait $child; code=$?; ! kill -0 $child 2>/dev/null; do :; done
+    while kill -0 -- -$child 2>/dev/null; do sleep 0.2; done  # the launcher may end before its ranks
+}
 
 for ((start = 0; start <= ${MOST_RESTARTS:-100}; start++)); do
     if [[ -n $HOSTFILE ]]; then
