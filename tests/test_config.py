@@ -67,6 +67,7 @@ def test_true_and_an_empty_object_take_all_defaults() -> None:
         "also": [],
         "storage_options": None,
         "save": None,
+        "hang_timeout_s": 1800,
         "trust_pickle": False,
     }
 
@@ -100,6 +101,7 @@ def test_every_key_can_be_set() -> None:
             "domain": "$RACK",
             "address": "$POD_IP",
         },
+        "hang_timeout_s": 90.5,
         "trust_pickle": True,
     }
     found = parse(given)
@@ -144,6 +146,7 @@ def test_the_guide_tells_every_option_and_its_default(pytestconfig: pytest.Confi
         ({"save": {"to": [{"place": "run"}, {"place": "./run/", "every": 10}]}}, "run is named twice"),
         ({"patterns": ("bloom",)}, "patterns"),
         ({"storage_options": "anon"}, "storage_options"),
+        ({"hang_timeout_s": -1}, "hang_timeout_s"),
         ({"trust_pickle": "yes"}, "trust_pickle"),
         ({1: 2}, "1"),
     ],

@@ -47,6 +47,11 @@ _VALUES: dict[str, tuple[str, Callable[[str], Any], str]] = {
     "save": ("JSON", _read_json, "saves that do not stop training: true, or their options as an object"),
     "arguments": ("JSON", _read_json, "arguments of load_checkpoint for trainers that pass none on, as an object"),
     "storage_options": ("JSON", _read_json, "options of the stores behind URLs, as an object"),
+    "hang_timeout_s": (
+        "SECONDS",
+        float,
+        "seconds without progress after which the torchrun agent kills a rank, if it has a timer (default: 1800)",
+    ),
     "window_mb": ("MB", int, "memory per rank for data on its way (default: 256)"),
     "threads": ("N", int, "reading threads per rank (default: from its cores)"),
 }
