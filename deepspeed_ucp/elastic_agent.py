@@ -9,8 +9,11 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
+import threading
 from collections.abc import MutableMapping
 from pathlib import Path
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 
@@ -23,7 +26,7 @@ def end_with_agent(environment: MutableMapping[str, str] = os.environ) -> bool:
 
     Does nothing unless ``TORCHELASTIC_RUN_ID`` is set, and nothing in child processes of a rank: data-loader workers
     and the process that writes saves have ends of their own. With ``--start-method forkserver`` the parent is the fork
-    server, which ends with the agent.
+    server, which lives as long as a rank does: a thread waits for the end of the agent.
 
     Linux sends the signal when the *thread* that started the rank ends. torchrun starts ranks from its main thread.
 
@@ -33,12 +36,20 @@ def end_with_agent(environment: MutableMapping[str, str] = os.environ) -> bool:
     if "TORCHELASTIC_RUN_ID" not in environment or environment.get(_RANK_PID, str(os.getpid())) != str(os.getpid()):
         return False
     environment[_RANK_PID] = str(os.getpid())
+    process = sys.modules.get("multiprocessing.process")
+    if process is not None and (agent := process.parent_process()) is not None:
+        threading.Thread(target=_end_after, args=(agent,), name="agent's end", daemon=True).start()
     parent = os.getppid()
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
         return False
     if os.getppid() != parent or _is_orphan(parent):  # the agent ended before the kernel knew of the request
         os.kill(os.getpid(), signal.SIGKILL)
     return True
+
+
+def _end_after(agent: Any) -> None:
+    agent.join()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _is_orphan(parent: int) -> bool:

@@ -71,7 +71,7 @@ def resume(
     upstream = bool(engine.load_universal_checkpoint())
     how = {"universal": upstream, "fallback": config.fallback, "foreign": True}
     places, can_fall_back = (load_dir, *config.also), tag is None and not config.fallback
-    with suggest_fallback(lambda: can_fall_back and bool(find_all_tags(places))):
+    with suggest_fallback(comm, lambda: can_fall_back and bool(find_all_tags(places))):
         chosen = find_tag(load_dir, tag, comm, also=config.also, **how)
     if chosen is None:
         report_absent(places, comm, require=config.require, saved_to=list_save_folders(engine))
@@ -82,7 +82,7 @@ def resume(
     is_own = find_folders([load_dir], chosen, comm) == [load_dir]
     if tag is not None or is_own or not config.fallback:
         can_fall_back &= not is_own
-        with suggest_fallback(lambda: can_fall_back and not find_all_tags(places) <= {chosen}):
+        with suggest_fallback(comm, lambda: can_fall_back and not find_all_tags(places) <= {chosen}):
             loaded = _resume_tag(job, load_dir, chosen, own, upstream=upstream, unknown=unknown)
     else:
         loaded = _resume_first_whole(job, load_dir, chosen, own, upstream=upstream, unknown=unknown)

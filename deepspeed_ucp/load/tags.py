@@ -9,8 +9,8 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from ..comm import Comm
-from ..errors import CheckpointError, OutOfReachError, join_numbers, shorten
+from ..comm import Comm, is_shared
+from ..errors import CheckpointError, OutOfReachError, UcpError, join_numbers, shorten
 from ..io.paths import is_url, normalize
 from ..io.store import is_folder
 from ..sources import check_tag, read_latest
@@ -147,18 +147,18 @@ def _is_somewhere(places: Sequence[str], tag: str, comm: Comm) -> bool:
 
 
 @contextmanager
-def suggest_fallback(has_older: Callable[[], bool]) -> Iterator[None]:
-    """Add the ``fallback`` option to the message of a checkpoint's fault, if the option would avoid it.
+def suggest_fallback(comm: Comm, has_older: Callable[[], bool]) -> Iterator[None]:
+    """Add the ``fallback`` option to the message of a fault that all ranks raise, if the option would avoid it.
 
     Args:
-        has_older: whether there is another checkpoint to fall back to; called after a fault, on rank 0.
+        has_older: whether there is another checkpoint to fall back to; called after a fault, on one rank for all.
     """
     try:
         yield
     except CheckpointError as error:
-        if not (isinstance(error, OutOfReachError) or error.echo):
-            with suppress(CheckpointError, OSError):
-                error.args = (*error.args, *([_FALLBACK] if has_older() else []))
+        if not isinstance(error, OutOfReachError) and (comm.size == 1 or is_shared(error)):
+            with suppress(UcpError, OSError):
+                error.args = (*error.args, *([_FALLBACK] if comm.once(has_older) else []))
         raise
 
 

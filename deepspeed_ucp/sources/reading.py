@@ -13,6 +13,7 @@ from ..atoms import ASKED, BATCH_SIZES, BEGUN, ITEMSIZE, Use, strip_compiled, to
 from ..errors import CheckpointError, UcpError, UnsupportedError, shorten
 from ..experts import DATA_FIRST
 from ..io.memory import pause_collection
+from ..io.opened import explain_failure
 from ..io.paths import join_path
 from ..torchsave.dtypes import is_dtype, is_storage
 from ..torchsave.objects import (
@@ -75,11 +76,14 @@ def explain_form(path: str, field: str = "", value: Any = None) -> Iterator[None
 
     Raises:
         UnsupportedError: names the file, the field and the value. Errors of this package pass unchanged.
+        CheckpointError: the file does not exist or cannot be read.
     """
     try:
         yield
     except UcpError:
         raise
+    except OSError as error:
+        raise explain_failure(path, "read", error) from error
     except (Exception, MemoryError) as error:  # an unexpected value can upset each reader in its own way
         subject = f"its {field} is {describe(value)}, a form" if field else "its contents have a form"
         text = f"{type(error).__name__}: {error}"[:_LONGEST_TEXT]

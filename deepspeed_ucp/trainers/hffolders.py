@@ -57,7 +57,7 @@ def choose_folder(args: Any, wanted: Any, config: UniversalConfig) -> Any:
     if not folders:
         return wanted
     if not config.fallback:
-        with suggest_fallback(lambda: len(folders) > 1):
+        with suggest_fallback(comm, lambda: len(folders) > 1):
             comm.once(lambda: read_trainer_state(folders[0]))
             if not config.arguments.get("load_module_only"):  # for which a folder of weights does as well
                 find_job(folders[0], config, comm)

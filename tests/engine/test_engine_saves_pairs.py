@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from itertools import combinations, product
@@ -12,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from deepspeed_ucp.io.paths import UPLOAD
 from deepspeed_ucp.io.store import list_tree, read_small
-from deepspeed_ucp.sources.files import BASE, FROZEN, SEAL, name_base_file
+from deepspeed_ucp.sources.files import BASE, FROZEN, PUBLISHED, SEAL, name_base_file
 from deepspeed_ucp.testing import WorldPool
 from tests.stores.server import BUCKET, Server, serve_bucket
 from tests.support.covering import params
@@ -151,8 +153,11 @@ def test_saves(row: tuple[str, ...], memory: str, server: Server, tmp_path: Path
 
 
 def download(url: str, folder: Path) -> None:
+    """Copy a store to a folder in which each tag holds its files itself."""
     for name in list_tree(url):
-        path = folder / name
+        path = folder / re.sub(rf"{re.escape(UPLOAD)}[^/]+/", "", name)
+        if path.name == PUBLISHED:
+            continue
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(read_small(f"{url}/{name}"))
 
