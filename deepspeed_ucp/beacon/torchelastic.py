@@ -43,7 +43,10 @@ class FileTimer(Listener):
     """
 
     def __init__(self, path: str) -> None:
-        self.path = path
+        # Imported before any expiration is computed: the import of torch takes seconds.
+        from torch.distributed.elastic.timer.file_based_local_timer import FileTimerRequest
+
+        self.path, self.request = path, FileTimerRequest
         self.has_trained = False
         self.untimed = 0
         self.renewed: float | None = None
@@ -87,10 +90,8 @@ class FileTimer(Listener):
         The first timer has the agent kill the rank. After that the agent sends the signal of the last expired timer to
         itself. The second timer follows the first one in that order, so this signal is a harmless SIGCONT.
         """
-        from torch.distributed.elastic.timer.file_based_local_timer import FileTimerRequest
-
         targets = {os.getpid(): signal.SIGKILL, -os.getpgrp(): signal.SIGCONT}
-        requests = [FileTimerRequest(pid, _SCOPE, expiration, number) for pid, number in targets.items()]
+        requests = [self.request(pid, _SCOPE, expiration, number) for pid, number in targets.items()]
         pipe = os.open(self.path, os.O_WRONLY | os.O_NONBLOCK)
         try:
             os.write(pipe, "".join(f"{request.to_json()}\n" for request in requests).encode())
