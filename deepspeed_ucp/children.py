@@ -11,8 +11,8 @@ A protected child blocks the signals in all its threads. One more thread waits f
 A signal for which the child sets a handler is no longer blocked. Ignoring the signals would make ``terminate`` useless,
 and data-loader workers set a C handler for SIGTERM after they have started.
 
-Only processes of ``multiprocessing`` are protected. Programs (``subprocess``), also those of a protected child, and
-children of a bare ``os.fork`` keep the usual effects, since no code of ours runs in them.
+Only processes of ``multiprocessing`` are protected. In programs (``subprocess``), including those that a protected child
+starts, and in children of a bare ``os.fork`` signals have their usual effects.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MARK = "_deepspeed_ucp_signals"
 """Attribute of a protected process's object. Unpickling it protects a child that is not forked."""
 
 _EXIT_TIMEOUT = 5.0
-"""Seconds that a daemonic child has to end at its parent's exit, before SIGKILL."""
+"""Seconds to wait for each daemonic child at the parent's exit before SIGKILL is sent."""
 
 _signals: set[int] = set()
 """The signals that children are protected from; empty if none is protected."""
@@ -106,7 +106,7 @@ _original_spawnv_passfds = util.spawnv_passfds
 
 
 def _start_program(*args: Any) -> int:
-    """Start a program of ``multiprocessing`` with the signals blocked. Its resource tracker has unblocked SIGTERM."""
+    """Start a program of ``multiprocessing`` with the signals blocked: starting the tracker unblocks SIGTERM here."""
     with block(_signals):
         pid = _original_spawnv_passfds(*args)
     _programs.add(pid)
@@ -135,7 +135,7 @@ def _hold(signals: set[int], parent: int) -> None:
     forked_by, held = os.getppid(), set[int]()
 
     def has_parent() -> bool:
-        # A fork server outlives the parent, and siblings that are forked keep the parent's sentinel open.
+        # Under a fork server getppid() does not change, and forked siblings keep the sentinel open: check both.
         process = multiprocessing.parent_process()
         return os.getppid() == forked_by and (process is None or process.is_alive())
 
@@ -174,10 +174,10 @@ def _end_daemons() -> None:
     for child in daemons:
         child.terminate()
     for child in daemons:
-        with suppress(RuntimeError):  # of a worker that does not exit with 0 torch's SIGCHLD handler raises
+        with suppress(RuntimeError):  # torch's SIGCHLD handler raises if a worker exits with a non-zero code
             child.join(_EXIT_TIMEOUT)
-            if child.is_alive():
-                child.kill()
+        if child.is_alive():
+            child.kill()
 
 
 _original_signal = signal.signal

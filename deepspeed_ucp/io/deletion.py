@@ -37,7 +37,7 @@ def open_below(folder: str, path: str) -> Iterator[int]:
 def delete_files(
     fd: int, choose: Callable[[str], bool], enter: Callable[[str], bool] = lambda _: True, above: str = ""
 ) -> None:
-    """Delete files below an open folder, and the folders that are empty afterwards.
+    """Delete the chosen files below an open folder, then every visited subfolder that is empty.
 
     A link counts as a file: the link is deleted, its target stays.
 
@@ -75,14 +75,14 @@ def _delete_inside(name: str, fd: int, choose: Callable[[str], bool], enter: Cal
 
 
 def delete_empty_folder(folder: str, path: str) -> None:
-    """Delete a folder below another one if it is empty; no link is followed."""
+    """Delete a folder below another one if it is empty; no link is followed. Errors are ignored."""
     above, name = os.path.split(path.rstrip("/"))
     with suppress(OSError), open_below(folder, above) as fd:
         os.rmdir(name, dir_fd=fd)
 
 
 def delete_tree(path: str, below: str | None = None) -> None:
-    """Delete a folder with everything in it. If it is a link or a file, delete that alone.
+    """Delete a folder with everything in it. If it is a link or a file, delete only that. It need not exist.
 
     Args:
         below: a folder that contains ``path``; no link between the two is followed. Default: the parent folder.
@@ -91,6 +91,8 @@ def delete_tree(path: str, below: str | None = None) -> None:
         OSError: something cannot be deleted.
     """
     above, name = os.path.split(os.path.normpath(path))
+    if name in ("", ".", ".."):
+        raise OSError(errno.EINVAL, "does not end in a name", path)
     below = above or "." if below is None else below
     with open_below(below, os.path.relpath(above or ".", below)) as fd:
         try:

@@ -86,10 +86,10 @@ def _set_state_in_place(optimizer: Any, set_state: Callable[[Any], None], loaded
 
 @torch.no_grad()
 def update_in_place(old: Any, new: Any, filled: set[int] | None = None) -> Any:
-    """Give ``old`` the contents of ``new`` and return it; return ``new`` if it cannot hold them.
+    """Copy ``new`` into ``old`` and return ``old``; return ``new`` if type, shape or dtype differ.
 
     Args:
-        filled: ids of the tensors that are already updated; two param groups can share one.
+        filled: ids of the tensors that are already written; two param groups can share one.
     """
     filled = set() if filled is None else filled
     if old is new:
@@ -108,9 +108,11 @@ def update_in_place(old: Any, new: Any, filled: set[int] | None = None) -> Any:
 
 
 def _fits(old: torch.Tensor, new: Any) -> bool:
+    """Return True if a tensor can take a tensor or a number without a change of its form."""
     if isinstance(new, torch.Tensor):
         return (old.shape, old.dtype) == (new.shape, new.dtype)
-    return isinstance(new, (int, float)) and old.numel() == 1  # a learning rate
+    can_hold = isinstance(new, int) or old.is_floating_point()
+    return isinstance(new, (int, float)) and can_hold and old.numel() == 1  # a number, such as a learning rate
 
 
 @contextmanager

@@ -196,3 +196,13 @@ def test_random_trees_with_links(tree: dict[str, Any]) -> None:
         assert all(path == "" or path.split("/")[0] == SWAPS for path in gone - files)
         kept = {path.removeprefix("place/tag/") for path in after if path.startswith("place/tag/")}
         assert not [path for path in kept if is_saved(path) and after[f"place/tag/{path}"] is not None]
+
+
+@pytest.mark.parametrize("path", [".", "..", "../..", "/"])
+def test_a_path_without_a_name_is_refused(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path / "folder")
+    with pytest.raises(OSError, match="does not end in a name"):
+        delete_tree(path)
+    assert (tmp_path / "file").exists()
