@@ -11,8 +11,8 @@ A protected child blocks the signals in all its threads. One more thread waits f
 A signal for which the child sets a handler is no longer blocked. Ignoring the signals would make ``terminate`` useless,
 and data-loader workers set a C handler for SIGTERM after they have started.
 
-Only processes of ``multiprocessing`` are protected. In programs (``subprocess``), including those that a protected child
-starts, and in children of a bare ``os.fork`` signals have their usual effects.
+Only processes of ``multiprocessing`` are protected. Signals have their usual effects in programs (``subprocess``), also
+in those that a protected child starts, and in children of a bare ``os.fork``.
 """
 
 from __future__ import annotations
