@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
@@ -37,8 +38,9 @@ def send_from_elsewhere(pid: int | None) -> None:
 
 
 def answer(pipe: Connection) -> None:
-    while True:
-        pipe.send(globals()[pipe.recv()]())
+    with suppress(EOFError):  # the parent has ended
+        while True:
+            pipe.send(globals()[pipe.recv()]())
 
 
 def ping() -> str:
