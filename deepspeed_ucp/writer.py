@@ -16,7 +16,8 @@ from .children import protect
 
 def protect_writer(engine: Any) -> None:
     """Keep the writer that a new engine will start alive when a signal goes to all processes of the job."""
-    writer = engine._config.checkpoint_config.get("writer")
+    config = getattr(engine._config, "checkpoint_config", {})  # DeepSpeed 0.16 has neither this nor such a writer
+    writer = config.get("writer")
     if writer and writer.get("decoupled"):
         protect({signal.SIGTERM, signal.SIGUSR1})
 
