@@ -45,6 +45,9 @@ _protected_pid = 0
 _thread_state = threading.local()
 """``starting``: this thread starts a protected child."""
 
+_handled: set[int] = set()
+"""The signals for which this protected process has set a handler."""
+
 _programs: set[int] = set()
 """Process ids of the programs of ``multiprocessing`` itself that have the signals blocked, such as its fork server."""
 
@@ -119,6 +122,7 @@ def _begin(parent: int, signals: Iterable[int]) -> None:
     if not signals or _protected_pid == os.getpid():
         return
     globals()["_protected_pid"] = os.getpid()
+    _handled.clear()
     protect(signals)
     signal.pthread_sigmask(signal.SIG_BLOCK, _signals)
     for number in _signals:
@@ -149,7 +153,9 @@ def _hold(signals: set[int], parent: int) -> None:
         if received is None:
             continue
         number = received.si_signo
-        if alone or received.si_pid in (parent, os.getpid()):
+        if number in _handled:  # the kernel may choose this thread, although the main thread does not block the signal
+            signal.pthread_kill(threading.main_thread().ident or 0, number)
+        elif alone or received.si_pid in (parent, os.getpid()):
             _take_effect(number, from_parent=received.si_pid == parent)
         else:
             held.add(number)
@@ -188,6 +194,7 @@ def _set_handler(number: int, handler: Any) -> Any:
     """Set a handler in a protected child, and unblock its signal."""
     former = _original_signal(number, handler)
     if number in _signals:
+        _handled.add(number)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
     return former
 
