@@ -13,12 +13,14 @@ from contextlib import suppress
 from glob import iglob
 from typing import Any
 
+from .platforms import is_first_of_node
+
 logger = logging.getLogger("deepspeed_ucp")
 
 
 def jit_load(original: Callable[..., Any], builder: Any, *args: Any, **kwargs: Any) -> Any:
     """``OpBuilder.jit_load``: one line per node if it will take long."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    if is_first_of_node():
         from torch.utils import cpp_extension
 
         find_folder = getattr(cpp_extension, "_get_build_directory", None)

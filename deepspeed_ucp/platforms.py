@@ -10,7 +10,10 @@ from dataclasses import dataclass
 SIGNALLED = 128
 """What is added to a signal's number where it has ended a process."""
 
-_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+MPI_RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+"""Variables of a rank that only a launcher sets; ``RANK`` may also be set for a whole container."""
+
+_LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
 
 _TERM, _USR1 = SIGNALLED + signal.SIGTERM, SIGNALLED + signal.SIGUSR1
 
@@ -54,7 +57,12 @@ PLATFORMS = (
 
 def find_rank() -> int:
     """Return the rank of this process as its launcher set it, or -1 without a launcher."""
-    return next((int(os.environ[name]) for name in _RANKS if os.environ.get(name, "").isdigit()), -1)
+    return next((int(os.environ[name]) for name in ("RANK", *MPI_RANKS) if os.environ.get(name, "").isdigit()), -1)
+
+
+def is_first_of_node() -> bool:
+    """Return True if this process is the first rank of its node, or has no launcher."""
+    return next((os.environ[name] for name in _LOCAL_RANKS if name in os.environ), "0") == "0"
 
 
 def find_platform(environment: Mapping[str, str]) -> Platform:

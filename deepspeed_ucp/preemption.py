@@ -37,7 +37,7 @@ import numpy as np
 from .children import list_unprotected, protect
 from .comm import Comm, connect
 from .engine_state import Preemption, find_state
-from .platforms import REQUEUED, SLURM_JOB, Platform, find_platform, find_rank
+from .platforms import REQUEUED, SLURM_JOB, Platform, find_platform, find_rank, is_first_of_node
 from .saves.saver import keep_memory
 from .saves.saving import finish_saves
 from .writer import end_writer, finish_save
@@ -46,8 +46,6 @@ logger = logging.getLogger("deepspeed_ucp")
 
 _JIT = "transformers.trainer_jit_checkpoint"
 """Module of the Trainer's own save on SIGTERM (``enable_jit_checkpoint``)."""
-
-_LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
 
 _arrived: dict[int, bool] = {}
 """By followed signal, whether it has been received. A forked process follows none."""
@@ -140,7 +138,7 @@ def _wait_for(number: int, *, speaks: bool) -> None:
 
     def note(arrived: int, frame: FrameType | None) -> None:
         if arrived in _arrived:
-            if not _arrived[arrived] and _is_first_of_node():
+            if not _arrived[arrived] and is_first_of_node():
                 # In a thread: this one may be interrupted in the middle of writing a log line.
                 _thread.start_new_thread(logger.warning, (_RECEIVED, signal.Signals(arrived).name))
             _arrived[arrived] = True
@@ -159,10 +157,6 @@ _RECEIVED = (
     "%s received: all ranks save at the end of the next step, or in preemption.save_if_signaled. Most launchers and "
     "schedulers kill the ranks 30 s after the signal."
 )
-
-
-def _is_first_of_node() -> bool:
-    return next((os.environ[name] for name in _LOCAL_RANKS if name in os.environ), "0") == "0"
 
 
 @atexit.register

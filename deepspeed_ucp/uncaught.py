@@ -11,6 +11,7 @@ from functools import partial
 from types import TracebackType
 
 from .errors import RemoteError, UcpError
+from .platforms import is_first_of_node
 
 _SHOWN = 160
 """Characters of an error on ranks that do not print all of it."""
@@ -56,7 +57,7 @@ def _summarize(error: UcpError, trace: TracebackType | None) -> UcpError | None:
             error.args = (*error.args, f"(This error ended ranks 0-{ranks - 1}.)")
         return error.with_traceback(_keep_script_frames(trace))
     time.sleep(_HEAD_START)
-    if os.environ.get("LOCAL_RANK", "0") != "0":
+    if not is_first_of_node():
         return None
     text = str(error).partition("\n")[0]
     return type(error)(f"{text[:_SHOWN]}{'…' * (len(text) > _SHOWN)} (all of it on rank 0)")

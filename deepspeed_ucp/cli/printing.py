@@ -21,6 +21,7 @@ from enum import Enum
 from typing import Any
 
 from ..errors import StorageError, escape, hide_secrets
+from ..platforms import MPI_RANKS
 
 OK = 0
 FAULT = 1
@@ -30,7 +31,6 @@ ERROR = 2
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 
-_MPI_RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 
 _PLAIN = {"→": "->", "…": "...", "·": "-", "×": "x", "≠": "!=", "Δ": "d"}
 """Our own signs where the terminal's encoding has none of them."""
@@ -66,7 +66,7 @@ def find_rank() -> int:
 
     ``RANK`` alone is no launch: clusters set it for whole containers, in which people type commands.
     """
-    names = (*(("RANK",) if "LOCAL_RANK" in os.environ else ()), *_MPI_RANKS)
+    names = (*(("RANK",) if "LOCAL_RANK" in os.environ else ()), *MPI_RANKS)
     return next((int(os.environ[key]) for key in names if os.environ.get(key, "").isdigit()), 0)
 
 
