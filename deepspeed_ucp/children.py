@@ -118,10 +118,11 @@ def _start_program(*args: Any) -> int:
 
 def _begin(parent: int, signals: Iterable[int]) -> None:
     """Protect this process, which ``multiprocessing`` has just started."""
+    global _protected_pid  # noqa: PLW0603 - one for the process
     _thread_state.starting = False
     if not signals or _protected_pid == os.getpid():
         return
-    globals()["_protected_pid"] = os.getpid()
+    _protected_pid = os.getpid()
     _handled.clear()
     protect(signals)
     signal.pthread_sigmask(signal.SIG_BLOCK, _signals)

@@ -40,11 +40,16 @@ def end_with_agent(environment: MutableMapping[str, str] = os.environ) -> bool:
     if process is not None and (agent := process.parent_process()) is not None:
         threading.Thread(target=_end_after, args=(agent,), name="agent's end", daemon=True).start()
     parent = os.getppid()
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
+    if not die_with_parent():
         return False
     if os.getppid() != parent or _is_orphan(parent):  # the agent ended before the kernel knew of the request
         os.kill(os.getpid(), signal.SIGKILL)
     return True
+
+
+def die_with_parent() -> bool:
+    """Let Linux send SIGKILL to this process when its parent ends; return False if it cannot."""
+    return not ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _end_after(agent: Any) -> None:

@@ -8,7 +8,6 @@ This module imports neither of them, so that a pytest plugin may import it at st
 from __future__ import annotations
 
 import copy
-import ctypes
 import faulthandler
 import functools
 import gc
@@ -32,6 +31,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
 
+from ..elastic_agent import die_with_parent
 from .ports import hold_port
 
 DEFAULT_TIMEOUT = 180.0
@@ -42,7 +42,6 @@ SHARED = "host"
 
 _GRACE = 5.0  # seconds that the other ranks have to come back once one has failed
 _ENDING = 60.0  # seconds that a rank may take to end
-_PR_SET_PDEATHSIG = 1
 _LOG_TAIL = 4000  # characters of a rank's output shown with its failure
 PRELOAD = [
     "torch",
@@ -269,7 +268,8 @@ def _serve(connection: Connection, variables: dict[str, str], folder: str, timeo
     gc.freeze()  # what the fork server has imported is nobody's garbage, and shared as long as it is not touched
     gc.set_threshold(20_000, 20, 50)  # what a call leaves is collected after it
     os.setsid()  # a group of its own, so that what it starts (a checkpoint writer's process) can be killed with it
-    _die_with_parent()
+    if sys.platform == "linux":
+        die_with_parent()  # the fork server: a stopped rank does not notice that its connection ends
     _finish_before_others_wake()
     os.environ.clear()
     os.environ.update(variables)
@@ -292,12 +292,6 @@ def _serve(connection: Connection, variables: dict[str, str], folder: str, timeo
         _restore_groups(groups)
         gc.collect()  # engines are cycles
         gc.freeze()  # modules and what they keep, more with each call: DeepSpeed's own collections walk it no more
-
-
-def _die_with_parent() -> None:
-    """Have Linux kill this process when the fork server ends: a stopped rank does not see that nobody asks any more."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _finish_before_others_wake() -> None:

@@ -7,8 +7,8 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from ..saves.keeping import begin_save, can_guard, finish_folders, guard
 from ..saves.saving import finish_saves
 from ..sources.latest import check_tag, holds_foreign
 from ..sources.open import look_at_job
+from ..targets.references import replace_method
 from .batches import (
     Batch,
     complete_job,
@@ -165,15 +166,10 @@ def _find_job(folder: str, *, is_foreign: bool) -> SavedJob:
     return complete_job(job or look_at_job(check_tag(folder, _TAG)), folder, r"random_states_(\d+)\.pkl")
 
 
-@contextmanager
-def _load_without_tag(engine: Any) -> Iterator[None]:
-    """Inside, the engine loads the folder itself that Accelerate gives it with the tag of a DeepSpeed save."""
+def _load_without_tag(engine: Any) -> AbstractContextManager[None]:
+    """Let the engine load the folder itself, which Accelerate passes with the tag of a DeepSpeed save."""
     load = engine.load_checkpoint
-    engine.load_checkpoint = lambda folder, _, **kwargs: load(folder, **kwargs)
-    try:
-        yield
-    finally:
-        del engine.load_checkpoint
+    return replace_method(engine, "load_checkpoint", lambda folder, _, **kwargs: load(folder, **kwargs))
 
 
 def _find_beside(accelerator: Any, input_dir: Any) -> str:

@@ -262,11 +262,11 @@ def test_ranks_are_stopped_between_calls(ucp_worlds: WorldPool) -> None:
 
 ORPHAN = """
 import os, signal
-from deepspeed_ucp.testing.world import _die_with_parent
+from deepspeed_ucp.elastic_agent import die_with_parent
 reading, writing = os.pipe()
 pid = os.fork()
 if pid == 0:
-    _die_with_parent()
+    die_with_parent()
     os.write(writing, b"ready")
     os.kill(os.getpid(), signal.SIGSTOP)
 os.read(reading, 5)
