@@ -99,26 +99,28 @@ def write(reader: str, folder: Path, document: bytes) -> str:
     return name
 
 
+def is_refused(reader: str, folder: Path, document: bytes) -> bool:
+    """Return True if a reader raises an error of the package; it must name the file."""
+    name = write(reader, folder, document)
+    try:
+        READERS[reader][1](str(folder))
+    except UcpError as error:
+        assert name in str(error)  # noqa: PT017 - some documents are read
+        return True
+    return False
+
+
 @pytest.mark.parametrize("document", NO_OBJECTS)
 @pytest.mark.parametrize("reader", READERS)
 def test_what_is_no_object_is_refused(tmp_path: Path, reader: str, document: str) -> None:
-    name = write(reader, tmp_path, NO_OBJECTS[document])
-    try:
-        READERS[reader][1](str(tmp_path))
-    except UcpError as error:
-        assert name in str(error)  # noqa: PT017 - some readers take any form
-    else:
-        assert reader in OF_ANY_FORM or (reader, document) == ("ds_config", "empty")  # which DeepSpeed takes too
+    is_taken = reader in OF_ANY_FORM or (reader, document) == ("ds_config", "empty")  # which DeepSpeed takes too
+    assert is_refused(reader, tmp_path, NO_OBJECTS[document]) or is_taken
 
 
 @pytest.mark.parametrize("document", OBJECTS)
 @pytest.mark.parametrize("reader", READERS)
 def test_other_objects_are_read_or_refused(tmp_path: Path, reader: str, document: str) -> None:
-    name = write(reader, tmp_path, OBJECTS[document])
-    try:
-        READERS[reader][1](str(tmp_path))
-    except UcpError as error:
-        assert name in str(error)  # noqa: PT017 - most readers need more
+    is_refused(reader, tmp_path, OBJECTS[document])
 
 
 @pytest.mark.parametrize("document", [*NO_OBJECTS, *OBJECTS])
