@@ -113,8 +113,8 @@ class UniversalConfig(BaseModel):
             batch of the saved run: on another world the gradient accumulation, and the micro batch where needed, make
             it; else a total batch that differs is refused. ``live`` takes this run's, with a warning.
         arguments: of ``load_checkpoint``, in the place of the caller's: a trainer passes on none of them.
-        same_topology: who loads where nothing has changed. ``deepspeed`` leaves it to DeepSpeed's own load;
-            ``direct`` is ours, which is faster and compares checksums.
+        same_topology: the loader of an unchanged topology: ``deepspeed``, DeepSpeed's own, or ``direct``, the
+            plugin's, which is faster and compares checksums.
         also: further folders, or URLs, that hold tags as the one does that is loaded from. Each file is read in the
             nearest place that has the same one, and in the next one where that fails.
         storage_options: for the stores behind URLs, as fsspec's file systems take them (``endpoint_url``, ``anon``…);

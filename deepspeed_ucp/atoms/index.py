@@ -1,4 +1,4 @@
-"""A checkpoint as a view: where its bytes lie, what it tells of run and model, and what of it cannot be had."""
+"""A checkpoint as a view: the places of its bytes, its run and model, and the parts that are missing or unusable."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _SCHEDULER = "scheduler.pt"
 
 
 def write_beside(export: Export) -> None:
-    """Copy what lies beside an engine's tag, add what the tag tells, and tell what is lacking."""
+    """Copy the trainer's files of a tag, add those that the tag can supply, and log those that are missing."""
     report, run = export.report, export.index.run
     source, step = os.path.dirname(find_tag_folder(report.source)), run.counters.get("global_steps", 0)
     names = [name for name in sorted(scan_if_there(source)) if TRAINERS.fullmatch(name)]

@@ -156,11 +156,11 @@ def _complete(system: Any, info: Mapping[str, Any]) -> Entry:
 
 
 class _TakenError(Exception):
-    """What a write was to make, or to find unchanged, is not so any more."""
+    """The object exists already, or has changed since it was looked at."""
 
 
 def _find_condition(system: Any, entry: Entry | None) -> dict[str, str]:
-    """What lets a library write only where there is nothing, or still the same; nothing where it cannot."""
+    """Return the options of a write that fails if the object has changed; empty if the library has none."""
     if entry is not None:
         return {"IfMatch": entry.version} if is_s3(system) and entry.version else {}
     write = getattr(system, "_pipe_file", system.pipe_file)

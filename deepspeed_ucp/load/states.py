@@ -226,7 +226,7 @@ class OptimizerMatch:
 
 
 def describe_hyper(job: LoadContext, target: Target, run: RunState, match: Match) -> list[str]:
-    """What is to be told of hyper-parameters: those that differ, and what the checkpoint leaves open.
+    """Describe the hyper-parameters that differ, and those that the checkpoint lacks.
 
     Args:
         match: with param groups.

@@ -301,7 +301,7 @@ def leads_to_folder(path: str) -> bool:
 
 
 def check_latest(folder: str, *, atomic: bool) -> list[Finding]:
-    """What ``latest`` beside a checkpoint's folder says of it: nothing where it names it."""
+    """Return a finding if ``latest`` in the parent folder does not name this checkpoint."""
     parent, tag = os.path.split(normalize(find_tag_folder(folder)))
     name = UNIVERSAL if atomic else LATEST
     try:

@@ -78,7 +78,7 @@ class FolderReport:
         return self.index
 
     def log_warnings(self, *, weights_only: bool = False) -> None:
-        """Log what is odd; where weights alone are wanted nobody looks for what is beside them."""
+        """Log the warnings; for a load of weights alone, without those about state that DeepSpeed does not save."""
         passed = ("unsaved",) if weights_only else ()
         warnings = [each for each in self.findings if each.severity == WARNING and each.kind not in passed]
         if left := _list_left(warnings):

@@ -142,7 +142,7 @@ def _explain_lost(folder: str, name: str) -> Finding:
 
 
 def compare_file(folder: str, name: str, size: int, crc: int | None, seal: Seal) -> Finding | None:
-    """What tells a file from the one that was sealed; None where it is that one, as far as a known ``crc`` tells."""
+    """Return a finding if a file is not the one that was sealed, by its size and, if known, its CRC32."""
     sealed, path = seal.files.get(name), join_path(folder, name)
     if sealed is None:
         text = f"{path}: is not in {SEAL}; another save wrote it."
