@@ -18,7 +18,8 @@ import torch
 from tests.platforms.jobs import BOUND, RECIPES, ROOT, make_environment, wait_for
 
 SCRIPT = RECIPES / "ray" / "train.py"
-STEPS, PACE, SAVE_EVERY, LOOK_EVERY = 220, 0.1, 10, 4.0
+STEPS, PACE, LOOK_EVERY = 300, 0.1, 4.0
+SAVE_EVERY = 30  # 3 s apart: Ray registers checkpoints every 2 s (RAY_TRAIN_HEALTH_CHECK_INTERVAL_S)
 MISSING = [name for name in ("ray", "pyarrow") if importlib.util.find_spec(name) is None]
 
 pytestmark = [
