@@ -56,9 +56,6 @@ TABLE = [
     Wrapped(_ENGINE, _ENGINE, "DeepSpeedEngine.forward", "hook", "_forward"),
     Wrapped(_ENGINE, _ENGINE, "DeepSpeedEngine.backward", "hook", "_backward"),
     Wrapped(_ENGINE, _ENGINE, "DeepSpeedEngine._take_model_step", "hook", "_take_model_step"),
-    Wrapped(_ENGINE, _ENGINE, "DeepSpeedEngine.offload_states", "hook", "_change_states", newer=True),
-    Wrapped(_ENGINE, _ENGINE, "DeepSpeedEngine.reload_states", "hook", "_change_states", newer=True),
-    Wrapped(_PARTITIONS, _PARTITIONS, "GatheredParameters.__exit__", "hook", "_leave_gathered"),
     Wrapped(_PIPELINE, _PIPELINE, "PipelineEngine.train_batch", "hook", "_train_batch"),
     Wrapped(_BUILDER, _BUILDER, "OpBuilder.jit_load", "compiling", "jit_load", newer=True),
 ]

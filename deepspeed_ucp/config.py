@@ -28,7 +28,6 @@ class SaveTier(BaseModel):
         place: a folder of tags, or its URL.
         every: of so many saves one goes there.
         keep: how many of the run's saves stay there; all unless it is said.
-        limit_mb_s: MiB that each node writes there in a second at most; as many as go, unless it is said.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -36,7 +35,6 @@ class SaveTier(BaseModel):
     place: str
     every: int = Field(default=1, ge=1)
     keep: int | None = Field(default=None, ge=1)
-    limit_mb_s: float | None = Field(default=None, gt=0)
 
     @field_validator("place")
     @classmethod
@@ -51,15 +49,9 @@ class SaveOptions(BaseModel):
         memory: folder in which saves lie until they are written, and the newest ones after it: of memory, or of local
             NVMe. It may name variables of the environment.
         keep: whole saves of this run that stay there.
-        overlap: what only the optimizer's step changes is copied during the next forward and backward passes, which a
-            script then must not change by itself; else all of it before a save returns.
         to: where saves go instead of the folder that the script names.
-        frozen: ``once`` writes parameters that are not trained with the first save to a place alone, into a folder
-            beside the tags, which each tag names.
         wait_s: seconds for which the end of the job waits for what is not written yet, and one node for another's part.
-        copies: in the memory of so many other nodes each node's part of a save lies too.
-        domain: what nodes fail with that have the same, such as ``$RACK``; copies go to nodes of others. It names
-            variables of the environment.
+        copies: 1 keeps a copy of each node's part of a save in the next node's memory.
         address: by which the other nodes reach this one; by default that of the way to ``MASTER_ADDR``. It names
             variables of the environment.
     """
@@ -68,12 +60,9 @@ class SaveOptions(BaseModel):
 
     memory: str = "/dev/shm"
     keep: int = Field(default=1, ge=1)
-    overlap: bool = False
     to: list[SaveTier] = []
-    frozen: Literal["always", "once"] = "always"
     wait_s: float = Field(default=600, ge=0)
-    copies: int = Field(default=0, ge=0)
-    domain: str | None = None
+    copies: int = Field(default=0, ge=0, le=1)
     address: str | None = None
 
     @field_validator("to")

@@ -33,7 +33,6 @@ from .load.resume import resume
 from .patterns import from_config
 from .preemption import save_if_signaled
 from .saves.finding import find_in_memory
-from .saves.saver import forget_frozen, wait_for_copies
 from .saves.saving import foresee_saves, save_into_memory
 from .sealing import seal_last, seal_late, seal_save
 from .targets.guard import guard_engine
@@ -158,23 +157,16 @@ def _save_checkpoint(
 
     more |= dict(zip(("save_latest", "exclude_frozen_parameters"), args, strict=False))
 
-    def write(folder: Any, **changes: Any) -> Any:
-        return original(engine, folder, tag, client_state, **{**more, **changes})
+    def write(folder: Any) -> Any:
+        return original(engine, folder, tag, client_state, **more)
 
     config, in_memory = get_config(engine), False
     if config is None or config.save is None:
         saved = write(save_dir)
     else:
-        latest, without = bool(more.get("save_latest", True)), bool(more.get("exclude_frozen_parameters"))
+        latest = bool(more.get("save_latest", True))
         saved, in_memory = save_into_memory(
-            engine,
-            config,
-            str(save_dir),
-            str(tag),
-            write,
-            latest=latest,
-            by_itself=by_itself,
-            frozen=not without,
+            engine, config, str(save_dir), str(tag), write, latest=latest, by_itself=by_itself
         )
         if not by_itself:
             snapshots.note_save(engine, str(save_dir), latest=latest)
@@ -196,7 +188,6 @@ def _commit_save(original: Callable[..., Any], engine: Any) -> Any:
 def _take_model_step(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> None:
     """The optimizer's step, then a word to who watches, and a look at what the job has been told."""
     with beacon.phase("step"):
-        snapshots.wait_for_copy(engine)
         if get_config(engine) is not None:
             finish_save(engine)  # a pipeline's step would change what is being written
         original(engine, *args, **kwargs)
@@ -222,19 +213,6 @@ def _forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 @beacon.phase("backward")
 def _backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return original(*args, **kwargs)
-
-
-def _change_states(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What changes an engine's state other than by a step."""
-    wait_for_copies()
-    return original(*args, **kwargs)
-
-
-def _leave_gathered(original: Callable[..., Any], gathered: Any, *exc: Any) -> Any:
-    """The end of a script's own look at parameters of ZeRO 3, or change of them, which no tensor's version tells."""
-    if getattr(gathered, "src_rank", None) is not None and not all(param.requires_grad for param in gathered.params):
-        forget_frozen()
-    return _change_states(original, gathered, *exc)
 
 
 @beacon.phase("load")
@@ -265,7 +243,6 @@ def _load_checkpoint(
     config = get_config(engine)
     if config is not None:
         _overrule(wanted, config)
-    wait_for_copies()
     own = partial(original, engine, load_dir=load_dir, tag=tag, **wanted, **kwargs)
     try:
         return _load(engine, str(load_dir), tag, wanted, own, sorted(kwargs))
@@ -300,7 +277,6 @@ def _load(
                 path, client_state = found or resume(engine, load_dir, tag, arguments, everywhere, own, unknown=unknown)
         finally:
             end_reading()
-            forget_frozen()
         if path is not None and engine.global_rank == 0:
             seconds = time.monotonic() - begin
             logger.info("%s: loaded in %.1f s, step %d", os.path.dirname(path), seconds, engine.global_steps)

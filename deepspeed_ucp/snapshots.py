@@ -1,4 +1,4 @@
-"""Saves that no script asks for, into memory: every so many steps or seconds, or as often as costs little.
+"""Saves into memory that no script asks for, every few steps or seconds.
 
 A snapshot is due at the end of a step. What moves on before the next step (random states, places in the data, the
 client state) is taken there; the engine's own state when the next step begins, and not if the script has saved
@@ -11,10 +11,8 @@ import logging
 import math
 import os
 import re
-from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from statistics import median_low
+from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
@@ -25,16 +23,12 @@ from .config import SECTION
 from .engine_state import collect, find_state, get_config
 from .errors import ConfigError, UcpError
 from .saves.memory import locate
-from .saves.saver import wait_for_copies
 from .targets.coverage import find_data_sampler
 
 logger = logging.getLogger("deepspeed_ucp")
 
 _FIRST = 3
 """Steps until the clock is first looked at."""
-
-_SHARE = 0.01
-"""Of the time, that which snapshots may take with ``every="auto"``."""
 
 _TAG = "snapshot_step"
 """Of a snapshot's tag, which is none of a script's."""
@@ -53,29 +47,23 @@ class Snapshots:
     Attributes:
         save_dir: in which a load finds them.
         steps: between two of them; None where the clock counts.
-        seconds: the same; None for as many as cost ``_SHARE``.
+        seconds: the same; 0 where steps count.
         client_state: makes their client state.
         at_once: they are taken at a step's end, as nobody tells when the next one begins.
         since, begun: the step and the time from which is counted: of the last save.
         due: the step at whose end a snapshot is due, or the clock is looked at.
-        stalls: seconds that the last ones have stopped training for, the same on every rank.
-        stall, wait: of the last one, on this rank: of the save, and of the next step, which waits for its copy; None
-            where ``stalls`` has them.
         prepared: of one that is due and not taken yet, its client state.
         fails: the last one failed.
     """
 
     save_dir: str
     steps: int | None
-    seconds: float | None
+    seconds: float
     client_state: Callable[[], Mapping[str, Any]] | None
     at_once: bool
     since: int = 0
     begun: float = 0.0
     due: int = 0
-    stalls: deque[float] = field(default_factory=lambda: deque(maxlen=3))
-    stall: float | None = None
-    wait: float = 0.0
     prepared: Prepared | None = None
     fails: bool = False
 
@@ -96,27 +84,17 @@ class Snapshots:
         """
         if step < self.due or self.steps is not None:
             return step >= self.due
-        told = connect(waits=False).gather((monotonic() - self.begun, self.stall, self.wait))
-        passed: float = max(told[0][0], 1e-9)
-        if self.stall is not None:
-            stalls, waits = [stall for _, stall, _ in told], [wait for *_, wait in told]
-            self.stalls.append(min(stalls) + max(waits))  # the last one to save has waited for no other
-            self.stall = None
-        wanted = self.seconds if self.seconds is not None else self.find_stall() / _SHARE
-        left = (wanted - passed) / passed * (step - self.since)
+        passed: float = max(connect(waits=False).broadcast(monotonic() - self.begun), 1e-9)
+        left = (self.seconds - passed) / passed * (step - self.since)
         self.due = step + max(1, min(math.ceil(left / 2), step - self.since))
         return left < 0.5
-
-    def find_stall(self) -> float:
-        """Seconds that a snapshot stops training for; 0 before the first one."""
-        return median_low(self.stalls) if self.stalls else 0.0
 
 
 def follow(
     engine: Any,
     save_dir: str | os.PathLike[str],
     *,
-    every: int | str = "auto",
+    every: int | str,
     client_state: Callable[[], Mapping[str, Any]] | None = None,
 ) -> None:
     """Save into memory by itself from now on, where ``load_checkpoint(save_dir)`` finds it; to be called on every rank.
@@ -126,8 +104,7 @@ def follow(
     within ``every`` after one.
 
     Args:
-        every: steps (``20``), seconds (``"30s"``), or ``"auto"``: as often as takes 1 % of the time, by what the last
-            ones took.
+        every: steps (``20``) or seconds (``"30s"``) between two snapshots.
         client_state: makes the client state of each, at the end of its step.
 
     Raises:
@@ -145,15 +122,13 @@ def follow(
     find_state(engine).snapshots = asked
 
 
-def _read_every(every: object) -> tuple[int | None, float | None]:
-    """Steps and seconds, of which at most one is something."""
+def _read_every(every: object) -> tuple[int | None, float]:
+    """Parse ``every`` as steps, or as None and seconds."""
     if isinstance(every, int) and not isinstance(every, bool) and every > 0:
-        return every, None
-    if every == "auto":
-        return None, None
+        return every, 0.0
     if isinstance(every, str) and (match := _SECONDS.fullmatch(every)) and (seconds := float(match[1])):
         return None, seconds
-    raise ConfigError(f'every={every!r}: give a number of steps (20), of seconds ("30s"), or "auto".')
+    raise ConfigError(f'every={every!r}: give a number of steps (20) or seconds ("30s").')
 
 
 def _begin_forward(engine: Any) -> None:
@@ -166,15 +141,6 @@ def begin_step(engine: Any) -> None:
     asked: Snapshots | None = find_state(engine).snapshots
     if asked is not None and asked.prepared is not None:
         _take(engine, asked, asked.prepared)
-
-
-def wait_for_copy(engine: Any) -> None:
-    """Before the optimizer's step: wait until what is saved may be changed."""
-    begun = monotonic()
-    wait_for_copies()
-    asked: Snapshots | None = find_state(engine).snapshots
-    if asked is not None:
-        asked.wait += monotonic() - begun
 
 
 def end_step(engine: Any) -> None:
@@ -198,13 +164,11 @@ def end_step(engine: Any) -> None:
 
 
 def _take(engine: Any, asked: Snapshots, client_state: Prepared) -> None:
-    begun = monotonic()
     try:
         engine.save_checkpoint(asked.save_dir, f"{_TAG}{engine.global_steps}", client_state=client_state)
         asked.fails = False
     except UcpError as error:
         _warn(asked, engine, error)
-    asked.stall, asked.wait = monotonic() - begun, 0.0
     asked.restart(engine.global_steps)
 
 

@@ -93,12 +93,9 @@ def test_every_key_can_be_set() -> None:
         "save": {
             "memory": "/local/nvme",
             "keep": 2,
-            "overlap": True,
-            "to": [{"place": "s3://bucket/run", "every": 10, "keep": 5, "limit_mb_s": 2.5}],
-            "frozen": "once",
+            "to": [{"place": "s3://bucket/run", "every": 10, "keep": 5}],
             "wait_s": 60.0,
             "copies": 1,
-            "domain": "$RACK",
             "address": "$POD_IP",
         },
         "hang_timeout_s": 90.5,

@@ -17,8 +17,6 @@ from ..io.paths import UPLOAD, Entry
 from ..io.scan import ScanFile, Scanned, scan_files
 from ..io.store import exists
 from ..sources.files import (
-    BASE,
-    FROZEN,
     MANIFEST,
     PUBLISHED,
     SEAL,
@@ -113,7 +111,7 @@ def list_files(folder: str) -> tuple[dict[str, Entry], list[str]]:
     others = sorted(tree.keys() - files.keys())
     if not files:
         raise CheckpointError(f"holds no checkpoint ({shorten(others) or 'nothing'}).", path=folder)
-    return files, [name for name in others if name not in (SEAL, FROZEN, MANIFEST)]
+    return files, [name for name in others if name not in (SEAL, MANIFEST)]
 
 
 def _holds_state(name: str) -> bool:
@@ -122,7 +120,7 @@ def _holds_state(name: str) -> bool:
 
 def _is_opened(name: str) -> bool:
     """Whether opening a checkpoint looks at a file of its folder's tree."""
-    if name.startswith(f"../{BASE}") or is_foreign(name):
+    if is_foreign(name):
         return True
     return read_swap_name(name) is not None or ("/" not in name and (is_state_file(name) or not _holds_state(name)))
 

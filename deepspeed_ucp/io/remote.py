@@ -5,7 +5,6 @@ They belong to one process: their event loop does not survive a fork.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import os
 import threading
@@ -16,7 +15,6 @@ from typing import Any, TypeVar
 
 from ..errors import ConfigError, UnsupportedError, suggest
 from .memory import pause_collection
-from .pace import find_pace
 from .paths import FOLDER, Entry, find_store, is_chained, normalize
 from .presign import forget_refusals
 from .retry import attempt
@@ -172,20 +170,7 @@ def _open_system(kind: Any, server: Mapping[str, Any], writing: bool) -> Any:
     system = kind(**options)
     if own:
         system.retries = 1
-    elif is_s3(kind):
-        _keep_pace(system)
     return system
-
-
-def _keep_pace(system: Any) -> None:
-    """Have each part that is written wait for its turn, in the loop that all stores share."""
-    call = system._call_s3
-
-    async def call_in_time(method: str, *args: Any, **options: Any) -> Any:
-        await asyncio.sleep(find_pace().reserve(len(options.get("Body", b""))))
-        return await call(method, *args, **options)
-
-    system._call_s3 = call_in_time
 
 
 def limit_uploads() -> AbstractContextManager[bool]:

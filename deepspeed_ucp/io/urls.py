@@ -16,7 +16,6 @@ from typing import Any, BinaryIO
 from ..errors import UnsupportedError
 from .http import read_front
 from .interface import Store
-from .pace import find_pace
 from .paths import Entry, find_store, normalize
 from .presign import Access
 from .ranged import RemoteFile, RemoteStream
@@ -219,8 +218,6 @@ def put_file(path: str, url: str) -> None:
     def work() -> None:
         try:
             with limit_uploads():
-                if not is_s3(system):  # another store's library takes a file as a whole
-                    find_pace().wait(size)
                 system.put_file(path, there, **options)
         except FileNotFoundError as error:
             if _find_code(error) != "NoSuchUpload":

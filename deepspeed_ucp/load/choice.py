@@ -16,7 +16,7 @@ from ..io.memory import identify_host
 from ..io.paths import is_url
 from ..patterns import from_config, list_renames
 from ..plan.renames import find_renamed
-from ..sources.files import FROZEN, PUBLISHED, holds_atoms, list_entries, resolve_published, scan_if_there
+from ..sources.files import PUBLISHED, holds_atoms, list_entries, resolve_published, scan_if_there
 from ..sources.naming import Naming
 from ..sources.open import survey_checkpoint
 from ..sources.ownfiles import compare_own_files, list_own_globals
@@ -188,8 +188,6 @@ def find_own_differences(job: LoadContext, folder: str, target: Target | None = 
         entries = scan_if_there(folder)
         if PUBLISHED in entries:
             differing.append(_BELOW)
-        if FROZEN in entries:
-            differing.append(f"frozen parameters that lie beside the tag ({FROZEN})")
         return [*list_unproven(job, target), *differing]
 
     return list(dict.fromkeys(text for part in job.comm.each(compare) for text in part))

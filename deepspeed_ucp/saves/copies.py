@@ -1,25 +1,25 @@
-"""Copies of each node's saves in the memory of other nodes: the writers send and take them.
+"""Copies of each node's saves in the next node's memory: the writers send and receive them.
 
-A connection is for one save. Both ends prove that they know the job's secret. Then come a description of the save as
-JSON, the answer whether it is wanted, its files, each with its CRC32 behind it, a byte that says that none of them has
-changed meanwhile, and the answer that all is there. What comes is written aside and gets its name when all has come.
+One connection (``multiprocessing.connection``: HMAC challenges of both ends, framed messages) carries one save. The
+sender sends a description as JSON, the receiver a reply as JSON, the sender the files in messages of at most 1 MiB,
+each file followed by its CRC32, then a message that the save has not changed meanwhile; the receiver replies again.
+Nothing is unpickled. A copy is received into a temporary folder, which is renamed when it is complete.
 """
 
 from __future__ import annotations
 
-import hmac
 import logging
 import os
-import secrets
 import shutil
 import socket
+import struct
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
 from typing import Any
 
@@ -29,34 +29,33 @@ from ..errors import UcpError, escape
 from ..io.checksum import crc32
 from ..io.disk import write_at
 from ..io.paths import LONGEST_PATH, is_below
-from ..sources.files import BASE
-from .memory import Job, Snapshot, count_free, link_file
+from .memory import Job, Snapshot, count_free
 
 logger = logging.getLogger("deepspeed_ucp")
 
-_NONCE, _MAC, _SUM, _LENGTH = 32, 32, 4, 4
-"""Bytes of what is asked of the other end, of its proof, of a file's CRC32 and of a message's length."""
-
 _LONGEST = 16 << 20
-"""Bytes of a message: descriptions of 100,000 files."""
+"""Maximum bytes of a description: about 100,000 files."""
 
 _PIECE = 1 << 20
-"""Bytes that are read, summed and sent at once."""
+"""Maximum bytes of a message with file contents."""
+
+_CRC = 4
+"""Bytes of a CRC32."""
 
 _REACHED, _SILENT = 10.0, 30.0
-"""Seconds in which a node is to be reached, and after which one that says nothing counts as gone."""
+"""Seconds to connect and authenticate, and seconds without any byte after which a peer counts as lost."""
 
 _LOOKED, _AGAIN = 0.1, 2.0
-"""Seconds between looks for a save that is to be copied, and until one that failed is sent again."""
+"""Seconds between looks for a save to send, and before a failed one is sent again."""
 
-STRANGERS = 64
-"""Connections that are served at once."""
+MOST_PEERS = 64
+"""Maximum number of connections served at once."""
 
-_SENDER, _TAKER, _UNCHANGED = b"sender", b"taker", b"\1"
+_UNCHANGED = b"unchanged"
 
 
-class _Sent(BaseModel):
-    """A file: its path below a folder of tags, bytes, and time of change (ns)."""
+class _SentFile(BaseModel):
+    """A file: its path relative to a folder of tags, bytes, and time of modification (ns)."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -66,244 +65,252 @@ class _Sent(BaseModel):
 
 
 class _Parcel(BaseModel):
-    """What a sender has: a save, its files (none, where the other end has them), and which places have it."""
+    """A save, its files (none if the receiver has them), and its marks by destination."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     save: Snapshot
-    files: list[_Sent]
+    files: list[_SentFile]
     done: dict[str, str]
 
 
 class _Reply(BaseModel):
-    """Whose it is, and whether the files are wanted, but for those that are there; why they cannot be taken."""
+    """The receiver's host name, whether it wants the files, and if it refuses them the reason."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     host: str = Field(max_length=256)
     wanted: bool = False
-    held: list[str] = []
     why: str = Field(default="", max_length=4096)
 
 
 class _TransferError(Exception):
-    """What came is not what was to come; in words."""
+    """A peer sent something unexpected."""
 
 
-def _prove(sock: socket.socket, secret: bytes, own: bytes, other: bytes) -> None:
-    """Show the other end that this one knows the secret, and see that it does; it speaks as ``other``.
+_FAULTS = (OSError, EOFError, UcpError, AuthenticationError, ValidationError, _TransferError)
+"""Errors of a transfer, after which it is tried again."""
+
+
+class Peer:
+    """An authenticated connection.
+
+    Args:
+        sock: connected; closed with the peer.
+        accepted: the other end has connected to this one.
 
     Raises:
-        _TransferError: it does not.
+        AuthenticationError: the other end does not know the secret.
+        OSError, EOFError: it did not answer in time, or closed the connection.
     """
-    mine = secrets.token_bytes(_NONCE)
-    sock.sendall(mine)
-    theirs = _read(sock, _NONCE)
-    sock.sendall(_sum(secret, own, theirs, mine))
-    if not hmac.compare_digest(_read(sock, _MAC), _sum(secret, other, mine, theirs)):
-        raise _TransferError("the other end does not know this job's secret")
 
+    def __init__(self, sock: socket.socket, secret: bytes, *, accepted: bool) -> None:
+        self._sock = sock
+        sock.settimeout(None)  # a `Connection` needs a blocking descriptor: the kernel's own timeouts end a read
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", *divmod(int(_SILENT * 1e6), 10**6)))
+        self._connection = Connection(os.dup(sock.fileno()))
+        patience = threading.Timer(_REACHED, self.hang_up)  # a peer may send one byte at a time
+        patience.start()
+        try:
+            for challenge in (deliver_challenge, answer_challenge)[:: 1 if accepted else -1]:
+                challenge(self._connection, secret)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            patience.cancel()
 
-def _sum(secret: bytes, role: bytes, *asked: bytes) -> bytes:
-    return hmac.digest(secret, b"|".join((role, *asked)), "sha256")
+    def hang_up(self) -> None:
+        """End the connection, also while another thread reads from it."""
+        with suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
 
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.close()
+        self._sock.close()
 
-def _say(sock: socket.socket, told: str) -> None:
-    data = told.encode()
-    sock.sendall(len(data).to_bytes(_LENGTH, "big") + data)
+    def send(self, data: bytes | memoryview) -> None:
+        """Send a message."""
+        self._connection.send_bytes(data)
 
+    def receive(self, most: int) -> bytes:
+        """Receive a message of at most ``most`` bytes."""
+        return self._connection.recv_bytes(most)
 
-def _hear(sock: socket.socket) -> bytes:
-    size = int.from_bytes(_read(sock, _LENGTH), "big")
-    if size > _LONGEST:
-        raise _TransferError(f"a message of {size:,} bytes")
-    return _read(sock, size)
+    def receive_reply(self) -> _Reply:
+        """Receive a reply.
 
+        Raises:
+            _TransferError: the receiver refuses the save.
+        """
+        reply = _Reply.model_validate_json(self.receive(_LONGEST))
+        if reply.why:
+            raise _TransferError(f"{reply.host}: {reply.why}")
+        return reply
 
-def _hang_up(sock: socket.socket) -> None:
-    with suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
+    def send_file(self, path: str, size: int) -> None:
+        """Send a file's bytes, then their CRC32."""
+        buffer, crc, at = memoryview(bytearray(min(_PIECE, size))), 0, 0
+        with open(path, "rb", buffering=0) as file:
+            while at < size:
+                count = file.readinto(buffer[: size - at])
+                if not count:
+                    raise _TransferError(f"{path} was truncated while it was sent")
+                crc, at = crc32(buffer[:count], crc), at + count
+                self.send(buffer[:count])
+        self.send(crc.to_bytes(_CRC, "big"))
 
+    def receive_file(self, path: str, size: int, note: Callable[[], None]) -> None:
+        """Receive a file, overwriting the one at the path, whose pages are not allocated anew.
 
-def _hear_answer(sock: socket.socket) -> _Reply:
-    answer = _Reply.model_validate_json(_hear(sock))
-    if answer.why:
-        raise _TransferError(f"{answer.host}: {answer.why}")
-    return answer
+        Args:
+            note: called after each message.
 
-
-def _read(sock: socket.socket, nbytes: int) -> bytes:
-    data = bytearray(nbytes)
-    _fill(sock, memoryview(data))
-    return bytes(data)
-
-
-def _fill(sock: socket.socket, view: memoryview) -> None:
-    while view:
-        count = sock.recv_into(view)
-        if not count:
-            raise _TransferError("the connection has ended in the middle")
-        view = view[count:]
-
-
-def _send_file(sock: socket.socket, path: str, size: int, buffer: memoryview) -> None:
-    crc, at = 0, 0
-    with open(path, "rb", buffering=0) as file:
-        while at < size:
-            count = file.readinto(buffer[: size - at])
-            if not count:
-                raise _TransferError(f"{path} has become shorter")
-            crc, at = crc32(buffer[:count], crc), at + count
-            sock.sendall(buffer[:count])
-    sock.sendall(crc.to_bytes(_SUM, "big"))
-
-
-def _take_file(sock: socket.socket, path: str, size: int, buffer: memoryview, note: Callable[[], None]) -> None:
-    """Over the bytes of a file that is there: its pages need not be found anew; ``note`` that something has come."""
-    fd, crc, at = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), 0, 0
-    try:
-        while at < size:
-            piece = buffer[: size - at]
-            _fill(sock, piece)
-            crc = crc32(piece, crc)
-            write_at(fd, piece, at)
-            at += piece.nbytes
-            note()
-        os.ftruncate(fd, size)
-    finally:
-        os.close(fd)
-    if crc != int.from_bytes(_read(sock, _SUM), "big"):
-        raise _TransferError(f"{path}: its CRC32 is not the one that was sent")
+        Raises:
+            _TransferError: its size or CRC32 is wrong.
+        """
+        fd, crc, at = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), 0, 0
+        try:
+            while at < size:
+                piece = self.receive(min(_PIECE, size - at))
+                crc = crc32(piece, crc)
+                write_at(fd, piece, at)
+                at += len(piece)
+                note()
+            os.ftruncate(fd, size)
+        finally:
+            os.close(fd)
+        if crc != int.from_bytes(self.receive(_CRC), "big"):
+            raise _TransferError(f"{path}: its CRC32 is not the one that was sent")
 
 
 class Replicator:
-    """A writer's side of the copies: sends its node's saves, and takes those of others.
+    """A writer's side of the copies: sends its node's saves to the next node, receives those of the node before.
 
     Args:
-        settings: of :class:`Neighbours`.
-        keep: whole saves of a node that stay.
-        wait: seconds after the job's end in which what is on its way is finished.
+        settings: of :class:`~.neighbours.Neighbours`.
+        keep: complete saves of a node to keep.
+        wait: seconds after the job's end to finish transfers.
     """
 
     def __init__(self, job: Job, settings: Mapping[str, Any], listener: socket.socket, keep: int, wait: float) -> None:
         self.job, self.keep, self.wait, self.listener = job, keep, wait, listener
         self.secret, self.name = bytes.fromhex(settings["secret"]), str(settings["name"])
-        self.nodes, self.sources = int(settings["nodes"]), list[int](settings["from"])
-        self.targets = {int(node): (str(host), int(port)) for node, (host, port) in settings["to"].items()}
+        self.nodes, self.source, self.target = int(settings["nodes"]), int(settings["from"]), int(settings["to"])
+        self.address = str(settings["address"][0]), int(settings["address"][1])
         self._is_ending, self._is_over = threading.Event(), threading.Event()
-        self._told = dict[object, str]()
-        self._noting, self._taking = threading.Lock(), defaultdict[int, threading.Lock](threading.Lock)
-        self._current = dict[int, socket.socket]()
-        self._heard = dict[int, float]()
-        self._served = threading.BoundedSemaphore(STRANGERS)
-        self._failing = dict[int, float]()
-        self._forwarded = defaultdict[int, dict[int, dict[str, str]]](dict)
+        self._logged = dict[str, str]()
+        self._noting, self._receiving = threading.Lock(), threading.Lock()
+        self._current: Peer | None = None
+        self._received = 0.0  # time of the last message from the source
+        self._served = threading.BoundedSemaphore(MOST_PEERS)
+        self._failing: float | None = None  # time of the first of the attempts that fail
+        self._forwarded = dict[int, dict[str, str]]()
         self._ended = 0.0
 
     def start(self) -> None:
-        """Send and take in the background."""
+        """Send and receive in the background."""
         threading.Thread(target=self._serve, daemon=True, name="copies").start()
-        for node in self.targets:
-            threading.Thread(target=self._send_all, args=(node,), daemon=True, name=f"copies to {node}").start()
+        threading.Thread(target=self._send_all, daemon=True, name=f"copies to {self.target}").start()
 
     def end(self) -> None:
-        """No save will come any more: the newest one is sent, whichever the ranks have agreed upon."""
+        """Send the newest save, even if the ranks have not agreed on it: no other save follows."""
         self._ended = time.monotonic()
         self._is_ending.set()
 
     def finish(self) -> None:
-        """Wait for the newest save, both ways; not for a node that cannot be reached, or that has gone silent."""
+        """Wait until the newest save is sent and received, unless a node cannot be reached or is silent."""
         while (now := time.monotonic()) < self._ended + self.wait:
-            if not any(self._lacks(node, now) for node in self.targets) and not self._is_awaiting(now):
+            if not self._lacks(now) and not self._is_awaiting(now):
                 break
             time.sleep(_LOOKED)
         self._is_over.set()
 
-    def _lacks(self, node: int, now: float) -> bool:
-        """Whether a node is still to get the newest save, or to hear of it, and can be reached."""
+    def _lacks(self, now: float) -> bool:
+        """Return True if the target, which can be reached, lacks the newest save or its marks."""
         saves = self.job.list_saves()
-        if not saves or self._forwarded[node].get(saves[-1].number) == saves[-1].read_done():
+        if not saves or self._forwarded.get(saves[-1].number) == saves[-1].read_done():
             return False
-        has_it = saves[-1].read_copied().get(str(node))  # then its writer may have ended
-        return now <= self._failing.get(node, now) + (0 if has_it else _REACHED)
+        has_it = saves[-1].read_copied().get(str(self.target))  # then its writer may have ended
+        return now <= (now if self._failing is None else self._failing) + (0 if has_it else _REACHED)
 
     def _is_awaiting(self, now: float) -> bool:
-        """Whether the newest save is still to come from a node that has not gone silent."""
+        """Return True if the source, which is not silent, has not sent its part of the newest save."""
         newest = max((save.number for save in self.job.list_saves()), default=0)
-        came = {(copy.node, copy.number) for copy in self.job.list_copies()}
-        awaited = [node for node in self.sources if newest and (node, newest) not in came]
-        return any(now < max(self._ended, self._heard.get(node, 0.0)) + _SILENT for node in awaited)
+        if not newest or newest in [copy.number for copy in self.job.list_copies() if copy.node == self.source]:
+            return False
+        return now < max(self._ended, self._received) + _SILENT
 
     # -- sending
 
-    def _send_all(self, node: int) -> None:
-        """Send a node what it is to have."""
+    def _send_all(self) -> None:
         while not self._is_over.wait(_LOOKED):
             save = None
             try:
-                save = self._choose(node)
+                save = self._choose()
                 if save is not None:
-                    self._forwarded[node][save.number] = self._send(node, save)
-                    self._told.pop(node, None)
-                    self._failing.pop(node, None)
-            except (OSError, UcpError, _TransferError, ValueError) as error:
-                self._note_failure(node, save, str(error))
+                    self._forwarded[save.number] = self._send(save)
+                    self._failing = None
+                    self._logged.pop("sent", None)
+            except _FAULTS as error:
+                self._note_failure(save, str(error) or type(error).__name__)
                 time.sleep(_AGAIN)
 
-    def _choose(self, node: int) -> Snapshot | None:
-        """The save that a node is to get now, or one of which it is to hear which places have it."""
+    def _choose(self) -> Snapshot | None:
+        """Return the save whose files, or whose marks, the target lacks; None if it lacks nothing."""
         saves, (_, current) = self.job.list_saves(), self.job.read_copying()
         for save in saves[::-1]:
-            if save.read_copied().get(str(node)):
-                if self._forwarded[node].get(save.number) != save.read_done():
+            if save.read_copied().get(str(self.target)):
+                if self._forwarded.get(save.number) != save.read_done():
                     return save
             elif save.number == current or (self._is_ending.is_set() and save is saves[-1]):
                 return save
         return None
 
-    def _send(self, node: int, save: Snapshot) -> dict[str, str]:
-        """Send a save; which places have it, as the other node has been told.
+    def _send(self, save: Snapshot) -> dict[str, str]:
+        """Send a save; return its marks as sent.
 
         Raises:
-            OSError, _TransferError, ValidationError: it has not come there whole.
+            _FAULTS: it did not arrive completely.
         """
-        done, has_it = save.read_done(), save.read_copied().get(str(node))
-        paths = [] if has_it else save.list_files()
-        looks = {path: os.stat(os.path.join(save.folder, path)) for path in paths}
-        files = [_Sent(path=path, size=look.st_size, changed=look.st_mtime_ns) for path, look in looks.items()]
+        done, has_it = save.read_done(), save.read_copied().get(str(self.target))
+        looks = {} if has_it else {path: os.stat(os.path.join(save.folder, path)) for path in save.list_files()}
+        files = [_SentFile(path=path, size=look.st_size, changed=look.st_mtime_ns) for path, look in looks.items()]
         parcel = _Parcel(save=replace(save, folder=""), files=files, done=done)
-        with socket.create_connection(self.targets[node], timeout=_REACHED) as sock:
-            _prove(sock, self.secret, _SENDER, _TAKER)
-            sock.settimeout(_SILENT)
-            _say(sock, parcel.model_dump_json())
-            answer = _hear_answer(sock)
-            if answer.wanted:
-                buffer = memoryview(bytearray(_PIECE))
-                for each in (each for each in files if each.path not in answer.held):
-                    _send_file(sock, os.path.join(save.folder, each.path), each.size, buffer)
+        peer = Peer(socket.create_connection(self.address, timeout=_REACHED), self.secret, accepted=False)
+        try:
+            peer.send(parcel.model_dump_json().encode())
+            reply = peer.receive_reply()
+            if reply.wanted:
+                for each in files:
+                    peer.send_file(os.path.join(save.folder, each.path), each.size)
                 if not save.is_recorded():  # a newer one may be written over it
                     raise _TransferError(f"{save.tag} is no longer in memory")
-                sock.sendall(_UNCHANGED)
-                answer = _hear_answer(sock)
+                peer.send(_UNCHANGED)
+                reply = peer.receive_reply()
+        finally:
+            peer.close()
         if not has_it:
             with self._noting:
-                save.note_copied(node, answer.host or "?")
+                save.note_copied(self.target, reply.host or "?")
         return done
 
-    def _note_failure(self, node: int, save: Snapshot | None, why: str) -> None:
-        self._failing.setdefault(node, time.monotonic())
-        self._warn(node, f"node {node} has no copy, to be sent again: {why}")
+    def _note_failure(self, save: Snapshot | None, why: str) -> None:
+        self._failing = time.monotonic() if self._failing is None else self._failing
+        self._warn("sent", f"node {self.target} has no copy, to be sent again: {why}")
         with suppress(OSError, UcpError), self._noting:
-            if save is not None and save.is_recorded() and not save.read_copied().get(str(node)):
-                save.note_copied(node, "")
+            if save is not None and save.is_recorded() and not save.read_copied().get(str(self.target)):
+                save.note_copied(self.target, "")
 
-    def _warn(self, about: object, text: str) -> None:
-        """Once for each fault."""
-        if self._told.get(about) != text:
-            self._told[about] = text
+    def _warn(self, about: str, text: str) -> None:
+        """Log each fault once."""
+        if self._logged.get(about) != text:
+            self._logged[about] = text
             logger.warning("%s", escape(text))
 
-    # -- taking
+    # -- receiving
 
     def _serve(self) -> None:
         while not self._is_over.is_set():
@@ -319,150 +326,119 @@ class Replicator:
 
     def _serve_one(self, sock: socket.socket) -> None:
         try:
-            with sock:
-                sock.settimeout(_SILENT)
-                patience = threading.Timer(_REACHED, _hang_up, (sock,))  # for a stranger who says little at a time
-                patience.start()
-                try:
-                    _prove(sock, self.secret, _TAKER, _SENDER)
-                finally:
-                    patience.cancel()
-                self._take(sock)
-        except (OSError, UcpError, _TransferError) as error:
-            self._warn("taken", f"a copy has not come: {error}")
+            peer = Peer(sock, self.secret, accepted=True)
+            try:
+                self._receive(peer)
+            finally:
+                peer.close()
+        except _FAULTS as error:
+            self._warn("received", f"a copy was not received: {str(error) or type(error).__name__}")
         finally:
+            sock.close()
             self._served.release()
 
-    def _take(self, sock: socket.socket) -> None:
-        """Take what a sender has, if it is wanted.
+    def _receive(self, peer: Peer) -> None:
+        """Receive a save if it is wanted.
 
         Raises:
-            OSError, UcpError, _TransferError: it has not come whole; nothing is there for it.
+            _FAULTS: it did not arrive completely; nothing of it is kept.
         """
         try:
-            parcel = _Parcel.model_validate_json(_hear(sock))
+            parcel = _Parcel.model_validate_json(peer.receive(_LONGEST))
             self._check(parcel)
         except (ValidationError, _TransferError) as error:
-            told = "it is no description of a save" if isinstance(error, ValidationError) else str(error)
-            self._answer(sock, why=f"refused: {told}"[:LONGEST_PATH])
-            raise _TransferError(f"refused: {told}") from None
-        with self._alone(parcel.save.node, sock):
-            self._take_parcel(sock, parcel)
+            why = "it is not a description of a save" if isinstance(error, ValidationError) else str(error)
+            self._reply(peer, why=f"refused: {why}"[:LONGEST_PATH])
+            raise _TransferError(f"refused: {why}") from None
+        before, self._current = self._current, peer
+        if before is not None:
+            before.hang_up()  # the sender has connected again: the former connection is dead
+        with self._receiving:
+            self._receive_parcel(peer, parcel)
 
-    def _take_parcel(self, sock: socket.socket, parcel: _Parcel) -> None:
+    def _receive_parcel(self, peer: Peer, parcel: _Parcel) -> None:
         save = replace(parcel.save, folder=self.job.find_copy(parcel.save.node, parcel.save.number))
         if save.is_recorded() or not parcel.files:
             if save.is_recorded():
                 save.replace_done(parcel.done)
-            self._answer(sock)
+            self._reply(peer)
             return
         aside = os.path.join(self.job.folder, f"copy-{save.node}-new")
-        self._reuse(save, aside)
+        self._reuse(aside)
         try:
-            held = self._link_base(parcel, aside)
-            if why := self._find_obstacle(parcel, aside, held):
-                self._answer(sock, why=why)
+            if why := self._find_obstacle(parcel, aside):
+                self._reply(peer, why=why)
                 raise _TransferError(why)
-            self._answer(sock, wanted=True, held=held)
-            self._take_files(sock, parcel, aside, held)
+            self._reply(peer, wanted=True)
+            self._receive_files(peer, parcel.files, aside)
             made = replace(save, folder=aside)
             made.replace_done(parcel.done)
             made.write_record()
-            shutil.rmtree(save.folder, ignore_errors=True)  # one that had been let go of
+            shutil.rmtree(save.folder, ignore_errors=True)  # left by an interrupted removal
             os.rename(aside, save.folder)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
-        self._answer(sock)
+        self._reply(peer)
 
-    def _link_base(self, parcel: _Parcel, aside: str) -> list[str]:
-        """Of frozen parameters the files that an older copy has, which are linked: nothing is written over such."""
-        save, held = parcel.save, list[str]()
-        older = [aside, *(copy.folder for copy in self.job.list_copies() if copy.node == save.node)]
-        for each in filter(lambda each: save.is_base(each.path), parcel.files):
-            for path in (os.path.join(folder, each.path) for folder in older):
-                with suppress(FileNotFoundError):
-                    look = os.lstat(path)
-                    if (look.st_size, look.st_mtime_ns) == (each.size, each.changed):
-                        os.makedirs(os.path.dirname(os.path.join(aside, each.path)), exist_ok=True)
-                        link_file(path, os.path.join(aside, each.path))
-                        held.append(each.path)
-                        break
-        for other in Path(aside).rglob(f"{BASE}*/*"):
-            if str(other.relative_to(aside)) not in held:
-                other.unlink()
-        return held
-
-    def _take_files(self, sock: socket.socket, parcel: _Parcel, aside: str, held: Container[str]) -> None:
-        """Over what an older copy has left in a folder, but for what is ``held``: there is nothing else then."""
-        buffer, note = memoryview(bytearray(_PIECE)), partial(self._hear_from, parcel.save.node)
-        found = [path for path in Path(aside).rglob("*") if path.is_file()]
-        left = {path.name: path for path in found if str(path.relative_to(aside)) not in held}
-        for each in (each for each in parcel.files if each.path not in held):
+    def _receive_files(self, peer: Peer, files: Sequence[_SentFile], aside: str) -> None:
+        """Receive files over those of an older copy in a folder, and delete what is left of that copy."""
+        left = {path.name: path for path in Path(aside).rglob("*") if path.is_file()}
+        for each in files:
             path = os.path.join(aside, each.path)
             os.makedirs(os.path.dirname(path), exist_ok=True)
             if old := left.pop(os.path.basename(path), None):
                 os.rename(old, path)
-            _take_file(sock, path, each.size, buffer, note)
+            peer.receive_file(path, each.size, self._note_received)
             os.utime(path, ns=(each.changed, each.changed))
-        if _read(sock, len(_UNCHANGED)) != _UNCHANGED:
-            raise _TransferError("it has changed while it was sent")
-        _remove_others(aside, {each.path for each in parcel.files})
+        if peer.receive(len(_UNCHANGED)) != _UNCHANGED:
+            raise _TransferError("the save changed while it was sent")
+        wanted = {each.path for each in files}
+        for found in Path(aside).rglob("*"):
+            if not found.is_dir() and str(found.relative_to(aside)) not in wanted:
+                found.unlink()
 
-    def _hear_from(self, node: int) -> None:
-        self._heard[node] = time.monotonic()
-
-    @contextmanager
-    def _alone(self, node: int, sock: socket.socket) -> Iterator[None]:
-        """Nobody else takes a node's saves: who comes later takes the place of a connection that may be half there."""
-        before = self._current.get(node)
-        self._current[node] = sock
-        if before is not None:
-            _hang_up(before)
-        with self._taking[node]:
-            yield
+    def _note_received(self) -> None:
+        self._received = time.monotonic()
 
     def _check(self, parcel: _Parcel) -> None:
-        """Raise what a parcel cannot be taken for, whatever it says of itself."""
+        """Validate a description.
+
+        Raises:
+            _TransferError: it is not of a save of this job's source, or a path leads elsewhere.
+        """
         save = parcel.save
-        if (save.job, save.nodes) != (self.job.name, self.nodes) or save.node not in self.sources:
-            raise _TransferError("it is not from a node of this job that sends here")
+        if (save.job, save.nodes, save.node) != (self.job.name, self.nodes, self.source):
+            raise _TransferError("it is not from the node of this job that sends here")
         if not 0 < save.number < 10**8 or not is_below(save.tag):
-            raise _TransferError("neither its number nor its tag may lead elsewhere")
+            raise _TransferError("its number or its tag leads elsewhere")
         for each in parcel.files:
             if not (is_below(each.path) and save.owns(each.path)):
                 raise _TransferError(f"{each.path!r} is no file of {save.tag!r}")
 
-    def _reuse(self, save: Snapshot, aside: str) -> None:
-        """Let go of what newer copies of a node have taken the place of; the new one is written over the first."""
+    def _reuse(self, aside: str) -> None:
+        """Release copies that newer ones replace; move the first to ``aside``, where the new one overwrites it."""
         kept = self.job.read_copying()
-        copies = [copy for copy in self.job.list_copies() if copy.node == save.node]
+        copies = [copy for copy in self.job.list_copies() if copy.node == self.source]
         for copy in copies[: -self.keep] if not self._is_ending.is_set() else []:
             if copy.number not in kept:
                 try:
                     copy.move(aside)
-                except OSError:  # one is there
+                except OSError:  # there is one already
                     copy.remove()
 
-    def _find_obstacle(self, parcel: _Parcel, aside: str, held: Container[str]) -> str:
-        """Why memory has no room for a copy, in words: this node's own next save comes first."""
+    def _find_obstacle(self, parcel: _Parcel, aside: str) -> str:
+        """Return why memory has no room for a copy, or an empty string: this node's own next save has priority."""
         own = [_measure(save.folder) for save in self.job.list_saves()]
         next_one = own[-1] if len(own) == 1 and not os.path.isdir(self.job.spare) else 0
-        needed = sum(each.size for each in parcel.files if each.path not in held) + next_one
-        free = count_free(self.job.folder) + (_measure(aside, held) if os.path.isdir(aside) else 0)
+        needed = sum(each.size for each in parcel.files) + next_one
+        free = count_free(self.job.folder) + _measure(aside)
         if needed <= free:
             return ""
         return f"a copy takes {needed >> 20:,} MiB of {self.job.folder}, where {free >> 20:,} MiB are free"
 
-    def _answer(self, sock: socket.socket, *, wanted: bool = False, held: Sequence[str] = (), why: str = "") -> None:
-        _say(sock, _Reply(host=self.name, wanted=wanted, held=list(held), why=why).model_dump_json())
+    def _reply(self, peer: Peer, *, wanted: bool = False, why: str = "") -> None:
+        peer.send(_Reply(host=self.name, wanted=wanted, why=why).model_dump_json().encode())
 
 
-def _measure(folder: str, without: Container[str] = ()) -> int:
-    files = (path for path in Path(folder).rglob("*") if path.is_file())
-    return sum(path.stat().st_size for path in files if str(path.relative_to(folder)) not in without)
-
-
-def _remove_others(folder: str, wanted: set[str]) -> None:
-    for path in Path(folder).rglob("*"):
-        if not path.is_dir() and str(path.relative_to(folder)) not in wanted:
-            path.unlink()
+def _measure(folder: str) -> int:
+    return sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())

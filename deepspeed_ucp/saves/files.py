@@ -1,11 +1,11 @@
-"""``torch.save`` into memory: torch pickles, a writer of ours copies and sums in one pass, at once or later."""
+"""``torch.save`` into memory: torch pickles, and a writer of ours copies and sums each byte in one pass."""
 
 from __future__ import annotations
 
 import mmap
 import os
 import pickle
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from types import SimpleNamespace
@@ -18,42 +18,22 @@ from numpy.typing import NDArray
 from ..torchsave.zipframe import RecordWriter
 
 _PROTOCOL = 2
-"""Of pickles, as ``torch.save`` has it."""
+"""Pickle protocol of ``torch.save``."""
 
 _PINNED = 16 << 20
-"""Bytes of page-locked memory, of which there are two pieces, through which a GPU's bytes come."""
+"""Bytes of each of the two page-locked buffers through which a GPU's bytes are copied."""
 
 _SMALL = 1 << 16
-"""Bytes of a storage that is copied at once."""
-
-
-class Stable:
-    """Tensors that nothing changes before the optimizer's next step, so that they may be copied until then.
-
-    Args:
-        changing: what shares memory with these is not among them.
-    """
-
-    def __init__(self, tensors: Iterable[torch.Tensor] = (), changing: Iterable[torch.Tensor] = ()) -> None:
-        self._held = [(each, each._version) for each in tensors if not each.is_inference()]
-        self._storages = {each.untyped_storage().data_ptr() for each, _ in self._held}
-        self._storages -= {each.untyped_storage().data_ptr() for each in changing}
-
-    def __contains__(self, storage: torch.UntypedStorage) -> bool:
-        return storage.nbytes() > _SMALL and storage.data_ptr() in self._storages
-
-    def is_unchanged(self) -> bool:
-        """Whether nothing has written to them, as far as autograd counts: what goes past it (``.data``) it does not."""
-        return all(each._version == version for each, version in self._held)
+"""Bytes of a file up to which mapping it gains nothing."""
 
 
 class MappedFiles:
-    """Memory of files that a process has mapped: to write over them there is one copy, where a system call takes two.
+    """Files in memory that this process has mapped: overwriting a mapping copies once, a system call twice.
 
-    A mapping keeps the memory of a file that has lost its name until :meth:`tidy`.
+    A mapping keeps the memory of a file without a name until :meth:`tidy`.
 
     Args:
-        wanted: there are any.
+        wanted: files are mapped at all.
     """
 
     def __init__(self, *, wanted: bool) -> None:
@@ -61,17 +41,17 @@ class MappedFiles:
         self._held = dict[tuple[int, int], tuple[int, NDArray[np.uint8]]]()
 
     def find(self, fd: int) -> NDArray[np.uint8] | None:
-        """A file's bytes, as far as they are mapped."""
+        """Return the mapped bytes of a file, or None."""
         found = os.fstat(fd)
         return self._held.get((found.st_dev, found.st_ino), (0, None))[1]
 
     def note(self, fd: int) -> None:
-        """Have a file mapped by :meth:`settle`."""
+        """Let :meth:`settle` map a file."""
         if self._wanted and os.fstat(fd).st_size > _SMALL and self.find(fd) is None:
             self._new.append(os.dup(fd))
 
     def settle(self) -> None:
-        """Map what is to be; its memory is there, so that writing to it cannot fail. In any thread."""
+        """Map the noted files. Their pages exist, so writing to a mapping cannot fail for lack of memory."""
         while self._new:
             fd = self._new.pop()
             found = os.fstat(fd)
@@ -83,7 +63,7 @@ class MappedFiles:
             os.close(fd)
 
     def tidy(self, *, everything: bool = False) -> None:
-        """Let go of files that have lost their names, or of all."""
+        """Release the mappings of files without a name, or all mappings."""
         for key, (fd, _) in list(self._held.items()):
             if everything or not os.fstat(fd).st_nlink:
                 del self._held[key]
@@ -91,72 +71,25 @@ class MappedFiles:
 
 
 class StateFile(RecordWriter):
-    """A file that is written by ``torch.save``; storages are copied at once, or left until :meth:`copy_left`.
+    """A file that torch's serializer writes into."""
 
-    Args:
-        stable: what is left.
-    """
-
-    def __init__(self, fd: int, stable: Stable, mapped: MappedFiles) -> None:
+    def __init__(self, fd: int, mapped: MappedFiles) -> None:
         super().__init__(fd, mapped.find(fd))
-        self._file, self._stable, self._mapped = fd, stable, mapped
         self._storages = dict[str, torch.UntypedStorage]()
-        self._left = list[tuple[int, torch.UntypedStorage]]()
-
-    def copy_left(self) -> None:
-        """Copy what is left, in any thread; the file is none before.
-
-        Raises:
-            OSError: as the system tells it.
-        """
-        try:
-            for number, storage in self._left:
-                self.fill_record(number, _read_pieces(storage))
-            self.close()
-            self._mapped.note(self._file)
-        finally:
-            self.abandon()
-
-    def renew(self) -> StateFile:
-        """The same file, with nothing in it yet."""
-        return StateFile(self._file, self._stable, self._mapped)
-
-    def has_left(self) -> bool:
-        """Whether something is."""
-        return bool(self._left)
-
-    def abandon(self) -> None:
-        """Let go of it as it is."""
-        self._left.clear()
-        os.close(self._file)
-
-    def lay_out(self) -> int:
-        """What follows the records, behind them; all of it has its room then, so that nothing fails for lack of it."""
-        size = super().lay_out()
-        os.ftruncate(self._file, size)
-        if self._left and os.fstat(self._file).st_blocks * 512 < size:
-            os.posix_fallocate(self._file, 0, size)
-        return size
 
     def write_record(self, name: str, data: Any, nbytes: int) -> None:
         if isinstance(data, torch.UntypedStorage):
-            self._take(name, data)
+            self.write_pieces(name, _read_pieces(data), data.nbytes())
         else:
             super().write_record(name, data.encode() if isinstance(data, str) else data, nbytes)
 
     def write_record_metadata(self, name: str, _: int) -> None:
-        """Torch leaves the bytes to us: it would copy a GPU's storage whole, and wait for it."""
-        self._take(name, self._storages[name.rpartition("/")[2]])
-
-    def _take(self, name: str, storage: torch.UntypedStorage) -> None:
-        number = self.reserve_record(name, storage.nbytes())
-        if storage in self._stable:
-            self._left.append((number, storage))
-        else:
-            self.fill_record(number, _read_pieces(storage))
+        """Write a storage whose bytes torch skips: torch would copy a GPU's storage whole, and wait for the copy."""
+        storage = self._storages[name.rpartition("/")[2]]
+        self.write_pieces(name, _read_pieces(storage), storage.nbytes())
 
     def make_pickle(self) -> Any:
-        """The module ``pickle``, whose pickler notes storages as torch names them."""
+        """Return a stand-in for the module ``pickle`` whose pickler notes storages by torch's names for them."""
         storages = self._storages
 
         class Pickler(pickle.Pickler):
@@ -174,50 +107,37 @@ class StateFile(RecordWriter):
         return SimpleNamespace(Pickler=Pickler)
 
 
-def save_over(value: Any, path: str, stable: Stable, mapped: MappedFiles) -> StateFile | None:
-    """What ``torch.save(value, path)`` does, over the bytes of a file that is there: its pages need not be found anew.
-
-    Args:
-        stable: what may be copied later.
-        mapped: by this process; the file is to be, once it is whole.
-
-    Returns:
-        The file, where something is left to be copied into it.
+def save_over(value: Any, path: str, mapped: MappedFiles) -> None:
+    """Do what ``torch.save(value, path)`` does, overwriting the file at the path: its pages are not allocated anew.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
-    save: Any = getattr(torch.serialization, "_save", None)  # torch's own, with a writer of its own behind it
+    save: Any = getattr(torch.serialization, "_save", None)  # torch's serializer for any writer
     if save is None:
         torch.save(value, path)
-        return None
+        return
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        file = _write(save, value, StateFile(fd, stable, mapped))
-        file.lay_out()
-        if file.has_left():
-            return file
-        file.copy_left()
-    except BaseException:
-        with suppress(OSError):
-            os.close(fd)
-        raise
-    return None
+        os.ftruncate(fd, _write(save, value, fd, mapped).close())
+        mapped.note(fd)
+    finally:
+        os.close(fd)
 
 
-def _write(save: Any, value: Any, file: StateFile) -> StateFile:
-    skip_data: Any = getattr(torch.serialization, "skip_data", None)
+def _write(save: Any, value: Any, fd: int, mapped: MappedFiles) -> StateFile:
+    file, skip_data = StateFile(fd, mapped), getattr(torch.serialization, "skip_data", None)
     if skip_data is not None and torch.cuda.is_available():
         with suppress(RuntimeError), skip_data():  # of tensors that are more than a storage and its shape
             save(value, file, file.make_pickle(), _PROTOCOL, False)
             return file
-        file = file.renew()
+        file = StateFile(fd, mapped)
     save(value, file, pickle, _PROTOCOL, False)
     return file
 
 
 def _read_pieces(storage: torch.UntypedStorage) -> Iterator[memoryview]:
-    """A storage's bytes; a piece is good until the next one is asked for."""
+    """Yield a storage's bytes; each piece is valid until the next one is requested."""
     data = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     if storage.device.type == "cpu":
         yield memoryview(data.numpy())
@@ -241,6 +161,6 @@ def _read_pieces(storage: torch.UntypedStorage) -> Iterator[memoryview]:
 
 @cache
 def _prepare(device: torch.device) -> tuple[list[torch.Tensor], Any]:
-    """What a device's bytes come through, one storage after the other."""
+    """Return a device's page-locked buffers and copy stream; storages are copied one after the other."""
     pinned = [torch.empty(_PINNED, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     return pinned, torch.get_device_module(device).Stream(device)

@@ -178,7 +178,6 @@ def finish_here() -> None:
 
 
 def _finish(saver: Saver) -> None:
-    saver.finish_copy()
     if saver.is_first and saver.list_written():
         saver.finish()
 

@@ -30,7 +30,6 @@ from ..io.filesystems import MEMORY, find_kind
 from ..io.jsonfile import MOST_BYTES, parse_json, read_bounded, read_json
 from ..io.memory import measure_available
 from ..io.paths import is_url, normalize
-from ..sources.files import BASE
 
 _RECORD, _DONE, _COPIED, _REFUSED, _NEW = "save-", "done-", "copied-", "refused-", ".save-"
 _OWNER, _WRITTEN, _SPARE, _COPYING = "owner", "written", "spare", "copying"
@@ -48,12 +47,10 @@ class Destination:
     Attributes:
         folder: of the tags, or its URL.
         keep: how many of this job's saves stay there; None: all.
-        limit_mb_s: MiB that a node writes there in a second at most; None: as many as go.
     """
 
     folder: str
     keep: int | None = None
-    limit_mb_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +88,7 @@ class Snapshot:
         return self.job, self.number
 
     def list_files(self) -> list[str]:
-        """What belongs to it, by paths below :attr:`folder`: its tag, and scripts and frozen parameters beside that."""
+        """Return the save's files, as paths relative to :attr:`folder`: its tag's, and scripts next to the tag."""
         found = []
         for above, _, names in os.walk(self.folder):
             found += [os.path.relpath(os.path.join(above, name), self.folder) for name in names]
@@ -99,21 +96,8 @@ class Snapshot:
 
     def owns(self, path: str) -> bool:
         """Whether a path below :attr:`folder` is one of its files'."""
-        others, inside = (_RECORD, _DONE, _COPIED, _REFUSED, "latest", "."), (f"{self.tag}{os.sep}", self._base)
-        return path.startswith(inside) or not (os.sep in path or path.startswith(others))
-
-    @property
-    def _base(self) -> str:
-        """What paths of files with frozen parameters begin with."""
-        return os.path.join(os.path.dirname(self.tag), BASE)
-
-    def list_base(self) -> list[str]:
-        """Those of its files that hold frozen parameters, of which further saves may have the same."""
-        return list(filter(self.is_base, self.list_files()))
-
-    def is_base(self, path: str) -> bool:
-        """Whether a path below :attr:`folder` is that of a file with frozen parameters."""
-        return path.startswith(self._base)
+        others = (_RECORD, _DONE, _COPIED, _REFUSED, "latest", ".")
+        return path.startswith(f"{self.tag}{os.sep}") or not (os.sep in path or path.startswith(others))
 
     def list_pending(self) -> list[Destination]:
         """Places that do not have it yet."""
@@ -229,9 +213,6 @@ class Snapshot:
     def spare(self) -> None:
         """Keep its files' memory for the job's next save, if none is kept for it yet: new pages take longest."""
         self._forget()
-        for name in self.list_base():  # the links of other saves lead to the same memory
-            with suppress(FileNotFoundError):  # the writer and its ranks may do this at the same time
-                os.unlink(os.path.join(self.folder, name))
         try:
             self.move(os.path.join(os.path.dirname(self.folder), _SPARE))
         except OSError:
@@ -508,20 +489,6 @@ def _list(folder: str) -> list[str]:
         return os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
         return []
-
-
-def link_file(source: str, destination: str) -> None:
-    """Another name for a file; where the file system has none, a copy.
-
-    Raises:
-        OSError: as the system tells it.
-    """
-    try:
-        os.link(source, destination)
-    except FileExistsError:
-        return
-    except OSError:
-        shutil.copyfile(source, destination)
 
 
 def is_held(path: str) -> bool:

@@ -13,7 +13,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partial
 from secrets import token_hex
 from typing import Any, TypeVar
 
@@ -23,7 +22,6 @@ from ..io.deletion import delete_tree
 from ..io.disk import explain_full, sync_file, sync_folder
 from ..io.filesystems import load_libc
 from ..io.jsonfile import parse_json, read_json
-from ..io.pace import Pace, keep_pace
 from ..io.paths import UPLOAD, is_url
 from ..io.store import exchange_small, exists, find_entry, list_folder, list_tree, read_small, remove, write_small
 from ..io.threads import map_threads
@@ -34,7 +32,6 @@ from ..sources.older import find_age
 from ..sources.open import seal_folder
 from ..sources.reading import read_file
 from ..sources.seal import read_seal
-from .bases import bring_base, find_base, list_brought, remove_bases
 from .memory import Destination, Snapshot, list_later
 from .removing import WRITTEN, choose_spare, is_saved, remove_tag, remove_tree
 
@@ -67,14 +64,11 @@ _QUIET, _SLOWER = 30.0, 3.0
 the first node they may take for a file."""
 
 
-def write_save(
-    save: Snapshot, place: Destination, wait: float, pace: Pace, is_late: Callable[[], bool] = lambda: False
-) -> str:
+def write_save(save: Snapshot, place: Destination, wait: float, is_late: Callable[[], bool] = lambda: False) -> str:
     """Write a node's files of a save to a place; when all are there the first node seals it, and ``latest`` names it.
 
     Args:
         wait: seconds that other nodes may take longer.
-        pace: of the place.
         is_late: whether a newer save waits for this one, which is given up where a node does not seem to have it.
 
     Returns:
@@ -86,7 +80,7 @@ def write_save(
     """
     if save.node and not has_begun(save, place) and is_sealed(save, place):
         return _DONE  # it was stopped right before it could note that
-    (_write_to_store if is_url(place.folder) else _write_to_folder)(save, place, _Others(save, wait, is_late), pace)
+    (_write_to_store if is_url(place.folder) else _write_to_folder)(save, place, _Others(save, wait, is_late))
     return find_mark(place.folder, save.tag) if save.node == 0 else _DONE
 
 
@@ -125,17 +119,16 @@ def _name_aside(save: Snapshot, place: Destination) -> str:
     return os.path.join(above, f".{name}{UPLOAD}{save.job}-{save.number}")
 
 
-def _write_to_folder(save: Snapshot, place: Destination, others: _Others, pace: Pace) -> None:
+def _write_to_folder(save: Snapshot, place: Destination, others: _Others) -> None:
     """Write to a temporary folder and rename it; files of others in the tag's folder move into the new one."""
     final, aside, named = os.path.join(place.folder, save.tag), _name_aside(save, place), _read_latest(place)
     above = os.path.dirname(final)
     inside = [each for each in save.list_files() if each.startswith(f"{save.tag}{os.sep}")]
 
     def copy(each: str) -> None:
-        _copy(os.path.join(save.folder, each), os.path.join(aside, os.path.relpath(each, save.tag)), pace)
+        _copy(os.path.join(save.folder, each), os.path.join(aside, os.path.relpath(each, save.tag)))
 
     with explain_full(aside):
-        bring_base(save, place, partial(_copy, pace=pace))
         if not os.path.exists(os.path.join(final, _name_node(save, save.node))):  # else it was renamed before a stop
             begun = _begin(save, place, os.path.basename(aside), lambda: _identify(final))
             os.makedirs(aside, exist_ok=True)
@@ -156,12 +149,12 @@ def _write_to_folder(save: Snapshot, place: Destination, others: _Others, pace: 
         for old in (aside, f"{aside}{_OLD}"):
             _keep_others(old, final)
         _remove_left(above, save, os.stat(os.path.join(final, SEAL)).st_mtime)
-        for each in set(save.list_files()).difference(inside, save.list_base()):
-            _copy(os.path.join(save.folder, each), os.path.join(place.folder, each), pace)
+        for each in set(save.list_files()).difference(inside):
+            _copy(os.path.join(save.folder, each), os.path.join(place.folder, each))
         _name_latest(save, place, named)
 
 
-def _write_to_store(save: Snapshot, place: Destination, others: _Others, pace: Pace) -> None:
+def _write_to_store(save: Snapshot, place: Destination, others: _Others) -> None:
     """Upload to a folder below the tag that no other writer uses, then let ``ucp_published.json`` name it.
 
     That is one conditional write, which fails if another job has published the tag since this save's writing began.
@@ -171,10 +164,10 @@ def _write_to_store(save: Snapshot, place: Destination, others: _Others, pace: P
     begun = _begin(save, place, name, lambda: _read_pointer(final))
     folder = f"{final}/{begun['folder']}"
     if save.node:
-        _upload(save, place, folder, pace)
+        _upload(save, place, folder)
         return
     if not _is_published(save, place, begun):
-        own = _upload(save, place, folder, pace)
+        own = _upload(save, place, folder)
         others.wait(lambda: list_folder(folder), folder)
         if is_replaced(save):
             raise StorageError("a later job has saved this tag while it was written.", path=final)
@@ -309,20 +302,19 @@ def _is_left(owner: str, save: Snapshot, changed: float, last: float) -> bool:
     return 0 < changed < last
 
 
-def _upload(save: Snapshot, place: Destination, folder: str, pace: Pace) -> list[str]:
+def _upload(save: Snapshot, place: Destination, folder: str) -> list[str]:
     """Upload a node's files that are not there from before a stop; return the names of the tag's own ones.
 
     Args:
         folder: URL for the tag's own files; others go to their paths in the place.
     """
-    files = sorted(set(save.list_files()).difference(list_brought(save, place)))
+    files = sorted(save.list_files())
     inside, held = f"{save.tag}{os.sep}", _list_sizes(folder)
 
     def put(each: str) -> None:
         path, name = os.path.join(save.folder, each), each.removeprefix(inside)
         if name == each or held.get(name) != os.path.getsize(path):
-            with keep_pace(pace):
-                put_file(path, f"{place.folder}/{each}" if name == each else f"{folder}/{name}")
+            put_file(path, f"{place.folder}/{each}" if name == each else f"{folder}/{name}")
 
     map_threads(put, files, _COPIERS)
     write_small(f"{folder}/{_name_node(save, save.node)}", _sign(save))
@@ -428,16 +420,13 @@ def prune_place(place: Destination, held: Mapping[str, str]) -> dict[str, str]:
         named = read_tag(os.path.join(place.folder, LATEST))
     except (OSError, StorageError):
         named = ""
-    spare, bases = choose_spare(list(held), place.keep, {named}), set[str]()
+    spare = choose_spare(list(held), place.keep, {named})
     for tag in spare:
         if find_mark(place.folder, tag) == held[tag]:
-            bases |= find_base(place.folder, tag)
             try:
                 remove_tag(place.folder, tag)
             except OSError as error:
                 logger.warning("%s/%s: cannot be removed: %s", place.folder, tag, error)
-    if bases := bases.difference(*(find_base(place.folder, tag) for tag in held if tag not in spare)):
-        remove_bases(place, bases)
     return {tag: mark for tag, mark in held.items() if tag not in spare}
 
 
@@ -483,16 +472,14 @@ def _is_abandoned(aside: str, final: str, now: float) -> bool:
     return is_old and (os.path.isdir(final) or not os.path.exists(os.path.join(aside, SEAL)))
 
 
-def _copy(source: str, destination: str, pace: Pace) -> None:
+def _copy(source: str, destination: str) -> None:
     """A file's bytes and access rights, made durable under a name aside, then named."""
     os.makedirs(os.path.dirname(destination), exist_ok=True)
     aside = f"{destination}.ucp-tmp"
     with open(source, "rb") as read, open(aside, "wb") as written:
         size = os.fstat(read.fileno()).st_size
-        most = pace.cut(_SENT)
         while size:
-            pace.wait(min(size, most))
-            sent = os.sendfile(written.fileno(), read.fileno(), None, most)
+            sent = os.sendfile(written.fileno(), read.fileno(), None, _SENT)
             if not sent:
                 break
             size -= sent

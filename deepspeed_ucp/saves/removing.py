@@ -11,7 +11,7 @@ from ..io.deletion import delete_empty_folder, delete_files, delete_tree, open_b
 from ..io.paths import is_url
 from ..io.store import list_tree, remove
 from ..io.threads import map_threads
-from ..sources.files import FROZEN, OFFLOADED, PUBLISHED, SEAL, holds_run, is_state_file, resolve_published
+from ..sources.files import OFFLOADED, PUBLISHED, SEAL, holds_run, is_state_file, resolve_published
 
 WRITTEN = ".ucp-written-"
 """Prefix of the marker files of nodes that have written their part of a save."""
@@ -36,7 +36,7 @@ def is_saved(name: str) -> bool:
     """Return True if a path in a tag is that of a save's file. Others may have put files, and other tags, there."""
     return (
         name.startswith((f"{OFFLOADED}/", WRITTEN))
-        or name in (SEAL, FROZEN, OFFLOADED)
+        or name in (SEAL, OFFLOADED)
         or (is_state_file(name) and "/" not in name)
     )
 

@@ -14,24 +14,18 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from threading import Event, Thread
 from typing import Any
 from weakref import WeakSet
 
 from ..comm import Comm
 from ..config import SaveOptions, UniversalConfig
-from ..errors import StorageError, UcpError, count_of
+from ..errors import StorageError, count_of
 from ..io.filesystems import MEMORY, find_kind
 from ..io.memory import identify_host
-from ..sources.files import BASE
-from ..sources.seal import SealedFile
-from .files import MappedFiles, Stable, StateFile, save_over
-from .frozen import FrozenBase
+from .files import MappedFiles, save_over
 from .memory import Destination, Job, Snapshot, count_free, drop_unwanted, find_root, is_spare, list_jobs, locate
 from .neighbours import Neighbours
-from .states import find_stable
 from .writer import (
     FINISHED,
     POLLED,
@@ -48,18 +42,10 @@ from .writer import (
 
 logger = logging.getLogger("deepspeed_ucp")
 
-_COPIED = 0.005
-"""Seconds between looks whether the node's other ranks have copied."""
-
 SPARE = 1.05
 """Of the bytes that a save is reckoned to take: files have more in them than tensors."""
 
 ADVICE = 'Give the container more memory, or let "save": {"memory": …} name a folder of local NVMe'
-
-_AT_ONCE = 'without "overlap" all is copied before a save returns'
-
-_COPYING = 600.0
-"""Seconds that the node's other ranks may take longer to copy, however short the end of the job waits."""
 
 _claimed = dict[tuple[str, str], tuple[str, str, int]]()
 """By place of ``to`` and tag the folder that this script named for it, the job, and the step."""
@@ -87,16 +73,10 @@ class Saver:
         self.number, self.failed = 0, ""
         self.needed: int | None = None  # bytes of memory that a save takes of this node, as far as this rank knows
         self.made = {False: 0, True: 0}  # saves that a script has asked for, and others
-        self._thread: Thread | None = None
-        self._behind = ""
         self.keeps_memory = False  # after the end of this process, as the job is started again
         self._asked, self._lost = dict[int, str](), dict[str, str]()
         self._stuck: dict[str, list[str]] | None = None  # what was pending when a wait ended in vain
-        self._stable, self._left = Stable(), list[StateFile]()
         self.mapped = MappedFiles(wanted=find_kind(self.root) == MEMORY)
-        self._copied = Event()
-        self._copied.set()
-        self.base: FrozenBase | None = None
         self._said = set[str]()
         self._lines: Any = None
         _savers.add(self)
@@ -114,7 +94,6 @@ class Saver:
 
     def leave(self) -> None:
         """Let go of a folder that is lost: another saver goes on in another one."""
-        self.finish_copy()
         self.mapped.tidy(everything=True)
         self._end_writer()
         if self.neighbours is not None:
@@ -188,35 +167,9 @@ class Saver:
             return
         try:
             self.job.reuse(path)
-            left = save_over(state_dict, path, self._stable, self.mapped)
+            save_over(state_dict, path, self.mapped)
         except OSError as error:
             self.failed = f"{path} cannot be written ({error})"
-        else:
-            self._left += [left] if left else []
-
-    def write_split(self, base: FrozenBase, engine: Any, state_dict: Any, path: str) -> None:
-        """The same without frozen parameters, which a base has."""
-        if self.failed:
-            return
-        try:
-            base.write(state_dict, path, engine, self.write_file)
-        except OSError as error:
-            self.failed = f"frozen parameters of {path} cannot be written ({error})"
-
-    def change_base(self, base: FrozenBase, written: Iterable[Mapping[str, SealedFile]] | None) -> None:
-        """The save that is made names a base, of which each rank has written some files, or has failed (None)."""
-        if self.base is not base and self.is_first:
-            for left in filter(None, [self.base if written is not None else base]):
-                left.remove()
-        if written is not None:
-            base.join(written)
-            self.base = base
-
-    def tell_once(self, text: str) -> None:
-        """Log something, on the first rank, that is the same of each save."""
-        if self.rank == 0 and text not in self._said:
-            logger.info("%s", text)
-        self._said.add(text)
 
     def copy(self, work: Callable[..., Any], source: str, destination: str, **options: Any) -> Any:
         """What ``shutil`` does, into memory; what fails is kept as by :meth:`write_file`."""
@@ -291,109 +244,18 @@ class Saver:
 
     def drop(self) -> None:
         """Give up the save that is made."""
-        self._abandon_left()
         if self.is_first:
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _abandon_left(self) -> None:
-        while self._left:
-            self._left.pop().abandon()
-
-    def note_stable(self, engine: Any) -> None:
-        """Take what may be copied until the next step, where that is asked for."""
-        self._stable = find_stable(engine) if self.options.overlap else Stable()
-
-    def end_behind(self, end: Callable[[], None], save_dir: str, tag: str = "") -> None:
-        """Copy what is left in a thread of its own, and ``end`` the save when all ranks of the node have.
-
-        Args:
-            tag: of a save that a script asked for: :meth:`list_missing` has it if it is lost.
-        """
-        self._copied.clear()
-        self._behind = locate(save_dir)
-        self._begin_behind(partial(self._copy_left, end, tag))
-
-    def map_behind(self) -> None:
-        """Map what has been written for the first time, in a thread of its own."""
-        self._behind = ""
-        self._begin_behind(self.mapped.settle)
-
-    def _begin_behind(self, work: Callable[[], None]) -> None:
-        self._thread = Thread(target=work, name="ucp-save")
-        self._thread.start()
-
-    def _copy_left(self, end: Callable[[], None], tag: str) -> None:
-        why = ""
-        try:
-            while self._left:
-                self._left.pop().copy_left()
-            if not self._stable.is_unchanged():
-                why = f"weights were written to between it and the next step: {_AT_ONCE}"
-        except (OSError, UcpError) as error:
-            why = str(error)
-            self._abandon_left()
-        self._stable = Stable()
-        self._copied.set()
-        try:
-            open(os.path.join(self.folder, f".{'failed' if why else 'copied'}-{self.rank}"), "x").close()
-            if self.is_first and self._have_copied():
-                end()
-        except (OSError, UcpError) as error:
-            why = why or str(error)
-        if why:
-            logger.warning("%s: %s is lost: %s", self.folder, tag or "a snapshot", why)
-            self._lost |= {tag: why} if tag else {}
-        self.mapped.settle()
-
-    def _have_copied(self) -> bool:
-        """Wait for the node's other ranks; whether all have copied their parts."""
-        until = time.monotonic() + _COPYING
-        while time.monotonic() < until:
-            told = [name for name in os.listdir(self.folder) if name.startswith((".copied-", ".failed-"))]
-            if len(told) == self.ranks:
-                if any(name.startswith(".failed-") for name in told):
-                    raise StorageError("another rank could not copy its part.")
-                return True
-            time.sleep(_COPIED)
-        raise StorageError(f"of {self.ranks} ranks not all have copied their parts within {_COPYING:.0f} s.")
-
-    def wait_for_copy(self) -> None:
-        """Wait until this rank has copied all that it saves: then it may be changed."""
-        self._copied.wait()
-
     def list_written(self) -> set[str]:
-        """Folders and URLs that saves are still to come to; on the node's first rank."""
-        if not self.is_first:
-            return set()
-        behind = {self._behind} if self._thread is not None and self._thread.is_alive() else set[str]()
-        return behind | set(list_late(self.job.list_saves()))
+        """Return the folders and URLs that lack saves, on the node's first rank."""
+        return set(list_late(self.job.list_saves())) if self.is_first else set()
 
-    def finish_copy(self) -> None:
-        """Wait until the node's ranks have, and the save counts."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-
-    def end(
-        self,
-        save_dir: str,
-        tag: str,
-        step: int,
-        base: FrozenBase | None = None,
-        *,
-        latest: bool,
-        by_itself: bool,
-    ) -> None:
-        """All of the node's files are there: say so, and have the writer take them on.
-
-        Args:
-            base: has its frozen parameters.
-        """
-        if base is not None:
-            base.add(self.folder, tag)
+    def end(self, save_dir: str, tag: str, step: int, *, latest: bool, by_itself: bool) -> None:
+        """Record that all of the node's files of the save are in memory, and notify the writer."""
         self.made[by_itself] += 1
         turn = [each for each in self.options.to if self.made[by_itself] % each.every == 0]
-        places = [Destination(locate(each.place), 1 if by_itself else each.keep, each.limit_mb_s) for each in turn]
+        places = [Destination(locate(each.place), 1 if by_itself else each.keep) for each in turn]
         if not (self.options.to or by_itself):
             places.append(Destination(locate(save_dir)))
         Snapshot(
@@ -401,7 +263,7 @@ class Saver:
             node=self.node, nodes=self.nodes, places=tuple(places), folder=self.folder, by_itself=by_itself,
         ).write_record()  # fmt: skip
         files = (path for path in Path(self.folder).rglob("*") if path.is_file())
-        self.needed = int(SPARE * sum(each.stat().st_size for each in files if not each.parent.name.startswith(BASE)))
+        self.needed = int(SPARE * sum(each.stat().st_size for each in files))
         if places and not by_itself:
             self._asked[self.number] = tag
         self.tell_writer()
@@ -432,7 +294,6 @@ class Saver:
 
         They are written later, but ``latest`` must not go back to them, nor the tag to one of them.
         """
-        self.finish_copy()
         if not self.is_first:
             return
         if list_late(self.job.list_saves()):
@@ -528,7 +389,6 @@ class Saver:
         Returns:
             True if every destination has its saves.
         """
-        self.finish_copy()
         seen, before = time.monotonic(), dict[str, list[str]]()
         end = seen + seconds
         while late := self._look_late():
@@ -577,7 +437,6 @@ class Saver:
         After a normal end the writer frees the memory if every destination has all saves; else the next run finds
         them there.
         """
-        self.finish_copy()
         if not self.is_first:
             return
         is_finished = not self.keeps_memory and getattr(sys, "last_value", None) is None and self.job.is_there()
@@ -597,13 +456,6 @@ class Saver:
             while is_locked(self.job) and time.monotonic() < end:
                 time.sleep(POLLED)
         self.job.disown()
-
-
-def forget_frozen() -> None:
-    """After a load, or another change: frozen parameters that have been saved need not be what they are now."""
-    for saver in list(_savers):
-        if saver.base is not None:
-            saver.base.forget()
 
 
 def keeps_folder(config: UniversalConfig, comm: Comm) -> bool:
@@ -638,12 +490,6 @@ def keep_memory() -> None:
     """Keep saves in memory after the normal end of this process: the job is started again and reads them there."""
     for saver in list_savers():
         saver.keeps_memory = True
-
-
-def wait_for_copies() -> None:
-    """Wait until what engines of this process save may be changed."""
-    for saver in list_savers():
-        saver.wait_for_copy()
 
 
 def finish_dead(root: str, settings: Mapping[str, Any]) -> None:

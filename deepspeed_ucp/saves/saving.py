@@ -10,18 +10,20 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from torch import is_tensor
+from torch.optim import Optimizer
+
 from ..comm import Comm, connect
 from ..config import SaveOptions, UniversalConfig
 from ..engine_state import find_state
 from ..errors import ConfigError, StorageError
 from ..io.memory import identify_host
 from ..io.paths import is_below, is_url
+from ..wrappers import find_live
 from ..writer import is_decoupled
-from .frozen import FrozenBase, choose_base
 from .memory import count_free, find_root, list_jobs, name_job
 from .neighbours import find_neighbours
 from .saver import ADVICE, SPARE, Saver, list_first
-from .states import count_saved
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -35,14 +37,12 @@ def save_into_memory(
     *,
     latest: bool,
     by_itself: bool = False,
-    frozen: bool = True,
 ) -> tuple[Any, bool]:
     """Save into memory, from where a process of its own writes to the places; collective.
 
     Args:
         write: DeepSpeed's own save, into a folder of tags, by which arguments.
         by_itself: no script has asked for it: it is not for ``save_dir``, and waits for nothing.
-        frozen: it is to have frozen parameters.
 
     Returns:
         What that has returned, and whether it has gone into memory. Where there is no room, and with tags and
@@ -55,14 +55,12 @@ def save_into_memory(
     """
     saver = _open_saver(engine, config)
     comm = connect(waits=False)  # training has brought all ranks here, as to DeepSpeed's own barriers
-    saver.finish_copy()
     saver.mapped.tidy()
     saver.choose_copied(comm)
     saver.number, saver.failed = saver.number + 1, ""
     saver.forget_lost(tag)
-    base = _choose_base(engine, saver, comm, wanted=frozen)
-    if saver.needed is None or (base is not None and base.is_new):
-        told = comm.each(lambda: (identify_host(), count_saved(engine)))
+    if saver.needed is None:
+        told = comm.each(lambda: (identify_host(), _count_saved(engine)))
         saver.needed = int(SPARE * sum(count for host, count in told if host == identify_host()))
 
     def begin(*, waits: bool = False) -> str:
@@ -73,7 +71,7 @@ def save_into_memory(
         saver.mapped.tidy(everything=True)  # memory that a rank has mapped is not free
         why = next(filter(None, connect().each(partial(begin, waits=not by_itself))), "")
     if not why:
-        saved, why = _write_quickly(engine, saver, base, write, comm)
+        saved, why = _write_quickly(engine, saver, write, comm)
     if why:
         saver.number -= 1
         saved = _write_slowly(saver, save_dir, tag, why, write, comm, by_itself=by_itself)
@@ -85,44 +83,20 @@ def save_into_memory(
         if saver.is_first:
             saver.job.drop_spare()
             saver.warn_late(step)
-            saver.end(save_dir, tag, step, base, latest=latest, by_itself=by_itself)
+            saver.end(save_dir, tag, step, latest=latest, by_itself=by_itself)
 
-    if saver.options.overlap:
-        saver.end_behind(end, save_dir, "" if by_itself else tag)
-    else:
-        comm.run(end)
-        saver.map_behind()
+    comm.run(end)
+    saver.mapped.settle()
     return saved, True
 
 
-def _choose_base(engine: Any, saver: Saver, comm: Comm, *, wanted: bool) -> FrozenBase | None:
-    """What has the frozen parameters of the save that is made; None where that has to have them; collective."""
-    if not wanted or saver.options.frozen == "always":
-        return None
-    if _is_plain(engine.checkpoint_engine):
-        base = choose_base(engine, saver.base, saver.job.folder, comm)
-    else:
-        base = f"a {type(engine.checkpoint_engine).__name__} writes its files"
-    if isinstance(base, str):
-        saver.tell_once(f'"frozen": "once": each save has all parameters, as {base}')
-        return None
-    return base
-
-
-def _write_quickly(
-    engine: Any, saver: Saver, base: FrozenBase | None, write: Callable[..., Any], comm: Comm
-) -> tuple[Any, str]:
-    """DeepSpeed's own save into memory, and why nothing has come of it, in words; collective."""
-    saver.note_stable(engine)
-    write_file = saver.write_file if base is None else partial(saver.write_split, base, engine)
-    with _write_by(engine.checkpoint_engine, write_file), _copy_by(saver.copy):
-        saved = write(saver.folder, **(base.arguments if base else {}))
-    answers = comm.each(lambda: (saver.failed, base.files if base else {}))
-    failed = next((failed for failed, _ in answers if failed), "")
+def _write_quickly(engine: Any, saver: Saver, write: Callable[..., Any], comm: Comm) -> tuple[Any, str]:
+    """Let DeepSpeed save into memory; return its result, and an error message or an empty string (collective)."""
+    with _write_by(engine.checkpoint_engine, saver.write_file), _copy_by(saver.copy):
+        saved = write(saver.folder)
+    failed = next(filter(None, comm.each(lambda: saver.failed)), "")
     if failed:
         comm.run(saver.drop)
-    if base is not None:
-        saver.change_base(base, None if failed else [files for _, files in answers])
     return saved, f"memory is full by now: {failed}. {ADVICE}" if failed else ""
 
 
@@ -194,7 +168,6 @@ def finish_saves(engine: Any, *, required: bool = False) -> None:
     saver = find_state(engine).saver
 
     def finish() -> None:
-        saver.finish_copy()
         if saver.is_first:
             saver.finish()
         if required and (missing := saver.list_missing()):
@@ -255,7 +228,7 @@ def foresee_saves(engine: Any, config: UniversalConfig) -> None:
     def look() -> tuple[str, int, int]:
         root = find_root(options.memory)
         left = sum(job.count_bytes() for job in list_jobs(root) if not job.is_owned())  # they are not there for ever
-        return identify_host(), count_saved(engine), count_free(root) + left
+        return identify_host(), _count_saved(engine), count_free(root) + left
 
     nodes = dict[str, tuple[int, int]]()
     for host, needed, free in comm.each(look):
@@ -270,3 +243,35 @@ def foresee_saves(engine: Any, config: UniversalConfig) -> None:
         wanted = (options.keep + 1) * needed * (1 + min(options.copies, len(nodes) - 1))
         few = "" if free >= wanted else "; older ones go before the next one is made"
         logger.info("%s%s", told, few)
+
+
+def _count_saved(engine: Any) -> int:
+    """Estimate the bytes of the tensors that a rank saves, with states that the first step creates."""
+    inner, masters, states = _list_states(engine)
+    model = _list_weights(engine) if engine.save_non_zero_checkpoint else []
+    kept = [param for param in engine.module.parameters() if not param.requires_grad]
+    model += [param.ds_tensor for param in kept if hasattr(param, "ds_tensor")]  # of ZeRO 3, by each rank
+    groups = getattr(inner, "param_groups", ())
+    later = max((len(group.get("betas", ())) or bool(group.get("momentum")) for group in groups), default=0)
+    unmade = [each for each in masters if not inner.state.get(each)] * later
+    return sum(int(each.numel() * each.element_size()) for each in [*masters, *states, *unmade, *model])
+
+
+def _list_states(engine: Any) -> tuple[Any, list[Any], list[Any]]:
+    """Return torch's optimizer, also from within a wrapper, the masters and the states; none of unknown kinds."""
+    optimizer, row = engine.optimizer, find_live(engine.optimizer)
+    inner = getattr(optimizer, "optimizer", optimizer)
+    if row is not None and row.masters:
+        groups = [each if isinstance(each, list) else [each] for each in getattr(optimizer, row.masters)]
+        masters = [each for group in groups for each in group]
+    elif isinstance(optimizer, Optimizer):
+        masters = [each for group in optimizer.param_groups for each in group["params"]]
+    else:
+        return inner, [], []
+    states = [each for state in inner.state.values() for each in dict(state).values()]
+    return inner, [*filter(is_tensor, masters)], [*filter(is_tensor, states)]
+
+
+def _list_weights(engine: Any) -> list[Any]:
+    """Return the model's parameters that saves contain: ZeRO 3 saves masters only."""
+    return [] if engine.zero_optimization_partition_weights() else list(engine.module.parameters())

@@ -27,7 +27,6 @@ from typing import Any, BinaryIO, cast
 
 from ..children import block
 from ..errors import DiskFullError, StorageError, UcpError, escape
-from ..io.pace import Pace
 from ..io.paths import is_url
 from ..io.store import set_storage_options
 from ..io.threads import map_threads
@@ -146,7 +145,6 @@ class SaveWriter:
         self.job, self.keep, self.wait = job, keep, wait
         self._written, self._is_finished = job.read_written(), False
         self._told = defaultdict[str, dict[str, str]](dict)  # by place that fails what was logged, by tag
-        self._paces = dict[str, Pace]()
         refused = ((save.number, place) for save in job.list_saves() for place in save.list_refused())
         self._refused = set(refused)  # numbers of saves and places whose fault no retry can mend
         self._busy = defaultdict[str, set[int]](set)  # by place the numbers of the saves that are written
@@ -317,7 +315,7 @@ class SaveWriter:
                     abort_uploads(place.folder, names)
             named = save.latest and not self._is_overtaken(save, place)
             is_late = partial(self._gives_way, save, place)
-            mark = write_save(replace(save, latest=named), place, self.wait, self._find_pace(place), is_late)
+            mark = write_save(replace(save, latest=named), place, self.wait, is_late)
             with self._lock:
                 save.note_done(place, mark)
             if save.node == 0:  # what the others have written is no whole save yet
@@ -350,10 +348,6 @@ class SaveWriter:
             return False
         newer = [other for other in self.job.list_saves() if other.number > save.number]
         return any(place.folder == each.folder for other in newer for each in other.list_pending())
-
-    def _find_pace(self, place: Destination) -> Pace:
-        rate = None if place.limit_mb_s is None else place.limit_mb_s * (1 << 20)
-        return self._paces.setdefault(place.folder, Pace(rate))
 
     def _note_written(self, save: Snapshot, place: Destination, mark: str) -> None:
         end_save(save, place)

@@ -102,10 +102,6 @@ class Builder:
             self.records.append(Record(file, record.offset, record.nbytes, record.crc))
         return found
 
-    def _find_record(self, header: FileHeader, piece: Piece) -> int:
-        """Number of the record that holds a piece, which a header tells of."""
-        return self.record(self.save.bases[piece.home] if piece.home else header, piece.record)
-
     def number_records(self, batch: FileBatch, piece: int) -> int:
         """Number of the first file's record with a piece; those of the batch's other files follow."""
         first = batch.template.firsts[piece]
@@ -167,7 +163,7 @@ class Builder:
         if piece.fault:
             self.note_unreadable(rank, (cut.name for cut in cuts), state, piece.fault)
             return
-        record = self._find_record(header, piece) if any(cut.numel for cut in cuts) else -1
+        record = self.record(header, piece.record) if any(cut.numel for cut in cuts) else -1
         offset, itemsize = piece.offset, ITEMSIZE[piece.dtype]
         shapes = rank.shapes if shapes is None else shapes
         for cut in cuts:
@@ -245,7 +241,7 @@ class Builder:
 
     def add_repeated(self, rank: SavedRank, state: str, cuts: Sequence[Cut], header: FileHeader, piece: Piece) -> None:
         """Add parts of a flat buffer that other ranks' files hold as well; arguments as of :meth:`add_cuts`."""
-        record, itemsize = self._find_record(header, piece), ITEMSIZE[piece.dtype]
+        record, itemsize = self.record(header, piece.record), ITEMSIZE[piece.dtype]
         for cut in cuts:
             fragment = Fragment(cut.start, cut.numel, record, piece.offset + cut.offset * itemsize)
             tp_shard, _ = rank.find_tp_shard(cut.name, self.tp)

@@ -44,12 +44,6 @@ SEAL = "ucp_seal.json"
 PUBLISHED = "ucp_published.json"
 """File of a tag that names the folder below it with the tag's files (:func:`resolve_published`)."""
 
-FROZEN = "ucp_frozen.json"
-"""File of a tag that names the folder beside it where the frozen parameters lie (:mod:`.frozen`)."""
-
-BASE = "ucp_frozen-"
-"""What the name of such a folder begins with."""
-
 _POINTER_BYTES = 1 << 12
 """Size limit of ``ucp_published.json``."""
 
@@ -126,12 +120,8 @@ def list_entries(folder: str) -> dict[str, Entry]:
     found = {
         name: entry
         for name, entry in entries.items()
-        if entry.is_folder or _STATES.fullmatch(name) or name in (MANIFEST, SEAL, FROZEN, PUBLISHED)
+        if entry.is_folder or _STATES.fullmatch(name) or name in (MANIFEST, SEAL, PUBLISHED)
     }
-    if FROZEN in found:
-        from .frozen import list_base  # what checks its form takes long to import
-
-        found |= list_base(folder)
     if OFFLOADED in found and found[OFFLOADED].is_folder:
         found |= _list_swaps(folder)
     if not any(_STATES.fullmatch(name) for name in found) and not holds_atoms(found):
@@ -222,17 +212,6 @@ def read_swap_name(name: str) -> SwapName | None:
     """
     match = _SWAP.fullmatch(name)
     return SwapName(int(match[1]), match[2] or "", int(match[3]), int(match[4])) if match else None
-
-
-def name_base_file(name: str) -> str:
-    """Of the file with the frozen parameters that a file of model states leaves out."""
-    return name.replace("model_states", "frozen_states")
-
-
-def find_state_name(name: str) -> str:
-    """Of a file of frozen parameters the model states that they are of, by the name there; else the name itself."""
-    folder, _, own = name.rpartition("/")
-    return own.replace("frozen_states", "model_states") if folder.startswith(f"../{BASE}") else name
 
 
 def list_sizes(folder: str) -> dict[str, int]:

@@ -13,7 +13,7 @@ from ..errors import CheckpointError, UnsupportedError, shorten
 from ..io.distance import choose_map
 from ..io.paths import join_path
 from .compare import find_foreign_files, find_late_files
-from .files import FROZEN, SEAL, Listing, find_state_name, read_model_rank, sort_files, strip_writer
+from .files import SEAL, Listing, read_model_rank, sort_files, strip_writer
 from .findings import COPY, WARNING, Finding, from_failure, make_error
 from .headers import FileHeader
 from .identify import Look, SaveFiles, explain_none, identify_save
@@ -25,7 +25,7 @@ from .swapped import add_swapped
 from .table import FileTable
 
 if TYPE_CHECKING:  # it brings pydantic
-    from .frozen import Reference
+    pass
 
 _OVERWRITTEN = (
     " DeepSpeed's fast writer cuts no file short that it writes over: a save into a tag that was there already may "
@@ -54,40 +54,16 @@ def gather_save(where: FileTable, comm: Comm) -> tuple[Save | None, list[Finding
     files = _identify(looks, listing, comm)
     if not files.first:
         return None, files.faults
-    reference, findings = _find_reference(where, comm), list(files.faults)
-    if isinstance(reference, Finding):
-        findings, reference = [*findings, reference], None
-    beside = list(reference.names) if reference else []
-    told, unread = _read_rest(looks, listing, replace(files, expected=[*files.expected, *beside]), comm)
-    headers = [header for header in told if header.name not in beside]
-    save, bases = arrange(listing, headers), [header for header in told if header.name in beside]
+    findings = list(files.faults)
+    headers, unread = _read_rest(looks, listing, files, comm)
+    save = arrange(listing, headers)
     missing = _find_missing(listing, files, _describe_holders(where, comm))
     for more in (unread, missing, find_foreign_files(save), _find_foreign_variants(where, save, comm)):
         findings += keep_new(more, findings)
-    if reference is not None:
-        from .frozen import add_base, compare_base
-
-        findings += keep_new(compare_base(where.folder, reference, bases), findings)
-        add_base(save, bases)
     if make_error(findings) is None:
         findings += add_swapped(save)
-    findings += _find_left(listing, {SEAL, FROZEN, *beside, *files.expected, *(header.name for header in save.headers)})
+    findings += _find_left(listing, {SEAL, *files.expected, *(header.name for header in save.headers)})
     return save, findings + (_find_late(where, headers) if comm.rank == 0 else [])
-
-
-def _find_reference(where: FileTable, comm: Comm) -> Reference | Finding | None:
-    """What a tag tells of frozen parameters beside it, or why that cannot be read; collective."""
-    if FROZEN not in where.entries:
-        return None
-    from .frozen import read_reference
-
-    def read() -> Reference | Finding | None:
-        try:
-            return read_reference(where.find(FROZEN)[0])
-        except CheckpointError as error:
-            return from_failure("seal", FROZEN, error)
-
-    return where.once(FROZEN, read, comm)
 
 
 def keep_new(more: Iterable[Finding], findings: Sequence[Finding]) -> list[Finding]:
@@ -161,7 +137,7 @@ def _read_rest(looks: _Looks, listing: Listing, files: SaveFiles, comm: Comm) ->
         del looks[name]  # of thousands the short form is kept alone
         if isinstance(look, Finding):
             return look
-        return codec.encode(_slim(look, first[0], repeats=find_state_name(name) in further))
+        return codec.encode(_slim(look, first[0], repeats=name in further))
 
     told = looks.where.share(names, read, comm, choose_map(listing.folder), first=1)
     headers = [codec.decode(look) for look in told if not isinstance(look, Finding)]

@@ -20,8 +20,7 @@ Placement = tuple[tuple[int, ...], ...]
 class Piece:
     """A contiguous tensor in a file: its record, byte offset inside it, shape and dtype.
 
-    ``fault`` says why its bytes cannot be cut (a permuted memory format, an unknown dtype), if they cannot. ``home`` is
-    the file where it lies, if that is another one than the header's: one of a base (:mod:`.frozen`).
+    ``fault`` says why its bytes cannot be cut (a permuted memory format, an unknown dtype), if they cannot.
     """
 
     record: FileRecord
@@ -29,11 +28,10 @@ class Piece:
     shape: Shape
     dtype: str
     fault: str = ""
-    home: str = ""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """There are a hundred thousand and more, which dataclasses with slots would restore field by field."""
-        return Piece, (self.record, self.offset, self.shape, self.dtype, self.fault, self.home)
+        return Piece, (self.record, self.offset, self.shape, self.dtype, self.fault)
 
     @property
     def numel(self) -> int:
@@ -53,7 +51,7 @@ class Piece:
     def narrow(self, start: int, numel: int) -> Piece:
         """Elements [start, start + numel) of the flattened tensor."""
         offset = self.offset + start * ITEMSIZE[self.dtype]
-        return Piece(self.record, offset, (numel,), self.dtype, self.fault, self.home)
+        return Piece(self.record, offset, (numel,), self.dtype, self.fault)
 
 
 @dataclass(frozen=True, slots=True)

@@ -263,7 +263,7 @@ def drop_ties(tensors: Mapping[str, Piece], aliases: dict[str, str]) -> Iterable
     for name, piece in tensors.items():
         if name in aliases:
             continue
-        first = seen.setdefault((piece.home, piece.record, piece.offset, piece.shape), name) if piece.numel else name
+        first = seen.setdefault((piece.record, piece.offset, piece.shape), name) if piece.numel else name
         if first != name:
             aliases[name] = first
         else:

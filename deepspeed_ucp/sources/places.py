@@ -28,9 +28,7 @@ from ..io.read import sum_range
 from ..io.store import note_listed, open_stored
 from ..torchsave.records import sum_directory
 from .files import (
-    FROZEN,
     SEAL,
-    find_state_name,
     list_entries,
     read_model_rank,
     read_optim_ranks,
@@ -127,7 +125,7 @@ def list_by_host(table: FileTable) -> dict[str, list[str]]:
     held: dict[str, set[str]] = defaultdict(set)
     for view in table.views:
         names = (name for place in view.places for name in place)
-        held[view.host] |= {name for name in names if name not in (SEAL, FROZEN) and table.entries[name].size >= 0}
+        held[view.host] |= {name for name in names if name != SEAL and table.entries[name].size >= 0}
     return {host: sorted(names) for host, names in sorted(held.items())}
 
 
@@ -381,4 +379,4 @@ class _Union:
 
 def is_written_by_each_node(name: str) -> bool:
     """Whether with ``use_node_local_storage`` each node has a file of that name, with what its own first rank tells."""
-    return read_model_rank(find_state_name(name)) is not None or name in (SEAL, FROZEN)
+    return read_model_rank(name) is not None or name == SEAL

@@ -33,7 +33,7 @@ from ..torchsave.torchfile import TorchFile, read_header
 from ..wrappers import STAGE, Form, Wrapper, find_saved
 from .autoep import read_folding, read_placements
 from .compare import read_marks
-from .files import find_state_name, holds_state_dict, is_state_file, strip_writer
+from .files import holds_state_dict, is_state_file, strip_writer
 from .headers import FileHeader, ModelHeader, OptimHeader, Piece, TensorStates, Unread
 from .hints import read_hints
 
@@ -195,7 +195,7 @@ class HeaderReader:
         self.file = file
 
     def read(self, name: str) -> FileHeader:
-        tree, role = self.file.tree, find_state_name(name)
+        tree, role = self.file.tree, name
         folding = self.read_field(tree, "folding", read_folding)
         checked = not self.file.records.unchecked
         named = list_globals(self.file)

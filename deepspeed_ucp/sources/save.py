@@ -46,7 +46,6 @@ class Save:
     expert_optims: dict[tuple[int, int], FileHeader] = field(default_factory=dict)
     expert_tp_shards: int = 1
     swaps: dict[tuple[str, int], dict[str, FileHeader]] = field(default_factory=dict)
-    bases: dict[str, FileHeader] = field(default_factory=dict)
 
     @property
     def main(self) -> FileHeader:
@@ -60,11 +59,11 @@ class Save:
 
     @property
     def headers(self) -> list[FileHeader]:
-        """All headers: model states, optimizer states, layers, experts, swap files, what lies beside the tag."""
+        """All headers: model states, optimizer states, layers, experts, swap files."""
         layers, swaps = (held.values() for held in self.layers), (held.values() for held in self.swaps.values())
         files = [*chain(*self.models), *chain(*self.shards), *chain(*layers)]
         files += [*self.experts.values(), *self.expert_optims.values(), *chain(*swaps)]
-        return [*files, *self.bases.values()]
+        return files
 
     @property
     def experts_over_tp(self) -> bool:

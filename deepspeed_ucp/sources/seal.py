@@ -14,7 +14,7 @@ from ..errors import CheckpointError
 from ..io.jsonfile import parse_json, read_bounded
 from ..io.paths import join_path
 from ..io.store import remove, write_small
-from .files import BASE, FROZEN, SEAL
+from .files import SEAL
 from .findings import Finding, from_failure
 from .headers import FileHeader
 
@@ -129,16 +129,8 @@ def compare_seal(folder: str, headers: Sequence[FileHeader]) -> tuple[list[Findi
     except CheckpointError as error:
         return [from_failure("seal", SEAL, error)], {}
     faults = [compare_file(folder, header.name, header.size, header.crc, seal) for header in headers]
-    if lost := [name for name in seal.files if name.startswith(f"../{BASE}")]:
-        known = {header.name for header in headers}
-        faults += [_explain_lost(folder, name) for name in lost if name not in known]
     sums = {header.name: seal.files[header.name].crc for header in headers if header.swap and header.name in seal.files}
     return [fault for fault in faults if fault], sums
-
-
-def _explain_lost(folder: str, name: str) -> Finding:
-    text = f"{folder}/{FROZEN} does not name {name}, which {SEAL} has: it holds frozen parameters of this tag."
-    return Finding("seal", FROZEN, f"{text} Put the right file back.")
 
 
 def compare_file(folder: str, name: str, size: int, crc: int | None, seal: Seal) -> Finding | None:

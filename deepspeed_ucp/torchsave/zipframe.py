@@ -271,76 +271,56 @@ def _write_record(file: BinaryIO, entry: _Entry, stream: Stream, path: str) -> i
 
 
 class RecordWriter:
-    """Writes a ``torch.save`` file record by record, over what a file holds already; not made durable.
+    """Writes a ``torch.save`` file record by record into an open file; does not make it durable.
 
-    What ``torch.serialization`` writes into, in the place of its own writer: each byte is read once, for its copy and
-    its checksum. Records have their places before their bytes, which may come in any order.
+    ``torch.serialization`` can write into it instead of its own writer. Each byte is read once, for its copy and its
+    checksum.
 
     Args:
-        fd: of a file that may be written; whoever made it longer cuts it to what :meth:`lay_out` tells.
+        fd: of a file open for writing; the caller truncates it to the size that :meth:`close` returns.
         memory: the file's first bytes, mapped: these are written there.
     """
 
     def __init__(self, fd: int, memory: NDArray[np.uint8] | None = None, *, root: str = ROOT) -> None:
         self._fd, self._root, self._offset = fd, root, 0
         self._memory = np.empty(0, np.uint8) if memory is None else memory
-        self._entries, self._starts, self._crcs = list[_Entry](), list[int](), list[int]()
+        self._entries, self._crcs = list[_Entry](), list[int]()
 
     def write_record(self, name: str, data: bytes | memoryview, nbytes: int) -> None:
         """Write a record of ``nbytes`` bytes.
 
         Raises:
-            OSError: as the system tells it.
+            OSError: the file cannot be written.
         """
-        self.fill_record(self.reserve_record(name, nbytes), [memoryview(data).cast("B")[:nbytes]])
+        self.write_pieces(name, [memoryview(data).cast("B")[:nbytes]], nbytes)
 
-    def reserve_record(self, name: str, nbytes: int) -> int:
-        """Give the next record its place; its number, for :meth:`fill_record`.
+    def write_pieces(self, name: str, pieces: Iterable[memoryview], nbytes: int) -> None:
+        """Write a record of ``nbytes`` bytes piece by piece.
 
         Raises:
-            OSError: as the system tells it.
+            CheckpointError: the pieces have another total size.
+            OSError: the file cannot be written.
         """
-        entry = _Entry(f"{self._root}/{name}", self._offset, nbytes)
-        start = self._put(entry.local(ALIGNMENT), self._offset)
-        self._offset = start + nbytes + len(entry.describe(0))
-        self._entries.append(entry)
-        self._starts.append(start)
-        self._crcs.append(0)
-        return len(self._entries) - 1
-
-    def fill_record(self, number: int, pieces: Iterable[memoryview]) -> None:
-        """Write a record's bytes; several threads may fill different ones.
-
-        Raises:
-            CheckpointError: they are not as many as it was to have.
-            OSError: as the system tells it.
-        """
-        entry, crc, offset = self._entries[number], 0, self._starts[number]
+        entry, crc = _Entry(f"{self._root}/{name}", self._offset, nbytes), 0
+        offset = start = self._put(entry.local(ALIGNMENT), self._offset)
         for view in pieces:
             for low in range(0, view.nbytes, _PIECE):
                 piece = view[low : low + _PIECE]
                 crc = isal_zlib.crc32(piece, crc)
                 offset = self._put(piece, offset)
-        if offset != self._starts[number] + entry.nbytes:
-            raise CheckpointError(f"record {entry.name} was to have {entry.nbytes} bytes, others came.")
-        self._put(entry.describe(crc), offset)
-        self._crcs[number] = crc
-
-    def lay_out(self) -> int:
-        """Write what follows the records, as far as it is known while they are filled; bytes of the whole file.
-
-        Raises:
-            OSError: as the system tells it.
-        """
-        self.write_record(VERSION, b"3\n", 2)
-        return self.close()
+        if offset != start + nbytes:
+            raise CheckpointError(f"record {entry.name} has {offset - start} bytes instead of {nbytes}.")
+        self._offset = self._put(entry.describe(crc), offset)
+        self._entries.append(entry)
+        self._crcs.append(crc)
 
     def close(self) -> int:
-        """Write what makes the records a file, when it is laid out and they are filled; its size in bytes.
+        """Write the version record and the directory; return the size of the file in bytes.
 
         Raises:
-            OSError: as the system tells it.
+            OSError: the file cannot be written.
         """
+        self.write_record(VERSION, b"3\n", 2)
         return self._put(_close(self._entries, self._crcs, self._offset), self._offset)
 
     def _put(self, data: bytes | memoryview, offset: int) -> int:

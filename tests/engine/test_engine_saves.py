@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +29,6 @@ def name_case(row: Row) -> str:
     return str(row[0])
 
 
-def name_row(row: Row) -> str:
-    return f"{row[1]}-{'overlap' if row[0] else 'at-once'}"
-
-
 def saving(case: Case, memory: Path, **options: Any) -> dict[str, Any]:
     save = {"memory": str(memory), "wait_s": 60, **options}
     return case.but(config={"checkpoint": {"universal": {"save": save}}}).ds_config
@@ -55,40 +50,16 @@ def check_files(folder: Path, count: int) -> None:
     assert [name for name in differing if os.path.basename(name) != "ucp_seal.json"] == []
 
 
-@pytest.mark.parametrize("case", params([*OTHER_SIZES, (Case(0, 1),)], [(case,) for case in CASES], name_case))
-def test_what_is_copied_behind_training_is_of_the_step_that_was_saved(
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_saves_at_step_0_in_the_midst_of_a_step_and_twice_under_one_tag(
     case: Case, tmp_path: Path, ucp_worlds: WorldPool
 ) -> None:
-    """The next step waits for it; what a forward pass changes is copied at once."""
-    config = saving(case, tmp_path / "memory", overlap=True)
-    folders = str(tmp_path / "saved"), str(tmp_path / "own")
-    counts = ucp_worlds.get(case.dp).run(engine_saves.save_overlapped, config, *folders, 2)
-    for at_once, then in counts[0]:
-        assert at_once == 0 < then
-    check_files(tmp_path, 2)
-
-
-@pytest.mark.parametrize(
-    ("overlap", "case"),
-    params([(bool(at % 2), case) for at, case in enumerate(CASES)], product([False, True], CASES), name_row),
-)
-def test_saves_at_step_0_in_the_midst_of_a_step_and_twice_under_one_tag(
-    overlap: bool, case: Case, tmp_path: Path, ucp_worlds: WorldPool
-) -> None:
-    config = {**saving(case, tmp_path / "memory", overlap=overlap), "gradient_accumulation_steps": 2}
+    config = {**saving(case, tmp_path / "memory"), "gradient_accumulation_steps": 2}
     folders = str(tmp_path / "saved"), str(tmp_path / "own")
     ucp_worlds.get(case.dp).run(engine_saves.save_at_odd_times, config, *folders)
     check_files(tmp_path, 2)
     assert {path.name for path in (tmp_path / "saved").glob("*/")} == {"global_step0", "twice"}
     assert (tmp_path / "saved" / "latest").read_text() == "twice"
-
-
-def test_what_is_written_to_while_it_is_copied_is_not_saved(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """And says so, on the rank that has seen it."""
-    config = saving(Case(1, 2, "bf16"), tmp_path / "memory", overlap=True)
-    for warned in ucp_worlds.get(2).run(engine_saves.save_what_is_changed, config, str(tmp_path / "saved")):
-        assert "weights were written to between it and the next step" in warned
-    assert [path.name for path in (tmp_path / "saved").glob("global_step*")] == ["global_step2"]
 
 
 @pytest.mark.parametrize("target", [Case(1, 2, "bf16"), Case(3, 3)], ids=str)
@@ -121,7 +92,7 @@ def test_weights_that_are_saved_beside_a_pending_save_are_there(
 ) -> None:
     """`save_16bit_model` tells the writer of checkpoints that a save begins and ends."""
     zero = {"stage3_gather_16bit_weights_on_model_save": True} if case.stage == 3 else {}
-    config = saving(case.but(zero=zero), tmp_path / "memory", overlap=True)
+    config = saving(case.but(zero=zero), tmp_path / "memory")
     for differing in ucp_worlds.get(2).run(engine_saves.save_weights_too, config, str(tmp_path / "saved")):
         assert differing == []
     assert (tmp_path / "saved" / "latest").read_text() == "global_step1"
@@ -199,7 +170,7 @@ def test_a_lost_node_is_no_loss(lost: int, tmp_path: Path, ucp_worlds: WorldPool
 def test_of_three_nodes_one_may_be_lost(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """Two that stand next to each other are more than one copy makes up for: the folder has the save."""
     folder, memory, variable = str(tmp_path / "saved"), tmp_path / "memory", Path("$NODE_MEMORY")
-    saver, loader = saving(Case(3, 3), variable, copies=1, overlap=True), saving(Case(1, 2), variable)
+    saver, loader = saving(Case(3, 3), variable, copies=1), saving(Case(1, 2), variable)
     saved = ucp_worlds.get(3).run(engine_saves.on_nodes, engine_saves.save_each, str(memory), saver, folder, 2)
     shutil.rmtree(memory / "node1")
     (memory / "node2").rename(memory / "node1")

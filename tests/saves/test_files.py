@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from deepspeed_ucp.saves import files
-from deepspeed_ucp.saves.files import MappedFiles, Stable, save_over
+from deepspeed_ucp.saves.files import MappedFiles, save_over
 
 
 def make_state(numel: int = 100_000) -> dict[str, Any]:
@@ -41,14 +41,14 @@ def check(path: Path, state: dict[str, Any]) -> None:
 def test_a_file_is_written_over_by_its_mapping(shared: Path) -> None:
     """Longer ones too, whose end is not mapped, and shorter ones."""
     mapped, path = MappedFiles(wanted=True), shared / "state.pt"
-    assert save_over(make_state(), str(path), Stable(), mapped) is None
+    save_over(make_state(), str(path), mapped)
     mapped.settle()
     with open(path) as file:
         assert mapped.find(file.fileno()) is not None
     for numel in (100_000, 150_000, 30_000):
         state = make_state(numel)
         with mock.patch.object(os, "pwrite", side_effect=os.pwrite) as written:
-            assert save_over(state, str(path), Stable(), mapped) is None
+            save_over(state, str(path), mapped)
         assert (written.call_count == 0) == (numel != 150_000)
         check(path, state)
     mapped.tidy(everything=True)
@@ -63,39 +63,12 @@ def test_memory_of_files_that_have_lost_their_names_goes_back(shared: Path) -> N
         told = [*opened, *Path("/proc/self/maps").read_text().splitlines()]
         return [each for each in told if str(path) in each]
 
-    save_over(make_state(), str(path), Stable(), mapped)
+    save_over(make_state(), str(path), mapped)
     mapped.settle()
     path.unlink()
     assert list_held()
     mapped.tidy()
     assert list_held() == []
-
-
-def test_what_is_stable_is_left_and_copied_when_it_is_asked_for(tmp_path: Path) -> None:
-    state, path = make_state(), tmp_path / "state.pt"
-    left = save_over(state, str(path), Stable([state["weights"]]), MappedFiles(wanted=False))
-    assert left is not None
-    assert path.stat().st_blocks * 512 >= path.stat().st_size > state["weights"].nbytes  # it has its room
-    state["other"].zero_()  # has been copied
-    left.copy_left()
-    state["other"].fill_(1)
-    check(path, state)
-
-
-def test_what_shares_memory_with_what_changes_is_not_stable() -> None:
-    weights = torch.zeros(100_000)
-    assert weights.untyped_storage() in Stable([weights])
-    assert weights.untyped_storage() not in Stable([weights], [weights[3:]])
-    assert torch.zeros(100_000).untyped_storage() not in Stable([weights])
-
-
-def test_what_autograd_counts_as_written_to_is_seen() -> None:
-    weights = torch.zeros(10)
-    stable = Stable([weights])
-    weights[3:].sum()
-    assert stable.is_unchanged()
-    weights[3:].add_(1)
-    assert not stable.is_unchanged()
 
 
 def test_storages_of_devices_are_left_to_us(tmp_path: Path) -> None:
@@ -105,12 +78,12 @@ def test_storages_of_devices_are_left_to_us(tmp_path: Path) -> None:
         mock.patch.object(torch.cuda, "is_available", return_value=True),
         mock.patch.object(files, "_read_pieces", side_effect=files._read_pieces) as read_pieces,
     ):
-        assert save_over(state, str(path), Stable(), MappedFiles(wanted=False)) is None
+        save_over(state, str(path), MappedFiles(wanted=False))
     assert [call.args[0].nbytes() for call in read_pieces.call_args_list] == [400_000, 14]
     check(path, state)
     quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)  # more than a storage and a shape
     with mock.patch.object(torch.cuda, "is_available", return_value=True):
-        assert save_over({"q": quantized, **state}, str(path), Stable(), MappedFiles(wanted=False)) is None
+        save_over({"q": quantized, **state}, str(path), MappedFiles(wanted=False))
     found = torch.load(path, weights_only=False)
     assert torch.equal(found["weights"], state["weights"])
     assert torch.equal(found["q"].dequantize(), quantized.dequantize())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import logging
 import os
@@ -233,16 +232,6 @@ def test_memory_that_is_removed_while_the_job_lives_stops_no_training(
     assert caplog.text.count("removed while the job lives") == 1
 
 
-def test_a_job_whose_end_waits_for_nothing_saves_behind_training(engine: FakeEngine, tmp_path: Path) -> None:
-    config = UniversalConfig(save=SaveOptions(memory=str(tmp_path / "memory"), wait_s=0.0, overlap=True))
-    with mock.patch.object(savers, "start_writer", side_effect=OSError("no process")):
-        save_into_memory(engine, config, str(tmp_path / "place"), TAG, lambda _: None, latest=True)
-        saver = find_state(engine).saver
-        saver.finish_copy()
-    assert [each.tag for each in saver.job.list_saves()] == [TAG]
-    saver.job.remove()
-
-
 def test_folders_may_lie_at_home_and_name_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NVME", str(tmp_path / "nvme"))
@@ -431,19 +420,6 @@ def test_one_rank_of_a_folder_of_memory_keeps_it(tmp_path: Path) -> None:
     assert savers.list_first(config, comm) == [0, 0]
     comm.others = tmp_path / "container"
     assert savers.list_first(config, comm) == [0, 1]
-
-
-def test_what_is_left_of_a_save_that_cannot_be_copied_is_let_go(job: Job, tmp_path: Path) -> None:
-    """The next save has nothing to do with it."""
-    config = UniversalConfig(save=SaveOptions(memory=str(tmp_path / "memory"), wait_s=0.0))
-    saver, (first, second) = savers.Saver(config, job.name, 0, [0]), (mock.Mock(), mock.Mock())
-    saver._left += [first, second]
-    second.copy_left.side_effect = OSError(errno.ENOSPC, "No space left on device")
-    end = mock.Mock()
-    saver.end_behind(end, str(tmp_path / "place"), "best")
-    saver.finish_copy()
-    assert first.abandon.called and not (first.copy_left.called or end.called or saver._left)
-    assert "No space left" in saver.list_missing()["best"]
 
 
 def test_only_the_rank_that_keeps_the_folder_starts_a_writer(job: Job, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -16,13 +15,12 @@ from unittest import mock
 import pytest
 
 from deepspeed_ucp.io import remote, retry
-from deepspeed_ucp.io.store import list_tree, read_small, remove, write_small
+from deepspeed_ucp.io.store import list_tree, read_small, write_small
 from deepspeed_ucp.saves import places
 from deepspeed_ucp.saves.memory import Destination, Job, Snapshot
 from deepspeed_ucp.saves.writer import is_locked, start_writer
 from deepspeed_ucp.sources.files import resolve_published
 from tests.saves.saving import SETTINGS, TAG, find_writer, is_whole, make_save, write
-from tests.saves.test_frozen import make_frozen
 from tests.stores.server import BUCKET, Server, fail_first
 from tests.support.crash import run_child
 from tests.support.until import wait_until
@@ -258,21 +256,3 @@ def test_a_part_of_an_earlier_save_is_none_of_this_one(job: Job, tmp_path: Path)
         assert write(other)
     assert write(job)
     assert is_whole(f"{url}/{TAG}") and not any(".ucp-written" in name for name in list_tree(url))
-
-
-@pytest.mark.usefixtures("server")
-def test_frozen_parameters_are_uploaded_once(job: Job) -> None:
-    url = f"s3://{BUCKET}/frozen"
-    made = make_frozen(job, url, "1")
-    assert write(job)
-    (base,) = made.list_base()
-    first = list_tree(url)[base]
-    make_frozen(job, url, "2")
-    with mock.patch.object(places, "put_file", side_effect=places.put_file) as put:
-        assert write(job)
-    assert not [call for call in put.call_args_list if "ucp_frozen-" in call.args[1]]
-    assert list_tree(url)[base] == first
-    shutil.rmtree(job.folder)
-    assert is_whole(f"{url}/1") and is_whole(f"{url}/2")
-    remove(f"{url}/{base}")
-    assert not is_whole(f"{url}/2")

@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_ucp.comm import Comm
-from deepspeed_ucp.io.pace import Pace
 from deepspeed_ucp.io.store import list_tree, read_small, write_small
 from deepspeed_ucp.saves import places
 from deepspeed_ucp.saves.memory import Destination, Job, Snapshot
@@ -76,7 +75,7 @@ class Bench:
         place = replace(save.places[0], folder=self.place)
         for _ in range(1 if save.nodes == 1 else 100):  # nodes wait for each other
             try:
-                places.write_save(save, place, 0.0, Pace(None))
+                places.write_save(save, place, 0.0)
                 self.reported[name] = len(self.published)
                 places.end_save(save, place)
                 return DONE

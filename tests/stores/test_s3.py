@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,6 @@ from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.convert import convert_checkpoint
 from deepspeed_ucp.errors import CheckpointError, ConfigError, StorageError
 from deepspeed_ucp.io import presign, ranged, remote, retry, store, urls
-from deepspeed_ucp.io.pace import Pace, keep_pace
-from deepspeed_ucp.io.threads import map_threads
 from deepspeed_ucp.load.tags import find_tag
 from deepspeed_ucp.load.transfer import Transfer
 from deepspeed_ucp.sources import open_checkpoint
@@ -439,21 +436,6 @@ def test_a_store_without_conditions_is_written_to_all_the_same(server: Server) -
     with server.failing(refuse):
         assert store.exchange_small(url, b"1", None) and store.exchange_small(url, b"2", b"1")
         assert not store.exchange_small(url, b"3", b"1") and store.read_small(url) == b"2"
-
-
-def test_uploads_keep_to_a_pace(server: Server, tmp_path: Path) -> None:
-    """In parts and as wholes, all together."""
-    path = tmp_path / "file"
-    path.write_bytes(bytes(20 << 20))
-    pace, begin = Pace(40 << 20), time.monotonic()
-
-    def put(number: int) -> None:
-        with keep_pace(pace):
-            urls.put_file(str(path), f"s3://{BUCKET}/paced{number}")
-
-    map_threads(put, range(2), 2)
-    assert time.monotonic() - begin >= 1
-    assert store.exists(f"s3://{BUCKET}/paced1")
 
 
 def test_what_is_asked_is_counted(server: Server) -> None:

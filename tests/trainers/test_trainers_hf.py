@@ -460,7 +460,7 @@ def test_to_another_precision(tmp_path: Path, ucp_worlds: WorldPool) -> None:
 @pytest.mark.skipif(not V5, reason="with transformers 4 a save is written when it returns")
 def test_the_last_whole_checkpoint_stays_while_newer_ones_are_written(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """Training does not wait; then the limit holds, and the next run goes on from files that are there."""
-    save = {"memory": str(tmp_path / "memory"), "wait_s": 60, "overlap": True}
+    save = {"memory": str(tmp_path / "memory"), "wait_s": 60}
     out, config = str(tmp_path / "out"), make_config(1, {"save": save})
     options = {"per_device_train_batch_size": 4, "save_total_limit": 1, **SAVES}
     run = ucp_worlds.get(2).run(trainers_hf.train, out, config, held=(4, 6), max_steps=8, **options)

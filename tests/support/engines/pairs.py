@@ -12,7 +12,7 @@ import deepspeed
 import torch
 
 from deepspeed_ucp.engine_state import find_state
-from deepspeed_ucp.testing.capture import CapturedEngine, capture
+from deepspeed_ucp.testing.capture import capture
 from deepspeed_ucp.testing.compare import compare
 from deepspeed_ucp.testing.ranks import train as train_steps
 from tests.support.engines import autoep as engine_autoep
@@ -26,7 +26,7 @@ from tests.support.engines.models import MODELS
 from tests.support.engines.nvme import Kind as OnNvme
 from tests.support.engines.parallel import Launch
 from tests.support.engines.ranks import tell, uninstalled
-from tests.support.engines.saves import close_saver, hold_copies, save_held
+from tests.support.engines.saves import close_saver
 
 Training = Callable[[int, str], Generator[Any, None, None]]
 """By seed and folder of swap files: yields the engine, then the loss of each step."""
@@ -40,10 +40,6 @@ class Kind:
         source, target: what makes and trains it, and one in another topology.
         hold: what an engine holds on this rank, or of the whole model.
         differ: in what the whole model of the target's ranks differs from that of the source's.
-        frozen: it has frozen parameters.
-        leaves: of a save that overlaps with training something is left when it returns.
-        is_exact: DeepSpeed's own load brings back everything.
-        needs_all: it loads only where frozen parameters are in the tag.
     """
 
     source: Training
@@ -52,10 +48,6 @@ class Kind:
     differ: Callable[[Sequence[Any], Sequence[Any]], list[str]] = lambda saved, loaded: [
         line for each in loaded for line in compare(saved[0], each)[1]
     ]
-    frozen: bool = True
-    leaves: bool = True
-    is_exact: bool = True
-    needs_all: bool = False
 
 
 def of_case(case: Case, **options: Any) -> Training:
@@ -144,80 +136,44 @@ KINDS = {
         of_experts(Spread(2, 1, "fp32", (1, 2))),
         engine_experts.read_states,
         _differ_states,
-        frozen=False,
     ),
     "offload": Kind(of_case(Case(2, 2, zero=OFFLOAD)), of_case(Case(3, 2))),
-    "nvme": Kind(on_nvme(OnNvme(2, optimizer="nvme", frozen=True)), on_nvme(OnNvme(2, 1, frozen=True)), is_exact=False),
-    "autotp": of_launches(
-        "even", Launch(2, pipeline=False, world=2), Launch(1, stage=3, pipeline=False, world=2), frozen=False
-    ),
+    "nvme": Kind(on_nvme(OnNvme(2, optimizer="nvme", frozen=True)), on_nvme(OnNvme(2, 1, frozen=True))),
+    "autotp": of_launches("even", Launch(2, pipeline=False, world=2), Launch(1, stage=3, pipeline=False, world=2)),
     "lora": Kind(of_case(Case(1, 2), model="lora"), of_case(Case(3, 2), model="lora")),
     "muon": Kind(
         of_muon(engine_muon.Kind(2, 2)),
         of_muon(engine_muon.Kind(2, 3)),
         engine_muon.read_states,
         _differ_states,
-        frozen=False,
-        leaves=False,
     ),
     "autoep": Kind(
         of_autoep(AUTOEP[0]),
         of_autoep(AUTOEP[1]),
         engine_autoep.read_states,
         _differ_spread,
-        needs_all=True,
     ),
     "params": Kind(of_case(Case(3, 2, "bf16", zero={**OFFLOAD, **PARAMS})), of_case(Case(2, 2))),
-    "none": Kind(without_optimizer(0), without_optimizer(3), leaves=False),
+    "none": Kind(without_optimizer(0), without_optimizer(3)),
 }
 
 
-def save(
-    name: str, folder: str, own: str, swap: str, steps: int = 2, *, is_split: bool
-) -> tuple[list[Any], list[tuple[int, int]]]:
-    """Train and save, also by DeepSpeed alone, and train on at once.
-
-    Args:
-        is_split: DeepSpeed saves without frozen parameters, too.
-
-    Returns:
-        What was held at each save; and how many files were copied when it had returned, and after the next step.
-    """
-    kind, states, counts = KINDS[name], list[Any](), list[tuple[int, int]]()
+def save(name: str, folder: str, own: str, swap: str, steps: int = 2) -> list[Any]:
+    """Train and save, also by DeepSpeed alone, and train on at once; return the state held at each save."""
+    kind, states = KINDS[name], list[Any]()
     trained = kind.source(1, swap)
     engine = next(trained)
-    with hold_copies() as copies:
-        for number in range(steps):
-            train_steps(trained, 1)
-            states.append(kind.hold(engine))
-            with uninstalled():
-                engine.save_checkpoint(own, str(number))
-                if is_split:
-                    engine.save_checkpoint(f"{own}-trained", str(number), exclude_frozen_parameters=True)
-            before, at_once = copies.count, save_held(engine, copies, folder, str(number))
-            train_steps(trained, 1)
-            find_state(engine).saver.wait_for_copy()
-            counts.append((at_once, copies.count - before))
-            assert not find_state(engine).saver.is_first or find_state(engine).saver.wait(60)
+    for number in range(steps):
+        train_steps(trained, 1)
+        states.append(kind.hold(engine))
+        with uninstalled():
+            engine.save_checkpoint(own, str(number))
+        engine.save_checkpoint(folder, str(number))
+        train_steps(trained, 1)
+        assert not find_state(engine).saver.is_first or find_state(engine).saver.wait(60)
     close_saver(find_state(engine).saver)
     engine.destroy()
-    return states, counts
-
-
-def load_plainly(name: str, folder: str, swap: str) -> Any:
-    """What is held after a load by DeepSpeed alone in the topology that saved, but for frozen parameters."""
-    kind = KINDS[name]
-    with uninstalled():
-        engine = next(kind.source(2, swap))
-        engine.load_checkpoint(folder, load_module_strict=False)
-        held = kind.hold(engine)
-    state = getattr(held, "state", held)
-    if isinstance(state, CapturedEngine):
-        for each, parameter in engine.module.named_parameters():
-            if not parameter.requires_grad:
-                del state.parameters[each]
-    engine.destroy()
-    return held
+    return states
 
 
 def load_elsewhere(name: str, folder: str, swap: str) -> tuple[str, Any]:

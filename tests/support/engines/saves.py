@@ -6,10 +6,8 @@ import errno
 import itertools
 import json
 import os
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -19,9 +17,8 @@ from deepspeed.runtime.zero import GatheredParameters
 
 from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.io.store import list_tree
-from deepspeed_ucp.saves.files import StateFile
 from deepspeed_ucp.saves.removing import WRITTEN
-from deepspeed_ucp.saves.states import count_saved
+from deepspeed_ucp.saves.saving import _count_saved
 from deepspeed_ucp.testing.capture import CapturedEngine, capture
 from deepspeed_ucp.testing.ranks import train as train_steps
 from tests.support.engines.cases import make_engine, train_engine
@@ -139,81 +136,6 @@ def save_where_memory_runs_full(ds_config: dict[str, Any], folder: str) -> None:
     engine.destroy()
 
 
-class Copies:
-    """What is copied behind training: how many files were, and whether any may be."""
-
-    def __init__(self) -> None:
-        self.count, self.allowed = 0, threading.Event()
-
-
-@contextmanager
-def hold_copies() -> Iterator[Copies]:
-    """What may be copied later is, however small it is, when that is allowed, and takes its time then."""
-    copies, copy_left = Copies(), StateFile.copy_left
-
-    def copy(file: StateFile) -> None:
-        if file._left:
-            copies.allowed.wait()
-            time.sleep(0.1)
-            copies.count += 1
-        copy_left(file)
-
-    with mock.patch("deepspeed_ucp.saves.files._SMALL", 0), mock.patch.object(StateFile, "copy_left", copy):
-        try:
-            yield copies
-        finally:
-            copies.allowed.set()
-
-
-def save_held(engine: Any, copies: Copies, *args: Any) -> int:
-    """Save while nothing may be copied, and allow it then; how many files were copied all the same."""
-    before = copies.count
-    copies.allowed.clear()
-    engine.save_checkpoint(*args)
-    at_once = copies.count - before
-    copies.allowed.set()
-    return at_once
-
-
-def save_overlapped(ds_config: dict[str, Any], folder: str, own: str, steps: int) -> list[tuple[int, int]]:
-    """As `save_each`, training on at once; by save how many files were copied when it returned, and after a step."""
-    engine, counts = make_engine(ds_config), list[tuple[int, int]]()
-    buffer = torch.zeros(100)
-    engine.module.register_buffer("counted", buffer)
-    engine.module.register_forward_hook(lambda *_: (buffer.add_(1), None)[1])
-    trained = train_engine(engine)
-    with hold_copies() as copies:
-        for _ in range(steps):
-            train_steps(trained, 1)
-            with uninstalled():
-                engine.save_checkpoint(own)
-            before, at_once = copies.count, save_held(engine, copies, folder)
-            train_steps(trained, 1)
-            counts.append((at_once, copies.count - before))
-            assert not find_state(engine).saver.is_first or find_state(engine).saver.wait(60)
-    close_saver(find_state(engine).saver)
-    engine.destroy()
-    return counts
-
-
-def save_what_is_changed(ds_config: dict[str, Any], folder: str) -> str:
-    """Write to a weight while it is copied; then what the save's warning says, and save again."""
-    engine = make_engine(ds_config)
-    trained = train_engine(engine)
-    train_steps(trained, 1)
-    with hold_copies() as copies, mock.patch("deepspeed_ucp.saves.saver.logger.warning") as warned:
-        engine.save_checkpoint(folder)
-        with torch.no_grad():
-            next(engine.module.parameters()).add_(1)
-        copies.allowed.set()
-        train_steps(trained, 1)
-        find_state(engine).saver.finish_copy()
-    engine.save_checkpoint(folder)
-    close_saver(find_state(engine).saver)
-    engine.destroy()
-    return "".join(str(call.args) for call in warned.call_args_list)
-
-
 def foresee(ds_config: dict[str, Any], free: int) -> tuple[str, int, int]:
     """What a new engine tells with so many bytes free, and what a save of it is reckoned to take, before a step and
     after one."""
@@ -222,9 +144,9 @@ def foresee(ds_config: dict[str, Any], free: int) -> tuple[str, int, int]:
         mock.patch("deepspeed_ucp.saves.saving.logger.info") as told,
     ):
         engine = make_engine(ds_config)
-    before = count_saved(engine)
+    before = _count_saved(engine)
     train_steps(train_engine(engine), 1)
-    after = count_saved(engine)
+    after = _count_saved(engine)
     engine.destroy()
     return "".join(call.args[0] % call.args[1:] for call in told.call_args_list), before, after
 

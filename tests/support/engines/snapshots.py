@@ -102,14 +102,11 @@ def _end(engine: Any) -> None:
     engine.destroy()
 
 
-def by_the_clock(
-    ds_config: dict[str, Any], folder: str, every: str, seconds: dict[int, float], stall: float, steps: int
-) -> list[int]:
-    """The steps of which there is a snapshot, on ranks whose clocks differ.
+def by_the_clock(ds_config: dict[str, Any], folder: str, seconds: dict[int, float], steps: int) -> list[int]:
+    """The steps of which there is a snapshot every 5 s, on ranks whose clocks differ.
 
     Args:
         seconds: that a step takes, from which step on.
-        stall: seconds that a snapshot takes.
     """
     engine, taken, now = make_engine(ds_config), list[int](), 1000.0 * dist.get_rank()
     trained, saves, steps_on = train_engine(engine), engine.save_checkpoint, engine.step
@@ -119,7 +116,7 @@ def by_the_clock(
 
     def save(*args: Any, **more: Any) -> None:
         nonlocal now
-        now += stall
+        now += 0.5
         saves(*args, **more)
 
     def step(*args: Any, **more: Any) -> None:
@@ -129,7 +126,7 @@ def by_the_clock(
 
     engine.save_checkpoint, engine.step = save, step
     with mock.patch.object(snapshots, "monotonic", look), note_taken(taken):
-        snapshots.follow(engine, folder, every=every)
+        snapshots.follow(engine, folder, every="5s")
         train_steps(trained, steps)
     _end(engine)
     return taken
