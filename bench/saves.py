@@ -108,11 +108,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=f"{run}-", dir=out))
         store = stack.enter_context(serve_store(wanted=not args.no_upload))
         flash = str(args.dlrover.resolve()) if args.dlrover else ""
-        plan = Plan(args.params_m, args.rounds, memory, folder, args.seconds, store, flash, run)
+        plan = Plan(args.params_m, args.rounds, memory, folder, store, flash, run)
         with WorldPool(timeout=3600) as worlds:
             say("saves")
-            saves, micro_batches = worlds.get(args.ranks).run(saves_ranks.measure_saves, plan)[0]
-            found: dict[str, Any] = {"saves": saves, "micro_batches": micro_batches}
+            found: dict[str, Any] = {"saves": worlds.get(args.ranks).run(saves_ranks.measure_saves, plan)[0]}
         with WorldPool(timeout=3600) as worlds:
             say("resumes")
             found["resumes"] = measure_resumes(worlds, replace(plan, folder=f"{folder}/resumed"), args.ranks, TARGETS)
@@ -128,7 +127,6 @@ def main() -> None:
     parser.add_argument("--params-m", type=float, default=PARAMS_M)
     parser.add_argument("--ranks", type=int, default=RANKS)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of the passes between a save and the next step")
     parser.add_argument("--memory", default="/dev/shm", help="folder in memory")
     parser.add_argument("--dlrover", type=Path, metavar="FOLDER", help="that DLRover is installed in")
     parser.add_argument("--no-upload", action="store_true", help="the server takes 60 MB/s")

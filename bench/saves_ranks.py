@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import random
 import shutil
@@ -29,7 +28,6 @@ from torch import nn
 import deepspeed_ucp
 import deepspeed_ucp.load.resume  # what a process's first load imports is not timed
 from deepspeed_ucp.engine_state import find_state
-from deepspeed_ucp.saves.saver import wait_for_copies
 from deepspeed_ucp.saves.saving import finish_saves
 
 WIDTH, ROWS = 2048, 8
@@ -44,7 +42,6 @@ class Plan:
     Attributes:
         memory: folder in memory; it may name variables.
         folder: on the disk.
-        seconds: of the passes that a copy goes on behind.
         store: port of an S3 server with a bucket called `bucket`; 0: no upload is measured.
         flash: folder that DLRover is installed in; empty: it is left out.
         run: a name that nothing else has.
@@ -55,7 +52,6 @@ class Plan:
     rounds: int
     memory: str
     folder: str
-    seconds: float = 2.0
     store: int = 0
     flash: str = ""
     run: str = ""
@@ -145,10 +141,9 @@ class Saves:
             start_flash(plan.flash, plan.run)
         self.engine = make_engine(plan.params_m, 1, plan.universal)
         for _ in range(2):  # the first ones find their memory
-            spent = timed(lambda: run_passes(self.engine, 1))
+            run_passes(self.engine, 1)
             self.engine.step()
-        self.passes = max(1, math.ceil(largest(plan.seconds / spent)))
-        self.kinds: list[Callable[[], None]] = [self.copy, self.own, self.ours, self.train]
+        self.kinds: list[Callable[[], None]] = [self.copy, self.own, self.ours]
         self.torch = TorchSaver(self.name_tensors, f"{plan.folder}/torch")
         self.kinds.append(lambda: self.peer("torch", self.torch))
         if plan.flash:
@@ -204,14 +199,9 @@ class Saves:
         peer.free()
         release_free_memory()
 
-    def train(self) -> None:
-        self.note("passes", lambda: run_passes(self.engine, self.passes))
-        self.engine.step()
-
     def ours(self) -> None:
         """Two saves find memory, as the newest whole one stays while the next one is made."""
         place = f"{self.plan.folder}/ours"
-        self.set_overlap(on=False)
         for _ in range(2):
             self.engine.save_checkpoint(place, tag=self.next_tag())
             finish_saves(self.engine)
@@ -219,12 +209,7 @@ class Saves:
         self.copy_files()
         if self.plan.store:
             self.upload()
-        self.save_behind(place)
         self.free()
-
-    def set_overlap(self, *, on: bool) -> None:
-        if saver := find_state(self.engine).saver:
-            saver.options = saver.options.model_copy(update={"overlap": on})
 
     def save_eagerly(self, place: str) -> None:
         tag, writer = self.next_tag(), self.find_writer()
@@ -261,20 +246,6 @@ class Saves:
             self.note(name, on_first(partial(put, self.plan.store, list_files(Path(saver.folder)))))
         on_first(lambda: empty_store(self.plan.store))()
 
-    def save_behind(self, place: str) -> None:
-        """While forward and backward passes run; before that while nothing does, to see what memory it takes."""
-        self.set_overlap(on=True)
-        with AnonymousPeak() as own:
-            self.engine.save_checkpoint(place, tag=self.next_tag())
-            wait_for_copies()
-        self.found["extra behind"] = largest(own.peak - own.before)
-        finish_saves(self.engine)
-        self.note("call", lambda: self.engine.save_checkpoint(place, tag=self.next_tag()))
-        self.note("passes beside", lambda: run_passes(self.engine, self.passes))
-        self.note("wait", wait_for_copies)
-        self.engine.step()
-        finish_saves(self.engine)
-
     def free(self) -> None:
         """Give the memory of our saves back."""
         if dist.get_rank() == 0:
@@ -285,15 +256,15 @@ class Saves:
         release_free_memory()
 
 
-def measure_saves(plan: Plan) -> tuple[list[Figures], int]:
-    """By round; and how many micro batches the passes have."""
+def measure_saves(plan: Plan) -> list[Figures]:
+    """Measure all kinds of saves, by round."""
     saves = Saves(plan)
     found = [saves.run_round(number) for number in range(plan.rounds)]
     if saver := find_state(saves.engine).saver:
         saver.close()
     saves.torch.close()
     saves.engine.destroy()
-    return found, saves.passes
+    return found
 
 
 # -- resumes

@@ -61,21 +61,16 @@ def list_rows(found: Mapping[str, Any]) -> list[Row]:
     """All that was measured.
 
     Args:
-        found: figures of `saves` by round, `resumes` by target and round, `lost` by round; `micro_batches`.
+        found: figures of `saves` by round, `resumes` by target and round, `lost` by round.
     """
     return [*_list_stalls(found["saves"]), *_list_resumes(found), *_list_memory(found["saves"])]
 
 
 def _list_stalls(rounds: Sequence[Mapping[str, float]]) -> Iterator[Row]:
-    own, eager, behind = (_take(rounds, *names) for names in (("own", "own sync"), ("eager",), ("call", "wait")))
+    own, eager, limits = _take(rounds, "own", "own sync"), _take(rounds, "eager"), {COPY: 1.3, OWN: 0.15}
     beside = {COPY: _take(rounds, "copy"), OWN: own}
     beside |= {title: _take(rounds, key) for key, title in PEERS.items() if key in rounds[0]}
-    for title, values, limits in (
-        ("stall", eager, {COPY: 1.3, OWN: 0.15}),
-        ("stall with `overlap`", behind, {COPY: 0.1, OWN: 0.15}),
-    ):
-        yield from (Row(title, values, other, others, limits.get(other, 1.0)) for other, others in beside.items())
-    yield Row("passes beside that copy", _take(rounds, "passes beside"), "without a save", _take(rounds, "passes"))
+    yield from (Row("stall", eager, other, others, limits.get(other, 1.0)) for other, others in beside.items())
     yield Row("from its return until durable", _take(rounds, "durable"), "`cp` and `sync`", _take(rounds, "cp"), 1.15)
     if "upload" in rounds[0]:
         seconds = _take(rounds, "upload")
@@ -100,7 +95,6 @@ def _list_resumes(found: Mapping[str, Any]) -> Iterator[Row]:
 def _list_memory(rounds: Sequence[Mapping[str, float]]) -> Iterator[Row]:
     for key, title, limit in (
         ("extra", "anonymous memory of a save, the worst rank", 64.0),
-        ("extra behind", "the same with `overlap`", 64.0),
         ("writer", "anonymous memory of the writer's process, all of it", None),
     ):
         yield Row(title, [each / MIB for each in _take(rounds, key)], limit=limit, unit="MiB")
@@ -130,8 +124,6 @@ runs all kinds of saves in an order of its own, on one engine. Ratios are median
   twice in a row, and the second one counts; ours three times, as the newest whole save stays while one is made.
 * **One copy of the state**: each rank's masters and moments, and on rank 0 the 16-bit weights, by `Tensor.copy_` into
   memory that was used before: what is saved, and nothing else.
-* **`overlap`**: the call, and what the step waits for. Between these are the forward and backward passes of so many
-  micro batches: {found["micro_batches"]}. They share the processors with the copy: a row has what it takes of them.
 * **torch's `async_save`** has the same tensors, staged into shared memory that is kept, faster than by default.
   **DLRover** 0.6.1 copies into shared memory, and nothing goes to the disk.
 * **Until durable**: from the return to the seal in the folder. `cp` copies the same files from memory to the same disk;

@@ -261,30 +261,23 @@ ROUND = {
     "own": 2.0,
     "own sync": 1.0,
     "eager": 0.25,
-    "call": 0.03,
-    "wait": 0.01,
-    "passes": 2.0,
-    "passes beside": 2.2,
     "torch": 0.5,
     "durable": 2.0,
     "cp": 2.5,
     "extra": 3 << 20,
-    "extra behind": 70 << 20,
     "writer": 40 << 20,
     "upload": 30.0,
     "puts": 20.0,
     "parts": 29.0,
 }
-SAVED = {"saves": [ROUND, {**ROUND, "eager": 0.5, "copy": 0.1}, ROUND], "micro_batches": 3}
+SAVED = {"saves": [ROUND, {**ROUND, "eager": 0.5, "copy": 0.1}, ROUND]}
 
 
 def test_stalls_are_held_against_floors_of_their_rounds(saves: ModuleType) -> None:
     targets = {target.text: target for target in (row.as_target() for row in saves.list_rows(SAVED) if row.limit)}
     missed = {text: round(target.value, 3) for text, target in targets.items() if not target.reached}
     assert missed == {
-        "stall with `overlap` ÷ one copy of the state": 0.2,
         "upload to S3 ÷ plain PUTs": 1.5,
-        "the same with `overlap`": 70.0,
     }
     assert targets["stall ÷ one copy of the state"].value == 1.25
     assert targets["stall ÷ DeepSpeed's own save, durable"].value == 0.25 / 3

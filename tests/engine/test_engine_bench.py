@@ -48,11 +48,10 @@ def test_every_way_to_save_and_to_resume_is_measured(bench: ModuleType, ucp_worl
     for each in (folder, memory):
         each.mkdir()
     with bench.serve_store(wanted=True) as store:
-        plan = bench.Plan(4, 1, str(memory), str(folder), 0.0, store)
-        saves, micro_batches = worlds.get(2).run(bench.saves_ranks.measure_saves, plan)[0]
+        plan = bench.Plan(4, 1, str(memory), str(folder), store)
+        saves = worlds.get(2).run(bench.saves_ranks.measure_saves, plan)[0]
     found = {
         "saves": saves,
-        "micro_batches": micro_batches,
         "resumes": bench.measure_resumes(worlds, bench.replace(plan, folder=f"{folder}/run"), 2, {"1 rank": (1, 3)}),
         "lost": bench.measure_lost_node(worlds, plan),
         "command": "a command",
@@ -61,7 +60,7 @@ def test_every_way_to_save_and_to_resume_is_measured(bench: ModuleType, ucp_worl
         "ranks": 2,
     }
     rows = report.list_rows(found)
-    assert len({row.title for row in rows}) == 11
+    assert len({row.title for row in rows}) == 8
     for row in rows:
         assert row.unit != "s" or min(row.values) > 0, row
         assert all(other > 0 for other in row.others), row
