@@ -28,6 +28,7 @@ from torch import nn
 import deepspeed_ucp
 import deepspeed_ucp.load.resume  # what a process's first load imports is not timed
 from deepspeed_ucp.engine_state import find_state
+from deepspeed_ucp.saves.saver import keep_memory
 from deepspeed_ucp.saves.saving import finish_saves
 
 WIDTH, ROWS = 2048, 8
@@ -277,6 +278,7 @@ def save_once(plan: Plan) -> None:
     engine.step()
     engine.save_checkpoint(plan.folder)
     finish_saves(engine)
+    keep_memory()  # for the resumes
     find_state(engine).saver.close()
     engine.destroy()
 
