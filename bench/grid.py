@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,6 @@ from deepspeed_ucp.atoms import count
 from deepspeed_ucp.flat import FlatBuffer, join_parameters, join_reserved
 from deepspeed_ucp.targets.base import Target
 from deepspeed_ucp.targets.parallel import Instance, Place
-from deepspeed_ucp.wrappers import cut_sub_groups
 
 SUB_GROUP = 1_000_000_000  # ZeRO 3's default sub_group_size
 PER_NODE = 8
@@ -114,6 +113,16 @@ class FakeTarget(Target):
 
     def _add(self, buffer: FlatBuffer) -> None:
         self.add_flat(buffer, self.place.dp_rank, torch.empty(buffer.partition, device="meta"))
+
+
+def cut_sub_groups(numels: Sequence[int], dp: int, size: int) -> Iterator[slice]:
+    """ZeRO 3 (stage3.py ``_create_fp16_sub_groups``): a sub-group ends with the parameter that reaches ``size``."""
+    begin = held = 0
+    for at, numel in enumerate(numels):
+        held += -(-numel // dp)
+        if held >= size or at == len(numels) - 1:
+            yield slice(begin, at + 1)
+            begin, held = at + 1, 0
 
 
 def _mark(parameter: Parameter) -> SimpleNamespace:

@@ -2,7 +2,7 @@
 
     python bench/intervals.py     writes its section of docs/benchmarks.md
 
-That its formula is right is for tests/forecast/test_interval.py to say, which simulates failures one by one.
+That its formula is right is for tests/examine/test_sizing.py to say, which simulates failures one by one.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from report import INTERVALS, put_part  # noqa: E402
 from deepspeed_ucp.cli.dispatch import main  # noqa: E402
 
 COMMAND = (
-    "ds_ucp plan --params 1T --stage 1 --ranks 8192 --target tp=8,pp=64 --mtbf 4h --restart 2m "
-    "--read-gbs 273 --write-gbs 273 --net-gbs 25 --against 4h"
+    "ds_ucp plan --params 1T --ranks 8192 --target tp=8,pp=64 --mtbf 4h --restart 2m "
+    "--read-gbs 273 --write-gbs 273 --net-gbs 25"
 )
 
 

@@ -19,10 +19,12 @@ from synthetic import STEP, Shape, Sizes, Source, align, make_piece, pad_flat
 
 from deepspeed_ucp.atoms import count
 from deepspeed_ucp.flat import FlatBuffer, join_parameters
-from deepspeed_ucp.forecast.degrees import MAX_GROUP, Degrees
 from deepspeed_ucp.sources.headers import FileHeader, ModelHeader, OptimHeader, TensorStates
 from deepspeed_ucp.targets.base import Target
 from deepspeed_ucp.targets.parallel import HeldExperts, Place
+
+MAX_GROUP = 178_956_971
+"""Elements of a rank's param group of experts at most (``moe/utils.py``, ``max_group_size``)."""
 
 HYPER = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "amsgrad": False, "maximize": False, "foreach": None}
 EXPERTS = "mlp.deepspeed_moe.experts.deepspeed_experts."
@@ -233,8 +235,6 @@ class Job:
     Attributes:
         make_target: of a rank.
         tellers: ranks that tell of what their replicas, or those of their experts, hold as well.
-        degrees: of the target, as a forecast has them.
-        stages: by name which pipeline stages hold it; None where there is one.
         patterns: the user's rules.
     """
 
@@ -244,8 +244,6 @@ class Job:
     ranks: int
     make_target: Callable[[int], Target]
     tellers: Sequence[int]
-    degrees: Degrees
-    stages: Mapping[str, tuple[int, ...]] | None
     patterns: Mapping[str, Any]
 
     @property
@@ -264,25 +262,15 @@ class DenseTarget(FakeTarget):
 
 
 def make_dense(name: str, source: Source, grid: Grid) -> Job:
-    held, stages = list_targets(grid, DenseTarget), dict[str, tuple[int, ...]]()
-    for stage, parameters in enumerate(grid.sizes.stages(grid.pp)):
-        for parameter in parameters:
-            live = grid.live_name(parameter)
-            stages[live] = (*stages.get(live, ()), stage)
-    zero, wrapper = (3, "zero3") if grid.stage == 3 else (1, "zero12")
-    degrees = Degrees(
-        grid.dp, grid.tp, grid.pp, zero=zero, wrapper=wrapper, precision="bfloat16", sub_group=grid.sub_group
-    )
-    title = f"dense, {source.ranks:,} → {grid.ranks:,} ranks {'ZeRO-3' if zero == 3 else 'ZeRO-1'}"
+    title = f"dense, {source.ranks:,} → {grid.ranks:,} ranks {'ZeRO-3' if grid.stage == 3 else 'ZeRO-1'}"
     tellers = [rank for rank in range(grid.ranks) if not grid.place(rank).dp_rank]
-    return Job(name, title, source, grid.ranks, held, tellers, degrees, stages, grid.patterns)
+    return Job(name, title, source, grid.ranks, list_targets(grid, DenseTarget), tellers, grid.patterns)
 
 
 def make_moe(name: str, source: MoeSource, dp: int) -> Job:
     sizes, ep = source.sizes, source.ep
-    degrees = Degrees(dp, zero=1, wrapper="zero12", precision="bfloat16", ep=(ep,))
     title = f"{sizes.experts} experts, {source.ranks:,} → {dp:,} ranks ZeRO-1, EP{ep}"
-    return Job(name, title, source, dp, lambda rank: MoeTarget(sizes, dp, ep, rank), range(ep), degrees, None, {})
+    return Job(name, title, source, dp, lambda rank: MoeTarget(sizes, dp, ep, rank), range(ep), {})
 
 
 DENSE, MOE = Sizes(128, 25600, 160), MoeSizes(128, 6144, 1664, 256)

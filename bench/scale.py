@@ -28,7 +28,8 @@ from collectives import AllRanks  # noqa: E402
 from grid import PER_NODE  # noqa: E402
 from jobs import JOBS, Job  # noqa: E402
 from report import AT_SCALE, MIB, Target, describe_targets, put_part, table  # noqa: E402
-from scale_plan import FOLDER, SIZES, forecast, stand_in  # noqa: E402
+from sample import JobTarget  # noqa: E402
+from scale_plan import FOLDER, SIZES, stand_in  # noqa: E402
 from storage import STORES, simulate  # noqa: E402
 from whole import count_exchanged, imbalance, plan_all, sum_nodes  # noqa: E402
 
@@ -81,7 +82,7 @@ def load_job(name: str) -> dict[str, Any]:
     with stand_in({n: h.size for n, h in headers.items()}, headers.__getitem__), pause_collection():
         index = open_checkpoint(FOLDER, AllRanks(0, job.ranks))
         say(f"{job.title}: all ranks plan")
-        plans = plan_all(index, forecast(index, job), SIZES, say)
+        plans = plan_all(index, JobTarget(index, job), SIZES, say)
     read = [sum(each[2] for each in plan.reads) for plan in plans]
     requests = [len(plan.reads) for plan in plans]
     own, inside, outside = count_exchanged(plans, PER_NODE)

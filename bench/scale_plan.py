@@ -23,11 +23,9 @@ from grid import PER_NODE
 from jobs import JOBS, Job
 from meters import peak_resident_bytes, reset_peak, resident_bytes
 from ranks import release_free_memory
+from sample import JobTarget, Sampler
 
-from deepspeed_ucp.atoms import AtomicIndex
 from deepspeed_ucp.config import UniversalConfig
-from deepspeed_ucp.forecast.sample import Sampler
-from deepspeed_ucp.forecast.target import ForecastTarget, predict_target
 from deepspeed_ucp.io.checksum import Checked, merge_checks
 from deepspeed_ucp.io.memory import pause_collection
 from deepspeed_ucp.io.paths import Entry
@@ -36,7 +34,6 @@ from deepspeed_ucp.load.destinations import Buffer
 from deepspeed_ucp.load.inventory import gather_inventory, join_groups, list_stage_groups
 from deepspeed_ucp.load.prepare import Work, prepare
 from deepspeed_ucp.load.transfer import negotiate, spare_engine
-from deepspeed_ucp.patterns import from_config
 from deepspeed_ucp.plan import LoadPlan, ReadSizes, address_claims
 from deepspeed_ucp.plan.claims import SELF_READ
 from deepspeed_ucp.plan.rounds import MIN_DIRECT, SameNode
@@ -106,8 +103,7 @@ def make_script(job: Job, ranks: Iterable[int]) -> Script:
     script = Script(entries, {name: pickle.dumps(header) for name, header in headers.items()}, everyone.shared)
     del headers
     script.told |= _ask_tellers(job)
-    target = forecast(index, job)
-    sampler = Sampler(index, target, SIZES)
+    sampler = Sampler(JobTarget(index, job), SIZES)
     claimed = np.zeros(len(index.stored.records), np.bool_)
     claimed[sampler.touched] = True
     atoms = index.stored.atoms
@@ -125,10 +121,6 @@ def _list_tables(sampler: Sampler, rank: int, ranks: int) -> list[Any]:
         replace(sampler.blocks, size=1),
     )  # all of these blocks are this rank's
     return [address_claims(claims.get(each, ()), one)[0][0] for each in range(ranks)]
-
-
-def forecast(index: AtomicIndex, job: Job) -> ForecastTarget:
-    return predict_target(index, job.degrees, from_config(job.patterns), stages=job.stages)
 
 
 def gather_groups(target: Any, comm: Any) -> Any:

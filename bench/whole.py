@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 from grid import PER_NODE
+from sample import JobTarget
 
 from deepspeed_ucp.atoms import AtomicIndex
-from deepspeed_ucp.forecast.target import ForecastTarget
 from deepspeed_ucp.plan import Blocks, ReadSizes, Request, decide, list_claims
 from deepspeed_ucp.plan.claims import SELF_READ, Part
 from deepspeed_ucp.plan.rounds import order_reads
@@ -46,9 +46,7 @@ class RankPlan:
         return self.direct + [read for each in self.rounds for read in each]
 
 
-def plan_all(
-    index: AtomicIndex, target: ForecastTarget, sizes: ReadSizes, say: Callable[[str], None]
-) -> list[RankPlan]:
+def plan_all(index: AtomicIndex, target: JobTarget, sizes: ReadSizes, say: Callable[[str], None]) -> list[RankPlan]:
     """The plans of all ranks of a target."""
     records, size = index.stored.records, target.ranks
     blocks = Blocks.of(records, sizes.block, size)
@@ -69,7 +67,7 @@ def plan_all(
     return plans
 
 
-def _claim_all(target: ForecastTarget, sizes: ReadSizes, plans: Sequence[RankPlan], say: Callable[[str], None]) -> Ints:
+def _claim_all(target: JobTarget, sizes: ReadSizes, plans: Sequence[RankPlan], say: Callable[[str], None]) -> Ints:
     """Rows (rank, record, offset, run, step, count)."""
     tables = []
     for rank in range(target.ranks):

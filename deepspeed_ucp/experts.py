@@ -14,8 +14,7 @@ from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
 
-from .atoms import strip_compiled
-from .flat import FlatBuffer, Shape
+from .flat import Shape
 
 _EXPERT = re.compile(r"((?:^|.*\.)deepspeed_moe\.experts\.deepspeed_experts\.)(\d{1,9})(?=\.|$)", re.ASCII)
 
@@ -137,21 +136,6 @@ def place_experts(dp: int, degree: int, tp: int = 1, tp_rank: int | None = None,
     if data_first:
         return [ranks[rank * replicas : (rank + 1) * replicas] for rank in range(degree)]
     return [ranks[rank::degree] for rank in range(degree)]
-
-
-Placement = dict[range, tuple[int, ...]]
-"""Of a layer: ranks of a pipeline stage that hold the same experts → the numbers of these experts."""
-
-
-def read_placement(buffers: Iterable[FlatBuffer], dp: int) -> dict[str, Placement]:
-    """Which ranks hold which experts, by layer, as flat buffers under the whole model's names tell."""
-    found: dict[str, dict[range, dict[int, None]]] = {}
-    for buffer in buffers:
-        ranks = range(dp) if buffer.ranks is None else buffer.ranks
-        for read in map(read_name, map(strip_compiled, buffer.names)):
-            if read:
-                found.setdefault(read.layer, {}).setdefault(ranks, {})[read.number] = None
-    return {layer: {ranks: tuple(held) for ranks, held in each.items()} for layer, each in found.items()}
 
 
 def drop_fixed(hyper: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""How ZeRO lays parameters out in flat buffers and cuts these: one description for files, engines and forecasts."""
+"""How ZeRO lays parameters out in flat buffers and cuts these: one description for files and engines."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
-from typing import TypeVar
 
-Number = TypeVar("Number", int, float)
 Shape = tuple[int, ...]
 Span = tuple[int, int]
 """First element, and behind the last."""
@@ -60,26 +58,6 @@ class FlatBuffer:
     def numels(self) -> tuple[int, ...]:
         """Elements of each parameter."""
         return tuple(map(prod, self.shapes))
-
-    def is_on(self, rank: int) -> bool:
-        """Whether a rank, as of :meth:`find_part`, holds any of it."""
-        return self.ranks is None or rank in self.ranks
-
-    def count_replicas(self, dp: int) -> int:
-        """How many of ``dp`` data-parallel ranks hold the same partition."""
-        return (dp if self.ranks is None else len(self.ranks)) // self.parts
-
-    def find_part(self, rank: int) -> int:
-        """The partition that a rank holds; the ranks take turns where there are more than partitions.
-
-        Args:
-            rank: data-parallel; of the pipeline stage where the buffer names its ranks.
-        """
-        return (rank if self.ranks is None else self.ranks.index(rank)) % self.parts
-
-    def find_ranks(self, part: int, dp: int) -> range:
-        """The ranks that hold a partition, as of :meth:`find_part`; ``dp`` data-parallel ones are all."""
-        return (range(dp) if self.ranks is None else self.ranks)[part :: self.parts]
 
     def cuts(self, part: int) -> list[Cut]:
         """What a partition holds, in its order; empty parameters and padding are not in it."""
@@ -220,14 +198,3 @@ def find_gaps(spans: Iterable[Span], high: int, low: int = 0) -> list[Span]:
             gaps.append((position, begin))
         position = max(position, end)
     return gaps
-
-
-def join_spans(spans: Iterable[tuple[Number, Number]]) -> list[tuple[Number, Number]]:
-    """Ranges [low, high) in order, joined where they meet."""
-    joined: list[tuple[Number, Number]] = []
-    for low, high in sorted(spans):
-        if joined and low <= joined[-1][1]:
-            joined[-1] = joined[-1][0], max(high, joined[-1][1])
-        else:
-            joined.append((low, high))
-    return joined

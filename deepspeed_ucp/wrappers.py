@@ -6,14 +6,13 @@ Everything else asks the row.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from math import prod
 from typing import Any
 
 from .errors import UnsupportedError
-from .flat import FlatBuffer, Shape, join_parameters, join_reserved, reserve
+from .flat import FlatBuffer, Shape, join_parameters, join_reserved
 
 ATOMIC = "atomic"
 """Wrapper of an atomic checkpoint: whole tensors, which nothing wraps."""
@@ -29,9 +28,6 @@ MOMENTUM = "momentum_buffer"
 
 USE_MUON = "use_muon"
 """Hyper-parameter of the param groups of DeepSpeed's Muon: whether it is used, or an Adam."""
-
-ALIGNMENT = 2
-"""Partitions are padded to a multiple of so many elements (``nccl_start_alignment_factor``)."""
 
 _ALL = ("float32", "bfloat16", "float16")
 
@@ -135,32 +131,6 @@ class Wrapper:
             return [join_parameters(group, (name,), (shape,)) for name, shape in zip(names, shapes, strict=True)]
         parts = parts if self.is_cut else 1
         return [join_parameters(group, names, shapes, parts=parts, partition=partition, gaps=gaps)]
-
-    def foresee(
-        self, group: int, names: Sequence[str], shapes: Sequence[Shape], parts: int, sub_group: int
-    ) -> Iterator[FlatBuffer]:
-        """The flat buffers that a param group will have in an engine that does not exist yet.
-
-        Args:
-            sub_group: ZeRO 3's ``sub_group_size`` in elements of one partition.
-        """
-        numels = list(map(prod, shapes))
-        if self.form is Form.RESERVED:
-            for some in cut_sub_groups(numels, parts, sub_group):
-                yield from self.lay_out(group, names[some], shapes[some], parts)
-            return
-        padded = reserve(sum(numels), ALIGNMENT * parts) * ALIGNMENT
-        yield from self.lay_out(group, names, shapes, parts, padded if self.is_cut else None)
-
-
-def cut_sub_groups(numels: Sequence[int], dp: int, size: int) -> Iterator[slice]:
-    """ZeRO 3 (stage3.py ``_create_fp16_sub_groups``): a sub-group ends with the parameter that reaches ``size``."""
-    begin = held = 0
-    for at, numel in enumerate(numels):
-        held += reserve(numel, dp)
-        if held >= size or at == len(numels) - 1:
-            yield slice(begin, at + 1)
-            begin, held = at + 1, 0
 
 
 STAGE = "zero_stage"

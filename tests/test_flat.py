@@ -16,7 +16,6 @@ from deepspeed_ucp.flat import (
     find_gaps,
     join_parameters,
     join_reserved,
-    join_spans,
 )
 from tests.support.reshard import examples, lay_flat, models
 from tests.synth import Model, Topology, partition_layout
@@ -52,14 +51,9 @@ def test_zero_3_cuts_every_parameter(rank: int, cuts: list[Cut], gaps: list[tupl
     assert [cut_parameter(5, part, 3) for part in range(4)] == [(0, 2), (2, 2), (4, 1), (5, 0)]
 
 
-def test_who_holds_a_partition() -> None:
-    """Of 6 data-parallel ranks in groups of 3, as of MiCS; of experts 4 ranks that the buffer names."""
+def test_the_expert_parallel_degree_is_that_of_the_holders() -> None:
     dense = join_parameters(0, *MODEL, parts=3, partition=4)
     expert = replace(dense, group=1, parts=2, partition=6, ranks=range(1, 8, 2))
-    assert [list(dense.find_ranks(part, 6)) for part in range(3)] == [[0, 3], [1, 4], [2, 5]]
-    assert [list(expert.find_ranks(part, 8)) for part in range(2)] == [[1, 5], [3, 7]]
-    assert [range(dense.count_replicas(6)), range(expert.count_replicas(8))] == [range(2), range(2)]
-    assert dense.is_on(5) and expert.is_on(3) and not expert.is_on(2)
     others = [replace(expert, ranks=range(first, 8, 4)) for first in range(4)]
     assert [count_degree(each) for each in ([], [dense], [expert, dense], [*others, dense])] == [1, 1, 1, 4]
 
@@ -150,22 +144,6 @@ def test_files_with_fewer_elements_than_the_shapes_have_fewer_cuts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parts", "ranks", "expected"),
-    [
-        (4, None, [0, 1, 2, 3]),
-        (1, None, [0, 0, 0, 0]),  # every rank holds the whole
-        (2, None, [0, 1, 0, 1]),  # MiCS: each group of two ranks does
-        (2, range(1, 4, 2), [None, 0, None, 1]),  # the second expert of two
-        (2, range(2, 4), [None, None, 0, 1]),
-    ],
-)
-def test_a_buffer_names_the_ranks_that_hold_its_partitions(parts, ranks, expected) -> None:  # type: ignore[no-untyped-def]
-    buffer = FlatBuffer(0, ("a",), ((8,),), (0,), 8 // parts, parts, ranks=ranks)
-    holders = ranks or range(4)
-    assert [buffer.find_part(rank) if rank in holders else None for rank in range(4)] == expected
-
-
-@pytest.mark.parametrize(
     ("spans", "gaps"),
     [
         ([(0, 10)], []),
@@ -190,17 +168,3 @@ def test_what_a_partition_touches_are_tensors() -> None:
     ]
     assert [buffer.join_touched(part).names for part in range(3)] == [("a", "w"), ("w",), ("b",)]
     assert buffer.join_touched(2) == join_parameters(4, ("b",), ((4,),))
-
-
-@pytest.mark.parametrize(
-    ("spans", "joined"),
-    [
-        ([], []),
-        ([(3, 5), (0, 2)], [(0, 2), (3, 5)]),
-        ([(2, 4), (0, 2)], [(0, 4)]),
-        ([(0, 9), (2, 4), (9, 10)], [(0, 10)]),
-    ],
-    ids=str,
-)
-def test_spans_are_joined_where_they_meet(spans: list[tuple[int, int]], joined: list[tuple[int, int]]) -> None:
-    assert join_spans(spans) == joined

@@ -19,7 +19,7 @@ from deepspeed_ucp.sources.open import open_checkpoint
 def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The modules of the benchmark, which is a folder of scripts."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "bench"))
-    names = ("collectives", "grid", "jobs", "scale_plan", "storage", "synthetic", "whole")
+    names = ("collectives", "grid", "jobs", "sample", "scale_plan", "storage", "synthetic", "whole")
     return SimpleNamespace(**{name: importlib.import_module(name) for name in names})
 
 
@@ -53,7 +53,7 @@ def test_all_ranks_read_every_byte_once_and_no_load_beats_the_limit(bench: Any, 
     planning = bench.scale_plan
     with planning.stand_in({n: header.size for n, header in headers.items()}, headers.__getitem__):
         index = open_checkpoint(planning.FOLDER, bench.collectives.AllRanks(0, job.ranks))
-    plans = bench.whole.plan_all(index, planning.forecast(index, job), planning.SIZES, print)
+    plans = bench.whole.plan_all(index, bench.sample.JobTarget(index, job), planning.SIZES, print)
     reads = sorted(read for plan in plans for read in plan.reads)
     assert all(one[0] != two[0] or one[1] + one[2] <= two[1] for one, two in pairwise(reads))
     states = [each for each in index.stored.atoms.values() if each.state != "copy"]

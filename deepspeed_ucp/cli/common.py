@@ -1,6 +1,6 @@
-"""What the commands share: parsers, options, opening a checkpoint.
+"""Parsers and options that commands share, and how they open a checkpoint.
 
-Here and in the commands' modules what reads checkpoints is imported where it is used: help needs none.
+Modules that read checkpoints are imported inside functions, so that ``--help`` does not load them.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ import argparse
 import inspect
 import json
 import os
+import re
 import shutil
 import textwrap
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from ..errors import ConfigError, suggest
@@ -23,44 +24,18 @@ if TYPE_CHECKING:
     from ..patterns import RuleSet
 
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
-"""What a command's parser is added to."""
+"""The action that a command's parser is added to."""
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Examples as they stand, options beside their help, no wider than can be read."""
+    """Keeps the lines of examples, and limits the width of help texts."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=28, width=find_width())
 
-    def _iter_indented_subactions(self, action: argparse.Action) -> Generator[argparse.Action, None, None]:
-        """Commands are not indented further: argparse reckons their column without that."""
-        yield from action._get_subactions() if isinstance(action, argparse._SubParsersAction) else ()
-
-
-SHARED = "shared options"
-"""Title of the group of options that most commands have; it comes last in a command's help."""
-
 
 class Parser(argparse.ArgumentParser):
-    """Suggests the option, command or choice that a wrong one resembles, and shows a command's own options first."""
-
-    def format_help(self) -> str:
-        self._move_shared()
-        return super().format_help()
-
-    def format_usage(self) -> str:
-        self._move_shared()
-        return super().format_usage()
-
-    def find_shared(self) -> argparse._ArgumentGroup:
-        """The group of shared options."""
-        found = (group for group in self._action_groups if group.title == SHARED)
-        return next(found, None) or self.add_argument_group(SHARED)
-
-    def _move_shared(self) -> None:
-        shared = self.find_shared()
-        self._action_groups.sort(key=lambda group: group is shared)
-        self._actions.sort(key=lambda action: action in shared._group_actions)
+    """Suggests the option, command or choice that a wrong one resembles."""
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         try:
@@ -70,11 +45,7 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, f"{value!r} is unknown: {near}" if near else error.message) from None
 
     def refuse(self, left: Sequence[str], command: str | None = None) -> NoReturn:
-        """End the process for arguments that no option takes.
-
-        Args:
-            command: the one that they were given to.
-        """
+        """Exit with an error for arguments of ``command`` that no option takes."""
         commands: Any = next((each.choices for each in self._get_positional_actions() if each.choices), {})
         parser: Parser = commands.get(command, self)
         near = [suggest(each.partition("=")[0], parser._option_string_actions) for each in left if each[:2] == "--"]
@@ -86,17 +57,15 @@ def find_width() -> int:
     return max(40, min(shutil.get_terminal_size().columns - 2, 100))
 
 
-def add_command(
-    commands: Commands, name: str, *, help: str, description: str, examples: str, general: bool = True
-) -> Parser:
-    """Add a command's parser with its examples, and the options that all commands have (``general``).
+def add_command(commands: Commands, name: str, *, help: str, description: str, examples: str) -> Parser:
+    """Add a command's parser.
 
     Args:
         help: one line without a full stop, for ``ds_ucp --help``.
-        examples: command lines, one a line.
+        examples: command lines, one per line.
     """
     lines = textwrap.indent(inspect.cleandoc(examples), "  ")
-    parser = commands.add_parser(
+    return commands.add_parser(
         name,
         help=help,
         description=textwrap.fill(description, find_width()),
@@ -104,58 +73,69 @@ def add_command(
         formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
-    if general:
-        shared = parser.find_shared()
-        shared.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-        shared.add_argument("-q", "--quiet", action="store_true", help="no progress bar, no warnings")
-        shared.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    return parser
 
 
-def add_checkpoint_options(parser: Parser, *names: str, patterns: bool = True, needed: bool = True) -> None:
-    """Positional checkpoints (``options.checkpoint``, shown as CKPT, by default), and what opens them.
+def add_checkpoint(parser: Parser, name: str = "checkpoint", metavar: str = "CKPT", *, needed: bool = True) -> None:
+    """Add a positional checkpoint."""
+    text = "a folder (or URL) with `latest`, of one tag, or of another format (docs/formats.md)"
+    parser.add_argument(name, metavar=metavar, help=text, nargs=None if needed else "?")
 
-    That is ``--patterns``, ``--groups``, ``--storage-option``, and ``--also`` for the first, ``--also-b`` for ``b``.
+
+def add_shared_options(
+    parser: Parser, *, checkpoint: bool = False, patterns: bool = False, second: str = "", window: int = 0
+) -> None:
+    """Add the group of shared options. Call it last, so that a command's own options come first in its help.
+
+    Args:
+        checkpoint: the command opens a checkpoint: ``--groups`` and ``--also``.
+        patterns: it takes ``--patterns``.
+        second: name of a second checkpoint, for ``--also-NAME``.
+        window: default of ``--window-mb``; 0 for a command without ``--workers`` and ``--window-mb``.
     """
-    for name in names or ("checkpoint",):
-        metavar = name.upper() if names else "CKPT"
-        text = "a folder (or URL) that holds `latest`, that of one tag, or one of another format (docs/formats.md)"
-        parser.add_argument(name, metavar=metavar, help=text, nargs=None if needed else "?")
+    add = parser.add_argument_group("shared options").add_argument
     if patterns:
+        text = "how tensor parallelism cuts parameters, and renames: a family, a YAML file, or JSON (docs/patterns.md)"
+        add("--patterns", metavar="RULES", help=text)
+    if checkpoint:
         text = (
-            "how tensor parallelism cuts parameters, and what is renamed: a family, a YAML file, or rules as JSON "
-            "(docs/patterns.md)"
+            "parameter names of a stage-0 checkpoint's optimizer: `module` (it was given model.parameters()), or a "
+            "YAML/JSON file with a list of names per param group"
         )
-        parser.find_shared().add_argument("--patterns", metavar="RULES", help=text)
-    text = (
-        "parameter names of a stage-0 checkpoint's optimizer, which it does not name itself: `module` (it was given "
-        "model.parameters()), or a YAML/JSON file with a list of names per param group"
-    )
-    parser.find_shared().add_argument("--groups", metavar="NAMES", help=text)
-    add_store_option(parser)
-    for flag, name in zip(("--also", "--also-b"), names or ("",), strict=False):
-        of = f", for {name.upper()}" if len(names) > 1 else ""
-        text = (
-            f"a further folder or URL that holds the same tag{of}: what the places before it lack is taken from there"
-        )
-        parser.find_shared().add_argument(flag, metavar="PLACE", action="append", default=[], help=text)
+        add("--groups", metavar="NAMES", help=text)
+        text = "a further folder or URL of the same tag, for files that are missing in the places before it"
+        add("--also", metavar="PLACE", action="append", default=[], help=text)
+    if second:
+        add(f"--also-{second}", metavar="PLACE", action="append", default=[], help=f"the same for {second.upper()}")
+    text = "option of the stores behind URLs, such as endpoint_url=http://host:9000; VALUE is JSON or text"
+    add("--storage-option", action="append", metavar="KEY=VALUE", help=text)
+    if window:
+        add("--workers", type=int, default=0, metavar="N", help="threads per node (default: from its cores)")
+        text = f"memory per node for data in transit (default: {window})"
+        add("--window-mb", type=int, default=window, metavar="MB", help=text)
+    add("--json", action="store_true", help="print one JSON object instead of text")
+    add("-q", "--quiet", action="store_true", help="no progress bar, no warnings")
+    add("--debug", action="store_true", help="show the traceback of an error")
 
 
-def add_store_option(parser: Parser) -> None:
-    """``--storage-option``."""
-    text = (
-        "an option of the stores behind URLs as fsspec takes it, such as endpoint_url=http://host:9000 or anon=true; "
-        "VALUE is JSON, or text. May be given several times"
-    )
-    parser.find_shared().add_argument("--storage-option", action="append", metavar="KEY=VALUE", help=text)
+def make_parser(units: Mapping[str, float], wanted: str, *, whole: bool = False) -> Callable[[str], Any]:
+    """Make an option's type: a positive sum of numbers with units, such as ``1h30m``.
 
+    Args:
+        units: unit in upper case → factor.
+        wanted: description of a valid value, for the error.
+        whole: the value is an integer.
+    """
+    term = rf"(\d+(?:\.\d+)?(?:E\d\d?)?) ?({'|'.join(sorted(units, key=len, reverse=True))})"
 
-def add_work_options(parser: argparse.ArgumentParser, window: int) -> None:
-    """``--workers`` and ``--window-mb``, which is ``window`` by default."""
-    text = "threads per node (default: from its cores)"
-    parser.add_argument("--workers", type=int, default=0, metavar="N", help=text)
-    text = f"memory per node for data on its way (default: {window})"
-    parser.add_argument("--window-mb", type=int, default=window, metavar="MB", help=text)
+    def parse(text: str) -> float:
+        is_valid = re.fullmatch(f"(?:{term})+", text.strip().upper(), re.ASCII)
+        terms = re.findall(term, text.upper(), re.ASCII) if is_valid else []
+        value = sum(float(number) * units[unit] for number, unit in terms)
+        if not value or (whole and value % 1):
+            raise argparse.ArgumentTypeError(f"{wanted} is needed, found {text!r}")
+        return int(value) if whole else value
+
+    return parse
 
 
 def read_work_options(options: argparse.Namespace, *, least: int) -> dict[str, Any]:

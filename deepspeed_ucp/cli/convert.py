@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from ..errors import count_of
 from .common import (
     Commands,
-    add_checkpoint_options,
+    add_checkpoint,
     add_command,
-    add_work_options,
+    add_shared_options,
     find_folders,
     open_index,
     read_rules,
@@ -41,14 +41,14 @@ def add_parser(commands: Commands) -> None:
             torchrun --nnodes 8 --nproc-per-node 1 --no-python ds_ucp convert checkpoints/
         """,
     )
-    add_checkpoint_options(parser, "source")
+    add_checkpoint(parser, "source", "SOURCE")
     text = "folder to be made (default: the tag's folder + _universal)"
     parser.add_argument("destination", metavar="DST", nargs="?", help=text)
-    add_work_options(parser, 256)
     parser.add_argument("--overwrite", action="store_true", help="replace another atomic checkpoint at DST")
     parser.add_argument("--no-latest", action="store_true", help="leave latest_universal as it is")
     text = "do not compare the source's bytes with the checksums stored with them"
     parser.add_argument("--no-verify", action="store_true", help=text)
+    add_shared_options(parser, checkpoint=True, patterns=True, window=256)
 
 
 def run(options: argparse.Namespace) -> int:

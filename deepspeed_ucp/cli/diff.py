@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ConfigError, count_of
 from .common import (
     Commands,
-    add_checkpoint_options,
+    add_checkpoint,
     add_command,
-    add_work_options,
+    add_shared_options,
     find_folders,
     open_index,
     read_rules,
@@ -45,7 +45,8 @@ def add_parser(commands: Commands) -> None:
             ds_ucp diff --config checkpoints/global_step1000 ds_config.json
         """,
     )
-    add_checkpoint_options(parser, "a", "b")
+    add_checkpoint(parser, "a", "A")
+    add_checkpoint(parser, "b", "B")
     parser.add_argument("--only", default="", metavar="REGEX", help="parameters whose names match somewhere")
     text = "these states of them, such as fp32,exp_avg; nothing but tensors"
     parser.add_argument("--states", default="", metavar="NAMES", help=text)
@@ -54,7 +55,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--all", action="store_true", help="a line for every tensor that differs")
     text = "compare ds_config and hyper-parameters instead; A and B may be files of a ds_config, too"
     parser.add_argument("--config", action="store_true", help=text)
-    add_work_options(parser, 64)
+    add_shared_options(parser, checkpoint=True, patterns=True, second="b", window=64)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -111,8 +112,8 @@ def _open_settings(
     """A save and its ds_config, or that of a file."""
     from ..comm import Comm
     from ..examine.settings import read_config
-    from ..forecast.dryrun import read_saved_config
     from ..io.store import is_file
+    from ..sources.ownfiles import read_saved_config
 
     if is_file(path):
         return None, read_config(path)

@@ -16,10 +16,14 @@ from ..version import __version__
 from .common import HelpFormatter, Parser, read_storage_options
 from .printing import BROKEN_PIPE, ERROR, INTERRUPTED, Lines, emit, find_rank, prepare_streams, print_message
 
-COMMANDS = (
-    "run", "list", "inspect", "verify", "diff", "plan", "convert", "export",
-)  # fmt: skip
-"""Each is a module of this package with ``add_parser(commands)`` and ``run(options) -> exit code``."""
+GROUPS = {
+    "Train": ("run", "list"),
+    "Look": ("inspect", "verify", "diff", "plan"),
+    "Change": ("convert", "export"),
+}
+"""Commands by what they are for. Each is a module with ``add_parser(commands)`` and ``run(options) -> exit code``."""
+
+COMMANDS = tuple(name for names in GROUPS.values() for name in names)
 
 _EPILOG = """\
 exit codes:
@@ -33,18 +37,20 @@ exit codes:
 
 
 def build_parser(names: Sequence[str] = COMMANDS) -> Parser:
-    """The command line, of all commands or of some."""
-    parser = Parser(
-        prog="ds_ucp",
-        description="Elastic resume for DeepSpeed checkpoints: convert, look into, check, compare and export them.",
-        epilog=_EPILOG,
-        formatter_class=HelpFormatter,
-        allow_abbrev=False,
-    )
+    """Build the command line of all commands, or of some."""
+    usage = "ds_ucp [--version] [-h] COMMAND …"
+    parser = Parser("ds_ucp", usage, epilog=_EPILOG, formatter_class=HelpFormatter, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"ds_ucp {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
-    for name in names:
-        load_command(name).add_parser(commands)
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", help=argparse.SUPPRESS, prog="ds_ucp"
+    )
+    lines = ["Elastic resume for DeepSpeed checkpoints: resume, look into, check, compare, convert and export them."]
+    for title, members in GROUPS.items():
+        for name in (name for name in members if name in names):
+            load_command(name).add_parser(commands)
+        lines += ["", f"{title}:", *(f"  {each.dest:9}{each.help}" for each in commands._choices_actions)]
+        commands._choices_actions.clear()
+    parser.description = "\n".join(lines)
     return parser
 
 

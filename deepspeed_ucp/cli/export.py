@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -12,10 +11,11 @@ from ..errors import ConfigError
 from ..io.paths import join_path
 from .common import (
     Commands,
-    add_checkpoint_options,
+    add_checkpoint,
     add_command,
-    add_work_options,
+    add_shared_options,
     find_folders,
+    make_parser,
     open_index,
     read_rules,
     read_work_options,
@@ -38,7 +38,11 @@ DTYPES = {
     "stored": None,
 }
 
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_parse_size = make_parser(
+    {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30},
+    "a size such as 500MB, 5GB or 2GiB",
+    whole=True,
+)
 
 
 def add_parser(commands: Commands) -> None:
@@ -62,14 +66,14 @@ def add_parser(commands: Commands) -> None:
             mpirun -np 8 --map-by ppr:1:node ds_ucp export checkpoints/ weights/
         """,
     )
-    add_checkpoint_options(parser)
+    add_checkpoint(parser)
     parser.add_argument("out", metavar="OUT", help="folder to be made")
     text = "for whom: Hugging Face (safetensors), or torch.distributed.checkpoint (default: hf)"
     parser.add_argument("--to", choices=("hf", "dcp"), default="hf", help=text)
     text = "element type of floating weights and buffers; `stored` keeps each tensor's own (default: fp32)"
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="fp32", help=text)
     text = "bytes per safetensors file: 500MB, 5GB, 2GiB (5GB)"
-    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help=text)
+    parser.add_argument("--max-shard-size", type=_parse_size, default="5GB", metavar="SIZE", help=text)
     text = (
         "hf: a model, as a folder or a hub's id in the local cache: its config and tokenizer are copied beside the "
         "weights, whose names and shapes have to be its own; with --merge the base of an adapter that was saved alone"
@@ -106,8 +110,8 @@ def add_parser(commands: Commands) -> None:
         "checkpoint (default: torch)"
     )
     parser.add_argument("--layout", choices=("torch", "flattened", "torchtitan", "accelerate"), help=text)
-    add_work_options(parser, 256)
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export at OUT")
+    add_shared_options(parser, checkpoint=True, patterns=True, window=256)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -151,9 +155,10 @@ def _export(options: argparse.Namespace, index: AtomicIndex, comm: Comm) -> Outp
         from ..export.like import find_model
         from ..export.safetensors import export_safetensors
 
-        size = parse_size(options.max_shard_size)
         like = None if options.like is None else find_model(options.like)
-        return export_safetensors(index, options.out, comm, how, rules=rules, max_shard=size, like=like)
+        return export_safetensors(
+            index, options.out, comm, how, rules=rules, max_shard=options.max_shard_size, like=like
+        )
     from ..export.dcp import export_dcp
 
     layout = options.layout or "torch"
@@ -186,20 +191,6 @@ def make_options(options: argparse.Namespace) -> ExportOptions:
         overwrite=options.overwrite,
         **read_work_options(options, least=8),
     )
-
-
-def parse_size(text: str) -> int:
-    """Bytes of a size such as ``5GB`` (10^9) or ``5GiB`` (2^30).
-
-    Raises:
-        ConfigError: it is no size, or none above zero.
-    """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    unit = _UNITS.get(found[2].upper()) if found else None
-    size = int(float(found[1]) * unit) if found and unit else 0
-    if size <= 0:
-        raise ConfigError(f"--max-shard-size {text!r}: a size such as 500MB, 5GB or 2GiB is needed.")
-    return size
 
 
 def _list_lacking(options: argparse.Namespace, report: OutputReport) -> list[str]:

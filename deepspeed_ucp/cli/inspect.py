@@ -7,8 +7,8 @@ import os
 import re
 from typing import TYPE_CHECKING
 
-from ..errors import ConfigError, advise, shorten
-from .common import Commands, add_checkpoint_options, add_command, find_folders, read_groups, read_rules
+from ..errors import ConfigError, advise, count_of, shorten
+from .common import Commands, add_checkpoint, add_command, add_shared_options, find_folders, read_groups, read_rules
 from .printing import ERROR, OK, emit, print_message
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ def add_parser(commands: Commands) -> None:
         "inspect",
         help="show what a checkpoint holds, where, and what is missing",
         description="Show a checkpoint's topology, step, optimizer, parameters, sizes, and what is missing or odd. "
-        "Only the headers of its files are read, and no code of them is run. A damaged checkpoint is told file by "
-        "file, with exit code 2.",
+        "Only the headers of its files are read, and no code of them is run. A checkpoint that does not open is "
+        "listed with all its faults, with exit code 2.",
         examples="""
             ds_ucp inspect checkpoints/
             ds_ucp inspect checkpoints/global_step1000 --all
@@ -36,11 +36,12 @@ def add_parser(commands: Commands) -> None:
             ds_ucp inspect checkpoints/ --json | jq .totals
         """,
     )
-    add_checkpoint_options(parser)
+    add_checkpoint(parser)
     text = "one line per parameter; layers of equal form unfolded"
     parser.add_argument("-a", "--all", action="store_true", help=text)
     text = "one parameter in detail: its name, or a regular expression that fits one"
     parser.add_argument("-p", "--param", metavar="NAME", help=text)
+    add_shared_options(parser, checkpoint=True, patterns=True)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -111,11 +112,16 @@ def pick_parameter(survey: Survey, wanted: str) -> Parameter:
 
 
 def _show_damage(options: argparse.Namespace, report: FolderReport) -> None:
-    """What can still be told, and the error."""
-    from .damage import examine_folder, write_damage
+    """Print all faults of a checkpoint that does not open, and the error on stderr."""
+    from ..sources.findings import fold_findings, make_error
 
-    if any(finding.kind == "unnamed" for finding in report.findings):
+    faults = [finding for finding in report.findings if not finding.warning]
+    if any(finding.kind == "unnamed" for finding in faults):
         report.require()
-    error, data = examine_folder(report)
-    emit(options, data, write_damage(data))
+    error = make_error(report.findings)
+    files = [{"name": name, "size": size} for name, size in sorted(report.files.sizes.items()) if size >= 0]
+    texts = (each.text.removeprefix(f"{report.folder}{os.sep}") for each in fold_findings(faults))
+    lines = [f"{report.folder}: does not open, {count_of(len(faults), 'fault')}", *dict.fromkeys(texts)]
+    facts = {"folder": report.folder, "error": str(error), "kind": type(error).__name__}
+    emit(options, {**facts, "files": files, "findings": report.findings}, lines)
     print_message(f"ds_ucp: error: {str(error).removeprefix(f'{report.folder}{os.sep}')}")

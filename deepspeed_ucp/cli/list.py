@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError, UcpError, count_of
-from .common import Commands, add_command, add_store_option
+from .common import Commands, add_command, add_shared_options
 from .printing import FAULT, OK, emit, format_bytes, format_table
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("folder", metavar="FOLDER", help=text)
     text = 'folder of saves in memory, as in "save": {"memory": DIR} (default: /dev/shm)'
     parser.add_argument("--memory", metavar="DIR", default="/dev/shm", help=text)
-    add_store_option(parser)
+    add_shared_options(parser)
 
 
 def run(options: argparse.Namespace) -> int:

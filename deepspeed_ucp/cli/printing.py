@@ -196,11 +196,6 @@ def format_duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
-def format_seconds(seconds: float) -> str:
-    """The same a little finer, for what is foretold."""
-    return f"{seconds:.1f} s" if 10 <= seconds < 120 else format_duration(seconds)
-
-
 def format_table(
     rows: Sequence[Sequence[object]], header: Sequence[str] = (), *, right: Sequence[int] = ()
 ) -> list[str]:

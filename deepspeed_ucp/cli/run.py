@@ -1,4 +1,4 @@
-"""``ds_ucp run``: an untouched training script with the plugin on, under any launcher."""
+"""``ds_ucp run``: run an unmodified training script with the plugin on, under any launcher."""
 
 from __future__ import annotations
 
@@ -8,85 +8,35 @@ import json
 import os
 import runpy
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import ConfigError, UcpError
-from .common import Commands, add_command, read_patterns
+from .common import Commands, add_command
 from .printing import ERROR, OK, print_message
 
 
-def _read_json(text: str) -> Any:
-    """For argparse, which of other errors would tell the text, and that may hold secrets."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"no JSON: {error}") from None
-
-
-_FLAGS = {
-    "trust_pickle": "allow custom Python classes in client states; only for checkpoints you trust",
-    "preserve_batch_size": "keep train_batch_size on other numbers of ranks by changing accumulation and micro batch",
-    "fallback": "where the newest checkpoint is not whole, take the newest one before it that is",
-    "require": "a load that finds nothing to resume is an error, not the begin of a new run",
-    "seal": "write a seal after each save",
-}
-_VALUES: dict[str, tuple[str, Callable[[str], Any], str]] = {
-    "patterns": (
-        "RULES",
-        str,
-        "how tensor parallelism cuts parameters, what is renamed or resized: a family, a file, or rules",
-    ),
-    "param_groups": ("WHOSE", str, "hyper-parameters of the param groups: saved (default) or live"),
-    "total_batch": ("WHOSE", str, "samples of a step in trainers that count steps: saved (default) or live"),
-    "same_topology": ("WHO", str, "who loads where nothing has changed: deepspeed (default) or direct (ours)"),
-    "verify": ("HOW", str, "check what is read: crc (default) or off"),
-    "mode": ("MODE", str, "direct (default), or atomic: write an atomic checkpoint first"),
-    "atomic_dir": ("DIR", str, "where mode atomic writes (default: beside the checkpoint)"),
-    "also": ("PLACES", _read_json, "further folders or URLs that hold the same tags, as a list in JSON"),
-    "save": ("JSON", _read_json, "saves that do not stop training: true, or their options as an object"),
-    "arguments": ("JSON", _read_json, "arguments of load_checkpoint for trainers that pass none on, as an object"),
-    "storage_options": ("JSON", _read_json, "options of the stores behind URLs, as an object"),
-    "hang_timeout_s": (
-        "SECONDS",
-        float,
-        "seconds without progress after which the torchrun agent kills a rank, if it has a timer (default: 1800)",
-    ),
-    "window_mb": ("MB", int, "memory per rank for data on its way (default: 256)"),
-    "threads": ("N", int, "reading threads per rank (default: from its cores)"),
-}
-"""Options of ``checkpoint.universal``: what stands for the value, its type, and the help; in ``_FLAGS`` the help."""
-
-
 def add_parser(commands: Commands) -> None:
-    """The command line."""
-    run = add_command(
+    """Add the parser of the command."""
+    parser = add_command(
         commands,
         "run",
         help="run a training script with the plugin on",
-        description="Run SCRIPT with the plugin installed and on for every engine whose ds_config does not say\n"
+        description="Run SCRIPT with the plugin installed and on for every engine whose ds_config does not say "
         '"checkpoint": {"universal": false}. The script itself needs no change. Options of the plugin reach every '
-        "engine; where a ds_config gives one itself, that counts.",
+        "engine; an option in the ds_config takes precedence.",
         examples="""
-            deepspeed --no_python ds_ucp run train.py --deepspeed_config ds_config.json
+            deepspeed --module deepspeed_ucp run train.py --deepspeed_config ds_config.json   (any number of nodes)
             torchrun --nproc-per-node 8 --no-python ds_ucp run train.py
             mpirun -np 8 ds_ucp run train.py
-            deepspeed --module deepspeed_ucp run --patterns megatron-gpt pretrain_gpt.py ...   (any number of nodes)
+            ds_ucp run --config '{"patterns": "megatron-gpt", "fallback": true}' pretrain_gpt.py ...
         """,
-        general=False,
     )
-    run.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module name, as for python -m")
-    plugin = run.add_argument_group("options of the plugin (docs/guide.md)")
-    for name, text in _FLAGS.items():
-        plugin.add_argument(_write_flag(name), action="store_true", default=None, help=text)
-    for name, (metavar, kind, text) in _VALUES.items():
-        plugin.add_argument(_write_flag(name), metavar=metavar, type=kind, help=text)
-    run.add_argument("script", metavar="SCRIPT", help="the training script")
-    run.add_argument("args", metavar="ARGS", nargs=argparse.REMAINDER, help="passed to the script")
-
-
-def _write_flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module name, as for python -m")
+    text = 'options of "checkpoint": {"universal": …} (docs/guide.md#options): a JSON object, or a file with one'
+    parser.add_argument("--config", metavar="JSON", help=text)
+    parser.add_argument("script", metavar="SCRIPT", help="the training script")
+    parser.add_argument("args", metavar="ARGS", nargs=argparse.REMAINDER, help="passed to the script")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -122,21 +72,40 @@ def _has_module(name: str) -> bool:
 
 
 def read_default(options: argparse.Namespace) -> bool | dict[str, Any]:
-    """What engines have whose ds_config does not say otherwise.
+    """Read ``--config``: the options of engines whose ds_config does not set them; True without any.
 
     Raises:
-        ConfigError: an option has a value that it cannot have.
+        ConfigError: it is not a JSON object, or an option is unknown or has an invalid value.
     """
     from ..config import merge_options
     from ..patterns import from_config
 
-    given = {name: getattr(options, name) for name in (*_FLAGS, *_VALUES)}
-    given = {name: value for name, value in given.items() if value is not None}
+    if options.config is None:
+        return True
+    given = _read_object(options.config)
     if "patterns" in given:
-        given["patterns"] = read_patterns(given["patterns"])
         from_config(given["patterns"])
-    merge_options([("what the command line says", given)])
+    merge_options([("--config", given)])
     return given or True
+
+
+def _read_object(text: str) -> dict[str, Any]:
+    """Parse a JSON object, or the file that has one. Errors do not quote the text, which may contain secrets.
+
+    Raises:
+        ConfigError: it is not a JSON object.
+    """
+    is_text = text.lstrip().startswith("{")
+    try:
+        if not is_text:
+            with open(text, encoding="utf-8") as file:
+                text = file.read()
+        found = json.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"--config: a JSON object or a file with one is needed: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError('--config: a JSON object is needed, such as {"fallback": true}.')
+    return found
 
 
 def run_script(

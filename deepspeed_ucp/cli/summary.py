@@ -9,10 +9,9 @@ from dataclasses import asdict
 from itertools import zip_longest
 from typing import Any
 
-from ..atoms import COPY, ITEMSIZE, MODULE, AtomicIndex, Fragment, ParamKey, Shard, Tiles
+from ..atoms import COPY, ITEMSIZE, AtomicIndex, Fragment, ParamKey, Shard, Tiles
 from ..errors import count_of, escape, fold_names
 from ..sources.findings import Finding
-from .experts import describe_expert, write_layers, write_numbers
 from .parameters import BUFFER, FROZEN, TRAINED, Parameter, find_file, knows_optimizer, sort_states
 from .printing import format_bytes, format_count, format_table
 from .survey import Survey
@@ -36,8 +35,6 @@ def write_summary(survey: Survey, *, unfold: bool) -> list[str]:
         "",
         *_write_parameters(survey.parameters, unfold=unfold),
     ]
-    if survey.experts:
-        lines += ["", *write_layers(survey.experts.values())]
     if survey.index.model.aliases:
         lines += ["", "tied", *(f"  {alias} = {name}" for alias, name in sorted(survey.index.model.aliases.items()))]
     if survey.findings:
@@ -47,22 +44,17 @@ def write_summary(survey: Survey, *, unfold: bool) -> list[str]:
 
 def _write_head(survey: Survey) -> list[str]:
     index, totals = survey.index, survey.data["totals"]
-    parts = {"masters": "masters", "optimizer": "states", name_others(index): "module"}
-    state = {name: totals[part] for name, part in parts.items()}
-    parts = {"model copies": "copies", "client": "client", "padding": "padding", "headers": "rest"}
-    beside = {name: totals[part] for name, part in parts.items()}
-    files = f"{format_bytes(totals['file_bytes'])} in {count_of(totals['files'], 'file')}"
+    others = "frozen and buffers" if knows_optimizer(index) else "weights and buffers"
+    parts = {"masters": "masters", "optimizer": "states", others: "module", "model copies": "copies"}
+    sizes = [f"{name} {format_bytes(totals[part])}" for name, part in parts.items() if totals[part]]
     rows = [
         ("written by", _describe_writer(survey)),
         ("step", _describe_step(index)),
         ("optimizer", _describe_optimizer(survey)),
         *_describe_groups(survey.data["optimizer"]["groups"]),
-        ("loss scale", _describe_scaler(index)),
         ("model", _describe_model(survey)),
-        ("state", f"{format_bytes(sum(state.values()))}: {_join_sizes(state)}"),
-        ("files", f"{files}; beside the state {_join_sizes(beside)}" if any(beside.values()) else files),
+        ("files", f"{format_bytes(totals['file_bytes'])} in {count_of(totals['files'], 'file')}: {', '.join(sizes)}"),
         ("client state", ", ".join(f"{key} ({kind})" for key, kind in survey.data["client_state"]["keys"].items())),
-        ("resume", _describe_resume(index)),
     ]
     folded = [
         (key if not at else "", line)
@@ -70,10 +62,6 @@ def _write_head(survey: Survey) -> list[str]:
         for at, line in enumerate(textwrap.wrap(escape(value), _WIDTH, break_long_words=False, break_on_hyphens=False))
     ]
     return [f"  {line}" for line in format_table(folded)]
-
-
-def _join_sizes(sizes: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in sizes.items() if nbytes)
 
 
 def _join(hyper: Mapping[str, Any]) -> str:
@@ -144,13 +132,6 @@ def _describe_groups(groups: Sequence[Mapping[str, Any]]) -> list[tuple[str, str
     return rows
 
 
-def _describe_scaler(index: AtomicIndex) -> str:
-    scaler = index.run.scaler
-    if not scaler or index.run.topology.precision != "float16":
-        return ""
-    return f"{_write_value(scaler.get('cur_scale'))} ({'dynamic' if scaler.get('dynamic') else 'static'})"
-
-
 def _describe_model(survey: Survey) -> str:
     totals, model = survey.data["totals"], survey.index.model
     kinds = [row.kind for row in survey.parameters]
@@ -163,27 +144,6 @@ def _describe_model(survey: Survey) -> str:
     size = "unknown number of" if totals["elements"] is None else format_count(totals["elements"])
     parameters = count_of(totals["parameters"], "parameter")
     return ", ".join([parameters, f"{size} elements", *(text for text, some in numbers.items() if some)])
-
-
-def name_others(index: AtomicIndex) -> str:
-    """What the tensors are that no optimizer is known to own."""
-    return "frozen and buffers" if knows_optimizer(index) else "weights and buffers"
-
-
-def _describe_resume(index: AtomicIndex) -> str:
-    """Who can resume it where."""
-    topology = index.run.topology
-    if index.is_weights_alone:
-        return "weights only, by deepspeed_ucp on any topology: there are no optimizer states"
-    if index.run.format:
-        return "by deepspeed_ucp on any topology"
-    if topology.is_atomic:
-        return "by deepspeed_ucp on any topology; by DeepSpeed with load_universal where that can"
-    if not any(key.state not in (MODULE, COPY) for key in index.stored.atoms):
-        return "weights only (load_optimizer_states=False): optimizer states are missing or have no names"
-    zero = f"ZeRO-{topology.zero_stage} dp {topology.dp}" if topology.zero_stage else "stage 0"
-    where = f"{zero} tp {topology.tp} pp {topology.pp}" + (f" ep {topology.ep}" if topology.ep > 1 else "")
-    return f"by DeepSpeed itself with {where} only, by deepspeed_ucp on any topology"
 
 
 def _write_parameters(rows: Sequence[Parameter], *, unfold: bool) -> list[str]:
@@ -249,8 +209,7 @@ def detail_parameter(survey: Survey, row: Parameter) -> dict[str, Any]:
         ]
         states.append({"state": state, "dtype": atom.dtype, "bytes": atom.nbytes, "shards": shards})
     hyper = index.run.groups[row.group].hyper if row.group is not None else None
-    expert = describe_expert(survey.experts, row.name)
-    return {**asdict(row), "hyper": hyper, "expert": expert, "layout": states}
+    return {**asdict(row), "hyper": hyper, "layout": states}
 
 
 def _locate_pieces(index: AtomicIndex, shard: Shard, dtype: str) -> Iterator[dict[str, Any]]:
@@ -273,16 +232,12 @@ def _locate(index: AtomicIndex, fragment: Fragment, dtype: str) -> dict[str, Any
 
 def write_detail(detail: Mapping[str, Any]) -> list[str]:
     """The text of ``--param``."""
-    shape, expert = detail["shape"], ""
-    if found := detail["expert"]:
-        where = f", held by ranks {write_numbers(found['ranks'])}" if found["ranks"] else ""
-        expert = f"{found['number']} of the {found['of']} of {found['layer']}{where}"
+    shape = detail["shape"]
     facts = [
         ("kind", detail["kind"]),
         ("shape", "not known" if shape is None else f"{list(shape)}, {format_count(detail['numel'])} elements"),
         ("pattern", f"{detail['pattern'] or '?'}{' by ' + detail['origin'] if detail['origin'] else ''}"),
         ("rule to give", ", ".join(f"{k}: {v}" for k, v in detail["why"].items())),
-        ("expert", expert),
         ("tied", ", ".join(detail["aliases"])),
         ("scalars", _join(detail["scalars"])),
         ("param group", "" if detail["group"] is None else f"{detail['group']}: {_join(detail['hyper'] or {})}"),

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, AtomicIndex
+from ..atoms import COPY, MASTER, MODULE, AtomicIndex
 from ..examine.verify import list_findings
 from ..io.paths import is_url
 from ..io.store import list_tree
@@ -20,11 +20,7 @@ from ..sources.findings import NOTE, WARNING, Finding
 from ..sources.open import FolderReport
 from ..sources.ownfiles import read_state_tree
 from ..torchsave.objects import describe
-from .experts import ExpertLayer, list_layers
 from .parameters import BUFFER, FROZEN, Parameter, find_file, list_parameters
-
-VERSION = 1
-"""Of the JSON; it grows when a key changes its meaning or goes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +28,12 @@ class Survey:
     """A checkpoint as ``inspect`` shows it.
 
     Attributes:
-        experts: layers of experts, by what the names of their parameters begin with.
         findings: what is odd, or cannot be had.
         data: all of it, as the JSON has it.
     """
 
     index: AtomicIndex
     parameters: list[Parameter]
-    experts: dict[str, ExpertLayer]
     findings: list[Finding]
     data: dict[str, Any]
 
@@ -55,14 +49,13 @@ def make_survey(report: FolderReport, rules: Sequence[RuleSet] = ()) -> Survey:
         CheckpointError: the state file, or the manifest, is damaged.
     """
     index = report.index or report.require()
-    run, settled, experts = index.run, settle_index(index, rules), list_layers(index)
+    run, settled = index.run, settle_index(index, rules)
     rows, files = list_parameters(index, settled), _list_files(report)
     client, version = _read_client_keys(index)
     findings = [*_find_limits(index, rows, settled, rules), *list_findings(report)]
     topology = {each.name: getattr(run.topology, each.name) for each in fields(run.topology) if each.name != "flats"}
     optimizer, _, parameters = topology.pop("offload").partition("/")
     data = {
-        "inspect": VERSION,
         "folder": report.folder,
         "written_by": {"deepspeed": version or None, **_find_writer(index, report.folder)},
         "topology": {**topology, "offload_optimizer": optimizer, "offload_param": parameters},
@@ -76,7 +69,6 @@ def make_survey(report: FolderReport, rules: Sequence[RuleSet] = ()) -> Survey:
             "clip_grad": run.clip_grad,
         },
         "totals": _count_totals(index, files, rows),
-        "experts": list(experts.values()),
         "parameters": rows,
         "ties": index.model.aliases,
         "frozen": [row.name for row in rows if row.kind == FROZEN],
@@ -86,7 +78,7 @@ def make_survey(report: FolderReport, rules: Sequence[RuleSet] = ()) -> Survey:
         "files": [{"name": name, "size": size} for name, size in files.items()],
         "findings": findings,
     }
-    return Survey(index, rows, experts, findings, data)
+    return Survey(index, rows, findings, data)
 
 
 def _join_scalars(index: AtomicIndex) -> dict[str, Any]:
@@ -114,26 +106,18 @@ def _sum_known(numels: Sequence[int | None]) -> int | None:
 
 
 def _count_totals(index: AtomicIndex, files: Mapping[str, int], rows: Iterable[Parameter]) -> dict[str, int | None]:
-    """Sizes in bytes as stored (replicas of tensor-parallel ranks included), and counts.
+    """Bytes on disk, replicas of tensor-parallel ranks included, and counts.
 
     Returns:
-        parameters, elements: how many, each once; no elements where a shape is not known.
+        parameters, elements: each counted once; no elements if a shape is unknown.
         masters, states, copies: bytes of the masters, of the optimizer's states, and of the model's copies.
         module: bytes of frozen parameters and buffers.
-        client: bytes of the client state's tensors.
-        padding: bytes of the records that are no tensor's: alignment, partitions' ends, replicas that are not read.
-        rest: bytes of the files beyond the records: pickles, zip directories.
-        files, file_bytes: how many files, and their bytes in all.
+        files, file_bytes: number of files, and their bytes.
     """
     sums: dict[str, int] = defaultdict(int)
-    covered: set[tuple[int, int, int]] = set()
     for key, atom in index.stored.atoms.items():
         sums[key.state if key.state in (MASTER, COPY, MODULE) else ""] += atom.nbytes
-        width = ITEMSIZE[atom.dtype]
-        covered |= {(f.record, f.offset, f.numel * width) for shard in atom.shards for f in shard.pieces}
     parameters = [row for row in rows if row.kind != BUFFER and not row.instance]
-    client = sum(index.stored.records[record].nbytes for record in index.run.client_records)
-    records, file_bytes = sum(r.nbytes for r in index.stored.records), sum(files.values())
     return {
         "parameters": len(parameters),
         "elements": _sum_known([row.numel for row in parameters]),
@@ -141,11 +125,8 @@ def _count_totals(index: AtomicIndex, files: Mapping[str, int], rows: Iterable[P
         "states": sums[""],
         "copies": sums[COPY],
         "module": sums[MODULE],
-        "client": client,
-        "padding": max(0, records - client - sum(nbytes for _, _, nbytes in covered)),
-        "rest": file_bytes - records,
         "files": len(files),
-        "file_bytes": file_bytes,
+        "file_bytes": sum(files.values()),
     }
 
 

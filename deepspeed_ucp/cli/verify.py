@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from ..errors import CheckpointError, ConfigError, count_of
 from .common import (
     Commands,
-    add_checkpoint_options,
+    add_checkpoint,
     add_command,
-    add_work_options,
+    add_shared_options,
     find_folders,
     read_groups,
     read_work_options,
@@ -40,7 +40,7 @@ def add_parser(commands: Commands) -> None:
             mpirun -np 4 ds_ucp verify checkpoints/global_step1000_universal --json
         """,
     )
-    add_checkpoint_options(parser, patterns=False)
+    add_checkpoint(parser)
     text = (
         "hold the files against a seal (ucp_seal.json) or a manifest (ucp_manifest.json, of the checkpoint itself or "
         "of one that was converted from it), which proves that they are the ones"
@@ -49,7 +49,7 @@ def add_parser(commands: Commands) -> None:
     text = "write ucp_seal.json beside the files of a normal checkpoint that is whole, here or behind a URL"
     parser.add_argument("--seal", action="store_true", help=text)
     parser.add_argument("--headers-only", action="store_true", help="a quick look that leaves the tensors' bytes alone")
-    add_work_options(parser, 64)
+    add_shared_options(parser, checkpoint=True, window=64)
 
 
 def run(options: argparse.Namespace) -> int:

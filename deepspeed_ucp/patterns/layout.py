@@ -76,11 +76,6 @@ class Run:
         """Behind the last element in the source shard."""
         return self.src + (self.count - 1) * self.src_step + self.width
 
-    @property
-    def dst_end(self) -> int:
-        """Behind the last element in the target shard."""
-        return self.dst + (self.count - 1) * self.dst_step + self.width
-
 
 def whole(shape: Shape) -> Layout:
     """One shard that holds everything: no tensor parallelism."""

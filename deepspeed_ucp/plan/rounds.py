@@ -21,10 +21,8 @@ from operator import itemgetter
 import numpy as np
 import numpy.typing as npt
 
-from ..access import READ_ALL, ReadAccess
-from ..atoms import Record
 from ..flat import Span, find_gaps
-from .claims import DISCARD, SELF_READ, STAGE, Blocks, Claim, Part, Request, Table, address_claims
+from .claims import DISCARD, SELF_READ, STAGE, Blocks, Claim, Part, Request, Table
 
 Answers = npt.NDArray[np.int64]
 """To each claim (``SELF_READ``, 0), or the round in which the owner stages the bytes, and their place in its memory."""
@@ -428,34 +426,3 @@ def _pick(addressed: Sequence[Sequence[Claim]], answers: Sequence[Answers], want
     """Per owner the claims that got an answer."""
     pairs = zip(addressed, answers, strict=True)
     return [[claims[number] for number in np.flatnonzero(answer[:, 0] == wanted).tolist()] for claims, answer in pairs]
-
-
-def plan_ranks(
-    claims: Sequence[Sequence[Claim]], records: Sequence[Record], sizes: ReadSizes, access: ReadAccess = READ_ALL
-) -> list[LoadPlan]:
-    """The plans of as many ranks as there are lists of claims, each on a machine of its own.
-
-    What they would tell each other is handed on.
-    """
-    ranks = range(len(claims))
-    touched = np.array(sorted({claim.record for mine in claims for claim in mine}), np.int64)
-    blocks = Blocks.of(records, sizes.block, len(claims), access)
-    files = [record.file for record in records]
-    sent = [address_claims(mine, blocks) for mine in claims]
-    decisions = [
-        decide(
-            [tables[owner] for tables, _ in sent],
-            blocks,
-            blocks.owned(owner, touched),
-            sizes,
-            np.arange(len(claims)) == owner,
-            owner,
-        )
-        for owner in ranks
-    ]
-    plans = [
-        make_plan(sent[rank][1], [each.answers[rank] for each in decisions], decisions[rank], rank, files)
-        for rank in ranks
-    ]
-    counts = [plan.count_steps(sizes.share) for plan in plans]
-    return [plan.agree(counts) for plan in plans]

@@ -1,4 +1,4 @@
-"""From what a rank of a target holds to what it wants of a checkpoint: data, for live targets and forecasts alike."""
+"""From what a rank of a target holds to what it wants of a checkpoint: data, for live and for planned targets."""
 
 from __future__ import annotations
 

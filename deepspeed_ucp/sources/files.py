@@ -214,11 +214,6 @@ def read_swap_name(name: str) -> SwapName | None:
     return SwapName(int(match[1]), match[2] or "", int(match[3]), int(match[4])) if match else None
 
 
-def list_sizes(folder: str) -> dict[str, int]:
-    """Name → bytes of what :func:`list_entries` lists, ``FOLDER`` for subfolders."""
-    return {name: entry.size for name, entry in list_entries(folder).items()}
-
-
 def sort_files(folder: str, sizes: dict[str, int], where: FileTable | None = None) -> Listing:
     """Give every file its role.
 

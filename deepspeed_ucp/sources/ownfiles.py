@@ -62,6 +62,17 @@ def read_state_tree(index: AtomicIndex) -> Any:
     return {} if index.run.format else read_header(index.run.state_file).tree
 
 
+def read_saved_config(index: AtomicIndex) -> Mapping[str, Any]:
+    """The ds_config of the run that saved; empty if the state file has none.
+
+    Raises:
+        CheckpointError: the file cannot be read.
+    """
+    tree = read_state_tree(index)
+    config = tree.get("ds_config") if isinstance(tree, dict) else None
+    return config if isinstance(config, dict) else {}
+
+
 def compare_own_files(model: str, optim: str | None, live: Mapping[str, Any]) -> list[str]:
     """What the files tell otherwise than the live engine, in words; empty where they agree about everything.
 

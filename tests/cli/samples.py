@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from deepspeed_ucp.torchsave.torchfile import list_records
 from tests.synth import Layer, Model, Param, Run, Topology, random_state, write_checkpoint
+
+PATTERNS = json.dumps(
+    [
+        {"match": r".*(wte|word_embeddings|query_key_value|dense_h_to_4h)\..*", "pattern": "shard-v"},
+        {"match": r".*(attention\.dense|dense_4h_to_h)\.weight", "pattern": "shard-h"},
+        {
+            "match": r".*(norm|ln_f|wpe)\..*|\d+\.weight|.*(attention\.dense|dense_4h_to_h)\.bias",
+            "pattern": "replicate",
+        },
+    ]
+)
+"""How :func:`cut` cuts the samples."""
 
 DS_CONFIG = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
 COLUMNS = ("query_key_value.weight", "query_key_value.bias", "dense_h_to_4h.weight", "dense_h_to_4h.bias")
@@ -75,3 +89,11 @@ def list_actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
         if isinstance(action, argparse._SubParsersAction):
             for command in action.choices.values():
                 yield from list_actions(command)
+
+
+def flip_largest(path: Path) -> None:
+    """Damage a byte of a file's largest record."""
+    record = max(list_records(str(path)).records, key=lambda record: (record.name != "data.pkl", record.nbytes))
+    data = bytearray(path.read_bytes())
+    data[record.offset + record.nbytes // 2] ^= 1
+    path.write_bytes(bytes(data))

@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from deepspeed_ucp.cli.dispatch import main
-from deepspeed_ucp.cli.export import parse_size
-from deepspeed_ucp.errors import ConfigError
+from deepspeed_ucp.cli.export import _parse_size
 from tests.support.reshard3d import VOCAB, draw_state, make_plain
 from tests.synth import Model, Param, State, Topology, random_state, write_checkpoint
 
@@ -131,7 +130,6 @@ def test_what_is_told_of_a_foreign_checkpoint(
     assert main(["inspect", str(out)]) == 0
     lines = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines() if line]
     assert any(line[:2] == ["written", "by"] and "atomic" not in line[2] for line in lines)
-    assert ["resume", "by", "deepspeed_ucp on any topology"] in lines
     main(["diff", str(out), str(checkpoint)])
     told, *notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("note: ", "different"))]
     assert told == "different: 1 tensor differs; 6 tensors (720 elements) compared"  # of a tie both names are written
@@ -139,7 +137,7 @@ def test_what_is_told_of_a_foreign_checkpoint(
     assert not any("topology" in line for line in notes)
     assert any("keeps, and not compared: initial_lr, " in line for line in notes)
     assert main(["plan", str(out), "--target", "dp=4,zero=3"]) == 0
-    assert "loads  deepspeed_ucp: not DeepSpeed's own format\n" in capsys.readouterr().out
+    assert "not DeepSpeed's own format\n" in capsys.readouterr().out
 
 
 def test_an_export_is_compared_with_the_checkpoint_by_its_weights(
@@ -197,7 +195,6 @@ def test_masters_of_stage_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (["--adapter"], "no adapter_config.json"),
         (["--adapter", "--like", "."], "--like is for a whole model"),
         (["--like", "nowhere"], "neither a folder nor a model in the local cache"),
-        (["--max-shard-size", "5 apples"], "5 apples"),
         (["--rename", "abc"], "REGEX=NAME"),
         (["--window-mb", "1"], "--window-mb"),
         (["--rename", "net.*=x"], "net.a and net.b become x"),
@@ -221,10 +218,11 @@ def test_an_existing_folder(checkpoint: Path, tmp_path: Path, capsys: pytest.Cap
 
 @pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("1.5 mb", 1_500_000), ("2GiB", 2 << 30), ("700", 700)])
 def test_sizes(text: str, size: int) -> None:
-    assert parse_size(text) == size
+    assert _parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GB", "5 XB", "0MB", "-1GB"])
-def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(ConfigError, match="--max-shard-size"):
-        parse_size(text)
+@pytest.mark.parametrize("text", ["", "GB", "5 XB", "0MB", "-1GB", "5 apples"])
+def test_wrong_sizes_are_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        export("in", "out", f"--max-shard-size={text}")
+    assert "--max-shard-size: a size such as 500MB, 5GB or 2GiB is needed" in capsys.readouterr().err

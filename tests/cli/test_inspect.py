@@ -16,23 +16,13 @@ import torch
 
 from deepspeed_ucp.cli.dispatch import main
 from deepspeed_ucp.cli.parameters import split_layer
-from tests.cli.samples import cut, make_gpt, make_pipe, write_sample
+from tests.cli.samples import PATTERNS, cut, make_gpt, make_pipe, write_sample
 from tests.synth import Topology, random_state
 
 ZERO1 = Topology(1, 4, "bf16")
 ZERO3 = Topology(3, 4, "bf16")
 THREE_D = Topology(1, 2, "bf16", tp=2, pp=2)
 TENSOR = Topology(2, 2, "bf16", tp=2)
-PATTERNS = json.dumps(
-    [
-        {"match": r".*(wte|word_embeddings|query_key_value|dense_h_to_4h)\..*", "pattern": "shard-v"},
-        {"match": r".*(attention\.dense|dense_4h_to_h)\.weight", "pattern": "shard-h"},
-        {
-            "match": r".*(norm|ln_f|wpe)\..*|\d+\.weight|.*(attention\.dense|dense_4h_to_h)\.bias",
-            "pattern": "replicate",
-        },
-    ]
-)
 
 
 @pytest.fixture(scope="module")
@@ -97,8 +87,6 @@ def test_what_is_told_is_what_was_saved(
 def test_sizes_add_up(topology: Topology, checkpoints: Callable[[Topology], Path], inspect: Callable[..., Any]) -> None:
     told = inspect(checkpoints(topology))
     totals = told["totals"]
-    parts = ("masters", "states", "copies", "module", "client", "padding", "rest")
-    assert sum(totals[part] for part in parts) == totals["file_bytes"]
     assert totals["file_bytes"] == sum(file["size"] for file in told["files"])
     assert {file["name"] for file in told["files"]} == {path.name for path in checkpoints(topology).iterdir()}
     assert totals["states"] == 2 * totals["masters"]
@@ -146,7 +134,6 @@ def test_text_folds_layers(checkpoints: Callable[[Topology], Path], capsys: pyte
     assert main(["inspect", str(checkpoints(ZERO1))]) == 0
     text = capsys.readouterr().out
     assert "ZeRO-1 dp=4 bfloat16 (zero12), masters float32" in text
-    assert "by DeepSpeed itself with ZeRO-1 dp 4 tp 1 pp 1 only" in text
     assert re.search(r"^h\.\{0-3\}\.mlp\.dense_h_to_4h\.weight +\[64, 16\]", text, re.MULTILINE)
     assert "lm_head.weight = wte.weight" in text
     main(["inspect", str(checkpoints(ZERO1)), "--all"])
@@ -209,24 +196,16 @@ def test_leftovers_and_latest(tmp_path: Path, inspect: Callable[..., Any]) -> No
     assert "no `latest`" in inspect(folder)["findings"][1]["text"]
 
 
-def test_a_damaged_checkpoint_is_told_file_by_file(
-    tmp_path: Path, inspect: Callable[..., Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_checkpoint_is_told_with_all_faults(tmp_path: Path, inspect: Callable[..., Any]) -> None:
     folder = write_sample(tmp_path, ZERO1)
     short, gone = (f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (2, 1))
     os.truncate(folder / short, 1000)
     (folder / gone).unlink()
     told = inspect(folder)
-    assert told["code"] == 2
-    assert told["error"] in told["stderr"].replace("ds_ucp: error: ", f"{folder}/") or gone in told["stderr"]
-    files = {file["name"]: file for file in told["files"]}
-    assert "truncated" in files[short]["faults"][0]
-    assert [each["name"] for each in told["missing"]] == [gone]
-    assert files["mp_rank_00_model_states.pt"]["step"] == 3
-    assert main(["inspect", str(folder)]) == 2
-    text = capsys.readouterr().out
-    assert re.search(rf"{short} .* FAULT", text)
-    assert re.search(rf"{gone} .* MISSING", text)
+    assert told["code"] == 2 and gone in told["error"] + told["stderr"]
+    faults = {each["file"]: each for each in told["findings"] if each["severity"] == "fault"}
+    assert "truncated" in faults[short]["text"] and faults[gone]["kind"] == "missing"
+    assert {file["name"]: file["size"] for file in told["files"]}[short] == 1000
 
 
 @pytest.mark.parametrize(
@@ -279,7 +258,7 @@ def test_a_damaged_atomic_checkpoint_is_told(converted: Path, tmp_path: Path, in
     (folder / "zero/wte.weight/fp32.pt").unlink()
     told = inspect(folder)
     assert told["code"] == 2
-    assert [each["name"] for each in told["missing"]] == ["zero/wte.weight/fp32.pt"]
+    assert [each["file"] for each in told["findings"]] == ["zero/wte.weight/fp32.pt"]
 
 
 def test_a_hyper_parameter_of_thousands_of_digits_is_shortened(

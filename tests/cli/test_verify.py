@@ -13,8 +13,7 @@ import pytest
 from deepspeed_ucp.cli.common import find_folders
 from deepspeed_ucp.cli.dispatch import main
 from deepspeed_ucp.comm import Comm
-from deepspeed_ucp.torchsave.torchfile import list_records
-from tests.cli.samples import write_sample
+from tests.cli.samples import flip_largest, write_sample
 from tests.support.mpi import needs_mpi, run_mpi
 from tests.synth import Topology
 
@@ -25,13 +24,6 @@ OPTIM = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 def folder(tmp_path: Path) -> Path:
     """A ZeRO-1 checkpoint of three ranks: its tag's folder."""
     return write_sample(tmp_path, Topology(1, 3))
-
-
-def flip_largest(path: Path) -> None:
-    record = max(list_records(str(path)).records, key=lambda record: (record.name != "data.pkl", record.nbytes))
-    data = bytearray(path.read_bytes())
-    data[record.offset + record.nbytes // 2] ^= 1
-    path.write_bytes(bytes(data))
 
 
 def run(*argv: object) -> int:

@@ -11,11 +11,12 @@ import torch
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.convert import ConvertOptions, convert_index
 from deepspeed_ucp.errors import CheckpointError
+from deepspeed_ucp.examine.degrees import parse_degrees
+from deepspeed_ucp.examine.resume import check_resume
 from deepspeed_ucp.examine.verify import list_findings
 from deepspeed_ucp.export.dcp import export_dcp
 from deepspeed_ucp.export.safetensors import export_safetensors
 from deepspeed_ucp.export.tensors import ExportOptions
-from deepspeed_ucp.forecast.dryrun import find_faults
 from deepspeed_ucp.patterns import from_config
 from deepspeed_ucp.sources.open import open_checkpoint, survey_checkpoint
 from deepspeed_ucp.targets import LiveBuffer
@@ -90,7 +91,8 @@ def test_what_the_commands_say(source: Topology, tmp_path: Path) -> None:
     assert index.run.topology.describe().startswith(f"ZeRO-{source.stage} ")
     assert index.run.topology.describe().endswith("(optimizer states missing)")
     assert any("load_optimizer_states=False" in each.text for each in list_findings(report))
-    assert any("load_optimizer_states=False" in text for text in find_faults(index))
+    check = check_resume(index, parse_degrees("dp=3", index.run.topology))
+    assert any("load_optimizer_states=False" in text for text in check.obstacles)
     out = str(tmp_path / "out")
     with pytest.raises(CheckpointError, match="load_optimizer_states=False"):
         convert_index(index, str(path), out, Comm(), ConvertOptions())

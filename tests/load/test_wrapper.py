@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_ucp.forecast.degrees import parse_degrees
-from deepspeed_ucp.forecast.target import predict_target
 from deepspeed_ucp.targets import engines, open_target
 from deepspeed_ucp.wrappers import WRAPPERS, Form, Wrapper
 from tests.support.reshard import check_content, check_reads, load, make_targets, open_for
@@ -68,16 +66,6 @@ def test_its_saves_load_everywhere_and_all_saves_into_it(tmp_path: Path, made_up
 
 def test_its_saves_load_into_other_degrees_of_it(tmp_path: Path, made_up: Wrapper) -> None:
     resume(tmp_path, make_topology(made_up, 2), make_topology(made_up, 4))
-
-
-def test_it_is_foreseen_as_it_is(tmp_path: Path, made_up: Wrapper) -> None:
-    source = Topology(3, 2, "bf16")
-    write_files(tmp_path, build_files(MODEL, STATE, source, Run()))
-    index = open_for(tmp_path, make_targets(MODEL, source)[0])
-    degrees = parse_degrees(f"dp=2,zero={made_up.stages[0]},wrapper=made_up", index.run.topology)
-    (rank,) = predict_target(index, degrees).model_ranks
-    live = make_targets(MODEL, make_topology(made_up, 2))[0]
-    assert [flat.buffer for flat in rank.layout.flats] == [flat.buffer for flat in live.flats]
 
 
 def test_an_engine_that_has_it_is_opened_by_its_class(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ import numpy as np
 from deepspeed_ucp.access import READ_ALL, ReadAccess
 from deepspeed_ucp.atoms import Atom, AtomicIndex, Fragment, Record, RunState, Shard, StoredAtoms
 from deepspeed_ucp.plan import DISCARD, Blocks, Claim, Extent, LoadPlan, Part, ReadSizes, Want, locate, make_claims
-from deepspeed_ucp.plan.claims import STAGE
-from deepspeed_ucp.plan.rounds import plan_ranks
+from deepspeed_ucp.plan.claims import STAGE, address_claims
+from deepspeed_ucp.plan.rounds import decide, make_plan
 from deepspeed_ucp.topology import Topology
 
 
@@ -51,6 +51,37 @@ def plan_pieces(
     claims = [make_claims(mine, block) for mine in pieces]
     plans = plan_ranks(claims, records, ReadSizes(window, block, min_direct), access)
     return Planned(records, Blocks.of(records, block, len(claims), access), claims, plans)
+
+
+def plan_ranks(
+    claims: Sequence[Sequence[Claim]], records: Sequence[Record], sizes: ReadSizes, access: ReadAccess = READ_ALL
+) -> list[LoadPlan]:
+    """The plans of as many ranks as there are lists of claims, each on a machine of its own.
+
+    What they would tell each other is handed on.
+    """
+    ranks = range(len(claims))
+    touched = np.array(sorted({claim.record for mine in claims for claim in mine}), np.int64)
+    blocks = Blocks.of(records, sizes.block, len(claims), access)
+    files = [record.file for record in records]
+    sent = [address_claims(mine, blocks) for mine in claims]
+    decisions = [
+        decide(
+            [tables[owner] for tables, _ in sent],
+            blocks,
+            blocks.owned(owner, touched),
+            sizes,
+            np.arange(len(claims)) == owner,
+            owner,
+        )
+        for owner in ranks
+    ]
+    plans = [
+        make_plan(sent[rank][1], [each.answers[rank] for each in decisions], decisions[rank], rank, files)
+        for rank in ranks
+    ]
+    counts = [plan.count_steps(sizes.share) for plan in plans]
+    return [plan.agree(counts) for plan in plans]
 
 
 def plan_wants(

@@ -46,7 +46,7 @@ def test_buffers_of_one_rank_may_be_of_different_lanes_and_cut_over_different_ra
     layouts = {"dense": (cut(1), cut(2)), "experts": (cut(2), cut(4))}
     dense = join_parameters(0, ("dense",), ((6, 2),), parts=4, partition=3)
     experts = replace(join_parameters(1, ("experts",), ((3, 2),), parts=2, partition=3), ranks=range(1, 4, 2))
-    flats = [HeldBuffer(buffer, buffer.find_part(1), lane, "float32") for buffer, lane in ((dense, 1), (experts, 2))]
+    flats = [HeldBuffer(dense, 1, 1, "float32"), HeldBuffer(experts, 0, 2, "float32")]
     match = Match({name: ParamKey(name) for name in layouts})
     found = list_wants(index, TargetLayout(flats, ()), match, layouts, with_states=True)
     assert [find_bytes(want) for want in found.wants] == [[(0, 15, 3)], [(2, 0, 3)]]

@@ -198,9 +198,9 @@ def inspect(folder: Path, source: Source) -> Verdict:
     code, told = run_cli("inspect", str(folder), *groups_option(source))
     if code == 0:
         return Verdict()
-    files = [file["name"] for file in told.get("files", ()) if file["faults"]]
-    files += [each["name"] for each in told.get("missing", ())]
-    return Verdict("\n".join([told["error"], *told.get("faults", ())]), tuple(files))
+    faults = [each for each in told.get("findings", ()) if each["severity"] == "fault"]
+    files = tuple(each["file"] for each in faults if each["file"])
+    return Verdict("\n".join([told["error"], *(each["text"] for each in faults)]), files)
 
 
 def open_folder(folder: Path, source: Source) -> Verdict:

@@ -20,7 +20,6 @@ from deepspeed_ucp.sources.files import (
     SwapName,
     holds_atoms,
     list_entries,
-    list_sizes,
     name_expert,
     read_swap_name,
     sort_files,
@@ -61,6 +60,10 @@ def test_files_get_their_roles() -> None:
     assert listing.model_zero3 == {(0, 0): names[1], (0, 11): names[2]}
     assert listing.optim == {("", 0, 1): names[3], ("bf16_", 7, 1): names[4], ("", 0, 2): names[5]}
     assert listing.layers == {(1, NO_AXIS): names[7], (120, 11): names[8]}
+
+
+def list_sizes(folder: str) -> dict[str, int]:
+    return {name: entry.size for name, entry in list_entries(folder).items()}
 
 
 def test_only_state_files_and_folders_are_listed(tmp_path: Path) -> None:

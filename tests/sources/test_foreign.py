@@ -569,7 +569,6 @@ def test_commands_take_it(saved: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["inspect", str(saved)]) == 0
     told = capsys.readouterr().out
     assert "written by  torch.distributed.checkpoint, float32" in told
-    assert "by deepspeed_ucp on any topology\n" in told
     assert main(["plan", str(saved), "--target", "zero=3,dp=2"]) == 0
     assert main(["list", str(saved)]) == 0
     line = capsys.readouterr().out.splitlines()[-1]
@@ -579,10 +578,10 @@ def test_commands_take_it(saved: Path, tmp_path: Path, capsys: pytest.CaptureFix
 def test_weights_alone_are_told_as_such(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "hf").mkdir()
     save_file({"a": torch.randn(3, 2)}, tmp_path / "hf" / "model.safetensors")
-    for command in (["inspect"], ["verify"], ["convert"], ["export"]):
-        more = [str(tmp_path / command[0])] if command[0] in ("convert", "export") else []
-        assert main([*command, str(tmp_path / "hf"), *more]) == 0
-    assert "weights only, by deepspeed_ucp on any topology" in capsys.readouterr().out
+    for command in ("inspect", "verify", "convert", "export"):
+        more = [str(tmp_path / command)] if command in ("convert", "export") else []
+        assert main([command, str(tmp_path / "hf"), *more]) == 0
+    assert re.search("^  optimizer +no states$", capsys.readouterr().out, re.MULTILINE)
 
 
 @pytest.mark.parametrize("adapter", ["default", "other"])

@@ -1,0 +1,188 @@
+"""Whether a checkpoint can be resumed at other degrees: the checks and wants of a load, without an engine."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..atoms import MASTER, MODULE, AtomicIndex, AtomKey, to_integer
+from ..config import choose_batch
+from ..errors import MismatchError, Objections
+from ..experts import read_name
+from ..flat import join_parameters
+from ..patterns import RuleSet
+from ..plan import settling
+from ..plan.derive import rename_all
+from ..plan.locate import locate
+from ..plan.match import Match, pick_instance, pick_weight
+from ..plan.predicted import predict_renames
+from ..plan.renames import RemappedIndex
+from ..plan.wants import HeldBuffer, Layouts, TargetLayout, join_states, list_touched, list_wants
+from ..sources.ownfiles import read_saved_config
+from ..topology import find_differences
+from .degrees import Degrees
+
+DEEPSPEED, OURS = "DeepSpeed", "deepspeed_ucp"
+
+
+@dataclass(slots=True)
+class ResumeCheck:
+    """The outcome of :func:`check_resume`.
+
+    Attributes:
+        obstacles: why the resume would fail; empty if it is possible.
+        loader: ``DeepSpeed`` in the saved topology, else ``deepspeed_ucp``.
+        differences: differences between the topologies.
+        batch: saved ``train``, ``micro`` and ``gas`` sizes, and ``change``: what ``preserve_batch_size`` would change.
+        patterns: source of the patterns → number of parameters.
+        state: bytes of the tensors that are restored; 0 if DeepSpeed loads them.
+        read: bytes that all ranks together read; 0 likewise.
+        files, checkpoint: number and bytes of the checkpoint's files.
+    """
+
+    degrees: Degrees
+    obstacles: list[str] = field(default_factory=list)
+    loader: str = OURS
+    differences: list[str] = field(default_factory=list)
+    batch: dict[str, Any] = field(default_factory=dict)
+    patterns: dict[str, int] = field(default_factory=dict)
+    state: int = 0
+    read: int = 0
+    files: int = 0
+    checkpoint: int = 0
+
+
+def check_resume(
+    index: AtomicIndex, degrees: Degrees, rules: Sequence[RuleSet] = (), *, train_batch: int | None = None
+) -> ResumeCheck:
+    """Check a resume at other degrees with the functions that a load checks it with.
+
+    Args:
+        rules: the user's patterns and renames.
+        train_batch: a ``train_batch_size`` that replaces the saved one.
+
+    Raises:
+        CheckpointError: the state file cannot be read.
+    """
+    files = index.stored.files
+    found = ResumeCheck(degrees, files=len(files), checkpoint=sum(file.size for file in files))
+    saved, objections = replace(index.run.topology, flats=()), Objections()
+    if index.run.format:
+        found.differences.append("not DeepSpeed's own format")
+    else:
+        found.differences += find_differences(saved, degrees.to_topology(saved))
+    config = read_saved_config(index)
+    with objections:
+        found.batch = _fit_batch(config, degrees.dp, train_batch)
+    with objections:
+        made = predict_renames(index, rules)
+        if made.renamed or made.index is not index:
+            found.differences.append("parameters under other names by rename rules")
+        if not found.differences and any(read_name(key.name) for key in index.stored.atoms):
+            found.differences.append("experts, whose ranks only the load knows")
+        if not found.differences:
+            found.loader = DEEPSPEED
+        else:
+            _check_load(made, found, rules, objections)
+    found.obstacles = [line for error in objections.found for line in str(error).split("\n")]
+    return found
+
+
+def _check_load(made: RemappedIndex, found: ResumeCheck, rules: Sequence[RuleSet], objections: Objections) -> None:
+    """Collect the objections of a load, in its order, and measure its reads."""
+    index, degrees = made.index, found.degrees
+    with objections:
+        settling.refuse_unreadable(index)
+    with objections:
+        settling.refuse_stateless(index)
+    if text := settling.describe_irregular(index):
+        objections.found.append(MismatchError(f"{text} Pass load_optimizer_states=False to load the weights alone."))
+    if degrees.pp > 1 and degrees.zero > 1:
+        objections.found.append(MismatchError("DeepSpeed refuses ZeRO-2 and ZeRO-3 with pipeline parallelism."))
+    with objections:
+        _check_experts(rename_all(index, made.renamed), degrees)
+    with objections:
+        _measure(made, found, rules)
+
+
+def _check_experts(index: AtomicIndex, degrees: Degrees) -> None:
+    """Check the degrees as DeepSpeed's expert layers do.
+
+    Raises:
+        MismatchError: an engine cannot have these experts at these degrees.
+    """
+    names, ep = [read for key in index.stored.atoms if (read := read_name(key.name))], degrees.ep
+    layers = {read.layer: read.number + 1 for read in sorted(names)}  # the highest number of a layer is the last
+    if ep > 1 and not names:
+        raise MismatchError(f"The checkpoint has no experts that ep={ep} could distribute.")
+    if degrees.zero > 2 and not all(read.fused for read in names):
+        raise MismatchError("DeepSpeed's own experts can be resumed under ZeRO 0, 1 and 2 only.")
+    if wrong := [layer.rstrip(".") for layer, number in layers.items() if degrees.shards % ep or number % ep]:
+        raise MismatchError(f"ep={ep} must divide the data-parallel ranks and the experts of each layer ({wrong[0]}).")
+
+
+def _measure(made: RemappedIndex, found: ResumeCheck, rules: Sequence[RuleSet]) -> None:
+    """Plan the wants of all tensor-parallel ranks, before ZeRO and pipelines divide them.
+
+    Raises:
+        MismatchError: a parameter cannot be cut for the target, or no pattern is known for it.
+    """
+    index, tp = rename_all(made.index, made.renamed), found.degrees.tp
+    names = dict.fromkeys(key.name for key in index.stored.atoms if key.state in (MASTER, MODULE))
+    local, layouts = _settle(made, list(names), tp, rules, found)
+    touched: dict[AtomKey, None] = {}
+    records: set[int] = set()
+    for stage in range(2 if found.degrees.pp > 1 else 1):  # tied modules: the first and the last stage have a copy
+        held = [name for name in names if not stage or name in index.model.instances]
+        match = Match({name: pick_instance(index, name, stage, 2) for name in held})
+        for rank in range(tp):
+            layout = _lay_out(index, match, local, rank)
+            touched |= dict.fromkeys(list_touched(index, layout, match, with_states=True))
+            for want in list_wants(index, layout, match, layouts, with_states=True).wants:
+                records |= {extent.record for extent in locate(want)}
+    found.state = index.stored.atoms.count_bytes(list(touched))
+    found.read = sum(index.stored.records[record].nbytes for record in records)
+
+
+def _settle(
+    made: RemappedIndex, names: Sequence[str], tp: int, rules: Sequence[RuleSet], found: ResumeCheck
+) -> tuple[settling.Shapes, Layouts]:
+    """Local shapes by tensor-parallel rank, and the layouts of both sides, by the names of the target."""
+    saved = {name: made.renamed.get(name, name) for name in names}
+    if made.index.run.topology.tp == tp == 1:
+        weights = settling.list_weights(made.index)
+        return {name: (weights[old].shape,) for name, old in saved.items()}, {}
+    settled = settling.settle_index(made.index, rules, names=list(saved.values()), degree=tp).require()
+    found.patterns = dict(Counter(settled.origin.values()))
+    layouts = {name: settled.pairs[old] for name, old in saved.items()}
+    return {name: want.local_shapes for name, (_, want) in layouts.items()}, layouts
+
+
+def _lay_out(index: AtomicIndex, match: Match, local: settling.Shapes, rank: int) -> TargetLayout:
+    """The buffers of one tensor-parallel rank: each parameter by itself, not partitioned."""
+    flats, tensors = [], []
+    for name, param in match.params.items():
+        buffer = join_parameters(0, (name,), (local[name][rank],))
+        if index.find(name, MASTER, param.instance):
+            flats.append(HeldBuffer(buffer, 0, rank, "float32", join_states(index, buffer, match)))
+        elif atom := pick_weight(index, param, False, True):
+            tensors.append(HeldBuffer(buffer, 0, rank, atom.dtype))
+    return TargetLayout(flats, tensors)
+
+
+def _fit_batch(saved: Mapping[str, Any], dp: int, train: int | None) -> dict[str, Any]:
+    """Batch sizes of the saved ds_config (or ``train`` alone), and how ``preserve_batch_size`` would change them.
+
+    Raises:
+        ConfigError: ``dp`` data-parallel ranks cannot make them.
+    """
+    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    sizes = [value if isinstance(value := to_integer(saved.get(key)), int) and value > 0 else None for key in keys]
+    batch, micro, gas = sizes if train is None else (train, None, None)
+    universal = (saved.get("checkpoint") or {}).get("universal")
+    preserve = isinstance(universal, Mapping) and bool(universal.get("preserve_batch_size"))
+    fit = choose_batch(batch, micro, gas, dp, preserve=preserve)
+    change = f"micro batch {micro} → {fit[0]}, gradient accumulation {gas} → {fit[1]}" if fit else None
+    return {"train": batch, "micro": micro, "gas": gas, "change": change}

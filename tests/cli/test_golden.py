@@ -1,0 +1,193 @@
+"""What each command prints: exit code, text, messages, and the form of its JSON, as in ``golden/COMMAND.txt``.
+
+``UPDATE_GOLDEN=1`` rewrites these files. Times, rates and paths are replaced, and long lines cut.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepspeed_ucp.cli.dispatch import COMMANDS, main
+from tests.cli.samples import PATTERNS, flip_largest, make_gpt, write_sample
+from tests.synth import Model, Param, Topology, random_state, write_checkpoint
+
+GOLDEN = Path(__file__).with_name("golden")
+OPTIM = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+SAVES = "--mtbf 4h --restart 2m --read-gbs 273 --write-gbs 273"
+
+LINES = {
+    "list": ["list good", "list missing", "list weights", "list trainer", "list dangling", "list empty"],
+    "inspect": [
+        "inspect good",
+        "inspect good --param wte.weight",
+        "inspect tensor",
+        f"inspect tensor --patterns {PATTERNS}",
+        "inspect made",
+        "inspect missing",
+        "inspect good --param mlp",
+        "inspect empty",
+    ],
+    "verify": [
+        "verify good",
+        "verify good --headers-only",
+        "verify warned/global_step3",
+        "verify legacy",
+        "verify mixed",
+        "verify damaged",
+        "verify missing",
+        "verify dangling",
+        "verify empty",
+    ],
+    "diff": [
+        "diff good good",
+        "diff good made",
+        "diff good other",
+        "diff good damaged",
+        "diff good damaged --tolerance inf",
+        "diff --config good good",
+        "diff --config good other",
+    ],
+    "plan": [
+        "plan good --target dp=3,zero=3 --read-gbs 2",
+        "plan good --target dp=2,zero=1",
+        "plan good --target dp=2,ep=2",
+        "plan good --target dp=5,tp=3 --read-gbs 2",
+        f"plan tensor --target dp=2,zero=1 --patterns {PATTERNS}",
+        f"plan good --target dp=2,zero=2 --net-gbs 25 {SAVES}",
+        "plan --params 1B --ranks 4",
+        f"plan --params 985.7e9 --ranks 8192 --target tp=8,pp=64 --net-gbs 25 {SAVES}",
+        "plan good",
+        "plan --params 1B",
+        "plan --params 1B --ranks 4 --mtbf 8h",
+    ],
+    "convert": ["convert good out", "convert good out", "convert other out", "convert other out --overwrite --quiet"],
+    "export": ["export good weights-out", "export good weights-out", "export good dcp-out --to dcp --dtype bf16"],
+}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A checkpoint and its variants; the working directory."""
+    root = tmp_path_factory.mktemp("golden")
+    good = write_sample(root / "good", Topology(1, 2, "bf16"), make_gpt(1))
+    for name in ("damaged", "missing", "weights", "warned", "dangling"):
+        shutil.copytree(good.parent, root / name)
+    flip_largest(root / "damaged" / good.name / OPTIM)
+    (root / "missing" / good.name / OPTIM).unlink()
+    for path in (root / "weights" / good.name).glob("*optim_states.pt"):
+        path.unlink()
+    for name in ("warned", "dangling"):
+        (root / name / "latest").write_text("global_step99")
+    write_sample(root / "other", Topology(3, 1, "bf16"), make_gpt(1), global_steps=4)
+    write_sample(root / "tensor", Topology(1, 1, "bf16", tp=2), make_gpt(1))
+    for step in (4, 8):
+        write_sample(root / "trainer" / f"checkpoint-{step}", Topology(1, 2, "bf16"), make_gpt(1), global_steps=step)
+    model = Model((Param("a", (30, 50)),))
+    for name in ("legacy", "mixed"):
+        write_checkpoint(root / name, model, random_state(model, 0), Topology(1, 2), legacy=True)
+    write_checkpoint(root / "zip", model, random_state(model, 0), Topology(1, 2))
+    states = next((root / "zip").glob("*/mp_rank_00_model_states.pt"))
+    shutil.copy(states, next((root / "mixed").glob(f"*/{states.name}")))
+    (root / "empty").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        patch.setenv("COLUMNS", "100")
+        assert main(["convert", "good", "made", "-q", "--json"]) == 0
+        yield root
+
+
+LONGEST = 180
+VOLATILE = (
+    (r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d(:\d\d[+-]\d\d:\d\d)?", "DATE"),
+    (r"\b\d+(\.\d+)? s\b(?= \(|\.|$)", "SECONDS"),
+    (r"\([\d.]+ [KMG]?i?B/s( read)?\)", "(RATE)"),
+    (r"(?<=DeepSpeed )\d+\.\d+\.\d+", "RELEASE"),
+    (r"(?<=deepspeed_ucp )\d+\.\d+\S*(?=,)", "VERSION"),
+    (r"\b[0-9a-f]{8}(?:[0-9a-f]{56})?\b", "CRC"),
+)
+
+
+def normalise(text: str, root: Path) -> str:
+    text = text.replace(f"{root}/", "").replace(str(root), "ROOT")
+    for pattern, word in VOLATILE:
+        text = re.sub(pattern, word, text, flags=re.MULTILINE)
+    return "\n".join(line if len(line) <= LONGEST else f"{line[:LONGEST]}…" for line in text.splitlines())
+
+
+def describe_form(value: Any) -> Any:
+    """Types in the place of values; the form of all items of a list, joined."""
+    if isinstance(value, dict):
+        return {key: describe_form(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [join_forms([describe_form(each) for each in value])] if value else []
+    if value is None or isinstance(value, bool):
+        return json.dumps(value) if value is None else "boolean"
+    return "string" if isinstance(value, str) else "number"
+
+
+def join_forms(forms: list[Any]) -> Any:
+    if all(isinstance(form, dict) for form in forms):
+        keys = dict.fromkeys(key for form in forms for key in form)
+        return {key: join_forms([form[key] for form in forms if key in form]) for key in keys}
+    if all(isinstance(form, list) for form in forms):
+        items = [item for form in forms for item in form]
+        return [join_forms(items)] if items else []
+    kinds = sorted({form if isinstance(form, str) else json.dumps(form) for form in forms})
+    return " or ".join(kinds)
+
+
+def run(line: str, root: Path, forms: set[tuple[str, ...]], capsys: pytest.CaptureFixture[str]) -> str:
+    """The line, its exit code, what it prints, and the form of a JSON object whose keys are not among ``forms``."""
+    words = [PATTERNS if word == "PATTERNS" else word for word in line.replace(PATTERNS, "PATTERNS").split()]
+    code = main(words)
+    shown = capsys.readouterr()
+    parts = [f"$ ds_ucp {line.replace(PATTERNS, 'PATTERNS')}", normalise(shown.out, root).rstrip()]
+    parts += [f"stderr: {text}" for text in normalise(shown.err, root).splitlines()]
+    parts.append(f"exit code {code}")
+    if not line.startswith(("convert", "export")):
+        assert main([*words, "--json"]) == code
+        data = json.loads(capsys.readouterr().out)
+        if tuple(data) not in forms:
+            forms.add(tuple(data))
+            parts += textwrap.wrap(f"JSON: {json.dumps(describe_form(data))}", 118, break_long_words=False)
+    return "\n".join(filter(None, parts))
+
+
+@pytest.mark.parametrize("command", LINES)
+def test_a_command_prints_what_is_recorded(command: str, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    forms = {("error", "kind")}
+    found = "\n\n".join(run(line, root, forms, capsys) for line in LINES[command]) + "\n"
+    path = GOLDEN / f"{command}.txt"
+    if os.environ.get("UPDATE_GOLDEN") == "1":
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(found, encoding="utf-8")
+    assert found == path.read_text(encoding="utf-8")
+
+
+def test_every_command_is_recorded() -> None:
+    assert {*LINES, "run"} == set(COMMANDS)
+    assert {path.stem for path in GOLDEN.glob("*.txt")} == set(LINES)
+
+
+@pytest.mark.parametrize("command", LINES)
+def test_the_first_line_agrees_with_the_exit_code(command: str) -> None:
+    """Verdicts that say that nothing is wrong have code 0, and no figures follow an obstacle."""
+    good = (
+        r"\d+ checkpoints?, all complete|.*: complete|.*: opens|equal|possible|.*: \d+ tensors|.*: already|wte.weight"
+    )
+    for block in (GOLDEN / f"{command}.txt").read_text(encoding="utf-8").split("\n\n$ ds_ucp "):
+        lines = block.splitlines()
+        (code,) = (int(line.split()[-1]) for line in lines if line.startswith("exit code "))
+        assert (re.match(good, lines[1]) is not None) == (code == 0), lines[:2]
+        if lines[1] == "not possible":
+            assert not any("iB" in line for line in lines[: lines.index("exit code 1")])

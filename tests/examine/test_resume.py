@@ -1,0 +1,304 @@
+"""The check of a resume against the load: the same verdict, and the same bytes read and restored."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+
+from deepspeed_ucp.atoms import AtomicIndex, AtomKey
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.errors import ConfigError, UcpError
+from deepspeed_ucp.examine.degrees import Degrees, parse_degrees
+from deepspeed_ucp.examine.resume import DEEPSPEED, OURS, check_resume
+from deepspeed_ucp.patterns import from_config
+from deepspeed_ucp.sources import open_checkpoint
+from deepspeed_ucp.topology import Topology as Saved
+from tests.support.expertmodels import expert_trips
+from tests.support.ranks import run_ranks
+from tests.support.reshard import (
+    PATIENT,
+    Case,
+    FakeTarget,
+    Options,
+    examples,
+    make_targets,
+    open_for,
+    prepare_rank,
+    temporary_folder,
+)
+from tests.support.reshard import plan as plan_reads
+from tests.support.reshard3d import Trip, draw_state, expect, make_config, make_pipeline, make_plain, trips
+from tests.synth import ExpertLayer, Model, Param, Run, Topology, random_state, write_checkpoint
+
+WRAPPERS = {"raw": "torch", "fused": "fp16_fused", "unfused": "fp16_unfused", "bf16": "bf16"}
+PRECISIONS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+MODEL = Model(
+    (
+        Param("wte", (40, 9)),
+        Param("h.0.norm", (9,), group=1),
+        Param("h.0.attn", (27, 9)),
+        Param("h.0.frozen", (5, 7), frozen=True),
+        Param("head", (40, 9), alias_of="wte"),
+    ),
+    {"count": torch.arange(3), "mask": torch.linspace(0, 1, 5)},
+)
+SOURCE = Saved(1, "bf16", "bfloat16", dp=4)
+
+
+def degrees_of(topology: Topology) -> Degrees:
+    """The degrees of a synthesised topology."""
+    wrapper = WRAPPERS.get(topology.kind, "zero3" if topology.stage == 3 else "zero12")
+    precision, ep = PRECISIONS[topology.precision], max(topology.ep or (1,))
+    return Degrees(topology.dp, topology.tp, topology.pp, 1, ep, topology.stage, wrapper, precision)
+
+
+def measure_load(folder: Path, targets: Sequence[FakeTarget], options: Options) -> tuple[AtomicIndex, int, int]:
+    """The index, and the bytes that all ranks of a load read and restore."""
+
+    def work(number: int, comm: Comm) -> tuple[AtomicIndex, int, int]:
+        index = open_for(folder, targets[number], comm)
+        rank = prepare_rank(index, targets[number], comm, options)
+        plan_reads(rank, options)
+        assert rank.plan is not None
+        return index, rank.plan.nbytes, index.stored.atoms.count_bytes(rank.work.touched)
+
+    results = run_ranks(len(targets), work)
+    return results[0][0], sum(nbytes for _, nbytes, _ in results), results[0][2]
+
+
+PAIRS = [
+    (Topology(1, 4, "bf16"), Topology(1, 2, "bf16")),
+    (Topology(1, 4, "bf16"), Topology(3, 3, "bf16")),
+    (Topology(2, 3, "fp16"), Topology(0, 2, "fp16")),
+    (Topology(3, 3, "bf16", sub_group_size=100), Topology(2, 4, "bf16")),
+    (Topology(1, 3, "bf16", "bf16"), Topology(3, 2, "bf16")),
+    (Topology(0, 1, "bf16", "fused"), Topology(2, 3, "bf16")),
+    (Topology(0, 2), Topology(3, 4)),
+    (Topology(2, 3, elastic=True), Topology(0, 3, "fp32")),
+]
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS, ids=lambda topology: topology.label)
+def test_it_reads_what_the_load_reads(source: Topology, target: Topology, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 1, precision=source.precision), source)
+    index, read, state = measure_load(folder, make_targets(MODEL, target), Options(config=PATIENT))
+    found = check_resume(index, degrees_of(target))
+    assert (found.obstacles, found.loader, found.read, found.state) == ([], OURS, read, state)
+    assert found.checkpoint == sum(path.stat().st_size for path in folder.glob("*.pt"))
+    assert found.files == len(list(folder.glob("*.pt")))
+
+
+def compare_trip(trip: Trip, folder: Path) -> None:
+    """A load reads what the check says. What is refused here, a load settles by the shapes of the live model."""
+    config = make_config(trip.source.model)
+    targets = expect(trip.source, trip.target).make_targets()
+    index, read, state = measure_load(trip.source.write(folder), targets, Options(config=config))
+    found = check_resume(index, degrees_of(trip.target), from_config(config.patterns))
+    refused = [text for text in found.obstacles if "equal parts" not in text and "pipeline" not in text]
+    assert not refused
+    if not found.obstacles and found.loader == OURS:
+        assert (found.read, found.state) == (read, state)
+
+
+BLOCKS = [("column", "norm", "row", "qkv"), ("column", "gate_up", "bias"), ("column", "router", "experts"), ("column",)]
+PIPELINE = make_pipeline(BLOCKS, frozen=("router",))
+PLAIN = make_plain(("column", "norm", "row", "qkv", "gate_up", "experts", "word", "router"), frozen=("router",))
+PAIRS_3D = [
+    (PIPELINE, Topology(1, 2, tp=2, pp=2), Topology(1, 2, tp=1, pp=1)),
+    (PIPELINE, Topology(1, 2, tp=2, pp=2), Topology(3, 3)),
+    (PIPELINE, Topology(1, 1), Topology(1, 2, tp=2, pp=2)),
+    (PIPELINE, Topology(1, 2, pp=3), Topology(0, 2, tp=2)),
+    (PLAIN, Topology(3, 2, tp=2), Topology(3, 3, tp=2)),
+    (PLAIN, Topology(2, 2, tp=2), Topology(3, 5)),
+]
+
+
+@pytest.mark.parametrize(("model", "source", "target"), PAIRS_3D, ids=lambda v: getattr(v, "label", ""))
+def test_it_reads_what_a_3d_load_reads(model: Model, source: Topology, target: Topology, tmp_path: Path) -> None:
+    compare_trip(Trip(draw_state(model, source), target), tmp_path)
+
+
+@examples(15)
+@given(trips())
+def test_it_reads_what_any_load_reads(trip: Trip) -> None:
+    with temporary_folder() as folder:
+        compare_trip(trip, folder)
+
+
+@examples(25)
+@given(expert_trips(fused=False))
+def test_it_reads_what_a_load_of_experts_reads(trip: tuple[Case, Topology]) -> None:
+    compare_experts(*trip)
+
+
+@examples(25)
+@given(expert_trips(fused=True))
+def test_it_reads_what_a_load_of_autoeps_experts_reads(trip: tuple[Case, Topology]) -> None:
+    pytest.importorskip("deepspeed.checkpoint.autoep_affine", reason="DeepSpeed before 0.19 has no AutoEP")
+    compare_experts(*trip)
+
+
+def compare_experts(source: Case, target: Topology) -> None:
+    with temporary_folder() as folder:
+        targets = make_targets(source.model, target)
+        index, read, state = measure_load(source.write(folder), targets, Options(config=PATIENT))
+        found = check_resume(index, degrees_of(target))
+    assert (found.loader, found.read, found.state) == (OURS, read, state) or any("ep=" in e for e in found.obstacles)
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+FAULTS: dict[str, Callable[[AtomicIndex], AtomicIndex]] = {
+    "keeps states that are not element-wise": lambda index: index.change(
+        irregular={AtomKey("wte", "row"): "shape (9,)"}, optimizer="Adafactor"
+    ),
+    "not contiguous": lambda index: index.change(unreadable={AtomKey("wte", "fp32"): "it is not contiguous"}),
+    "no optimizer states": lambda index: index.change(stateless="There are no optimizer states."),
+}
+
+
+@pytest.mark.parametrize("words", FAULTS)
+def test_what_the_load_refuses_is_an_obstacle(words: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, MODEL, random_state(MODEL, 1), Topology(1, 2))
+    target = make_targets(MODEL, Topology(1, 3))[0]
+    index = FAULTS[words](open_for(next(tmp_path.glob("global_step*")), target))
+    with pytest.raises(UcpError, match=words):
+        prepare_rank(index, target, Comm())
+    assert words in " ".join(check_resume(index, parse_degrees("dp=3", index.run.topology)).obstacles)
+    assert check_resume(index, parse_degrees("dp=2", index.run.topology)).loader == DEEPSPEED
+
+
+def test_unknown_patterns_are_refused_as_by_the_load(tmp_path: Path) -> None:
+    held = draw_state(PLAIN, Topology(2, 1, tp=2))
+    index = open_checkpoint(str(held.write(tmp_path)), Comm())
+    found = check_resume(index, parse_degrees("dp=2,tp=1", index.run.topology))
+    assert "How tensor parallelism cuts the following is not known (8 parameters)" in found.obstacles[0]
+
+
+@pytest.mark.parametrize(
+    ("saved", "dp", "fits"),
+    [
+        ({}, 7, True),
+        ({"train_batch_size": 8}, 4, True),
+        ({"train_batch_size": 8}, 3, False),
+        ({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 4}, 4, False),
+        ({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 4,
+          "checkpoint": {"universal": {"preserve_batch_size": True}}}, 4, True),
+        ({"train_batch_size": "auto"}, 3, True),
+        ({"train_batch_size": 8.0}, 3, False),
+        ({"train_batch_size": 8.0, "train_micro_batch_size_per_gpu": 2.0}, 4, True),
+    ],
+)  # fmt: skip
+def test_batch_sizes(saved: dict[str, Any], dp: int, fits: bool, tmp_path: Path) -> None:
+    run = Run(ds_config={**Topology(1, 2).ds_config(), "train_micro_batch_size_per_gpu": None, **saved})
+    write_checkpoint(tmp_path, MODEL, random_state(MODEL, 1), Topology(1, 2), run=run)
+    index = open_checkpoint(str(next(tmp_path.glob("global_step*"))), Comm())
+    degrees = parse_degrees(f"dp={dp}", index.run.topology)
+    found = check_resume(index, degrees)
+    assert (not found.obstacles) == fits
+    assert fits or "What would fit" in found.obstacles[0]
+    assert bool(found.batch.get("change")) == ("checkpoint" in saved)
+    assert not check_resume(index, degrees, train_batch=dp * 2).obstacles
+
+
+EXPERTS = tuple(
+    Param(f"h.{layer}.mlp.deepspeed_moe.experts.deepspeed_experts.{e}.w", (6,)) for layer in (0, 1) for e in range(4)
+)
+
+
+@pytest.mark.parametrize(
+    ("target", "told"),
+    [
+        ("dp=4,ep=3", "ep=3 must divide the data-parallel ranks and the experts of each layer"),
+        ("dp=4,ep=2,zero=3", "under ZeRO 0, 1 and 2"),
+        ("dp=1,pp=2,zero=2", "refuses ZeRO-2 and ZeRO-3 with pipeline parallelism"),
+        ("dp=2,ep=2", ""),
+    ],
+)
+def test_degrees_that_an_engine_cannot_have(target: str, told: str, tmp_path: Path) -> None:
+    layers = tuple(ExpertLayer(f"h.{layer}.mlp", 4, False) for layer in (0, 1))
+    model = Model((Param("dense", (5,)), *EXPERTS), experts=layers)
+    folder = write_checkpoint(tmp_path, model, random_state(model, 1), Topology(1, 4, ep=(2, 2)))
+    index = open_checkpoint(str(folder), Comm())
+    found = check_resume(index, parse_degrees(target, index.run.topology))
+    assert told in " ".join(found.obstacles) and bool(told) == bool(found.obstacles)
+    plain = open_checkpoint(str(write_checkpoint(tmp_path, MODEL, random_state(MODEL, 1), Topology(1, 2))), Comm())
+    assert "no experts" in check_resume(plain, parse_degrees("dp=4,ep=2", plain.run.topology)).obstacles[0]
+
+
+def test_experts_may_lie_on_other_ranks_in_the_same_degrees(tmp_path: Path) -> None:
+    layers = tuple(ExpertLayer(f"h.{layer}.mlp", 4, False) for layer in (0, 1))
+    model = Model(EXPERTS, experts=layers)
+    folder = write_checkpoint(tmp_path, model, random_state(model, 1), Topology(1, 4, ep=(2, 4)))
+    index = open_checkpoint(str(folder), Comm())
+    found = check_resume(index, parse_degrees("dp=4,ep=4", index.run.topology))
+    assert (found.loader, found.obstacles) == (OURS, []) and found.read > 0
+
+
+def test_rename_rules_make_another_model(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 1), Topology(1, 2))
+    index = open_checkpoint(str(folder), Comm())
+    rules = from_config(json.loads('{"rename": [{"from": "h.0.(?P<x>.*)", "to": "layers.0.{x}"}]}'))
+    found = check_resume(index, parse_degrees("dp=2", index.run.topology), rules)
+    assert (found.loader, found.obstacles) == (OURS, []) and found.state > 0
+
+
+# -- degrees ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("dp=3", Degrees(3, zero=1, wrapper="bf16", precision="bfloat16")),
+        ("dp=3,tp=2,pp=1,zero=3", Degrees(3, 2, zero=3, wrapper="zero3", precision="bfloat16")),
+        (" dp=2, sp = 4,zero=2 ", Degrees(2, sp=4, zero=2, wrapper="zero12", precision="bfloat16")),
+        ("dp=2,zero=0,pp=2", Degrees(2, pp=2, wrapper="bf16", precision="bfloat16")),
+        ("dp=2,zero=0,precision=fp32", Degrees(2)),
+        ("dp=2,zero=0,precision=fp16", Degrees(2, wrapper="fp16_fused", precision="float16")),
+        ("dp=4,ep=2", Degrees(4, ep=2, zero=1, wrapper="bf16", precision="bfloat16")),
+    ],
+)
+def test_degrees_are_parsed(text: str, expected: Degrees) -> None:
+    assert parse_degrees(text, SOURCE) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("dp=3,xp=2", "'xp=2'"),
+        ("dp=3,dp=2", "each once"),
+        ("dp=3,presicion=bf16", "Did you mean 'precision'?"),
+        ("dp", "'dp'"),
+        ("dp=0", "dp is an integer from 1 to 1,048,576, found '0'"),
+        ("dp=2,zero=4", "zero is an integer from 0 to 3, found '4'"),
+        ("tp=2", "dp is missing"),
+        ("dp=2,precision=int8", "precision 'int8' cannot be planned"),
+        ("dp=99999999999", "from 1 to 1,048,576, found '99999999999'"),
+        ("dp=1024,tp=1024,pp=2", "at most 1,048,576 ranks"),
+    ],
+)
+def test_wrong_degrees_are_refused(text: str, told: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_degrees(text, SOURCE)
+    assert told in str(error.value)
+
+
+def test_the_number_of_ranks_implies_dp() -> None:
+    assert parse_degrees("tp=2,pp=3,zero=1", SOURCE, world=48).dp == 8
+    for text, world in (("tp=2,pp=3", 50), ("dp=4,tp=2", 48)):
+        with pytest.raises(ConfigError, match=f"--ranks {world} is not the product"):
+            parse_degrees(text, SOURCE, world=world)
+    with pytest.raises(ConfigError, match="precision 'float64' cannot be planned"):
+        parse_degrees("dp=2", replace(SOURCE, precision="float64"))
+
+
+def test_sequence_parallel_ranks_are_partitioned_over_too() -> None:
+    degrees = parse_degrees("dp=2,sp=4,zero=3", SOURCE)
+    assert (degrees.world, degrees.shards, degrees.to_topology(SOURCE).dp) == (8, 8, 8)

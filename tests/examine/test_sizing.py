@@ -1,0 +1,176 @@
+"""Arithmetic of a run: bytes against files, shares of time against textbooks and a simulation of failures."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import astuple
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepspeed_ucp.cli import plan as command
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.examine.degrees import Degrees, parse_degrees
+from deepspeed_ucp.examine.sizing import (
+    OPTIMIZERS,
+    SaveSize,
+    SaveSpeeds,
+    SaveWay,
+    choose_interval,
+    count_state,
+    estimate_run,
+    find_daly,
+    judge_interval,
+    list_ways,
+    measure_save,
+)
+from deepspeed_ucp.sources import open_checkpoint
+from tests.synth import Model, Param, Topology, random_state, write_checkpoint
+
+HOUR = 3600.0
+MODEL = Model((Param("wte", (1000, 300)), Param("h.0", (400, 500))))
+NUMEL = 500_000
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", range(4))
+def test_bytes_are_those_of_files(stage: int, precision: str, tmp_path: Path) -> None:
+    state = random_state(MODEL, 1, precision=precision)
+    folder = write_checkpoint(tmp_path, MODEL, state, Topology(stage, 4, precision))
+    index = open_checkpoint(str(folder), Comm(), groups="module")
+    degrees = parse_degrees(f"dp=4,zero={stage},precision={precision}", index.run.topology)
+    found = measure_save(*count_state(index, degrees), degrees, 2)
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+    first = [size for name, size in sizes.items() if "pp_rank_2" not in name and "pp_rank_3" not in name]
+    assert (found.nodes, found.total) == (2, pytest.approx(sum(sizes.values()), rel=0.01))
+    assert found.node == pytest.approx(sum(first), rel=0.01)
+    run = estimate_run(NUMEL, degrees, "adam")
+    assert (run.files, run.checkpoint) == (len(sizes), found.total)
+    width, shards = (4 if precision == "fp32" else 2), (4 if stage else 1)
+    assert run.gradients == width * (NUMEL // 4 if stage > 1 else NUMEL)
+    assert (run.masters, run.states) == (4 * NUMEL // shards, 8 * NUMEL // shards)
+    assert run.weights == width * (NUMEL // 4 if stage == 3 else NUMEL) * (stage > 0 or precision != "fp32")
+    assert (run.total, run.restored) == (run.weights + run.gradients + run.masters + run.states, 12 * NUMEL)
+
+
+def test_pipelines_and_tensor_parallel_ranks_share_the_model() -> None:
+    found = estimate_run(8000, Degrees(2, 2, 2, zero=1, wrapper="zero12", precision="bfloat16"), "sgd")
+    assert found.weights == found.gradients == 2 * 2000
+    assert (found.masters, found.states) == (4 * 1000, 0)
+    assert (found.checkpoint, found.files) == (6 * 8000, 4 + 8)
+    assert tuple(OPTIMIZERS) == command.OPTIMIZERS
+
+
+@pytest.mark.parametrize(
+    ("degrees", "per_node", "node"),
+    [
+        (Degrees(dp=8, zero=3, wrapper="zero3"), 2, 140 // 4),
+        (Degrees(dp=8, zero=1, wrapper="zero12"), 2, 120 // 4 + 20),
+        (Degrees(dp=4, tp=2, zero=1, wrapper="zero12"), 4, 120 // 2 + 20),
+        (Degrees(dp=2, tp=2, pp=2, zero=1, wrapper="zero12"), 2, 120 // 4 + 20 // 2),  # a node has a stage's writers
+        (Degrees(dp=2, tp=2, pp=2, zero=1, wrapper="zero12"), 1, 120 // 8 + 20 // 4),
+        (Degrees(dp=4), 2, 140),
+        (Degrees(dp=3, zero=3, wrapper="zero3"), 2, 2 * 140 // 3),  # a node that is not full
+    ],
+)
+def test_first_data_parallel_ranks_write_what_is_not_cut(degrees: Degrees, per_node: int, node: int) -> None:
+    assert astuple(measure_save(120, 20, degrees, per_node)) == (140, node, -(-degrees.world // per_node))
+
+
+def make_way(stall: float, safe: float, restart: float, least: float = 0.0) -> SaveWay:
+    return SaveWay("", "", stall, safe, restart, least)
+
+
+def test_the_textbook() -> None:
+    young = math.sqrt(2 * 50 * 4 * HOUR)
+    assert find_daly(50, 4 * HOUR) == pytest.approx(young - 50, rel=0.02)
+    assert find_daly(2 * HOUR, HOUR) == HOUR  # where a save takes longer than what is between two failures
+    # T = M e^(R/M) (e^((t + C)/M) - 1) T_s / t (Daly 2006, the complete model)
+    t, mtbf = 1000.0, 4 * HOUR
+    expected = t / (mtbf * math.exp(300 / mtbf) * (math.exp(1050 / mtbf) - 1))
+    assert judge_interval(make_way(50, 50, 300), t, mtbf).trains == pytest.approx(expected, rel=1e-12)
+
+
+WAYS = st.builds(
+    lambda stall, later, restart: make_way(stall, stall + later, restart),
+    st.floats(1e-3, 0.05), st.floats(0, 0.1), st.floats(0, 0.2),
+)  # fmt: skip
+"""With a failure in a unit of time."""
+
+
+@given(WAYS, st.floats(0.01, 3))
+def test_shares_are_of_all_time_whatever_its_unit(way: SaveWay, seconds: float) -> None:
+    found = judge_interval(way, seconds, 1.0)
+    stalls = found.trains * way.stall / seconds
+    assert found.trains + stalls + found.lost == pytest.approx(1)
+    assert 0 < found.trains < 1
+    hours = make_way(*(HOUR * each for each in (way.stall, way.safe, way.restart)))
+    assert judge_interval(hours, HOUR * seconds, HOUR).trains == pytest.approx(found.trains)
+
+
+@given(WAYS)
+def test_rare_failures_cost_half_a_period_the_restart_and_what_is_not_safe_yet(way: SaveWay) -> None:
+    lost = judge_interval(way, 1.0, 1e5).lost
+    assert lost == pytest.approx((1 + way.stall) / 2 + way.restart + way.safe - way.stall, rel=1e-3)
+
+
+@given(WAYS)
+def test_no_interval_loses_less(way: SaveWay) -> None:
+    found = choose_interval(way, 1.0)
+    tried = [judge_interval(way, found.seconds * 1.02**step, 1.0).trains for step in range(-150, 150)]
+    assert found.trains >= max(tried) * (1 - 1e-4)
+
+
+def test_an_interval_is_not_shorter_than_the_storage_can_follow() -> None:
+    assert choose_interval(make_way(1, 601, 60, least=599), HOUR).seconds == 599 > find_daly(1, HOUR)
+
+
+def simulate(way: SaveWay, seconds: float, mtbf: float, failures: int, seed: int) -> tuple[float, float]:
+    """The share of time that trains, and its standard error, second by second of saves that fail."""
+    draw, runs = random.Random(seed), []
+    for _ in range(failures):
+        end = draw.expovariate(1 / mtbf)
+        now, kept, done = way.restart, 0.0, 0.0
+        while now < end:
+            now, done = now + seconds, done + seconds
+            if now + way.safe <= end:
+                kept = done
+            now += way.stall
+        runs.append((end, kept))
+    share = sum(kept for _, kept in runs) / sum(end for end, _ in runs)
+    squares = sum((kept - share * end) ** 2 for end, kept in runs)
+    return share, math.sqrt(squares) / sum(end for end, _ in runs)
+
+
+@pytest.mark.parametrize(
+    ("way", "seconds"),
+    [
+        (make_way(50, 50, 170), 4 * HOUR),
+        (make_way(50, 50, 170), 1200),
+        (make_way(4, 55, 170), 350),
+        (make_way(4, 900, 170), 900),
+    ],
+    ids=["own-4h", "own-best", "memory", "slow-storage"],
+)
+def test_a_simulation_of_failures_agrees_within_its_error(way: SaveWay, seconds: float) -> None:
+    share, error = simulate(way, seconds, 4 * HOUR, 20_000, seed=7)
+    assert error < 0.005
+    assert abs(share - judge_interval(way, seconds, 4 * HOUR).trains) < 3 * error
+
+
+def test_ways_follow_from_speeds() -> None:
+    size = SaveSize(total=1000, node=100, nodes=20)
+    own, stored, neighbour, memory = list_ways(size, SaveSpeeds(50, 4, 8, 20, None, 60))
+    assert astuple(own) == ("DeepSpeed's own", "the storage", 250, 250, 60 + 125, 0)
+    assert astuple(stored)[2:] == (2, 252, 185, 248)
+    assert astuple(neighbour)[2:] == (2, 2 + 5, 60 + 2 + 5, 248)
+    assert astuple(memory)[2:] == (2, 2, 62, 248)
+    own, stored, memory = list_ways(size, SaveSpeeds(50, 4, 8, None, 7, 60))  # no neighbour, a measured stall
+    assert (stored.stall, stored.safe, memory.restart) == (7, 257, 62)
+    own, stored, memory = list_ways(size, SaveSpeeds(50, 400, 8, None, 0.1, 60))  # training continues during the copy
+    assert (memory.stall, memory.safe, memory.least, stored.safe) == (0.1, 2, 2.5 - 0.1, 4.5)
+    own, *_ = list_ways(size, SaveSpeeds(50, 400, 800, 20, None, 60))  # the network of the node with most of it
+    assert (own.stall, own.restart) == (5, 65)

@@ -1,1 +1,0 @@
-"""What a resume would do, foretold without an engine."""
