@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, advise, count_of, shorten
@@ -12,11 +13,9 @@ from .common import Commands, add_checkpoint, add_command, add_shared_options, f
 from .printing import ERROR, OK, emit, print_message
 
 if TYPE_CHECKING:
-    from ..comm import Comm
     from ..patterns import RuleSet
     from ..sources.open import FolderReport
-    from .parameters import Parameter
-    from .survey import Survey
+    from .contents import Contents, Parameter
 
 
 def add_parser(commands: Commands) -> None:
@@ -45,70 +44,54 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show the checkpoint; 2 where it does not open. The ranks of a launch share the reading of headers."""
+    """Show the checkpoint; 2 if it does not open. The ranks of a launch share the reading of headers."""
     from ..comm import join_launch
-
-    with join_launch() as comm:
-        report, rules = look_at(options, comm)
-        if not comm.rank and opens(options, report):
-            from .survey import make_survey
-
-            _show(options, make_survey(report, rules))
-        elif not comm.rank:
-            _show_damage(options, report)
-    return OK if opens(options, report) else ERROR
-
-
-def look_at(options: argparse.Namespace, comm: Comm) -> tuple[FolderReport, tuple[RuleSet, ...]]:
-    """What the headers of a checkpoint tell, and the rules that are given; collective.
-
-    Raises:
-        UcpError: there is no checkpoint, or what is given cannot be read.
-    """
     from ..sources.naming import Naming
     from ..sources.open import survey_checkpoint
 
-    folder, *also = find_folders(options.checkpoint, options.also, comm)
-    rules, groups = comm.run(lambda: (read_rules(options), read_groups(options.groups)))
-    return survey_checkpoint(folder, comm, Naming(groups=groups), also=also), rules
+    with join_launch() as comm:
+        folder, *also = find_folders(options.checkpoint, options.also, comm)
+        rules, groups = comm.run(lambda: (read_rules(options), read_groups(options.groups)))
+        report = survey_checkpoint(folder, comm, Naming(groups=groups), also=also)
+        faults = {finding.kind for finding in report.findings if not finding.warning}
+        opens = report.index is not None and faults <= (set() if groups else {"unnamed"})
+        if not comm.rank:
+            _show(options, report, rules) if opens else _show_damage(options, report)
+    return OK if opens else ERROR
 
 
-def opens(options: argparse.Namespace, report: FolderReport) -> bool:
-    """Whether all of a checkpoint can be shown; states without names do not keep the rest from that."""
-    faults = {finding.kind for finding in report.findings if not finding.warning}
-    return report.index is not None and faults <= (set() if options.groups else {"unnamed"})
-
-
-def _show(options: argparse.Namespace, survey: Survey) -> None:
+def _show(options: argparse.Namespace, report: FolderReport, rules: Sequence[RuleSet]) -> None:
+    from .contents import list_contents
     from .summary import detail_parameter, write_detail, write_summary
 
+    found = list_contents(report, rules)
     if options.param:
-        detail = detail_parameter(survey, pick_parameter(survey, options.param))
+        detail = detail_parameter(found.index, pick_parameter(found, options.param))
         emit(options, detail, write_detail(detail))
     else:
-        emit(options, survey.data, write_summary(survey, unfold=options.all))
+        emit(options, found.data, write_summary(found, unfold=options.all))
 
 
-def pick_parameter(survey: Survey, wanted: str) -> Parameter:
-    """The parameter of that name (or tied to it), or the one whose name a regular expression fits.
+def pick_parameter(found: Contents, wanted: str) -> Parameter:
+    """Find the parameter of that name (or tied to it), or the only one whose name matches a regular expression.
 
     Raises:
-        ConfigError: none or several fit.
+        ConfigError: none or several match.
     """
-    name = survey.index.resolve(wanted)
-    rows = {row.label: row for row in survey.parameters}
+    name = found.index.resolve(wanted)
+    rows = {str(row.param): row for row in found.parameters}
     if name in rows:
         return rows[name]
     try:
-        found = [each for each in rows if re.search(wanted, each)]
+        matches = [each for each in rows if re.search(wanted, each)]
     except re.error as error:
         raise ConfigError(f"--param: {wanted!r} is neither a parameter nor a regular expression ({error}).") from None
-    if len(found) != 1:
-        if found:
-            raise ConfigError(f"--param: {wanted!r} fits {shorten(found)}; name one.")
+    if len(matches) != 1:
+        if matches:
+            raise ConfigError(f"--param: {wanted!r} fits {shorten(matches)}; name one.")
         advice = advise(wanted, rows, f"The checkpoint holds {shorten(rows)}.")
         raise ConfigError(f"--param: nothing is named like {wanted!r}. {advice}")
-    return rows[found[0]]
+    return rows[matches[0]]
 
 
 def _show_damage(options: argparse.Namespace, report: FolderReport) -> None:

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from deepspeed_ucp.cli.dispatch import main
-from deepspeed_ucp.cli.parameters import split_layer
 from tests.cli.samples import PATTERNS, cut, make_gpt, make_pipe, write_sample
 from tests.synth import Topology, random_state
 
@@ -78,8 +77,8 @@ def test_what_is_told_is_what_was_saved(
     }
     assert told["totals"]["elements"] == sum(param.numel for param in model.owners)
     assert told["ties"] == {param.name: param.alias_of for param in model.params if param.alias_of}
-    assert told["frozen"] == [param.name for param in model.owners if param.frozen]
-    assert told["buffers"] == list(model.buffers)
+    kinds = {kind: [row["name"] for row in told["parameters"] if row["kind"] == kind] for kind in ("frozen", "buffer")}
+    assert kinds == {"frozen": [p.name for p in model.owners if p.frozen], "buffer": list(model.buffers)}
     assert told["findings"] == []
 
 
@@ -208,20 +207,6 @@ def test_a_damaged_checkpoint_is_told_with_all_faults(tmp_path: Path, inspect: C
     assert {file["name"]: file["size"] for file in told["files"]}[short] == 1000
 
 
-@pytest.mark.parametrize(
-    ("name", "layer"),
-    [
-        ("transformer.h.11.mlp.w", ("transformer.h.", 11)),
-        ("3.w", ("", 3)),
-        ("wte.weight", ("wte", -1)),
-        ("h.0.e.5.w", ("h.", 0)),
-        (f"{'9' * 5000}.w", ("9" * 5000, -1)),
-    ],
-)
-def test_layers_are_told_from_names(name: str, layer: tuple[str, int]) -> None:
-    assert split_layer(name) == layer
-
-
 # -- atomic checkpoints -----------------------------------------------------------------------------------------------
 
 
@@ -242,15 +227,15 @@ def test_an_atomic_checkpoint_tells_where_it_came_from(
     files = {each["name"]: each["size"] for each in told["written_by"]["source"]["fingerprint"]["files"]}
     assert files.items() <= {each["name"]: each["size"] for each in source["files"]}.items()
     assert told["counters"]["global_steps"] == source["counters"]["global_steps"]
-    assert (told["ties"], told["frozen"], told["buffers"]) == (source["ties"], source["frozen"], source["buffers"])
+    assert told["ties"] == source["ties"]
     assert told["totals"]["elements"] == source["totals"]["elements"]
     rows = {row["name"]: row for row in told["parameters"]}
     before = {row["name"]: row for row in source["parameters"]}
-    assert {name: (row["shape"], row["pattern"]) for name, row in rows.items()} == {
-        name: (row["shape"], row["pattern"]) for name, row in before.items()
+    assert {name: (row["shape"], row["pattern"], row["kind"]) for name, row in rows.items()} == {
+        name: (row["shape"], row["pattern"], row["kind"]) for name, row in before.items()
     }
     on_disk = [path for path in converted.rglob("*") if path.is_file()]
-    assert told["totals"]["files"] == len({path.stat().st_ino for path in on_disk})
+    assert told["totals"]["files"] == len(on_disk)
 
 
 def test_a_damaged_atomic_checkpoint_is_told(converted: Path, tmp_path: Path, inspect: Callable[..., Any]) -> None:
@@ -274,4 +259,4 @@ def test_a_hyper_parameter_of_thousands_of_digits_is_shortened(
     assert told["code"] == 0
     assert "an integer of 16610 bits" in json.dumps(told["optimizer"]["groups"][0]["hyper"]["seed"])
     assert main(["inspect", str(folder)]) == 0
-    assert "an integer of 16610 bits" in capsys.readouterr().out
+    assert "an integer of 16610 bits" in " ".join(capsys.readouterr().out.split())
