@@ -93,23 +93,6 @@ def test_differences_exit_1_the_worst_first(
     assert first["largest"] == pytest.approx(2.0)
 
 
-def test_choosing_and_tolerating(left: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    right = write(tmp_path / "right", Topology(1, 2), shift({("ln_f.weight", "fp32"): 1e-3}))
-    assert run(left, right) == 1
-    assert run(left, right, "--tolerance", "1e-2") == 0
-    assert run(left, right, "--only", r"^h\.") == 0
-    assert run(left, right, "--states", "exp_avg,exp_avg_sq") == 0
-    assert run(left, right, "--states", "fp32") == 1
-
-
-def test_tensor_parallelism_needs_patterns(left: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    right = write(tmp_path / "right", Topology(1, 2, tp=2))
-    assert run(left, right) == 2
-    assert "How tensor parallelism cuts" in capsys.readouterr().err
-    assert run(left, right, "--patterns", RULES) == 0
-    assert capsys.readouterr().out.startswith("equal: ")
-
-
 def test_atomic_checkpoints(left: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     right = write(tmp_path / "right", Topology(1, 2, tp=2))
     assert main(["convert", str(right), "--patterns", RULES, "-q"]) == 0
@@ -130,12 +113,6 @@ def test_stage_0_is_named_by_groups(tmp_path: Path, capsys: pytest.CaptureFixtur
     )
     assert run(zero, plain) == 2
     assert run(zero, plain, "--groups", "module") == 0, capsys.readouterr()
-
-
-def test_samples_of_the_commands_compare_equal(tmp_path: Path) -> None:
-    a = write_sample(tmp_path / "a", Topology(1, 2, "bf16"), global_samples=5)
-    b = write_sample(tmp_path / "b", Topology(3, 2, "bf16"), global_samples=5)
-    assert run(a, b, "--only", "h|wte|ln") == 0
 
 
 # -- words ------------------------------------------------------------------------------------------------------------

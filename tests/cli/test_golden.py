@@ -28,12 +28,16 @@ LINES = {
     "list": ["list good", "list missing", "list weights", "list trainer", "list dangling", "list empty"],
     "inspect": [
         "inspect good",
-        "inspect good --param wte.weight",
+        "inspect good --all",
+        "inspect good --param lm_head.weight",
+        r"inspect good --param h\.1\..*4h_to_h\.bias",
         "inspect tensor",
         f"inspect tensor --patterns {PATTERNS}",
         "inspect made",
         "inspect missing",
         "inspect good --param mlp",
+        "inspect good --param nowhere",
+        "inspect good --param (",
         "inspect empty",
     ],
     "verify": [
@@ -46,6 +50,11 @@ LINES = {
         "verify missing",
         "verify dangling",
         "verify empty",
+        "verify sealed --seal",
+        "verify sealed --against sealed/global_step3/ucp_seal.json",
+        "verify damaged --against sealed/global_step3/ucp_seal.json",
+        "verify sealed --seal --also good",
+        "verify good --window-mb 0",
     ],
     "diff": [
         "diff good good",
@@ -53,8 +62,17 @@ LINES = {
         "diff good other",
         "diff good damaged",
         "diff good damaged --tolerance inf",
+        "diff good damaged --only wte",
+        "diff good damaged --states fp32",
+        "diff good tensor",
+        f"diff good tensor --patterns {PATTERNS}",
+        "diff good good --tolerance -1",
+        "diff good good --workers -1",
+        "diff good good --only (",
+        "diff good good --patterns [nonsense",
         "diff --config good good",
         "diff --config good other",
+        "diff --config good other --only x",
     ],
     "plan": [
         "plan good --target dp=3,zero=3 --read-gbs 2",
@@ -65,6 +83,7 @@ LINES = {
         f"plan good --target dp=2,zero=2 --net-gbs 25 {SAVES}",
         "plan --params 1B --ranks 4",
         f"plan --params 985.7e9 --ranks 8192 --target tp=8,pp=64 --net-gbs 25 {SAVES}",
+        "plan good --target dp=zwei",
         "plan good",
         "plan --params 1B",
         "plan --params 1B --ranks 4 --mtbf 8h",
@@ -78,8 +97,8 @@ LINES = {
 def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A checkpoint and its variants; the working directory."""
     root = tmp_path_factory.mktemp("golden")
-    good = write_sample(root / "good", Topology(1, 2, "bf16"), make_gpt(1))
-    for name in ("damaged", "missing", "weights", "warned", "dangling"):
+    good = write_sample(root / "good", Topology(1, 2, "bf16"), make_gpt(2))
+    for name in ("damaged", "missing", "weights", "warned", "dangling", "sealed"):
         shutil.copytree(good.parent, root / name)
     flip_largest(root / "damaged" / good.name / OPTIM)
     (root / "missing" / good.name / OPTIM).unlink()
@@ -87,8 +106,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         path.unlink()
     for name in ("warned", "dangling"):
         (root / name / "latest").write_text("global_step99")
-    write_sample(root / "other", Topology(3, 1, "bf16"), make_gpt(1), global_steps=4)
-    write_sample(root / "tensor", Topology(1, 1, "bf16", tp=2), make_gpt(1))
+    write_sample(root / "other", Topology(3, 1, "bf16"), make_gpt(2), global_steps=4)
+    write_sample(root / "tensor", Topology(1, 1, "bf16", tp=2), make_gpt(2))
     for step in (4, 8):
         write_sample(root / "trainer" / f"checkpoint-{step}", Topology(1, 2, "bf16"), make_gpt(1), global_steps=step)
     model = Model((Param("a", (30, 50)),))
@@ -182,9 +201,8 @@ def test_every_command_is_recorded() -> None:
 @pytest.mark.parametrize("command", LINES)
 def test_the_first_line_agrees_with_the_exit_code(command: str) -> None:
     """Verdicts that say that nothing is wrong have code 0, and no figures follow an obstacle."""
-    good = (
-        r"\d+ checkpoints?, all complete|.*: complete|.*: opens|equal|possible|.*: \d+ tensors|.*: already|wte.weight"
-    )
+    verdicts = (r"\d+ checkpoints?, all complete", ".*: complete", ".*: opens", "equal", "possible", r".*: \d+ tensors")
+    good = "|".join((*verdicts, ".*: already", "wte.weight", "h.1"))
     for block in (GOLDEN / f"{command}.txt").read_text(encoding="utf-8").split("\n\n$ ds_ucp "):
         lines = block.splitlines()
         (code,) = (int(line.split()[-1]) for line in lines if line.startswith("exit code "))

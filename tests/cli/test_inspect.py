@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -115,52 +114,6 @@ def test_a_parameter_s_fragments_are_its_bytes(
                     held[part["start"] :][: part["numel"]] = np.frombuffer(file.read(part["bytes"]), np.float32)
             expected = cut(name, state.atoms[name][layout["state"]], topology.tp, shard["rank"])
             assert np.array_equal(held.reshape(shard["shape"]), expected.numpy()), layout["state"]
-
-
-def test_one_parameter_by_expression_tie_or_not_at_all(
-    checkpoints: Callable[[Topology], Path], inspect: Callable[..., Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = checkpoints(ZERO1)
-    assert inspect(folder, "-p", r"h\.1\..*4h_to_h\.bias")["name"] == "h.1.mlp.dense_4h_to_h.bias"
-    tied = inspect(folder, "-p", "lm_head.weight")
-    assert (tied["name"], tied["aliases"]) == ("wte.weight", ["lm_head.weight"])
-    for wanted, told in (("mlp", "fits h.0.mlp"), ("nowhere", "nothing is named like"), ("(", "regular expression")):
-        assert main(["inspect", str(folder), "--param", wanted]) == 2
-        assert told in capsys.readouterr().err
-
-
-def test_text_folds_layers(checkpoints: Callable[[Topology], Path], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", str(checkpoints(ZERO1))]) == 0
-    text = capsys.readouterr().out
-    assert "ZeRO-1 dp=4 bfloat16 (zero12), masters float32" in text
-    assert re.search(r"^h\.\{0-3\}\.mlp\.dense_h_to_4h\.weight +\[64, 16\]", text, re.MULTILINE)
-    assert "lm_head.weight = wte.weight" in text
-    main(["inspect", str(checkpoints(ZERO1)), "--all"])
-    unfolded = capsys.readouterr().out
-    assert "h.{0-3}" not in unfolded
-    assert unfolded.count(".mlp.dense_h_to_4h.weight ") == 4
-    main(["inspect", str(checkpoints(ZERO1)), "--param", "wte.weight"])
-    assert "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt" in capsys.readouterr().out
-
-
-def test_patterns_that_nothing_settles_are_told_with_rules(
-    checkpoints: Callable[[Topology], Path], inspect: Callable[..., Any]
-) -> None:
-    told = inspect(checkpoints(TENSOR))
-    (finding,) = told["findings"]
-    assert finding["kind"] == "unsettled"
-    assert "megatron-gpt" in finding["text"]
-    assert "h.0.mlp.dense_h_to_4h.weight" in finding["names"]
-    assert {"match", "pattern"} <= set(finding["rules"][0])
-    rows = {row["name"]: row for row in told["parameters"]}
-    assert rows["h.0.mlp.dense_h_to_4h.weight"]["shape"] is None
-    assert rows["h.0.mlp.dense_h_to_4h.weight"]["shards"] == [[32, 16], [32, 16]]
-    assert rows["mask"]["pattern"] == "replicate"  # one checksum on both ranks
-    assert told["totals"]["elements"] is None
-    settled = inspect(checkpoints(TENSOR), "--patterns", PATTERNS)
-    rows = {row["name"]: row for row in settled["parameters"]}
-    assert rows["h.0.mlp.dense_4h_to_h.weight"]["pattern"] == "shard-h"
-    assert rows["h.0.mlp.dense_4h_to_h.weight"]["origin"] == "the user's rules"
 
 
 def test_stage_0_is_told_without_names_and_with_groups(

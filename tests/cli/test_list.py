@@ -98,17 +98,6 @@ def test_weights_beside_tags_are_none_of_them(tmp_path: Path, run_json: Any, cap
         find_checkpoint(str(tmp_path / "checkpoint-8"))
 
 
-def test_one_that_is_not_whole_is_a_fault(tmp_path: Path, run_json: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    save(tmp_path, 1)
-    next(save(tmp_path, 2).glob("*rank_1*optim_states.pt")).unlink()
-    code, found = run_json("list", tmp_path)
-    assert code == 1
-    assert [each["whole"] for each in found["checkpoints"]] == [False, True]
-    assert "missing" in found["checkpoints"][0]["fault"]
-    assert main(["list", str(tmp_path)]) == 1
-    assert "\nglobal_step2: " in capsys.readouterr().out
-
-
 def test_a_latest_that_cannot_be_followed_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(tmp_path, 1)
     (tmp_path / "latest").write_text("")

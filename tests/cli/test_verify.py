@@ -56,23 +56,6 @@ def test_faults_are_named_and_exit_1(folder: Path, run_json: Any, capsys: pytest
     assert next(fault for fault in told["faults"] if fault["kind"] == "crc")["tensors"]
 
 
-def test_warnings_exit_0(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_sample(folder.parent, Topology(1, 2))
-    assert run(folder, "-q") == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert sum(line.startswith("warning [leftover]") for line in lines) == 1
-
-
-def test_latest_that_leads_nowhere_is_a_fault(folder: Path, run_json: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder.parent / "latest").write_text("global_step99")
-    assert run(folder.parent) == 1
-    assert "FAULT [latest]" in capsys.readouterr().out
-    code, told = run_json("verify", folder.parent)
-    assert (code, told["faults"][0]["kind"]) == (1, "latest")
-    assert run(folder) == 0
-    assert "warning [latest]" in capsys.readouterr().out
-
-
 def test_a_foreign_checkpoint_that_does_not_open(tmp_path: Path, run_json: Any) -> None:
     (tmp_path / "model.safetensors").write_bytes(bytes(30))
     code, told = run_json("verify", tmp_path)
