@@ -251,26 +251,18 @@ def read_storage_options(given: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def read_patterns(value: str | None) -> Any:
-    """``--patterns`` as ``checkpoint.universal.patterns`` has it: a family's name, a file's path, or rules.
-
-    Raises:
-        ConfigError: it begins as JSON does, and is none.
-    """
-    if value is None or not value.lstrip().startswith(("[", "{")):
-        return value
-    try:
-        return json.loads(value)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"--patterns: neither a family, a file nor JSON: {error}") from None
-
-
 def read_rules(options: argparse.Namespace) -> tuple[RuleSet, ...]:
-    """The rules of ``--patterns``: a family, a file, or JSON written out; empty without it.
+    """Read the rules of ``--patterns``: a family, a file, or JSON; empty without it.
 
     Raises:
         ConfigError: they cannot be read.
     """
     from ..patterns import from_config
 
-    return from_config(read_patterns(options.patterns))
+    given = options.patterns
+    if given is not None and given.lstrip().startswith(("[", "{")):
+        try:
+            given = json.loads(given)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"--patterns: neither a family, a file nor JSON: {error}") from None
+    return from_config(given)

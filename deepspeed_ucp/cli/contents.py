@@ -106,8 +106,7 @@ def list_contents(report: FolderReport, rules: Sequence[RuleSet] = ()) -> Conten
         "optimizer": {
             "name": run.optimizer,
             "states": sorted({key.state for key in index.stored.atoms} - {MASTER, MODULE, COPY}),
-            "scalars": _join_scalars(index),
-            "groups": _describe_groups(index, rows),
+            "groups": [{"parameters": len(group.members), "hyper": group.hyper} for group in run.groups],
             "loss_scaler": run.scaler,
             "clip_grad": run.clip_grad,
         },
@@ -211,30 +210,6 @@ def _name_pattern(pattern: Pattern) -> str:
     return " ".join((kind, *(f"{key}={value}".replace(" ", "") for key, value in plain.items())))
 
 
-def _join_scalars(index: AtomicIndex) -> dict[str, Any]:
-    """The optimizer's scalars by name: a value, or the list of values if parameters differ."""
-    found: dict[str, dict[Any, None]] = defaultdict(dict)
-    for scalars in index.run.scalars.values():
-        for name, value in scalars.items():
-            found[name][value] = None
-    return {name: next(iter(values)) if len(values) == 1 else list(values) for name, values in found.items()}
-
-
-def _describe_groups(index: AtomicIndex, rows: Iterable[Parameter]) -> list[dict[str, Any]]:
-    """Per param group its hyper-parameters and its numbers of parameters and elements."""
-    sizes = {row.param: row.numel for row in rows}
-    numels = [[sizes.get(param) for param in group.members] for group in index.run.groups]
-    return [
-        {"parameters": len(each), "elements": _sum_known(each), "hyper": group.hyper}
-        for group, each in zip(index.run.groups, numels, strict=True)
-    ]
-
-
-def _sum_known(numels: Sequence[int | None]) -> int | None:
-    known = [numel for numel in numels if numel is not None]
-    return sum(known) if len(known) == len(numels) else None
-
-
 def _count_totals(index: AtomicIndex, files: Mapping[str, int], rows: Iterable[Parameter]) -> dict[str, int | None]:
     """Bytes on disk, replicas of tensor-parallel ranks included, and counts.
 
@@ -247,10 +222,10 @@ def _count_totals(index: AtomicIndex, files: Mapping[str, int], rows: Iterable[P
     sums: dict[str, int] = defaultdict(int)
     for key, atom in index.stored.atoms.items():
         sums[key.state if key.state in (MASTER, COPY, MODULE) else ""] += atom.nbytes
-    parameters = [row for row in rows if row.kind != BUFFER and not row.instance]
+    numels = [row.numel for row in rows if row.kind != BUFFER and not row.instance]
     return {
-        "parameters": len(parameters),
-        "elements": _sum_known([row.numel for row in parameters]),
+        "parameters": len(numels),
+        "elements": None if None in numels else sum(filter(None, numels)),
         "masters": sums[MASTER],
         "states": sums[""],
         "copies": sums[COPY],

@@ -6,7 +6,7 @@ import argparse
 import logging
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("deepspeed_ucp")
 
+_WHOLE = {None: "part", True: "yes", False: "no"}
 STORAGE, MEMORY = "storage", "memory"
 """Places of a checkpoint."""
 
@@ -53,6 +54,7 @@ def add_parser(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> int:
     """List; 1 if a checkpoint is not complete."""
     from ..saves.search import is_root
+    from ..sources.latest import LATEST, UNIVERSAL
 
     folder = options.folder.rstrip("/") or options.folder
     if is_root(folder):
@@ -63,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         found = _list_held(options.memory, folder)
         stored = _list_stored(folder, required=not found)
-        named = dict(read_names(folder))
+        named = {name: _read_name(folder, name) for name in (LATEST, UNIVERSAL)}
         resumed = _mark_resumed(folder, found, stored)
         found += stored
     found.sort(key=lambda each: each.pop("age"), reverse=True)
@@ -163,18 +165,17 @@ def _mark_resumed(folder: str, held: Sequence[dict[str, Any]], stored: Sequence[
     return f"a resume takes {taken['tag']} from {taken['place']}{doubt}"
 
 
-def read_names(folder: str) -> Iterator[tuple[str, str | None]]:
-    """By name of a file that names a tag the tag; None where it is not there, or cannot be followed."""
-    from ..sources.latest import LATEST, UNIVERSAL, read_tag
+def _read_name(folder: str, name: str) -> str | None:
+    """The tag that a file such as ``latest`` names; None if it is missing or invalid."""
+    from ..sources.latest import read_tag
 
-    for name in (LATEST, UNIVERSAL):
-        try:
-            yield name, os.path.normpath(read_tag(os.path.join(folder, name)))
-        except FileNotFoundError:
-            yield name, None
-        except CheckpointError as error:
-            logger.warning("%s", error)
-            yield name, None
+    try:
+        return os.path.normpath(read_tag(os.path.join(folder, name)))
+    except FileNotFoundError:
+        return None
+    except CheckpointError as error:
+        logger.warning("%s", error)
+        return None
 
 
 def _describe(save: TagReport) -> dict[str, Any]:
@@ -196,20 +197,16 @@ def _describe(save: TagReport) -> dict[str, Any]:
     }
 
 
-def name_whole(*, whole: bool | None, weights_only: bool) -> str:
-    """Whether a checkpoint is complete, in a word."""
-    if whole is None:
-        return "part"
-    return "weights" if weights_only else "yes" if whole else "no"
-
-
 def _write(found: Sequence[Mapping[str, Any]], resumed: str) -> list[str]:
     broken = sum(not _is_usable(each) for each in found)
     verdict = f"{count_of(len(found), 'checkpoint')}, {f'{broken} not complete' if broken else 'all complete'}"
     rows = [
         [
             *(each["tag"], "?" if each["step"] is None else each["step"]),
-            *(name_whole(whole=each["whole"], weights_only=each["weights_only"]), "yes" if each["sealed"] else "no"),
+            *(
+                "weights" if each["weights_only"] and each["whole"] is not None else _WHOLE[each["whole"]],
+                "yes" if each["sealed"] else "no",
+            ),
             *(format_bytes(each["bytes"]), (each["written"] or "?")[:16].replace("T", " "), each["topology"] or "?"),
             *(each["place"], ", ".join([*each["named_by"], *(["resume"] if each["resume"] else [])])),
         ]

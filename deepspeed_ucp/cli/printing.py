@@ -96,12 +96,9 @@ def write_out(text: str) -> None:
 
 def to_json(data: Any) -> str:
     """JSON that every parser reads: numbers that JSON has not become the strings ``nan``, ``inf``, ``-inf``."""
-    text = hide_secrets(json.dumps(_to_plain(data), indent=2, ensure_ascii=not _takes_unicode(), allow_nan=False))
+    is_ascii = not codecs.lookup(getattr(sys.stdout, "encoding", None) or "utf-8").name.startswith("utf")
+    text = hide_secrets(json.dumps(_to_plain(data), indent=2, ensure_ascii=is_ascii, allow_nan=False))
     return re.sub(r"[^\n -~]", lambda found: found[0] if found[0].isprintable() else json.dumps(found[0])[1:-1], text)
-
-
-def _takes_unicode() -> bool:
-    return codecs.lookup(getattr(sys.stdout, "encoding", None) or "utf-8").name.startswith("utf")
 
 
 def _to_plain(value: Any) -> Any:

@@ -9,6 +9,7 @@ import os
 import runpy
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from ..errors import ConfigError, UcpError
@@ -60,15 +61,11 @@ def _check_script(script: str, *, is_module: bool) -> None:
     if not is_module and not os.access(script, os.R_OK):
         why = "cannot be read" if os.path.exists(script) else "no such file"
         raise ConfigError(f"{script}: {why} (in {os.getcwd()}). Name the training script, behind ds_ucp's own options.")
-    if is_module and not _has_module(script):
+    if is_module:
+        with suppress(ImportError, ValueError):  # of the package of the module
+            if importlib.util.find_spec(script) is not None:
+                return
         raise ConfigError(f"--module {script}: there is no such module. Name one that `python -m` would run.")
-
-
-def _has_module(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):  # of a package that it would be in
-        return False
 
 
 def read_default(options: argparse.Namespace) -> bool | dict[str, Any]:

@@ -57,7 +57,6 @@ def _write_head(found: Contents) -> list[str]:
     elements = "unknown" if totals["elements"] is None else format_count(totals["elements"])
     model = [count_of(totals["parameters"], "parameter"), f"{elements} elements"]
     states = " ".join(optimizer["states"]) or "no states"
-    scalars = [f"{key} {_write_value(value)}" for key, value in optimizer["scalars"].items()]
     groups = [
         (f"  group {number}", f"{count_of(group['parameters'], 'parameter')}: {_write_values(group['hyper'])}")
         for number, group in enumerate(optimizer["groups"])
@@ -65,7 +64,7 @@ def _write_head(found: Contents) -> list[str]:
     rows = [
         ("written by", _describe_writer(found)),
         ("step", f"{counters.get('global_steps', 'not recorded')}"),
-        ("optimizer", ", ".join([f"{optimizer['name']}: {states}" if optimizer["name"] else states, *scalars])),
+        ("optimizer", f"{optimizer['name']}: {states}" if optimizer["name"] else states),
         *groups,
         ("model", ", ".join([*model, *(text for text, some in numbers.items() if some)])),
         ("files", f"{format_bytes(totals['file_bytes'])} in {count_of(totals['files'], 'file')}: {', '.join(sizes)}"),

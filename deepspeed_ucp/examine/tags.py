@@ -34,9 +34,7 @@ class TagReport:
         folder: its own.
         fault: why it is not whole; None where it is, or where what wrote it is not covered and nothing else is wrong.
         topology: that saved it, in words; None where that cannot be told.
-        is_known: what wrote it is covered, or its seal tells that it is whole.
         weights_only: it lacks its optimizer states alone, all of them.
-        is_atomic: it is an atomic checkpoint.
         files: that lie in it and below it.
     """
 
@@ -45,9 +43,7 @@ class TagReport:
     age: Age
     fault: UcpError | str | None
     topology: str | None
-    is_known: bool
     weights_only: bool
-    is_atomic: bool
     files: Mapping[str, Entry]
 
     def describe_fault(self) -> str | None:
@@ -87,10 +83,10 @@ def look_at_tag(folder: str, path: str, also: Sequence[str] = ()) -> TagReport:
     where = folder if path == "." else os.path.join(folder, path)
     trees = [list_tree(each) for each in (*also, where)]  # before they are read
     files = {name: entry for tree in trees for name, entry in tree.items() if not entry.is_folder}
-    index, fault, is_atomic = None, None, False
+    index, fault = None, None
     try:
         report = survey_checkpoint(where, Comm(), Naming(groups="module"), also=also)
-        index, fault, is_atomic = report.index, report.fault, report.atomic
+        index, fault = report.index, report.fault
     except UcpError as error:
         fault = error
     age = find_age([where])
@@ -107,9 +103,7 @@ def look_at_tag(folder: str, path: str, also: Sequence[str] = ()) -> TagReport:
         age,
         fault or _find_cut_short(os.path.dirname(where)),
         index.run.written if index else None,
-        is_known=index is not None or age.sealed,
         weights_only=weights_only,
-        is_atomic=is_atomic,
         files=files,
     )
 
