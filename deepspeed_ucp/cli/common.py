@@ -84,7 +84,7 @@ def add_checkpoint(parser: Parser, name: str = "checkpoint", metavar: str = "CKP
 def add_shared_options(
     parser: Parser, *, checkpoint: bool = False, patterns: bool = False, second: str = "", window: int = 0
 ) -> None:
-    """Add the group of shared options. Call it last, so that a command's own options come first in its help.
+    """Add the group of shared options. Call it last: help lists options in the order in which they are added.
 
     Args:
         checkpoint: the command opens a checkpoint: ``--groups`` and ``--also``.
@@ -139,13 +139,13 @@ def make_parser(units: Mapping[str, float], wanted: str, *, whole: bool = False)
 
 
 def read_work_options(options: argparse.Namespace, *, least: int) -> dict[str, Any]:
-    """Fields of :class:`~deepspeed_ucp.stream.batches.WorkOptions`, with a bar that is named like the command.
+    """Return the fields of :class:`~deepspeed_ucp.stream.batches.WorkOptions`, with a progress bar.
 
     Args:
-        least: MiB that the work needs.
+        least: smallest window in MiB.
 
     Raises:
-        ConfigError: they cannot be.
+        ConfigError: invalid values.
     """
     if options.workers < 0 or options.window_mb < least:
         raise ConfigError(f"--workers must not be negative, --window-mb not below {least}.")
@@ -159,13 +159,13 @@ def read_work_options(options: argparse.Namespace, *, least: int) -> dict[str, A
 def open_index(
     options: argparse.Namespace, folders: Sequence[str], comm: Comm, *, weights_only: bool = False
 ) -> AtomicIndex:
-    """The index of a checkpoint, named by ``--groups`` where it is given; collective.
+    """Open a checkpoint, with the names of ``--groups``; collective.
 
     Args:
-        folders: of it in each place, as :func:`find_folders` has them.
+        folders: the tag's folder in each place, as :func:`find_folders` returns them.
 
     Raises:
-        UcpError: what :func:`~deepspeed_ucp.sources.open_checkpoint` raises.
+        UcpError: as :func:`~deepspeed_ucp.sources.open_checkpoint`.
     """
     from ..sources import open_checkpoint
 
@@ -175,9 +175,9 @@ def open_index(
 
 
 def find_folders(path: str, also: Sequence[str], comm: Comm) -> list[str]:
-    """The tag's folder in each place, in order; collective. The first place that some rank sees a tag in names it.
+    """Find the tag's folder in each place, in order; collective. The first place in which a rank sees a tag names it.
 
-    A place that is a checkpoint's own folder is itself, whatever its name.
+    A place that is a checkpoint's own folder stands for itself under any name.
 
     Raises:
         UcpError: no rank sees a checkpoint in any place.
@@ -200,9 +200,9 @@ def find_folders(path: str, also: Sequence[str], comm: Comm) -> list[str]:
     found = [next((tag for tag, _ in looks if tag), "") for looks in zip(*looks, strict=True)]
     if not any(found):
         comm.run(lambda: refuse(looks[0][0][1]))
-    pairs = sorted(zip(places, found, strict=True), key=lambda pair: not pair[1])  # those that nobody sees come last
+    pairs = sorted(zip(places, found, strict=True), key=lambda pair: not pair[1])  # places that no rank sees come last
     first, tag = pairs[0]
-    if tag == "." and also:  # of a copy under another name, further places name the tag
+    if tag == "." and also:  # a copy under another name: further places name the tag
         own = os.path.basename(normalize(first))
         below = [os.path.join(place, own) for place in places]
         is_known = any(comm.each(lambda: any(leads_to_folder(each) for each in below)))
@@ -211,10 +211,10 @@ def find_folders(path: str, also: Sequence[str], comm: Comm) -> list[str]:
 
 
 def read_groups(value: str | None) -> str | list[list[str]] | None:
-    """``--groups``: ``module`` as it is, a file's list of names per param group, or None.
+    """Read ``--groups``: ``module``, a file with a list of names per param group, or None.
 
     Raises:
-        ConfigError: the file cannot be read or is no list of lists of names.
+        ConfigError: the file cannot be read, or is not a list of lists of names.
     """
     if value is None or value == "module":
         return value
@@ -234,7 +234,7 @@ def read_groups(value: str | None) -> str | list[list[str]] | None:
 
 
 def read_storage_options(given: Sequence[str]) -> dict[str, Any]:
-    """``--storage-option``: values are JSON, and text where they are none.
+    """Parse ``--storage-option``; values are JSON or text.
 
     Raises:
         ConfigError: one has no ``=``.

@@ -1,4 +1,4 @@
-"""``ds_ucp convert``: a checkpoint becomes an atomic checkpoint on disk."""
+"""``ds_ucp convert``: writes a checkpoint as an atomic checkpoint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def add_parser(commands: Commands) -> None:
-    """The command line."""
+    """Add the parser of the command."""
     parser = add_command(
         commands,
         "convert",

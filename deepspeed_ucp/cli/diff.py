@@ -1,4 +1,4 @@
-"""``ds_ucp diff``: two checkpoints of any topologies, tensor by tensor."""
+"""``ds_ucp diff``: compares two checkpoints of any topologies, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROWS = 20
 
 
 def add_parser(commands: Commands) -> None:
-    """The command line."""
+    """Add the parser of the command."""
     parser = add_command(
         commands,
         "diff",
@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _compare_settings(options: argparse.Namespace) -> int:
-    """``--config``: what two runs were set to, as saves or files tell it."""
+    """Compare the ds_configs and hyper-parameters of two saves or files (``--config``)."""
     from ..examine.settings import compare_configs, compare_hyper
     from ..examine.values import compare_values
 
@@ -109,7 +109,7 @@ def _list_sides(options: argparse.Namespace) -> Iterable[tuple[str, list[str]]]:
 def _open_settings(
     options: argparse.Namespace, path: str, also: Sequence[str]
 ) -> tuple[AtomicIndex | None, Mapping[str, Any]]:
-    """A save and its ds_config, or that of a file."""
+    """Read a save and its ds_config, or the ds_config of a file."""
     from ..comm import Comm
     from ..examine.settings import read_config
     from ..io.store import is_file
@@ -122,7 +122,7 @@ def _open_settings(
 
 
 def to_data(found: Difference, a: str, b: str) -> dict[str, Any]:
-    """A difference as data for ``--json``; everything is in it."""
+    """Convert a difference to data for ``--json``."""
     return {
         "a": a,
         "b": b,
@@ -158,7 +158,7 @@ def _describe_atom(atom: AtomDifference) -> dict[str, Any]:
 
 
 def to_text(found: Difference, *, everything: bool = False) -> list[str]:
-    """A difference in words; the verdict comes first."""
+    """Write a difference; the first line is the verdict."""
     lines = [
         _conclude(found),
         *(f"note: {note}" for note in found.notes),
@@ -175,7 +175,7 @@ def to_text(found: Difference, *, everything: bool = False) -> list[str]:
 
 
 def fold(atoms: Sequence[AtomDifference]) -> list[list[AtomDifference]]:
-    """Atoms whose names differ in numbers only, together; the worst first, as they come."""
+    """Group atoms whose names differ only in numbers, in the given order."""
     groups: dict[tuple[str, str, str], list[AtomDifference]] = {}
     for atom in atoms:
         groups.setdefault((_star(atom.label), atom.state, atom.kind), []).append(atom)
@@ -183,7 +183,7 @@ def fold(atoms: Sequence[AtomDifference]) -> list[list[AtomDifference]]:
 
 
 def _star(name: str) -> str:
-    """A name with stars for the numbers among its parts: ``layers.*.mlp.dense_4h_to_h.weight``."""
+    """Replace the numbers among the parts of a name by stars: ``layers.*.mlp.dense_4h_to_h.weight``."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 

@@ -1,4 +1,4 @@
-"""Entry point of ``ds_ucp``: loads the command that is asked for, and turns errors into lines and exit codes."""
+"""Entry point of ``ds_ucp``: runs a command, and turns errors into messages and exit codes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GROUPS = {
     "Look": ("inspect", "verify", "diff", "plan"),
     "Change": ("convert", "export"),
 }
-"""Commands by what they are for. Each is a module with ``add_parser(commands)`` and ``run(options) -> exit code``."""
+"""Commands by purpose. Each is a module with ``add_parser(commands)`` and ``run(options) -> exit code``."""
 
 COMMANDS = tuple(name for names in GROUPS.values() for name in names)
 
@@ -55,7 +55,7 @@ def build_parser(names: Sequence[str] = COMMANDS) -> Parser:
 
 
 def load_command(name: str) -> ModuleType:
-    """A command's module; only it is imported, so that the others' needs cost nothing."""
+    """Import the module of a command."""
     return importlib.import_module(f".{name}", __package__)
 
 
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line as options; before Python 3.13 argparse leaves a DST that stands behind options to nobody."""
+    """Parse the command line; before Python 3.13 argparse does not assign a DST behind options."""
     parser = build_parser(tuple(name for name in COMMANDS if argv[:1] == [name]) or COMMANDS)
     options, left = parser.parse_known_args(argv)
     if len(left) == 1 and not left[0].startswith("-") and getattr(options, "destination", "") is None:
@@ -122,7 +122,7 @@ def _run_command(options: argparse.Namespace) -> int:
 
 
 def _report(error: Exception, options: argparse.Namespace) -> None:
-    """An error as a line on stderr (``--debug``: behind its traceback), and as JSON where that is wanted."""
+    """Print an error on stderr (``--debug``: after its traceback), and as JSON with ``--json``."""
     from ..comm import describe_os_error
 
     if options.debug:
@@ -143,7 +143,7 @@ def _report(error: Exception, options: argparse.Namespace) -> None:
 
 @contextmanager
 def _show_warnings(*, quiet: bool) -> Iterator[None]:
-    """The package's log as short lines on rank 0's stderr while a command runs."""
+    """Print the package's log as short lines on rank 0's stderr while a command runs."""
     log = logging.getLogger("deepspeed_ucp")
     before, propagate, handler = log.level, log.propagate, Lines()
     log.addHandler(handler)

@@ -1,4 +1,4 @@
-"""``ds_ucp inspect``: what a checkpoint holds, where, and what is missing; header-only."""
+"""``ds_ucp inspect``: shows the contents of a checkpoint from its headers, and all faults that they reveal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def add_parser(commands: Commands) -> None:
-    """The command line."""
+    """Add the parser of the command."""
     parser = add_command(
         commands,
         "inspect",

@@ -1,4 +1,4 @@
-"""``ds_ucp list``: the checkpoints of a folder, on storage and in this node's memory, and which one a resume takes."""
+"""``ds_ucp list``: lists the checkpoints of a folder, on storage and in this node's memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STORAGE, MEMORY = "storage", "memory"
 
 
 def add_parser(commands: Commands) -> None:
-    """The command line."""
+    """Add the parser of the command."""
     parser = add_command(
         commands,
         "list",
@@ -76,12 +76,12 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _is_usable(each: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint lacks nothing but optimizer states, as far as this node can know."""
+    """Return whether a checkpoint has all of its weights, as far as this node can tell."""
     return each["whole"] is not False or each["weights_only"]
 
 
 def _list_stored(folder: str, *, required: bool) -> list[dict[str, Any]]:
-    """The checkpoints on storage.
+    """List the checkpoints on storage.
 
     Raises:
         CheckpointError: there is none, and one is required.
@@ -98,7 +98,7 @@ def _list_stored(folder: str, *, required: bool) -> list[dict[str, Any]]:
 
 
 def _list_held(memory: str, folder: str | None) -> list[dict[str, Any]]:
-    """The saves in this node's memory.
+    """List the saves in this node's memory.
 
     Args:
         memory: as in the ds_config; if all of a user's saves are wanted, the user's folder in it.
@@ -116,7 +116,7 @@ def _list_held(memory: str, folder: str | None) -> list[dict[str, Any]]:
 
 
 def _describe_held(save: HeldSave, folder: str | None) -> dict[str, Any] | None:
-    """A save in memory; None if its job has removed it meanwhile."""
+    """Describe a save in memory; None if its job has removed it meanwhile."""
     from ..examine.tags import look_at_tag
     from ..saves.memory import locate
 
@@ -179,7 +179,7 @@ def _read_name(folder: str, name: str) -> str | None:
 
 
 def _describe(save: TagReport) -> dict[str, Any]:
-    """The headers of a checkpoint as data, with its age, by which they are sorted."""
+    """Describe a checkpoint as data, with its ``age`` as sort key."""
     age = save.age
     return {
         "age": age,

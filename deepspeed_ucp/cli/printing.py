@@ -1,6 +1,6 @@
-"""What the commands print: results, figures in words, tables, lines on stderr, progress; exit codes.
+"""Output of the commands: results, figures, tables, messages, progress; exit codes.
 
-Nothing of a checkpoint reaches the terminal as it is: every line is escaped, so that no name can forge another line.
+Every line is escaped, so that no name in a checkpoint can forge another line.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ BROKEN_PIPE = 141
 
 
 _PLAIN = {"→": "->", "…": "...", "·": "-", "×": "x", "≠": "!=", "Δ": "d"}
-"""Our own signs where the terminal's encoding has none of them."""
+"""ASCII replacements of signs that the terminal's encoding lacks."""
 
 
 def prepare_streams() -> None:
-    """Let stdout and stderr take every character, and be there at all.
+    """Open stdout and stderr if they are closed, and let them accept every character.
 
-    A descriptor that was closed would be that of the next file that is opened, and be written to.
+    Otherwise the next file that is opened would get the descriptor, and be written to.
     """
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
@@ -54,7 +54,7 @@ def prepare_streams() -> None:
 
 
 def _replace(error: UnicodeError) -> tuple[str | bytes, int]:
-    """A codec's handler: our signs in ASCII, anything else as its code."""
+    """Error handler of a codec: replaces our signs by ASCII, and other characters by their codes."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     sign = _PLAIN.get(error.object[error.start])
@@ -62,7 +62,7 @@ def _replace(error: UnicodeError) -> tuple[str | bytes, int]:
 
 
 def find_rank() -> int:
-    """This process's rank under mpirun, torchrun, srun or the deepspeed launcher; 0 without a launcher.
+    """Return the rank under mpirun, torchrun, srun or the deepspeed launcher; 0 without a launcher.
 
     ``RANK`` alone is no launch: clusters set it for whole containers, in which people type commands.
     """
@@ -81,13 +81,13 @@ def write_out(text: str) -> None:
     """Write text to stdout at once.
 
     Raises:
-        StorageError: stdout is a file for which there is no room, or the like.
-        BrokenPipeError: its reader has gone.
+        StorageError: stdout cannot be written.
+        BrokenPipeError: its reader has exited.
     """
     try:
         print(text, flush=True)
     except OSError as error:
-        # What is left in the buffer would raise again when the interpreter ends.
+        # Flushing the buffer would raise again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             raise
@@ -95,7 +95,7 @@ def write_out(text: str) -> None:
 
 
 def to_json(data: Any) -> str:
-    """JSON that every parser reads: numbers that JSON has not become the strings ``nan``, ``inf``, ``-inf``."""
+    """Serialize to strict JSON: NaN and infinities become the strings ``nan``, ``inf``, ``-inf``."""
     is_ascii = not codecs.lookup(getattr(sys.stdout, "encoding", None) or "utf-8").name.startswith("utf")
     text = hide_secrets(json.dumps(_to_plain(data), indent=2, ensure_ascii=is_ascii, allow_nan=False))
     return re.sub(r"[^\n -~]", lambda found: found[0] if found[0].isprintable() else json.dumps(found[0])[1:-1], text)
@@ -119,9 +119,9 @@ def _to_plain(value: Any) -> Any:
 
 @contextmanager
 def show_progress(options: argparse.Namespace, total: int, what: str) -> Iterator[Callable[[int], None]]:
-    """A bar of bytes with rate and time left on stderr; gives what is told of more bytes, by any thread.
+    """Show a progress bar of bytes on stderr; yields a thread-safe callback that takes bytes done.
 
-    There is none where stderr is no terminal, on ranks other than 0, under ``--quiet`` and under ``--json``.
+    There is none if stderr is not a terminal, on ranks other than 0, with ``--quiet`` and with ``--json``.
     """
     from tqdm import tqdm
 
@@ -139,7 +139,7 @@ def show_progress(options: argparse.Namespace, total: int, what: str) -> Iterato
 
 
 class Lines(logging.Handler):
-    """Log records as short lines on stderr: ``ds_ucp: warning: …``, around a progress bar that may be there."""
+    """Prints log records as short lines on stderr: ``ds_ucp: warning: …``."""
 
     def emit(self, record: logging.LogRecord) -> None:
         kind = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
@@ -147,7 +147,7 @@ class Lines(logging.Handler):
 
 
 def print_message(text: str) -> None:
-    """A message on stderr that leaves a progress bar whole; all but its first line are indented."""
+    """Print a message on stderr without breaking a progress bar; all lines but the first are indented."""
     first, *more = map(escape, text.split("\n"))
     shown = "\n".join([first, *(f"    {line}" for line in more)])
     if "tqdm" in sys.modules:
@@ -157,17 +157,17 @@ def print_message(text: str) -> None:
 
 
 def format_bytes(nbytes: float) -> str:
-    """Bytes in binary units with three digits: ``512 B``, ``1.50 GiB``."""
+    """Format bytes in binary units with three digits: ``512 B``, ``1.50 GiB``."""
     return _scale(nbytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
 
 
 def format_both(nbytes: int) -> str:
-    """Binary units as elsewhere, and decimal ones, which bandwidths are told in."""
+    """Format bytes in binary and, from 1 GB, decimal units."""
     return format_bytes(nbytes) + (f" ({format_count(nbytes)}B)" if nbytes >= 1_000_000_000 else "")
 
 
 def format_count(count: float) -> str:
-    """A count with three digits: ``512``, ``304 M``, ``1.02 T``."""
+    """Format a count with three digits: ``512``, ``304 M``, ``1.02 T``."""
     return _scale(count, 1000, ("", "k", "M", "G", "T", "P")).rstrip()
 
 
@@ -180,7 +180,7 @@ def _scale(value: float, base: int, units: Sequence[str]) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds as ``0.42 s``, ``50 s``, ``3 min 20 s``, ``2 h 05 min``."""
+    """Format seconds as ``0.42 s``, ``50 s``, ``3 min 20 s``, ``2 h 05 min``."""
     if not math.isfinite(seconds):
         return "for ever"
     if seconds < 10:
@@ -196,7 +196,7 @@ def format_duration(seconds: float) -> str:
 def format_table(
     rows: Sequence[Sequence[object]], header: Sequence[str] = (), *, right: Sequence[int] = ()
 ) -> list[str]:
-    """Lines of columns with two spaces between; ``right`` names the columns that are aligned to the right."""
+    """Format rows as aligned columns; ``right`` are the numbers of the right-aligned columns."""
     cells = [[escape(str(cell)) for cell in row] for row in ([header, *rows] if header else rows)]
     widths = [max(len(row[at]) for row in cells) for at in range(len(cells[0]))] if cells else []
     lines = []

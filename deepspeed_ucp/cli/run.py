@@ -41,7 +41,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the script; its errors and its exit code are its own."""
+    """Run the script, whose errors and exit code are passed through."""
     try:
         default = read_default(options)
         _check_script(options.script, is_module=options.module)
@@ -53,10 +53,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check_script(script: str, *, is_module: bool) -> None:
-    """Refuse what Python cannot run, as its own errors would be a traceback of ours.
+    """Check that Python can run the script, before a traceback of ours would say so.
 
     Raises:
-        ConfigError: there is no such script, or module.
+        ConfigError: there is no such script or module.
     """
     if not is_module and not os.access(script, os.R_OK):
         why = "cannot be read" if os.path.exists(script) else "no such file"

@@ -1,4 +1,4 @@
-"""``ds_ucp verify``: every byte of a checkpoint is looked at, and every fault named."""
+"""``ds_ucp verify``: checks every byte of a checkpoint, and names all faults."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def add_parser(commands: Commands) -> None:
-    """The command line."""
+    """Add the parser of the command."""
     parser = add_command(
         commands,
         "verify",
@@ -53,7 +53,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Look at the checkpoint; collective under mpirun and torchrun."""
+    """Verify the checkpoint; collective under mpirun and torchrun."""
     from ..comm import join_launch
     from ..examine.verify import verify_checkpoint
     from ..sources.files import SEAL
@@ -86,10 +86,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _report_dangling(options: argparse.Namespace, error: CheckpointError) -> int:
-    """`latest` that leads nowhere, although it is there, is a fault of the checkpoint.
+    """Report a `latest` that names no checkpoint as a fault.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no `latest`.
     """
     from ..examine.verify import Verification
     from ..io.store import exists
@@ -105,7 +105,7 @@ def _report_dangling(options: argparse.Namespace, error: CheckpointError) -> int
 
 
 def to_data(found: Verification) -> dict[str, Any]:
-    """A verification as data for ``--json``."""
+    """Convert a verification to data for ``--json``."""
     files = [{"name": f.name, "bytes": f.nbytes, "records": f.records, "unchecked": f.unchecked} for f in found.files]
     faults = [
         {"kind": f.kind, "file": f.file, "text": f.text, "warning": f.warning, "tensors": f.names} for f in found.faults
@@ -128,7 +128,7 @@ def to_data(found: Verification) -> dict[str, Any]:
 
 
 def to_text(found: Verification, *, headers_only: bool = False) -> list[str]:
-    """A verification in words; the verdict comes first."""
+    """Write a verification; the first line is the verdict."""
     from ..sources.findings import fold_findings
 
     records = sum(file.records for file in found.files)
@@ -148,7 +148,7 @@ def to_text(found: Verification, *, headers_only: bool = False) -> list[str]:
 
 
 def _conclude(found: Verification, *, headers_only: bool) -> str:
-    """The verdict: faults, or how much of a complete checkpoint was compared with checksums."""
+    """Write the verdict: the number of faults, or the extent to which checksums were compared."""
     warnings = sum(fault.warning for fault in found.faults)
     more = f" ({count_of(warnings, 'warning')})" if warnings else ""
     if not found.whole:
