@@ -14,6 +14,7 @@ from itertools import accumulate, islice
 from operator import itemgetter
 
 import numpy as np
+from deepspeed_ucp.plan.predicted import predict_renames
 from jobs import Job
 
 from deepspeed_ucp.atoms import ITEMSIZE, MASTER, AtomicIndex
@@ -24,7 +25,6 @@ from deepspeed_ucp.plan.claims import Blocks, Claim, list_claims
 from deepspeed_ucp.plan.derive import rename_all
 from deepspeed_ucp.plan.locate import Want, locate
 from deepspeed_ucp.plan.match import Match, pick_instance
-from deepspeed_ucp.plan.predicted import predict_renames
 from deepspeed_ucp.plan.settling import settle_index
 from deepspeed_ucp.plan.wants import HeldBuffer, Layouts, TargetLayout, Wants, join_states, list_wants, view_shards
 

@@ -76,13 +76,12 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--max-shard-size", type=_parse_size, default="5GB", metavar="SIZE", help=text)
     text = (
         "hf: a model, as a folder or a hub's id in the local cache: its config and tokenizer are copied beside the "
-        "weights, whose names and shapes have to be its own; with --merge the base of an adapter that was saved alone"
+        "weights, whose names and shapes have to be its own"
     )
     parser.add_argument("--like", metavar="MODEL", help=text)
     text = "hf: an adapter of PEFT's alone, as PEFT loads it"
     parser.add_argument("--adapter", action="store_true", help=text)
-    text = "hf: merge an adapter (LoRA, rsLoRA, DoRA) into the model that it was trained on, as merge_and_unload does"
-    parser.add_argument("--merge", action="store_true", help=text)
+    parser.add_argument("--merge", action="store_true", help=argparse.SUPPRESS)  # removed: `_check` names PEFT's way
     parser.add_argument("--adapter-name", metavar="NAME", help="of the adapter (default: default)")
     text = "adapter_config.json, or a folder with it (default: beside the checkpoint, where trainers put it)"
     parser.add_argument("--adapter-config", metavar="PATH", help=text)
@@ -96,8 +95,6 @@ def add_parser(commands: Commands) -> None:
         "given several times, the first that matches counts; before the renames in --patterns"
     )
     parser.add_argument("--rename", metavar="REGEX=NAME", action="append", default=[], help=text)
-    text = "experts of a layer, where --patterns make another number of them (docs/patterns.md)"
-    parser.add_argument("--experts", type=int, metavar="N", help=text)
     parser.add_argument("--strip-prefix", default="", metavar="TEXT", help="cut TEXT off names that begin with it")
     text = "keep the rows that pad a vocabulary (cut where patterns tell it)"
     parser.add_argument("--keep-padding", action="store_true", help=text)
@@ -131,11 +128,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    of_others = {"hf": ["weights_only", "layout"], "dcp": ["like", "adapter", "merge"]}
-    if options.adapter and options.merge:
-        raise ConfigError("--adapter writes an adapter alone, --merge writes the model without it: choose one.")
-    if not (options.adapter or options.merge) and (options.adapter_name or options.adapter_config):
-        raise ConfigError("--adapter-name and --adapter-config are of --adapter or --merge.")
+    of_others = {"hf": ["weights_only", "layout"], "dcp": ["like", "adapter"]}
+    if options.merge:
+        raise ConfigError(
+            "ds_ucp merges no adapters. Export it with --adapter, then merge it with PEFT: "
+            "PeftModel.from_pretrained(base, OUT).merge_and_unload()."
+        )
+    if not options.adapter and (options.adapter_name or options.adapter_config):
+        raise ConfigError("--adapter-name and --adapter-config are of --adapter.")
     if options.adapter and options.like:
         raise ConfigError("--like is for a whole model, --adapter writes an adapter alone.")
     given = [f"--{name.replace('_', '-')}" for name in of_others[options.to] if getattr(options, name)]
@@ -145,12 +145,12 @@ def _check(options: argparse.Namespace) -> None:
 
 def _export(options: argparse.Namespace, index: AtomicIndex, comm: Comm) -> OutputReport:
     rules, how = read_rules(options), make_options(options)
-    if options.adapter or options.merge:
+    if options.adapter:
         from ..sources.foreign.adapter import read_config
 
         folder = os.path.dirname(index.run.state_file)
         config = read_config(options.adapter_config, folder)
-        how = replace(how, adapter=options.adapter_name or "default", merge=options.merge, adapter_config=config)
+        how = replace(how, adapter=options.adapter_name or "default", adapter_config=config)
     if options.to == "hf":
         from ..export.like import find_model
         from ..export.safetensors import export_safetensors
@@ -178,15 +178,12 @@ def make_options(options: argparse.Namespace) -> ExportOptions:
     wrong = [text for text, (regex, equals, _) in zip(options.rename, pairs, strict=True) if not (regex and equals)]
     if wrong:
         raise ConfigError(f"--rename {wrong[0]!r}: REGEX=NAME is needed, such as 'model\\.(?P<rest>.*)={{rest}}'.")
-    if options.experts is not None and options.experts < 1:
-        raise ConfigError(f"--experts {options.experts}: a positive number is needed.")
     return ExportOptions(
         dtype=DTYPES[options.dtype],
         tied=options.tied,
         keep_padding=options.keep_padding,
         frozen=not options.exclude_frozen_parameters,
         strip_prefix=options.strip_prefix,
-        experts=options.experts,
         renames=parse_renames([{"from": regex, "to": name} for regex, _, name in pairs]),
         overwrite=options.overwrite,
         **read_work_options(options, least=8),

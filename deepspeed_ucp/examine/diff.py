@@ -18,7 +18,7 @@ from ..stream.batches import WorkOptions, stream
 from ..stream.reader import AtomReader, Item
 from ..topology import find_differences
 from .elements import Tally, compare
-from .pairing import Pair, Pairs, feed_right, is_weights_alone, pair_atoms
+from .pairing import Pair, Pairs, is_weights_alone, pair_atoms
 from .values import ABSENT, ValueDifference, compare_runs, compare_values
 
 NOTHING = Tally()
@@ -135,8 +135,7 @@ def diff_checkpoints(
         ConfigError: ``only`` is no regular expression.
     """
     comm = comm or Comm()
-    made = comm.run(lambda: feed_right(left, right, rules))
-    left, pairs = made.index, comm.run(lambda: pair_atoms(made, right, rules, options.wants))
+    pairs = comm.run(lambda: pair_atoms(left, right, rules, options.wants))
     shares = comm.each(lambda: _compare_share(left, right, pairs.both, options, comm))
     values, notes = comm.run(lambda: _compare_rest(left, right, pairs, options))
     return Difference(

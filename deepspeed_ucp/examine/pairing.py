@@ -10,7 +10,7 @@ import numpy as np
 from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, AtomKey, ParamKey, count
 from ..patterns import RuleSet, SameShards, Settled, settle
 from ..patterns.layout import Shape
-from ..plan.renames import RemappedIndex, apply_renames, list_shapes
+from ..plan.renames import apply_renames, list_shapes
 from ..plan.settling import Shapes, order_rules
 from ..stream.full_tensors import FullTensor, assemble_full_tensor, is_remade
 
@@ -76,7 +76,7 @@ class Pairs:
 
 
 def pair_atoms(
-    made: RemappedIndex,
+    left: AtomicIndex,
     right: AtomicIndex,
     rules: Sequence[RuleSet] = (),
     wanted: Callable[[str, str], bool] = lambda name, state: True,
@@ -88,7 +88,7 @@ def pair_atoms(
     against the other side's masters, and optimizer states are left out.
 
     Args:
-        made: A, as :func:`feed_right` has it.
+        left, right: A and B.
         rules: the user's.
         wanted: (name, state) → whether it is compared.
 
@@ -96,7 +96,8 @@ def pair_atoms(
         MismatchError: parameters that the two cut differently, and nothing tells how; all in one message.
     """
     rules = [replace(each, resizes=()) for each in rules]  # another shape is a difference
-    left, names = made.index, {old: new for new, old in made.renamed.items()}
+    renamed = apply_renames(left, list_shapes(right), rules, right.model.aliases)
+    names = {old: new for new, old in renamed.items()}
     weights = is_weights_alone(left, right)
     mine, theirs = _list_wanted(left, wanted, weights), _list_wanted(right, wanted, weights)
     keys = _match(mine, theirs, left, right, names, weights)
@@ -136,11 +137,6 @@ def _list_wanted(index: AtomicIndex, wanted: Callable[[str, str], bool], weights
         return wanted(key.name, key.state)
 
     return {key: atom for key, atom in index.stored.atoms.items() if is_wanted(key) and not is_remade(key, index)}
-
-
-def feed_right(left: AtomicIndex, right: AtomicIndex, rules: Sequence[RuleSet]) -> RemappedIndex:
-    """A as the user's rules make it for what B holds."""
-    return apply_renames(left, list_shapes(right), rules, right.model.aliases)
 
 
 def _match(

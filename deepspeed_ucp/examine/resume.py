@@ -12,13 +12,12 @@ from ..config import choose_batch
 from ..errors import MismatchError, Objections
 from ..experts import read_name
 from ..flat import join_parameters
-from ..patterns import RuleSet
+from ..patterns import RuleSet, list_renames, rename_names
 from ..plan import settling
 from ..plan.derive import rename_all
 from ..plan.locate import locate
 from ..plan.match import Match, pick_instance, pick_weight
-from ..plan.predicted import predict_renames
-from ..plan.renames import RemappedIndex
+from ..plan.renames import list_names
 from ..plan.wants import HeldBuffer, Layouts, TargetLayout, join_states, list_touched, list_wants
 from ..sources.ownfiles import read_saved_config
 from ..topology import find_differences
@@ -77,22 +76,25 @@ def check_resume(
     with objections:
         found.batch = _fit_batch(config, degrees.dp, train_batch)
     with objections:
-        made = predict_renames(index, rules)
-        if made.renamed or made.index is not index:
+        names = rename_names(sorted(list_names(index)), list_renames(rules))
+        renamed = {new: old for old, new in names.items() if new != old}
+        if renamed:
             found.differences.append("parameters under other names by rename rules")
         if not found.differences and any(read_name(key.name) for key in index.stored.atoms):
             found.differences.append("experts, whose ranks only the load knows")
         if not found.differences:
             found.loader = DEEPSPEED
         else:
-            _check_load(made, found, rules, objections)
+            _check_load(index, renamed, found, rules, objections)
     found.obstacles = [line for error in objections.found for line in str(error).split("\n")]
     return found
 
 
-def _check_load(made: RemappedIndex, found: ResumeCheck, rules: Sequence[RuleSet], objections: Objections) -> None:
+def _check_load(
+    index: AtomicIndex, renamed: Mapping[str, str], found: ResumeCheck, rules: Sequence[RuleSet], objections: Objections
+) -> None:
     """Collect the objections of a load, in its order, and measure its reads."""
-    index, degrees = made.index, found.degrees
+    degrees, named = found.degrees, rename_all(index, renamed)
     with objections:
         settling.refuse_unreadable(index)
     with objections:
@@ -102,9 +104,9 @@ def _check_load(made: RemappedIndex, found: ResumeCheck, rules: Sequence[RuleSet
     if degrees.pp > 1 and degrees.zero > 1:
         objections.found.append(MismatchError("DeepSpeed refuses ZeRO-2 and ZeRO-3 with pipeline parallelism."))
     with objections:
-        _check_experts(rename_all(index, made.renamed), degrees)
+        _check_experts(named, degrees)
     with objections:
-        _measure(made, found, rules)
+        _measure(index, named, renamed, found, rules)
 
 
 def _check_experts(index: AtomicIndex, degrees: Degrees) -> None:
@@ -123,15 +125,17 @@ def _check_experts(index: AtomicIndex, degrees: Degrees) -> None:
         raise MismatchError(f"ep={ep} must divide the data-parallel ranks and the experts of each layer ({wrong[0]}).")
 
 
-def _measure(made: RemappedIndex, found: ResumeCheck, rules: Sequence[RuleSet]) -> None:
+def _measure(
+    saved: AtomicIndex, named: AtomicIndex, renamed: Mapping[str, str], found: ResumeCheck, rules: Sequence[RuleSet]
+) -> None:
     """Plan the wants of all tensor-parallel ranks, before ZeRO and pipelines divide them.
 
     Raises:
         MismatchError: a parameter cannot be cut for the target, or no pattern is known for it.
     """
-    index, tp = rename_all(made.index, made.renamed), found.degrees.tp
+    index, tp = named, found.degrees.tp
     names = dict.fromkeys(key.name for key in index.stored.atoms if key.state in (MASTER, MODULE))
-    local, layouts = _settle(made, list(names), tp, rules, found)
+    local, layouts = _settle(saved, renamed, list(names), tp, rules, found)
     touched: dict[AtomKey, None] = {}
     records: set[int] = set()
     for stage in range(2 if found.degrees.pp > 1 else 1):  # tied modules: the first and the last stage have a copy
@@ -147,14 +151,19 @@ def _measure(made: RemappedIndex, found: ResumeCheck, rules: Sequence[RuleSet]) 
 
 
 def _settle(
-    made: RemappedIndex, names: Sequence[str], tp: int, rules: Sequence[RuleSet], found: ResumeCheck
+    index: AtomicIndex,
+    renamed: Mapping[str, str],
+    names: Sequence[str],
+    tp: int,
+    rules: Sequence[RuleSet],
+    found: ResumeCheck,
 ) -> tuple[settling.Shapes, Layouts]:
     """Local shapes by tensor-parallel rank, and the layouts of both sides, by the names of the target."""
-    saved = {name: made.renamed.get(name, name) for name in names}
-    if made.index.run.topology.tp == tp == 1:
-        weights = settling.list_weights(made.index)
+    saved = {name: renamed.get(name, name) for name in names}
+    if index.run.topology.tp == tp == 1:
+        weights = settling.list_weights(index)
         return {name: (weights[old].shape,) for name, old in saved.items()}, {}
-    settled = settling.settle_index(made.index, rules, names=list(saved.values()), degree=tp).require()
+    settled = settling.settle_index(index, rules, names=list(saved.values()), degree=tp).require()
     found.patterns = dict(Counter(settled.origin.values()))
     layouts = {name: settled.pairs[old] for name, old in saved.items()}
     return {name: want.local_shapes for name, (_, want) in layouts.items()}, layouts

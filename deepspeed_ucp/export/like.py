@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -18,7 +18,7 @@ from ..hub import convert, find_cached, revert
 from ..io.disk import explain_full
 from ..io.jsonfile import read_json
 from ..patterns import Rename, advise_family
-from ..patterns.adapters import ROOT, is_added
+from ..patterns.adapters import is_added
 from ..patterns.layout import Shape
 from ..plan.derive import derive
 from ..plan.renames import list_shapes
@@ -37,7 +37,10 @@ _NAMES = (
 
 _CONFIG = "Name a folder with a model that from_pretrained loads."
 
-_MERGE = "It holds an adapter: merge it (--merge), or write it alone (--adapter, without --like)."
+_ADAPTER = (
+    "It holds an adapter: write it with --adapter, without --like. PEFT's PeftModel.from_pretrained(BASE, OUT)"
+    ".merge_and_unload() merges it."
+)
 
 
 def find_model(like: str) -> str:
@@ -110,15 +113,14 @@ class LikeModel:
         """Shapes of its weights, by the names in its files; nothing where it has none."""
         return {name: held[0] for name, held in list_shapes(self.weights).items()} if self.weights else {}
 
-    def name_as_files(self, index: AtomicIndex, renames: Collection[Rename], *, merge: bool) -> AtomicIndex:
+    def name_as_files(self, index: AtomicIndex, renames: Collection[Rename]) -> AtomicIndex:
         """The index with tensors that transformers fuses or renames in memory as its files have them.
 
         Args:
             renames: the user's, which count first.
-            merge: an adapter is merged, around whose base there are PEFT's names.
         """
-        root, saved = ROOT * merge, {param.name for param in index.stored.atoms.held}
-        known = {name.removeprefix(root) for name in saved if not any(rule.match(name) for rule in renames)}
+        saved = {param.name for param in index.stored.atoms.held}
+        known = {name for name in saved if not any(rule.match(name) for rule in renames)}
         for model in self.models if known - self.shapes.keys() else ():
             files = self.shapes or _list_files(model)
             try:
@@ -126,9 +128,7 @@ class LikeModel:
             except UnsupportedError:  # the names in memory, which from_pretrained takes as well
                 continue
             made = {
-                root + name: replace(
-                    each, slices=tuple(replace(piece, name=root + piece.name) for piece in each.slices)
-                )
+                name: each
                 for name, each in revert(reading, files).items()
                 if name not in known and all(piece.name in known for piece in each.slices)
             }
@@ -164,7 +164,7 @@ class LikeModel:
             faults.append(f"tied there, with other values here: {shorten(odd)}")
         if faults:
             family = advise_family(written.keys(), best.wanted.keys()).strip().replace('"patterns":', "--patterns")
-            advice = _MERGE if any(map(is_added, written)) else family or _NAMES
+            advice = _ADAPTER if any(map(is_added, written)) else family or _NAMES
             raise MismatchError(f"The checkpoint is not of the model in {self.folder}: {'; '.join(faults)}. {advice}")
         return [alias for alias, is_same in same.items() if is_same]
 

@@ -24,11 +24,10 @@ from ..sources.foreign.names import ADAPTER_STEM, WEIGHTS_INDEX
 from ..sources.foreign.safetensors import DTYPES
 from ..stream.batches import stream
 from ..stream.checks import Checks
-from ..stream.full_tensors import FullTensor
 from ..stream.reader import AtomReader, Item
 from ..stream.recovery import read_with_failover
 from ..stream.report import OutputReport
-from .adapter import add_base, merge, write_config
+from .adapter import write_config
 from .like import LikeModel
 from .output import Export, stage_export
 from .tensors import ExportOptions, Tensor, select_tensors
@@ -136,23 +135,20 @@ def export_safetensors(
         rules: how tensor parallelism cuts parameters, by the user.
         max_shard: bytes of data per file.
         like: folder of a Hugging Face model, whose names and shapes have to be the written ones; its configuration and
-            tokenizer files are copied beside the weights. An adapter without its base is merged into its weights.
+            tokenizer files are copied beside the weights.
 
     Raises:
         UcpError: the same on every rank; the destination is as it was.
     """
     comm, options = comm or Comm(), options or ExportOptions()
-    is_adapter = bool(options.adapter) and not options.merge  # which PEFT loads from one file
-    most, stem = (sys.maxsize, ADAPTER_STEM) if is_adapter else (max_shard, "model")
+    # PEFT loads an adapter from one file.
+    most, stem = (sys.maxsize, ADAPTER_STEM) if options.adapter else (max_shard, "model")
     model = None if like is None else LikeModel(like)
 
     def prepare() -> AtomicIndex:
-        left = index
-        if model is not None and options.merge and model.weights is not None:
-            left = add_base(left, model.weights, options.adapter, options.adapter_config)
-        if model is not None and not is_adapter:
-            left = model.name_as_files(left, (*options.renames, *list_renames(rules)), merge=options.merge)
-        return left
+        if model is None or options.adapter:
+            return index
+        return model.name_as_files(index, (*options.renames, *list_renames(rules)))
 
     def attempt(left: AtomicIndex) -> OutputReport:
         selection = comm.run(lambda: select_tensors(left, rules, options, tied="drop"))
@@ -164,7 +160,7 @@ def export_safetensors(
         sizes = {"tensors": len(layout.places), "nbytes": sum(layout.sizes.values())}
         with stage_export("safetensors", destination, selection, options, comm, **sizes) as export:
             comm.once(lambda: _prepare(export.folder, layout, model, export.report.dtypes))
-            if is_adapter:
+            if options.adapter:
                 comm.once(lambda: write_config(export.folder, options.adapter_config))
             export.verify(selection.weights, _fill(export, selection.weights, layout))
         return export.report
@@ -191,7 +187,6 @@ def _fill(export: Export, tensors: Sequence[Tensor], layout: SafeLayout) -> Chec
     """Read, cast and write this node's batches; what was read; collective."""
     comm, report = export.comm, export.report
     report.workers, most = export.options.divide(report.source)
-    merged, tensors = [each for each in tensors if each.merge], [each for each in tensors if not each.merge]
     outputs = [Output(tensor.numel, tensor.full.itemsize, tensor.full.place) for tensor in tensors]
     plan = plan_conversion(outputs, comm.size, most=most)
     checks = Checks()
@@ -208,29 +203,9 @@ def _fill(export: Export, tensors: Sequence[Tensor], layout: SafeLayout) -> Chec
         with AtomReader(export.index) as reader, export.options.bar(plan.shares[comm.rank]) as progress:
             source = (reader, [tensor.full for tensor in tensors])
             stream([source], plan.nodes[comm.rank], consume, threads=report.workers, progress=progress)
-            for tensor in merged[comm.rank :: comm.size]:
-                _write_merged(export, tensor, layout, reader, checks)
 
     comm.run(write_share)
     return checks
-
-
-def _write_merged(export: Export, tensor: Tensor, layout: SafeLayout, reader: AtomReader, checks: Checks) -> None:
-    """A base weight with its adapter, which is computed in fp32, whole."""
-    import torch
-
-    def read(full: FullTensor) -> torch.Tensor:
-        data = bytearray(full.nbytes)
-        checks.add(reader.read_items([Item(full, 0, full.numel, memoryview(data))]))
-        return torch.frombuffer(data, dtype=getattr(torch, full.dtype)).view(full.shape).float()
-
-    if tensor.merge is None:
-        return
-    parts = {kind: read(full) for kind, full in tensor.merge.parts.items()}
-    made = merge(read(tensor.full), parts, tensor.merge.module, export.options.adapter_config)
-    made = made[: tensor.shape[0]].to(getattr(torch, tensor.dtype)).contiguous()
-    for file, offset in map(layout.places.__getitem__, tensor.names):
-        _write_range(os.path.join(export.folder, file), memoryview(made.view(torch.uint8).numpy()).cast("B"), offset)
 
 
 def _write_range(path: str, data: memoryview, offset: int) -> None:

@@ -15,12 +15,11 @@ from ..io.memory import Scratch
 from ..patterns import Rename, RuleSet, list_renames, rename_names
 from ..patterns.adapters import is_kept_whole
 from ..patterns.layout import Shape
-from ..plan.predicted import predict_renames
 from ..plan.settling import list_weights, refuse_unreadable
 from ..stream.batches import WorkOptions
 from ..stream.copies import refuse_scattered
 from ..stream.full_tensors import FullTensor, assemble_full_tensors
-from .adapter import Merge, choose_adapter, choose_merged
+from .adapter import choose_adapter
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -40,10 +39,8 @@ class ExportOptions(WorkOptions):
         frozen: write frozen parameters too.
         strip_prefix: cut off names that begin with it, after renaming.
         renames: saved names → names to be written; the first that matches counts.
-        experts: of a layer, where renames make another number of them.
         overwrite: replace an earlier export at the destination.
-        adapter: name of the adapter that is written alone, or merged; empty where adapters are parameters as others.
-        merge: the adapter is merged into its base.
+        adapter: name of the adapter that is written alone; empty: adapters are parameters like others.
         adapter_config: its ``adapter_config.json``.
     """
 
@@ -53,10 +50,8 @@ class ExportOptions(WorkOptions):
     frozen: bool = True
     strip_prefix: str = ""
     renames: tuple[Rename, ...] = ()
-    experts: int | None = None
     overwrite: bool = False
     adapter: str = ""
-    merge: bool = False
     adapter_config: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -69,14 +64,12 @@ class Tensor:
         full: the whole of it; elements are taken from its front, so that rows of padding fall away.
         shape: as written.
         dtype: as written.
-        merge: the adapter that is merged into it.
     """
 
     names: tuple[str, ...]
     full: FullTensor
     shape: Shape
     dtype: str
-    merge: Merge | None = None
 
     @property
     def numel(self) -> int:
@@ -102,7 +95,7 @@ class Selection:
     """What is exported.
 
     Attributes:
-        index: the checkpoint as rename rules make it.
+        index: the checkpoint.
         weights: and buffers, in the order of the state dict as far as the source tells it.
         states: of the optimizer, by atom; a pipeline's later copies are left out.
         names: saved name → written name, of everything.
@@ -155,27 +148,24 @@ def select_tensors(
             "a model with strict=False."
         )
     refuse_scattered(index, "every node of an export reads its part of each")
-    made = predict_renames(index, (RuleSet("--rename", renames=options.renames), *rules), options.experts)
-    index = made.index
     full = assemble_full_tensors(index, rules, states=states)
     left_out = set() if options.frozen else _find_frozen(index)
     kept = {key: atom for key, atom in full.tensors.items() if not key.instance and key.name not in left_out}
     listed = dict.fromkeys([*(key.name for key in kept), *index.model.aliases])
-    names = name_tensors(listed, (*options.renames, *list_renames(rules)), options.strip_prefix, made.made)
-    merged: dict[str, Merge] = {}
+    names = name_tensors(listed, (*options.renames, *list_renames(rules)), options.strip_prefix)
     if options.adapter:
-        names, merged = _adapt(names, {key.name: kept[key] for key in _order_weights(index) if key in kept}, options)
+        written = choose_adapter(names.values(), options.adapter, options.adapter_config)
+        names = {name: written[new] for name, new in names.items() if new in written}
         kept = {key: atom for key, atom in kept.items() if key.name in names}
     copies: dict[str, list[str]] = defaultdict(list)
-    alone = bool(options.adapter) and not options.merge
     for alias, owner in index.model.aliases.items():
-        if alias in names and ((options.tied or tied) == "copy" or (alone and is_kept_whole(alias))):
+        if alias in names and ((options.tied or tied) == "copy" or (options.adapter and is_kept_whole(alias))):
             copies[owner].append(names[alias])
 
     def make(atom: FullTensor, dtype: str | None, *aliases: str) -> Tensor:
         shape = atom.shape if options.keep_padding else full.cut_padding(atom)
         written = dtype if dtype and atom.dtype in FLOATING else atom.dtype
-        return Tensor((names[atom.name], *aliases), atom, shape, written, merged.get(atom.name))
+        return Tensor((names[atom.name], *aliases), atom, shape, written)
 
     chosen = [kept[key] for key in _order_weights(index) if key in kept]
     if not chosen:
@@ -190,31 +180,6 @@ def select_tensors(
         unused=full.unused,
         resizes=any(each.resizes for each in rules),
     )
-
-
-def _adapt(
-    names: Mapping[str, str], weights: Mapping[str, FullTensor], options: ExportOptions
-) -> tuple[dict[str, str], dict[str, Merge]]:
-    """Names of what an adapter's export writes, by saved ones, and by saved name the adapters of base weights.
-
-    Args:
-        names: by saved ones.
-        weights: of each saved name the best one.
-
-    Raises:
-        CheckpointError, UnsupportedError: as of :mod:`.adapter`.
-    """
-    choose = choose_merged if options.merge else choose_adapter
-    adapted = choose(names.values(), options.adapter, options.adapter_config)
-    saved = {new: name for name, new in names.items()}
-    found = {saved[name]: new for name, new in adapted.written.items()}
-    return found, {
-        saved[base]: Merge(
-            adapted.written[base].removesuffix(".weight"),
-            {kind: weights[saved[name]] for kind, name in parts.items()},
-        )
-        for base, parts in adapted.parts.items()
-    }
 
 
 def _find_frozen(index: AtomicIndex) -> set[str]:
@@ -243,20 +208,13 @@ def _order_weights(index: AtomicIndex) -> list[AtomKey]:
     return [atom.key for atom in ordered if atom.state in WEIGHTS]
 
 
-def name_tensors(
-    names: Collection[str], renames: Sequence[Rename], strip: str, made: Collection[str] = ()
-) -> dict[str, str]:
-    """Saved name → name to be written.
-
-    Args:
-        made: names that rules have made of others.
+def name_tensors(names: Collection[str], renames: Sequence[Rename], strip: str) -> dict[str, str]:
+    """Return the name to be written for each saved name.
 
     Raises:
         MismatchError: two names become one.
     """
-    kept = {name: name for name in names if name in made}
-    renamed = {**rename_names([name for name in names if name not in made], renames), **kept}
-    renamed = {name: new.removeprefix(strip) for name, new in renamed.items()}
+    renamed = {name: new.removeprefix(strip) for name, new in rename_names(names, renames).items()}
     if len(set(renamed.values())) < len(renamed):
         seen: dict[str, str] = {}
         clashes = [f"{seen[new]} and {name}" for name, new in renamed.items() if seen.setdefault(new, name) != name]

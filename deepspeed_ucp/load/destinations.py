@@ -200,7 +200,7 @@ class Destinations:
     Attributes:
         buffers: by the wants' buffer numbers.
         sinks: by the numbers that wants name.
-        wants: what is zeroed before anything is read, and averaged and scaled when all is there.
+        wants: what is zeroed before anything is read, and averaged when all is there.
         averages: the means of saved rows, [elements of a row], once they are known.
     """
 
@@ -225,7 +225,7 @@ class Destinations:
             buffer.undo()
 
     def commit(self) -> None:
-        """Take the means, scale what is scaled, and bring everything to where it belongs."""
+        """Take the means, and bring everything to where it belongs."""
         for mean in self.wants.means:
             replicas = (self.buffers[number].memory for number in mean.replicas)
             self.buffers[mean.buffer].memory[mean.low : mean.high].copy_(average(replicas))
@@ -234,9 +234,6 @@ class Destinations:
             for low, piece in _cut(self.buffers[each.buffer].memory, each.low, each.high):
                 places = torch.arange(piece.numel()).add_(each.start + low - each.low).remainder_(row.numel())
                 piece.copy_(row[places])
-        for scaling in self.wants.scalings:  # in fp64, so that each is rounded once
-            for _, piece in _cut(self.buffers[scaling.buffer].memory, scaling.low, scaling.high):
-                piece.copy_(piece.double().mul_(scaling.factor))
         for buffer in self.buffers:
             buffer.commit()
 

@@ -21,7 +21,7 @@ from ..io.cast import FLOATING
 from ..patterns import Layout, Resized, Settled, from_config, list_renames
 from ..plan.counts import list_faults
 from ..plan.match import Match, TargetInventory, lacks_frozen, match_groups, match_parameters
-from ..plan.renames import apply_renames, list_renamed
+from ..plan.renames import apply_renames, find_renamed, list_names
 from ..plan.settling import refuse_stateless, refuse_unreadable
 from ..plan.wants import (
     REPLICA,
@@ -37,7 +37,6 @@ from ..targets import LiveBuffer, Target
 from ..targets.base import dtype_name
 from .destinations import Destinations, bind
 from .inventory import check_alike, gather_inventory, settle_layouts, warn_idle
-from .scaling import follow_gradients, read_adapter
 from .states import OptimizerMatch, States, list_tensors
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -100,27 +99,23 @@ def prepare(
     extras = comm.run(target.extras) if with_extras else []
     inventory = gather_inventory(target, extras, comm)
     log, rules = comm.rank == 0, comm.alike(lambda: from_config(config.patterns))
-    adapter = read_adapter(saved, rules, comm)
 
     def hold_against() -> tuple[Work, Settled]:
         named = {*inventory.shapes, *inventory.aliases}
         renames = list_renames(rules)
         # Of a pipeline each stage has other modules, and all ranks have to read alike.
         module = target.engine.module if target.place.pp == 1 else None
-        reading = (
-            read_into(saved, module, named, list_renamed(saved, named, renames)) if module is not None else Reading()
-        )
-        model = read_config(module) if module is not None and (renames or saved.run.format) else {}
-        made = apply_renames(reading.carry_out(saved), inventory.shapes, rules, inventory.aliases, model)
-        index = made.index
+        taken = set(find_renamed(list_names(saved), named, renames).values())
+        reading = Reading() if module is None else read_into(saved, module, named, taken)
+        index = reading.carry_out(saved)
+        renamed = apply_renames(index, inventory.shapes, rules, inventory.aliases)
         if log:
             warn_idle(saved, index, rules)
         extras_too = inventory.extras if with_extras else None
-        live = replace(inventory, renamed=made.renamed, extras=extras_too, unfed=made.unfed | reading.unfed)
+        live = replace(inventory, renamed=renamed, extras=extras_too, unfed=reading.unfed)
         strictly = strict or not with_extras
         match = match_parameters(index, live, strict=strictly, with_states=with_states, rules=rules)
-        match.notes += made.notes
-        match.notes += describe_config(saved, model)
+        match.notes += describe_config(saved, read_config(module) if module is not None and saved.run.format else {})
         match.notes += [_ADAPTER.format(shorten(sorted(reading.unfed), 2))] if reading.unfed else []
         if log and (told := reading.describe()):
             logger.info("%s", told)
@@ -133,7 +128,6 @@ def prepare(
                 match_groups(index, target.group_members(), match, keep_live=config.param_groups == "live")
         with objections:
             settled = settle_layouts(index, live, match, rules, log=log)
-            adapter.scale_all(settled.resizes, match.saved, target)
         optimizer = OptimizerMatch(index, target, match)
         with objections:
             if with_states and not match.fault:
@@ -159,7 +153,6 @@ def make_work(optimizer: OptimizerMatch, extras: Sequence[LiveBuffer], settled: 
     states = [optimizer.make_states(flat) for flat in target.flats] if with_states else []
     layout = describe_target(target, extras, states)
     wants = list_wants(index, layout, match, settled.pairs, with_states=with_states, resizes=settled.resizes)
-    wants.scalings = follow_gradients(wants, optimizer)
     # Data-parallel ranks need parts of the same atoms, so that one of them tells.
     keys = list_touched(index, layout, match, with_states=with_states) if target.is_first_replica else []
     touched = [key for key in keys if target.speaks_for(key.name)]

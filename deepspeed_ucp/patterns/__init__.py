@@ -18,7 +18,7 @@ from .kinds import (
 from .layout import Layout, Run, align, copy_runs, find_faults, restrict_source, stack, whole
 from .metadata import from_universal_info
 from .recorded import from_recorded, read_pattern, record_pattern
-from .rename import Rename, Rows, find_idle, parse_renames, rename_names
+from .rename import Rename, find_idle, parse_renames, rename_names
 from .resize import Resize, Resized, advise_resize, pad_vocabulary
 from .rules import (
     Rule,
@@ -42,7 +42,6 @@ __all__ = [
     "Replicate",
     "Resize",
     "Resized",
-    "Rows",
     "Rule",
     "RuleSet",
     "Run",

@@ -435,7 +435,7 @@ def advise_family(saved: Collection[str], live: Collection[str]) -> str:
 
 def _count_fed(family: RuleSet, saved: Collection[str], live: Collection[str]) -> int:
     fed = set[str]()
-    for rule in (each for each in list_renames([family]) if each.is_plain or each.cuts):
+    for rule in list_renames([family]):
         with suppress(ConfigError):  # its template has a variable that the user has to give
             fed |= {rule.apply(name) or "" for name in saved} & {*live}
     return len(fed)

@@ -16,7 +16,7 @@ from .facts import Facts
 from .files import list_families
 from .kinds import TABLE, Pattern, Replicate, SameShards, ShardNC, Unique, advise_vocabulary, check_shapes
 from .layout import Layout, Shape
-from .resize import Resize, Resized, advise_resize, is_fused, name_places
+from .resize import Resize, Resized, advise_resize, is_fused
 from .rules import RuleSet, find_resize, suggest_rule
 
 SAME = "the same shards"
@@ -278,11 +278,11 @@ def _check_rows(name: str, rule: Resize, sides: _Sides | None) -> None:
     Raises:
         MismatchError: the parameter is fused, by a pattern of several parts or, where none tells, by its name.
     """
-    parts = any(isinstance(each, ShardNC) and each.dim == rule.dim for each, _ in sides or ())
-    if parts or (sides is None and rule.dim == 0 and is_fused(name)):
+    parts = any(isinstance(each, ShardNC) and each.dim == 0 for each, _ in sides or ())
+    if parts or (sides is None and is_fused(name)):
         raise MismatchError(
-            f"the resize rule {rule.match!r}: {name} is fused, so that new {name_places(rule.dim)} at its end would be "
-            "the last part's; give a rule with the pattern shard-v where they follow each other"
+            f"the resize rule {rule.match!r}: {name} is fused, so that new rows at its end would be the last part's; "
+            "give a rule with the pattern shard-v where they follow each other"
         )
 
 

@@ -1,8 +1,7 @@
-"""An index under other names: parameters that are joined of several saved ones, cut out of one, copied, left out.
+"""An index of parameters that are made of saved ones: joined of several, cut out of one, or left out.
 
 A :class:`DerivedParam` is slices of saved ones, one behind the other, and so are its fragments: nothing behind the
-index knows that it is not a saved one. AutoEP's universal form and the user's rules
-(:mod:`deepspeed_ucp.plan.renames`) are told so.
+index knows that it is not a saved one. AutoEP's universal form and folders of Hugging Face's are read so.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from math import gcd, prod
+from math import prod
 
 from ..atoms import (
     ITEMSIZE,
@@ -28,8 +27,6 @@ from ..atoms import (
 )
 from ..errors import MismatchError, shorten
 from ..flat import Shape
-from ..patterns import Layout, Rows
-from ..patterns.layout import Product
 
 Repeated = tuple[tuple[int, Fragment], ...]
 
@@ -74,28 +71,6 @@ class DerivedParam:
         return (*self.lead, numel // (prod((*self.lead, *rest)) or 1), *rest)
 
 
-def take(name: str, rows: Rows) -> tuple[Slice, ...]:
-    """Some rows of a saved parameter, block by block."""
-    low, total = sum(rows.parts[: rows.number]), sum(rows.parts)
-    return tuple(Slice(name, block * total + low, rows.runs, rows.size) for block in range(rows.blocks))
-
-
-def divide(slices: Sequence[Slice], count: int) -> list[tuple[Slice, ...]]:
-    """Slices of one parameter, of runs of one size, cut into so many equal pieces."""
-    finer = count // gcd(count, sum(piece.width for piece in slices))
-    fine = [Slice(each.name, each.number * finer, each.count * finer, each.width * finer) for each in slices]
-    size = sum(piece.width for piece in fine) // count
-    pieces: list[list[Slice]] = [[] for _ in range(count)]
-    at = 0
-    for each in fine:
-        low, end = each.number, each.number + each.width
-        while low < end:
-            width = min(end - low, size - at % size)
-            pieces[at // size].append(Slice(each.name, low, each.count, width))
-            low, at = low + width, at + width
-    return [tuple(piece) for piece in pieces]
-
-
 def fuse_experts(index: AtomicIndex) -> AtomicIndex:
     """The index with one parameter [experts, …] for all experts of a layer, where ``fused`` tells of it."""
     dims = {key.name: len(atom.shape) for key, atom in index.stored.atoms.items()}
@@ -127,63 +102,6 @@ def rename_all(index: AtomicIndex, renamed: Mapping[str, str]) -> AtomicIndex:
         return index
     saved = {key.name: atom.shape for key, atom in index.stored.atoms.items()}
     return derive(index, {new: DerivedParam.whole(old, saved[old]) for new, old in renamed.items() if old in saved})
-
-
-def unite(index: AtomicIndex, layouts: Mapping[str, Layout]) -> AtomicIndex:
-    """The index with one shard each of parameters of which tensor-parallel ranks hold whole rows.
-
-    Args:
-        layouts: how the ranks hold them, by name.
-
-    Raises:
-        MismatchError: they hold them in another way.
-    """
-    held, repeated = dict(index.stored.atoms.held), dict(index.stored.repeated)
-    for param in [param for param in held if param.name in layouts]:
-        layout = layouts[param.name]
-        if (
-            layout.mean
-            or layout.claims
-            or layout.view != layout.shape
-            or any(map(_cuts_more, layout.shards, layout.local_shapes))
-        ):
-            raise MismatchError(
-                f"{param.name} {layout.local_shapes[0]}: tensor parallelism has cut it otherwise than by whole rows: "
-                "rules cannot cut or join its rows. Leave them out."
-            )
-        storages: list[ParamStorage] = []
-        for state in index.stored.atoms.find_states(param):
-            atom, again = _unite_atom(index, param.atom(state), layout)
-            storages += atom.list_storages()
-            repeated.update({atom.key: again} if again else {})
-        held[param] = storages
-    return index.change(atoms=Atoms(held, index.stored.atoms.module), repeated=repeated)
-
-
-def _cuts_more(shard: Product, shape: Shape) -> bool:
-    """Whether a shard holds other than whole rows."""
-    return shard[1:] != tuple(((0, size),) for size in shape[1:])
-
-
-def _unite_atom(index: AtomicIndex, key: AtomKey, layout: Layout) -> tuple[Atom, Repeated]:
-    """One state with one shard, and what of it lies in the files a second time: replicas, for example."""
-    atom = index.stored.atoms[key]
-    row, itemsize = prod(layout.shape[1:]), ITEMSIZE[atom.dtype]
-
-    def place(at: int, fragments: Iterable[Fragment]) -> Iterator[Fragment]:
-        fragments, own = list(fragments), 0
-        for low, high in layout.shards[at][0]:
-            yield from _move(fragments, own * row, (own + high - low) * row, low * row, itemsize)
-            own += high - low
-
-    placed = [list(place(at, shard.fragments)) for at, shard in enumerate(atom.shards)]
-    again = [part for at, part in index.stored.repeated.get(key, ()) for part in place(at, [part])]
-    first = 1 if layout.replicated else len(placed)
-    fragments = sorted(chain.from_iterable(placed[:first]), key=lambda each: each.start)
-    again += chain.from_iterable(placed[first:])
-    return Atom(*key[:2], atom.dtype, (Shard(layout.shape, tuple(fragments)),), key.instance), tuple(
-        (0, each) for each in again
-    )
 
 
 def derive(index: AtomicIndex, made: Mapping[str, DerivedParam], dropped: Iterable[str] = ()) -> AtomicIndex:

@@ -16,7 +16,7 @@ from ..experts import is_expert
 from ..flat import Shape
 from ..patterns import RuleSet, advise_family, advise_resize, advise_vocabulary, find_resize
 from ..patterns.adapters import is_added
-from .counts import EXTRA, MISSING, SHAPE, ExpertCounts, Fault, advise_fused, advise_layers, list_faults
+from .counts import EXTRA, MISSING, SHAPE, ExpertCounts, Fault, list_faults
 from .settling import Shapes
 from .ties import are_same
 
@@ -188,10 +188,8 @@ class _Matcher:
     def _note_shapes(self, name: str, saved: Shape, live: Shape) -> None:
         """A whole tensor of another shape; whether another number of rows is a fault, patterns have to tell."""
         fault = Fault(name, f": shape {saved} in the checkpoint, {live} in the model", SHAPE)
-        if len(saved) != len(live) or not live or saved[1:] != live[1:]:
+        if len(saved) != len(live) or not live or saved[1:] != live[1:] or len(live) == 3:
             self.faults.append(fault)
-        elif len(live) == 3:
-            self.faults.append(fault.add(advise_fused(name, saved[0], live[0])))
         else:
             self.match.resized[name] = fault
 
@@ -228,8 +226,7 @@ class _Matcher:
         return are_same(self.index, one, other)
 
     def _judge(self, experts: ExpertCounts, extra: Sequence[str]) -> None:
-        index, match, faults, live = self.index, self.match, self.faults, self.live.shapes
-        faults += experts.take_routers(match.resized, match.saved, live)
+        match, faults = self.match, self.faults
         if self.strict:
             faults += experts.fold(match.skipped)
         else:
@@ -245,11 +242,8 @@ class _Matcher:
             hint += f" Build the model with the sizes of the saved one.{advise_resize(self.shapes)}{padded}"
         if self.strict and match.skipped:
             hint += _advise_rename(list(self.missing), extra) + self._advise_missing()
-            names = index.stored.atoms.list_names((MASTER, COPY, MODULE))
-            is_other = self.shapes and not advise_resize(self.shapes)  # in more than its layers
-            hint += experts.advise() or (advise_layers([*self.missing, *extra], names, live) if not is_other else "")
-        else:
-            hint += experts.advise()
+        if experts.differing:
+            hint += " Resume with the number of experts that was saved."
         match.fault = f"The model and the checkpoint differ: {list_faults(faults).removesuffix('.')}.{hint}"
 
     def _advise_missing(self) -> str:

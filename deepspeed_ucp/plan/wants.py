@@ -110,16 +110,6 @@ class NewRows:
     columns: Product
 
 
-@dataclass(frozen=True, slots=True)
-class Scaling:
-    """Elements [low, high) of a buffer are multiplied by the factor of a weight, or as a state of it follows that."""
-
-    buffer: int
-    low: int
-    high: int
-    factor: float
-
-
 @dataclass(slots=True)
 class Wants:
     """Everything that one rank wants of a checkpoint.
@@ -132,7 +122,6 @@ class Wants:
             of them: padding, states that the source does not have, new rows of a padded vocabulary.
         means: what is averaged.
         rows: new rows of resized parameters that are the mean of the saved ones.
-        scalings: what is scaled when all is there.
         resized: parameters that have another shape here, a vocabulary with other padding among them.
         averaged: atoms of whose rows a mean is taken, with the source's layout and how many rows count.
     """
@@ -143,7 +132,6 @@ class Wants:
     blanks: list[tuple[int, int, int]] = field(default_factory=list)
     means: list[Mean] = field(default_factory=list)
     rows: list[NewRows] = field(default_factory=list)
-    scalings: list[Scaling] = field(default_factory=list)
     resized: dict[str, Resized] = field(default_factory=dict)
     averaged: dict[AtomKey, tuple[Layout, int]] = field(default_factory=dict)
 
@@ -334,8 +322,6 @@ class _Lister:
                 self.wants.rows.append(
                     NewRows(buffer, offset + begin, offset + end, atom.key, begin, view, tuple(columns))
                 )
-        if resized.scale not in (1, None):
-            self.wants.scalings.append(Scaling(buffer, low, high, resized.scale))
 
     def _want_mean(self, atom: Atom, cut: Cut, sink: int, views: Sequence[View | None]) -> None:
         """Want every replica, in memory of its own."""

@@ -21,7 +21,6 @@ from ..engine_state import find_state
 from ..errors import UnsupportedError, shorten
 from ..experts import drop_fixed, find_layer, is_expert, name_experts
 from ..flat import FlatBuffer, join_parameters, join_reserved
-from ..patterns.adapters import read_live
 from ..plan.wants import find_states
 from ..topology import Topology
 from ..wrappers import Wrapper, find_wrapper
@@ -347,15 +346,6 @@ class Target(ABC):
             named = [[part for name in group for part in self._name_parts(name)] for group in recorded]
             return [[(name, strip_compiled(name) in self.owned) for name in group] for group in named]
         return [[(name, True) for name in names] for _, names in sorted(self.group_members().items())]
-
-    def find_scaling(self, name: str) -> float | None:
-        """The factor of a LoRA's product (PEFT's ``scaling``), by the name of one of its parameters; None without."""
-        found = read_live(name)
-        for path, module in self.engine.module.named_modules() if found else ():
-            if found and strip_compiled(path) == found.module:
-                scaling = getattr(module, "scaling", None)
-                return float(scaling[found.adapter]) if isinstance(scaling, dict) and found.adapter in scaling else None
-        return None
 
     def list_names(self) -> dict[str, str]:
         """Every name of the module's parameters, in its order → the first name of the same parameter."""

@@ -69,30 +69,6 @@ def is_muon_group(optimizer: Any, group: int) -> bool:
     return "muon" in type(optimizer).__name__.lower() and bool(optimizer.param_groups[group].get(USE_MUON))
 
 
-def find_degrees(optimizer: Any, group: int, hyper: Mapping[str, Any], like: torch.Tensor) -> dict[str, int]:
-    """How states follow gradients: 1 where they are half as large for gradients half as large, 2 for a quarter, 0.
-
-    Tried on two steps of a shadow; a state that follows them in another way is left out.
-
-    Args:
-        optimizer, group, hyper, like: as for :func:`probe_optimizer`.
-    """
-    if is_muon_group(optimizer, group):
-        return {MOMENTUM: 1}
-    live = optimizer.param_groups[group]
-    fields = {**live, **adopt_hyper(live, hyper)}
-    gradient = torch.tensor(_UNEVEN, dtype=like.dtype, device=like.device)
-    whole, half = (
-        _step_shadow(optimizer, fields, torch.zeros_like(gradient), gradient * factor) or {} for factor in (1.0, 0.5)
-    )
-    found = {}
-    for name, value in whole.items():
-        if isinstance(value, torch.Tensor) and value.shape == gradient.shape and name in half:
-            degrees = [each for each in (0, 1, 2) if torch.allclose(half[name], value * 0.5**each, rtol=1e-3)]
-            found.update({name: degrees[0]} if len(degrees) == 1 else {})  # of what stays zero all are right
-    return found
-
-
 _UNEVEN = (0.5, 1.0, 2.0, 40.0, 70.0, 90.0)
 """Weights and gradients whose halves have other norms than the whole."""
 

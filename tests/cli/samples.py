@@ -83,8 +83,8 @@ def write_sample(folder: Path | str, topology: Topology, model: Model | None = N
 
 
 def list_actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """Every option and positional argument of a parser and its commands."""
-    for action in parser._actions:
+    """Every option and positional argument of a parser and its commands that its help shows."""
+    for action in (each for each in parser._actions if each.help != argparse.SUPPRESS):
         yield action
         if isinstance(action, argparse._SubParsersAction):
             for command in action.choices.values():

@@ -71,45 +71,6 @@ def test_a_damaged_experts_file_is_told_with_its_parameter(tmp_path: Path, run_j
     assert "h.1.mlp.deepspeed_moe.experts.deepspeed_experts.2.fc.weight" in json.dumps(fault)
 
 
-def write_dense(folder: Path) -> Path:
-    """Experts as Hugging Face's models hold them: a run without AutoEP."""
-    experts = {"gate_up_proj": (4, 6, 2), "down_proj": (4, 2, 3)}
-    params = [Param(f"h.mlp.experts.{name}", shape) for name, shape in experts.items()]
-    model = Model((Param("wte", (8, 6)), Param("h.mlp.gate.weight", (4, 2)), *params))
-    return write_checkpoint(folder, model, random_state(model, 1, precision="bf16"), Topology(1, 2, "bf16"))
-
-
-def export_by_rules(path: Path, out: Path, run_json: Run, rules: Any, *more: str) -> dict[str, torch.Tensor]:
-    given = rules if isinstance(rules, str) else json.dumps({"rename": rules})
-    assert run_json("export", path, out, "--dtype", "fp32", "--patterns", given, *more)[0] == 0
-    return load_file(next(out.glob("*.safetensors")))
-
-
-def test_exports_count_cut_and_join_experts(tmp_path: Path, run_json: Run) -> None:
-    path, state = write(tmp_path / "saved", Topology(1, 4, "bf16", ep=(2, 4)))
-    own = "h.1.mlp.deepspeed_moe.experts.deepspeed_experts"
-    picked = [{"from": rf"{own}\.{{2 * e}}\.fc\.weight", "to": "picked.{e}.weight"}, {"from": ".*fc.bias", "to": None}]
-    found = export_by_rules(path, tmp_path / "a", run_json, picked, "--experts", "2")
-    assert {name for name in found if "h.1" in name} == {"h.1.mlp.gate.weight"}
-    assert not any("bias" in name for name in found)
-    for expert in range(2):
-        assert torch.equal(found[f"picked.{expert}.weight"], state.atoms[f"{own}.{2 * expert}.fc.weight"]["fp32"])
-    joined = [{"from": rf"(?P<x>.*)\.{own[4:]}\.(?P<e>\d)\.fc\.weight", "to": "{x}.fused"}]
-    found = export_by_rules(path, tmp_path / "b", run_json, joined)
-    wanted = torch.stack([state.atoms[f"{own}.{expert}.fc.weight"]["fp32"] for expert in range(4)])
-    assert torch.equal(found["h.1.fused"], wanted)
-
-
-def test_a_dense_export_has_autoeps_names(tmp_path: Path, run_json: Run) -> None:
-    path = write_dense(tmp_path / "saved")
-    plain = export_by_rules(path, tmp_path / "plain", run_json, [])
-    found = export_by_rules(path, tmp_path / "out", run_json, "autoep")
-    experts = {f"h.mlp.experts.w{w}.{e}" for w in (1, 2, 3) for e in range(4)}
-    assert found.keys() == {"wte", "h.mlp.router.gate.weight", *experts}
-    both = torch.stack([torch.cat([found[f"h.mlp.experts.w{w}.{e}"] for w in (1, 3)]) for e in range(4)])
-    assert torch.equal(both, plain["h.mlp.experts.gate_up_proj"])
-
-
 def test_a_save_of_stage_0_is_named_by_its_module(tmp_path: Path, run_json: Run) -> None:
     """DeepSpeed's own function takes the experts out of the one group that the optimizer was to have."""
     path, state = write(tmp_path / "saved", Topology(0, 4, "bf16", "unfused", ep=(2, 2)))

@@ -189,8 +189,8 @@ def test_masters_of_stage_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     [
         (["--layout", "torchtitan"], "--to hf has no --layout"),
         (["--to", "dcp", "--like", "."], "--to dcp has no --like"),
-        (["--adapter", "--merge"], "choose one"),
-        (["--adapter-name", "x"], "are of --adapter or --merge"),
+        (["--merge"], "merge_and_unload()"),
+        (["--adapter-name", "x"], "are of --adapter"),
         (["--to", "dcp", "--adapter"], "--to dcp has no --adapter"),
         (["--adapter"], "no adapter_config.json"),
         (["--adapter", "--like", "."], "--like is for a whole model"),

@@ -1,4 +1,4 @@
-"""Adapters leave a checkpoint as PEFT loads them, or merged as PEFT merges them, to the bit."""
+"""Adapters leave a checkpoint as PEFT loads them, to the bit."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from deepspeed_ucp.comm import Comm
-from deepspeed_ucp.errors import CheckpointError, ConfigError, UnsupportedError
+from deepspeed_ucp.errors import CheckpointError, ConfigError
 from deepspeed_ucp.export.safetensors import export_safetensors
 from deepspeed_ucp.export.tensors import ExportOptions
 from deepspeed_ucp.sources import open_checkpoint
-from deepspeed_ucp.sources.foreign.adapter import find_scaling, read_config
+from deepspeed_ucp.sources.foreign.adapter import read_config
 from tests.export.test_safetensors import check_same, load_all
 from tests.synth import Model, Param, State, Topology, random_state, write_checkpoint
 from tests.synth.description import DTYPES
@@ -96,16 +96,14 @@ def export(
     out: Path,
     model: PeftModel,
     *,
-    merge: bool,
     name: str = "default",
-    like: Path | None = None,
     **changes: Any,
 ) -> None:
     config = {**model.peft_config[name].to_dict(), **changes}
     config = json.loads(json.dumps(config, default=lambda value: getattr(value, "value", None) or sorted(value)))
-    options = ExportOptions(adapter=name, merge=merge, adapter_config=config)
+    options = ExportOptions(adapter=name, adapter_config=config)
     index = open_checkpoint(path, Comm(), weights_only=True)
-    export_safetensors(index, str(out), options=options, like=None if like is None else str(like))
+    export_safetensors(index, str(out), options=options)
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda t: t.label)
@@ -113,7 +111,7 @@ def export(
 def test_an_adapter_is_peft_s(tmp_path: Path, kind: str, topology: Topology) -> None:
     """Names and values are those that PEFT saves, and PEFT loads it with nothing missing or left."""
     model = make_peft(**LORAS[kind])
-    export(save(tmp_path, model, topology), tmp_path / "out", model, merge=False)
+    export(save(tmp_path, model, topology), tmp_path / "out", model)
     model.save_pretrained(tmp_path / "peft", save_embedding_layers=False)
     written, wanted = (
         load_file(tmp_path / "out" / "adapter_model.safetensors"),
@@ -132,7 +130,7 @@ def test_an_adapter_is_peft_s(tmp_path: Path, kind: str, topology: Topology) -> 
 def test_an_adapter_of_a_tied_model_is_peft_s(tmp_path: Path, kind: str, topology: Topology) -> None:
     """PEFT saves a module that is kept whole under each of its names, and new tokens once."""
     model = make_peft(tied=True, **{"r": 4, "target_modules": ["q_proj"], **TIED[kind]})
-    export(save(tmp_path, model, topology), tmp_path / "out", model, merge=False)
+    export(save(tmp_path, model, topology), tmp_path / "out", model)
     model.save_pretrained(tmp_path / "peft", save_embedding_layers=False)
     written, wanted = (load_file(tmp_path / place / "adapter_model.safetensors") for place in ("out", "peft"))
     check_same(written, wanted)
@@ -153,38 +151,6 @@ def read_names(folder: Path) -> set[str]:
     return {key.name for key in open_checkpoint(str(folder), Comm()).stored.atoms}
 
 
-@pytest.mark.parametrize("topology", [Topology(1, 2), Topology(2, 2, "bf16")], ids=lambda t: t.label)
-@pytest.mark.parametrize("kind", LORAS)
-def test_a_merge_is_peft_s_to_the_bit(tmp_path: Path, kind: str, topology: Topology) -> None:
-    """Of the adapter's masters, where the model computes with copies of them."""
-    model = make_peft(**LORAS[kind])
-    path = save(tmp_path, model, topology)
-    export(path, tmp_path / "out", model, merge=True)
-    merged = model.merge_and_unload()
-    check_same(load_file(tmp_path / "out" / "model.safetensors"), dict(merged.named_parameters()))
-
-
-@pytest.mark.parametrize("kind", LORAS)
-def test_a_base_that_was_not_saved_is_taken_from_its_folder(tmp_path: Path, kind: str) -> None:
-    """The trainers' way: frozen parameters are not saved with an adapter."""
-    make_base().save_pretrained(tmp_path / "base", max_shard_size="2KB")
-    model = make_peft(**LORAS[kind])
-    path = save(tmp_path, model, Topology(3, 2), base=False)
-    with pytest.raises(CheckpointError, match="not in the checkpoint.*--like my-base"):
-        export(path, tmp_path / "out", model, merge=True, base_model_name_or_path="my-base")
-    export(path, tmp_path / "out", model, merge=True, like=tmp_path / "base")
-    check_same(load_all(tmp_path / "out"), dict(model.merge_and_unload().named_parameters()))
-    assert torch.equal(LlamaForCausalLM.from_pretrained(tmp_path / "out").lm_head.weight, model.lm_head.weight)
-
-
-def test_an_adapter_that_has_changed_its_base_is_not_merged_into_another(tmp_path: Path) -> None:
-    make_base().save_pretrained(tmp_path / "base")
-    model = make_peft(**LORAS["lora"])
-    path = save(tmp_path, model, TOPOLOGIES[0], base=False)
-    with pytest.raises(UnsupportedError, match="'pissa_niter_4', which changes its base"):
-        export(path, tmp_path / "out", model, merge=True, like=tmp_path / "base", init_lora_weights="pissa_niter_4")
-
-
 def test_each_of_two_adapters(tmp_path: Path) -> None:
     """One of them keeps a module whole, which is the base's own to the other one."""
     model = make_peft(**LORAS["lora"])
@@ -196,21 +162,8 @@ def test_each_of_two_adapters(tmp_path: Path) -> None:
     path = save(tmp_path, model, TOPOLOGIES[0])
     model.save_pretrained(tmp_path / "peft", save_embedding_layers=False)
     for name, folder in (("default", tmp_path / "peft"), ("other", tmp_path / "peft" / "other")):
-        export(path, tmp_path / name, model, merge=False, name=name)
+        export(path, tmp_path / name, model, name=name)
         check_same(load_all(tmp_path / name), load_all(folder))
-    export(path, tmp_path / "merged", model, merge=True)
-    model.set_adapter("default")
-    check_same(
-        load_all(tmp_path / "merged"), dict(model.merge_and_unload(adapter_names=["default"]).named_parameters())
-    )
-
-
-def test_what_a_merge_does_not_know_is_refused_by_name(tmp_path: Path) -> None:
-    model = make_peft(**LORAS["lora"])
-    path = save(tmp_path, model, TOPOLOGIES[0])
-    for odd in ({"lora_bias": True}, {"trainable_token_indices": [1]}, {"kasa_config": {"a": 1}}):
-        with pytest.raises(UnsupportedError, match=f"{next(iter(odd))}=.*merge it with PEFT"):
-            export(path, tmp_path / "out", model, merge=True, **odd)
 
 
 class Own(torch.nn.Module):
@@ -228,21 +181,14 @@ def test_modules_of_the_base_s_own_keep_their_names(tmp_path: Path, bias: Any) -
     config = LoraConfig(r=2, init_lora_weights=False, target_modules=["first.base_layer"], bias=bias)
     model = get_peft_model(Own(), config)
     path = save(tmp_path, model, TOPOLOGIES[0])
-    export(path, tmp_path / "adapter", model, merge=False)
+    export(path, tmp_path / "adapter", model)
     biases = [name for name in load_file(tmp_path / "adapter" / "adapter_model.safetensors") if name.endswith("bias")]
     assert biases == ["base_model.model.first.base_layer.base_layer.bias"] * (bias == "lora_only")
-    export(path, tmp_path / "out", model, merge=True)
-    layer: Any = model.get_submodule("base_model.model.first.base_layer")
-    layer.merge()  # PEFT itself takes such a model apart by the words
-    wanted = dict(model.get_submodule("base_model.model").named_parameters())
-    wanted = {name.replace("first.base_layer.base_layer", "first.base_layer"): wanted[name] for name in wanted}
-    merged = load_file(tmp_path / "out" / "model.safetensors")
-    check_same(merged, {name: wanted[name] for name, _ in Own().named_parameters()})
 
 
 def test_trained_tokens_are_part_of_an_adapter(tmp_path: Path) -> None:
     model = make_peft(**LORAS["lora"], trainable_token_indices=[1, 4])
-    export(save(tmp_path, model, TOPOLOGIES[0]), tmp_path / "out", model, merge=False)
+    export(save(tmp_path, model, TOPOLOGIES[0]), tmp_path / "out", model)
     model.save_pretrained(tmp_path / "peft", save_embedding_layers=False)
     check_same(load_all(tmp_path / "out"), load_all(tmp_path / "peft"))
     live = read_names(tmp_path / "peft")
@@ -252,10 +198,10 @@ def test_trained_tokens_are_part_of_an_adapter(tmp_path: Path) -> None:
 def test_a_checkpoint_without_an_adapter_is_refused(tmp_path: Path) -> None:
     described = Model((Param("a.weight", (3, 5)),))
     path = write_checkpoint(tmp_path, described, random_state(described, 1), Topology(1, 2))
-    for merge in (False, True):
-        options = ExportOptions(adapter="default", merge=merge)
-        with pytest.raises(CheckpointError, match="no adapter"):
-            export_safetensors(open_checkpoint(str(path), Comm()), str(tmp_path / "out"), options=options)
+    with pytest.raises(CheckpointError, match="no adapter"):
+        export_safetensors(
+            open_checkpoint(str(path), Comm()), str(tmp_path / "out"), options=ExportOptions(adapter="default")
+        )
 
 
 def test_the_configuration_is_found_beside_the_checkpoint(tmp_path: Path) -> None:
@@ -268,15 +214,3 @@ def test_the_configuration_is_found_beside_the_checkpoint(tmp_path: Path) -> Non
     (tag.parent / "adapter_config.json").write_text(json.dumps({"peft_type": "IA3"}))
     with pytest.raises(ConfigError, match="IA3"):
         read_config(str(tag.parent), str(tag))
-
-
-@pytest.mark.parametrize("kind", LORAS)
-def test_the_factor_of_a_product_is_peft_s(kind: str) -> None:
-    model = make_peft(**LORAS[kind])
-    config = {**model.peft_config["default"].to_dict()}
-    for path, module in model.named_modules():
-        if scaling := getattr(module, "scaling", None) if hasattr(module, "lora_A") else None:
-            for name, param in module.named_parameters(prefix=path):
-                if "lora_B" in name or "lora_embedding_B" in name:
-                    assert find_scaling(config, name, param.shape[1]) == scaling["default"]
-    assert find_scaling(config, "model.norm.weight", 4) is None

@@ -34,7 +34,7 @@ def make_index(*names: str, instances: dict[str, int] | None = None) -> AtomicIn
 
 
 def rename(index: AtomicIndex, *live: str) -> Mapping[str, str]:
-    return apply_renames(index, dict.fromkeys(live, ((2,),)), from_config(BOTH_WAYS)).renamed
+    return apply_renames(index, dict.fromkeys(live, ((2,),)), from_config(BOTH_WAYS))
 
 
 def test_one_set_of_rules_serves_both_directions() -> None:

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import MismatchError
-from deepspeed_ucp.targets.optimizer import adopt_hyper, find_degrees, probe_optimizer, restore_hyper, restore_scalar
+from deepspeed_ucp.targets.optimizer import adopt_hyper, probe_optimizer, restore_hyper, restore_scalar
 from tests.load.test_reshard import take_a_step
 from tests.support.covering import cover, params
 from tests.support.foreign import make_tree
@@ -375,19 +375,3 @@ def test_a_probe_leaves_an_inner_optimizer_alone() -> None:
     assert len(inner) == 1
     assert not optimizer.notes
     assert not optimizer.state
-
-
-@pytest.mark.parametrize(
-    ("make", "degrees"),
-    [
-        (partial(torch.optim.AdamW, amsgrad=True), {"exp_avg": 1, "exp_avg_sq": 2, "max_exp_avg_sq": 2}),
-        (partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1), {"momentum_buffer": 1}),
-        (partial(torch.optim.RMSprop, momentum=0.5), {"square_avg": 2, "momentum_buffer": 0}),
-        (torch.optim.Rprop, {"prev": 1, "step_size": 0}),
-        (Lion, {}),  # whose moment stays zero
-        (Eager, {}),
-    ],
-)
-def test_how_states_follow_gradients(make: Any, degrees: dict[str, int]) -> None:
-    optimizer = make([torch.nn.Parameter(torch.zeros(2, 3))])
-    assert find_degrees(optimizer, 0, {}, torch.zeros(2, 3)) == degrees

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
 from dataclasses import replace
-from fractions import Fraction
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,15 +13,10 @@ import torch
 
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import MismatchError
-from deepspeed_ucp.load.scaling import SavedAdapter
-from deepspeed_ucp.patterns import Resized
 from tests.load.test_reshard_3d import refuse
 from tests.support.reshard import SENTINEL, check_content, check_reads
 from tests.support.reshard3d import Held, draw_state, load_all, make_config, make_pipeline, make_plain
 from tests.synth import State, Topology
-
-SIZES = {"word": (0, 11), "row": (1, 12), "column": (0, 12)}
-"""By kind the dimension that is resized, and what means something of it."""
 
 
 def resize(source: Held, topology: Topology, sizes: dict[str, int], rules: dict[str, Any]) -> Held:
@@ -35,22 +27,21 @@ def resize(source: Held, topology: Topology, sizes: dict[str, int], rules: dict[
     params, atoms = [], {}
     for param in source.model.params:
         kind = param.name.rpartition(".")[2]
-        dim, rule = SIZES[kind][0] if kind in SIZES else 0, rules.get(kind, {})
+        rule = rules.get(kind, {})
         shape = list(param.shape)
-        shape[dim] = sizes.get(kind, shape[dim])
+        shape[0] = sizes.get(kind, shape[0])
         params.append(replace(param, shape=tuple(shape)))
         copies = [name for name in source.state.atoms if name.partition("#")[0] == param.name]
         for name, state, value in ((copy, *each) for copy in copies for each in source.state.atoms[copy].items()):
-            saved = value.movedim(dim, 0).numpy()
-            kept = min(rule.get("keep", len(saved)), len(saved), shape[dim])
-            made = np.zeros((shape[dim], *saved.shape[1:]), saved.dtype)
-            scale = {"fp32": 1.0, "exp_avg": -1.0, "exp_avg_sq": -2.0}[state]
-            made[:kept] = saved[:kept].astype(np.float64) * float(Fraction(rule.get("scale", 1))) ** scale
+            saved = value.numpy()
+            kept = min(rule.get("keep", len(saved)), len(saved), shape[0])
+            made = np.zeros((shape[0], *saved.shape[1:]), saved.dtype)
+            made[:kept] = saved[:kept]
             if state == "fp32" and rule.get("new", "live") == "live":
                 made[kept:] = SENTINEL
             if state == "fp32" and rule.get("new") == "mean":
                 made[kept:] = sum(saved[:kept].astype(np.float64)) / kept
-            atoms.setdefault(name, {})[state] = torch.from_numpy(made).movedim(0, dim).contiguous()
+            atoms.setdefault(name, {})[state] = torch.from_numpy(made)
     return Held(replace(source.model, params=tuple(params)), topology, State(atoms, *_rest(source)))
 
 
@@ -64,14 +55,14 @@ def make_rules(source: Held, rules: dict[str, Any]) -> UniversalConfig:
     for rule in patterns["rules"]:
         rule.pop("vocab", None)
     del patterns["original_vocab_size"]
-    written = [{"match": rf".*\.{kind}", "dim": SIZES[kind][0], **rule} for kind, rule in rules.items()]
+    written = [{"match": rf".*\.{kind}", **rule} for kind, rule in rules.items()]
     return UniversalConfig(threads=1, patterns={**patterns, "resize": written})
 
 
-GROWN = {"word": 24, "row": 24, "column": 24}
-MIXED: dict[str, Any] = {"word": {"new": "mean", "keep": 11}, "row": {"new": "zero", "scale": "3/4"}, "column": {}}
-SHRUNK = {"word": 6, "row": 6, "column": 24}
-GIVEN_UP: dict[str, Any] = {"word": {"shrink": True}, "row": {"shrink": True}, "column": {"new": "zero"}}
+GROWN = {"word": 24, "column": 24}
+MIXED: dict[str, Any] = {"word": {"new": "mean", "keep": 11}, "column": {}}
+SHRUNK = {"word": 6, "column": 24}
+GIVEN_UP: dict[str, Any] = {"word": {"shrink": True}, "column": {"new": "zero"}}
 
 
 @pytest.mark.parametrize(("sizes", "rules"), [(GROWN, MIXED), (SHRUNK, GIVEN_UP)], ids=["grown", "shrunk"])
@@ -113,7 +104,6 @@ def test_each_is_told_and_what_has_saved_since_goes_on(tmp_path: Path, caplog: p
     assert lines == [
         [
             "resize: body.column: 12 → 24: 12 new rows keep the live model's values",
-            "resize: body.row: 12 → 24: 12 new columns are zero; what is kept is multiplied by 0.75",
             "resize: body.word: 12 → 24: 11 of 12 rows are kept, 1 left out; 13 new ones are the mean of the 11 that "
             "are kept",
             f"resize: {states} are up to 3.2 × lr",
@@ -127,7 +117,6 @@ def test_each_is_told_and_what_has_saved_since_goes_on(tmp_path: Path, caplog: p
     [
         ({"word": 24}, {}, r"body\.word: .*\(12, 4\).*\(24, 4\)"),
         ({"word": 6}, {"match": r".*\.word"}, r"the model has 6 of 12 rows; \"shrink\": true leaves the last ones out"),
-        ({"word": 24}, {"match": r".*\.word", "dim": 1}, r"is about dimension 1 alone; shape \(12, 4\)"),
         ({"gate_up": 48}, {"match": r".*\.gate_up"}, r"body\.gate_up is fused, so that new rows at its end"),
         ({"experts": 72}, {"match": r".*\.experts"}, r"body\.experts is fused"),
     ],
@@ -144,34 +133,10 @@ def test_what_is_refused(sizes: dict[str, int], rule: dict[str, Any], words: str
 
 
 def test_each_stage_of_a_pipeline_resizes_its_own_copy(tmp_path: Path) -> None:
-    rules: dict[str, Any] = {"word": {"new": "mean"}, "row": {"new": "zero"}}
+    rules: dict[str, Any] = {"word": {"new": "mean"}, "column": {"new": "zero"}}
     for number, saved in enumerate((Topology(1, 1, pp=2), Topology(1, 1, "bf16", "bf16", tp=2, pp=2))):
         source = draw_state(make_pipeline([["column"], ["row"]]), saved)
-        wanted = resize(source, replace(saved, dp=2), {"word": 24, "row": 24}, rules)
+        wanted = resize(source, replace(saved, dp=2), {"word": 24, "column": 24}, rules)
         (folder := tmp_path / str(number)).mkdir()
         _, ranks = load_all(source.write(folder), wanted.make_targets(), make_rules(source, rules), in_place=not number)
         check_content(ranks, wanted.state, wanted.locals)
-
-
-A, B = (f"m.q.lora_{side}.{{}}.weight" for side in "AB")
-
-
-@pytest.mark.parametrize(
-    ("adapter", "names", "words"),
-    [
-        (SavedAdapter({"lora_alpha": 6}), (B.format("default"),), ""),
-        (
-            SavedAdapter({"lora_alpha": 6}),
-            (B.format("one"), A.format("two")),
-            "adapters one, two have one configuration",
-        ),
-        (SavedAdapter(fault="no adapter_config.json."), (B.format("default"),), "no adapter_config.json. Give it:"),
-        (SavedAdapter({"lora_alpha": 6}), ("m.q.other",), "the live model has no LoRA of PEFT's there"),
-    ],
-)
-def test_which_factor_leaves_a_product_as_it_was(adapter: SavedAdapter, names: tuple[str, ...], words: str) -> None:
-    resizes = {names[0]: Resized(1, 4, 8, 4, scale=None), "m.k": Resized(1, 4, 8, 4)}
-    target: Any = SimpleNamespace(find_scaling=lambda name: 0.75 if ".lora_" in name else None)
-    with pytest.raises(MismatchError, match=words) if words else nullcontext():
-        adapter.scale_all(resizes, {name: name for name in (*names, "m.k", "m.v")}, target)
-        assert resizes == {names[0]: Resized(1, 4, 8, 4, scale=2.0), "m.k": Resized(1, 4, 8, 4)}

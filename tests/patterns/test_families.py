@@ -250,7 +250,7 @@ def test_transposed_experts_are_told_from_their_shape():
 def test_unknown_family():
     with pytest.raises(ConfigError, match="there is no family 'megatron'. Did you mean 'megatron-gpt'"):
         load_family("megatron")
-    with pytest.raises(ConfigError, match="there is no family 'mine'. Families: autoep, bloom"):
+    with pytest.raises(ConfigError, match="there is no family 'mine'. Families: bloom"):
         load_family("mine")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from deepspeed_ucp.errors import ConfigError, MismatchError
@@ -56,12 +58,22 @@ def test_renames_that_cannot_be(rules, error, message):
         rename_names(["1.w", "2.w"], parse_renames(rules))
 
 
-def test_several_templates_are_a_rule_each() -> None:
-    rules = parse_renames([{"from": "w", "to": "a"}, {"from": "w", "to": "b"}])
-    assert rules == parse_renames({"w": ["a", "b"]}) == parse_renames({"w": ("a", "b")})
-    for odd in ([], [None]):
-        with pytest.raises(ConfigError, match="is needed, found"):
-            parse_renames([{"from": None, "to": odd}])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"from": "w", "to": ["a", "b"]},
+        {"from": "w", "to": None},
+        {"from": None, "to": "a"},
+        {"from": "w", "to": "a", "part": "1/2"},
+        {"from": "w", "to": "a", "into": "1/2"},
+        {"from": r"w\.{e // 2}", "to": "w.{e}"},
+        {"from": r"h\.{[0, 1, 3][n]}\..*", "to": "h.{n}"},
+    ],
+    ids=str,
+)
+def test_rules_that_cut_join_copy_or_leave_out_are_refused(rule: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="It does not cut, join, copy or leave out"):
+        parse_renames([rule])
 
 
 def test_from_is_a_regular_expression():

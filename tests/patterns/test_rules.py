@@ -100,7 +100,7 @@ def test_every_pattern_can_be_written(spec, shapes, pattern):
         ([{"match": "(", "pattern": "shard-v"}], "is not a regular expression"),
         ([{"match": "a", "pattern": "shard-hy"}], "needs a grid"),
         ({"rename": 5}, "rename: a list"),
-        ({"rename": [{"from": "a"}]}, 'rename: {"from": …, "to": …} is needed'),
+        ({"rename": [{"from": "a"}]}, 'rename: {"from": REGEX, "to": NAME} is needed'),
     ],
     ids=str,
 )

@@ -151,7 +151,7 @@ def test_a_vocabulary_that_grows_has_its_new_rows_zeroed() -> None:
     match = Match({"vocabulary": ParamKey("vocabulary")})
     found = list_wants(planning.make_index([atom]), TargetLayout([held], ()), match, layouts, with_states=True)
     assert found.blanks == [(0, 0, 12)]
-    assert found.resized == {"vocabulary": Resized(0, 4, 6, 4, pads=True)}
+    assert found.resized == {"vocabulary": Resized(4, 6, 4, pads=True)}
     (want,) = found.wants
     assert (want.start, want.numel, want.buffer, want.offset) == (0, 12, 0, 0)
     assert want.view == View(saved, wanted, 0, (0,))

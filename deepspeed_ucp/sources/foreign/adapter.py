@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
 from ...comm import Comm
-from ...errors import CheckpointError, ConfigError, UnsupportedError, shorten
+from ...errors import CheckpointError, ConfigError, shorten
 from ...io.jsonfile import read_json
 from ...io.paths import normalize
-from ...patterns.adapters import ROOT, is_added_in_file, read_in_file, read_live
+from ...patterns.adapters import is_added_in_file, read_in_file, read_live
 from ..findings import Finding
 from ..table import FileTable
 from . import statedict
@@ -103,35 +102,3 @@ def read_config(path: str | None, folder: str) -> dict[str, Any]:
     if told.get("peft_type") != "LORA":
         raise ConfigError(f"{found}: is of {told.get('peft_type')}; LoRA's are known.")
     return told
-
-
-def find_alpha(config: Mapping[str, Any], module: str) -> Any:
-    """The alpha of a layer's LoRA.
-
-    Args:
-        module: its name, as the configuration's patterns see it.
-
-    Raises:
-        UnsupportedError: the configuration has patterns, and PEFT is not installed.
-    """
-    alphas = config.get("alpha_pattern") or {}
-    if alphas:
-        try:
-            from peft.utils.other import get_pattern_key
-        except ImportError as error:
-            raise UnsupportedError(f"alpha_pattern needs the package peft ({error}).") from None
-        return alphas.get(get_pattern_key(list(alphas), module), config.get("lora_alpha", 8))
-    return config.get("lora_alpha", 8)
-
-
-def find_scaling(config: Mapping[str, Any], name: str, rank: int) -> float | None:
-    """The factor of a LoRA's product, as PEFT has it, by the name of one of its parameters; None where it is of none.
-
-    Args:
-        rank: of that LoRA.
-    """
-    found = read_live(name)
-    if found is None or not found.kind:
-        return None
-    alpha = float(find_alpha(config, found.module.removeprefix(ROOT)))
-    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
