@@ -13,6 +13,7 @@ from deepspeed_ucp.testing import ResumeReport, WorldPool
 from deepspeed_ucp.testing.resume import SavedRun, save_run
 from deepspeed_ucp.testing.resume import resume_each as resume_each_of
 from tests.support.engines.cases import Case, build_op, is_direct, training
+from tests.support.engines.driving import Engines
 from tests.support.engines.parallel import Runs
 
 STEPS = (3, 2)
@@ -54,6 +55,11 @@ def runs(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> Run
 @pytest.fixture(scope="session")
 def sources(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> Sources:
     return Sources(ucp_worlds, tmp_path_factory.mktemp("sources"))
+
+
+@pytest.fixture(scope="session")
+def engines(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> Engines:
+    return Engines(ucp_worlds, tmp_path_factory.mktemp("engines"))
 
 
 @pytest.fixture

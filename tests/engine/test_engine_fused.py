@@ -14,12 +14,12 @@ from deepspeed_ucp.cli import main
 from deepspeed_ucp.convert import convert_checkpoint
 from deepspeed_ucp.testing import WorldPool
 from tests.support.covering import params
+from tests.support.engines.driving import Engines, Saved
 from tests.support.engines.going_on import States, join
 from tests.support.upstream import to_universal
 
 pytest.importorskip("deepspeed.module_inject.auto_ep_layer", reason="DeepSpeed before 0.19 has no AutoEP")
 
-from tests.support.engines import autoep as engine_autoep
 from tests.support.engines import fused as engine_fused
 from tests.support.engines.autoep import Spread
 from tests.support.engines.fused import Form
@@ -59,60 +59,40 @@ TARGETS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def saved(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> dict[Form, tuple[str, States, Any]]:
-    found = {}
-    for number, form in enumerate([*SOURCES, Form(2, 1, "one"), Form(2, 1, "autoep", experts=8, ep=2)]):
-        folder = str(tmp_path_factory.mktemp("fused"))
-        answers = ucp_worlds.get(form.world).run(engine_fused.save, form, folder, 10 * number)
-        found[form] = folder, join([states for states, _ in answers]), answers[0][1]
-    return found
-
-
 @pytest.mark.parametrize(
     "target", params([(TARGETS[at],) for at in (1, 2, 4)], [(each,) for each in TARGETS], lambda row: str(row[0]))
 )
-def test_experts_change_their_form(
-    target: Form, saved: dict[Form, Any], ucp_worlds: WorldPool, subtests: pytest.Subtests
-) -> None:
+def test_experts_change_their_form(target: Form, engines: Engines, subtests: pytest.Subtests) -> None:
     sources = [form for form in SOURCES if form.kind != target.kind]
-    folders = [saved[form][0] for form in sources]
-    answers = ucp_worlds.get(target.world).run(engine_fused.load_each, target, folders, ANY)
-    for place, source in enumerate(sources):
-        with subtests.test(source=str(source)):
-            _, expected, losses = saved[source]
-            parts = [answer[place] for answer in answers]
-            assert not isinstance(parts[0], str), parts[0]
-            check_same(join([states for _, states, _ in parts]), expected)
-            if "native" not in (source.kind, target.kind):  # whose gate is another one
-                assert parts[0][2] == pytest.approx(losses, abs=1e-6)
+    engines.go_on(target, sources, subtests, checkpoint=ANY)
 
 
 def test_weights_alone_and_atomic_checkpoints_change_their_form(
-    saved: dict[Form, Any], ucp_worlds: WorldPool, tmp_path: Path
+    engines: Engines, ucp_worlds: WorldPool, tmp_path: Path
 ) -> None:
-    folder, expected, _ = saved[SOURCES[2]]
+    source, target = SOURCES[2], Form(2, 3, "fused")
+    saved = engines.saved(source)
     atomic = {"universal": {**ANY["universal"], "mode": "atomic", "atomic_dir": str(tmp_path)}}
-    world, target = ucp_worlds.get(2), Form(2, 3, "fused")
-    parts = world.run(engine_fused.load_each, target, [folder], atomic)
-    check_same(join([states for ((_, states, _),) in parts]), expected)
-    weights = join(world.run(engine_fused.load_weights, target, folder, ANY))
-    check_same(weights, {key: tensor for key, tensor in expected.items() if key[1] == "copy"})
+    (outcome,) = engines.load(target, saved.folder, checkpoint=atomic)
+    outcome.check(target, source, saved)
+    weights = join(ucp_worlds.get(2).run(engine_fused.load_weights, target, saved.folder, ANY))
+    check_same(weights, {key: tensor for key, tensor in saved.states.items() if key[1] == "copy"})
 
 
 @pytest.mark.parametrize(("source", "target"), [(SOURCES[2], Form(2, 3, "fused")), (SOURCES[1], TARGETS[4])], ids=str)
 def test_what_changed_its_form_is_the_same_to_the_command_line(
     source: Form,
     target: Form,
-    saved: dict[Form, Any],
+    engines: Engines,
     ucp_worlds: WorldPool,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     rules = {"family": "autoep", "rename": RENAMES}
-    ucp_worlds.get(2).run(engine_fused.load_and_tell, target, saved[source][0], ANY, str(tmp_path / "again"))
+    saved = engines.saved(source).folder
+    ucp_worlds.get(2).run(engine_fused.load_and_tell, target, saved, ANY, str(tmp_path / "again"))
     (tmp_path / "rules.json").write_text(json.dumps(rules))
-    paths = [saved[source][0], str(tmp_path / "again")]
+    paths = [saved, str(tmp_path / "again")]
     options = ["--patterns", str(tmp_path / "rules.json"), "--only", "", "--states", "fp32,exp_avg,exp_avg_sq"]
     assert main(["diff", *paths, *options]) == 0, capsys.readouterr().out
     assert main(["diff", *paths]) == 1
@@ -155,15 +135,17 @@ def check_experts(states: States, expected: States, source: Any) -> None:
     ids=["more", "fewer"],
 )
 def test_other_numbers_of_experts_take_a_rule(
-    source: Form, target: Form, expression: str, choose: Any, saved: Any, ucp_worlds: WorldPool, tmp_path: Path
+    source: Form, target: Form, expression: str, choose: Any, engines: Engines, ucp_worlds: WorldPool, tmp_path: Path
 ) -> None:
-    folder, expected, _ = saved[source]
-    world = ucp_worlds.get(2)
-    (refused, *_), *_ = world.run(engine_fused.load_each, target, [folder])
-    numbers = f"{source.experts} experts in the checkpoint, {target.experts} in the model"
-    assert "model.layers.{0-1}.mlp: " + numbers in refused
-    assert r'"from": "(?P<x>.*\\.experts\\.w[123])\\.{e ' in refused
-    assert "model.layers.0.mlp.router.gate.weight: shape" in refused and '"to": null' in refused
+    saved, world = engines.saved(source), ucp_worlds.get(2)
+    folder, expected = saved.folder, saved.states
+    (refused,) = engines.load(target, folder)
+    refused.check_refused(
+        f"model.layers.{{0-1}}.mlp: {source.experts} experts in the checkpoint, {target.experts} in the model",
+        r'"from": "(?P<x>.*\\.experts\\.w[123])\\.{e ',
+        "model.layers.0.mlp.router.gate.weight: shape",
+        '"to": null',
+    )
     rule = {"from": rf"(?P<x>.*\.experts\.w[123])\.{{{expression}}}", "to": "{x}.{e}"}
     told, _ = load(world, target, folder, [rule], tmp_path / "refused")
     assert "MismatchError" in told and "a row for each expert" in told
@@ -181,8 +163,9 @@ def test_other_numbers_of_experts_take_a_rule(
     check_same(again, states)
 
 
-def test_a_plain_layer_becomes_experts_by_copying(saved: Any, ucp_worlds: WorldPool, tmp_path: Path) -> None:
-    folder, expected, _ = saved[Form(2, 1, "one")]
+def test_a_plain_layer_becomes_experts_by_copying(engines: Engines, ucp_worlds: WorldPool, tmp_path: Path) -> None:
+    saved = engines.saved(Form(2, 1, "one"))
+    folder, expected = saved.folder, saved.states
     rules = [{"from": r"(?P<x>.*)\.(?P<w>w[123])\.weight", "to": "{x}.experts.{w}.{e}"}]
     world, target = ucp_worlds.get(2), Form(2, 3, "autoep", ep=2)
     told, _ = load(world, target, folder, rules, tmp_path / "refused")
@@ -214,24 +197,27 @@ UPSTREAMS = [Spread(4, 1, "bf16", 4), Spread(2, 2, "fp32", 2), Spread(4, 3, "bf1
 
 
 @pytest.fixture(scope="module")
-def autoep(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> dict[Spread, tuple[Path, States, Any]]:
-    """Each source's folder, with what our converter and upstream's make of it beside the tag."""
+def autoep(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> dict[Spread, tuple[Path, Saved]]:
+    """By source the folder of what our converter and upstream's make of its save."""
     found = {}
-    for number, spread in enumerate(AUTOEP):
-        folder = tmp_path_factory.mktemp("autoep")
-        answers = ucp_worlds.get(spread.world).run(engine_autoep.save, spread, str(folder), 10 * number)
-        tag = folder / (folder / "latest").read_text().strip()
+    for spread in AUTOEP:
+        folder, saved = tmp_path_factory.mktemp("autoep"), engines.saved(spread)
         (folder / "ours").mkdir()
-        convert_checkpoint(str(tag), str(folder / "ours" / "step_universal"))
-        to_universal(tag, folder / "theirs" / "step_universal")
+        convert_checkpoint(str(find_tag(saved)), str(folder / "ours" / "step_universal"))
+        to_universal(find_tag(saved), folder / "theirs" / "step_universal")
         (folder / "theirs" / "latest_universal").write_text("step_universal")
-        found[spread] = folder, join([states for states, _ in answers]), answers[0][1]
+        found[spread] = folder, saved
     return found
 
 
-def test_our_files_are_upstreams(autoep: dict[Spread, Any]) -> None:
+def find_tag(saved: Saved) -> Path:
+    folder = Path(saved.folder)
+    return folder / (folder / "latest").read_text().strip()
+
+
+def test_our_files_are_upstreams(autoep: dict[Spread, tuple[Path, Saved]]) -> None:
     """Keys and values; the moments of every expert among them."""
-    for spread, (folder, _, _) in autoep.items():
+    for spread, (folder, _) in autoep.items():
         theirs = sorted((folder / "theirs").rglob("zero/*experts*/*.pt"))
         assert len(theirs) == 2 * 3 * 4 - (spread.stage == 3) * 6  # of ZeRO 3 the step is elsewhere
         for path in theirs:
@@ -246,16 +232,14 @@ def test_our_files_are_upstreams(autoep: dict[Spread, Any]) -> None:
     "target", params([(each,) for each in UPSTREAMS[1:]], [(each,) for each in UPSTREAMS], lambda row: str(row[0]))
 )
 def test_upstream_loads_what_we_write(
-    target: Spread, autoep: dict[Spread, Any], ucp_worlds: WorldPool, subtests: pytest.Subtests
+    target: Spread, autoep: dict[Spread, tuple[Path, Saved]], engines: Engines, subtests: pytest.Subtests
 ) -> None:
-    sources = {spread: each for spread, each in autoep.items() if (spread.stage == 3) == (target.stage == 3)}
-    folders = [str(folder / "ours") for folder, _, _ in sources.values()]
-    answers = ucp_worlds.get(target.world).run(engine_autoep.load_each, target, folders, checkpoint=UNIVERSAL)
-    for place, (source, (_, expected, _)) in enumerate(sources.items()):
+    """Upstream's loader takes no buffers."""
+    rows = {spread: each for spread, each in autoep.items() if (spread.stage == 3) == (target.stage == 3)}
+    outcomes = engines.load(target, *(folder / "ours" for folder, _ in rows.values()), checkpoint=UNIVERSAL)
+    for (source, (_, saved)), outcome in zip(rows.items(), outcomes, strict=True):
         with subtests.test(source=str(source)):
-            parts = [answer[place] for answer in answers]
-            assert not isinstance(parts[0], str), parts[0]
-            check_loaded(join([states for _, states, _ in parts]), expected, buffers=False)
+            outcome.check(target, source, saved, direct=False, buffers=False)
 
 
 FOLDED = [
@@ -269,24 +253,21 @@ FOLDED = [
 
 @pytest.mark.parametrize("source", params([(FOLDED[1],)], [(each,) for each in FOLDED], lambda row: str(row[0])))
 def test_experts_beside_tensor_parallelism_and_of_stage_0_are_converted(
-    source: Spread, ucp_worlds: WorldPool, tmp_path: Path
+    source: Spread, engines: Engines, tmp_path: Path
 ) -> None:
     """Upstream's converter takes none."""
-    target = Spread(2, 3, "fp32", 2)
-    answers = ucp_worlds.get(4).run(engine_autoep.save, source, str(tmp_path), 5)
-    expected, losses = engine_autoep.join([states for states, _ in answers], source), answers[0][1]
-    tag = tmp_path / (tmp_path / "latest").read_text().strip()
-    convert_checkpoint(str(tag), str(tmp_path / "ours" / "step_universal"), groups=None if source.stage else "module")
-    answers = ucp_worlds.get(2).run(engine_autoep.load_each, target, [str(tmp_path / "ours")])
-    assert not isinstance(answers[0][0], str), answers[0][0]
-    check_loaded(join([states for ((_, states, _),) in answers]), expected)
-    if source.precision == "fp32":
-        assert answers[0][0][2] == pytest.approx(losses, abs=1e-6)
+    target, saved = Spread(2, 3, "fp32", 2), engines.saved(source)
+    out = str(tmp_path / "step_universal")
+    convert_checkpoint(str(find_tag(saved)), out, groups=None if source.stage else "module")
+    (outcome,) = engines.load(target, tmp_path)
+    outcome.check(target, source, saved)
 
 
-def test_the_command_line_knows_both_writers(autoep: dict[Spread, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    for spread, (folder, _, _) in autoep.items():
-        tag = str(folder / (folder / "latest").read_text().strip())
+def test_the_command_line_knows_both_writers(
+    autoep: dict[Spread, tuple[Path, Saved]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for spread, (folder, saved) in autoep.items():
+        tag = str(find_tag(saved))
         for by in ("ours", "theirs"):
             universal = str(folder / by / "step_universal")
             assert main(["diff", tag, universal, "--states", "fp32,exp_avg,exp_avg_sq"]) == 0, (spread, by)
@@ -296,26 +277,17 @@ def test_the_command_line_knows_both_writers(autoep: dict[Spread, Any], capsys: 
             assert "5, 6" in capsys.readouterr().out.replace("×", ",").replace(" x ", ", ")
 
 
-def check_loaded(states: States, expected: States, *, buffers: bool = True) -> None:
-    """Upstream's loader takes no buffers; copies are made of the masters."""
-    assert states.keys() == expected.keys()
-    for (name, state), tensor in states.items():
-        if buffers or state != "buffer":
-            wanted = expected[name, "fp32"] if state == "copy" else expected[name, state]
-            assert torch.equal(tensor, wanted.to(tensor.dtype)), (name, state)
-
-
 def test_upstream_takes_its_own_experts_at_degree_1_alone(
-    saved: dict[Form, Any], ucp_worlds: WorldPool, tmp_path: Path
+    engines: Engines, ucp_worlds: WorldPool, tmp_path: Path
 ) -> None:
     """At others it would take what is local expert 0 here for everybody's first one; what we write, it refuses."""
-    folder, expected, _ = saved[Form(2, 1, "native", ep=2)]
-    convert_checkpoint(folder, str(tmp_path / "step_universal"))
-    load = engine_fused.load_each
-    (told,), _ = ucp_worlds.get(2).run(load, Form(2, 2, "native", ep=2), [str(tmp_path)], UNIVERSAL)
-    assert "AssertionError: Expert param dim 0" in told
-    parts = ucp_worlds.get(2).run(load, Form(2, 1, "native"), [str(tmp_path)], UNIVERSAL)
-    check_same(join([states for ((_, states, _),) in parts]), expected)
+    source, target = Form(2, 1, "native", ep=2), Form(2, 1, "native")
+    saved = engines.saved(source)
+    convert_checkpoint(saved.folder, str(tmp_path / "step_universal"))
+    (refused,) = engines.load(Form(2, 2, "native", ep=2), tmp_path, checkpoint=UNIVERSAL)
+    refused.check_refused("AssertionError: Expert param dim 0")
+    (outcome,) = engines.load(target, tmp_path, checkpoint=UNIVERSAL)
+    outcome.check(target, source, saved, direct=False)
 
 
 EITHER = [(Spread(2, 1, "fp32", 2), "ours"), (Spread(4, 3, "bf16", 4), "theirs")]
@@ -324,24 +296,19 @@ ALL = [(target, by) for target, _ in EITHER for by in ("ours", "theirs")]
 
 @pytest.mark.parametrize(("target", "by"), params(EITHER, ALL, lambda row: f"{row[0]}-{row[1]}"))
 def test_we_load_what_either_wrote(
-    target: Spread, by: str, autoep: dict[Spread, Any], ucp_worlds: WorldPool, subtests: pytest.Subtests
+    target: Spread, by: str, autoep: dict[Spread, tuple[Path, Saved]], engines: Engines, subtests: pytest.Subtests
 ) -> None:
-    folders = [str(folder / by) for folder, _, _ in autoep.values()]
-    answers = ucp_worlds.get(target.world).run(engine_autoep.load_each, target, folders)
-    for place, (source, (_, expected, losses)) in enumerate(autoep.items()):
+    outcomes = engines.load(target, *(folder / by for folder, _ in autoep.values()))
+    for (source, (_, saved)), outcome in zip(autoep.items(), outcomes, strict=True):
         with subtests.test(source=str(source)):
-            parts = [answer[place] for answer in answers]
-            assert not isinstance(parts[0], str), parts[0]
-            assert all(direct for direct, _, _ in parts)
-            check_loaded(join([states for _, states, _ in parts]), expected)
-            if source.precision == target.precision == "fp32":
-                assert parts[0][2] == pytest.approx(losses, abs=1e-7)
+            outcome.check(target, source, saved, direct=True)
 
 
 def test_other_numbers_of_experts_in_one_parameter_take_a_rule(
-    saved: Any, ucp_worlds: WorldPool, tmp_path: Path
+    engines: Engines, ucp_worlds: WorldPool, tmp_path: Path
 ) -> None:
-    (folder, expected, _), world = saved[Form(2, 1, "fused")], ucp_worlds.get(2)
+    saved, world = engines.saved(Form(2, 1, "fused")), ucp_worlds.get(2)
+    folder, expected = saved.folder, saved.states
     rules = [{"from": r"(?P<x>.*_proj)\.{e % 4}", "to": "{x}.{e}"}, {"from": r".*\.mlp\.gate\.weight", "to": None}]
     told, _ = load(world, Form(2, 3, "fused", 8), folder, [], tmp_path / "refused")
     assert "MismatchError" in told and r'gate_up_proj\\.{e % 4}", "to": ' in told, told

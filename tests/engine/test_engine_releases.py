@@ -16,10 +16,9 @@ import torch
 from deepspeed_ucp.testing import WorldPool
 from deepspeed_ucp.testing.resume import Launch as Job
 from deepspeed_ucp.testing.resume import SavedRun, resume_each, save_run
-from tests.support.engines import experts as engine_experts
 from tests.support.engines.cases import Case, saves_states, training
+from tests.support.engines.driving import Engines, Saved
 from tests.support.engines.experts import Spread
-from tests.support.engines.going_on import join
 from tests.support.engines.parallel import Launch, Route, Runs, check
 
 SAVES, OWN = os.environ.get("UCP_RELEASE_SAVES", ""), os.environ.get("UCP_RELEASE", "")
@@ -46,7 +45,7 @@ def list_saves(kind: str) -> list[Path]:
 
 
 @pytest.mark.releases
-def test_saves_for_other_releases(ucp_worlds: WorldPool) -> None:
+def test_saves_for_other_releases(engines: Engines, ucp_worlds: WorldPool) -> None:
     root = Path(SAVES, OWN)
     shutil.rmtree(root, ignore_errors=True)
     for number, (kind, case) in enumerate(DENSE.items()):
@@ -54,8 +53,8 @@ def test_saves_for_other_releases(ucp_worlds: WorldPool) -> None:
             saved = save_run(training(**OPTIONS, seed=number), case.launch, (3, 2), root / kind, ucp_worlds)
             (root / kind / "saved.json").write_text(json.dumps([asdict(saved.launch), saved.losses]))
     for kind, spread in EXPERTS.items():
-        answers = ucp_worlds.get(spread.world).run(engine_experts.save, spread, str(root / kind), 7)
-        torch.save((join([states for states, _ in answers]), answers[0][1]), root / kind / "saved.pt")
+        saved = engines.save(spread, root / kind, 7)
+        torch.save((saved.states, saved.losses), root / kind / "saved.pt")
     runs = Runs(ucp_worlds, root / "pipeline")
     (root / "pipeline.pkl").write_bytes(pickle.dumps(runs.saved(PIPELINE.model, PIPELINE.source)))
 
@@ -74,18 +73,13 @@ def test_saves_of_other_releases(kind: str, target: Case, ucp_worlds: WorldPool,
 
 
 @pytest.mark.parametrize("kind", EXPERTS)
-def test_saves_of_other_releases_with_experts(kind: str, ucp_worlds: WorldPool, subtests: pytest.Subtests) -> None:
+def test_saves_of_other_releases_with_experts(kind: str, engines: Engines, subtests: pytest.Subtests) -> None:
     folders = list_saves(kind)
-    answers = ucp_worlds.get(2).run(engine_experts.load_each, Spread(2, 1, "fp32", (1, 1)), list(map(str, folders)))
-    for place, folder in enumerate(folders):
+    target = Spread(2, 1, "fp32", (1, 1))
+    for folder, outcome in zip(folders, engines.load(target, *folders), strict=True):
         with subtests.test(folder.parent.name):
-            parts = [answer[place] for answer in answers]
-            assert not isinstance(parts[0], str), parts[0]
-            expected, losses = torch.load(folder / "saved.pt", weights_only=False)
-            states = join([states for _, states, _ in parts])
-            assert states.keys() == expected.keys()
-            assert all(torch.equal(states[key], expected[key]) for key in expected)
-            assert parts[0][2] == pytest.approx(losses, abs=1e-5)
+            saved = Saved(str(folder), *torch.load(folder / "saved.pt", weights_only=False))
+            outcome.check(target, EXPERTS[kind], saved)
 
 
 def test_saves_of_other_releases_as_pipelines(ucp_worlds: WorldPool, subtests: pytest.Subtests) -> None:

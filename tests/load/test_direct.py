@@ -24,12 +24,11 @@ from deepspeed_ucp.errors import CheckpointError, MismatchError, RemoteError, St
 from deepspeed_ucp.io.threads import count_threads
 from deepspeed_ucp.load import direct, exchange, transfer
 from deepspeed_ucp.load.context import LoadArguments, LoadContext, LoadReport
-from deepspeed_ucp.load.destinations import Buffer, Destinations, TensorSink
+from deepspeed_ucp.load.destinations import Buffer, Destinations
 from deepspeed_ucp.load.direct import load_direct
 from deepspeed_ucp.load.exchange import CollectiveReader
 from deepspeed_ucp.load.prepare import Work
 from deepspeed_ucp.load.transfer import Transfer, negotiate
-from deepspeed_ucp.load.uploads import Uploads
 from deepspeed_ucp.plan import LoadPlan, ReadSizes
 from deepspeed_ucp.plan.rounds import BLOCK
 from deepspeed_ucp.sources import open_checkpoint
@@ -53,6 +52,7 @@ from tests.synth import (
     write_files,
 )
 
+ZERO1 = Topology(1, 3)
 PLAIN = Model((Param("a", (7, 13)), Param("b", (5, 7), group=1), Param("frozen", (9,), frozen=True)))
 
 
@@ -97,6 +97,12 @@ class FakeEngine:
 def write(folder: Path, topology: Topology, model: Model = PLAIN, run: Run | None = None) -> tuple[Path, State]:
     state = random_state(model, 0, precision=topology.precision)
     return write_checkpoint(folder, model, state, topology, run=run or Run(garbage=float("nan"))), state
+
+
+def start(folder: Path, source: Topology = ZERO1, run: Run | None = None) -> tuple[Path, State, FakeTarget]:
+    """Write a checkpoint, and make the target of one rank under ZeRO 2."""
+    path, state = write(folder, source, run=run)
+    return path, state, FakeTarget(PLAIN, Topology(2), 0)
 
 
 def run_load(
@@ -158,8 +164,7 @@ def test_one_rank(source: Topology, target: Topology, verify: str, tmp_path: Pat
 
 @pytest.mark.parametrize("verify", ["crc", "off"])
 def test_an_optimizer_with_live_states(verify: str, tmp_path: Path) -> None:
-    path, state = write(tmp_path, Topology(1, 3))
-    rank = FakeTarget(PLAIN, Topology(2), 0)
+    path, state, rank = start(tmp_path)
     take_a_step(rank.wrapped)
     run_load(open_for(path, rank), rank, config=UniversalConfig(verify=verify))  # type: ignore[arg-type]
     check_loaded([rank], state)
@@ -168,8 +173,7 @@ def test_an_optimizer_with_live_states(verify: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("passes", [1, 2])
 def test_the_report_counts_what_was_done(passes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     have_memory(monkeypatch, passes == 1)
-    path, _ = write(tmp_path, Topology(1, 3))
-    rank = FakeTarget(PLAIN, Topology(2), 0)
+    path, _, rank = start(tmp_path)
     take_a_step(rank.wrapped)
     _, report, _ = run_load(open_for(path, rank), rank, engine=FakeEngine(rank, steps=1))
     numel = 7 * 13 + 5 * 7
@@ -183,8 +187,7 @@ def test_the_report_counts_what_was_done(passes: int, tmp_path: Path, monkeypatc
 
 
 def test_without_checks_every_byte_is_still_counted_once(tmp_path: Path) -> None:
-    path, _ = write(tmp_path, Topology(1, 3))
-    rank = FakeTarget(PLAIN, Topology(2), 0)
+    path, _, rank = start(tmp_path)
     _, report, _ = run_load(open_for(path, rank), rank, config=UniversalConfig(verify="off"))
     assert report.bytes_read >= report.state_bytes
 
@@ -193,8 +196,7 @@ def test_counters_scheduler_and_client_state_come_back(tmp_path: Path) -> None:
     run = Run(
         global_steps=12, global_samples=345, skipped_steps=2, lr_scheduler={"last": 11}, client_state={"epoch": 4}
     )
-    path, _ = write(tmp_path, Topology(1, 3), run=run)
-    rank = FakeTarget(PLAIN, Topology(2), 0)
+    path, _, rank = start(tmp_path, run=run)
     engine, _, client = run_load(open_for(path, rank), rank)
     assert (engine.global_steps, engine.global_samples, engine.skipped_steps) == (12, 345, 2)
     assert (engine.loaded_checkpoint_dp_world_size, engine.loaded_checkpoint_mp_world_size) == (3, 1)
@@ -204,8 +206,7 @@ def test_counters_scheduler_and_client_state_come_back(tmp_path: Path) -> None:
 
 
 def test_without_the_scheduler(tmp_path: Path) -> None:
-    path, _ = write(tmp_path, Topology(1, 3), run=Run(lr_scheduler={"last": 11}))
-    rank = FakeTarget(PLAIN, Topology(2), 0)
+    path, _, rank = start(tmp_path, run=Run(lr_scheduler={"last": 11}))
     engine, _, client = run_load(open_for(path, rank), rank, load_lr_scheduler_states=False)
     assert engine.lr_scheduler.loaded is None
     assert client["lr_scheduler"] == {"last": 11}
@@ -314,8 +315,7 @@ def test_what_only_one_side_has_is_told(live: bool, tmp_path: Path, caplog: pyte
 
 
 def test_without_optimizer_states(tmp_path: Path) -> None:
-    path, state = write(tmp_path, Topology(1, 3))
-    rank = FakeTarget(PLAIN, Topology(2), 0)
+    path, state, rank = start(tmp_path)
     engine, report, _ = run_load(open_for(path, rank), rank, load_optimizer_states=False)
     check_loaded([rank], State({name: {"fp32": atoms["fp32"]} for name, atoms in state.atoms.items()}, {}, ()))
     assert not rank.wrapped.state
@@ -325,8 +325,7 @@ def test_without_optimizer_states(tmp_path: Path) -> None:
 
 
 def test_the_module_only(tmp_path: Path) -> None:
-    path, state = write(tmp_path, Topology(1, 3), run=Run(lr_scheduler={"last": 11}))
-    rank = FakeTarget(PLAIN, Topology(2), 0)
+    path, state, rank = start(tmp_path, run=Run(lr_scheduler={"last": 11}))
     engine, _, _ = run_load(open_for(path, rank), rank, load_module_only=True)
     check_loaded([rank], State({name: {"fp32": atoms["fp32"]} for name, atoms in state.atoms.items()}, {}, ()))
     assert not rank.wrapped.state
@@ -439,8 +438,7 @@ def test_a_damaged_record_leaves_the_engine_as_it_was(
 
 
 def test_a_damaged_record_leaves_live_states_as_they_were(tmp_path: Path) -> None:
-    path, _ = write(tmp_path, Topology(1, 3))
-    rank = FakeTarget(PLAIN, Topology(2), 0)
+    path, _, rank = start(tmp_path)
     take_a_step(rank.wrapped)
     before = [value.clone() for entry in rank.wrapped.state.values() for value in entry.values()]
     masters = [flat.data.clone() for flat in rank.flats]
@@ -489,8 +487,7 @@ def test_a_foreign_shard_leaves_the_engine_as_it_was(tmp_path: Path) -> None:
 
 
 def test_a_client_state_that_is_refused_leaves_the_engine_as_it_was(tmp_path: Path) -> None:
-    path, _ = write(tmp_path, Topology(1, 2), run=Run(client_state={"mine": Restored()}))
-    rank = FakeTarget(PLAIN, Topology(2), 0)
+    path, _, rank = start(tmp_path, Topology(1, 2), run=Run(client_state={"mine": Restored()}))
     with pytest.raises(UnsupportedError, match="Restored"):
         run_load(open_for(path, rank), rank)
     check_untouched(rank)
@@ -543,8 +540,7 @@ def test_a_file_that_changes_after_it_was_read_changes_nothing(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     have_memory(monkeypatch, True)
-    path, state = write(tmp_path, Topology(1, 3))
-    rank = FakeTarget(PLAIN, Topology(2), 0)
+    path, state, rank = start(tmp_path)
     take_a_step(rank.wrapped)
     index = open_for(path, rank)
     after_verification(monkeypatch, lambda: damage(index, name, "fp32"))
@@ -557,8 +553,7 @@ def test_a_file_that_changes_between_two_passes_is_noticed(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     have_memory(monkeypatch, False)
-    path, _ = write(tmp_path, Topology(1, 3))
-    rank = FakeTarget(PLAIN, Topology(2), 0)
+    path, _, rank = start(tmp_path)
     take_a_step(rank.wrapped)
     index, engine = open_for(path, rank), FakeEngine(rank)
     after_verification(monkeypatch, lambda: damage(index, name, "fp32"))
@@ -666,8 +661,7 @@ def test_what_a_read_held_that_failed_is_given_back_before_the_next_one(monkeypa
 def test_an_engine_that_was_left_half_loaded_is_usable_after_the_next_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, state = write(tmp_path, Topology(1, 3))
-    rank = FakeTarget(PLAIN, Topology(2), 0)
+    path, state, rank = start(tmp_path)
     take_a_step(rank.wrapped)
     index, engine = open_for(path, rank), FakeEngine(rank)
     with monkeypatch.context() as patch:
@@ -684,8 +678,7 @@ def test_an_engine_that_was_left_half_loaded_is_usable_after_the_next_load(
 
 
 def test_an_interrupt_while_the_engine_is_filled_marks_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, _ = write(tmp_path, Topology(1, 3))
-    rank = FakeTarget(PLAIN, Topology(2), 0)
+    path, _, rank = start(tmp_path)
     index, engine = open_for(path, rank), FakeEngine(rank)
 
     def interrupt() -> None:
@@ -698,8 +691,7 @@ def test_an_interrupt_while_the_engine_is_filled_marks_it(tmp_path: Path, monkey
 
 
 def test_a_file_that_goes_away_leaves_the_engine_as_it_was(tmp_path: Path) -> None:
-    path, _ = write(tmp_path, Topology(1, 3))
-    rank = FakeTarget(PLAIN, Topology(2), 0)
+    path, _, rank = start(tmp_path)
     index = open_for(path, rank)
     (path / "zero_pp_rank_2_mp_rank_00_optim_states.pt").unlink()
     with pytest.raises(CheckpointError, match=r"zero_pp_rank_2_.*: cannot be opened"):
@@ -780,111 +772,55 @@ def test_one_rank_that_cannot_look_for_its_state_file_ends_all_ranks(
     assert [type(each) for each in results] == [StorageError] * 2
 
 
+NO_MEMORY = MemoryError(), "out of memory"
+FAILING: dict[str, tuple[Any, str, Callable[[Any], torch.Tensor], Exception, str, str]] = {
+    "looks at its buffers": (Buffer, "fill_in_place", lambda buffer: buffer.tensor, *NO_MEMORY, ""),
+    "prepares its reads": (exchange, "choose_uploads", lambda sinks: sinks[0].buffer.tensor, *NO_MEMORY, ""),
+    "reads": (
+        CollectiveReader,
+        "_work",
+        lambda reader: reader.into.sinks[0].buffer.tensor if reader.into.sinks else torch.empty(0),
+        OSError(5, "Input/output error"),
+        "a file: Input/output error (EIO)",
+        "",
+    ),
+    "fills its buffers": (Destinations, "commit", lambda into: into.buffers[0].tensor, *NO_MEMORY, "refresh_copies"),
+    "makes its copies": (
+        FakeTarget,
+        "refresh_copies",
+        lambda target: target.flats[0].data,
+        *NO_MEMORY,
+        "gather_copies",
+    ),
+}
+"""What fails, the tensor by which a rank is known there, the error; and what is collective in DeepSpeed after it."""
+
+
 @pytest.mark.parametrize("culprit", [0, 2])
-def test_one_ranks_read_error_ends_all_ranks(culprit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, _ = write(tmp_path, Topology(1, 3))
-    targets = make_targets(PLAIN, Topology(3, 3))
-    index = open_for(path, targets[0])
-    read = CollectiveReader._work
-
-    def fail(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.into.sinks and self.into.sinks[0].buffer.tensor.data_ptr() == targets[culprit].flats[0].data.data_ptr():
-            raise OSError(5, "Input/output error")
-        return read(self, *args, **kwargs)
-
-    monkeypatch.setattr(CollectiveReader, "_work", fail)
-    results = World(3).run(lambda rank, comm: run_load(index, targets[rank], comm))
-    assert {type(result) for result in results} == {StorageError}
-    assert {str(result) for result in results} == {f"[rank {culprit}] a file: Input/output error (EIO)"}
-    for target in targets:
-        check_untouched(target)
-
-
-@pytest.mark.parametrize("culprit", [0, 2])
-def test_one_rank_without_memory_for_its_buffers_ends_all_ranks(
-    culprit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("where", FAILING)
+def test_one_rank_that_fails_ends_all_ranks(
+    where: str, culprit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """None of them may go on to what is collective in DeepSpeed."""
+    owner, name, find_tensor, error, text, collective = FAILING[where]
     path, _ = write(tmp_path, Topology(1, 3))
     targets = make_targets(PLAIN, Topology(3, 3))
-    index = open_for(path, targets[0])
-    commit, refreshed = Destinations.commit, []
+    index, work, reached = open_for(path, targets[0]), getattr(owner, name), list[int]()
 
-    def fail(self: Destinations) -> None:
-        if self.buffers[0].tensor.data_ptr() == targets[culprit].flats[0].data.data_ptr():
-            raise MemoryError
-        commit(self)
+    def fail(*args: Any) -> Any:
+        if find_tensor(args[0]).data_ptr() == targets[culprit].flats[0].data.data_ptr():
+            raise error
+        return work(*args)
 
-    monkeypatch.setattr(Destinations, "commit", fail)
-    for target in targets:
-        monkeypatch.setattr(target, "refresh_copies", lambda: refreshed.append(1))
+    monkeypatch.setattr(owner, name, fail)
+    if collective:
+        monkeypatch.setattr(FakeTarget, collective, lambda _: reached.append(1))
     results = World(3).run(lambda rank, comm: run_load(index, targets[rank], comm))
-    assert not refreshed
-    assert len({(type(result), str(result)) for result in results}) == 1
-    assert f"[rank {culprit}] out of memory" in str(results[0])
-    assert "must not be used" in str(results[0])
-
-
-@pytest.mark.parametrize("culprit", [0, 2])
-def test_one_rank_without_memory_for_its_copies_ends_all_ranks(
-    culprit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They are gathered when every rank has made its own."""
-    path, _ = write(tmp_path, Topology(1, 3))
-    targets = make_targets(PLAIN, Topology(3, 3))
-    index, gathered = open_for(path, targets[0]), list[int]()
-
-    def fail() -> None:
-        raise MemoryError
-
-    monkeypatch.setattr(targets[culprit], "refresh_copies", fail)
-    for target in targets:
-        monkeypatch.setattr(target, "gather_copies", lambda: gathered.append(1))
-    results = World(3).run(lambda rank, comm: run_load(index, targets[rank], comm))
-    assert len({(type(result), str(result)) for result in results}) == 1
-    assert f"[rank {culprit}] out of memory" in str(results[0])
-    assert "must not be used" in str(results[0])
-    assert not gathered
-
-
-@pytest.mark.parametrize("culprit", [0, 2])
-def test_one_rank_that_cannot_prepare_its_reads_ends_all_ranks(
-    culprit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, _ = write(tmp_path, Topology(1, 3))
-    targets = make_targets(PLAIN, Topology(3, 3))
-    index, choose = open_for(path, targets[0]), exchange.choose_uploads
-
-    def fail(sinks: list[TensorSink], threads: int) -> Uploads:
-        if sinks[0].buffer.tensor.data_ptr() == targets[culprit].flats[0].data.data_ptr():
-            raise MemoryError
-        return choose(sinks, threads)
-
-    monkeypatch.setattr(exchange, "choose_uploads", fail)
-    results = World(3).run(lambda rank, comm: run_load(index, targets[rank], comm))
-    assert len({(type(result), str(result)) for result in results}) == 1
-    assert f"[rank {culprit}] out of memory" in str(results[0])
-    for target in targets:
-        check_untouched(target)
-
-
-@pytest.mark.parametrize("culprit", [0, 2])
-def test_one_rank_without_memory_to_look_at_its_buffers_ends_all_ranks(
-    culprit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, _ = write(tmp_path, Topology(1, 3))
-    targets = make_targets(PLAIN, Topology(3, 3))
-    index, look = open_for(path, targets[0]), Buffer.fill_in_place
-
-    def fail(self: Buffer) -> bool:
-        if self.tensor.data_ptr() == targets[culprit].flats[0].data.data_ptr():
-            raise MemoryError
-        return look(self)
-
-    monkeypatch.setattr(Buffer, "fill_in_place", fail)
-    results = World(3).run(lambda rank, comm: run_load(index, targets[rank], comm))
-    assert len({(type(result), str(result)) for result in results}) == 1
-    assert f"[rank {culprit}] out of memory" in str(results[0])
+    ((kind, told),) = {(type(result), str(result)) for result in results}
+    assert f"[rank {culprit}] {text}" in told and not reached
+    assert where != "reads" or (kind, told) == (StorageError, f"[rank {culprit}] {text}")
+    if collective:
+        assert "must not be used" in told
+        return
     for target in targets:
         check_untouched(target)
 
@@ -899,8 +835,7 @@ NO_PLAN = LoadPlan([], [])
 @pytest.mark.parametrize("threads", [0, 1, 200])
 def test_scratch_memory_stays_within_the_window(window_mb: int, threads: int, tmp_path: Path) -> None:
     """Beside it rounds stage, send and receive a quarter of the window each."""
-    path, _ = write(tmp_path, Topology(1, 3))
-    rank = FakeTarget(PLAIN, Topology(2), 0)
+    path, _, rank = start(tmp_path)
     config = UniversalConfig(window_mb=window_mb, threads=threads)
     made = CollectiveReader(open_for(path, rank), Destinations(), [NO_PLAN], Comm(), config, [None])
     assert 1 <= made.threads <= (threads or count_threads())

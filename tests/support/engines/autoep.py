@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -18,14 +17,8 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.utils import groups, safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import Tensor, nn
 
-from tests.support.engines.going_on import (
-    Loaded,
-    States,
-    load_and_go_on,
-    load_and_report,
-    save_and_go_on,
-    train_on_noise,
-)
+from tests.support.engines import going_on
+from tests.support.engines.going_on import Kind, States, read_optimizer, train_on_noise
 
 EXPERTS = 4
 BATCH = 8
@@ -35,7 +28,7 @@ KINDS = ("column", "row")
 
 
 @dataclass(frozen=True)
-class Spread:
+class Spread(Kind):
     """An engine: ranks, ZeRO stage, precision, expert-parallel degree, order of the groups, further ZeRO options.
 
     Attributes:
@@ -60,6 +53,20 @@ class Spread:
         degrees = f"dp{self.world // self.tp // self.pp}" + f"-tp{self.tp}" * (self.tp > 1)
         degrees += f"-pp{self.pp}" * (self.pp > 1)
         return f"zero{self.stage}-{self.precision}-{degrees}-ep{self.ep}{order}{more}"
+
+    def join(self, parts: Sequence[States]) -> States:
+        return join(parts, self)
+
+    def is_direct(self, source: Any) -> bool:
+        return source != self or (self.stage == 0 and self.precision == "bf16" and self.pp > 1)  # BF16_Optimizer
+
+    def find_refusal(self, source: Any) -> str:
+        """Muon sorts by size, and cut matrices have another one."""
+        return "the param groups differ" if self.muon and source.stage == 0 and self.tp > 1 else ""
+
+    def adjust(self, state: str, saved: Tensor, loaded: Tensor) -> Tensor:
+        """ZeRO 3 keeps momentum in bf16, in whatever dtype it is read."""
+        return saved.bfloat16() if state == "momentum_buffer" and self.stage == 3 else saved
 
 
 class Gate(nn.Linear):
@@ -197,10 +204,10 @@ def read_states(engine: Any) -> States:
     """Everything that this rank and its replicas hold, of experts by their number in the whole layer."""
     held = {f"{name}.experts": module for name, module in engine.module.named_modules() if _is_layer(module)}
     found: States = {(name, "buffer"): buffer.clone() for name, buffer in engine.module.named_buffers()}
-    reader = _read_partitions if hasattr(engine.optimizer, "partition_count") else _read_whole
-    masters = {} if engine.zero_optimization_stage() == 3 else reader(engine.optimizer)
+    masters = {} if engine.zero_optimization_stage() == 3 else read_optimizer(engine.optimizer)
     for name, param in engine.module.named_parameters():
-        states = _read_parameter(param) | masters.get(id(param), {})
+        kept = {state: tensor for state, tensor in masters.get(id(param), {}).items() if state != "step"}
+        states = _read_parameter(param) | kept
         layer = held.get(name.rpartition(".")[0])
         if layer is None:
             found.update({(name, state): tensor for state, tensor in states.items()})
@@ -214,44 +221,6 @@ def read_states(engine: Any) -> States:
 
 def _is_layer(module: nn.Module) -> bool:
     return isinstance(module, AutoEPMoELayer)
-
-
-def _read_partitions(wrapped: Any) -> dict[int, dict[str, Tensor]]:
-    """Masters and moments of ZeRO 1 and 2 and BF16_Optimizer, gathered over each group's own ranks."""
-    found: dict[int, dict[str, Tensor]] = {}
-    groups_held = getattr(wrapped, "round_robin_bit16_groups", None) or wrapped.bf16_groups
-    masters = getattr(wrapped, "single_partition_of_fp32_groups", None) or wrapped.fp32_groups_flat_partition
-    for group, (params, part) in enumerate(zip(groups_held, masters, strict=True)):
-        states = {"fp32": part.data, **wrapped.optimizer.state[part]}
-        if "momentum_buffer" in states:  # of whole parameters
-            held = wrapped.params_in_partition[group]
-            pieces = states.pop("momentum_buffer").split([param.numel() for param in held])
-            for param, piece in zip(held, pieces, strict=True):
-                found.setdefault(id(param), {})["momentum_buffer"] = piece.view(param.shape).clone()
-        for state, tensor in states.items():
-            if not torch.is_tensor(tensor) or not tensor.dim():
-                continue
-            ranks = dist.get_world_size(wrapped.real_dp_process_group[group])
-            parts = [torch.empty_like(tensor) for _ in range(ranks)]
-            dist.all_gather(parts, tensor, group=wrapped.real_dp_process_group[group])
-            whole = torch.cat(parts)
-            for param in params:
-                mine, whole = whole[: param.numel()], whole[param.numel() :]
-                found.setdefault(id(param), {})[state] = mine.clone().view(param.shape)
-    return found
-
-
-def _read_whole(wrapped: Any) -> dict[int, dict[str, Tensor]]:
-    """Masters and states of stage 0."""
-    found: dict[int, dict[str, Tensor]] = {}
-    optimizer = getattr(wrapped, "optimizer", wrapped)
-    held = getattr(wrapped, "fp16_groups", None) or [group["params"] for group in wrapped.param_groups]
-    masters = getattr(wrapped, "fp32_groups", None) or held
-    for param, master in zip(chain(*held), chain(*masters), strict=True):
-        states = {"fp32": master, **optimizer.state[master]}
-        kept = {state: tensor for state, tensor in states.items() if torch.is_tensor(tensor) and tensor.dim()}
-        found[id(param)] = {state: tensor.detach().clone() for state, tensor in kept.items()}
-    return found
 
 
 def _read_parameter(param: Any) -> dict[str, Tensor]:
@@ -270,31 +239,5 @@ CUT = {"dense.0.weight": 0, "dense.0.bias": 0, "dense.1.weight": 1}
 
 
 def join(parts: Sequence[States], spread: Spread) -> States:
-    """What all ranks hold, whole; what several hold alike has to be equal. ``parts`` are by rank of the world."""
-    lanes: dict[tuple[str, str], dict[int, Tensor]] = {}
-    for rank, part in enumerate(parts):
-        for key, tensor in part.items():
-            is_cut = ".".join(key[0].split(".")[-3:]) in CUT and tensor.dim() > 0
-            held = lanes.setdefault(key, {}).setdefault(rank % spread.tp if is_cut else 0, tensor)
-            assert torch.equal(held, tensor), (key, rank)
-    return {
-        key: torch.cat([held[lane] for lane in sorted(held)], CUT[".".join(key[0].split(".")[-3:])])
-        if len(held) > 1
-        else held[0]
-        for key, held in lanes.items()
-    }
-
-
-def save(spread: Spread, folder: str, seed: int, frozen: bool = False) -> tuple[States, list[float]]:
-    return save_and_go_on(make(spread, seed, frozen=frozen), folder, train, read_states)
-
-
-def load_each(
-    spread: Spread, folders: Sequence[str], frozen: bool = False, checkpoint: Any = None
-) -> list[Loaded | str]:
-    engine = make(spread, seed=77, frozen=frozen, checkpoint=checkpoint)
-    return load_and_go_on(engine, folders, train, read_states, range(3, 5))
-
-
-def load_planned(spread: Spread, folder: str) -> tuple[int, int, int]:
-    return load_and_report(make(spread, seed=77), folder)
+    """Join the states of all ranks."""
+    return going_on.join(parts, lambda name: CUT.get(".".join(name.split(".")[-3:])), spread.tp)

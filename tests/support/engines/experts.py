@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import deepspeed
@@ -15,14 +13,7 @@ from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optim
 from deepspeed.utils import groups
 from torch import Tensor, nn
 
-from tests.support.engines.going_on import (
-    Loaded,
-    States,
-    load_and_go_on,
-    load_and_report,
-    save_and_go_on,
-    train_on_noise,
-)
+from tests.support.engines.going_on import Kind, States, read_optimizer, train_on_noise
 
 EXPERTS = 4
 BATCH = 8
@@ -30,7 +21,7 @@ FEATURES = 6
 
 
 @dataclass(frozen=True)
-class Spread:
+class Spread(Kind):
     """An engine: ranks, ZeRO stage, precision, expert-parallel degrees of its two layers, order of the groups.
 
     Attributes:
@@ -58,6 +49,12 @@ class Spread:
             + "-tied" * self.tied
         )
         return f"zero{self.stage}-{self.precision}-dp{self.world}-ep{self.degrees[0]}.{self.degrees[1]}{order}"
+
+    def find_refusal(self, source: Any) -> str:
+        """At stage 0 the files tell no names, and the param groups of two degrees differ."""
+        if source.stage or len(set(self.degrees)) == 1:
+            return ""
+        return "in another order" if self.shuffled else "the param groups differ"
 
 
 class Layers(nn.Module):
@@ -121,44 +118,12 @@ def name_parameters(module: nn.Module) -> dict[int, str]:
 
 
 def read_states(engine: Any) -> States:
-    """Everything that this rank and its replicas hold; partitions are gathered over their own groups."""
-    names, wrapped = name_parameters(engine.module), engine.optimizer
+    """Everything that this rank and its replicas hold."""
+    names, states = name_parameters(engine.module), read_optimizer(engine.optimizer)
     found = {(names[id(param)], "copy"): param.detach().clone() for param in engine.module.parameters()}
-    if hasattr(wrapped, "partition_count"):
-        for group, params in enumerate(wrapped.round_robin_bit16_groups):
-            part = wrapped.single_partition_of_fp32_groups[group]
-            for state, tensor in {"fp32": part, **wrapped.optimizer.state[part]}.items():
-                whole = tensor
-                if tensor.dim():
-                    parts = [torch.empty_like(tensor.data) for _ in range(wrapped.partition_count[group])]
-                    dist.all_gather(parts, tensor.data, group=wrapped.real_dp_process_group[group])
-                    whole = torch.cat(parts)
-                for param in params:
-                    mine, whole = (whole[: param.numel()], whole[param.numel() :]) if whole.dim() else (whole, whole)
-                    shape = param.shape if mine.dim() else ()
-                    found[names[id(param)], state] = mine.detach().clone().view(shape)
-        return found
-    optimizer = getattr(wrapped, "optimizer", wrapped)
-    masters = getattr(wrapped, "fp32_groups", None) or [group["params"] for group in wrapped.param_groups]
-    params = getattr(wrapped, "fp16_groups", None) or masters
-    for param, master in zip(chain(*params), chain(*masters), strict=True):
-        for state, tensor in {"fp32": master, **optimizer.state[master]}.items():
-            found[names[id(param)], state] = tensor.detach().clone()
-    return found
-
-
-def save(spread: Spread, folder: str, seed: int, again: bool = False) -> tuple[States, list[float]]:
-    return save_and_go_on(make(spread, seed), folder, train, read_states, again=again)
+    return found | {(names[number], state): each for number, held in states.items() for state, each in held.items()}
 
 
 def fill(src: States, dst: nn.Module) -> None:
     """A `custom_load_fn` that takes what it finds."""
     dst.load_state_dict(src, strict=False)
-
-
-def load_each(spread: Spread, folders: Sequence[str], tag: str | None = None, **arguments: Any) -> list[Loaded | str]:
-    return load_and_go_on(make(spread, seed=77), folders, train, read_states, range(3, 5), tag, **arguments)
-
-
-def load_planned(spread: Spread, folder: str) -> tuple[int, int, int]:
-    return load_and_report(make(spread, seed=77), folder)

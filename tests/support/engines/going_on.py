@@ -1,8 +1,11 @@
-"""Engines that are saved, loaded and go on, whatever they hold: what the ranks of several modules' engines do alike."""
+"""Engines of every kind on their ranks: save, load and train on; how states are read and joined."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,27 +17,58 @@ States = dict[tuple[str, str], Tensor]
 """By parameter and state, whole; ``fp32`` is the master, ``copy`` the model's own."""
 
 Loaded = tuple[bool, States, list[float]]
-"""Whether the plugin's own load ran, what was held after it, and the losses that followed."""
+"""Whether the plugin's own load ran, the states after it, and the losses that followed."""
 
-Train = Callable[[Any, range], list[float]]
-ReadStates = Callable[[Any], States]
+
+class Kind:
+    """Base of the descriptions of an engine; its module has ``make``, ``train`` and ``read_states``.
+
+    Attributes:
+        world: number of ranks.
+        stage: ZeRO stage.
+        precision: "fp32", "bf16" or "fp16".
+    """
+
+    world: int
+    stage: int
+    precision: str
+
+    def list_options(self, folder: str) -> dict[str, Any]:
+        """List arguments of ``make`` that depend on the folder of a run."""
+        return {}
+
+    def join(self, parts: Sequence[States]) -> States:
+        return join(parts)
+
+    def is_direct(self, source: Any) -> bool:
+        """Return True if the plugin's own loader loads `source` into this engine."""
+        return source != self  # type: ignore[no-any-return]
+
+    def find_refusal(self, source: Any) -> str:
+        """Return a part of the error message of a load of `source`; empty if it succeeds."""
+        return ""
+
+    def find_tolerance(self, source: Any) -> dict[str, float] | None:
+        """Return the arguments of `pytest.approx` for losses; None if they are not comparable."""
+        return {"abs": 1e-7} if source.precision == self.precision == "fp32" else None
+
+    def adjust(self, state: str, saved: Tensor, loaded: Tensor) -> Tensor:
+        """Return the saved tensor as this engine keeps it."""
+        return saved
+
+
+# --- on the ranks
 
 
 def save_and_go_on(
-    engine: Any,
-    folder: str,
-    train: Train,
-    read_states: ReadStates,
-    steps: int = 3,
-    after: int = 2,
-    *,
-    again: bool = False,
+    kind: Any, folder: str, seed: int, *, again: bool = False, **options: Any
 ) -> tuple[States, list[float]]:
-    """Train, save, go on, save once more where asked to: what was held at the first save, and the losses after it."""
-    train(engine, range(steps))
+    """Train, save, train on, save again if asked to. Returns the states at the first save and the losses after it."""
+    home, engine = make(kind, seed, folder, options)
+    home.train(engine, range(3))
     engine.save_checkpoint(folder)
-    states = read_states(engine)
-    losses = train(engine, range(steps, steps + after))
+    states = home.read_states(engine)
+    losses = home.train(engine, range(3, 5))
     if again:
         engine.save_checkpoint(folder)
     engine.destroy()
@@ -42,15 +76,10 @@ def save_and_go_on(
 
 
 def load_and_go_on(
-    engine: Any,
-    folders: Sequence[str],
-    train: Train,
-    read_states: ReadStates,
-    steps: range,
-    tag: str | None = None,
-    **arguments: Any,
+    kind: Any, folders: Sequence[str], scratch: str, tag: str | None, arguments: Mapping[str, Any], **options: Any
 ) -> list[Loaded | str]:
-    """One engine takes them all, one after the other; of a refusal its text."""
+    """Load one folder after the other into one engine, each followed by two steps; of a refusal its text."""
+    home, engine = make(kind, 77, scratch, options)
     found: list[Loaded | str] = []
     for folder in folders:
         try:
@@ -58,20 +87,25 @@ def load_and_go_on(
         except Exception as error:  # noqa: BLE001 - the caller looks at it
             found.append(f"{type(error).__name__}: {error}")
         else:
-            states = read_states(engine)
-            report = engine.ucp_report
-            direct = report is not None and report.direct
-            found.append((direct, states, train(engine, steps)))
+            states, report = home.read_states(engine), engine.ucp_report
+            found.append((report is not None and report.direct, states, home.train(engine, range(3, 5))))
     engine.destroy()
     return found
 
 
-def load_and_report(engine: Any, folder: str) -> tuple[int, int, int]:
+def load_and_report(kind: Any, folder: str) -> tuple[int, int, int]:
     """Load a checkpoint; returns this rank's bytes read and requests, and the bytes of state of all ranks."""
+    _, engine = make(kind, 77, folder, {})
     engine.load_checkpoint(folder)
     report = engine.ucp_report
     engine.destroy()
     return report.bytes_read, report.requests, report.state_bytes
+
+
+def make(kind: Any, seed: int, folder: str, options: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Returns the module of a kind and an engine."""
+    home = sys.modules[type(kind).__module__]
+    return home, home.make(kind, seed, **{**kind.list_options(folder), **options})
 
 
 def mean_square(output: Tensor, _label: Tensor) -> Tensor:
@@ -114,22 +148,100 @@ def train_on_noise(
     return losses
 
 
-class Saves(dict[Any, tuple[str, States, list[float]]]):
-    """By spread the folder of a run, what it held at the save, and its losses after it; saved when first asked for."""
+def read_optimizer(wrapped: Any) -> dict[int, dict[str, Tensor]]:
+    """Read masters and states by the parameter's identity, whole; partitions are gathered over their own groups."""
+    optimizer = getattr(wrapped, "optimizer", wrapped)
+    found: dict[int, dict[str, Tensor]] = defaultdict(dict)
+    for params, master, cuts, more in _list_masters(wrapped, optimizer):
+        states = {"fp32": master, **optimizer.state[master], **more}
+        if "momentum_buffer" in states and getattr(wrapped, "params_in_partition", None) and not wrapped.cpu_offload:
+            held = wrapped.params_in_partition[_find_group(wrapped, params)]  # Muon's: of whole parameters
+            pieces = states.pop("momentum_buffer").split([param.numel() for param in held])
+            for param, piece in zip(held, pieces, strict=True):
+                found[id(param)]["momentum_buffer"] = piece.view(param.shape).clone()
+        for state, value in states.items():
+            tensor = value.detach() if torch.is_tensor(value) else torch.tensor(float(value))
+            pieces = cuts(tensor) if tensor.dim() else [tensor] * len(params)
+            for param, piece in zip(params, pieces, strict=True):
+                found[id(param)][state] = piece.clone()
+    return found
 
-    def __init__(self, save: Callable[[Any, int], tuple[str, States, list[float]]]):
-        super().__init__()
-        self._save = save
 
-    def __missing__(self, spread: Any) -> tuple[str, States, list[float]]:
-        self[spread] = self._save(spread, len(self))
-        return self[spread]
+Cuts = Callable[[Tensor], Sequence[Tensor]]
+"""Cuts a tensor of the master's shape into those of the single parameters."""
 
 
-def join(parts: Sequence[States]) -> States:
-    """What all ranks hold; what several hold has to be equal."""
-    joined: States = {}
-    for part in parts:
+def _list_masters(wrapped: Any, optimizer: Any) -> Iterator[tuple[Sequence[Any], Tensor, Cuts, dict[str, Tensor]]]:
+    """By master its parameters, how these are cut out of it, and states that the optimizer does not hold."""
+    if hasattr(wrapped, "fp32_partitioned_groups_flat"):  # ZeRO 3
+        memory = getattr(wrapped, "muon_momentum_buffer_partitioned_groups_flat", {})
+        for number, params in enumerate(wrapped.fp16_groups):
+            more = {"momentum_buffer": memory[number]} if number in memory else {}
+            yield params, wrapped.fp32_partitioned_groups_flat[number], _join_partitions(params), more
+    elif hasattr(wrapped, "partition_count"):  # ZeRO 1 and 2, BF16_Optimizer
+        held = getattr(wrapped, "round_robin_bit16_groups", None) or wrapped.bf16_groups
+        masters = getattr(wrapped, "single_partition_of_fp32_groups", None) or wrapped.fp32_groups_flat_partition
+        for params, master, group in zip(held, masters, wrapped.real_dp_process_group, strict=True):
+            yield params, master, _cut_flat(params, group), {}
+    elif hasattr(wrapped, "fp32_groups_flat"):  # FP16_Optimizer
+        for params, master in zip(wrapped.fp16_groups, wrapped.fp32_groups_flat, strict=True):
+            yield params, master, _cut_flat(params), {}
+    else:
+        masters = getattr(wrapped, "fp32_groups", None) or [group["params"] for group in optimizer.param_groups]
+        held = getattr(wrapped, "fp16_groups", None) or masters
+        for param, master in zip(chain(*held), chain(*masters), strict=True):
+            yield [param], master, lambda tensor: [tensor], {}
+
+
+def _find_group(wrapped: Any, params: Sequence[Any]) -> int:
+    return next(number for number, held in enumerate(wrapped.round_robin_bit16_groups) if held is params)
+
+
+def _cut_flat(params: Sequence[Any], group: Any = None) -> Cuts:
+    def cut(tensor: Tensor) -> list[Tensor]:
+        whole, start, pieces = torch.cat(_gather(tensor, group)) if group else tensor, 0, []
+        for param in params:
+            pieces.append(whole[start : start + param.numel()].view(param.shape))
+            start += param.numel()
+        return pieces
+
+    return cut
+
+
+def _join_partitions(params: Sequence[Any]) -> Cuts:
+    def cut(tensor: Tensor) -> list[Tensor]:
+        parts, start, pieces = _gather(tensor, None), 0, []
+        for param in params:
+            size = -(-param.ds_numel // len(parts))
+            whole = torch.cat([part[start : start + size] for part in parts])
+            pieces.append(whole[: param.ds_numel].view(param.ds_shape))
+            start += size
+        return pieces
+
+    return cut
+
+
+def _gather(tensor: Tensor, group: Any) -> list[Tensor]:
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
+    return parts
+
+
+def join(parts: Sequence[States], find_cut: Callable[[str], int | None] = lambda _: None, tp: int = 1) -> States:
+    """Join the states of all ranks; replicas have to be equal.
+
+    Args:
+        parts: by rank of the world.
+        find_cut: returns the dimension along which tensor parallelism cuts a parameter, by its name.
+        tp: tensor-parallel ranks.
+    """
+    lanes: dict[tuple[str, str], dict[int, Tensor]] = {}
+    for rank, part in enumerate(parts):
         for key, tensor in part.items():
-            assert torch.equal(joined.setdefault(key, tensor), tensor), key
-    return joined
+            is_cut = find_cut(key[0]) is not None and tensor.dim() > 0
+            held = lanes.setdefault(key, {}).setdefault(rank % tp if is_cut else 0, tensor)
+            assert torch.equal(held, tensor), (key, rank)
+    return {
+        key: torch.cat([held[lane] for lane in sorted(held)], find_cut(key[0]) or 0) if len(held) > 1 else held[0]
+        for key, held in lanes.items()
+    }

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any
 
 import deepspeed
@@ -12,13 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.support.engines.going_on import Loaded, States, load_and_go_on, save_and_go_on
+from tests.support.engines import going_on
+from tests.support.engines.going_on import States, read_optimizer, train_on_noise
 
 BATCH = 8
 
 
 @dataclass(frozen=True)
-class Kind:
+class Kind(going_on.Kind):
     """An engine: ranks, ZeRO stage, precision, where states are kept, the dtype that gradients are summed in."""
 
     world: int
@@ -38,6 +37,17 @@ class Kind:
             + ["elastic"] * self.elastic
         )
         return "-".join([f"zero{self.stage}-{self.precision}-dp{self.world}", *marks])
+
+    def is_alike(self, source: Any) -> bool:
+        """Return True for the same topology: neither where ZeRO 3 has its momentum nor replicas are part of it."""
+        alike = replace(source, in_memory=False, world=self.world) == replace(self, in_memory=False)
+        return alike and (source.world == self.world or (source.stage, source.precision) == (0, "fp32"))
+
+    def is_direct(self, source: Any) -> bool:
+        return self.in_memory or not self.is_alike(source)
+
+    def find_tolerance(self, source: Any) -> dict[str, float] | None:
+        return {"rel": 0, "abs": 0} if self.is_alike(source) and source.world == self.world else None
 
     @property
     def config(self) -> dict[str, Any]:
@@ -92,90 +102,18 @@ def make(kind: Kind, seed: int) -> Any:
 
 
 def train(engine: Any, steps: range) -> list[float]:
-    losses = []
-    for step in steps:
-        batch = torch.randn(BATCH, 4, generator=torch.Generator().manual_seed(step))
-        own = batch.chunk(dist.get_world_size())[dist.get_rank()].to(engine.device)
-        loss = (engine(own.to(next(engine.module.parameters()).dtype)).float() - own[:, :1]).pow(2).mean()
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+    return train_on_noise(engine, steps, (BATCH, 4), (dist.get_rank(), dist.get_world_size()), measure)
+
+
+def measure(output: Tensor, batch: Tensor) -> Tensor:
+    return (output.float() - batch[:, :1]).pow(2).mean()
 
 
 def read_states(engine: Any) -> States:
-    """Everything that this rank holds; partitions are gathered."""
+    """Everything of the optimizer that this rank and its replicas hold."""
     names = {id(param): name for name, param in engine.module.named_parameters()}
-    wrapped = engine.optimizer
-    found: States = {}
-    if hasattr(wrapped, "fp16_groups") and hasattr(wrapped, "fp32_partitioned_groups_flat"):
-        memory = getattr(wrapped, "muon_momentum_buffer_partitioned_groups_flat", {})
-        for index, params in enumerate(wrapped.fp16_groups):
-            master = wrapped.fp32_partitioned_groups_flat[index]
-            states = {"fp32": master, **wrapped.optimizer.state[master]}
-            if index in memory:
-                states["momentum_buffer"] = memory[index]
-            _take_sub_group(found, [(names[id(param)], param) for param in params], states)
-    elif hasattr(wrapped, "partition_count"):
-        flats = getattr(wrapped, "single_partition_of_fp32_groups", None) or wrapped.fp32_groups_flat_partition
-        for index, master in enumerate(flats):
-            params = getattr(wrapped, "round_robin_bit16_groups", None) or wrapped.bf16_groups
-            named = [(names[id(param)], param) for param in params[index]]
-            states = {"fp32": master, **wrapped.optimizer.state[master]}
-            if hasattr(wrapped, "params_in_partition") and not wrapped.cpu_offload and "momentum_buffer" in states:
-                held = wrapped.params_in_partition[index]
-                pieces = states.pop("momentum_buffer").split([param.numel() for param in held])
-                for param, piece in zip(held, pieces, strict=True):
-                    found[names[id(param)], "momentum_buffer"] = piece.view(param.shape).clone()
-            _take_group(found, named, states, wrapped.partition_count[index])
-    else:
-        masters = getattr(wrapped, "fp32_groups", None) or [group["params"] for group in wrapped.param_groups]
-        own = getattr(wrapped, "fp16_groups", None) or masters
-        for params, held in zip(own, masters, strict=True):
-            for param, master in zip(params, held, strict=True):
-                states = {"fp32": master, **getattr(wrapped, "optimizer", wrapped).state[master]}
-                found.update({(names[id(param)], s): torch.as_tensor(t).detach().clone() for s, t in states.items()})
-    return found
-
-
-def _gather(tensor: Tensor) -> list[Tensor]:
-    parts = [torch.empty_like(tensor.data) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, tensor.data.contiguous())
-    return parts
-
-
-def _take_group(found: States, named: Sequence[tuple[str, Tensor]], states: dict[str, Any], parts: int) -> None:
-    ends = list(accumulate(param.numel() for _, param in named))
-    for state, tensor in states.items():
-        whole = torch.cat(_gather(tensor)) if torch.is_tensor(tensor) and tensor.dim() else tensor
-        for (name, param), end in zip(named, ends, strict=True):
-            if torch.is_tensor(whole) and whole.dim():
-                found[name, state] = whole[end - param.numel() : end].view(param.shape).clone()
-            else:
-                found[name, state] = torch.as_tensor(whole).clone()
-
-
-def _take_sub_group(found: States, named: Sequence[tuple[str, Any]], states: dict[str, Any]) -> None:
-    for state, tensor in states.items():
-        parts = _gather(tensor) if torch.is_tensor(tensor) and tensor.dim() else []
-        offset = 0
-        for name, param in named:
-            size = -(-param.ds_numel // dist.get_world_size())
-            if parts:
-                whole = torch.cat([part[offset : offset + size] for part in parts])
-                found[name, state] = whole[: param.ds_numel].view(param.ds_shape).clone()
-            else:
-                found[name, state] = torch.as_tensor(tensor).clone()
-            offset += size
-
-
-def save(kind: Kind, folder: str, seed: int, steps: int = 3) -> tuple[States, list[float]]:
-    """The losses are this rank's own."""
-    return save_and_go_on(make(kind, seed), folder, train, read_states, steps)
-
-
-def load_each(kind: Kind, folders: Sequence[str]) -> list[Loaded | str]:
-    return load_and_go_on(make(kind, seed=77), folders, train, read_states, range(3, 5))
+    states = read_optimizer(engine.optimizer)
+    return {(names[number], state): each for number, held in states.items() for state, each in held.items()}
 
 
 def load_by_deepspeed(kind: Kind, folder: str) -> list[float]:

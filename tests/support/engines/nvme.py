@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +15,8 @@ from torch import Tensor, nn
 from deepspeed_ucp.sources import swapped
 from deepspeed_ucp.testing.capture import capture
 from tests.support.engines import aio as aio_standin
-from tests.support.engines.going_on import Loaded, States, load_and_go_on, save_and_go_on
+from tests.support.engines import going_on
+from tests.support.engines.going_on import States, train_on_noise
 
 BATCH = 8
 AS_DEEPSPEED = bool({"UCP_EXHAUSTIVE", "UCP_TEST_AIO"} & os.environ.keys())
@@ -28,7 +28,7 @@ NARROW = WIDTH // 64
 
 
 @dataclass(frozen=True)
-class Kind:
+class Kind(going_on.Kind):
     """An engine: ranks, ZeRO stage, precision, devices of optimizer and parameters.
 
     Of swapping ``read``, or ``both``, may be pipelined; ``frozen``: one of the large matrices is; ``muon`` trains them;
@@ -55,6 +55,16 @@ class Kind:
             + "-early" * self.early
         )
         return f"zero{self.stage}-{self.precision}-dp{self.world}{places}{more}"
+
+    def list_options(self, folder: str) -> dict[str, Any]:
+        return {"swap": f"{folder}-swap"}
+
+    def is_direct(self, source: Any) -> bool:
+        return "nvme" in (self.optimizer, self.params) or source != self
+
+    def find_tolerance(self, source: Any) -> dict[str, float] | None:
+        alike = (source.world, source.stage, source.precision) == (self.world, self.stage, self.precision)
+        return {"rel": 0, "abs": 0} if alike else None
 
     def make_config(self, swap: str) -> dict[str, Any]:
         """The ds_config with a folder for swap files."""
@@ -131,16 +141,11 @@ def make(kind: Kind, seed: int, swap: str) -> Any:
 
 
 def train(engine: Any, steps: range) -> list[float]:
-    """This rank's own losses."""
-    losses, dtype = [], torch.bfloat16 if engine.bfloat16_enabled() else torch.float32
-    for step in steps:
-        batch = torch.randn(BATCH, NARROW, generator=torch.Generator().manual_seed(step))
-        own = batch.chunk(dist.get_world_size())[dist.get_rank()].to(engine.device)
-        loss = (engine(own.to(dtype)).float() - own[:, :3]).pow(2).mean()
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+    return train_on_noise(engine, steps, (BATCH, NARROW), (dist.get_rank(), dist.get_world_size()), measure)
+
+
+def measure(output: Tensor, batch: Tensor) -> Tensor:
+    return (output.float() - batch[:, :3]).pow(2).mean()
 
 
 def read_states(engine: Any) -> States:
@@ -152,14 +157,6 @@ def read_states(engine: Any) -> States:
             states["fp32"] = held.fp32
         found |= {(name, state): tensor for state, tensor in {**states, "copy": held.value}.items()}
     return found
-
-
-def save(kind: Kind, folder: str, seed: int) -> tuple[States, list[float]]:
-    return save_and_go_on(make(kind, seed, f"{folder}-swap"), folder, train, read_states)
-
-
-def load_each(kind: Kind, folders: Sequence[str], swap: str) -> list[Loaded | str]:
-    return load_and_go_on(make(kind, 77, swap), folders, train, read_states, range(3, 5))
 
 
 def load_and_save(kind: Kind, folder: str, other: str, swap: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import Any
 
 import deepspeed
@@ -10,8 +9,7 @@ import torch
 
 import deepspeed_ucp  # noqa: F401 - enables the plugin
 from tests.support.engines.cases import allow_fp16_on_cpu
-
-States = dict[tuple[str, str], torch.Tensor]
+from tests.support.engines.going_on import States, read_optimizer
 
 RENAMED = [{"from": r"(?P<x>[abc])\.(?P<y>.*)", "to": "{x}{x}.{y}"}]
 
@@ -49,16 +47,10 @@ def read(engine: Any) -> States:
     """Weights by their names, and of an optimizer at stage 0 masters and states."""
     names = {id(param): name for name, param in engine.module.named_parameters()}
     found = {(name, "weight"): param.detach().clone() for name, param in engine.module.named_parameters()}
-    wrapped = engine.optimizer
-    if engine.zero_optimization_stage() or not hasattr(wrapped, "state"):
+    if engine.zero_optimization_stage() or not hasattr(engine.optimizer, "state"):
         return found
-    optimizer = getattr(wrapped, "optimizer", wrapped)
-    masters = getattr(wrapped, "fp32_groups", None) or [group["params"] for group in optimizer.param_groups]
-    params = getattr(wrapped, "fp16_groups", None) or masters
-    for param, master in zip(chain(*params), chain(*masters), strict=True):
-        for state, value in {"fp32": master, **optimizer.state[master]}.items():
-            found[names[id(param)], state] = value.detach().clone()
-    return found
+    states = read_optimizer(engine.optimizer)
+    return found | {(names[number], state): each for number, held in states.items() for state, each in held.items()}
 
 
 def save(folder: str, precision: str) -> States:
