@@ -73,7 +73,7 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class Inspection:
     """A checkpoint as ``inspect`` shows it; ``data`` is all of it, for JSON."""
 
     index: AtomicIndex
@@ -82,7 +82,7 @@ class Contents:
     data: dict[str, Any]
 
 
-def list_contents(report: FolderReport, rules: Sequence[RuleSet] = ()) -> Contents:
+def list_contents(report: FolderReport, rules: Sequence[RuleSet] = ()) -> Inspection:
     """List the contents of a checkpoint that opens.
 
     Args:
@@ -118,7 +118,7 @@ def list_contents(report: FolderReport, rules: Sequence[RuleSet] = ()) -> Conten
         "files": [{"name": name, "size": size} for name, size in files.items()],
         "findings": findings,
     }
-    return Contents(index, rows, findings, data)
+    return Inspection(index, rows, findings, data)
 
 
 def list_parameters(index: AtomicIndex, settled: Settled) -> list[Parameter]:

@@ -15,7 +15,7 @@ from .printing import ERROR, OK, emit, print_message
 if TYPE_CHECKING:
     from ..patterns import RuleSet
     from ..sources.open import FolderReport
-    from .contents import Contents, Parameter
+    from .contents import Inspection, Parameter
 
 
 def add_parser(commands: Commands) -> None:
@@ -72,7 +72,7 @@ def _show(options: argparse.Namespace, report: FolderReport, rules: Sequence[Rul
         emit(options, found.data, write_summary(found, unfold=options.all))
 
 
-def pick_parameter(found: Contents, wanted: str) -> Parameter:
+def pick_parameter(found: Inspection, wanted: str) -> Parameter:
     """Find the parameter of that name (or tied to it), or the only one whose name matches a regular expression.
 
     Raises:

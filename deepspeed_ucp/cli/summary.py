@@ -12,7 +12,7 @@ from typing import Any
 from ..atoms import COPY, ITEMSIZE, AtomicIndex, ParamKey, Shard, Tiles
 from ..errors import count_of, escape, fold_names
 from ..sources.findings import Finding
-from .contents import BUFFER, FROZEN, TRAINED, Contents, Parameter, find_file, knows_optimizer, sort_states
+from .contents import BUFFER, FROZEN, TRAINED, Inspection, Parameter, find_file, knows_optimizer, sort_states
 from .printing import format_bytes, format_count, format_table
 
 _WIDTH = 100
@@ -25,7 +25,7 @@ _MOST_NAMES = 12
 """Names that a finding lists."""
 
 
-def write_summary(found: Contents, *, unfold: bool) -> list[str]:
+def write_summary(found: Inspection, *, unfold: bool) -> list[str]:
     """Write the report; the first line is the verdict."""
     more = f"; {count_of(len(found.findings), 'finding')} at the end" if found.findings else ""
     lines = [
@@ -41,7 +41,7 @@ def write_summary(found: Contents, *, unfold: bool) -> list[str]:
     return lines
 
 
-def _write_head(found: Contents) -> list[str]:
+def _write_head(found: Inspection) -> list[str]:
     data, counters = found.data, found.index.run.counters
     totals, optimizer, kinds = data["totals"], data["optimizer"], [row.kind for row in found.parameters]
     others = "frozen and buffers" if knows_optimizer(found.index) else "weights and buffers"
@@ -88,7 +88,7 @@ def _write_value(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _describe_writer(found: Contents) -> str:
+def _describe_writer(found: Inspection) -> str:
     topology, written = found.index.run.topology, found.data["written_by"]
     if found.index.run.format:
         return f"{written['tool']}, {topology.precision}"

@@ -192,7 +192,11 @@ def verify_checkpoint(
     reports = [_describe_file(name, sizes[name], listed.get(name)) for name in mine]
     gathered = comm.gather((reports, faults, read, others))
     left = {finding.file for finding in more if finding.kind == "leftover"}
-    every = [*more, *(_excuse(fault, left) for _, held, *_ in gathered for fault in held)]
+    faults = [fault for _, held, *_ in gathered for fault in held]
+    every = [  # damage to a file of an earlier save keeps nothing from being loaded
+        *more,
+        *(replace(fault, severity=WARNING) if fault.file in left else fault for fault in faults),
+    ]
     if index is not None and not headers_only and all(fault.warning for fault in every):
         every += _compare_samples(folder, index, comm)
     return Verification(
@@ -259,7 +263,9 @@ class _Examiner:
                 path, before = turn[name].path, seen.setdefault(name, each)
                 if not each.faults:
                     left[name].clear()
-                    seen[name] = _Seen(each.listed, [_excuse_copy(fault, path) for fault in before.faults])
+                    text = f" {path} is right."  # it makes up for the faults of the other copies
+                    excused = [replace(f, severity=WARNING, text=f"{f.text}{text}") for f in before.faults]
+                    seen[name] = _Seen(each.listed, excused)
                 elif self.index is not None:
                     self.index.stored.failed.add(path)
         return seen, read
@@ -329,16 +335,6 @@ def _look_at(name: str, path: str) -> FileRecords | Finding:
         return list_records(path)
     except UcpError as error:
         return from_failure("header", name, error)
-
-
-def _excuse_copy(fault: Finding, path: str) -> Finding:
-    """A fault that a right copy of the file makes up for."""
-    return replace(fault, severity=WARNING, text=f"{fault.text} {path} is right.")
-
-
-def _excuse(fault: Finding, left: Set[str]) -> Finding:
-    """Damage to a file of an earlier save keeps nothing from being loaded."""
-    return replace(fault, severity=WARNING) if fault.file in left else fault
 
 
 def _share(where: FileTable, comm: Comm) -> list[str]:
