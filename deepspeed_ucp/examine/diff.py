@@ -34,8 +34,8 @@ class AtomDifference:
         dtypes: of A and B; values of two dtypes are compared as numbers.
         tally: what comparing the elements has found, padding rows of a vocabulary left out.
         padding: the same of the padding rows that both have.
-        index: of the first element that differs, in the logical tensor; in the shard of rank ``shard`` if the pattern of
-            the shards is unknown.
+        index: of the first element that differs, in the logical tensor; if the pattern is unknown, in the shard of rank
+            ``shard``.
         text: shapes that differ.
         instance: number of the copy, if several pipeline stages hold the parameter with different values.
     """
