@@ -72,18 +72,8 @@ class Parameter:
         return ParamKey(self.name, self.instance)
 
 
-@dataclass(frozen=True, slots=True)
-class Contents:
-    """A checkpoint as ``inspect`` shows it; ``data`` is all of it, for JSON."""
-
-    index: AtomicIndex
-    parameters: list[Parameter]
-    findings: list[Finding]
-    data: dict[str, Any]
-
-
-def list_contents(report: FolderReport, rules: Sequence[RuleSet] = ()) -> Contents:
-    """List the contents of a checkpoint that opens.
+def list_contents(report: FolderReport, index: AtomicIndex, rules: Sequence[RuleSet] = ()) -> dict[str, Any]:
+    """List the contents of a checkpoint that opens, as data for ``--json``.
 
     Args:
         rules: the user's, for parameters whose pattern the checkpoint does not record.
@@ -91,14 +81,13 @@ def list_contents(report: FolderReport, rules: Sequence[RuleSet] = ()) -> Conten
     Raises:
         CheckpointError: the state file, or the manifest, is damaged.
     """
-    index = report.index or report.require()
     run, settled = index.run, settle_index(index, rules)
     rows, files = list_parameters(index, settled), _list_files(report)
     client, version = _read_client_keys(index)
     findings = [*_find_limits(index, rows, settled, rules), *list_findings(report)]
     topology = {each.name: getattr(run.topology, each.name) for each in fields(run.topology) if each.name != "flats"}
     optimizer, _, parameters = topology.pop("offload").partition("/")
-    data = {
+    return {
         "folder": report.folder,
         "written_by": {"deepspeed": version or None, **_find_writer(index, report.folder)},
         "topology": {**topology, "offload_optimizer": optimizer, "offload_param": parameters},
@@ -118,7 +107,6 @@ def list_contents(report: FolderReport, rules: Sequence[RuleSet] = ()) -> Conten
         "files": [{"name": name, "size": size} for name, size in files.items()],
         "findings": findings,
     }
-    return Contents(index, rows, findings, data)
 
 
 def list_parameters(index: AtomicIndex, settled: Settled) -> list[Parameter]:

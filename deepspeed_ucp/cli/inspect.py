@@ -13,9 +13,10 @@ from .common import Commands, add_checkpoint, add_command, add_shared_options, f
 from .printing import ERROR, OK, emit, print_message
 
 if TYPE_CHECKING:
+    from ..atoms import AtomicIndex
     from ..patterns import RuleSet
     from ..sources.open import FolderReport
-    from .contents import Contents, Parameter
+    from .contents import Parameter
 
 
 def add_parser(commands: Commands) -> None:
@@ -64,22 +65,23 @@ def _show(options: argparse.Namespace, report: FolderReport, rules: Sequence[Rul
     from .contents import list_contents
     from .summary import detail_parameter, write_detail, write_summary
 
-    found = list_contents(report, rules)
+    index = report.index or report.require()
+    data = list_contents(report, index, rules)
     if options.param:
-        detail = detail_parameter(found.index, pick_parameter(found, options.param))
+        detail = detail_parameter(index, pick_parameter(index, data["parameters"], options.param))
         emit(options, detail, write_detail(detail))
     else:
-        emit(options, found.data, write_summary(found, unfold=options.all))
+        emit(options, data, write_summary(index, data, unfold=options.all))
 
 
-def pick_parameter(found: Contents, wanted: str) -> Parameter:
+def pick_parameter(index: AtomicIndex, parameters: Sequence[Parameter], wanted: str) -> Parameter:
     """Find the parameter of that name (or tied to it), or the only one whose name matches a regular expression.
 
     Raises:
         ConfigError: none or several match.
     """
-    name = found.index.resolve(wanted)
-    rows = {str(row.param): row for row in found.parameters}
+    name = index.resolve(wanted)
+    rows = {str(row.param): row for row in parameters}
     if name in rows:
         return rows[name]
     try:

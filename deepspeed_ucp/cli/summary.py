@@ -12,7 +12,7 @@ from typing import Any
 from ..atoms import COPY, ITEMSIZE, AtomicIndex, ParamKey, Shard, Tiles
 from ..errors import count_of, escape, fold_names
 from ..sources.findings import Finding
-from .contents import BUFFER, FROZEN, TRAINED, Contents, Parameter, find_file, knows_optimizer, sort_states
+from .contents import BUFFER, FROZEN, TRAINED, Parameter, find_file, knows_optimizer, sort_states
 from .printing import format_bytes, format_count, format_table
 
 _WIDTH = 100
@@ -25,26 +25,22 @@ _MOST_NAMES = 12
 """Names that a finding lists."""
 
 
-def write_summary(found: Contents, *, unfold: bool) -> list[str]:
+def write_summary(index: AtomicIndex, data: Mapping[str, Any], *, unfold: bool) -> list[str]:
     """Write the report; the first line is the verdict."""
-    more = f"; {count_of(len(found.findings), 'finding')} at the end" if found.findings else ""
-    lines = [
-        f"{found.data['folder']}: opens{more}",
-        *_write_head(found),
-        "",
-        *_write_parameters(found.parameters, unfold=unfold),
-    ]
-    if found.index.model.aliases:
-        lines += ["", "tied", *(f"  {alias} = {name}" for alias, name in sorted(found.index.model.aliases.items()))]
-    if found.findings:
-        lines += ["", "findings", *(line for each in found.findings for line in _write_finding(each))]
+    findings, ties = data["findings"], sorted(data["ties"].items())
+    more = f"; {count_of(len(findings), 'finding')} at the end" if findings else ""
+    lines = [f"{data['folder']}: opens{more}", *_write_head(index, data), ""]
+    lines += _write_parameters(data["parameters"], unfold=unfold)
+    if ties:
+        lines += ["", "tied", *(f"  {alias} = {name}" for alias, name in ties)]
+    if findings:
+        lines += ["", "findings", *(line for each in findings for line in _write_finding(each))]
     return lines
 
 
-def _write_head(found: Contents) -> list[str]:
-    data, counters = found.data, found.index.run.counters
-    totals, optimizer, kinds = data["totals"], data["optimizer"], [row.kind for row in found.parameters]
-    others = "frozen and buffers" if knows_optimizer(found.index) else "weights and buffers"
+def _write_head(index: AtomicIndex, data: Mapping[str, Any]) -> list[str]:
+    totals, optimizer, kinds = data["totals"], data["optimizer"], [row.kind for row in data["parameters"]]
+    others = "frozen and buffers" if knows_optimizer(index) else "weights and buffers"
     parts = {"masters": "masters", "optimizer": "states", others: "module", "model copies": "copies"}
     sizes = [f"{name} {format_bytes(totals[part])}" for name, part in parts.items() if totals[part]]
     buffers, instances = kinds.count(BUFFER), len(data["instances"])
@@ -62,8 +58,8 @@ def _write_head(found: Contents) -> list[str]:
         for number, group in enumerate(optimizer["groups"])
     ]
     rows = [
-        ("written by", _describe_writer(found)),
-        ("step", f"{counters.get('global_steps', 'not recorded')}"),
+        ("written by", _describe_writer(index, data["written_by"])),
+        ("step", str(data["counters"].get("global_steps", "not recorded"))),
         ("optimizer", f"{optimizer['name']}: {states}" if optimizer["name"] else states),
         *groups,
         ("model", ", ".join([*model, *(text for text, some in numbers.items() if some)])),
@@ -88,9 +84,9 @@ def _write_value(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _describe_writer(found: Contents) -> str:
-    topology, written = found.index.run.topology, found.data["written_by"]
-    if found.index.run.format:
+def _describe_writer(index: AtomicIndex, written: Mapping[str, Any]) -> str:
+    topology = index.run.topology
+    if index.run.format:
         return f"{written['tool']}, {topology.precision}"
     if topology.is_atomic:
         return f"{written['tool']}, an atomic checkpoint"

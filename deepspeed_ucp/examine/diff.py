@@ -1,4 +1,4 @@
-"""Two checkpoints of any topologies and kinds, held against each other atom by atom."""
+"""Compares two checkpoints of any topologies and kinds, atom by atom."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NOTHING = Tally()
 
 @dataclass(frozen=True, slots=True)
 class AtomDifference:
-    """An atom that is not the same in both checkpoints.
+    """An atom that differs.
 
     Attributes:
         name, state: the atom's, as A names it.
@@ -34,10 +34,10 @@ class AtomDifference:
         dtypes: of A and B; values of two dtypes are compared as numbers.
         tally: what comparing the elements has found, padding rows of a vocabulary left out.
         padding: the same of the padding rows that both have.
-        index: of the first element that differs, in the logical tensor; in the shard of rank ``shard`` where nothing
-            tells how the shards make up the whole.
+        index: of the first element that differs, in the logical tensor; if the pattern is unknown, in the shard of rank
+            ``shard``.
         text: shapes that differ.
-        instance: number of the pipeline stage's own copy, where several hold the parameter with values of their own.
+        instance: number of the copy, if several pipeline stages hold the parameter with different values.
     """
 
     name: str
@@ -57,13 +57,13 @@ class AtomDifference:
         return str(ParamKey(self.name, self.instance))
 
     def is_within(self, tolerance: float) -> bool:
-        """Whether it is but a difference of values of at most ``tolerance``."""
+        """Return whether only values differ, by at most ``tolerance``."""
         return self.kind == "values" and tolerance > 0 and max(self.tally.largest, self.padding.largest) <= tolerance
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What comparing two checkpoints has found.
+    """The result of a comparison.
 
     Attributes:
         compared: atoms that both have, of one logical shape.
@@ -93,7 +93,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiffOptions(WorkOptions):
-    """What is compared, and with which means.
+    """Options of a comparison.
 
     Attributes:
         only: regular expression for names (searched for anywhere in them); then the run's counters, client state and
@@ -130,7 +130,7 @@ def diff_checkpoints(
         rules: the user's patterns and renames (from A's names to B's).
 
     Raises:
-        MismatchError: both cut parameters differently and nothing tells how; or replicas differ within one of them.
+        MismatchError: an unknown pattern of parameters that both cut differently; or replicas that differ.
         CheckpointError: a file cannot be read.
         ConfigError: ``only`` is no regular expression.
     """
@@ -187,7 +187,7 @@ def _join(parts: Iterable[tuple[int, tuple[Tally, Tally]]]) -> Tallies:
 def _compare_rest(
     left: AtomicIndex, right: AtomicIndex, pairs: Pairs, options: DiffOptions
 ) -> tuple[list[ValueDifference], list[str]]:
-    """Everything but tensors: what differs, and what is noted."""
+    """Compare all but tensors; returns differences and notes."""
     weights = is_weights_alone(left, right)
     values = [] if options.states or weights else compare_values(left, right, pairs.names, options.wants)
     if left.run.format or right.run.format:  # whose topology is nowhere told

@@ -1,4 +1,4 @@
-"""Comparing elements: equal to the bit, or how many differ, where first and by how much."""
+"""Compares elements bitwise: number, first place and size of differences."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """What comparing elements has found.
+    """The result of comparing elements.
 
     Attributes:
         numel: elements compared.
         differing: how many differ.
-        first: position of the first that differs; -1 where none does.
+        first: position of the first that differs; -1 if none does.
         largest: largest absolute difference; inf where one side is no finite number.
         relative: largest of |a - b| / max(|a|, |b|).
     """

@@ -1,4 +1,4 @@
-"""What is wrong with a file's bytes, and what lies in the damaged ones."""
+"""Faults of a file's bytes, and the tensors in damaged records."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ NAMED = 8
 
 
 def find_damage(path: str, name: str, listed: FileRecords, scan: Scanned, index: AtomicIndex | None) -> list[Finding]:
-    """Faults of one file's bytes, with the atoms in damaged records as far as index or file tell them.
+    """Find faults of a file's bytes, with the known atoms of damaged records.
 
     Args:
         listed: the file's directory.
-        scan: what reading the file's records has given.
+        scan: checksums and errors of reading the records.
     """
     damaged = list(_compare_records(name, listed.records, scan))
     if not damaged:

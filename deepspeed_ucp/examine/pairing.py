@@ -22,7 +22,7 @@ class Pair:
     Attributes:
         left, right: of A and of B. With ``kept`` both are the shards one behind the other.
         vocab: rows that mean something, where the rest of dimension 0 is padding; None: no padding is known.
-        kept: both sides are cut alike, and nothing tells how: local shapes by tensor-parallel rank.
+        kept: local shapes by tensor-parallel rank, if both sides are cut alike by an unknown pattern.
     """
 
     left: FullTensor
@@ -83,9 +83,9 @@ def pair_atoms(
 ) -> Pairs:
     """Bring the atoms of two checkpoints together by name and state.
 
-    Copies of parameters that have a master are left out. What only one side holds for several pipeline stages is held
-    against the other's first; what is tied on one side only, against what it is tied to. Of weights alone all are held
-    against the other side's masters, and optimizer states are left out.
+    Copies of parameters that have a master are left out. An instance that only one side has is compared with the other
+    side's first one, and a parameter that is tied on one side with its owner. If one side has only weights, they are
+    compared with the other side's masters, and optimizer states are left out.
 
     Args:
         left, right: A and B.
@@ -93,7 +93,7 @@ def pair_atoms(
         wanted: (name, state) → whether it is compared.
 
     Raises:
-        MismatchError: parameters that the two cut differently, and nothing tells how; all in one message.
+        MismatchError: unknown patterns of parameters that both cut differently; all in one message.
     """
     rules = [replace(each, resizes=()) for each in rules]  # another shape is a difference
     renamed = apply_renames(left, list_shapes(right), rules, right.model.aliases)
@@ -122,12 +122,12 @@ def pair_atoms(
 
 
 def is_weights_alone(left: AtomicIndex, right: AtomicIndex) -> bool:
-    """Whether one of two checkpoints has weights alone, so that nothing else is compared."""
+    """Return whether one of two checkpoints has only weights, so that only these are compared."""
     return left.is_weights_alone or right.is_weights_alone
 
 
 _WEIGHTS = (MASTER, MODULE)
-"""What a weight may be on either side where one has nothing else."""
+"""States of a weight if one side has only weights."""
 
 
 def _list_wanted(index: AtomicIndex, wanted: Callable[[str, str], bool], weights: bool) -> dict[AtomKey, Atom]:
@@ -164,11 +164,11 @@ def _find_partner(
 
 
 def list_partners(param: ParamKey, index: AtomicIndex, names: Mapping[str, str]) -> tuple[ParamKey, ...]:
-    """What a parameter may be in the other checkpoint: the same stage's instance, the first one, what it is tied to.
+    """List candidates for a parameter in the other checkpoint: same instance, first instance, tied parameter.
 
     Args:
         index: the other checkpoint.
-        names: where the other has another name for it.
+        names: names of the other checkpoint, if they differ.
     """
     name = names.get(param.name, param.name)
     return ParamKey(name, param.instance), ParamKey(name), ParamKey(index.resolve(name))
@@ -180,7 +180,7 @@ def _settle_both(
     """Both sides' layouts by A's names; what is wrong has logical shapes of two sizes.
 
     Raises:
-        MismatchError: parameters that the two cut differently, and nothing tells how; all in one message.
+        MismatchError: unknown patterns of parameters that both cut differently; all in one message.
     """
     keys = sorted(keys, key=lambda pair: _RANKS.get(pair[0].state, 1), reverse=True)  # the weights' shapes count
     source = {a.name: _local(left.stored.atoms[a]) for a, _ in keys}
@@ -219,7 +219,7 @@ def _compare_shapes(
 
 
 def _refine(found: Settled, source: Shapes, target: Shapes, index: AtomicIndex, rules: Sequence[RuleSet]) -> None:
-    """What is cut alike on both sides needs no pattern; with one, places and padding rows can be told all the same."""
+    """Settle the patterns of parameters that both sides cut alike, to locate elements and padding rows."""
     alike = [name for name in found.layouts if source[name] == target[name] and name not in index.model.buffers]
     names = [
         name for name in alike if isinstance(found.patterns[name], SameShards) or found.patterns[name].vocab is None

@@ -1,4 +1,4 @@
-"""Holds a folder's files against what proves them: a seal, or the manifest of an atomic checkpoint."""
+"""Compares a folder's files with a seal, or with the manifest of an atomic checkpoint."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def compare_proof(
     *,
     first: bool,
 ) -> list[Finding]:
-    """Faults of the files that are not what the proof says.
+    """Find the files that do not match the proof.
 
     Args:
         proof: a manifest proves an atomic checkpoint's own files, or a normal checkpoint that was converted.
         report: what the folder is.
         sizes: all files with their bytes.
         listed: the directories of this rank's files.
-        first: this rank tells what is missing, or too many.
+        first: this rank reports missing and extra files.
     """
     if isinstance(proof, Manifest) and report.atomic:
         found, names = compare_manifest(proof, sizes, listed, first=first), set(proof.files)
@@ -85,10 +85,10 @@ def make_seal(manifest: Manifest) -> Seal:
 def compare_manifest(
     manifest: Manifest, sizes: Mapping[str, int], listed: Mapping[str, FileRecords], *, first: bool
 ) -> list[Finding]:
-    """Files of an atomic checkpoint that its manifest does not list, or whose records are not those that were written.
+    """Find files of an atomic checkpoint that its manifest does not list, or whose records it lists differently.
 
-    What is missing is told as the checkpoint is opened, and records' bytes are held against their checksums by reading
-    them. Arguments as of :func:`compare_proof`.
+    Missing files are found when the checkpoint is opened, and damaged bytes when records are read. Arguments as of
+    :func:`compare_proof`.
     """
     steps: set[str] = set()
     if not any(os.path.basename(state.name) == "step.pt" for state in manifest.states):

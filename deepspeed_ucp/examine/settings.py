@@ -1,4 +1,4 @@
-"""Comparing what runs were set to: ds_configs, of saves or of files, and hyper-parameters."""
+"""Compares ds_configs, of saves or of files, and hyper-parameters."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from ..io.store import read_small
 from .values import ABSENT, ValueDifference, describe_value, is_same, join_alike
 
 AUTO = "auto"
-"""What a trainer is to fill in; a save has what it filled in."""
+"""Value that a trainer replaces; a save has the replaced value."""
 
 _MOST = 16 << 20
 """Bytes of a file of a ds_config at most."""
 
 
 def read_config(path: str) -> dict[str, Any]:
-    """A ds_config from its file, which may have comments, as DeepSpeed reads it.
+    """Read a ds_config from a file, which may have comments.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the file is not a ds_config.
         StorageError: it cannot be read.
     """
     import hjson
@@ -39,7 +39,7 @@ def read_config(path: str) -> dict[str, Any]:
 
 
 def compare_configs(left: Mapping[str, Any], right: Mapping[str, Any]) -> tuple[list[ValueDifference], list[str]]:
-    """What differs between two ds_configs, by path; and in words what a trainer is to fill in. Secrets are hidden."""
+    """Compare two ds_configs by path; returns differences, and notes about values that a trainer replaces."""
     sides = dict(_flatten(left)), dict(_flatten(right))
     found, notes = [], []
     for path in dict.fromkeys((*sides[0], *sides[1])):
@@ -64,7 +64,7 @@ def _flatten(config: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, 
 
 
 def compare_hyper(index: AtomicIndex, config: Mapping[str, Any], *, is_left: bool) -> list[ValueDifference]:
-    """Hyper-parameters of a save that a ds_config has otherwise.
+    """Compare the hyper-parameters of a save with those of a ds_config.
 
     Args:
         is_left: the save is A.

@@ -32,8 +32,8 @@ class TagReport:
     Attributes:
         path: of it in the folder that was looked into; ``.`` where it is that folder.
         folder: its own.
-        fault: why it is not whole; None where it is, or where what wrote it is not covered and nothing else is wrong.
-        topology: that saved it, in words; None where that cannot be told.
+        fault: why it is not whole; None if it is whole, or of an unsupported kind without another fault.
+        topology: description of the saving topology; None if unknown.
         weights_only: it lacks its optimizer states alone, all of them.
         files: that lie in it and below it.
     """
@@ -67,7 +67,7 @@ def find_saves(folder: str) -> list[str]:
                 found += tags or [name] * holds_foreign(os.path.join(folder, name))
             except CheckpointError as error:
                 logger.warning("%s", error)
-    return found or [os.path.relpath(find_checkpoint(folder), folder)]  # raises, and tells what the folder looks like
+    return found or [os.path.relpath(find_checkpoint(folder), folder)]  # raises, and describes the folder
 
 
 def look_at_tag(folder: str, path: str, also: Sequence[str] = ()) -> TagReport:
@@ -109,7 +109,7 @@ def look_at_tag(folder: str, path: str, also: Sequence[str] = ()) -> TagReport:
 
 
 def is_trainers(folder: str) -> bool:
-    """Whether a folder is one of Hugging Face's Trainer, with what that writes beside the engine's tag."""
+    """Return whether a folder is a checkpoint of Hugging Face's Trainer, with the Trainer's own files."""
     return _TRAINERS.fullmatch(os.path.basename(folder)) is not None and any(map(_is_beside, scan_if_there(folder)))
 
 
@@ -118,7 +118,7 @@ def _is_beside(name: str) -> bool:
 
 
 def _find_cut_short(folder: str) -> str:
-    """What tells that Hugging Face's Trainer has not come to the end of a save; empty where nothing does."""
+    """Return a fault if Hugging Face's Trainer has not finished a save, else an empty text."""
     names = scan_if_there(folder)
     is_cut = any(map(_is_beside, names)) and TRAINER_STATE not in names
     return f"{folder}/{TRAINER_STATE}: missing, which a trainer's save writes last" if is_cut else ""

@@ -1,6 +1,6 @@
-"""Comparing what is not an element: scalars, hyper-parameters, counters, scaler, scheduler and client state.
+"""Compares values other than tensors: scalars, hyper-parameters, counters, scaler, scheduler and client state.
 
-Client state is compared as it lies in the files, without running any of it.
+Client state is compared as stored; none of its code is run.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from ..torchsave.torchfile import TorchFile, read_header
 from .pairing import list_partners
 
 ABSENT = "(absent)"
-"""Stands for a value that one side does not have."""
+"""Placeholder of a missing value."""
 
 LIMIT = 100
-"""Differences of the client state that are told."""
+"""Largest number of reported differences of the client state."""
 
 TOPOLOGY = ("dp_world_size", "mp_world_size", *BATCH_SIZES, ASKED, *BEGUN)
 _MODEL = (
@@ -32,7 +32,7 @@ _MODEL = (
     *("shared_params", "checkpoint_parallel_dimensions", "universal_checkpoint_info", "global_steps"),
     *("global_samples", "skipped_steps", *TOPOLOGY),
 )
-"""Keys of the model states that the index tells, or that describe the topology."""
+"""Keys of the model states that the index holds, or that describe the topology."""
 
 _ASIDE = ("ds_config", "ds_version")
 """Keys whose differences are information."""
@@ -45,12 +45,12 @@ _LONGEST = 200
 
 @dataclass(frozen=True, slots=True)
 class ValueDifference:
-    """A value that is not the same.
+    """A value that differs.
 
     Attributes:
         section: ``scalar``, ``hyper-parameter``, ``counter``, ``scaler``, ``clipping`` or ``client``.
         key: which; a path with dots in the client state.
-        left, right: of A and B; ``ABSENT`` where there is none.
+        left, right: values of A and B; ``ABSENT`` if missing.
         names: the parameters it concerns.
     """
 
@@ -64,7 +64,7 @@ class ValueDifference:
 def compare_values(
     left: AtomicIndex, right: AtomicIndex, names: Mapping[str, str], wants: Callable[[str], bool]
 ) -> list[ValueDifference]:
-    """Scalars and hyper-parameters of the parameters that both have, alike differences joined.
+    """Compare scalars and hyper-parameters of the parameters that both sides have.
 
     Args:
         names: A's names → B's, of those that differ.
@@ -78,13 +78,13 @@ def compare_values(
         for param in filter(lambda param: wants(param.name), mine):
             partner = next((theirs[each] for each in list_partners(param, right, names) if each in theirs), None)
             if partner is None or (section == "hyper-parameter" and not (mine[param] and partner)):
-                continue  # the atoms tell what one side lacks, and some files keep no hyper-parameters
+                continue  # missing atoms are reported elsewhere, and some files keep no hyper-parameters
             found += [ValueDifference(section, *each, (str(param),)) for each in _differ_in_keys(mine[param], partner)]
     return join_alike(found)
 
 
 def join_alike(found: Iterable[ValueDifference]) -> list[ValueDifference]:
-    """Those that say the same of several parameters as one."""
+    """Join equal differences of several parameters into one."""
     joined: dict[tuple[str, ...], list[ValueDifference]] = defaultdict(list)
     for each in found:
         joined[each.section, each.key, repr(each.left), repr(each.right)].append(each)
@@ -92,7 +92,7 @@ def join_alike(found: Iterable[ValueDifference]) -> list[ValueDifference]:
 
 
 def compare_runs(left: AtomicIndex, right: AtomicIndex) -> tuple[list[ValueDifference], list[str]]:
-    """Counters, scaler, clipping, scheduler and client state; and in words what is only information.
+    """Compare counters, scaler, clipping, scheduler and client state; returns differences and notes.
 
     Raises:
         CheckpointError: a state file cannot be read.
@@ -162,7 +162,7 @@ def _compare_clients(left: TorchFile, right: TorchFile) -> tuple[list[ValueDiffe
     for key in dict.fromkeys((*mine, *theirs)):
         a, b = mine.get(key, ABSENT), theirs.get(key, ABSENT)
         if a in (None, ABSENT) and b in (None, ABSENT):
-            continue  # DeepSpeed keeps None where it has nothing
+            continue  # DeepSpeed saves None for missing values
         for place, *values in islice(_differ_in_trees(left, right, (str(key), a, b), seen), LIMIT):
             first, second = (describe_value(place, value) for value in values)
             if key in _ASIDE:
@@ -215,7 +215,7 @@ def _open(value: PickledObject) -> tuple[Any, Any, Any]:
 
 
 def _find_other(left: TorchFile, first: TensorRef, right: TorchFile, second: TensorRef) -> str | None:
-    """What B has in place of A's tensor, in words; None where it is the same."""
+    """Describe the tensor of B if it differs from that of A, else return None."""
     kinds = [(ref.dtype, ref.shape, ref.stride) for ref in (first, second)]
     if kinds[0] != kinds[1] or (first.data is not None and first.data != second.data):
         return str(_shorten(second))

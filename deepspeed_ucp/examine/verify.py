@@ -1,4 +1,4 @@
-"""Looks at every byte of a checkpoint: checksums of all records, and whether its files make up one whole save."""
+"""Verifies every byte of a checkpoint: checksums of all records, and whether its files form one complete save."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Verification:
     Attributes:
         folder: which.
         kind: ``normal``, ``atomic`` or ``foreign``.
-        topology: what wrote it, in words; empty where that cannot be told.
+        topology: description of the saving topology; empty if unknown.
         files: all files that hold tensors or state.
         others: further files, which are not looked into.
         read: bytes read.
@@ -192,7 +192,11 @@ def verify_checkpoint(
     reports = [_describe_file(name, sizes[name], listed.get(name)) for name in mine]
     gathered = comm.gather((reports, faults, read, others))
     left = {finding.file for finding in more if finding.kind == "leftover"}
-    every = [*more, *(_excuse(fault, left) for _, held, *_ in gathered for fault in held)]
+    faults = [fault for _, held, *_ in gathered for fault in held]
+    every = [  # damage to a file of an earlier save keeps nothing from being loaded
+        *more,
+        *(replace(fault, severity=WARNING) if fault.file in left else fault for fault in faults),
+    ]
     if index is not None and not headers_only and all(fault.warning for fault in every):
         every += _compare_samples(folder, index, comm)
     return Verification(
@@ -210,15 +214,17 @@ def verify_checkpoint(
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What looking at a file has told: its directory, and what is wrong with it."""
+    """Directory and faults of a file."""
 
     listed: FileRecords | None
     faults: list[Finding]
 
 
 def _choose_copies(where: FileTable, name: str, index: AtomicIndex | None, known: Mapping[str, int]) -> dict[str, int]:
-    """The copies of a file that a load reads, with their bytes: one alone of what nothing tells from another place's;
-    of another size those alone that the index was made of."""
+    """Choose the copies of a file that a load reads, with their sizes.
+
+    Without a checksum only one copy counts; a copy of another size counts if the index was made of it.
+    """
     copies, size = where.list_copies(name, near=True), where.entries[name].size
     number = next((known[path] for path in copies if path in known), None)
     read = index.stored.files[number].copies if index and number is not None else ()
@@ -259,7 +265,9 @@ class _Examiner:
                 path, before = turn[name].path, seen.setdefault(name, each)
                 if not each.faults:
                     left[name].clear()
-                    seen[name] = _Seen(each.listed, [_excuse_copy(fault, path) for fault in before.faults])
+                    text = f" {path} is right."  # it makes up for the faults of the other copies
+                    excused = [replace(f, severity=WARNING, text=f"{f.text}{text}") for f in before.faults]
+                    seen[name] = _Seen(each.listed, excused)
                 elif self.index is not None:
                     self.index.stored.failed.add(path)
         return seen, read
@@ -283,7 +291,7 @@ class _Examiner:
         return seen, sum(scan.nbytes for scan in scans.values())
 
     def _look_at(self, name: str, file: ScanFile) -> FileRecords | Finding:
-        """A file's directory, or why it cannot be read; of a foreign one without what the index tells of it."""
+        """Read a file's directory, or return the fault; the records of a foreign file come from the index."""
         if has_directory(name):
             return _look_at(name, file.path)
         number = self.known.get(file.path)
@@ -324,21 +332,11 @@ class _Examiner:
 
 
 def _look_at(name: str, path: str) -> FileRecords | Finding:
-    """A file's directory, or why it cannot be read."""
+    """Read a file's directory, or return the fault."""
     try:
         return list_records(path)
     except UcpError as error:
         return from_failure("header", name, error)
-
-
-def _excuse_copy(fault: Finding, path: str) -> Finding:
-    """A fault that a right copy of the file makes up for."""
-    return replace(fault, severity=WARNING, text=f"{fault.text} {path} is right.")
-
-
-def _excuse(fault: Finding, left: Set[str]) -> Finding:
-    """Damage to a file of an earlier save keeps nothing from being loaded."""
-    return replace(fault, severity=WARNING) if fault.file in left else fault
 
 
 def _share(where: FileTable, comm: Comm) -> list[str]:
@@ -368,7 +366,7 @@ def share_files(
 
 
 def list_findings(report: FolderReport, groups: Any = None) -> list[Finding]:
-    """What there is to tell of a folder's headers, and of ``latest`` beside it.
+    """List the findings about a folder's headers and its ``latest``.
 
     Args:
         groups: parameter names that a stage-0 checkpoint was opened with; it saves optimizer states without names.
@@ -387,14 +385,14 @@ def list_findings(report: FolderReport, groups: Any = None) -> list[Finding]:
     if report.index is not None and report.index.limits.stateless:
         found.append(Finding("missing", "", report.index.limits.stateless, WARNING))
     if report.index is not None and report.index.run.format:
-        return found  # nothing names it, and nothing need to
+        return found  # `latest` does not name it
     return [*found, *check_latest(report.folder, atomic=report.atomic)]
 
 
 def _compare_own_manifest(
     folder: str, sizes: Mapping[str, int], listed: Mapping[str, FileRecords], *, first: bool
 ) -> tuple[Manifest | None, list[Finding]]:
-    """The manifest of an atomic checkpoint of ours, and what this rank's files have to do with it."""
+    """Read the manifest of an atomic checkpoint, and compare this rank's files with it."""
     if not exists(os.path.join(folder, MANIFEST)):
         return None, []
     from ..sources.atomic.manifest import read_manifest
@@ -435,7 +433,7 @@ def _sort_faults(faults: Iterable[Finding]) -> tuple[Finding, ...]:
 
 
 _CAUSES = {"manifest": ("header",), "inconsistent": ("crc", "header", "missing", "manifest")}
-"""By kind of a fault the kinds of those that it may follow from, and that tell more."""
+"""Kind of a fault → kinds of more specific faults that may cause it."""
 
 
 def _is_repeated(fault: Finding, files: Mapping[str, Set[str]]) -> bool:
