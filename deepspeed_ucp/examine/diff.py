@@ -13,7 +13,9 @@ from ..io.checksum import Checked
 from ..io.memory import Scratch
 from ..patterns import RuleSet
 from ..patterns.regex import compile_regex
+from ..plan.autoep import adapt_experts
 from ..plan.conversion import Batch, Output, cut_batches
+from ..plan.renames import list_shapes
 from ..stream.batches import WorkOptions, stream
 from ..stream.reader import AtomReader, Item
 from ..topology import find_differences
@@ -135,6 +137,7 @@ def diff_checkpoints(
         ConfigError: ``only`` is no regular expression.
     """
     comm = comm or Comm()
+    left = adapt_experts(left, list_shapes(right))
     pairs = comm.run(lambda: pair_atoms(left, right, rules, options.wants))
     shares = comm.each(lambda: _compare_share(left, right, pairs.both, options, comm))
     values, notes = comm.run(lambda: _compare_rest(left, right, pairs, options))

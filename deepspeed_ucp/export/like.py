@@ -20,6 +20,7 @@ from ..io.jsonfile import read_json
 from ..patterns import Rename, advise_family
 from ..patterns.adapters import is_added
 from ..patterns.layout import Shape
+from ..plan.autoep import adapt_experts
 from ..plan.derive import derive
 from ..plan.renames import list_shapes
 from ..plan.ties import are_same
@@ -122,9 +123,11 @@ class LikeModel:
         saved = {param.name for param in index.stored.atoms.held}
         known = {name for name in saved if not any(rule.match(name) for rule in renames)}
         for model in self.models if known - self.shapes.keys() else ():
-            files = self.shapes or _list_files(model)
+            files, held = self.shapes or _list_files(model), model.state_dict()
+            index = adapt_experts(index, {name: (tuple(each.shape),) for name, each in held.items()})
+            known |= {param.name for param in index.stored.atoms.held} - saved
             try:
-                reading = convert(model, files, model.state_dict())
+                reading = convert(model, files, held)
             except UnsupportedError:  # the names in memory, which from_pretrained takes as well
                 continue
             made = {

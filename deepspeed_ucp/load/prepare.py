@@ -19,6 +19,7 @@ from ..errors import Objections, count_of, fold_names, shorten
 from ..hub import Reading, describe_config, read_config, read_into
 from ..io.cast import FLOATING
 from ..patterns import Layout, Resized, Settled, from_config, list_renames
+from ..plan.autoep import adapt_experts
 from ..plan.counts import list_faults
 from ..plan.match import Match, TargetInventory, lacks_frozen, match_groups, match_parameters
 from ..plan.renames import apply_renames, find_renamed, list_names
@@ -107,7 +108,7 @@ def prepare(
         module = target.engine.module if target.place.pp == 1 else None
         taken = set(find_renamed(list_names(saved), named, renames).values())
         reading = Reading() if module is None else read_into(saved, module, named, taken)
-        index = reading.carry_out(saved)
+        index = adapt_experts(reading.carry_out(saved), inventory.shapes)
         renamed = apply_renames(index, inventory.shapes, rules, inventory.aliases)
         if log:
             warn_idle(saved, index, rules)

@@ -84,11 +84,6 @@ def is_kept_whole(name: str) -> bool:
     return _SAVED.fullmatch(name) is not None
 
 
-def is_original(name: str) -> bool:
-    """Whether it is the base's own copy of a module that an adapter keeps whole."""
-    return ".original_module." in name
-
-
 def list_adapted(names: Iterable[str]) -> set[str]:
     """Modules of a live model in whose place there is a layer of PEFT's; ``names``: of all its tensors."""
     held = {tensor.module for tensor in map(read_live, names) if tensor}
@@ -104,9 +99,3 @@ def name_in_base(name: str, adapted: Container[str]) -> str:
     found = read_live(name)
     inner = found.in_file if found and not found.kind else name
     return _WRAPPED.sub(lambda at: "" if inner[: at.start()] in adapted else at[0], inner).removeprefix(ROOT)
-
-
-def name_wrapped(name: str, adapted: Container[str]) -> str:
-    """The inverse for a base's weight; ``adapted``: modules of the live model to which an adapter adds something."""
-    module, dot, end = f"{ROOT}{name}".rpartition(".")
-    return f"{module}.base_layer{dot}{end}" if module in adapted else f"{module}{dot}{end}"

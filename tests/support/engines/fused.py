@@ -31,8 +31,7 @@ class Form(Kind):
     """An engine: ranks, ZeRO stage, in what form its experts are, how many, expert-parallel degree.
 
     Attributes:
-        kind: ``fused``, one parameter for all; ``autoep``; ``native``, DeepSpeed's own; ``one``, a plain layer without
-            a router.
+        kind: ``fused``, one parameter for all; ``autoep``; ``native``, DeepSpeed's own.
     """
 
     world: int
@@ -81,7 +80,7 @@ class Block(nn.Module):
 
 
 class Expert(nn.Module):
-    """One expert, or a layer without experts."""
+    """One expert."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,8 +99,6 @@ class Native(MoE):
 
 
 def make_block(form: Form) -> nn.Module:
-    if form.kind == "one":
-        return Expert()
     if form.kind == "native":
         return Native(HIDDEN, Expert(), form.experts, ep_size=form.ep, drop_tokens=False, min_capacity=0)
     return Block(form.experts)
@@ -188,9 +185,9 @@ def take_apart(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
 train = engine_autoep.train
 
 
-def load_weights(form: Form, folder: str, checkpoint: Any) -> States:
+def load_weights(form: Form, folder: str) -> States:
     """The model's own parameters after a load without optimizer states."""
-    engine = make(form, 77, checkpoint)
+    engine = make(form, 77)
     engine.load_checkpoint(folder, load_optimizer_states=False)
     states: States = {}
     for name, param in engine.module.named_parameters():
@@ -200,23 +197,21 @@ def load_weights(form: Form, folder: str, checkpoint: Any) -> States:
     return states
 
 
-def load_and_tell(form: Form, folder: str, checkpoint: Any, again: str, **arguments: Any) -> tuple[list[str], States]:
-    """Load, save once more; what was logged, and what was held."""
+def load_and_tell(form: Form, folder: str, again: str) -> list[str]:
+    """Load, save once more; what was logged."""
     import logging
 
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("deepspeed_ucp").addHandler(handler)
-    engine = make(form, 77, checkpoint)
+    engine = make(form, 77)
     try:
-        engine.load_checkpoint(folder, **arguments)
+        engine.load_checkpoint(folder)
     except Exception as error:  # noqa: BLE001 - the caller looks at it
         told.append(f"{type(error).__name__}: {error}")
-        states: States = {}
     else:
-        states = read_states(engine)
         engine.save_checkpoint(again)
     engine.destroy()
     logging.getLogger("deepspeed_ucp").removeHandler(handler)
-    return told, states
+    return told

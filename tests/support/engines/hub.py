@@ -105,7 +105,7 @@ def save(name: str, stage: int, ep: int | None, folder: str) -> Tensor:
 
 def load(name: str, stage: int, ep: int | None, folder: str) -> tuple[Tensor, dict[str, Tensor]]:
     """What an engine of another form makes of the same tokens after a load, and what it holds."""
-    engine = make(name, stage, ep, {"universal": {"patterns": "autoep"}})
+    engine = make(name, stage, ep, {"universal": True})
     engine.load_checkpoint(folder)
     logits, held = look(engine), {name: tensor.clone() for name, tensor in engine.module.state_dict().items()}
     engine.destroy()

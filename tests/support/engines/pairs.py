@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any
@@ -184,12 +184,3 @@ def load_elsewhere(name: str, folder: str, swap: str) -> tuple[str, Any]:
     held = kind.hold(engine)
     engine.destroy()
     return path, held
-
-
-def differ_on_rank(saved: Any, loaded: Any) -> list[str]:
-    """In what one rank's part differs after a load; parameters that were left out of that do not count."""
-    if isinstance(saved, dict):
-        return _differ_states([saved], [loaded])
-    want, got = (getattr(each, "state", each) for each in (saved, loaded))
-    parameters = {name: each for name, each in want.parameters.items() if name in got.parameters}
-    return compare(replace(want, parameters=parameters), got)[1]

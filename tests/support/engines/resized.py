@@ -1,4 +1,4 @@
-"""Engines whose models have other shapes than the saved one: vocabularies, layers, heads, LoRA; run on ranks."""
+"""Engines whose models have other vocabularies than the saved one; run on ranks."""
 
 from __future__ import annotations
 
@@ -153,42 +153,3 @@ def _load(engine: Any, folders: Sequence[str], after: int = 2) -> list[Loaded]:
         found.append(Loaded(before, loaded, heard.lines, losses, refusal))
     engine.destroy()
     return found
-
-
-def save_llama(kind: Kind, folder: str, **sizes: int) -> tuple[CapturedEngine, list[float]]:
-    """As :func:`save`, of a Llama."""
-    return _save(kind.make(_make_llama(**sizes)), folder)
-
-
-def load_llama(kinds: Sequence[tuple[Kind, dict[str, int]]], folders: Sequence[str]) -> list[list[Loaded]]:
-    """As :func:`load`, of Llamas."""
-    return [_load(kind.make(_make_llama(**sizes)), folders) for kind, sizes in kinds]
-
-
-def _make_llama(**sizes: int) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(1)
-    fixed = {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 30, "head_dim": 8}
-    return LlamaForCausalLM(LlamaConfig(**{**fixed, **sizes}))
-
-
-def save_adapter(kind: Kind, folder: str, **lora: Any) -> tuple[CapturedEngine, list[float]]:
-    """As :func:`save`, of a LoRA, whose configuration lies beside."""
-    model = _make_peft(**lora)
-    saved = _save(kind.make(model), folder)
-    if dist.get_rank() == 0:
-        model.peft_config["default"].save_pretrained(folder)
-    dist.barrier()
-    return saved
-
-
-def load_adapter(kinds: Sequence[tuple[Kind, dict[str, Any]]], folders: Sequence[str]) -> list[list[Loaded]]:
-    """As :func:`load`, of LoRA."""
-    return [_load(kind.make(_make_peft(**lora)), folders) for kind, lora in kinds]
-
-
-def _make_peft(**lora: Any) -> nn.Module:
-    from tests.export.test_adapter import make_peft
-
-    return make_peft(target_modules=["q_proj", "v_proj"], **lora)

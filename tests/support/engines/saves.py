@@ -157,30 +157,6 @@ def with_options(options: dict[str, Any], work: Callable[..., Any], *args: Any, 
         return work(*args, **more)
 
 
-def save_and_unfreeze(ds_config: dict[str, Any], folder: str) -> list[CapturedEngine]:
-    """Three saves; after the first a frozen weight is written to, after the second a parameter is not frozen any more
-    (below ZeRO 3, of which DeepSpeed would not save it); a fourth one after a load of the first."""
-    engine = make_engine(ds_config, "lora")
-    trained, states, base = train_engine(engine), list[CapturedEngine](), engine.module.base
-    for number in range(4):
-        train_steps(trained, 1)
-        if number == 1:
-            weight = base[0].weight
-            with torch.no_grad(), GatheredParameters([weight], 0, enabled=hasattr(weight, "ds_id")):
-                weight[3, 4] = 7.0
-        if number == 2 and engine.zero_optimization_stage() < 3:
-            base[1].bias.requires_grad_()
-        if number == 3:
-            engine.load_checkpoint(folder, "0")
-        engine.save_checkpoint(folder, str(number))
-        states.append(capture(engine))
-        saver = find_state(engine).saver
-        assert not saver.is_first or saver.wait(60)
-    close_saver(saver)
-    engine.destroy()
-    return states
-
-
 def load_plainly(ds_config: dict[str, Any], folder: str) -> dict[str, torch.Tensor]:
     """Trained parameters after a load by DeepSpeed alone."""
     with uninstalled():
