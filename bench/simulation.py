@@ -214,10 +214,8 @@ def execute_virtually(shapes: dict[str, Shape], nodes: int, workers: int, store:
 def _make_work(
     index: Any, files: Sequence[outputs.OutputFile], folder: str, workers: int, progress: Callable[[int], None]
 ) -> Any:
-    """What a node's part of a conversion asks of the conversion; nothing is noted in a journal."""
-    journal = SimpleNamespace(append=lambda entry: None)
+    """What a node's part of a conversion asks of the conversion."""
     staging = SimpleNamespace(is_remote=False, folder=folder, path=lambda name: str(Path(folder, name)))
-    staging.journal = lambda rank: nullcontext(journal)
     return SimpleNamespace(
         index=index,
         files=files,

@@ -69,27 +69,6 @@ class ReadAccess:
             places[rows], counts[rows] = np.searchsorted(readers, rank), len(readers)
         return mine, places, counts
 
-    def lose(self, lost: Sequence[frozenset[int]], files: int) -> PartialAccess:
-        """What is left when ranks can no longer read some files.
-
-        Args:
-            lost: by rank the files; of each file some reader is left.
-            files: how many there are.
-        """
-        numbers = dict[tuple[int, frozenset[int]], int]()
-        before = self._list_views(len(lost))
-        views = [numbers.setdefault(each, len(numbers)) for each in zip(before, lost, strict=True)]
-        first = [views.index(number) for number in range(len(numbers))]
-        could = [self.can_read(rank, range(files)) for rank in first]
-        readers = (
-            [number for (_, gone), number in numbers.items() if could[number][file] and file not in gone]
-            for file in range(files)
-        )
-        return PartialAccess.of(views, readers)
-
-    def _list_views(self, ranks: int) -> list[int]:
-        return [0] * ranks
-
 
 READ_ALL = ReadAccess()
 
@@ -149,10 +128,6 @@ class PartialAccess(ReadAccess):
         groups = self.groups[files]
         order = np.argsort(groups, kind="stable")
         return np.split(order, np.flatnonzero(np.diff(groups[order])) + 1) if len(groups) else []
-
-    def _list_views(self, ranks: int) -> list[int]:
-        views: list[int] = self.views.tolist()
-        return views
 
 
 def _pack(views: Iterable[int], count: int) -> bytes:

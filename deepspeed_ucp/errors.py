@@ -69,13 +69,7 @@ class ConfigError(UcpError):
 
 
 class CheckpointError(UcpError):
-    """The checkpoint on disk is missing something, damaged, or mixes files of several runs or steps.
-
-    Attributes:
-        damaged: records of the index whose bytes are not what was saved, where this rank has found it.
-    """
-
-    damaged: tuple[int, ...] = ()
+    """The checkpoint on disk is missing something, damaged, or mixes files of several runs or steps."""
 
 
 class ChecksumError(CheckpointError):

@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
         index = open_index(options, folders, comm)
         destination = options.destination or default_destination(folders[0])
         report = convert_index(index, folders[0], destination, comm, how, rules=rules)
-        names = ("source", "destination", "reused", "state_bytes", "bytes_read", "bytes_written", "resumed_bytes")
+        names = ("source", "destination", "reused", "state_bytes", "bytes_read", "bytes_written")
         data = report.to_data(*names, "nodes", "workers", "phases", "seconds")
         emit(options, {"tensors": report.tensors, **data}, [_to_text(report)])
     return OK
@@ -78,8 +78,7 @@ def _to_text(report: OutputReport) -> str:
     if report.reused:
         return f"{report.destination}: already there, made of the same checkpoint."
     rate = report.state_bytes / max(report.seconds, 1e-9)
-    again = f", {format_bytes(report.resumed_bytes)} of it by an earlier attempt" if report.resumed_bytes else ""
     return (
         f"{report.destination}: {count_of(report.tensors, 'tensor')}, {format_bytes(report.bytes_written)} in "
-        f"{format_duration(report.seconds)} ({format_bytes(rate)}/s){again}."
+        f"{format_duration(report.seconds)} ({format_bytes(rate)}/s)."
     )

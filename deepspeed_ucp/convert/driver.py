@@ -1,7 +1,7 @@
 """A conversion from beginning to end: settle, stage, write, verify, commit.
 
-The output is staged aside, its manifest is written last, and it is renamed into place when every byte of the source has
-been held against the checksum that training wrote. An attempt that was stopped is gone on with.
+The output is written to a temporary folder, its manifest last. The folder is renamed when every byte of the source has
+been compared with the checksum that training wrote.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import logging
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ..atoms import AtomicIndex
@@ -31,6 +31,7 @@ from ..sources import open_checkpoint
 from ..sources.atomic.folder import find_faults
 from ..sources.atomic.manifest import (
     AtomRecord,
+    Fingerprint,
     Manifest,
     StateRecord,
     digest_view,
@@ -46,9 +47,7 @@ from ..stream.copies import refuse_scattered
 from ..stream.duplicates import check_samples
 from ..stream.full_tensors import FullTensors, assemble_full_tensors
 from ..stream.reader import AtomReader, Item
-from ..stream.recovery import read_with_failover
 from ..stream.report import OutputReport
-from ..version import __version__
 from .outputs import (
     CONVERSION,
     OutputFile,
@@ -62,9 +61,6 @@ from .outputs import (
 from .states import write_states
 
 logger = logging.getLogger("deepspeed_ucp")
-
-FORMAT = 1
-"""Of the bytes that a conversion writes; a staging folder of another one is thrown away."""
 
 HALT = ".ucp-halt"
 """File in the staging folder by which a node that has failed stops the others."""
@@ -107,8 +103,7 @@ class _Conversion:
     full: FullTensors
     files: list[OutputFile]
     steps: dict[str, tuple[bytes, int]]
-    identity: dict[str, Any]
-    entries: list[dict[str, Any]] = field(default_factory=list)
+    identity: tuple[Fingerprint, str] | None
     replace: bool = False
 
 
@@ -170,21 +165,17 @@ def convert_index(
     Raises:
         UcpError: the same on every rank; the source is untouched and the destination as it was.
     """
-
-    def attempt(left: AtomicIndex) -> OutputReport:
-        report = OutputReport(format="atomic", source=source, destination=destination, nodes=comm.size)
-        with report.timed(), ExitStack() as stack:
-            with report.phase("plan"):
-                work = comm.run(lambda: _plan(left, comm, options, report, rules, live))
-                if comm.rank == 0:
-                    _warn_losses(left, work.full)
-            comm.run(lambda: stack.enter_context(work.staging.scratch()))
-            report.reused, work.entries = comm.once(lambda: _begin(work, stack))
-            if not report.reused:
-                _convert(work)
-        return report
-
-    return read_with_failover(index, attempt, comm)
+    report = OutputReport(format="atomic", source=source, destination=destination, nodes=comm.size)
+    with report.timed(), ExitStack() as stack:
+        with report.phase("plan"):
+            work = comm.run(lambda: _plan(index, comm, options, report, rules, live))
+            if comm.rank == 0:
+                _warn_losses(index, work.full)
+        comm.run(lambda: stack.enter_context(work.staging.scratch()))
+        report.reused = comm.once(lambda: _begin(work, stack))
+        if not report.reused:
+            _convert(work)
+    return report
 
 
 def _plan(
@@ -205,7 +196,7 @@ def _plan(
     staging = open_staging(report.destination, report.source, CONVERSION)
     files, steps = list_files(full, index.model.fused), list_steps(index)
     check_paths([*(file.path for file in files), *steps])
-    identity = _identify(index, full, options) if comm.rank == 0 else {}
+    identity = (fingerprint(index), digest_view(index)) if comm.rank == 0 else None
     return _Conversion(index, comm, options, staging, report, full, files, steps, identity)
 
 
@@ -222,32 +213,19 @@ def _warn_losses(index: AtomicIndex, full: FullTensors) -> None:
         logger.warning("hyper-parameters that are objects are not kept: %s", shorten(unplain))
 
 
-def _identify(index: AtomicIndex, full: FullTensors, options: ConvertOptions) -> dict[str, Any]:
-    """What decides the output's bytes, and whether what was read has been checked."""
-    patterns = {name: repr(pattern) for name, pattern in sorted(full.patterns.items())}
-    return {
-        "format": FORMAT,
-        "package": __version__,
-        "fingerprint": fingerprint(index),
-        "view": digest_view(index),
-        "patterns": crc32(repr(patterns).encode()),
-        "verify": options.verify,
-    }
-
-
-def _begin(work: _Conversion, stack: ExitStack) -> tuple[bool, list[dict[str, Any]]]:
-    """Lock the destination; whether it is there already, else the journals of an earlier attempt; rank 0 alone.
+def _begin(work: _Conversion, stack: ExitStack) -> bool:
+    """Lock the destination and begin; returns True if it is this conversion already; rank 0 alone.
 
     Args:
-        stack: what ends the lock, and clears up after an error.
+        stack: releases the lock, and removes the temporary folder after an error.
     """
     stack.enter_context(work.staging.lock())
     if _reuse(work):
-        work.staging.discard()  # of an attempt to overwrite it that was stopped
-        return True, []
-    entries = work.staging.begin(work.identity)
+        work.staging.discard()  # an interrupted run with `overwrite` may have left it
+        return True
+    work.staging.begin()
     stack.enter_context(work.staging.attempt())
-    return False, entries
+    return False
 
 
 def _reuse(work: _Conversion) -> bool:
@@ -281,7 +259,7 @@ def _read_own(folder: str) -> Manifest | None:
 
 def _find_fault(folder: str, manifest: Manifest, work: _Conversion) -> str:
     """Why an existing output does not do; empty where it does."""
-    if (manifest.fingerprint, manifest.view) != (work.identity["fingerprint"], work.identity["view"]):
+    if (manifest.fingerprint, manifest.view) != work.identity:
         return "it was made of something else"
     if work.options.verify and not manifest.verified:
         return "it was made without verifying the source"
@@ -294,17 +272,12 @@ def _find_fault(folder: str, manifest: Manifest, work: _Conversion) -> str:
 
 def _convert(work: _Conversion) -> None:
     comm, report = work.comm, work.report
-    with report.phase("resume"):
-        kept, known = comm.run(lambda: _find_intact(work))
-    done = {each.range for part in comm.gather(kept) for each in part}
-    report.resumed_bytes = sum(each.numel * work.files[each.output].atom.itemsize for each in done)
     checks = Checks()
-    fresh = _write(work, done, checks)
-    written = sorted(each for part in comm.gather([*fresh, *kept]) for each in part)
+    fresh = _write(work, checks)
+    written = sorted(each for part in comm.gather(fresh) for each in part)
     nbytes = checks.nbytes
     with report.phase("verify"):
         if work.options.verify:
-            checks.add(known)
             nbytes += checks.verify(work.index, comm, threads=report.workers)
             check_samples(work.index, [tensor.atom.key for tensor in work.full.tensors.values()], comm)
     _finish(work, written)
@@ -312,28 +285,10 @@ def _convert(work: _Conversion) -> None:
     report.tensors, report.state_bytes = len(work.files), sum(file.atom.nbytes for file in work.files)
 
 
-def _find_intact(work: _Conversion) -> tuple[list[Written], list[Checked]]:
-    """What an earlier attempt wrote and is still there, to the bit, and the checks of what it was made from.
-
-    Each rank looks at a part of it.
-    """
-    numbers = {file.path: number for number, file in enumerate(work.files)}
-    kept: list[Written] = []
-    checks: list[Checked] = []
-    for entry in work.entries[work.comm.rank :: work.comm.size]:
-        files = [work.files[numbers[path]] for path, *_ in entry["ranges"]]
-        ranges = [each[1:] for each in entry["ranges"]]
-        if all(file.is_intact(work.staging.folder, *each) for file, each in zip(files, ranges, strict=True)):
-            kept += [Written(Range(numbers[path], start, numel), crc) for path, start, numel, crc in entry["ranges"]]
-            checks += [Checked(*row) for row in entry["checks"]]
-    return kept, checks
-
-
-def _write(work: _Conversion, done: Collection[Range], checks: Checks) -> list[Written]:
+def _write(work: _Conversion, checks: Checks) -> list[Written]:
     """Read and write this node's batches; collective.
 
     Args:
-        done: ranges that an earlier attempt has written.
         checks: what is read is noted there.
     """
     comm, report = work.comm, work.report
@@ -344,7 +299,7 @@ def _write(work: _Conversion, done: Collection[Range], checks: Checks) -> list[W
         comm.once(lambda: _prepare_folder(work))
         comm.run(lambda: _check_folder(work.staging.folder))
     outputs = [Output(file.atom.numel, file.atom.itemsize, file.atom.place) for file in work.files]
-    plan = plan_conversion(outputs, comm.size, most=most, done=done, whole=work.staging.is_remote)
+    plan = plan_conversion(outputs, comm.size, most=most, whole=work.staging.is_remote)
     with report.phase("write"):
         return comm.run(lambda: write_share(work, plan.nodes[comm.rank], plan.shares[comm.rank], checks))
 
@@ -353,8 +308,6 @@ def _prepare_folder(work: _Conversion) -> None:
     folder, sizes = work.staging.folder, sorted(file.image.size for file in work.files)
     check_space(folder, sum(sizes[-work.report.workers :] if work.staging.is_remote else sizes))
     make_folders(folder, [*(file.path for file in work.files), *work.steps])
-    with suppress(FileNotFoundError):
-        os.unlink(work.staging.path(HALT))  # of an earlier attempt
 
 
 def _check_folder(folder: str) -> None:
@@ -387,8 +340,6 @@ def write_share(work: _Conversion, batches: Sequence[Batch], nbytes: int, checks
             crc = crc32(item.into)
             files[each.output].write(staging.folder, each.start, item.into, crc)
             written.append(Written(each, crc))
-        ranges = [[files[w.range.output].path, w.range.start, w.range.numel, w.crc] for w in written]
-        journal.append({"ranges": ranges, "checks": [[c.record, c.offset, c.nbytes, c.crc] for c in found]})
         done.extend(written)
         checks.add(found)
         finisher.take(written)
@@ -399,7 +350,6 @@ def write_share(work: _Conversion, batches: Sequence[Batch], nbytes: int, checks
     with (
         _halt_others(halt),
         AtomReader(work.index, checksum=work.options.verify) as reader,
-        staging.journal(work.comm.rank) as journal,
         work.options.bar(nbytes) as progress,
     ):
         source = (reader, [file.atom for file in files])
@@ -516,11 +466,8 @@ def join_ranges(
         CheckpointError: ranges are missing.
     """
     sums: dict[int, tuple[int, int]] = {}
-    # The longest of those that begin at one place first: attempts may have cut an output in different ways.
-    for each in sorted(written, key=lambda w: (w.range.output, w.range.start, -w.range.numel)):
+    for each in sorted(written):
         end, crc = sums.get(each.range.output, (0, 0))
-        if each.range.start < end:
-            continue
         nbytes = each.range.numel * files[each.range.output].atom.itemsize
         joined = combine_crc32(crc, each.crc, nbytes) if end else each.crc
         sums[each.range.output] = (end + each.range.numel if each.range.start == end else -1, joined)

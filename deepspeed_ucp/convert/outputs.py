@@ -10,13 +10,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from ..atoms import AtomicIndex, AtomKey
-from ..errors import CheckpointError, UnsupportedError
+from ..errors import UnsupportedError
 from ..experts import find_expert
 from ..io.disk import explain_full, write_at, write_parts
-from ..io.opened import StoredFile
-from ..io.read import sum_range
 from ..io.staging import MANIFEST, OutputKind
-from ..io.store import exists, is_folder, read_bytes
+from ..io.store import exists, is_folder
 from ..patterns import Partial, Replicate, Unique
 from ..sources.atomic.upstream import expert_keys, upstream_keys
 from ..stream.full_tensors import FullTensor, FullTensors
@@ -41,7 +39,6 @@ CONVERSION = OutputKind(
     maker="conversion",
     is_one=_is_output,
     parts=re.compile(r"zero(\.\d+)?|client|tmp|ucp_manifest\.json|.*_model_states\.pt"),
-    resumable=True,
     last=(OPTIMIZER_STATE, MANIFEST),
 )
 """What may be replaced: nothing but what conversions write, ours and upstream's."""
@@ -66,24 +63,8 @@ class OutputFile:
     def close(self, folder: str, crc: int) -> None:
         """Write what surrounds data that was written in several parts; ``crc`` is that of all of it."""
         with _open_output(folder, self.path) as fd:
-            for part, offset in self._frame(crc):
-                write_at(fd, part, offset)
-
-    def is_intact(self, folder: str, start: int, numel: int, crc: int) -> bool:
-        """Whether a part that an earlier attempt wrote is there, to the bit (a power failure may have lost it)."""
-        path, size = os.path.join(folder, self.path), self.atom.itemsize
-        frame = self._frame(crc) if numel == self.atom.numel else ()
-        try:
-            if any(read_bytes(path, offset, len(part)) != part for part, offset in frame):
-                return False
-            with StoredFile(path) as stored:
-                return sum_range(stored, self.image.data_offset + start * size, numel * size) == crc
-        except CheckpointError:  # not there, or shorter than it was
-            return False
-
-    def _frame(self, crc: int) -> tuple[tuple[bytes, int], ...]:
-        """What surrounds the data, and at which byte."""
-        return (self.image.head, 0), (self.image.tail(crc), self.image.data_offset + self.image.nbytes)
+            write_at(fd, self.image.head, 0)
+            write_at(fd, self.image.tail(crc), self.image.data_offset + self.image.nbytes)
 
 
 @contextmanager

@@ -23,7 +23,6 @@ from ..patterns import RuleSet
 from ..plan.conversion import ALIGNMENT
 from ..plan.settling import describe_irregular
 from ..stream.checks import Checks
-from ..stream.recovery import read_with_failover
 from ..stream.report import OutputReport
 from .beside import write_beside
 from .chunks import Planner, Writer, deal
@@ -60,26 +59,23 @@ def export_dcp(
     """
     comm, options = comm or Comm(), options or ExportOptions()
 
-    def plan(left: AtomicIndex) -> tuple[Selection, Trees, Placeholders]:
-        _check_arguments(left, weights_only, layout)
+    def plan() -> tuple[Selection, Trees, Placeholders]:
+        _check_arguments(index, weights_only, layout)
         states = WEIGHTS.__contains__ if weights_only else lambda _: True
-        selection = select_tensors(left, rules, options, tied="copy", states=states)
+        selection = select_tensors(index, rules, options, tied="copy", states=states)
         return selection, *make_trees(selection, weights_only=weights_only, layout=layout)
 
-    def attempt(left: AtomicIndex) -> OutputReport:
-        selection, trees, found = comm.run(lambda: plan(left))
-        nbytes = sum(tensor.nbytes + ITEM_OVERHEAD for tensor, _ in found.values())
-        with stage_export("dcp", destination, selection, options, comm, tensors=len(found), nbytes=nbytes) as export:
-            most = max(options.divide(export.report.source)[1] // 2, ALIGNMENT)
-            checks, repeated = Checks(), Checks()
-            for folder, tree in trees.items():
-                _write(export, folder, tree, Planner(selection.index, found, most, checks, repeated))
-            if layout == "accelerate":
-                comm.once(lambda: write_beside(export))
-            export.verify([tensor for tensor, again in found.values() if not again], checks, repeated.nbytes)
-        return export.report
-
-    return read_with_failover(index, attempt, comm)
+    selection, trees, found = comm.run(plan)
+    nbytes = sum(tensor.nbytes + ITEM_OVERHEAD for tensor, _ in found.values())
+    with stage_export("dcp", destination, selection, options, comm, tensors=len(found), nbytes=nbytes) as export:
+        most = max(options.divide(export.report.source)[1] // 2, ALIGNMENT)
+        checks, repeated = Checks(), Checks()
+        for folder, tree in trees.items():
+            _write(export, folder, tree, Planner(selection.index, found, most, checks, repeated))
+        if layout == "accelerate":
+            comm.once(lambda: write_beside(export))
+        export.verify([tensor for tensor, again in found.values() if not again], checks, repeated.nbytes)
+    return export.report
 
 
 def _check_arguments(index: AtomicIndex, weights_only: bool, layout: str) -> None:

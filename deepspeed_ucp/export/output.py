@@ -44,8 +44,7 @@ EXPORT = OutputKind(
     name="an export",
     maker="export",
     is_one=lambda folder: is_folder(folder) and any(map(_EXPORTED.fullmatch, list_folder(folder))),
-    parts=re.compile(f"{_EXPORTED.pattern}|{TRAINERS.pattern}"),
-    resumable=False,
+    parts=re.compile(rf"{_EXPORTED.pattern}|{TRAINERS.pattern}|\.metadata\.tmp"),
     kept=BESIDE,
     last=(
         *(f"{ADAPTER_STEM}.safetensors", "model.safetensors", WEIGHTS_INDEX, ".metadata"),
@@ -137,7 +136,7 @@ def _begin(staging: Staging, nbytes: int, overwrite: bool, stack: ExitStack) -> 
     """Lock the destination and make the staging folder; ``stack`` ends the lock, and clears up after an error."""
     stack.enter_context(staging.lock())
     staging.check_destination(overwrite)
-    staging.begin({})
+    staging.begin()
     stack.enter_context(staging.attempt())
     check_space(staging.folder, nbytes)
 

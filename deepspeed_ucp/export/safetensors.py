@@ -25,7 +25,6 @@ from ..sources.foreign.safetensors import DTYPES
 from ..stream.batches import stream
 from ..stream.checks import Checks
 from ..stream.reader import AtomReader, Item
-from ..stream.recovery import read_with_failover
 from ..stream.report import OutputReport
 from .adapter import write_config
 from .like import LikeModel
@@ -150,22 +149,20 @@ def export_safetensors(
             return index
         return model.name_as_files(index, (*options.renames, *list_renames(rules)))
 
-    def attempt(left: AtomicIndex) -> OutputReport:
-        selection = comm.run(lambda: select_tensors(left, rules, options, tied="drop"))
-        if model is not None:
-            tied = comm.once(lambda: model.compare(selection))
-            kept = [tensor for tensor in selection.weights if tensor.names[0] not in tied]
-            selection = replace(selection, weights=tuple(kept))
-        layout = comm.run(lambda: lay_out(selection.by_name, most, stem))
-        sizes = {"tensors": len(layout.places), "nbytes": sum(layout.sizes.values())}
-        with stage_export("safetensors", destination, selection, options, comm, **sizes) as export:
-            comm.once(lambda: _prepare(export.folder, layout, model, export.report.dtypes))
-            if options.adapter:
-                comm.once(lambda: write_config(export.folder, options.adapter_config))
-            export.verify(selection.weights, _fill(export, selection.weights, layout))
-        return export.report
-
-    return read_with_failover(comm.run(prepare), attempt, comm)
+    prepared = comm.run(prepare)
+    selection = comm.run(lambda: select_tensors(prepared, rules, options, tied="drop"))
+    if model is not None:
+        tied = comm.once(lambda: model.compare(selection))
+        kept = [tensor for tensor in selection.weights if tensor.names[0] not in tied]
+        selection = replace(selection, weights=tuple(kept))
+    layout = comm.run(lambda: lay_out(selection.by_name, most, stem))
+    sizes = {"tensors": len(layout.places), "nbytes": sum(layout.sizes.values())}
+    with stage_export("safetensors", destination, selection, options, comm, **sizes) as export:
+        comm.once(lambda: _prepare(export.folder, layout, model, export.report.dtypes))
+        if options.adapter:
+            comm.once(lambda: write_config(export.folder, options.adapter_config))
+        export.verify(selection.weights, _fill(export, selection.weights, layout))
+    return export.report
 
 
 def _prepare(folder: str, layout: SafeLayout, like: LikeModel | None, dtypes: Collection[str]) -> None:

@@ -10,8 +10,6 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any
 
 from ..errors import DiskFullError, StorageError, UnsupportedError
 from .distance import choose_map
@@ -52,7 +50,7 @@ class RemoteStaging(Staging):
     is_remote = True
 
     def __init__(self, destination: str, source: str, kind: OutputKind) -> None:
-        self.destination, self.kind = normalize(destination), replace(kind, resumable=False)
+        self.destination, self.kind = normalize(destination), kind
         self.parent, self.name = os.path.split(self.destination)
         if self.destination.startswith(("http://", "https://")):
             raise UnsupportedError("is read only. Write to a folder, or to a store that takes files.", path=destination)
@@ -108,15 +106,14 @@ class RemoteStaging(Staging):
     def _is_own(self, name: str) -> bool:
         return self.kind.parts.fullmatch(name) is not None
 
-    def begin(self, identity: dict[str, Any]) -> list[dict[str, Any]]:
-        """Remove what lies at the destination; what makes it look whole first."""
+    def begin(self) -> None:
+        """Delete the files of this kind at the destination; those that mark it as complete first."""
         present = [name for name in self._list() if self._is_own(name.split("/")[0])]
         marks = [name for name in reversed(self.kind.last) if name in present]
         with _explain(self.destination):
             write_small(f"{self.destination}/{_UNFINISHED}", b"")
             for name in [*marks, *(name for name in present if name not in marks)]:
                 remove(f"{self.destination}/{name}")
-        return []
 
     def put(self, name: str) -> None:
         """Take a file, which is whole, from the scratch folder to the store; any thread.

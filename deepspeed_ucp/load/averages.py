@@ -25,7 +25,6 @@ from ..stream.checks import Checks
 from ..stream.copies import refuse_scattered
 from ..stream.full_tensors import assemble_full_tensor
 from ..stream.reader import AtomReader, Item
-from ..stream.recovery import read_with_failover
 
 BLOCK = 1 << 21
 """Elements of the rows that are added at once, unless one row has more."""
@@ -50,17 +49,11 @@ def average_rows(
         wanted: how the source cuts each, and how many rows count; the same on every rank.
 
     Raises:
-        UcpError: a file cannot be read, or is damaged and has no other copy; the same on every rank.
+        UcpError: a file cannot be read or is damaged; the same on every rank.
     """
     if not wanted:
         return {}
     comm.alike(lambda: refuse_scattered(index, "all ranks together reckon the mean that new rows begin from"))
-    return read_with_failover(index, lambda left: _add_up(left, wanted, comm, config), comm)
-
-
-def _add_up(
-    index: AtomicIndex, wanted: Mapping[AtomKey, tuple[Layout, int]], comm: Comm, config: UniversalConfig
-) -> dict[AtomKey, Sum]:
     checks, threads = Checks(), config.threads or count_readers(index.run.state_file)
     blocks = [
         _Block(key, low, min(low + step, kept))

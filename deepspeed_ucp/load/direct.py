@@ -28,7 +28,6 @@ from ..io.paths import is_url
 from ..sources.ownfiles import find_state_file
 from ..stream.checks import verify_records
 from ..stream.copies import CopyReader, refuse_scattered
-from ..stream.recovery import read_with_failover
 from ..targets import Target
 from ..targets.finish import (
     find_extra_states,
@@ -113,23 +112,18 @@ def _read(job: LoadContext, transfer: Transfer) -> dict[str, torch.Tensor] | Non
     """
     comm, config, report, source = job.comm, job.config, job.report, None
 
-    def read() -> None:
+    with transfer.undoing():
         with report.phase("read"):
             report.count(transfer.read())
         with report.phase("verify"):
             report.bytes_read += transfer.verify()
-
-    def assemble(left: AtomicIndex) -> dict[str, torch.Tensor]:
-        return comm.run(lambda: assemble_module(left, config))
-
-    transfer.read_with_failover(read)
     if transfer.work.averaged:
         with transfer.undoing(), report.phase("read"):
             work = transfer.work
             work.into.averages = average_rows(work.index, work.averaged, comm, config)
     if job.arguments.custom_load_fn is not None:
         with transfer.undoing(), report.phase("custom"):
-            source = read_with_failover(transfer.work.index, assemble, comm)
+            source = comm.run(lambda: assemble_module(transfer.work.index, config))
     report.files, report.threads = transfer.reader.files, transfer.reader.threads
     return source
 
@@ -245,12 +239,8 @@ def _read_saved(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
             logger.warning("%s: tells no number of steps: global_steps begin at 0", index.run.state_file)
         return {"global_steps": 0, **index.run.counters}
 
-    def verify(left: AtomicIndex) -> AtomicIndex:
-        verify_records(left, left.run.client_records, comm)
-        return left
-
     if job.config.verify == "crc":
-        index = read_with_failover(index, verify, comm)
+        verify_records(index, index.run.client_records, comm)
     read, access = partial(_read_state_file, index, job.config), index.stored.access
     paths = [file.path for file in index.stored.files]
 

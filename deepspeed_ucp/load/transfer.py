@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -20,7 +20,6 @@ from ..plan.claims import Table
 from ..plan.rounds import SameNode
 from ..plan.wants import Wants
 from ..stream.duplicates import check_replicas, check_samples
-from ..stream.recovery import read_with_failover
 from .destinations import Buffer
 from .exchange import CollectiveReader
 from .prepare import Work
@@ -80,25 +79,6 @@ class Transfer:
         needed = self.comm.swap_tables(needs) if needs else []  # as many rounds on every rank
         now, then = ([each[:, number] for each in needed] for number in (0, 1))
         return [plan.narrow(first, now, whole=checked), plan.narrow(rest, then)]
-
-    def read_with_failover(self, work: Callable[[], None]) -> None:
-        """Carry out pass 1 and its verification, again where files turn out damaged that have copies; collective.
-
-        Args:
-            work: calls :meth:`read` and :meth:`verify`.
-
-        Raises:
-            UcpError: ``work``'s, the same on every rank; the engine is as it was.
-        """
-
-        def attempt(index: AtomicIndex) -> None:
-            if index is not self.work.index:
-                self.work.index = index
-                self.plan, self.reader = self._negotiate()
-            work()
-
-        with self.undoing():
-            read_with_failover(self.work.index, attempt, self.comm)
 
     def read(self) -> list[Checked]:
         """Pass 1: read everything, with its checksums, and fill what is not part of the engine or can be made again."""

@@ -7,11 +7,9 @@ function of the sizes, so that every rank computes the same plan; the bytes writ
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-
-from ..flat import find_gaps
 
 ALIGNMENT = 1 << 20
 """Bytes; ranges of one file begin at multiples of it, so that no two workers write to one page."""
@@ -69,9 +67,7 @@ class ConversionPlan:
         return tuple(sum(batch.nbytes for batch in batches) for batches in self.nodes)
 
 
-def plan_conversion(
-    outputs: Sequence[Output], nodes: int, *, most: int = RANGE, done: Iterable[Range] = (), whole: bool = False
-) -> ConversionPlan:
+def plan_conversion(outputs: Sequence[Output], nodes: int, *, most: int = RANGE, whole: bool = False) -> ConversionPlan:
     """Deal outputs to nodes.
 
     Batches stay in the order of the source, and each node gets a run of them: it reads its part of the storage from
@@ -81,11 +77,10 @@ def plan_conversion(
         outputs: what is to be written.
         nodes: how many nodes.
         most: bytes of a batch at most; not below ``ALIGNMENT``.
-        done: ranges that an earlier attempt has written.
         whole: each output is one node's: nodes share no folder.
     """
     most = min(most, max(sum(output.nbytes for output in outputs) // (nodes * GRAIN), ALIGNMENT))
-    kept = cut_batches(outputs, most, done)
+    kept = cut_batches(outputs, most)
     dealt: list[list[Batch]] = [[] for _ in range(nodes)]
     homes: dict[int, int] = {}
     for batch, node in zip(kept, deal_runs([batch.nbytes for batch in kept], nodes), strict=True):
@@ -101,19 +96,19 @@ def deal_runs(sizes: Sequence[int], nodes: int) -> list[int]:
     return [min((2 * end - size) * nodes // (2 * total), nodes - 1) if total else 0 for size, end in ends]
 
 
-def cut_batches(outputs: Sequence[Output], most: int = RANGE, done: Iterable[Range] = ()) -> list[Batch]:
-    """Cut what is not done of the outputs into batches of at most ``most`` bytes, in the order of the source."""
+def cut_batches(outputs: Sequence[Output], most: int = RANGE) -> list[Batch]:
+    """Cut the outputs into batches of at most ``most`` bytes, in the order of the source."""
     step = max(most // ALIGNMENT, 1) * ALIGNMENT
-    written = _sort_done(done)
     batches: list[Batch] = []
     bundle: list[Range] = []
     size = 0
     for number in sorted(range(len(outputs)), key=lambda number: (outputs[number].place, number)):
         output = outputs[number]
-        if is_split(output, most) or number in written:
-            held = [(each.start, each.start + each.numel) for each in written.get(number, ())]
-            spans = find_gaps(held, output.numel)
-            batches += [Batch((each,), each.numel * output.itemsize) for each in _cut(number, output, step, spans)]
+        if is_split(output, most):
+            width = step // output.itemsize
+            for low in range(0, output.numel, width):
+                numel = min(width, output.numel - low)
+                batches.append(Batch((Range(number, low, numel),), numel * output.itemsize))
         else:
             if bundle and (size + output.nbytes > step or len(bundle) == MAX_RANGES):
                 batches.append(Batch(tuple(bundle), size))
@@ -126,20 +121,3 @@ def cut_batches(outputs: Sequence[Output], most: int = RANGE, done: Iterable[Ran
 def is_split(output: Output, most: int = RANGE) -> bool:
     """Whether an output is written in several ranges."""
     return output.nbytes > max(most // ALIGNMENT, 1) * ALIGNMENT
-
-
-def _sort_done(done: Iterable[Range]) -> dict[int, list[Range]]:
-    written: dict[int, list[Range]] = {}
-    for each in sorted(done):
-        written.setdefault(each.output, []).append(each)
-    return written
-
-
-def _cut(number: int, output: Output, step: int, spans: Iterable[tuple[int, int]]) -> Iterator[Range]:
-    """Ranges that end where a multiple of ``step`` bytes of the file's data does, or where a span does."""
-    width = step // output.itemsize
-    for low, high in spans:
-        while low < high:
-            end = min((low // width + 1) * width, high)
-            yield Range(number, low, end - low)
-            low = end

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ..atoms import AtomicIndex, Record, StoredAtoms
 from ..comm import Comm
-from ..errors import CheckpointError
+from ..errors import CheckpointError, shorten
 from ..flat import find_gaps
 from ..io.checksum import Checked, merge_checks
 from ..plan.claims import DISCARD, Part, Request
@@ -121,14 +121,19 @@ def _list_gaps(record: int, checks: Iterable[Checked], nbytes: int) -> Iterator[
 
 
 def _describe_damage(index: AtomicIndex, damaged: Mapping[int, int]) -> CheckpointError:
-    """The first of the records that are damaged, by number with the CRC32s that were found."""
+    """Describe the first damaged record.
+
+    Args:
+        damaged: record number -> the CRC32 that was found.
+    """
     number, crc = next(iter(damaged.items()))
-    record = index.stored.records[number]
-    error = CheckpointError(
-        f"the {record.nbytes} bytes at {record.offset} have CRC32 {crc:08x}, "
-        f"the writer stored {record.crc:08x}; the file is damaged. Nothing was changed. Restore the file from a copy, "
-        "or take another tag.",
-        path=index.stored.files[record.file].path,
+    record, stored = index.stored.records[number], index.stored
+    path, *others = [copy for copy in stored.files[record.file].copies if copy not in stored.failed] or [""]
+    advice = "Restore the file from a copy, or take another tag."
+    if others:
+        advice = f"Another place has this file, too: {shorten(others)}. Remove the damaged one, and that is read."
+    return CheckpointError(
+        f"the {record.nbytes} bytes at {record.offset} have CRC32 {crc:08x}, the writer stored {record.crc:08x}; "
+        f"the file is damaged. Nothing was changed. {advice}",
+        path=path or stored.files[record.file].path,
     )
-    error.damaged = tuple(damaged)
-    return error

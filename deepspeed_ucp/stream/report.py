@@ -48,7 +48,6 @@ class OutputReport(Report):
         state_bytes: of a conversion: the atoms' bytes.
         bytes_read: bytes asked of the source's storage, each once (replicas once more for the comparison).
         bytes_written: bytes of the output.
-        resumed_bytes: bytes that an earlier attempt had written.
         nodes, workers: ranks, and threads on each.
         seconds: wall time.
     """
@@ -63,7 +62,6 @@ class OutputReport(Report):
     files: dict[str, int] = field(default_factory=dict)
     state_bytes: int = 0
     bytes_written: int = 0
-    resumed_bytes: int = 0
     nodes: int = 1
     workers: int = 1
     seconds: float = 0.0

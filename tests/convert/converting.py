@@ -48,7 +48,7 @@ def main(source: str, destination: str, failure: str) -> None:
                 fail(failure, monkeypatch)
             for _ in range(2):
                 report = convert_checkpoint(source, destination, comm=comm, options=ConvertOptions(workers=2))
-                print(f"{comm.rank}/{comm.size} {report.resumed_bytes} {report.reused}")
+                print(f"{comm.rank}/{comm.size} {report.reused}")
     except UcpError as error:
         if not error.echo:
             print(error, file=sys.stderr)

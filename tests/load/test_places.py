@@ -476,9 +476,9 @@ def test_each_nodes_own_files_and_a_place_that_has_all(tmp_path: Path) -> None:
 # -- damage that checksums find ---------------------------------------------------------------------------------------
 
 
-def flip(path: Path, index: AtomicIndex | None = None) -> None:
+def flip(path: Path) -> None:
     """Change every byte of a file's records, which its directory does not show."""
-    index = index or open_checkpoint(str(path.parent), Comm())
+    index = open_checkpoint(str(path.parent), Comm())
     numbers = [number for number, file in enumerate(index.stored.files) if file.path.endswith(path.name)]
     data = bytearray(path.read_bytes())
     for record in (each for each in index.stored.records if each.file in numbers and each.nbytes > 4):
@@ -487,133 +487,45 @@ def flip(path: Path, index: AtomicIndex | None = None) -> None:
     path.write_bytes(data)
 
 
-def check_twice(loaded: list[Loaded], saved: State) -> None:
-    for rank in loaded:
-        rank.counted = False  # pass 1 was run again
-    check_content(loaded, saved)
-
-
-def list_warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-
-
 @pytest.mark.usefixtures("near")
 @pytest.mark.parametrize("name", [shard(1), STATES])
-def test_damage_in_one_place_is_read_in_the_next(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_copy_is_refused_with_the_places_of_the_others(name: str, tmp_path: Path) -> None:
+    """Once it is deleted, as the message says, the next place is read."""
     save, nvme, saved = two_places(tmp_path, Topology(1, 3))
     flip(nvme / name)
-    with caplog.at_level(logging.WARNING):
-        check_twice(load_scattered([save], MODEL, Topology(3, 2), nvme), saved)
-    (told,) = list_warnings(caplog)
-    assert f"{nvme / name}: is damaged at bytes" in told and "other places" in told
-
-
-@pytest.mark.usefixtures("near")
-def test_of_several_places_each_may_have_one_damaged_file(tmp_path: Path) -> None:
-    save, nvme, saved = two_places(tmp_path, Topology(1, 3))
-    shutil.copytree(save, tmp_path / "third")
-    for path in (nvme / shard(0), nvme / shard(1), save / shard(1), save / shard(2), tmp_path / "third" / shard(0)):
-        flip(path)
-    check_twice(load_scattered([save], MODEL, Topology(3, 2), nvme, tmp_path / "third"), saved)
-
-
-@pytest.mark.usefixtures("near")
-def test_a_damaged_file_is_left_out_by_every_path_that_leads_to_it(tmp_path: Path) -> None:
-    """Backups by hard links are one file; a copy that is right comes after them."""
-    save, nvme, saved = two_places(tmp_path, Topology(1, 3))
-    linked = tmp_path / "nvme-linked"
-    shutil.copytree(nvme, linked, copy_function=os.link)
-    flip(nvme / shard(1))
-    check_twice(load_scattered([save], MODEL, Topology(3, 2), nvme, linked), saved)
-
-
-@pytest.mark.usefixtures("near")
-def test_beside_damage_a_copy_that_has_vanished_is_passed_over(tmp_path: Path) -> None:
-    """Before anything of it was read."""
-    save, nvme, saved = two_places(tmp_path, Topology(1, 3))
-    shutil.copytree(save, tmp_path / "third")
-    flip(nvme / shard(1))
     targets = make_targets(MODEL, Topology(3, 2))
 
     def load(rank: int, comm: Comm) -> Loaded:
         groups = groups_of(targets[rank], comm)[0]
-        index = open_checkpoint(str(save), comm, groups, also=[str(nvme), str(tmp_path / "third")])
-        (tmp_path / "third" / shard(1)).unlink(missing_ok=True)
-        return load_rank(index, targets[rank], comm, Options())
+        return load_rank(open_checkpoint(str(save), comm, groups, also=[str(nvme)]), targets[rank], comm, Options())
 
-    check_twice(run_ranks(2, load), saved)
-
-
-@pytest.mark.usefixtures("near")
-def test_damage_in_all_places_is_refused_and_changes_nothing(tmp_path: Path) -> None:
-    save, nvme, _ = two_places(tmp_path, Topology(1, 2))
-    for path in (save / shard(1), nvme / shard(1)):
-        flip(path)
-    targets = make_targets(MODEL, Topology(1, 2))
-
-    def load(rank: int, comm: Comm) -> None:
-        index = open_checkpoint(str(save), comm, also=[str(nvme)])
-        load_rank(index, targets[rank], comm, Options())
-
-    with pytest.raises(CheckpointError, match=rf"{shard(1)}: the .* the file is damaged. Nothing was changed"):
+    with pytest.raises(CheckpointError) as refused:
         run_ranks(2, load)
-    for target in targets:
-        assert all((flat.holder == SENTINEL).all() for flat in target.flats)
-
-
-@pytest.mark.usefixtures("near")
-@pytest.mark.parametrize("spoiled", ["own", "shared"])
-def test_ranks_that_see_a_right_copy_read_for_those_that_do_not(
-    spoiled: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """One node's own copy is damaged, or the one that the other nodes read."""
-    save = write(tmp_path / "shared", Topology(1, 3))
-    hosts = [tmp_path / f"nvme{number}" for number in range(2)]
-    scatter(save, hosts, lambda _name: [0])
-    saved = read_state(save, MODEL, Topology(1, 3))
-    flip((hosts[0] if spoiled == "own" else save) / shard(2))
-    with caplog.at_level(logging.WARNING):
-        check_twice(load_scattered(hosts, MODEL, Topology(3, 4), save), saved)
-    (told,) = list_warnings(caplog)
-    assert str(hosts[0] if spoiled == "own" else save) in told
-
-
-@pytest.mark.parametrize("damage", ["flipped", "truncated"])
-def test_a_node_whose_copy_is_damaged_is_fed_by_the_others(damage: str, tmp_path: Path) -> None:
-    """Copies on several nodes, without further places; found by checksums, or when they are read."""
-    save = write(tmp_path / "away", Topology(1, 3))
-    saved = read_state(save, MODEL, Topology(1, 3))
-    hosts = [tmp_path / f"host{number}" for number in range(3)]
-    scatter(save, hosts, lambda name: [0, 1] if name == shard(1) else [0, 1, 2])
-    targets = make_targets(MODEL, Topology(3, 3))
-
-    def load(rank: int, comm: Comm) -> Loaded:
-        index = open_checkpoint(str(hosts[rank]), comm, groups_of(targets[rank], comm)[0])
-        if rank == 0 and damage == "flipped":
-            flip(hosts[0] / shard(1), index)
-        elif rank == 0:
-            os.truncate(hosts[0] / shard(1), 100)
-        return load_rank(index, targets[rank], comm, Options())
-
-    check_twice(run_ranks(3, load), saved)
+    text = str(refused.value)
+    assert f"{nvme / name}: the " in text and "the file is damaged. Nothing was changed" in text
+    assert f"Another place has this file, too: {save / name}. Remove the damaged one" in text
+    assert all((flat.holder == SENTINEL).all() for target in targets for flat in target.flats)
+    (nvme / name).unlink()
+    check_content(run_ranks(2, load), saved)
 
 
 @pytest.mark.usefixtures("near")
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_conversions_and_exports_go_on_with_other_copies(nodes: int, tmp_path: Path) -> None:
+def test_conversions_and_exports_refuse_a_damaged_copy(nodes: int, tmp_path: Path) -> None:
     save, nvme, _ = two_places(tmp_path, Topology(1, 3))
-    convert_checkpoint(str(save), str(tmp_path / "right"))
-    export_safetensors(open_checkpoint(str(save), Comm()), str(tmp_path / "weights"))
     flip(nvme / shard(1))
+    out = tmp_path / "out"
 
-    def write_both(_rank: int, comm: Comm) -> None:
-        index = open_checkpoint(str(save), comm, also=[str(nvme)])
-        convert_index(index, str(save), str(tmp_path / "converted"), comm, ConvertOptions())
-        export_safetensors(index.change(failed=set()), str(tmp_path / "exported"), comm)
+    def convert(_rank: int, comm: Comm) -> None:
+        convert_index(open_checkpoint(str(save), comm, also=[str(nvme)]), str(save), str(out), comm, ConvertOptions())
 
-    run_ranks(nodes, write_both)
-    assert read_bytes(tmp_path / "converted") == read_bytes(tmp_path / "right")
-    assert read_bytes(tmp_path / "exported") == read_bytes(tmp_path / "weights")
+    def export(_rank: int, comm: Comm) -> None:
+        export_safetensors(open_checkpoint(str(save), comm, also=[str(nvme)]), str(out), comm)
+
+    for write_out in (convert, export):
+        with pytest.raises(CheckpointError, match=r"damaged.*Another place has this file, too"):
+            run_ranks(nodes, write_out)
+        assert not out.exists()
 
 
 def test_conversions_and_exports_of_nodes_with_files_of_their_own_need_a_place_with_all(tmp_path: Path) -> None:
@@ -633,20 +545,6 @@ def test_conversions_and_exports_of_nodes_with_files_of_their_own_need_a_place_w
     run_ranks(2, lambda rank, comm: write_both(rank, comm, with_all, "whole"))
     convert_checkpoint(str(save), str(tmp_path / "right"))
     assert read_bytes(tmp_path / "whole-converted") == read_bytes(tmp_path / "right")
-
-
-def test_who_can_read_what_is_kept_small_when_copies_fail() -> None:
-    access = READ_ALL.lose([frozenset({1}), frozenset(), frozenset({1}), frozenset({0, 2})], 3)
-    assert access.views.tolist() == [0, 1, 0, 2]
-    assert [access.can_read(rank, range(3)).tolist() for rank in range(4)] == [
-        [True, False, True],
-        [True, True, True],
-        [True, False, True],
-        [False, True, False],
-    ]
-    less = access.lose([frozenset({0}), *[frozenset()] * 3], 3)
-    assert less.can_read(0, range(3)).tolist() == [False, False, True]
-    assert all(less.can_read(rank, range(3)).tolist() == access.can_read(rank, range(3)).tolist() for rank in (1, 2, 3))
 
 
 def test_threads_that_fail_at_once_go_on_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

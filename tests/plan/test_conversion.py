@@ -61,25 +61,6 @@ def test_each_element_once(outputs: list[Output], nodes: int, most: int) -> None
         assert len(batch.ranges) <= MAX_RANGES
 
 
-@given(outputs=outputs_of, nodes=st.integers(1, 4), taken=st.data())
-@examples(100)
-def test_what_is_done_is_left_out(outputs: list[Output], nodes: int, taken: st.DataObject) -> None:
-    """Of an attempt with other nodes and another memory bound."""
-    sizes = st.sampled_from((MIB, 2 * MIB, 16 * MIB))
-    before = list_ranges(plan_conversion(outputs, 2, most=taken.draw(sizes)))
-    done = taken.draw(st.sets(st.sampled_from(before))) if before else set()
-    after = list_ranges(plan_conversion(outputs, nodes, most=taken.draw(sizes), done=done))
-    assert not done & set(after) or all(not each.numel for each in done & set(after))
-    check_cover([*done, *after], outputs)
-
-
-def test_ranges_beside_what_is_done_end_where_all_do() -> None:
-    """A batch of another attempt may have ended anywhere; pages of a file are not shared all the same."""
-    batches = cut_batches([Output(5 * MIB, 1, (0, 0))], MIB, done=[Range(0, 0, MIB // 2)])
-    ranges = [(each.start, each.numel) for batch in batches for each in batch.ranges]
-    assert ranges == [(MIB // 2, MIB // 2), *((number * MIB, MIB) for number in range(1, 5))]
-
-
 @given(outputs=outputs_of, most=st.sampled_from((MIB, 3 * MIB)))
 @examples(60)
 def test_ranges_of_a_file_share_no_page(outputs: list[Output], most: int) -> None:

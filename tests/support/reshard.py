@@ -348,11 +348,8 @@ def load_rank(index: AtomicIndex, target: FakeTarget, comm: Comm, options: Optio
     rank = prepare_rank(index, target, comm, options)
     transfer = plan(rank, options)
 
-    def work() -> None:
-        read_all(transfer)
-        assert transfer.verify() == 0
-
-    transfer.read_with_failover(work)
+    read_all(transfer)
+    assert transfer.verify() == 0
     rank.work.into.averages = average_rows(rank.work.index, rank.work.averaged, comm, options.config)
     for mean in rank.work.wants.means:
         rank.count(rank.work.into.buffers[mean.buffer].tensor)[mean.low : mean.high] += 1
