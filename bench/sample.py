@@ -14,7 +14,6 @@ from itertools import accumulate, islice
 from operator import itemgetter
 
 import numpy as np
-from deepspeed_ucp.plan.predicted import predict_renames
 from jobs import Job
 
 from deepspeed_ucp.atoms import ITEMSIZE, MASTER, AtomicIndex
@@ -25,6 +24,7 @@ from deepspeed_ucp.plan.claims import Blocks, Claim, list_claims
 from deepspeed_ucp.plan.derive import rename_all
 from deepspeed_ucp.plan.locate import Want, locate
 from deepspeed_ucp.plan.match import Match, pick_instance
+from deepspeed_ucp.plan.renames import apply_renames
 from deepspeed_ucp.plan.settling import settle_index
 from deepspeed_ucp.plan.wants import HeldBuffer, Layouts, TargetLayout, Wants, join_states, list_wants, view_shards
 
@@ -49,8 +49,7 @@ class JobTarget:
 
     def __init__(self, index: AtomicIndex, job: Job) -> None:
         rules = from_config(job.patterns)
-        made = predict_renames(index, rules)
-        self.index, self.ranks = rename_all(made.index, made.renamed), job.ranks
+        self.ranks = job.ranks
         targets = [job.make_target(rank) for rank in job.tellers]
         self.tp, self.pp, self.dp = targets[0].place.tp, targets[0].place.pp, targets[0].place.dp
         held: list[dict[FlatBuffer, None]] = [{} for _ in range(self.tp * self.pp)]
@@ -63,11 +62,13 @@ class JobTarget:
                 for name, shape in zip(flat.buffer.names, flat.buffer.shapes, strict=True):
                     shapes[name][place.tp_rank] = shape
                     stages[name][place.pp_rank] = None
+        live = {name: tuple(each[rank] for rank in range(self.tp)) for name, each in shapes.items()}
+        renamed = apply_renames(index, live, rules)
+        self.index = rename_all(index, renamed)
         self.layouts: Layouts = {}
         if not index.run.topology.tp == self.tp == 1:
-            saved = {name: made.renamed.get(name, name) for name in shapes}
-            local = {old: tuple(shapes[name][rank] for rank in range(self.tp)) for name, old in saved.items()}
-            settled = settle_index(made.index, rules, local).require()
+            saved = {name: renamed.get(name, name) for name in shapes}
+            settled = settle_index(index, rules, {old: live[name] for name, old in saved.items()}).require()
             self.layouts = {name: settled.pairs[old] for name, old in saved.items()}
         self.model_ranks = []
         for number, flats in enumerate(held):

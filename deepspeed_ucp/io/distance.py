@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TypeVar
 
 from .filesystems import NETWORK, find_kind
-from .memory import identify_host
 from .paths import is_url
 from .threads import count_threads, map_threads
 
 T = TypeVar("T")
 R = TypeVar("R")
-
-Identity = tuple[int | str, ...]
 
 
 def measure_distance(path: str) -> int:
@@ -38,14 +34,3 @@ def count_readers(path: str) -> int:
 def choose_map(path: str) -> Callable[[Callable[[T], R], Sequence[T]], Iterable[R]]:
     """``map`` for work that waits for a folder's files: over a network several at once."""
     return partial(map_threads, threads=_FAR_READERS) if measure_distance(path) else map
-
-
-def identify_file(path: str) -> Identity:
-    """What tells a file from its copies elsewhere, on whichever machine: a local one its machine, device and inode."""
-    if measure_distance(path):
-        return (path,)
-    try:
-        found = os.stat(path)
-    except OSError:
-        return (identify_host(), path)
-    return (identify_host(), found.st_dev, found.st_ino)
