@@ -14,11 +14,12 @@ import torch.distributed as dist
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
-from deepspeed.utils import groups, safe_get_full_fp32_param, safe_get_full_optimizer_state
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import Tensor, nn
 
 from tests.support.engines import going_on
-from tests.support.engines.going_on import Kind, States, read_optimizer, train_on_noise
+from tests.support.engines.cases import enable
+from tests.support.engines.going_on import Kind, States, forget_groups, read_optimizer, train_on_noise
 
 EXPERTS = 4
 BATCH = 8
@@ -119,9 +120,7 @@ class Model(nn.Module):
 
 
 def make(spread: Spread, seed: int, *, frozen: bool = False, biased: bool = True, checkpoint: Any = None) -> Any:
-    for known in (groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP):
-        known.clear()  # named by the degree alone, whatever the order
-    groups.mpu = None
+    forget_groups()
     if spread.muon:
         torch._dynamo.config.disable = True  # the compiled update needs minutes
     torch.manual_seed(seed)
@@ -139,15 +138,10 @@ def make_config(spread: Spread, checkpoint: Any = None) -> dict[str, Any]:
         "expert_parallel": {"enabled": True, "autoep_size": spread.ep, "use_grouped_mm": False},
         "checkpoint": checkpoint or {"universal": {"patterns": PATTERNS}},
         "use_data_before_expert_parallelism": spread.data_first,
+        **enable(spread.precision),
     }
-    if spread.precision != "fp32":
-        config[spread.precision] = {"enabled": True}
     if spread.tp > 1:
-        specs = [{"patterns": [rf".*\.dense\.{n}\.weight"], "partition_type": kind} for n, kind in enumerate(KINDS)]
-        config["tensor_parallel"] = {
-            "autotp_size": spread.tp,
-            "partition_config": {"use_default_specs": False, "layer_specs": specs},
-        }
+        config["tensor_parallel"] = cut_dense(spread.tp)
     if spread.muon:
         params = {"lr": 0.02, "muon_lr": 0.05, "momentum": 0.9}
         config["optimizer"] = {"type": "Muon", "params": params | ({} if spread.stage else {"torch_adam": True})}
@@ -158,6 +152,12 @@ def make_config(spread: Spread, checkpoint: Any = None) -> dict[str, Any]:
         config["expert_parallel"] |= {"preset_model": "mixtral", "moe_layer_pattern": r"\d+\.mlp"}
         config["steps_per_print"] = 1 << 30
     return config
+
+
+def cut_dense(tp: int) -> dict[str, Any]:
+    """Returns the section of AutoTP for the two dense layers of a block."""
+    specs = [{"patterns": [rf".*\.dense\.{n}\.weight"], "partition_type": kind} for n, kind in enumerate(KINDS)]
+    return {"autotp_size": tp, "partition_config": {"use_default_specs": False, "layer_specs": specs}}
 
 
 PIPELINE = [

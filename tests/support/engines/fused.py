@@ -11,14 +11,13 @@ import deepspeed
 import torch
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
-from deepspeed.utils import groups
 from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.support.engines import autoep as engine_autoep
 from tests.support.engines import experts as engine_experts
 from tests.support.engines.autoep import HIDDEN, INNER
-from tests.support.engines.going_on import Kind, States
+from tests.support.engines.going_on import Kind, States, forget_groups
 
 MIXED = {
     "train_batch_size": engine_autoep.BATCH,
@@ -133,8 +132,7 @@ class Model(nn.Module):
 
 
 def make(form: Form, seed: int, checkpoint: Any = None) -> Any:
-    for known in (groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP):
-        known.clear()  # named by the degree alone, whatever the order
+    forget_groups()
     config = {**MIXED, "zero_optimization": {"stage": form.stage}, "checkpoint": checkpoint or {"universal": True}}
     if form.kind == "autoep":
         config["expert_parallel"] = {"enabled": True, "autoep_size": form.ep, "use_grouped_mm": False}
