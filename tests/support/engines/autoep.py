@@ -103,20 +103,27 @@ class Layer(nn.Module):
         return x + self.mlp(x)
 
 
-class Model(nn.Module):
-    """Two layers of experts, with tokens that depend on no other token."""
+class Stack(nn.Module):
+    """Layers with tokens that depend on no other token, under the names of Mixtral."""
 
-    def __init__(self, *, frozen: bool = False, biased: bool = True):
+    def __init__(self, layers: Sequence[nn.Module], experts: int):
         super().__init__()
-        self.config = SimpleNamespace(model_type="mixtral", num_local_experts=EXPERTS, num_experts_per_tok=2)
+        self.config = SimpleNamespace(model_type="mixtral", num_local_experts=experts, num_experts_per_tok=2)
         self.model = nn.Module()
-        self.model.layers = nn.ModuleList([Layer(frozen=each, biased=biased) for each in (frozen, False)])
+        self.model.layers = nn.ModuleList(layers)
         self.head = nn.Linear(HIDDEN, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.model.layers:
             x = layer(x)
         return self.head(x)
+
+
+class Model(Stack):
+    """Two layers of experts."""
+
+    def __init__(self, *, frozen: bool = False, biased: bool = True):
+        super().__init__([Layer(frozen=each, biased=biased) for each in (frozen, False)], EXPERTS)
 
 
 def make(spread: Spread, seed: int, *, frozen: bool = False, biased: bool = True, checkpoint: Any = None) -> Any:

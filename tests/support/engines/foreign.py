@@ -10,7 +10,6 @@ import deepspeed
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.nn import functional
@@ -192,8 +191,6 @@ def make(target: Target, patterns: Any, **more: Any) -> Any:
         module = torch.compile(module, backend="eager")
     matrices, vectors = sort_parameters(module)
     params: Any = [{"params": vectors, "name": "vectors"}, {"params": matrices, "name": "matrices"}]
-    if target.kind == "native":
-        params = split_params_into_different_moe_groups_for_optimizer(params)
     return deepspeed.initialize(model=module, model_parameters=params, config=make_config(target, patterns, **more))[0]
 
 
@@ -252,10 +249,6 @@ def load_each(target: Target, patterns: Any, folders: Sequence[str], **more: Any
         states = {
             (strip_compiled(name), state): held for (name, state), held in engine_fused.read_states(engine).items()
         }
-        if target.kind == "native":
-            states |= {
-                (name, "buffer"): each.clone() for name, each in engine.module.named_buffers() if ".norm." in name
-            }
         inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
         steps = {float(held["step"]) for held in inner.state.values() if "step" in held}
         hyper = {(each, group["lr"], group["weight_decay"]) for each, group in _list_groups(engine.optimizer, inner)}
