@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 from deepspeed_ucp.testing.compare import compare
 from tests.support.covering import params
 from tests.support.engines.gpt import MODELS, renames, shift_master
-from tests.support.engines.parallel import Launch, Route, Runs, check, expect, join
+from tests.support.engines.parallel import Launch, Route, Runs, expect, join
 from tests.support.engines.ranks import Load, Local
 
 Plain = partial(Launch, pipeline=False)
@@ -88,10 +87,6 @@ HEAD = "language_model.output_layer.weight"
 WORDS = "language_model.embedding.word_embeddings.weight"
 
 
-def check_losses(route: Route, saved: Sequence[Local], resumed: Sequence[Local]) -> None:
-    assert resumed[0].losses == pytest.approx(saved[0].losses, rel=route.tolerance)
-
-
 def warnings(local: Local, text: str) -> list[str]:
     return [message for level, message in local.log if level == "WARNING" and text in message]
 
@@ -104,9 +99,7 @@ def some(chosen: list[Route], more: list[Route]) -> list[Any]:
 @pytest.mark.releases
 @pytest.mark.parametrize("route", some(ROUTES, MORE))
 def test_resumes(route: Route, runs: Runs) -> None:
-    saved, resumed = runs.saved(route.model, route.source), runs.resumed(route, EVERY)
-    check(route, saved, resumed)
-    check_losses(route, saved, resumed)
+    runs.check(route, EVERY)
 
 
 @pytest.mark.parametrize("route", SAME, ids=str)
@@ -114,7 +107,7 @@ def test_same_topology_is_deepspeeds_own_load(route: Route, runs: Runs) -> None:
     """Unless it would leave parameters as they were constructed."""
     saved, resumed = runs.saved(route.model, route.source), runs.resumed(route, EVERY)
     assert [local.direct for local in resumed] == [route.source.loses_copies] * 4
-    check_losses(route, saved, resumed)
+    assert resumed[0].losses == pytest.approx(saved[0].losses, rel=route.tolerance)
 
 
 def test_layers_move_between_stages(runs: Runs) -> None:
@@ -174,19 +167,16 @@ PADDED = [
 @pytest.mark.parametrize("route", some([PADDED[1], PADDED[3]], PADDED))
 def test_padding(route: Route, runs: Runs) -> None:
     model = route.model
-    saved, resumed = runs.saved(model, route.source), runs.resumed(route)
-    check(route, saved, resumed)
+    old, new = ROWS[route.source.tp], ROWS[route.target.tp]
+    saved, resumed = runs.check(route, losses=new == old)
     untied = MODELS[model].get("untied", False)
     before, after = (join(locals_, model).parameters[HEAD if untied else WORDS] for locals_ in (saved, resumed))
-    old, new = ROWS[route.source.tp], ROWS[route.target.tp]
     assert (len(before.fp32), len(after.fp32)) == (old, new)
     kept = slice(MODELS[model]["vocabulary"], min(old, new))  # rows of padding that both sides have
     assert before.tensors["exp_avg"][kept].abs().sum() > 0  # they are trained
     assert after.tensors["exp_avg"][kept].equal(before.tensors["exp_avg"][kept])
     told = [text for level, text in resumed[0].log if level == "INFO" and f"padded to {new} rows" in text]
     assert len(told) == ((2 if untied else 1) if new > old else 0)
-    if new == old:
-        check_losses(route, saved, resumed)
 
 
 # --- frozen parameters and buffers
@@ -201,20 +191,14 @@ EXTRAS = [
 
 @pytest.mark.parametrize("route", some([EXTRAS[0], EXTRAS[2]], EXTRAS))
 def test_frozen_parameters_and_buffers(route: Route, runs: Runs) -> None:
-    saved, resumed = runs.saved("extras", route.source), runs.resumed(route)
-    check(route, saved, resumed)
-    state = join(saved, "extras")
+    state = join(runs.check(route)[0], "extras")
     assert sorted(name.rpartition(".")[2] for name in state.buffers) == ["passes"] * 3 + ["span"] * 3
     assert sum(each.fp32 is None for each in state.parameters.values()) == 6
-    check_losses(route, saved, resumed)
 
 
 def test_a_buffer_that_nothing_settles_is_refused(runs: Runs) -> None:
-    (refusals,) = runs.attempt(go("extras", TP2_PP2, Launch(1, 2)))
-    assert {refusal.error for refusal in refusals} == {"MismatchError"}
-    assert len({refusal.message for refusal in refusals}) == 1
-    assert ".span: (16,) on 2 ranks in the checkpoint" in refusals[0].message
-    assert all(refusal.changed == [] for refusal in refusals)
+    route = go("extras", TP2_PP2, Launch(1, 2))
+    runs.check_refused(route, "MismatchError", ".span: (16,) on 2 ranks in the checkpoint")
 
 
 # --- stages without parameters
@@ -232,11 +216,9 @@ SHORT = [
 @pytest.mark.parametrize("route", some(SHORT[1:3], SHORT))
 def test_stages_without_parameters(route: Route, runs: Runs) -> None:
     """DeepSpeed trains such stages at stage 0 in fp32 only."""
-    saved, resumed = runs.saved("short", route.source), runs.resumed(route)
-    check(route, saved, resumed, least=15)
+    saved, resumed = runs.check(route, least=15)
     empty = [local.layers for local in (*saved, *resumed) if not local.state.parameters]
     assert empty == [(2, 2)] * (4 in (route.source.pp, route.target.pp))
-    check_losses(route, saved, resumed)
 
 
 # --- saving
@@ -285,10 +267,7 @@ def test_weights_only(route: Route, runs: Runs) -> None:
 def test_one_ranks_error_is_the_same_on_all(runs: Runs) -> None:
     folder = runs.folder("dense", TP2_PP2)
     loads = Load(folder, unreadable="mp_rank_02"), Load(folder)
-    refusals, loaded = runs.attempt(go("dense", TP2_PP2, Launch(2, 1)), *loads)
-    assert len({refusal.message for refusal in refusals}) == 1
-    assert "mp_rank_02" in refusals[0].message
-    assert all(refusal.changed == [] for refusal in refusals)
+    _, loaded = runs.check_refused(go("dense", TP2_PP2, Launch(2, 1)), "", "mp_rank_02", loads=loads)
     assert loaded[0].error == ""
 
 
@@ -300,11 +279,8 @@ def test_a_damaged_shard_is_refused(runs: Runs, tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    (refusals,) = runs.attempt(go("dense", TP2_PP2, Launch(4, 1)), Load(str(folder)))
-    assert {refusal.error for refusal in refusals} == {"CheckpointError"}
-    assert len({refusal.message for refusal in refusals}) == 1
-    assert path.name in refusals[0].message
-    assert all(refusal.changed == [] for refusal in refusals)
+    route = go("dense", TP2_PP2, Launch(4, 1))
+    runs.check_refused(route, "CheckpointError", path.name, loads=[Load(str(folder))])
 
 
 def test_replicas_that_differ_are_refused(runs: Runs, tmp_path: Path) -> None:
@@ -315,10 +291,8 @@ def test_replicas_that_differ_are_refused(runs: Runs, tmp_path: Path) -> None:
     shutil.copytree(runs.folder("llama", source), folder)
     name = "language_model.encoder.final_layernorm.weight"
     shift_master(folder, name, 0.25)
-    (refusals,) = runs.attempt(go("llama", source, target), Load(str(folder)))
-    assert {refusal.error for refusal in refusals} == {"MismatchError"}
-    assert name in refusals[0].message
-    assert "2.500e-01" in refusals[0].message
+    loads = [Load(str(folder))]
+    runs.check_refused(go("llama", source, target), "MismatchError", name, "2.500e-01", loads=loads)
     mean = {"rules": [{"match": name.replace(".", r"\."), "pattern": "partial"}]}
     resumed = runs.load("llama", target, {"universal": {"patterns": mean}}, str(folder))
     expected = before.parameters[name].fp32 + 0.125

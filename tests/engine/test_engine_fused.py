@@ -13,7 +13,6 @@ from deepspeed_ucp.convert import convert_checkpoint
 from deepspeed_ucp.testing import WorldPool
 from tests.support.covering import params
 from tests.support.engines.driving import Engines, Saved
-from tests.support.engines.going_on import States, join
 from tests.support.upstream import to_universal
 
 pytest.importorskip("deepspeed.module_inject.auto_ep_layer", reason="DeepSpeed before 0.19 has no AutoEP")
@@ -40,43 +39,68 @@ def test_experts_change_their_form(target: Form, engines: Engines, subtests: pyt
     engines.go_on(target, sources, subtests)
 
 
-def test_weights_alone_and_atomic_checkpoints_change_their_form(
-    engines: Engines, ucp_worlds: WorldPool, tmp_path: Path
+NATIVE = Form(2, 2, "native", ep=2)
+RENAMES = [
+    {
+        "from": r"(?P<x>.*)\.deepspeed_moe\.experts\.deepspeed_experts\.(?P<e>\d+)\.(?P<w>w[123])\.weight",
+        "to": "{x}.experts.{w}.{e}",
+    },
+    {"from": r"(?P<x>.*)\.deepspeed_moe\.gate\.wg\.weight", "to": "{x}.router.gate.weight"},
+    {
+        "from": r"(?P<x>.*)\.experts\.(?P<w>w[123])\.(?P<e>\d+)",
+        "to": "{x}.deepspeed_moe.experts.deepspeed_experts.{e}.{w}.weight",
+    },
+    {"from": r"(?P<x>.*)\.router\.gate\.weight", "to": "{x}.deepspeed_moe.gate.wg.weight"},
+]
+"""Between DeepSpeed's own layers and AutoEP's."""
+
+
+@pytest.mark.parametrize(
+    ("target", "sources"),
+    [(TARGETS[1], (Form(2, 1, "native", ep=2),)), (NATIVE, tuple(SOURCES[2:]))],
+    ids=["autoep", "native"],
+)
+def test_experts_change_their_names(
+    target: Form, sources: tuple[Form, ...], engines: Engines, subtests: pytest.Subtests
 ) -> None:
+    engines.go_on(target, sources, subtests, checkpoint={"universal": {"patterns": {"rename": RENAMES}}})
+
+
+def test_weights_alone_and_atomic_checkpoints_change_their_form(engines: Engines, tmp_path: Path) -> None:
     source, target = SOURCES[2], Form(2, 3, "fused")
     saved = engines.saved(source)
     atomic = {"universal": {"mode": "atomic", "atomic_dir": str(tmp_path)}}
     (outcome,) = engines.load(target, saved.folder, checkpoint=atomic)
     outcome.check(target, source, saved)
-    weights = join(ucp_worlds.get(2).run(engine_fused.load_weights, target, saved.folder))
-    check_same(weights, {key: tensor for key, tensor in saved.states.items() if key[1] == "copy"})
+    (outcome,) = engines.load(target, saved.folder, arguments={"load_optimizer_states": False})
+    for key in (key for key in saved.states if key[1] == "copy"):
+        assert torch.equal(outcome.states[key], saved.states[key].view(outcome.states[key].shape)), key
 
 
 def test_what_changed_its_form_is_the_same_to_the_command_line(
     engines: Engines, ucp_worlds: WorldPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    saved = engines.saved(SOURCES[2]).folder
-    ucp_worlds.get(2).run(engine_fused.load_and_tell, Form(2, 3, "fused"), saved, str(tmp_path / "again"))
-    options = ["--only", "", "--states", "fp32,exp_avg,exp_avg_sq"]
-    for paths in ([saved, str(tmp_path / "again")], [str(tmp_path / "again"), saved]):
+    saved, again = engines.saved(SOURCES[2]).folder, str(tmp_path / "again")
+    ucp_worlds.get(2).run(engine_fused.load_and_save, Form(2, 3, "fused"), saved, again)
+    for paths in ([saved, again], [again, saved]):
+        options = ["--only", "", "--states", "fp32,exp_avg,exp_avg_sq"]
         assert main(["diff", *paths, *options]) == 0, capsys.readouterr().out
 
 
-def check_same(states: States, expected: States) -> None:
-    assert states.keys() == expected.keys()
-    for key, tensor in states.items():
-        assert torch.equal(tensor, expected[key].view(tensor.shape)), key
-
-
-def test_another_number_of_experts_is_refused(engines: Engines, ucp_worlds: WorldPool, tmp_path: Path) -> None:
-    for source, target in (
-        (SOURCES[2], Form(2, 1, "autoep", 8, ep=2)),
-        (SOURCES[2], Form(2, 1, "fused", 8)),
-        (SOURCES[0], Form(2, 1, "autoep", 8, ep=2)),
-    ):
-        saved = engines.saved(source).folder
-        told = " ".join(ucp_worlds.get(2).run(engine_fused.load_and_tell, target, saved, str(tmp_path / "none"))[0])
-        assert "MismatchError" in told and "experts" in told, told
+@pytest.mark.parametrize(
+    ("source", "target", "words"),
+    [
+        (SOURCES[2], Form(2, 1, "autoep", 8, ep=2), "{0-1}.mlp: 4 experts in the checkpoint, 8 in the model"),
+        (Form(2, 1, "autoep", 8, ep=2), TARGETS[1], "{0-1}.mlp: 8 experts in the checkpoint, 4 in the model"),
+        (SOURCES[2], Form(2, 1, "fused", 8), "experts"),
+        (SOURCES[0], Form(2, 1, "autoep", 8, ep=2), "experts"),
+        (SOURCES[0], Form(2, 3, "fused", 8), "gate_up_proj"),
+    ],
+    ids=["more", "fewer", "more-fused", "fused-more", "both-fused"],
+)
+def test_other_experts_are_refused(source: Form, target: Form, words: str, engines: Engines) -> None:
+    (refused,) = engines.load(target, engines.saved(source).folder)
+    refused.check_refused("MismatchError", words)
 
 
 # --- upstream's universal form

@@ -13,8 +13,7 @@ import torch
 from deepspeed_ucp.testing import WorldPool
 from tests.support.covering import Row, params
 from tests.support.engines.megatron import RELEASES, make_client_states
-from tests.support.engines.parallel import Launch, Route, Runs, check
-from tests.support.engines.ranks import Attempt
+from tests.support.engines.parallel import Launch, Route, Runs
 
 Plain = partial(Launch, pipeline=False)
 
@@ -50,20 +49,7 @@ def runs(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> Run
 def check_each(routes: list[Route], runs: Runs) -> None:
     """Every load of every release brought back every bit, and training goes on; one engine takes them all."""
     for route in routes:
-        saved, resumed = runs.saved(route.model, route.source), runs.resumed(route, routes)
-        check(route, saved, resumed)
-        assert resumed[0].losses == pytest.approx(saved[0].losses, rel=route.tolerance)
-
-
-def refuse(route: Route, runs: Runs, *texts: str) -> Attempt:
-    """The refusal: the same on every rank, of an engine that is as it was."""
-    (refusals,) = runs.attempt(route)
-    assert {refusal.error for refusal in refusals} == {"MismatchError"}
-    assert len({refusal.message for refusal in refusals}) == 1
-    assert all(refusal.changed == [] for refusal in refusals)
-    for text in texts:
-        assert text in refusals[0].message
-    return refusals[0]
+        runs.check(route, routes)
 
 
 PATTERNS = {"family": "megatron-gpt", "rules": {"rules": QKV_RULES}}
@@ -100,7 +86,8 @@ def test_fused_layouts(target: Launch, model: str, runs: Runs) -> None:
 @pytest.mark.parametrize("model", FUSED)
 def test_fused_layouts_are_not_guessed(model: str, runs: Runs) -> None:
     texts = "query_key_value.weight: (32, 32)", "per-rank [q; k; v]", "interleaved per head group", "megatron-gpt-"
-    refusal = refuse(Route(model, TP2, Plain(4, stage=1), part="newest"), runs, *texts)
+    route = Route(model, TP2, Plain(4, stage=1), part="newest")
+    ((refusal, *_),) = runs.check_refused(route, "MismatchError", *texts)
     assert "self_attention.dense" not in refusal.message
 
 
@@ -108,7 +95,7 @@ def test_fused_gate_and_up_are_not_guessed(runs: Runs) -> None:
     """Releases without `parameter_with_2_sub_params_cat_dim_0`; Megatron's attributes do not tell either."""
     rules = {"rules": [{**QKV_RULES[0], "parts": [32, 16, 16]}]}
     newest, silent = of_each(Route("megatron-llama", TP2, Plain(4, stage=1), rules), ("newest", "none"))
-    refuse(silent, runs, "dense_h_to_4h.weight: (48, 32)", "gate and up")
+    runs.check_refused(silent, "MismatchError", "dense_h_to_4h.weight: (48, 32)", "gate and up")
     assert runs.attempt(newest)[0][0].error == ""
 
 
@@ -124,7 +111,8 @@ def test_tp1_metadata_lacks_the_rows(runs: Runs) -> None:
         "query_key_value.weight",
         "dense_h_to_4h.bias",
     )
-    assert "layernorm" not in refuse(route, runs, *names).message
+    ((refusal, *_),) = runs.check_refused(route, "MismatchError", *names)
+    assert "layernorm" not in refusal.message
     check_each(of_each(replace(route, patterns="megatron-gpt"), ("newest", "none")), runs)
 
 

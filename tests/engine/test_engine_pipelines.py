@@ -11,7 +11,7 @@ import pytest
 from deepspeed_ucp.targets import Instance
 from tests.releases import find_reason
 from tests.support.covering import params
-from tests.support.engines.parallel import Launch, Route, Runs, check, compare_joined, count_copies, join
+from tests.support.engines.parallel import Launch, Route, Runs, compare_joined, count_copies, join
 
 GPT = "EBBBBBBH"
 TWICE = "EBHBBBHB"  # at 4 stages the first, the second and the last hold the tied module; at 2 the first uses it twice
@@ -61,16 +61,20 @@ EVERY = [*(ROUTES if os.environ.get("UCP_EXHAUSTIVE") else CHOSEN), *SAME, *DUAL
 EVERY = [each for each in EVERY if not ((each.source.dual or each.target.dual) and find_reason("DualPipeV"))]
 
 
+def check_route(route: Route, runs: Runs) -> None:
+    """Losses go on unless a stage computes with another one's untied parameters."""
+    saved, resumed = runs.check(route, EVERY, least=10, losses=False)
+    left, right = (count_copies(SHIFT, join(each, route.model).parameters) for each in (saved, resumed))
+    if left == right:
+        assert resumed[0].losses == pytest.approx(saved[0].losses, rel=route.tolerance)
+
+
 @pytest.mark.releases
 @pytest.mark.parametrize(
     "route", params([(each,) for each in CHOSEN], [(each,) for each in ROUTES], lambda row: str(row[0]))
 )
 def test_resumes_on_other_stages(route: Route, runs: Runs) -> None:
-    saved, resumed = runs.saved(route.model, route.source), runs.resumed(route, EVERY)
-    check(route, saved, resumed, least=10)
-    left, right = (count_copies(SHIFT, join(each, route.model).parameters) for each in (saved, resumed))
-    if left == right:  # else a stage computes with another one's untied parameters
-        assert resumed[0].losses == pytest.approx(saved[0].losses, rel=route.tolerance)
+    check_route(route, runs)
 
 
 @pytest.mark.parametrize(
@@ -78,11 +82,7 @@ def test_resumes_on_other_stages(route: Route, runs: Runs) -> None:
 )
 def test_two_stages_on_every_rank(route: Route, runs: Runs) -> None:
     """The way there and the way back (DualPipeV): a rank's layers do not follow each other."""
-    saved, resumed = runs.saved(route.model, route.source), runs.resumed(route, EVERY)
-    check(route, saved, resumed, least=10)
-    left, right = (count_copies(SHIFT, join(each, route.model).parameters) for each in (saved, resumed))
-    if left == right:
-        assert resumed[0].losses == pytest.approx(saved[0].losses, rel=route.tolerance)
+    check_route(route, runs)
 
 
 @pytest.mark.parametrize("route", SAME, ids=str)
@@ -96,9 +96,7 @@ def test_same_stages_are_deepspeeds_own_load(route: Route, runs: Runs) -> None:
 
 
 def test_the_same_stages_that_deepspeeds_own_load_fails_on(runs: Runs) -> None:
-    saved, resumed = runs.saved(OURS.model, OURS.source), runs.resumed(OURS, EVERY)
-    check(OURS, saved, resumed, least=10)
-    assert resumed[0].losses == pytest.approx(saved[0].losses, rel=OURS.tolerance)
+    runs.check(OURS, EVERY, least=10)
 
 
 @pytest.mark.parametrize("route", WEIGHTS, ids=str)

@@ -19,7 +19,7 @@ from deepspeed_ucp.testing.resume import SavedRun, resume_each, save_run
 from tests.support.engines.cases import Case, saves_states, training
 from tests.support.engines.driving import Engines, Saved
 from tests.support.engines.experts import Spread
-from tests.support.engines.parallel import Launch, Route, Runs, check
+from tests.support.engines.parallel import Launch, Route, Runs
 
 SAVES, OWN = os.environ.get("UCP_RELEASE_SAVES", ""), os.environ.get("UCP_RELEASE", "")
 OPTIONS: dict[str, Any] = {"model": "mixed", "optimizer": "adamw", "scheduler": True}
@@ -88,6 +88,4 @@ def test_saves_of_other_releases_as_pipelines(ucp_worlds: WorldPool, subtests: p
             runs = Runs(ucp_worlds, folder)
             saved = pickle.loads(folder.with_suffix(".pkl").read_bytes())
             runs._saved[PIPELINE.model, PIPELINE.source] = saved
-            resumed = runs.resumed(PIPELINE)
-            check(PIPELINE, saved, resumed, least=10)
-            assert resumed[0].losses == pytest.approx(saved[0].losses, rel=PIPELINE.tolerance)
+            runs.check(PIPELINE, least=10)

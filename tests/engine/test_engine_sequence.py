@@ -5,7 +5,8 @@ With an mpu of ALST's kind DeepSpeed computes its batch sizes with ``/``: the sa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,35 +22,37 @@ FLOATS = {"micro", "micro-accumulation"}
 """Ways whose count of samples is a float in ALST's saves."""
 
 
-class Saves:
-    """Each source's run, saved once."""
-
-    def __init__(self, worlds: WorldPool, root: Path) -> None:
-        self.worlds, self.root = worlds, root
-        self._runs: dict[str, SavedRun] = {}
-
-    def get(self, source: Spread) -> SavedRun:
-        """Train a source, from weights of its own, and save it."""
-        name = str(source)
-        if name not in self._runs:
-            training = source.training(sum(map(ord, name)))
-            self._runs[name] = save_run(training, source.launch, STEPS, self.root / name, self.worlds)
-        return self._runs[name]
+Save = Callable[[Spread], SavedRun]
 
 
 @pytest.fixture(scope="module")
-def saves(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> Saves:
-    return Saves(ucp_worlds, tmp_path_factory.mktemp("sequence"))
+def save(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> Save:
+    """Train a source, from weights of its own, and save it, once."""
+    root = tmp_path_factory.mktemp("sequence")
+
+    @functools.cache
+    def get(source: Spread) -> SavedRun:
+        name = str(source)
+        return save_run(source.training(sum(map(ord, name))), source.launch, STEPS, root / name, ucp_worlds)
+
+    return get
+
+
+@pytest.fixture
+def check(save: Save, ucp_worlds: WorldPool, subtests: pytest.Subtests) -> Callable[..., None]:
+    """Load each source into one engine: all bits, all counters, and the losses that follow."""
+    return functools.partial(check_each, save=save, worlds=ucp_worlds, subtests=subtests)
 
 
 def list_sources(kind: str, stages: Sequence[int], precision: str = "fp32") -> list[Spread]:
     return [Spread(kind, stage, way, sp=2, precision=precision) for stage in stages for way in WAYS]
 
 
-def check(sources: Sequence[Spread], target: Spread, saves: Saves, subtests: pytest.Subtests) -> None:
-    """Load each source into one engine: all bits, all counters, and the losses that follow."""
-    runs = [saves.get(source) for source in sources]
-    judges = resume_each(target.training(1), runs, target.launch, saves.worlds)
+def check_each(
+    sources: Sequence[Spread], target: Spread, *, save: Save, worlds: WorldPool, subtests: pytest.Subtests
+) -> None:
+    runs = [save(source) for source in sources]
+    judges = resume_each(target.training(1), runs, target.launch, worlds)
     for source, run, judge in zip(sources, runs, judges, strict=True):
         with subtests.test(f"{source}→{target}"):
             report = judge()
@@ -79,25 +82,25 @@ TARGETS = [
 
 @pytest.mark.releases
 @pytest.mark.parametrize("target", TARGETS, ids=str)
-def test_alst(target: Spread, saves: Saves, subtests: pytest.Subtests) -> None:
-    check(list_sources("alst", (1, 3)), target, saves, subtests)
+def test_alst(target: Spread, check: Callable[..., None]) -> None:
+    check(list_sources("alst", (1, 3)), target)
 
 
 @pytest.mark.releases
-def test_alst_in_bf16(saves: Saves, subtests: pytest.Subtests) -> None:
+def test_alst_in_bf16(check: Callable[..., None]) -> None:
     sources = list_sources("alst", (2,), "bf16")
-    check(sources, Spread("alst", 3, "micro", sp=4, precision="bf16"), saves, subtests)
+    check(sources, Spread("alst", 3, "micro", sp=4, precision="bf16"))
 
 
-def test_from_data_parallelism_to_alst(saves: Saves, subtests: pytest.Subtests) -> None:
+def test_from_data_parallelism_to_alst(check: Callable[..., None]) -> None:
     sources = [Spread("none", stage, "micro", world=2) for stage in (0, 1, 3)]
-    check(sources, Spread("alst", 1, "micro", sp=2), saves, subtests)
+    check(sources, Spread("alst", 1, "micro", sp=2))
 
 
 @pytest.mark.engine_smoke
 @pytest.mark.parametrize(
     "target", [Spread("mpu", 1, "micro", sp=2), Spread("mpu", 2, "all", sp=4), Spread("none", 1, world=3)], ids=str
 )
-def test_ulysses(target: Spread, saves: Saves, subtests: pytest.Subtests) -> None:
+def test_ulysses(target: Spread, check: Callable[..., None]) -> None:
     """Below stage 3, where DeepSpeed partitions parameters over the data-parallel ranks of such an mpu alone."""
-    check(list_sources("mpu", (1,)), target, saves, subtests)
+    check(list_sources("mpu", (1,)), target)

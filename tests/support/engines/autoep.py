@@ -14,11 +14,12 @@ import torch.distributed as dist
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
-from deepspeed.utils import groups, safe_get_full_fp32_param, safe_get_full_optimizer_state
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import Tensor, nn
 
 from tests.support.engines import going_on
-from tests.support.engines.going_on import Kind, States, read_optimizer, train_on_noise
+from tests.support.engines.cases import enable
+from tests.support.engines.going_on import Kind, States, forget_groups, read_optimizer, train_on_noise
 
 EXPERTS = 4
 BATCH = 8
@@ -102,14 +103,14 @@ class Layer(nn.Module):
         return x + self.mlp(x)
 
 
-class Model(nn.Module):
-    """Two layers of experts, with tokens that depend on no other token."""
+class Stack(nn.Module):
+    """Layers with tokens that depend on no other token, under the names of Mixtral."""
 
-    def __init__(self, *, frozen: bool = False, biased: bool = True):
+    def __init__(self, layers: Sequence[nn.Module], experts: int):
         super().__init__()
-        self.config = SimpleNamespace(model_type="mixtral", num_local_experts=EXPERTS, num_experts_per_tok=2)
+        self.config = SimpleNamespace(model_type="mixtral", num_local_experts=experts, num_experts_per_tok=2)
         self.model = nn.Module()
-        self.model.layers = nn.ModuleList([Layer(frozen=each, biased=biased) for each in (frozen, False)])
+        self.model.layers = nn.ModuleList(layers)
         self.head = nn.Linear(HIDDEN, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -118,10 +119,15 @@ class Model(nn.Module):
         return self.head(x)
 
 
+class Model(Stack):
+    """Two layers of experts."""
+
+    def __init__(self, *, frozen: bool = False, biased: bool = True):
+        super().__init__([Layer(frozen=each, biased=biased) for each in (frozen, False)], EXPERTS)
+
+
 def make(spread: Spread, seed: int, *, frozen: bool = False, biased: bool = True, checkpoint: Any = None) -> Any:
-    for known in (groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP):
-        known.clear()  # named by the degree alone, whatever the order
-    groups.mpu = None
+    forget_groups()
     if spread.muon:
         torch._dynamo.config.disable = True  # the compiled update needs minutes
     torch.manual_seed(seed)
@@ -139,15 +145,10 @@ def make_config(spread: Spread, checkpoint: Any = None) -> dict[str, Any]:
         "expert_parallel": {"enabled": True, "autoep_size": spread.ep, "use_grouped_mm": False},
         "checkpoint": checkpoint or {"universal": {"patterns": PATTERNS}},
         "use_data_before_expert_parallelism": spread.data_first,
+        **enable(spread.precision),
     }
-    if spread.precision != "fp32":
-        config[spread.precision] = {"enabled": True}
     if spread.tp > 1:
-        specs = [{"patterns": [rf".*\.dense\.{n}\.weight"], "partition_type": kind} for n, kind in enumerate(KINDS)]
-        config["tensor_parallel"] = {
-            "autotp_size": spread.tp,
-            "partition_config": {"use_default_specs": False, "layer_specs": specs},
-        }
+        config["tensor_parallel"] = cut_dense(spread.tp)
     if spread.muon:
         params = {"lr": 0.02, "muon_lr": 0.05, "momentum": 0.9}
         config["optimizer"] = {"type": "Muon", "params": params | ({} if spread.stage else {"torch_adam": True})}
@@ -158,6 +159,12 @@ def make_config(spread: Spread, checkpoint: Any = None) -> dict[str, Any]:
         config["expert_parallel"] |= {"preset_model": "mixtral", "moe_layer_pattern": r"\d+\.mlp"}
         config["steps_per_print"] = 1 << 30
     return config
+
+
+def cut_dense(tp: int) -> dict[str, Any]:
+    """Returns the section of AutoTP for the two dense layers of a block."""
+    specs = [{"patterns": [rf".*\.dense\.{n}\.weight"], "partition_type": kind} for n, kind in enumerate(KINDS)]
+    return {"autotp_size": tp, "partition_config": {"use_default_specs": False, "layer_specs": specs}}
 
 
 PIPELINE = [

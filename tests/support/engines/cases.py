@@ -19,6 +19,12 @@ FEATURES = 13
 BF16_WITHOUT_ZERO = Version("0.17.6") > DEEPSPEED
 
 
+def enable(precision: str) -> dict[str, Any]:
+    """Returns the section of a ds_config for a precision; none for fp32."""
+    scale = {"initial_scale_power": 8} if precision == "fp16" else {}
+    return {} if precision == "fp32" else {precision: {"enabled": True, **scale}}
+
+
 @dataclass(frozen=True)
 class Case:
     """One launch of one of the trainings below.
@@ -54,11 +60,8 @@ class Case:
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "steps_per_print": 1000000,
+            **enable(self.precision),
         }
-        if self.precision != "fp32":
-            config[self.precision] = {"enabled": True}
-        if self.precision == "fp16":
-            config["fp16"]["initial_scale_power"] = 8
         return {**config, **self.config}
 
     def but(self, **changes: Any) -> Case:

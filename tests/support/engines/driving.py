@@ -41,7 +41,7 @@ class Outcome:
         assert self.errors, "the load was not refused"
         for error in self.errors:
             for word in words:
-                assert word in error
+                assert word in error, error
 
     def check(
         self, target: Kind, source: Kind, saved: Saved, *, direct: bool | None = None, buffers: bool = True

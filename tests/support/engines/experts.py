@@ -13,7 +13,8 @@ from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optim
 from deepspeed.utils import groups
 from torch import Tensor, nn
 
-from tests.support.engines.going_on import Kind, States, read_optimizer, train_on_noise
+from tests.support.engines.cases import enable
+from tests.support.engines.going_on import Kind, States, forget_groups, read_optimizer, train_on_noise
 
 EXPERTS = 4
 BATCH = 8
@@ -78,17 +79,15 @@ class Layers(nn.Module):
 
 
 def make(spread: Spread, seed: int) -> Any:
-    for known in (groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP):
-        known.clear()  # named by the degree alone, whatever the order
+    forget_groups()
     config: dict[str, Any] = {
         "train_batch_size": BATCH,
         "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
         "zero_optimization": {"stage": spread.stage},
         "checkpoint": {"universal": True},
         "use_data_before_expert_parallelism": spread.data_first,
+        **enable(spread.precision),
     }
-    if spread.precision != "fp32":
-        config[spread.precision] = {"enabled": True}
     torch.manual_seed(seed + dist.get_rank())
     module = Layers(spread.degrees, tied=spread.tied, residual=spread.residual)
     if spread.together:

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from tests.support.engines import experts as engine_experts
 from tests.support.engines import going_on
-from tests.support.engines.going_on import Kind, States, train_on_noise
+from tests.support.engines.cases import enable
+from tests.support.engines.going_on import Kind, States, forget_groups, train_on_noise
 
 sys.path.append(str(Path(__file__).parents[3] / "examples" / "megatron_gpt"))
 from parallel import Line, ParallelState, copy_to, reduce_from  # type: ignore[import-not-found]
@@ -171,10 +172,8 @@ def gather_tokens(tokens: Tensor, dim: int = 0) -> Tensor:
 
 def make(spread: Spread, seed: int) -> Any:
     mappings._gather_tokens = gather_tokens
-    groups._EXPERT_PARALLEL_GROUP.clear()
-    groups._EXPERT_DATA_PARALLEL_GROUP.clear()
+    forget_groups()
     groups.expert_tensor_parallel_world_size = 1
-    groups.mpu = None
     state = ParallelState(spread.tp, spread.pp)
     line = state.tensor if spread.tp > 1 else None
     torch.manual_seed(seed)
@@ -211,9 +210,8 @@ def make_config(spread: Spread) -> dict[str, Any]:
         "checkpoint": {"universal": {"patterns": RULES}},
         "use_data_before_expert_parallelism": spread.data_first,
         "steps_per_print": 1 << 30,
+        **enable(spread.precision),
     }
-    if spread.precision != "fp32":
-        config[spread.precision] = {"enabled": True}
     if spread.fp32_grads:
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     if spread.dual:  # of which a step takes twice as many micro-batches as there are ranks

@@ -10,8 +10,6 @@ import deepspeed
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
-from deepspeed.utils import groups
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.nn import functional
@@ -19,10 +17,10 @@ from torch.nn import functional
 from deepspeed_ucp.atoms import strip_compiled
 from tests.support.engines import autoep as engine_autoep
 from tests.support.engines import fused as engine_fused
-from tests.support.engines.autoep import BATCH, HIDDEN, KINDS
-from tests.support.engines.cases import allow_fp16_on_cpu
+from tests.support.engines.autoep import BATCH, HIDDEN
+from tests.support.engines.cases import allow_fp16_on_cpu, enable
 from tests.support.engines.fused import Form
-from tests.support.engines.going_on import States, mean_square
+from tests.support.engines.going_on import States, forget_groups, mean_square
 
 STEPS = 3
 MATRICES, VECTORS = {"lr": 1e-2, "weight_decay": 0.1}, {"lr": 3e-3, "weight_decay": 0.0}
@@ -181,9 +179,7 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> 
 
 def make(target: Target, patterns: Any, **more: Any) -> Any:
     """An engine with other weights, whose param groups come in another order."""
-    for known in (groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP):
-        known.clear()  # named by the degree alone
-    groups.mpu = None
+    forget_groups()
     allow_fp16_on_cpu()
     torch.manual_seed(77)
     module: Any = Model(Form(target.world, target.stage, target.kind, ep=target.ep))
@@ -195,8 +191,6 @@ def make(target: Target, patterns: Any, **more: Any) -> Any:
         module = torch.compile(module, backend="eager")
     matrices, vectors = sort_parameters(module)
     params: Any = [{"params": vectors, "name": "vectors"}, {"params": matrices, "name": "matrices"}]
-    if target.kind == "native":
-        params = split_params_into_different_moe_groups_for_optimizer(params)
     return deepspeed.initialize(model=module, model_parameters=params, config=make_config(target, patterns, **more))[0]
 
 
@@ -211,18 +205,14 @@ def make_config(target: Target, patterns: Any, **more: Any) -> dict[str, Any]:
         "steps_per_print": 1 << 30,
         "checkpoint": {"universal": {**({"patterns": patterns} if patterns else {}), **more} or True},
     }
-    if target.precision != "fp32" and target.half != "client":
-        config[target.precision] = {"enabled": True}
+    if target.half != "client":
+        config |= enable(target.precision)
     if target.half == "masters":
         config["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
-    if target.precision == "fp16":
-        config["fp16"]["initial_scale_power"] = 8
     if target.kind == "autoep":
         config["expert_parallel"] = {"enabled": True, "autoep_size": target.ep, "use_grouped_mm": False}
     if target.tp > 1:
-        specs = [{"patterns": [rf".*\.dense\.{n}\.weight"], "partition_type": kind} for n, kind in enumerate(KINDS)]
-        cuts = {"use_default_specs": False, "layer_specs": specs}
-        config["tensor_parallel"] = {"autotp_size": target.tp, "partition_config": cuts}
+        config["tensor_parallel"] = engine_autoep.cut_dense(target.tp)
     return config
 
 
@@ -259,10 +249,6 @@ def load_each(target: Target, patterns: Any, folders: Sequence[str], **more: Any
         states = {
             (strip_compiled(name), state): held for (name, state), held in engine_fused.read_states(engine).items()
         }
-        if target.kind == "native":
-            states |= {
-                (name, "buffer"): each.clone() for name, each in engine.module.named_buffers() if ".norm." in name
-            }
         inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
         steps = {float(held["step"]) for held in inner.state.values() if "step" in held}
         hyper = {(each, group["lr"], group["weight_decay"]) for each, group in _list_groups(engine.optimizer, inner)}

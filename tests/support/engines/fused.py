@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
 import torch
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
-from deepspeed.utils import groups
 from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.support.engines import autoep as engine_autoep
 from tests.support.engines import experts as engine_experts
 from tests.support.engines.autoep import HIDDEN, INNER
-from tests.support.engines.going_on import Kind, States
+from tests.support.engines.going_on import Kind, States, forget_groups
 
 MIXED = {
     "train_batch_size": engine_autoep.BATCH,
@@ -114,27 +112,17 @@ class Layer(nn.Module):
         return x + self.mlp(x)
 
 
-class Model(nn.Module):
-    """Two layers, with tokens that depend on no other token."""
+class Model(engine_autoep.Stack):
+    """Two layers."""
 
     layer: Callable[[Form], nn.Module] = Layer
 
     def __init__(self, form: Form):
-        super().__init__()
-        self.config = SimpleNamespace(model_type="mixtral", num_local_experts=form.experts, num_experts_per_tok=2)
-        self.model = nn.Module()
-        self.model.layers = nn.ModuleList([type(self).layer(form) for _ in range(2)])
-        self.head = nn.Linear(HIDDEN, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.model.layers:
-            x = layer(x)
-        return self.head(x)
+        super().__init__([type(self).layer(form) for _ in range(2)], form.experts)
 
 
 def make(form: Form, seed: int, checkpoint: Any = None) -> Any:
-    for known in (groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP):
-        known.clear()  # named by the degree alone, whatever the order
+    forget_groups()
     config = {**MIXED, "zero_optimization": {"stage": form.stage}, "checkpoint": checkpoint or {"universal": True}}
     if form.kind == "autoep":
         config["expert_parallel"] = {"enabled": True, "autoep_size": form.ep, "use_grouped_mm": False}
@@ -185,33 +173,8 @@ def take_apart(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
 train = engine_autoep.train
 
 
-def load_weights(form: Form, folder: str) -> States:
-    """The model's own parameters after a load without optimizer states."""
+def load_and_save(form: Form, folder: str, again: str) -> None:
     engine = make(form, 77)
-    engine.load_checkpoint(folder, load_optimizer_states=False)
-    states: States = {}
-    for name, param in engine.module.named_parameters():
-        with deepspeed.zero.GatheredParameters([param], enabled=hasattr(param, "ds_id")):
-            states.update({(_rename(part), "copy"): each for part, each in take_apart(name, param.detach().clone())})
+    engine.load_checkpoint(folder)
+    engine.save_checkpoint(again)
     engine.destroy()
-    return states
-
-
-def load_and_tell(form: Form, folder: str, again: str) -> list[str]:
-    """Load, save once more; what was logged."""
-    import logging
-
-    told: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("deepspeed_ucp").addHandler(handler)
-    engine = make(form, 77)
-    try:
-        engine.load_checkpoint(folder)
-    except Exception as error:  # noqa: BLE001 - the caller looks at it
-        told.append(f"{type(error).__name__}: {error}")
-    else:
-        engine.save_checkpoint(again)
-    engine.destroy()
-    logging.getLogger("deepspeed_ucp").removeHandler(handler)
-    return told

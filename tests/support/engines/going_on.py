@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
+from deepspeed.utils import groups
 from torch import Tensor
 
 States = dict[tuple[str, str], Tensor]
@@ -106,6 +107,13 @@ def make(kind: Any, seed: int, folder: str, options: Mapping[str, Any]) -> tuple
     """Returns the module of a kind and an engine."""
     home = sys.modules[type(kind).__module__]
     return home, home.make(kind, seed, **{**kind.list_options(folder), **options})
+
+
+def forget_groups() -> None:
+    """DeepSpeed names groups of experts by the degree alone, whatever their order."""
+    groups._EXPERT_PARALLEL_GROUP.clear()
+    groups._EXPERT_DATA_PARALLEL_GROUP.clear()
+    groups.mpu = None
 
 
 def mean_square(output: Tensor, _label: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from deepspeed.module_inject.auto_ep_presets.base import TransformersTopLevelRouterLogitsAdapter
 from deepspeed.pipe import LayerSpec, PipelineModule
-from deepspeed.utils import groups
 from torch import Tensor
 from transformers import (
     BertConfig,
@@ -23,6 +22,7 @@ from transformers import (
 )
 
 from deepspeed_ucp.errors import MismatchError
+from tests.support.engines.going_on import forget_groups
 from tests.support.hub import SIZES
 
 COMMON = {**SIZES, "max_position_embeddings": 32, "attention_dropout": 0.0}
@@ -60,8 +60,7 @@ TOKENS = torch.arange(24).remainder(31).view(2, 12)
 
 
 def make(name: str, stage: int, ep: int | None, checkpoint: Any) -> Any:
-    for known in (groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP):
-        known.clear()  # named by the degree alone, whatever the order
+    forget_groups()
     config: dict[str, Any] = {
         "train_batch_size": 4,
         "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},

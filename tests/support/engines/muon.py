@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.support.engines import going_on
+from tests.support.engines.cases import enable
 from tests.support.engines.going_on import States, read_optimizer, train_on_noise
 
 BATCH = 8
@@ -65,9 +66,8 @@ class Kind(going_on.Kind):
             "zero_optimization": zero,
             "zero_force_ds_cpu_optimizer": False,
             "checkpoint": {"universal": self.universal},
+            **enable(self.precision),
         }
-        if self.precision != "fp32":
-            config[self.precision] = {"enabled": True}
         if self.stage == 0:  # of single parameters DeepSpeed's own Adam counts the last one's steps alone
             config["optimizer"]["params"]["torch_adam"] = True
         if self.sums:

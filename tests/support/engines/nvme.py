@@ -16,6 +16,7 @@ from deepspeed_ucp.sources import swapped
 from deepspeed_ucp.testing.capture import capture
 from tests.support.engines import aio as aio_standin
 from tests.support.engines import going_on
+from tests.support.engines.cases import enable
 from tests.support.engines.going_on import States, train_on_noise
 
 BATCH = 8
@@ -88,12 +89,11 @@ class Kind(going_on.Kind):
             "zero_force_ds_cpu_optimizer": False,
             "checkpoint": {"universal": self.universal},
             "aio": {"block_size": LEAST},
+            **enable(self.precision),
         }
         if self.muon:
             config["optimizer"] = {"type": "Muon", "params": {"lr": 0.002, "muon_lr": 0.01, "momentum": 0.9}}
             zero["reduce_scatter"] = False
-        if self.precision != "fp32":
-            config[self.precision] = {"enabled": True}
         return config
 
 

@@ -8,7 +8,7 @@ import deepspeed
 import torch
 
 import deepspeed_ucp  # noqa: F401 - enables the plugin
-from tests.support.engines.cases import allow_fp16_on_cpu
+from tests.support.engines.cases import allow_fp16_on_cpu, enable
 from tests.support.engines.going_on import States, read_optimizer
 
 RENAMED = [{"from": r"(?P<x>[abc])\.(?P<y>.*)", "to": "{x}{x}.{y}"}]
@@ -36,9 +36,8 @@ def make(names: str, precision: str, stage: int = 0, *, rename: Any = (), trains
         "train_batch_size": 1,
         "zero_optimization": {"stage": stage},
         "checkpoint": {"universal": {"patterns": {"rename": list(rename)}} if rename else True},
+        **enable(precision),
     }
-    if precision != "fp32":
-        config[precision] = {"enabled": True}
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01) if trains else None
     return deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
 

@@ -17,6 +17,7 @@ from deepspeed_ucp.testing.compare import compare
 from tests.support.engines import gpt as engine_gpt
 from tests.support.engines import letters as engine_letters
 from tests.support.engines import llama as engine_llama
+from tests.support.engines.cases import enable
 from tests.support.engines.ranks import Attempt, Load, Local, attempt_each, load_each, save
 
 BATCH = 8  # samples per step, all data-parallel ranks together
@@ -73,11 +74,8 @@ class Launch:
             "gradient_clipping": 0.0,  # stage 0 with a pipeline clips by another norm than the others
             "steps_per_print": 1 << 30,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}},
+            **enable(self.precision),
         }
-        if self.precision != "fp32":
-            config[self.precision] = {"enabled": True}
-        if self.precision == "fp16":
-            config["fp16"]["initial_scale_power"] = 8
         if self.fp32_grads:
             config["data_types"] = {"grad_accum_dtype": "fp32"}
         return config
@@ -193,6 +191,25 @@ class Runs:
             self._resumed.update(zip([each.key for each in found], map(list, zip(*answers, strict=True)), strict=True))
         return self._resumed[route.key]
 
+    def check(
+        self, route: Route, routes: Sequence[Route] = (), *, losses: bool = True, **options: Any
+    ) -> tuple[list[Local], list[Local]]:
+        """Resume a route: all of the source's bits are where the target wants them, and the losses go on.
+
+        Args:
+            losses: compare these too.
+            options: of `check`.
+
+        Returns:
+            The ranks of the saved run and those of the resumed one.
+        """
+        saved, resumed = self.saved(route.model, route.source), self.resumed(route, routes)
+        check(route, saved, resumed, **options)
+        if losses:
+            pairs = list(zip(mean_losses(resumed), mean_losses(saved), strict=True))
+            assert all(abs(own - expected) <= route.tolerance * abs(expected) for own, expected in pairs), pairs
+        return saved, resumed
+
     def load(
         self, model: str, launch: Launch, checkpoint: Mapping[str, Any], folder: str, **options: Any
     ) -> list[Local]:
@@ -206,6 +223,21 @@ class Runs:
         loads = loads or (Load(self.folder(route.model, route.source, route.part), route.arguments),)
         trained = training(route.model, route.target, route.checkpoint)
         return [list(each) for each in zip(*self.run(route.target, attempt_each, trained, loads), strict=True)]
+
+    def check_refused(self, route: Route, kind: str, *words: str, loads: Sequence[Load] = ()) -> list[list[Attempt]]:
+        """Every rank refuses the first load with one message, and its engine is as it was.
+
+        Args:
+            kind: of error; "" for any.
+            words: in its message.
+        """
+        attempts = self.attempt(route, *loads)
+        ((error, message),) = {(each.error, each.message) for each in attempts[0]}
+        assert error and kind in ("", error), f"{error}: {message}"
+        for word in words:
+            assert word in message
+        assert all(each.changed == [] for each in attempts[0])
+        return attempts
 
     def run(self, launch: Launch, fn: Any, *args: Any, **options: Any) -> list[Any]:
         """A call on a world of the launch's size."""

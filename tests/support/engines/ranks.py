@@ -254,7 +254,7 @@ def load_each(
 
 def _load(steps: Generator[Any, None, None], engine: Any, load: Load) -> Local:
     train_steps(steps, load.before)
-    with _listen() as log:
+    with listen() as log:
         path, client_state = load.run(engine)
     local = tell(engine)
     local.path, local.client_state, local.log = path, client_state, log
@@ -270,7 +270,7 @@ def make_client_state(engine: Any) -> Mapping[str, Any]:
 
 
 @contextmanager
-def _listen() -> Iterator[list[tuple[str, str]]]:
+def listen() -> Iterator[list[tuple[str, str]]]:
     """What the plugin says, with the level."""
     found: list[tuple[str, str]] = []
     handler = logging.Handler()
@@ -375,7 +375,7 @@ def watch_own_load(training: Training, folder: str) -> dict[str, Any]:
     engine = next(training())
     kind = deepspeed_engine.DeepSpeedEngine
     own = mock.Mock(side_effect=kind._load_checkpoint)
-    with _listen() as log, mock.patch.object(kind, "_load_checkpoint", lambda *a, **k: own(*a, **k)):  # noqa: PLW0108
+    with listen() as log, mock.patch.object(kind, "_load_checkpoint", lambda *a, **k: own(*a, **k)):  # noqa: PLW0108
         path, _ = engine.load_checkpoint(folder)
     report, state = getattr(engine, "ucp_report", None), capture(engine)
     engine.destroy()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import deepspeed_ucp  # noqa: F401
 from deepspeed_ucp.testing.capture import CapturedEngine, capture
-from tests.support.engines.cases import allow_fp16_on_cpu, forget_autocast
+from tests.support.engines.cases import allow_fp16_on_cpu, enable, forget_autocast
 from tests.support.engines.going_on import take_step
 
 ROWS = 11
@@ -75,11 +75,8 @@ class Kind:
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "checkpoint": {"universal": {"patterns": self.patterns}},
+            **enable(self.precision),
         }
-        if self.precision != "fp32":
-            config[self.precision] = {"enabled": True}
-        if self.precision == "fp16":
-            config["fp16"]["initial_scale_power"] = 8
         trained = [param for param in model.parameters() if param.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-2, betas=(0.8, 0.95))
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)

@@ -157,16 +157,6 @@ def with_options(options: dict[str, Any], work: Callable[..., Any], *args: Any, 
         return work(*args, **more)
 
 
-def load_plainly(ds_config: dict[str, Any], folder: str) -> dict[str, torch.Tensor]:
-    """Trained parameters after a load by DeepSpeed alone."""
-    with uninstalled():
-        engine = make_engine(ds_config, seed=99)
-        engine.load_checkpoint(folder, load_module_strict=False)
-        found = {name: p.detach().clone() for name, p in engine.module.named_parameters() if p.requires_grad}
-        engine.destroy()
-    return found
-
-
 def wait_for_marks(place: str) -> None:
     """Wait until what nodes told each other by in the tags of a place is gone, a moment after all was there."""
     wait_until(lambda: not any(WRITTEN in name for name in list_tree(place)))

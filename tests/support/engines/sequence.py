@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from deepspeed_ucp.testing import Launch
-from tests.support.engines.cases import FEATURES, make_engine
+from tests.support.engines.cases import FEATURES, enable, make_engine
 
 BATCH = 24  # samples per step, in up to two micro batches of up to four data-parallel ranks
 TOKENS = 8  # per sample
@@ -63,9 +63,8 @@ class Spread:
             "zero_optimization": {"stage": self.stage, "stage3_param_persistence_threshold": 0},
             "zero_allow_untested_optimizer": True,
             "steps_per_print": 1 << 30,
+            **enable(self.precision),
         }
-        if self.precision != "fp32":
-            config[self.precision] = {"enabled": True}
         return Launch(self.world, config)
 
     def training(self, seed: int) -> Any:

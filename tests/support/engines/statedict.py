@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,6 +12,7 @@ from deepspeed.runtime.zero import GatheredParameters
 
 import deepspeed_ucp  # noqa: F401 - enables the plugin
 from tests.support.engines.cases import forget_autocast
+from tests.support.engines.ranks import listen
 
 
 class Quantized(torch.nn.Module):
@@ -128,17 +128,12 @@ def save_each(root: str, stages: list[int]) -> dict[int, dict[str, torch.Tensor]
 def load(folder: str, stage: int, blocks: int = 4, **arguments: Any) -> tuple[dict[str, torch.Tensor], list[str]]:
     """What another model holds after a load by the plugin, and what was logged as a warning."""
     engine = make(stage, 2, {"same_topology": "direct"}, blocks)
-    told, log, handler = list[str](), logging.getLogger("deepspeed_ucp"), logging.Handler(logging.WARNING)
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    log.addHandler(handler)
-    try:
+    with listen() as log:
         engine.load_checkpoint(folder, **arguments)
-    finally:
-        log.removeHandler(handler)
     found = read(engine)
     train(engine)
     engine.destroy()
-    return found, told
+    return found, [message for level, message in log if level == "WARNING"]
 
 
 def evaluate_after_fit(folder: str) -> tuple[list[float], float]:
