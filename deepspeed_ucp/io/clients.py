@@ -257,12 +257,12 @@ _BY_TEXT: dict[str, _Cause] = {
     "NoSuchBucket": (FileNotFoundError, _BUCKET),
     "ContainerNotFound": (FileNotFoundError, _BUCKET),
     "specified bucket does not exist": (FileNotFoundError, _BUCKET),
-    "416 Range": (ChangedError, CHANGED),
-    "ExpiredToken": (PermissionError, _CREDENTIALS),
-    "301 Moved": (OSError, "{text}; name the bucket's region (region_name, AWS_REGION)"),
-    "without LOCATION": (OSError, "{text}; name the bucket's region (region_name, AWS_REGION)"),
     "169.254.169.254": (PermissionError, "no credentials were found ({text}); check the environment"),
     "metadata.google": (PermissionError, "no credentials were found ({text}); check the environment"),
+    "416 Range": (ChangedError, CHANGED),
+    **dict.fromkeys(("ExpiredToken", "401 Unauthorized", "403 Forbidden"), (PermissionError, _CREDENTIALS)),
+    "301 Moved": (OSError, "{text}; name the bucket's region (region_name, AWS_REGION)"),
+    "without LOCATION": (OSError, "{text}; name the bucket's region (region_name, AWS_REGION)"),
 }
 """Kind and message of errors whose text (status, code or address) shows the cause."""
 

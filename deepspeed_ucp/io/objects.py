@@ -121,7 +121,7 @@ class ObjectStore(Store):
         client, prefix = connect(url)
         with suppress(FileNotFoundError), explain(url):
             pages = obstore.list(client, prefix or None, chunk_size=2)
-            return not prefix or any(meta["path"] != prefix for page in pages for meta in page)
+            return any(meta["path"] != prefix for page in pages for meta in page) or not prefix
         return False
 
     def read_small(self, url: str, most: int | None = None) -> bytes:
@@ -284,7 +284,7 @@ class _Ranges:
     def _check(self, now: Entry) -> None:
         with self._lock:
             self._version = self._version or now.version
-            if now.size != self.size or now.version != self._version:
+            if now.size != self.size or (now.version or self._version) != self._version:
                 raise ChangedError(CHANGED)
 
 

@@ -183,6 +183,8 @@ def use_options(options: Mapping[str, Any]) -> Iterator[None]:
     with mock.patch.dict(clients.RETRIES, backoff=backoff), mock.patch.object(objects, "PAUSE", 0.001):
         clients._process.clients.clear()
         store.set_storage_options(options)
-        yield
-    clients._process.clients.clear()
-    store.set_storage_options(before)
+        try:
+            yield
+        finally:
+            clients._process.clients.clear()
+            store.set_storage_options(before)
