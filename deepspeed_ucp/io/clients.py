@@ -59,7 +59,7 @@ _CONNECTION = {
 
 _OTHERS = ("client_kwargs", "connection_string", "headers", "profile", "project")
 OPTIONS = (*_S3, "account_name", "account_key", "sas_token", *_OTHERS)
-"""Names in ``storage_options``, as fsspec's file systems call them. Each store takes its own and ignores the others."""
+"""Names in ``storage_options``, as in fsspec. Each store takes its own and ignores the others."""
 
 _GOOGLE_DEFAULTS = ("google_default", "cloud", "cache")
 _AWS_ENVIRONMENT = (

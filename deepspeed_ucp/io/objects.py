@@ -215,8 +215,8 @@ def _read_front(url: str, most: int | None) -> tuple[bytes, Any]:
         except GenericError as error:
             failures = _pause(failures, error, url)
         else:
-            names = ("e_tag", "version")
-            return bytes(data[:limit]), {name: meta[name] for name in names if meta[name] is not None}
+            version = {"e_tag": meta["e_tag"], "version": meta["version"]}
+            return bytes(data[:limit]), {name: value for name, value in version.items() if value is not None}
 
 
 def _pause(failures: int, error: Exception, url: str) -> int:
