@@ -32,8 +32,8 @@ from .threads import run_threads
 ATTEMPTS, PAUSE = 8, 0.2
 """Reads in a row that are cut before their first piece until a read fails, and seconds of the first pause."""
 
-_PIECE = 1 << 20
-"""Bytes that are copied to their destination at once; a read that is cut continues behind the last piece."""
+_PIECE = 256 << 10
+"""Bytes that are copied to their destination at once, while a cache holds them. A read that is cut continues there."""
 
 _PART, _PARTS, _MOST_PARTS = 8 << 20, 4, 10_000
 """Bytes of a part of an upload, parts of one object in flight, and the most parts that S3 takes."""
