@@ -106,8 +106,8 @@ class UniversalConfig(BaseModel):
             plugin's, which is faster and compares checksums.
         also: further folders, or URLs, that hold tags as the one does that is loaded from. Each file is read in the
             nearest place that has the same one, and in the next one where that fails.
-        storage_options: for the stores behind URLs, as fsspec's file systems take them (``endpoint_url``, ``anon``…);
-            what is not said here is fsspec's configuration's and the environment's to say.
+        storage_options: options of the stores behind URLs (``endpoint_url``, ``anon``, …; docs/guide.md). The
+            environment gives all others.
         save: ``true`` or an object (:class:`SaveOptions`): ``save_checkpoint`` writes into memory, and a process of its
             own from there to where it is to go, while training goes on. Loads take the newest whole save of both.
         hang_timeout_s: seconds without progress after which the torchrun agent kills a rank, if the agent runs with

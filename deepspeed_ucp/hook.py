@@ -26,7 +26,7 @@ from .config import ENVIRONMENT, SECTION, UniversalConfig, choose_batch, parse_c
 from .elastic_agent import end_with_agent
 from .engine_state import collect, find_state, get_config, hand_out
 from .errors import CheckpointError, UcpError, count_of, describe_changes, let_go
-from .io.store import begin_reading, end_reading, set_storage_options
+from .io.store import set_storage_options
 from .load.context import LoadArguments
 from .load.disabled import load_switched_off
 from .load.resume import resume
@@ -84,7 +84,6 @@ def _configure_train_batch_size(original: Callable[..., Any], config: Any) -> No
         from_config(options.patterns)  # what is wrong with them is told here, not hours later
         if options.storage_options is not None:
             set_storage_options(options.storage_options)
-        begin_reading(options.also)
         _fit_batch_sizes(config, options)
     original(config)
 
@@ -270,13 +269,10 @@ def _load(
         path, client_state = load_switched_off(engine, load_dir, tag, own)
     else:
         arguments, begin = LoadArguments(**wanted), time.monotonic()
-        try:
-            with connect() as comm:
-                found = _load_from_memory(engine, load_dir, tag, arguments, config, own, unknown, comm)
-                everywhere = config.with_tiers()
-                path, client_state = found or resume(engine, load_dir, tag, arguments, everywhere, own, unknown=unknown)
-        finally:
-            end_reading()
+        with connect() as comm:
+            found = _load_from_memory(engine, load_dir, tag, arguments, config, own, unknown, comm)
+            everywhere = config.with_tiers()
+            path, client_state = found or resume(engine, load_dir, tag, arguments, everywhere, own, unknown=unknown)
         if path is not None and engine.global_rank == 0:
             seconds = time.monotonic() - begin
             logger.info("%s: loaded in %.1f s, step %d", os.path.dirname(path), seconds, engine.global_steps)

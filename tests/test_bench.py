@@ -219,7 +219,6 @@ def test_the_floor_reads_every_byte_once(offline: ModuleType, direct: bool, tmp_
 
 def test_a_store_serves_a_folder_as_s3_does(offline: ModuleType, tmp_path: Path) -> None:
     """As the plugin reads it, and as plain GETs do; what it has sent is counted."""
-    pytest.importorskip("s3fs")
     objects, floor, ranks = importlib.import_module("objects"), sys.modules["floor"], sys.modules["ranks"]
     data = bytes(range(256)) * 5000
     root = tmp_path / "run"

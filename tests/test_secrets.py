@@ -17,7 +17,7 @@ SECRET = "S3cr3tS3cr3tS3cr3t"
         f"AWS_SECRET_ACCESS_KEY={SECRET}",
         f'"api_key": "{SECRET}", "x": 1',
         f"'secret': '{SECRET}'",
-        f"s3fs got key={SECRET}, anon=False",
+        f"obstore got key={SECRET}, anon=False",
         f"train.py --hub_token {SECRET} --lr 1",
         f"--wandb-api-key={SECRET}",
         f"Authorization: Bearer {SECRET}",

@@ -6,45 +6,28 @@ import errno
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from types import TracebackType
 from typing import BinaryIO, TypeVar
 
 from .memory import Scratch
 from .paths import Entry
 
-C = TypeVar("C", bound="Confirmed")
+C = TypeVar("C", bound="Closing")
 
 
-class Confirmed:
-    r"""Something open for reading, which as a context manager is closed in the end, and where nothing was raised,
-    :meth:`confirm`\ ed before.
-    """
-
-    def confirm(self) -> None:
-        """Make sure that all that was read is of what was opened; no thread may be reading. An open local file stays
-        the same one.
-
-        Raises:
-            CheckpointError: it has been replaced, or that cannot be told.
-        """
+class Closing:
+    """Something open, which a ``with`` block closes at its end."""
 
     def close(self) -> None:
-        """Close it; no thread may be reading. Of a store's file nothing is held open."""
+        """Close it; no thread may be reading."""
 
     def __enter__(self: C) -> C:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if error is None:
-                self.confirm()
-        finally:
-            self.close()
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
-class Stored(Confirmed, ABC):
+class Stored(Closing, ABC):
     """A file that is open for reading; several threads may read it at once."""
 
     path: str

@@ -15,7 +15,8 @@ from ..errors import CheckpointError, OutOfReachError
 from .direct import ALIGNMENT, LEAST, align, is_cached, is_refusal, is_worth_passing, reopen
 from .interface import Stored
 from .memory import Scratch, drop_front
-from .retry import ChangedError
+
+CHANGED = "has changed since its header was read"
 
 _SPARE_FILES = 256
 """What a process has open besides."""
@@ -25,6 +26,11 @@ _KINDS = {
     stat.S_IFBLK: "a device",
     stat.S_IFSOCK: "a socket",
 }
+
+
+class ChangedError(OSError):
+    """A file has changed since its header was read."""
+
 
 _AT_FAULT = (FileNotFoundError, NotADirectoryError, IsADirectoryError, ChangedError)
 _LASTING = {errno.EINVAL, errno.ELOOP, errno.EIO, errno.EBADMSG, errno.EUCLEAN}

@@ -7,7 +7,6 @@ import re
 from dataclasses import dataclass
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]+://")
-_CHAINED = re.compile(r"::[A-Za-z][A-Za-z0-9+.-]*://")
 _LOCAL = re.compile(r"(file|local)://")
 
 LONGEST_PATH = 4096
@@ -49,11 +48,6 @@ def is_below(path: str) -> bool:
 def is_url(path: str) -> bool:
     """Whether a path leads to a store (``s3://bucket/run``), not into a local file system."""
     return _URL.match(path) is not None and _LOCAL.match(path) is None
-
-
-def is_chained(url: str) -> bool:
-    """Whether a URL is another one seen through fsspec's layers (``simplecache::s3://bucket/run``)."""
-    return _CHAINED.search(url) is not None
 
 
 def normalize(path: str) -> str:

@@ -17,9 +17,8 @@ from isal import isal_zlib
 from ..atoms import FileRef, Record
 from ..plan.claims import DISCARD, Part, Request
 from .checksum import Checked
-from .distance import choose_map
 from .failover import Failover
-from .interface import Confirmed, Stored
+from .interface import Closing, Stored
 from .memory import Scratch, ScratchPool
 from .opened import allow_open_files
 from .paths import is_url
@@ -64,7 +63,7 @@ class MemorySink:
         np.lib.stride_tricks.as_strided(base, rows.shape, (part.stride * self.itemsize, 1))[:] = rows
 
 
-class RecordReader(Confirmed):
+class RecordReader(Closing):
     """Reads byte ranges of records; several threads may use it at once.
 
     Files are opened when something of them is read, and closed together. A copy of a file in which something fails is
@@ -103,18 +102,6 @@ class RecordReader(Confirmed):
         self._opening = defaultdict[str, threading.Lock](threading.Lock)
         self._lock = threading.Lock()
         allow_open_files(len(files))
-
-    def confirm(self) -> None:
-        """Make sure that all that was read is of the files that were opened; no thread may be reading.
-
-        Leaving the reader as a context manager does it, too: before that, where other ranks have to know of it.
-
-        Raises:
-            CheckpointError: one has been replaced.
-        """
-        files = [file for path, file in self._open.items() if is_url(path) and path not in self._failover.failed]
-        if files:
-            list(choose_map(files[0].path)(lambda file: file.confirm(), files))
 
     def close(self) -> None:
         """Close the files; no thread may be reading."""

@@ -109,7 +109,7 @@ class _Scan:
             for number, part in parts:
                 self.parts[number].append(part)
             if not self.left and self.stored is not None:
-                self._close(self.stored)
+                self.stored.close()
 
     def _open(self) -> None:
         if self.stored is not None or self.errors:
@@ -118,14 +118,6 @@ class _Scan:
             self.stored = open_stored(self.file.path, os.POSIX_FADV_SEQUENTIAL, size=self.file.size)
         except CheckpointError as error:
             self.errors.append((0, self._shorten(error)))
-
-    def _close(self, stored: Stored) -> None:
-        try:
-            if not self.errors:
-                stored.confirm()
-        except CheckpointError as error:
-            self.errors.append((0, self._shorten(error)))
-        stored.close()
 
     def _fill(self, low: int, nbytes: int, scratch: Scratch) -> tuple[memoryview, str]:
         """The bytes that could be read, and why no more."""

@@ -10,8 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import stat
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, BinaryIO, Concatenate, ParamSpec, TypeVar
 
@@ -82,12 +81,12 @@ class LocalStore(Store):
 
 
 def _choose(path: str) -> Store:
-    """The store of a path; what reads URLs is imported with the first of them."""
+    """Return the store of a path; obstore is imported with the first URL."""
     if not is_url(path):
         return LocalStore()
-    from .urls import UrlStore
+    from .objects import choose_store
 
-    return UrlStore()
+    return choose_store(path)
 
 
 def _by_path(method: Callable[Concatenate[Store, str, P], T]) -> Callable[Concatenate[str, P], T]:
@@ -118,25 +117,27 @@ open_stored = _by_path(Store.open_stored)
 
 
 def set_storage_options(options: Mapping[str, Any]) -> None:
-    """Options of the stores behind all URLs that this process reads from now on, as fsspec's file systems take them."""
-    from . import remote
+    """Set options of the stores behind all URLs that this process uses from now on.
 
-    remote.set_options(options)
+    Raises:
+        ConfigError: an option is unknown.
+    """
+    from .clients import set_options
 
-
-def begin_reading(paths: Iterable[str]) -> None:
-    """Have made in the background what reading takes of those paths that are URLs."""
-    for path in filter(is_url, paths):
-        from . import remote
-
-        remote.begin(path)
+    set_options(options)
 
 
-def end_reading() -> None:
-    """Close what is kept open between requests to stores; the next request opens it anew."""
-    http = sys.modules.get(f"{__package__}.http")  # where no store was read it is not imported for this
-    if http is not None:
-        http.close_idle()
+def put_file(path: str, url: str) -> None:
+    """Upload a local file, and check that all of it has arrived.
+
+    Raises:
+        FileNotFoundError: there is no such bucket.
+        OSError: it cannot be written.
+        UnsupportedError: the URL is read only.
+    """
+    from .objects import ObjectStore
+
+    ObjectStore().put_file(path, url)
 
 
 def read_bytes(path: str, offset: int, nbytes: int) -> bytes:

@@ -15,8 +15,7 @@ from ..errors import DiskFullError, StorageError, UnsupportedError
 from .distance import choose_map
 from .paths import is_url, normalize
 from .staging import LATEST, OutputKind, Staging
-from .store import list_tree, remove, write_small
-from .urls import put_file
+from .store import list_tree, put_file, remove, write_small
 
 _UNFINISHED = ".ucp-unfinished"
 """Object at a destination while it is written to: what else lies there may be replaced."""

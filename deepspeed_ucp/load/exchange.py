@@ -170,7 +170,6 @@ class CollectiveReader:
     ) -> list[Checked]:
         checks = self._work(reader, requests, arrived, sinks)
         self.uploads.finish()
-        reader.confirm()
         return checks
 
     def _note_files(self, reader: RecordReader) -> None:

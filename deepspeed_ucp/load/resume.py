@@ -17,7 +17,7 @@ from ..engine_state import find_state, list_save_folders
 from ..errors import CheckpointError, OutOfReachError, UcpError, UnsupportedError, count_of, let_go, shorten
 from ..io.memory import pause_collection
 from ..io.paths import normalize
-from ..io.store import begin_reading, set_storage_options
+from ..io.store import set_storage_options
 from ..io.threads import limit_torch
 from ..patterns import RuleSet, from_config, list_renames
 from ..plan.renames import find_renamed, list_names
@@ -65,7 +65,6 @@ def resume(
     """
     if config.storage_options is not None:
         set_storage_options(config.storage_options)
-    begin_reading([load_dir, *config.also])  # other ranks than the first would begin when that has found the tag
     comm, report = connect(), LoadReport(direct=False, reason="nothing to resume")
     engine.ucp_report = report
     upstream = bool(engine.load_universal_checkpoint())

@@ -23,9 +23,18 @@ from ..io.disk import explain_full, sync_file, sync_folder
 from ..io.filesystems import load_libc
 from ..io.jsonfile import parse_json, read_json
 from ..io.paths import UPLOAD, is_url
-from ..io.store import exchange_small, exists, find_entry, list_folder, list_tree, read_small, remove, write_small
+from ..io.store import (
+    exchange_small,
+    exists,
+    find_entry,
+    list_folder,
+    list_tree,
+    put_file,
+    read_small,
+    remove,
+    write_small,
+)
 from ..io.threads import map_threads
-from ..io.urls import put_file
 from ..sources.files import PUBLISHED, SEAL, is_state_file, list_published, resolve_published
 from ..sources.latest import LATEST, read_tag
 from ..sources.older import find_age
@@ -319,13 +328,6 @@ def _upload(save: Snapshot, place: Destination, folder: str) -> list[str]:
     map_threads(put, files, _COPIERS)
     write_small(f"{folder}/{_name_node(save, save.node)}", _sign(save))
     return [each.removeprefix(inside) for each in files if each.startswith(inside)]
-
-
-def list_upload_prefixes(save: Snapshot) -> list[str]:
-    """Return what the paths of a save's uploads begin with, relative to their place in a store."""
-    inside = f"{save.tag}{os.sep}"
-    outside = [each for each in save.list_files() if not each.startswith(inside)]
-    return [f"{save.tag}/{UPLOAD}{save.job}-{save.number}-", *outside]
 
 
 def _list_sizes(folder: str) -> dict[str, int]:

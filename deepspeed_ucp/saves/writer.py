@@ -30,7 +30,6 @@ from ..errors import DiskFullError, StorageError, UcpError, escape
 from ..io.paths import is_url
 from ..io.store import set_storage_options
 from ..io.threads import map_threads
-from ..io.urls import abort_uploads
 from .copies import Replicator
 from .memory import LOCK, Destination, Job, Snapshot, drop_unwanted, is_held
 from .neighbours import Neighbours
@@ -40,7 +39,6 @@ from .places import (
     has_begun,
     is_replaced,
     is_sealed,
-    list_upload_prefixes,
     prune_place,
     wait_until,
     write_save,
@@ -148,14 +146,11 @@ class SaveWriter:
         refused = ((save.number, place) for save in job.list_saves() for place in save.list_refused())
         self._refused = set(refused)  # numbers of saves and places whose fault no retry can mend
         self._busy = defaultdict[str, set[int]](set)  # by place the numbers of the saves that are written
-        self._begun = defaultdict[str, set[str]](set)  # by URL the prefixes of files that another writer may have begun
         for save in job.list_saves():
             for place in save.places:
                 if place.folder in save.read_done() and not is_url(place.folder):
                     with suppress(OSError):
                         end_save(save, place)  # a writer that was killed after it noted the save has not
-            for place in filter(lambda each: is_url(each.folder), save.list_pending()):
-                self._begun[place.folder].update(list_upload_prefixes(save))
         self._lock = threading.RLock()  # around what memory has and what is noted there
         self._changed, self._news, self._end = threading.Condition(), 0, math.inf
 
@@ -310,9 +305,6 @@ class SaveWriter:
 
     def _write(self, save: Snapshot, place: Destination) -> bool:
         try:
-            if names := self._begun.pop(place.folder, None):
-                with suppress(OSError):  # who may write need not be let list this
-                    abort_uploads(place.folder, names)
             named = save.latest and not self._is_overtaken(save, place)
             is_late = partial(self._gives_way, save, place)
             mark = write_save(replace(save, latest=named), place, self.wait, is_late)

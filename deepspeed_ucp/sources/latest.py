@@ -30,7 +30,7 @@ LATEST = "latest"
 _TRACKER = "latest_checkpointed_iteration.txt"
 """Megatron's: the number of the newest iteration, or ``release``; Megatron-DeepSpeed writes it beside ``latest``."""
 
-_BUCKET = re.compile(r"(s3a?|gs|gcs)://[^/]+")
+_BUCKET = re.compile(r"(s3a?|gs|gcs|az|abfss?)://[^/]+")
 
 LOST = "lost+found"
 """Folder in the root of a file system, which root alone may list."""

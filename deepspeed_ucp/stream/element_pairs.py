@@ -127,7 +127,6 @@ def _read_there(index: AtomicIndex, pairs: Sequence[Pair], comm: Comm) -> list[V
             return bytes(data)
 
         answers = iter(comm.ask(list(zip(ranks, questions, strict=True)), read))
-        comm.run(reader.confirm)
     values = [_put_together(*each, answers) for each in zip(elements, requests, strict=True)]
     return list(zip(values[::2], values[1::2], strict=True))
 

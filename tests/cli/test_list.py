@@ -16,6 +16,7 @@ from deepspeed_ucp.cli.dispatch import main
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import SaveOptions, UniversalConfig
 from deepspeed_ucp.errors import CheckpointError
+from deepspeed_ucp.io.store import write_small
 from deepspeed_ucp.load.tags import find_tag
 from deepspeed_ucp.saves.finding import find_in_memory
 from deepspeed_ucp.saves.memory import Job, find_root, name_job
@@ -24,6 +25,7 @@ from deepspeed_ucp.sources.latest import find_checkpoint
 from deepspeed_ucp.sources.open import seal_folder
 from tests.cli.samples import make_gpt, write_sample
 from tests.saves.saving import TAG, make_save
+from tests.support.memory import clear_memory, put_folder
 from tests.synth import Topology
 
 GPT = make_gpt(1)
@@ -115,15 +117,10 @@ def test_a_folder_without_any_is_an_error_that_tells_what_it_is(
 
 
 def test_a_store_is_listed(tmp_path: Path, run_json: Any) -> None:
-    import fsspec
-
-    made = save(tmp_path, 5)
-    store = fsspec.filesystem("memory")
-    for path in made.iterdir():
-        store.pipe(f"/listed/run/global_step5/{path.name}", path.read_bytes())
-    store.pipe("/listed/run/latest", b"global_step5")
+    clear_memory()
+    put_folder(save(tmp_path, 5), "memory://listed/run/global_step5")
+    write_small("memory://listed/run/latest", b"global_step5")
     code, found = run_json("list", "memory://listed/run")
-    store.rm("/listed", recursive=True)
     assert code == 0
     assert [(each["step"], each["whole"], each["named_by"]) for each in found["checkpoints"]] == [(5, True, ["latest"])]
 

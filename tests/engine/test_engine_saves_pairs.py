@@ -24,7 +24,6 @@ from tests.support.engines.pairs import KINDS
 from tests.support.engines.ranks import files_that_differ
 from tests.support.engines.saves import wait_for_marks
 
-pytest.importorskip("s3fs", reason="one of the places is S3")
 pytest.importorskip("moto")
 
 FACTORS = (

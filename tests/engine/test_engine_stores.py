@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,12 @@ from tests.support.engines import ranks as engine_ranks
 from tests.support.engines.cases import Case
 from tests.support.engines.ranks import Load
 
-pytest.importorskip("s3fs")
 pytest.importorskip("moto")
 
-from deepspeed_ucp.io import remote, urls
 from deepspeed_ucp.testing import WorldPool
 from deepspeed_ucp.torchsave.torchfile import list_records
-from tests.stores.server import BUCKET, Server, fail_first, serve
+from tests.stores.server import BUCKET, Server, fail_first, serve_bucket
+from tests.support.memory import put_folder
 
 SMALL = {"model": "plain", "scheduler": True}
 SOURCE = Case(1, 3)
@@ -29,18 +28,9 @@ SOURCE = Case(1, 3)
 @contextmanager
 def store(folder: Path) -> Iterator[Server]:
     """A server that has the folder as `run`."""
-    with serve() as server:
-        remote.set_options(server.options)
-        with suppress(FileExistsError):  # moto's buckets are the process's
-            remote.connect("s3://x", writing=True)[0].mkdir(BUCKET)
-        put(folder, "run")
-        remote.set_options({})
+    with serve_bucket() as server:
+        put_folder(folder, f"s3://{BUCKET}/run")
         yield server
-
-
-def put(folder: Path, name: str) -> None:
-    for path in (path for path in folder.rglob("*") if path.is_file()):
-        urls.put_file(str(path), f"s3://{BUCKET}/{name}/{path.relative_to(folder)}")
 
 
 def spoil(folder: Path) -> None:
@@ -65,9 +55,7 @@ def test_what_is_missing_or_damaged_is_taken_from_another_place(
     shutil.copytree(folder, half)
     spoil(half)
     with store(folder) as server:
-        remote.set_options(server.options)
-        put(half, "half")
-        remote.set_options({})
+        put_folder(half, f"s3://{BUCKET}/half")
         target, run = Case(3, 2), f"s3://{BUCKET}/run"
         for first, other in ((str(half), run), (f"s3://{BUCKET}/half", str(folder))):
             on = {"checkpoint": {"universal": {"storage_options": server.options, "also": [other]}}}

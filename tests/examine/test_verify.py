@@ -541,7 +541,7 @@ def test_a_place_that_one_rank_cannot_ask_ends_all(tmp_path: Path, monkeypatch: 
 
     def look(folder: str) -> Any:
         if (listed := next(turns, None)) is None:
-            raise UnsupportedError("no module named s3fs")
+            raise UnsupportedError("no module named obstore")
         return listed(folder)
 
     monkeypatch.setattr(verify, "list_files", look)

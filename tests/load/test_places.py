@@ -390,7 +390,7 @@ def test_a_place_that_the_first_rank_cannot_ask_ends_all_ranks(tmp_path: Path) -
 
     def refuse(folder: str) -> Any:
         if "://" in folder:
-            raise UnsupportedError(f"{folder}: no module named s3fs")
+            raise UnsupportedError(f"{folder}: no module named obstore")
         return list_entries(folder)
 
     found = World(2).run(lambda _rank, comm: find_files([str(save), "s3://bucket/run"], comm, refuse))

@@ -211,7 +211,7 @@ def test_one_rank_asks_a_store_whether_it_has_the_tag(
     def ask(path: str) -> bool:
         asked.append(path)
         if "://" in path and len(asked) > 3:
-            raise UnsupportedError("no module named s3fs")
+            raise UnsupportedError("no module named obstore")
         return False
 
     monkeypatch.setattr(tags, "is_folder", ask)

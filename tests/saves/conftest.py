@@ -18,7 +18,7 @@ from tests.stores.server import Server, serve_bucket
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     """An S3 server with a bucket, which this process's stores go to."""
-    pytest.importorskip("s3fs", reason="the store of these tests is S3")
+    pytest.importorskip("moto", reason="the store of these tests is S3")
     with serve_bucket() as found:
         yield found
 

@@ -11,7 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import numpy as np
 import pytest
 import torch
@@ -42,6 +41,7 @@ from tests.export.test_safetensors import TOPOLOGIES, check_same, open_model
 from tests.properties.samples import PLAIN
 from tests.stream import test_full_tensors
 from tests.support.foreign import make_tree, write_dcp
+from tests.support.memory import clear_memory, put_folder
 from tests.synth import random_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -511,13 +511,9 @@ def test_a_grid_with_a_fault_is_refused(tmp_path: Path, grid: list[Any], told: s
 
 def test_of_a_store_it_is_the_same(saved: Path) -> None:
     """Headers are asked for ahead, as pieces of large files."""
-    system = fsspec.filesystem("memory")
-    system.put(str(saved), "/foreign/it", recursive=True)
-    try:
-        here, there = open_it(saved), open_checkpoint("memory://foreign/it", Comm())
-    finally:
-        system.store.clear()
-        system.pseudo_dirs[:] = [""]
+    clear_memory()
+    put_folder(saved, "memory://foreign/it")
+    here, there = open_it(saved), open_checkpoint("memory://foreign/it", Comm())
     assert there.stored.records == here.stored.records
     assert there.stored.atoms.keys() == here.stored.atoms.keys()
     assert (there.run.scalars, there.run.groups) == (here.run.scalars, here.run.groups)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import http.client
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 BUCKET = "bucket"
 OPTIONS = {"key": "tests", "secret": "tests", "client_kwargs": {"region_name": "eu-west-1"}}
@@ -27,7 +31,8 @@ class Asked:
 Fault = Callable[[dict[str, Any]], str | None]
 """Of a request's environment the fault to answer it with; None for none.
 
-A status, ``truncate``, ``reset``, or ``lost``: the request is carried out, and its answer does not come.
+A status, a status with a code (``400 ExpiredToken``), ``truncate``, ``reset``, ``slow``, or ``lost``: the request is
+carried out, and its answer does not come.
 """
 
 
@@ -89,8 +94,11 @@ class _Middleware:
         fault = self.server.fault(environ)
         if fault == "reset":
             _reset(environ["werkzeug.socket"])
-        if fault and fault.isdigit():
-            body = _ERROR % _CODES[fault]
+        if fault == "slow":
+            time.sleep(0.3)
+        elif fault and fault[0].isdigit():
+            fault, _, code = fault.partition(" ")
+            body = _ERROR % (code.encode() or _CODES[fault])
             start(f"{fault} FAULT", [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))])
             return [body]
         data = b"".join(self.inner(environ, start))
@@ -134,27 +142,49 @@ def serve() -> Iterator[Server]:
 
     logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
     found = Server()
-    http = make_server(
+    listening = make_server(
         "127.0.0.1", 0, _Middleware(DomainDispatcherApplication(create_backend_app), found), threaded=True
     )
-    found.port = http.server_port
-    thread = threading.Thread(target=http.serve_forever, daemon=True)
+    found.port = listening.server_port
+    thread = threading.Thread(target=listening.serve_forever, daemon=True)
     thread.start()
     try:
         yield found
     finally:
-        http.shutdown()
+        listening.shutdown()
         thread.join()
+
+
+def make_bucket(server: Server, name: str = BUCKET) -> None:
+    """Create an empty bucket; moto keeps buckets per process, so one of another test goes first."""
+    for method, path in (("POST", "/moto-api/reset"), ("PUT", f"/{name}")):
+        connection = http.client.HTTPConnection("127.0.0.1", server.port)
+        connection.request(method, path)
+        assert connection.getresponse().status == 200
+        connection.close()
 
 
 @contextmanager
 def serve_bucket() -> Iterator[Server]:
-    """A server with a bucket, which this process's stores go to."""
-    from deepspeed_ucp.io import remote
-
+    """An S3 server with a bucket, which the stores of this process use."""
     with serve() as found:
-        remote.set_options(found.options)
-        with suppress(FileExistsError):  # moto's buckets are the process's
-            remote.connect("s3://x", writing=True)[0].mkdir(BUCKET)
-        yield found
-    remote.set_options({})
+        make_bucket(found)
+        with use_options(found.options):
+            yield found
+
+
+@contextmanager
+def use_options(options: Mapping[str, Any]) -> Iterator[None]:
+    """Use these ``storage_options`` in this process, and retry at once."""
+    from deepspeed_ucp.io import clients, objects, store
+
+    before = clients._process.options
+    backoff = {"init_backoff": timedelta(milliseconds=1), "max_backoff": timedelta(milliseconds=4), "base": 2}
+    with mock.patch.dict(clients.RETRIES, backoff=backoff), mock.patch.object(objects, "PAUSE", 0.001):
+        clients._process.clients.clear()
+        store.set_storage_options(options)
+        try:
+            yield
+        finally:
+            clients._process.clients.clear()
+            store.set_storage_options(before)

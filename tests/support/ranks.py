@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from deepspeed_ucp.comm import Comm
-from deepspeed_ucp.io import remote
 
 _POOL = ThreadPoolExecutor(max_workers=256, thread_name_prefix="rank")
 
@@ -110,8 +109,20 @@ def run_ranks(size: int, work: Callable[[int, Comm], Any], order: Sequence[int] 
     return results
 
 
-class Apart(remote._Process, threading.local):
-    """In the place of ``remote._process``: what each thread knows of stores, as if it were a process of its own."""
+class Apart(threading.local):
+    """Stands in for ``objects._known``: each thread has listings of its own, as if it were a process."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Any] = {}
+
+    def update(self, entries: dict[str, Any]) -> None:
+        self._known.update(entries)
+
+    def __setitem__(self, url: str, entry: Any) -> None:
+        self._known[url] = entry
+
+    def get(self, url: str) -> Any:
+        return self._known.get(url)
 
 
 class ThreadComm(Comm):

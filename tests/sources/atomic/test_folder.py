@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 import torch
 
@@ -19,10 +18,11 @@ from deepspeed_ucp.atoms import COPY, AtomicIndex, AtomKey, ParamKey
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import CheckpointError, UnsupportedError
-from deepspeed_ucp.io import remote
-from deepspeed_ucp.io.urls import UrlStore
+from deepspeed_ucp.io import objects
+from deepspeed_ucp.io.objects import ObjectStore
 from deepspeed_ucp.patterns import ShardH, ShardV, read_pattern
 from deepspeed_ucp.sources import open_checkpoint
+from tests.support.memory import clear_memory, put_folder
 from tests.support.ranks import Apart, run_ranks
 from tests.support.reshard import LIVE_LR, check_content, check_reads, get_field, load, make_targets
 from tests.support.reshard3d import draw_state, expect, load_all, make_pipeline, make_plain
@@ -109,21 +109,19 @@ def test_of_a_store_one_rank_lists_all_files_once_and_every_rank_knows_their_ver
     made: Callable[[Topology], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also of files whose headers another rank has read."""
-    system, url = fsspec.filesystem("memory"), "memory://universals/tag"
-    system.put(str(made(ZERO1)), "/universals/tag", recursive=True)
-    monkeypatch.setattr(remote, "_process", Apart())
+    clear_memory()
+    url = "memory://universals/tag"
+    put_folder(made(ZERO1), url)
+    monkeypatch.setattr(objects, "_known", Apart())
     listed = list[str]()
     for name in ("list_folder", "list_tree"):
-        monkeypatch.setattr(UrlStore, name, partial(_note, getattr(UrlStore(), name), listed))
+        monkeypatch.setattr(ObjectStore, name, partial(_note, getattr(ObjectStore(), name), listed))
 
     def look(_: int, comm: Comm) -> list[str]:
         files = open_checkpoint(url, comm).stored.files
-        return [file.path for file in files if remote.find_known(file.path) is None]
+        return [file.path for file in files if objects.find_known(file.path) is None]
 
-    try:
-        assert run_ranks(2, look) == [[], []]
-    finally:
-        system.rm("/universals", recursive=True)
+    assert run_ranks(2, look) == [[], []]
     assert [each for each in listed if "/zero" in each] == [f"{url}/zero"]
 
 

@@ -1,0 +1,128 @@
+"""Folders of HTTP servers, read only: index pages list them, and HEAD requests give size and version of each file."""
+
+from __future__ import annotations
+
+import ssl
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from contextlib import suppress
+from email.message import Message
+from email.utils import parsedate_to_datetime
+from html.parser import HTMLParser
+from urllib.parse import quote, unquote, urljoin, urlsplit
+
+from . import objects
+from .clients import ABSENT, connect, get_headers
+from .objects import ObjectStore, make_version, note
+from .paths import FOLDER, Entry, normalize
+from .threads import map_threads
+
+_TIMEOUT = 60.0
+_AT_ONCE = 16
+_LARGEST_PAGE = 64 << 20
+
+_STATUS = {401: PermissionError, 403: PermissionError, 404: FileNotFoundError, 410: FileNotFoundError}
+_HINTS = {401: "check the credentials", 403: "check the credentials", 404: ABSENT}
+
+
+class _Links(HTMLParser):
+    """Names that an index page links to, in its own folder; those of folders end with ``/``."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self._page, self.names = page, set[str]()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for target in [value for name, value in attrs if tag == "a" and name == "href" and value]:
+            there, here = urlsplit(urljoin(self._page, target)), urlsplit(self._page)
+            name = unquote(there.path.removeprefix(here.path))
+            is_below = there.netloc == here.netloc and there.path.startswith(here.path)
+            if is_below and name.strip("/") and "/" not in name.rstrip("/") and not there.query:
+                self.names.add(name)
+
+
+class WebStore(ObjectStore):
+    """HTTP servers. A folder is a page of HTML with links to its files."""
+
+    def list_folder(self, folder: str) -> dict[str, Entry]:
+        folder = normalize(folder)
+        headers, body = _request("GET", f"{folder}/")
+        if not _is_page(headers):
+            raise NotADirectoryError("is no index page")
+        links = _Links(quote(f"{folder}/", safe=":/%"))
+        links.feed(body.decode("utf-8", "replace"))
+        names = sorted(links.names)
+        found = map_threads(lambda name: self._look(folder, name), names, _AT_ONCE)
+        entries = {name.rstrip("/"): entry for name, entry in zip(names, found, strict=True)}
+        note(folder, entries)
+        return entries
+
+    def _look(self, folder: str, name: str) -> Entry:
+        """Return the entry of a listed name; a link to nothing has no bytes, as in a local folder."""
+        if name.endswith("/"):
+            return Entry(FOLDER, 0.0)
+        return self.find_entry(f"{folder}/{name}") or Entry(0, 0.0)
+
+    def list_tree(self, folder: str) -> dict[str, Entry]:
+        tree = dict[str, Entry]()
+        for name, entry in self.list_folder(folder).items():
+            if entry.is_folder:
+                below = self.list_tree(f"{folder}/{name}")
+                tree.update({f"{name}/{each}": found for each, found in below.items()})
+            else:
+                tree[name] = entry
+        return tree
+
+    def find_entry(self, url: str) -> Entry | None:
+        url = normalize(url)
+        try:
+            headers, _ = _request("HEAD", url)
+        except FileNotFoundError:
+            return None
+        if _is_page(headers):
+            return Entry(FOLDER, 0.0)
+        changed = None
+        with suppress(ValueError, TypeError):
+            changed = parsedate_to_datetime(headers["Last-Modified"])
+        version = make_version(headers["ETag"], changed)
+        entry = Entry(int(headers["Content-Length"] or 0), changed.timestamp() if changed else 0.0, version)
+        objects.note(url.rpartition("/")[0], {url.rpartition("/")[2]: entry})
+        return entry
+
+    def is_folder(self, url: str) -> bool:
+        found = self.find_entry(url)
+        return found is not None and found.is_folder
+
+
+def _is_page(headers: Mapping[str, str] | Message) -> bool:
+    return (headers["Content-Type"] or "").startswith("text/html")
+
+
+def _request(method: str, url: str) -> tuple[Message, bytes]:
+    """Return the headers and, of a page, the body of an answer. obstore needs a length, which index pages often lack.
+
+    Raises:
+        FileNotFoundError: there is nothing.
+        OSError: the server refuses, or does not answer.
+    """
+    connect(url)  # checks the options
+    request = urllib.request.Request(quote(url, safe=":/%"), method=method, headers=get_headers())
+    for attempt in range(objects.ATTEMPTS):
+        if attempt:
+            time.sleep(objects.PAUSE * 2 ** (attempt - 1))
+        try:
+            with urllib.request.urlopen(request, timeout=_TIMEOUT) as answer:
+                return answer.headers, answer.read(_LARGEST_PAGE) if _is_page(answer.headers) else b""
+        except urllib.error.HTTPError as error:
+            if error.code < 500 and error.code not in (408, 429):
+                kind = _STATUS.get(error.code, OSError)
+                raise kind(f"status {error.code} {error.reason}; {_HINTS.get(error.code, 'check the URL')}") from error
+            failure: Exception = error
+        except OSError as error:
+            if isinstance(getattr(error, "reason", None), ssl.SSLCertVerificationError):
+                raise OSError(f"{error.reason}; SSL_CERT_FILE names further authorities") from error  # type: ignore[attr-defined]
+            failure = error
+    advice = "check the URL and the network, and try again when the server answers"
+    raise OSError(f"failed {objects.ATTEMPTS} times, at last with {failure}; {advice}") from failure

@@ -1,0 +1,223 @@
+"""Checkpoints in a store: indices, loads, conversions, exports and seals are those of a local folder, to the bit."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepspeed_ucp.cli import main
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.convert import ConvertOptions, convert_checkpoint
+from deepspeed_ucp.errors import CheckpointError, StorageError, UnsupportedError
+from deepspeed_ucp.export.safetensors import export_safetensors
+from deepspeed_ucp.export.tensors import ExportOptions
+from deepspeed_ucp.io import objects, paths, store, upload
+from deepspeed_ucp.io.paths import Entry
+from deepspeed_ucp.sources import open_checkpoint
+from deepspeed_ucp.sources.latest import find_checkpoint, find_tags
+from deepspeed_ucp.sources.open import seal_folder
+from deepspeed_ucp.sources.seal import remove_seal
+from deepspeed_ucp.torchsave.torchfile import list_records
+from tests.support.memory import clear_memory, put_folder, read_tree
+from tests.support.ranks import Apart, World, run_ranks
+from tests.support.reshard import check_content, load, make_targets, open_everywhere
+from tests.synth import Model, Param, State, Topology, random_state, write_checkpoint
+
+URL, TO = "memory://stores/run", "memory://stores/there"
+MODEL = Model(
+    (
+        *(Param(f"layer.{number}.w", (40, 50 + number)) for number in range(4)),
+        *(Param(f"layer.{number}.b", (50 + number,)) for number in range(4)),
+        Param("frozen", (7, 9), frozen=True),
+    )
+)
+
+Save = Callable[..., tuple[str, State]]
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Save:
+    """Saves a run in a local folder and in the store; the local tag's folder, and its state."""
+    clear_memory()
+
+    def save(topology: Topology, model: Model = MODEL, **options: Any) -> tuple[str, State]:
+        state = random_state(model, 5, topology=topology)
+        folder = write_checkpoint(tmp_path / "run", model, state, topology, **options)
+        put_folder(tmp_path / "run", URL)
+        return str(folder), state
+
+    return save
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_load_gives_every_bit(saved: Save, stage: int) -> None:
+    _, state = saved(Topology(stage, 3 if stage else 1))
+    targets = make_targets(MODEL, Topology(2, 2))
+    check_content(load(open_everywhere(find_checkpoint(URL), targets), targets), state)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_headers_are_those_of_local_files(saved: Save, legacy: bool) -> None:
+    folder, _ = saved(Topology(1, 2), legacy=legacy)
+    assert (
+        open_checkpoint(find_checkpoint(URL), Comm()).stored.records == open_checkpoint(folder, Comm()).stored.records
+    )
+    for name in store.list_folder(find_checkpoint(URL)) if not legacy else ():
+        one, other = list_records(f"{folder}/{name}"), list_records(f"{URL}/{Path(folder).name}/{name}")
+        assert (one.header_crc, one.size, one.saved_as) == (other.header_crc, other.size, other.saved_as)
+
+
+@pytest.mark.parametrize("open_all", [open_checkpoint, seal_folder])
+def test_every_rank_knows_what_one_has_listed(
+    saved: Save, open_all: Callable[[str, Comm], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of files whose headers another rank reads, and of those of which it knows an older version."""
+    saved(Topology(1, 2))
+    folder = find_checkpoint(URL)
+    listed = {name: entry for name, entry in store.list_folder(folder).items() if name.endswith(".pt")}
+    monkeypatch.setattr(objects, "_known", Apart())
+
+    def look(rank: int, comm: Comm) -> dict[str, Any]:
+        objects.note(folder, {name: Entry(entry.size, 0.0, "older") for name, entry in listed.items()})
+        open_all(folder, comm)
+        return {name: objects.find_known(f"{folder}/{name}") for name in listed}
+
+    assert run_ranks(2, look) == [listed, listed]
+
+
+def test_a_conversion_is_the_one_to_a_folder(saved: Save, tmp_path: Path) -> None:
+    """Large tensors included, which several threads write."""
+    model = Model((*MODEL.params, Param("large", (1100, 1000))))
+    folder, _ = saved(Topology(1, 2), model)
+    options = ConvertOptions(window=16 << 20, workers=4)
+    convert_checkpoint(folder, str(tmp_path / "local"), options=options)
+    reports = run_ranks(2, lambda rank, comm: convert_checkpoint(URL, TO, comm=comm, options=options))
+    assert read_tree(TO) == read_tree(str(tmp_path / "local"))
+    twice = len(store.read_small(f"{TO}/mp_rank_00_model_states.pt"))  # under upstream's second name as well
+    assert reports[0].bytes_written == sum(map(len, read_tree(TO).values())) - twice
+    assert store.read_small("memory://stores/latest_universal") == b"there"
+    assert convert_checkpoint(URL, TO).reused
+    assert not convert_checkpoint(URL, TO, options=ConvertOptions(overwrite=True)).reused
+    assert main(["verify", TO]) == main(["diff", TO, folder]) == main(["inspect", "-q", TO]) == 0
+    assert main(["plan", TO, "--target", "dp=3,zero=3"]) == main(
+        ["verify", URL, "--against", f"{TO}/ucp_manifest.json"]
+    )
+
+
+def test_an_export_is_the_one_to_a_folder(saved: Save, tmp_path: Path) -> None:
+    saved(Topology(3, 2))
+    index = open_checkpoint(find_checkpoint(URL), Comm())
+    export_safetensors(index, str(tmp_path / "local"), max_shard=20_000)
+    export_safetensors(index, TO, max_shard=20_000)
+    assert read_tree(TO) == read_tree(str(tmp_path / "local"))
+    with pytest.raises(StorageError, match="exists already"):
+        export_safetensors(index, TO)
+    with pytest.raises(UnsupportedError, match="Export on one node"):
+        run_ranks(2, lambda rank, comm: export_safetensors(index, f"{TO}2", comm))
+
+
+def test_the_folder_of_files_that_go_to_a_store(saved: Save, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk is told with its name; if one rank has none, all end."""
+    folder, _ = saved(Topology(1, 2))
+    with monkeypatch.context() as patch:
+        patch.setattr("deepspeed_ucp.io.disk._count_free", lambda _path: 1000)
+        told = rf"(?s)needs .*, has 1,000 bytes free.*Files grow below TMPDIR \({tempfile.gettempdir()}\)"
+        with pytest.raises(StorageError, match=told):
+            convert_checkpoint(folder, f"{URL}/converted")
+    made = iter([tempfile.TemporaryDirectory])
+
+    def make(**how: Any) -> Any:
+        if (kind := next(made, None)) is None:
+            raise FileNotFoundError(2, "No such file or directory", "/scratch")
+        return kind(**how)
+
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", make)
+    found = World(2).run(lambda _rank, comm: convert_checkpoint(folder, TO, comm=comm))
+    assert [type(each) for each in found] == [StorageError] * 2
+
+
+@pytest.mark.parametrize("stopped", [1, 12, -2, -1], ids=["first", "middle", "optimizer-state", "manifest"])
+def test_a_stopped_upload_looks_whole_to_nobody(
+    saved: Save, monkeypatch: pytest.MonkeyPatch, stopped: int, tmp_path: Path
+) -> None:
+    folder, _ = saved(Topology(1, 2))
+    convert_checkpoint(folder, str(tmp_path / "local"))
+    whole, put = read_tree(str(tmp_path / "local")), upload.put_file
+    for _ in range(2):  # a fresh destination, then one that is replaced
+        done: list[str] = []
+        lock = threading.Lock()
+
+        def stop(path: str, url: str, done: list[str] = done, lock: Any = lock) -> None:
+            with lock:
+                if len(done) >= stopped % (len(whole) + 1) - (stopped < 0):
+                    raise OSError("the network is gone")
+                done.append(url)
+            put(path, url)
+
+        monkeypatch.setattr(upload, "put_file", stop)
+        with pytest.raises(StorageError, match="cannot be written .the network is gone"):
+            convert_checkpoint(folder, TO, options=ConvertOptions(overwrite=True))
+        with pytest.raises((CheckpointError, UnsupportedError)):
+            open_checkpoint(TO, Comm())
+        monkeypatch.setattr(upload, "put_file", put)
+        convert_checkpoint(folder, TO)
+        assert read_tree(TO) == whole
+
+
+def test_destinations_that_are_refused(saved: Save) -> None:
+    folder, _ = saved(Topology(1, 2))
+    convert_checkpoint(folder, TO)
+    store.write_small(f"{TO}/thesis.tex", b"years of work")
+    with pytest.raises(StorageError, match=r"thesis.*left alone"):
+        convert_checkpoint(folder, TO, options=ConvertOptions(overwrite=True))
+    with pytest.raises(StorageError, match="lies in the checkpoint"):
+        convert_checkpoint(URL, f"{find_checkpoint(URL)}/inside")
+    with pytest.raises(StorageError, match="whole bucket"):
+        convert_checkpoint(URL, "memory://stores")
+    with pytest.raises(UnsupportedError, match="is read only"):
+        convert_checkpoint(URL, "https://host/run")
+
+
+@pytest.mark.parametrize("name", ["mp_rank_00_model_states.pt", "client/notes", "zero/notes", "tokenizer.json"])
+def test_files_of_others_are_left_alone(saved: Save, tmp_path: Path, name: str) -> None:
+    """Also with names of ours. In a store and in a folder alike."""
+    folder, _ = saved(Topology(1, 2))
+    (tmp_path / "there" / name).parent.mkdir(parents=True)
+    for to in (TO, str(tmp_path / "there")):
+        store.write_small(f"{to}/{name}", b"of others")
+        for overwrite in (False, True):
+            with pytest.raises(StorageError, match="is not an atomic checkpoint, so it is left alone"):
+                convert_checkpoint(folder, to, options=ConvertOptions(overwrite=overwrite))
+            with pytest.raises(StorageError, match="is not an export, so it is left alone"):
+                export_safetensors(open_checkpoint(folder, Comm()), to, options=ExportOptions(overwrite=overwrite))
+        assert read_tree(to) == {name: b"of others"}
+
+
+def test_a_seal(saved: Save, capsys: Any) -> None:
+    saved(Topology(1, 2))
+    tag = find_checkpoint(URL)
+    assert main(["verify", URL, "--seal"]) == 0
+    assert main(["verify", URL, "--against", f"{tag}/ucp_seal.json"]) == 0
+    name = next(name for name in store.list_folder(tag) if "optim_states" in name)
+    store.write_small(f"{tag}/{name}", store.read_small(f"{tag}/{name}") + b"more")
+    with pytest.raises(CheckpointError, match=r"ucp_seal.json says"):
+        open_checkpoint(tag, Comm())
+    assert main(["verify", URL]) == 1
+    for _ in range(2):
+        remove_seal(tag)
+        assert "ucp_seal.json" not in store.list_folder(tag)
+
+
+def test_paths(saved: Save, tmp_path: Path) -> None:
+    saved(Topology(1, 2))
+    with pytest.raises(CheckpointError, match="memory://stores/nowhere does not exist"):
+        find_checkpoint("memory://stores/nowhere")
+    assert find_tags("memory://stores") == []
+    assert paths.is_url("s3://bucket/run") and paths.is_url("abfs://a@b/c") and not paths.is_url("/s3://x")
+    assert not paths.is_url(f"file://{tmp_path}") and paths.normalize(f"file://{tmp_path}/") == str(tmp_path)
+    assert paths.normalize("s3://bucket/run//") == "s3://bucket/run"

@@ -1,0 +1,290 @@
+"""The contract of :class:`~deepspeed_ucp.io.interface.Store`, of every kind of object store alike."""
+
+from __future__ import annotations
+
+import base64
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepspeed_ucp.atoms import FileRef, Record
+from deepspeed_ucp.errors import CheckpointError
+from deepspeed_ucp.io import objects, paths, store
+from deepspeed_ucp.io.objects import RemoteStream
+from deepspeed_ucp.io.paths import Entry
+from deepspeed_ucp.io.read import MemorySink, RecordReader
+from deepspeed_ucp.io.scan import ScanFile, scan_files
+from deepspeed_ucp.plan import Part, Request
+from tests.stores import standins
+from tests.stores.server import BUCKET, serve_bucket, use_options
+from tests.support.memory import clear_memory, read_tree
+
+pytest.importorskip("moto")
+
+KINDS = ("memory", "s3", "gs", "az")
+
+CONTENT = bytes(range(250)) * 40
+
+
+def make_options(kind: str, url: str) -> dict[str, Any]:
+    if kind == "gs":
+        return {"endpoint_url": url, "token": "anon"}
+    account, key = "devstoreaccount1", base64.b64encode(b"key").decode()
+    return {"connection_string": f"AccountName={account};AccountKey={key};BlobEndpoint={url}/{account};"}
+
+
+@contextmanager
+def serve_standin(kind: str) -> Iterator[str]:
+    with (
+        standins.serve({"gs": standins.Google, "az": standins.Azure}[kind]) as url,
+        use_options(make_options(kind, url)),
+    ):
+        yield f"{kind}://{standins.BUCKET}"
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def bucket(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The URL of a bucket."""
+    if request.param == "memory":
+        clear_memory()
+        yield f"memory://{BUCKET}"
+    elif request.param == "s3":
+        with serve_bucket():
+            yield f"s3://{BUCKET}"
+    else:
+        with serve_standin(request.param) as url:
+            yield url
+
+
+@pytest.fixture
+def stored(bucket: str, request: pytest.FixtureRequest) -> str:
+    """A folder of the test's own, which has nothing in it yet."""
+    return f"{bucket}/{request.node.name}"
+
+
+def check_files(folder: str) -> None:
+    for name in ("run/a", "run/deep/b", "run/deep/c d#e", "runs"):
+        store.write_small(f"{folder}/{name}", name.encode())
+    found = {name: entry.size for name, entry in store.list_folder(folder).items()}
+    assert found == {"run": paths.FOLDER, "runs": 4}
+    tree = {name: entry.size for name, entry in store.list_tree(f"{folder}/run/").items()}
+    assert tree == {"a": 5, "deep/b": 10, "deep/c d#e": 14}
+    assert store.read_small(f"{folder}/run/deep/c d#e") == b"run/deep/c d#e"
+    assert store.read_small(f"{folder}/runs", 3) == b"run" and store.read_small(f"{folder}/runs", 9) == b"runs"
+    for name, is_folder in (("run", True), ("run/deep/", True), ("runs", False)):
+        assert store.is_folder(f"{folder}/{name}") == is_folder != store.is_file(f"{folder}/{name}")
+        assert store.exists(f"{folder}/{name}")
+    entry = store.find_entry(f"{folder}/runs")
+    assert entry and entry.size == 4 and entry.changed > 1e9
+    assert store.find_change(f"{folder}/runs") == pytest.approx(entry.changed * 1e9, abs=1e6)
+    store.write_small(f"{folder}/runs", b"")
+    assert store.read_small(f"{folder}/runs") == b"" and store.list_folder(folder)["runs"].size == 0
+    for _ in range(2):
+        store.remove(f"{folder}/runs")
+    assert not store.exists(f"{folder}/runs")
+    for missing in ("runs", "runs/a", "ru"):
+        assert not store.is_folder(f"{folder}/{missing}") and store.find_entry(f"{folder}/{missing}") is None
+        for work in (store.list_folder, store.list_tree, store.read_small, store.find_change):
+            with pytest.raises(FileNotFoundError):
+                work(f"{folder}/{missing}")
+
+
+def check_exchange(folder: str) -> None:
+    url = f"{folder}/file"
+    assert not store.exchange_small(url, b"1", b"0") and not store.exists(url)
+    assert store.exchange_small(url, b"1", None) and store.exchange_small(url, b"1", None)
+    assert not store.exchange_small(url, b"2", None) and not store.exchange_small(url, b"2", b"0")
+    assert store.exchange_small(url, b"2", b"1") and store.read_small(url) == b"2"
+
+
+@pytest.mark.parametrize("check", [check_files, check_exchange])
+def test_small_files(check: Callable[[str], None], stored: str) -> None:
+    check(stored)
+
+
+@pytest.mark.parametrize("check", [check_files, check_exchange])
+def test_a_local_folder_has_the_same_contract(check: Callable[[str], None], tmp_path: Path) -> None:
+    (tmp_path / "run" / "deep").mkdir(parents=True)
+    check(str(tmp_path))
+
+
+@pytest.mark.parametrize("before", [None, b"0"])
+def test_a_write_between_the_look_and_the_conditional_write(
+    before: bytes | None, stored: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, read, seen = f"{stored}/{before}", objects._read_front, list[str]()
+    if before is not None:
+        store.write_small(url, before)
+
+    def interpose(path: str, most: int | None) -> Any:
+        try:
+            return read(path, most)
+        finally:
+            if not seen:
+                seen.append(path)
+                store.write_small(url, b"theirs")
+
+    monkeypatch.setattr(objects, "_read_front", interpose)
+    assert not store.exchange_small(url, b"ours", before)
+    assert store.read_small(url) == b"theirs"
+
+
+@pytest.mark.parametrize("size", [0, 1, (8 << 20) - 1, 8 << 20, (20 << 20) + 3])
+def test_an_upload(size: int, stored: str, tmp_path: Path) -> None:
+    path, url = tmp_path / "file", f"{stored}/file"
+    if not stored.startswith(("memory", "s3")):
+        size = min(size, len(CONTENT))  # the stand-ins know no parts
+    path.write_bytes(CONTENT * (size // len(CONTENT)) + CONTENT[: size % len(CONTENT)])
+    for _ in range(2):
+        store.put_file(str(path), url)
+        entry = store.find_entry(url)
+        assert entry and entry.size == size and store.read_small(url) == path.read_bytes()
+
+
+def test_another_size_than_was_sent_is_an_error(stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_bytes(CONTENT)
+    put = objects.obstore.put
+
+    def overwrite(client: Any, key: str, file: Any, **how: Any) -> Any:
+        sent = put(client, key, file, **how)
+        put(client, key, b"of another writer")
+        return sent
+
+    monkeypatch.setattr(objects.obstore, "put", overwrite)
+    with pytest.raises(OSError, match=r"17 bytes arrived of 10000.*write it again"):
+        store.put_file(str(tmp_path / "file"), f"{stored}/file")
+
+
+def test_ranges(stored: str) -> None:
+    url, into = f"{stored}/file", bytearray(700)
+    store.write_small(url, CONTENT)
+    with store.open_stored(url) as file:
+        file.read([memoryview(into)[:450], memoryview(into)[450:]], 100)
+        assert bytes(into) == CONTENT[100:800]
+        assert file.read_some([memoryview(into)], len(CONTENT) - 9) == 9 and bytes(into[:9]) == CONTENT[-9:]
+        assert file.read_some([memoryview(into)], len(CONTENT)) == 0
+        with pytest.raises(CheckpointError, match=f"ends at byte {len(CONTENT)}"):
+            file.read([memoryview(into)], len(CONTENT) - 9)
+    with pytest.raises(CheckpointError, match="is not there"):
+        store.open_stored(f"{stored}/none")
+
+
+def test_blocks_of_a_header(stored: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is read first: no byte is asked for twice."""
+    url = f"{stored}/file"
+    store.write_small(url, CONTENT[:2048])
+    with RemoteStream(url) as stream:
+        stream.read_ahead([(5, 10), (900, 3), (7, 20)])
+        assert stream.read_at(30, 0) == CONTENT[:30]
+        assert stream.read_at(5000, 890) == CONTENT[890:2048]
+        stream.seek(-4, 2)
+        assert stream.read() == CONTENT[2044:2048]
+    monkeypatch.setattr(objects, "_HEAD", 64)
+    monkeypatch.setattr(objects, "_TAIL", 64)
+    with RemoteStream(url) as stream:
+        stream.read_ahead([(300, 20)])
+        stream.read_ahead([(0, 500), (100, 50), (290, 100), (450, 200), (700, 10)])
+        assert sum(len(data) for _, data in stream._blocks) == 660
+        assert stream.read_at(710, 0) == CONTENT[:710]
+
+
+@pytest.mark.parametrize("size", [63, 64, 65, 127, 128, 129])
+def test_a_small_file_whose_ends_meet_is_read_whole(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objects, "_HEAD", 64)
+    monkeypatch.setattr(objects, "_TAIL", 64)
+    url = f"memory://{BUCKET}/ends{size}"
+    store.write_small(url, CONTENT[:size])
+    with RemoteStream(url) as stream:
+        for low, high in combinations(range(size + 1), 2):
+            assert stream.read_at(high - low, low) == CONTENT[low:high]
+        assert sum(len(data) for _, data in stream._blocks) == size
+
+
+def test_neighbours_are_read_by_one_request(stored: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    url, asked, fill = f"{stored}/record", list[int](), objects._Ranges.fill
+    store.write_small(url, CONTENT)
+
+    def note(self: Any, views: list[memoryview], offset: int) -> None:
+        asked.append(sum(view.nbytes for view in views))
+        fill(self, views, offset)
+
+    monkeypatch.setattr(objects._Ranges, "fill", note)
+    into = bytearray(960)
+    requests = [Request(0, low, 60, (Part(60, 0, low),)) for low in range(0, 960, 60)]
+    with RecordReader([Record(0, 10, 960, None)], [FileRef(url, len(CONTENT))], joined=300) as reader:
+        checks = reader.read_parallel(requests, [MemorySink(memoryview(into))], 3)
+    assert sorted(asked) == [60, 300, 300, 300] and bytes(into) == CONTENT[10:970]
+    sums = {(low, zlib.crc32(into[low : low + 60])) for low in range(0, 960, 60)}
+    assert {(check.offset, check.crc) for check in checks} == sums
+
+
+def read_file(url: str) -> None:
+    with store.open_stored(url) as file:
+        file.read([memoryview(bytearray(9))], 100)
+
+
+def read_stream(url: str) -> None:
+    with RemoteStream(url) as stream:
+        stream.read_at(9, 0)
+
+
+def read_record(url: str) -> None:
+    with RecordReader([Record(0, 0, 9, None)], [FileRef(url, len(CONTENT))]) as reader:
+        reader.read([Request(0, 0, 9, (Part(9, 0, 0),))], [MemorySink(memoryview(bytearray(9)))])
+
+
+def read_all(url: str) -> None:
+    (scanned,) = scan_files([ScanFile(url, len(CONTENT))], threads=1, window=4096, progress=lambda _: None)
+    for _, text in scanned.errors:
+        raise OSError(text)
+
+
+@pytest.mark.parametrize("read", [read_file, read_stream, read_record, read_all])
+def test_an_object_that_is_replaced_by_one_of_its_size_is_refused(read: Callable[[str], None], stored: str) -> None:
+    url = f"{stored}/{read.__name__}"
+    store.write_small(url, CONTENT)
+    store.list_folder(stored)
+    read(url)
+    store.write_small(url, CONTENT[:-1] + b"!")
+    with pytest.raises((OSError, CheckpointError), match="has changed since its header was read"):
+        read(url)
+    store.list_tree(stored)
+    read(url)
+
+
+def test_an_object_that_is_replaced_between_two_reads_is_refused(stored: str) -> None:
+    """Also if nothing but its size was known before."""
+    url, into = f"{stored}/file", memoryview(bytearray(9))
+    for size, data in ((len(CONTENT), CONTENT[::-1]), (None, CONTENT[:-1])):
+        store.write_small(url, CONTENT)
+        objects._known.pop(url, None)
+        with store.open_stored(url, size=size) as file:
+            file.read([into], 0)
+            store.write_small(url, data)
+            with pytest.raises(CheckpointError, match=r"has changed since its header was read.*Load again"):
+                file.read([into], 0)
+
+
+def test_what_another_process_has_listed_is_known(stored: str) -> None:
+    store.write_small(f"{stored}/a", CONTENT)
+    listed = store.list_folder(stored)
+    objects._known.clear()
+    store.note_listed(stored, {"a": listed["a"], "below": Entry(paths.FOLDER, 0.0)})
+    assert objects._known == {f"{stored}/a": listed["a"]}
+    read_file(f"{stored}/a")
+    store.note_listed(stored, {"a": Entry(len(CONTENT), 0.0, "another")})
+    with pytest.raises(CheckpointError, match="has changed"):
+        read_file(f"{stored}/a")
+
+
+def test_markers_of_folders_are_no_files(stored: str) -> None:
+    client, key = objects.connect(f"{stored}/run", writing=True)
+    objects.obstore.put(client, key, b"")
+    store.write_small(f"{stored}/run/a", b"1")
+    assert store.list_tree(stored).keys() == {"run/a"} == {f"run/{name}" for name in store.list_folder(f"{stored}/run")}
+    assert store.list_folder(stored)["run"].is_folder and read_tree(stored) == {"run/a": b"1"}

@@ -1,0 +1,343 @@
+"""Stores that fail, throttle, cut answers or refuse, and options and credentials that are wrong: on S3's protocol."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from datetime import datetime, timedelta, timezone
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from obstore.store import S3Store
+
+from deepspeed_ucp.convert import convert_checkpoint
+from deepspeed_ucp.errors import CheckpointError, ConfigError, StorageError, UcpError, UnsupportedError
+from deepspeed_ucp.io import clients, objects, store
+from deepspeed_ucp.load.tags import find_tag
+from deepspeed_ucp.sources import open_checkpoint, read_latest
+from deepspeed_ucp.sources.latest import find_checkpoint
+from tests.stores.server import BUCKET, Server, fail_first, serve_bucket, use_options
+from tests.support.memory import put_folder
+from tests.support.ranks import run_ranks
+from tests.support.reshard import check_content, load, make_targets, open_everywhere
+from tests.synth import Model, Param, State, Topology, random_state, write_checkpoint
+
+pytest.importorskip("moto")
+
+SMALL = Model((Param("a.w", (30, 20)), Param("a.b", (20,)), Param("frozen", (5,), frozen=True)))
+LARGE = Model(tuple(Param(f"w{number}", (1000, 700)) for number in range(4)))
+CONTENT = os.urandom(5 << 20)
+PASSING = ("429", "500", "503", "503 SlowDown", "reset", "truncate", "slow")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serve_bucket() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def saved(server: Server, tmp_path_factory: pytest.TempPathFactory) -> State:
+    folder, state = tmp_path_factory.mktemp("saved"), random_state(SMALL, 3)
+    write_checkpoint(folder, SMALL, state, Topology(1, 2))
+    put_folder(folder, f"s3://{BUCKET}/run")
+    return state
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(clients.RETRIES, "max_retries", 2)
+    monkeypatch.setattr(objects, "ATTEMPTS", 3)
+    clients._process.clients.clear()
+
+
+@pytest.mark.parametrize("fault", PASSING)
+def test_a_load_from_a_store_that_fails_now_and_then(fault: str, server: Server, saved: State) -> None:
+    targets = make_targets(SMALL, Topology(3, 2))
+    with server.failing(fail_first(1, fault, having="optim")):
+        check_content(load(open_everywhere(find_checkpoint(f"s3://{BUCKET}/run"), targets), targets), saved)
+
+
+@pytest.mark.parametrize("method", ["PUT", "POST"])
+@pytest.mark.parametrize("fault", ["429", "503", "reset", "slow", "lost"])
+def test_an_upload_to_a_store_that_fails_now_and_then(fault: str, method: str, server: Server, tmp_path: Path) -> None:
+    path, url = tmp_path / "file", f"s3://{BUCKET}/upload/{fault}/{method}"
+    for data in (CONTENT * 4, CONTENT[::-1] * 4):
+        path.write_bytes(data)
+        with server.failing(fail_first(1, fault, method=method, having="upload")):
+            store.put_file(str(path), url)
+        assert store.read_small(url) == data
+
+
+@pytest.mark.parametrize("fault", ["503", "reset", "lost"])
+def test_a_conditional_write_whose_answer_does_not_come(fault: str, server: Server) -> None:
+    url = f"s3://{BUCKET}/exchanged{fault}"
+    for data, before in ((b"1", None), (b"2", b"1")):
+        with server.failing(fail_first(1, fault, method="PUT", having="exchanged")):
+            assert store.exchange_small(url, data, before)
+        assert store.read_small(url) == data
+
+
+@pytest.mark.usefixtures("few")
+def test_a_store_without_conditions_gets_plain_writes(server: Server) -> None:
+    def refuse(environ: dict[str, Any]) -> str | None:
+        return "501 NotImplemented" if {"HTTP_IF_MATCH", "HTTP_IF_NONE_MATCH"} & environ.keys() else None
+
+    url = f"s3://{BUCKET}/unconditional"
+    with server.failing(refuse):
+        assert store.exchange_small(url, b"1", None) and store.exchange_small(url, b"2", b"1")
+        assert not store.exchange_small(url, b"3", b"1") and store.read_small(url) == b"2"
+
+
+def test_a_read_that_is_cut_continues_where_it_stopped(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each answer brings half of the bytes that are missing: more often than attempts without any are allowed."""
+    monkeypatch.setattr(objects, "ATTEMPTS", 2)
+    monkeypatch.setattr(objects, "_PIECE", 1000)
+    url, into = f"s3://{BUCKET}/cut", bytearray(len(CONTENT) - 1000)
+    store.write_small(url, CONTENT)
+    store.find_entry(url)
+    server.asked.clear()
+    wanted = (len(into) >> step for step in range(1, 6))
+    with server.failing(lambda environ: "truncate" if next(wanted, None) else None), store.open_stored(url) as file:
+        file.read([memoryview(into)], 1000)
+    spans = [each.span for each in server.gets("cut") if each.span]
+    assert bytes(into) == CONTENT[1000:] and len(spans) >= 5
+    assert spans[0] == (1000, len(CONTENT)) and all(low < high for (low, _), (high, _) in pairwise(spans))
+    assert sum(each.nbytes for each in server.gets("cut")) < 2.1 * len(into)
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("fault", ["503 SlowDown", "truncate", "reset"])
+def test_a_store_that_keeps_failing_is_an_error_with_a_remedy(fault: str, server: Server, saved: State) -> None:
+    folder = find_checkpoint(f"s3://{BUCKET}/run")
+    with server.failing(fail_first(99, fault, having="optim")), pytest.raises(CheckpointError) as error:
+        open_checkpoint(folder, run_alone())
+    assert "check credentials, endpoint and network, and try again" in str(error.value)
+    assert "optim_states.pt" in str(error.value) and "Debug source" not in str(error.value)
+
+
+def run_alone() -> Any:
+    from deepspeed_ucp.comm import Comm
+
+    return Comm()
+
+
+@pytest.mark.parametrize("fault", ["403 AccessDenied", "400 ExpiredToken", "401 Unauthorized"])
+def test_a_refusal_is_not_retried(fault: str, server: Server, saved: State) -> None:
+    folder, seen = find_checkpoint(f"s3://{BUCKET}/run"), list[str]()
+
+    def deny(environ: dict[str, Any]) -> str | None:
+        seen.append(environ["PATH_INFO"])
+        return fault
+
+    with server.failing(deny):
+        for work in (find_checkpoint, read_latest, store.list_tree):
+            seen.clear()
+            with pytest.raises((CheckpointError, PermissionError), match="check the credentials"):
+                work(folder)
+            assert len(seen) == 1
+
+
+def test_a_missing_bucket_is_no_empty_folder(server: Server, saved: State) -> None:
+    """A mistyped bucket does not restart training; a folder may well be made by the first save."""
+    with pytest.raises(CheckpointError, match="does not exist"):
+        find_checkpoint(f"s3://{BUCKET}/nowhere")
+    assert read_latest(f"s3://{BUCKET}/nowhere") is None
+    for find in (find_checkpoint, read_latest):
+        with pytest.raises(CheckpointError, match="there is no bucket s3://no-such-bucket; check its name"):
+            find("s3://no-such-bucket/run")
+    with pytest.raises(StorageError, match="cannot be written .there is no bucket s3://no-such-bucket; check its name"):
+        convert_checkpoint(f"s3://{BUCKET}/run", "s3://no-such-bucket/converted")
+    for write in (store.write_small, lambda url, data: store.exchange_small(url, data, None)):
+        with pytest.raises(FileNotFoundError, match="there is no bucket s3://no-such-bucket"):
+            write("s3://no-such-bucket/file", b"")
+
+
+def test_requests_are_few(server: Server, tmp_path: Path) -> None:
+    """Bytes of a load are little more than those of the state; headers take two requests, files none for their size."""
+    state = random_state(LARGE, 3)
+    write_checkpoint(tmp_path, LARGE, state, Topology(1, 2))
+    put_folder(tmp_path, f"s3://{BUCKET}/large")
+    server.asked.clear()
+    tag = find_tag(f"s3://{BUCKET}/large", None, run_alone())
+    index = open_checkpoint(f"s3://{BUCKET}/large/{tag}", run_alone())
+    others = [(each.method, each.path) for each in server.asked if not each.span]
+    listing = ("GET", f"/{BUCKET}")
+    assert others.count(listing) <= 2 and len(others) <= 5 and not [path for _, path in others if path.endswith(".pt")]
+    for file in index.stored.files:
+        gets = server.gets(os.path.basename(file.path))
+        assert 1 <= len(gets) <= 2 and sum(each.nbytes for each in gets) <= 1 << 17
+    server.asked.clear()
+    targets = make_targets(LARGE, Topology(3, 3))
+    check_content(load(open_everywhere(find_checkpoint(f"s3://{BUCKET}/large"), targets), targets), state)
+    gets, nbytes = server.gets(".pt"), sum(each.nbytes for held in state.atoms.values() for each in held.values())
+    assert nbytes <= sum(each.nbytes for each in gets) <= 1.05 * nbytes
+    assert not [each for each in server.asked if each.method == "HEAD" and each.path.endswith(".pt")]
+
+
+def test_a_large_file_is_sent_in_parts(server: Server, tmp_path: Path) -> None:
+    """A bounded number of small parts: all that are in flight are in memory. A failed upload leaves none."""
+    sizes, path = list[int](), tmp_path / "large"
+    path.write_bytes(bytes(20 << 20))
+
+    def note(environ: dict[str, Any]) -> None:
+        if environ["REQUEST_METHOD"] == "PUT":
+            sizes.append(int(environ["CONTENT_LENGTH"]))
+
+    with server.failing(note):
+        store.put_file(str(path), f"s3://{BUCKET}/parts")
+    assert sorted(sizes) == [4 << 20, 8 << 20, 8 << 20]
+    server.asked.clear()
+    with (
+        server.failing(fail_first(99, "403 AccessDenied", method="PUT")),
+        pytest.raises(PermissionError, match="check the credentials"),
+    ):
+        store.put_file(str(path), f"s3://{BUCKET}/refused")
+    assert [each.method for each in server.asked if "refused" in each.path][-1] == "DELETE"
+
+
+def test_credentials_that_expire_are_taken_anew(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = list[int]()
+
+    def provide() -> Any:
+        taken.append(1)
+        until = datetime.now(timezone.utc) + timedelta(seconds=1)
+        return {"access_key_id": "a", "secret_access_key": "b", "token": None, "expires_at": until}
+
+    monkeypatch.setattr(clients, "_find_aws_provider", lambda profile: provide)
+    options = {name: value for name, value in server.options.items() if name not in ("key", "secret")}
+    with use_options(options):
+        for count in (1, 2):
+            store.write_small(f"s3://{BUCKET}/expiring", b"1")
+            assert len(taken) == count
+            time.sleep(1.1)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home without credentials."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    (tmp_path / ".aws").mkdir()
+    return tmp_path / ".aws"
+
+
+def test_profiles(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of AWS's files, if neither options nor the environment give credentials."""
+    assert clients._find_aws_provider(None) is None
+    (home / "credentials").write_text(
+        "[default]\naws_access_key_id=one\naws_secret_access_key=s\n"
+        "[work]\naws_access_key_id=two\naws_secret_access_key=s\n"
+    )
+    (home / "config").write_text("[profile work]\nregion=eu-north-1\n")
+    assert clients._find_aws_provider(None)()["access_key_id"] == "one"
+    found = clients._find_aws_provider("work")
+    assert found()["access_key_id"] == "two" and found.config == {"region": "eu-north-1"}
+    with pytest.raises(ConfigError, match=r"AWS profile 'none'.*check AWS_PROFILE and ~/.aws"):
+        clients._find_aws_provider("none")
+    monkeypatch.setenv("AWS_PROFILE", "work")
+    assert clients._find_aws_provider(None)()["access_key_id"] == "two"
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "three")
+    assert clients._find_aws_provider(None) is None
+    monkeypatch.setitem(__import__("sys").modules, "boto3", None)
+    with pytest.raises(UnsupportedError, match="AWS profile 'work' takes boto3; pip install boto3"):
+        clients._find_aws_provider("work")
+
+
+OPTIONS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("s3://b", {"key": "k", "secret": "s", "token": "t"},
+     {"access_key_id": "k", "secret_access_key": "s", "session_token": "t"}),
+    ("s3a://b", {"anon": True, "client_kwargs": {"endpoint_url": "http://h", "region_name": "r"}},
+     {"skip_signature": "true", "endpoint": "http://h", "region": "r"}),
+    ("gs://b", {"token": "anon"}, {"skip_signature": "true"}),
+    ("gs://b", {"token": "google_default", "project": "p"}, {}),
+    ("az://b", {"account_name": "a", "account_key": "a2V5"}, {"account_name": "a", "account_key": "a2V5"}),
+    ("abfs://b@a.dfs.core.windows.net", {"sas_token": "sv=1&sig=2"}, {"account_name": "a", "sas_key": "sv=1&sig=2"}),
+    ("az://b", {"connection_string": "AccountName=a;AccountKey=a2V5cw==;EndpointSuffix=x"},
+     {"account_name": "a", "account_key": "a2V5cw=="}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("url", "options", "config"), OPTIONS, ids=lambda each: str(each)[:30])
+def test_options_in_the_words_of_others(url: str, options: dict[str, Any], config: dict[str, Any], home: Path) -> None:
+    with use_options(options):
+        client, key = clients.connect(f"{url}/run/tag/")
+        found = {name: value for name, value in client.config.items() if name not in ("bucket", "container_name")}
+    assert (key, found) == ("run/tag", config)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"endpoint": "http://h"}, "'endpoint' is not supported; did you mean 'endpoint_url'"),
+        ({"client_kwargs": {"verify": False}}, "'verify' is not supported; there are key, secret, token, anon"),
+        ({"use_ssl": False}, "'use_ssl' is not supported"),
+    ],
+    ids=str,
+)
+def test_other_options_are_refused(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        store.set_storage_options(options)
+
+
+def test_an_address_that_is_none_is_refused(home: Path) -> None:
+    with (
+        use_options({"account_key": "no base 64"}),
+        pytest.raises(ConfigError, match=r"az://b: .*; check the URL and `storage_options`"),
+    ):
+        store.exists("az://b/run")
+    for url in ("s4://b/run", "simplecache::s3://b/run"):
+        with pytest.raises(UnsupportedError, match=rf"{url}: .*:// is unknown; there are s3://, s3a://, gs://"):
+            find_checkpoint(url)
+
+
+def test_a_process_that_was_forked_is_refused(server: Server) -> None:
+    """It would wait for ever: obstore's threads are not in it."""
+    store.write_small(f"s3://{BUCKET}/forked", b"1")
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            store.read_small(f"s3://{BUCKET}/forked")
+        except UcpError as error:
+            os.write(theirs, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(theirs)
+    assert "does not survive a fork: start processes that use stores with `spawn`" in os.read(ours, 1000).decode()
+    os.waitpid(child, 0)
+    assert store.read_small(f"s3://{BUCKET}/forked") == b"1"
+
+
+def test_an_object_that_is_replaced_during_a_load_is_refused_on_every_rank(server: Server, saved: State) -> None:
+    from tests.support.reshard import Options, load_rank
+
+    targets = make_targets(SMALL, Topology(3, 2))
+    index = open_everywhere(find_checkpoint(f"s3://{BUCKET}/run"), targets)
+    path = next(file.path for file in index.stored.files if "optim" in file.path)
+    content = store.read_small(path)
+    store.write_small(path, content[:-1] + b"!")
+
+    def refuse(rank: int, comm: Any) -> str:
+        with pytest.raises(CheckpointError) as error:
+            load_rank(index, targets[rank], comm, Options())
+        return str(error.value)
+
+    for told in run_ranks(2, refuse):
+        assert f"{path}: has changed since its header was read" in told
+    store.write_small(path, content)
+
+
+def test_clients_are_shared_by_the_files_of_a_store(server: Server) -> None:
+    def make(url: str) -> Any:
+        return clients.connect(url)[0]
+
+    assert make(f"s3://{BUCKET}/a") is make(f"s3://{BUCKET}/b/c") is not make("s3://other/a")
+    assert isinstance(make(f"s3://{BUCKET}"), S3Store)
+    with pytest.raises(UnsupportedError, match="is read only|read only"):
+        clients.connect("https://host/run", writing=True)

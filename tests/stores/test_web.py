@@ -1,0 +1,259 @@
+"""`http://`: index pages with links to files, read only."""
+
+from __future__ import annotations
+
+import http.server
+import io
+import ssl
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime, timedelta, timezone
+from functools import partial
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
+
+from deepspeed_ucp.cli import main
+from deepspeed_ucp.comm import Comm
+from deepspeed_ucp.errors import CheckpointError, UnsupportedError
+from deepspeed_ucp.io import objects, store
+from deepspeed_ucp.sources import open_checkpoint, read_latest
+from deepspeed_ucp.sources.latest import find_checkpoint
+from tests.stores.server import use_options
+from tests.support.reshard import check_content, load, make_targets, open_everywhere
+from tests.synth import Model, Param, Topology, random_state, write_checkpoint
+
+MODEL = Model((Param("a", (30, 20)), Param("b", (20,)), Param("frozen", (5,), frozen=True)))
+CONTENT = bytes(range(256)) * 40
+
+
+class Plain(http.server.SimpleHTTPRequestHandler):
+    """As `python -m http.server`, which ignores ranges."""
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+class Ranged(Plain):
+    """As most servers."""
+
+    protocol_version = "HTTP/1.1"
+
+    def send_head(self) -> Any:
+        path, span = Path(self.translate_path(self.path)), self.headers.get("Range")
+        if span is None or not path.is_file():
+            return super().send_head()
+        low, high = (int(part) for part in span.removeprefix("bytes=").split("-"))
+        data = path.read_bytes()[low : high + 1]
+        self.send_response(206)
+        self.send_header("Content-Length", str(len(data)))
+        self.send_header("Content-Range", f"bytes {low}-{low + len(data) - 1}/{path.stat().st_size}")
+        self.send_header("Last-Modified", self.date_time_string(path.stat().st_mtime))
+        self.end_headers()
+        return io.BytesIO(data)
+
+
+class Chunked(Ranged):
+    """Sends index pages without their length, as nginx does."""
+
+    def list_directory(self, path: Any) -> Any:
+        page = super().list_directory(path)
+        return page and io.BytesIO(b"%x\r\n%s\r\n0\r\n\r\n" % (len(data := page.read()), data))
+
+    def send_header(self, name: str, value: str) -> None:
+        if name == "Content-Length" and Path(self.translate_path(self.path)).is_dir():
+            name, value = "Transfer-Encoding", "chunked"
+        super().send_header(name, value)
+
+
+class Tagged(Ranged):
+    """Tells ETags."""
+
+    tag = "1"
+
+    def end_headers(self) -> None:
+        self.send_header("ETag", f'"{self.tag}"')
+        super().end_headers()
+
+
+class Shifted(Ranged):
+    """A cache in front of the server answers with other bytes than were asked for, and says so."""
+
+    def send_head(self) -> Any:
+        if self.headers.get("Range") == "bytes=1000-5999":
+            self.headers.replace_header("Range", "bytes=2000-6999")
+        return super().send_head()
+
+
+class Closed(Ranged):
+    """Answers those alone who send a token."""
+
+    def send_head(self) -> Any:
+        return super().send_head() if self.headers.get("X-Token") == "mine" else self.send_error(403)
+
+
+class Moved(Ranged):
+    """What is asked for below `there` lies below `run`."""
+
+    def do_GET(self) -> None:
+        if not self.path.startswith("/there/"):
+            return super().do_GET()
+        self.send_response(302)
+        self.send_header("Location", self.path.replace("/there/", "/run/"))
+        self.send_header("Content-Length", "0")
+        return self.end_headers()
+
+
+class Partly(Ranged):
+    """One folder cannot be listed."""
+
+    def list_directory(self, path: Any) -> Any:
+        return self.send_error(503) if Path(path).name == "closed" else super().list_directory(path)
+
+
+@contextmanager
+def serve(folder: Path, handler: type[Plain], context: ssl.SSLContext | None = None) -> Iterator[str]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=str(folder)))
+    if context is not None:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        with use_options({}):
+            yield f"{'https' if context else 'http'}://127.0.0.1:{server.server_port}/run"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "a file#1").write_bytes(CONTENT)
+    return tmp_path
+
+
+def read_parts(url: str) -> None:
+    with store.open_stored(f"{url}/a file#1", size=len(CONTENT)) as file:
+        for offset in (0, 1000, 5000):
+            data = bytearray(5000)
+            file.read([memoryview(data)[:2000], memoryview(data)[2000:]], offset)
+            assert bytes(data) == CONTENT[offset : offset + 5000]
+
+
+@pytest.mark.parametrize("handler", [Ranged, Chunked, Tagged])
+def test_a_load_from_an_index_page(handler: type[Plain], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = random_state(MODEL, 5)
+    write_checkpoint(tmp_path / "run", MODEL, state, Topology(1, 3))
+    with serve(tmp_path, handler) as url:
+        targets = make_targets(MODEL, Topology(3, 2))
+        check_content(load(open_everywhere(find_checkpoint(url), targets), targets), state)
+        assert main(["verify", url]) == 0
+        assert "complete" in capsys.readouterr().out
+        assert main(["verify", url, "--seal"]) == 2
+        assert "read only" in capsys.readouterr().err
+
+
+def test_a_server_without_ranges_is_refused(folder: Path) -> None:
+    told = "answers with the whole file where a part is asked for"
+    with serve(folder, Plain) as url, pytest.raises(UnsupportedError, match=told):
+        read_parts(url)
+
+
+def test_other_bytes_than_those_asked_for_are_not_taken(folder: Path) -> None:
+    with serve(folder, Shifted) as url, pytest.raises(CheckpointError, match=r"(?s)cannot be read at byte 1000"):
+        read_parts(url)
+
+
+def test_a_redirection_is_followed(folder: Path) -> None:
+    with serve(folder, Moved) as url:
+        read_parts(url.replace("/run", "/there"))
+
+
+def test_headers_of_the_options_are_sent(folder: Path) -> None:
+    with serve(folder, Closed) as url:
+        for work in (read_parts, find_checkpoint, read_latest):
+            with pytest.raises(CheckpointError, match="check the credentials"):
+                work(url)
+        with use_options({"headers": {"X-Token": "mine"}}):
+            read_parts(url)
+            assert store.list_folder(url)["a file#1"].size == len(CONTENT)
+
+
+def test_a_dead_link_hides_nothing_beside_it(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "run", MODEL, random_state(MODEL, 5), Topology(1, 2))
+    (tmp_path / "run" / "gone").symlink_to("nowhere")
+    (path / "zero_pp_rank_9_mp_rank_00_optim_states.pt").symlink_to("nowhere")
+    with serve(tmp_path, Ranged) as url:
+        assert store.list_folder(url)["gone"].size == 0
+        assert find_checkpoint(url) == f"{url}/{path.name}"
+        assert open_checkpoint(f"{url}/{path.name}", Comm()).stored.atoms
+
+
+def test_a_tree_has_all_of_its_folders_or_fails(folder: Path) -> None:
+    for name in ("open/deep/file", "open/other", "closed/file"):
+        (folder / "run" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "run" / name).write_bytes(b"12")
+    (folder / "run" / "empty").mkdir()
+    with serve(folder, Partly) as url:
+        sizes = {name: entry.size for name, entry in store.list_tree(f"{url}/open").items()}
+        assert sizes == {"deep/file": 2, "other": 2}
+        assert store.list_tree(f"{url}/empty") == {}
+        with pytest.raises(OSError, match=f"failed {objects.ATTEMPTS} times.*503"):
+            store.list_tree(url)
+
+
+def test_a_failure_is_no_absence(folder: Path) -> None:
+    with use_options({}), pytest.raises(CheckpointError, match="failed 8 times.*refused.*network"):
+        find_checkpoint("http://127.0.0.1:1/run")
+    with serve(folder, Ranged) as url, pytest.raises(CheckpointError, match="does not exist"):
+        find_checkpoint(f"{url}/nowhere")
+
+
+@pytest.mark.parametrize("handler", [Ranged, Tagged])
+def test_a_file_that_is_replaced_is_refused(
+    handler: type[Plain], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its ETag, else by its size and the time of its last change."""
+    into = memoryview(bytearray(10))
+    for known in (False, True):
+        with serve(folder, handler) as url:
+            if known:
+                store.list_folder(url)
+            with store.open_stored(f"{url}/a file#1", size=len(CONTENT)) as file:
+                file.read([into], 5)
+                monkeypatch.setattr(Tagged, "tag", Tagged.tag + "2")
+                __import__("os").utime(folder / "run" / "a file#1", (known + 5, known + 5))
+                with pytest.raises(CheckpointError, match="has changed since its header was read"):
+                    file.read([into], 5)
+
+
+def make_certificate(folder: Path) -> Path:
+    """A file with a key, and a certificate of 127.0.0.1 that vouches for itself."""
+    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(timezone.utc)
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "tests")])
+    address = x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))])
+    made = x509.CertificateBuilder(name, name, key.public_key(), 1, now, now + timedelta(days=1))
+    signed = made.add_extension(address, critical=False).sign(key, hashes.SHA256())
+    plain = Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()
+    (folder / "pem").write_bytes(key.private_bytes(*plain) + signed.public_bytes(Encoding.PEM))
+    return folder / "pem"
+
+
+def test_certificates_are_checked(folder: Path) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(make_certificate(folder))
+    with serve(folder, Ranged, context) as url:
+        with pytest.raises(CheckpointError):
+            read_parts(url)
+        with pytest.raises(CheckpointError, match="CERTIFICATE_VERIFY_FAILED.*SSL_CERT_FILE"):
+            find_checkpoint(url)
