@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -172,7 +172,7 @@ class Controller(http.server.BaseHTTPRequestHandler):
 def make_certificate(folder: Path) -> tuple[Path, Path]:
     """A key, and a certificate for it that nobody else has signed."""
     key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([])
-    now = datetime.now(timezone.utc)
+    now = datetime.now(UTC)
     built = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
     built = built.not_valid_before(now - timedelta(days=1)).not_valid_after(now + timedelta(days=1))
     built = built.add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), critical=True)

@@ -11,7 +11,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Mapping
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any
 
 from ..platforms import find_rank
@@ -69,7 +69,7 @@ class Kubeflow(Listener):
                 return
             self.posted = status
             try:
-                self._post({**status, "lastUpdatedTime": datetime.now(timezone.utc).isoformat()})
+                self._post({**status, "lastUpdatedTime": datetime.now(UTC).isoformat()})
                 self.fails = False
             except (OSError, ValueError) as error:  # among them what urllib and ssl raise
                 if not self.fails:

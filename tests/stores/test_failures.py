@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -204,7 +204,7 @@ def test_credentials_that_expire_are_taken_anew(server: Server, monkeypatch: pyt
 
     def provide() -> Any:
         taken.append(1)
-        until = datetime.now(timezone.utc) + timedelta(seconds=1)
+        until = datetime.now(UTC) + timedelta(seconds=1)
         return {"access_key_id": "a", "secret_access_key": "b", "token": None, "expires_at": until}
 
     monkeypatch.setattr(clients, "_find_aws_provider", lambda profile: provide)

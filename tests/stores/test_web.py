@@ -8,7 +8,7 @@ import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
@@ -239,7 +239,7 @@ def test_a_file_that_is_replaced_is_refused(
 
 def make_certificate(folder: Path) -> Path:
     """A file with a key, and a certificate of 127.0.0.1 that vouches for itself."""
-    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(timezone.utc)
+    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "tests")])
     address = x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))])
     made = x509.CertificateBuilder(name, name, key.public_key(), 1, now, now + timedelta(days=1))

@@ -165,7 +165,7 @@ CASES = {
     "equal keys": lambda: [{1: "int"}, {True: "bool"}, {1.0: "float"}],
     "namespace": lambda: argparse.Namespace(lr=1e-3, betas=(0.9, 0.99), path=pathlib.Path("a/b")),
     "numbers": lambda: [1 + 2j, decimal.Decimal("0.1"), fractions.Fraction(1, 3), uuid.UUID(int=5)],
-    "times": lambda: [datetime.datetime(2026, 1, 2, tzinfo=datetime.timezone.utc), datetime.timedelta(1, 2)],
+    "times": lambda: [datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC), datetime.timedelta(1, 2)],
     "enums": lambda: [Colour.RED, Level.LOW | Level.HIGH, {Colour.RED: 1}],
     "dataclasses": lambda: [Settings(0.1, ["a"], Settings(0.2)), Slotted(1, (2, 3))],
     "own classes": lambda: [Custom([1]), Keyed(value=[2]), make_refilled()],

@@ -7,10 +7,10 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Annotated, Any, ClassVar, get_type_hints
+from typing import Annotated, Any, ClassVar, Required, get_type_hints
 
 from pydantic import ConfigDict, Field, StrictBool, StrictFloat, StrictInt, TypeAdapter, ValidationError
-from typing_extensions import Required, TypedDict
+from typing_extensions import TypedDict
 
 from ...atoms import ITEMSIZE, AtomicIndex, GroupInfo, ParamKey, Record, count
 from ...errors import CheckpointError, UnsupportedError, shorten
