@@ -11,7 +11,7 @@ import random
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from itertools import chain
@@ -164,10 +164,14 @@ class ObjectStore(Store):
             raise OSError(f"{arrived['size']} bytes arrived of {size}, or another file replaced them; write it again")
 
     def open_regular(self, url: str) -> BinaryIO:
-        return RemoteStream(url)  # type: ignore[return-value]
+        return RemoteStream(_Ranges(url, self.find_entry))  # type: ignore[return-value]
 
     def open_stored(self, url: str, advice: int = os.POSIX_FADV_NORMAL, *, size: int | None = None) -> Stored:
-        return RemoteFile(url, size)
+        try:
+            known = self.find_entry if size is None else lambda _url: Entry(size, 0.0)
+            return RemoteFile(_Ranges(url, known))
+        except OSError as error:
+            raise explain_failure(url, "opened", error) from error
 
 
 def _name(path: str) -> str:
@@ -235,16 +239,16 @@ class _Ranges:
     """Byte ranges of one object, in the version that the last listing or else the first answer names.
 
     Args:
-        size: in bytes; asked for if it is not known.
+        find: returns the entry of a URL that no listing has named.
 
     Raises:
         OSError: it cannot be found.
     """
 
-    def __init__(self, url: str, size: int | None = None) -> None:
+    def __init__(self, url: str, find: Callable[[str], Entry | None]) -> None:
         self.url, self._lock = normalize(url), threading.Lock()
         self.client, self.key = connect(url)
-        entry = find_known(url) or (find_entry(url) if size is None else Entry(size, 0.0))
+        entry = find_known(url) or find(url)
         if entry is None:
             raise FileNotFoundError(ABSENT)
         if entry.is_folder:
@@ -288,20 +292,6 @@ class _Ranges:
                 raise ChangedError(CHANGED)
 
 
-def find_entry(url: str) -> Entry | None:
-    """Return the entry of an object or a folder behind a URL."""
-    return choose_store(url).find_entry(url)
-
-
-def choose_store(url: str) -> Store:
-    """Return the store of a URL."""
-    if url.startswith(("http://", "https://")):
-        from .web import WebStore
-
-        return WebStore()
-    return ObjectStore()
-
-
 def _take(views: list[memoryview], data: memoryview) -> None:
     """Copy bytes to the front of the views and drop the filled part."""
     while data.nbytes:
@@ -312,21 +302,10 @@ def _take(views: list[memoryview], data: memoryview) -> None:
 
 
 class RemoteFile(Stored):
-    """An object that is read by ranges, straight to their destinations.
+    """An object that is read by ranges, straight to their destinations."""
 
-    Args:
-        size: in bytes; asked for if it is not known.
-
-    Raises:
-        CheckpointError: it cannot be opened.
-    """
-
-    def __init__(self, url: str, size: int | None = None) -> None:
-        self.path = url
-        try:
-            self._ranges = _Ranges(url, size)
-        except OSError as error:
-            raise explain_failure(url, "opened", error) from error
+    def __init__(self, ranges: _Ranges) -> None:
+        self.path, self._ranges = ranges.url, ranges
 
     def read(self, views: list[memoryview], offset: int) -> None:
         """One request, unless it is cut."""
@@ -350,16 +329,11 @@ class RemoteFile(Stored):
 
 
 class RemoteStream(Positioned):
-    """An object whose header is read: a few requests, whose blocks are kept until it is closed.
+    """An object whose header is read: a few requests, whose blocks are kept until it is closed."""
 
-    Raises:
-        OSError: it cannot be opened.
-    """
-
-    def __init__(self, url: str) -> None:
-        self._ranges = _Ranges(url)
-        super().__init__(self._ranges.size)
-        self._lock = threading.Lock()
+    def __init__(self, ranges: _Ranges) -> None:
+        super().__init__(ranges.size)
+        self._ranges, self._lock = ranges, threading.Lock()
         self._blocks: list[tuple[int, bytes]] = []
         """(offset, bytes), by offset; they do not overlap."""
 

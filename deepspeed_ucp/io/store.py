@@ -84,9 +84,13 @@ def _choose(path: str) -> Store:
     """Return the store of a path; obstore is imported with the first URL."""
     if not is_url(path):
         return LocalStore()
-    from .objects import choose_store
+    if path.startswith(("http://", "https://")):
+        from .web import WebStore
 
-    return choose_store(path)
+        return WebStore()
+    from .objects import ObjectStore
+
+    return ObjectStore()
 
 
 def _by_path(method: Callable[Concatenate[Store, str, P], T]) -> Callable[Concatenate[str, P], T]:

@@ -15,7 +15,6 @@ import pytest
 from deepspeed_ucp.atoms import FileRef, Record
 from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.io import objects, paths, store
-from deepspeed_ucp.io.objects import RemoteStream
 from deepspeed_ucp.io.paths import Entry
 from deepspeed_ucp.io.read import MemorySink, RecordReader
 from deepspeed_ucp.io.scan import ScanFile, scan_files
@@ -178,7 +177,7 @@ def test_blocks_of_a_header(stored: str, monkeypatch: pytest.MonkeyPatch) -> Non
     """Whatever is read first: no byte is asked for twice."""
     url = f"{stored}/file"
     store.write_small(url, CONTENT[:2048])
-    with RemoteStream(url) as stream:
+    with store.open_regular(url) as stream:
         stream.read_ahead([(5, 10), (900, 3), (7, 20)])
         assert stream.read_at(30, 0) == CONTENT[:30]
         assert stream.read_at(5000, 890) == CONTENT[890:2048]
@@ -186,7 +185,7 @@ def test_blocks_of_a_header(stored: str, monkeypatch: pytest.MonkeyPatch) -> Non
         assert stream.read() == CONTENT[2044:2048]
     monkeypatch.setattr(objects, "_HEAD", 64)
     monkeypatch.setattr(objects, "_TAIL", 64)
-    with RemoteStream(url) as stream:
+    with store.open_regular(url) as stream:
         stream.read_ahead([(300, 20)])
         stream.read_ahead([(0, 500), (100, 50), (290, 100), (450, 200), (700, 10)])
         assert sum(len(data) for _, data in stream._blocks) == 660
@@ -199,7 +198,7 @@ def test_a_small_file_whose_ends_meet_is_read_whole(size: int, monkeypatch: pyte
     monkeypatch.setattr(objects, "_TAIL", 64)
     url = f"memory://{BUCKET}/ends{size}"
     store.write_small(url, CONTENT[:size])
-    with RemoteStream(url) as stream:
+    with store.open_regular(url) as stream:
         for low, high in combinations(range(size + 1), 2):
             assert stream.read_at(high - low, low) == CONTENT[low:high]
         assert sum(len(data) for _, data in stream._blocks) == size
@@ -229,7 +228,7 @@ def read_file(url: str) -> None:
 
 
 def read_stream(url: str) -> None:
-    with RemoteStream(url) as stream:
+    with store.open_regular(url) as stream:
         stream.read_at(9, 0)
 
 
