@@ -71,13 +71,10 @@ class Reading:
     def describe(self) -> str:
         """Other names than the saved ones, in words; empty where every name is the model's own."""
         told = [f"{name} is of no use to this model" for name in sorted(self.dropped)]
-        told += [f"{_name_sources(held)} → {name}" for name, held in self.made.items()]
+        for name, held in self.made.items():
+            first, *more = dict.fromkeys(piece.name for piece in held.slices)
+            told.append(f"{first}{' and others' if more else ''} → {name}")
         return f"read as Hugging Face's libraries do: {shorten(told, 3)}" if told else ""
-
-
-def _name_sources(made: DerivedParam) -> str:
-    first, *more = dict.fromkeys(piece.name for piece in made.slices)
-    return f"{first}{' and others' if more else ''}"
 
 
 def read_into(index: AtomicIndex, module: Any, live: Collection[str], own: Collection[str]) -> Reading:
@@ -101,7 +98,11 @@ def read_into(index: AtomicIndex, module: Any, live: Collection[str], own: Colle
     if is_wrapped and any(map(adapters.read_live, shapes)):
         return _rename_adapter(shapes, {*live}, outer)
     memory: dict[str, list[str]] = defaultdict(list)
-    layers = (strip_compiled(name) for name, each in module.named_modules() if _is_of_peft(each))
+    layers = (
+        strip_compiled(name)
+        for name, each in module.named_modules()
+        if any(kind.__module__.startswith("peft.") for kind in type(each).__mro__)
+    )
     added, adapted = set(), {name.removeprefix(outer) for name in layers}
     for name in sorted(live):  # in the same order on every rank
         inner = name.removeprefix(outer)
@@ -173,10 +174,6 @@ def find_tied(model: Any, lost: Collection[str], saved: Collection[str]) -> dict
     return found
 
 
-def _is_of_peft(module: Any) -> bool:
-    return any(kind.__module__.startswith("peft.") for kind in type(module).__mro__)
-
-
 def read_config(module: Any) -> dict[str, Any]:
     """The configuration of the one model of transformers in a module; empty of none."""
     found = _find_model(module)
@@ -193,6 +190,10 @@ def describe_config(index: AtomicIndex, config: Mapping[str, Any]) -> list[str]:
     if not odd:
         return []
     return [f"config.json beside the weights tells of {shorten(odd)}: this model computes other numbers with them"]
+
+
+def _is_of_peft(module: Any) -> bool:
+    return any(kind.__module__.startswith("peft.") for kind in type(module).__mro__)
 
 
 def _flatten_rope(config: Mapping[str, Any]) -> dict[str, Any]:

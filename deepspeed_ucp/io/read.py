@@ -176,7 +176,10 @@ class RecordReader(Closing):
         data = file.fetch(offset, nbytes, scratch) if len(group) == 1 and not self._again(first) else None
         if data is not None:
             return [([data], _divide(first, sinks, data))]
-        arranged = _arrange_group(group, sinks, scratch.take(nbytes))
+        arranged, memory = [], scratch.take(nbytes)
+        for request in group:
+            arranged.append(_arrange(request, sinks, memory))
+            memory = memory[request.nbytes :]
         file.read([view for views, _ in arranged for view in views], offset)
         return arranged
 
@@ -211,15 +214,6 @@ class RecordReader(Closing):
             CheckpointError: it cannot be opened, or is another file.
         """
         return open_stored(path, size=file.size)
-
-
-def _arrange_group(group: Sequence[Request], sinks: Sequence[Sink | None], scratch: memoryview) -> list[Fetched]:
-    """As :func:`_arrange`, of each request."""
-    arranged = []
-    for request in group:
-        arranged.append(_arrange(request, sinks, scratch))
-        scratch = scratch[request.nbytes :]
-    return arranged
 
 
 def _arrange(request: Request, sinks: Sequence[Sink | None], scratch: memoryview) -> Fetched:

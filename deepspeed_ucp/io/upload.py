@@ -102,12 +102,9 @@ class RemoteStaging(Staging):
         except OSError as error:
             raise StorageError(f"cannot be listed ({error}).", path=self.destination) from error
 
-    def _is_own(self, name: str) -> bool:
-        return self.kind.parts.fullmatch(name) is not None
-
     def begin(self) -> None:
         """Delete the files of this kind at the destination; those that mark it as complete first."""
-        present = [name for name in self._list() if self._is_own(name.split("/")[0])]
+        present = [name for name in self._list() if self.kind.parts.fullmatch(name.split("/")[0])]
         marks = [name for name in reversed(self.kind.last) if name in present]
         with _explain(self.destination):
             write_small(f"{self.destination}/{_UNFINISHED}", b"")

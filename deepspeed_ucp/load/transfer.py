@@ -52,18 +52,10 @@ class Transfer:
         self.two_passes = not spare_engine(work.into.buffers, window, comm, apart=apart)
         self.sizes = sizes or ReadSizes.within(window)
         self.stages = share_memory(2 * self.sizes.stage, comm.rank, comm.gather)
-        self.plan, self.reader = self._negotiate()
-
-    def _negotiate(self) -> tuple[LoadPlan, CollectiveReader]:
-        """Who reads what, and in which pass; collective.
-
-        Memory is allocated inside an agreement, and no collective stands between: a rank that has too little tells the
-        others there, where it would leave them waiting in a collective for ever.
-        """
-        plan = negotiate(self.work.wants, self.work.index, self.comm, self.sizes, find_same_node(self.stages))
-        passes = self._plan_passes(plan)
-        parts = (self.work.index, self.work.into, passes, self.comm, self.config, self.stages)
-        return plan, self.comm.run(lambda: CollectiveReader(*parts))  # which allocates memory apart
+        self.plan = negotiate(work.wants, work.index, comm, self.sizes, find_same_node(self.stages))
+        passes = self._plan_passes(self.plan)
+        # The reader allocates memory. A rank that has too little says so in this agreement, and no other waits for it.
+        self.reader = comm.run(lambda: CollectiveReader(work.index, work.into, passes, comm, config, self.stages))
 
     def _plan_passes(self, plan: LoadPlan) -> list[LoadPlan]:
         """The plan of each pass; collective where there are two.

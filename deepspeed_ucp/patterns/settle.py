@@ -191,15 +191,12 @@ class _Settler:
         if want is not None and rule is not None and have.shape != want.shape:
             have, self.settled.resizes[name] = rule.fit(have, want, pattern.vocab)
         elif want is not None:
-            self._check_shapes(name, have.shape, want.shape, pattern.vocab or other.vocab)
+            self.settled.reshaped[name] = have.shape, want.shape
+            check_shapes(have.shape, want.shape, pattern.vocab or other.vocab)
+            del self.settled.reshaped[name]
         self.settled.layouts[name] = (have, want)
         self.settled.patterns[name] = pattern
         self.settled.origin[name] = "; ".join(dict.fromkeys((origin, other_origin)))
-
-    def _check_shapes(self, name: str, source: Shape, target: Shape, vocab: int | None) -> None:
-        self.settled.reshaped[name] = source, target
-        check_shapes(source, target, vocab)
-        del self.settled.reshaped[name]
 
     def _fit_whole(self, name: str, source: Shape, target: Shape, sides: _Sides | None, rule: Resize | None) -> Pattern:
         """No tensor parallelism on either side: without a rule only a vocabulary's padding may differ."""

@@ -19,7 +19,7 @@ from ..errors import CheckpointError, UnsupportedError
 from ..io.opened import advise_needed, advise_random, measure, read_ahead, read_at
 from .alike import BEGINNING, ENDING, Alike, Header
 from .dtypes import STORAGE_DTYPES
-from .objects import RESTORE, Global, StorageRef, TensorRef, describe, list_parts
+from .objects import RESTORE, Global, TensorRef, describe, list_parts
 from .records import LEGACY, FileRecord, FileRecords, Part, check_crc, list_zip, open_file, read_record, starts_zip
 from .unpickle import Pickled, read_pickle
 from .zipframe import BYTEORDER, PICKLE, ROOT
@@ -222,7 +222,7 @@ def _find_storages(path: str, stream: BinaryIO, pickled: Pickled, keys: list[str
             raise CheckpointError(
                 f"{text} storage {describe(key)}; the file is truncated or damaged. {RESTORE}", path=path
             )
-        nbytes = ref.numel * _find_itemsize(ref)
+        nbytes = ref.numel * ITEMSIZE[STORAGE_DTYPES.get(ref.kind.name, "uint8")]
         if struct.unpack("<q", head)[0] != ref.numel:
             raise CheckpointError(
                 f"storage {describe(key)} is not of {ref.numel} elements; it is damaged. {RESTORE}", path=path
@@ -233,10 +233,6 @@ def _find_storages(path: str, stream: BinaryIO, pickled: Pickled, keys: list[str
         found.append(FileRecord(f"data/{key}", offset + 8, nbytes, None))
         offset += 8 + nbytes
     return found
-
-
-def _find_itemsize(storage: StorageRef) -> int:
-    return ITEMSIZE[STORAGE_DTYPES.get(storage.kind.name, "uint8")]
 
 
 def _find_element(ref: TensorRef, path: str, storages: dict[str, FileRecord]) -> tuple[FileRecord, int]:
