@@ -109,6 +109,12 @@ def delete_tree(path: str, below: str | None = None) -> None:
         os.rmdir(name, dir_fd=fd)
 
 
+def delete_own(path: str) -> None:
+    """Delete a folder of this process's own as :func:`delete_tree` does; what cannot be deleted stays."""
+    with suppress(OSError):
+        delete_tree(path)
+
+
 def _open_folder(name: str, fd: int, path: str) -> int:
     """Open a folder in another one; Linux reports a link as ``ENOTDIR``."""
     try:

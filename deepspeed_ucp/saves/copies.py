@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import socket
 import struct
 import threading
@@ -27,6 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import UcpError, escape
 from ..io.checksum import crc32
+from ..io.deletion import delete_own
 from ..io.disk import write_at
 from ..io.paths import LONGEST_PATH, is_below
 from .memory import Job, Snapshot, count_free
@@ -374,10 +374,10 @@ class Replicator:
             made = replace(save, folder=aside)
             made.replace_done(parcel.done)
             made.write_record()
-            shutil.rmtree(save.folder, ignore_errors=True)  # left by an interrupted removal
+            delete_own(save.folder)  # left by an interrupted removal
             os.rename(aside, save.folder)
         finally:
-            shutil.rmtree(aside, ignore_errors=True)
+            delete_own(aside)
         self._reply(peer)
 
     def _receive_files(self, peer: Peer, files: Sequence[_SentFile], aside: str) -> None:

@@ -3,8 +3,9 @@
 ``<memory>/deepspeed_ucp-<user>/<job>/`` has ``owner`` (held by the process that saves while it lives), ``lock`` (by the
 writer) and a folder for each save. That is a folder of tags as any other, with DeepSpeed's own files of one tag in it;
 ``save-<node>.json`` is there once all ranks of the node have written, ``done-<node>.json`` says which places have it,
-``copied-<node>.json`` which other nodes, ``refused-<node>.json`` which places cannot have it, and why. What other nodes
-have of it lies in a folder of its own, with the same record.
+``copied-<node>.json`` which other nodes, ``refused-<node>.json`` which places cannot have it, and why,
+``failed-<node>.json`` why the last attempt to write it to a place failed. What other nodes have of it lies in a folder
+of its own, with the same record.
 Numbers of saves rise, whatever the clock does.
 """
 
@@ -25,13 +26,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ..errors import CheckpointError, ConfigError, StorageError
+from ..io.deletion import delete_own
 from ..io.disk import explain_full, sync_file, sync_folder, write_at, write_atomically
 from ..io.filesystems import MEMORY, find_kind
 from ..io.jsonfile import MOST_BYTES, parse_json, read_bounded, read_json
 from ..io.memory import measure_available
 from ..io.paths import is_url, normalize
 
-_RECORD, _DONE, _COPIED, _REFUSED, _NEW = "save-", "done-", "copied-", "refused-", ".save-"
+_RECORD, _DONE, _COPIED, _REFUSED, _FAILED, _NEW = "save-", "done-", "copied-", "refused-", "failed-", ".save-"
 _OWNER, _WRITTEN, _SPARE, _COPYING = "owner", "written", "spare", "copying"
 _OVERTAKEN = ".overtaken"
 LOCK = "lock"
@@ -96,7 +98,7 @@ class Snapshot:
 
     def owns(self, path: str) -> bool:
         """Whether a path below :attr:`folder` is one of its files'."""
-        others = (_RECORD, _DONE, _COPIED, _REFUSED, "latest", ".")
+        others = (_RECORD, _DONE, _COPIED, _REFUSED, _FAILED, "latest", ".")
         return path.startswith(f"{self.tag}{os.sep}") or not (os.sep in path or path.startswith(others))
 
     def list_pending(self) -> list[Destination]:
@@ -143,6 +145,14 @@ class Snapshot:
         """Record that writing to a destination fails in a way that no retry can mend."""
         self._note(_REFUSED, {place.folder: why})
 
+    def read_failed(self) -> dict[str, str]:
+        """Return by destination why the last attempt to write there failed."""
+        return self._read(_FAILED)
+
+    def note_failed(self, place: Destination, why: str) -> None:
+        """Record why an attempt to write to a destination failed."""
+        self._note(_FAILED, {**self.read_failed(), place.folder: why}, anew=True)
+
     def read_copied(self) -> dict[str, str]:
         """By node that was asked to have a copy the name of its machine; empty where it has not come to have it."""
         return self._read(_COPIED)
@@ -168,8 +178,11 @@ class Snapshot:
                     told.update(parse_json(line, path))
         return told
 
-    def _note(self, kind: str, told: Mapping[str, str]) -> None:
+    def _note(self, kind: str, told: Mapping[str, str], *, anew: bool = False) -> None:
         """Append a line to a record, in place of the newlines with which :meth:`reserve` has filled it.
+
+        Args:
+            anew: write over the lines before it instead.
 
         Raises:
             DiskFullError: it needs more room than was reserved, and there is none.
@@ -179,7 +192,8 @@ class Snapshot:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 used = len(os.pread(fd, os.fstat(fd).st_size, 0).rstrip(b"\n"))
-                write_at(fd, b"\n" + json.dumps(dict(told)).encode() + b"\n", used)
+                line = b"\n" + json.dumps(dict(told)).encode() + b"\n"
+                write_at(fd, line.ljust(used, b"\n") if anew else line, 0 if anew else used)
                 os.fsync(fd)
             finally:
                 os.close(fd)
@@ -208,7 +222,7 @@ class Snapshot:
     def remove(self) -> None:
         """Give its memory back; the record goes first."""
         self._forget()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        delete_own(self.folder)
 
     def spare(self) -> None:
         """Keep its files' memory for the job's next save, if none is kept for it yet: new pages take longest."""
@@ -306,7 +320,7 @@ class Job:
             OSError: the folder exists, or there is no room.
         """
         os.makedirs(folder := self.find_folder(number), mode=0o700)
-        for kind in (_DONE, _COPIED, _REFUSED, _NEW):
+        for kind in (_DONE, _COPIED, _REFUSED, _FAILED, _NEW):
             Path(folder, f"{kind}{node}.json").write_bytes(b"\n" * _RESERVED)
 
     def list_numbers(self) -> list[int]:
@@ -356,7 +370,7 @@ class Job:
 
     def drop_spare(self) -> None:
         """Give the memory back that is kept for the next save, as there will be none."""
-        shutil.rmtree(self.spare, ignore_errors=True)
+        delete_own(self.spare)
 
     def holds_none(self) -> bool:
         """Whether none of its saves is whole on this node, nor another's part of one; one whose record is not
@@ -380,7 +394,7 @@ class Job:
         """Free all of its memory; of each save the record goes first, so that a kill leaves no damaged one."""
         for save in [*self.list_saves(), *self.list_copies()]:
             save.remove()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        delete_own(self.folder)
 
 
 def find_root(memory: str) -> str:

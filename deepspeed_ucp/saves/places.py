@@ -312,30 +312,20 @@ def _is_left(owner: str, save: Snapshot, changed: float, last: float) -> bool:
 
 
 def _upload(save: Snapshot, place: Destination, folder: str) -> list[str]:
-    """Upload a node's files that are not there from before a stop; return the names of the tag's own ones.
+    """Upload a node's files; return the names of the tag's own ones.
 
     Args:
         folder: URL for the tag's own files; others go to their paths in the place.
     """
-    files = sorted(save.list_files())
-    inside, held = f"{save.tag}{os.sep}", _list_sizes(folder)
+    files, inside = sorted(save.list_files()), f"{save.tag}{os.sep}"
 
     def put(each: str) -> None:
-        path, name = os.path.join(save.folder, each), each.removeprefix(inside)
-        if name == each or held.get(name) != os.path.getsize(path):
-            put_file(path, f"{place.folder}/{each}" if name == each else f"{folder}/{name}")
+        target = f"{folder}/{each.removeprefix(inside)}" if each.startswith(inside) else f"{place.folder}/{each}"
+        put_file(os.path.join(save.folder, each), target)
 
     map_threads(put, files, _COPIERS)
     write_small(f"{folder}/{_name_node(save, save.node)}", _sign(save))
     return [each.removeprefix(inside) for each in files if each.startswith(inside)]
-
-
-def _list_sizes(folder: str) -> dict[str, int]:
-    """Bytes of the files of a tag, which need not be there."""
-    try:
-        return {name: entry.size for name, entry in list_tree(folder).items()}
-    except FileNotFoundError:
-        return {}
 
 
 def find_fault(save: Snapshot, error: Exception) -> UcpError | None:
@@ -509,7 +499,8 @@ def _name_record(save: Snapshot, place: Destination) -> str:
 
 def _sign(save: Snapshot) -> bytes:
     """Return the content of that file: the tag's files of the node, and the machines that have them in memory."""
-    files = sorted(_list_sizes(os.path.join(save.folder, save.tag)))
+    inside = f"{save.tag}{os.sep}"
+    files = [each.removeprefix(inside) for each in save.list_files() if each.startswith(inside)]
     return json.dumps({"files": files, "hosts": save.list_hosts()}).encode()
 
 

@@ -21,6 +21,7 @@ from weakref import WeakSet
 from ..comm import Comm
 from ..config import SaveOptions, UniversalConfig
 from ..errors import StorageError, count_of
+from ..io.deletion import delete_own
 from ..io.filesystems import MEMORY, find_kind
 from ..io.memory import identify_host
 from .files import MappedFiles, save_over
@@ -34,9 +35,7 @@ from .writer import (
     is_locked,
     is_safe,
     list_late,
-    list_late_tags,
     list_refused,
-    read_fault,
     start_writer,
 )
 
@@ -223,7 +222,7 @@ class Saver:
             return ""
         for number in self.job.list_numbers():  # what earlier ones have left that failed
             if self.job.is_unfinished(number):
-                shutil.rmtree(self.job.find_folder(number), ignore_errors=True)
+                delete_own(self.job.find_folder(number))
         if (why := self.make_room()) and waits:
             self.wait(self.options.wait_s, self._free_own)
             why = self.make_room()
@@ -245,7 +244,7 @@ class Saver:
     def drop(self) -> None:
         """Give up the save that is made."""
         if self.is_first:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            delete_own(self.folder)
 
     def list_written(self) -> set[str]:
         """Return the folders and URLs that lack saves, on the node's first rank."""
@@ -314,7 +313,8 @@ class Saver:
             missing |= dict.fromkeys(self._asked.values(), why)
         for save in self.job.list_saves() if self.is_first else ():
             for place in save.list_pending() if not save.by_itself else ():
-                fault = read_fault(self.job, place.folder, save.tag) or f"see {self.job.folder}/log"
+                faults = {**save.read_failed(), **save.list_refused()}
+                fault = faults.get(place.folder) or f"see {self.job.folder}/log"
                 missing[save.tag] = f"missing at {place.folder} ({fault})"
         return missing
 
@@ -423,7 +423,7 @@ class Saver:
         if not self.is_lost():
             pending = {save.number for save in saves if save.list_pending()}
             self._asked = {number: tag for number, tag in self._asked.items() if number in pending}
-        return list_late_tags(saves)
+        return list_late(saves)
 
     def finish(self) -> bool:
         """Like :meth:`wait` for ``wait_s``, with a new writer if it has been killed."""

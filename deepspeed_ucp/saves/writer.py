@@ -317,7 +317,10 @@ class SaveWriter:
             if fault is not None:
                 self._refuse(save, place, fault)
                 return True
-            self._warn(place.folder, str(error) or repr(error), save.tag)
+            why = str(error) or repr(error)
+            self._warn(place.folder, why, save.tag)
+            with self._lock, suppress(OSError):  # memory is full
+                save.note_failed(place, escape(why))
             return False
         self._free()
         self._told.pop(place.folder, None)
@@ -384,12 +387,7 @@ def is_safe(save: Snapshot) -> bool:
     return save.is_written() and (save.node == 0 or all(is_sealed(save, place) for place in save.places))
 
 
-def list_late(saves: Sequence[Snapshot]) -> dict[str, int]:
-    """Return by destination how many of a job's saves it lacks."""
-    return {place: len(tags) for place, tags in list_late_tags(saves).items()}
-
-
-def list_late_tags(saves: Sequence[Snapshot]) -> dict[str, list[str]]:
+def list_late(saves: Sequence[Snapshot]) -> dict[str, list[str]]:
     """Return by destination the tags of a job's saves that it lacks, the oldest first."""
     found: dict[str, list[str]] = defaultdict(list)
     for save in saves:
@@ -400,17 +398,7 @@ def list_late_tags(saves: Sequence[Snapshot]) -> dict[str, list[str]]:
 
 def describe_late(saves: Sequence[Snapshot]) -> str:
     """Name the tags that destinations lack: ``best, last to /checkpoints``."""
-    return "; ".join(f"{', '.join(tags)} to {place}" for place, tags in sorted(list_late_tags(saves).items()))
-
-
-def read_fault(job: Job, place: str, tag: str) -> str:
-    """Return what the writer's log last says about a save and a destination, or an empty string."""
-    try:
-        with open(os.path.join(job.folder, "log"), errors="replace") as log:
-            lines = [line.partition(f": {place}: {tag} ")[2].strip() for line in log]
-    except FileNotFoundError:
-        return ""
-    return next(filter(None, reversed(lines)), "")
+    return "; ".join(f"{', '.join(tags)} to {place}" for place, tags in sorted(list_late(saves).items()))
 
 
 def list_refused(saves: Sequence[Snapshot]) -> dict[str, str]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
+from ..io.deletion import delete_own
 from ..io.disk import explain_full, map_new_file, sync_file
 
 
@@ -34,7 +34,7 @@ class SwapFiles:
         folder = f"{place}.ucp"
         if folder not in self.folders:
             self.folders.add(folder)
-            shutil.rmtree(folder, ignore_errors=True)  # of a load that was killed
+            delete_own(folder)  # of a load that was killed
             os.makedirs(folder)
         aside = os.path.join(folder, name)
         self.written.append((aside, path))
@@ -57,7 +57,7 @@ class SwapFiles:
         """Remove what has not been put in place."""
         self.written.clear()
         for folder in self.folders:
-            shutil.rmtree(folder, ignore_errors=True)
+            delete_own(folder)
 
 
 @dataclass(frozen=True, slots=True)
