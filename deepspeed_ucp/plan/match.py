@@ -265,7 +265,7 @@ class _Matcher:
 def _describe_foreign(missing: Sequence[str], saved: Sequence[str]) -> str:
     """Refused where it is not strict as well: the run would begin from scratch."""
     advice = (
-        (any(map(is_added, saved)) and _MERGE)
+        (any(map(is_added, saved)) and _ADAPT)
         or _advise_rename(missing, saved)
         or advise_family(saved, set(missing))
         or (' Build the saved model, or tell what has become of its names by "patterns" with "rename" rules.')
@@ -276,9 +276,9 @@ def _describe_foreign(missing: Sequence[str], saved: Sequence[str]) -> str:
     )
 
 
-_MERGE = (
-    " The checkpoint has an adapter of PEFT's, the model has none: give it one (get_peft_model), or load what `ds_ucp "
-    "export --merge` makes of the checkpoint."
+_ADAPT = (
+    " The checkpoint has an adapter of PEFT's, the model has none: give it one (get_peft_model), or write the adapter "
+    "with `ds_ucp export --adapter`, merge it with PEFT's merge_and_unload and load the merged model."
 )
 
 

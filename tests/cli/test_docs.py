@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -63,6 +65,26 @@ def test_no_option_is_told_that_is_not_there(name: str) -> None:
     known = {flag for action in list_actions(find_parser(name)) for flag in action.option_strings}
     told = {flag for row in rows for flag in re.findall(r"(?<![\w-])--?[a-z][\w-]*", row)}
     assert told <= known
+
+
+def list_texts() -> Iterator[str]:
+    """All string literals of the package, f-strings without their values."""
+    for path in sorted((DOCS.parent / "deepspeed_ucp").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def test_messages_name_commands_and_options_that_exist() -> None:
+    """A message that advises ``ds_ucp NAME --option`` must not lead to an option that was removed."""
+    told = [found for text in list_texts() for found in re.findall(r"`ds_ucp ([a-z]+)([^`]*)`", text)]
+    assert len(told) > 20
+    for name, rest in told:
+        assert name in COMMANDS, name
+        seen = {each for action in list_actions(find_parser(name)) for each in action.option_strings}
+        assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", rest)) <= seen, (name, rest)
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name != "run"])
