@@ -19,8 +19,8 @@ from deepspeed_ucp.examine import settings
 from deepspeed_ucp.export.like import LikeModel
 from deepspeed_ucp.io import jsonfile, lock
 from deepspeed_ucp.patterns.files import read_rules
-from deepspeed_ucp.saves import memory, places
-from deepspeed_ucp.sources import frozen, open_checkpoint, seal
+from deepspeed_ucp.saves import coordination, memory
+from deepspeed_ucp.sources import open_checkpoint, seal
 from deepspeed_ucp.sources.atomic.manifest import read_manifest_file
 from deepspeed_ucp.sources.compare import find_other_step
 from deepspeed_ucp.sources.foreign.adapter import read_config
@@ -58,7 +58,6 @@ READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "adapter": ("adapter_config.json", lambda folder: read_config(None, folder)),
     "--like": ("config.json", lambda folder: LikeModel(folder).config),
     "seal": (seal.SEAL, lambda folder: seal.read_seal(os.path.join(folder, seal.SEAL))),
-    "base of frozen parameters": (frozen.FROZEN, frozen.read_reference),
     "manifest": ("ucp_manifest.json", lambda folder: read_manifest_file(os.path.join(folder, "ucp_manifest.json"))),
     "header of safetensors": ("model.safetensors", lambda folder: open_checkpoint(folder, Comm())),
     "index of safetensors": ("model.safetensors.index.json", lambda folder: open_checkpoint(folder, Comm())),
@@ -88,8 +87,8 @@ def read_given(path: str) -> Any:
 
 def read_sign(folder: str) -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(places, "_name_node", lambda *_: "sign")
-        return places._read_signs(SimpleNamespace(nodes=1), folder)  # type: ignore[arg-type]
+        patch.setattr(coordination, "name_node", lambda *_: "sign")
+        return coordination.read_signs(SimpleNamespace(nodes=1), folder)  # type: ignore[arg-type]
 
 
 def write(reader: str, folder: Path, document: bytes) -> str:

@@ -265,9 +265,7 @@ class _Examiner:
                 path, before = turn[name].path, seen.setdefault(name, each)
                 if not each.faults:
                     left[name].clear()
-                    text = f" {path} is right."  # it makes up for the faults of the other copies
-                    excused = [replace(f, severity=WARNING, text=f"{f.text}{text}") for f in before.faults]
-                    seen[name] = _Seen(each.listed, excused)
+                    seen[name] = _Seen(each.listed, [_excuse(fault, path) for fault in before.faults])
                 elif self.index is not None:
                     self.index.stored.failed.add(path)
         return seen, read
@@ -337,6 +335,17 @@ def _look_at(name: str, path: str) -> FileRecords | Finding:
         return list_records(path)
     except UcpError as error:
         return from_failure("header", name, error)
+
+
+def _excuse(fault: Finding, path: str) -> Finding:
+    """Return a fault of a copy of a file as it counts if another copy is right.
+
+    A load passes over a copy whose header is damaged or of another file. It refuses a damaged record, which it finds
+    only after it has read the record.
+    """
+    if fault.kind == "crc":
+        return replace(fault, text=f"{fault.text} {path} is right: remove this copy, and a load reads that one.")
+    return replace(fault, severity=WARNING, text=f"{fault.text} {path} is right.")
 
 
 def _share(where: FileTable, comm: Comm) -> list[str]:

@@ -198,7 +198,7 @@ class Staging:
             return
         if os.path.islink(self.folder) or not os.path.isdir(self.folder):
             raise StorageError("is not a folder, so it is left alone. Remove it.", path=self.folder)
-        self.kind.refuse_foreign(self.folder, [name for name in os.listdir(self.folder) if ".ucp-" not in name])
+        self.kind.refuse_foreign(self.folder, [name for name in os.listdir(self.folder) if not _is_temporary(name)])
         delete_tree(self.folder)
 
     def commit(self, latest: str | None = None, *, overwrite: bool = False) -> None:
@@ -255,6 +255,11 @@ class Staging:
             os.rename(self.destination, self.aside)
         os.rename(self.folder, self.destination)
         sync_folder(self.parent)
+
+
+def _is_temporary(name: str) -> bool:
+    """Return True if a name is that of a file that this package writes for a moment."""
+    return name.startswith(".") and name.rpartition(".ucp-")[2] in ("tmp", "halt")
 
 
 def _check_apart(destination: str, source: str) -> None:

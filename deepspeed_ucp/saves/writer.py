@@ -30,19 +30,11 @@ from ..errors import DiskFullError, StorageError, UcpError, escape
 from ..io.paths import is_url
 from ..io.store import set_storage_options
 from ..io.threads import map_threads
+from .coordination import is_replaced, wait_until
 from .copies import Replicator
 from .memory import LOCK, Destination, Job, Snapshot, drop_unwanted, is_held
 from .neighbours import Neighbours
-from .places import (
-    end_save,
-    find_fault,
-    has_begun,
-    is_replaced,
-    is_sealed,
-    prune_place,
-    wait_until,
-    write_save,
-)
+from .places import end_save, find_fault, has_begun, is_sealed, prune_place, write_save
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -161,7 +153,7 @@ class SaveWriter:
             with suppress(OSError):
                 self._free()  # what has no place
             for folder in self._list_places():
-                with suppress(OSError):  # memory is full: its thread tells
+                with suppress(OSError, UcpError):  # memory is full: its thread tells
                     self._drop_older(folder)
                 if folder not in threads:
                     threads[folder] = threading.Thread(target=self._serve, args=(folder,), name=f"ucp-{folder}")
@@ -319,7 +311,7 @@ class SaveWriter:
                 return True
             why = str(error) or repr(error)
             self._warn(place.folder, why, save.tag)
-            with self._lock, suppress(OSError):  # memory is full
+            with self._lock, suppress(OSError, UcpError):  # memory is full
                 save.note_failed(place, escape(why))
             return False
         self._free()
@@ -362,7 +354,7 @@ class SaveWriter:
         """Give up writing a save to a place; the save stays in memory."""
         self._refused.add((save.number, place.folder))
         logger.warning("%s: %s is not written, and no retry can mend this: %s", place.folder, save.tag, fault)
-        with self._lock, suppress(OSError):
+        with self._lock, suppress(OSError, UcpError):
             save.note_refused(place, str(fault))
 
     def _warn(self, place: str, why: str, tag: str = "a save") -> None:

@@ -127,13 +127,16 @@ def _describe_damage(index: AtomicIndex, damaged: Mapping[int, int]) -> Checkpoi
         damaged: record number -> the CRC32 that was found.
     """
     number, crc = next(iter(damaged.items()))
-    record, stored = index.stored.records[number], index.stored
-    path, *others = [copy for copy in stored.files[record.file].copies if copy not in stored.failed] or [""]
-    advice = "Restore the file from a copy, or take another tag."
-    if others:
-        advice = f"Another place has this file, too: {shorten(others)}. Remove the damaged one, and that is read."
+    record = index.stored.records[number]
+    file = index.stored.files[record.file]
+    told = f"the {record.nbytes} bytes at {record.offset} have CRC32 {crc:08x}, the writer stored {record.crc:08x}"
+    if len(file.copies) > 1:  # each rank reads the copy that is nearest to it
+        return CheckpointError(
+            f"{told}; one of the copies {shorten(file.copies)} is damaged. Nothing was changed. `ds_ucp verify --also "
+            "PLACE` tells which: remove it, and another one is read.",
+            path=file.path,
+        )
     return CheckpointError(
-        f"the {record.nbytes} bytes at {record.offset} have CRC32 {crc:08x}, the writer stored {record.crc:08x}; "
-        f"the file is damaged. Nothing was changed. {advice}",
-        path=path or stored.files[record.file].path,
+        f"{told}; the file is damaged. Nothing was changed. Restore the file from a copy, or take another tag.",
+        path=file.path,
     )

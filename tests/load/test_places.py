@@ -21,6 +21,7 @@ from deepspeed_ucp.atoms import AtomicIndex, FileRef, Record, StoredAtoms
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.convert import ConvertOptions, convert_checkpoint, convert_index
 from deepspeed_ucp.errors import CheckpointError, UnsupportedError
+from deepspeed_ucp.examine.verify import verify_checkpoint
 from deepspeed_ucp.export.safetensors import export_safetensors
 from deepspeed_ucp.io.opened import StoredFile
 from deepspeed_ucp.io.read import MemorySink
@@ -488,7 +489,7 @@ def flip(path: Path) -> None:
 
 @pytest.mark.usefixtures("near")
 @pytest.mark.parametrize("name", [shard(1), STATES])
-def test_a_damaged_copy_is_refused_with_the_places_of_the_others(name: str, tmp_path: Path) -> None:
+def test_a_damaged_copy_is_refused_and_verify_tells_which_it_is(name: str, tmp_path: Path) -> None:
     """Once it is deleted, as the message says, the next place is read."""
     save, nvme, saved = two_places(tmp_path, Topology(1, 3))
     flip(nvme / name)
@@ -501,8 +502,10 @@ def test_a_damaged_copy_is_refused_with_the_places_of_the_others(name: str, tmp_
     with pytest.raises(CheckpointError) as refused:
         run_ranks(2, load)
     text = str(refused.value)
-    assert f"{nvme / name}: the " in text and "the file is damaged. Nothing was changed" in text
-    assert f"Another place has this file, too: {save / name}. Remove the damaged one" in text
+    assert f"one of the copies {nvme / name}, {save / name} is damaged. Nothing was changed" in text
+    assert "`ds_ucp verify --also PLACE` tells which" in text
+    found = verify_checkpoint(str(save), also=[str(nvme)])
+    assert any(f"{save / name} is right: remove this copy" in fault.text for fault in found.faults) and not found.whole
     (nvme / name).unlink()
     check_content(run_ranks(2, load), saved)
 
@@ -521,7 +524,7 @@ def test_conversions_and_exports_refuse_a_damaged_copy(nodes: int, tmp_path: Pat
         export_safetensors(open_checkpoint(str(save), comm, also=[str(nvme)]), str(out), comm)
 
     for write_out in (convert, export):
-        with pytest.raises(CheckpointError, match=r"damaged.*Another place has this file, too"):
+        with pytest.raises(CheckpointError, match=r"one of the copies .* is damaged\. Nothing was changed"):
             run_ranks(nodes, write_out)
         assert not out.exists()
 

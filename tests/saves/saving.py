@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import UcpError
+from deepspeed_ucp.saves import coordination, places, to_folder, to_store
 from deepspeed_ucp.saves.memory import LOCK, Destination, Job, Snapshot
 from deepspeed_ucp.saves.writer import SaveWriter
 from deepspeed_ucp.sources import open_checkpoint
@@ -26,6 +27,9 @@ TAG = "global_step3"
 
 PATIENCE = 120.0
 """Seconds for what is to come: longer than a busy machine takes."""
+
+MODULES = (places, coordination, to_folder, to_store)
+"""Modules that write a save to a place."""
 
 SETTINGS = {"keep": 1, "wait_s": PATIENCE, "storage_options": None}
 """Of a writer."""
@@ -47,6 +51,21 @@ def make_save(
     save = replace(save, **changes)
     save.write_record()
     return save
+
+
+def find_step(name: str) -> Callable[..., Any]:
+    """Return a function that a writer calls, by its name in the modules that write a save."""
+    return next(getattr(module, name) for module in MODULES if hasattr(module, name))
+
+
+@contextmanager
+def replace_steps(steps: Mapping[str, object]) -> Iterator[None]:
+    """Replace functions by name in all modules that write a save."""
+    with ExitStack() as stack:
+        for module in MODULES:
+            held = {name: step for name, step in steps.items() if hasattr(module, name)}
+            stack.enter_context(mock.patch.multiple(module, **held) if held else nullcontext())
+        yield
 
 
 def set_counter(folder: Path, key: str, value: object) -> None:

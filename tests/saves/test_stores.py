@@ -11,15 +11,13 @@ from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
 from deepspeed_ucp.io.store import list_tree, read_small, write_small
-from deepspeed_ucp.saves import places
 from deepspeed_ucp.saves.memory import Job, Snapshot
 from deepspeed_ucp.sources.files import resolve_published
-from tests.saves.saving import PATIENCE, TAG, is_whole, make_save, write
+from tests.saves.saving import PATIENCE, TAG, find_step, is_whole, make_save, replace_steps, write
 from tests.stores.server import BUCKET, Server, fail_first, use_options
 
 
@@ -84,7 +82,7 @@ def test_a_store_that_is_down_is_named_by_nothing(job: Job, server: Server, capl
 STEPS = ("put_file", "remove", "write_small", "exchange_small", "seal_folder", "remove_tree", "read_small")
 """What a writer calls of a store, one after the other."""
 
-ORIGINAL = {name: getattr(places, name) for name in STEPS}
+ORIGINAL = {name: find_step(name) for name in STEPS}
 
 
 @contextmanager
@@ -100,7 +98,7 @@ def before_each(act: Callable[[int, str], None]) -> Iterator[None]:
 
         return call
 
-    with mock.patch.multiple(places, **{name: wrap(name, getattr(places, name)) for name in STEPS}):
+    with replace_steps({name: wrap(name, find_step(name)) for name in STEPS}):
         yield
 
 
@@ -153,7 +151,7 @@ def test_a_writer_that_hung_does_not_mix_its_files_with_those_of_another_job(tmp
         def act(number: int, name: str, at: int = at, other: Job = other) -> None:
             if number == at:
                 hung.append(name)
-                with mock.patch.multiple(places, **ORIGINAL):
+                with replace_steps(ORIGINAL):
                     assert write(other)
 
         with before_each(act):
@@ -178,7 +176,7 @@ def test_latest_does_not_go_back(step: int, named: str, job: Job, tmp_path: Path
 
     def act(_: int, name: str) -> None:
         if name == "seal_folder":
-            with mock.patch.multiple(places, **ORIGINAL):
+            with replace_steps(ORIGINAL):
                 assert write(other)
 
     with before_each(act):

@@ -18,11 +18,13 @@ from hypothesis import strategies as st
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.io.store import list_tree, read_small, write_small
-from deepspeed_ucp.saves import places
+from deepspeed_ucp.saves import coordination, places, to_store
 from deepspeed_ucp.saves.memory import Destination, Job, Snapshot
+from deepspeed_ucp.saves.removing import is_saved
 from deepspeed_ucp.sources import find_tags, open_checkpoint
 from deepspeed_ucp.sources.older import is_sealed
-from tests.saves.saving import TAG, make_save
+from deepspeed_ucp.sources.open import seal_folder
+from tests.saves.saving import TAG, find_step, make_save, replace_steps
 from tests.saves.stepping import PLACE, FakeStore, Stepper, use_store
 
 LOST = "has published this tag"
@@ -31,7 +33,7 @@ LOST = "has published this tag"
 DONE = "written"
 
 
-BEGIN = places._begin
+BEGIN = coordination.begin_writing
 
 
 class Bench:
@@ -168,8 +170,13 @@ def store(saves: dict[str, Snapshot], tmp_path_factory: pytest.TempPathFactory) 
     def name_thread(_: int) -> str:
         return threading.current_thread().name
 
-    seams = {"put_file": fake.put_file, "map_threads": run_here, "token_hex": name_thread, "_begin": bench.note_begin}
-    with use_store(fake), mock.patch.multiple(places, **seams), mock.patch.object(places.time, "time", return_value=0):
+    seams = {
+        "put_file": fake.put_file,
+        "map_threads": run_here,
+        "token_hex": name_thread,
+        "begin_writing": bench.note_begin,
+    }
+    with use_store(fake), replace_steps(seams), mock.patch.object(to_store.time, "time", return_value=0):
         yield bench
 
 
@@ -207,10 +214,10 @@ def folder(saves: dict[str, Snapshot], tmp_path: Path) -> Iterator[Bench]:
         os.mkdir(bench.place)
 
     bench.clear, bench.stop_at = clear, stops.append
-    seams = {name: wrap(getattr(places, name)) for name in FOLDER_STEPS}
-    seams |= {"map_threads": run_here, "_begin": bench.note_begin, "_lock_folder": lock}
+    seams = {name: wrap(find_step(name)) for name in FOLDER_STEPS}
+    seams |= {"map_threads": run_here, "begin_writing": bench.note_begin, "_lock_folder": lock}
     stops.append(lambda: None)
-    with mock.patch.multiple(places, **seams):
+    with replace_steps(seams):
         yield bench
 
 
@@ -303,7 +310,7 @@ def put_plain(bench: Bench) -> None:
     """Put files of a save into the tag as earlier releases did."""
     for name, data in bench.contents["c"].items():
         write_small(f"{bench.place}/{TAG}/{name}", data)
-    places.seal_folder(f"{bench.place}/{TAG}", Comm())
+    seal_folder(f"{bench.place}/{TAG}", Comm())
 
 
 @pytest.mark.parametrize("kind", ["plain", "published"])
@@ -321,7 +328,7 @@ def test_a_tag_that_is_there(kind: str, store: Bench) -> None:
         for first, second in product(range(0, longest, 3), range(1, longest, 3)):
             store.run(lambda stepper, first=first, second=second: (stepper.run("a", first), stepper.run("b", second)))
             assert store.published[0] == "c"
-    left = [name for name in list_tree(f"{PLACE}/{TAG}") if "/" not in name and places.is_saved(name)]
+    left = [name for name in list_tree(f"{PLACE}/{TAG}") if "/" not in name and is_saved(name)]
     assert not [name for name in left if "written" not in name]
 
 

@@ -20,8 +20,8 @@ from unittest import mock
 
 import pytest
 
-from deepspeed_ucp.errors import DiskFullError
-from deepspeed_ucp.saves import memory, places
+from deepspeed_ucp.errors import CheckpointError, DiskFullError, UnsupportedError
+from deepspeed_ucp.saves import coordination, memory, places, to_folder
 from deepspeed_ucp.saves import writer as writing
 from deepspeed_ucp.saves.memory import Destination, Job, Snapshot, name_job
 from deepspeed_ucp.saves.saver import finish_dead
@@ -121,14 +121,14 @@ def test_a_save_that_is_damaged_in_memory_is_not_retried(
 def test_a_file_that_is_damaged_on_its_way_is_written_again(
     job: Job, save: Callable[..., Snapshot], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    attempts, made, copy = note_attempts(monkeypatch), save(), places._copy
+    attempts, made, copy = note_attempts(monkeypatch), save(), to_folder._copy
 
     def cut_first(source: str, destination: str) -> None:
         copy(source, destination)
         if len(attempts) == 1 and destination.endswith("model_states.pt"):
             os.truncate(destination, 100)
 
-    monkeypatch.setattr(places, "_copy", cut_first)
+    monkeypatch.setattr(to_folder, "_copy", cut_first)
     monkeypatch.setattr(writing, "_AGAIN_AT_END", 0.01)
     with run_writer(SaveWriter(job, 1, PATIENCE)):
         pass
@@ -287,13 +287,13 @@ def test_a_slow_place_holds_up_no_other_and_memory_does_not_fill(
 ) -> None:
     """Snapshots that wait for it longer than a newer one are freed at once."""
     slow, fast = Destination(str(tmp_path / "slow")), Destination(str(tmp_path / "fast"))
-    goes_on, copy = threading.Event(), places._copy
+    goes_on, copy = threading.Event(), to_folder._copy
 
     def copy_slowly(source: str, destination: str) -> None:
         assert destination.startswith(fast.folder) or goes_on.wait(PATIENCE)
         copy(source, destination)
 
-    monkeypatch.setattr(places, "_copy", copy_slowly)
+    monkeypatch.setattr(to_folder, "_copy", copy_slowly)
     with run_writer(SaveWriter(job, 1, PATIENCE)) as tell:
         for tag in "abcd":
             make_save(job, slow, fast, tag=tag, by_itself=True)
@@ -385,6 +385,24 @@ def test_memory_that_is_full_ends_no_writer(job: Job, save: Callable[..., Snapsh
     with full:
         assert not writer.write_pending()
     assert writer.write_pending() and not list_late(job.list_saves())
+
+
+@pytest.mark.parametrize("note", ["note_failed", "note_refused"])
+def test_a_fault_that_memory_has_no_room_for_keeps_no_other_save_from_its_place(
+    note: str, job: Job, save: Callable[..., Snapshot], tmp_path: Path
+) -> None:
+    first, second = save(tag="first"), save(tag="second")
+    damaged = CheckpointError("is damaged.") if note == "note_failed" else UnsupportedError("is not supported.")
+
+    def write_or_fail(each: Snapshot, *args: Any) -> str:
+        if each.tag == "first":
+            raise damaged
+        return places.write_save(each, *args)
+
+    full = mock.patch.object(Snapshot, note, side_effect=DiskFullError("full", path=first.folder))
+    with full, mock.patch.object(writing, "write_save", write_or_fail):
+        assert SaveWriter(job, 1, PATIENCE).write_pending() is (note == "note_refused")
+    assert second.read_done() and (tmp_path / "place" / "second").is_dir()
 
 
 def test_a_full_memory_keeps_no_written_save_pending(tmp_path: Path) -> None:
@@ -622,8 +640,8 @@ def nodes(tmp_path: Path) -> list[Job]:
 
 def begin(save: Snapshot) -> None:
     """Record that the first node writes a save, which is what it does before anything else; others follow it."""
-    name = os.path.basename(places._name_aside(save, save.places[0]))
-    places._begin(replace(save, node=0), save.places[0], name, str)
+    name = os.path.basename(to_folder._name_aside(save, save.places[0]))
+    coordination.begin_writing(replace(save, node=0), save.places[0], name, str)
 
 
 def test_nodes_that_have_other_saves_pending_write_what_the_first_has_begun(
@@ -652,7 +670,7 @@ def test_a_save_that_a_node_has_dropped_gives_way_to_a_newer_one(
     nodes: list[Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Though the first node has begun it; where nothing is newer it waits."""
-    monkeypatch.setattr(places, "_QUIET", 0.3)
+    monkeypatch.setattr(coordination, "_QUIET", 0.3)
     for job in nodes:
         made = job.list_saves()[0]
         shutil.copytree(made.folder, job.find_folder(2))
@@ -703,7 +721,7 @@ def test_folders_that_cannot_be_exchanged_are_renamed(
         ctypes.set_errno(errno.EINVAL)
         return -1
 
-    monkeypatch.setattr(places, "load_libc", type("C", (), {"renameat2": fail}))
+    monkeypatch.setattr(to_folder, "load_libc", type("C", (), {"renameat2": fail}))
     for _ in range(2):
         made = save()
         assert write(job)
@@ -740,7 +758,7 @@ def test_a_clock_that_is_set_back_or_ahead_changes_nothing(
             os.utime(path, (0, time.time() + moved * (number + 1)))
 
     for tag in "abcd":
-        with mock.patch.object(places, "_name_latest", side_effect=lambda save, *_: move(save.tag)):
+        with mock.patch.object(to_folder, "name_latest", side_effect=lambda save, *_: move(save.tag)):
             save(tag=tag, keep=2)
             assert write(job)
         if tag == "b":

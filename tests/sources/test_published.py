@@ -51,7 +51,7 @@ def test_it_is_found_and_read_as_any_other(tag: Path, tmp_path: Path) -> None:
     age = find_age([str(tag)])
     assert age.sealed and age.step == index.run.counters["global_steps"] and age.time > 0
     report = look_at_tag(place, name)
-    assert not report.fault and report.is_known
+    assert not report.fault and report.topology
     assert verify_checkpoint(str(tag)).whole
 
 
