@@ -1,0 +1,258 @@
+"""Loads between 40 pairs of topologies do what `recorded.json.gz` says: each read, each copied byte, each loaded value.
+
+The record depends on no class of the loader: it names files, byte ranges and destinations. A commit that changes plans on
+purpose rewrites it with `UPDATE_RECORDED=1 pytest tests/load/test_recorded.py`, and says why.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import importlib.util
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed_ucp.atoms import ITEMSIZE, AtomicIndex
+from deepspeed_ucp.plan.claims import Claim, list_claims
+from tests.load.test_reshard import AWKWARD, KINDS, pair_id
+from tests.load.test_reshard_3d import PIPELINE, PIPELINES, PLAIN, PLAINS
+from tests.load.test_reshard_atomic import PIPELINE as CONVERTED_PIPELINE
+from tests.load.test_reshard_atomic import PIPELINE_PAIRS, PLAIN_PAIRS, convert
+from tests.load.test_reshard_atomic import PLAIN as CONVERTED_PLAIN
+from tests.load.test_reshard_experts import FUSED, NATIVES
+from tests.load.test_swapped import MODEL as SWAPPED
+from tests.load.test_swapped import SwappedTarget
+from tests.support.ranks import run_ranks
+from tests.support.reshard import FakeTarget, Loaded, Options, make_targets, open_for, plan, prepare_rank
+from tests.support.reshard3d import draw_state, expect, load_all, make_config
+from tests.synth import Model, Topology, random_state, write_checkpoint
+
+RECORD = Path(__file__).with_name("recorded.json.gz")
+Found = tuple[AtomicIndex, list[Loaded]]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A saved topology, the topology that loads it, and how."""
+
+    kind: str
+    source: Topology
+    target: Topology
+    load: Callable[[Topology, Topology, Path], Found]
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}: {pair_id((self.source, self.target))}"
+
+
+def load_flat(source: Topology, target: Topology, folder: Path) -> Found:
+    """Load a run without model parallelism."""
+    path = write_checkpoint(folder, AWKWARD, random_state(AWKWARD, 7, precision=source.precision), source)
+    return load_all(path, make_targets(AWKWARD, target), Options().config)
+
+
+def load_3d(model: Model) -> Callable[[Topology, Topology, Path], Found]:
+    """Load a run with tensor, pipeline or expert parallelism."""
+
+    def load(source: Topology, target: Topology, folder: Path) -> Found:
+        held = draw_state(model, source)
+        return load_all(held.write(folder), expect(held, target).make_targets(), make_config(model))
+
+    return load
+
+
+def load_converted(model: Model) -> Callable[[Topology, Topology, Path], Found]:
+    """Load what `ds_ucp convert` makes of a run."""
+
+    def load(source: Topology, target: Topology, folder: Path) -> Found:
+        held = draw_state(model, source)
+        _, atomic = convert(held.write(folder / "tag"), held.make_targets(), make_config(model))
+        return load_all(atomic, expect(held, target).make_targets(), Options().config)
+
+    return load
+
+
+def load_swapped(source: Topology, target: Topology, folder: Path) -> Found:
+    """Plan a load into swap files."""
+    path = write_checkpoint(folder / "tag", SWAPPED, random_state(SWAPPED, 0, precision=source.precision), source)
+    targets = [SwappedTarget(folder / "swap", target, rank) for rank in range(target.dp)]
+    index = open_for(path, targets[0])
+    ranks = run_ranks(target.dp, lambda rank, comm: prepare_rank(index, targets[rank], comm))
+    run_ranks(target.dp, lambda rank, comm: plan_again(ranks[rank], comm))
+    return index, ranks
+
+
+def plan_again(rank: Loaded, comm: Any) -> None:
+    rank.comm = comm
+    plan(rank, Options())
+
+
+def list_pairs() -> Iterator[Pair]:
+    for source, target in zip(KINDS * 2, [*KINDS[3:], *KINDS[:3], *KINDS[6:], *KINDS[:6]], strict=True):
+        yield Pair("ZeRO", source, target, load_flat)
+    for source, target in zip(PIPELINES, [*PIPELINES[2:], *PIPELINES[:2]], strict=True):
+        yield Pair("pipeline", source, target, load_3d(PIPELINE))
+    for source, target in zip(PLAINS, [*PLAINS[3:], *PLAINS[:3]], strict=True):
+        yield Pair("tensor parallel", source, target, load_3d(PLAIN))
+    for model, kind in ((NATIVES, "experts"), (FUSED, "AutoEP")):
+        yield Pair(kind, Topology(1, 4, "bf16", ep=(2,)), Topology(2, 2, ep=(1,)), load_3d(model))
+    yield Pair("experts", Topology(1, 4, tp=2, ep=(2,)), Topology(0, 4, ep=(4,)), load_3d(NATIVES))
+    yield Pair("NVMe", Topology(1, 3), Topology(3, 2), load_swapped)
+    yield Pair("converted", *PIPELINE_PAIRS[0], load_converted(CONVERTED_PIPELINE))
+    yield Pair("converted", *PLAIN_PAIRS[1], load_converted(CONVERTED_PLAIN))
+
+
+PAIRS = {pair.name: pair for pair in list_pairs()}
+
+
+# -- what a load did --------------------------------------------------------------------------------------------------
+
+
+def describe(index: AtomicIndex, ranks: Sequence[Loaded]) -> dict[str, list[list[str]]]:
+    """Describe each rank's reads, the bytes that reach its memory and the values that it holds afterwards."""
+    return {
+        "reads": [sorted(list_reads(index, rank)) for rank in ranks],
+        "copies": [sorted(list_copies(index, rank)) for rank in ranks],
+        "values": [list_values(rank.target) for rank in ranks],
+    }
+
+
+def name_records(index: AtomicIndex) -> list[str]:
+    """Name each record by its file and its place among the file's records: where torch puts them may change."""
+    records, names = list(index.stored.records), dict[int, str]()
+    seen = Counter[int]()
+    for number in sorted(range(len(records)), key=lambda number: (records[number].file, records[number].offset)):
+        file = records[number].file
+        names[number] = f"{os.path.basename(index.stored.files[file].path)} {seen[file]}"
+        seen[file] += 1
+    return [names[number] for number in range(len(records))]
+
+
+def list_reads(index: AtomicIndex, rank: Loaded) -> Iterator[str]:
+    """Yield ``FILE RECORD BYTE LENGTH`` for each read."""
+    names = name_records(index)
+    for request in rank.requests:
+        yield f"{names[request.record]} {request.offset:06} {request.nbytes}"
+
+
+def list_copies(index: AtomicIndex, rank: Loaded) -> Iterator[str]:
+    """Yield ``FILE RECORD BYTE LENGTH DTYPE → BUFFER ELEMENT`` for each longest run of bytes that stay together."""
+    records, names, wants = name_records(index), name_buffers(rank), rank.work.wants
+    runs = []
+    for claim in list_claims(wants.wants, 1 << 62):
+        for offset, nbytes, sink, element in list_runs(claim, [ITEMSIZE[stored] for _, stored in wants.sinks]):
+            buffer, stored = wants.sinks[sink]
+            runs.append((records[claim.record], names[buffer], offset, element, nbytes, stored))
+    runs.sort()
+    for name, buffer, low, element, nbytes, stored in join_runs(runs):
+        yield f"{name} {low:06} {nbytes} {stored} → {buffer} {element}"
+
+
+def name_buffers(rank: Loaded) -> list[str]:
+    """Name each buffer by what it holds, and number buffers of equal names."""
+    seen, names = Counter[str](), []
+    for spec in rank.work.wants.buffers:
+        seen[spec.slot] += 1
+        names.append(f"{spec.slot}[{seen[spec.slot] - 1}]")
+    return names
+
+
+def list_runs(claim: Claim, itemsizes: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (byte of the record, bytes, destination, element) for each run that is contiguous on both sides."""
+    places = [
+        [part.buffer, part.position + number * part.stride, part.run or part.nbytes, itemsizes[part.buffer]]
+        for part in claim.parts
+        for number in range(part.nbytes // (part.run or part.nbytes))
+    ]
+    for number in range(claim.count):
+        low, left = claim.offset + number * claim.step, claim.run
+        while left:
+            buffer, element, row, size = places[0]
+            nbytes = min(left, row)
+            yield low, nbytes, buffer, element
+            low, left = low + nbytes, left - nbytes
+            places[0][1:3] = element + nbytes // size, row - nbytes
+            if not places[0][2]:
+                places.pop(0)
+    assert not places
+
+
+def join_runs(runs: Sequence[tuple[str, str, int, int, int, str]]) -> Iterator[tuple[str, str, int, int, int, str]]:
+    """Join runs that follow each other in the file and in the destination."""
+    last: tuple[str, str, int, int, int, str] | None = None
+    for each in runs:
+        name, buffer, low, element, nbytes, stored = each
+        if last is not None:
+            size = ITEMSIZE[stored]
+            follows = (last[0], last[1], last[2] + last[4], last[3] + last[4] // size, stored)
+            if follows == (name, buffer, low, element, last[5]):
+                last = (*last[:4], last[4] + nbytes, stored)
+                continue
+            yield last
+        last = each
+    if last is not None:
+        yield last
+
+
+def list_values(target: FakeTarget) -> list[str]:
+    """List a digest of each tensor that the rank holds; in swap files of each file."""
+    if isinstance(target, SwappedTarget):
+        return [f"{name} {digest(data)}" for name, data in target.look().items()]
+    told = []
+    for number, flat in enumerate(target.flats):
+        state = target.wrapped.state.get(flat.holder, {}) if target.wrapped else {}
+        told.append(f"flat {number} fp32 {digest_tensor(flat.data)}")
+        told += [f"flat {number} {key} {digest_tensor(torch.as_tensor(value))}" for key, value in sorted(state.items())]
+    return told + [f"{extra.name} {digest_tensor(extra.data)}" for extra in target.extras()]
+
+
+def digest_tensor(tensor: torch.Tensor) -> str:
+    return digest(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+# -- the record -------------------------------------------------------------------------------------------------------
+
+
+def read_record() -> dict[str, Any]:
+    return json.loads(gzip.decompress(RECORD.read_bytes())) if RECORD.exists() else {}  # type: ignore[no-any-return]
+
+
+def find_difference(before: dict[str, list[list[str]]], now: dict[str, list[list[str]]]) -> str:
+    """Return the first row that differs."""
+    for kind, ranks in before.items():
+        for rank, (old, new) in enumerate(zip(ranks, now[kind], strict=True)):
+            gone, added = [row for row in old if row not in new], [row for row in new if row not in old]
+            if old != new:
+                return (
+                    f"rank {rank}, {kind}: no longer {gone[:3]}, but {added[:3]} ({len(old)} rows before, {len(new)})"
+                )
+    return ""
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_load_does_what_is_recorded(name: str, tmp_path: Path) -> None:
+    pair, record = PAIRS[name], read_record()
+    if pair.kind == "AutoEP" and importlib.util.find_spec("deepspeed.checkpoint.autoep_affine") is None:
+        pytest.skip("DeepSpeed before 0.19 has no AutoEP")
+    now = describe(*pair.load(pair.source, pair.target, tmp_path))
+    if os.environ.get("UPDATE_RECORDED"):
+        record[name] = now
+        text = json.dumps({key: record[key] for key in sorted(record.keys() & PAIRS.keys())}, ensure_ascii=False)
+        RECORD.write_bytes(gzip.compress(text.encode(), mtime=0))
+    assert not find_difference(record[name], now)
+
+
+def test_the_record_has_all_pairs_and_no_others() -> None:
+    assert read_record().keys() == PAIRS.keys() and len(PAIRS) == 40
