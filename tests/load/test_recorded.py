@@ -1,7 +1,7 @@
 """Loads between 40 pairs of topologies do what `recorded.json.gz` says: each read, each copied byte, each loaded value.
 
-The record depends on no class of the loader: it names files, byte ranges and destinations. A commit that changes plans on
-purpose rewrites it with `UPDATE_RECORDED=1 pytest tests/load/test_recorded.py`, and says why.
+The record depends on no class of the loader: it names files, byte ranges and destinations. A commit that changes plans
+on purpose rewrites it with `UPDATE_RECORDED=1 pytest tests/load/test_recorded.py`, and says why.
 """
 
 from __future__ import annotations
