@@ -1,5 +1,5 @@
-"""Saves that do not stop training: DeepSpeed writes its own files into memory, a process of its own takes them on.
+"""Non-blocking saves: DeepSpeed writes its files into memory, and a writer process copies them to their destinations.
 
-On the ranks: :mod:`.saving`, :mod:`.saver`, :mod:`.finding`. In the writer's process, which imports neither torch nor
-deepspeed: :mod:`.writer`, :mod:`.places`, :mod:`.copies`. Between them lies what :mod:`.memory` describes.
+On the ranks: :mod:`.saving`, :mod:`.saver`, :mod:`.finding`. In the writer process, which imports neither torch nor
+deepspeed: :mod:`.writer`, :mod:`.places`, :mod:`.copies`. They share the folders that :mod:`.memory` describes.
 """

@@ -1,4 +1,4 @@
-"""What the writers of one save on several nodes, and writers of other jobs, tell each other in a place."""
+"""Coordination files in a destination: for the nodes of one save, and against other jobs that write the same tag."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ logger = logging.getLogger("deepspeed_ucp")
 T = TypeVar("T")
 
 ABANDONED = 86400.0
-"""Seconds without any change after which a folder in which another job's save grows is nobody's."""
+"""Seconds without any change after which another job's temporary folder counts as abandoned."""
 
 COPIERS = 4
-"""Files that a writer copies to a place at once."""
+"""Number of files that a writer copies at once."""
 
 _TAKEN = "taken"
-"""Key of a record whose tag another job has published; its value is the message."""
+"""Key in the record of a save whose tag another job has published; the value is the message."""
 
 _LOOKED_AGAIN, _SELDOM = 0.05, 1.0
-"""Seconds between the first looks for what other nodes have done, and between later ones."""
+"""Seconds between the first polls for other nodes' files, and between later ones."""
 
 _QUIET, _SLOWER = 30.0, 3.0
-"""Seconds in which other nodes write nothing until a save of theirs gives way to a newer one, and how much longer than
-the first node they may take for a file."""
+"""Seconds without a file from another node after which a save gives way to a newer one, and the factor by which other
+nodes may be slower than the first node."""
 
 
 def begin_writing(save: Snapshot, place: Destination, folder: str, look: Callable[[], str]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The newest save that the nodes' memory has of a folder, for a load."""
+"""Finds the newest save of a folder in the nodes' memory, for a load."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def find_in_memory(config: UniversalConfig, load_dir: str, tag: Any, comm: Comm)
         return None
     root = comm.run(lambda: find_root(options.memory))
     is_first = keeps_folder(config, comm)
-    is_empty = comm.rank == 0 and _is_empty(load_dir)  # before a writer brings pending saves there
+    is_empty = comm.rank == 0 and _is_empty(load_dir)  # before a writer writes pending saves there
     comm.run(lambda: finish_dead(root, list_settings(config)) if is_first else None)
     found = search_memory(root, load_dir, tag, comm, is_first=is_first)
     if found is not None and is_empty:

@@ -1,6 +1,6 @@
-"""Folders of trainers, one for each save, which trainers remove by themselves: not while the next one is on its way.
+"""Postpones the removal of trainers' checkpoint folders until a newer save is written.
 
-A trainer asks for a removal in one rank, the first one. What is not removed then is by a later call, or at the end.
+A trainer removes folders on rank 0. A postponed removal is done by a later call, or at exit.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ logger = logging.getLogger("deepspeed_ucp")
 
 
 class _Wanted(NamedTuple):
-    """A removal: how it is done, and a file of the trainer's own without which a folder is not whole."""
+    """A postponed removal: the function that does it, and a trainer's file that every complete folder has."""
 
     remove: Callable[[], object]
     own: str
 
 
 _postponed, _times, _told = dict[str, _Wanted](), dict[str, float](), set[str]()
-"""By folder: removals; when a trainer has saved. Folders of which is told that they are late."""
+"""Folder → postponed removal; folder → time of its save; folders that were logged as late."""
 
 
 def begin_save(folder: str | os.PathLike[str], config: UniversalConfig, comm: Comm) -> bool:
-    """A trainer saves to a folder, which is not to be removed any more; tells of late ones; collective.
+    """Note that a trainer saves to a folder, cancel its postponed removal and log late folders (collective).
 
     Returns:
-        Whether it is written there, and holds no save yet.
+        True if the save is written to this folder, and the folder holds no save yet.
     """
     own = locate(os.fspath(folder))
     _postponed.pop(own, None)
@@ -57,7 +57,7 @@ def begin_save(folder: str | os.PathLike[str], config: UniversalConfig, comm: Co
 
 
 def restore_times() -> None:
-    """Let folders have the times of their saves, by which trainers order them, not of what has come since."""
+    """Set the folders' times to the times of their saves, by which trainers order them."""
     for folder, at in _times.items():
         with suppress(OSError):
             os.utime(folder, (at, at))
@@ -65,10 +65,10 @@ def restore_times() -> None:
 
 @contextmanager
 def guard(module: ModuleType, own: str, *, coming: bool = False) -> Iterator[None]:
-    """Inside, a module's ``shutil.rmtree`` removes a trainer's folders only when that is safe.
+    """Context in which a module's ``shutil.rmtree`` removes a trainer's folders only when that is safe.
 
     Args:
-        own, coming: as of :func:`remove_when_safe`.
+        own, coming: see :func:`remove_when_safe`.
     """
     former = vars(module).get("shutil")
     if former is not None:
@@ -81,7 +81,7 @@ def guard(module: ModuleType, own: str, *, coming: bool = False) -> Iterator[Non
 
 
 def can_guard(module: ModuleType) -> bool:
-    """Whether a module removes folders as :func:`guard` expects."""
+    """Return True if a module removes folders as :func:`guard` expects."""
     return vars(module).get("shutil") is shutil
 
 
@@ -96,7 +96,7 @@ class _Guarded:
 
     def rmtree(self, path: Any, *args: Any, **more: Any) -> None:
         def remove() -> None:
-            if os.path.lexists(path):  # it may have been removed with one that was asked for before it
+            if os.path.lexists(path):  # an earlier removal may have removed it too
                 shutil.rmtree(path, *args, **more)
 
         remove_when_safe(path, remove, self._own, coming=self._coming)
@@ -105,12 +105,10 @@ class _Guarded:
 def remove_when_safe(
     folder: str | os.PathLike[str], remove: Callable[[], object], own: str = "", *, coming: bool = False
 ) -> None:
-    """Remove a trainer's folder, now or later.
-
-    Later, where it is itself still written, or is the newest whole one beside a newer one that is.
+    """Remove a trainer's folder now, or later if it is still being written or is the newest complete one.
 
     Args:
-        own: a file of the trainer's own, without which a folder is not whole.
+        own: a trainer's file that every complete folder has.
         coming: a newer save follows at once.
     """
     place = locate(os.fspath(folder))
@@ -123,7 +121,7 @@ def remove_when_safe(
 
 
 def remove_postponed() -> None:
-    """Remove what can be by now."""
+    """Remove the postponed folders that are no longer needed."""
     for folder, wanted in list(_postponed.items()):
         if _has_to_stay(folder, wanted.own):
             continue
@@ -155,7 +153,7 @@ def _has_to_stay(folder: str, own: str, *, coming: bool = False) -> bool:
 
 
 def _find_step(folder: str, own: str) -> int | None:
-    """Of a folder with a whole save in it; None where there is none."""
+    """Return the step of the complete save in a folder, or None."""
     try:
         named = os.path.join(folder, read_tag(os.path.join(folder, LATEST)))
     except (UcpError, OSError):
@@ -166,12 +164,12 @@ def _find_step(folder: str, own: str) -> int | None:
 
 
 def _list_written() -> set[str]:
-    """Folders, as :func:`locate` has them, that saves of this process are still to come to."""
+    """Return the folders, as :func:`locate` returns them, that lack saves of this process."""
     return {folder for saver in list_savers() for folder in saver.list_written()}
 
 
 def finish_here() -> None:
-    """Wait until this rank's saves are written, ``wait_s`` at most, and remove what was to wait for them."""
+    """Wait until this rank's saves are written, ``wait_s`` at most; then remove postponed folders."""
     for saver in list_savers():
         _finish(saver)
     remove_postponed()
@@ -183,9 +181,9 @@ def _finish(saver: Saver) -> None:
 
 
 def finish_folders(config: UniversalConfig, beside: str | os.PathLike[str], comm: Comm) -> None:
-    """Wait until saves to a folder, and to those in it, are written, of jobs that died as well; collective.
+    """Wait until saves to a folder and its subfolders are written, also of dead jobs (collective).
 
-    For ``wait_s`` at most, and not where no writer comes to life.
+    Waits ``wait_s`` at most, and not if no writer starts.
     """
     options = config.save
     if options is None:
@@ -214,5 +212,5 @@ def finish_folders(config: UniversalConfig, beside: str | os.PathLike[str], comm
 
 
 def _is_late(job: Job, above: str) -> bool:
-    """Whether something of a job is still to come to a folder, or to one in it."""
+    """Return True if a folder or one of its subfolders lacks a save of a job."""
     return any(above in (folder, os.path.dirname(folder)) for folder in list_late(job.list_saves()))

@@ -1,12 +1,16 @@
-"""What lies in memory: folders of jobs, with a folder for each of their saves, which outlive every process.
+"""The saves in a node's memory: a folder per job and a folder per save, which outlive every process.
 
-``<memory>/deepspeed_ucp-<user>/<job>/`` has ``owner`` (held by the process that saves while it lives), ``lock`` (by the
-writer) and a folder for each save. That is a folder of tags as any other, with DeepSpeed's own files of one tag in it;
-``save-<node>.json`` is there once all ranks of the node have written, ``done-<node>.json`` says which places have it,
-``copied-<node>.json`` which other nodes, ``refused-<node>.json`` which places cannot have it, and why,
-``failed-<node>.json`` why the last attempt to write it to a place failed. What other nodes have of it lies in a folder
-of its own, with the same record.
-Numbers of saves rise, whatever the clock does.
+``<memory>/deepspeed_ucp-<user>/<job>/`` holds ``owner`` (locked by the process that saves), ``lock`` (locked by the
+writer) and a folder for each save. A save's folder has the form of any checkpoint folder with one tag, and records:
+
+* ``save-<node>.json``: all ranks of the node have written their files.
+* ``done-<node>.json``: the destinations that have the save.
+* ``copied-<node>.json``: the nodes that have a copy.
+* ``refused-<node>.json``: the destinations that cannot have it, with reasons.
+* ``failed-<node>.json``: why the last attempt to write it to a destination failed.
+
+A copy of another node's part is in a folder of its own, with the same records. The numbers of a job's saves increase,
+whatever the clock does.
 """
 
 from __future__ import annotations
@@ -44,11 +48,11 @@ _RESERVED = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where a save goes to.
+    """A destination of saves.
 
     Attributes:
-        folder: of the tags, or its URL.
-        keep: how many of this job's saves stay there; None: all.
+        folder: folder of the tags, or its URL.
+        keep: number of this job's saves to keep there; None keeps all.
     """
 
     folder: str
@@ -57,19 +61,19 @@ class Destination:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A save in the memory of one node.
+    """One node's part of a save in memory.
 
     Attributes:
-        job: of which it is, the same on all nodes.
-        number: among the saves of that job.
-        save_dir: that the script named, as :func:`locate` has it.
-        tag: under which it is there.
-        step: of the engine.
-        latest: whether ``latest`` is to name it.
-        node, nodes: whose files these are, of how many nodes; each has a part of them.
-        places: that are to have it.
-        folder: of tags, in memory; not in the record.
-        by_itself: no script has asked for it.
+        job: name of the job, the same on all nodes.
+        number: number of the save in its job.
+        save_dir: folder that the script named, as returned by :func:`locate`.
+        tag: tag of the save.
+        step: global step of the engine.
+        latest: ``latest`` has to name it.
+        node, nodes: number of the node, and of all nodes.
+        places: destinations.
+        folder: folder of tags in memory; not in the record.
+        by_itself: it is a snapshot, which no script asked for.
     """
 
     job: str
@@ -86,7 +90,7 @@ class Snapshot:
 
     @property
     def key(self) -> tuple[str, int]:
-        """Which save it is, on every node."""
+        """Identity of the save, the same on every node."""
         return self.job, self.number
 
     def list_files(self) -> list[str]:
@@ -97,12 +101,12 @@ class Snapshot:
         return sorted(filter(self.owns, found))
 
     def owns(self, path: str) -> bool:
-        """Whether a path below :attr:`folder` is one of its files'."""
+        """Return True if a path below :attr:`folder` is one of the save's files, not a record."""
         others = (_RECORD, _DONE, _COPIED, _REFUSED, _FAILED, "latest", ".")
         return path.startswith(f"{self.tag}{os.sep}") or not (os.sep in path or path.startswith(others))
 
     def list_pending(self) -> list[Destination]:
-        """Places that do not have it yet."""
+        """Return the destinations that lack it."""
         done = self.read_done()
         return [place for place in self.places if place.folder not in done]
 
@@ -154,15 +158,15 @@ class Snapshot:
         self._note(_FAILED, {**self.read_failed(), place.folder: why}, anew=True)
 
     def read_copied(self) -> dict[str, str]:
-        """By node that was asked to have a copy the name of its machine; empty where it has not come to have it."""
+        """Return the host name by node that was sent a copy; an empty name if the copy failed."""
         return self._read(_COPIED)
 
     def note_copied(self, node: int, host: str) -> None:
-        """Note what :meth:`read_copied` tells of a node."""
+        """Record the host name of a node with a copy; an empty name if the copy failed."""
         self._note(_COPIED, {str(node): host})
 
     def list_hosts(self) -> list[str]:
-        """Machines that have it in their memory, its own first; none where it is only there."""
+        """Return the hosts with this part in memory, this one first; an empty list if no other host has it."""
         others = [host for host in self.read_copied().values() if host]
         return [socket.gethostname(), *others] if others else []
 
@@ -199,15 +203,15 @@ class Snapshot:
                 os.close(fd)
 
     def is_copy(self) -> bool:
-        """Whether it is another node's, which that one has to write to places."""
+        """Return True if it is a copy of another node's part, which that node writes to the destinations."""
         return _COPY.fullmatch(os.path.basename(self.folder)) is not None
 
     def is_recorded(self) -> bool:
-        """Whether it is still there, whole on this node."""
+        """Return True if it is complete on this node."""
         return os.path.exists(os.path.join(self.folder, self._name(_RECORD)))
 
     def write_record(self) -> None:
-        """Say that it is whole on this node, once its files are: a folder on a disk outlives the machine's end.
+        """Sync its files and record that it is complete on this node: a folder on a disk outlives a reboot.
 
         Raises:
             OSError: it cannot be written.
@@ -220,12 +224,15 @@ class Snapshot:
         write_atomically(os.path.join(self.folder, self._name(_RECORD)), json.dumps(told).encode(), temporary=reserved)
 
     def remove(self) -> None:
-        """Give its memory back; the record goes first."""
+        """Delete it, its record first."""
         self._forget()
         delete_own(self.folder)
 
     def spare(self) -> None:
-        """Keep its files' memory for the job's next save, if none is kept for it yet: new pages take longest."""
+        """Delete it, but keep its files for the next save to overwrite, unless there are such files already.
+
+        Overwriting is faster than allocating new pages.
+        """
         self._forget()
         try:
             self.move(os.path.join(os.path.dirname(self.folder), _SPARE))
@@ -233,10 +240,10 @@ class Snapshot:
             self.remove()
 
     def move(self, folder: str) -> None:
-        """Have its files stand in a folder that is not there, as no save: their memory is written over.
+        """Rename its folder, so that its files can be overwritten.
 
         Raises:
-            OSError: something is there.
+            OSError: the new name exists.
         """
         self._forget()
         os.rename(self.folder, folder)
@@ -244,15 +251,15 @@ class Snapshot:
     def _forget(self) -> None:
         with suppress(FileNotFoundError):
             os.unlink(os.path.join(self.folder, self._name(_RECORD)))
-            sync_folder(self.folder)  # before anything is written over
+            sync_folder(self.folder)  # before a file is overwritten
 
 
 _own = set[str]()
-"""Folders of the jobs that this process saves for."""
+"""Folders of the jobs of this process."""
 
 
 class Job:
-    """The folder of one job's saves in a node's memory."""
+    """The folder of a job's saves in a node's memory."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -261,20 +268,20 @@ class Job:
         self._held: int | None = None
 
     def own(self) -> None:
-        """Make the folder, and hold it as the process that saves into it, until that ends.
+        """Create the folder and lock it until this process ends.
 
-        It has its name once it is held: another job that begins meanwhile would take it for one that is dead.
+        It gets its name after it is locked: a job that starts meanwhile would take it for a dead job's.
         """
         made = self.folder if os.path.isdir(self.folder) else f"{self.folder}.new"
         os.makedirs(made, mode=0o700, exist_ok=True)
         self._held = os.open(os.path.join(made, _OWNER), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._held, fcntl.LOCK_EX)
         os.rename(made, self.folder)
-        os.register_at_fork(after_in_child=self._close)  # a child's does not count
+        os.register_at_fork(after_in_child=self._close)  # a child does not hold the lock
         _own.add(self.folder)
 
     def disown(self) -> None:
-        """This process saves into it no more."""
+        """Unlock the folder."""
         if self._held is not None:
             fcntl.flock(self._held, fcntl.LOCK_UN)
             self._close()
@@ -286,19 +293,19 @@ class Job:
             self._held = None
 
     def is_there(self) -> bool:
-        """Whether nobody has removed it."""
+        """Return True if the folder exists."""
         return os.path.exists(os.path.join(self.folder, _OWNER))
 
     def is_own(self) -> bool:
-        """Whether this process saves into it."""
+        """Return True if it is a job of this process."""
         return self.folder in _own
 
     def is_owned(self) -> bool:
-        """Whether the process that saves into it lives, in whatever container that shares the memory."""
+        """Return True if the job's process is running, also in another container that shares the memory."""
         return is_held(os.path.join(self.folder, _OWNER))
 
     def read_written(self) -> dict[str, dict[str, str]]:
-        """By place the tags that this job has there, in the order in which they were written, with their marks."""
+        """Return the tags and marks of this job by destination, in the order of writing."""
         try:
             told: dict[str, dict[str, str]] = read_json(os.path.join(self.folder, _WRITTEN))
         except FileNotFoundError:
@@ -306,11 +313,11 @@ class Job:
         return told
 
     def note_written(self, written: Mapping[str, Mapping[str, str]]) -> None:
-        """Note what :meth:`read_written` tells."""
+        """Record the result of :meth:`read_written`."""
         write_atomically(os.path.join(self.folder, _WRITTEN), json.dumps(written).encode())
 
     def find_folder(self, number: int) -> str:
-        """Of a save."""
+        """Return the path of a save's folder."""
         return os.path.join(self.folder, f"{number:08d}")
 
     def reserve(self, number: int, node: int) -> None:
@@ -324,26 +331,26 @@ class Job:
             Path(folder, f"{kind}{node}.json").write_bytes(b"\n" * _RESERVED)
 
     def list_numbers(self) -> list[int]:
-        """Of all saves that were begun, the first one first."""
+        """Return the numbers of all saves, incomplete ones included, in order."""
         return sorted(int(name) for name in _list(self.folder) if name.isdecimal())
 
     def list_saves(self) -> list[Snapshot]:
-        """Those that are whole on this node, the first one first."""
+        """Return the saves that are complete on this node, in order."""
         return [save for number in self.list_numbers() for save in _read_records(self.find_folder(number))]
 
     def find_copy(self, node: int, number: int) -> str:
-        """The folder of the part that another node has of a save."""
+        """Return the path of the folder for a copy of another node's part of a save."""
         return os.path.join(self.folder, f"copy-{node}-{number:08d}")
 
     def list_copies(self) -> list[Snapshot]:
-        """Parts of other nodes that are whole here, of each node the first save's first."""
+        """Return the complete copies of other nodes' parts, by node and number."""
         names = sorted(name for name in _list(self.folder) if _COPY.fullmatch(name))
         return [copy for name in names for copy in _read_records(os.path.join(self.folder, name))]
 
     def read_copying(self) -> tuple[int, int]:
-        """The last save of which all copies are whole, and the one that is copied now; 0: none.
+        """Return the numbers of the last save whose copies are complete and of the save that is copied now; 0 for none.
 
-        The first of them is what is left when a node is lost before the others have its part of a later one.
+        If a node is lost before its part of a later save is copied, the first of the two can still be loaded.
         """
         path = os.path.join(self.folder, _COPYING)
         try:
@@ -355,34 +362,33 @@ class Job:
         return numbers[0], numbers[1]
 
     def note_copying(self, safe: int, current: int) -> None:
-        """Note what :meth:`read_copying` tells."""
+        """Record the result of :meth:`read_copying`."""
         write_atomically(os.path.join(self.folder, _COPYING), json.dumps([safe, current]).encode())
 
     def reuse(self, path: str) -> None:
-        """Have the file that a spare save has under the same name stand at ``path``: its memory is written over.
+        """Rename the spare save's file of the same name to ``path``, where it is overwritten.
 
         Args:
-            path: of a file that is not there yet, in a tag's folder.
+            path: path in a tag's folder that does not exist yet.
         """
         for tag in _list(self.spare):
             with suppress(OSError):
                 os.rename(os.path.join(self.spare, tag, os.path.basename(path)), path)
 
     def drop_spare(self) -> None:
-        """Give the memory back that is kept for the next save, as there will be none."""
+        """Delete the files that are kept for the next save to overwrite."""
         delete_own(self.spare)
 
     def holds_none(self) -> bool:
-        """Whether none of its saves is whole on this node, nor another's part of one; one whose record is not
-        understood may be."""
+        """Return True if it has no complete save and no copy; a save with an unreadable record counts as complete."""
         return all(map(self.is_unfinished, self.list_numbers())) and not any(map(_COPY.fullmatch, _list(self.folder)))
 
     def is_unfinished(self, number: int) -> bool:
-        """Whether a save that was begun is whole on no node."""
+        """Return True if a save's folder has no record of a complete part."""
         return not any(name.startswith(_RECORD) for name in _list(self.find_folder(number)))
 
     def count_bytes(self) -> int:
-        """Of memory that it holds."""
+        """Return the bytes of memory that its files take up."""
         files = (os.path.join(above, name) for above, _, names in os.walk(self.folder) for name in names)
         found = 0
         for path in files:
@@ -391,7 +397,7 @@ class Job:
         return found
 
     def remove(self) -> None:
-        """Free all of its memory; of each save the record goes first, so that a kill leaves no damaged one."""
+        """Delete everything, the record of each save first, so that a kill leaves no damaged save."""
         for save in [*self.list_saves(), *self.list_copies()]:
             save.remove()
         delete_own(self.folder)
@@ -429,7 +435,7 @@ def find_root(memory: str) -> str:
 
 
 def name_job() -> str:
-    """A new job's folder; no other folder is ever taken for one."""
+    """Return a new job's name, which no other folder has."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:8]}"
 
 
@@ -438,7 +444,7 @@ _COPY = re.compile(r"copy-\d+-\d{8}")
 
 
 def list_jobs(root: str) -> list[Job]:
-    """Return the jobs that have saved into this node's memory: folders of this user, no links."""
+    """Return the jobs with saves in this node's memory: folders of this user, no links."""
     folders = [os.path.join(root, name) for name in sorted(_list(root)) if _JOB.fullmatch(name)]
     return [Job(folder) for folder in folders if _is_private(folder)]
 
@@ -452,7 +458,7 @@ def _is_private(folder: str) -> bool:
 
 
 def list_later(save: Snapshot) -> list[Snapshot]:
-    """Whole saves of the same folder by jobs that live, where the save's own does not: they come after it."""
+    """Return complete saves for the same folder by running jobs, if the save's own job is dead: they are later."""
     job = Job(os.path.dirname(save.folder))
     if job.is_owned():
         return []
@@ -461,7 +467,7 @@ def list_later(save: Snapshot) -> list[Snapshot]:
 
 
 def locate(place: str) -> str:
-    """A folder by the path that every process of this machine knows it by, or a URL."""
+    """Return a folder's real path, or a URL without a trailing slash."""
     return normalize(place) if is_url(place) else os.path.realpath(normalize(place))
 
 
@@ -484,7 +490,7 @@ def is_spare(save: Snapshot, saves: Iterable[Snapshot]) -> bool:
 
 
 def count_free(root: str) -> int:
-    """Bytes that may be written to a folder: where it lies in memory, what a container may take counts."""
+    """Return the bytes that can be written to a folder; for one in memory the container's limit counts too."""
     free = shutil.disk_usage(root).free
     return min(free, measure_available()) if find_kind(root) == MEMORY else free
 
@@ -506,7 +512,7 @@ def _list(folder: str) -> list[str]:
 
 
 def is_held(path: str) -> bool:
-    """Whether a process holds the lock of a file, by ``flock``."""
+    """Return True if a process holds the ``flock`` of a file."""
     try:
         with open(path) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -1,6 +1,6 @@
-"""What each rank has of an engine's saves into memory (:mod:`.saving` makes them, all ranks together).
+"""The state of one engine's saves on one rank (:mod:`.saving` makes the saves, collectively).
 
-On each node one rank, the node's first, keeps the folder, starts the writer and tells it of saves.
+The first rank of each node owns the folder in memory, starts the writer process and announces saves to it.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ from .writer import (
 logger = logging.getLogger("deepspeed_ucp")
 
 SPARE = 1.05
-"""Of the bytes that a save is reckoned to take: files have more in them than tensors."""
+"""Factor from the bytes of a save's tensors to the bytes of its files."""
 
 ADVICE = 'Give the container more memory, or let "save": {"memory": …} name a folder of local NVMe'
 
 _claimed = dict[tuple[str, str], tuple[str, str, int]]()
-"""By place of ``to`` and tag the folder that this script named for it, the job, and the step."""
+"""(destination, tag) → (folder that the script named, job, step)."""
 
 _given, _shared = dict[tuple[str, str], tuple[str, int]](), set[str]()
-"""By folder and tag the job that saved it last, and the step. Folders of which is told that two engines save there."""
+"""(folder, tag) → (job of the last save, step); folders for which two engines have been reported."""
 
 
 class Saver:
-    """One engine's saves, on one rank.
+    """One engine's saves on one rank.
 
     Args:
-        first: by rank the first one of those that share a folder of memory with it: its node's.
+        first: for each rank the first rank of its node, which shares its folder in memory.
     """
 
     def __init__(self, config: UniversalConfig, name: str, rank: int, first: Sequence[int]) -> None:
@@ -70,29 +70,29 @@ class Saver:
         self.job = Job(os.path.join(self.root, name))
         self.neighbours: Neighbours | None = None
         self.number, self.failed = 0, ""
-        self.needed: int | None = None  # bytes of memory that a save takes of this node, as far as this rank knows
-        self.made = {False: 0, True: 0}  # saves that a script has asked for, and others
-        self.keeps_memory = False  # after the end of this process, as the job is started again
+        self.needed: int | None = None  # bytes of a save on this node; None if unknown
+        self.made = {False: 0, True: 0}  # numbers of saves of the script, and of snapshots
+        self.keeps_memory = False  # after a normal exit, as the job is restarted
         self._asked, self._lost = dict[int, str](), dict[str, str]()
-        self._stuck: dict[str, list[str]] | None = None  # what was pending when a wait ended in vain
+        self._stuck: dict[str, list[str]] | None = None  # pending saves when the last wait timed out
         self.mapped = MappedFiles(wanted=find_kind(self.root) == MEMORY)
         self._said = set[str]()
         self._lines: Any = None
         _savers.add(self)
-        self._reached, self._told = dict[str, int](), dict[str, int]()  # by place that is late
+        self._reached, self._told = dict[str, int](), dict[str, int]()  # by late destination
 
     def open(self) -> None:
-        """Make this job's folder, and have done what dead ones have left."""
+        """Create this job's folder, and start writers for saves of dead jobs."""
         self.job.own()
         finish_dead(self.root, self.settings)
         atexit.register(self.close)
 
     def is_lost(self) -> bool:
-        """Whether somebody has removed this job's folder."""
+        """Return True if this job's folder was deleted."""
         return self.is_first and not self.job.is_there()
 
     def leave(self) -> None:
-        """Let go of a folder that is lost: another saver goes on in another one."""
+        """Release a folder that was deleted; another saver replaces this one."""
         self.mapped.tidy(everything=True)
         self._end_writer()
         if self.neighbours is not None:
@@ -102,13 +102,13 @@ class Saver:
 
     @property
     def folder(self) -> str:
-        """Of the save that is made: of tags, in memory."""
+        """Folder of tags in memory for the current save."""
         return self.job.find_folder(self.number)
 
     def make_room(self) -> str:
         """Free memory for the next save.
 
-        Pending saves stay, and so do those in memory alone that no later one has replaced.
+        Keeps pending saves, and saves in memory alone that no later save supersedes.
 
         Returns:
             An error message if it still does not fit, else an empty string.
@@ -158,9 +158,9 @@ class Saver:
             logger.info("%s: removed to make room, %s%s of %s", save.folder, part, save.tag, save.save_dir)
 
     def write_file(self, state_dict: Any, path: str) -> None:
-        """What ``torch.save`` does, into memory that an older save has left.
+        """Do what ``torch.save`` does, overwriting files that an older save has left.
 
-        What fails is kept for the end of the save: other ranks would wait for this one in DeepSpeed's own barrier.
+        An error is kept until the end of the save: raised here, it would leave other ranks in DeepSpeed's barrier.
         """
         if self.failed:
             return
@@ -171,23 +171,23 @@ class Saver:
             self.failed = f"{path} cannot be written ({error})"
 
     def copy(self, work: Callable[..., Any], source: str, destination: str, **options: Any) -> Any:
-        """What ``shutil`` does, into memory; what fails is kept as by :meth:`write_file`."""
+        """Copy by a function of ``shutil``; an error is kept as in :meth:`write_file`."""
         try:
             return work(source, destination, **options)
         except OSError as error:
             if not destination.startswith(f"{self.folder}{os.sep}"):
                 raise
-            faults = error.args[0] if isinstance(error, shutil.Error) else [error]  # of a tree a list
+            faults = error.args[0] if isinstance(error, shutil.Error) else [error]  # copytree raises a list
             self.failed = self.failed or f"{destination} cannot be written ({faults[0]})"
             return destination
 
     def claim(self, save_dir: str, tag: str, step: int) -> None:
-        """Keep what two engines, or saves into two folders, put into one place of ``to`` apart.
+        """Reserve a tag in the destinations of ``to`` for this engine and folder.
 
-        Two engines that save one step under one tag into one folder are told of, once.
+        Warns once if two engines save one step under one tag into one folder.
 
         Raises:
-            StorageError: the place has another save of this script's under the same tag.
+            StorageError: the destination has another save of this script under the same tag.
         """
         folder, given = locate(save_dir), (self.job.name, step)
         former, at = _given.get((folder, tag), given)
@@ -203,24 +203,24 @@ class Saver:
             other = _claimed.setdefault((place, tag), own)
             if other[0] != own[0] and other[1:] != own[1:]:
                 raise StorageError(
-                    f"has {tag!r} of {other[0]}, in whose place that of {own[0]} would come. Give each engine a place "
-                    'of its own in "save": {"to": …}, or each save a tag of its own.',
+                    f"has {tag!r} of {other[0]}, which the save of {own[0]} would replace. Give each engine another "
+                    'place in "save": {"to": …}, or each save another tag.',
                     path=place,
                 )
             _claimed[place, tag] = own
 
     def begin(self, *, waits: bool = False) -> str:
-        """Make the folder of the next save, on the node's first rank.
+        """Create the folder of the next save, on the node's first rank.
 
         Args:
-            waits: for pending saves, whose memory it needs, as long as one is written within each ``wait_s``.
+            waits: wait for the memory of pending saves, as long as one is written within each ``wait_s``.
 
         Returns:
             An error message if there is no room for it, else an empty string.
         """
         if not self.is_first:
             return ""
-        for number in self.job.list_numbers():  # what earlier ones have left that failed
+        for number in self.job.list_numbers():  # left by saves that failed
             if self.job.is_unfinished(number):
                 delete_own(self.job.find_folder(number))
         if (why := self.make_room()) and waits:
@@ -235,14 +235,14 @@ class Saver:
         return ""
 
     def choose_copied(self, comm: Comm) -> None:
-        """Before the next save: agree on which one is copied to other nodes, and let go of older ones; collective."""
+        """Agree on the save that is copied to other nodes, and free older ones (collective, before the next save)."""
         if self.neighbours is not None:
             self.neighbours.agree(self.number + 1, comm)
             for save in drop_unwanted(self.job, self.options.keep) if self.is_first else ():
                 save.spare()
 
     def drop(self) -> None:
-        """Give up the save that is made."""
+        """Delete the current save."""
         if self.is_first:
             delete_own(self.folder)
 
@@ -266,14 +266,15 @@ class Saver:
         if places and not by_itself:
             self._asked[self.number] = tag
         self.tell_writer()
-        if latest and (self.neighbours is None or self.neighbours.safe):  # else a lost node leaves the older ones alone
+        # Without a complete copy of this save, the loss of a node would leave only older saves complete.
+        if latest and (self.neighbours is None or self.neighbours.safe):
             self.drop_dead(save_dir, tag, by_itself=by_itself)
 
     def drop_dead(self, save_dir: str, tag: str, *, by_itself: bool) -> None:
-        """Remove what dead jobs have for a folder, as this job has a whole save for it.
+        """Remove dead jobs' saves for a folder, as this job has a complete save for it.
 
         Args:
-            tag: of this job's save.
+            tag: tag of this job's save.
             by_itself: it is a snapshot, in memory alone.
         """
         for job in list_jobs(self.root):
@@ -289,9 +290,9 @@ class Saver:
                     job.remove()
 
     def overtake(self, save_dir: str, tag: str) -> None:
-        """Before a save that does not go through memory: write pending ones; those that stay pending come too late.
+        """Wait for pending saves before a save that bypasses memory, and mark those that are still pending.
 
-        They are written later, but ``latest`` must not go back to them, nor the tag to one of them.
+        These are written later, but must not replace the new save in ``latest`` or under its tag.
         """
         if not self.is_first:
             return
@@ -319,15 +320,15 @@ class Saver:
         return missing
 
     def forget_lost(self, tag: str) -> None:
-        """A tag is saved again: it is no longer lost."""
+        """Forget a lost tag, as it is saved again."""
         self._lost.pop(tag, None)
 
     def inherit_lost(self, former: Saver) -> None:
-        """Take over what a saver whose memory was removed has lost."""
+        """Take over the lost saves of a saver whose memory was deleted."""
         self._lost |= former.list_missing()
 
     def tell_writer(self) -> None:
-        """Of a new save, or that there will be one; what keeps a writer from starting is a warning: memory is safe."""
+        """Notify the writer of a save, and start it if needed. If it cannot start, warn: the save is safe in memory."""
         if self._reach_writer():
             return
         try:
@@ -336,7 +337,7 @@ class Saver:
             logger.warning("%s: saves stay in memory until a writer can be started: %s", self.job.folder, error)
 
     def _reach_writer(self) -> bool:
-        """Whether there is one: its end of the pipe is closed once it has been killed, and not while it starts."""
+        """Return True if the writer has been notified; its end of the pipe is closed after it was killed."""
         if self._lines is None:
             return False
         try:
@@ -348,14 +349,14 @@ class Saver:
         return True
 
     def _end_writer(self) -> None:
-        """Have the writer end when nothing is pending; what is not closed here outlives this object with its Popen."""
+        """Close the pipe, so that the writer exits when nothing is pending."""
         if self._lines is not None:
             with suppress(OSError):
                 self._lines.close()
             self._lines = None
 
     def warn_late(self, step: int) -> None:
-        """Say by how many steps a place is behind more than a save, whenever that has doubled."""
+        """Warn if a destination lacks several saves, whenever the number of steps has doubled."""
         self._warn_refused()
         late = self._look_late()
         for place, tags in late.items():
@@ -402,7 +403,7 @@ class Saver:
             if is_locked(self.job):
                 seen = now
             elif self._lines is not None:
-                self.tell_writer()  # it starts, or has been killed
+                self.tell_writer()  # it is starting, or was killed
             if not before:
                 named = describe_late(self.job.list_saves())
                 logger.info("waiting for saves to be written, %.0f s at most: %s", seconds, named)
@@ -426,16 +427,16 @@ class Saver:
         return list_late(saves)
 
     def finish(self) -> bool:
-        """Like :meth:`wait` for ``wait_s``, with a new writer if it has been killed."""
+        """Wait for ``wait_s`` as :meth:`wait` does; restart a writer that was killed."""
         if list_late(self.job.list_saves()):
             self.tell_writer()
         return self.wait(self.options.wait_s)
 
     def close(self) -> None:
-        """At the end of the process: finish what is pending.
+        """Write pending saves at exit.
 
-        After a normal end the writer frees the memory if every destination has all saves; else the next run finds
-        them there.
+        After a normal end the writer frees the memory if every destination has all saves; otherwise the next run finds
+        the saves there.
         """
         if not self.is_first:
             return
@@ -452,19 +453,22 @@ class Saver:
             while self.neighbours.is_waited_for() and is_locked(self.job) and time.monotonic() < end:
                 time.sleep(POLLED)
             self.neighbours.close()
-        if is_written and is_finished:  # some platforms end the writer with the rank
+        if is_written and is_finished:  # some platforms kill the writer with the rank
             while is_locked(self.job) and time.monotonic() < end:
                 time.sleep(POLLED)
         self.job.disown()
 
 
 def keeps_folder(config: UniversalConfig, comm: Comm) -> bool:
-    """Whether this rank is the first one of its node, which keeps the folder of memory; collective."""
+    """Return True if this rank is the first of its node, which owns the folder in memory (collective)."""
     return list_first(config, comm)[comm.rank] == comm.rank
 
 
 def list_first(config: UniversalConfig, comm: Comm) -> list[int]:
-    """By rank the first one that shares its folder of memory, whatever local ranks a launcher gives; collective."""
+    """Return for each rank the first rank that shares its folder in memory (collective).
+
+    Local ranks may differ: they depend on the launcher.
+    """
     options = config.save or SaveOptions()
 
     def look() -> tuple[str, int, int]:
@@ -478,11 +482,11 @@ def list_first(config: UniversalConfig, comm: Comm) -> list[int]:
 _savers = WeakSet[Saver]()
 
 _started = dict[str, float]()
-"""When this process started a writer for a dead job's folder."""
+"""Time at which this process started a writer for a dead job's folder."""
 
 
 def list_savers() -> list[Saver]:
-    """Those of this process's engines."""
+    """Return the savers of this process's engines."""
     return list(_savers)
 
 
@@ -510,7 +514,7 @@ def finish_dead(root: str, settings: Mapping[str, Any]) -> None:
 
 
 def list_settings(config: UniversalConfig) -> dict[str, Any]:
-    """Of the writer."""
+    """Return the settings of the writer."""
     options = config.save or SaveOptions()
     return {"keep": options.keep, "wait_s": options.wait_s, "storage_options": config.storage_options}
 

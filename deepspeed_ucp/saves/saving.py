@@ -1,4 +1,4 @@
-"""Saves into memory, by all ranks together: DeepSpeed's own save into another folder."""
+"""Saves into memory (collective): DeepSpeed's own save, directed to another folder."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ def save_into_memory(
     latest: bool,
     by_itself: bool = False,
 ) -> tuple[Any, bool]:
-    """Save into memory, from where a process of its own writes to the places; collective.
+    """Save into memory, from where the writer process writes to the destinations (collective).
+
+    If there is no room, or the tag or the engine's writer is not supported, pending saves are written first and then
+    DeepSpeed saves to ``save_dir`` itself, with a warning.
 
     Args:
-        write: DeepSpeed's own save, into a folder of tags, by which arguments.
-        by_itself: no script has asked for it: it is not for ``save_dir``, and waits for nothing.
+        write: DeepSpeed's save; takes the folder of tags.
+        by_itself: it is a snapshot: it is not written to ``save_dir``, and waits for no pending save.
 
     Returns:
-        What that has returned, and whether it has gone into memory. Where there is no room, and with tags and
-        writers that memory is not for, it has written to ``save_dir`` itself, with a warning: once what is pending
-        has been written.
+        The result of ``write``, and True if the save is in memory.
 
     Raises:
-        StorageError: it cannot go into memory, and DeepSpeed cannot write to where it is to go, or has not been asked
-            to; the same everywhere.
+        StorageError: it cannot be saved into memory, and it is a snapshot or ``save_dir`` is a URL; on all ranks.
     """
     saver = _open_saver(engine, config)
-    comm = connect(waits=False)  # training has brought all ranks here, as to DeepSpeed's own barriers
+    comm = connect(waits=False)  # all ranks get here together, as to DeepSpeed's barriers
     saver.mapped.tidy()
     saver.choose_copied(comm)
     saver.number, saver.failed = saver.number + 1, ""
@@ -68,7 +68,7 @@ def save_into_memory(
         return _find_obstacle(engine, saver, tag) or saver.begin(waits=waits)
 
     if why := next(filter(None, comm.each(begin)), ""):
-        saver.mapped.tidy(everything=True)  # memory that a rank has mapped is not free
+        saver.mapped.tidy(everything=True)  # mapped memory is not free
         why = next(filter(None, connect().each(partial(begin, waits=not by_itself))), "")
     if not why:
         saved, why = _write_quickly(engine, saver, write, comm)
@@ -103,15 +103,15 @@ def _write_quickly(engine: Any, saver: Saver, write: Callable[..., Any], comm: C
 def _write_slowly(
     saver: Saver, save_dir: str, tag: str, why: str, write: Callable[[str], Any], comm: Comm, *, by_itself: bool
 ) -> Any:
-    """Save without memory, while training waits; collective.
+    """Save without memory, while training waits (collective).
 
     Raises:
-        StorageError: it is a snapshot, or DeepSpeed cannot write to the folder; the same on every rank.
+        StorageError: it is a snapshot, or DeepSpeed cannot write to the folder; the same on all ranks.
     """
 
     def check() -> None:
         if by_itself or is_url(save_dir):
-            raise StorageError(f"{tag} cannot be saved to by way of memory: {why}", path=save_dir)
+            raise StorageError(f"{tag} cannot be saved through memory: {why}", path=save_dir)
 
     comm.alike(check)
     connect().run(lambda: saver.overtake(save_dir, tag))
@@ -123,14 +123,14 @@ def _write_slowly(
 
 
 def _is_plain(checkpoint_engine: Any) -> bool:
-    """Whether DeepSpeed's files are what ``torch.save`` makes of them, and nothing else."""
+    """Return True if DeepSpeed writes its files by ``torch.save`` alone."""
     name = type(checkpoint_engine).__name__
     return name == "TorchCheckpointEngine" and bool(checkpoint_engine.zipfile_serialization)
 
 
 @contextmanager
 def _write_by(checkpoint_engine: Any, write: Callable[[Any, str], None]) -> Iterator[None]:
-    """Have DeepSpeed's plain writer write in another way; what else it may be given writes in its own."""
+    """Replace the ``save`` of DeepSpeed's plain checkpoint engine; other engines keep theirs."""
     if not _is_plain(checkpoint_engine):
         yield
         return
@@ -143,7 +143,7 @@ def _write_by(checkpoint_engine: Any, write: Callable[[Any, str], None]) -> Iter
 
 @contextmanager
 def _copy_by(copy: Callable[..., Any]) -> Iterator[None]:
-    """Have DeepSpeed copy in another way what lies beside its own files: swap files on NVMe, scripts."""
+    """Replace the functions by which DeepSpeed copies swap files and scripts."""
     copying = (shutil, "copytree"), (sys.modules.get("deepspeed.runtime.engine"), "copyfile")
     before = [(module, name, getattr(module, name)) for module, name in copying if hasattr(module, name)]
     for module, name, work in before:
@@ -156,11 +156,10 @@ def _copy_by(copy: Callable[..., Any]) -> Iterator[None]:
 
 
 def finish_saves(engine: Any, *, required: bool = False) -> None:
-    """Wait until every destination has an engine's saves, ``wait_s`` at most; collective.
+    """Wait until every destination has an engine's saves, ``wait_s`` at most (collective).
 
     Args:
-        required: raise an error if a destination lacks one that the script asked for, as a trainer removes older
-            checkpoints next.
+        required: raise an error if a destination lacks a save of the script, as a trainer removes older checkpoints next.
 
     Raises:
         StorageError: a required save is missing; the same on every rank.
@@ -183,23 +182,27 @@ def finish_saves(engine: Any, *, required: bool = False) -> None:
 
 
 def _find_obstacle(engine: Any, saver: Saver, tag: str) -> str:
-    """Why a save cannot go by way of memory however much there is, in words; empty where it can."""
+    """Return why a save cannot go through memory for a reason other than room, or an empty string."""
     if is_decoupled(engine):
-        return 'its files come after it ("checkpoint": {"writer": {"decoupled": …}})'
+        return 'another process writes its files later ("checkpoint": {"writer": {"decoupled": …}})'
     if not is_below(tag):
-        return f"its tag {tag!r} is no path of a folder below that one"
+        return f"its tag {tag!r} is not a path below the folder"
     if saver.nodes > 1 and engine.use_node_local_storage():
-        return "no node can tell when all have written to folders of their own (checkpoint.use_node_local_storage)"
+        return (
+            "nodes have folders of their own (checkpoint.use_node_local_storage), so no node sees when all have written"
+        )
     return ""
 
 
 def _open_saver(engine: Any, config: UniversalConfig) -> Saver:
-    """The engine's, made with its first save, and anew where somebody has removed what it had; collective."""
+    """Return the engine's saver; create it for the first save and after its folder was deleted (collective)."""
     state, comm = find_state(engine), connect()
     lost: Saver | None = state.saver
-    if lost is not None and any(connect(waits=False).each(lost.is_lost)):  # as of the save
+    if lost is not None and any(connect(waits=False).each(lost.is_lost)):  # as in a save
         if comm.rank == 0:
-            logger.warning("%s: removed while the job lives, with all saves in it; new ones go on", lost.job.folder)
+            logger.warning(
+                "%s: was deleted with all saves in it while the job runs; new saves continue", lost.job.folder
+            )
         lost.leave()
         state.saver = None
     if state.saver is None:
@@ -218,16 +221,18 @@ def _open_saver(engine: Any, config: UniversalConfig) -> Saver:
 
 
 def foresee_saves(engine: Any, config: UniversalConfig) -> None:
-    """Say what saves of a new engine take of the nodes' memory, and what these have; collective.
+    """Log the memory that a save of a new engine takes and the memory that is free (collective).
 
     Raises:
-        ConfigError: a node has no room for one; the same on every rank.
+        ConfigError: a node has no room for a save; the same on all ranks.
     """
     options, comm = config.save or SaveOptions(), connect()
 
     def look() -> tuple[str, int, int]:
         root = find_root(options.memory)
-        left = sum(job.count_bytes() for job in list_jobs(root) if not job.is_owned())  # they are not there for ever
+        left = sum(
+            job.count_bytes() for job in list_jobs(root) if not job.is_owned()
+        )  # dead jobs' saves are removed later
         return identify_host(), _count_saved(engine), count_free(root) + left
 
     nodes = dict[str, tuple[int, int]]()

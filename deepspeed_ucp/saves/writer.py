@@ -1,7 +1,7 @@
-"""The process that takes a node's saves from memory to their places; it goes on when the ranks are gone.
+"""The process that writes a node's saves from memory to their destinations; it outlives the ranks.
 
-The file ``__main__.py`` starts it. The first line on standard input has its settings as JSON; each further line says
-that there is a new save. At the end of the input it finishes the pending saves and ends. If the last line is
+The file ``__main__.py`` starts it. The first line on standard input has its settings as JSON; each further line
+announces a new save. At the end of the input it writes the pending saves and exits. If the last line is
 :data:`FINISHED`, it also frees the memory of saves that every destination has.
 """
 
@@ -39,23 +39,23 @@ from .places import end_save, find_fault, has_begun, is_sealed, prune_place, wri
 logger = logging.getLogger("deepspeed_ucp")
 
 Pending = tuple[Snapshot, Destination]
-"""A save and a place that lacks it."""
+"""A save and a destination that lacks it."""
 
 _AGAIN, _AGAIN_AT_END = 10.0, 1.0
-"""Seconds until a place that failed is tried again where no new save comes before, and the same when none can come."""
+"""Seconds until the first retry of a destination that failed, and the same after the end of the job."""
 
 _BY_ITSELF = "\0by itself"
-"""Behind a place, what it has of saves that no script has asked for: they do not count among the others."""
+"""Suffix of a destination's key for snapshots, which are counted apart from saves of the script."""
 
 _DOUBLED = 5
-"""How often they double, with each failure that follows."""
+"""Number of failures in a row after which the pause between retries no longer doubles."""
 
 
 POLLED = 0.05
-"""Seconds between looks of who waits for a writer whether it has done what is pending."""
+"""Seconds between polls by a process that waits for a writer."""
 
 STARTING = 20.0
-"""Seconds that a writer may take to start."""
+"""Timeout in seconds for the start of a writer."""
 
 FINISHED = b"finished\n"
 """Last line on standard input of a job that ended normally."""
@@ -64,15 +64,15 @@ _PYTHONPATH = "PYTHONPATH"
 
 
 def main(folder: str) -> int:
-    """Write until nothing is pending and nobody will save any more; the exit code is 1 where something is left."""
+    """Write saves until standard input ends and nothing is pending; return 1 if a save could not be written."""
     logging.basicConfig(format=f"[%(asctime)s] [%(levelname)s] [deepspeed_ucp] writer of {folder}: %(message)s")
     os.nice(10)  # training comes first
-    with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as lines:  # the lines that follow are not read yet
+    with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as lines:  # leaves further lines unread
         settings, job = json.loads(lines.readline()), Job(folder)
     if settings["storage_options"] is not None:
         set_storage_options(settings["storage_options"])
     with open(os.path.join(folder, LOCK), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # one that is gone on with after its ranks' end may be at work still
+        fcntl.flock(lock, fcntl.LOCK_EX)  # waits for an older writer of this job
         writer, told = SaveWriter(job, settings["keep"], settings["wait_s"]), settings.get("neighbours")
         if told is None:
             code = writer.run()
@@ -119,41 +119,45 @@ def start_writer(job: Job, settings: Mapping[str, Any], neighbours: Neighbours |
 
 
 def is_locked(job: Job) -> bool:
-    """Whether a job's writer lives."""
+    """Return True if a job's writer is running."""
     return is_held(os.path.join(job.folder, LOCK))
 
 
 class SaveWriter:
-    """Writes the saves of one job's folder, to each place in a thread of its own: none waits for a slower one.
+    """Writes the saves of one job, to each destination in a thread of its own.
 
     Args:
-        keep: whole saves that stay in memory.
-        wait: seconds that other nodes may take longer, and for which a place that fails is tried again at the end.
+        keep: number of complete saves to keep in memory.
+        wait: seconds to wait for other nodes, and to retry a failing destination after the end of the job.
     """
 
     def __init__(self, job: Job, keep: int, wait: float) -> None:
         self.job, self.keep, self.wait = job, keep, wait
         self._written, self._is_finished = job.read_written(), False
-        self._told = defaultdict[str, dict[str, str]](dict)  # by place that fails what was logged, by tag
+        self._told = defaultdict[str, dict[str, str]](dict)  # logged faults, by destination and tag
         refused = ((save.number, place) for save in job.list_saves() for place in save.list_refused())
-        self._refused = set(refused)  # numbers of saves and places whose fault no retry can mend
-        self._busy = defaultdict[str, set[int]](set)  # by place the numbers of the saves that are written
+        self._refused = set(refused)  # (save, destination) pairs that are given up
+        self._busy = defaultdict[str, set[int]](set)  # numbers of the saves being written, by destination
         for save in job.list_saves():
             for place in save.places:
                 if place.folder in save.read_done() and not is_url(place.folder):
                     with suppress(OSError):
-                        end_save(save, place)  # a writer that was killed after it noted the save has not
-        self._lock = threading.RLock()  # around what memory has and what is noted there
+                        end_save(save, place)  # a killed writer may have left coordination files
+        self._lock = threading.RLock()  # guards the folders and records in memory
         self._changed, self._news, self._end = threading.Condition(), 0, math.inf
 
     def run(self, note_end: Callable[[], None] = lambda: None) -> int:
-        """Until standard input ends, of which it notes that, and for what is pending then, told of or not."""
+        """Write saves until standard input ends and nothing is pending; return the exit code.
+
+        Args:
+            note_end: called when standard input has ended.
+        """
         threads, is_last = dict[str, threading.Thread](), False
         while True:
             with suppress(OSError):
-                self._free()  # what has no place
+                self._free()  # snapshots without a destination
             for folder in self._list_places():
-                with suppress(OSError, UcpError):  # memory is full: its thread tells
+                with suppress(OSError, UcpError):  # memory is full: the thread logs it
                     self._drop_older(folder)
                 if folder not in threads:
                     threads[folder] = threading.Thread(target=self._serve, args=(folder,), name=f"ucp-{folder}")
@@ -191,7 +195,7 @@ class SaveWriter:
                 self.job.remove()
 
     def _serve(self, folder: str) -> None:
-        """Write to a place whenever there is something new, and where that failed after pauses that grow."""
+        """Write to a destination whenever there is a new save; retry failures with growing pauses."""
         failures, was_last = 0, False
         while True:
             with self._changed:
@@ -210,7 +214,7 @@ class SaveWriter:
         return self._news != news
 
     def write_pending(self) -> bool:
-        """Write what is pending to all places; whether none failed."""
+        """Write the pending saves to all destinations; return True if none failed."""
         places = self._list_places()
         return all(map_threads(self._write_place, places, len(places)))
 
@@ -226,9 +230,9 @@ class SaveWriter:
             return [(save, place) for save in saves for place in save.list_pending() if place.folder == folder]
 
     def _write_place(self, folder: str) -> bool:
-        """Write the saves that a destination lacks until it lacks none; return True if none failed.
+        """Write all saves that a destination lacks; return True if none failed.
 
-        All saves of a script are written, the oldest first, and of snapshots the newest.
+        Saves of a script are written in order; of snapshots only the newest one.
         """
         try:
             while True:
@@ -244,12 +248,12 @@ class SaveWriter:
                     self._busy[folder] = set()
                 if not all(written):
                     return False
-        except Exception as error:  # noqa: BLE001 - whatever a place or its library does, it is tried again
+        except Exception as error:  # noqa: BLE001 - every fault of a destination is retried
             self._warn(folder, str(error) or repr(error))
             return False
 
     def _wait_for_first(self, folder: str) -> set[int]:
-        """The numbers of a place's pending saves that may be written: on all nodes those that the first one has begun.
+        """Return the numbers of the pending saves that the first node has begun to write to a destination.
 
         Raises:
             StorageError: it has begun none in time.
@@ -262,18 +266,18 @@ class SaveWriter:
 
         try:
             return wait_until(look, self.wait, lambda: "the first node has begun none of the pending saves", folder)
-        except StorageError:  # it may have ended one that this node has not noted
+        except StorageError:  # the first node may have finished one that is not recorded here
             if not (ended := {save.number for save, place in self._list_pending(folder) if is_sealed(save, place)}):
                 raise
             return ended
 
     def _drop_older(self, folder: str) -> None:
-        """Drop what a destination must not have any more, while it is busy: memory would fill with snapshots."""
+        """Drop replaced snapshots of a busy destination; they would fill the memory."""
         with self._lock:
             self._choose(folder, {save.number for save, _ in self._list_pending(folder) if save.node == 0})
 
     def _choose(self, folder: str, begun: set[int]) -> list[Pending]:
-        """Choose the saves to be written next, the oldest first; drop those that are replaced."""
+        """Return the saves to write next, in order; drop replaced ones."""
         pending = self._list_pending(folder)[::-1]
         newer = [save for save, _ in pending if save.number in begun]
         chosen, spare = list[Pending](), list[Pending]()
@@ -302,9 +306,9 @@ class SaveWriter:
             mark = write_save(replace(save, latest=named), place, self.wait, is_late)
             with self._lock:
                 save.note_done(place, mark)
-            if save.node == 0:  # what the others have written is no whole save yet
+            if save.node == 0:  # the save is complete when the first node has sealed it
                 self._note_written(save, place, mark)
-        except Exception as error:  # noqa: BLE001 - another save may go there all the same
+        except Exception as error:  # noqa: BLE001 - other saves may still be written there
             fault = find_fault(save, error)
             if fault is not None:
                 self._refuse(save, place, fault)
@@ -319,7 +323,7 @@ class SaveWriter:
         return True
 
     def _is_overtaken(self, save: Snapshot, place: Destination) -> bool:
-        """Whether ``latest`` has named a later save there."""
+        """Return True if ``latest`` of a destination has named a later save."""
         if save.is_overtaken():
             return True
         with self._lock:
@@ -347,7 +351,7 @@ class SaveWriter:
     def _note(self, key: str, held: Mapping[str, str]) -> None:
         with self._lock:
             self._written[key] = dict(held)
-            with suppress(DiskFullError):  # it is noted with the next save
+            with suppress(DiskFullError):  # it is recorded with the next save
                 self.job.note_written(self._written)
 
     def _refuse(self, save: Snapshot, place: Destination, fault: UcpError) -> None:
