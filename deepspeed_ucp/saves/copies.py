@@ -381,7 +381,7 @@ class Replicator:
         self._reply(peer)
 
     def _receive_files(self, peer: Peer, files: Sequence[_SentFile], aside: str) -> None:
-        """Receive files over those of an older copy in a folder, and delete what is left of that copy."""
+        """Receive files into a folder, overwriting those of an older copy, and delete that copy's other files."""
         left = {path.name: path for path in Path(aside).rglob("*") if path.is_file()}
         for each in files:
             path = os.path.join(aside, each.path)

@@ -24,7 +24,7 @@ _PINNED = 16 << 20
 """Bytes of each of the two page-locked buffers through which a GPU's bytes are copied."""
 
 _SMALL = 1 << 16
-"""Bytes of a file up to which mapping it gains nothing."""
+"""Size in bytes up to which a file is not mapped."""
 
 
 class MappedFiles:

@@ -1,4 +1,4 @@
-"""Writes a save from memory to a folder or a store, and tells what a place has of it."""
+"""Writes a save from memory to a folder or a store, and checks which saves a place has."""
 
 from __future__ import annotations
 

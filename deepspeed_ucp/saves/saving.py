@@ -159,7 +159,7 @@ def finish_saves(engine: Any, *, required: bool = False) -> None:
     """Wait until every destination has an engine's saves, ``wait_s`` at most (collective).
 
     Args:
-        required: raise an error if a destination lacks a save of the script, as a trainer removes older checkpoints next.
+        required: raise an error if a destination lacks a save of the script; a trainer removes older ones next.
 
     Raises:
         StorageError: a required save is missing; the same on every rank.
@@ -188,9 +188,7 @@ def _find_obstacle(engine: Any, saver: Saver, tag: str) -> str:
     if not is_below(tag):
         return f"its tag {tag!r} is not a path below the folder"
     if saver.nodes > 1 and engine.use_node_local_storage():
-        return (
-            "nodes have folders of their own (checkpoint.use_node_local_storage), so no node sees when all have written"
-        )
+        return "no node sees when the others have written (checkpoint.use_node_local_storage)"
     return ""
 
 

@@ -106,7 +106,7 @@ def start_writer(job: Job, settings: Mapping[str, Any], neighbours: Neighbours |
     if neighbours is not None and neighbours.listener is not None:
         listeners = [neighbours.listener.fileno()]
         settings = {**settings, "neighbours": {**neighbours.settings, "listener": listeners[0]}}
-    # Slurm signals the writer as well, which has to write what the ranks save because of the signal.
+    # Slurm signals the writer too, which has to write the saves that the ranks make because of the signal.
     with open(os.path.join(job.folder, "log"), "ab") as log, block({signal.SIGTERM, signal.SIGUSR1}):
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, start_new_session=True,
