@@ -347,10 +347,10 @@ def test_two_engines_do_not_write_over_each_others_tags(
     with mock.patch.object(savers, "start_writer", side_effect=OSError("no process")):
         for folder in ("a", "a", "best"):
             save(engine, folder, "step")
-        with pytest.raises(StorageError, match="Give each engine a place of its own"):
+        with pytest.raises(StorageError, match="Give each engine another place"):
             save(other, "b", "step")
         engine.global_steps += 1
-        with pytest.raises(StorageError, match="or each save a tag of its own"):
+        with pytest.raises(StorageError, match="or each save another tag"):
             save(engine, "a", "step")
         save(other, "b", "other")
     for each in (engine, other):
