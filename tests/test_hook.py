@@ -19,7 +19,6 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.engine_state import KEY, Carried, carry, get_config
 from deepspeed_ucp.errors import CheckpointError, DiskFullError, MismatchError, UcpError
-from deepspeed_ucp.io import http
 from deepspeed_ucp.sources.files import SEAL
 from tests.synth import Model, Param, Topology, build_files, random_state, write_checkpoint, write_files
 
@@ -109,17 +108,6 @@ def _fail(engine: FakeEngine, folder: Path, facts: dict[str, Any]) -> str:
 
 def test_an_engine_from_before_the_import_has_the_plugin_off() -> None:
     assert get_config(FakeEngine(_config=SimpleNamespace())) is None
-
-
-def test_behind_a_load_no_connection_to_a_store_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    closed = mock.Mock()
-    monkeypatch.setattr(http, "close_idle", closed)
-    monkeypatch.setattr(hook, "resume", mock.Mock(side_effect=[(None, None), CheckpointError("is damaged")]))
-    engine = FakeEngine(_config=SimpleNamespace(ucp_config=UniversalConfig()))
-    hook._load_checkpoint(mock.Mock(), engine, "dir")
-    with pytest.raises(CheckpointError, match="is damaged"):
-        hook._load_checkpoint(mock.Mock(), engine, "dir")
-    assert closed.call_count == 2
 
 
 def test_nothing_to_resume_is_deepspeeds_business(tmp_path: Path) -> None:

@@ -71,8 +71,8 @@ class RecordReader(Closing):
 
     Args:
         records, files: of the source.
-        checksum: form the CRC32 of what is read. Without, what nothing but that tells from another file (sealed swap
-            files, atoms of an atomic checkpoint) is read in the first place alone.
+        checksum: compute the CRC32 of the bytes read. Without it, files that have no header CRC32 (atoms of an atomic
+            checkpoint) are read from the first place only.
         failed: paths of copies that are passed over, to which others are added.
         pool: memory for bytes that cannot be read straight to their places.
         again: whether a request's bytes will be read once more, soon: they are left in the page cache.
@@ -189,14 +189,17 @@ class RecordReader(Closing):
             self.spent[path] = before[0] + nbytes, before[1] + seconds
 
     def read_file(self, number: int, work: Callable[[Stored], T]) -> T:
-        """Read something of file ``number``, of another copy where that fails.
+        """Read from a file, or from its next copy if that fails.
+
+        The nearest copy comes first if its header CRC32 shows that it is the same file, else the first place's.
 
         Raises:
-            CheckpointError: no copy of it can be read.
+            CheckpointError: no copy can be read.
         """
         file = self.files[number]
-        is_told = file.header_crc is not None or self.checksum
-        copies = file.copies if is_told else (file.path,)
+        copies: Sequence[str] = file.copies
+        if file.header_crc is None:
+            copies = [*dict.fromkeys((file.path, *file.copies))] if self.checksum else [file.path]
         return self._failover.read(copies, lambda path: work(self._hold_open(path, file)), file.path)
 
     def _hold_open(self, path: str, file: FileRef) -> Stored:

@@ -52,10 +52,9 @@ def _refer(listing: Listing, header: FileHeader) -> FileRef:
         return FileRef(listing.path(name), size, header.crc)
     path, copies = where.path(name, size), where.list_copies(name, near=True) if where.folders[1:] else {}
     near = [each for each, nbytes in copies.items() if nbytes == size]
-    # What no checksums tell from others of its size, as legacy files and unsealed swap files, is read in the first
-    # place that has it: a nearer copy may be an earlier save's.
-    told = header.checked or (header.swap is not None and header.swap.record.crc is not None)
-    return FileRef(path, size, header.crc, tuple(near if told else near and [path]))
+    # Legacy files and swap files have no header with checksums by which a copy is recognized before it is read. They
+    # are read from the first place that has them: a nearer copy of the same size may be an earlier save's.
+    return FileRef(path, size, header.crc, tuple(near if header.checked else near and [path]))
 
 
 class Builder:
