@@ -1,7 +1,7 @@
-"""A conversion from beginning to end: settle, stage, write, verify, commit.
+"""A conversion: plan, write to a temporary folder, verify the source, commit.
 
-The output is written to a temporary folder, its manifest last. The folder is renamed when every byte of the source has
-been compared with the checksum that training wrote.
+The manifest is written last. The temporary folder is renamed after every byte of the source has been compared with the
+checksum that training wrote.
 """
 
 from __future__ import annotations
@@ -63,18 +63,18 @@ from .states import write_states
 logger = logging.getLogger("deepspeed_ucp")
 
 HALT = ".ucp-halt"
-"""File in the staging folder by which a node that has failed stops the others."""
+"""File in the temporary folder by which a failed node stops the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertOptions(WorkOptions):
-    """How to convert.
+    """Options of a conversion.
 
     Attributes:
-        verify: hold every byte of the source against its CRC32.
-        overwrite: convert anew and replace whatever atomic checkpoint is at the destination.
-        refresh: replace one of ours that is of something else; one of the same thing is taken as it is.
-        latest: let ``latest_universal`` beside the destination name it.
+        verify: compare every byte of the source with its CRC32.
+        overwrite: convert again and replace any atomic checkpoint at the destination.
+        refresh: replace an atomic checkpoint that was made from another source; reuse one from the same source.
+        latest: write the destination's name to ``latest_universal``.
     """
 
     verify: bool = True
@@ -85,7 +85,7 @@ class ConvertOptions(WorkOptions):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Written:
-    """A range that is written, and the CRC32 of its bytes."""
+    """A range that was written, and the CRC32 of its bytes."""
 
     range: Range
     crc: int
@@ -93,7 +93,7 @@ class Written:
 
 @dataclass(slots=True)
 class _Conversion:
-    """One conversion under way."""
+    """State of a running conversion."""
 
     index: AtomicIndex
     comm: Comm
@@ -120,14 +120,14 @@ def convert_checkpoint(
 
     Args:
         source: a folder with ``latest``, or the folder of one tag.
-        destination: folder to be made; by default the source's with ``_universal`` behind.
-        comm: the ranks that convert together, one per node as a rule; None converts alone.
+        destination: folder of the output (default: the source's path with the suffix ``_universal``).
+        comm: the ranks that convert together, usually one per node; None converts alone.
         patterns: how tensor parallelism cuts parameters, as ``checkpoint.universal.patterns`` in a ds_config.
         groups: names of a stage-0 source's parameters (``"module"``, or a list of names per param group).
         options: workers, memory, overwriting.
 
     Raises:
-        UcpError: the source is damaged or not covered, or the destination may not be written; the same on every rank.
+        UcpError: the source is damaged or unsupported, or the destination may not be written; the same on all ranks.
     """
     comm = comm or Comm()
     folder = comm.once(lambda: find_checkpoint(source))
@@ -139,7 +139,7 @@ def convert_checkpoint(
 
 
 def default_destination(folder: str) -> str:
-    """Where the atomic checkpoint of a tag's folder goes by default: beside it."""
+    """Return the default destination of the conversion of a tag's folder."""
     return f"{folder.rstrip('/')}_universal"
 
 
@@ -153,17 +153,17 @@ def convert_index(
     rules: Sequence[RuleSet] = (),
     live: Sequence[RuleSet] = (),
 ) -> OutputReport:
-    """Write a checkpoint's atoms as an atomic checkpoint; collective.
+    """Write a checkpoint's atoms as an atomic checkpoint (collective).
 
     Args:
         index: the checkpoint.
-        source: its folder.
-        destination: folder to be made.
-        rules: how tensor parallelism cuts parameters, by the user.
-        live: the same by a live engine.
+        source: folder of the checkpoint.
+        destination: folder of the output.
+        rules: the user's rules for how tensor parallelism cuts parameters.
+        live: such rules from a live engine.
 
     Raises:
-        UcpError: the same on every rank; the source is untouched and the destination as it was.
+        UcpError: the same on all ranks; source and destination are unchanged.
     """
     report = OutputReport(format="atomic", source=source, destination=destination, nodes=comm.size)
     with report.timed(), ExitStack() as stack:
@@ -214,7 +214,10 @@ def _warn_losses(index: AtomicIndex, full: FullTensors) -> None:
 
 
 def _begin(work: _Conversion, stack: ExitStack) -> bool:
-    """Lock the destination and begin; returns True if it is this conversion already; rank 0 alone.
+    """Lock the destination and create the temporary folder (rank 0 only).
+
+    Returns:
+        True if the destination is this conversion already.
 
     Args:
         stack: releases the lock, and removes the temporary folder after an error.
@@ -229,7 +232,7 @@ def _begin(work: _Conversion, stack: ExitStack) -> bool:
 
 
 def _reuse(work: _Conversion) -> bool:
-    """Whether the destination is the same conversion, complete; rank 0 alone.
+    """Return True if the destination is the same conversion and complete (rank 0 only).
 
     Raises:
         StorageError: it is something else.
@@ -249,7 +252,7 @@ def _reuse(work: _Conversion) -> bool:
 
 
 def _read_own(folder: str) -> Manifest | None:
-    """The destination's manifest; None where it has none, or none that can be read."""
+    """Return the destination's manifest, or None if it is missing or unreadable."""
     try:
         return read_manifest(folder)
     except (CheckpointError, UnsupportedError) as error:
@@ -258,9 +261,9 @@ def _read_own(folder: str) -> Manifest | None:
 
 
 def _find_fault(folder: str, manifest: Manifest, work: _Conversion) -> str:
-    """Why an existing output does not do; empty where it does."""
+    """Return why an existing output cannot be reused, or an empty string."""
     if (manifest.fingerprint, manifest.view) != work.identity:
-        return "it was made of something else"
+        return "it was made from another checkpoint"
     if work.options.verify and not manifest.verified:
         return "it was made without verifying the source"
     expected = {file.path: file.atom.shape for file in work.files}
@@ -286,10 +289,10 @@ def _convert(work: _Conversion) -> None:
 
 
 def _write(work: _Conversion, checks: Checks) -> list[Written]:
-    """Read and write this node's batches; collective.
+    """Read and write this node's batches (collective).
 
     Args:
-        checks: what is read is noted there.
+        checks: collects the checksums of the bytes read.
     """
     comm, report = work.comm, work.report
     report.workers, most = work.options.divide(report.source)
@@ -320,15 +323,15 @@ def _check_folder(folder: str) -> None:
 
 
 def write_share(work: _Conversion, batches: Sequence[Batch], nbytes: int, checks: Checks) -> list[Written]:
-    """Carry out this node's part of a conversion: what was written.
+    """Write this node's part of a conversion and return the ranges that were written.
 
     Args:
-        batches: taken one by one by the workers; each worker holds memory for the largest, about twice.
-        nbytes: of all of them.
-        checks: what is read is noted there.
+        batches: batches for the workers; each worker needs about twice the memory of the largest.
+        nbytes: bytes of all batches.
+        checks: collects the checksums of the bytes read.
 
     Raises:
-        UcpError: the first worker's error; the others, and other nodes, stop after their batch.
+        UcpError: the first worker's error; other workers and nodes stop after their current batch.
     """
     files, staging, halt = work.files, work.staging, work.staging.path(HALT)
     done: list[Written] = []
@@ -358,14 +361,14 @@ def write_share(work: _Conversion, batches: Sequence[Batch], nbytes: int, checks
 
 
 class _Finisher:
-    """Takes each of a store's files there as soon as it is whole, so that few lie in the scratch folder at a time."""
+    """Uploads each file as soon as it is complete, to keep few files in the temporary folder."""
 
     def __init__(self, work: _Conversion) -> None:
         self._work, self._lock = work, threading.Lock()
         self._parts: dict[int, list[Written]] = defaultdict(list)
 
     def take(self, written: Iterable[Written]) -> None:
-        """Note ranges that have been written; any thread."""
+        """Note ranges that were written; thread-safe."""
         if self._work.staging.is_remote:
             for each in written:
                 self._add(each.range.output, each)
@@ -384,7 +387,7 @@ class _Finisher:
 
 @contextmanager
 def _halt_others(halt: str) -> Iterator[None]:
-    """Let the other nodes stop as soon as this one fails, not when they have written their share."""
+    """Stop the other nodes as soon as this one fails."""
     try:
         yield
     except Exception:
@@ -394,7 +397,7 @@ def _halt_others(halt: str) -> Iterator[None]:
 
 
 def _finish(work: _Conversion, written: Sequence[Written]) -> None:
-    """Close files, write what is small, and commit; collective."""
+    """Close files, write the small ones, and commit (collective)."""
     comm, report = work.comm, work.report
     with report.phase("finish"):
         crcs = comm.run(lambda: _close_files(work, written))
@@ -406,7 +409,7 @@ def _finish(work: _Conversion, written: Sequence[Written]) -> None:
 
 
 def _close_files(work: _Conversion, written: Sequence[Written]) -> dict[int, int]:
-    """Write this rank's share of what surrounds files of several ranges, and of small files; each file's CRC32."""
+    """Write frames of files with several ranges, and this rank's small files; return each file's CRC32."""
     comm, folder = work.comm, work.staging.folder
     crcs = join_ranges(written, work.files)
     split = {each.range.output for each in written if each.range.numel < work.files[each.range.output].atom.numel}
@@ -418,14 +421,14 @@ def _close_files(work: _Conversion, written: Sequence[Written]) -> dict[int, int
 
 
 def _write_states(work: _Conversion) -> tuple[list[StateRecord], int]:
-    """The files of states; bytes of all files without atoms, where a second name of a file counts once."""
+    """Write the state files; return them and the bytes of all files without atoms, hard links counted once."""
     states = write_states(work.index, work.staging.folder)
     inodes = {os.stat(work.staging.path(state.name)).st_ino: state.size for state in states}
     return states, sum(inodes.values()) + sum(len(data) for data, _ in work.steps.values())
 
 
 def _commit(work: _Conversion, crcs: dict[int, int], states: list[StateRecord]) -> int:
-    """Write the manifest and let the output appear; bytes of the manifest and of the atoms' files."""
+    """Write the manifest and publish the output; return the bytes of the manifest and of the atoms' files."""
     staging, full = work.staging, work.full
     records = [_make_record(file, crcs[number], full) for number, file in enumerate(work.files)]
     states = [*states, *(StateRecord(path, len(data), crc) for path, (data, crc) in sorted(work.steps.items()))]
@@ -457,10 +460,10 @@ def _make_record(file: OutputFile, crc: int, full: FullTensors) -> AtomRecord:
 def join_ranges(
     written: Iterable[Written], files: Sequence[OutputFile], numbers: Iterable[int] | None = None
 ) -> dict[int, int]:
-    """Each output's CRC32 from those of its ranges.
+    """Return each output's CRC32, combined from its ranges.
 
     Args:
-        numbers: of these outputs; all by default.
+        numbers: outputs to combine (default: all).
 
     Raises:
         CheckpointError: ranges are missing.

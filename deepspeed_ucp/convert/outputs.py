@@ -1,4 +1,4 @@
-"""The files of an atomic checkpoint: which atom goes where, what surrounds its bytes, and how they are written."""
+"""The files of an atomic checkpoint: the path of each atom, the zip frame around its bytes, and writing them."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ ZERO = "zero"
 STEP = "step"
 
 _LONGEST = 255
-"""Bytes of a file's name, on every file system that is in use."""
+"""Maximum bytes of a file name on common file systems."""
 
 
 def _is_output(folder: str) -> bool:
-    """Whether a folder is an atomic checkpoint, ours or upstream's."""
+    """Return True if a folder is an atomic checkpoint, ours or upstream's."""
     marks = (MANIFEST, OPTIMIZER_STATE)
     return is_folder(os.path.join(folder, ZERO)) and any(exists(os.path.join(folder, m)) for m in marks)
 
@@ -41,19 +41,19 @@ CONVERSION = OutputKind(
     parts=re.compile(r"zero(\.\d+)?|client|tmp|ucp_manifest\.json|.*_model_states\.pt"),
     last=(OPTIMIZER_STATE, MANIFEST),
 )
-"""What may be replaced: nothing but what conversions write, ours and upstream's."""
+"""Outputs of conversions, ours and upstream's; nothing else is replaced."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputFile:
-    """A file of the atomic checkpoint: an atom, where it goes (relative), and the bytes around its data."""
+    """A file of an atomic checkpoint: its atom, relative path, and the zip frame around the data."""
 
     atom: FullTensor
     path: str
     image: ZipImage
 
     def write(self, folder: str, start: int, data: memoryview, crc: int) -> None:
-        """Write elements from ``start`` on, and what surrounds them where they are all; ``crc`` is the data's."""
+        """Write elements from ``start`` on; add the zip frame if they are all. ``crc`` is the CRC32 of the data."""
         with _open_output(folder, self.path) as fd:
             if data.nbytes == self.image.nbytes:
                 write_parts(fd, [self.image.head, data, self.image.tail(crc)], 0)
@@ -61,7 +61,7 @@ class OutputFile:
                 write_at(fd, data, self.image.data_offset + start * self.atom.itemsize)
 
     def close(self, folder: str, crc: int) -> None:
-        """Write what surrounds data that was written in several parts; ``crc`` is that of all of it."""
+        """Write the zip frame of data that was written in several parts; ``crc`` is the CRC32 of all data."""
         with _open_output(folder, self.path) as fd:
             write_at(fd, self.image.head, 0)
             write_at(fd, self.image.tail(crc), self.image.data_offset + self.image.nbytes)
@@ -102,20 +102,20 @@ def make_folders(folder: str, paths: Iterable[str]) -> None:
 
 
 def list_files(full: FullTensors, fused: Mapping[str, int]) -> list[OutputFile]:
-    """The atoms' files, in a fixed order.
+    """Return the files of the atoms in a fixed order.
 
     Args:
-        fused: parameters that hold several experts each: name → how many.
+        fused: name → number of experts, of parameters that hold several experts each.
     """
     return [_make_file(full, full.tensors[key], fused.get(key.name, 0)) for key in sorted(full.tensors)]
 
 
 def _make_file(full: FullTensors, atom: FullTensor, experts: int) -> OutputFile:
-    """Upstream sees a vocabulary, we the rows that pad it as well."""
+    """Return the file of an atom, with the keys by which upstream's loader cuts it."""
     pattern = full.patterns.get(atom.name)
     keys = upstream_keys(pattern, atom.shape, atom.name)
-    # Its loader counts every rank's experts of its own layers from 0: at degrees above 1 it would take other ranks',
-    # were they not said to be of none, which it refuses there.
+    # Upstream numbers the experts of each rank's layers from 0, so at degrees above 1 it would load other ranks'
+    # experts. A count of 0 makes it refuse them there.
     if experts or find_expert(atom.name):
         keys = expert_keys(experts)
     image = make_image(keys, atom.dtype, atom.numel, full.cut_padding(atom))
@@ -123,7 +123,7 @@ def _make_file(full: FullTensors, atom: FullTensor, experts: int) -> OutputFile:
 
 
 def find_formless(full: FullTensors) -> list[str]:
-    """Parameters whose cut upstream's files cannot tell: its loader takes them whole, or cuts them wrongly."""
+    """Return the parameters whose cut upstream's files cannot describe: its loader would cut them wrongly."""
     shapes = {key.name: atom.shape for key, atom in full.tensors.items()}
     return sorted(
         name
@@ -133,17 +133,17 @@ def find_formless(full: FullTensors) -> list[str]:
 
 
 def place_file(key: AtomKey) -> str:
-    """An atom's path in the output: of a later pipeline stage's own copy beside the folder that upstream looks into."""
+    """Return an atom's path; copies of later pipeline stages are outside the folder that upstream reads."""
     return f"{f'{ZERO}.{key.instance}' if key.instance else ZERO}/{key.name}/{key.state}.pt"
 
 
 def check_paths(paths: Iterable[str]) -> None:
-    """Refuse files that cannot lie beside each other; names of parameters and states are not trusted.
+    """Refuse paths that conflict; the names of parameters and states are not trusted.
 
     Raises:
         UnsupportedError: a path leads out of its folder, cannot be a path, or is that of two files.
     """
-    seen = {OPTIMIZER_STATE: True}  # path → whether it is a file
+    seen = {OPTIMIZER_STATE: True}  # path → True for a file
     for path in paths:
         folders = list(accumulate(path.split("/"), lambda left, right: f"{left}/{right}"))[:-1]
         if not all(map(_can_be_a_name, path.split("/"))):

@@ -28,7 +28,7 @@ LATEST = "latest_universal"
 
 @dataclass(frozen=True, slots=True)
 class OutputKind:
-    """Describes outputs of one kind, so that nothing else is ever replaced.
+    """A kind of output. Nothing but an output of the same kind is ever replaced.
 
     Attributes:
         name: with its article, such as ``an atomic checkpoint``.
@@ -229,7 +229,7 @@ class Staging:
         Raises:
             DiskFullError: there is no room.
         """
-        temporary = self._beside("latest")  # of its own: others may be written beside this one
+        temporary = self._beside("latest")  # other outputs with this parent use other names
         write_atomically(os.path.join(self.parent, LATEST), name.encode(), temporary=temporary)
 
     def _keep_beside(self) -> None:

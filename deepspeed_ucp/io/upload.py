@@ -1,7 +1,7 @@
-"""Where an output for a URL grows: a scratch folder of each rank, whose files go to the store as they become whole.
+"""Writes an output to an object store: each rank uploads the complete files of a temporary local folder.
 
-Stores neither rename nor lock. What makes an output one goes last, and first where one is replaced: an upload that was
-stopped leaves nothing that looks whole, and the next one begins anew.
+Stores neither rename nor lock. The files that mark an output as complete are uploaded last, and deleted first when an
+output is replaced. An upload that was killed therefore leaves no output that looks complete; the next run starts again.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from .staging import LATEST, OutputKind, Staging
 from .store import list_tree, put_file, remove, write_small
 
 _UNFINISHED = ".ucp-unfinished"
-"""Object at a destination while it is written to: what else lies there may be replaced."""
+"""Object at a destination while an output is written: the other objects there may be replaced."""
 
 
 def open_staging(destination: str, source: str, kind: OutputKind) -> Staging:
-    """Where an output grows, of a folder or of a URL.
+    """Return the staging of an output, for a folder or a URL.
 
     Raises:
-        StorageError: it can be no folder of its own, or source and destination lie in each other.
+        StorageError: the destination is a root folder or a bucket, or source and destination contain each other.
     """
     return (RemoteStaging if is_url(destination) else Staging)(destination, source, kind)
 
 
 class RemoteStaging(Staging):
-    """The destination of one output behind a URL: what grows in a rank's scratch folder is gone with it.
+    """Staging of an output behind a URL.
 
     Args:
-        destination: the URL of the folder to be.
-        source: the folder that it is made of.
-        kind: what it will be.
+        destination: URL of the output.
+        source: folder that the output is made from.
+        kind: kind of the output.
 
     Attributes:
-        folder: this rank's scratch folder, inside :meth:`scratch`.
+        folder: this rank's temporary folder, inside :meth:`scratch`.
 
     Raises:
-        StorageError: it can be no folder of its own, or source and destination lie in each other.
-        UnsupportedError: it is read only.
+        StorageError: the destination is a bucket, or source and destination contain each other.
+        UnsupportedError: the URL is read only.
     """
 
     is_remote = True
@@ -64,10 +64,10 @@ class RemoteStaging(Staging):
 
     @contextmanager
     def scratch(self) -> Iterator[None]:
-        """Around everything that a rank does: its scratch folder, below ``TMPDIR``.
+        """Context of a rank's whole work: create its temporary folder below ``TMPDIR``, and delete it.
 
         Raises:
-            DiskFullError: one that is raised inside, which tells of ``TMPDIR`` as well.
+            DiskFullError: raised inside; the message names ``TMPDIR`` too.
         """
         with tempfile.TemporaryDirectory(prefix=f"ucp-{self.name}-", ignore_cleanup_errors=True) as self.folder:
             try:
@@ -75,17 +75,17 @@ class RemoteStaging(Staging):
             except DiskFullError as error:
                 place = f"TMPDIR ({tempfile.gettempdir()})"
                 error.args += (
-                    f"Files grow below {place} before they go to the store: a folder with more room will do.",
+                    f"Files are written below {place} before they are uploaded: name a folder with more room.",
                 )
                 raise
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Nothing keeps two writers of one URL apart."""
+        """Do nothing: stores have no locks."""
         yield
 
     def check_destination(self, overwrite: bool) -> None:
-        """What a stopped upload has left is no obstacle."""
+        """Raise as a folder's does, except for the remains of an upload that was killed."""
         present = self._list()
         if not present:
             return
@@ -112,7 +112,7 @@ class RemoteStaging(Staging):
                 remove(f"{self.destination}/{name}")
 
     def put(self, name: str) -> None:
-        """Take a file, which is whole, from the scratch folder to the store; any thread.
+        """Move a complete file from the temporary folder to the store; thread-safe.
 
         Raises:
             StorageError: it cannot be written.
@@ -122,7 +122,7 @@ class RemoteStaging(Staging):
         os.unlink(self.path(name))
 
     def sync(self) -> None:
-        """Take all that this rank has made to the store, but what makes an output one.
+        """Move this rank's files to the store, except those that mark the output as complete.
 
         Raises:
             StorageError: it cannot be written.
@@ -132,7 +132,7 @@ class RemoteStaging(Staging):
         list(choose_map(self.destination)(self.put, names))
 
     def commit(self, latest: str | None = None, *, overwrite: bool = False) -> None:
-        """Take what makes the output one to the store, and let ``latest_universal`` name it.
+        """Move the files that mark the output as complete to the store, and write ``latest_universal``.
 
         Raises:
             StorageError: it cannot be written.

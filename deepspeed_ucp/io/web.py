@@ -28,7 +28,7 @@ _HINTS = {401: "check the credentials", 403: "check the credentials", 404: ABSEN
 
 
 class _Links(HTMLParser):
-    """Names that an index page links to, in its own folder; those of folders end with ``/``."""
+    """Names of files and folders in an index page's links to its folder; folders end with ``/``."""
 
     def __init__(self, page: str) -> None:
         super().__init__()

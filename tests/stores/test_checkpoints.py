@@ -126,7 +126,7 @@ def test_the_folder_of_files_that_go_to_a_store(saved: Save, monkeypatch: pytest
     folder, _ = saved(Topology(1, 2))
     with monkeypatch.context() as patch:
         patch.setattr("deepspeed_ucp.io.disk._count_free", lambda _path: 1000)
-        told = rf"(?s)needs .*, has 1,000 bytes free.*Files grow below TMPDIR \({tempfile.gettempdir()}\)"
+        told = rf"(?s)needs .*, has 1,000 bytes free.*Files are written below TMPDIR \({tempfile.gettempdir()}\)"
         with pytest.raises(StorageError, match=told):
             convert_checkpoint(folder, f"{URL}/converted")
     made = iter([tempfile.TemporaryDirectory])
