@@ -145,16 +145,21 @@ def _remove_replaced(save: Snapshot, final: str, begun: Mapping[str, str]) -> No
 
 
 def _upload(save: Snapshot, place: Destination, folder: str) -> list[str]:
-    """Upload a node's files; return the names of the tag's own ones.
+    """Upload a node's files, except those that an earlier attempt has uploaded; return the names of the tag's files.
 
     Args:
-        folder: URL for the tag's own files; others go to their paths in the place.
+        folder: URL for the tag's files, which this save alone uses; other files go to their paths in the place.
     """
-    files, inside = sorted(save.list_files()), f"{save.tag}{os.sep}"
+    files, inside, present = sorted(save.list_files()), f"{save.tag}{os.sep}", dict[str, int]()
+    with suppress(FileNotFoundError):
+        present = {name: entry.size for name, entry in list_tree(folder).items()}
 
     def put(each: str) -> None:
-        target = f"{folder}/{each.removeprefix(inside)}" if each.startswith(inside) else f"{place.folder}/{each}"
-        put_file(os.path.join(save.folder, each), target)
+        path, name = os.path.join(save.folder, each), each.removeprefix(inside)
+        if name == each:
+            put_file(path, f"{place.folder}/{each}")
+        elif present.get(name) != os.path.getsize(path):
+            put_file(path, f"{folder}/{name}")
 
     map_threads(put, files, COPIERS)
     write_small(f"{folder}/{name_node(save, save.node)}", sign_part(save))
