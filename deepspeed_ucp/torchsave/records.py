@@ -115,8 +115,8 @@ def list_zip(path: str, stream: BinaryIO) -> FileRecords:
     return FileRecords(path, size, tuple(found), _sum_directory(front, archive), roots[0] if roots else "")
 
 
-def _open_zip(path: str, stream: BinaryIO, size: int) -> tuple[Part, zipfile.ZipFile]:
-    front = Part(stream, 0, _find_end(stream, size))
+def _open_zip(path: str, stream: BinaryIO, size: int) -> tuple[FilePart, zipfile.ZipFile]:
+    front = FilePart(stream, 0, _find_end(stream, size))
     try:
         return front, zipfile.ZipFile(front)
     except (zipfile.BadZipFile, NotImplementedError, ValueError, OverflowError, EOFError) as error:
@@ -126,7 +126,7 @@ def _open_zip(path: str, stream: BinaryIO, size: int) -> tuple[Part, zipfile.Zip
         ) from None
 
 
-def _sum_directory(front: Part, archive: zipfile.ZipFile) -> int:
+def _sum_directory(front: FilePart, archive: zipfile.ZipFile) -> int:
     front.seek(archive.start_dir)
     return isal_zlib.crc32(front.read())
 
@@ -180,7 +180,7 @@ def _find_end(file: BinaryIO, size: int) -> int:
     return end if rest == before * (len(rest) // unit) else size
 
 
-class Part(Positioned):
+class FilePart(Positioned):
     """The ``size`` bytes from ``start`` on of a file that is open for reading, as a file of their own."""
 
     def __init__(self, file: BinaryIO, start: int, size: int) -> None:

@@ -20,7 +20,7 @@ from ..io.opened import advise_needed, advise_random, measure, read_ahead, read_
 from .alike import BEGINNING, ENDING, Alike, Header
 from .dtypes import STORAGE_DTYPES
 from .objects import RESTORE, Global, TensorRef, describe, list_parts
-from .records import LEGACY, FileRecord, FileRecords, Part, check_crc, list_zip, open_file, read_record, starts_zip
+from .records import LEGACY, FilePart, FileRecord, FileRecords, check_crc, list_zip, open_file, read_record, starts_zip
 from .unpickle import Pickled, read_pickle
 from .zipframe import BYTEORDER, PICKLE, ROOT
 
@@ -103,7 +103,7 @@ def read_parts(path: str, parts: Sequence[tuple[int, int]]) -> list[Header]:
             end = begin[-rest:] if nbytes <= BEGINNING else read_at(stream, rest, start + nbytes - rest)
             header = alike.find(nbytes, begin, end)
             if header is None:
-                file = _read_open(path, cast(BinaryIO, Part(stream, start, nbytes)))
+                file = _read_open(path, cast(BinaryIO, FilePart(stream, start, nbytes)))
                 header = Header(file.tree, file.storages)
                 alike.learn(header, file.records, begin, end)
             moved = {key: record._replace(offset=record.offset + start) for key, record in header.storages.items()}

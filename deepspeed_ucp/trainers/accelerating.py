@@ -26,7 +26,7 @@ from ..sources.latest import check_tag, holds_foreign
 from ..sources.open import look_at_job
 from ..targets.references import replace_method
 from .batches import (
-    Batch,
+    BatchSizes,
     complete_job,
     refuse_loader_position,
     refuse_weights,
@@ -207,7 +207,7 @@ def _keep_total_batch(accelerator: Any, engine: Any, folder: str, job: SavedJob,
         MismatchError: the world is the saved one and the script asks for another batch than there, or no number of
             these micro batches makes it.
     """
-    live, was = Batch.of(engine), accelerator.gradient_accumulation_steps
+    live, was = BatchSizes.of(engine), accelerator.gradient_accumulation_steps
     warn_unknown_batch(job, folder, live.total)
     if job.total_batch is None or live.is_kept(job, config):
         return

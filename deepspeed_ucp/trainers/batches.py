@@ -22,13 +22,13 @@ LIVE = f'to go on with this run\'s all the same set "{SECTION}": {{"total_batch"
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    """Of what a run makes a step.
+class BatchSizes:
+    """Batch sizes of a run.
 
     Attributes:
-        micro: samples of a micro batch of a rank.
-        accumulation: micro batches.
-        ranks: that take samples of their own.
+        micro: samples in a micro batch of one rank.
+        accumulation: micro batches per step.
+        ranks: data-parallel ranks.
     """
 
     micro: int
@@ -36,7 +36,7 @@ class Batch:
     ranks: int
 
     @classmethod
-    def of(cls, engine: Any) -> Batch:
+    def of(cls, engine: Any) -> BatchSizes:
         """Read the batch sizes of a live engine, which sequence parallelism makes floats."""
         sizes = (
             engine.train_batch_size(),

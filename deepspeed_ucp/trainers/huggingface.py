@@ -33,7 +33,7 @@ from ..hook import read_options, show_decisions
 from ..saves.keeping import begin_save, can_guard, finish_folders, guard, remove_postponed, restore_times
 from ..saves.saving import finish_saves
 from ..uncaught import shorten_uncaught
-from .batches import LIVE, Batch, complete_job, warn_unknown_batch
+from .batches import LIVE, BatchSizes, complete_job, warn_unknown_batch
 from .hffolders import RANDOM_FILES, choose_folder, find_job, read_random, read_trainer_state
 from .randomness import restore_ranks
 
@@ -183,7 +183,7 @@ def keep_total_batch(trainer: Any, folder: str, micro: int, config: UniversalCon
     args, comm = trainer.args, connect()
     found: bool = args.auto_find_batch_size
     job = find_job(folder, config, comm, found=found)
-    live = Batch(micro, args.gradient_accumulation_steps, _count_replicas(trainer))
+    live = BatchSizes(micro, args.gradient_accumulation_steps, _count_replicas(trainer))
     fit, total = (micro, live.accumulation), job.total_batch or live.total
     warn_unknown_batch(job, folder, total)
     if not live.is_kept(job, config):
@@ -213,7 +213,7 @@ def keep_total_batch(trainer: Any, folder: str, micro: int, config: UniversalCon
 
 
 def choose_batch(
-    job: SavedJob, folder: str, live: Batch, written: int | None, *, found: bool = False
+    job: SavedJob, folder: str, live: BatchSizes, written: int | None, *, found: bool = False
 ) -> tuple[int, int]:
     """(per-device batch, accumulation) of a saved total batch.
 

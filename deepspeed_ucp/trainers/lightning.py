@@ -24,7 +24,7 @@ from ..saves.saving import finish_saves
 from ..sources.foreign.names import META
 from ..sources.latest import find_checkpoint, holds_foreign
 from ..sources.open import look_at_job
-from .batches import Batch, refuse_loader_position, refuse_weights, warn_unfinished, warn_unknown_batch
+from .batches import BatchSizes, refuse_loader_position, refuse_weights, warn_unfinished, warn_unknown_batch
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -62,7 +62,7 @@ def load_checkpoint(
     if fitting:
         refuse_weights(job, folder, "Start a new run with them: engine.load_checkpoint(folder) in on_fit_start")
         _check_total_batch(engine, folder, job, config)
-        warn_unknown_batch(job, folder, Batch.of(engine).total)
+        warn_unknown_batch(job, folder, BatchSizes.of(engine).total)
     state = original(strategy, checkpoint_path, *args, **kwargs)
     if not fitting:
         return state
@@ -155,7 +155,7 @@ def backward(original: Callable[..., Any], precision: Any, tensor: Any, model: A
 
 
 def _check_total_batch(engine: Any, folder: str, job: SavedJob, config: UniversalConfig) -> None:
-    live = Batch.of(engine)
+    live = BatchSizes.of(engine)
     if live.is_kept(job, config):
         return
     fit, advice = live.fit(job), "Take a number of ranks that divides it"

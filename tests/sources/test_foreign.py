@@ -30,7 +30,7 @@ from deepspeed_ucp.export.tensors import ExportOptions
 from deepspeed_ucp.io.paths import Entry
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.sources.foreign import contents
-from deepspeed_ucp.sources.foreign.contents import Chunk, Contents, StoredTensor, make_index
+from deepspeed_ucp.sources.foreign.contents import Contents, StoredTensor, TensorBlock, make_index
 from deepspeed_ucp.sources.table import FileTable
 from deepspeed_ucp.stream.full_tensors import assemble_full_tensors
 from deepspeed_ucp.stream.reader import AtomReader
@@ -458,7 +458,7 @@ def make_tensor(folder: Path, shape: tuple[int, int], *boxes: tuple[int, int, in
     for row, column, *block in boxes:
         nbytes = block[0] * block[1] * 4
         record = FileRecord(f"{at}", at, nbytes, None)
-        chunks.append(Chunk((row, column), (block[0], block[1]), "it", record))
+        chunks.append(TensorBlock((row, column), (block[0], block[1]), "it", record))
         at += nbytes
     (folder / "it").touch()
     os.truncate(folder / "it", at)

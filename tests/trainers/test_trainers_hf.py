@@ -26,7 +26,7 @@ from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.testing import WorldPool
 from deepspeed_ucp.torchsave.torchfile import list_records
 from deepspeed_ucp.trainers import hffolders, huggingface
-from deepspeed_ucp.trainers.batches import Batch
+from deepspeed_ucp.trainers.batches import BatchSizes
 
 pytest.importorskip("accelerate")
 V5 = Version(pytest.importorskip("transformers", "4.57").__version__) >= Version("5")
@@ -200,14 +200,14 @@ def test_an_order_that_no_resume_gives_again_is_told(
 
 def test_batch_sizes_that_sequence_parallelism_makes_floats() -> None:
     sizes = {"train_batch_size": 12.0, "train_micro_batch_size_per_gpu": 3.0, "gradient_accumulation_steps": 2.0}
-    live = Batch.of(SimpleNamespace(**{name: partial(float, size) for name, size in sizes.items()}))
-    assert repr(live) == "Batch(micro=3, accumulation=2, ranks=2)" and live.total == 12
+    live = BatchSizes.of(SimpleNamespace(**{name: partial(float, size) for name, size in sizes.items()}))
+    assert repr(live) == "BatchSizes(micro=3, accumulation=2, ranks=2)" and live.total == 12
     assert live.fit(SavedJob(4, 1, 5, 24, 1)) == (3, 4)
 
 
 def test_ranks_that_cannot_share_it_are_refused() -> None:
     with pytest.raises(MismatchError, match="8 samples, this run has 12 .*Take a number of ranks that divides it"):
-        huggingface.choose_batch(SavedJob(2, 1, 6, 8, 1), "folder", Batch(4, 1, 3), None)
+        huggingface.choose_batch(SavedJob(2, 1, 6, 8, 1), "folder", BatchSizes(4, 1, 3), None)
 
 
 def test_another_total_batch_is_taken_where_it_is_asked_for(

@@ -25,7 +25,7 @@ from ...torchsave.records import FileRecord
 from ...torchsave.torchfile import read_parts
 from ...torchsave.unpickle import read_pickle
 from ..table import FileTable
-from .contents import Chunk, StoredTensor, read_name, read_shape
+from .contents import StoredTensor, TensorBlock, read_name, read_shape
 from .headers import read_once, read_with
 from .names import DCP, holds
 
@@ -35,8 +35,8 @@ _LARGEST = 1 << 30
 UNCHECKED = "its metadata has no checksum: names and places that are damaged in it may go unnoticed"
 
 
-class Place(NamedTuple):
-    """Where something lies: a file by its path in the folder, the first byte, bytes."""
+class BlockPlace(NamedTuple):
+    """The place of a block: path of the file in the folder, first byte, number of bytes."""
 
     file: str
     offset: int
@@ -56,19 +56,19 @@ class Metadata:
 
     tensors: dict[str, tuple[str, Shape, list[tuple[Shape, Shape]]]] = field(default_factory=dict)
     values: list[str] = field(default_factory=list)
-    places: dict[tuple[str, Shape | None], Place] = field(default_factory=dict)
+    places: dict[tuple[str, Shape | None], BlockPlace] = field(default_factory=dict)
     paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
-class Entry(NamedTuple):
-    """What one of the ``torch.save`` files inside of a data file holds.
+class BlockEntry(NamedTuple):
+    """The content of one of the ``torch.save`` files inside a data file.
 
     Attributes:
-        record: the tensor's bytes; None where it is another value.
+        record: the tensor's bytes; None for another value.
         begin: byte of the record at which the tensor begins.
         dtype, shape: of the tensor.
         value: a plain value, or the number in a tensor of one element.
-        fault: why it cannot be taken, in words.
+        fault: why it is not supported; empty if it is.
     """
 
     record: FileRecord | None = None
@@ -80,17 +80,17 @@ class Entry(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
-    """A folder's metadata, and what lies in its data files.
+class DcpFolder:
+    """A folder of ``torch.distributed.checkpoint``: its metadata and the entries of its data files.
 
     Attributes:
         told: the metadata.
-        entries: what was found under every key of it.
+        entries: the entry of each key of the metadata.
         head: the first metadata file, for messages.
     """
 
     told: Metadata
-    entries: Mapping[tuple[str, Shape | None], Entry]
+    entries: Mapping[tuple[str, Shape | None], BlockEntry]
     where: FileTable
     head: str
 
@@ -141,12 +141,12 @@ class Blocks:
                     f"of {dtype} and shape {size} by the metadata. The folder mixes files of several saves.",
                     path=self.where.path(place.file),
                 )
-            chunks.append(Chunk(offsets, size, place.file, entry.record, entry.begin))
+            chunks.append(TensorBlock(offsets, size, place.file, entry.record, entry.begin))
             chunks[-1].check(key, shape, self.where)
         return StoredTensor(dtype, shape, tuple(chunks))
 
 
-def read_blocks(where: FileTable, comm: Comm, *, values: bool = True) -> Blocks:
+def read_blocks(where: FileTable, comm: Comm, *, values: bool = True) -> DcpFolder:
     """Read the metadata files, and the headers of all blocks in the data files; collective.
 
     Args:
@@ -169,7 +169,7 @@ def read_blocks(where: FileTable, comm: Comm, *, values: bool = True) -> Blocks:
     names = sorted(by_file)
     found = where.share(names, lambda name: _read_entries(where, name, by_file[name], told), comm)
     pairs = (zip(by_file[name], held, strict=True) for name, held in zip(names, found, strict=True))
-    return Blocks(told, {key: entry for each in pairs for key, entry in each}, where, heads[0])
+    return DcpFolder(told, {key: entry for each in pairs for key, entry in each}, where, heads[0])
 
 
 def _check_heads(where: FileTable, heads: Sequence[str]) -> None:
@@ -246,7 +246,7 @@ def _join_path(folder: str, name: str) -> str:
     return posixpath.normpath(posixpath.join(folder, name))
 
 
-def _read_place(info: Mapping[str, Any], path: str, folder: str) -> Place:
+def _read_place(info: Mapping[str, Any], path: str, folder: str) -> BlockPlace:
     if info.get("transform_descriptors"):
         raise UnsupportedError(
             "its blocks were transformed when they were written (compressed or encrypted), which is not read here. "
@@ -259,7 +259,7 @@ def _read_place(info: Mapping[str, Any], path: str, folder: str) -> Place:
     offset, nbytes = info["offset"], info["length"]
     if not (is_short(offset) and is_short(nbytes) and offset >= 0 < nbytes):
         raise CheckpointError(f"tells of {nbytes} bytes at byte {offset}; it is damaged.", path=path)
-    return Place(file, offset, nbytes)
+    return BlockPlace(file, offset, nbytes)
 
 
 def _name_dtype(value: Any) -> str:
@@ -291,25 +291,27 @@ def _join(told: Metadata, more: Metadata) -> None:
     told.paths |= more.paths
 
 
-def _read_entries(where: FileTable, name: str, keys: list[tuple[str, Shape | None]], told: Metadata) -> list[Entry]:
+def _read_entries(
+    where: FileTable, name: str, keys: list[tuple[str, Shape | None]], told: Metadata
+) -> list[BlockEntry]:
     """What a data file holds for some keys."""
     places = [told.places[key][1:] for key in keys]
     return read_with(lambda path: [*map(_read_entry, read_parts(path, places))], where, name)
 
 
-def _read_entry(part: Header) -> Entry:
+def _read_entry(part: Header) -> BlockEntry:
     tree = part.tree
     if not isinstance(tree, TensorRef):
-        return Entry(value=tree) if _is_plain(tree) else Entry(fault=f"holds {describe(tree)}")
+        return BlockEntry(value=tree) if _is_plain(tree) else BlockEntry(fault=f"holds {describe(tree)}")
     value = tree.item() if tree.data is not None else None
     if tree.dtype not in ITEMSIZE:
-        return Entry(fault=f"element type {tree.dtype}")
+        return BlockEntry(fault=f"element type {tree.dtype}")
     if not tree.is_contiguous():
-        return Entry(fault=f"is not contiguous (strides {tree.stride})", dtype=tree.dtype, shape=tree.shape)
+        return BlockEntry(fault=f"is not contiguous (strides {tree.stride})", dtype=tree.dtype, shape=tree.shape)
     record = part.storages.get(tree.storage.key)
     if record is None:
-        return Entry(FileRecord("", 0, 0, None), 0, tree.dtype, tree.shape, value)
-    return Entry(record, tree.offset * ITEMSIZE[tree.dtype], tree.dtype, tree.shape, value)
+        return BlockEntry(FileRecord("", 0, 0, None), 0, tree.dtype, tree.shape, value)
+    return BlockEntry(record, tree.offset * ITEMSIZE[tree.dtype], tree.dtype, tree.shape, value)
 
 
 def _is_plain(value: Any) -> bool:

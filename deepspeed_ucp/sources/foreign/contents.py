@@ -110,7 +110,7 @@ def list_left(names: Collection[str], what: str, where: str, file: str = "") -> 
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class TensorBlock:
     """A block of a tensor, row-major in a file without gaps.
 
     Attributes:
@@ -144,7 +144,7 @@ class StoredTensor:
 
     dtype: str
     shape: Shape
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[TensorBlock, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +280,7 @@ class _Maker:
             check_coverage(atom, lambda part: self.files[self.records[part.record].file].path)
         self.atoms.append(atom)
 
-    def _check(self, name: str, tensor: StoredTensor, chunk: Chunk) -> None:
+    def _check(self, name: str, tensor: StoredTensor, chunk: TensorBlock) -> None:
         chunk.check(name, tensor.shape, self.where)
         nbytes = count(chunk.shape) * ITEMSIZE[tensor.dtype]
         held = self.where.entries[chunk.file].size
@@ -291,7 +291,7 @@ class _Maker:
                 path=self.where.path(chunk.file),
             )
 
-    def _find_record(self, chunk: Chunk) -> int:
+    def _find_record(self, chunk: TensorBlock) -> int:
         file = self._file_ids.get(chunk.file)
         if file is None:
             if chunk.file not in self.where.entries:

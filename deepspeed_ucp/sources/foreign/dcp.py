@@ -18,7 +18,7 @@ from ..compare import find_other_step
 from ..findings import Finding
 from ..reading import explain_form
 from ..table import FileTable
-from .blocks import UNCHECKED, Blocks, read_blocks
+from .blocks import UNCHECKED, DcpFolder, read_blocks
 from .contents import NEITHER, Contents, StoredTensor, count_steps, is_number, list_left
 from .names import DCP, REFUSAL
 
@@ -66,7 +66,7 @@ def read_contents(where: FileTable, comm: Comm) -> tuple[Contents, list[Finding]
 class _Interpreter:
     """Tells model and optimizer apart by their keys."""
 
-    def __init__(self, blocks: Blocks) -> None:
+    def __init__(self, blocks: DcpFolder) -> None:
         self.blocks, self.told, self.where, self.head = blocks, blocks.told, blocks.where, blocks.head
         told = self.told
         keys = [*told.tensors, *told.values]

@@ -12,7 +12,7 @@ from ...io.opened import measure, read_at
 from ...torchsave.records import FileRecord, open_file
 from ..findings import Finding
 from ..table import FileTable
-from .contents import Chunk, Contents, StoredTensor, read_shape
+from .contents import Contents, StoredTensor, TensorBlock, read_shape
 from .headers import read_with
 from .names import SAFETENSORS
 from .weights import LONGEST, find_shards
@@ -91,7 +91,7 @@ def _take_apart(header: dict[str, Any], name: str, path: str, begin: int, size: 
             )
         spans.append((low, high, key))
         record = FileRecord(key, begin + low, high - low, None)
-        found[key] = StoredTensor(dtype, shape, (Chunk((0,) * len(shape), shape, name, record),))
+        found[key] = StoredTensor(dtype, shape, (TensorBlock((0,) * len(shape), shape, name, record),))
     _check_cover(sorted(spans), size - begin, path)
     return found
 

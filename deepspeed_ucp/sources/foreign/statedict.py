@@ -13,7 +13,7 @@ from ...torchsave.objects import TensorRef, describe
 from ...torchsave.records import FileRecord
 from ..findings import Finding
 from ..table import FileTable
-from .contents import Chunk, Contents, StoredTensor
+from .contents import Contents, StoredTensor, TensorBlock
 from .headers import read_with
 from .names import STATE_DICT
 from .weights import find_shards
@@ -85,7 +85,7 @@ def store_tensor(key: str, ref: TensorRef, storages: Mapping[str, FileRecord], n
     if record is None and ref.numel:
         raise CheckpointError(f"has no bytes of {key} ({describe(ref)}); it is damaged.", path=path)
     begin = ref.offset * ITEMSIZE[ref.dtype]
-    chunks = (Chunk((0,) * len(ref.shape), ref.shape, name, record, begin),) if record else ()
+    chunks = (TensorBlock((0,) * len(ref.shape), ref.shape, name, record, begin),) if record else ()
     return StoredTensor(ref.dtype, ref.shape, chunks)
 
 
