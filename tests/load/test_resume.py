@@ -1,11 +1,12 @@
-"""Which checkpoint a resume takes, and who loads it; without an engine."""
+"""Which checkpoint a resume takes, and which loader; without an engine."""
 
 from __future__ import annotations
 
 import errno
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,6 @@ from deepspeed_ucp.load.resume import _load, _resume_tag, resume
 from deepspeed_ucp.load.tags import find_folders, find_tag
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.sources.files import SEAL
-from deepspeed_ucp.stream.checks import verify_records
 from deepspeed_ucp.targets.coverage import UnknownLayoutError
 from deepspeed_ucp.targets.guard import mark, release
 from tests.load.test_reshard import flip
@@ -40,59 +40,122 @@ STATES = "mp_rank_00_model_states.pt"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two tags, the second is the latest."""
-    for tag in ("global_step1", "global_step2"):
-        (tmp_path / tag).mkdir()
+    """A run with two tags, of which the second is the latest and the first the newer; and further places."""
+    for tag, time in (("run/global_step1", 20), ("run/global_step2", 10), ("mirror/global_step3", 30)):
+        (tmp_path / tag).mkdir(parents=True)
         (tmp_path / tag / STATES).touch()
-    (tmp_path / "latest").write_text("global_step2")
-    return tmp_path
+        os.utime(tmp_path / tag / STATES, (time, time))
+    for copy in ("bare", "there", "untagged"):
+        shutil.copytree(tmp_path / "run", tmp_path / copy)
+    for lost in ("there/global_step2", "untagged/global_step2"):
+        shutil.rmtree(tmp_path / lost)
+    for place in ("empty", "pointer"):
+        (tmp_path / place).mkdir()
+    for place, tag in (("run", "global_step2"), ("mirror", "global_step3"), ("there", "global_step1")):
+        (tmp_path / place / "latest").write_text(tag)
+    (tmp_path / "pointer" / "latest").write_text("global_step2")
+    return tmp_path / "run"
 
 
-def test_the_tag_is_the_latest_or_the_given_one(folder: Path) -> None:
-    assert find_tag(str(folder), None, Comm()) == "global_step2"
-    assert find_tag(str(folder), "global_step1", Comm()) == "global_step1"
-    with pytest.raises(CheckpointError, match="no checkpoint with tag '7'"):
-        find_tag(str(folder), 7, Comm())
+class Refused(str):
+    """The pattern of an error message."""
 
 
-def test_an_empty_folder_has_no_tag(tmp_path: Path) -> None:
-    assert find_tag(str(tmp_path), None, Comm()) is None
-    assert find_tag(str(tmp_path / "absent"), None, Comm()) is None
+@contextmanager
+def expect_refusal(expected: object) -> Iterator[None]:
+    """Check that an error is raised if one is expected."""
+    with pytest.raises(CheckpointError, match=expected) if isinstance(expected, Refused) else nullcontext():
+        yield
 
 
-def test_a_latest_that_points_nowhere_is_refused(folder: Path) -> None:
-    (folder / "latest").write_text("global_step9")
-    with pytest.raises(CheckpointError, match="no checkpoint with tag 'global_step9'.*global_step1, global_step2"):
-        find_tag(str(folder), None, Comm())
+NO_TAG_7 = Refused("no checkpoint with tag '7'")
+ONE_RANK: list[tuple[str | None, list[str], Any, bool, str | None]] = [
+    ("global_step2", ["run"], None, False, "global_step2"),
+    ("global_step2", ["run"], "global_step1", False, "global_step1"),
+    ("global_step2", ["run"], 7, False, NO_TAG_7),
+    ("global_step2", ["run"], 7, True, NO_TAG_7),
+    ("global_step2", ["empty"], None, False, None),
+    ("global_step2", ["empty"], None, True, None),
+    ("global_step2", ["absent"], None, False, None),
+    ("global_step9", ["run"], None, False, Refused("tag 'global_step9'.*global_step1, global_step2")),
+    ("global_step9", ["run"], None, True, "global_step1"),
+    ("", ["run"], None, False, Refused("latest is empty")),
+    ("", ["run"], None, True, "global_step1"),
+    (None, ["run"], None, False, Refused("latest is missing")),
+    (None, ["run"], None, True, "global_step1"),
+    ("global_step2", ["run", "mirror"], None, False, "global_step2"),
+    ("global_step2", ["run", "mirror"], "global_step3", False, "global_step3"),
+    ("global_step2", ["absent", "mirror", "run"], None, False, "global_step3"),
+    # an unreadable `latest` does not yield to that of the next place, which may be older
+    ("", ["run", "absent", "pointer"], None, False, Refused("latest is empty.*global_step1, global_step2")),
+    (None, ["run", "absent", "pointer"], None, False, Refused("latest is missing.*global_step1, global_step2")),
+    ("", ["run", "absent", "pointer"], "global_step1", False, "global_step1"),
+    ("", ["run", "absent", "pointer"], None, True, "global_step1"),
+    (None, ["run", "absent", "pointer"], None, True, "global_step1"),
+]
+"""Content of `latest`, places, tag, `fallback`, and the tag that is found."""
 
 
-@pytest.mark.parametrize("latest", ["global_step9", "", None], ids=["nowhere", "empty", "missing"])
-def test_with_fallback_the_newest_by_time_is_taken_then(
-    latest: str | None, folder: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("latest", "places", "tag", "fallback", "expected"), ONE_RANK)
+def test_the_tag_that_one_rank_finds(
+    latest: str | None,
+    places: list[str],
+    tag: Any,
+    fallback: bool,
+    expected: str | None,
+    folder: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    os.utime(folder / "global_step2" / STATES, (10, 10))
-    os.utime(folder / "global_step1" / STATES, (20, 20))
     (folder / "latest").unlink()
     if latest is not None:
         (folder / "latest").write_text(latest)
-    with pytest.raises(CheckpointError):
-        find_tag(str(folder), None, Comm())
-    assert find_tag(str(folder), None, Comm(), fallback=True) == "global_step1"
-    assert "latest" in caplog.text or "global_step9" in caplog.text
-    with pytest.raises(CheckpointError, match="no checkpoint with tag '7'"):
-        find_tag(str(folder), 7, Comm(), fallback=True)
+    first, *also = [str(folder.parent / place) for place in places]
+    with expect_refusal(expected):
+        assert find_tag(first, tag, Comm(), also=also, fallback=fallback) == expected
+    assert ("Falling back" in caplog.text) is (fallback and tag is None and expected is not None)
 
 
-def test_with_fallback_an_empty_folder_has_no_tag(tmp_path: Path) -> None:
-    assert find_tag(str(tmp_path), None, Comm(), fallback=True) is None
+SEVERAL_RANKS: list[tuple[list[str], list[str | None], str]] = [
+    (
+        ["there", "run"],
+        [None] * 2,
+        Refused("ranks see different .*rank 0: global_step1, rank 1: global_step2.*name the tag"),
+    ),
+    (
+        ["run"] * 3,
+        ["global_step2", "global_step1", "global_step1"],
+        Refused(r"different tags \(rank 0: global_step2, ranks 1-2: global_step1\)((?!name the tag).)*same tag"),
+    ),
+    (
+        ["run"] * 3,
+        [None, "global_step2", None],
+        Refused(r"different tags \(ranks 0,2: none, so that of `latest`, rank 1: global_step2\).*same tag on every"),
+    ),
+    (["absent", "untagged", "run"], [None] * 3, "global_step2"),
+    (["pointer", "bare"], [None] * 2, "global_step2"),
+    (["absent", "run"], ["global_step1"] * 2, "global_step1"),
+    (["absent", "run"], ["global_step7"] * 2, Refused(r"^(?!\[rank ).*absent.global_step7: no checkpoint with tag")),
+]
+"""The folder that each rank sees, the tag that it is asked for, and the tag that all find."""
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+@pytest.mark.parametrize(("places", "asked", "expected"), SEVERAL_RANKS)
+def test_the_tag_that_several_ranks_find(
+    places: list[str], asked: list[str | None], expected: str, fallback: bool, folder: Path
+) -> None:
+    def look(rank: int, comm: Comm) -> str | None:
+        return find_tag(str(folder.parent / places[rank]), asked[rank], comm, fallback=fallback)
+
+    with expect_refusal(expected):
+        assert run_ranks(len(places), look) == [expected] * len(places)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_tags_own_folder_is_looked_for_below_it_in_further_places(ranks: int, folder: Path, tmp_path: Path) -> None:
-    """And by a rank that does not see it."""
-    own, there = folder / "global_step1", tmp_path / "there"
-    (there / "global_step1").mkdir(parents=True)
-    places = [[str(own if rank == 0 else tmp_path / "absent" / "global_step1"), str(there)] for rank in range(ranks)]
+def test_a_tags_folder_given_as_load_dir_is_found_below_further_places(ranks: int, folder: Path) -> None:
+    """Also by a rank that does not see it."""
+    there = folder.parent / "there"
+    places = [[str((folder, there / "absent")[rank] / "global_step1"), str(there)] for rank in range(ranks)]
 
     def look(rank: int, comm: Comm) -> tuple[str | None, list[str]]:
         tag = find_tag(places[rank][0], None, comm, also=places[rank][1:])
@@ -102,59 +165,11 @@ def test_a_tags_own_folder_is_looked_for_below_it_in_further_places(ranks: int, 
         assert found == ("global_step1", [places[rank][0], str(there / "global_step1")])
 
 
-def test_ranks_that_see_different_tags_are_refused(folder: Path, tmp_path: Path) -> None:
-    there = tmp_path / "there"
-    (there / "global_step1").mkdir(parents=True)
-    (there / "latest").write_text("global_step1")
-    folders = [str(there), str(folder)]
-    text = "ranks see different checkpoints .rank 0: global_step1, rank 1: global_step2.*name the tag"
-    with pytest.raises(CheckpointError, match=text):
-        run_ranks(2, lambda rank, comm: find_tag(folders[rank], None, comm))
-
-
-def test_ranks_that_ask_for_different_tags_are_refused(folder: Path) -> None:
-    """Of a store one rank looks for all, so that the others' tags would not be seen."""
-    for asked, text in (
-        (["global_step2", "global_step1", "global_step1"], r"\(rank 0: global_step2, ranks 1-2: global_step1\)"),
-        ([None, "global_step2", None], r"\(ranks 0,2: none, so that of `latest`, rank 1: global_step2\)"),
-    ):
-        with pytest.raises(CheckpointError, match=f"asked for different tags {text}.*same tag on every rank") as error:
-            run_ranks(3, lambda rank, comm, asked=asked: find_tag(str(folder), asked[rank], comm))
-        assert "name the tag" not in str(error.value)
-
-
 @pytest.mark.parametrize("fallback", [False, True])
-def test_latest_counts_wherever_it_lies(folder: Path, tmp_path: Path, fallback: bool) -> None:
-    """A node lacks the folder, another `latest`, which DeepSpeed writes on the first rank's node alone."""
-    there = tmp_path / "there"
-    (there / "global_step1").mkdir(parents=True)
-    (there / "global_step1" / STATES).touch()
-    folders = [str(tmp_path / "absent"), str(there), str(folder)]
-    found = run_ranks(3, lambda rank, comm: find_tag(folders[rank], None, comm, fallback=fallback))
-    assert found == ["global_step2"] * 3
-
-
-def test_a_tag_that_is_asked_for_is_looked_for_on_every_node(folder: Path, tmp_path: Path) -> None:
-    folders = [str(tmp_path / "absent"), str(folder)]
-    assert run_ranks(2, lambda rank, comm: find_tag(folders[rank], "global_step1", comm)) == ["global_step1"] * 2
-    with pytest.raises(CheckpointError, match=r"^(?!\[rank ).*absent.global_step7: no checkpoint with tag"):
-        run_ranks(2, lambda rank, comm: find_tag(folders[rank], "global_step7", comm))
-
-
-def test_latest_may_name_a_tag_that_another_node_has(folder: Path, tmp_path: Path) -> None:
-    there = tmp_path / "there"
-    there.mkdir()
-    (there / "latest").write_text("global_step2")
-    (folder / "latest").unlink()
-    folders = [str(there), str(folder)]
-    assert run_ranks(2, lambda rank, comm: find_tag(folders[rank], None, comm)) == ["global_step2"] * 2
-
-
-@pytest.mark.parametrize("fallback", [False, True])
-def test_a_node_that_cannot_list_the_folder_goes_by_what_others_see(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fallback: bool
+def test_a_node_that_cannot_list_the_folder_takes_the_tag_of_the_others(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, fallback: bool
 ) -> None:
-    closed = str(tmp_path / "closed")
+    closed = str(folder.parent / "closed")
     for function, path in (("scandir", closed), ("stat", f"{closed}/latest")):
         monkeypatch.setattr(os, function, partial(refuse_path, getattr(os, function), path))
     folders = [closed, str(folder)]
@@ -162,34 +177,6 @@ def test_a_node_that_cannot_list_the_folder_goes_by_what_others_see(
     assert found == ["global_step2"] * 2
     with pytest.raises(CheckpointError, match=r"latest: cannot be read .Permission denied"):
         find_tag(closed, None, Comm(), fallback=fallback)
-
-
-def test_latest_of_the_first_place_that_has_it_counts(folder: Path, tmp_path: Path) -> None:
-    there = tmp_path / "there"
-    (there / "global_step3").mkdir(parents=True)
-    (there / "latest").write_text("global_step3")
-    assert find_tag(str(folder), None, Comm(), also=[str(there)]) == "global_step2"
-    assert find_tag(str(tmp_path / "absent"), None, Comm(), also=[str(there), str(folder)]) == "global_step3"
-    assert find_tag(str(folder), "global_step3", Comm(), also=[str(there)]) == "global_step3"
-
-
-@pytest.mark.parametrize("latest", ["", None], ids=["empty", "missing"])
-def test_a_place_whose_latest_cannot_be_read_does_not_yield_to_an_older_one(
-    latest: str | None, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    mirror = tmp_path / "mirror"
-    (mirror / "global_step1").mkdir(parents=True)
-    (mirror / "latest").write_text("global_step1")
-    (folder / "latest").unlink()
-    if latest is not None:
-        (folder / "latest").write_text(latest)
-    os.utime(folder / "global_step1" / STATES, (10, 10))
-    places: dict[str, Any] = {"also": [str(tmp_path / "absent"), str(mirror)]}
-    with pytest.raises(CheckpointError, match=r"latest is (empty|missing).*global_step1, global_step2"):
-        find_tag(str(folder), None, Comm(), **places)
-    assert find_tag(str(folder), "global_step1", Comm(), **places) == "global_step1"
-    assert find_tag(str(folder), None, Comm(), fallback=True, **places) == "global_step2"
-    assert "Falling back" in caplog.text
 
 
 def test_places_behind_the_one_that_has_the_tag_are_not_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +191,7 @@ def test_places_behind_the_one_that_has_the_tag_are_not_asked(folder: Path, monk
 def test_one_rank_asks_a_store_whether_it_has_the_tag(
     folder: Path, monkeypatch: pytest.MonkeyPatch, fallback: bool
 ) -> None:
-    """Another rank may lack what asking takes: whoever stands in a collective would wait for it for ever."""
+    """Another rank may lack a module for the store, and its error would leave the others in a collective."""
     (folder / "latest").write_text("global_step7")
     look, asked = tags._look, list[str]()
 
@@ -239,7 +226,7 @@ def test_load_universal_looks_at_its_own_latest_first(folder: Path) -> None:
 
 
 class UpstreamEngine:
-    """As much of an engine as is looked at before its buffers are."""
+    """The part of an engine that is used before its buffers are."""
 
     optimizer = lr_scheduler = None
 
@@ -255,7 +242,7 @@ def make_job(engine: object, comm: Comm, **options: Any) -> LoadContext:
 
 @pytest.fixture
 def uncovered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of no engine the layout is known."""
+    """Make the layout of every engine unknown."""
 
     def refuse(_engine: object) -> None:
         raise UnknownLayoutError("the engine is of the future")
@@ -264,49 +251,45 @@ def uncovered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("uncovered")
-def test_an_atomic_checkpoint_is_deepspeeds_where_load_universal_is_on_and_the_engine_is_not_covered(
-    tmp_path: Path,
-) -> None:
+def test_deepspeed_loads_an_atomic_checkpoint_into_an_uncovered_engine_with_load_universal(tmp_path: Path) -> None:
     (tmp_path / "zero").mkdir()
     decision = choose_loader(make_job(UpstreamEngine(), Comm()), str(tmp_path), upstream=True)
     assert decision.index is decision.target is None
-    assert "load_universal is on" in decision.reason
-    assert "of the future" in decision.reason
+    assert "load_universal is on" in decision.reason and "of the future" in decision.reason
 
 
-def test_each_nodes_own_files_are_deepspeeds_where_they_are_there_and_nothing_is_lost(
+def test_deepspeed_loads_each_nodes_own_files_if_nothing_speaks_against_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job, folder = make_job(NodeLocalEngine(), Comm()), str(tmp_path)
-    target: Any = object()
-    unknown = ["Muon's momentum"]
+    job, folder, target = make_job(NodeLocalEngine(), Comm()), str(tmp_path), object()
+    unknown, known = ["Muon's momentum"], "DeepSpeed's own load is not known to be right with: "
     monkeypatch.setattr("deepspeed_ucp.load.choice.list_unknown", lambda _target, _index: unknown)
-    assert "is missing" in find_own_differences(job, folder, target)[-1]
-    torch.save({"ds_config": {}, "mp_world_size": 1}, tmp_path / STATES)
-    known = "DeepSpeed's own load is not known to be right with: "
-    assert find_own_differences(job, folder, target) == [f"{known}Muon's momentum"]
+    assert "is missing" in find_own_differences(job, folder, target)[-1]  # type: ignore[arg-type]
+    torch.save(EMPTY_STATES, tmp_path / STATES)
+    assert find_own_differences(job, folder, target) == [f"{known}Muon's momentum"]  # type: ignore[arg-type]
     unknown.clear()
     live = make_job(NodeLocalEngine(), Comm(), param_groups="live")
-    for held in (target, None):
-        assert find_own_differences(live, folder, held) == [f'{known}"param_groups" is "live"']
     weights = replace(live, arguments=LoadArguments(load_module_only=True))
-    assert find_own_differences(weights, folder, target) == [f"{known}load_module_only"]
-    assert find_own_differences(weights, folder) == []
+    for each, held, doubts in (
+        (live, target, [f'{known}"param_groups" is "live"']),
+        (live, None, [f'{known}"param_groups" is "live"']),
+        (weights, target, [f"{known}load_module_only"]),
+        (weights, None, []),
+    ):
+        assert find_own_differences(each, folder, held) == doubts  # type: ignore[arg-type]
     os.truncate(tmp_path / STATES, 100)
-    assert "truncated or damaged" in find_own_differences(job, folder, target)[0]
-    torch.save({"ds_config": {}, "mp_world_size": 1}, tmp_path / STATES)
+    assert "truncated or damaged" in find_own_differences(job, folder, target)[0]  # type: ignore[arg-type]
+    torch.save(EMPTY_STATES, tmp_path / STATES)
     monkeypatch.setattr("deepspeed_ucp.load.choice.look_at_engine", lambda _job: SimpleNamespace(target=target))
     decision = choose_loader(make_job(NodeLocalEngine(), Comm()), str(tmp_path))
     assert (decision.target, decision.index) == (target, None)
 
 
 @pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
-@pytest.mark.parametrize("after", [False, True])
-def test_an_engine_is_not_used_that_deepspeeds_own_load_has_failed_on(
+@pytest.mark.parametrize("after", [False, True], ids=["load", "refresh"])
+def test_an_engine_is_marked_if_deepspeeds_own_load_or_the_refresh_after_it_fails(
     after: bool, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or what is refreshed after it."""
-
     class Engine(SimpleNamespace):
         def step(self) -> str:
             return "stepped"
@@ -316,12 +299,14 @@ def test_an_engine_is_not_used_that_deepspeeds_own_load_has_failed_on(
 
     engine, more = Engine(optimizer=None, lr_scheduler=None), {"upstream": False, "unknown": ()}
     refreshed: list[object] = []
+    choice = LoaderChoice("of the future", target=SimpleNamespace())  # type: ignore[arg-type]
     refresh = fail if after else lambda target, **_: refreshed.append(target)
-    target: Any = SimpleNamespace()
-    choice = LoaderChoice("of the future", target=target)
-    monkeypatch.setattr("deepspeed_ucp.load.resume.choose_loader", lambda *_, **__: choice)
-    monkeypatch.setattr("deepspeed_ucp.load.resume.list_unsaved", lambda _engine: [])
-    monkeypatch.setattr("deepspeed_ucp.load.resume.refresh_after_own_load", refresh)
+    for name, stand_in in (
+        ("choose_loader", lambda *_, **__: choice),
+        ("list_unsaved", lambda _engine: []),
+        ("refresh_after_own_load", refresh),
+    ):
+        monkeypatch.setattr(f"deepspeed_ucp.load.resume.{name}", stand_in)
     with pytest.raises(error, match="its own"):
         _resume_tag(make_job(engine, Comm()), "folder", "tag", (lambda: (None, None)) if after else fail, **more)
     assert refreshed == []
@@ -332,19 +317,31 @@ def test_an_engine_is_not_used_that_deepspeeds_own_load_has_failed_on(
     assert engine.step() == "stepped"
 
 
-def test_torch_works_with_a_share_of_the_cores_while_a_rank_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+class StandIns:
+    """An engine, a target and an index, as far as `_load` uses them."""
+
+    def __init__(self, end: Callable[[], object] | None = None, **target: Callable[[], object]) -> None:
+        self.engine = SimpleNamespace(
+            _optimizer_has_ckpt_event_prologue=lambda: False,
+            _optimizer_has_ckpt_event_epilogue=lambda: end is not None,
+            optimizer=SimpleNamespace(checkpoint_event_epilogue=end),
+        )
+        swaps = SimpleNamespace(discard=target.get("discard", lambda: None))
+        self.target = SimpleNamespace(prepare=target.get("prepare", lambda: None), swaps=swaps)
+        self.index = SimpleNamespace(run=SimpleNamespace(state_file="states"), limits=Limits(), is_weights_alone=False)
+
+    def load(self, comm: Comm) -> Any:
+        return _load(make_job(self.engine, comm), "", self.index, self.target)  # type: ignore[arg-type]
+
+
+def test_torch_uses_a_share_of_the_cores_while_a_rank_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr("deepspeed_ucp.load.resume.load_direct", lambda *_: torch.get_num_threads())
-    engine = SimpleNamespace(
-        _optimizer_has_ckpt_event_prologue=lambda: False, _optimizer_has_ckpt_event_epilogue=lambda: False
-    )
-    target: Any = SimpleNamespace(prepare=lambda: None, swaps=SimpleNamespace(discard=lambda: None))
-    index: Any = SimpleNamespace(run=SimpleNamespace(state_file="states"), limits=Limits(), is_weights_alone=False)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        assert _load(make_job(engine, Comm()), "", index, target) == ("states", 1)
+        assert StandIns().load(Comm()) == ("states", 1)
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
@@ -352,10 +349,10 @@ def test_torch_works_with_a_share_of_the_cores_while_a_rank_loads(monkeypatch: p
 
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize(("alone", "ends"), [(None, [0, 1, 2]), (False, [0, 1, 2]), (True, [])])
-def test_what_is_collective_at_the_end_waits_for_no_rank_that_failed_alone(
+def test_the_collective_end_of_a_load_does_not_wait_for_a_rank_that_failed_alone(
     alone: bool | None, ends: list[int], before: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others are in another collective, or gone; the swap files go whatever happens."""
+    """The other ranks are in another collective, or have exited; swap files are discarded in any case."""
     ended, discarded = list[int](), list[int]()
 
     def load(job: LoadContext, *_: Any) -> None:
@@ -363,57 +360,35 @@ def test_what_is_collective_at_the_end_waits_for_no_rank_that_failed_alone(
             (job.comm.run if alone is False else lambda work: work())(lambda: 1 // 0)
 
     def run(rank: int, comm: Comm) -> None:
-        engine = SimpleNamespace(
-            _optimizer_has_ckpt_event_prologue=lambda: False,
-            _optimizer_has_ckpt_event_epilogue=lambda: True,
-            optimizer=SimpleNamespace(checkpoint_event_epilogue=lambda: ended.append(rank)),
-        )
-        swaps = SimpleNamespace(discard=lambda: discarded.append(rank))
         prepare = (lambda: 1 // rank) if before and alone is False else lambda: None
-        target: Any = SimpleNamespace(prepare=prepare, swaps=swaps)
-        index: Any = SimpleNamespace(run=SimpleNamespace(state_file="states"), limits=Limits(), is_weights_alone=False)
-        _load(make_job(engine, comm), "", index, target)
+        StandIns(lambda: ended.append(rank), prepare=prepare, discard=lambda: discarded.append(rank)).load(comm)
 
     monkeypatch.setattr("deepspeed_ucp.load.resume.load_direct", load)
     found = World(3).run(run)
     kind = {None: type(None), False: RemoteError, True: ZeroDivisionError}[alone]
     assert [type(each) for each in found] == [kind] * 3
-    assert sorted(ended) == ends
-    assert sorted(discarded) == [0, 1, 2]
+    assert (sorted(ended), sorted(discarded)) == (ends, [0, 1, 2])
 
 
-def test_damage_in_any_record_is_found(tmp_path: Path) -> None:
-    """At which torch.load does not look."""
-    model = Model((Param("a", (3, 5)),))
-    write_checkpoint(tmp_path, model, random_state(model, 0), Topology(1, 2), tag="tag")
-    index = open_checkpoint(str(tmp_path / "tag"), Comm())
-    run_ranks(2, lambda _, comm: verify_records(index, range(len(index.stored.records)), comm))
-    for record in (index.stored.records[0], index.stored.records[-1]):
-        flip(Path(index.stored.files[record.file].path), record.offset, 3)
-        with pytest.raises(CheckpointError, match="damaged"):
-            run_ranks(2, lambda _, comm: verify_records(index, range(len(index.stored.records)), comm))
-        flip(Path(index.stored.files[record.file].path), record.offset, 3)
-    run_ranks(2, lambda _, comm: verify_records(index, range(len(index.stored.records)), comm))
-
-
-def test_damage_is_looked_for_where_deepspeed_reads(tmp_path: Path) -> None:
-    """In the first place, whatever is nearer."""
+@pytest.mark.parametrize("number", [0, -1])
+def test_damage_is_looked_for_in_the_files_that_deepspeed_reads(number: int, tmp_path: Path) -> None:
+    """These are the first place's, even if another place is nearer. torch.load does not look at checksums."""
     model = Model((Param("a", (3, 5)),))
     for name in ("first", "near"):
         write_checkpoint(tmp_path / name, model, random_state(model, 0), Topology(1, 2), tag="tag")
     index = open_checkpoint(str(tmp_path / "first/tag"), Comm())
-    record = index.stored.records[-1]
+    record = index.stored.records[number]
     path = Path(index.stored.files[record.file].path)
     near = str(tmp_path / "near/tag" / path.name)
     files = [replace(file, places=(near, file.path)) if file.path == str(path) else file for file in index.stored.files]
     index = index.change(files=tuple(files))
     flip(Path(near), record.offset, 3)
-    assert find_damage(index, Comm(), others=True) == []
+    assert run_ranks(2, lambda _, comm: find_damage(index, comm, others=True)) == [[], []]
     flip(path, record.offset, 3)
-    (told,) = find_damage(index, Comm(), others=True)
-    assert f"{path}: the" in told
+    for (text,) in run_ranks(2, lambda _, comm: find_damage(index, comm, others=True)):
+        assert f"{path}: the" in text
     with pytest.raises(CheckpointError, match="the file is damaged"):
-        find_damage(index, Comm(), others=False)
+        run_ranks(2, lambda _, comm: find_damage(index, comm, others=False))
 
 
 @pytest.mark.parametrize("arguments", [{"load_module_only": True}, {"load_optimizer_states": False}])
@@ -431,7 +406,7 @@ CUT = CheckpointError("cut off.")
 
 
 class FallingBack:
-    """What a load with `fallback` takes of tags that are loaded, or that fail in given ways."""
+    """A run of three tags, a load with `fallback`, and the tags that it tries; some fail, some mark the engine."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.tried, self.engine = str(folder), list[str](), UpstreamEngine()
@@ -509,7 +484,7 @@ def falling_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FallingBack
 def test_a_checkpoints_own_folder_is_loaded(
     name: str, options: dict[str, bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By DeepSpeed as a tag below the folder above; no other tag takes its place, as with `tag=`."""
+    """DeepSpeed loads it as a tag below the parent folder; no other tag replaces it, as with `tag=`."""
     own, looked = tmp_path / "run" / "tag", list[str]()
     own.mkdir(parents=True)
     (own / name).touch()
@@ -538,7 +513,7 @@ def test_a_checkpoints_own_folder_is_loaded(
 def test_a_tag_without_a_seal_is_passed_over_by_name(
     falling_back: FallingBack, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What a save left that was cut off; where no tag has one, none had to be sealed."""
+    """Its save was cut off; if no tag has a seal, seals were off."""
     assert falling_back.load(seal=True) == "global_step3"
     for tag in ("global_step1", "global_step2"):
         (tmp_path / "run" / tag / SEAL).touch()
@@ -568,11 +543,9 @@ def test_seals_and_older_tags_are_looked_for_in_every_place(falling_back: Fallin
     assert falling_back.load(also=[str(there), str(tmp_path / "absent")]) == "global_step2"
 
 
-def test_older_tags_are_tried_on_an_engine_that_an_earlier_load_has_left_half_changed(
-    falling_back: FallingBack,
-) -> None:
+def test_older_tags_are_tried_on_an_engine_that_an_earlier_load_has_marked(falling_back: FallingBack) -> None:
     falling_back.fails, falling_back.marks = {"global_step3": CUT}, {"global_step3"}
-    for _ in range(2):  # marked anew, in the same words, by what this very load has done
+    for _ in range(2):  # each load marks the engine again, with the same message
         with pytest.raises(CheckpointError, match=r"^cut off\.$"):
             falling_back.load()
         assert falling_back.tried == ["global_step3"]
@@ -580,7 +553,7 @@ def test_older_tags_are_tried_on_an_engine_that_an_earlier_load_has_left_half_ch
     assert falling_back.load() == "global_step2"
 
 
-def test_what_a_load_held_is_given_back_before_an_older_tag_is_loaded(
+def test_a_failed_load_releases_its_memory_before_an_older_tag_is_loaded(
     falling_back: FallingBack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with without_collector() as failing:
@@ -593,16 +566,15 @@ def test_what_a_load_held_is_given_back_before_an_older_tag_is_loaded(
         assert falling_back.load() == "global_step1"
 
 
-def test_what_is_no_fault_of_the_files_is_told_and_no_older_tag_taken(falling_back: FallingBack) -> None:
-    errors = UnsupportedError("needs your consent."), StorageError("is under way."), OutOfReachError("is out of reach.")
-    for error in errors:
-        falling_back.fails = {"global_step3": error}
-        with pytest.raises(type(error), match=str(error)):
-            falling_back.load()
-        assert falling_back.tried == ["global_step3"]
+@pytest.mark.parametrize("kind", [UnsupportedError, StorageError, OutOfReachError])
+def test_an_error_that_is_no_fault_of_the_files_is_raised(kind: type[Exception], falling_back: FallingBack) -> None:
+    falling_back.fails = {"global_step3": kind("no fault of the files.")}
+    with pytest.raises(kind, match="no fault of the files."):
+        falling_back.load()
+    assert falling_back.tried == ["global_step3"]
 
 
-def test_a_further_place_that_is_out_of_reach_counts_where_older_tags_are_wanted(
+def test_a_further_place_out_of_reach_is_an_error_only_if_older_tags_are_needed(
     falling_back: FallingBack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may hold the newest of them."""
@@ -644,83 +616,74 @@ def refuse_path(work: Callable[..., Any], refused: str, path: Any, *rest: Any, *
 
 
 class Harmful:
-    """A class that nobody has allowed, and that has something run when it is made."""
+    """A class without consent, whose unpickling runs code."""
 
     def __setstate__(self, state: object) -> None:
         raise AssertionError("code of a checkpoint ran")
 
 
 class NodeLocalEngine:
-    """As much of a stage-0 engine as its own files are held against, where every node keeps its own."""
+    """The part of a stage-0 engine that is compared with its files, if every node has files of its own."""
 
     optimizer = None
     has_moe_layers = False
     mp_world_size = 1
     num_experts: tuple[int, ...] = ()
+    use_node_local_storage = staticmethod(lambda: True)
+    bfloat16_enabled = fp16_enabled = zero_elastic_checkpoint = staticmethod(lambda: False)
+    zero_optimization_stage = staticmethod(lambda: 0)
 
     def __init__(self) -> None:
         self.module = torch.nn.Linear(2, 2)
         self._config = SimpleNamespace(use_data_before_expert_parallel_=False)
 
-    def use_node_local_storage(self) -> bool:
-        return True
-
-    def bfloat16_enabled(self) -> bool:
-        return False
-
-    fp16_enabled = bfloat16_enabled
-
-    zero_elastic_checkpoint = bfloat16_enabled
-
-    def zero_optimization_stage(self) -> int:
-        return 0
-
     def _get_ckpt_name(self, folder: str, tag: str) -> str:
         return f"{folder}/{tag}/{STATES}"
 
 
+EMPTY_STATES = {"ds_config": {}, "mp_world_size": 1}
+
+
 @pytest.mark.usefixtures("uncovered")
-@pytest.mark.parametrize("name", [STATES, "layer_0_expert_3_mp_rank_00_model_states.pt"])
-def test_code_in_files_that_only_deepspeed_reads_is_refused_on_every_rank(name: str, tmp_path: Path) -> None:
-    torch.save({"ds_config": {}, "mp_world_size": 1}, tmp_path / STATES)
-    torch.save({"ds_config": {}, "mp_world_size": 1, "client": Harmful()}, tmp_path / name)
+@pytest.mark.parametrize(
+    ("name", "upstream"),
+    [
+        (STATES, False),
+        ("layer_0_expert_3_mp_rank_00_model_states.pt", False),
+        (STATES, True),
+        ("zero/optimizer_state.pt", True),
+        ("zero/layer.weight/fp32.pt", True),
+    ],
+)
+def test_code_in_files_that_only_deepspeed_reads_is_refused_on_every_rank(
+    name: str, upstream: bool, tmp_path: Path
+) -> None:
+    """Also in those of an atomic checkpoint (upstream)."""
+    (tmp_path / "zero" / "layer.weight").mkdir(parents=True)
+    torch.save(EMPTY_STATES, tmp_path / STATES)
+    torch.save({**EMPTY_STATES, "client": Harmful()}, tmp_path / name)
     torch.save({"client": Harmful()}, tmp_path / "of_the_user.pt")
 
     def choose(comm: Comm, **options: bool) -> str:
-        return choose_loader(make_job(NodeLocalEngine(), comm, **options), str(tmp_path)).reason
+        job = make_job(NodeLocalEngine(), comm, **options)
+        return choose_loader(job, str(tmp_path), upstream=upstream).reason
 
+    reason = "load_universal" if upstream else "own files"
     for ranks in (1, 2):
         with pytest.raises(UnsupportedError, match=rf"{name}: holds objects that are not unpickled.*Harmful"):
             run_ranks(ranks, lambda _, comm: choose(comm))
-    assert "own files" in choose(Comm(), trust_pickle=True)
-    torch.save({"ds_config": {}, "mp_world_size": 1}, tmp_path / name)
-    assert "own files" in choose(Comm())
+    assert reason in choose(Comm(), trust_pickle=True)
+    torch.save(EMPTY_STATES, tmp_path / name)
+    assert reason in choose(Comm())
 
 
 @pytest.mark.usefixtures("uncovered")
-def test_every_nodes_own_files_are_looked_at(tmp_path: Path) -> None:
+def test_the_files_of_every_node_are_searched_for_code(tmp_path: Path) -> None:
     """Two containers of one machine, each with a folder of its own."""
     for rank in range(2):
         (tmp_path / str(rank)).mkdir()
-        torch.save({"ds_config": {}, "mp_world_size": 1}, tmp_path / str(rank) / STATES)
+        torch.save(EMPTY_STATES, tmp_path / str(rank) / STATES)
     torch.save({}, tmp_path / "0" / "layer_1_expert_0_mp_rank_00_model_states.pt")
-    torch.save({"ds_config": {}, "mp_world_size": 1, "client": Harmful()}, tmp_path / "0" / STATES)
+    torch.save({**EMPTY_STATES, "client": Harmful()}, tmp_path / "0" / STATES)
     with pytest.raises(UnsupportedError, match=f"{STATES}.*Harmful"):
         run_ranks(2, lambda rank, comm: choose_loader(make_job(NodeLocalEngine(), comm), str(tmp_path / str(rank))))
-
-
-@pytest.mark.usefixtures("uncovered")
-@pytest.mark.parametrize("name", [STATES, "zero/optimizer_state.pt", "zero/layer.weight/fp32.pt"])
-def test_code_in_an_atomic_checkpoint_is_refused_before_deepspeed_loads_it(name: str, tmp_path: Path) -> None:
-    (tmp_path / "zero" / "layer.weight").mkdir(parents=True)
-    torch.save({"client": Harmful()}, tmp_path / name)
-
-    def choose(comm: Comm, **options: bool) -> str:
-        return choose_loader(make_job(NodeLocalEngine(), comm, **options), str(tmp_path), upstream=True).reason
-
-    for ranks in (1, 2):
-        with pytest.raises(UnsupportedError, match=rf"{name}: holds objects that are not unpickled.*Harmful"):
-            run_ranks(ranks, lambda _, comm: choose(comm))
-    assert "load_universal" in choose(Comm(), trust_pickle=True)
-    torch.save({}, tmp_path / name)
-    assert "load_universal" in choose(Comm())
