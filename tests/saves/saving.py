@@ -1,11 +1,12 @@
-"""Saves in memory without any engine: made files, a record, a writer in this process."""
+"""Saves in memory without an engine: made files, a record, and a writer in this process."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,29 +17,32 @@ import torch
 
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import UcpError
+from deepspeed_ucp.io.store import list_folder, read_small
 from deepspeed_ucp.saves import coordination, places, to_folder, to_store
 from deepspeed_ucp.saves.memory import LOCK, Destination, Job, Snapshot
 from deepspeed_ucp.saves.writer import SaveWriter
 from deepspeed_ucp.sources import open_checkpoint
+from deepspeed_ucp.sources.files import PUBLISHED, SEAL, resolve_published
 from deepspeed_ucp.sources.older import is_sealed
 from tests.convert.conversions import write_source
+from tests.support.memory import read_tree
 
 TAG = "global_step3"
 
 PATIENCE = 120.0
-"""Seconds for what is to come: longer than a busy machine takes."""
+"""Seconds to wait for other processes and threads: longer than a busy machine takes."""
 
 MODULES = (places, coordination, to_folder, to_store)
 """Modules that write a save to a place."""
 
 SETTINGS = {"keep": 1, "wait_s": PATIENCE, "storage_options": None}
-"""Of a writer."""
+"""Settings of a writer."""
 
 
 def make_save(
     job: Job, *folders: str | Destination, tag: str = TAG, keep: int | None = None, **changes: Any
 ) -> Snapshot:
-    """The next save of a job: whole, of other weights than the last one."""
+    """Make the next save of a job: complete, with other weights than the last one."""
     number = max(job.list_numbers(), default=0) + 1
     folder = Path(job.find_folder(number))
     made = write_source(folder, number)
@@ -51,6 +55,78 @@ def make_save(
     save = replace(save, **changes)
     save.write_record()
     return save
+
+
+class Run:
+    """A job of this process that saves into memory, and the folder or URL that its saves go to."""
+
+    def __init__(self, folder: Path, place: str = "", *, memory: str = "memory", name: str = "job") -> None:
+        self.folder, self.place = folder, place or str(folder / "place")
+        self.job = Job(str(folder / memory / name))
+        self.job.own()
+
+    def save(self, *folders: str, **changes: Any) -> Snapshot:
+        """Make the next save, to folders below the test's folder or to the place."""
+        return make_save(self.job, *([str(self.folder / each) for each in folders] or [self.place]), **changes)
+
+    def write(self, *, wait: float = PATIENCE) -> bool:
+        """Write the pending saves by a new writer; return True if none failed."""
+        return write(self.job, wait=wait)
+
+    def write_save(self, *folders: str, **changes: Any) -> Snapshot:
+        """Make the next save and write it."""
+        made = self.save(*folders, **changes)
+        assert self.write()
+        return made
+
+    def list_names(self) -> set[str]:
+        """Return the names in the place."""
+        return set(list_folder(self.place))
+
+    @property
+    def latest(self) -> str:
+        """Content of the place's ``latest``."""
+        return read_small(f"{self.place}/latest").decode()
+
+    def is_whole(self, tag: str = TAG) -> bool:
+        return is_whole(f"{self.place}/{tag}")
+
+    def holds(self, save: Snapshot) -> bool:
+        """Return True if the place has a complete tag with exactly the files of a save."""
+        tag = resolve_published(f"{self.place}/{save.tag}")
+        return is_whole(f"{self.place}/{save.tag}") and strip(read_tree(tag)) == read_tree(f"{save.folder}/{save.tag}")
+
+    def list_late(self) -> list[str]:
+        """Return the tags that a place lacks."""
+        return [save.tag for save in self.job.list_saves() if save.list_pending()]
+
+
+def make_parts(folder: Path) -> list[Run]:
+    """Make the memory of two nodes, each with its part of one save; ``whole`` has all files."""
+    nodes = [Run(folder, memory=f"node{node}") for node in range(2)]
+    whole = sorted(write_source(folder / "whole").iterdir())
+    for node, run in enumerate(nodes):
+        part = Path(run.job.find_folder(1), TAG)
+        part.mkdir(parents=True)
+        for path in whole[node::2]:
+            shutil.copy(path, part)
+        place = (Destination(run.place),)
+        Snapshot("job", 1, run.place, TAG, 3, True, node, 2, place, str(part.parent)).write_record()
+    return nodes
+
+
+def begin(save: Snapshot) -> None:
+    """Record that the first node has begun to write a save; other nodes wait for that."""
+    name = os.path.basename(to_folder._name_aside(save, save.places[0]))
+    coordination.begin_writing(replace(save, node=0), save.places[0], name, str)
+
+
+def write_both(nodes: Sequence[Run]) -> None:
+    """Write the parts of two nodes at the same time."""
+    first = threading.Thread(target=nodes[0].write)
+    first.start()
+    assert nodes[1].write()
+    first.join()
 
 
 def find_step(name: str) -> Callable[..., Any]:
@@ -68,6 +144,20 @@ def replace_steps(steps: Mapping[str, object]) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def call_before(name: str, act: Callable[[], object]) -> Iterator[None]:
+    """Call ``act`` once, before a writer calls a function for the first time."""
+    step, acts = find_step(name), [act]
+
+    def call(*args: Any, **options: Any) -> Any:
+        if acts:
+            acts.pop()()
+        return step(*args, **options)
+
+    with replace_steps({name: call}):
+        yield
+
+
 def set_counter(folder: Path, key: str, value: object) -> None:
     """Change a value in all model states of a tag."""
     for path in folder.glob("*model_states.pt"):
@@ -75,26 +165,26 @@ def set_counter(folder: Path, key: str, value: object) -> None:
 
 
 def write(job: Job, *, wait: float = PATIENCE) -> bool:
-    """What a new writer does with what is pending; whether nothing failed."""
+    """Write a job's pending saves by a new writer; return True if none failed."""
     return SaveWriter(job, 1, wait).write_pending()
 
 
 @contextmanager
 def run_writer(writer: SaveWriter) -> Iterator[Callable[[], object]]:
-    """Run a writer as its process does, in a thread, to its end; what tells it of a save."""
+    """Run a writer in a thread, as its process does, to its end; yield a function that announces a save."""
     read, write = os.pipe()
-    with open(read) as lines, open(write, "wb", buffering=0) as told, mock.patch.object(sys, "stdin", lines):
+    with open(read) as lines, open(write, "wb", buffering=0) as pipe, mock.patch.object(sys, "stdin", lines):
         thread = threading.Thread(target=writer.run)
         thread.start()
         try:
-            yield lambda: told.write(b"\n")
+            yield lambda: pipe.write(b"\n")
         finally:
-            told.close()
+            pipe.close()
             thread.join()
 
 
 def is_whole(folder: str) -> bool:
-    """Whether a tag's folder has a seal, and its files are those that were sealed."""
+    """Return True if a tag's folder has a seal that matches its files."""
     try:
         open_checkpoint(folder, Comm())
     except UcpError:
@@ -103,12 +193,12 @@ def is_whole(folder: str) -> bool:
 
 
 def strip(content: dict[str, bytes]) -> dict[str, bytes]:
-    """Without the seal."""
-    return {name: data for name, data in content.items() if name != "ucp_seal.json"}
+    """Return the files of a tag without its seal."""
+    return {name: data for name, data in content.items() if name not in (SEAL, PUBLISHED)}
 
 
 def find_writer(job: Job) -> int:
-    """The number of the process that writes a job's saves: it has the lock's file, the one that started it has not."""
+    """Return the process that writes a job's saves: it has the lock file open, and its starter has not."""
     lock = os.path.join(job.folder, LOCK)
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):

@@ -106,6 +106,11 @@ class FakeStore(stores.LocalStore):
     def __init__(self, root: Path) -> None:
         self.root, self.held, self.stop = str(root), dict[str, int](), lambda: None
 
+    def load(self) -> None:
+        """Take the objects from the folder, which another process has changed."""
+        files = (path for path in Path(self.root).rglob("*") if path.is_file())
+        self.held = {f"fake://{path.relative_to(self.root)}": hash(path.read_bytes()) for path in files}
+
     def find(self, url: str) -> str:
         """Return the path of an object."""
         return os.path.join(self.root, url.removeprefix("fake://"))

@@ -8,52 +8,44 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
-CALLS = (
-    "pwrite",
-    "pwritev",
-    "write",
-    "rename",
-    "replace",
-    "unlink",
-    "link",
-    "mkdir",
-    "rmdir",
-    "fsync",
-    "ftruncate",
-    "open",
-)
-"""What changes files, as Python names it; the calls are counted together, over all threads."""
+_CHANGING = (
+    "pwrite", "pwritev", "write", "rename", "replace", "unlink", "link", "mkdir", "rmdir", "fsync", "ftruncate", "open"
+)  # fmt: skip
+CALLS = tuple((os, name) for name in _CHANGING)
+"""Functions that change files; their calls are counted together, over all threads."""
+
+Calls = Sequence[tuple[object, str]]
 
 _ALARM = 120
 
 
 @contextmanager
-def intercept(act: Callable[[int, str, tuple[Any, ...]], None]) -> Iterator[None]:
+def intercept(act: Callable[[int, str, tuple[Any, ...]], None], calls: Calls = CALLS) -> Iterator[None]:
     """Call ``act(number, name, arguments)`` before each of the calls (`open`: only where it creates or truncates)."""
     numbers, lock = count(), threading.Lock()
-    originals = {name: getattr(os, name) for name in CALLS}
+    originals = [(owner, name, getattr(owner, name)) for owner, name in calls]
 
-    def wrap(name: str) -> Callable[..., Any]:
+    def wrap(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if name != "open" or (len(args) > 1 and args[1] & (os.O_CREAT | os.O_TRUNC)):
                 with lock:
                     act(next(numbers), name, args)
-            return originals[name](*args, **kwargs)
+            return original(*args, **kwargs)
 
         return wrapper
 
     try:
-        for name in CALLS:
-            setattr(os, name, wrap(name))
+        for owner, name, original in originals:
+            setattr(owner, name, wrap(name, original))
         yield
     finally:
-        for name, original in originals.items():
-            setattr(os, name, original)
+        for each in originals:
+            setattr(*each)
 
 
 def run_child(work: Callable[[], object]) -> int:
@@ -82,7 +74,7 @@ def run_child(work: Callable[[], object]) -> int:
     return code
 
 
-def run_dying(work: Callable[[], object], at: int, *, torn: bool = False) -> bool:
+def run_dying(work: Callable[[], object], at: int, *, torn: bool = False, calls: Calls = CALLS) -> bool:
     """Run ``work`` in a child that is killed at call number ``at``; whether it came to that.
 
     Args:
@@ -98,7 +90,7 @@ def run_dying(work: Callable[[], object], at: int, *, torn: bool = False) -> boo
         os.kill(os.getpid(), signal.SIGKILL)
 
     def run() -> None:
-        with intercept(act):
+        with intercept(act, calls):
             work()
 
     return run_child(run) == -signal.SIGKILL
@@ -133,10 +125,10 @@ def failing(
         yield
 
 
-def list_calls(work: Callable[[], object]) -> list[str]:
+def list_calls(work: Callable[[], object], calls: Calls = CALLS) -> list[str]:
     """The names of the calls that ``work`` makes, in this process."""
     names: list[str] = []
-    with intercept(lambda _number, name, _args: names.append(name)):
+    with intercept(lambda _number, name, _args: names.append(name), calls):
         work()
     return names
 

@@ -1,0 +1,102 @@
+"""Two nodes of a job, each with a writer that copies its saves to the other one, in this process."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from deepspeed_ucp.saves.copies import Peer, Replicator
+from deepspeed_ucp.saves.memory import Job, Snapshot, find_root, name_job
+from tests.saves.saving import PATIENCE, TAG, make_save
+from tests.support.until import wait_until
+
+SECRET = "ab" * 32
+
+
+class Nodes:
+    """Two nodes of a job: their memory, and the writer of each, which copies to the other one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, name = folder, name_job()
+        self.memories = [str(folder / f"memory{node}") for node in range(2)]
+        self.jobs = [Job(os.path.join(find_root(memory), name)) for memory in self.memories]
+        self.writers = list[Replicator]()
+        self.listeners = [socket.create_server(("127.0.0.1", 0)) for _ in self.jobs]
+        for job in self.jobs:
+            job.own()
+
+    def describe(self, node: int) -> dict[str, Any]:
+        """Settings of a node's writer."""
+        address = list(self.listeners[1 - node].getsockname())
+        return {
+            "secret": SECRET, "name": f"host{node}", "nodes": 2, "to": 1 - node, "from": 1 - node, "address": address
+        }  # fmt: skip
+
+    def make(self, node: int, wait: float = PATIENCE, **settings: Any) -> Replicator:
+        return Replicator(self.jobs[node], {**self.describe(node), **settings}, self.listeners[node], 1, wait)
+
+    def start(self, *numbers: int, wait: float = PATIENCE, **settings: Any) -> Replicator:
+        """Start the writers of nodes; return the last one."""
+        for node in numbers:
+            self.writers.append(self.make(node, wait, **settings))
+            self.writers[-1].start()
+        return self.writers[-1]
+
+    def copy(self, save: Snapshot) -> None:
+        """Copy a save of the first node to the second one, with nothing else going on."""
+        ours, theirs = socket.socketpair()
+        sender, receiver = self.make(0), self.make(1)
+        receiver._served.acquire()
+        thread = threading.Thread(target=receiver._serve_one, args=(ours,))
+        thread.start()
+        with mock.patch.object(socket, "create_connection", return_value=theirs):
+            sender._send(save)
+        thread.join()
+
+    def stop(self) -> None:
+        """Stop the writers."""
+        for writer in self.writers:
+            writer.wait = 0.0
+            writer.finish()
+        for listener in self.listeners:
+            with suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)
+        wait_until(lambda: not [each for each in threading.enumerate() if re.search("copies|_serve_one", each.name)])
+
+    def close(self) -> None:
+        self.stop()
+        for listener in self.listeners:
+            listener.close()
+
+    def save(self, node: int, tag: str = TAG, **changes: Any) -> Snapshot:
+        """Make a node's part of its next save, which is to be copied now."""
+        made = make_save(self.jobs[node], str(self.folder / "place"), tag=tag, node=node, nodes=2, **changes)
+        self.jobs[node].note_copying(0, made.number)
+        return made
+
+    def save_copied(self, node: int = 0) -> Snapshot:
+        """Make a node's part and wait until the other node has a copy."""
+        made = self.save(node)
+        wait_until(lambda: made.read_copied().get(str(1 - node)))
+        return made
+
+    def list_copies(self, node: int) -> list[int]:
+        """Return the numbers of the copies in a node's memory."""
+        return [copy.number for copy in self.jobs[node].list_copies()]
+
+    @contextmanager
+    def call(self, secret: str = SECRET) -> Iterator[Peer]:
+        """Yield an authenticated connection to the second node."""
+        sock = socket.create_connection(self.listeners[1].getsockname(), PATIENCE)
+        peer = Peer(sock, bytes.fromhex(secret), accepted=False)
+        try:
+            yield peer
+        finally:
+            peer.close()

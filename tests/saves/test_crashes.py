@@ -1,0 +1,143 @@
+"""Writers that are killed at any call: ``latest`` always names a complete save, and the next attempt completes it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from tests.convert.conversions import read_bytes
+from tests.saves.nodes import Nodes
+from tests.saves.saving import TAG, Run, begin, make_parts, replace_steps
+from tests.saves.stepping import PLACE, FakeStore, use_store
+from tests.support.crash import CALLS, Calls, list_calls, run_dying
+
+
+@dataclass
+class Case:
+    """A writer to kill.
+
+    Attributes:
+        work: one attempt of the writer.
+        check_killed: called after the kill.
+        check_ended: called after the next attempt.
+        calls: functions before whose calls it is killed.
+        step: it is killed at each call of this number.
+        reset: called after the folder is as it was at the beginning.
+    """
+
+    work: Callable[[], object]
+    check_killed: Callable[[], object]
+    check_ended: Callable[[], object]
+    calls: Calls = CALLS
+    step: int = 1
+    reset: Callable[[], object] = field(default=lambda: None)
+
+
+def overwrite(run: Run) -> Case:
+    """Overwrite a tag that ``latest`` names."""
+
+    def check_killed() -> None:
+        assert run.is_whole(run.latest)
+
+    def check_ended() -> None:
+        assert run.is_whole() and run.latest == TAG
+        assert run.list_names() == {TAG, "latest", "zero_to_fp32.py"}
+
+    run.write_save()
+    run.save()
+    return Case(run.write, check_killed, check_ended, step=1 if os.environ.get("UCP_EXHAUSTIVE") else 3)
+
+
+def write_to_folder(folder: Path, _: ExitStack) -> Case:
+    return overwrite(Run(folder))
+
+
+def write_to_store(folder: Path, stack: ExitStack) -> Case:
+    fake = FakeStore(folder / "store")
+    os.makedirs(fake.root)
+    stack.enter_context(use_store(fake))
+    stack.enter_context(
+        replace_steps({"put_file": fake.put_file, "map_threads": lambda work, items, _: [work(each) for each in items]})
+    )
+    return replace(overwrite(Run(folder, PLACE)), calls=[(fake, "stop")], step=1, reset=fake.load)
+
+
+def write_part(folder: Path, killed: int) -> Case:
+    """Write one node's part of a save; the other node's part is there unless it waits for the first node."""
+    nodes = make_parts(folder)
+    begin(nodes[0].job.list_saves()[0])
+    if killed == 0:
+        assert nodes[1].write()
+
+    def check_ended() -> None:
+        assert nodes[0].write(wait=0.5) and nodes[0].is_whole()
+        assert nodes[0].list_names() == {TAG, "latest"}
+
+    def work() -> None:
+        assert nodes[killed].write(wait=0.5)
+
+    return Case(work, lambda: None, check_ended)
+
+
+def copy_to_node(folder: Path, stack: ExitStack) -> Case:
+    """Copy a part to another node's memory. Both ends are killed."""
+    nodes = Nodes(folder)
+    stack.callback(nodes.close)
+    first = nodes.save(0, tag="first")
+    nodes.copy(first)
+    nodes.jobs[1].note_copying(1, 2)
+    save = nodes.save(0)
+
+    def check_killed() -> None:
+        numbers = nodes.list_copies(1)
+        assert 1 in numbers and (2 in numbers or not save.read_copied())
+
+    def check_ended() -> None:
+        for made in (first, save):
+            (copy,) = [each for each in nodes.jobs[1].list_copies() if each.number == made.number]
+            assert read_bytes(Path(copy.folder) / made.tag) == read_bytes(Path(made.folder) / made.tag)
+
+    return Case(lambda: nodes.copy(save), check_killed, check_ended)
+
+
+CASES: dict[str, Callable[[Path, ExitStack], Case]] = {
+    "folder": write_to_folder,
+    "store": write_to_store,
+    "first node": lambda folder, _: write_part(folder, 0),
+    "second node": lambda folder, _: write_part(folder, 1),
+    "copy": copy_to_node,
+}
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as made:
+        yield made
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_killed_at_any_call(kind: str, tmp_path: Path, stack: ExitStack) -> None:
+    folder, kept = tmp_path / "here", tmp_path / "kept"
+    case = CASES[kind](folder, stack)
+    shutil.copytree(folder, kept)
+
+    def reset() -> None:
+        shutil.rmtree(folder)
+        shutil.copytree(kept, folder)
+        case.reset()
+
+    calls = len(list_calls(case.work, case.calls))
+    assert calls > 8
+    for at in range(0, calls, case.step):
+        reset()
+        assert run_dying(case.work, at, calls=case.calls), at
+        case.reset()
+        case.check_killed()
+        case.work()
+        case.check_ended()

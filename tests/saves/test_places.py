@@ -1,0 +1,130 @@
+"""Saves that a writer puts into a folder or a store: complete before ``latest`` names them, and nothing of others."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from deepspeed_ucp.io.store import list_folder, list_tree, read_small, write_small
+from tests.saves.saving import TAG, Run, call_before
+from tests.stores.server import BUCKET, Server, fail_first
+
+
+@pytest.fixture(params=["folder", "store"])
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> Run:
+    if request.param == "folder":
+        return Run(tmp_path)
+    request.getfixturevalue("server")
+    return Run(tmp_path, f"s3://{BUCKET}/{tmp_path.name}")
+
+
+@pytest.fixture
+def other(run: Run, tmp_path: Path) -> Run:
+    """A job on another machine, for the same place."""
+    return Run(tmp_path, run.place, memory="other", name="other")
+
+
+SCRIPT = "zero_to_fp32.py"
+
+
+def list_basenames(folder: str) -> set[str]:
+    return {os.path.basename(name) for name in list_tree(folder)}
+
+
+def test_a_save_comes_to_its_place(run: Run) -> None:
+    """Without the cache of an atomic checkpoint that a load has left next to its tag in memory."""
+    made = run.save()
+    (Path(made.folder) / f"{TAG}_universal" / "zero").mkdir(parents=True)
+    (Path(made.folder) / f"{TAG}_universal" / "zero" / "half").write_text("of an atomic checkpoint")
+    assert run.write()
+    assert run.holds(made) and run.list_names() == {TAG, "latest", SCRIPT} and run.latest == TAG
+    assert run.list_late() == [] and list(made.read_done()) == [run.place]
+
+
+def test_a_tag_that_is_overwritten_has_the_new_save_alone(run: Run) -> None:
+    run.write_save()
+    names = sorted(map(os.path.basename, list_tree(run.place)))
+    assert run.holds(run.write_save())
+    assert sorted(map(os.path.basename, list_tree(run.place))) == names
+
+
+def test_files_of_others_in_a_tag_stay(run: Run) -> None:
+    """Also another tag below it, when the tag is overwritten by fewer ranks and when it is removed."""
+    tag = f"{run.place}/{TAG}"
+    kept = {"arguments.json": b"{}", "below/mp_rank_00_model_states.pt": b"another tag's"}
+    Path(tag, "below").mkdir(parents=True) if "://" not in tag else None
+    for name, data in {**kept, "zero_pp_rank_9_mp_rank_00_optim_states.pt": b"of another save"}.items():
+        write_small(f"{tag}/{name}", data)
+    made = run.write_save(keep=1)
+    names = {os.path.basename(name) for name in made.list_files()} | {"ucp_seal.json", "arguments.json", SCRIPT}
+    assert list_basenames(tag) | {SCRIPT} == names | ({"ucp_published.json"} if "://" in tag else set())
+    assert run.is_whole() and read_small(f"{tag}/below/mp_rank_00_model_states.pt") == b"another tag's"
+    run.write_save(tag="next", keep=1)
+    assert {name: read_small(f"{tag}/{name}") for name in list_tree(tag)} == kept
+    assert not [name for name in run.list_names() if name.startswith(".")]
+
+
+def test_a_place_keeps_the_number_of_saves_that_was_asked_for(run: Run) -> None:
+    """And the one that ``latest`` names, and other folders."""
+    os.makedirs(f"{run.place}/theirs") if "://" not in run.place else None
+    write_small(f"{run.place}/theirs/file", b"1")
+    for tag in "abcd":
+        run.write_save(tag=tag, keep=2, latest=tag == "a")
+    assert run.list_names() == {"a", "c", "d", "latest", "theirs", SCRIPT}
+
+
+def test_a_tag_that_another_job_has_saved_again_is_not_removed(run: Run, other: Run) -> None:
+    run.write_save(tag="a", keep=1)
+    other.save(tag="a")
+    theirs = other.write_save(tag="a")
+    run.write_save(tag="b", keep=1)
+    assert other.holds(theirs)
+
+
+@pytest.mark.parametrize(("step", "named"), [(1, "theirs"), (9, TAG)])
+def test_latest_does_not_go_back_behind_another_jobs_save(step: int, named: str, run: Run, other: Run) -> None:
+    other.save(tag="theirs", step=3)
+    run.save(step=step)
+    with call_before("seal_folder", other.write):
+        assert run.write()
+    assert run.latest == named and run.is_whole()
+
+
+def test_a_tag_that_is_saved_again_while_it_is_written(run: Run) -> None:
+    run.save()
+    with call_before("sign_part", run.save):
+        assert run.write()
+    (made,) = run.job.list_saves()
+    assert made.number == 2 and run.holds(made)
+
+
+def test_a_part_of_an_earlier_save_does_not_complete_a_later_one(run: Run, tmp_path: Path) -> None:
+    """The other node has written its part of a save that the first node gave up."""
+    node = Run(tmp_path, run.place, memory="node1")
+    for _ in range(2):
+        run.save(nodes=2)
+        assert not run.write(wait=0.2)
+        assert not {"latest", TAG} <= run.list_names() and not run.is_whole()
+        node.write_save(node=1, nodes=2)
+    assert run.write() and run.is_whole()
+    assert not [name for name in list_tree(run.place) if ".ucp-written" in name]
+
+
+@pytest.mark.parametrize("fault", ["503", "reset", "lost"])
+def test_a_store_that_fails_now_and_then_gets_everything(fault: str, tmp_path: Path, server: Server) -> None:
+    run = Run(tmp_path, f"s3://{BUCKET}/{fault}")
+    run.save()
+    with server.failing(fail_first(1, fault, method="PUT")):
+        assert run.write()
+    assert run.is_whole()
+
+
+def test_a_store_that_is_down_has_nothing(tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    run = Run(tmp_path, f"s3://{BUCKET}/down")
+    run.save()
+    with server.failing(lambda environ: "403" if environ["REQUEST_METHOD"] == "PUT" else None):
+        assert not run.write()
+    assert "not written, to be tried again" in caplog.text and "down" not in list_folder(f"s3://{BUCKET}")
+    assert run.write() and run.is_whole()
