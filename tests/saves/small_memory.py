@@ -8,7 +8,6 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 from deepspeed_ucp.config import SaveOptions, UniversalConfig
@@ -19,6 +18,7 @@ from deepspeed_ucp.saves.saving import finish_saves, save_into_memory
 from deepspeed_ucp.saves.writer import list_late
 from tests.convert.conversions import write_source
 from tests.saves.saving import PATIENCE, find_writer, is_whole
+from tests.saves.training import Engine
 from tests.support.until import wait_until
 
 folder = Path(sys.argv[1])
@@ -26,10 +26,7 @@ memory, place = folder / "memory", folder / "place"
 memory.mkdir()
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "small", str(memory)], check=True)
 savers.STARTING = PATIENCE
-engine = SimpleNamespace(
-    global_steps=3, optimizer=None, module=SimpleNamespace(parameters=list), save_non_zero_checkpoint=False,
-    checkpoint_engine=SimpleNamespace(is_decoupled=lambda: False), use_node_local_storage=lambda: False,
-)  # fmt: skip
+engine = Engine()
 config = UniversalConfig(save=SaveOptions(memory=str(memory), wait_s=PATIENCE))
 
 

@@ -347,6 +347,15 @@ def test_a_node_that_knows_itself_by_a_loopback_address_is_reached_by_its_name()
     assert find_address(here, 1) == "127.0.0.1"
 
 
+def test_the_address_of_a_node_is_the_one_on_the_way_to_the_master(monkeypatch: pytest.MonkeyPatch) -> None:
+    probe = mock.MagicMock()
+    probe.__enter__.return_value = mock.Mock(getsockname=lambda: ("10.0.0.2", 1))
+    monkeypatch.setattr(socket, "socket", lambda *_: probe)
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    found = [neighbours._describe_node(SaveOptions(address=each))[1:] for each in (None, "10.1.1.1")]
+    assert found == [("10.0.0.2", "10.0.0.1"), ("10.1.1.1", "10.0.0.1")]
+
+
 class TwoNodes(Comm):
     """Two ranks, of which this one is the first node's; the other one's values are given."""
 

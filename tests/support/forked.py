@@ -6,7 +6,6 @@ For whole jobs, which begin and end as a process does. What has to begin in a fr
 from __future__ import annotations
 
 import atexit
-import ctypes
 import importlib
 import os
 import runpy
@@ -29,17 +28,15 @@ def start_script(
     variables: Mapping[str, object],
     *,
     errors: Path | None = None,
-    network: int = 0,
 ) -> BaseProcess:
     """``python SCRIPT ARGUMENTS`` with further environment variables; what it prints is added to ``log``.
 
     Args:
         errors: to which its errors are added instead.
-        network: a process whose user and network namespaces it is in (0: in this process's own).
     """
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     environment |= {name: str(value) for name, value in variables.items()}
-    call = (str(script), [str(each) for each in arguments], [str(log), str(errors or log)], environment, network)
+    call = (str(script), [str(each) for each in arguments], [str(log), str(errors or log)], environment)
     process = _choose_context("cpu").Process(target=_run, args=call, name=script.name)
     with mock.patch.dict(os.environ, DS_ACCELERATOR="cpu"):  # where the fork server is to be started yet
         process.start()
@@ -47,9 +44,7 @@ def start_script(
     return process
 
 
-def _run(script: str, arguments: list[str], logs: list[str], environment: dict[str, str], network: int) -> None:
-    if network:
-        _enter(network)
+def _run(script: str, arguments: list[str], logs: list[str], environment: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
     for number, log in enumerate(logs, 1):
@@ -62,11 +57,3 @@ def _run(script: str, arguments: list[str], logs: list[str], environment: dict[s
     finally:  # as an interpreter ends; multiprocessing leaves the second one out
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
-
-
-def _enter(process: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    for kind in ("user", "net"):
-        with open(f"/proc/{process}/ns/{kind}") as namespace:
-            if libc.setns(namespace.fileno(), 0):
-                raise OSError(ctypes.get_errno(), f"setns {kind}")
