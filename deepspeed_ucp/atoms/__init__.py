@@ -1,7 +1,6 @@
-"""The atomic view of a checkpoint: atoms, where their fragments lie, and what belongs to them.
+"""Pure data of a checkpoint: atoms, each one state of one parameter, and the byte ranges of the files that hold them.
 
-Pure data: no torch, no files. An atom is one (parameter, state) of the model, whole; the index says which byte ranges
-of which files make it up (Lian et al., ATC'25, section 4: the atomic checkpoint as the common representation).
+The atomic checkpoint is the common representation of Lian et al. (ATC'25, section 4).
 """
 
 from .atom import Atom, Atoms, are_alike, check_coverage

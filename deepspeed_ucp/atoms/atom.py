@@ -1,4 +1,4 @@
-"""Atoms, which are made of what holds them when they are asked for."""
+"""Atoms, which are built from their storages on demand."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from .keys import COPY, ITEMSIZE, MODULE, AtomKey, ParamKey, count
 
 @dataclass(frozen=True, slots=True)
 class Atom:
-    """One (parameter, state): dtype as stored, and a shard per tensor-parallel rank of the source.
+    """One state of one parameter: its stored dtype, and one shard per tensor-parallel rank of the source.
 
-    Experts that are spread over all ranks of a pipeline stage, whole, have one. How the shards make up the whole is not
-    in the files: patterns settle it once the target is known. ``instance`` counts the pipeline stages that hold the
-    parameter under one name, each with values of its own.
+    Whole experts that are spread over all ranks of a pipeline stage have a single shard. The files do not record how
+    shards form the whole; patterns decide that once the target is known. ``instance`` as in :class:`ParamKey`.
     """
 
     name: str
@@ -27,7 +26,7 @@ class Atom:
 
     @property
     def key(self) -> AtomKey:
-        """Under which an index holds it."""
+        """Its key in an index."""
         return AtomKey(self.name, self.state, self.instance)
 
     @property
@@ -37,34 +36,34 @@ class Atom:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of tensor-parallel rank 0's shard: the logical shape where tensors are not cut."""
+        """Shape of the shard of tensor-parallel rank 0; the logical shape if the tensor is not sharded."""
         return self.shards[0].shape
 
     @property
     def numel(self) -> int:
-        """Elements that all shards together hold."""
+        """Elements of all shards together."""
         return sum(shard.numel for shard in self.shards)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that all shards together hold."""
+        """Bytes of all shards together."""
         return self.numel * ITEMSIZE[self.dtype]
 
     def list_storages(self) -> Iterator[ParamStorage]:
-        """What holds it, shard by shard."""
+        """Yield the storage of each shard."""
         for tp_shard, shard in enumerate(self.shards):
             held = Fragments(self.dtype, list(shard.held)) if isinstance(shard.held, tuple) else shard.held
             yield ParamStorage(tp_shard, shard.shape, shard.place, {self.state: held})
 
 
 class Atoms(Mapping[AtomKey, Atom]):
-    """Atoms by key, made when they are asked for: of hundreds of thousands one rank looks at few.
+    """Atoms by key, built on demand: one rank uses few of hundreds of thousands.
 
-    The optimizer's states come first, parameter by parameter, then the model's own tensors in the module's order.
+    The order is: the optimizer's states, parameter by parameter; then the model's own tensors in module order.
 
     Args:
-        held: by parameter what holds it, of each state in ascending order of the tensor-parallel shards.
-        module: parameters and buffers of which there are the model's own tensors, in order.
+        held: parameter → its storages, in ascending order of the tensor-parallel shards for each state.
+        module: parameters and buffers with tensors of the model's own, in module order.
     """
 
     __slots__ = ("held", "module")
@@ -74,7 +73,7 @@ class Atoms(Mapping[AtomKey, Atom]):
 
     @classmethod
     def of(cls, atoms: Iterable[Atom]) -> Atoms:
-        """Some atoms."""
+        """Build the mapping from atoms."""
         held: dict[ParamKey, list[ParamStorage]] = {}
         module: dict[ParamKey, None] = {}
         for atom in atoms:
@@ -83,20 +82,20 @@ class Atoms(Mapping[AtomKey, Atom]):
         return cls(held, module)
 
     def find_states(self, param: ParamKey) -> dict[str, str]:
-        """The states that a parameter has, with their dtypes."""
-        return {state: what.dtype for each in self.held.get(param, ()) for state, what in each.states.items()}
+        """Return the dtypes of a parameter's states by state name."""
+        return {state: held.dtype for storage in self.held.get(param, ()) for state, held in storage.states.items()}
 
     def count_bytes(self, keys: Iterable[AtomKey]) -> int:
-        """Bytes of some atoms."""
-        held = ((each, key.state) for key in keys for each in self.held[key.param] if key.state in each.states)
-        return sum(count(each.shape) * ITEMSIZE[each.states[state].dtype] for each, state in held)
+        """Return the total bytes of some atoms."""
+        pairs = ((each, key.state) for key in keys for each in self.held[key.param] if key.state in each.states)
+        return sum(count(each.shape) * ITEMSIZE[each.states[state].dtype] for each, state in pairs)
 
     def list_states(self) -> list[str]:
-        """The states that there are."""
+        """Return the names of all states, each once."""
         return list(dict.fromkeys(state for held in self.held.values() for each in held for state in each.states))
 
     def list_names(self, states: Collection[str]) -> set[str]:
-        """Names of the parameters that have one of these states."""
+        """Return the names of the parameters that have one of these states."""
         return {
             param.name
             for param, held in self.held.items()
@@ -105,11 +104,11 @@ class Atoms(Mapping[AtomKey, Atom]):
 
     def __getitem__(self, key: AtomKey) -> Atom:
         name, state, instance = key
-        found = [each for each in self.held[ParamKey(name, instance)] if state in each.states]
-        if not found:
+        storages = [each for each in self.held[ParamKey(name, instance)] if state in each.states]
+        if not storages:
             raise KeyError(key)
-        shards = tuple(each.shard(state) for each in found)
-        return Atom(name, state, found[0].states[state].dtype, shards, instance)
+        shards = tuple(each.shard(state) for each in storages)
+        return Atom(name, state, storages[0].states[state].dtype, shards, instance)
 
     def __iter__(self) -> Iterator[AtomKey]:
         for param, held in self.held.items():
@@ -128,27 +127,27 @@ def _list_keys(param: ParamKey, held: Iterable[ParamStorage], *, of_module: bool
 
 
 def are_alike(tensors: Iterable[tuple[tuple[int, ...], str, int, int, int | None]]) -> bool:
-    """Whether tensors hold the same bytes, as far as checksums prove it; without a checksum nothing is proven.
+    """Return True if checksums prove that tensors have the same bytes; False if a checksum is missing.
 
     Args:
-        tensors: of each (shape, dtype, byte offset in its record, the record's bytes, the record's CRC32 or None).
+        tensors: (shape, dtype, byte offset in its record, bytes of the record, CRC32 of the record or None) of each.
     """
-    told = set(tensors)
-    return len(told) == 1 and None not in told.pop()
+    distinct = set(tensors)
+    return len(distinct) == 1 and None not in distinct.pop()
 
 
-def check_coverage(atom: Atom, files: Callable[[Fragment], str]) -> None:
-    """Every element of every shard comes from exactly one fragment (invariant 1).
+def check_coverage(atom: Atom, find_path: Callable[[Fragment], str]) -> None:
+    """Verify that every element of every shard comes from exactly one fragment (invariant 1).
 
     Args:
-        atom: fragments sorted by start.
-        files: path of a fragment's file, for the message.
+        atom: its fragments sorted by start.
+        find_path: returns the path of a fragment's file, for the message.
 
     Raises:
         CheckpointError: a gap, an overlap, or elements beyond the shape.
     """
     for rank, shard in enumerate(atom.shards):
-        if fault := _find_uncovered(shard, files):
+        if fault := _find_uncovered(shard, find_path):
             of = f", tensor-parallel rank {rank}" if len(atom.shards) > 1 else ""
             raise CheckpointError(
                 f"{atom.param} ({atom.state}, shape {shard.shape}{of}): {fault}. "
@@ -156,16 +155,16 @@ def check_coverage(atom: Atom, files: Callable[[Fragment], str]) -> None:
             )
 
 
-def _find_uncovered(shard: Shard, files: Callable[[Fragment], str]) -> str:
-    """What is wrong with a shard's fragments; empty where nothing."""
+def _find_uncovered(shard: Shard, find_path: Callable[[Fragment], str]) -> str:
+    """Describe the first gap or overlap of a shard's fragments; empty if there is none."""
     position = 0
     for fragment in shard.fragments:
         if fragment.start != position:
             kind = "missing" if fragment.start > position else "covered twice"
             low, high = sorted((fragment.start, position))
-            return f"elements [{low}, {high}) are {kind}; the next fragment is in {files(fragment)}"
+            return f"elements [{low}, {high}) are {kind}; the next fragment is in {find_path(fragment)}"
         position += fragment.numel
     if position == shard.numel:
         return ""
-    where = f" (last fragment in {files(shard.fragments[-1])})" if shard.fragments else ""
+    where = f" (last fragment in {find_path(shard.fragments[-1])})" if shard.fragments else ""
     return f"the shape has {shard.numel} elements, the fragments hold {position}{where}"

@@ -1,4 +1,4 @@
-"""Where atoms lie: files, records, fragments, and what holds the states of one or of many parameters."""
+"""Locations of atoms: files, records, fragments, and the storages that hold states of parameters."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
+from operator import attrgetter
 from typing import NamedTuple, overload
 
 from ..flat import Cut, FlatBuffer
 from .keys import ITEMSIZE, count
+
+_START = attrgetter("start")
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +22,10 @@ class FileRef:
     """A checkpoint file.
 
     Attributes:
-        path: where this rank finds it; where it would lie, of a file that only other ranks see.
+        path: its path on this rank, or its expected path if only other ranks see the file.
         size: in bytes.
         header_crc: CRC32 of its directory, if it has one.
-        places: paths where this rank finds files of that name and size, the one that is read first in front; empty
-            where ``path`` is all.
+        places: paths of copies with this name and size that this rank sees, in reading order; empty for ``path`` alone.
     """
 
     path: str
@@ -33,13 +35,13 @@ class FileRef:
 
     @property
     def copies(self) -> tuple[str, ...]:
-        """Its paths, the one that is read first in front; at least one."""
+        """Its paths in reading order; at least one."""
         return self.places or (self.path,)
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A storage inside a file: ``nbytes`` bytes at byte ``offset``; ``crc`` as training wrote it, or None."""
+    """A storage inside a file: ``nbytes`` bytes at byte ``offset``, with the CRC32 that the writer recorded or None."""
 
     file: int
     offset: int
@@ -48,12 +50,7 @@ class Record:
 
 
 class Records(Sequence[Record]):
-    """Records by number, as columns: there may be a million.
-
-    Attributes:
-        files, offsets, nbytes: of each record; 64-bit integers.
-        crcs: -1 where there is none.
-    """
+    """Numbered records as columns of 64-bit integers, as there may be a million; a missing CRC32 is -1."""
 
     __slots__ = ("crcs", "files", "nbytes", "offsets")
 
@@ -62,7 +59,7 @@ class Records(Sequence[Record]):
 
     @classmethod
     def of(cls, records: Sequence[Record]) -> Records:
-        """Some records as columns; themselves if they are."""
+        """Return records as columns; columns are returned unchanged."""
         if isinstance(records, cls):
             return records
         made = cls()
@@ -71,14 +68,14 @@ class Records(Sequence[Record]):
         return made
 
     def append(self, record: Record) -> None:
-        """Add one."""
+        """Add one record."""
         self.files.append(record.file)
         self.offsets.append(record.offset)
         self.nbytes.append(record.nbytes)
         self.crcs.append(-1 if record.crc is None else record.crc)
 
     def extend(self, files: Iterable[int], offsets: Iterable[int], nbytes: Iterable[int], crcs: Iterable[int]) -> None:
-        """Add several, as many of each."""
+        """Add records from columns of equal length."""
         self.files.extend(files)
         self.offsets.extend(offsets)
         self.nbytes.extend(nbytes)
@@ -121,30 +118,30 @@ class Fragments:
     fragments: list[Fragment]
 
     def covers(self, shape: tuple[int, ...]) -> bool:
-        """Whether it is one fragment, of all elements of a shape; of an empty one, none."""
+        """Return True for a single fragment of all elements of a shape, or no fragment of an empty one."""
         numel, parts = count(shape), self.fragments
         return (len(parts) == 1 and (parts[0].start, parts[0].numel) == (0, numel)) or not (parts or numel)
 
     def list_records(self) -> Iterable[tuple[int, int]]:
-        """Its parts, and the record that each lies in."""
+        """Yield (part, record) of all parts."""
         return enumerate(fragment.record for fragment in self.fragments)
 
     def list_part(self, part: int) -> Iterable[tuple[int, Fragment]]:
-        """What is in a part: places of parameters, and the fragment of each."""
+        """Yield (place of the parameter, fragment) of the fragments in a part."""
         return [(0, self.fragments[part])]
 
 
 @dataclass(frozen=True)
 class PartitionedState:
-    """One state of all parameters of a flat buffer, as files hold it: a record for each partition.
+    """One state of all parameters of a flat buffer, with one record per partition.
 
-    So are experts' tensors of one size, each whole in a record of its own: a buffer with as many partitions.
+    Experts' tensors of equal size in a record each are stored likewise, as a buffer with one partition per expert.
 
     Attributes:
         buffer: its parameters under the whole model's names.
         dtype: as stored.
-        records: by partition its record; -1 where no file has it.
-        offsets: by partition the byte of the record at which it begins.
+        records: record of each partition; -1 if no file has it.
+        offsets: byte in the record at which each partition begins.
     """
 
     buffer: FlatBuffer
@@ -157,17 +154,17 @@ class PartitionedState:
         return self.buffer.is_whole and len(self.records) == self.buffer.parts and min(self.records) >= 0
 
     def covers(self, shape: tuple[int, ...]) -> bool:
-        """Whether all partitions are there, and in them every element of each parameter once."""
+        """Return True if all partitions exist and hold every element of each parameter once."""
         return self._is_whole
 
     def find(self, place: int, low: int, high: int) -> Iterator[Fragment]:
-        """The fragments of elements [low, high) of the parameter at a place, and no further elements."""
+        """Yield the fragments of exactly the elements [low, high) of the parameter at a place."""
         for part, cut in self.buffer.find_holders(place, low, high):
             if part < len(self.records) and self.records[part] >= 0:
                 yield self._locate(part, cut)
 
     def list_records(self) -> Iterable[tuple[int, int]]:
-        """Its parts, and the record that each lies in."""
+        """Yield (part, record) of all parts."""
         return ((part, record) for part, record in enumerate(self.records) if record >= 0)
 
     @cached_property
@@ -175,7 +172,7 @@ class PartitionedState:
         return {name: place for place, name in enumerate(self.buffer.names)}
 
     def list_part(self, part: int) -> Iterable[tuple[int, Fragment]]:
-        """What is in a part: places of parameters, and the fragment of each."""
+        """Yield (place of the parameter, fragment) of the fragments in a part."""
         return ((self._places[cut.name], self._locate(part, cut)) for cut in self.buffer.cuts(part))
 
     def _locate(self, part: int, cut: Cut) -> Fragment:
@@ -184,10 +181,10 @@ class PartitionedState:
 
 
 class Tile(NamedTuple):
-    """A block of a tensor, row-major and without gaps at byte ``offset`` of record ``record``.
+    """A block of a tensor, stored row-major and without gaps at byte ``offset`` of record ``record``.
 
     Attributes:
-        begins, shape: where it lies in the tensor, by dimension, in elements.
+        begins, shape: its first index and its size along each dimension of the tensor, in elements.
     """
 
     begins: tuple[int, ...]
@@ -196,18 +193,18 @@ class Tile(NamedTuple):
     offset: int
 
     def measure(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Its first element in a flattened tensor of a shape, and the one behind its last."""
+        """Return the half-open range that it spans in a flattened tensor of a shape."""
         first = last = 0
         for size, begin, width in zip(shape, self.begins, self.shape, strict=True):
             first, last = first * size + begin, last * size + begin + width - 1
         return first, last + 1
 
     def count_runs(self, shape: tuple[int, ...]) -> int:
-        """How many runs :meth:`list_runs` yields."""
+        """Return the number of runs that :meth:`list_runs` yields."""
         return count(self.shape[: self._find_inner(shape)])
 
     def list_runs(self, shape: tuple[int, ...], itemsize: int) -> Iterator[Fragment]:
-        """Its runs of elements of a flattened tensor of a shape, in the order in which they lie in the record."""
+        """Yield its contiguous runs of a flattened tensor of a shape, in the record's order."""
         inner, offset = self._find_inner(shape), self.offset
         strides = [count(shape[dim + 1 :]) for dim in range(inner)]
         first, numel = self.measure(shape)[0], count(self.shape[inner:])
@@ -217,7 +214,7 @@ class Tile(NamedTuple):
             offset += numel * itemsize
 
     def _find_inner(self, shape: tuple[int, ...]) -> int:
-        """From which dimension on all is one run: the last ones, which it holds whole, and one more."""
+        """Return the first dimension of a run: the trailing dimensions that it holds whole, and the one before."""
         inner = len(shape)
         while inner > 0 and self.shape[inner - 1] == shape[inner - 1]:
             inner -= 1
@@ -226,12 +223,12 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """One state of one parameter as the tiles of a grid: its tensors were cut along several dimensions, or another one.
+    """One state of one parameter as a grid of tiles: a tensor cut along other dimensions than the first.
 
     Attributes:
         dtype: as stored.
         shape: of the tensor.
-        tiles: all of them, none empty, by their first elements.
+        tiles: non-empty tiles in ascending order of their first elements.
     """
 
     dtype: str
@@ -239,28 +236,28 @@ class Tiles:
     tiles: tuple[Tile, ...]
 
     def covers(self, shape: tuple[int, ...]) -> bool:
-        """Whether it is all of a shape."""
+        """Return True if it holds a tensor of this shape."""
         return shape == self.shape
 
     def meet(self, low: int, high: int) -> Iterator[Tile]:
-        """Tiles that may hold some of elements [low, high)."""
+        """Yield the tiles that may hold some of the elements [low, high)."""
         for tile in self.tiles:
             first, last = tile.measure(self.shape)
             if first < high and low < last:
                 yield tile
 
     def find(self, place: int, low: int, high: int) -> Iterator[Fragment]:
-        """The runs, in element order, that hold elements [low, high)."""
+        """Yield the runs that hold elements [low, high), in element order."""
         runs = (run for tile in self.meet(low, high) for run in tile.list_runs(self.shape, ITEMSIZE[self.dtype]))
-        yield from sorted((run for run in runs if run.start < high and low < run.start + run.numel), key=_order)
+        yield from sorted((run for run in runs if run.start < high and low < run.start + run.numel), key=_START)
 
     def cut(self, low: int, high: int, shape: tuple[int, ...]) -> Tiles | None:
-        """Elements [low, high) as a tensor of a shape; None where they are no whole rows of it."""
+        """Return elements [low, high) as a tensor of a shape; None if they are not whole rows of it."""
         row, itemsize = count(self.shape[1:]), ITEMSIZE[self.dtype]
         if not row or low % row or high % row:
             return None
         low, high = low // row, high // row
-        lost = 1 if (high - low, shape) == (1, self.shape[1:]) else 0  # the first dimension, as of one expert of many
+        lost = 1 if (high - low, shape) == (1, self.shape[1:]) else 0  # one expert of many: drop the first dimension
         if not lost and shape != (high - low, *self.shape[1:]):
             return None
         found = []
@@ -272,35 +269,31 @@ class Tiles:
         return Tiles(self.dtype, shape, tuple(found))
 
     def list_records(self) -> Iterable[tuple[int, int]]:
-        """Its parts, and the record that each lies in."""
+        """Yield (part, record) of all parts."""
         return enumerate(tile.record for tile in self.tiles)
 
     def list_part(self, part: int) -> Iterable[tuple[int, Fragment]]:
-        """What is in a part: places of parameters, and the fragments of each."""
+        """Yield (place of the parameter, fragment) of the fragments in a part."""
         return ((0, run) for run in self.tiles[part].list_runs(self.shape, ITEMSIZE[self.dtype]))
 
     def list_pieces(self) -> tuple[Fragment, ...]:
-        """Every tile as if its elements followed each other in the tensor from its first one on."""
+        """Return each tile as one fragment that starts at its first element."""
         return tuple(
             Fragment(tile.measure(self.shape)[0], count(tile.shape), tile.record, tile.offset) for tile in self.tiles
         )
 
 
-def _order(fragment: Fragment) -> int:
-    return fragment.start
-
-
 Held = PartitionedState | Fragments | Tiles
-"""What holds a state."""
+"""The storage of one state."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What one tensor-parallel rank holds of an atom.
+    """A tensor-parallel rank's part of an atom.
 
     Attributes:
         shape: local.
-        held: its fragments in element order, or the flat buffer or tiles that they are in, which make them when asked.
+        held: its fragments in element order, or the flat buffer or tiles that compute them on demand.
         place: of the parameter in the flat buffer.
     """
 
@@ -315,30 +308,29 @@ class Shard:
 
     @property
     def fragments(self) -> tuple[Fragment, ...]:
-        """All of them."""
+        """All fragments, in element order."""
         return self.held if isinstance(self.held, tuple) else tuple(self.held.find(self.place, 0, self.numel))
 
     @property
     def pieces(self) -> tuple[Fragment, ...]:
-        """What lies in one piece in a record: its fragments, or its tiles as fragments."""
+        """Its contiguous pieces of records: fragments, or each tile as one."""
         return self.held.list_pieces() if isinstance(self.held, Tiles) else self.fragments
 
     def find(self, low: int, high: int) -> Iterable[Fragment]:
-        """The fragments that hold elements [low, high)."""
+        """Return the fragments that hold elements [low, high)."""
         if not isinstance(self.held, tuple):
             return self.held.find(self.place, low, high)
-        first = max(bisect_right(self.held, low, key=lambda fragment: fragment.start) - 1, 0)
-        last = bisect_right(self.held, high - 1, key=lambda fragment: fragment.start)
-        return self.held[first:last]
+        first = max(bisect_right(self.held, low, key=_START) - 1, 0)
+        return self.held[first : bisect_right(self.held, high - 1, key=_START)]
 
 
 class ParamStorage(NamedTuple):
-    """What files hold of a parameter in one tensor-parallel shard.
+    """Storages of the states of a parameter in one tensor-parallel shard.
 
     Attributes:
         shape: local.
-        place: of the parameter in what lies there with it.
-        states: by name what lies there.
+        place: of the parameter in its flat buffer, or 0.
+        states: state name → storage.
     """
 
     tp_shard: int
@@ -347,6 +339,6 @@ class ParamStorage(NamedTuple):
     states: Mapping[str, Held]
 
     def shard(self, state: str) -> Shard:
-        """What it is of an atom."""
+        """Return the shard of one state's atom."""
         held = self.states[state]
         return Shard(self.shape, tuple(held.fragments) if isinstance(held, Fragments) else held, self.place)

@@ -1,4 +1,4 @@
-"""A checkpoint as a view: the places of its bytes, its run and model, and the parts that are missing or unusable."""
+"""The index of a checkpoint: the locations of its bytes, its run and model, and its missing or unusable parts."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ def _read_all() -> ReadAccess:
 
 @dataclass(frozen=True, slots=True)
 class GroupInfo:
-    """A param group of the source: its parameters and the hyper-parameters that the optimizer kept for them."""
+    """A param group of the source: its parameters and hyper-parameters."""
 
     members: tuple[ParamKey, ...]
     hyper: dict[str, Any]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of its parameters, each once."""
+        """The names of its parameters, each once."""
         return tuple(dict.fromkeys(member.name for member in self.members))
 
 
 @dataclass(frozen=True, slots=True)
 class StoredAtoms:
-    """Where a checkpoint's bytes lie.
+    """The locations of a checkpoint's bytes.
 
     Attributes:
-        files, records: that atoms' fragments refer to by number.
+        files, records: numbered; fragments refer to them by number.
         atoms: by parameter, state and instance.
-        repeated: elements that lie in the files a second time, as ``tp_shard`` and fragment; they have to be the same.
+        repeated: further copies of elements in the files, as (``tp_shard``, fragment); a load verifies that they agree.
         access: which ranks can read which files.
-        failed: paths among the files' places that this rank passes over, since something there has failed.
+        failed: paths of copies that this rank skips after a failure.
     """
 
     files: tuple[FileRef, ...]
@@ -56,7 +56,7 @@ class StoredAtoms:
 
     @classmethod
     def of(cls, files: Iterable[FileRef], records: Sequence[Record], atoms: Iterable[Atom]) -> StoredAtoms:
-        """From plain sequences."""
+        """Build it from plain sequences."""
         return cls(tuple(files), Records.of(records), Atoms.of(atoms))
 
 
@@ -72,10 +72,10 @@ BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_a
 """Keys of a ds_config: samples of a step over all ranks, of a micro batch, and micro batches of a step."""
 
 ASKED = "ucp_asked_batch"
-"""Key of a ds_config: a rank's samples of a step by the script, where a trainer has kept a saved total batch."""
+"""Key of a ds_config: samples per rank and step that the script asked for, if a trainer kept the saved total batch."""
 
 BEGUN = ("ucp_begun_ranks", "ucp_begun_accumulation")
-"""Keys of a ds_config: ranks and micro batches of a step where the run began, if a resume has changed them."""
+"""Keys of a ds_config: ranks and micro batches per step at the start of the run, if a resume has changed them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +83,15 @@ class SavedJob:
     """The job around a saved engine.
 
     Attributes:
-        ranks: its processes.
-        model_ranks: of these, those that hold one replica of the model.
+        ranks: number of processes.
+        model_ranks: number of processes that hold one replica of the model.
         steps: optimizer steps.
-        total_batch: samples of a step, over all ranks; None where nothing tells.
-        accumulation: micro batches of a step; None where the ds_config does not tell.
-        asked: see :data:`ASKED`; None where the script's own batch was trained on.
-        begun: see :data:`BEGUN`; None where these are still the job's own.
-        format: name of a foreign format, which records neither the ranks nor the batch; empty for a DeepSpeed save.
-        weights_alone: the checkpoint is of a format without optimizer states, or has none of them.
+        total_batch: samples per step over all ranks; None if unknown.
+        accumulation: micro batches per step; None if unknown.
+        asked: value of :data:`ASKED`; None if the job trained on the script's own batch.
+        begun: values of :data:`BEGUN`; None if no resume has changed them.
+        format: name of a foreign format, which records neither ranks nor batch; empty for a DeepSpeed save.
+        weights_alone: the checkpoint has no optimizer states.
     """
 
     ranks: int
@@ -119,19 +119,19 @@ class SavedJob:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """A class or function that a pickle names, and what becomes of it there.
+    """A class or function that a pickle names, and its use in the pickle.
 
     Attributes:
         kind: its dotted name.
-        value: it makes plain values and nothing else: instances that are made empty (of a few classes of the standard
-            library also by a call with numbers or text) and given attributes. It is never given to a call, and no
-            instance is called, filled, hashed or given to a call.
-        states: types of what its instances are given as their attributes (``dict``, ``list``, ``tuple``…).
-        called: with arguments.
-        steered: instances are changed once they have their attributes, or may have an entry ``__setstate__``: the file
-            chooses what giving them attributes calls. No writer does so.
-        member: of ``builtins.getattr``: it looks up names of classes and does nothing else; of any other name: it is
-            looked up so, as Python 3.11.0 to 3.11.3 writes an enum's members.
+        value: the pickle only makes plain values of it: empty instances (for a few classes of the standard library
+            also a call with numbers or text) that receive attributes. It is no argument of a call, and no instance is
+            called, filled, hashed or passed to a call.
+        states: types of the attributes that its instances receive (``dict``, ``list``, ``tuple``…).
+        called: the pickle calls it with arguments.
+        steered: the file chooses the code that setting the attributes runs: instances change after they received
+            attributes, or may have an entry ``__setstate__``. No known writer does so.
+        member: for ``builtins.getattr``: it only looks up names of classes; for other names: it was looked up in this
+            way, as Python 3.11.0 to 3.11.3 writes members of enums.
     """
 
     kind: str
@@ -144,26 +144,25 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """What a checkpoint tells of the run that saved it, besides tensors.
+    """Data of the run that saved a checkpoint, except tensors.
 
     Attributes:
-        topology: what wrote it.
-        state_file: the file that carries scheduler, counters and client state.
+        topology: of the run.
+        state_file: the file with scheduler, counters and client state.
         counters: global_steps, global_samples, skipped_steps, dp_world_size, mp_world_size, and batch sizes.
-        scalars: per parameter, the optimizer's scalars (``step``), Python numbers.
+        scalars: parameter → the optimizer's scalars (``step``) as Python numbers.
         groups: param groups with hyper-parameters.
-        scaler: loss scaler fields (``cur_scale``, ``dynamic``, …), empty without one.
-        clip_grad: gradient clipping stored with the optimizer, or None.
+        scaler: fields of the loss scaler (``cur_scale``, ``dynamic``, …); empty without one.
+        clip_grad: gradient clipping that the optimizer stored, or None.
         optimizer: name of the optimizer in the saved ds_config, or None.
-        optimizer_params: its ``lr`` and ``adam_w_mode`` there, where they are plain.
-        scalar_dtypes: dtypes of those scalars that the optimizer keeps as 0-dim tensors, by the scalar's name.
+        optimizer_params: ``lr`` and ``adam_w_mode`` of the saved ds_config if they are plain values.
+        scalar_dtypes: scalar name → dtype, for scalars that the optimizer keeps as 0-dim tensors.
         client_records: records of the state file that hold the client's tensors.
-        globals: classes and functions that the files' pickles name, beyond those of every checkpoint, each with the
-            path of a file that does.
-        flats: flat buffers of every model-parallel rank ``pp_rank * tp + tp_rank``, with local names and sizes.
-        degrees: tensor- and pipeline-parallel degrees of the ranks whose client states there are, where these are not
-            the topology's (an atomic checkpoint has none).
-        format: of a foreign checkpoint, in words; it has no state file, scheduler or client state.
+        globals: uncommon classes and functions that pickles name, each with the path of one such file.
+        flats: model-parallel rank ``pp_rank * tp + tp_rank`` → its flat buffers, with local names and sizes.
+        degrees: tensor- and pipeline-parallel degrees of the ranks that wrote client states, if the topology has
+            others (as that of an atomic checkpoint).
+        format: name of a foreign format, which has no state file, scheduler or client state.
     """
 
     topology: Topology
@@ -184,34 +183,33 @@ class RunState:
 
     @property
     def written(self) -> str:
-        """What wrote it, in words: its topology, or a foreign format."""
+        """Description of its topology or foreign format."""
         return self.format or self.topology.describe()
 
     @property
     def configured(self) -> dict[str, Any]:
-        """The ``optimizer`` section of the saved ds_config, as far as it is kept; empty without one."""
+        """The kept part of the ``optimizer`` section of the saved ds_config; empty without one."""
         return {"type": self.optimizer, "params": self.optimizer_params} if self.optimizer else {}
 
     @property
     def job(self) -> SavedJob:
-        """What ran around the engine."""
+        """The job that ran the engine."""
         return replace(SavedJob.read(self.counters), format=self.format)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What a checkpoint tells of the model.
+    """Data of the saved model.
 
     Attributes:
-        aliases: tied parameter names → the name that holds the data.
+        aliases: tied parameter name → name that holds the data.
         buffers: names of the module's persistent buffers.
-        instances: parameters that several pipeline stages hold, each stage with values of its own: name → how many;
-            instances are numbered in stage order.
-        hints: what the client state tells about the model, plain data: ``universal_checkpoint_info``, ``args``,
+        instances: name → number of pipeline stages that hold the parameter with own values, numbered in stage order.
+        hints: plain data about the model from the client state: ``universal_checkpoint_info``, ``args``,
             ``checkpoint_version``, ``iteration``.
-        recorded: patterns that an atomic checkpoint's manifest tells, as data, by parameter.
-        fused: parameters that hold all experts of a layer in DeepSpeed's universal checkpoints (AutoEP's), which have
-            an atom for each: name → how many.
+        recorded: parameter → pattern in the manifest of an atomic checkpoint, as plain data.
+        fused: name → number of experts, for AutoEP's parameters that hold all experts of a layer in DeepSpeed's
+            universal checkpoints; each expert has an atom.
     """
 
     aliases: dict[str, str] = field(default_factory=dict)
@@ -224,16 +222,16 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What of a checkpoint cannot be had.
+    """Missing or unusable parts of a checkpoint, with explanations for messages.
 
     Attributes:
-        irregular: optimizer states that cannot be cut for another topology, with what they are.
-        unreadable: tensors whose bytes cannot be cut, with the reason.
-        dropped: why buffers and frozen parameters may be missing (upstream's converter leaves them out), or empty.
-        unnoticed: what DeepSpeed's own load would not see, or take for something else, in the same topology, in words.
-        stateless: why there are no optimizer states, and what to do, in words; empty where there are.
-        unchecked: what of a foreign checkpoint has no checksum, in words.
-        untold: further names of parameters, of which nothing records whose they are.
+        irregular: optimizer states that cannot be resharded → their description.
+        unreadable: tensors whose bytes cannot be resharded → the reason.
+        dropped: reason why buffers and frozen parameters may be missing (upstream's converter omits them), or empty.
+        unnoticed: parts that DeepSpeed's own load would miss or misread in the same topology.
+        stateless: reason why there are no optimizer states, with a remedy; empty if there are.
+        unchecked: parts of a foreign checkpoint without checksum.
+        untold: further names of parameters whose owner no file records.
     """
 
     irregular: dict[AtomKey, str] = field(default_factory=dict)
@@ -247,7 +245,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class AtomicIndex:
-    """A whole checkpoint as a view: its bytes, what it tells of run and model, and what of it cannot be had."""
+    """A whole checkpoint: its bytes, run, model, and missing or unusable parts."""
 
     stored: StoredAtoms
     run: RunState
@@ -255,7 +253,7 @@ class AtomicIndex:
     limits: Limits = field(default_factory=Limits)
 
     def change(self, **fields: Any) -> AtomicIndex:
-        """The same with other values of some fields, whichever part they are of."""
+        """Return a copy with other values of some fields of any of its parts."""
         parts = {}
         for name in ("stored", "run", "model", "limits"):
             part = getattr(self, name)
@@ -264,14 +262,14 @@ class AtomicIndex:
         return replace(self, **parts, **fields)
 
     def find(self, name: str, state: str, instance: int = 0) -> Atom | None:
-        """An atom; None where there is none."""
+        """Return an atom, or None if it does not exist."""
         return self.stored.atoms.get(AtomKey(name, state, instance))
 
     @property
     def is_weights_alone(self) -> bool:
-        """Whether it is of a format without optimizer states, or holds none of them, so that none are wanted."""
+        """True if it has a foreign format and no optimizer states, so that a load expects none."""
         return bool(self.run.format) and not (self.limits.stateless or self.run.groups or self.run.scalars)
 
     def resolve(self, name: str) -> str:
-        """The name under which a parameter's data is held: itself, or what it is tied to."""
+        """Return the name that holds a parameter's data: its own or that of the parameter that it is tied to."""
         return self.model.aliases.get(name, name)

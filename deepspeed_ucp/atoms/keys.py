@@ -1,4 +1,4 @@
-"""What atoms are called: parameters, states, instances; and what counts for all of them."""
+"""Keys of parameters and atoms, state names, and helpers for parameter names."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from math import prod
 from typing import NamedTuple
 
 TIED = "tied_modules."
-"""What the names of a pipeline's tied modules begin with."""
+"""Prefix of the parameter names of a pipeline's tied modules."""
 
 MASTER = "fp32"
 """State name of the master weight."""
 
 MODULE = "module"
-"""State name of tensors that no optimizer owns: frozen and unoptimized parameters, buffers."""
+"""State name of tensors without optimizer: frozen or unoptimized parameters, and buffers."""
 
 COPY = "copy"
-"""State name of the model's own copy of an optimized parameter (16-bit, or fp32), as the module states hold it."""
+"""State name of the model's copy of an optimized parameter (16-bit or fp32) in the model states."""
 
 ITEMSIZE = {
     "float64": 8,
@@ -39,22 +39,22 @@ ITEMSIZE = {
 
 
 class ParamKey(NamedTuple):
-    """A parameter; of those that several pipeline stages hold under one name, ``instance`` counts the stages."""
+    """A parameter; ``instance`` counts the pipeline stages that hold a parameter of this name with own values."""
 
     name: str
     instance: int = 0
 
     def __str__(self) -> str:
-        """For people: ``name``, ``name (instance 1)``."""
+        """Format for messages: ``name`` or ``name (instance 1)``."""
         return f"{self.name} (instance {self.instance})" if self.instance else self.name
 
     def atom(self, state: str) -> AtomKey:
-        """The key of one of its atoms."""
+        """Return the key of one of its atoms."""
         return AtomKey(self.name, state, self.instance)
 
 
 class AtomKey(NamedTuple):
-    """An atom's parameter, state, and instance (see :class:`ParamKey`)."""
+    """One state of a parameter; ``instance`` as in :class:`ParamKey`."""
 
     name: str
     state: str
@@ -62,7 +62,7 @@ class AtomKey(NamedTuple):
 
     @property
     def param(self) -> ParamKey:
-        """Its parameter."""
+        """The parameter of this state."""
         return ParamKey(self.name, self.instance)
 
 
@@ -72,16 +72,16 @@ def count(shape: tuple[int, ...]) -> int:
 
 
 def strip_compiled(name: str) -> str:
-    """Parameter name without the prefixes that ``torch.compile`` inserts: the name that an atom has."""
+    """Return a parameter name without the prefixes that ``torch.compile`` inserts, as atoms have it."""
     return name.replace("_orig_mod.", "")
 
 
 def find_owner(name: str) -> str:
-    """Layer or tied module of a pipeline's parameter."""
+    """Return the layer number (as text) or the tied module's key of a pipeline's parameter."""
     return strip_compiled(name).removeprefix(TIED).partition(".")[0]
 
 
 def number_layer(name: str) -> int:
-    """Number of the layer of a pipeline's parameter; -1 of a tied module's, which were registered before the layers."""
+    """Return the layer number of a pipeline's parameter; -1 for tied modules, which are registered before layers."""
     head = strip_compiled(name).partition(".")[0]
     return int(head) if head.isdecimal() else -1

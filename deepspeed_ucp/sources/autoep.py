@@ -1,4 +1,4 @@
-"""What AutoEP's model states tell of its experts: which expert-parallel rank holds which, and in what order."""
+"""Reads AutoEP's placement of experts, the rank that wrote a file, and aliases of its router."""
 
 from __future__ import annotations
 
@@ -16,46 +16,46 @@ _VERSION = 1
 
 
 def read_placements(layers: Any) -> dict[str, Placement]:
-    """Of every AutoEP layer the experts of each expert-parallel rank, by what the names of their parameters begin with.
+    """Return the prefix of the experts' parameter names → placement, for every AutoEP layer.
 
     Args:
-        layers: ``ds_autoep_layers``; affine maps, where it has them, have to tell the same as the placement.
+        layers: ``ds_autoep_layers``; its affine maps, if any, must agree with the placement.
 
     Raises:
-        ValueError: a description that is of no known form, contradicts itself, or has an expert on several ranks.
+        ValueError: a description has an unknown form, contradicts itself, or has an expert on several ranks.
     """
     found = {}
     for layer in layers or ():
         prefix, placement = layer["expert_key_prefix"], _read_placement(layer)
-        for name, told in ((layer.get("affine_maps") or {}).get("params") or {}).items():
-            if _read_map(told) != placement:
+        for name, affine in ((layer.get("affine_maps") or {}).get("params") or {}).items():
+            if _read_map(affine) != placement:
                 raise ValueError(f"the affine map of {name} is not its expert placement")
         found[f"{prefix}."] = placement
     return found
 
 
-def read_folding(told: Any) -> tuple[int, int] | None:
-    """The (tensor-parallel, expert-parallel) rank that wrote a file, where AutoEP tells it; else None.
+def read_folding(value: Any) -> tuple[int, int] | None:
+    """Return the (tensor-parallel, expert-parallel) rank that wrote a file, or None.
 
     Args:
-        told: ``folding`` (``deepspeed/checkpoint/autoep_universal.py``), or whatever has that name.
+        value: ``folding`` (``deepspeed/checkpoint/autoep_universal.py``), or another value under that key.
     """
-    if not isinstance(told, Mapping) or not {"tp_rank", "ep_rank", "etp_size"} <= told.keys():
+    if not isinstance(value, Mapping) or not {"tp_rank", "ep_rank", "etp_size"} <= value.keys():
         return None
-    return int(told["tp_rank"]), int(told["ep_rank"])
+    return int(value["tp_rank"]), int(value["ep_rank"])
 
 
 def _read_placement(layer: Mapping[str, Any]) -> Placement:
-    told, count = layer.get("expert_placement"), int(layer["num_experts"])
+    descriptor, count = layer.get("expert_placement"), int(layer["num_experts"])
     if not 0 < count <= MOST_EXPERTS:
         raise ValueError(f"{count} experts in a layer")
-    if told is None:  # older releases: contiguous
+    if descriptor is None:  # older releases: contiguous
         local = count // int(layer["ep_size"])
         placement = tuple(tuple(range(first, first + local)) for first in range(0, count, local))
-    elif told["version"] != _VERSION:
-        raise ValueError(f"an expert placement of version {told['version']!r}")
+    elif descriptor["version"] != _VERSION:
+        raise ValueError(f"an expert placement of version {descriptor['version']!r}")
     else:
-        ranks = sorted(told["ranks"], key=lambda each: int(each["rank"]))
+        ranks = sorted(descriptor["ranks"], key=lambda each: int(each["rank"]))
         if [each["rank"] for each in ranks] != list(range(len(ranks))):
             raise ValueError("the ranks of an expert placement are not numbered from 0")
         placement = tuple(tuple(map(int, each["experts"])) for each in ranks)
@@ -64,22 +64,22 @@ def _read_placement(layer: Mapping[str, Any]) -> Placement:
     return placement
 
 
-def _read_map(told: Mapping[str, Any]) -> Placement:
-    """The experts of each rank, by an affine map of ``deepspeed/checkpoint/affine.py``.
+def _read_map(affine: Mapping[str, Any]) -> Placement:
+    """Return the placement in an affine map of ``deepspeed/checkpoint/affine.py``.
 
     Raises:
-        ValueError: a piece is something else than whole experts.
+        ValueError: a piece has other elements than those of whole experts.
     """
-    shape = tuple(told["logical_shape"])
+    shape = tuple(affine["logical_shape"])
     strides, numel = [prod(shape[dim + 1 :]) for dim in range(len(shape))], prod(shape[1:])
-    ranks = {int(rank): held for rank, held in told["ranks"].items()}
+    ranks = {int(rank): held for rank, held in affine["ranks"].items()}
     placement, free = [], min(shape[0], MOST_EXPERTS)
     for rank in range(len(ranks)):
         held: dict[int, int] = {}
         for piece in ranks[rank]["pieces"]:
-            (first, *steps), (begin, *others) = _flatten(piece["source"]), _flatten(piece["dest"])
+            (first, steps), (begin, others) = piece["source"], piece["dest"]
             whole = [*piece["shape"]] == [piece["shape"][0], *shape[1:]] and piece.get("scale", 1.0) == 1.0
-            if not whole or steps != strides or others != strides or first % numel or begin % numel:
+            if not whole or [*steps] != strides or [*others] != strides or first % numel or begin % numel:
                 raise ValueError("a piece of an affine map is not of whole experts")
             free -= piece["shape"][0]
             if free < 0:
@@ -89,14 +89,10 @@ def _read_map(told: Mapping[str, Any]) -> Placement:
     return tuple(placement)
 
 
-def _flatten(place: tuple[int, list[int]]) -> list[int]:
-    return [place[0], *place[1]]
-
-
 def find_router_aliases(model: ModelHeader) -> dict[str, str]:
-    """The second name that AutoEP gives its router, so that recorders of outputs find it; DeepSpeed saves both.
+    """Return the aliases of AutoEP's router, which has a second name for recorders of outputs.
 
-    A module counts as such where all that it holds are the router's tensors, to the byte.
+    A sibling module is an alias if its tensors are those of the router, to the byte.
     """
     if not model.placements:
         return {}

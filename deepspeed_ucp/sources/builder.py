@@ -1,4 +1,4 @@
-"""Collects atoms from headers: interns files and records, joins fragments per tensor-parallel rank, checks coverage."""
+"""Builds an index's atoms from headers: numbers files and records, joins fragments, verifies coverage."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from .pieces import Batches, FileBatch
 from .ranks import SavedRank
 from .save import Save
 
-TOLD = 16
-"""Faults that one error tells."""
+MOST_FAULTS = 16
+"""Faults that one error lists."""
 
 _COMPRESSION_ERRORS = ("worker_error", "server_error")
-"""States of 1-bit optimizers (to DeepSpeed 0.18). They may have as many elements as the parameter."""
+"""States of 1-bit optimizers (up to DeepSpeed 0.18), which may have as many elements as the parameter."""
 
 _Empty = Mapping[tuple[ParamKey, int], Shape]
-"""Shapes of parameters that have no elements on a tensor-parallel rank, by parameter and rank."""
+"""(parameter, tensor-parallel rank) without elements → its shape there."""
 
 
 def _refer(listing: Listing, header: FileHeader) -> FileRef:
@@ -52,17 +52,17 @@ def _refer(listing: Listing, header: FileHeader) -> FileRef:
         return FileRef(listing.path(name), size, header.crc)
     path, copies = where.path(name, size), where.list_copies(name, near=True) if where.folders[1:] else {}
     near = [each for each, nbytes in copies.items() if nbytes == size]
-    # Legacy files and swap files have no header with checksums by which a copy is recognized before it is read. They
-    # are read from the first place that has them: a nearer copy of the same size may be an earlier save's.
+    # Legacy files and swap files have no header with checksums that identifies a copy before it is read, and a nearer
+    # copy of the same size may belong to an earlier save: they are read from the first place that has them.
     return FileRef(path, size, header.crc, tuple(near if header.checked else near and [path]))
 
 
 class Builder:
-    """Grows an index piece by piece; :meth:`finish` validates the result.
+    """Collects the parts of an index; :meth:`finish_atoms` validates them.
 
     Args:
-        save: the checkpoint's model states, and other files.
-        tp: tensor-parallel degree: every atom has that many shards, but for experts that are whole on these ranks.
+        save: headers of the checkpoint's files.
+        tp: tensor-parallel degree: the number of shards of each atom, except whole experts with one shard.
     """
 
     def __init__(self, save: Save, tp: int = 1) -> None:
@@ -89,11 +89,11 @@ class Builder:
 
     @property
     def optimized(self) -> set[str]:
-        """Parameters that an optimizer owns on some model-parallel rank."""
+        """Names of the parameters that an optimizer owns on any model-parallel rank."""
         return {name for rank in self.ranks for name in rank.shapes}
 
     def record(self, header: FileHeader, record: FileRecord) -> int:
-        """Number of a file's record."""
+        """Return the number of a file's record; new records are numbered."""
         file = self._file(header)
         found = self._record_ids.get((file, record))
         if found is None:
@@ -102,7 +102,7 @@ class Builder:
         return found
 
     def number_records(self, batch: FileBatch, piece: int) -> int:
-        """Number of the first file's record with a piece; those of the batch's other files follow."""
+        """Return the record number of the batch's first file for a piece; those of the other files follow."""
         first = batch.template.firsts[piece]
         found = batch.records.get(first)
         if found is None:
@@ -120,21 +120,17 @@ class Builder:
         return found
 
     def find_access(self) -> ReadAccess:
-        """Which ranks can read which of the files."""
+        """Return which ranks can read which of the files."""
         where = self.save.listing.where
         return READ_ALL if where is None else where.see(list(self._file_ids))
 
     def add(self, rank: SavedRank, name: str, state: str, header: FileHeader, piece: Piece) -> None:
-        """Add a whole local tensor as the shard of atom (name, state) that a tensor-parallel rank holds.
-
-        Raises:
-            CheckpointError: files disagree about its dtype or shape.
-        """
+        """Add a whole local tensor as a tensor-parallel rank's shard of atom (name, state); see :meth:`add_cuts`."""
         self.add_cuts(rank, state, (Cut(name, 0, piece.numel, 0),), header, piece, {name: piece.shape})
 
     def note_unreadable(self, rank: SavedRank, names: Iterable[str], state: str, fault: str) -> None:
-        """Note tensors whose bytes cannot be cut."""
-        if state != COPY:  # copies are looked at, never loaded
+        """Record tensors whose bytes cannot be resharded."""
+        if state != COPY:  # copies are compared, never loaded
             self.unreadable.update({rank.param(name).atom(state): fault for name in names})
 
     def add_cuts(
@@ -146,15 +142,15 @@ class Builder:
         piece: Piece,
         shapes: Mapping[str, Shape] | None = None,
     ) -> None:
-        """Add the parts of a flat buffer ``piece`` that belong to parameters.
+        """Add the parts of parameters in a flat buffer ``piece``.
 
         Args:
-            rank: whose it is.
+            rank: the rank that holds it.
             state: of the atoms.
-            cuts: which elements of which parameters lie where in the buffer, by the rank's own names.
+            cuts: the parts of the rank's parameters in the buffer.
             header: of its file.
-            piece: where it lies.
-            shapes: the parameters' local shapes, if they are not those of ``rank.shapes``.
+            piece: the buffer.
+            shapes: the parameters' local shapes; default: ``rank.shapes``.
 
         Raises:
             CheckpointError: files disagree about a dtype or shape.
@@ -173,17 +169,7 @@ class Builder:
     def add_buffer(
         self, rank: SavedRank, buffer: FlatBuffer, states: Mapping[str, PartitionedState], header: FileHeader
     ) -> None:
-        """Add what lies in a flat buffer, but for parameters without elements.
-
-        Args:
-            rank: whose it is.
-            buffer: its parameters by the rank's own names.
-            states: of all of them.
-            header: of one of its files.
-
-        Raises:
-            CheckpointError: files disagree about a dtype or shape.
-        """
+        """Add the storages of a flat buffer's parameters that have elements; arguments as of :meth:`add_storage`."""
         for place, (name, shape) in enumerate(zip(buffer.names, buffer.shapes, strict=True)):
             if count(shape):
                 self.add_storage(rank, name, shape, place, states, header)
@@ -197,12 +183,13 @@ class Builder:
         states: Mapping[str, PartitionedState | Fragments],
         header: FileHeader,
     ) -> None:
-        """Add what holds a parameter; arguments as of :class:`~..atoms.ParamStorage`.
+        """Add the storage of a parameter.
 
         Args:
-            rank: whose it is.
-            name: the rank's own.
-            header: of a file that has some of it.
+            rank: the rank that holds it.
+            name: on that rank.
+            shape, place, states: as of :class:`~..atoms.ParamStorage`.
+            header: of a file with some of its elements.
 
         Raises:
             CheckpointError: files disagree about its dtype or shape.
@@ -220,18 +207,14 @@ class Builder:
 
     def _compare(self, param: ParamKey, known: ParamStorage, held: ParamStorage, header: FileHeader) -> None:
         for state in held.states.keys() & known.states.keys():
-            told, mine = known.states[state].dtype, held.states[state].dtype
-            if told != mine or (held.tp_shard == known.tp_shard and held.shape != known.shape):
-                self.refuse_other(header, param, state, (mine, held.shape), (told, known.shape))
+            dtype, known_dtype = held.states[state].dtype, known.states[state].dtype
+            if dtype != known_dtype or (held.tp_shard == known.tp_shard and held.shape != known.shape):
+                self.refuse_mismatch(header, param, state, (dtype, held.shape), (known_dtype, known.shape))
 
-    def refuse_other(
+    def refuse_mismatch(
         self, header: FileHeader, param: ParamKey, state: str, found: tuple[str, Shape], known: tuple[str, Shape]
     ) -> None:
-        """Tell that a file holds something of another dtype or shape than others do.
-
-        Raises:
-            CheckpointError: always.
-        """
+        """Raise CheckpointError: files disagree about the (dtype, shape) of an atom."""
         raise CheckpointError(
             f"{param} ({state}) is {found[0]} of shape {found[1]}; other files hold it "
             f"as {known[0]} of shape {known[1]}. The folder mixes files of several saves.",
@@ -239,7 +222,7 @@ class Builder:
         )
 
     def add_repeated(self, rank: SavedRank, state: str, cuts: Sequence[Cut], header: FileHeader, piece: Piece) -> None:
-        """Add parts of a flat buffer that other ranks' files hold as well; arguments as of :meth:`add_cuts`."""
+        """Add further copies of elements, which a load compares; arguments as of :meth:`add_cuts`."""
         record, itemsize = self.record(header, piece.record), ITEMSIZE[piece.dtype]
         for cut in cuts:
             fragment = Fragment(cut.start, cut.numel, record, piece.offset + cut.offset * itemsize)
@@ -247,33 +230,33 @@ class Builder:
             self._repeated[rank.key(cut.name, state)].append((tp_shard, fragment))
 
     def finish_repeated(self) -> dict[AtomKey, tuple[tuple[int, Fragment], ...]]:
-        """What :meth:`add_repeated` was told of, by atom."""
+        """Return the parts that :meth:`add_repeated` collected."""
         return {key: tuple(parts) for key, parts in self._repeated.items()}
 
     def _find_parts(
         self, rank: SavedRank, name: str, state: str, shape: Shape, dtype: str, header: FileHeader
     ) -> list[Fragment]:
-        """The fragments of one state of a parameter that lie alone."""
+        """Return the list of a parameter's fragments for one state; create it if it does not exist."""
         tp_shard, _ = rank.find_tp_shard(name, self.tp)
         for each in self._held.get(rank.param(name), ()):
             held = each.states.get(state)
             if isinstance(held, Fragments) and each.tp_shard == tp_shard and (held.dtype, each.shape) == (dtype, shape):
                 return held.fragments
-        made = Fragments(dtype, [])
-        self.add_storage(rank, name, shape, 0, {state: made}, header)
-        return made.fragments
+        new = Fragments(dtype, [])
+        self.add_storage(rank, name, shape, 0, {state: new}, header)
+        return new.fragments
 
     def add_states(
         self, rank: SavedRank, cuts: Sequence[Cut], held: TensorStates, numel: int, header: FileHeader
     ) -> None:
-        """Add what the optimizer keeps for one of its tensors to every parameter in it.
+        """Add the optimizer's states of one tensor to each parameter in it.
 
         Args:
-            rank: whose it is.
-            cuts: the parameters in the tensor, by their names in ``rank.shapes``.
+            rank: the rank that holds it.
+            cuts: the parts of parameters in the tensor, by their names in ``rank.shapes``.
             held: the states.
-            numel: elements that a state must have to be element-wise.
-            header: of the file where they lie.
+            numel: elements of an element-wise state.
+            header: of their file.
         """
         params = [rank.param(cut.name) for cut in cuts]
         for state, piece in self.sort_states(params, held, numel, header).items():
@@ -282,11 +265,9 @@ class Builder:
     def sort_states(
         self, params: Iterable[ParamKey], held: TensorStates, numel: int, header: FileHeader
     ) -> dict[str, Piece]:
-        """Note what of a tensor's states is not element-wise; those that are.
+        """Return the element-wise states of a tensor, and record the others for its parameters.
 
-        Args:
-            params: the parameters in the tensor.
-            held, numel, header: as of :meth:`add_states`.
+        ``held``, ``numel``, ``header``: as of :meth:`add_states`.
         """
         scalars = {n: value for n, value in held.single.items() if numel != 1 or n == "step"} | held.scalars
         odd, found = dict(held.other), {}
@@ -304,13 +285,13 @@ class Builder:
             if scalar in held.scalars:
                 self.scalar_dtypes.setdefault(scalar, piece.dtype)
         for param in params:
-            for state, what in odd.items():  # cannot be cut element by element
-                self.irregular.setdefault(param.atom(state), what)
+            for state, description in odd.items():
+                self.irregular.setdefault(param.atom(state), description)
             self.add_scalars(param, scalars, header)
         return found
 
     def add_scalars(self, param: ParamKey, scalars: dict[str, Any], header: FileHeader) -> None:
-        """Add the optimizer's scalars of a parameter; one that every rank counts for itself cannot be cut.
+        """Add the optimizer's scalars of a parameter; scalars that differ between ranks are recorded as irregular.
 
         Raises:
             CheckpointError: another rank's file has another step.
@@ -322,8 +303,8 @@ class Builder:
             if key not in known or known[key] == value or value != value:
                 continue
             if key != "step":
-                what = f"a number of each rank's own, {known[key]} on one and {value} on another"
-                self.irregular.setdefault(param.atom(key), what)
+                difference = f"a number of each rank's own, {known[key]} on one and {value} on another"
+                self.irregular.setdefault(param.atom(key), difference)
             else:
                 raise CheckpointError(
                     f"{param} has {key} {value}, other files of this checkpoint say "
@@ -332,20 +313,23 @@ class Builder:
                 )
 
     def close_gaps(self) -> list[str]:
-        """Number stages' own values of a parameter without those that are in no file; returns their names."""
-        told = {name: [at for at in range(n) if ParamKey(name, at) in self._held] for name, n in self.instances.items()}
-        moved = {ParamKey(name, at): ParamKey(name, to) for name, held in told.items() for to, at in enumerate(held)}
+        """Renumber the instances of parameters whose files lack some; return the names of these parameters."""
+        filed = {
+            name: [at for at in range(most) if ParamKey(name, at) in self._held]
+            for name, most in self.instances.items()
+        }
+        moved = {ParamKey(name, at): ParamKey(name, to) for name, held in filed.items() for to, at in enumerate(held)}
         for field in ("_held", "_tp_shards", "_module"):
             setattr(self, field, {moved.get(param, param): value for param, value in getattr(self, field).items()})
-        lost = [name for name, held in told.items() if 0 < len(held) < self.instances[name]]
-        self.instances |= {name: len(told[name]) for name in lost}
+        lost = [name for name, held in filed.items() if 0 < len(held) < self.instances[name]]
+        self.instances |= {name: len(filed[name]) for name in lost}
         return lost
 
     def finish_atoms(self) -> Atoms:
-        """All atoms, coverage checked; of faults each is told on a line of its own.
+        """Verify coverage and return all atoms.
 
         Raises:
-            CheckpointError: a gap, an overlap, or a tensor-parallel rank without its shard.
+            CheckpointError: gaps, overlaps, or tensor-parallel ranks without their shard; one line for each.
         """
         faults: list[str] = []
         empty = {(rank.param(n), rank.tp): shape for rank in self.ranks for n, shape in rank.empty.items()}
@@ -353,12 +337,12 @@ class Builder:
             if not _is_sound(held, self._tp_shards[param]):
                 self._held[param] = self._join(param, empty, faults)
         if faults:
-            more = [f"… and {len(faults) - TOLD} more tensors."] if len(faults) > TOLD else []
-            raise CheckpointError(*faults[:TOLD], *more)
+            more = [f"… and {len(faults) - MOST_FAULTS} more tensors."] if len(faults) > MOST_FAULTS else []
+            raise CheckpointError(*faults[:MOST_FAULTS], *more)
         return Atoms(self._held, self._module)
 
     def _join(self, param: ParamKey, empty: _Empty, faults: list[str]) -> list[ParamStorage]:
-        """What holds a parameter, of each state one storage in each ``tp_shard``; notes what is not covered."""
+        """Join a parameter's storages into one for each state and ``tp_shard``; append coverage faults."""
         found: list[ParamStorage] = []
         for state in dict.fromkeys(state for each in self._held[param] for state in each.states):
             try:
@@ -394,16 +378,16 @@ class Builder:
 
 
 def _has_any(held: ParamStorage, state: str) -> bool:
-    """Whether a file has some of a state; some files of a flat buffer may lack it."""
+    """Return True if files have elements of a state; files of a flat buffer may lack it."""
     return not isinstance(held.states[state], PartitionedState) or bool(held.shard(state).fragments)
 
 
 def _is_sound(held: Sequence[ParamStorage], tp_shards: int) -> bool:
-    """Whether each state of a parameter is there once in each tensor-parallel shard, in their order, and all of it."""
+    """Return True if each state covers each tensor-parallel shard exactly once, in their order."""
     seen: dict[str, int] = {}
     for tp_shard, shape, _, states in held:
-        for state, what in states.items():
-            if seen.get(state, 0) != tp_shard or not what.covers(shape):
+        for state, storage in states.items():
+            if seen.get(state, 0) != tp_shard or not storage.covers(shape):
                 return False
             seen[state] = tp_shard + 1
     return all(count == tp_shards for count in seen.values())

@@ -1,4 +1,4 @@
-"""Reads the headers of a save's files, each by one rank, and holds them against each other."""
+"""Reads the headers of a save's files, each on one rank, and compares them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from ..comm import Comm
 from ..errors import CheckpointError, UnsupportedError, shorten
@@ -24,9 +23,6 @@ from .save import Save, arrange, count_ranks, name_unsaved
 from .swapped import add_swapped
 from .table import FileTable
 
-if TYPE_CHECKING:  # it brings pydantic
-    pass
-
 _OVERWRITTEN = (
     " DeepSpeed's fast writer cuts no file short that it writes over: a save into a tag that was there already may "
     "leave the end of a longer file. Save into a new tag, or remove the tag's folder before; take another tag now."
@@ -40,11 +36,14 @@ _NEVER_SAVED = (
 
 
 def gather_save(where: FileTable, comm: Comm) -> tuple[Save | None, list[Finding]]:
-    """Read the headers of a save's files, each by one rank that sees it, and hold them against each other; collective.
+    """Read the headers of a save's files, each on one rank that sees the file, and compare them; collective.
 
     Args:
-        where: its files, and who sees which.
+        where: its files, and the ranks that see them.
         comm: the ranks that share the files.
+
+    Returns:
+        The save, or None if it cannot be read at all; and all faults and warnings.
     """
     try:
         listing = sort_files(where.folder, where.sizes, where)
@@ -62,23 +61,23 @@ def gather_save(where: FileTable, comm: Comm) -> tuple[Save | None, list[Finding
         findings += keep_new(more, findings)
     if make_error(findings) is None:
         findings += add_swapped(save)
-    findings += _find_left(listing, {SEAL, *files.expected, *(header.name for header in save.headers)})
+    findings += _find_leftovers(listing, {SEAL, *files.expected, *(header.name for header in save.headers)})
     return save, findings + (_find_late(where, headers) if comm.rank == 0 else [])
 
 
 def keep_new(more: Iterable[Finding], findings: Sequence[Finding]) -> list[Finding]:
-    """Those of files of which no fault is told yet."""
-    told = {finding.file for finding in findings if not finding.warning}
-    return [finding for finding in more if finding.file not in told]
+    """Return the findings about files without known fault."""
+    faulty = {finding.file for finding in findings if not finding.warning}
+    return [finding for finding in more if finding.file not in faulty]
 
 
 def look_at_header(where: FileTable, name: str, reader: str = "") -> Look:
-    """A file's header from the first of its places where it can be read, or why it cannot be.
+    """Return a file's header from the first place where it is readable, or the fault.
 
-    Of what has no checksums the first place's counts: nothing would hold its bytes against another place's header.
+    A file without checksums is only read from its first place, as nothing else identifies a copy.
 
     Args:
-        reader: who looks at it, in words.
+        reader: description of the reading rank, for the message.
     """
     first = where.find(name)[0]
 
@@ -93,14 +92,14 @@ def look_at_header(where: FileTable, name: str, reader: str = "") -> Look:
     except UnsupportedError as error:
         return Finding("unsupported", name, str(error))
     except CheckpointError as error:
-        # What the system refuses, it may refuse on one node alone; damage is the same for all.
-        told = reader if isinstance(error.__cause__, OSError) else ""
+        # An error of the operating system may occur on one node only; damage is the same for all.
+        where_read = reader if isinstance(error.__cause__, OSError) else ""
         found = from_failure("header", name, error)
-        return replace(found, text=f"{found.text}{told}{_OVERWRITTEN if strip_writer(name) != name else ''}")
+        return replace(found, text=f"{found.text}{where_read}{_OVERWRITTEN if strip_writer(name) != name else ''}")
 
 
 class _Looks(dict[str, Look]):
-    """What this rank has looked at; a file is looked at when it is first asked for."""
+    """The headers or faults of the files that this rank has read, each on first access."""
 
     def __init__(self, where: FileTable, rank: int | None) -> None:
         self.where = where
@@ -112,20 +111,20 @@ class _Looks(dict[str, Look]):
 
 
 def _identify(looks: _Looks, listing: Listing, comm: Comm) -> SaveFiles:
-    """One rank looks where it sees all files, else each file's own readers; collective."""
+    """Identify the save's files on rank 0 if it sees all, else read each on a rank that sees it; collective."""
     where = looks.where
     if where.access.is_partial:
         return identify_save(listing, lambda name: where.once(name, lambda: looks[name], comm))
-    if comm.rank:  # meanwhile the others look at what they are likely to be given, one file each
+    if comm.rank:  # meanwhile each other rank reads a file that it will probably be assigned
         held = (sorted(files.items()) for files in (listing.model or listing.model_zero3, listing.optim))
         further = [name for files in held for _, name in files[1:]]
-        with suppress(Exception):  # if it is wanted after all, it fails in a collective
+        with suppress(Exception):  # a real fault is raised again when the rank is assigned the file
             looks[further[comm.rank - 1]]
     return comm.once(lambda: identify_save(listing, looks.__getitem__))
 
 
 def _read_rest(looks: _Looks, listing: Listing, files: SaveFiles, comm: Comm) -> tuple[list[FileHeader], list[Finding]]:
-    """The headers of a save's files, each read by one rank, the first ones in front; why others cannot be read."""
+    """Read the headers of a save's files, each on one rank; returns those read, the first ones in front, and faults."""
     first = files.first
     known = {header.name for header in first}
     names = [name for name in files.expected if name in listing.sizes and name not in known]
@@ -134,18 +133,21 @@ def _read_rest(looks: _Looks, listing: Listing, files: SaveFiles, comm: Comm) ->
 
     def read(name: str) -> HeaderDelta | Look:
         look = looks[name]
-        del looks[name]  # of thousands the short form is kept alone
+        del looks[name]  # keep only the compact form of thousands
         if isinstance(look, Finding):
             return look
         return codec.encode(_slim(look, first[0], repeats=name in further))
 
-    told = looks.where.share(names, read, comm, choose_map(listing.folder), first=1)
-    headers = [codec.decode(look) for look in told if not isinstance(look, Finding)]
-    return [*first, *headers], [look for look in told if isinstance(look, Finding)]
+    shared = looks.where.share(names, read, comm, choose_map(listing.folder), first=1)
+    headers = [codec.decode(look) for look in shared if not isinstance(look, Finding)]
+    return [*first, *headers], [look for look in shared if isinstance(look, Finding)]
 
 
 def _slim(header: FileHeader, first: FileHeader, *, repeats: bool) -> FileHeader:
-    """A header without what the first ranks' headers tell as well (``repeats``): headers travel to all ranks."""
+    """Remove from a header what all ranks know from the first header, before it is sent to all ranks.
+
+    ``repeats``: the file repeats the model of its model-parallel rank's first file.
+    """
     model = header.model
     if model is None or first.model is None:
         return header
@@ -156,11 +158,11 @@ def _slim(header: FileHeader, first: FileHeader, *, repeats: bool) -> FileHeader
     return replace(header, model=replace(model, hints=hints, others=()))
 
 
-# -- what is wrong, and what is odd -----------------------------------------------------------------------------------
+# -- faults and warnings ----------------------------------------------------------------------------------------------
 
 
 def _find_missing(listing: Listing, files: SaveFiles, holders: str) -> list[Finding]:
-    """Faults of files that are not there; ``holders`` says which machine has which, where they see different ones."""
+    """Return the faults of missing files; ``holders`` describes which machine has which files, if they differ."""
     model, lost = files.first[0].model, name_unsaved(listing, files.first)
     mp, dp = count_ranks(model) if model else (1, 1)
     ranks = f"{dp} data-parallel ranks" + (f" of {mp} model-parallel ones" if mp > 1 else "")
@@ -174,15 +176,15 @@ def _find_missing(listing: Listing, files: SaveFiles, holders: str) -> list[Find
 
 
 def _describe_holders(where: FileTable, comm: Comm) -> str:
-    """Which machine has, and had, which files, in words; empty where all see the same; collective."""
-    told = describe_hosts(where)
-    if not told:
+    """Describe which machine has, and had, which files; empty if all see the same files; collective."""
+    present = describe_hosts(where)
+    if not present:
         return ""
     sealed: Mapping[str, list[str]] = {}
     if SEAL in where.entries:
         sealed = where.once(SEAL, lambda: _read_hosts(where.path(SEAL)), comm)
     lost = {host: [name for name in names if name not in where.entries] for host, names in sealed.items()}
-    return "; ".join([*(f"{host} had {shorten(names)}" for host, names in lost.items() if names), told])
+    return "; ".join([*(f"{host} had {shorten(names)}" for host, names in lost.items() if names), present])
 
 
 def _read_hosts(path: str) -> dict[str, list[str]]:
@@ -195,11 +197,11 @@ def _read_hosts(path: str) -> dict[str, list[str]]:
 
 
 def _find_foreign_variants(where: FileTable, save: Save, comm: Comm) -> list[Finding]:
-    """Faults of files that further nodes wrote under a name of this save's, for themselves; collective."""
+    """Return the faults of node-local files with a name of this save; collective."""
     if not where.access.is_partial:
         return []
-    told = comm.each(lambda: [_read_variant(folder, name) for folder, name in list_variants(where)])
-    variants = [each for held in told for each in held if each.model]
+    read = comm.each(lambda: [_read_variant(folder, name) for folder, name in list_variants(where)])
+    variants = [each for headers in read for each in headers if each.model]
     models = [[*held] for held in save.models]
     for each in variants:
         mp = read_model_rank(each.name.partition(" ")[0])
@@ -212,16 +214,16 @@ def _find_foreign_variants(where: FileTable, save: Save, comm: Comm) -> list[Fin
 
 
 def _read_variant(folder: str, name: str) -> FileHeader:
-    """The header of a file of this machine's own; without anything in it where it cannot be read."""
-    told = f"{name} of {socket.gethostname()}"
+    """Return the header of a node-local file; empty if it cannot be read."""
+    label = f"{name} of {socket.gethostname()}"
     try:
-        return replace(read_file(folder, name), name=told)
+        return replace(read_file(folder, name), name=label)
     except (CheckpointError, UnsupportedError):
-        return FileHeader(told, 0, None)
+        return FileHeader(label, 0, None)
 
 
-def _find_left(listing: Listing, expected: Iterable[str]) -> Iterator[Finding]:
-    """A warning for every file that no load takes."""
+def _find_leftovers(listing: Listing, expected: Iterable[str]) -> Iterator[Finding]:
+    """Yield a warning for every file that no load reads."""
     for name in sorted(name for name, size in listing.sizes.items() if size >= 0 and name not in expected):
         of = listing.copies.get(name)
         why = f"another rank's copy of {of}" if of else "left by an earlier save into this folder"
@@ -230,7 +232,7 @@ def _find_left(listing: Listing, expected: Iterable[str]) -> Iterator[Finding]:
 
 
 def _find_late(where: FileTable, headers: Sequence[FileHeader]) -> list[Finding]:
-    """Warnings of files that were written at another time; of places with copies of one save in each by itself."""
+    """Return warnings of files that were written at another time; each place with copies of the save is separate."""
     names = [header.name for header in headers]
     found = find_late_files(where.folder, where.entries, names)
     if not found or not hold_copies(where, {header.name: header.crc for header in headers}):

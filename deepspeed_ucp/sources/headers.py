@@ -1,4 +1,4 @@
-"""Headers of a checkpoint's files, reduced to what the index needs: small, picklable, gathered from all ranks."""
+"""Headers of a checkpoint's files, reduced to the fields of the index: small, picklable, exchanged by all ranks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ..wrappers import Wrapper, find_wrapper
 Shape = tuple[int, ...]
 
 Placement = tuple[tuple[int, ...], ...]
-"""The experts of a layer by expert-parallel rank, in the order in which a rank holds them."""
+"""The experts of a layer that each expert-parallel rank holds, in the rank's order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A contiguous tensor in a file: its record, byte offset inside it, shape and dtype.
 
-    ``fault`` says why its bytes cannot be cut (a permuted memory format, an unknown dtype), if they cannot.
+    ``fault`` is the reason why its bytes cannot be resharded (a permuted memory format, an unknown dtype), or empty.
     """
 
     record: FileRecord
@@ -30,7 +30,7 @@ class Piece:
     fault: str = ""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """There are a hundred thousand and more, which dataclasses with slots would restore field by field."""
+        """Pickle as one call: slots are restored field by field, which is slow for hundreds of thousands."""
         return Piece, (self.record, self.offset, self.shape, self.dtype, self.fault)
 
     @property
@@ -45,21 +45,20 @@ class Piece:
 
     @property
     def contents(self) -> tuple[Shape, str, int, int, int | None]:
-        """What tells whether two tensors hold the same bytes, for :func:`~deepspeed_ucp.atoms.are_alike`."""
+        """Fields that :func:`~deepspeed_ucp.atoms.are_alike` compares."""
         return self.shape, self.dtype, self.offset, self.record.nbytes, self.record.crc
 
     def narrow(self, start: int, numel: int) -> Piece:
-        """Elements [start, start + numel) of the flattened tensor."""
+        """Return elements [start, start + numel) of the flattened tensor."""
         offset = self.offset + start * ITEMSIZE[self.dtype]
         return Piece(self.record, offset, (numel,), self.dtype, self.fault)
 
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """A value that is not looked into (a function, a class, an object): its class, and a digest of its pickle.
+    """An opaque value (a function, a class, an object): its class, and a digest of its pickle for comparisons.
 
-    It can be compared and sent, whatever the file holds; nothing can be restored from it. ``has_tensors`` tells of a
-    tensor, or of a list, tuple or dict with tensors somewhere in it.
+    ``has_tensors``: it is a tensor, or a list, tuple or dict that contains one at any depth.
     """
 
     kind: str
@@ -69,10 +68,10 @@ class Unread:
 
 @dataclass(frozen=True, slots=True)
 class TensorStates:
-    """What an optimizer keeps for one of its tensors: element-wise states, scalars, and anything else by name.
+    """The optimizer's states of one tensor: element-wise states, scalars, and descriptions of other values.
 
-    ``zero_dim`` locates those scalars that are 0-dim tensors: for a 0-dim parameter they are its states. ``single`` has
-    the numbers of those states that are one element, of shape (1,): for a larger parameter they are scalars.
+    ``zero_dim`` has the pieces of scalars that are 0-dim tensors: a 0-dim parameter has them as states. ``single`` has
+    the values of states of shape (1,): a larger parameter has them as scalars.
     """
 
     states: dict[str, Piece] = field(default_factory=dict)
@@ -82,7 +81,7 @@ class TensorStates:
     single: dict[str, Any] = field(default_factory=dict)
 
     def of_zero_dim(self) -> TensorStates:
-        """The same for a 0-dim parameter, whose states look like scalars; ``step`` remains one."""
+        """Return the states of a 0-dim parameter, which look like scalars; ``step`` stays a scalar."""
         states = {name: piece for name, piece in self.zero_dim.items() if name != "step"}
         scalars = {name: value for name, value in self.scalars.items() if name not in states}
         return replace(self, states={**self.states, **states}, scalars=scalars)
@@ -94,20 +93,20 @@ class OptimHeader:
 
     Attributes:
         kind: name of the wrapper that saved it, as in :data:`~deepspeed_ucp.wrappers.WRAPPERS`.
-        stage: of ZeRO; 0 where there is none, 1 of ``bf16``.
-        masters: per flat buffer the fp32 partition (unfused: of all groups' parameters in order).
-        tensors: the optimizer's states per flat buffer (or per parameter), in the order of the param groups.
-        owners: the param group of each of ``tensors``.
-        groups: hyper-parameters per param group.
-        slices: ZeRO 1/2 and BF16: per group (name as the module spells it, start, numel) inside the partition.
-        partition_count: per group.
-        paddings: ZeRO 1/2 and BF16: per group, elements of padding at the end of the partition.
-        alignment: ZeRO 1/2: per group, elements of padding behind each parameter (``parameter_alignment``).
-        elastic: saved by ``elastic_checkpoint``: each rank's states without padding, no hyper-parameters.
-        scaler: loss scaler fields (``cur_scale``, ``dynamic``, …), empty without one.
-        clip_grad: gradient clipping stored with the optimizer, or None.
-        names: atom names of each group's parameters, where the param groups tell them.
-        partition_ranks: of ZeRO 3 with AutoEP: per sub-group the data-parallel ranks that hold it.
+        stage: of ZeRO; 0 without ZeRO, 1 for ``bf16``.
+        masters: fp32 partition of each flat buffer (unfused: of each parameter, group by group).
+        tensors: the optimizer's states of each flat buffer (or parameter), in the order of the param groups.
+        owners: param group of each of ``tensors``.
+        groups: hyper-parameters of each param group.
+        slices: ZeRO 1/2 and BF16: (module's parameter name, start, numel) in the partition, for each group.
+        partition_count: for each group.
+        paddings: ZeRO 1/2 and BF16: elements of padding at the end of the partition, for each group.
+        alignment: ZeRO 1/2: elements of padding behind each parameter (``parameter_alignment``), for each group.
+        elastic: saved with ``elastic_checkpoint``: states without padding, no hyper-parameters.
+        scaler: fields of the loss scaler (``cur_scale``, ``dynamic``, …); empty without one.
+        clip_grad: gradient clipping that the optimizer stored, or None.
+        names: atom names of each group's parameters, if the param groups record them.
+        partition_ranks: ZeRO 3 with AutoEP: data-parallel ranks that hold each sub-group.
     """
 
     kind: str
@@ -128,39 +127,39 @@ class OptimHeader:
 
     @property
     def traits(self) -> Wrapper:
-        """What that wrapper does to masters and states."""
+        """The wrapper's description."""
         return find_wrapper(self.kind)
 
     def count_members(self) -> list[int]:
-        """Per param group its flat buffers, or its parameters."""
+        """Count the flat buffers, or parameters, of each param group."""
         return [self.owners.count(group) for group in range(len(self.groups))]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelHeader:
-    """A model-states file: tensors that it holds, shapes, counters, and the optimizer of stage 0.
+    """A model-states file: its tensors, shapes, counters, and the optimizer of stage 0.
 
-    Names are those of atoms (:func:`~deepspeed_ucp.atoms.strip_compiled`), but in ``param_shapes`` and ``slices``.
+    Names are those of atoms (:func:`~deepspeed_ucp.atoms.strip_compiled`), except in ``param_shapes`` and ``slices``.
 
     Attributes:
-        module: the model's tensors; None where the file has none (a pipeline's lie in layer files).
+        module: the model's tensors; None if the file has none (a pipeline has layer files).
         nested: the module dict was nested; ``module`` has its keys joined by dots.
         buffers: names of the module's persistent buffers.
-        param_shapes: per param group (per sub-group of ZeRO 3) its parameters as the module spells them, with shapes.
-        frozen_shapes: of the frozen parameters, whole.
-        frozen: their elements, where the file has them apart from ``module``; of ZeRO 3 this rank's.
-        shared: tied parameters → the name that holds the data.
-        counters: global_steps, global_samples, skipped_steps, dp_world_size, mp_world_size, as far as they are told.
-        optim: the optimizer of stage 0; None where it has files of its own, or is not saved.
-        degrees: (pipeline, tensor) parallel degrees, or None in older releases.
-        hints: what the client state tells about the model (see :class:`~deepspeed_ucp.atoms.ModelInfo`).
-        others: storages that belong to none of these: the client's tensors.
+        param_shapes: (module's name, shape) of the parameters of each param group (ZeRO 3: of each sub-group).
+        frozen_shapes: whole shapes of the frozen parameters.
+        frozen: elements of frozen parameters that the file has apart from ``module``; under ZeRO 3 this rank's.
+        shared: tied parameter → name that holds the data.
+        counters: global_steps, global_samples, skipped_steps, dp_world_size, mp_world_size, if recorded.
+        optim: the optimizer of stage 0; None if it has separate files, or is not saved.
+        degrees: (pipeline, tensor) parallel degrees; None in older releases.
+        hints: as in :class:`~deepspeed_ucp.atoms.ModelInfo`.
+        others: storages of the client's tensors.
         experts: number of experts of each mixture-of-experts layer; empty without any.
-        placements: of AutoEP's layers, by what the names of their experts' parameters begin with.
+        placements: prefix of the experts' parameter names → placement, for AutoEP's layers.
         ep_rank: AutoEP's expert-parallel rank that wrote the file.
-        batch: batch sizes that its ds_config tells, by DeepSpeed's names.
-        shard_size: ranks over which MiCS partitions, the first of which alone save; 0 where all data-parallel ranks do.
-        order: of a base: the names of all that the module's state dict held, in its order.
+        batch: batch sizes in its ds_config, by DeepSpeed's names.
+        shard_size: ranks over which MiCS partitions, of which only the first group saves; 0 without MiCS.
+        order: in a base: names of all entries of the module's state dict, in its order.
     """
 
     module: dict[str, Piece] | None
@@ -184,20 +183,22 @@ class ModelHeader:
 
     @property
     def owned(self) -> dict[str, Shape]:
-        """Shapes of the parameters that an optimizer owns, as far as ``param_shapes`` tells."""
+        """Shapes of the optimizer's parameters in ``param_shapes``, by atom name."""
         return {strip_compiled(name): shape for group in self.param_shapes or () for name, shape in group}
 
 
 @dataclass(frozen=True, slots=True)
 class FileHeader:
-    """One file's header: a model's, an optimizer's, or the tensors of a pipeline's layer or of an expert.
+    """One file's header, with one of ``model``, ``optim``, ``layer`` and ``swap``.
 
-    A swap file has none: ``swap`` is what has to lie in it.
-
-    ``config`` are the parts of the saved ds_config that the index looks at; ``marks`` what all files of a save have
-    alike (:mod:`.compare`); ``globals`` the classes and functions that its pickle names, beyond every checkpoint's.
-    ``folding`` is AutoEP's word of the (tensor-parallel, expert-parallel) rank that wrote it, under AutoTP. Where it is
-    ``checked``, there are checksums of all records: ``crc`` tells the file from every other one.
+    Attributes:
+        globals: uncommon classes and functions that its pickle names.
+        config: the parts of the saved ds_config that the index uses.
+        marks: values that all files of a save have in common (:mod:`.compare`).
+        layer: the tensors of a pipeline's layer or of an expert.
+        folding: (tensor-parallel, expert-parallel) rank that wrote it, as AutoEP records under AutoTP.
+        swap: the expected content of a swap file, which has no header.
+        checked: all records have checksums, so that ``crc`` identifies the file.
     """
 
     name: str
@@ -214,5 +215,5 @@ class FileHeader:
     checked: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As :meth:`Piece.__reduce__`."""
+        """Pickle as :meth:`Piece.__reduce__` does."""
         return FileHeader, tuple(getattr(self, name) for name in self.__slots__)

@@ -1,4 +1,4 @@
-"""What a checkpoint's client state tells about the model, as plain data; no class of the file is built for it."""
+"""Reads plain data about the model from a checkpoint's client state, without building any class of the file."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _SETS = ("builtins.set", "builtins.frozenset")
 
 
 def read_hints(tree: Mapping[Any, Any]) -> dict[str, Any]:
-    """The hints in a model-states file: ``universal_checkpoint_info``, ``args``, ``checkpoint_version``, ``iteration``.
+    """Read ``universal_checkpoint_info``, ``args``, ``checkpoint_version`` and ``iteration`` of a model-states file.
 
-    Dataclass instances become dicts of their fields with their class's name under ``__class__``; of ``args`` (a
-    Namespace or a dict, as Megatron-DeepSpeed's ``checkpointing.py`` stores it) only scalars and lists of them remain.
+    Dataclass instances become dicts of their fields with their class's name under ``__class__``. ``args`` (a Namespace
+    or a dict, see Megatron-DeepSpeed's ``checkpointing.py``) keeps only scalars and lists of scalars.
 
     Raises:
-        ValueError: one has more parts than any run writes.
+        ValueError: a value has more parts than any run writes.
     """
     for key in (INFO, "args"):
         if has_more_parts(tree.get(key), _MOST_PARTS):
@@ -53,9 +53,9 @@ def read_hints(tree: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def simplify_object(value: Any) -> Any:
-    """Plain data for an inert object tree: stand-ins → dicts of fields, 0-dim tensors → numbers, sets → sorted lists.
+    """Convert an inert object tree: stand-ins → dicts of fields, 0-dim tensors → numbers, sets → sorted lists.
 
-    What has no plain form (a tensor, a function, an integer of more digits than any setting has) becomes None.
+    Values without plain form (a tensor, a function, an integer with more digits than any setting) become None.
     """
     if isinstance(value, _PLAIN):
         return value if not isinstance(value, int) or is_short(value) else None
@@ -96,7 +96,7 @@ def _simplify_made(value: PickledObject) -> Any:
 
 
 def _get_fields(value: Any) -> dict[Any, Any] | None:
-    """The attributes of a pickled object; ``__slots__`` are pickled as the second part of a pair."""
+    """Return the attributes of a dict or pickled object, or None; ``__slots__`` are the second part of a pair."""
     if isinstance(value, dict):
         return value
     if not isinstance(value, PickledObject):
@@ -116,15 +116,15 @@ def _is_flat(value: Any) -> bool:
 
 
 def join_hints(hints: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-    """One set of hints for the checkpoint, from those of every model-parallel rank's file.
+    """Merge the hints of every model-parallel rank's file.
 
-    Each rank may describe its own parameters: dicts and lists are united. ``args`` (ranks, devices) are the first's.
+    Ranks may describe only their own parameters: dicts and lists are merged. ``args`` are those of the first rank.
 
     Args:
-        hints: per file its path and hints, the first model-parallel rank's in front.
+        hints: (path, hints) of each file, first those of the first model-parallel rank.
 
     Raises:
-        CheckpointError: two files give one key two values.
+        CheckpointError: two files contradict each other.
     """
     joined: dict[str, Any] = {}
     first = ""

@@ -1,4 +1,4 @@
-"""Headers of all files of a save → :class:`~deepspeed_ucp.atoms.AtomicIndex`; no files are touched."""
+"""Builds the :class:`~deepspeed_ucp.atoms.AtomicIndex` from the headers of all files of a save, without file access."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from .zero import build_zero
 
 
 def build_index(save: Save, naming: Naming) -> AtomicIndex:
-    """The atomic view of a save whose headers have been read.
+    """Build the index of a save whose headers have been read.
 
     Args:
         save: all of its files.
-        naming: what names the parameters of a stage-0 source.
+        naming: the names for the parameters of a stage-0 source.
 
     Raises:
-        CheckpointError: files that do not belong together, or do not hold the whole state.
+        CheckpointError: files are of several saves, or lack parts of the state.
         UnsupportedError: a kind of checkpoint that is not covered.
         MismatchError: stage 0 with other param groups than the live ones.
     """
@@ -82,29 +82,29 @@ def build_index(save: Save, naming: Naming) -> AtomicIndex:
 
 
 def _has_trained(save: Save) -> bool:
-    """Whether an optimizer had parameters, as model states beside files of optimizer states tell."""
+    """Return True if the model states name parameters of an optimizer."""
     return any(model.owned for model in save.first_models)
 
 
 def _describe_stateless(save: Save) -> str:
-    """Why a save has no optimizer states, and what to do."""
-    folder, way = save.listing.folder, "For the weights alone load with load_optimizer_states=False"
+    """Explain why a save has no optimizer states, with a remedy."""
+    folder, remedy = save.listing.folder, "For the weights alone load with load_optimizer_states=False"
     if not _has_trained(save):
-        return f"{folder}: holds no optimizer states: the run that saved it had no optimizer. {way}."
+        return f"{folder}: holds no optimizer states: the run that saved it had no optimizer. {remedy}."
     in_bf16 = find_precision(save.main.config) == "bfloat16"
     in_fp32 = (save.main.config.get("data_types") or {}).get("grad_accum_dtype") == "fp32"
-    if not save.zero.get("stage") or (in_bf16 and in_fp32):  # where BF16_Optimizer is due, and they take none
+    if not save.zero.get("stage") or (in_bf16 and in_fp32):  # these releases skip the states of BF16_Optimizer
         return (
             f"{folder}: holds no optimizer states: DeepSpeed 0.17.6 to 0.18.4 write none in bf16 without ZeRO or with "
-            f"fp32 gradients, and what they were is lost. {way}, or load a tag that another release saved."
+            f"fp32 gradients, and what they were is lost. {remedy}, or load a tag that another release saved."
         )
     names = [(name, None) for name in name_shards(save.listing, "bf16_" * in_bf16, len(save.models), save.dp)]
-    told = shorten(name for name, _ in fold_names(names, lambda _: None))
-    return f"{folder}: {told} missing: all files of optimizer states. Copy them here or load another tag. {way}."
+    missing = shorten(name for name, _ in fold_names(names, lambda _: None))
+    return f"{folder}: {missing} missing: all files of optimizer states. Copy them here or load another tag. {remedy}."
 
 
 def _find_master(atoms: Mapping[AtomKey, Atom], groups: Sequence[GroupInfo]) -> str:
-    """Dtype of the first parameter that a raw optimizer trains."""
+    """Return the dtype of the first parameter that a torch optimizer trains."""
     members = (AtomKey(member.name, MASTER, member.instance) for group in groups for member in group.members)
     return next((atoms[key].dtype for key in members if key in atoms), "float32")
 
@@ -119,16 +119,16 @@ def make_index(
     recorded: Mapping[str, dict[str, Any]] | None = None,
     dropped: str = "",
 ) -> AtomicIndex:
-    """What a builder has gathered, with what the model states tell.
+    """Combine a builder's parts with those of the model states.
 
     Args:
-        builder: with everything added.
+        builder: with all files added.
         atoms: its atoms.
-        optim: whose loss scaler and clipping go for all.
-        topology: what wrote the files.
+        optim: the header with loss scaler and clipping.
+        topology: of the saved run.
         groups: param groups of the whole model.
-        recorded: patterns that the files tell.
-        dropped: why buffers and frozen parameters may be missing.
+        recorded: patterns in the files.
+        dropped: reason why buffers and frozen parameters may be missing.
     """
     save = builder.save
     model = save.model(0)
@@ -190,7 +190,7 @@ def _find_unnoticed(builder: Builder, topology: Topology, atoms: Atoms) -> Itera
 
 
 def _find_fused(save: Save, atoms: Iterable[AtomKey]) -> dict[str, int]:
-    """Parameters that AutoEP holds of all experts of a layer together, with their number."""
+    """Return AutoEP's fused parameters → number of experts in each."""
     counts = {strip_compiled(layer): sum(map(len, held)) for layer, held in save.model(0).placements.items()}
     if not counts:
         return {}
@@ -199,7 +199,7 @@ def _find_fused(save: Save, atoms: Iterable[AtomKey]) -> dict[str, int]:
 
 
 def _find_optim(save: Save) -> OptimHeader | None:
-    """The first optimizer header that has parameters: a pipeline stage may be without."""
+    """Return the first optimizer header with parameters, as a pipeline stage may have none; or None."""
     found = [model.optim for model in save.first_models if model.optim]
     found = found or [shards[0].optim for shards in save.shards if shards and shards[0].optim]
     return next((optim for optim in found if optim.masters), found[0] if found else None)
@@ -211,7 +211,7 @@ def find_saved_precision(
     flats: tuple[FlatBuffer, ...] = (),
     groups: Sequence[GroupInfo] = (),
 ) -> str:
-    """Dtype of the model's own parameters: what the ds_config casts them to, else that of the first optimized one."""
+    """Return the dtype of the model's parameters: that of the ds_config, else of the first optimized parameter."""
     model, precision = save.model(0), find_precision(save.main.config)
     if precision != "float32":
         return precision
@@ -227,23 +227,19 @@ def find_saved_precision(
 
 
 def _read_optimizer(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a ds_config tells of the optimizer, as fields of the run."""
+    """Return the run's fields that describe the optimizer in a ds_config."""
     section = config.get("optimizer")
     name, params = (section.get("type"), section.get("params")) if isinstance(section, dict) else (None, None)
-    told = {key: params.get(key) for key in ("lr", "adam_w_mode")} if isinstance(params, dict) else {}
-    plain = {key: value for key, value in told.items() if isinstance(value, float) or is_short(value)}
+    options = {key: params.get(key) for key in ("lr", "adam_w_mode")} if isinstance(params, dict) else {}
+    plain = {key: value for key, value in options.items() if isinstance(value, float) or is_short(value)}
     return {"optimizer": str(name) if name else None, "optimizer_params": plain}
 
 
 def _refuse_engines(save: Save, naming: Naming) -> None:
-    """Refuse by name what no load of ours can take apart.
-
-    Raises:
-        UnsupportedError: says which engine wrote the files, and what to do.
-    """
+    """Raise UnsupportedError for engines whose files cannot be resharded."""
     path = save.path(save.main)
     if save.zero.get("zenflow") and (save.is_sharded or not naming.weights_only):
-        way = (
+        remedy = (
             "ZeRO 3 has transposed partitions there besides: take the weights from the run itself, with "
             "deepspeed.zero.GatheredParameters."
             if save.is_sharded
@@ -252,7 +248,7 @@ def _refuse_engines(save: Save, naming: Naming) -> None:
         raise UnsupportedError(
             "was saved by ZenFlow. The moments of the columns that it selects, which ones it selects, the "
             "gradients that it gathers between two updates, and its step are in no file, and in the masters these "
-            f"columns are behind the weights. {way}",
+            f"columns are behind the weights. {remedy}",
             path=path,
         )
     autoep = enabled(save.main.config, "expert_parallel") and save.model(0).experts
@@ -286,12 +282,12 @@ def _list_sliced_bases(model: ModelHeader) -> list[str]:
 
 
 def _find_lost_states(save: Save, atoms: Mapping[AtomKey, Atom]) -> dict[AtomKey, str]:
-    """Parameters whose optimizer states were in another process or a second optimizer, where no save finds them."""
-    what = _describe_loss(save.zero)
-    if not what or not save.model(0).counters.get("global_steps"):
+    """Return the parameters whose optimizer states were in another process or a second optimizer, and are not saved."""
+    reason = _describe_loss(save.zero)
+    if not reason or not save.model(0).counters.get("global_steps"):
         return {}
     kept = {key.param for key in atoms if key.state not in (MASTER, MODULE, COPY)}
-    return {key.param.atom("moments"): what for key in atoms if key.state == MASTER and key.param not in kept}
+    return {key.param.atom("moments"): reason for key in atoms if key.state == MASTER and key.param not in kept}
 
 
 def _describe_loss(zero: Mapping[str, Any]) -> str:

@@ -1,6 +1,6 @@
-"""The model's own tensors, from module dicts or a pipeline's layer files → MODULE and COPY atoms.
+"""Builds MODULE and COPY atoms from module dicts or a pipeline's layer files.
 
-They are buffers, parameters without optimizer, and copies of optimized ones.
+These are buffers and parameters without optimizer (MODULE), and the model's copies of optimized parameters (COPY).
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ Place = tuple[str, int]
 """A tied module's key, and a stage that holds it."""
 
 _DEEPEST = 64
-"""Modules in one another that are looked at for repeated ones; names may be a hostile file's."""
+"""Depth of modules that is searched for repeated ones; names may come from a hostile file."""
 
 
 def add_tensors(builder: Builder, tied: Collection[str] = ()) -> None:
-    """Add the tensors of all model states and layer files, and ties to the builder's ``aliases``.
+    """Add the tensors of all model states and layer files, and their ties to the builder's ``aliases``.
 
     Args:
-        builder: with the ranks, whose optimizers own parameters.
-        tied: names of a pipeline's tied modules' parameters, on whatever stage, where model states name none.
+        builder: with ranks that have the optimizers' parameters.
+        tied: names of parameters of a pipeline's tied modules, if the model states name none.
 
     Raises:
         CheckpointError: a layer with parameters has no file.
-        UnsupportedError: names in a nested dict that cannot be told; a tied module's file has buffers or frozen
-            parameters, and cannot be told from another's.
+        UnsupportedError: names in a nested dict are ambiguous; or files of several tied modules have buffers or frozen
+            parameters and cannot be distinguished.
     """
     if builder.save.is_pipeline:
         _LayerFiles(builder, tied).add()
@@ -48,14 +48,14 @@ def add_tensors(builder: Builder, tied: Collection[str] = ()) -> None:
 
 
 def add_modules(builder: Builder, optimized: set[str]) -> None:
-    """Add the ``module`` dicts of all model-parallel ranks, and ties to the builder's ``aliases``.
+    """Add the ``module`` dicts of all model-parallel ranks, and their ties to the builder's ``aliases``.
 
     Args:
-        builder: of a model whose tensors lie in its model states; of ZeRO 3 the module dict holds buffers only.
+        builder: of a model with its tensors in model states; under ZeRO 3 these hold only buffers.
         optimized: parameters that an optimizer owns on some rank.
 
     Raises:
-        UnsupportedError: names in a nested dict that cannot be told.
+        UnsupportedError: names in a nested dict are ambiguous.
     """
     save, is_sharded = builder.save, builder.save.is_sharded
     held = [read_module(save, models[0], optimized) for models in save.models]
@@ -65,15 +65,15 @@ def add_modules(builder: Builder, optimized: set[str]) -> None:
         header, model = save.models[mp][0], save.model(mp)
         ties, buffers = find_ties(save, model) | _find_tied_experts(save, header, held[mp]), set(model.buffers)
         for name, piece in drop_ties(held[mp], ties):
-            # Parameters of ZeRO 3 have no elements here; what has some beside buffers is the state dict's own.
-            own = piece.numel and name not in model.frozen_shapes if is_sharded else True
-            if name in buffers or (own and name not in optimized):
+            # Under ZeRO 3 parameters have no elements here; other tensors come from a custom state dict.
+            has_data = piece.numel and name not in model.frozen_shapes if is_sharded else True
+            if name in buffers or (has_data and name not in optimized):
                 builder.add(rank, name, MODULE, header, piece)
             elif name in optimized and not is_sharded:
                 builder.add(rank, name, COPY, header, piece)
         if is_sharded and mp == 0:
-            ties, untold = _tie_repeated(held[mp], {*optimized, *model.frozen_shapes, *buffers}, ties)
-            builder.untold = (*builder.untold, *untold)
+            ties, ambiguous = _tie_repeated(held[mp], {*optimized, *model.frozen_shapes, *buffers}, ties)
+            builder.untold = (*builder.untold, *ambiguous)
         builder.aliases = {**ties, **builder.aliases}
     _add_experts(builder, optimized)
 
@@ -83,8 +83,8 @@ def _tie_repeated(
 ) -> tuple[dict[str, str], list[str]]:
     """Find ties of modules that are registered under several names of one parent.
 
-    A model-states file of ZeRO 3 has no elements that show these ties, and ``shared_params`` leaves them out, because
-    DeepSpeed visits each child of a module once. The original is a sibling with the same names and the same buffers.
+    ZeRO 3's model states have no elements that show these ties, and ``shared_params`` omits them, because DeepSpeed
+    visits each child of a module once. The original is a sibling with the same names and the same buffers.
 
     Args:
         tensors: the module's state dict, in its order.
@@ -123,34 +123,34 @@ def _find_parent(module: str) -> str:
     return module.rpartition(".")[0]
 
 
-def call_by_name(save: Save, keys: Mapping[str, str]) -> None:
-    """Call what model states and layer files hold as parameters and buffers are called.
+def rename_keys(save: Save, keys: Mapping[str, str]) -> None:
+    """Rename state-dict keys to names of parameters and buffers in model states and layer files, in place.
 
     Args:
         save: is changed in place.
-        keys: key of a state dict → name, where they differ; a save without such keys is left as it is.
+        keys: key of a state dict → name, if they differ.
     """
 
-    def call(tensors: Mapping[str, Piece], front: str = "") -> dict[str, Piece]:
-        held = {f"{front}{key}": piece for key, piece in tensors.items()}
+    def rename(tensors: Mapping[str, Piece], prefix: str = "") -> dict[str, Piece]:
+        held = {f"{prefix}{key}": piece for key, piece in tensors.items()}
         named = {key: keys.get(key, key) for key in held}
         clash = {key for key, name in named.items() if name != key and name in held and name not in keys}
-        return {(key if key in clash else named[key]).removeprefix(front): piece for key, piece in held.items()}
+        return {(key if key in clash else named[key]).removeprefix(prefix): piece for key, piece in held.items()}
 
     for models in save.models if keys else ():
         for place, header in enumerate(models):
             if header.model is not None and header.model.module:
-                models[place] = replace(header, model=replace(header.model, module=call(header.model.module)))
+                models[place] = replace(header, model=replace(header.model, module=rename(header.model.module)))
     for layers in save.layers if keys else ():
         for layer, header in layers.items():
             if header.layer is not None:
-                layers[layer] = replace(header, layer=call(header.layer, f"{layer}."))
+                layers[layer] = replace(header, layer=rename(header.layer, f"{layer}."))
 
 
 def _find_tied_experts(save: Save, header: FileHeader, module: Mapping[str, Piece]) -> dict[str, str]:
-    """Experts in model states, where DeepSpeed leaves those of a layer that the model holds under a second name.
+    """Find the ties of experts in model states, where DeepSpeed leaves the experts of a layer with a second name.
 
-    They are the first expert-parallel rank's, so that their numbers are those of the whole layer.
+    They belong to the first expert-parallel rank, so that their numbers are those of the whole layer.
 
     Raises:
         UnsupportedError: no file of an expert has the same bytes.
@@ -177,31 +177,27 @@ def _find_tied_experts(save: Save, header: FileHeader, module: Mapping[str, Piec
 
 
 def _add_experts(builder: Builder, optimized: set[str]) -> None:
-    """Add the tensors of the experts' files; of experts over tensor-parallel ranks several may have one's.
-
-    Raises:
-        CheckpointError: a file is of another expert, or two of one expert differ.
-    """
+    """Add the tensors of the experts' files; several tensor-parallel ranks may have files of one expert."""
     save = builder.save
     seen: dict[str, Piece] = {}
     ranks = {mp: SavedRank(mp // save.tp, mp % save.tp) for *_, mp in save.experts}
-    alike: dict[int, list[FileHeader]] = defaultdict(list)
+    compact: dict[int, list[FileHeader]] = defaultdict(list)
     for (_, expert, mp), header in save.experts.items():
         _check_expert(save, header, expert)
         if isinstance(header.layer, ExpertTensors) and not save.experts_over_tp:
-            alike[mp].append(header)
+            compact[mp].append(header)
         else:
             _add_expert(builder, ranks[mp], header, seen, optimized)
-    batches = Batches(chain(*alike.values()))
-    for mp, headers in alike.items():
+    batches = Batches(chain(*compact.values()))
+    for mp, headers in compact.items():
         for run in batches.list_runs(headers):
-            _add_alike(builder, ranks[mp], run, optimized)
+            _add_run(builder, ranks[mp], run, optimized)
 
 
 def _add_expert(
     builder: Builder, rank: SavedRank, header: FileHeader, seen: dict[str, Piece], optimized: set[str]
 ) -> None:
-    """Add the tensors of one expert's file; of experts over tensor-parallel ranks those that are not ``seen`` yet."""
+    """Add the tensors of one expert's file; compare those that another tensor-parallel rank has as well (``seen``)."""
     folds, tensors = builder.save.experts_over_tp, header.layer or {}
     rank.experts_over_tp.update(tensors if folds else ())
     for name, piece in tensors.items():
@@ -214,11 +210,7 @@ def _add_expert(
 
 
 def _check_expert(save: Save, header: FileHeader, expert: int) -> None:
-    """Hold what a file has against the expert that its name tells of.
-
-    Raises:
-        CheckpointError: it is of another one.
-    """
+    """Raise CheckpointError if a file has tensors of another expert than its file name says."""
     tensors = header.layer or {}
     if isinstance(tensors, ExpertTensors) and tensors.number == expert:
         return
@@ -231,8 +223,8 @@ def _check_expert(save: Save, header: FileHeader, expert: int) -> None:
             )
 
 
-def _add_alike(builder: Builder, rank: SavedRank, run: FileRun, optimized: set[str]) -> None:
-    """Add the tensors of experts' files that are alike: of each tensor a partition in every file."""
+def _add_run(builder: Builder, rank: SavedRank, run: FileRun, optimized: set[str]) -> None:
+    """Add the tensors of experts' files with one template: each tensor as a buffer with a partition per file."""
     states, parts, headers = [], len(run.files), run.headers
     names = list(zip(*(header.layer or {} for header in headers), strict=True))
     for piece, named in enumerate(names):
@@ -241,15 +233,15 @@ def _add_alike(builder: Builder, rank: SavedRank, run: FileRun, optimized: set[s
         records = array("q", run.number(builder.number_records(run.batch, piece)))
         held = PartitionedState(buffer, first.dtype, records, array("q", run.pick(piece, "start")))
         states.append((first.shape, {COPY: held}, {MODULE: held}))
-    for place, (header, *own) in enumerate(zip(headers, *names, strict=True)):
-        for name, (shape, copies, others) in zip(own, states, strict=True):
+    for place, (header, *local) in enumerate(zip(headers, *names, strict=True)):
+        for name, (shape, copies, others) in zip(local, states, strict=True):
             builder.add_storage(rank, name, shape, place, copies if name in optimized else others, header)
 
 
 def find_ties(save: Save, model: ModelHeader) -> dict[str, str]:
-    """``shared_params``, which DeepSpeed fills on rank 0 alone.
+    """Return the ties in ``shared_params``, which DeepSpeed fills on rank 0 only.
 
-    It ties parameters without elements as well, all of them together, though they share no storage.
+    DeepSpeed also ties all parameters without elements to each other; these ties are dropped.
     """
     shapes = {} if save.is_sharded else {name: piece.shape for name, piece in (model.module or {}).items()}
     shapes.update(model.frozen_shapes)
@@ -258,7 +250,7 @@ def find_ties(save: Save, model: ModelHeader) -> dict[str, str]:
 
 
 def drop_ties(tensors: Mapping[str, Piece], aliases: dict[str, str]) -> Iterable[tuple[str, Piece]]:
-    """The tensors by name without those that share another one's bytes, which are added to ``aliases``."""
+    """Yield the tensors with own bytes; add those that share another tensor's bytes to ``aliases``."""
     seen: dict[tuple[object, ...], str] = {}
     for name, piece in tensors.items():
         if name in aliases:
@@ -271,7 +263,7 @@ def drop_ties(tensors: Mapping[str, Piece], aliases: dict[str, str]) -> Iterable
 
 
 def find_all_ties(save: Save, known: Iterable[str]) -> dict[str, str]:
-    """The ties in the first model states, alias → name: those that they tell, and names that share their bytes.
+    """Return the ties in the first model states, alias → name: recorded ones, and names that share their bytes.
 
     Args:
         known: as for :func:`read_module`.
@@ -283,7 +275,7 @@ def find_all_ties(save: Save, known: Iterable[str]) -> dict[str, str]:
 
 
 def read_module(save: Save, header: FileHeader, known: Iterable[str]) -> dict[str, Piece]:
-    """A file's ``module`` by parameter names; a nested dict's keys are matched with the known names.
+    """Return a file's ``module`` by parameter names; a nested dict's keys are matched with the known names.
 
     Args:
         save: the files.
@@ -291,7 +283,7 @@ def read_module(save: Save, header: FileHeader, known: Iterable[str]) -> dict[st
         known: parameters that an optimizer owns.
 
     Raises:
-        UnsupportedError: a nested dict with tensors whose names cannot be told.
+        UnsupportedError: names in a nested dict are ambiguous.
     """
     model = header.model
     module = (model.module if model else None) or {}
@@ -303,7 +295,7 @@ def read_module(save: Save, header: FileHeader, known: Iterable[str]) -> dict[st
     held = {module[key] for key in found}
     lost = [key for key in module if key not in found and module[key] not in held]
     unseen = named - set(found.values())
-    # A state dict of the client's own may leave buffers out; what is lost may be any of those that are not seen.
+    # A client's state dict may omit buffers; a key without name may be any name without key.
     if lost and (unseen - owned or len(lost) > len(unseen)):
         raise UnsupportedError(
             "its module states are nested, and these cannot be told by name: "
@@ -315,10 +307,10 @@ def read_module(save: Save, header: FileHeader, known: Iterable[str]) -> dict[st
 
 
 def match_names(keys: list[str], names: set[str]) -> dict[str, str]:
-    """Key of a nested module dict → parameter name, where one is the other with a prefix, and no other fits.
+    """Map keys of a nested module dict to parameter names: the only pair in which one is the other plus a prefix.
 
-    Where all names match with the same prefix, keys that no name is known for (frozen parameters, which ZeRO 1 does
-    not list) take it too.
+    If all names match with the same prefix, it also applies to keys without known name (frozen parameters, which ZeRO
+    1 does not list).
     """
     ends: dict[str, list[str]] = {}
     for key in keys:
@@ -347,21 +339,21 @@ def _fit(name: str, keys: set[str], ends: Mapping[str, list[str]]) -> list[str]:
 
 
 def _find_change(key: str, name: str) -> tuple[str, str]:
-    """(prefix that is cut off the key, prefix that is put before it)."""
+    """Return (prefix to remove from the key, prefix to add)."""
     if name.endswith(key):
         return "", name[: len(name) - len(key)]
     return key[: len(key) - len(name)], ""
 
 
 class _LayerFiles:
-    """A pipeline's layer files, and what the ranks say about their part of the model.
+    """A pipeline's layer files.
 
-    Which layer is a tied one, and which stage wrote a file, is not recorded: it is concluded from names and shapes.
+    Tied layers, and the stage that wrote a file, are not recorded but inferred from names and shapes.
 
     Attributes:
-        ranks: per pipeline stage.
+        ranks: of each pipeline stage.
         optimized: parameters that an optimizer owns on some stage.
-        names: per pipeline stage those of its layers.
+        names: of the layers of each pipeline stage.
     """
 
     def __init__(self, builder: Builder, tied: Collection[str]) -> None:
@@ -381,7 +373,7 @@ class _LayerFiles:
         )
 
     def _find_tied(self, layer: int, tp: int, tensors: Mapping[str, Piece]) -> list[Place]:
-        """(tied key, stage) of the modules that a layer's file can be of: same keys, same shapes, right place."""
+        """List the tied modules that a layer's file may hold: same keys, same shapes, possible stage."""
         if any(layer in names.own for names in self.names):
             return []
         found = []
@@ -394,7 +386,7 @@ class _LayerFiles:
         return found
 
     def _can_hold(self, stage: int, layer: int) -> bool:
-        """Whether a layer can lie on a stage, where stages are runs of layers; elsewhere all can."""
+        """Return False if a layer cannot be on a stage because all stages are runs of layers."""
         if not self._contiguous:
             return True
         before = (held for names in self.names[:stage] for held in names.own)
@@ -402,7 +394,7 @@ class _LayerFiles:
         return max(before, default=-1) < layer < min(after, default=layer + 1)
 
     def add(self) -> None:
-        """Add all tensors; of each tied module and stage one file is taken, others repeat it."""
+        """Add all tensors, those of a tied module on a stage from one of its files."""
         self._check_missing()
         aliases = self.builder.aliases = dict(self.save.model(0).shared)
         places: dict[int, list[Place]] = {}
@@ -437,12 +429,12 @@ class _LayerFiles:
             if len(keys) == 1:
                 by_key.setdefault(keys[0], {})[layer] = {stage for _, stage in fitting}
             else:
-                self._pass_over(layer, keys[0] if keys else "")
+                self._skip_ambiguous(layer, keys[0] if keys else "")
         for key, stages in by_key.items():
             self._add_module(key, stages)
 
-    def _pass_over(self, layer: int, key: str) -> None:
-        """A file that is one of several modules': copies are not needed, anything else must not be lost."""
+    def _skip_ambiguous(self, layer: int, key: str) -> None:
+        """Skip a file that may belong to several modules; raise if it has more than copies of parameters."""
         header = self.save.layers[0][layer]
         if others := self._list_others(key, header):
             raise UnsupportedError(
@@ -455,9 +447,9 @@ class _LayerFiles:
         return f"{TIED}{key}.{name}" in self.optimized
 
     def _add_module(self, key: str, stages: Mapping[int, set[int]]) -> None:
-        """One tied module's files: copies where the stage is certain, the rest of each stage or once for all.
+        """Add a tied module: copies of certain stages, and its other tensors for each stage or once for all.
 
-        ``stages`` are those that can have written a layer's file.
+        ``stages``: layer → stages that may have written its file.
         """
         chosen: dict[int, int] = {}
         for layer, fitting in stages.items():
@@ -467,11 +459,11 @@ class _LayerFiles:
         for stage, layer in chosen.items():
             self._add_copies(key, layer, stage)
         if unsure and not self._are_alike(key, list(stages)):
-            self._pass_over(unsure[0], key)
+            self._skip_ambiguous(unsure[0], key)
         self._add_others(key, list(stages)[:1] if unsure else [chosen[stage] for stage in sorted(chosen)])
 
     def _are_alike(self, key: str, layers: Sequence[int]) -> bool:
-        """Whether files have the same buffers and frozen parameters, by the checksums of their bytes."""
+        """Return True if files have the same buffers and frozen parameters, by their checksums."""
         for held in self.save.layers:
             others = [self._list_others(key, held[layer]) for layer in layers]
             if any(others[0].keys() != each.keys() for each in others):
@@ -491,7 +483,7 @@ class _LayerFiles:
                     self.builder.add(rank, f"{TIED}{key}.{name}", COPY, layers[layer], piece)
 
     def _add_others(self, key: str, layers: Sequence[int]) -> None:
-        """Buffers and frozen parameters of one file per stage that has any."""
+        """Add the buffers and frozen parameters of one file for each stage."""
         for tp, held in enumerate(self.save.layers):
             for index, layer in enumerate(layers):
                 for short, piece in self._list_others(key, held[layer]).items():

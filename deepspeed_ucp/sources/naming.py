@@ -1,4 +1,4 @@
-"""Names for the positional optimizer states of stage 0: the live param groups, held against sizes and shapes."""
+"""Names the positional optimizer states of stage 0 by live param groups that match sizes and shapes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .module import find_all_ties, read_module
 from .save import Save
 
 GroupNames = Sequence[Sequence[tuple[str, bool]]]
-"""Per param group of the live optimizer: (parameter name, does the optimizer own it), in the user's order."""
+"""(parameter name, owned by the optimizer) of each live param group, in the user's order."""
 
 NamedGroups = str | Sequence[Sequence[str]]
 
 Rename = Callable[[Set[str], Set[str]], Mapping[str, str]]
-"""From saved names and live ones: live name → the name that it was saved under, where a rule says so."""
+"""Called with saved and live names; returns live name → saved name for parameters that rules rename."""
 
 MODULE_GROUP = "module"
 """The optimizer was given ``model.parameters()``, in one group."""
@@ -29,21 +29,21 @@ CHANGING = ("lr", "initial_lr", "step", "params", "param_names")
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """What names the parameters of a stage-0 source, whose files do not.
+    """The live names for a stage-0 source, whose files name no parameters.
 
     Attributes:
-        live: param groups of the live optimizer (over all its ranks, in the order of a pipeline's layers).
-        hyper: their hyper-parameters, which tell whether they are in the saved order.
-        groups: what the source's optimizer was given, where there is no live engine: ``"module"`` for
-            ``model.parameters()`` in one group, or the names of each group's parameters in order.
-        weights_only: the optimizer's states are not wanted, so that nothing has to name them.
-        optimizer: False leaves them out; names then only tell a pipeline's tied modules.
+        live: param groups of the live optimizer over all its ranks, in the order of a pipeline's layers.
+        hyper: their hyper-parameters, which show whether they have the saved order.
+        groups: the source's param groups if there is no live engine: ``"module"`` for ``model.parameters()`` in one
+            group, or the names of each group's parameters in order.
+        weights_only: the load does not take the optimizer's states.
+        optimizer: False omits the optimizer's states; names then only identify a pipeline's tied modules.
         dual: the live pipeline has two stages on every rank (DualPipeV).
-        keys: key of the live module's own state dict → its parameter or buffer, where they differ.
-        rename: from the names that the files have and the live ones, the live name → the name there, where they differ.
-        order: every name of the live module's parameters, in its order → the first name of the same parameter.
-        record: names in the live module's state dict, in its order; asked for where that counts.
-        ep: expert-parallel ranks of the live run, the first of whose names ``live`` has in front; 0 where not known.
+        keys: key in the live module's state dict → parameter or buffer, if they differ.
+        rename: see :data:`Rename`.
+        order: every name of the live module's parameters, in module order → first name of the same parameter.
+        record: returns the names in the live module's state dict, in its order.
+        ep: expert-parallel ranks of the live run; ``live`` has the first rank's names in front. 0 if unknown.
     """
 
     live: GroupNames | None = None
@@ -59,7 +59,7 @@ class Naming:
     ep: int = 0
 
     def translate(self, save: Save) -> Naming:
-        """The same by the names that the files have; of a tied parameter by that which its optimizer had."""
+        """Return the naming with the files' names; a tied parameter gets the name that its optimizer had."""
         live = {strip_compiled(name) for group in self.live or () for name, _ in group}
         old = self.rename(_list_names(save), live) if live else {}
         old = {name: old.get(name, name) for name in {*live, *self.order}}
@@ -75,7 +75,7 @@ class Naming:
 
 
 def _list_names(save: Save) -> set[str]:
-    """Names of all tensors in model states, layer files and experts' files; a pipeline's tied modules have none."""
+    """List the names of all tensors in the files, except those of a pipeline's tied modules, which have none."""
     named: list[Mapping[str, object]] = [{} if model.nested else model.module or {} for model in save.first_models]
     named += [header.layer or {} for header in save.experts.values()]
     layers = (f"{layer}.{key}" for held in save.layers for layer, header in held.items() for key in header.layer or {})
@@ -84,15 +84,15 @@ def _list_names(save: Save) -> set[str]:
 
 @dataclass(frozen=True, slots=True)
 class NamedOptimizer:
-    """What one model-parallel rank's optimizer holds.
+    """The optimizer of one rank, with the names of its parameters.
 
     Attributes:
-        header, optim: the rank's model states, and the optimizer's in it.
+        header, optim: its file, and the optimizer's header in it.
         groups: names of the parameters of each saved group, in saved order.
         shapes: their local shapes.
-        tensors: the model's own tensors with the files that hold them.
-        mp, ep: model-parallel rank, and expert-parallel one.
-        held: of parameters in which experts lie one behind the other, the names of these, with shapes.
+        tensors: the model's tensors with their files.
+        mp, ep: model-parallel and expert-parallel rank.
+        held: fused parameter → the experts in it, with shapes.
     """
 
     header: FileHeader
@@ -105,34 +105,34 @@ class NamedOptimizer:
     held: Mapping[str, Mapping[str, Shape]] = field(default_factory=dict)
 
     def list_parts(self, name: str) -> Mapping[str, Shape]:
-        """The whole model's parameters that one of the rank's own is: itself, or the experts in it."""
+        """Return the whole model's parameters in one of the rank's: itself, or the experts in it."""
         return self.held.get(name) or {name: self.shapes[name]}
 
     @property
     def names(self) -> list[str]:
-        """Names of all groups, in saved order."""
+        """Names of all parameters, in saved order."""
         return [name for group in self.groups for name in group]
 
     def find_lost(self) -> set[str]:
-        """Parameters whose master would be the model's own tensor, which no file holds."""
+        """Return the parameters without master whose model tensor is in no file."""
         if self.optim.traits.has_copies:
             return set()
         return {part for name in self.names for part in self.list_parts(name) if part not in self.tensors}
 
 
 def name_groups(save: Save, groups: NamedGroups) -> list[list[tuple[str, bool]]]:
-    """Param groups as the user says that they were made, in the form of a live optimizer's.
+    """Convert the param groups that the user describes to the form of a live optimizer's.
 
     Raises:
         ConfigError: neither ``"module"`` nor a list of lists of names.
-        MismatchError: ``"module"`` for a pipeline, whose files do not tell the names of tied layers.
+        MismatchError: ``"module"`` for a pipeline, whose files do not record the names of tied layers.
     """
     lists = [] if isinstance(groups, str) else groups
     if groups != MODULE_GROUP and (
         not lists or any(isinstance(names, str) or not all(isinstance(n, str) for n in names) for names in lists)
     ):
-        wanted = f'"{MODULE_GROUP}" or a list of lists of parameter names is needed'
-        raise ConfigError(f"groups: {wanted}, found {groups!r:.200}")
+        expected = f'"{MODULE_GROUP}" or a list of lists of parameter names is needed'
+        raise ConfigError(f"groups: {expected}, found {groups!r:.200}")
     if groups != MODULE_GROUP:
         return [[(strip_compiled(name), True) for name in names] for names in lists]
     if save.is_pipeline:
@@ -151,7 +151,7 @@ def name_groups(save: Save, groups: NamedGroups) -> list[list[tuple[str, bool]]]
 def fit_groups(
     optim: OptimHeader, model: ModelHeader, shapes: Mapping[str, Shape], live: GroupNames | None, path: str
 ) -> list[tuple[str, ...]]:
-    """Names of the parameters of each saved group, in saved order.
+    """Return the names of the parameters of each saved group, in saved order.
 
     Raises:
         MismatchError: the live groups do not fit.
@@ -160,21 +160,21 @@ def fit_groups(
         return list(optim.names)
     for only_owned in (False, True):
         named = pick_names(live or (), only_owned)
-        # Wrappers leave out what has no element on this tensor-parallel rank (fewer rows than ranks).
+        # Wrappers omit parameters without elements on this tensor-parallel rank (fewer rows than ranks).
         held = [tuple(name for name in group if count(shapes.get(name, (1,)))) for group in named]
         for names in (named, held):
             if fits(names, optim, shapes):
                 return names
-    raise MismatchError(f"{describe_misfit(optim, model, shapes, live or ())}", path=path)
+    raise MismatchError(describe_misfit(optim, model, shapes, live or ()), path=path)
 
 
 def pick_names(live: GroupNames, only_owned: bool) -> list[tuple[str, ...]]:
-    """The live groups by atom names; releases differ in whether frozen parameters are in the saved ones."""
+    """Return the live groups by atom names; saved groups contain frozen parameters only in some releases."""
     return [tuple(strip_compiled(name) for name, owned in group if owned or not only_owned) for group in live]
 
 
 def describe_misfit(optim: OptimHeader, model: ModelHeader, shapes: Mapping[str, Shape], live: GroupNames) -> str:
-    """Why live groups do not name a saved optimizer's states."""
+    """Explain why live groups do not fit a saved optimizer's states."""
     names = [strip_compiled(name) for group in live for name, _ in group]
     missing = [name for name in names if name not in shapes]
     extra = [name for name in shapes if name not in {*names, *model.buffers}]
@@ -192,10 +192,10 @@ def describe_misfit(optim: OptimHeader, model: ModelHeader, shapes: Mapping[str,
 
 
 def check_group_order(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str, Any]], path: str) -> None:
-    """Refuse groups that look like the saved ones in another order: nothing else would tell equal shapes apart.
+    """Refuse groups in another order than the saved ones, as equal shapes would hide it.
 
     Raises:
-        MismatchError: the same hyper-parameters, permuted.
+        MismatchError: the groups have the saved hyper-parameters, permuted.
     """
     if len(saved) != len(live):
         return
@@ -211,10 +211,10 @@ def check_group_order(saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping
 
 
 def check_state_shapes(part: NamedOptimizer, path: str) -> None:
-    """Refuse states that have the shapes of the parameters in another order.
+    """Refuse states whose shapes are those of the parameters in another order.
 
     Raises:
-        MismatchError: naming the first parameter whose states are of another one's shape.
+        MismatchError: names the first parameter whose states have another shape.
     """
     optim, names = part.optim, part.names
     if optim.traits.is_flat or len(names) != len(optim.tensors):
@@ -234,14 +234,14 @@ def check_state_shapes(part: NamedOptimizer, path: str) -> None:
 
 
 def group_sizes(optim: OptimHeader) -> list[int]:
-    """Per saved group its number of elements (FP16_Optimizer) or parameters."""
+    """Return the number of elements (FP16_Optimizer) or parameters of each saved group."""
     if optim.traits.is_flat:
         return [master.numel for master in optim.masters]
     return optim.count_members()
 
 
 def fits(named: Sequence[Sequence[str]], optim: OptimHeader, shapes: Mapping[str, Shape]) -> bool:
-    """Whether groups of names have the sizes of the saved groups, and the shapes where they are saved."""
+    """Return True if groups of names have the sizes of the saved groups, and the shapes of their masters."""
     sizes = group_sizes(optim)
     if len(named) != len(sizes) or any(name not in shapes for group in named for name in group):
         return False

@@ -25,7 +25,7 @@ from .gather import gather_save, keep_new, look_at_header
 from .headers import FileHeader
 from .identify import identify_save
 from .index import build_index
-from .module import call_by_name
+from .module import rename_keys
 from .naming import GroupNames, NamedGroups, Naming
 from .places import find_files, list_by_host, list_files
 from .reading import read_file
@@ -270,7 +270,7 @@ def _survey_normal(where: FileTable, comm: Comm, naming: Naming) -> tuple[Atomic
         adopt_sums(save, sums)
     if save is None or make_error(findings) is not None:
         return None, findings
-    call_by_name(save, naming.keys)
+    rename_keys(save, naming.keys)
     index, more = _build(save, naming)
     if index is not None and any(name.endswith("model_states.pt") for name in _list_left(findings)):
         index = index.change(unnoticed=(*index.limits.unnoticed, _LEFT))

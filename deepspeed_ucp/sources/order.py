@@ -1,7 +1,6 @@
-"""In what order a stage-0 optimizer had its parameters: its file does not say, the order of the saved module does.
+"""Infers the order of a stage-0 optimizer's parameters from the order of the saved module's state dict.
 
-A positional state is that of the parameter which the saved run's optimizer had at its place. As a rule that is the
-module's order: ``model.parameters()``, or groups filled in a loop over them; and so is the order of its state dict.
+An optimizer usually has the module's order: ``model.parameters()``, or groups filled in a loop over them.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from .naming import CHANGING, GroupNames, Naming
 from .save import Save
 
 Place = tuple[int, int]
-"""Of a parameter: a number of its unit, and its place in it. The order of units to each other is not looked at."""
+"""(number of a parameter's unit, its place in the unit); the order among units is not compared."""
 
 Places = Mapping[str, Place]
-"""By the form of a parameter's name."""
+"""Form of a parameter's name → place."""
 
-_NOWHERE = (1 << 62, 0)
+_LAST = (1 << 62, 0)
 
 
 def _name_form(name: str) -> str:
-    """A parameter's name; an expert's is that of its layer's first, as they are alike."""
+    """Return the form of a name: that of the layer's first expert for all its experts, else the name."""
     found = read_name(name)
     if found is None:
         return name
@@ -38,10 +37,10 @@ def _name_form(name: str) -> str:
 
 
 def number_names(names: Iterable[str], unit: Callable[[str], int] = is_expert) -> dict[str, Place]:
-    """The places of names in their order.
+    """Number names in their order.
 
     Args:
-        unit: the number of a name's unit. The files of experts tell nothing of other parameters.
+        unit: returns the number of a name's unit; default: experts are one, as their files order only themselves.
     """
     places: dict[str, Place] = {}
     for place, name in enumerate(names):
@@ -51,15 +50,15 @@ def number_names(names: Iterable[str], unit: Callable[[str], int] = is_expert) -
 
 @dataclass(frozen=True, slots=True)
 class ModuleOrder:
-    """The order of a live module's parameters beside that of the saved one.
+    """The orders of the parameters in the live and in the saved module.
 
     Attributes:
-        path: of the file that tells the saved order.
+        path: of the file with the saved order.
         now: places in the live module.
-        before: places in the saved one.
-        shapes: in the saved one, by the names' forms as well.
-        pipeline: it is one, of which each layer's file tells the order of its own parameters.
-        record: the places in the live module's state dict, which may be in an order of its own.
+        before: places in the saved module.
+        shapes: form of a name → shape in the saved module.
+        pipeline: each layer's file orders only its own parameters.
+        record: returns the places in the live module's state dict, which may have an order of its own.
     """
 
     path: str
@@ -70,14 +69,14 @@ class ModuleOrder:
     record: Callable[[], Places] | None = None
 
     def follow(self, groups: GroupNames, hyper: Sequence[Mapping[str, Any]]) -> GroupNames:
-        """The live optimizer's param groups as the saved one had them.
+        """Return the live optimizer's param groups in the saved order.
 
         Args:
-            groups: by the names that the files have.
+            groups: with the files' names.
             hyper: their hyper-parameters.
 
         Raises:
-            MismatchError: the module defines them in another order, and how the saved optimizer had them is not known.
+            MismatchError: the module has another order, and the saved optimizer's order is not certain.
         """
         held = [self._list_known(group) for group in groups]
         moved = [names for names in held if self._differ(names, self.now)]
@@ -99,7 +98,7 @@ class ModuleOrder:
         return [self._move(group, names) if names in moved else group for names, group in pairs]
 
     def is_kept(self, group: Iterable[tuple[str, bool]]) -> bool:
-        """Whether a group of the live optimizer has the parameters in the module's order."""
+        """Return True if a group of the live optimizer has the module's order."""
         names = self._list_known(group)
         return all(self._is_sorted([name for name in names if is_expert(name) == which]) for which in (True, False))
 
@@ -107,27 +106,27 @@ class ModuleOrder:
         return names == _sort(names, self.now)
 
     def _find_doubt(self, moved: Sequence[list[str]], swapped: Sequence[list[str]], recorded: Places) -> str:
-        """Why it is not known what the saved optimizer had at which place; empty where it is."""
-        everything = [name for names in (*moved, *swapped) for name in names]
-        if _sort(everything, recorded) != _sort(everything, self.now):
+        """Explain why the saved optimizer's order is uncertain; empty if it is certain."""
+        affected = [name for names in (*moved, *swapped) for name in names]
+        if _sort(affected, recorded) != _sort(affected, self.now):
             return "the model's state_dict has an order of its own, so that the saved module's is not known"
         if self.pipeline:
             return "how the optimizers of a pipeline's stages had them is not known"
         if swapped:
             return "param groups of the same sizes may have changed places as well"
-        if any(map(is_expert, everything)):
+        if any(map(is_expert, affected)):
             return "where experts were among them is not known"
         if not all(map(self._is_sorted, moved)):
             return "the optimizer has them in an order of its own"
         return ""
 
     def _list_known(self, group: Iterable[tuple[str, bool]]) -> list[str]:
-        """The forms of a group's names of which both places are known."""
+        """Return the forms of a group's names that have a place in both modules."""
         forms = dict.fromkeys(_name_form(strip_compiled(name)) for name, _ in group)
         return [form for form in forms if form in self.now and form in self.before]
 
     def _list_alike(self, held: Sequence[list[str]], hyper: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-        """The first parameters of groups that neither hyper-parameters nor shapes tell apart."""
+        """Return the first parameters of groups with equal hyper-parameters and shapes, together."""
         alike: dict[tuple[str, str], list[str]] = defaultdict(list)
         for number, names in enumerate(held):
             fields = hyper[number] if number < len(hyper) else {}
@@ -140,26 +139,26 @@ class ModuleOrder:
         return _sort(names, places) != _sort(names, self.before)
 
     def _move(self, group: Sequence[tuple[str, bool]], names: list[str]) -> list[tuple[str, bool]]:
-        """A group, of whose parameters those with known places are in the saved order."""
+        """Return a group with the parameters ``names`` in the saved order."""
         items = {strip_compiled(item[0]): item for item in group}
         moved = dict(zip(names, _sort(names, self.before), strict=True))
         return [items[moved.get(name, name)] for name in items]
 
 
 def _sort(names: Iterable[str], places: Places) -> list[str]:
-    return sorted(names, key=lambda name: places.get(name, _NOWHERE))
+    return sorted(names, key=lambda name: places.get(name, _LAST))
 
 
 def compare_modules(save: Save, naming: Naming) -> ModuleOrder:
-    """The live module's order beside that of the saved module, and of its experts' files."""
+    """Compare the live module's order with that of the saved module and its experts' files."""
     tensors = dict(read_module(save, save.main, naming.order))
     layers = {layer: file.layer or {} for (layer, *_), file in save.experts.items()}
     for layer in sorted(layers):
         tensors |= layers[layer]
     before = number_names(tensors)
-    for name, first in naming.order.items():  # a parameter is where the first of its names is
+    for name, first in naming.order.items():  # a tied parameter has the place of the first of its names
         if (other := _name_form(name)) in before:
-            before[_name_form(first)] = min(before.get(_name_form(first), _NOWHERE), before[other])
+            before[_name_form(first)] = min(before.get(_name_form(first), _LAST), before[other])
     shapes = {_name_form(name): piece.shape for name, piece in tensors.items()}
     shapes |= {_name_form(first): shapes[name] for name, first in naming.order.items() if name in shapes}
     record = partial(_read_record, naming, nested=save.model(0).nested) if naming.record else None
@@ -173,7 +172,7 @@ def _read_record(naming: Naming, *, nested: bool) -> Places:
 
 
 def compare_layers(save: Save, naming: Naming, shapes: Mapping[str, Shape]) -> ModuleOrder:
-    """The same of a pipeline, of whose parameters there are shapes in the order of the layers' files."""
+    """Compare the orders within a pipeline's layers; ``shapes`` are in the order of the layers' files."""
     owners: dict[str, int] = {}
     before = number_names(shapes, lambda name: owners.setdefault(find_owner(name), len(owners)))
     now = number_names(naming.order.values(), lambda name: owners.get(find_owner(name), -1))

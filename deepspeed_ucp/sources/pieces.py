@@ -1,9 +1,8 @@
-"""Headers of files that say the same but for places: one template, and of each file a row of numbers.
+"""Compact headers of files that differ only in offsets and sizes: a shared template, and a row of integers per file.
 
-Thousands of optimizer files differ in where their pieces lie, how long these are, which parameters are in them, and the
-padding; tens of thousands of experts' files in the layer and the number in the names of their tensors, and in places.
-So a header travels as what is its own, the template once from each rank; the files of one template are a table of
-pieces, and a header's pieces are made when they are asked for.
+Thousands of optimizer files differ only in the locations and sizes of their pieces, in their parameters and padding;
+tens of thousands of experts' files also in the layer and the number within the names of their tensors. A header is
+therefore sent as a :class:`HeaderDelta`, its template once per rank. Pieces are built on demand.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from .headers import FileHeader, OptimHeader, Piece, TensorStates
 T = TypeVar("T")
 
 PIECE: Final = np.dtype([(name, "<i8") for name in ("offset", "nbytes", "crc", "start", "numel")])
-"""A piece: its record's first byte, bytes and checksum (-1: none), its first byte there, and its elements."""
+"""A piece: offset, bytes and checksum (-1: none) of its record, its first byte in the record, and its elements."""
 
 _PIECE = struct.Struct("<5q")
 
-_Own = tuple[Any, ...]
-"""A file's own beside places: slices and paddings of an optimizer's; of an expert's, layer and number."""
+_Variables = tuple[Any, ...]
+"""Fields that a template leaves open: slices and paddings of an optimizer's file; layer and number of an expert's."""
 
 
 def _list_states(held: TensorStates) -> list[Piece]:
@@ -39,14 +38,14 @@ def _list_states(held: TensorStates) -> list[Piece]:
 
 
 def _list_pieces(header: FileHeader) -> list[Piece]:
-    """All pieces of a header: an expert's tensors; of an optimizer's the masters, then of each tensor its states."""
+    """List the pieces of a header: an expert's tensors, or an optimizer's masters and then each tensor's states."""
     if header.optim is None:
         return list((header.layer or {}).values())
     return [*header.optim.masters, *chain(*map(_list_states, header.optim.tensors))]
 
 
 def _number_pieces(header: FileHeader) -> bytes:
-    """All pieces of a header, one :data:`PIECE` behind the other."""
+    """Encode all pieces of a header as consecutive :data:`PIECE` items."""
     numbers = list[int]()
     for piece in _list_pieces(header):
         _, offset, nbytes, crc = piece.record
@@ -59,13 +58,13 @@ def _pack(numbers: Collection[int]) -> bytes:
 
 
 class HeaderTemplate:
-    """What headers say alike, as one of them; equal to those of all files that say the same but for places.
+    """The common content of headers that differ only in :data:`PIECE` numbers and variables; hashable.
 
     Attributes:
-        header: the one, of an optimizer's file or an expert's.
-        firsts: of each piece the first one that lies in the same record.
-        starts: of an optimizer's file the number of each tensor's first piece.
-        ends: of an expert's file how the names of its tensors end.
+        header: one of these headers, of an optimizer's or an expert's file.
+        firsts: piece → first piece in the same record.
+        starts: optimizer's file: tensor → number of its first piece.
+        ends: expert's file: endings of its tensors' names.
     """
 
     def __init__(self, header: FileHeader) -> None:
@@ -77,7 +76,8 @@ class HeaderTemplate:
         kinds = [(piece.dtype, piece.fault) for piece in self._pieces]
         self._kinds = tuple(zip(self.firsts, shapes, kinds, strict=True))
         self.ends = tuple(cut_number(name)[1] for name in header.layer or ())
-        self.starts = list(accumulate(map(_count_states, optim.tensors), initial=len(optim.masters))) if optim else []
+        counts = [len(held.states) + len(held.zero_dim) for held in optim.tensors] if optim else []
+        self.starts = list(accumulate(counts, initial=len(optim.masters))) if optim else []
 
     def __reduce__(self) -> tuple[Any, ...]:
         return HeaderTemplate, (self.header,)
@@ -90,14 +90,15 @@ class HeaderTemplate:
 
     @cached_property
     def _rest(self) -> tuple[object, ...]:
-        """What the header says besides pieces, without what is a file's own."""
+        """The header's content except pieces and variables."""
         optim, names = self.header.optim, list[tuple[list[str], list[str]]]()
         if optim is not None:
             names = [(list(held.states), list(held.zero_dim)) for held in optim.tensors]
             tensors = tuple(replace(held, states={}, zero_dim={}) for held in optim.tensors)
             optim = replace(optim, masters=(), tensors=tensors, slices=(), paddings=(0,) * len(optim.paddings))
-        told = self.header.globals, self.header.config, self.header.marks, self.header.model, self.header.checked
-        return told, optim, names, self.starts, self.ends
+        header = self.header
+        common = header.globals, header.config, header.marks, header.model, header.checked
+        return common, optim, names, self.starts, self.ends
 
     @property
     def optim(self) -> OptimHeader:
@@ -107,15 +108,11 @@ class HeaderTemplate:
         return self.header.optim
 
     def list_states(self, tensor: int) -> range:
-        """The numbers of a tensor's pieces."""
+        """Return the numbers of a tensor's pieces."""
         return range(self.starts[tensor], self.starts[tensor + 1])
 
     def make_piece(self, number: int, numbers: bytes) -> Piece:
-        """A piece of a file by its number.
-
-        Args:
-            numbers: of all pieces of the file, one :data:`PIECE` behind the other.
-        """
+        """Build one piece of the file with these encoded pieces."""
         like = self._pieces[number]
         offset, nbytes, crc, start, numel = _PIECE.unpack_from(numbers, number * _PIECE.size)
         shape = (numel,) if len(like.shape) == 1 else like.shape
@@ -123,70 +120,62 @@ class HeaderTemplate:
         return Piece(record, start, shape, like.dtype, like.fault)
 
     def make_states(self, tensor: int, numbers: bytes) -> TensorStates:
-        """What a file has of a tensor."""
+        """Build the states of one tensor of the file with these encoded pieces."""
         like = self.optim.tensors[tensor]
         made = iter([self.make_piece(number, numbers) for number in self.list_states(tensor)])
         states = {name: next(made) for name in like.states}
         return replace(like, states=states, zero_dim={name: next(made) for name in like.zero_dim})
 
     def fill(self, delta: HeaderDelta) -> FileHeader:
-        """The header of another file."""
-        like, numbers = self.header, delta.numbers
-        optim, layer = like.optim, like.layer
+        """Decode the header of another file."""
+        optim, numbers = self.header.optim, delta.numbers
+        layer: Mapping[str, Piece] | None = None
         if optim is None:
-            layer = ExpertTensors(self, numbers, *delta.own)
+            layer = ExpertTensors(self, numbers, *delta.variables)
         else:
-            slices, paddings = delta.own
-            masters = LazyParts(self, numbers, len(optim.masters), self.make_piece)
-            tensors = LazyParts(self, numbers, len(optim.tensors), self.make_states)
+            slices, paddings = delta.variables
+            masters = LazyParts(numbers, len(optim.masters), self.make_piece, self)
+            tensors = LazyParts(numbers, len(optim.tensors), self.make_states, self)
             optim = replace(optim, masters=masters, tensors=tensors, slices=slices, paddings=paddings)
-        return FileHeader(
+        return replace(
+            self.header,
             name=delta.name,
             size=delta.size,
             crc=delta.crc,
-            globals=like.globals,
-            config=like.config,
-            marks=like.marks,
-            model=like.model,
             optim=optim,
             layer=layer,
             folding=delta.folding,
-            checked=like.checked,
         )
 
 
-def _count_states(held: TensorStates) -> int:
-    return len(held.states) + len(held.zero_dim)
-
-
 class LazyParts(Sequence[T]):
-    """Parts of a header, made when they are asked for: by ``make``, of their number and the file's numbers."""
+    """Masters or tensors of an optimizer's file, which ``make`` builds on demand from their number."""
 
-    __slots__ = ("make", "most", "numbers", "template")
+    __slots__ = ("length", "make", "numbers", "template")
 
-    def __init__(self, template: HeaderTemplate, numbers: bytes, most: int, make: Callable[[int, bytes], T]) -> None:
-        self.template, self.numbers, self.most, self.make = template, numbers, most, make
+    def __init__(self, numbers: bytes, length: int, make: Callable[[int, bytes], T], template: HeaderTemplate) -> None:
+        self.numbers, self.length, self.make, self.template = numbers, length, make, template
 
     def __len__(self) -> int:
-        return self.most
+        return self.length
 
     @overload
     def __getitem__(self, at: int) -> T: ...
     @overload
     def __getitem__(self, at: slice) -> tuple[T, ...]: ...
     def __getitem__(self, at: int | slice) -> T | tuple[T, ...]:
-        found = range(self.most)[at]
+        found = range(self.length)[at]
         if isinstance(found, int):
             return self.make(found, self.numbers)
         return tuple(self.make(number, self.numbers) for number in found)
 
 
 class ExpertTensors(Mapping[str, Piece]):
-    """The tensors of an expert's file by name, made when they are asked for.
+    """The tensors of an expert's file by name, built on demand.
 
     Args:
-        layer: what the names of all experts of the layer begin with.
-        number: of the expert, in the whole layer.
+        layer: prefix of the names of all experts of the layer.
+        number: of the expert in the whole layer.
     """
 
     __slots__ = ("layer", "number", "numbers", "template")
@@ -202,14 +191,14 @@ class ExpertTensors(Mapping[str, Piece]):
         return iter([begin + end for end in self.template.ends])
 
     def __getitem__(self, name: str) -> Piece:
-        for place, each in enumerate(self):
+        for number, each in enumerate(self):
             if each == name:
-                return self.template.make_piece(place, self.numbers)
+                return self.template.make_piece(number, self.numbers)
         raise KeyError(name)
 
 
 def count_filed(files: Iterable[FileHeader]) -> dict[str, int]:
-    """Experts per layer, of those that have files, as :func:`~..experts.count_experts` has them."""
+    """Count the experts of each layer that have files, keyed as :func:`~..experts.count_experts` does."""
     held = [header.layer or {} for header in files]
     counts = count_experts(name for each in held if not isinstance(each, ExpertTensors) for name in each)
     for each in held:
@@ -219,13 +208,13 @@ def count_filed(files: Iterable[FileHeader]) -> dict[str, int]:
 
 
 class HeaderDelta(NamedTuple):
-    """A header as it travels: what it has otherwise than its template's.
+    """A header encoded against its template, for sending.
 
     Attributes:
-        template: None where it is the first rank's optimizer file, which every rank has.
+        template: None for the template of :attr:`HeaderCodec.first`.
         name, size, crc, folding: the header's.
-        own: what else is its own.
-        numbers: of its pieces, one :data:`PIECE` behind the other.
+        variables: see :data:`_Variables`.
+        numbers: its encoded pieces.
     """
 
     template: HeaderTemplate | None
@@ -233,20 +222,20 @@ class HeaderDelta(NamedTuple):
     size: int
     crc: int | None
     folding: tuple[int, int] | None
-    own: _Own
+    variables: _Variables
     numbers: bytes
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """The numbers one by one: most take a few bytes."""
-        return _take_delta, (*self[:-1], struct.unpack(f"<{len(self.numbers) // 8}q", self.numbers))
+        """Pickle the numbers as integers: most take a few bytes."""
+        return _restore_delta, (*self[:-1], struct.unpack(f"<{len(self.numbers) // 8}q", self.numbers))
 
 
-def _take_delta(*told: Any) -> HeaderDelta:
-    return HeaderDelta._make((*told[:-1], _pack(told[-1])))
+def _restore_delta(*fields: Any) -> HeaderDelta:
+    return HeaderDelta._make((*fields[:-1], _pack(fields[-1])))
 
 
 class HeaderCodec:
-    """Makes the headers that a rank has read short, and those that it is told long again.
+    """Encodes the headers that a rank has read, and decodes those that it receives.
 
     Args:
         first: a header that every rank has.
@@ -257,23 +246,26 @@ class HeaderCodec:
         self._known = {self.first: self.first}
 
     def encode(self, header: FileHeader) -> FileHeader | HeaderDelta:
-        """What travels of a header; itself where it is neither an optimizer's nor of one expert, or cannot be cut."""
-        own = _find_own(header)
-        if own is None:
+        """Encode the header of an optimizer's or a single expert's file; return other headers unchanged."""
+        variables = _find_variables(header)
+        if variables is None:
             return header
         template = HeaderTemplate(header)
         known = self._known.setdefault(template, template)
-        numbers = _number_pieces(header)
         sent = None if known is self.first else known
-        return HeaderDelta(sent, header.name, header.size, header.crc, header.folding, own, numbers)
+        return HeaderDelta(
+            sent, header.name, header.size, header.crc, header.folding, variables, _number_pieces(header)
+        )
 
-    def decode(self, told: FileHeader | HeaderDelta) -> FileHeader:
-        """The header that was encoded."""
-        return (told.template or self.first).fill(told) if isinstance(told, HeaderDelta) else told
+    def decode(self, encoded: FileHeader | HeaderDelta) -> FileHeader:
+        """Invert :meth:`encode`."""
+        if isinstance(encoded, FileHeader):
+            return encoded
+        return (encoded.template or self.first).fill(encoded)
 
 
-def _find_own(header: FileHeader) -> _Own | None:
-    """See :data:`_Own`; None of a header that is told as it is."""
+def _find_variables(header: FileHeader) -> _Variables | None:
+    """Return the variables of a header, or None if it has no compact form."""
     if header.optim is not None:
         return header.optim.slices, header.optim.paddings
     tensors = header.layer or {}
@@ -285,36 +277,32 @@ def _find_own(header: FileHeader) -> _Own | None:
 
 
 class FileBatch:
-    """Files of one template, and their pieces as a table.
+    """Files with one template, and their pieces as a table.
 
     Attributes:
-        numbers: of the files in the index, once they have some.
-        records: by piece the number of the first file's record there; the other files' follow.
+        rows: encoded pieces of each file.
+        numbers: of the files in the index, once these are assigned.
+        records: piece → number of the first file's record; those of the other files follow.
     """
 
     def __init__(self, template: HeaderTemplate) -> None:
         self.template, self.files, self.numbers = template, list[FileHeader](), array("q")
+        self.rows: list[bytes] = []
         self.records: dict[int, int] = {}
-        self._rows: list[bytes] = []
-
-    def add(self, header: FileHeader, numbers: bytes) -> None:
-        """Add a file."""
-        self.files.append(header)
-        self._rows.append(numbers)
 
     @cached_property
     def table(self) -> npt.NDArray[np.void]:
-        """By file and piece the numbers, a :data:`PIECE`; once all files are there."""
-        return np.frombuffer(b"".join(self._rows), PIECE).reshape(len(self.files), -1)
+        """A :data:`PIECE` for each file and piece; valid once all files are added."""
+        return np.frombuffer(b"".join(self.rows), PIECE).reshape(len(self.files), -1)
 
     def make_piece(self, piece: int, file: int) -> Piece:
-        """A piece of one of the files."""
-        return self.template.make_piece(piece, self._rows[file])
+        """Build a piece of one of the files."""
+        return self.template.make_piece(piece, self.rows[file])
 
 
 @dataclass(frozen=True, slots=True)
 class FileRun:
-    """Some of a batch's files: which they are in it, and which partitions of a flat buffer they hold."""
+    """Some files of a batch, by their places in it, and the partitions of a flat buffer that they hold."""
 
     batch: FileBatch
     files: list[int]
@@ -322,51 +310,49 @@ class FileRun:
 
     @property
     def headers(self) -> list[FileHeader]:
-        """The files'."""
+        """The files' headers."""
         return [self.batch.files[file] for file in self.files]
 
-    def pick(self, piece: int, which: str) -> list[int]:
-        """One of the numbers of a piece, by file; by its name in :data:`PIECE`."""
-        found: list[int] = self.batch.table[which][self.files, piece].tolist()
+    def pick(self, piece: int, field: str) -> list[int]:
+        """Return one field of :data:`PIECE` of a piece for each file."""
+        found: list[int] = self.batch.table[field][self.files, piece].tolist()
         return found
 
     def pick_padding(self, group: int) -> list[int]:
-        """Elements of padding at the end of a group's partition, by file; 0 where files do not tell."""
+        """Return the elements of padding at the end of a group's partition for each file; 0 if not recorded."""
         optim = self.batch.template.optim
-        told = optim.traits.strips_padding and group < len(optim.paddings)
-        return [header.optim.paddings[group] if told and header.optim else 0 for header in self.headers]
+        recorded = optim.traits.strips_padding and group < len(optim.paddings)
+        return [header.optim.paddings[group] if recorded and header.optim else 0 for header in self.headers]
 
     def number(self, first: int) -> list[int]:
-        """What numbers files have of which the batch's first one has this."""
+        """Return the record number of each file, given that of the batch's first file."""
         return [first + file for file in self.files]
 
     def split(self) -> Iterator[FileRun]:
-        """Each file for itself."""
+        """Yield a run for each file."""
         for file, part in zip(self.files, self.parts, strict=True):
             yield FileRun(self.batch, [file], [part])
 
 
 class Batches:
-    """Optimizer files, and files of one expert each, by template."""
+    """Files of optimizers and of single experts, grouped by template."""
 
     def __init__(self, headers: Iterable[FileHeader]) -> None:
         self._batches: dict[HeaderTemplate, FileBatch] = {}
         self._places: dict[str, tuple[FileBatch, int]] = {}
         for header in headers:
-            self._add(header)
-
-    def _add(self, header: FileHeader) -> None:
-        parts = header.optim.masters if header.optim else header.layer
-        if isinstance(parts, (LazyParts, ExpertTensors)):
-            template, numbers = parts.template, parts.numbers
-        else:
-            template, numbers = HeaderTemplate(header), _number_pieces(header)
-        batch = self._batches.setdefault(template, FileBatch(template))
-        self._places[header.name] = batch, len(batch.files)
-        batch.add(header, numbers)
+            parts = header.optim.masters if header.optim else header.layer
+            if isinstance(parts, (LazyParts, ExpertTensors)):
+                template, numbers = parts.template, parts.numbers
+            else:
+                template, numbers = HeaderTemplate(header), _number_pieces(header)
+            batch = self._batches.setdefault(template, FileBatch(template))
+            self._places[header.name] = batch, len(batch.files)
+            batch.files.append(header)
+            batch.rows.append(numbers)
 
     def list_runs(self, headers: Iterable[FileHeader]) -> list[FileRun]:
-        """Files by batch; which they are among the headers tells the partition of a flat buffer that they hold."""
+        """Group files by batch; a file's place among ``headers`` is the partition of a flat buffer that it holds."""
         found: dict[int, FileRun] = {}
         for part, header in enumerate(headers):
             batch, file = self._places[header.name]

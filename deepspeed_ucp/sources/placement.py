@@ -1,4 +1,4 @@
-"""Which layers a pipeline stage of stage 0 held: the files do not tell, sizes and shapes of the states do."""
+"""Infers the layers of each pipeline stage of a stage-0 source from the sizes and shapes of its states."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from .save import Save
 logger = logging.getLogger("deepspeed_ucp")
 
 _MAX_TIED = 6
-"""Tied modules that are tried out in all combinations."""
+"""Largest number of tied modules whose combinations are tried."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """A pipeline stage: the tied modules and the layers that it holds."""
+    """The tied modules and layers of a pipeline stage."""
 
     tied: tuple[str, ...]
     layers: tuple[int, ...]
 
 
 def place_layers(save: Save, naming: Naming, live: GroupNames) -> list[NamedOptimizer]:
-    """What each rank's optimizer holds, for stages that are runs of layers, with tied modules in front.
+    """Name the parameters of each rank's optimizer; a stage is a run of layers behind its tied modules.
 
     Args:
         save: a pipeline's files.
-        naming: the live module's order; a live DualPipeV, so that the saved one may have been one.
+        naming: the live module's order, and whether it is a DualPipeV.
         live: param groups of the live optimizer over all its ranks, in the layers' order.
 
     Raises:
-        MismatchError: no run of layers fits a stage's states, or several do; or those of a DualPipeV as well; or the
-            live layers are defined in another order.
+        MismatchError: no division of the layers fits the states, or several do; a DualPipeV's fits as well and the
+            live pipeline is one; or the live layers have another order.
     """
     module = [_TensorParallelRank(save, tp, live) for tp in range(save.tp)]
     if naming.order:
@@ -59,8 +59,8 @@ def place_layers(save: Save, naming: Naming, live: GroupNames) -> list[NamedOpti
             return [_make_part(save, mp, found[0], named, module[mp % save.tp]) for mp in range(len(save.models))]
     for mp in range(save.tp):
         if any(strip_compiled(name) not in module[mp].shapes for group in live for name, _ in group):
-            told = describe_misfit(save.optim(mp), save.model(mp), module[mp].shapes, live)
-            raise MismatchError(f"{told}", path=save.path(save.models[mp][0]))
+            misfit = describe_misfit(save.optim(mp), save.model(mp), module[mp].shapes, live)
+            raise MismatchError(misfit, path=save.path(save.models[mp][0]))
     raise MismatchError(
         f"no division of the layers into {save.pp} runs fits the states that the pipeline's "
         "stages saved. Stage 0 saves no parameter names, so the param groups must be made as in the saved run; or "
@@ -70,15 +70,11 @@ def place_layers(save: Save, naming: Naming, live: GroupNames) -> list[NamedOpti
 
 
 def _warn_two_ways(save: Save, search: _TwoWays, *, dual: bool) -> None:
-    """Tell of stages that may be a DualPipeV's as well; masters are held against the layers, other states cannot be.
-
-    Raises:
-        MismatchError: the live pipeline is one.
-    """
+    """Warn if the stages may be a DualPipeV's, as there are no masters to tell; raise if the live pipeline is one."""
     optim = save.optim(0)
     if optim.traits.has_copies or not any(held.states for held in optim.tensors):
         return
-    if save.count_micro_batches() < 2 * save.pp or not search.fits():  # a step of DualPipeV takes as many
+    if save.count_micro_batches() < 2 * save.pp or not search.fits():  # DualPipeV needs as many micro batches
         return
     path = save.path(save.main)
     if dual:
@@ -103,9 +99,9 @@ class _TensorParallelRank:
     """The layer files of one tensor-parallel rank by parameter names.
 
     Attributes:
-        shapes: local shapes of everything in them.
-        layers: tensors of layers of their own.
-        tied: per tied module the files that can be its, by layer.
+        shapes: local shapes of all parameters.
+        layers: tensors of layers that are not tied.
+        tied: tied module → layer → file that may be the module's.
     """
 
     def __init__(self, save: Save, tp: int, live: GroupNames) -> None:
@@ -125,13 +121,13 @@ class _TensorParallelRank:
 
 
 class _Search:
-    """Tries runs of layers, stage by stage, with every choice of tied modules."""
+    """Searches divisions into runs of layers, stage by stage, with every choice of tied modules."""
 
     def __init__(self, save: Save, named: Sequence[Sequence[str]], shapes: Mapping[str, Shape]) -> None:
         self.save, self.named, self.shapes = save, named, shapes
-        everything = [name for group in named for name in group]
-        self.layers = sorted({number_layer(name) for name in everything if not name.startswith(TIED)})
-        self.tied = list(dict.fromkeys(find_owner(name) for name in everything if name.startswith(TIED)))
+        names = [name for group in named for name in group]
+        self.layers = sorted({number_layer(name) for name in names if not name.startswith(TIED)})
+        self.tied = list(dict.fromkeys(find_owner(name) for name in names if name.startswith(TIED)))
         self.buffers = [{find_owner(name) for name in save.model(stage * save.tp).buffers} for stage in range(save.pp)]
 
     def run(self) -> Iterator[list[_Stage]]:
@@ -151,7 +147,7 @@ class _Search:
                     yield placed
 
     def _fill(self, stage: int, first: int) -> Iterator[_Stage]:
-        """The runs of layers from ``first`` on that fit a stage's states."""
+        """Yield the runs of layers from ``first`` on that fit a stage's states."""
         optim = self.save.optim(stage * self.save.tp)
         weights, wanted = self._weigh(optim), sum(group_sizes(optim))
         for size in range(len(self.tied) + 1):
@@ -166,19 +162,19 @@ class _Search:
                         yield found
 
     def _weigh(self, optim: OptimHeader) -> Counter[str]:
-        """Per layer and tied module its parameters, or their elements where the saved groups tell these."""
+        """Count the parameters of each layer and tied module, or their elements for flat groups."""
         weights: Counter[str] = Counter()
         for name in (name for group in self.named for name in group):
             weights[find_owner(name)] += count(self.shapes[name]) if optim.traits.is_flat else 1
         return weights
 
     def _has_buffers(self, stage: int, found: _Stage) -> bool:
-        """A stage lists the buffers of its own layers."""
+        """Return True if a stage's layers have exactly the buffers that the stage lists."""
         layers = {str(layer) for layer in self.layers}
         held = {str(layer) for layer in found.layers} | set(found.tied)
-        mine = self.buffers[stage] & (layers | set(self.tied))
+        listed = self.buffers[stage] & (layers | set(self.tied))
         others = set().union(*self.buffers) & layers - self.buffers[stage]
-        return mine <= held and not others & held
+        return listed <= held and not others & held
 
     def _fits(self, optim: OptimHeader, found: _Stage) -> bool:
         groups = fit_stage(self.named, found, optim, self.shapes)
@@ -192,10 +188,10 @@ class _Search:
 
 
 class _TwoWays(_Search):
-    """Tries a run of layers from the front and one from the back for every stage, as DualPipeV places them."""
+    """Searches divisions into a run of layers from each end for every stage, as DualPipeV places them."""
 
     def fits(self) -> bool:
-        """Whether the states fit, with the last layer on the first stage."""
+        """Return True if a division fits the states, with the last layer on the first stage."""
         self._seen: set[tuple[int, int, int]] = set()
         return self._reach(0, 0, len(self.layers))
 
@@ -208,22 +204,22 @@ class _TwoWays(_Search):
         return any(self._reach(stage + 1, *rest) for rest in self._list_rests(stage, first, last))
 
     def _list_rests(self, stage: int, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """The layers that a stage may leave to those behind it."""
+        """Yield the ranges of layers that may remain for the later stages."""
         optim = self.save.optim(stage * self.save.tp)
         weights, wanted = self._weigh(optim), sum(group_sizes(optim))
         sums = [0, *accumulate(weights[str(layer)] for layer in self.layers)]
         for tied in chain.from_iterable(combinations(self.tied, size) for size in range(len(self.tied) + 1)):
-            own = wanted - sum(weights[key] for key in tied)
+            untied = wanted - sum(weights[key] for key in tied)
             for begin in range(first, last + 1):
                 for end in range(begin, last + (stage > 0)):
                     held = sums[begin] - sums[first] + sums[last] - sums[end]
                     found = _Stage(tied, tuple(self.layers[first:begin] + self.layers[end:last]))
-                    if held == own and self._has_buffers(stage, found) and self._fits(optim, found):
+                    if held == untied and self._has_buffers(stage, found) and self._fits(optim, found):
                         yield begin, end
 
 
 def select(named: Sequence[Sequence[str]], stage: _Stage) -> list[tuple[str, ...]]:
-    """The groups' names that a stage holds in its own order: tied modules were registered first."""
+    """Return the groups' names on a stage in its order: tied modules are registered first."""
     order = {f"{TIED}{key}": position for position, key in enumerate(stage.tied)}
     order.update({str(layer): len(order) + position for position, layer in enumerate(stage.layers)})
 
@@ -237,7 +233,7 @@ def select(named: Sequence[Sequence[str]], stage: _Stage) -> list[tuple[str, ...
 def fit_stage(
     named: Sequence[Sequence[str]], stage: _Stage, optim: OptimHeader, shapes: Mapping[str, Shape]
 ) -> list[tuple[str, ...]] | None:
-    """The names of a stage's saved groups, or None where they do not fit; DeepSpeed drops groups that are empty."""
+    """Return the names of a stage's saved groups, or None if they do not fit; DeepSpeed drops empty groups."""
     groups = select(named, stage)
     for held in (groups, [group for group in groups if group]):
         if fits(held, optim, shapes):
@@ -254,22 +250,21 @@ def _make_part(
         raise MismatchError("its states have other sizes than those of its stage's first rank.", path=save.path(header))
     tensors = {name: found for name, found in module.layers.items() if number_layer(name) in stage.layers}
     for key in stage.tied:
-        layers = [layer for layer in module.tied.get(key, {}) if _writer(stages, key, layer) == mp // save.tp]
+        layers = [layer for layer in module.tied.get(key, {}) if _find_writer(stages, key, layer) == mp // save.tp]
         for layer in layers[:1]:
             file = module.tied[key][layer]
             tensors.update({f"{TIED}{key}.{name}": (file, piece) for name, piece in (file.layer or {}).items()})
     return NamedOptimizer(header, optim, groups, module.shapes, tensors, mp)
 
 
-def _writer(stages: Sequence[_Stage], key: str, layer: int) -> int | None:
-    """The stage that a tied layer's file is of: the first holder whose place in the row of layers it fits.
+def _find_writer(stages: Sequence[_Stage], key: str, layer: int) -> int | None:
+    """Return the stage that wrote a tied layer's file: the first holder whose layers surround it.
 
-    Several can fit where stages hold nothing but tied modules; the first use of a module is the one with a file.
+    Several stages fit if they hold only tied modules; the first use of a module has the file.
     """
-    fitting = []
     for number, stage in enumerate(stages):
         before = [held for other in stages[:number] for held in other.layers]
         after = [held for other in stages[number + 1 :] for held in other.layers]
         if key in stage.tied and max(before, default=-1) < layer < min(after, default=layer + 1):
-            fitting.append(number)
-    return fitting[0] if fitting else None
+            return number
+    return None

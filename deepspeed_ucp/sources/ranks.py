@@ -1,4 +1,4 @@
-"""The model-parallel ranks' parts of the model, and the whole model's param groups from theirs."""
+"""The model-parallel ranks' parts of the model, and the whole model's param groups."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .save import Save
 
 @dataclass(frozen=True, slots=True)
 class LayerNames:
-    """What parameters' names tell of a pipeline's layer files.
+    """The layers and tied modules of a pipeline, by its parameters' names.
 
-    These have the keys of a layer's own state_dict; PipelineModule calls its parameters ``<layer>.<key>``, those of a
-    tied module ``tied_modules.<tied key>.<key>`` (runtime/pipe/module.py, ``_build`` and ``save_state_dict``).
+    A layer file has the keys of the layer's state_dict; PipelineModule names its parameters ``<layer>.<key>``, those of
+    a tied module ``tied_modules.<tied key>.<key>`` (runtime/pipe/module.py, ``_build`` and ``save_state_dict``).
 
     Attributes:
-        own: layers that have names of their own.
-        tied: per tied module the keys in it.
+        own: layers that are not tied.
+        tied: tied module → keys in it.
     """
 
     own: set[int]
@@ -33,14 +33,14 @@ class LayerNames:
 
     @classmethod
     def of(cls, names: Collection[str]) -> LayerNames:
-        """From full names."""
+        """Parse parameter names."""
         tied = defaultdict[str, set[str]](set)
         for head, _, key in (name.removeprefix(TIED).partition(".") for name in names if name.startswith(TIED)):
             tied[head].add(key)
         return cls({number_layer(name) for name in names} - {-1}, tied)
 
     def find_tied(self, layer: int, tensors: Mapping[str, object]) -> list[str]:
-        """The tied modules that a layer's file can be of: it has all their keys."""
+        """Return the tied modules that a layer's file may hold, as it has all their keys."""
         return [] if layer in self.own else [key for key, names in self.tied.items() if names <= tensors.keys()]
 
 
@@ -50,12 +50,12 @@ class SavedRank:
 
     Attributes:
         pp, tp: its pipeline and tensor-parallel rank.
-        shapes: local shapes of the parameters that its optimizer owns, by their own names.
-        instances: names that earlier stages hold as well → how many of them do.
-        empty: shapes of shards without elements, which other tensor-parallel ranks' optimizers have.
-        flats: its flat buffers, names as the module spells them.
+        shapes: local name → local shape of the optimizer's parameters.
+        instances: name → number of earlier stages that hold it as well.
+        empty: shapes of shards without elements, whose parameters other tensor-parallel ranks' optimizers have.
+        flats: its flat buffers, with the module's names.
         groups: its param groups.
-        experts_over_tp: experts that are spread over all ranks of its pipeline stage, whole: they have one shard.
+        experts_over_tp: whole experts that are spread over all ranks of its pipeline stage: they have one shard.
     """
 
     pp: int = 0
@@ -69,30 +69,30 @@ class SavedRank:
     _params: dict[str, ParamKey] = field(default_factory=dict)
 
     def find_tp_shard(self, name: str, tp_shards: int) -> tuple[int, int]:
-        """(which shard it holds of a parameter, how many there are); of most there are ``tp_shards``."""
+        """Return (number of the rank's shard of a parameter, number of shards); usually there are ``tp_shards``."""
         return (0, 1) if name in self.experts_over_tp else (self.tp, tp_shards)
 
     def param(self, name: str) -> ParamKey:
-        """What the index calls a parameter of this rank."""
+        """Return the index's key of a parameter of this rank."""
         found = self._params.get(name)
         if found is None:
             found = self._params[name] = ParamKey(name, self.instances.get(name, 0))
         return found
 
     def key(self, name: str, state: str) -> AtomKey:
-        """What the index calls an atom of this rank."""
+        """Return the index's key of an atom of this rank."""
         return AtomKey(name, state, self.instances.get(name, 0))
 
 
 def list_ranks(save: Save, names: Sequence[Sequence[str]]) -> tuple[list[SavedRank], dict[str, int]]:
-    """All model-parallel ranks; what several stages hold under one name is numbered in their order.
+    """Create all model-parallel ranks, and number the parameters that several stages hold under one name.
 
     Args:
         save: the files.
-        names: per model-parallel rank the parameters that its optimizer owns, by their own names.
+        names: local names of the parameters of each model-parallel rank's optimizer.
 
     Returns:
-        The ranks; parameters that several pipeline stages hold → how many do.
+        The ranks, and the number of stages of each parameter that several pipeline stages hold.
     """
     stages = [dict.fromkeys(n for held in names[i : i + save.tp] for n in held) for i in range(0, len(names), save.tp)]
     holders: dict[str, int] = {}
@@ -104,13 +104,13 @@ def list_ranks(save: Save, names: Sequence[Sequence[str]]) -> tuple[list[SavedRa
         for tp in range(save.tp):
             lacking = held.keys() - set(names[pp * save.tp + tp])
             empty = _find_empty(save, pp * save.tp + tp) if lacking else {}
-            mine = {name: shape for name, shape in empty.items() if name in lacking}
-            ranks.append(SavedRank(pp, tp, instances=instances, empty=mine))
+            empty = {name: shape for name, shape in empty.items() if name in lacking}
+            ranks.append(SavedRank(pp, tp, instances=instances, empty=empty))
     return ranks, {name: stages for name, stages in holders.items() if stages > 1}
 
 
 def _find_empty(save: Save, mp: int) -> dict[str, Shape]:
-    """Local shapes of a rank's tensors without elements: uneven widths can leave a rank without any."""
+    """Return the local shapes of a rank's tensors without elements, which uneven shards may have."""
     model = save.model(mp)
     found = dict(model.frozen_shapes)
     for layer, header in save.layers[mp % save.tp].items():
@@ -121,9 +121,9 @@ def _find_empty(save: Save, mp: int) -> dict[str, Shape]:
 
 
 def fill_param_shapes(save: Save) -> None:
-    """Give every rank's model states the ``param_shapes`` that they lack: BF16_Optimizer without ZeRO, in a pipeline.
+    """Derive missing ``param_shapes`` of model states, as of a pipeline with BF16_Optimizer without ZeRO.
 
-    The optimizer files' ``param_slice_mappings`` have the names in flat order and the element counts; the model's own
+    The optimizer files' ``param_slice_mappings`` have the names in flat order and the element counts; the model's
     tensors have the shapes.
 
     Raises:
@@ -138,7 +138,7 @@ def fill_param_shapes(save: Save) -> None:
 
 
 def _read_group(save: Save, mp: int, group: int) -> tuple[tuple[str, Shape], ...]:
-    """Parameters of a param group in flat order; of experts over tensor-parallel ranks by all the stage's files."""
+    """Return the parameters of a param group in flat order; experts over tensor-parallel ranks need all files."""
     shards, first = save.shards[mp], save.shards[mp][0].optim
     if save.experts_over_tp and first and group < len(first.groups) and first.groups[group].get("moe"):
         shards = [save.shard(mp // save.tp, rank) for rank in range(save.dp * save.tp)]
@@ -167,7 +167,7 @@ def _find_shape(save: Save, mp: int, raw: str, numels: Mapping[str, int]) -> Sha
 
 
 def _look_into_layers(layers: Mapping[int, FileHeader], name: str, names: set[str]) -> set[Shape]:
-    """Shapes that a parameter has in its layer's file; that of a tied module in any that can be its."""
+    """Return a parameter's shapes in its layer's file, or in all files that may hold its tied module."""
     head, _, key = name.removeprefix(TIED).partition(".")
     tensors = {layer: header.layer or {} for layer, header in layers.items()}
     if name.startswith(TIED):
@@ -179,10 +179,7 @@ def _look_into_layers(layers: Mapping[int, FileHeader], name: str, names: set[st
 
 
 def _look_into_experts(save: Save, mp: int, name: str) -> set[Shape]:
-    """Shapes that a rank's own parameter of experts has by the files of single experts, whichever these are of.
-
-    AutoEP's holds several, one behind the other.
-    """
+    """Return the shapes that files of single experts give a rank's parameter; AutoEP's parameters hold several."""
     files = [header for (_, _, held), header in save.experts.items() if held in save.list_expert_ranks(mp)]
     pieces = {key: piece for header in files for key, piece in (header.layer or {}).items()}
     placements = {strip_compiled(layer): experts for layer, experts in save.model(mp).placements.items()}
@@ -194,30 +191,27 @@ def _look_into_experts(save: Save, mp: int, name: str) -> set[Shape]:
 
 
 def join_groups(save: Save, ranks: Sequence[SavedRank]) -> tuple[GroupInfo, ...]:
-    """The param groups of the whole model.
-
-    A tensor-parallel rank may lack parameters that are empty there.
-    """
+    """Return the param groups of the whole model; tensor-parallel ranks may lack parameters that are empty there."""
     stages = [ranks[first : first + save.tp] for first in range(0, len(ranks), save.tp)]
     numbers = number_groups([[group.hyper for group in held[0].groups] for held in stages])
     joined: dict[int, tuple[dict[ParamKey, None], dict[str, Any]]] = {}
-    for held, own in zip(stages, numbers, strict=True):
-        for index, number in enumerate(own):
+    for held, numbered in zip(stages, numbers, strict=True):
+        for index, number in enumerate(numbered):
             members, _ = joined.setdefault(number, ({}, held[0].groups[index].hyper))
             members.update(dict.fromkeys(member for rank in held for member in rank.groups[index].members))
     return tuple(GroupInfo(tuple(members), hyper) for members, hyper in joined.values())
 
 
 def check_steps(save: Save, ranks: Sequence[SavedRank], scalars: Mapping[ParamKey, Mapping[str, Any]]) -> None:
-    """Refuse a pipeline stage whose files are of another step: none of its parameters has a step that others have.
+    """Refuse a pipeline stage of another step: no parameter has a step of the first stage.
 
     Args:
         save: the files.
         ranks: with their param groups.
-        scalars: the optimizer's scalars by parameter.
+        scalars: parameter → the optimizer's scalars.
 
     Raises:
-        CheckpointError: naming the stage's file.
+        CheckpointError: names the stage's file.
     """
     first: set[Any] = set()
     for mp, rank in list(enumerate(ranks))[:: save.tp]:

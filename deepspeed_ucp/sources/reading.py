@@ -1,4 +1,4 @@
-"""Reads one state file's header: from the object tree of its pickle to :class:`~.headers.FileHeader`."""
+"""Converts the object tree of a state file's pickle to a :class:`~.headers.FileHeader`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from .headers import FileHeader, ModelHeader, OptimHeader, Piece, TensorStates, 
 from .hints import read_hints
 
 EXTRA_STATE = "_extra_state"
-"""Key under which ``torch.nn.Module.get_extra_state`` is saved: an object, not one of the model's tensors."""
+"""Suffix of keys of ``torch.nn.Module.get_extra_state``: an object, not one of the model's tensors."""
 
 _COMMON_GLOBALS = frozenset(
     (
@@ -46,10 +46,10 @@ _COMMON_GLOBALS = frozenset(
         *("torch._tensor._rebuild_from_type_v2", "torch.Size", "collections.OrderedDict", "builtins.set"),
     )
 )
-"""What nearly every state file names; all of it harmless (``load.client``)."""
+"""Globals of nearly every state file, all harmless (``load.client``)."""
 
 ORDER = "ucp_order"
-"""Key of a base's model states with the names of all that the module's state dict held, in its order."""
+"""Key of a base's model states: names of all entries of the module's state dict, in its order."""
 
 T = TypeVar("T")
 
@@ -115,7 +115,7 @@ def read_file(folder: str, name: str) -> FileHeader:
 
 
 def list_globals(file: TorchFile) -> tuple[Use, ...]:
-    """What a file's pickle names beyond what is in every checkpoint, which need not travel to all ranks."""
+    """Return the uncommon classes and functions that a file's pickle names."""
     rare = [use for use in file.uses.values() if use.steered or not _is_common(use.kind)]
     return tuple(dict.fromkeys([*rare, *file.members]))
 
@@ -125,18 +125,18 @@ def _is_common(name: str) -> bool:
 
 
 WRITERS = "writers"
-"""Key for the sections of a ds_config that have something else than ``torch.save`` write."""
+"""Key for the sections of a ds_config that select another writer than ``torch.save``."""
 
 
 _SECTIONS = (
     *("zero_optimization", "bf16", "bfloat16", "fp16", "data_types", "torch_autocast"),
     *("optimizer", "expert_parallel", "aio"),
 )
-"""Sections of a ds_config that the index looks at."""
+"""Sections of a ds_config that the index uses."""
 
 
 def _pick_config(config: Any) -> dict[str, Any]:
-    """The parts of a saved ds_config that the index looks at."""
+    """Return the parts of a saved ds_config that the index uses."""
     if not isinstance(config, dict) or has_more_parts(config, _MOST_PARTS):
         return {}
     sections = {key: config[key] for key in _SECTIONS if isinstance(config.get(key), dict)}
@@ -169,7 +169,7 @@ def normalize_zero(section: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _read_shard_size(config: dict[str, Any], counters: dict[str, Any]) -> int:
-    """MiCS (to DeepSpeed 0.18): every so many ranks hold all partitions, and the first of these groups saves them."""
+    """Return the group size of MiCS (up to DeepSpeed 0.18): each group holds all partitions, the first one saves."""
     zero = config.get("zero_optimization") or {}
     size: int = zero.get("mics_shard_size", -1)
     ranks = counters.get("dp_world_size") or 1
@@ -189,7 +189,7 @@ def _is_plain(value: Any) -> bool:
 
 
 class HeaderReader:
-    """Turns one file's object tree into a header."""
+    """Converts one file's object tree to a header."""
 
     def __init__(self, file: TorchFile) -> None:
         self.file = file
@@ -227,15 +227,15 @@ class HeaderReader:
         with explain_form(self.file.path, key, value):
             return read(value)
 
-    def piece(self, value: Any, what: str) -> Piece:
+    def piece(self, value: Any, label: str) -> Piece:
         if not isinstance(value, TensorRef):
-            raise CheckpointError(f"{what} is no tensor but {describe(value)}.", path=self.file.path)
+            raise CheckpointError(f"{label} is no tensor but {describe(value)}.", path=self.file.path)
         record = self.file.storages.get(value.storage.key, _EMPTY)
         itemsize = ITEMSIZE.get(value.dtype)
         if itemsize is None:
             return Piece(record, 0, value.shape, value.dtype, f"dtype {value.dtype} is not covered")
         if (value.offset + value.numel) * itemsize > record.nbytes:
-            raise CheckpointError(f"the bytes of {what} are not all there; the file is damaged.", path=self.file.path)
+            raise CheckpointError(f"the bytes of {label} are not all there; the file is damaged.", path=self.file.path)
         fault = ""
         if not value.is_contiguous():
             fault = f"its memory is not contiguous (shape {value.shape}, strides {value.stride})"
@@ -276,7 +276,7 @@ class HeaderReader:
             optim=optim,
             others=tuple(each for each in self.file.storages.values() if each not in known and each.nbytes),
             experts=field("num_experts", _read_experts),
-            placements=field(layers, lambda told: read_placements(as_list(told))),
+            placements=field(layers, lambda value: read_placements(as_list(value))),
             ep_rank=autoep[0].get("ep_rank") if autoep else None,
             degrees=field("checkpoint_parallel_dimensions", _read_degrees),
             hints=read_hints(tree),
@@ -296,7 +296,7 @@ class HeaderReader:
         return found
 
     def read_tensors(self, module: dict[Any, Any]) -> dict[str, Piece]:
-        """The tensors of a state_dict, nested or not, by names joined with dots."""
+        """Return the tensors of a state_dict, nested or not, by names joined with dots."""
         return _strip({name: self.piece(value, name) for name, value in _walk_tensors(module)})
 
     def read_optim(self, state: dict[str, Any]) -> OptimHeader:
@@ -348,7 +348,7 @@ class HeaderReader:
     def read_flat(
         self, state: dict[str, Any], inner: dict[str, Any], wrapper: Wrapper, masters: list[Any]
     ) -> OptimHeader:
-        """Masters, and the states and param groups of the torch optimizer inside, whose state dict ``inner`` is."""
+        """Read masters, and states and param groups of the torch optimizer's state dict ``inner``."""
         groups = [dict(group) for group in inner.get("param_groups", [])]
         params = [tuple(group.pop("params", ())) for group in groups]
         named = [group.pop("param_names", None) for group in groups]
@@ -389,7 +389,7 @@ class HeaderReader:
 
 
 def _unite_elastic(states: list[Any], step: Any) -> dict[str, Any]:
-    """An elastic checkpoint's list of states, one per group, as the state dict of a torch optimizer."""
+    """Convert an elastic checkpoint's list of states, one per group, to a torch optimizer's state dict."""
     groups = [{"params": [number]} | ({} if step is None else {"step": step}) for number in range(len(states))]
     return {"state": dict(enumerate(states)), "param_groups": groups}
 
@@ -399,7 +399,7 @@ def _read_holders(groups: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def _is_offload_buffer(name: Any, entries: Mapping[Any, Any]) -> bool:
-    """A copy of another state, old after a step, that ``engine.offload_states`` leaves (``zero/offload_states.py``)."""
+    """Return True for the stale copy of a state that ``engine.offload_states`` leaves (``zero/offload_states.py``)."""
     state = str(name).removesuffix("_offload_buffer")
     return state != name and state in entries
 
@@ -409,7 +409,7 @@ def _is_nested(module: dict[Any, Any]) -> bool:
 
 
 def _walk_tensors(module: dict[Any, Any]) -> Iterator[tuple[str, TensorRef]]:
-    """Tensors of nested dicts, in order; a dict that is shared counts wherever it is met, up to a limit."""
+    """Yield the tensors of nested dicts in order; a shared dict is repeated, up to a limit of entries."""
     todo: list[tuple[str, Any]] = [("", module)]
     listed = 0
     while todo:
@@ -425,7 +425,7 @@ def _walk_tensors(module: dict[Any, Any]) -> Iterator[tuple[str, TensorRef]]:
 
 
 def _read_experts(value: Any) -> tuple[int, ...]:
-    """Experts per layer; older releases wrote one number for all layers, and 1 or 0 where there are none."""
+    """Return the experts of each layer; older releases wrote one number for all layers, or 1 or 0 without experts."""
     if isinstance(value, (list, tuple)):
         return tuple(each for each in value if isinstance(each, int) and 0 < each <= _MOST_ENTRIES)
     return (value,) if isinstance(value, int) and 1 < value <= _MOST_ENTRIES else ()
@@ -469,7 +469,7 @@ def _read_clip(value: Any) -> float | None:
 
 
 def _read_scaler(state: dict[str, Any]) -> dict[str, Any]:
-    """Loss-scaler fields by DeepSpeed's own names, from the pickled object (ZeRO) or the dict (FP16 wrappers)."""
+    """Read the loss scaler's fields from the pickled object (ZeRO) or the dict (FP16 wrappers)."""
     scaler = state.get("loss_scaler")
     kept = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window", "cur_hysteresis")
     if isinstance(scaler, PickledObject) and isinstance(scaler.state, dict):
@@ -502,7 +502,7 @@ def read_hyper(value: Any, path: str) -> Any:
 
 
 def _simplify(value: Any) -> Any:
-    """Numbers of torch and numpy in lists, tuples and dicts as Python's."""
+    """Convert numbers of torch and numpy in lists, tuples and dicts to Python's."""
     if isinstance(value, dict):
         return {key: _simplify(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -511,7 +511,7 @@ def _simplify(value: Any) -> Any:
 
 
 def _strip(named: dict[str, T]) -> dict[str, T]:
-    """The same by atom names."""
+    """Rename entries to atom names."""
     found = {strip_compiled(name): value for name, value in named.items()}
     if len(found) < len(named):
         raise ValueError("two tensors of one name, but for the prefix of torch.compile")
@@ -519,7 +519,7 @@ def _strip(named: dict[str, T]) -> dict[str, T]:
 
 
 def as_list(value: Any) -> list[Any]:
-    """What may be one value, a list of them, or nothing."""
+    """Convert a value, a list of values, or None to a list."""
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
@@ -563,7 +563,7 @@ def as_stage(value: Any) -> int | None:
 
 
 def read_stage(value: Any) -> Any:
-    """The number of a ZeRO stage, which Python 3.11.0 to 3.11.3 writes as ``getattr(ZeroStageEnum, "weights")``."""
+    """Return a ZeRO stage, which Python 3.11.0 to 3.11.3 writes as ``getattr(ZeroStageEnum, "weights")``."""
     if isinstance(value, PickledObject) and value.kind == "builtins.getattr" and len(value.args) == 2:
         return _STAGES.get(value.args[1], value)
     return to_member(value)

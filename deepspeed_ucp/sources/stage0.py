@@ -1,7 +1,7 @@
-"""Stage 0 → atoms: FP16_Optimizer (fp16 and bf16), FP16_UnfusedOptimizer, and the raw torch optimizer in fp32.
+"""Builds atoms from stage 0: FP16_Optimizer (fp16 and bf16), FP16_UnfusedOptimizer, or a torch optimizer in fp32.
 
-These files name no parameters in the optimizer's part: states are positional, as in torch's own
-``Optimizer.load_state_dict``. The live engine's param groups give the names; shapes have to agree.
+The optimizer's states are positional, as in torch's ``Optimizer.load_state_dict``: the live engine's param groups name
+the parameters, and their shapes must agree.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger("deepspeed_ucp")
 
 
 def build_stage0(builder: Builder, naming: Naming) -> None:
-    """Add masters and states, named by ``naming``, and the module's tensors; these alone without an optimizer.
+    """Add the module's tensors, and the optimizer's masters and states under the names that ``naming`` gives.
 
     Raises:
         MismatchError: the live param groups do not fit the saved ones.
@@ -38,8 +38,8 @@ def build_stage0(builder: Builder, naming: Naming) -> None:
     save, naming = builder.save, naming.translate(builder.save)
     live = naming.live
     wrapper = save.model(0).optim
-    if wrapper is None or wrapper.traits.is_cut or not naming.optimizer:  # BF16_Optimizer's states lie elsewhere
-        owned = [model.owned for model in save.first_models]  # ZeRO's files tell which it had trained
+    if wrapper is None or wrapper.traits.is_cut or not naming.optimizer:  # BF16_Optimizer has files of its own
+        owned = [model.owned for model in save.first_models]  # ZeRO records the trained parameters
         builder.ranks, builder.instances = list_ranks(save, [list(shapes) for shapes in owned])
         for rank, shapes in zip(builder.ranks, owned, strict=True):
             rank.shapes.update(shapes)
@@ -54,7 +54,7 @@ def build_stage0(builder: Builder, naming: Naming) -> None:
 
 
 def _warn_lost(save: Save, lost: Collection[str]) -> None:
-    if lost:  # of a layer with a forward_fn there is no file, and masters would be the stage's own
+    if lost:  # a layer with a forward_fn has no file, and without masters each stage has values of its own
         logger.warning(
             "%s: %s: a pipeline stage's own values are in no file; those of the stage that saved them are taken",
             *(save.listing.folder, shorten(lost)),
@@ -78,33 +78,30 @@ def _add_optimizers(builder: Builder, live: GroupNames | None, naming: Naming) -
         _add_experts(builder, save, parts, owned)
         return
     builder.ranks, builder.instances = list_ranks(save, [list(names) for names in owned])
-    for rank, part, shapes, everything in zip(builder.ranks, parts, owned, trained, strict=True):
-        _add_part(builder, rank, part, shapes, everything)
+    for rank, part, shapes, ordered in zip(builder.ranks, parts, owned, trained, strict=True):
+        _add_part(builder, rank, part, shapes, ordered)
 
 
 def _add_experts(
     builder: Builder, save: Save, parts: Sequence[NamedOptimizer], owned: Sequence[Mapping[str, Shape]]
 ) -> None:
-    """What the optimizers of all expert-parallel ranks hold; all but experts is alike on one tensor-parallel rank.
+    """Add the states of all expert-parallel ranks' optimizers; dense parameters are equal on one tensor-parallel rank.
 
     Experts over tensor-parallel ranks are added to all of these in their pipeline stage.
-
-    Raises:
-        CheckpointError: the expert-parallel ranks do not divide those that hold the model.
     """
     degree, over_tp = _count_expert_ranks(save), save.experts_over_tp
     holders = [list_holders(save, mp, degree, over_tp=over_tp) for mp in range(len(save.models))]
     sharing = [save.list_expert_ranks(mp) for mp in range(len(save.models))]
-    mine = [[(p, held) for p, held in zip(parts, owned, strict=True) if p.mp in held_by] for held_by in sharing]
+    pairs = list(zip(parts, owned, strict=True))
     names = [
-        dict.fromkeys(n for part, held in each for n in held if part.mp == mp or is_expert(n))
-        for mp, each in enumerate(mine)
+        dict.fromkeys(n for part, held in pairs if part.mp in ranks for n in held if part.mp == mp or is_expert(n))
+        for mp, ranks in enumerate(sharing)
     ]
     builder.ranks, builder.instances = list_ranks(save, [list(each) for each in names])
     for whole in builder.ranks if save.experts_over_tp else ():
         whole.experts_over_tp.update(filter(is_expert, chain(*names)))
     known: dict[int, set[str]] = defaultdict(set)
-    for part, shapes in sorted(zip(parts, owned, strict=True), key=lambda pair: pair[0].ep):
+    for part, shapes in sorted(pairs, key=lambda pair: pair[0].ep):
         rank = replace(builder.ranks[part.mp], shapes={}, flats=(), groups=())
         new = {name: shape for name, shape in shapes.items() if name not in known[part.mp]}
         _add_part(builder, rank, part, new, shapes)
@@ -115,7 +112,7 @@ def _add_experts(
 
 
 def _count_expert_ranks(save: Save) -> int:
-    """Expert-parallel ranks, which have files of their own."""
+    """Count the expert-parallel ranks by their files."""
     degree = 1 + max(rank for _, rank in save.expert_optims)
     ranks = save.dp * save.tp if save.experts_over_tp else save.dp
     if ranks % degree:
@@ -128,12 +125,12 @@ def _count_expert_ranks(save: Save) -> int:
 
 
 def _join_rank(whole: SavedRank, part: SavedRank, holders: range | None) -> None:
-    """Add what one expert-parallel rank holds to a model-parallel rank; to another one experts alone."""
+    """Add an expert-parallel rank's parameters to its model-parallel rank, or only its experts to another one."""
     own = whole.tp == part.tp
     whole.shapes.update({name: shape for name, shape in part.shapes.items() if own or is_expert(name)})
     flats, at = list(whole.flats), 0
     places = {flat.names: place for place, flat in enumerate(flats)}
-    for flat in part.flats:  # experts between what all ranks have stay there
+    for flat in part.flats:  # experts keep their places between dense parameters
         spread = any(map(is_expert, flat.names))
         if flat.names in places:
             at = max(at, places[flat.names] + len(flats) - len(places) + 1)
@@ -152,10 +149,10 @@ def _join_rank(whole: SavedRank, part: SavedRank, holders: range | None) -> None
 
 
 def _name_parts(save: Save, live: GroupNames | None, naming: Naming) -> list[NamedOptimizer]:
-    """What every model-parallel rank's optimizer holds, by name.
+    """Name the parameters of every model-parallel rank's optimizer.
 
     Raises:
-        MismatchError: there is no live engine to name it, or its groups do not fit.
+        MismatchError: no live engine names them, or its groups do not fit.
     """
     if live is None and (save.optim(0).names is None or save.is_pipeline):
         raise MismatchError(
@@ -179,7 +176,7 @@ def _name_parts(save: Save, live: GroupNames | None, naming: Naming) -> list[Nam
 
 
 def _join_groups(save: Save, live: GroupNames, order: Mapping[str, str]) -> GroupNames:
-    """The live groups; ZeRO has experts in their own, also where the saved one had all parameters, in module order."""
+    """Join the live groups in module order if only ZeRO separates experts, and the saved run had a single group."""
     files = [file.optim for file in save.expert_optims.values() if file.optim]
     if len(live) < 2 or not files or any(len(optim.groups) > 1 for optim in files):
         return live
@@ -188,11 +185,7 @@ def _join_groups(save: Save, live: GroupNames, order: Mapping[str, str]) -> Grou
 
 
 def _name_part(save: Save, mp: int, ep: int, file: FileHeader, live: GroupNames | None) -> NamedOptimizer:
-    """What one file's optimizer holds, by name.
-
-    Raises:
-        MismatchError: the live groups do not fit.
-    """
+    """Name the parameters of one file's optimizer."""
     header, optim = save.models[mp][0], file.optim or save.optim(mp)
     known = {strip_compiled(name) for group in live or () for name, _ in group}
     tensors = {name: (header, piece) for name, piece in read_module(save, header, known).items()}
@@ -210,7 +203,7 @@ def _name_part(save: Save, mp: int, ep: int, file: FileHeader, live: GroupNames 
 
 
 def _find_fused(model: ModelHeader, ep: int, shapes: Mapping[str, Shape]) -> dict[str, dict[str, Shape]]:
-    """The parameters in which an expert-parallel rank's experts of AutoEP lie, and what lies in each."""
+    """Return AutoEP's fused parameters of an expert-parallel rank → the experts in each, with shapes."""
     placements = {strip_compiled(layer): experts[ep : ep + 1] for layer, experts in model.placements.items()}
     fused: dict[str, dict[str, Shape]] = {}
     for name, shape in shapes.items():
@@ -224,7 +217,7 @@ def _find_fused(model: ModelHeader, ep: int, shapes: Mapping[str, Shape]) -> dic
 def _pick_live(
     save: Save, live: GroupNames, fused: Collection[str], shapes: Mapping[str, Shape], saved: int
 ) -> GroupNames:
-    """The live groups as one rank of the saved run had them: of its stage, by what it called its own parameters."""
+    """Return the live groups as one rank of the saved run had them: the parameters of its stage, experts fused."""
     picked: list[list[tuple[str, bool]]] = []
     for group in live:
         names: dict[str, bool] = {}
@@ -238,10 +231,10 @@ def _pick_live(
 
 
 def _deal_experts(save: Save, live: GroupNames, ep: int, order: ModuleOrder | None) -> list[GroupNames]:
-    """What each expert-parallel rank of the saved run had in the groups of a live one of so many of them.
+    """Divide the live groups of ``ep`` expert-parallel ranks among those of the saved run.
 
     Raises:
-        MismatchError: the files do not tell which rank had which experts.
+        MismatchError: the files do not record which rank had which experts.
     """
     files = list(save.expert_optims.values())
     for file in files:
@@ -272,9 +265,9 @@ def _deal_experts(save: Save, live: GroupNames, ep: int, order: ModuleOrder | No
 
 
 def _find_trained(part: NamedOptimizer, live: GroupNames | None) -> dict[str, Shape]:
-    """The parameters that the optimizer trained, with their shapes.
+    """Return the shapes of the parameters that the optimizer trained.
 
-    Frozen here, and without states there: older releases hold them in the groups as well.
+    Parameters that are frozen now and had no states were frozen then: older releases list them in the groups.
     """
     frozen = {strip_compiled(name) for group in live or () for name, owned in group if not owned}
     names = part.names
@@ -292,18 +285,17 @@ def _add_part(
     owned: Mapping[str, Shape],
     ordered: Mapping[str, Shape],
 ) -> None:
-    """Add what a rank's optimizer holds.
+    """Add the masters and states of a rank's optimizer.
 
     Args:
-        owned: its parameters, with shapes, as far as their masters are in the files.
-        ordered: those that make up its flats.
+        owned: shapes of its parameters with masters in the files.
+        ordered: the parameters of its flat buffers.
     """
     rank.shapes.update(owned)
-    held = [tuple(n for name in names for n in part.list_parts(name) if n in owned) for names in part.groups]
-    rank.groups = tuple(
-        GroupInfo(tuple(map(rank.param, names)), hyper) for names, hyper in zip(held, part.optim.groups, strict=True)
-    )
     optim, flats = part.optim, list[FlatBuffer]()
+    held = [[n for name in names for n in part.list_parts(name) if n in owned] for names in part.groups]
+    pairs = zip(held, optim.groups, strict=True)
+    rank.groups = tuple(GroupInfo(tuple(map(rank.param, names)), hyper) for names, hyper in pairs)
     for index, names in enumerate(part.groups):
         flats += optim.traits.lay_out(index, names, [part.shapes[name] for name in names])
     masters: Sequence[Piece | None] = optim.masters if optim.traits.has_copies else [None] * len(flats)
@@ -314,11 +306,10 @@ def _add_part(
 
 
 def share_steps(optim: OptimHeader) -> list[TensorStates]:
-    """The states of all parameters; those that DeepSpeed's FusedAdam stepped together have one step.
+    """Return the states of all parameters, with the right step for DeepSpeed's FusedAdam.
 
-    It steps a param group with the count of its last parameter alone, which is the only one that it raises: the others
-    keep the 0 that they began with (``ops/adam/fused_adam.py``). Its groups have a ``step`` of 0 and a
-    ``bias_correction``.
+    FusedAdam counts the steps of a param group only at its last parameter; the others keep the initial 0
+    (``ops/adam/fused_adam.py``). Its groups have a ``step`` of 0 and a ``bias_correction``.
     """
     found = list(optim.tensors)
     for number, group in enumerate(() if optim.traits.has_copies else optim.groups):
@@ -328,26 +319,31 @@ def share_steps(optim: OptimHeader) -> list[TensorStates]:
         steps = [found[place].scalars.get("step") for place in members]
         dtypes = {piece.dtype for place in members for piece in found[place].states.values()}
         if any(step != 0 for step in steps[:-1]) or len(dtypes) > 1:
-            continue  # a parameter without gradients now and then, or several dtypes: counts of their own
+            continue  # some parameters had no gradients at times, or several dtypes: each has a count of its own
         for place in members:
             found[place] = replace(found[place], scalars={**found[place].scalars, "step": steps[-1]})
     return found
 
 
 def _add_buffer(
-    builder: Builder, rank: SavedRank, part: NamedOptimizer, own: FlatBuffer, master: Piece | None, states: TensorStates
+    builder: Builder,
+    rank: SavedRank,
+    part: NamedOptimizer,
+    local: FlatBuffer,
+    master: Piece | None,
+    states: TensorStates,
 ) -> FlatBuffer:
-    """What the optimizer keeps for the parameters in a buffer; without a master the model's own tensors are that.
+    """Add the master and states of a buffer, and return the buffer with fused experts separated.
 
-    Frozen parameters of older releases may be among them. Returns the buffer, experts in it one behind the other.
+    Without a master the model's tensors serve as masters. Older releases may have frozen parameters in the buffer.
     """
-    buffer = own.split({name: part.list_parts(name) for name in own.names})
+    buffer = local.split({name: part.list_parts(name) for name in local.names})
     cuts = [cut for cut in buffer.cuts(0) if cut.name in rank.shapes]
     if master is not None:
         builder.add_cuts(rank, MASTER, cuts, part.header, master)
     for cut in cuts if master is None else ():
         builder.add(rank, cut.name, MASTER, *part.tensors[cut.name])
-    if not part.optim.traits.is_flat and not part.shapes[own.names[0]]:
+    if not part.optim.traits.is_flat and not part.shapes[local.names[0]]:
         states = states.of_zero_dim()
     builder.add_states(rank, cuts, states, buffer.partition, part.header)
     return buffer

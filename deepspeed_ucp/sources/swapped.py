@@ -1,10 +1,9 @@
-"""Optimizer states that a save keeps in swap files beside the state files (ZeRO-Infinity; ``save_checkpoint``).
+"""Finds optimizer states in the swap files of a save (ZeRO-Infinity; ``save_checkpoint``).
 
-A swap file is raw numbers, padded to what asynchronous I/O takes; it has neither header nor checksum. Its name has the
-numbers that DeepSpeed gave to the first and to the last parameter of a sub-group, which no state file tells. They are
-given one after the other, in the order of the module (``zero/partition_parameters.py`` ``Init``), or with ``zero.Init``
-as modules are constructed: children before their parent's own parameters. The folder may hold files of other engines
-that swapped to the same place.
+A swap file has raw numbers, padded for asynchronous I/O, without header or checksum. Its name has DeepSpeed's numbers
+of the first and last parameter of a sub-group, which no state file records. DeepSpeed numbers the parameters in module
+order (``zero/partition_parameters.py`` ``Init``), or under ``zero.Init`` in the order of construction: children before
+their parent's parameters. The folder may contain files of other engines that swapped to it.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from .headers import FileHeader, OptimHeader, Piece
 from .save import Save, describe_offload
 
 _LEAST = 1 << 20
-"""Bytes of a sub-group below which it is never swapped (swap_tensor/utils.py ``MIN_AIO_BYTES``)."""
+"""Least bytes of a swapped sub-group (swap_tensor/utils.py ``MIN_AIO_BYTES``)."""
 
 _ALIGNED = 1024
 """Bytes to which each thread of asynchronous I/O pads (``AIO_ALIGNED_BYTES``)."""
@@ -37,7 +36,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class SubGroup:
-    """A sub-group that is swapped: its place among all, its parameters, elements of a rank's partition, the dtype."""
+    """A swapped sub-group: its number, parameters, and the elements and dtype of a rank's partition."""
 
     index: int
     names: tuple[str, ...]
@@ -51,7 +50,7 @@ class SubGroup:
 
 
 def add_swapped(save: Save) -> list[Finding]:
-    """Give a save the swap files that belong to it; what is wrong with them."""
+    """Add the swap files that belong to a save, and return their faults."""
     swapped = _list_swapped(save)
     if not swapped:
         return []
@@ -70,16 +69,16 @@ def add_swapped(save: Save) -> list[Finding]:
         for group, span in zip(swapped, spans, strict=True):
             held = save.swaps[shard.name, group.index] = {}
             for state in _list_states(save, shard.optim, group.index):
-                look = _look_at(save, SwapName(rank, state, *span), group)
-                if isinstance(look, Finding):
-                    faults.append(look)
+                file = _check_file(save, SwapName(rank, state, *span), group)
+                if isinstance(file, Finding):
+                    faults.append(file)
                 else:
-                    held[state or MASTER] = look
+                    held[state or MASTER] = file
     return [*faults, *_warn_longer(save, swapped)]
 
 
 def adopt_sums(save: Save, sums: Mapping[str, int]) -> None:
-    """Give the swap files the CRC32s of their bytes, by name, as a seal tells them."""
+    """Set the CRC32s of swap files, by file name, from a seal."""
     for held in save.swaps.values():
         for state, header in held.items():
             if header.swap is not None and header.name in sums:
@@ -88,7 +87,7 @@ def adopt_sums(save: Save, sums: Mapping[str, int]) -> None:
 
 
 def _list_swapped(save: Save) -> list[SubGroup]:
-    """What is swapped, by the size; where the engine swaps nothing, nothing."""
+    """List the swapped sub-groups, which their size determines; none if the engine swaps nothing."""
     first = save.shards[0][0].optim if save.shards[0] else None
     if first is None or first.traits.form is not Form.RESERVED or not describe_offload(save.zero).startswith("nvme/"):
         return []
@@ -103,27 +102,27 @@ def _list_swapped(save: Save) -> list[SubGroup]:
 
 
 def _read_option(save: Save, key: str, default: int) -> int:
-    """A number of the ds_config's section ``aio``."""
+    """Return a positive number of the ds_config's section ``aio``, or the default."""
     value: Any = save.main.config.get("aio", {}).get(key, default)
     return value if isinstance(value, int) and value > 0 else default
 
 
 def _list_states(save: Save, optim: OptimHeader | None, index: int) -> list[str]:
-    """States of a swapped sub-group that are in files of their own, the master (without a name) in front.
+    """List the states of a swapped sub-group that have swap files, first the master (without a name).
 
-    What the state file has of them may be what other sub-groups left in memory: pipelined swapping keeps the buffers.
+    The state file may contain other sub-groups' values for them: pipelined swapping reuses the buffers.
     """
     held = optim.tensors[index].states if optim and index < len(optim.tensors) else {}
     in_memory = {MOMENTUM} if save.zero.get("save_muon_momentum_buffer_in_memory") else set()
     return ["", *(state for state in held if state not in in_memory)]
 
 
-def _look_at(save: Save, name: SwapName, group: SubGroup) -> FileHeader | Finding:
-    """A swap file as its sub-group has it, or what is wrong with it."""
+def _check_file(save: Save, name: SwapName, group: SubGroup) -> FileHeader | Finding:
+    """Return a swap file with its expected content, or its fault."""
     listing = save.listing
-    state = f"{name.state}-" if name.state else ""  # as DeepSpeed spells it
-    spelled = f"{OFFLOADED}/rank{name.rank:02d}/{state}{name.begin}_{name.end}.tensor.swp"
-    file = listing.swaps.get(name) or spelled
+    state = f"{name.state}-" if name.state else ""
+    expected = f"{OFFLOADED}/rank{name.rank:02d}/{state}{name.begin}_{name.end}.tensor.swp"
+    file = listing.swaps.get(name) or expected
     size, whole = listing.sizes.get(file), _pad(save, group)
     if size is None:
         text = f"{listing.path(file)} is missing; it holds {_describe(name, group)}. {COPY}"
@@ -139,15 +138,14 @@ def _look_at(save: Save, name: SwapName, group: SubGroup) -> FileHeader | Findin
 
 
 def _warn_longer(save: Save, swapped: Sequence[SubGroup]) -> Iterator[Finding]:
-    """DeepSpeed writes over an earlier engine's file without cutting it; another world size's file looks the same."""
+    """Warn of files that are too long: rewritten files of an earlier engine, or files of another world size."""
     wholes = {group.index: _pad(save, group) for group in swapped}
     held = [(header, wholes[index]) for (_, index), states in save.swaps.items() for header in states.values()]
     longer = sorted(header.name for header, whole in held if header.size > whole)
     if longer:
         text = (
-            f"{save.listing.path(longer[0])}: is longer than what it has to hold, as {len(longer)} swap files are. An "
-            "earlier engine's file that was written over is, and so is one of another world size; only a seal tells "
-            "them apart."
+            f"{save.listing.path(longer[0])}: is longer than its states, as are {len(longer)} swap files in all. They "
+            "were written over an earlier engine's files, or belong to another world size; only a seal can tell."
         )
         yield Finding("inconsistent", longer[0], text, WARNING, tuple(longer))
 
@@ -157,16 +155,16 @@ def _describe(name: SwapName, group: SubGroup) -> str:
 
 
 def _pad(save: Save, group: SubGroup) -> int:
-    """Bytes of a file that holds a partition."""
+    """Return the bytes of a partition's file, padding included."""
     threads = _read_option(save, "intra_op_parallelism", _read_option(save, "thread_count", 1))
     return reserve(group.nbytes, _ALIGNED * threads) * _ALIGNED * threads
 
 
 def _find_spans(save: Save, swapped: Sequence[SubGroup]) -> list[Span]:
-    """The numbers that name each sub-group's files: those that follow an order in which parameters are numbered.
+    """Return the span in the names of each sub-group's files: the only ones that follow an order of parameters.
 
     Raises:
-        CheckpointError: none do, or several.
+        CheckpointError: no spans fit, or several do.
     """
     listing = save.listing
     present = {(name.begin, name.end) for name in listing.swaps if not name.state}
@@ -180,25 +178,25 @@ def _find_spans(save: Save, swapped: Sequence[SubGroup]) -> list[Span]:
     if len(fitting) == 1:
         return list(fitting.pop())
     path, listed = listing.path(OFFLOADED), shorten([f"{begin}_{end}" for begin, end in sorted(present)])
-    what = f"{path}: holds swap files of parameters {listed or 'none'}"
+    holds = f"{path}: holds swap files of parameters {listed or 'none'}"
     if found:
         several = " or ".join(shorten([f"{begin}_{end}" for begin, end in each], 3) for each in sorted(found)[:2])
         raise CheckpointError(
-            f"{what}; those of this save's {len(swapped)} swapped sub-groups could be {several}. They are of several "
+            f"{holds}; those of this save's {len(swapped)} swapped sub-groups could be {several}. They are of several "
             "engines that swapped to one place: remove the files of the others."
         )
     raise CheckpointError(
-        f"{what}; no choice of them follows the order of the parameters in this save's {len(swapped)} swapped "
+        f"{holds}; no choice of them follows the order of the parameters in this save's {len(swapped)} swapped "
         "sub-groups. The folder lacks files, or they belong to another run; put the right ones back."
     )
 
 
 def _has_sizes(save: Save, swapped: Sequence[SubGroup], spans: Sequence[Span], *, exact: bool) -> bool:
-    """Whether the files of the masters are long enough; ``exact``: and no longer."""
+    """Return True if the masters' files are long enough, and with ``exact`` not longer."""
     for rank in range(save.dp):
         for group, span in zip(swapped, spans, strict=True):
-            look = _look_at(save, SwapName(rank, "", *span), group)
-            if isinstance(look, Finding) or (exact and look.size > _pad(save, group)):
+            file = _check_file(save, SwapName(rank, "", *span), group)
+            if isinstance(file, Finding) or (exact and file.size > _pad(save, group)):
                 return False
     return True
 
@@ -206,10 +204,10 @@ def _has_sizes(save: Save, swapped: Sequence[SubGroup], spans: Sequence[Span], *
 def _fit(
     swapped: Sequence[SubGroup], present: set[Span], order: Sequence[str], trained: set[str]
 ) -> Iterator[tuple[Span, ...]]:
-    """Numbers of all sub-groups that are those of some files and follow an order of the parameters.
+    """Yield spans for all sub-groups that have files and follow an order of the parameters.
 
-    They do without a gap. Or, where there are no other files, with gaps: for parameters that are tied, that the save
-    does not tell, or that are frozen, which may have been numbered before the others.
+    The numbers have no gaps. If there are no other files, gaps are accepted, as for tied or unknown parameters, or
+    frozen ones, which may be numbered before the others.
     """
     if not trained.issubset(order):
         return
@@ -228,26 +226,26 @@ def _fit(
 
 
 def _find_ends(swapped: Sequence[SubGroup], order: Sequence[str]) -> list[Span]:
-    """The places in an order of each sub-group's first and last parameter."""
+    """Return the places of each sub-group's first and last parameter in an order."""
     places = {name: number for number, name in enumerate(order)}
     return [(places[group.names[0]], places[group.names[-1]]) for group in swapped]
 
 
 def _is_ordered(ends: Sequence[Span], spans: Sequence[Span]) -> bool:
-    """Whether numbers grow with the places of the parameters, and by as many at least."""
+    """Return True if the numbers grow at least as much as the places of the parameters."""
     pairs = sorted({pair for one, other in zip(ends, spans, strict=True) for pair in zip(one, other, strict=True)})
     return all(after[1] - before[1] >= after[0] - before[0] > 0 for before, after in pairwise(pairs))
 
 
 def _list_parameters(save: Save) -> list[str]:
-    """Parameters in the order of the module, each once, as far as the save tells them."""
+    """List the known parameters in module order, each once."""
     model = save.model(0)
     left_out = {*model.buffers, *(one for one, other in model.shared.items() if one != other)}
     return [name for name in model.module or {} if name not in left_out]
 
 
 def _order_as_constructed(names: Iterable[str]) -> list[str]:
-    """Parameters behind those of the modules inside their own."""
+    """Order parameters after those of their module's children."""
     places: dict[tuple[int, str], int] = {}
 
     def find_key(name: str) -> list[tuple[bool, int]]:

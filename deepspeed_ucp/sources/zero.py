@@ -1,4 +1,4 @@
-"""ZeRO 1, 2, 3 and BF16_Optimizer files → atoms."""
+"""Builds atoms from files of ZeRO 1, 2, 3 and BF16_Optimizer."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from .ranks import SavedRank, fill_param_shapes, list_ranks
 from .save import Save, describe_offload, list_holders
 
 Slices = tuple[tuple[str, int, int], ...]
-"""Parts of parameters in a partition: name, first element of the partition, elements."""
+"""Parts of parameters in a partition: (name, first element in the partition, elements)."""
 
 
 def build_zero(builder: Builder) -> None:
-    """Add everything; the model states name the parameters of each rank.
+    """Add all atoms; the model states name the parameters of each rank.
 
-    The order is that of ``param_shapes`` and the padding that of ``param_alignment_paddings``; the files' own
-    ``param_slice_mappings`` are wrong under ``round_robin_gradients`` (they follow the order before shuffling).
+    ``param_shapes`` give the order and ``param_alignment_paddings`` the padding; the files' ``param_slice_mappings``
+    are wrong under ``round_robin_gradients`` (they follow the order before shuffling).
     """
     save = builder.save
     fill_param_shapes(save)
     filed = count_filed(save.experts.values())
     dealt = [deal_parameters(save, mp, filed) for mp in range(len(save.models))]
-    names = [[name for part in chain(*groups) for name in part.shapes] for groups in dealt]
+    names = [[name for share in chain(*groups) for name in share.shapes] for groups in dealt]
     builder.ranks, builder.instances = list_ranks(save, names)
     builder.batches = Batches(chain(*save.shards))
-    optimized = {name for held in names for name in held}
+    optimized = set(chain(*names))
     for mp, rank in enumerate(builder.ranks):
         _add_rank(builder, rank, dealt[mp], _get_optim(save.shards[mp][0]))
         if save.is_sharded:
@@ -47,44 +47,43 @@ def build_zero(builder: Builder) -> None:
 
 
 @dataclass(frozen=True)
-class HeldParameters:
-    """Parameters of a group that the same ranks hold: all of them, or some of its experts.
+class GroupShare:
+    """The parameters of a group that the same ranks hold: all of them, or some of its experts.
 
     Attributes:
-        ranks: of the pipeline stage that hold them.
-        own: the ranks' own parameters, as the module spells them, with shapes.
-        parts: by these the whole model's parameters that are in them, with shapes.
-        over_tp: they are experts that are spread over all of the stage's ranks, tensor-parallel ones included.
-        named: the flat buffer names these ranks, as others hold others.
+        ranks: of the pipeline stage.
+        local: module's name → shape of the ranks' parameters.
+        parts: module's name → whole model's parameters in it, with shapes.
+        over_tp: experts that are spread over all ranks of the stage, including tensor-parallel ranks.
+        named: the flat buffer records these ranks, as others hold other parameters of the group.
     """
 
     ranks: range
-    own: dict[str, Shape]
+    local: dict[str, Shape]
     parts: dict[str, dict[str, Shape]]
     over_tp: bool = False
     named: bool = False
 
     @cached_property
     def shapes(self) -> dict[str, Shape]:
-        """The whole model's parameters."""
+        """Shapes of the whole model's parameters."""
         return {strip_compiled(name): shape for held in self.parts.values() for name, shape in held.items()}
 
 
-def deal_parameters(save: Save, mp: int, filed: Mapping[str, int]) -> list[list[HeldParameters]]:
-    """Who holds which parameters, by group; the model states count every rank's experts from 0.
+def deal_parameters(save: Save, mp: int, filed: Mapping[str, int]) -> list[list[GroupShare]]:
+    """Determine which ranks hold which parameters of each group; the model states number each rank's experts from 0.
 
-    How many of a DeepSpeed layer a rank holds the experts' files tell: what it has of them in its groups may be less,
-    some may be frozen.
+    The number of experts on a rank follows from the experts' files, as a group may lack frozen ones.
 
     Args:
         mp: model-parallel rank.
-        filed: by layer the experts that have files.
+        filed: layer → number of its experts with files.
 
     Raises:
-        CheckpointError: the files, or the placement of AutoEP's experts, tell of other experts.
+        CheckpointError: the number of files or AutoEP's placement contradict the group.
     """
     placements, counts = save.model(mp).placements, _get_optim(save.shards[mp][0]).partition_count
-    dealt: list[list[HeldParameters]] = []
+    dealt: list[list[GroupShare]] = []
     for number, group in enumerate(save.model(mp).param_shapes or ()):
         held = count_experts(name for name, _ in group) if save.experts else {}
         spread = bool(held) or any(find_layer(name, placements) for name, _ in group)
@@ -95,24 +94,21 @@ def deal_parameters(save: Save, mp: int, filed: Mapping[str, int]) -> list[list[
         over_tp, several = spread and save.experts_over_tp, len(holders) > 1
         dealt.append([])
         for place, ranks in enumerate(holders):
-            own: dict[str, Sequence[int]] = {
+            numbers: dict[str, Sequence[int]] = {
                 layer: range(place * share, (place + 1) * share) for layer, share in shares.items()
             }
-            own |= {layer: each[place] for layer, each in placements.items() if place < len(each)}
-            parts = {name: name_experts(name, shape, own) for name, shape in group}
-            dealt[-1].append(HeldParameters(ranks, dict(group), parts, over_tp, over_tp or several))
+            numbers |= {layer: each[place] for layer, each in placements.items() if place < len(each)}
+            parts = {name: name_experts(name, shape, numbers) for name, shape in group}
+            dealt[-1].append(GroupShare(ranks, dict(group), parts, over_tp, over_tp or several))
     return dealt
 
 
 def _share_experts(save: Save, held: Mapping[str, int], totals: Mapping[str, int], degree: int) -> dict[str, int]:
-    """By layer the experts of one expert-parallel rank.
+    """Return layer → number of experts on one expert-parallel rank.
 
     Args:
-        held: those that a rank has in a param group.
-        totals: those that have files.
-
-    Raises:
-        CheckpointError: these do not fit.
+        held: layer → experts in a rank's param group.
+        totals: layer → experts with files.
     """
     for layer, count_held in held.items():
         total = totals.get(strip_compiled(layer), 0)
@@ -138,7 +134,7 @@ def _find_holders(save: Save, mp: int, replicas: int, *, over_tp: bool) -> list[
 
 
 def _check_placements(save: Save, mp: int, group: Sequence[tuple[str, Shape]], degree: int) -> None:
-    """Hold the parameters of AutoEP's experts against the placement: as many experts, over as many ranks."""
+    """Verify that AutoEP's placement has as many experts and ranks as the parameters."""
     placements = save.model(mp).placements
     for name, shape in group:
         placement = placements.get(find_layer(name, placements) or "", ())
@@ -151,43 +147,42 @@ def _check_placements(save: Save, mp: int, group: Sequence[tuple[str, Shape]], d
             )
 
 
-def _add_rank(builder: Builder, rank: SavedRank, dealt: Sequence[Sequence[HeldParameters]], first: OptimHeader) -> None:
-    """A model-parallel rank's flat buffers: one per param group, of ZeRO 3 one per sub-group.
+def _add_rank(builder: Builder, rank: SavedRank, dealt: Sequence[Sequence[GroupShare]], first: OptimHeader) -> None:
+    """Add a model-parallel rank's flat buffers: one per param group, or sub-group of ZeRO 3.
 
-    What is spread over tensor-parallel ranks is the same on all of them, and added with the first.
+    Experts over tensor-parallel ranks are the same on all of these, and are added for the first.
     """
     save = builder.save
     flats: list[FlatBuffer] = []
     members: dict[int, list[ParamKey]] = defaultdict(list)
     hypers = list(map(drop_fixed, first.groups)) if save.is_sharded else []
     holders: dict[range, _Holders] = {}
-    for index, parts in enumerate(dealt):
+    for index, shares in enumerate(dealt):
         owner = first.owners[index] if index < len(first.owners) else None
         if not save.is_sharded:  # ZeRO rebuilds Adagrad with one group
             hypers.append({} if owner is None else drop_fixed(first.groups[owner]))
-        own: _Own | None = None
-        for place, held in enumerate(parts):
-            held_by = holders.get(held.ranks) or holders.setdefault(held.ranks, _find_files(builder, rank, held.ranks))
-            shards = held_by.shards
-            rank.shapes.update(held.shapes)
-            rank.experts_over_tp.update(held.shapes if held.over_tp else ())
+        local: _LocalBuffer | None = None
+        for place, share in enumerate(shares):
+            files = holders.get(share.ranks) or holders.setdefault(share.ranks, _find_files(builder, rank, share.ranks))
+            rank.shapes.update(share.shapes)
+            rank.experts_over_tp.update(share.shapes if share.over_tp else ())
             if save.is_sharded:
-                _check_holders(save, rank.pp, index, place, held)
-            own = _lay_own(builder, shards, index, held, owner or 0, own)
-            buffer = own.buffer.split(held.parts)
-            if held.over_tp:
-                _check_folding(save, shards, held.ranks, place)
-            if not (held.over_tp and rank.tp):
-                _Adder(builder, rank, held_by, index, own, replace(buffer, names=tuple(held.shapes))).add()
-            members[buffer.group] += map(rank.param, held.shapes)
-            flats.append(replace(buffer, ranks=held.ranks if held.named else None))
+                _check_holders(save, rank.pp, index, place, share)
+            local = _lay_out(builder, files.shards, index, share, owner or 0, local)
+            buffer = local.buffer.split(share.parts)
+            if share.over_tp:
+                _check_folding(save, files.shards, share.ranks, place)
+            if not (share.over_tp and rank.tp):
+                _BufferAdder(builder, rank, files, index, local, replace(buffer, names=tuple(share.shapes))).add()
+            members[buffer.group] += map(rank.param, share.shapes)
+            flats.append(replace(buffer, ranks=share.ranks if share.named else None))
     rank.flats = tuple(flats)
     rank.groups = tuple(GroupInfo(tuple(members[group]), hyper) for group, hyper in enumerate(hypers))
 
 
 @dataclass(frozen=True, slots=True)
 class _Holders:
-    """The files of ranks that hold the same parameters, what these have alike, and by group what they say to hold."""
+    """The files of ranks that hold the same parameters, grouped into runs, and each group's slices in each file."""
 
     shards: list[FileHeader]
     runs: list[FileRun]
@@ -201,27 +196,32 @@ def _find_files(builder: Builder, rank: SavedRank, ranks: range) -> _Holders:
 
 
 @dataclass(frozen=True)
-class _Own:
-    """A flat buffer by the ranks' own names for its parameters, which is the same of all expert-parallel ranks."""
+class _LocalBuffer:
+    """A flat buffer under the ranks' own parameter names, which are the same on all expert-parallel ranks."""
 
     buffer: FlatBuffer
 
     @cached_property
     def slices(self) -> tuple[Slices, ...]:
-        """By partition what DeepSpeed tells of it: (name, first element of the partition, elements)."""
+        """The slices that DeepSpeed records for each partition."""
         cuts = map(self.buffer.cuts, range(self.buffer.parts))
         return tuple(tuple((cut.name, cut.offset, cut.numel) for cut in part) for part in cuts)
 
     @cached_property
     def ends(self) -> list[int]:
-        """By partition where its last parameter ends."""
+        """End of the last parameter in each partition."""
         return [part[-1][1] + part[-1][2] if part else 0 for part in self.slices]
 
 
-def _lay_own(
-    builder: Builder, shards: Sequence[FileHeader], index: int, held: HeldParameters, owner: int, known: _Own | None
-) -> _Own:
-    """The flat buffer of ranks; ``known`` is that of other ranks, which is mostly the same.
+def _lay_out(
+    builder: Builder,
+    shards: Sequence[FileHeader],
+    index: int,
+    share: GroupShare,
+    owner: int,
+    known: _LocalBuffer | None,
+) -> _LocalBuffer:
+    """Lay out the flat buffer of some ranks; reuse ``known``, that of other ranks, if it is the same.
 
     ZeRO 1/2 and BF16_Optimizer cut one flat buffer per param group into equal partitions.
     """
@@ -230,17 +230,13 @@ def _lay_own(
     if known and (sharded or (known.buffer.partition, known.buffer.parts) == (partition, len(shards))):
         return known
     gaps = optim.alignment[index] if optim.alignment else ()
-    names, shapes = tuple(held.own), tuple(held.own.values())
+    names, shapes = tuple(share.local), tuple(share.local.values())
     (buffer,) = optim.traits.lay_out(owner if sharded else index, names, shapes, len(shards), partition, gaps)
-    return _Own(buffer)
+    return _LocalBuffer(buffer)
 
 
 def _check_folding(save: Save, shards: Sequence[FileHeader], ranks: range, place: int) -> None:
-    """Hold the files of an expert-parallel rank against what AutoEP under AutoTP tells in each of them.
-
-    Raises:
-        CheckpointError: a file is of another rank.
-    """
+    """Verify the rank that AutoEP under AutoTP recorded in each file of an expert-parallel rank."""
     for rank, shard in zip(ranks, shards, strict=True):
         if shard.folding not in (None, (rank % save.tp, place)):
             raise CheckpointError(
@@ -251,14 +247,13 @@ def _check_folding(save: Save, shards: Sequence[FileHeader], ranks: range, place
             )
 
 
-def _check_holders(save: Save, stage: int, group: int, place: int, parts: HeldParameters) -> None:
-    """ZeRO 3 with AutoEP saves no copies of the experts, but every file tells which ranks hold a sub-group.
+def _check_holders(save: Save, stage: int, group: int, place: int, share: GroupShare) -> None:
+    """Verify the ranks of a sub-group, and the expert-parallel rank, that ZeRO 3 with AutoEP records in each file.
 
-    Raises:
-        CheckpointError: they are others, or of another expert-parallel rank.
+    Such a save has no copies of the experts to compare.
     """
-    ranks = tuple(each + stage * save.dp * save.tp for each in parts.ranks)
-    for rank in parts.ranks:
+    ranks = tuple(each + stage * save.dp * save.tp for each in share.ranks)
+    for rank in share.ranks:
         shard = save.shard(stage, rank)
         header = save.models[stage * save.tp + rank % save.tp][rank // save.tp]
         held, model = _get_optim(shard).partition_ranks, header.model
@@ -268,7 +263,7 @@ def _check_holders(save: Save, stage: int, group: int, place: int, parts: HeldPa
                 "have it. The file belongs to another run; put the right one back.",
                 path=save.path(shard),
             )
-        if parts.named and model and model.ep_rank != place:
+        if share.named and model and model.ep_rank != place:
             raise CheckpointError(
                 f"is of expert-parallel rank {model.ep_rank}, by the degrees it has to be "
                 f"of {place}. The file belongs to another run; put the right one back.",
@@ -277,48 +272,48 @@ def _check_holders(save: Save, stage: int, group: int, place: int, parts: HeldPa
 
 
 @dataclass
-class _Adder:
-    """Adds what the files of some ranks hold of a flat buffer.
+class _BufferAdder:
+    """Adds the storages of a flat buffer from the files of the ranks that hold it.
 
     Attributes:
-        index: which flat buffer of each file it is.
-        own: the buffer under the ranks' own names.
-        buffer: the same under the whole model's.
-        found: by state its dtype, and by partition the record, and the byte of it at which the partition begins.
+        index: number of the flat buffer in each file.
+        local: the buffer under the ranks' own names.
+        buffer: the buffer under the whole model's names.
+        found: state → dtype, record of each partition, and byte in the record at which the partition begins.
     """
 
     builder: Builder
     rank: SavedRank
-    held_by: _Holders
+    holders: _Holders
     index: int
-    own: _Own
+    local: _LocalBuffer
     buffer: FlatBuffer
     found: dict[str, tuple[str, array[int], array[int]]] = field(default_factory=dict)
 
     def add(self) -> None:
-        builder, shards = self.builder, self.held_by.shards
+        builder, shards = self.builder, self.holders.shards
         if not self.buffer.by_parameter:
             self._add_empty(shards[0])
         apart = bool(builder.save.swaps) or _keeps_whole_momentum(builder.save, _get_optim(shards[0]), self.index)
-        for alike in self.held_by.runs:
-            for run in alike.split() if apart else (alike,):
+        for files in self.holders.runs:
+            for run in files.split() if apart else (files,):
                 self._add_run(run)
-        if states := {state: PartitionedState(self.buffer, *told) for state, told in self.found.items()}:
+        if states := {state: PartitionedState(self.buffer, *columns) for state, columns in self.found.items()}:
             builder.add_buffer(self.rank, self.buffer, states, shards[0])
 
     def _add_empty(self, shard: FileHeader) -> None:
-        """Parameters without elements, which older releases keep in the groups."""
-        empty = [each for each in zip(self.buffer.names, self.buffer.shapes, strict=True) if not count(each[1])]
-        for name, shape in empty:
-            nothing = _get_optim(shard).masters[self.index].narrow(0, 0)
-            self.builder.add(self.rank, name, MASTER, shard, replace(nothing, shape=shape))
+        """Add parameters without elements, which older releases keep in the groups."""
+        for name, shape in zip(self.buffer.names, self.buffer.shapes, strict=True):
+            if not count(shape):
+                empty = replace(_get_optim(shard).masters[self.index].narrow(0, 0), shape=shape)
+                self.builder.add(self.rank, name, MASTER, shard, empty)
 
     def _add_run(self, run: FileRun) -> None:
-        """The masters, and the optimizer's states.
+        """Add the masters and the optimizer's states.
 
-        Of a sub-group that is swapped only what is in no swap file, as a step, is taken from the state file.
+        A swapped sub-group only takes from the state file what no swap file holds, such as the step.
         """
-        first = self.held_by.shards[run.parts[0]]
+        first = self.holders.shards[run.parts[0]]
         swaps = self.builder.save.swaps.get((first.name, self.index), {})
         for state, header in swaps.items():
             if header.swap is not None:
@@ -328,23 +323,19 @@ class _Adder:
             self._check_masters(run)
             self._put_pieces(MASTER, self.index, run)
         if self.index < len(run.batch.template.starts) - 1:
-            for same in self._split(run):
-                self._add_states(same, swaps)
+            for each in self._split(run):
+                self._add_states(each, swaps)
 
     def _split(self, run: FileRun) -> Iterable[FileRun]:
-        """The files apart where their states are of different sizes."""
+        """Separate the files if their states have different sizes."""
         template = run.batch.template
         pieces = [*([self.index] if template.optim.elastic else []), *template.list_states(self.index)]
         sizes = set(zip(*(run.pick(piece, "numel") for piece in pieces), strict=True))
         return run.split() if len(sizes) > 1 else (run,)
 
     def _check_masters(self, run: FileRun) -> None:
-        """Whether the files' partitions are as large as they have to be, and of the parameters that they have to be.
-
-        Raises:
-            CheckpointError: naming a file that is of another run.
-        """
-        partition, shards = self.buffer.partition, self.held_by.shards
+        """Verify the sizes and the parameters of the files' partitions."""
+        partition, shards = self.buffer.partition, self.holders.shards
         if self.index < len(run.batch.template.optim.masters):
             sizes = zip(run.pick(self.index, "numel"), run.pick_padding(self.index), strict=True)
             found = [size + padding for size, padding in sizes]
@@ -352,9 +343,9 @@ class _Adder:
             found = [_count_elements(self.builder, shards[run.parts[0]], self.index)]
         for part, size in zip(run.parts, found, strict=True) if found.count(partition) < len(found) else ():
             if size != partition:
-                what = "sub-group" if self.buffer.by_parameter else "partition"
+                kind = "sub-group" if self.buffer.by_parameter else "partition"
                 raise CheckpointError(
-                    f"{what} {self.index} has {size} elements, {partition} are expected. "
+                    f"{kind} {self.index} has {size} elements, {partition} are expected. "
                     "The file belongs to another run or world size; put the right one back.",
                     path=self._path(shards[part]),
                 )
@@ -362,21 +353,17 @@ class _Adder:
             self._check_slices(run)
 
     def _check_slices(self, run: FileRun) -> None:
-        """``param_slice_mappings`` tell a shard of another rank or run; their names are right without round robin.
-
-        Raises:
-            CheckpointError: naming a file with other parameters, or with fewer elements than they have.
-        """
-        shards, index, told = self.held_by.shards, self.index, self.held_by.slices
-        held: Sequence[Slices] = told[index] if index < len(told) else ((),) * len(shards)
-        expected: Sequence[Slices] = self.own.slices
+        """Refuse files of another rank or run by their ``param_slice_mappings``, which round robin makes wrong."""
+        shards, index, slices = self.holders.shards, self.index, self.holders.slices
+        held: Sequence[Slices] = slices[index] if index < len(slices) else ((),) * len(shards)
+        expected: Sequence[Slices] = self.local.slices
         if len(run.parts) < len(shards):
             held, expected = ([row[part] for part in run.parts] for row in (held, expected))
         zero = shards[run.parts[0]].config.get("zero_optimization") or {}
         if held != expected and not zero.get("round_robin_gradients"):
-            for part, *slices in zip(run.parts, held, expected, strict=True):
-                self._compare_slices(shards[part], *slices)
-        ends = self.own.ends
+            for part, *pair in zip(run.parts, held, expected, strict=True):
+                self._compare_slices(shards[part], *pair)
+        ends = self.local.ends
         for part, numel in zip(run.parts, run.pick(index, "numel"), strict=True):
             if ends[part] > numel:
                 self._refuse_short(part, numel)
@@ -386,7 +373,7 @@ class _Adder:
         raise CheckpointError(
             f"{cut.name} ends beyond the fp32 partition of group {self.index} "
             f"({cut.offset + cut.numel} > {numel} elements). The file belongs to another rank or run.",
-            path=self._path(self.held_by.shards[part]),
+            path=self._path(self.holders.shards[part]),
         )
 
     def _compare_slices(self, shard: FileHeader, held: Slices, expected: Slices) -> None:
@@ -403,8 +390,8 @@ class _Adder:
             )
 
     def _add_states(self, run: FileRun, swapped: Container[str]) -> None:
-        """The optimizer's states in files that have them in the same sizes."""
-        shard = self.held_by.shards[run.parts[0]]
+        """Add the optimizer's states of files that have them in the same sizes."""
+        shard = self.holders.shards[run.parts[0]]
         optim, template = _get_optim(shard), run.batch.template
         held = optim.tensors[self.index]
         pieces = dict(zip(held.states, template.list_states(self.index), strict=False))
@@ -417,13 +404,13 @@ class _Adder:
             self._put_pieces(state, pieces[state], run)
 
     def _list_names(self, run: FileRun) -> Iterable[str]:
-        """The parameters of which files have some elements."""
+        """Return the parameters with elements in some files."""
         if len(run.parts) == self.buffer.parts:
             return [name for name, shape in zip(self.buffer.names, self.buffer.shapes, strict=True) if count(shape)]
         return dict.fromkeys(cut.name for part in run.parts for cut in self.buffer.cuts(part))
 
     def _put_pieces(self, state: str, piece: int, run: FileRun) -> None:
-        """Note where files have a state."""
+        """Record the locations of a state in files."""
         first = run.batch.make_piece(piece, run.files[0])
         if first.fault:
             self.builder.note_unreadable(self.rank, self._list_names(run), state, first.fault)
@@ -434,12 +421,12 @@ class _Adder:
     def _put(
         self, state: str, piece: Piece, parts: Sequence[int], records: Sequence[int], offsets: Sequence[int]
     ) -> None:
-        nowhere = array("q", [-1]) * self.buffer.parts
-        dtype, held, begins = self.found.setdefault(state, (piece.dtype, nowhere, nowhere[:]))
+        missing = array("q", [-1]) * self.buffer.parts
+        dtype, held, begins = self.found.setdefault(state, (piece.dtype, missing, missing[:]))
         if dtype != piece.dtype:
-            name, shard = self.buffer.cuts(parts[0])[0].name, self.held_by.shards[parts[0]]
+            name, shard = self.buffer.cuts(parts[0])[0].name, self.holders.shards[parts[0]]
             shape = self.rank.shapes[name]
-            self.builder.refuse_other(shard, self.rank.param(name), state, (piece.dtype, shape), (dtype, shape))
+            self.builder.refuse_mismatch(shard, self.rank.param(name), state, (piece.dtype, shape), (dtype, shape))
         if len(parts) == self.buffer.parts:  # all, in order
             held[:], begins[:] = array("q", records), array("q", offsets)
             return
@@ -447,21 +434,21 @@ class _Adder:
             held[part], begins[part] = record, offset
 
     def _add_momentum(self, shard: FileHeader, part: int, held: TensorStates) -> TensorStates:
-        """Add the momentum of the parameters that a partition touches; what else there is of states.
+        """Add the momentum of the parameters that a partition touches, and return the other states.
 
-        Each rank's own elements make up the atom; those beyond a border of its partition are other ranks' own.
+        The rank's own elements form the atom; those beyond its partition repeat elements of other ranks.
         """
         states, touched = dict(held.states), self.buffer.join_touched(part)
         piece = states.pop(MOMENTUM, None)
         if piece is None or piece.fault:
             return held
         if piece.numel != touched.partition:
-            what = f"{piece.numel} elements where the parameters of a rank have {touched.partition}"
-            return replace(held, states=states, other={**held.other, MOMENTUM: what})
+            fault = f"{piece.numel} elements where the parameters of a rank have {touched.partition}"
+            return replace(held, states=states, other={**held.other, MOMENTUM: fault})
         own, beyond = [], []
         cuts = {cut.name: cut for cut in self.buffer.cuts(part)}
         for name, place, numel in zip(touched.names, touched.offsets, touched.numels, strict=True):
-            cut = cuts.get(name, Cut(name, 0, 0, 0))  # of an expert that lies in one tensor with those that are held
+            cut = cuts.get(name, Cut(name, 0, 0, 0))  # an expert in one tensor with experts of this partition
             if cut.numel:
                 own.append(replace(cut, offset=place + cut.start))
             rest = find_gaps([(cut.start, cut.start + cut.numel)], numel)
@@ -480,7 +467,7 @@ def _keeps_whole_momentum(save: Save, optim: OptimHeader, index: int) -> bool:
 
 
 def _count_elements(builder: Builder, shard: FileHeader, index: int) -> int:
-    """Elements of a rank's partition, padding included; ZeRO 1/2 strips it from the masters, others do not."""
+    """Return the elements of a rank's partition with padding, which ZeRO 1/2 strip from the masters."""
     optim = _get_optim(shard)
     if index >= len(optim.masters):
         raise CheckpointError(
@@ -493,9 +480,9 @@ def _count_elements(builder: Builder, shard: FileHeader, index: int) -> int:
 
 
 def add_frozen_zero3(builder: Builder, rank: SavedRank, models: Sequence[FileHeader], optimized: set[str]) -> None:
-    """Frozen parameters of ZeRO 3: each rank's model states hold ``ceil(numel / dp)`` elements.
+    """Add the frozen parameters of ZeRO 3: each rank's model states hold ``ceil(numel / dp)`` elements.
 
-    ``optimized`` are trained on some tensor-parallel rank: where they are listed as frozen, they have no elements.
+    ``optimized`` parameters are trained on some tensor-parallel rank, and are empty on ranks that list them as frozen.
     """
     first, zero = models[0].model, builder.save.zero
     if first and zero.get("zero_quantized_nontrainable_weights"):
@@ -509,7 +496,7 @@ def add_frozen_zero3(builder: Builder, rank: SavedRank, models: Sequence[FileHea
                 continue
             shape = model.frozen_shapes[name]
             start, numel = cut_parameter(count(shape), part, len(models))
-            # DeepSpeed saves one element of 1.0 in the place of a frozen parameter that is on NVMe.
+            # DeepSpeed saves one element of 1.0 instead of a frozen parameter on NVMe.
             if piece.numel < numel or (on_nvme and piece.numel == 1):
                 fault = "a frozen parameter on NVMe, of which the save holds a placeholder alone"
                 builder.note_unreadable(rank, [name], MODULE, fault)

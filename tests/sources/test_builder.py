@@ -6,7 +6,7 @@ import pytest
 
 from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.flat import Cut
-from deepspeed_ucp.sources.builder import TOLD, Builder
+from deepspeed_ucp.sources.builder import MOST_FAULTS, Builder
 from deepspeed_ucp.sources.files import Listing
 from deepspeed_ucp.sources.headers import FileHeader, Piece
 from deepspeed_ucp.sources.ranks import SavedRank
@@ -33,8 +33,8 @@ def test_every_atom_with_a_gap_is_told_on_a_line_of_its_own() -> None:
 
 
 def test_a_long_list_is_cut_short() -> None:
-    cuts = {f"p{i}": Cut(f"p{i}", 0, 7, 8 * i) for i in range(TOLD + 3)}
+    cuts = {f"p{i}": Cut(f"p{i}", 0, 7, 8 * i) for i in range(MOST_FAULTS + 3)}
     with pytest.raises(CheckpointError) as caught:
         build(cuts).finish_atoms()
     assert str(caught.value).splitlines()[-1] == "… and 3 more tensors."
-    assert len(str(caught.value).splitlines()) == TOLD + 1
+    assert len(str(caught.value).splitlines()) == MOST_FAULTS + 1

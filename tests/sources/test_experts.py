@@ -11,7 +11,7 @@ from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.sources.headers import FileHeader, OptimHeader
 from deepspeed_ucp.sources.pieces import count_filed
 from deepspeed_ucp.sources.save import align_groups
-from deepspeed_ucp.sources.zero import HeldParameters, deal_parameters
+from deepspeed_ucp.sources.zero import GroupShare, deal_parameters
 
 LAYER = "body.deepspeed_moe.experts.deepspeed_experts."
 
@@ -41,7 +41,7 @@ def make_save(
     )
 
 
-def deal(save: Any, mp: int) -> list[list[HeldParameters]]:
+def deal(save: Any, mp: int) -> list[list[GroupShare]]:
     return deal_parameters(save, mp, count_filed(save.experts.values()))
 
 
