@@ -1,4 +1,4 @@
-"""All ranks' plans without ranks: what they would tell each other is handed on, and bytes are numpy arrays."""
+"""Plans of all ranks without ranks: messages are passed on directly, and bytes are numpy arrays."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from deepspeed_ucp.topology import Topology
 
 
 def make_atom(name: str, numel: int, *fragments: tuple[int, int, int, int], dtype: str = "float32") -> Atom:
-    """One shard; fragments as (start, numel, record, byte offset)."""
+    """Build an atom with one shard; fragments as (start, numel, record, byte offset)."""
     return Atom(name, "fp32", dtype, (Shard((numel,), tuple(Fragment(*fragment) for fragment in fragments)),))
 
 
 def make_index(atoms: Iterable[Atom], records: Sequence[Record] = (), tp: int = 1, **fields: Any) -> AtomicIndex:
-    """An index of these atoms alone; `fields` are those of any of its parts."""
+    """Build an index of these atoms; `fields` are fields of any of its parts."""
     run = RunState(Topology(1, "zero12", "float32", tp=tp), "tag/mp_rank_00_model_states.pt")
     stored = StoredAtoms.of((), records, atoms)
     return AtomicIndex(stored, run).change(**fields)
@@ -30,7 +30,7 @@ def make_index(atoms: Iterable[Atom], records: Sequence[Record] = (), tp: int = 
 
 @dataclass(frozen=True)
 class Planned:
-    """Every rank's plan and how it came about."""
+    """Every rank's plan, and its input."""
 
     records: Sequence[Record]
     blocks: Blocks
@@ -47,7 +47,7 @@ def plan_pieces(
     min_direct: int = 1,
     access: ReadAccess = READ_ALL,
 ) -> Planned:
-    """The plans of as many ranks as there are lists of pieces."""
+    """Plan for as many ranks as there are lists of pieces."""
     claims = [make_claims(mine, block) for mine in pieces]
     plans = plan_ranks(claims, records, ReadSizes(window, block, min_direct), access)
     return Planned(records, Blocks.of(records, block, len(claims), access), claims, plans)
@@ -56,10 +56,7 @@ def plan_pieces(
 def plan_ranks(
     claims: Sequence[Sequence[Claim]], records: Sequence[Record], sizes: ReadSizes, access: ReadAccess = READ_ALL
 ) -> list[LoadPlan]:
-    """The plans of as many ranks as there are lists of claims, each on a machine of its own.
-
-    What they would tell each other is handed on.
-    """
+    """Plan for as many ranks as there are lists of claims, each on a machine of its own."""
     ranks = range(len(claims))
     touched = np.array(sorted({claim.record for mine in claims for claim in mine}), np.int64)
     blocks = Blocks.of(records, sizes.block, len(claims), access)
@@ -92,16 +89,17 @@ def plan_wants(
     window: int = 1 << 20,
     min_direct: int = 1,
 ) -> Planned:
-    """The same of wants."""
+    """Like `plan_pieces`, for wants."""
     pieces = [[piece for want in mine for piece in locate(want)] for mine in wants]
     return plan_pieces(pieces, records, block=block, window=window, min_direct=min_direct)
 
 
 def divide(planned: Planned, is_first: Callable[[int], bool], most: int) -> tuple[Planned, Planned]:
-    """Two passes: of the sinks that are filled in the first one, where all is read, and of the others.
+    """Split plans into two passes: the first reads everything and fills some sinks, the second fills the others.
 
     Args:
-        most: sinks of a rank at most.
+        is_first: whether the first pass fills a sink.
+        most: number of sinks of a rank at most.
     """
     first = [is_first(sink) for sink in range(most)]
     passes, plans = (first, [not each for each in first]), planned.plans
@@ -124,13 +122,13 @@ def carry_out(
     buffers: Sequence[np.ndarray],
     fills: Callable[[int], bool] = lambda buffer: True,
 ) -> np.ndarray:
-    """Read and exchange as the plans say; returns how often each byte of the records was read, end to end.
+    """Read and exchange by the plans; returns how often each byte of the records was read, end to end.
 
     Args:
         data: the records' bytes.
         itemsize: bytes per element of the buffers.
         buffers: per rank one array of bytes that all its buffers are views of; buffer b begins at element b.
-        fills: which of them are filled.
+        fills: whether a buffer is filled.
     """
     counts = [np.zeros(record.nbytes, np.int64) for record in planned.records]
     for rank, plan in enumerate(planned.plans):

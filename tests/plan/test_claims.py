@@ -22,7 +22,7 @@ def test_neighbours_are_one_claim_with_a_part_each() -> None:
     assert claims_of(second, first) == [Claim(0, 8, 20, 20, 1, (Part(12, 0, 5), Part(8, 1, 0)))]
 
 
-def test_pieces_with_a_gap_or_in_other_records_stay_apart() -> None:
+def test_pieces_with_a_gap_or_in_other_records_stay_separate() -> None:
     pieces = Extent(0, 0, 4, Run(0, 0, 2)), Extent(0, 0, 4, Run(3, 2, 2)), Extent(1, 0, 4, Run(5, 4, 1))
     assert [(c.record, c.offset, c.nbytes) for c in claims_of(*pieces)] == [(0, 0, 8), (0, 12, 8), (1, 20, 4)]
 
@@ -35,12 +35,11 @@ def test_claims_end_where_blocks_do() -> None:
     ]
 
 
-def test_runs_apart_are_a_claim_of_their_own() -> None:
+def test_strided_runs_are_a_separate_claim() -> None:
     """Three runs of two elements, six apart; their neighbour does not join."""
     runs, follower = Extent(0, 0, 4, Run(0, 5, 2, 3, 6, 2)), Extent(0, 1, 4, Run(14, 0, 1))
     first, second = claims_of(runs, follower)
-    assert first == Claim(0, 0, 8, 24, 3, (Part(24, 0, 5),))
-    assert first.nbytes == 24
+    assert first == Claim(0, 0, 8, 24, 3, (Part(24, 0, 5),)) and first.nbytes == 24
     assert second == Claim(0, 56, 4, 4, 1, (Part(4, 1, 0),))
 
 
@@ -54,11 +53,8 @@ def test_runs_are_cut_at_blocks_and_single_ones_are_plain() -> None:
     ]
 
 
-def test_contiguous_bytes_may_go_to_rows_apart() -> None:
+def test_contiguous_bytes_and_strided_runs_may_go_to_strided_rows() -> None:
     assert claims_of(Extent(0, 3, 2, Run(4, 100, 5, 4, 5, 8))) == [Claim(0, 8, 40, 40, 1, (Part(40, 3, 100, 10, 8),))]
-
-
-def test_rows_to_rows() -> None:
     assert claims_of(Extent(0, 3, 4, Run(0, 10, 2, 2, 4, 6))) == [Claim(0, 0, 8, 16, 2, (Part(16, 3, 10, 8, 6),))]
 
 
@@ -79,8 +75,6 @@ def test_no_pieces_no_claims() -> None:
 
 def test_blocks_are_owned_in_turn_across_records() -> None:
     blocks = Blocks.of([Record(0, 0, 20, 0), Record(0, 0, 0, 0), Record(0, 0, 16, 0), Record(0, 0, 17, 0)], 8, 2)
-    records, offsets = np.array([0, 0, 0, 2, 2, 3, 3, 3]), np.array([0, 15, 16, 0, 8, 0, 8, 16])
-    assert blocks.owners(records, offsets).tolist() == [0, 1, 0, 1, 0, 1, 0, 1]
     assert list(blocks.owned(0, np.array([0, 1, 2, 3]))) == [(0, 0), (0, 2), (2, 1), (3, 1)]
     assert list(blocks.owned(1, np.array([0, 3]))) == [(0, 1), (3, 0), (3, 2)]
 

@@ -1,4 +1,4 @@
-"""Every element of every output is written exactly once, whatever the nodes; batches stay within bounds."""
+"""Every element of every output is written exactly once for any number of nodes; batches stay within bounds."""
 
 from __future__ import annotations
 

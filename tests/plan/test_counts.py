@@ -1,4 +1,4 @@
-"""Other numbers of experts on the two sides are one fault for each block, not one for each expert."""
+"""A different number of experts is one fault for each block instead of one for each expert."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_another_number_is_refused_by_block(form: str, have: int, want: int) -> 
 
 
 def test_a_router_of_another_size_is_left_to_the_patterns_by_a_lenient_load() -> None:
-    """They refuse it: no rule says that its rows are a vocabulary's."""
+    """The patterns refuse it, because no rule declares its rows a vocabulary."""
     assert "m.0.mlp.gate.weight" in match(name_all(AUTOEP, 4), name_all(AUTOEP, 8), strict=False).resized
 
 

@@ -1,4 +1,4 @@
-"""Where wanted elements lie: by hand, and against numpy for every pattern of shards."""
+"""The location of wanted elements: by hand, and against numpy for every pattern of shards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.reshard import examples
 
 
 def make_shards(shapes: Sequence[tuple[int, ...]], dtype: str = "float32") -> Atom:
-    """Every shard whole in a record of its own, behind 8 bytes."""
+    """Put every shard whole into a record of its own, behind 8 bytes."""
     shards = tuple(Shard(shape, (Fragment(0, int(np.prod(shape)), record, 8),)) for record, shape in enumerate(shapes))
     return Atom("w", "fp32", dtype, shards)
 
@@ -46,13 +46,6 @@ def test_positions_count_elements_of_the_stored_dtype() -> None:
     (piece,) = locate(Want(atom, 1, 2, 0, 7))
     assert piece == Extent(3, 0, 2, Run(6, 7, 2))
     assert (piece.nbytes, piece.is_contiguous) == (4, True)
-
-
-def test_rows_of_all_shards_follow_each_other() -> None:
-    atom = make_shards([(1, 3), (2, 3)])
-    source, target = ShardV().join([(1, 3), (2, 3)]), whole((3, 3))
-    view = View(source, target, 0, (0, 1))
-    assert list(locate(Want(atom, 1, 7, 0, 0, view))) == [Extent(0, 0, 4, Run(3, 0, 2)), Extent(1, 0, 4, Run(2, 2, 5))]
 
 
 def test_columns_are_runs() -> None:
@@ -85,7 +78,7 @@ def test_a_replica_is_taken_from_the_named_shard() -> None:
 
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[Layout, Layout]:
-    """How two sides cut a matrix: rows, columns (uneven), fused parts, or not at all."""
+    """How two sides cut a matrix: rows, uneven columns, fused parts, or replicas."""
     kind = draw(st.sampled_from(("rows", "columns", "fused", "replicas")))
     rows, columns = draw(st.integers(1, 12)), draw(st.integers(1, 12))
     if kind == "fused":
@@ -111,7 +104,7 @@ def draw_widths(draw: st.DrawFn, total: int, count: int) -> list[int]:
 
 
 def take(layout: Layout, rank: int, logical: np.ndarray) -> np.ndarray:
-    """A shard's elements, flattened: what the layout's intervals say, axis by axis."""
+    """Return a shard's elements, flattened, by the layout's intervals."""
     held = logical.reshape(layout.view)
     for axis, intervals in enumerate(layout.shards[rank]):
         held = np.take(held, [place for low, high in intervals for place in range(low, high)], axis=axis)
@@ -176,7 +169,6 @@ def draw_tiles(draw: st.DrawFn, whole: np.ndarray, records: list[np.ndarray]) ->
 
 @given(data=st.data())
 def test_runs_of_tiles_are_their_elements(data: st.DataObject) -> None:
-    """Of a tensor of any number of dimensions, by rows and by tiles."""
     shape = tuple(data.draw(st.lists(st.integers(1, 4), max_size=4)))
     elements, records = np.arange(int(np.prod(shape))).reshape(shape), list[np.ndarray]()
     shard = Shard(shape, draw_tiles(data.draw, elements, records))
@@ -198,7 +190,7 @@ def test_runs_of_tiles_are_their_elements(data: st.DataObject) -> None:
 
 @given(data=st.data())
 def test_rows_of_tiles_are_tiles(data: st.DataObject) -> None:
-    """Of a tensor some places of its first dimension, or one without that dimension; other parts are none."""
+    """Places of a tensor's first dimension, or a tensor without that dimension; other parts are no tiles."""
     shape = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
     elements, records = np.arange(int(np.prod(shape))).reshape(shape), list[np.ndarray]()
     tiles, row = draw_tiles(data.draw, elements, records), int(np.prod(shape[1:]))

@@ -1,4 +1,4 @@
-"""What each rank reads and exchanges: small cases made by hand offset by offset, random ones byte by byte."""
+"""The reads and exchanges of each rank: a few cases by hand, random ones byte by byte."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.reshard import examples
 
 
 def requests_of(wants: Sequence[Want], records: Sequence[Record], block: int = 1 << 20) -> list[Request]:
-    """What one rank alone reads."""
+    """Return the reads of a single rank."""
     (plan,) = plan_wants([wants], records, block=block).plans
     assert plan.rounds == []
     assert plan.nbytes == sum(request.nbytes for request in plan.direct)
@@ -29,7 +29,7 @@ def places(requests: Sequence[Request]) -> list[tuple[int, int, int]]:
 
 
 def dp4() -> tuple[Atom, list[Record]]:
-    """12 elements in four ranks' files, 3 each, behind a header of 64 bytes."""
+    """Return 12 elements in four ranks' files, 3 in each, behind a header of 64 bytes."""
     atom = make_atom("w", 12, (0, 3, 0, 0), (3, 3, 1, 0), (6, 3, 2, 0), (9, 3, 3, 0))
     return atom, [Record(file, 64, 12, 0) for file in range(4)]
 
@@ -40,37 +40,11 @@ def dp4() -> tuple[Atom, list[Record]]:
 def test_dp4_to_dp3_the_middle_rank_reads_the_end_of_one_file_and_the_start_of_the_next() -> None:
     atom, records = dp4()
     plans = plan_wants([[Want(atom, 4 * rank, 4, 5, 100)] for rank in range(3)], records).plans
-    assert set(plans[1].direct) == {
-        Request(1, 4, 8, (Part(8, 5, 100),)),
-        Request(2, 0, 8, (Part(8, 5, 102),)),
-    }
+    assert set(plans[1].direct) == {Request(1, 4, 8, (Part(8, 5, 100),)), Request(2, 0, 8, (Part(8, 5, 102),))}
     assert all(plan.rounds == [] for plan in plans)
 
 
-def test_dp4_to_dp8_every_rank_reads_its_own_part_only() -> None:
-    atom, records = dp4()
-    wants = [[Want(atom, low, 2, 0, 0)] if low < 12 else [] for low in range(0, 16, 2)]
-    assert [places(plan.requests) for plan in plan_wants(wants, records).plans] == [
-        [(0, 0, 8)],
-        [(0, 8, 4), (1, 0, 4)],
-        [(1, 4, 8)],
-        [(2, 0, 8)],
-        [(2, 8, 4), (3, 0, 4)],
-        [(3, 4, 8)],
-        [],
-        [],
-    ]
-
-
-def test_neighbours_in_a_record_become_one_request_for_several_buffers() -> None:
-    first, second = make_atom("a", 3, (0, 3, 0, 0)), make_atom("b", 2, (0, 2, 0, 12))
-    records = [Record(0, 64, 20, 0)]
-    assert requests_of([Want(second, 0, 2, 1, 7), Want(first, 0, 3, 0, 0)], records) == [
-        Request(0, 0, 20, (Part(12, 0, 0), Part(8, 1, 7))),
-    ]
-
-
-def test_requests_follow_files_and_offsets_whatever_the_order_of_records_and_wants() -> None:
+def test_requests_follow_files_and_offsets_for_any_order_of_records_and_wants() -> None:
     atoms = [make_atom(name, 1, (0, 1, record, 0)) for name, record in (("a", 0), ("b", 1), ("c", 2))]
     records = [Record(1, 64, 4, 0), Record(0, 200, 4, 0), Record(0, 64, 4, 0)]
     plan = requests_of([Want(atom, 0, 1, 0, i) for i, atom in enumerate(atoms)], records)
@@ -101,7 +75,7 @@ def test_padding_is_read_for_the_checksum() -> None:
 
 
 def test_padding_of_block_n_goes_to_rank_n_modulo_size() -> None:
-    """Also of blocks of which nobody wants anything, where somebody wants something of their record."""
+    """Also for blocks that no rank wants, in a record from which some rank wants something."""
     atoms = [make_atom(f"a{i}", 1, (0, 1, i, 0)) for i in range(2)]
     wants: list[list[Want]] = [[], [], [Want(atom, 0, 1, 0, 0) for atom in atoms]]
     plans = plan_wants(wants, [Record(i, 0, 28, 0) for i in range(2)], block=8).plans
@@ -122,7 +96,7 @@ def test_wanting_nothing_reads_nothing() -> None:
 # -- exchange ---------------------------------------------------------------------------------------------------------
 
 
-def test_what_two_ranks_want_is_read_by_the_owner_and_sent_to_both() -> None:
+def test_bytes_for_two_ranks_are_read_by_the_owner_and_sent_to_both() -> None:
     atom = make_atom("w", 4, (0, 4, 1, 0))
     wants = [[], [Want(atom, 0, 3, 0, 5)], [Want(atom, 1, 3, 2, 0)]]
     plans = plan_wants(wants, [Record(0, 0, 8, 0), Record(0, 64, 16, 0)]).plans
@@ -148,24 +122,8 @@ def test_runs_that_interleave_are_sent_as_runs() -> None:
     assert [plan.nbytes for plan in plans] == [32, 0]
 
 
-def test_a_part_that_is_granted_is_not_staged() -> None:
-    """[0, 8) is wanted by both ranks, [8, 24) by rank 1 alone."""
-    atom = make_atom("w", 8, (0, 8, 0, 0))
-    wants = [[Want(atom, 0, 2, 0, 0)], [Want(atom, 0, 2, 0, 0), Want(atom, 2, 4, 1, 0)]]
-    plans = plan_wants(wants, [Record(0, 0, 32, 0)], min_direct=16).plans
-    assert places(plans[0].requests) == [(0, 0, 32)]  # neighbours are one claim, so that rank 1's overlaps
-    apart = [[Want(atom, 0, 2, 0, 0)], [Want(atom, 0, 2, 0, 0), Want(atom, 3, 4, 1, 0)]]
-    plans = plan_wants(apart, [Record(0, 0, 32, 0)], min_direct=16).plans
-    assert places(plans[0].requests) == [(0, 0, 12), (0, 28, 4)]
-    assert places(plans[1].requests) == [(0, 12, 16)]
-    assert [request.parts for request in plans[0].rounds[0].reads] == [(Part(12, STAGE, 0),), (Part(4, STAGE, 12),)]
-
-
-def test_owners_send_at_the_same_time_and_what_is_received_comes_in_steps() -> None:
-    """Eight blocks of 16 bytes for four ranks, in rounds of 32 bytes: 48 are sent and received in each.
-
-    The ranks are on machines of their own, and do not all begin with the first blocks.
-    """
+def test_owners_send_at_the_same_time_and_ranks_receive_in_steps() -> None:
+    """Eight blocks of 16 bytes for four machines, in rounds of 32 bytes: 48 are sent and received in each."""
     atom = make_atom("w", 32, (0, 32, 0, 0))
     plans = plan_wants([[Want(atom, 0, 32, 0, 0)]] * 4, [Record(0, 0, 128, 0)], block=16, window=32).plans
     assert [[[request.offset for request in each.reads] for each in plan.rounds] for plan in plans] == [
@@ -179,12 +137,10 @@ def test_owners_send_at_the_same_time_and_what_is_received_comes_in_steps() -> N
 
 
 def test_every_rank_takes_part_in_as_many_rounds() -> None:
-    """Two blocks of the first rank, in rounds of one; the third rank has no part in them."""
+    """Two blocks of the first rank, in rounds of one; the third rank only takes part."""
     atom = make_atom("w", 8, (0, 4, 0, 0), (4, 4, 0, 48))
-    wants = [[], [Want(atom, 0, 8, 0, 0)], [Want(atom, 0, 4, 0, 0)], [Want(atom, 4, 4, 0, 0)], [], []]
-    plans = plan_wants(wants[:3], [Record(0, 0, 64, 0)], block=16, window=16).plans
-    assert [len(plan.rounds) for plan in plans] == [1, 1, 1]
-    plans = plan_wants([*wants[1:4]], [Record(0, 0, 64, 0)], block=16, window=16).plans
+    wants = [[Want(atom, 0, 8, 0, 0)], [Want(atom, 0, 4, 0, 0)], [Want(atom, 4, 4, 0, 0)]]
+    plans = plan_wants(wants, [Record(0, 0, 64, 0)], block=16, window=16).plans
     assert [len(plan.rounds) for plan in plans] == [2, 2, 2]
     assert plans[2].rounds[0].receives == [[], [], []]
 
@@ -197,7 +153,7 @@ ITEM = 4
 
 @st.composite
 def runs(draw: st.DrawFn, numel: int) -> Run:
-    """Runs inside a record of so many elements, destinations apart from each other (`place` follows)."""
+    """Runs inside a record of so many elements whose destinations do not overlap (`place` follows)."""
     width = draw(st.integers(1, numel))
     low = draw(st.integers(0, numel - width))
     most = (numel - low - width) // width + 1
@@ -211,7 +167,7 @@ def runs(draw: st.DrawFn, numel: int) -> Run:
 
 @st.composite
 def demands(draw: st.DrawFn) -> tuple[list[Record], list[list[Extent]], list[int]]:
-    """Records, each rank's pieces, and the elements of each rank's memory; every piece has a buffer of its own."""
+    """Records, each rank's pieces, and the elements of each rank's memory; every piece has its own buffer."""
     numels = draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))
     records = [Record(draw(st.integers(0, 2)), 64, ITEM * numel, 0) for numel in numels]
     pieces, sizes = [], []
@@ -245,7 +201,7 @@ def test_random_claims_of_several_ranks(
     counts = carry_out(planned, data, ITEM, buffers)
     touched = {piece.record for mine in pieces for piece in mine}
     wanted = [np.full(record.nbytes, number in touched) for number, record in enumerate(records)]
-    assert (counts == np.concatenate(wanted)).all(), "every byte of every touched record once, of others none"
+    assert (counts == np.concatenate(wanted)).all(), "every byte of every touched record once, no byte of others"
     for mine, buffer in zip(pieces, buffers, strict=True):
         assert (buffer == expect(mine, data, len(buffer))).all()
     check_bounds(planned, window)
@@ -253,7 +209,7 @@ def test_random_claims_of_several_ranks(
 
 
 def expect(pieces: Sequence[Extent], data: Sequence[np.ndarray], nbytes: int) -> np.ndarray:
-    """What a rank's memory holds in the end, element by element."""
+    """Return the final memory of a rank, element by element."""
     memory = np.zeros(nbytes // ITEM, np.uint32)
     for piece in pieces:
         values, run = data[piece.record].view(np.uint32), piece.run
@@ -264,7 +220,7 @@ def expect(pieces: Sequence[Extent], data: Sequence[np.ndarray], nbytes: int) ->
 
 
 def check_bounds(planned: Planned, window: int) -> None:
-    """Requests stay inside blocks; a round stages, and sends to others, a window, or one block."""
+    """Reads stay inside blocks; a round stages, and sends to others, at most a window or one block."""
     for rank, plan in enumerate(planned.plans):
         for request in plan.requests:
             assert 0 < request.nbytes <= BLOCK
@@ -279,7 +235,7 @@ def check_bounds(planned: Planned, window: int) -> None:
 
 
 def check_passes(planned: Planned, first: set[int], data: Sequence[np.ndarray], whole: Sequence[np.ndarray]) -> None:
-    """Two passes fill what one does, and the second one reads again what the first one has read, in the same ranges."""
+    """Two passes fill the same memory as one, and the second one reads the ranges of the first again."""
     most = 1 + max((part.buffer for mine in planned.claims for claim in mine for part in claim.parts), default=0)
     one, two = divide(planned, first.__contains__, most)
     buffers = [np.zeros_like(each) for each in whole]

@@ -1,4 +1,4 @@
-"""Indexes whose parameters are cut and joined, held against numpy."""
+"""Indexes with split and joined parameters, compared with numpy."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STATES = (MASTER, "exp_avg")
 
 
 def make_index(shapes: Shapes, *, cut: int = 5, tp: int = 1, **fields: Any) -> tuple[AtomicIndex, np.ndarray]:
-    """Parameters whose elements count through all of a record, in fragments of at most `cut`, the last ones first."""
+    """Parameters whose elements count through a record, in fragments of at most `cut` in reverse order."""
     atoms, position = [], 0
     for state in STATES:
         for name, shape in shapes.items():
@@ -77,7 +77,7 @@ def test_fusing_and_splitting_are_inverse() -> None:
         assert np.array_equal(read(back, data, name, "exp_avg"), read(index, data, name, "exp_avg"))
 
 
-def test_what_lies_in_the_files_twice_moves_along() -> None:
+def test_repeated_fragments_are_cut_too() -> None:
     index, _ = make_index({"x": (4, 2)}, cut=8)
     index.stored.repeated[index.find("x", MASTER).key] = ((0, Fragment(1, 6, 0, 400)),)  # type: ignore[union-attr]
     found = derive(index, {f"x.{e}": DerivedParam((Slice("x", e, 4),), 1) for e in range(4)}).stored.repeated
@@ -90,7 +90,7 @@ def test_what_lies_in_the_files_twice_moves_along() -> None:
 
 
 def test_experts_of_tiles_are_tiles() -> None:
-    """Experts cut along their columns: each is as many pieces as there are blocks of columns, not one for each row."""
+    """Experts cut along their columns have as many pieces as there are blocks of columns."""
     columns = [Tile((0, 0, 5 * at), (4, 3, 5), 0, 240 * at) for at in (0, 1)]
     atom = Atom("x", MASTER, "float32", (Shard((4, 3, 10), Tiles("float32", (4, 3, 10), tuple(columns))),))
     index = planning.make_index([atom], [Record(0, 0, 480, None)])

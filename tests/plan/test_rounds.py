@@ -1,4 +1,4 @@
-"""What owners grant, what they serve, and in which round."""
+"""Which claims owners grant, which they serve, and in which round."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Row = tuple[int, int, int, int, int]
 def judge(
     *tables: Sequence[Row], nbytes: int = 100, min_direct: int = 20, block: int = 100, share: int = 1000, place: int = 0
 ) -> OwnerPlan:
-    """What rank 0 decides about blocks that are all its own."""
+    """Return the decision of rank 0 about blocks that are all its own."""
     arrays = [np.array(rows, np.int64).reshape(-1, 5) for rows in tables]
     blocks = Blocks.of([Record(0, 0, nbytes, 0)], block, 1)
     return decide(arrays, blocks, blocks.owned(0, np.array([0])), ReadSizes(share, block, min_direct), place=place)
@@ -29,7 +29,7 @@ def plain(offset: int, nbytes: int) -> Row:
 
 
 def spans(reads: Sequence[Request]) -> list[tuple[int, int, int]]:
-    """(first byte, behind the last, where it goes)."""
+    """Return (first byte, end, destination) of each read."""
     assert all(len(read.parts) == 1 and read.parts[0].nbytes == read.nbytes for read in reads)
     return [(read.offset, read.offset + read.nbytes, read.parts[0].position) for read in reads]
 
@@ -38,29 +38,26 @@ def decided(decision: OwnerPlan) -> list[list[bool]]:
     return [(answers[:, 0] == SELF_READ).tolist() for answers in decision.answers]
 
 
-@pytest.mark.parametrize("nbytes", [1, 19, 100])
-def test_who_is_alone_in_a_block_reads_for_itself_whatever_the_length(nbytes: int) -> None:
-    found = judge([plain(0, nbytes)], [])
-    assert decided(found) == [[True], []]
+@pytest.mark.parametrize(
+    ("tables", "unclaimed"),
+    [
+        ([[plain(0, 1)], []], [(1, 100, 0)]),
+        ([[plain(0, 19)], []], [(19, 100, 0)]),
+        ([[plain(0, 100)], []], []),
+        ([[plain(10, 5), plain(20, 5)]], [(0, 10, 0), (15, 20, 0), (25, 100, 0)]),
+        ([[plain(0, 20)], [plain(30, 70)]], [(20, 30, 0)]),
+    ],
+    ids=["one byte", "short", "whole", "several pieces of one rank", "long runs of several ranks"],
+)
+def test_granted_claims(tables: list[list[Row]], unclaimed: list[tuple[int, int, int]]) -> None:
+    found = judge(*tables)
+    assert decided(found) == [[True] * len(table) for table in tables]
     assert found.rounds == []
-    assert spans(found.unclaimed) == ([(nbytes, 100, 0)] if nbytes < 100 else [])
-
-
-def test_several_pieces_of_one_rank_are_granted_too() -> None:
-    found = judge([plain(10, 5), plain(20, 5)])
-    assert decided(found) == [[True, True]]
-    assert spans(found.unclaimed) == [(0, 10, 0), (15, 20, 0), (25, 100, 0)]
-
-
-def test_long_runs_of_several_ranks_are_granted() -> None:
-    found = judge([plain(0, 20)], [plain(30, 70)])
-    assert decided(found) == [[True], [True]]
-    assert spans(found.unclaimed) == [(20, 30, 0)]
+    assert spans(found.unclaimed) == unclaimed
 
 
 def test_short_runs_of_several_ranks_are_served() -> None:
     found = judge([plain(0, 19)], [plain(19, 19)])
-    assert decided(found) == [[False], [False]]
     assert spans(found.unclaimed) == []
     (served,) = found.rounds
     assert spans(served.reads) == [(0, 100, 0)]
@@ -68,7 +65,7 @@ def test_short_runs_of_several_ranks_are_served() -> None:
 
 
 def test_machines_begin_with_different_rounds() -> None:
-    """Two ranks want all of five blocks, of which each is a round; a third has one to itself."""
+    """Two ranks want all of five blocks, each of which is a round; a third rank is alone in its block."""
     both, third = [plain(offset, 20) for offset in range(0, 100, 20)], plain(100, 20)
     found = [judge(both, both, [third], nbytes=120, block=20, share=20, place=place) for place in (0, 1)]
     assert [[round_.reads[0].offset for round_ in each.rounds] for each in found] == [
@@ -78,32 +75,28 @@ def test_machines_begin_with_different_rounds() -> None:
     for each in found:
         *served, granted = each.answers
         assert granted.tolist() == [[SELF_READ, 0]]
-        for told in served:
-            begins = [each.rounds[number].reads[0].offset for number in told[:, 0].tolist()]
+        for answers in served:
+            begins = [each.rounds[number].reads[0].offset for number in answers[:, 0].tolist()]
             assert begins == [0, 20, 40, 60, 80]
 
 
-@pytest.mark.parametrize("other", [plain(0, 60), plain(59, 41), plain(10, 30)], ids=["same", "one byte", "inside"])
-def test_what_two_ranks_want_is_served_to_both(other: Row) -> None:
-    assert decided(judge([plain(0, 60)], [other])) == [[False], [False]]
+SERVED: dict[str, list[list[Row]]] = {
+    "short": [[plain(0, 19)], [plain(19, 19)]],
+    "same": [[plain(0, 60)], [plain(0, 60)]],
+    "one byte of overlap": [[plain(0, 60)], [plain(59, 41)]],
+    "inside": [[plain(0, 60)], [plain(10, 30)]],
+    "behind the second, but inside the first": [[plain(0, 90)], [plain(5, 25)], [plain(40, 50)]],
+    "overlap within one rank": [[plain(0, 60), plain(30, 60)]],
+    "strided, of one rank": [[(0, 0, 30, 60, 2)]],
+}
 
 
-def test_a_claim_that_reaches_behind_a_shorter_one_is_not_apart() -> None:
-    """The third begins behind the second's end, but before the first's."""
-    found = judge([plain(0, 90)], [plain(5, 25)], [plain(40, 50)])
-    assert decided(found) == [[False], [False], [False]]
+@pytest.mark.parametrize("tables", SERVED.values(), ids=SERVED)
+def test_served_claims(tables: list[list[Row]]) -> None:
+    assert decided(judge(*tables)) == [[False] * len(table) for table in tables]
 
 
-def test_one_ranks_own_claims_that_overlap_are_served() -> None:
-    """So that the bytes are read once."""
-    assert decided(judge([plain(0, 60), plain(30, 60)])) == [[False, False]]
-
-
-def test_runs_apart_are_served_even_to_one_rank() -> None:
-    assert decided(judge([(0, 0, 30, 60, 2)])) == [[False]]
-
-
-def test_what_is_granted_beside_others_is_not_staged() -> None:
+def test_granted_claims_are_not_staged() -> None:
     found = judge([plain(10, 30)], [plain(40, 10)], [plain(45, 10)])
     assert decided(found) == [[True], [False], [False]]
     (served,) = found.rounds
@@ -112,8 +105,8 @@ def test_what_is_granted_beside_others_is_not_staged() -> None:
     assert served.sends == [[], [Send(10, 10, 10, 1)], [Send(15, 10, 10, 1)]]
 
 
-def test_what_is_granted_takes_no_room_in_a_round() -> None:
-    """Ten bytes of each of four blocks are sent: one round of 40 bytes, and not four."""
+def test_granted_claims_take_no_room_in_a_round() -> None:
+    """Ten bytes of each of four blocks are sent: one round of 40 bytes instead of four."""
     long, short = [plain(50 * block + 10, 40) for block in range(4)], [plain(50 * block, 10) for block in range(4)]
     found = judge(long, short, short, nbytes=200, block=50, share=80)
     assert [(each.staged, each.sent) for each in found.rounds] == [(40, 80)]
@@ -136,7 +129,7 @@ def test_only_blocks_of_this_owner_are_judged() -> None:
 
 
 def rounds(window: int, ranks: int = 2) -> list[list[int]]:
-    """Blocks per round, four blocks of 50 bytes that all ranks want whole."""
+    """Return the blocks of each round, for four blocks of 50 bytes that all ranks want whole."""
     found = judge(*[[plain(low, 50) for low in range(0, 200, 50)]] * ranks, nbytes=200, block=50, share=window)
     numbers = [[read.offset // 50 for read in served.reads] for served in found.rounds]
     for number, blocks in enumerate(numbers):
@@ -145,18 +138,14 @@ def rounds(window: int, ranks: int = 2) -> list[list[int]]:
     return numbers
 
 
-def test_blocks_come_in_order_as_many_as_the_window_takes() -> None:
+def test_rounds_hold_as_many_blocks_as_the_window_or_one() -> None:
     assert rounds(1000) == [[0, 1, 2, 3]]
     assert rounds(200) == [[0, 1], [2, 3]]  # 100 bytes staged, 200 sent
     assert rounds(100, ranks=1) == []  # alone: granted
-    assert rounds(199) == [[0], [1], [2], [3]]
+    assert rounds(199) == rounds(10, ranks=3) == [[0], [1], [2], [3]]
 
 
-def test_a_block_that_is_larger_than_the_window_has_a_round_of_its_own() -> None:
-    assert rounds(10, ranks=3) == [[0], [1], [2], [3]]
-
-
-def test_what_is_staged_fills_a_round_even_where_little_of_it_is_sent() -> None:
+def test_staged_bytes_fill_a_round_even_if_few_are_sent() -> None:
     """Two ranks want the first byte of each of four blocks."""
     found = judge(*[[plain(low, 1) for low in range(0, 200, 50)]] * 2, nbytes=200, block=50, share=100)
     assert [(served.staged, served.sent) for served in found.rounds] == [(100, 4), (100, 4)]

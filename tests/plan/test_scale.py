@@ -1,4 +1,4 @@
-"""Planning for dozens of ranks: every byte is read once, and the work of all ranks together grows with the model."""
+"""Plans for dozens of ranks: every byte is read once, and the total work grows with the model."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PARAMETERS: dict[str, tuple[tuple[int, ...], Pattern, int | None]] = {
     "down": ((HIDDEN, 4 * HIDDEN), ShardH(), 1),
     "norm": ((HIDDEN,), Replicate(), None),
 }
-"""Of each layer: logical shape, pattern, the dimension that is cut."""
+"""Logical shape, pattern and cut dimension of each parameter of a layer."""
 
 
 def local_shape(key: str, tp: int) -> tuple[int, ...]:
@@ -57,7 +57,7 @@ def layout_of(key: str, tp: int) -> Layout:
 
 
 def cut_rank(grid: Grid, layers: int, pp: int, dp: int) -> tuple[list[Cut], int]:
-    """What a rank's flat buffer holds, by names `layer.key`, and its elements."""
+    """Return the cuts of a rank's flat buffer, by names `layer.key`, and its number of elements."""
     bounds = [layers * stage // grid.pp for stage in range(grid.pp + 1)]
     names = [f"{layer}.{key}" for layer in range(bounds[pp], bounds[pp + 1]) for key in PARAMETERS]
     shapes = [local_shape(name.partition(".")[2], grid.tp) for name in names]
@@ -68,7 +68,7 @@ def cut_rank(grid: Grid, layers: int, pp: int, dp: int) -> tuple[list[Cut], int]
 
 
 def save(grid: Grid, layers: int) -> tuple[dict[str, Atom], list[Record]]:
-    """The atoms of a checkpoint with one record per rank, without its padding."""
+    """Return the atoms of a checkpoint with one record per rank, without its padding."""
     fragments: dict[str, list[list[Fragment]]] = defaultdict(lambda: [[] for _ in range(grid.tp)])
     records = []
     for number, (pp, tp, dp) in enumerate(grid.ranks):
@@ -84,7 +84,7 @@ def save(grid: Grid, layers: int) -> tuple[dict[str, Atom], list[Record]]:
 
 
 def want_all(source: Grid, target: Grid, layers: int, atoms: dict[str, Atom]) -> list[list[Want]]:
-    """What each rank of the target wants, in one buffer."""
+    """List the wants of each rank of the target, in one buffer."""
     views = {}
     for key, (_, pattern, _) in PARAMETERS.items():
         shards = (0,) if isinstance(pattern, Replicate) else tuple(range(source.tp))
@@ -106,7 +106,7 @@ def plan_case(source: Grid, target: Grid, layers: int) -> tuple[Planned, list[li
 
 
 def measure_work(planned: Planned) -> int:
-    """Rows that all ranks together handle: claims, requests, and what they send and receive."""
+    """Count the rows that all ranks handle: claims, requests, sends and receives."""
     work = sum(map(len, planned.claims)) + sum(len(plan.requests) for plan in planned.plans)
     rounds = [each for plan in planned.plans for each in plan.rounds]
     return work + sum(len(items) for each in rounds for items in (*each.sends, *each.receives))
@@ -139,7 +139,7 @@ def test_the_work_grows_no_faster_than_the_model(target: Grid) -> None:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_work_of_one_rank_does_not_grow_with_the_number_of_ranks(stage: int) -> None:
-    """Twice the ranks want half as much each: of ZeRO 3, half of every parameter, so as many pieces as before."""
+    """Twice the ranks want half as much each."""
     grids = [Grid(4, 1, dp, stage=1) if stage == 1 else Grid(1, 1, 4 * dp, stage=3) for dp in (2, 4, 8)]
     worst = []
     for grid in grids:

@@ -1,4 +1,4 @@
-"""How a checkpoint's parameters are cut: which bytes prove a replica, who is asked first, whose file is to blame."""
+"""How a checkpoint's parameters are cut: proofs of replicas, the order of rules, and the file that an error names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ucp.atoms import MASTER, MODULE, Atom, AtomicIndex, Atoms, Fragment, Record, Shard
+from deepspeed_ucp.atoms import MASTER, MODULE, Atom, AtomicIndex, Fragment, Record, Shard
 from deepspeed_ucp.errors import MismatchError, UnsupportedError
 from deepspeed_ucp.patterns import Replicate, ShardV, from_config
 from deepspeed_ucp.patterns.settle import EQUAL, SHAPES
@@ -15,13 +15,13 @@ from deepspeed_ucp.plan.settling import list_weights, settle_index
 from tests.plan import planning
 
 WHOLE = {"b": ((4,), (4,), (4,), (4,))}
-"""Four ranks that each hold all of it."""
+"""Four ranks that each hold the whole tensor."""
 
 
 def make_index(
     crcs: Sequence[int | None], offsets: Sequence[int] | None = None, hints: Mapping[str, Any] | None = None
 ) -> AtomicIndex:
-    """A buffer of which every tensor-parallel rank has four elements in a record with a checksum."""
+    """Build a buffer with four elements on every tensor-parallel rank, each in a record with a checksum."""
     at = offsets or [0] * len(crcs)
     shards = tuple(Shard((4,), (Fragment(0, 4, number, offset),)) for number, offset in enumerate(at))
     atom = Atom("b", MODULE, "float32", shards)
@@ -40,8 +40,8 @@ def test_checksums_prove_that_a_buffer_is_a_replica() -> None:
 @pytest.mark.parametrize(
     ("crcs", "offsets"), [([None, None], [0, 0]), ([7, 8], [0, 0]), ([7, 7], [0, 16])], ids=["none", "other", "place"]
 )
-def test_what_nothing_proves_is_open(crcs: Sequence[int | None], offsets: Sequence[int]) -> None:
-    """Equal shapes are not equal bytes, nor are two places in equal records."""
+def test_a_tensor_without_proof_or_rule_is_open(crcs: Sequence[int | None], offsets: Sequence[int]) -> None:
+    """Equal shapes are no proof of equal bytes, nor are two places in equal records."""
     index = make_index(crcs, offsets)
     for settled in (settle_index(index), settle_index(index, degree=4)):
         assert list(settled.open) == ["b"]
@@ -50,10 +50,9 @@ def test_what_nothing_proves_is_open(crcs: Sequence[int | None], offsets: Sequen
 
 
 @pytest.mark.parametrize("crc", [7, None])
-def test_the_users_rules_are_asked_first(crc: int | None) -> None:
+def test_the_users_rules_take_precedence(crc: int | None) -> None:
     rules = from_config([{"match": "b", "pattern": "shard-v"}])
-    target = {"b": ((2,),) * 4}
-    settled = settle_index(make_index([crc, crc]), rules, target).require()
+    settled = settle_index(make_index([crc, crc]), rules, {"b": ((2,),) * 4}).require()
     assert settled.patterns["b"] == ShardV()
     settled = settle_index(make_index([crc, crc]), rules, WHOLE)
     assert settled.wrong["b"].startswith("logical shape (8,) in the checkpoint, (16,) in the model")
@@ -64,26 +63,24 @@ def test_ranks_of_two_degrees_that_hold_one_shape_are_replicas() -> None:
     assert settled.origin == {"b": SHAPES}
 
 
-def test_what_autotp_says_of_unnamed_parameters_is_not_said_of_buffers() -> None:
+def test_autotps_rule_for_unnamed_parameters_does_not_apply_to_buffers() -> None:
     info = {"universal_checkpoint_info": {"autotp_unsupported_parameter_patterns": {}}}
     assert settle_index(make_index([7, 7], hints=info)).patterns["b"] == Replicate()
     assert settle_index(make_index([None, None], hints=info)).patterns["b"] == ShardV()
 
 
-def test_odd_metadata_is_told_with_its_file() -> None:
+def test_invalid_metadata_is_reported_with_its_file() -> None:
     index = make_index([7, 7], hints={"universal_checkpoint_info": {"affine_map": ["b"]}})
-    with pytest.raises(
-        UnsupportedError, match=r"tag/mp_rank_00_model_states.pt: universal_checkpoint_info: an entry is"
-    ):
+    text = r"tag/mp_rank_00_model_states.pt: universal_checkpoint_info: an entry is"
+    with pytest.raises(UnsupportedError, match=text):
         settle_index(index)
     rules = from_config([{"match": "b", "pattern": "replicate"}])
     assert settle_index(index, rules).require().patterns["b"] == Replicate()
 
 
-def test_a_master_is_a_parameters_weight_and_the_modules_tensor_where_there_is_none() -> None:
+def test_the_weight_is_the_master_or_else_the_modules_tensor() -> None:
     shard = (Shard((4,), ()),)
     atoms = [Atom("a", state, "float32", shard) for state in ("exp_avg", MODULE, MASTER)]
     atoms += [Atom("b", state, "float32", shard) for state in ("exp_avg", MODULE)]
-    index = make_index([7])
-    index = index.change(atoms=Atoms.of([*index.stored.atoms.values(), *atoms]))
-    assert {name: atom.state for name, atom in list_weights(index).items()} == {"a": MASTER, "b": MODULE}
+    weights = list_weights(planning.make_index(atoms))
+    assert {name: atom.state for name, atom in weights.items()} == {"a": MASTER, "b": MODULE}

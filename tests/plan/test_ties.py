@@ -1,4 +1,4 @@
-"""Tensors that a model ties: what checksums tell of two that a checkpoint holds one by one."""
+"""Tied tensors of a model that a checkpoint holds separately, compared by their checksums."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def test_other_elements_are_not_compared(change: dict[str, object]) -> None:
 
 
 def test_a_record_that_holds_more_tells_nothing() -> None:
-    """As of a flat buffer, in which other parameters lie."""
+    """A flat buffer holds other parameters too."""
     atoms = make_atoms([(0, 4, 0, 0)], [(0, 4, 1, 0)])
     assert are_same(planning.make_index(atoms, make_records(5, 6, nbytes=16)), *atoms) is False
     assert are_same(planning.make_index(atoms, make_records(5, 6, nbytes=20)), *atoms) is None
 
 
-def test_a_live_tie_whose_copies_differ_is_told() -> None:
-    """The copy under the second name is passed over where it is the same, and where nothing tells."""
+def test_a_live_tie_whose_copies_differ_is_refused() -> None:
+    """A copy is skipped if it is equal, or if checksums cannot tell."""
     live, ties = {"embed": (4,)}, {"head": "embed"}
     atoms = make_atoms([(0, 4, 0, 0)], [(0, 4, 1, 0)])
     for crc in (5, None):

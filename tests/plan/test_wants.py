@@ -1,4 +1,4 @@
-"""What a rank wants of a checkpoint, from data alone."""
+"""The wants of a rank, from data alone."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.plan import planning
 
 
 def cut(lanes: int) -> Layout:
-    """12 rows of two elements that are cut along the rows."""
+    """Cut 12 rows of two elements along the rows."""
     return stack([(12 // lanes, 2)] * lanes)
 
 
 def make_index(**lanes: int) -> AtomicIndex:
-    """Parameters of 12 rows of two elements, in so many shards; each shard is a record of its own."""
+    """Build parameters of 12 rows of two elements in so many shards, each in a record of its own."""
     records: list[Record] = []
     atoms = []
     for name, count in lanes.items():
@@ -36,33 +36,31 @@ def make_index(**lanes: int) -> AtomicIndex:
 
 
 def find_bytes(want: Want) -> list[tuple[int, int, int]]:
-    """(record, first element, elements) of what is wanted."""
+    """Return (record, first element, elements) for each piece of a want."""
     return [(piece.record, piece.run.src, piece.run.width) for piece in locate(want)]
 
 
-def test_buffers_of_one_rank_may_be_of_different_lanes_and_cut_over_different_ranks() -> None:
-    """As experts beside dense parameters: rank 1 of 4, second of two lanes of `dense`, third of four of `experts`."""
-    index = make_index(dense=1, experts=2)
-    layouts = {"dense": (cut(1), cut(2)), "experts": (cut(2), cut(4))}
-    dense = join_parameters(0, ("dense",), ((6, 2),), parts=4, partition=3)
-    experts = replace(join_parameters(1, ("experts",), ((3, 2),), parts=2, partition=3), ranks=range(1, 4, 2))
-    flats = [HeldBuffer(dense, 1, 1, "float32"), HeldBuffer(experts, 0, 2, "float32")]
-    match = Match({name: ParamKey(name) for name in layouts})
-    found = list_wants(index, TargetLayout(flats, ()), match, layouts, with_states=True)
-    assert [find_bytes(want) for want in found.wants] == [[(0, 15, 3)], [(2, 0, 3)]]
+@pytest.mark.parametrize("folded", [False, True])
+def test_experts_beside_dense_parameters(folded: bool) -> None:
+    """Rank 1 of 4 has the second of two shards of `dense`, and the third of four of `experts`.
 
-
-def test_folded_experts_have_one_lane_for_every_tensor_parallel_rank() -> None:
-    """The second of two ranks wants the second half of `dense`, and a whole expert, which was cut in two."""
-    index = make_index(dense=2, expert=2)
-    layouts = {"dense": (cut(2), cut(2)), "expert": (cut(2), cut(1))}
+    Folded experts have one shard for every tensor-parallel rank: the second of two ranks has all of two saved shards.
+    """
+    index = make_index(dense=1 + folded, experts=2)
+    layouts = {"dense": (cut(1 + folded), cut(2)), "experts": (cut(2), cut(1 if folded else 4))}
     flats = [
-        HeldBuffer(join_parameters(0, ("dense",), ((6, 2),)), 0, 1, "float32"),
-        HeldBuffer(join_parameters(1, ("expert",), ((12, 2),)), 0, 1, "float32"),
+        HeldBuffer(join_parameters(0, ("dense",), ((6, 2),), parts=4, partition=3), 1, 1, "float32"),
+        HeldBuffer(join_parameters(1, ("experts",), ((3, 2),), parts=2, partition=3), 0, 2, "float32"),
     ]
+    if folded:
+        flats = [
+            HeldBuffer(join_parameters(0, ("dense",), ((6, 2),)), 0, 1, "float32"),
+            HeldBuffer(join_parameters(1, ("experts",), ((12, 2),)), 0, 1, "float32"),
+        ]
     match = Match({name: ParamKey(name) for name in layouts})
     found = list_wants(index, TargetLayout(flats, ()), match, layouts, with_states=True)
-    assert [find_bytes(want) for want in found.wants] == [[(1, 0, 12)], [(2, 0, 12), (3, 0, 12)]]
+    expected = [[(1, 0, 12)], [(2, 0, 12), (3, 0, 12)]] if folded else [[(0, 15, 3)], [(2, 0, 3)]]
+    assert [find_bytes(want) for want in found.wants] == expected
 
 
 A, B = (planning.make_atom(name, numel) for name, numel in (("a", 6), ("b", 3)))
@@ -72,13 +70,13 @@ MATCH = Match({"a": ParamKey("a"), "b": ParamKey("b")})
 
 
 def list_of(held: HeldBuffer, match: Match = MATCH, *, tensor: bool = False) -> Wants:
-    """What a rank with one buffer wants of `a`, which has a moment, and `b`, which has none."""
+    """List the wants of a rank with one buffer of `a`, which has a moment, and `b`, which has none."""
     layout = TargetLayout((), [held]) if tensor else TargetLayout([held], ())
     return list_wants(planning.make_index([A, B, A_MOMENT]), layout, match, {}, with_states=True)
 
 
 def test_a_partition_element_by_element() -> None:
-    """The second partition of two: the last element of `a`, all of `b`, padding; of the moment all else is zero."""
+    """The second of two partitions: the last element of `a`, all of `b`, padding; the rest of the moment is zero."""
     found = list_of(HeldBuffer(TWO, 1, 0, "float32", {"exp_avg": "float16"}, live=("exp_avg",)))
     specs = [((MASTER, 0), "float32", 5, True, False), (("exp_avg", 0), "float16", 5, True, False)]
     assert found.buffers == [BufferSpec(*spec) for spec in specs]
@@ -93,7 +91,7 @@ def test_a_partition_element_by_element() -> None:
     assert (found.means, found.resized) == ([], {})
 
 
-def test_what_the_checkpoint_does_not_have_keeps_its_masters_and_loses_its_states() -> None:
+def test_a_parameter_that_the_checkpoint_lacks_keeps_its_master_and_loses_its_states() -> None:
     found = list_of(HeldBuffer(TWO, 1, 0, "float32", {"exp_avg": "float32"}), Match({"b": ParamKey("b")}))
     assert found.wants == [Want(B, 0, 3, 0, 1, None)]
     assert found.blanks == [(0, 4, 5), (1, 0, 5)]
@@ -110,13 +108,13 @@ def test_what_the_checkpoint_does_not_have_keeps_its_masters_and_loses_its_state
     ids=str,
 )
 def test_where_buffers_are(swapped: bool, live: tuple[str, ...], flags: list[tuple[bool, bool]]) -> None:
-    """Live, or in a file: states that are not there yet are neither."""
+    """Live or in a file; a state that does not exist yet is neither."""
     held = HeldBuffer(TWO, 0, 0, "float32", {"exp_avg": "float32"}, live=live, swapped=swapped)
     assert [(spec.live, spec.in_file) for spec in list_of(held).buffers] == flags
 
 
 def test_a_state_that_is_kept_whole() -> None:
-    """Of every parameter that the partition touches, wherever that cuts it."""
+    """Of every parameter that the partition touches."""
     held = HeldBuffer(TWO, 0, 0, "float32", {"exp_avg": "float32"}, whole=("exp_avg",))
     found = list_of(held)
     assert [spec.numel for spec in found.buffers] == [5, 6]
@@ -133,7 +131,6 @@ def test_a_tensor_that_no_optimizer_owns() -> None:
 
 
 def test_a_state_in_two_dtypes_has_two_sinks() -> None:
-    """Whose bytes come to the same buffer."""
     moment = replace(B, state="exp_avg")
     held = HeldBuffer(TWO, 1, 0, "float32", {"exp_avg": "float32"})
     index = planning.make_index([A, B, A_MOMENT, moment])
@@ -143,7 +140,7 @@ def test_a_state_in_two_dtypes_has_two_sinks() -> None:
 
 
 def test_a_vocabulary_that_grows_has_its_new_rows_zeroed() -> None:
-    """All of the cut, before what was saved is read into it."""
+    """The whole cut is zeroed before the saved rows are read into it."""
     atom = Atom("vocabulary", MASTER, "float32", (Shard((4, 2), ()),))
     held = HeldBuffer(join_parameters(0, ("vocabulary",), ((6, 2),)), 0, 0, "float32")
     saved, wanted = (Layout((rows, 2), (rows, 2), ((((0, rows),), ((0, 2),)),), ((rows, 2),)) for rows in (4, 6))
@@ -161,7 +158,7 @@ def test_a_vocabulary_that_grows_has_its_new_rows_zeroed() -> None:
     ("tensor", "with_states", "wanted"), [(False, True, MASTER), (False, False, COPY), (True, True, MODULE)], ids=str
 )
 def test_which_of_a_parameters_weights_is_wanted(tensor: bool, with_states: bool, wanted: str) -> None:
-    """A master where states go on from it, else what the model computed with; of what no optimizer owns its own."""
+    """The master if states are loaded, else the module's copy; without optimizer the module's tensor."""
     atoms = [replace(B, state=state) for state in (MASTER, COPY, MODULE)]
     held = HeldBuffer(join_parameters(0, ("b",), ((3,),)), 0, 0, "float32")
     layout = TargetLayout((), [held]) if tensor else TargetLayout([held], ())
@@ -191,7 +188,7 @@ def test_of_a_mean_every_replica_is_wanted() -> None:
 
 @pytest.mark.parametrize("tensor", [False, True])
 def test_states_and_tensors_come_from_their_own_shard(tensor: bool) -> None:
-    """The second of two, of the moment as of the master."""
+    """The second of two shards, for the moment as for the master."""
     layout = cut(2)
     atoms = [replace(A, state=state, shards=A.shards * 2) for state in (MASTER, "exp_avg")]
     held = HeldBuffer(join_parameters(0, ("a",), ((6, 2),)), 0, 1, "float32", {} if tensor else {"exp_avg": "float32"})
