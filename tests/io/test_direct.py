@@ -28,7 +28,7 @@ DATA = random.Random(2).randbytes(200_000)
 
 @pytest.fixture
 def passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """(offset, bytes) of what was written past the cache, wherever tests are run."""
+    """The (offset, bytes) that are written past the cache, on any kind of file system."""
     try:
         os.close(os.open(tmp_path, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT))
     except OSError:
@@ -55,7 +55,7 @@ def write(path: Path, parts: Sequence[bytes | memoryview], offset: int) -> None:
 
 
 @given(st.lists(st.sampled_from([0, 1, 100, BLOCK - 1, BLOCK, 70_000, 150_000]), max_size=4), st.integers(0, 3 * BLOCK))
-def test_pieces_are_what_is_written_and_no_page_is_in_two_kinds_of_them(sizes: list[int], offset: int) -> None:
+def test_no_page_is_written_both_past_the_cache_and_through_it(sizes: list[int], offset: int) -> None:
     views = [memoryview(DATA[number : number + size]) for number, size in enumerate(sizes)]
     joined, end = b"", offset
     kinds: dict[int, bool] = {}
@@ -78,13 +78,14 @@ def test_any_parts_can_be_written_anywhere(
     parts, path = [DATA[size // 7 :][:size] for size in sizes], tmp_path / "file"
     path.write_bytes(b"x" * 300_000)
     write(path, parts, offset)
+    assert list_open(str(tmp_path)) == []
     whole = b"".join(parts)
     assert path.read_bytes() == b"x" * offset + whole + b"x" * (300_000 - offset - len(whole))
     assert bool(passed) == (len(whole) > 10)
     assert sum(nbytes for _, nbytes in passed) >= len(whole) - 2 * BLOCK * len(parts) or not passed
 
 
-def test_aligned_memory_is_written_from_where_it_is(
+def test_aligned_memory_is_not_copied(
     passed: list[tuple[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(direct._own.scratch, "take", lambda nbytes: pytest.fail("copied"))
@@ -94,7 +95,7 @@ def test_aligned_memory_is_written_from_where_it_is(
     assert passed and (tmp_path / "file").read_bytes() == DATA
 
 
-def test_more_than_one_write_takes_is_written_in_several(
+def test_a_long_piece_is_written_in_several_calls(
     passed: list[tuple[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(direct, "_WRITTEN", 2 * BLOCK)
@@ -123,23 +124,18 @@ def test_neighbours_are_written_by_several_threads(passed: list[tuple[int, int]]
 def test_a_system_that_refuses_writes_through_its_cache(
     first: bool, tmp_path: Path, passed: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one that wrote a part, of a size that nothing can follow."""
+    """Also one that has written a part whose end is not aligned. A full disk is an error."""
 
     def refuse(fd: int, data: memoryview, offset: int) -> int:
         if first or offset % BLOCK:
-            raise OSError(errno.EINVAL, "refused")
+            raise OSError(code, os.strerror(code))
         return min(BLOCK + 1, len(data))
 
     monkeypatch.setattr(os, "pwrite", refuse)
+    code = errno.EINVAL
     write(tmp_path / "file", [DATA], 5)
     assert (tmp_path / "file").read_bytes() == bytes(5) + DATA
-
-
-def test_a_full_disk_is_told(tmp_path: Path, passed: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    def fill(fd: int, data: memoryview, offset: int) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "pwrite", fill)
+    code = errno.ENOSPC
     with pytest.raises(DiskFullError, match="file: disk full"):
         write(tmp_path / "file", [DATA], 0)
 
@@ -155,36 +151,26 @@ def test_other_file_systems_are_written_through_their_cache(
     assert not passed and (tmp_path / "file").read_bytes() == DATA
 
 
-def test_no_descriptor_is_left(tmp_path: Path, passed: list[tuple[int, int]]) -> None:
-    write(tmp_path / "file", [DATA], 0)
-    assert list_open(str(tmp_path)) == []
-
-
 @pytest.mark.parametrize("nbytes", [1, 4096, LARGE_PAGE - 1, LARGE_PAGE, 5 * LARGE_PAGE + 17])
-def test_large_pages_are_zeroed_memory_that_begins_at_one(nbytes: int) -> None:
+def test_memory_in_large_pages_is_zeroed_and_aligned(nbytes: int) -> None:
     view = allocate_large(nbytes)
     assert view.nbytes == nbytes and find_address(view) % LARGE_PAGE == 0 and not any(view[::997])
     view[-1] = 1
 
 
-def test_large_pages_are_asked_for_where_they_are_filled(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, int, int]] = []
+@pytest.mark.parametrize("works", [True, False])
+def test_large_pages_are_advised_where_memory_fills_them(works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system without large pages gives small ones."""
+    calls: list[tuple[int, int, int]] = []
 
     class Memory(mmap.mmap):
         def madvise(self, option: int, start: int = 0, length: int = 0) -> None:
-            asked.append((option, (find_address(self) + start) % LARGE_PAGE, length))
+            calls.append((option, (find_address(self) + start) % LARGE_PAGE, length))
+            if not works:
+                raise OSError(errno.EINVAL, "no such advice")
 
     monkeypatch.setattr(memory, "allocate", lambda nbytes: Memory(-1, nbytes))
     allocate_large(LARGE_PAGE - 1)
-    assert asked == []
-    Scratch().take(2 * LARGE_PAGE + 5)
-    assert asked == [(mmap.MADV_HUGEPAGE, 0, 2 * LARGE_PAGE)]
-
-
-def test_a_system_without_large_pages_gives_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Memory(mmap.mmap):
-        def madvise(self, option: int, start: int = 0, length: int = 0) -> None:
-            raise OSError(errno.EINVAL, "no such advice")
-
-    monkeypatch.setattr(memory, "allocate", lambda nbytes: Memory(-1, nbytes))
-    assert allocate_large(3 * LARGE_PAGE).nbytes == 3 * LARGE_PAGE
+    assert calls == []
+    assert Scratch().take(2 * LARGE_PAGE + 5).nbytes == 2 * LARGE_PAGE + 5
+    assert calls == [(mmap.MADV_HUGEPAGE, 0, 2 * LARGE_PAGE)]

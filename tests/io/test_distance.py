@@ -1,4 +1,4 @@
-"""How far paths lead, and how many reads of what is there are under way at once."""
+"""Distance of the storage behind a path, and the number of reads in flight for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from deepspeed_ucp.io.filesystems import DISK, MEMORY, NETWORK, find_kind
 
 
 @pytest.mark.parametrize(("kind", "far"), [(DISK, 0), (MEMORY, 0), ("", 0), (NETWORK, 1)])
-def test_what_lies_over_a_network_is_read_by_more_readers(kind: str, far: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_network_storage_has_more_readers(kind: str, far: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distance, "find_kind", lambda path: kind)
     assert measure_distance("/folder") == far
     monkeypatch.setattr(distance, "count_threads", lambda: 8)
@@ -25,7 +25,7 @@ def test_stores_are_farthest() -> None:
     assert count_readers("s3://bucket/run") >= 16
 
 
-def test_the_system_tells_kinds() -> None:
+def test_kinds_of_file_systems() -> None:
     assert find_kind("/proc") == NETWORK  # of no kind that is listed
     assert find_kind("/dev/shm") == MEMORY
     assert find_kind("/nowhere") == ""

@@ -1,4 +1,4 @@
-"""The collector is off inside, and afterwards as it was."""
+"""The pause of the garbage collector."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def fail_inside() -> None:
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_the_collector_is_off_inside_and_as_it_was_afterwards(enabled: bool) -> None:
+def test_the_collector_is_off_inside_and_restored(enabled: bool) -> None:
     before = gc.isenabled()
     (gc.enable if enabled else gc.disable)()
     try:

@@ -8,9 +8,10 @@ import mmap
 import os
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
+from unittest import mock
 
 import pytest
 from isal import isal_zlib
@@ -30,7 +31,7 @@ DATA = random.Random(0).randbytes(4000)
 
 
 class Bytes:
-    """A sink of bytes; with ``staged`` it has no memory to read into directly."""
+    """A sink of bytes. If ``staged``, it has no memory to read into directly."""
 
     def __init__(self, size: int, *, staged: bool = False) -> None:
         self.data, self.staged = bytearray(size), staged
@@ -70,7 +71,7 @@ def test_bytes_go_where_the_parts_say(file: FileRef) -> None:
 
 @pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
 def test_rows_go_through_scratch_memory(file: FileRef, staged: bool) -> None:
-    """A buffer's rows are apart: its memory is not one view."""
+    """Rows of a buffer are not contiguous."""
     sink = Bytes(20, staged=staged)
     checks = read([Request(0, 0, 9, (Part(6, 0, 1, run=2, stride=5), Part(3, 0, 17)))], file, [sink])
     got = DATA[100:109]
@@ -78,14 +79,11 @@ def test_rows_go_through_scratch_memory(file: FileRef, staged: bool) -> None:
     assert [check.crc for check in checks] == [isal_zlib.crc32(got)]
 
 
-def test_discarded_buffers_are_checksummed_all_the_same(file: FileRef) -> None:
-    checks = read([Request(0, 0, 20, (Part(20, 0, 0),))], file, [None])
-    assert [check.crc for check in checks] == [isal_zlib.crc32(DATA[100:120])]
-
-
-def test_without_checksums_there_are_none(file: FileRef) -> None:
-    sink = Bytes(20)
-    assert read([Request(0, 0, 20, (Part(20, 0, 0),))], file, [sink], checksum=False) == [Checked(0, 0, 20, 0)]
+@pytest.mark.parametrize("checksum", [True, False])
+def test_checksums_are_optional_and_include_discarded_bytes(file: FileRef, checksum: bool) -> None:
+    sink, parts = Bytes(20), (Part(20, 0, 0), Part(20, 1, 0))
+    checks = read([Request(0, 0, 40, parts)], file, [sink, None], checksum=checksum)
+    assert checks == [Checked(0, 0, 40, isal_zlib.crc32(DATA[100:140]) if checksum else 0)]
     assert bytes(sink.data) == DATA[100:120]
 
 
@@ -130,27 +128,35 @@ def test_several_files(tmp_path: Path) -> None:
     assert bytes(sink.data) == bytes(4) + b"\1" * 4 + b"\2" * 4
 
 
-@pytest.mark.parametrize("threads", [1, 4])
-def test_a_file_that_became_shorter_is_refused(file: FileRef, threads: int) -> None:
+def cut_file(file: FileRef, _: pytest.MonkeyPatch) -> None:
     Path(file.path).write_bytes(DATA[:1000])
-    requests = [Request(0, low, 100, (Part(100, 0, low),)) for low in range(0, 3900, 100)]
-    with pytest.raises(CheckpointError, match=r"x.pt: ends at byte 1000; it was truncated"):
-        read(requests, file, [Bytes(3900)], threads)
 
 
-def test_a_missing_file_is_refused_by_name(file: FileRef) -> None:
+def remove_file(file: FileRef, _: pytest.MonkeyPatch) -> None:
     Path(file.path).unlink()
-    with pytest.raises(CheckpointError, match=r"x.pt: cannot be opened \(No such file"):
-        read([Request(0, 0, 4, (Part(4, 0, 0),))], file, [Bytes(4)])
 
 
-def test_a_read_error_is_told_with_its_place(file: FileRef, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> int:
-        raise OSError(5, "Input/output error")
+def fail_read(_: FileRef, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "preadv", mock.Mock(side_effect=OSError(5, "Input/output error")))
 
-    monkeypatch.setattr(os, "preadv", fail)
-    with pytest.raises(CheckpointError, match=r"x.pt: cannot be read at byte 107 \(Input/output error\)"):
-        read([Request(0, 7, 4, (Part(4, 0, 0),))], file, [Bytes(4)])
+
+@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (cut_file, "ends at byte 1000; it was truncated"),
+        (remove_file, r"cannot be opened \(No such file"),
+        (fail_read, r"cannot be read at byte \d+07 \(Input/output error\)"),
+    ],
+)
+def test_a_damaged_file_is_an_error_with_its_name(
+    damage: Callable[..., None], message: str, threads: int, file: FileRef, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damage(file, monkeypatch)
+    requests = [Request(0, low, 100, (Part(100, 0, low - 7),)) for low in range(7, 3700, 100)]
+    with pytest.raises(CheckpointError, match=rf"x.pt: {message}"):
+        read(requests, file, [Bytes(3900)], threads)
+    assert list_open(file.path) == []
 
 
 def test_a_failing_sink_ends_all_threads(file: FileRef) -> None:
@@ -161,13 +167,6 @@ def test_a_failing_sink_ends_all_threads(file: FileRef) -> None:
     requests = [Request(0, low, 1, (Part(1, 0, low),)) for low in range(3900)]
     with pytest.raises(MemoryError, match="full"):
         read(requests, file, [Full(3900, staged=True)], threads=4)
-
-
-def test_no_file_stays_open(file: FileRef) -> None:
-    read([Request(0, 0, 4, (Part(4, 0, 0),))], file, [Bytes(4)])
-    with pytest.raises(CheckpointError):
-        read([Request(0, 3890, 40, (Part(40, 0, 0),))], file, [Bytes(40)])
-    assert list_open(file.path) == []
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 100, 5000])
@@ -195,7 +194,7 @@ LARGE = random.Random(1).randbytes(3 * 4096 + 1234)
 
 @pytest.fixture
 def cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StoredFile]:
-    """A file that is read past the cache, wherever tests are run."""
+    """A file that is read past the cache, on any kind of file system."""
     path = tmp_path / "cold.pt"
     path.write_bytes(LARGE)
     monkeypatch.setattr(opened, "is_worth_passing", lambda fd: True)
@@ -218,7 +217,7 @@ def test_any_range_can_be_fetched(cold: StoredFile, offset: int, nbytes: int) ->
     assert data is not None and bytes(data) == LARGE[offset : offset + nbytes]
 
 
-def test_what_is_fetched_goes_where_what_is_read_goes(cold: StoredFile) -> None:
+def test_fetched_bytes_go_where_the_parts_say(cold: StoredFile) -> None:
     sink, staged = Bytes(9000), Bytes(20, staged=True)
     parts = (Part(9000, 0, 0), Part(7, DISCARD, 0), Part(6, 1, 1, run=2, stride=5), Part(3, 1, 17))
     checks = read([Request(0, 50, 9016, parts)], FileRef(cold.path, len(LARGE)), [sink, staged])
@@ -230,7 +229,7 @@ def test_what_is_fetched_goes_where_what_is_read_goes(cold: StoredFile) -> None:
     assert checks == [Checked(0, 50, 9016, isal_zlib.crc32(got))]
 
 
-def test_what_will_be_read_again_is_left_in_the_cache(cold: StoredFile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_that_are_read_again_are_left_in_the_cache(cold: StoredFile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StoredFile, "fetch", lambda *_: pytest.fail("read past the cache"))
     records, sink = [Record(0, 0, len(LARGE), None)], Bytes(100)
     with RecordReader(records, [FileRef(cold.path, len(LARGE))], again=lambda request: True) as reader:
@@ -245,7 +244,7 @@ def test_few_bytes_are_read_through_the_cache(cold: StoredFile, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("offset", [8192, len(LARGE) - 10, len(LARGE), 5 * 4096])
-def test_a_file_that_ends_too_early_is_told_in_the_same_words(cold: StoredFile, offset: int) -> None:
+def test_a_fetch_behind_the_end_is_the_same_error(cold: StoredFile, offset: int) -> None:
     with pytest.raises(CheckpointError, match=f"ends at byte {len(LARGE)}; it was truncated"):
         cold.fetch(offset, len(LARGE) - offset + 1 if offset < len(LARGE) else 10, Scratch())
 
@@ -275,7 +274,7 @@ def test_a_system_that_does_not_read_past_its_cache_reads_through_it(
     ],
     ids=lambda value: errno.errorcode.get(value, ""),
 )
-def test_what_is_no_fault_of_a_file_is_told_apart(
+def test_faults_of_files_and_of_the_system_differ(
     code: int, kind: type[CheckpointError], cold: StoredFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any) -> None:
@@ -290,14 +289,14 @@ def test_what_is_no_fault_of_a_file_is_told_apart(
 
 
 def test_a_file_takes_one_descriptor(cold: StoredFile) -> None:
-    """Limits are met where there are most files."""
+    """Checkpoints have many files, and processes have limits."""
     before = list_open(cold.path)
     with StoredFile(cold.path) as stored:
         assert stored.fetch(0, 9000, Scratch()) is not None
         assert len(list_open(cold.path)) == len(before) + 1
 
 
-def test_without_a_descriptor_to_spare_the_cache_serves(cold: StoredFile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_spare_descriptor_the_cache_is_used(cold: StoredFile, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: str, flags: int) -> int:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
@@ -305,8 +304,8 @@ def test_without_a_descriptor_to_spare_the_cache_serves(cold: StoredFile, monkey
     assert cold.fetch(0, 9000, Scratch()) is None
 
 
-def test_the_cache_is_asked_for_its_own_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a system whose pages have 64 KiB, which maps none of a file from within one."""
+def test_mincore_is_called_for_whole_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a system with pages of 64 KiB, whose mmap refuses other offsets."""
 
     class Libc:
         def mmap(self, address: None, size: int, protection: int, flags: int, fd: int, offset: int) -> int | None:
@@ -325,14 +324,14 @@ def test_the_cache_is_asked_for_its_own_pages(monkeypatch: pytest.MonkeyPatch) -
 
 
 def drop(file: BinaryIO) -> None:
-    """Have the page cache drop a file of 64 pages."""
+    """Let the page cache drop a file of 64 pages."""
     os.fsync(file.fileno())
     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     if direct.is_cached(file.fileno(), 0, 64 << 12):
         pytest.skip("this file system keeps what it is told to drop")
 
 
-def test_the_cache_is_asked_what_it_holds(tmp_path: Path) -> None:
+def test_is_cached(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(bytes(64 << 12))
     with open(path, "rb") as file:
@@ -344,14 +343,14 @@ def test_the_cache_is_asked_what_it_holds(tmp_path: Path) -> None:
         assert not direct.is_cached(file.fileno(), 41 << 12, 20 << 12)
 
 
-def test_nothing_is_read_ahead_of_small_reads_where_large_ones_pass_the_cache(
+def test_small_reads_read_nothing_ahead_if_large_ones_pass_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "x"
     path.write_bytes(bytes(64 << 12))
 
     def reads_ahead(*, passes: bool) -> bool:
-        """Whether the cache holds, now or soon, what follows small reads that follow each other."""
+        """Return True if the cache holds, now or soon, the bytes that follow consecutive small reads."""
         monkeypatch.setattr(opened, "is_worth_passing", lambda fd: passes)
         with open(path, "rb") as file:
             drop(file)
@@ -378,7 +377,7 @@ def test_nothing_is_read_ahead_of_small_reads_where_large_ones_pass_the_cache(
         ("network", "128", "madvise", False),
     ],
 )
-def test_a_disk_is_read_past_the_cache_in_large_pages_or_where_it_is_not_read_ahead_of_far(
+def test_a_disk_is_read_past_the_cache_with_large_pages_or_a_short_readahead(
     kind: str, readahead: str, pages: str, passes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     enabled = tmp_path / "enabled"

@@ -1,4 +1,4 @@
-"""Scanning whole files: each range's checksum whatever the pieces, and every fault noted instead of raised."""
+"""Scans of whole files: checksums of ranges for any piece size; faults are recorded, not raised."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_file_that_cannot_be_read_is_noted(tmp_path: Path, name: str, text: st
     assert re.match(text, found.errors[0][1])
 
 
-def test_an_error_of_ones_own_ends_the_scan(tmp_path: Path) -> None:
+def test_an_error_of_the_callback_ends_the_scan(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(DATA)
 
     def fail(_: int) -> None:

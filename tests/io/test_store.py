@@ -1,3 +1,5 @@
+"""Listings of local folders."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -5,8 +7,8 @@ from pathlib import Path
 from deepspeed_ucp.io import store
 
 
-def test_what_lies_behind_links_is_listed_once(tmp_path: Path) -> None:
-    """As it is read by its path; those that lead back up, or nowhere, end nothing."""
+def test_a_tree_lists_files_behind_links(tmp_path: Path) -> None:
+    """Links that lead back up or nowhere do no harm."""
     elsewhere, folder = tmp_path / "elsewhere", tmp_path / "tag"
     for each in (elsewhere / "w", folder / "deep"):
         each.mkdir(parents=True)

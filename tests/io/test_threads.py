@@ -1,4 +1,4 @@
-"""Threads that take jobs: in order, each once; errors and interrupts end all of them before anybody goes on."""
+"""Threads that take jobs in order, each once. Errors and interrupts end all of them before the caller continues."""
 
 from __future__ import annotations
 
@@ -19,13 +19,10 @@ from tests.support.held import without_collector
 
 @pytest.mark.parametrize("count", [1, 3, 20])
 def test_every_job_is_taken_once(count: int) -> None:
-    taken: list[int] = []
-    run_threads(range(10), taken.extend, count)
-    assert sorted(taken) == list(range(10))
-
-
-def test_no_jobs_are_no_work() -> None:
-    run_threads([], list, 4)
+    for jobs in (0, 10):
+        taken: list[int] = []
+        run_threads(range(jobs), taken.extend, count)
+        assert sorted(taken) == list(range(jobs))
 
 
 def test_the_first_error_is_raised_and_the_rest_left() -> None:
@@ -41,8 +38,8 @@ def test_the_first_error_is_raised_and_the_rest_left() -> None:
     assert len(taken) <= 2
 
 
-def test_what_threads_held_that_failed_beside_the_first_is_given_back_at_once() -> None:
-    """Theirs are errors that nobody sees; the one that is raised has all of its trace's variables."""
+def test_memory_of_threads_whose_errors_are_not_raised_is_freed_at_once() -> None:
+    """The raised error keeps the variables of its traceback."""
     begun = threading.Barrier(3)
 
     with without_collector() as failing:
@@ -60,7 +57,7 @@ def test_what_threads_held_that_failed_beside_the_first_is_given_back_at_once() 
 
 
 def test_an_interrupt_waits_for_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What they work on (open files, memory) may be freed afterwards. The second interrupt comes while it waits."""
+    """Their files and memory may be freed afterwards. The second interrupt comes while it waits."""
     ended: list[int] = []
     begun, release, waits = threading.Barrier(3), threading.Event(), itertools.count()
 
@@ -87,30 +84,25 @@ def test_an_interrupt_waits_for_the_threads(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(ended) == 2
 
 
-def test_ranks_of_a_node_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert count_threads() == 64
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert count_threads() == 32
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert count_threads() == 16
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
-    assert count_threads() == 8
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(2000)))
-    assert count_threads() == 64
+@pytest.mark.parametrize(
+    ("cores", "ranks", "count"), [(16, "", 64), (16, "2", 32), (16, "4", 16), (16, "16", 8), (2000, "16", 64)]
+)
+def test_ranks_of_a_node_share_its_cores(cores: int, ranks: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    assert count_threads() == count
 
 
 @pytest.fixture
 def threads_of_torch() -> Iterator[int]:
-    """More than a rank's share of the cores is."""
+    """More threads than a rank's share of the cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(6)
     yield 6
     torch.set_num_threads(before)
 
 
-def test_torch_divides_nothing_that_a_thread_of_ours_does(threads_of_torch: int) -> None:
+def test_torch_uses_one_thread_in_each_of_ours(threads_of_torch: int) -> None:
     seen: list[int] = []
 
     def work(turn: Iterator[int]) -> None:
@@ -128,7 +120,7 @@ def test_torch_divides_nothing_that_a_thread_of_ours_does(threads_of_torch: int)
     assert torch.get_num_threads() == threads_of_torch
 
 
-def test_torch_works_with_a_ranks_share_of_the_cores(threads_of_torch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_uses_a_ranks_share_of_the_cores(threads_of_torch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
     for ranks, share in (("4", 4), ("100", 1), ("1", threads_of_torch)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
