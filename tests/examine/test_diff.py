@@ -1,4 +1,4 @@
-"""Comparing two checkpoints: equal whatever the topologies, and a single changed bit is found where it is."""
+"""`ds_ucp diff`: checkpoints of one state are equal in all topologies; a changed element is found and located."""
 
 from __future__ import annotations
 
@@ -69,13 +69,13 @@ def edit(held: Held, name: str, state: str, place: tuple[int, ...], value: float
 
 
 def find_real(found: Difference, source: Held, target: Topology) -> list[AtomDifference]:
-    """Without what a resume cannot keep: stages' own copies where fewer hold them, masters rounded for good."""
+    """Differences that no reshard explains: not instances of fewer stages, and not masters that were rounded."""
     narrowed = target.precision != source.topology.precision
     return [a for a in found.atoms if not a.instance and not (narrowed and a.state == "module")]
 
 
 def fit_target(trip: Any) -> Topology:
-    """As a source: no file of stage 0 tells which stages had which layers, so only runs of them are found."""
+    """Stage-0 files do not record the placement of layers: only contiguous runs of them can be found."""
     return replace(trip.target, placement=None) if trip.target.kind == "raw" else trip.target
 
 
@@ -131,7 +131,7 @@ def test_places_are_of_the_logical_tensor(tmp_path: Path, precision: str, tp_a: 
     assert (atom.tally.largest, atom.tally.numel) == (math.inf, 60)
 
 
-def test_replicas_that_differ_are_told_with_the_checkpoint(tmp_path: Path) -> None:
+def test_differing_replicas_are_refused_or_located(tmp_path: Path) -> None:
     held = draw_state(make_plain(KINDS), Topology(1, 2, tp=2))
     parted = held.locals
     parted[1].state.atoms["body.norm"]["fp32"][3] += 1.0
@@ -144,20 +144,15 @@ def test_replicas_that_differ_are_told_with_the_checkpoint(tmp_path: Path) -> No
     assert (atom.name, atom.index, atom.shard, atom.tally.differing) == ("body.norm", (3,), 1, 1)
 
 
-def test_alike_cuts_need_no_pattern(tmp_path: Path) -> None:
-    """The same shards on both sides: the element is told by rank and place in the shard."""
+def test_only_different_cuts_need_a_pattern(tmp_path: Path) -> None:
+    """An element of equal cuts is located by rank and index in the shard."""
     held = draw_state(make_plain(KINDS), Topology(1, 3, tp=2))
     other = expect(held, Topology(3, 2, tp=2))
     assert diff_held(held, other, tmp_path / "equal", rules=()).equal
-    found = diff_held(held, edit(other, "body.row", "exp_avg", (3, 7), 50.0), tmp_path / "other", rules=())
-    (atom,) = found.atoms
+    (atom,) = diff_held(held, edit(other, "body.row", "exp_avg", (3, 7), 50.0), tmp_path / "other", rules=()).atoms
     assert (atom.index, atom.shard) == ((3, 1), 1)
-
-
-def test_other_cuts_need_a_pattern(tmp_path: Path) -> None:
-    held = draw_state(make_plain(KINDS), Topology(1, 3, tp=2))
     with pytest.raises(MismatchError, match=r"How tensor parallelism cuts .* body\.column.*body\.qkv"):
-        diff_held(held, expect(held, Topology(1, 2, tp=1)), tmp_path, rules=())
+        diff_held(held, expect(held, Topology(1, 2, tp=1)), tmp_path / "cut", rules=())
 
 
 def test_other_shapes_are_a_difference(tmp_path: Path) -> None:
@@ -237,18 +232,17 @@ def test_any_stage_is_equal_to_any_other(tmp_path: Path, left: AtomicIndex, stag
     found = diff_checkpoints(left, save(tmp_path / "b", Topology(stage, dp), STATE))
     assert (found.equal, found.compared, found.numel) == (True, 12, 3 * (1500 + 7 + 40))
     assert (found.atoms, found.values, found.converted) == ((), (), 0)
+    assert any(f"zero_stage 1 → {stage}" in note for note in found.notes) == (stage != 1)
 
 
-def test_single_bits_count(tmp_path: Path, left: AtomicIndex) -> None:
+def test_elements_are_compared_by_their_bits(tmp_path: Path, left: AtomicIndex) -> None:
     value = STATE.atoms["a"]["exp_avg_sq"].clone()
     value.view(torch.int32)[17, 23] ^= 1
-    found = diff_checkpoints(left, save(tmp_path / "b", Topology(3, 3), change(STATE, "a", "exp_avg_sq", value)))
-    (atom,) = found.atoms
+    (atom,) = diff_checkpoints(
+        left, save(tmp_path / "bit", Topology(3, 3), change(STATE, "a", "exp_avg_sq", value))
+    ).atoms
     assert (atom.name, atom.state, atom.tally.differing, atom.index) == ("a", "exp_avg_sq", 1, (17, 23))
     assert 0 < atom.tally.relative < 1e-6
-
-
-def test_bits_count_not_values(tmp_path: Path) -> None:
     ones = torch.ones(30, 50)
     ones[0, :4] = torch.tensor([0.0, math.nan, math.inf, 1.0])
     other = ones.clone()
@@ -276,20 +270,16 @@ def test_a_tolerance_lets_small_differences_pass(tmp_path: Path, left: AtomicInd
     assert (found.equal, len(found.atoms)) == (True, 1)
 
 
-def test_what_only_one_side_has(tmp_path: Path, left: AtomicIndex) -> None:
+def test_atoms_of_one_side(tmp_path: Path, left: AtomicIndex) -> None:
+    """Parameters, and states of another optimizer."""
     model = Model((*MODEL.params[:3], Param("d", (3,))))
-    right = save(tmp_path / "b", Topology(1, 2), random_state(model, 0), model=model)
-    found = diff_checkpoints(left, right)
-    told = {(atom.name, atom.kind) for atom in found.atoms if atom.kind != "values"}
-    assert told == {("c.1", "only in A"), ("d", "only in B")}
-    assert not found.equal
-
-
-def test_states_that_only_one_optimizer_has(tmp_path: Path, left: AtomicIndex) -> None:
+    found = diff_checkpoints(left, save(tmp_path / "b", Topology(1, 2), random_state(model, 0), model=model))
+    one_sided = {(atom.name, atom.kind) for atom in found.atoms if atom.kind != "values"}
+    assert one_sided == {("c.1", "only in A"), ("d", "only in B")} and not found.equal
     atoms = {name: {"fp32": held["fp32"], "momentum_buffer": held["exp_avg"]} for name, held in STATE.atoms.items()}
-    right = save(tmp_path / "b", Topology(1, 2), replace(STATE, atoms=atoms))
-    kinds = {(atom.state, atom.kind) for atom in diff_checkpoints(left, right).atoms}
-    assert kinds == {("exp_avg", "only in A"), ("exp_avg_sq", "only in A"), ("momentum_buffer", "only in B")}
+    found = diff_checkpoints(left, save(tmp_path / "c", Topology(1, 2), replace(STATE, atoms=atoms)))
+    states = {("exp_avg", "only in A"), ("exp_avg_sq", "only in A"), ("momentum_buffer", "only in B")}
+    assert {(atom.state, atom.kind) for atom in found.atoms} == states
 
 
 def test_names_and_states_can_be_chosen(tmp_path: Path, left: AtomicIndex) -> None:
@@ -340,7 +330,7 @@ def test_names_can_be_translated(tmp_path: Path, left: AtomicIndex) -> None:
 # -- what is not an element -------------------------------------------------------------------------------------------
 
 
-def told(found: Difference) -> dict[tuple[str, str], tuple[Any, Any]]:
+def list_values(found: Difference) -> dict[tuple[str, str], tuple[Any, Any]]:
     return {(each.section, each.key): (each.left, each.right) for each in found.values}
 
 
@@ -350,7 +340,7 @@ def test_scalars_and_hyper_parameters_are_compared_by_parameter(tmp_path: Path, 
     scalars = {**STATE.scalars, "b": {"step": torch.tensor(8.0)}}
     right = save(tmp_path / "b", Topology(1, 2), replace(STATE, groups=tuple(groups), scalars=scalars))
     found = diff_checkpoints(left, right)
-    assert told(found) == {
+    assert list_values(found) == {
         ("scalar", "step"): (3.0, 8.0),
         ("hyper-parameter", "lr"): (5e-4, 0.25),
         ("hyper-parameter", "betas"): ((0.9, 0.999), (0.5, 0.999)),
@@ -374,7 +364,7 @@ def test_objects_among_the_hyper_parameters_are_compared_inertly(tmp_path: Path)
 
     a = write("a", 0.5)
     assert diff_checkpoints(a, write("b", 0.5)).equal
-    assert {key for _, key in told(diff_checkpoints(a, write("c", 0.25)))} == {"schedule"}
+    assert {key for _, key in list_values(diff_checkpoints(a, write("c", 0.25)))} == {"schedule"}
 
 
 def test_groups_in_another_order_are_no_difference(tmp_path: Path, left: AtomicIndex) -> None:
@@ -395,7 +385,7 @@ def test_counters_scaler_and_clipping(tmp_path: Path) -> None:
     b = save(
         tmp_path / "b", Topology(2, 3, "fp16"), state, replace(RUN, global_steps=5, skipped_steps=1, clip_grad=0.5)
     )
-    keys = {key for section, key in told(diff_checkpoints(a, b))}
+    keys = {key for section, key in list_values(diff_checkpoints(a, b))}
     assert keys >= {"global_steps", "skipped_steps", "clip_grad", "cur_iter"}
     assert not keys & {"dp_world_size", "mp_world_size"}
     c = save(tmp_path / "c", Topology(3, 1, "fp16"), state)
@@ -440,41 +430,36 @@ def test_client_state_is_compared_by_key(tmp_path: Path, place: tuple[str, ...],
     a = save(tmp_path / "a", Topology(1, 2), STATE, with_client(CLIENT))
     b = save(tmp_path / "b", Topology(3, 2), STATE, with_client(client))
     found = diff_checkpoints(a, b)
-    assert [section for section, _ in told(found)] == ["client"] * len(found.values)
+    assert [section for section, _ in list_values(found)] == ["client"] * len(found.values)
     assert all(len(f"{each.left}{each.right}") < 200 for each in found.values)
-    assert any(name == key or name.startswith(f"{key}.") for _, name in told(found)), found.values
-
-
-def test_equal_client_states_are_equal(tmp_path: Path) -> None:
-    a = save(tmp_path / "a", Topology(1, 2), STATE, with_client(CLIENT))
-    b = save(tmp_path / "b", Topology(0, 1), STATE, with_client(dict(reversed(CLIENT.items()))))
-    assert diff_checkpoints(a, b).equal
-
-
-def test_the_scheduler_is_compared(tmp_path: Path, left: AtomicIndex) -> None:
-    a = save(tmp_path / "a", Topology(1, 2), STATE, replace(RUN, lr_scheduler={"last": 3}))
-    b = save(tmp_path / "b", Topology(1, 2), STATE, replace(RUN, lr_scheduler={"last": 4}))
-    assert told(diff_checkpoints(a, b)) == {("client", "lr_scheduler.last"): (3, 4)}
-    assert told(diff_checkpoints(left, b)) == {("client", "lr_scheduler"): (ABSENT, "{'last': 4}")} or told(
-        diff_checkpoints(left, b)
-    ) == {("client", "lr_scheduler"): (None, "{'last': 4}")}
+    assert any(name == key or name.startswith(f"{key}.") for _, name in list_values(found)), found.values
 
 
 class Evil:
-    """Would tell if somebody unpickled it."""
+    """Ends the process if it is unpickled."""
 
     def __reduce__(self) -> Any:
         return (exec, ("raise SystemExit('client state was run')",))
 
 
-def test_client_state_is_not_run(tmp_path: Path) -> None:
-    a = save(tmp_path / "a", Topology(1, 2), STATE, with_client({"evil": Evil()}))
-    b = save(tmp_path / "b", Topology(3, 2), STATE, with_client({"evil": Evil()}))
+def test_equal_client_states_are_equal_and_not_run(tmp_path: Path) -> None:
+    client = {**CLIENT, "evil": Evil()}
+    a = save(tmp_path / "a", Topology(1, 2), STATE, with_client(client))
+    b = save(tmp_path / "b", Topology(0, 1), STATE, with_client(dict(reversed(client.items()))))
     assert diff_checkpoints(a, b).equal
 
 
-def test_what_is_shared_is_looked_at_once(tmp_path: Path, left: AtomicIndex) -> None:
-    """Lists that hold their predecessor twice: a few bytes each, and for ever written out in full."""
+def test_the_scheduler_is_compared(tmp_path: Path, left: AtomicIndex) -> None:
+    a, b = (
+        save(tmp_path / str(last), Topology(1, 2), STATE, replace(RUN, lr_scheduler={"last": last})) for last in (3, 4)
+    )
+    assert list_values(diff_checkpoints(a, b)) == {("client", "lr_scheduler.last"): (3, 4)}
+    ((key, (absent, value)),) = list_values(diff_checkpoints(left, b)).items()
+    assert key == ("client", "lr_scheduler") and absent in (ABSENT, None) and value == "{'last': 4}"
+
+
+def test_shared_parts_are_compared_once(tmp_path: Path, left: AtomicIndex) -> None:
+    """Lists that hold their predecessor twice take exponential time otherwise."""
     chains = []
     for end in (1, 2):
         nested: Any = [end]
@@ -482,13 +467,7 @@ def test_what_is_shared_is_looked_at_once(tmp_path: Path, left: AtomicIndex) -> 
             nested = (nested, nested) if end == depth % 2 else [nested, nested]
         chains.append(save(tmp_path / str(end), Topology(1, 2), STATE, with_client({"nested": nested})))
     for a, b in (chains, (left, chains[0]), chains[::-1]):
-        assert 0 < len([key for section, key in told(diff_checkpoints(a, b)) if "nested" in key]) <= 2
-
-
-def test_topology_is_information(tmp_path: Path, left: AtomicIndex) -> None:
-    found = diff_checkpoints(left, save(tmp_path / "b", Topology(3, 5), STATE))
-    assert found.equal
-    assert any("zero_stage 1 → 3" in note for note in found.notes)
+        assert 0 < len([key for section, key in list_values(diff_checkpoints(a, b)) if "nested" in key]) <= 2
 
 
 # -- how it is carried out --------------------------------------------------------------------------------------------
@@ -564,15 +543,12 @@ def test_comparing_is_what_numpy_says(data: bytes, places: list[int]) -> None:
     assert found.first == (np.flatnonzero(unequal)[0] if unequal.any() else -1)
 
 
-def test_large_integers_that_differ_by_one_are_different() -> None:
+def test_large_integers_and_signs_of_zeros_differ() -> None:
     left, right = (np.array([2**60, value], np.int64).tobytes() for value in (2**60 + 1, 2**60 + 2))
     found = compare(left, right, "int64", "int64")
     assert (found.differing, found.first, found.largest) == (1, 1, 1.0)
     low, high = (np.array([value], np.int64).tobytes() for value in (-(2**63), 2**63 - 1))
     assert compare(low, high, "int64", "int64").largest == float(2**64 - 1)
-
-
-def test_without_a_tolerance_no_difference_is_let_pass() -> None:
     zeros = compare(np.array([0.0]).tobytes(), np.array([-0.0]).tobytes(), "float64", "float64")
     assert zeros.differing == 1
     assert not AtomDifference("x", "fp32", "values", ("float64", "float64"), tally=zeros).is_within(0.0)
