@@ -60,16 +60,16 @@ def set_release(content: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("topology", [ZERO2, ZERO3], ids=lambda t: t.label)
-def test_another_release_of_deepspeed_is_refused(tmp_path: Path, topology: Topology) -> None:
-    path = mix(tmp_path, set_release, topology=topology)
-    with pytest.raises(CheckpointError, match=r"zero_pp_rank_2_.*ds_version differs from that of .*\(0.0.1 ≠"):
+@pytest.mark.parametrize("rank", [0, 2])
+def test_files_of_another_deepspeed_release_are_refused(tmp_path: Path, topology: Topology, rank: int) -> None:
+    """The file that differs from most is named, also if it is rank 0's. No such mixture is sealed."""
+    path = mix(tmp_path, set_release, rank, topology)
+    with pytest.raises(CheckpointError, match=r"ds_version differs from that of .*\(0.0.1 ≠"):
         open_checkpoint(str(path), Comm())
-
-
-def test_the_file_that_differs_from_most_is_named(tmp_path: Path) -> None:
-    """Rank 0's as well, against which the others used to be held."""
-    path = mix(tmp_path, set_release, rank=0)
-    assert {finding.file[:15] for finding in look(path)} == {"zero_pp_rank_0_"}
+    assert all(f"zero_pp_rank_{rank}_" in finding.file for finding in look(path))
+    with pytest.raises(CheckpointError, match="ds_version differs"):
+        seal_folder(str(path), Comm())
+    assert not (path / SEAL).exists()
 
 
 def test_a_shard_in_another_form_of_archive_is_refused(tmp_path: Path) -> None:
@@ -99,19 +99,13 @@ def test_what_may_differ_by_rank_is_a_warning(
     assert "rank_2" in caplog.text
 
 
-def test_a_ranks_own_strings_are_no_warning(tmp_path: Path) -> None:
-    files = make()
-    for rank, content in enumerate(content for name, content in files.items() if "model_states" in name):
-        content.update(device=f"cuda:{rank}", rng=[1.5 * rank], node=f"node{rank}")
-    assert look(write(tmp_path, files)) == []
-
-
-def test_what_a_save_carries_of_each_rank_is_no_warning(tmp_path: Path) -> None:
-    """Random states at ZeRO 3: the first rank's file has those of all ranks, and a rank that reads no data has none."""
+def test_state_of_each_rank_is_no_warning(tmp_path: Path) -> None:
+    """Strings with the rank's number; random states of all ranks in the first file; samplers of some ranks."""
     files = make()
     places = [(0, 0, rank) for rank in range(4)]
     axes, states = {"torch": (2,)}, {place: (bytes([place[2]]),) for place in places}
     for rank, content in enumerate(content for name, content in files.items() if "model_states" in name):
+        content.update(device=f"cuda:{rank}", rng=[1.5 * rank], node=f"node{rank}")
         held = [(place, {"torch": states[place]}) for place in (places if rank == 0 else [places[rank]])]
         data = {"sampler": {"epoch": 1}} if rank < 2 else {}
         content[KEY] = {RANDOM_STATES: make_record(held, axes, 7, 3), **data}
@@ -138,15 +132,16 @@ def test_files_written_hours_apart_are_a_warning(tmp_path: Path, caplog: pytest.
     assert "5 hours before" in caplog.text
 
 
-def test_files_newer_than_latest_are_a_warning(tmp_path: Path) -> None:
-    """A save that was cut off while it replaced files of the same tag, slowly."""
+@pytest.mark.parametrize(("sign", "hours", "late"), [(1, 3.5, 4), (-0.25, 9, 0)], ids=["cut off", "slow copy"])
+def test_files_on_both_sides_of_latest_are_a_warning(tmp_path: Path, sign: float, hours: float, late: int) -> None:
+    """A save that was cut off while it replaced files of the same tag; all files after ``latest`` are a copy."""
     path = write(tmp_path, make())
-    for hours, file in enumerate(sorted(path.iterdir())):
-        age(file, hours)
-    age(tmp_path / "latest", 3.5)
-    (finding,) = look(path)
-    assert finding.kind == "times" and "after `latest`" in finding.text
-    assert len(finding.names) == 4
+    for place, file in enumerate(sorted(path.iterdir())):
+        age(file, sign * place)
+    age(tmp_path / "latest", hours)
+    found = look(path)
+    assert [(finding.kind, len(finding.names)) for finding in found] == [("times", late)] * bool(late)
+    assert all("after `latest`" in finding.text for finding in found)
 
 
 def test_many_files_that_storage_takes_together_are_written_as_long_as_all_of_them_take() -> None:
@@ -156,14 +151,6 @@ def test_many_files_that_storage_takes_together_are_written_as_long_as_all_of_th
         entries = {name: Entry(550 << 20, 1.0 + place / 256) for place, name in enumerate(model)}
         entries |= {name: Entry(3300 << 20, 1.0 + seconds + place / 16) for place, name in enumerate(optim)}
         assert bool(find_late_files("/none/tag", entries, [*model, *optim])) is is_late
-
-
-def test_a_copy_that_took_long_is_no_warning(tmp_path: Path) -> None:
-    path = write(tmp_path, make())
-    for place, file in enumerate(sorted(path.iterdir())):
-        age(file, -place / 4)
-    age(tmp_path / "latest", 9)
-    assert look(path) == []
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "adapter_model.bin", "training_args.bin"])
@@ -209,11 +196,16 @@ def test_a_trainers_state_of_another_step_is_a_warning(told: str, says: bool, tm
 
 
 @pytest.mark.parametrize("topology", [ZERO2, ZERO3, Topology(0)], ids=lambda t: t.label)
-def test_a_sealed_save_opens(tmp_path: Path, topology: Topology) -> None:
+def test_a_sealed_save_opens_until_it_is_replaced(tmp_path: Path, topology: Topology) -> None:
+    find = lambda: {finding.kind for finding in look(path)} - {"unnamed"}  # noqa: E731
     path = write(tmp_path, make(0, topology))
     seal_folder(str(path), Comm())
     assert sorted(os.listdir(path)) == sorted([*make(0, topology), SEAL])
-    assert [finding for finding in look(path) if finding.kind != "unnamed"] == []
+    assert find() == set()
+    write(tmp_path, make(1, topology))
+    assert find() == {"seal"}
+    seal_folder(str(path), Comm())
+    assert find() == set()
 
 
 @pytest.mark.parametrize("topology", [ZERO2, ZERO3], ids=lambda t: t.label)
@@ -230,7 +222,7 @@ def test_a_shard_of_another_run_breaks_the_seal(tmp_path: Path, topology: Topolo
         open_checkpoint(str(path), Comm())
 
 
-def test_a_warning_of_a_file_does_not_hide_that_it_breaks_the_seal(tmp_path: Path) -> None:
+def test_a_warning_about_a_file_does_not_hide_that_it_breaks_the_seal(tmp_path: Path) -> None:
     path = write(tmp_path, make())
     seal_folder(str(path), Comm())
     mix(tmp_path, lambda content: content["ds_config"].update(steps_per_print=7))
@@ -250,32 +242,13 @@ def test_moments_of_another_run_break_the_seal(tmp_path: Path) -> None:
     assert [(finding.kind, finding.file) for finding in look(path)] == [("seal", name)]
 
 
-def test_a_save_over_a_sealed_one_is_sealed_anew(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "text", [None, "", "{}", "[1]", '{"files": {"a": {"size": -1, "crc": 0}}}', "[" * 100_000, "\0"]
+)
+def test_a_damaged_or_edited_seal_is_named(tmp_path: Path, text: str | None) -> None:
     path = write(tmp_path, make())
     seal_folder(str(path), Comm())
-    write(tmp_path, make(1))
-    assert {finding.kind for finding in look(path)} == {"seal"}
-    seal_folder(str(path), Comm())
-    assert look(path) == []
-
-
-@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"files": {"a": {"size": -1, "crc": 0}}}', "[" * 100_000, "\0"])
-def test_a_damaged_seal_is_named(tmp_path: Path, text: str) -> None:
-    path = write(tmp_path, make())
-    (path / SEAL).write_text(text)
-    assert [(finding.kind, finding.file) for finding in look(path)] == [("seal", SEAL)]
-
-
-def test_an_edited_seal_is_named(tmp_path: Path) -> None:
-    path = write(tmp_path, make())
-    seal_folder(str(path), Comm())
-    (path / SEAL).write_text((path / SEAL).read_text().replace('"size":', '"size":1'))
+    (path / SEAL).write_text((path / SEAL).read_text().replace('"size":', '"size":1') if text is None else text)
     (finding,) = look(path)
-    assert "digest" in finding.text
-
-
-def test_a_mixture_is_not_sealed(tmp_path: Path) -> None:
-    path = mix(tmp_path, set_release)
-    with pytest.raises(CheckpointError, match="ds_version differs"):
-        seal_folder(str(path), Comm())
-    assert not (path / SEAL).exists()
+    assert (finding.kind, finding.file) == ("seal", SEAL)
+    assert text is not None or "digest" in finding.text

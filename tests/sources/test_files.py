@@ -43,44 +43,86 @@ def touch(folder: Path, *names: str) -> None:
         (folder / name).write_bytes(b"x" * len(name))
 
 
-def test_files_get_their_roles() -> None:
-    names = [
-        MODEL,
-        "zero_pp_rank_0_mp_rank_00_model_states.pt",
-        "zero_pp_rank_11_mp_rank_00_model_states.pt",
-        "zero_pp_rank_1_mp_rank_00_optim_states.pt",
-        "bf16_zero_pp_rank_1_mp_rank_07_optim_states.pt",
-        "zero_pp_rank_2_mp_rank_00optim_states.pt",
-        "mp_rank_103_model_states.pt",
-        "layer_01-model_states.pt",
-        "layer_120-model_11-model_states.pt",
-    ]
+def list_sizes(folder: Path) -> dict[str, int]:
+    return {name: entry.size for name, entry in list_entries(str(folder)).items()}
+
+
+OPTIM = "zero_pp_rank_%d_mp_rank_00_optim_states.pt"
+BF16_OPTIM = "bf16_zero_pp_rank_1_mp_rank_07_optim_states.pt"
+OLD_OPTIM = "zero_pp_rank_2_mp_rank_00optim_states.pt"
+EXPERTS = ["layer_2_expert_13_mp_rank_01_model_states.pt", "expert_3_mp_rank_00_model_states.pt"]
+COPIES = {rank: f"{OPTIM % rank}-{of}" for rank, of in enumerate(("0.2", "0.1", "1.2", "0.1"))}
+SWAPS = [f"offloaded_tensors/rank03/{name}" for name in ("1_4.tensor.swp", "exp_avg-1_4.tensor.swp")]
+ROLES: list[tuple[list[str], dict[str, dict[Any, str]]]] = [
+    ([MODEL, "mp_rank_103_model_states.pt"], {"model": {0: MODEL, 103: "mp_rank_103_model_states.pt"}}),
+    (
+        [MODEL, *(f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in (0, 11))],
+        {"model_zero3": {(0, rank): f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in (0, 11)}},
+    ),
+    (
+        [MODEL, OPTIM % 1, BF16_OPTIM, OLD_OPTIM],
+        {"optim": {("", 0, 1): OPTIM % 1, ("bf16_", 7, 1): BF16_OPTIM, ("", 0, 2): OLD_OPTIM}},
+    ),
+    (
+        [MODEL, "layer_01-model_states.pt", "layer_120-model_11-model_states.pt"],
+        {"layers": {(1, NO_AXIS): "layer_01-model_states.pt", (120, 11): "layer_120-model_11-model_states.pt"}},
+    ),
+    (
+        [MODEL, *EXPERTS, "expp_rank_5_mp_rank_01_optim_states.pt"],
+        {
+            "experts": {(2, 13, 1): EXPERTS[0], (NO_LAYER, 3, 0): EXPERTS[1]},
+            "expert_optim": {(1, 5): "expp_rank_5_mp_rank_01_optim_states.pt"},
+        },
+    ),
+    (  # of the fast writer on two sockets, with two ranks that write alone
+        [*(f"{MODEL}-{of}" for of in ("0.1", "1.2", "0.2")), *COPIES.values()],
+        {
+            "model": {0: f"{MODEL}-0.2"},
+            "optim": {("", 0, rank): name for rank, name in COPIES.items()},
+            "copies": {f"{MODEL}-0.1": f"{MODEL}-0.2", f"{MODEL}-1.2": f"{MODEL}-0.2"},
+        },
+    ),
+    ([MODEL, *SWAPS], {"swaps": {SwapName(3, "", 1, 4): SWAPS[0], SwapName(3, "exp_avg", 1, 4): SWAPS[1]}}),
+    *(
+        ([MODEL, f"{MODEL}{ending}"], {"model": {0: MODEL}, "copies": {}})
+        for ending in ("-0", "-0.", "-٣.4", "-0.2-0.2", f"-{'9' * 10}.1")
+    ),
+]
+
+
+@pytest.mark.parametrize(("names", "roles"), ROLES, ids=lambda each: " ".join(each) if isinstance(each, dict) else "")
+def test_files_get_their_roles(names: list[str], roles: dict[str, dict[Any, str]]) -> None:
     listing = sort_files("folder", dict.fromkeys(names, 1))
-    assert listing.model == {0: MODEL, 103: names[6]}
-    assert listing.model_zero3 == {(0, 0): names[1], (0, 11): names[2]}
-    assert listing.optim == {("", 0, 1): names[3], ("bf16_", 7, 1): names[4], ("", 0, 2): names[5]}
-    assert listing.layers == {(1, NO_AXIS): names[7], (120, 11): names[8]}
-
-
-def list_sizes(folder: str) -> dict[str, int]:
-    return {name: entry.size for name, entry in list_entries(folder).items()}
-
-
-def test_only_state_files_and_folders_are_listed(tmp_path: Path) -> None:
-    touch(tmp_path, MODEL, "zero_to_fp32.py", "notes.txt", "zero_pp_rank_0_mp_rank_00_optim_states.pt.tmp")
-    (tmp_path / "sub").mkdir()
-    assert list_sizes(str(tmp_path)) == {MODEL: len(MODEL), "sub": -1}
-
-
-def test_kinds_that_are_not_covered_are_refused_by_file(tmp_path: Path) -> None:
-    name = "layer_00-expert_01-model_01-model_states.pt"
-    touch(tmp_path, MODEL, name)
-    with pytest.raises(UnsupportedError, match=f"{name} belongs to .*axes of its own.*DeepSpeed's own load takes it"):
-        sort_files(str(tmp_path), list_sizes(str(tmp_path)))
+    assert {role: getattr(listing, role) for role in roles} == roles
+    assert {name_expert(*key) for key in listing.experts} == set(names) & set(EXPERTS)
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("names", "kind", "text"),
+    [
+        ([], CheckpointError, "no model states found .* only nothing"),
+        ([OPTIM % 0], CheckpointError, f"only {OPTIM % 0}"),
+        (
+            [MODEL, "layer_00-expert_01-model_01-model_states.pt"],
+            UnsupportedError,
+            "layer_00-expert_01-model_01-model_states.pt belongs to .*axes of its own.*DeepSpeed's own load takes it",
+        ),
+        ([f"{MODEL}-0.2", MODEL], CheckpointError, f"two saves .{MODEL}-0.2 and {MODEL}"),
+        (
+            [f"{OPTIM % 0}-0.4", f"{OPTIM % 0}-0.2"],
+            CheckpointError,
+            f"two saves .{OPTIM % 0}-0.4 and {OPTIM % 0}-0.2",
+        ),
+    ],
+    ids=["nothing", "no model states", "axes", "two writers", "two shards"],
+)
+def test_names_that_are_refused(names: list[str], kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=text):
+        sort_files("folder", dict.fromkeys(names, 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
     [
         ("offloaded_tensors/rank07/0_13.tensor.swp", SwapName(7, "", 0, 13)),
         ("offloaded_tensors/rank123/exp_avg-9_3.tensor.swp", SwapName(123, "exp_avg", 9, 3)),
@@ -94,83 +136,59 @@ def test_kinds_that_are_not_covered_are_refused_by_file(tmp_path: Path) -> None:
         (f"offloaded_tensors/rank00/{'9' * 5000}_1.tensor.swp", None),
     ],
 )
-def test_names_of_swap_files(name: str, told: SwapName | None) -> None:
-    assert read_swap_name(name) == told
+def test_names_of_swap_files(name: str, expected: SwapName | None) -> None:
+    assert read_swap_name(name) == expected
 
 
-def test_swap_files_are_listed(tmp_path: Path) -> None:
-    touch(tmp_path, MODEL)
-    folder = tmp_path / "offloaded_tensors" / "rank03"
-    folder.mkdir(parents=True)
-    touch(folder, "1_4.tensor.swp", "exp_avg-1_4.tensor.swp", "notes.txt")
-    (folder / "5_6.tensor.swp").mkdir()
-    sizes = list_sizes(str(tmp_path))
-    names = [f"offloaded_tensors/rank03/{name}" for name in ("1_4.tensor.swp", "exp_avg-1_4.tensor.swp")]
-    assert sizes.keys() == {MODEL, "offloaded_tensors", *names}
-    assert sort_files(str(tmp_path), sizes).swaps == {
-        SwapName(3, "", 1, 4): names[0],
-        SwapName(3, "exp_avg", 1, 4): names[1],
-    }
-
-
-def test_files_of_experts_have_roles(tmp_path: Path) -> None:
-    names = ["layer_2_expert_13_mp_rank_01_model_states.pt", "expert_3_mp_rank_00_model_states.pt"]
-    touch(tmp_path, MODEL, *names, "expp_rank_5_mp_rank_01_optim_states.pt")
-    listing = sort_files(str(tmp_path), list_sizes(str(tmp_path)))
-    assert listing.experts == {(2, 13, 1): names[0], (NO_LAYER, 3, 0): names[1]}
-    assert listing.expert_optim == {(1, 5): "expp_rank_5_mp_rank_01_optim_states.pt"}
-    assert {name_expert(*key) for key in listing.experts} == set(names)
-
-
-def test_of_the_fast_writers_copies_the_first_ranks_is_read() -> None:
-    """Four ranks on two sockets: two writers, and the ranks that are none write as if they were alone."""
-    optim = "zero_pp_rank_%d_mp_rank_00_optim_states.pt-%s"
-    shards = {rank: optim % (rank, of) for rank, of in enumerate(("0.2", "0.1", "1.2", "0.1"))}
-    names = [f"{MODEL}-{of}" for of in ("0.1", "1.2", "0.2")]
-    listing = sort_files("folder", dict.fromkeys([*names, *shards.values()], 1))
-    assert listing.model == {0: f"{MODEL}-0.2"}
-    assert listing.optim == {("", 0, rank): name for rank, name in shards.items()}
-    assert listing.copies == {f"{MODEL}-0.1": f"{MODEL}-0.2", f"{MODEL}-1.2": f"{MODEL}-0.2"}
-
-
-@pytest.mark.parametrize("ending", ["-0", "-0.", "-٣.4", "-0.2-0.2", f"-{'9' * 10}.1"])
-def test_names_that_the_fast_writer_does_not_make_have_no_role(ending: str) -> None:
-    assert sort_files("folder", {MODEL: 1, f"{MODEL}{ending}": 1}).model == {0: MODEL}
-
-
-@pytest.mark.parametrize(
-    "names",
-    [(f"{MODEL}-0.2", MODEL), tuple(f"zero_pp_rank_0_mp_rank_00_optim_states.pt-{of}" for of in ("0.4", "0.2"))],
-)
-def test_files_of_two_writers_are_two_saves(names: tuple[str, str]) -> None:
-    with pytest.raises(CheckpointError, match=f"two saves .{names[0]} and {names[1]}"):
-        sort_files("folder", dict.fromkeys(names, 1))
-
-
-def test_a_folder_without_model_states_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no model states found .* only nothing"):
-        sort_files(str(tmp_path), list_sizes(str(tmp_path)))
-    touch(tmp_path, "zero_pp_rank_0_mp_rank_00_optim_states.pt")
-    with pytest.raises(CheckpointError, match="only zero_pp_rank_0_mp_rank_00_optim_states.pt"):
-        sort_files(str(tmp_path), list_sizes(str(tmp_path)))
-
-
-def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
+def test_state_files_folders_and_swap_files_are_listed(tmp_path: Path) -> None:
+    touch(tmp_path, MODEL, "zero_to_fp32.py", "notes.txt", f"{OPTIM % 0}.tmp")
+    touch(tmp_path / "offloaded_tensors" / "rank03", "1_4.tensor.swp", "exp_avg-1_4.tensor.swp", "notes.txt")
+    (tmp_path / "offloaded_tensors" / "rank03" / "5_6.tensor.swp").mkdir()
+    sizes = {MODEL: len(MODEL), "offloaded_tensors": -1, **{name: len(Path(name).name) for name in SWAPS}}
+    assert list_sizes(tmp_path) == sizes
     with pytest.raises(CheckpointError, match="nowhere: cannot be listed .No such file"):
-        list_sizes(str(tmp_path / "nowhere"))
+        list_sizes(tmp_path / "nowhere")
+
+
+# -- latest and tags --------------------------------------------------------------------------------------------------
 
 
 def test_latest_names_the_tag(tmp_path: Path) -> None:
+    assert read_latest(str(tmp_path / "absent")) is None
+    (tmp_path / "logs").mkdir()
+    assert read_latest(str(tmp_path)) is None
     touch(tmp_path / "global_step3", MODEL)
+    (tmp_path / "latest_universal").write_text("global_step3_universal")
+    assert read_latest(str(tmp_path)) == "global_step3_universal"
     (tmp_path / "latest").write_text("global_step3\n")
     assert read_latest(str(tmp_path)) == "global_step3"
     assert check_tag(str(tmp_path), "global_step3") == str(tmp_path / "global_step3")
 
 
-def test_where_nothing_was_saved_there_is_nothing_to_resume(tmp_path: Path) -> None:
-    assert read_latest(str(tmp_path / "absent")) is None
-    (tmp_path / "logs").mkdir()
-    assert read_latest(str(tmp_path)) is None
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (None, "latest is missing, but .* global_step3, global_step9.*tag=.*its folder"),
+        (b"", r"latest is empty.*\(global_step3, global_step9\)"),
+        (b" \n", r"latest is empty.*\(global_step3, global_step9\)"),
+        (b"\xff\xfe\x00garbage", "latest: cannot be read"),
+        ("folder", "latest: cannot be read"),
+    ],
+    ids=["missing", "empty", "blank", "garbage", "folder"],
+)
+def test_a_latest_that_names_no_tag_is_refused(content: bytes | str | None, text: str, tmp_path: Path) -> None:
+    for tag in ("global_step3", "global_step9"):
+        touch(tmp_path / tag, MODEL)
+    if isinstance(content, bytes):
+        (tmp_path / "latest").write_bytes(content)
+    elif content:
+        (tmp_path / "latest").mkdir()
+    with pytest.raises(CheckpointError, match=text):
+        read_latest(str(tmp_path))
+    (tmp_path / "latest_universal").write_text("global_step3")  # does not replace a damaged `latest`
+    if content is not None:
+        with pytest.raises(CheckpointError, match=text):
+            read_latest(str(tmp_path))
 
 
 @pytest.mark.parametrize("name", [MODEL, "ucp_manifest.json"], ids=["normal", "atomic"])
@@ -185,14 +203,14 @@ def test_a_checkpoints_own_folder_is_that_checkpoint(
         assert os.path.samefile(find_folder(folder, "global_step3"), own)
         assert os.path.samefile(check_tag(folder, "global_step3"), find_checkpoint(folder))
     assert find_folder(str(own), "other") == str(own / "other")
-    touch(below, MODEL)  # of a save into the folder that was loaded from, which `latest` tells is whole
+    touch(below, MODEL)  # a later save into the loaded folder, complete once `latest` names it
     assert (read_latest(str(own)), find_checkpoint(str(own))) == ("global_step3", str(own))
     (own / "latest").write_text("global_step9")
     assert (read_latest(str(own)), find_checkpoint(str(own))) == ("global_step9", str(below))
 
 
 @pytest.mark.parametrize(
-    ("names", "told"),
+    ("names", "text"),
     [
         (("checkpoint-4/x", "checkpoint-12/x", "config.json"), "trainer's output folder.*checkpoint-4, checkpoint-12$"),
         (("last.ckpt/latest", "hparams.yaml"), "of Lightning's: name one of its checkpoints, last.ckpt$"),
@@ -205,19 +223,17 @@ def test_a_checkpoints_own_folder_is_that_checkpoint(
         ((), "^$"),
     ],
 )
-def test_a_folder_without_a_checkpoint_is_told_by_what_it_looks_like(
-    names: tuple[str, ...], told: str, tmp_path: Path
-) -> None:
+def test_a_folder_without_a_checkpoint_is_described(names: tuple[str, ...], text: str, tmp_path: Path) -> None:
     for name in names:
         touch((tmp_path / name).parent, Path(name).name)
     looks = describe_content(str(tmp_path))
-    assert re.search(told, looks)
-    with pytest.raises(CheckpointError, match="neither a checkpoint's folder nor one with `latest`: it") as caught:
+    assert re.search(text, looks)
+    with pytest.raises(CheckpointError, match="neither a checkpoint's folder nor one with `latest`: it") as error:
         find_checkpoint(str(tmp_path))
-    assert str(caught.value).endswith(f": it {looks or 'is empty'}.")
+    assert str(error.value).endswith(f": it {looks or 'is empty'}.")
 
 
-def test_what_lies_in_a_folders_place_is_told(tmp_path: Path) -> None:
+def test_a_file_in_place_of_a_folder_is_described(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("nowhere")
     assert describe_content(str(tmp_path / "absent")) == ""
@@ -225,151 +241,95 @@ def test_what_lies_in_a_folders_place_is_told(tmp_path: Path) -> None:
         assert "is a file, or a link to nothing" in describe_content(str(tmp_path / name))
 
 
-def test_a_missing_latest_beside_checkpoints_is_refused(tmp_path: Path) -> None:
-    touch(tmp_path / "global_step3", MODEL)
-    touch(tmp_path / "global_step9", MODEL)
-    with pytest.raises(CheckpointError, match="latest is missing, but .* global_step3, global_step9.*tag=.*its folder"):
-        read_latest(str(tmp_path))
-
-
-@pytest.mark.parametrize("text", ["", " \n"])
-def test_an_empty_latest_is_refused(tmp_path: Path, text: str) -> None:
-    touch(tmp_path / "global_step3", MODEL)
-    (tmp_path / "latest").write_text(text)
-    with pytest.raises(CheckpointError, match=r"latest is empty.*\(global_step3\)"):
-        read_latest(str(tmp_path))
-
-
-def test_a_latest_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "latest").mkdir()
-    with pytest.raises(CheckpointError, match="latest: cannot be read"):
-        read_latest(str(tmp_path))
-
-
-def test_a_latest_of_garbage_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "latest").write_bytes(b"\xff\xfe\x00garbage")
-    with pytest.raises(CheckpointError, match="latest"):
-        read_latest(str(tmp_path))
-
-
-def test_without_latest_an_atomic_checkpoint_is_resumed(tmp_path: Path) -> None:
-    """A moved one comes with ``latest_universal`` alone; beside ``latest`` that is the newer word."""
-    touch(tmp_path / "global_step3_universal", MODEL)
-    (tmp_path / "latest_universal").write_text("global_step3_universal")
-    assert read_latest(str(tmp_path)) == "global_step3_universal"
-    (tmp_path / "latest").write_text("global_step9")
-    assert read_latest(str(tmp_path)) == "global_step9"
-    (tmp_path / "latest").write_text("")
-    with pytest.raises(CheckpointError, match="latest is empty"):
-        read_latest(str(tmp_path))
-
-
 @pytest.mark.parametrize(
     ("names", "atomic"),
     [
-        (("zero/", "mp_rank_00_model_states.pt"), True),
+        (("zero/", MODEL), True),
         (("ucp_manifest.json",), True),
-        (("zero/", "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"), False),
-        (("mp_rank_00_model_states.pt",), False),
+        (("zero/", MODEL, OPTIM % 0), False),
+        ((MODEL,), False),
     ],
     ids=["converted", "manifest", "converted-into-itself", "normal"],
 )
-def test_atomic_checkpoints_are_told_by_their_files(tmp_path: Path, names: tuple[str, ...], atomic: bool) -> None:
+def test_atomic_checkpoints_are_recognised_by_their_files(tmp_path: Path, names: tuple[str, ...], atomic: bool) -> None:
     for name in names:
         (tmp_path / name).mkdir() if name.endswith("/") else touch(tmp_path, name)
     assert holds_atoms(list_entries(str(tmp_path))) is atomic
 
 
-def test_an_unknown_tag_is_refused_with_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no checkpoint with tag 'x'.*the folder holds no checkpoint"):
-        check_tag(str(tmp_path), "x")
-    (tmp_path / "file").touch()
-    for name, fact in (("absent", "does not exist"), ("file", "is a file")):
-        with pytest.raises(CheckpointError, match=f"no checkpoint with tag 'x': {tmp_path}/{name} {fact}. Check"):
-            check_tag(str(tmp_path / name), "x")
+@pytest.mark.parametrize(
+    ("folder", "tag", "text"),
+    [
+        ("empty", "x", "no checkpoint with tag 'x'.*the folder holds no checkpoint"),
+        ("absent", "x", "no checkpoint with tag 'x': {}/absent does not exist. Check"),
+        ("file", "x", "no checkpoint with tag 'x': {}/file is a file. Check"),
+        ("weights", "x", "itself a checkpoint, safetensors. Load it without a tag"),
+        ("lost", "x", "the folder holds no checkpoint"),  # the weights beside `latest` are not the missing tag
+        ("run", "global_step4", "'global_step4'.*holds global_step3 .did you mean 'global_step3'.*Name one of"),
+    ],
+)
+def test_an_unknown_tag_is_refused_with_the_known_ones(folder: str, tag: str, text: str, tmp_path: Path) -> None:
+    for path in ("empty", "run/logs"):
+        (tmp_path / path).mkdir(parents=True)
+    touch(tmp_path, "file")
     touch(tmp_path / "weights", "model.safetensors")
-    with pytest.raises(CheckpointError, match="itself a checkpoint, safetensors. Load it without a tag"):
-        check_tag(str(tmp_path / "weights"), "x")
-    (tmp_path / "weights" / "latest").write_text("x")  # of a run whose tag is lost: the weights alone are not that
-    with pytest.raises(CheckpointError, match="the folder holds no checkpoint"):
-        check_tag(str(tmp_path / "weights"), "x")
-    touch(tmp_path / "global_step3", MODEL)
-    (tmp_path / "logs").mkdir()
-    with pytest.raises(
-        CheckpointError, match="'global_step4'.*holds global_step3 .did you mean 'global_step3'.*Name one of"
-    ):
-        check_tag(str(tmp_path), "global_step4")
+    touch(tmp_path / "lost", "model.safetensors")
+    (tmp_path / "lost" / "latest").write_text("x")
+    touch(tmp_path / "run" / "global_step3", MODEL)
+    with pytest.raises(CheckpointError, match=text.format(tmp_path)):
+        check_tag(str(tmp_path / folder), tag)
 
 
-def test_tags_are_folders_with_states(tmp_path: Path) -> None:
+@pytest.mark.parametrize("closed", ["", "a"], ids=["all", "one"])
+def test_tags_are_folders_with_states(closed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that cannot be listed is an error, except ``lost+found``: a run must not restart from scratch."""
     touch(tmp_path / "b", MODEL)
-    touch(tmp_path / "a", "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    touch(tmp_path / "a", OPTIM % 0)
     touch(tmp_path / "c", "notes.txt")
     touch(tmp_path, MODEL)
-    assert find_tags(str(tmp_path)) == ["a", "b"]
-    assert find_tags(str(tmp_path / "absent")) == []
-    assert find_tags(str(tmp_path / "c" / "notes.txt")) == []
-
-
-@pytest.mark.parametrize("refused", ["", "a"], ids=["all", "one"])
-def test_a_folder_that_cannot_be_listed_is_not_one_without_tags(
-    refused: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nobody begins from scratch because of it. What root keeps in the root of a file system is nothing of a run."""
     (tmp_path / "lost+found").mkdir()
-    touch(tmp_path / "a", MODEL)
-    scan, closed = os.scandir, [str(tmp_path / "lost+found")]
+    scan, refused = os.scandir, [str(tmp_path / "lost+found")]
 
     def look(path: str) -> Any:
-        if path in closed:
+        if path in refused:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
         return scan(path)
 
     monkeypatch.setattr(os, "scandir", look)
-    assert find_tags(str(tmp_path)) == ["a"]
-    closed.append(os.path.join(tmp_path, refused).rstrip("/"))
+    assert find_tags(str(tmp_path)) == ["a", "b"]
+    assert find_tags(str(tmp_path / "absent")) == find_tags(str(tmp_path / "c" / "notes.txt")) == []
+    (tmp_path / MODEL).unlink()
+    refused.append(os.path.join(tmp_path, closed).rstrip("/"))
     with pytest.raises(OutOfReachError, match=r"cannot be listed \(Permission denied\)"):
         read_latest(str(tmp_path))
 
 
-def save_at(time: int, folder: Path, name: str = "mp_rank_00_model_states.pt") -> None:
-    folder.mkdir(parents=True)
-    (folder / name).touch()
-    os.utime(folder / name, (time, time))
+# -- the order of tags ------------------------------------------------------------------------------------------------
 
 
-def test_tags_are_told_apart_by_the_times_of_every_writers_files(tmp_path: Path) -> None:
-    for time, tag in enumerate(("run/step9", "run/step10", "run/step11"), 10):
-        save_at(time, tmp_path / tag, "mp_rank_00_model_states.pt-0.1")
-    save_at(50, tmp_path / "other")
-    assert list_older([str(tmp_path / "run")], "step11") == ["step11", "step10", "step9"]
-    assert list_older([str(tmp_path)], "run/step11") == ["run/step11", "run/step10", "run/step9"]
-    assert find_newest(str(tmp_path / "run")) == "step11"
-
-
-def test_older_checkpoints_are_those_that_were_saved_before(tmp_path: Path) -> None:
-    for time, tag in ((30, "c"), (10, "a"), (40, "later"), (20, "b")):
-        save_at(time, tmp_path / tag)
-    assert list_older([str(tmp_path)], "c") == ["c", "b", "a"]
-
-
-def test_older_checkpoints_of_all_places_are_told_by_their_first_times(tmp_path: Path) -> None:
-    for time, tag in ((30, "here/c"), (99, "there/b"), (20, "nearby/b"), (40, "there/later"), (10, "there/a")):
-        save_at(time, tmp_path / tag)
+def test_tags_without_steps_are_ordered_by_their_first_times_in_all_places(tmp_path: Path) -> None:
+    saves = {"here/c": 30, "there/b": 99, "nearby/b": 20, "there/later": 40, "there/a": 10, "here/run/x": 5}
+    for tag, time in saves.items():
+        touch(tmp_path / tag, f"{MODEL}-0.1" if "x" in tag else MODEL)
+        for file in (tmp_path / tag).iterdir():
+            os.utime(file, (time, time))
     places = [str(tmp_path / name) for name in ("here", "there", "nearby", "absent")]
     assert list_older(places, "c") == ["c", "b", "a"]
-    assert list_older(places[:1], "a") == ["a", "c"]  # which nothing tells the time of
+    assert list_older(places[:1], "a") == ["a", "c"]  # the time of `a` is unknown
+    assert list_older([str(tmp_path)], "there/b") == ["there/b", "there/later", "there/a"]
+    assert list_older(places, "run/x") == ["run/x"]
+    assert find_newest(places[1]) == "b"
 
 
 def test_tags_are_ordered_by_step_then_seal_then_time(tmp_path: Path) -> None:
-    """Whatever the clock was, and when they were copied; of one whose step cannot be read by time."""
+    """Times count only for tags of one step, or without a readable step."""
     saves = {"final": (12, 5), "best": (9, 90), "old": (3, 99), "copy": (9, 40), "newer": (13, 1), "sealed": (9, 7)}
     for tag, (step, time) in saves.items():
         folder = write_checkpoint(tmp_path, TINY, random_state(TINY, 0), Topology(1, 1), tag=tag, run=Run(step))
         for file in folder.iterdir():
             os.utime(file, (time, time))
     (tmp_path / "sealed" / SEAL).touch()
-    (tmp_path / "old" / "zero_pp_rank_7_mp_rank_00_optim_states.pt").symlink_to("nowhere")
+    (tmp_path / "old" / (OPTIM % 7)).symlink_to("nowhere")
     place = str(tmp_path)
     assert list_older([place], "final") == ["final", "sealed", "best", "copy", "old"]
     assert list_older([place], "best") == ["best", "sealed", "copy", "old"]
@@ -381,7 +341,7 @@ def test_tags_are_ordered_by_step_then_seal_then_time(tmp_path: Path) -> None:
     assert find_age([str(tmp_path / "absent"), str(tmp_path / "sealed")]) == (9, True, 7.0)
 
 
-def test_tags_without_a_seal_are_told_where_others_have_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tags_without_a_seal_are_listed_if_others_have_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tags, places = ["c", "b", "a"], [str(tmp_path), str(tmp_path / "there")]
     for tag in tags:
         (tmp_path / tag).mkdir()
@@ -401,6 +361,9 @@ def test_tags_without_a_seal_are_told_where_others_have_one(tmp_path: Path, monk
     assert is_sealed(places, "a")
     with pytest.raises(OutOfReachError, match=r"there.c.ucp_seal.json: cannot be looked at .out of reach"):
         list_unsealed(places, tags)
+
+
+# -- files named by sequence-parallel rank ----------------------------------------------------------------------------
 
 
 def name_by_sequence_rank(files: dict[str, Any], sp: int) -> dict[str, Any]:

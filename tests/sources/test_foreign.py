@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import re
-import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -117,8 +116,8 @@ def test_model_and_optimizer_are_found_under_any_words(
 
 
 @pytest.mark.parametrize("kept", [("metadata.json", "common.pt"), ("common.pt",), ()], ids=str)
-def test_megatron_cores_checkpoints_are_refused_with_the_way_to_convert(tmp_path: Path, kept: Sequence[str]) -> None:
-    """Also without the files that end such a save."""
+def test_checkpoints_of_megatron_core_are_refused(tmp_path: Path, kept: Sequence[str]) -> None:
+    """Also without the files that such a save writes last."""
     dcp.save({"decoder.weight": torch.ones(2), "rng_state/shard_0_1": b"state"}, checkpoint_id=tmp_path)
     for name in kept:
         (tmp_path / name).write_text("{}")
@@ -126,7 +125,7 @@ def test_megatron_cores_checkpoints_are_refused_with_the_way_to_convert(tmp_path
         open_checkpoint(str(tmp_path), Comm())
 
 
-def test_accelerates_folders(tmp_path: Path, trained: Any) -> None:
+def test_folders_of_accelerate(tmp_path: Path, trained: Any) -> None:
     weights, states = get_state_dict(*trained)
     for name, tree in (("pytorch_model_fsdp_0", {"model": weights}), ("optimizer_0", {"optimizer": states})):
         dcp.save(tree, checkpoint_id=tmp_path / "it" / name, no_dist=True)
@@ -139,7 +138,7 @@ def test_a_model_without_its_optimizer(tmp_path: Path, trained: Any) -> None:
     assert index.is_weights_alone
 
 
-def test_states_without_their_weight_are_told_of(
+def test_states_without_their_weight_are_a_warning(
     tmp_path: Path, trained: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     lacking = next(iter(dict(trained[0].named_parameters())))
@@ -148,10 +147,8 @@ def test_states_without_their_weight_are_told_of(
         return nest({name: held for name, held in weights.items() if name != lacking}, states)
 
     open_it(save_dcp(tmp_path / "it", trained, outer=cut))
-    assert (
-        f"not loaded by the engine, since it is states of parameters that the model there does not have: {lacking}"
-        in caplog.text
-    )
+    text = "not loaded by the engine, since it is states of parameters that the model there does not have"
+    assert f"{text}: {lacking}" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])
@@ -242,99 +239,92 @@ def saved(tmp_path: Path, trained: Any) -> Path:
     return save_dcp(tmp_path / "it", trained, outer=nest)
 
 
-def change_metadata(folder: Path, change: Callable[[Any], None]) -> None:
+def change_metadata(folder: Path, change: Callable[[Any], object]) -> None:
     path = folder / ".metadata"
-    told = pickle.loads(path.read_bytes())
-    change(told)
-    path.write_bytes(pickle.dumps(told))
+    metadata = pickle.loads(path.read_bytes())
+    change(metadata)
+    path.write_bytes(pickle.dumps(metadata))
 
 
-def find_info(told: Any, key: str) -> Any:
-    return next(info for index, info in told.storage_data.items() if index.fqn == key)
+def find_info(metadata: Any, key: str) -> Any:
+    return next(info for index, info in metadata.storage_data.items() if index.fqn == key)
 
 
-def lose_chunk(told: Any) -> None:
-    told.state_dict_metadata["model.first.weight"].chunks.clear()
+WEIGHT = "model.first.weight"
 
 
-def overlap(told: Any) -> None:
+def place(**fields: Any) -> Callable[[Any], object]:
+    """Change the place of a tensor's block."""
+    return lambda metadata: vars(find_info(metadata, WEIGHT)).update(fields)
+
+
+def overlap(metadata: Any) -> None:
     """A second block of 64 elements that begins in the middle of the first."""
-    item = told.state_dict_metadata["model.first.bias"]
+    item = metadata.state_dict_metadata["model.first.bias"]
     item.size = torch.Size([96])
     item.chunks.append(ChunkStorageMetadata(torch.Size([32]), torch.Size([64])))
     index = MetadataIndex("model.first.bias", torch.Size([32]))
-    told.storage_data[index] = find_info(told, "model.norm.bias")
+    metadata.storage_data[index] = find_info(metadata, "model.norm.bias")
 
 
-def lead_out(told: Any) -> None:
-    find_info(told, "model.first.weight").relative_path = "../../etc/passwd"
+def point_elsewhere(metadata: Any) -> None:
+    other = find_info(metadata, "model.second.weight")
+    place(offset=other.offset, length=other.length)(metadata)
 
 
-def lead_to_root(told: Any) -> None:
-    find_info(told, "model.first.weight").relative_path = "/etc/passwd"
+def name_at_length(metadata: Any) -> None:
+    """A name that has as many prefixes as words."""
+    metadata.state_dict_metadata["param_groups." * 50_000] = metadata.state_dict_metadata[WEIGHT]
 
 
-def name_other_file(told: Any) -> None:
-    find_info(told, "model.first.weight").relative_path = "__7_0.distcp"
-
-
-def point_behind(told: Any) -> None:
-    find_info(told, "model.first.weight").offset = 1 << 40
-
-
-def point_elsewhere(told: Any) -> None:
-    one, other = (find_info(told, f"model.{name}.weight") for name in ("first", "second"))
-    one.offset, one.length = other.offset, other.length
-
-
-def grow(told: Any) -> None:
-    told.state_dict_metadata["model.first.weight"].size = torch.Size([1 << 40, 1 << 20])
-
-
-def name_at_length(told: Any) -> None:
-    """Of as many beginnings as it has words."""
-    told.state_dict_metadata["param_groups." * 50_000] = told.state_dict_metadata["model.first.weight"]
-
-
-def nest_path(told: Any) -> None:
+def nest_path(metadata: Any) -> None:
     """Text of 2^60 characters in 60 opcodes."""
     name: Any = "x"
     for _ in range(60):
         name = (name, name)
-    told.planner_data["model.first.weight"] = ("state", name, "x")
+    metadata.planner_data[WEIGHT] = ("state", name, "x")
 
 
-def transform(told: Any) -> None:
-    find_info(told, "model.first.weight").transform_descriptors = ["zstd"]
+OTHER_TYPE = r"holds float32 .* model\.first\.weight .* The folder mixes"
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "text"),
     [
-        (lose_chunk, "fragments hold 0"),
+        (lambda metadata: metadata.state_dict_metadata[WEIGHT].chunks.clear(), "fragments hold 0"),
         (overlap, "covered twice"),
-        (lead_out, "outside of the folder"),
-        (lead_to_root, "outside of the folder"),
-        (name_other_file, "not there.*__7_0.distcp"),
-        (point_behind, "is to lie at bytes"),
+        (place(relative_path="../../etc/passwd"), "outside of the folder"),
+        (place(relative_path="/etc/passwd"), "outside of the folder"),
+        (place(relative_path="__7_0.distcp"), "not there.*__7_0.distcp"),
+        (place(offset=1 << 40), "is to lie at bytes"),
         (point_elsewhere, "mixes files"),
-        (grow, "are missing"),
-        (transform, "transformed"),
+        (
+            lambda metadata: vars(metadata.state_dict_metadata[WEIGHT]).update(size=torch.Size([1 << 40, 1 << 20])),
+            "are missing",
+        ),
+        (place(transform_descriptors=["zstd"]), "transformed"),
         (name_at_length, "for a name"),
         (nest_path, "for a name"),
+        *(
+            (lambda metadata, dtype=dtype: _set_dtype(metadata, dtype), OTHER_TYPE)
+            for dtype in (torch.bfloat16, torch.int32, torch.float64)
+        ),
     ],
 )
-def test_metadata_that_lies_is_refused(saved: Path, change: Callable[[Any], None], told: str) -> None:
+def test_metadata_that_contradicts_the_data_is_refused(saved: Path, change: Callable[[Any], None], text: str) -> None:
     change_metadata(saved, change)
-    with pytest.raises((CheckpointError, UnsupportedError), match=told):
+    with pytest.raises((CheckpointError, UnsupportedError), match=text):
         open_it(saved)
+
+
+def _set_dtype(metadata: Any, dtype: torch.dtype) -> None:
+    metadata.state_dict_metadata[WEIGHT].properties.dtype = dtype
 
 
 @pytest.mark.parametrize(
     "step", ["x", None, -1.0, float("nan"), float("inf"), 10**30, [3], torch.tensor(3j), torch.ones(2)]
 )
-def test_a_step_that_is_none_is_refused(tmp_path: Path, step: Any) -> None:
-    """Told by a group, or kept as a tensor beside the moments."""
+def test_a_step_that_is_no_number_is_refused(tmp_path: Path, step: Any) -> None:
     tree = make_tree(PLAIN, random_state(PLAIN, 0))
     tree["optim"]["param_groups"][0]["step"] = step
     write_dcp(tmp_path, tree, lambda tensor: [1] * tensor.dim())
@@ -342,32 +332,18 @@ def test_a_step_that_is_none_is_refused(tmp_path: Path, step: Any) -> None:
         open_it(tmp_path)
 
 
-def test_groups_without_numbers_are_refused(tmp_path: Path) -> None:
+def test_trees_that_contradict_themselves_are_refused(tmp_path: Path) -> None:
+    """Groups without numbers; metadata files of two folders that describe one tensor."""
     tree = {"a": torch.ones(2), "optim.param_groups.x.params": ["a"], "optim.state.a.exp_avg": torch.ones(2)}
-    write_dcp(tmp_path, tree, lambda tensor: [1])
+    (tmp_path / "groups").mkdir()
+    write_dcp(tmp_path / "groups", tree, lambda tensor: [1])
     with pytest.raises(UnsupportedError, match="invalid literal for int"):
-        open_it(tmp_path)
-
-
-def test_files_that_tell_of_one_tensor_in_two_ways(tmp_path: Path) -> None:
-    """The metadata files of two folders."""
+        open_it(tmp_path / "groups")
     for name, size in (("pytorch_model_fsdp_0", 2), ("optimizer_0", 3)):
-        (tmp_path / name).mkdir()
-        write_dcp(tmp_path / name, {"model": {"a": torch.ones(size)}}, lambda tensor: [1])
+        (tmp_path / "two" / name).mkdir(parents=True)
+        write_dcp(tmp_path / "two" / name, {"model": {"a": torch.ones(size)}}, lambda tensor: [1])
     with pytest.raises(CheckpointError, match=r"model\.a as float32 of shape \(3,\) and as float32 of shape \(2,\)"):
-        open_it(tmp_path)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int32, torch.float64])
-def test_blocks_of_another_element_type_are_refused(saved: Path, dtype: torch.dtype) -> None:
-    """As another save's, of the same size or not."""
-
-    def change(told: Any) -> None:
-        told.state_dict_metadata["model.first.weight"].properties.dtype = dtype
-
-    change_metadata(saved, change)
-    with pytest.raises(CheckpointError, match=r"holds float32 .* model\.first\.weight .* The folder mixes"):
-        open_it(saved)
+        open_it(tmp_path / "two")
 
 
 def test_moments_may_be_of_another_element_type_than_weights(tmp_path: Path) -> None:
@@ -375,8 +351,8 @@ def test_moments_may_be_of_another_element_type_than_weights(tmp_path: Path) -> 
     tree["model"]["a.weight"] = tree["model"]["a.weight"].bfloat16()
     write_dcp(tmp_path, tree, lambda tensor: [2, 2][: tensor.dim()])
     index = open_it(tmp_path)
-    wanted = {"fp32": tree["model"]["a.weight"], "exp_avg": tree["optim"]["state"]["a.weight"]["exp_avg"]}
-    for state, tensor in wanted.items():
+    expected = {"fp32": tree["model"]["a.weight"], "exp_avg": tree["optim"]["state"]["a.weight"]["exp_avg"]}
+    for state, tensor in expected.items():
         check_same({"it": read_whole(index, index.stored.atoms["a.weight", state, 0])}, {"it": tensor})
 
 
@@ -387,27 +363,14 @@ class Harm:
 
 def test_no_code_of_a_metadata_file_runs(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(saved)
-
-    def plant(told: Any) -> None:
-        told.planner_data["x"] = Harm()
-
-    change_metadata(saved, plant)
+    change_metadata(saved, lambda metadata: metadata.planner_data.update(x=Harm()))
     open_it(saved)
     assert not (saved / "harm").exists()
 
 
-def test_a_flipped_bit_is_found(saved: Path) -> None:
+def test_damage_anywhere_is_one_error_or_none(saved: Path) -> None:
+    """Changed bytes of the metadata, truncated files, and a flipped bit of a tensor."""
     index = open_it(saved)
-    record = next(each for each in index.stored.records if each.nbytes > 100)
-    path = Path(index.stored.files[record.file].path)
-    data = bytearray(path.read_bytes())
-    data[record.offset + 50] ^= 4
-    path.write_bytes(data)
-    assert not verify_checkpoint(str(saved)).whole
-
-
-def test_damage_anywhere_is_one_error_or_none(saved: Path, tmp_path: Path) -> None:
-    """Bytes of the metadata that are other ones, and files that are cut short."""
     whole, draw = (saved / ".metadata").read_bytes(), np.random.default_rng(0)
     for at in draw.integers(0, len(whole), 60).tolist():
         data = bytearray(whole)
@@ -416,12 +379,16 @@ def test_damage_anywhere_is_one_error_or_none(saved: Path, tmp_path: Path) -> No
         with suppress(UcpError):
             open_it(saved)
     (saved / ".metadata").write_bytes(whole)
-    file = next(saved.glob("*.distcp"))
-    held = file.read_bytes()
+    record = next(each for each in index.stored.records if each.nbytes > 100)
+    file = Path(index.stored.files[record.file].path)
+    held = bytearray(file.read_bytes())
     for length in (0, 1, 100, len(held) // 2, len(held) - 1):
         file.write_bytes(held[:length])
         with pytest.raises(CheckpointError, match="trunc|damaged|is to lie"):
             open_it(saved)
+    held[record.offset + 50] ^= 4
+    file.write_bytes(held)
+    assert not verify_checkpoint(str(saved)).whole
 
 
 def test_an_optimizer_beside_whole_weights(tmp_path: Path, trained: Any) -> None:
@@ -441,9 +408,8 @@ def test_an_optimizer_beside_whole_weights(tmp_path: Path, trained: Any) -> None
             open_it(tmp_path)
 
 
-def test_a_deepspeed_tag_beside_safetensors_is_deepspeeds(tmp_path: Path, trained: Any) -> None:
+def test_model_states_make_a_folder_deepspeeds(tmp_path: Path, trained: Any) -> None:
     folder = save_dcp(tmp_path / "it", trained, outer=nest)
-    shutil.copy(folder / ".metadata", tmp_path / "keep")
     (folder / "mp_rank_00_model_states.pt").touch()
     with pytest.raises(CheckpointError, match="mp_rank_00"):
         open_it(folder)
@@ -473,18 +439,15 @@ def cut_irregularly(rows: int) -> list[tuple[int, int, int, int]]:
     return [(0, 0, half, 1), (0, 1, half, 3), (half, 0, half, 2), (half, 2, half, 2)]
 
 
-def test_all_pieces_up_to_the_limit_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_irregular_pieces_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are counted before they are made: a sparse file has room for a billion rows."""
+    with pytest.raises(UnsupportedError, match="w is cut irregularly, .* more than 4194304 pieces"):
+        make_index(*make_tensor(tmp_path, (10**9, 4), *cut_irregularly(10**9)))
     monkeypatch.setattr(contents, "_MOST_RUNS", 24)
     (atom,) = make_index(*make_tensor(tmp_path, (12, 4), *cut_irregularly(12))).stored.atoms.values()
     assert len(atom.shards[0].fragments) == 24
     with pytest.raises(UnsupportedError, match="more than 24 pieces"):
         make_index(*make_tensor(tmp_path, (14, 4), *cut_irregularly(14)))
-
-
-def test_pieces_beyond_the_limit_are_not_made(tmp_path: Path) -> None:
-    """Of a tensor of a billion rows, which a sparse file has room for."""
-    with pytest.raises(UnsupportedError, match="w is cut irregularly, .* more than 4194304 pieces"):
-        make_index(*make_tensor(tmp_path, (10**9, 4), *cut_irregularly(10**9)))
 
 
 def test_a_grid_is_as_many_pieces_as_it_has_blocks(tmp_path: Path) -> None:
@@ -543,18 +506,12 @@ def test_what_an_export_wrote_comes_back(tmp_path: Path, layout: str) -> None:
 # -- commands ---------------------------------------------------------------------------------------------------------
 
 
-def cut_anew(saved: Path, folder: Path) -> Path:
-    """The same with tensors that are cut into two along each dimension."""
-    folder.mkdir()
-    write_dcp(folder, read_all(saved), lambda tensor: [2, 2][: tensor.dim()])
-    return folder
-
-
 @pytest.mark.parametrize("tiled", [False, True])
-def test_commands_take_it(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], tiled: bool) -> None:
-    """As they take DeepSpeed's own; cut along each dimension too."""
-    if tiled:
-        saved = cut_anew(saved, tmp_path / "tiles")
+def test_commands_accept_it(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], tiled: bool) -> None:
+    if tiled:  # each tensor is cut in two along each dimension
+        (tmp_path / "tiles").mkdir()
+        write_dcp(tmp_path / "tiles", read_all(saved), lambda tensor: [2, 2][: tensor.dim()])
+        saved = tmp_path / "tiles"
         assert main(["diff", str(tmp_path / "it"), str(saved)]) == 0
     assert main(["convert", str(saved), str(tmp_path / "atomic")]) == 0
     assert main(["diff", str(saved), str(tmp_path / "atomic")]) == 0
@@ -563,8 +520,7 @@ def test_commands_take_it(saved: Path, tmp_path: Path, capsys: pytest.CaptureFix
     blocks = re.findall(r"\[(?:\d+:\d+, )+\d+:\d+\]", capsys.readouterr().out)
     assert blocks == ["[0:32, 0:3]", "[0:32, 3:6]", "[32:64, 0:3]", "[32:64, 3:6]"] * 3 * tiled
     assert main(["inspect", str(saved)]) == 0
-    told = capsys.readouterr().out
-    assert "written by  torch.distributed.checkpoint, float32" in told
+    assert "written by  torch.distributed.checkpoint, float32" in capsys.readouterr().out
     assert main(["plan", str(saved), "--target", "zero=3,dp=2"]) == 0
     assert main(["list", str(saved)]) == 0
     line = capsys.readouterr().out.splitlines()[-1]
