@@ -17,7 +17,7 @@ from deepspeed_ucp.atoms import MASTER, AtomicIndex, AtomKey, ParamKey
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.convert import ConvertOptions, convert_checkpoint, convert_index, default_destination, driver
 from deepspeed_ucp.convert.driver import Written, join_ranges
-from deepspeed_ucp.convert.outputs import check_paths
+from deepspeed_ucp.convert.outputs import check_paths, list_steps
 from deepspeed_ucp.errors import CheckpointError, StorageError, UcpError, UnsupportedError
 from deepspeed_ucp.plan.conversion import Range
 from deepspeed_ucp.sources import open_checkpoint
@@ -102,36 +102,54 @@ def test_files_are_torchs_own(tmp_path: Path) -> None:
     assert torch.equal(torch.as_tensor(step), torch.as_tensor(held.state.scalars["body.row"]["step"]))
 
 
+def convert_tag(folder: Path, tag: str = "tag", to: str | None = None, **options: Any) -> Any:
+    """Convert a tag, by default to the folder beside it."""
+    return convert_checkpoint(
+        str(folder / tag), str(folder / to) if to else None, options=ConvertOptions(**{"workers": 1, **options})
+    )
+
+
 def test_an_output_of_the_same_source_is_reused(tmp_path: Path) -> None:
-    held = make_source()
-    held.write(tmp_path / "tag")
-    first = convert_checkpoint(str(tmp_path / "tag"), options=OPTIONS)
+    make_source().write(tmp_path / "tag")
+    first = convert_tag(tmp_path)
     times = {path: path.stat().st_mtime_ns for path in Path(first.destination).rglob("*")}
     (tmp_path / "latest_universal").write_text("another")
-    second = convert_checkpoint(str(tmp_path / "tag"), options=OPTIONS)
+    second = convert_tag(tmp_path)
     assert second.reused and not first.reused and not second.bytes_written
     assert second.destination == default_destination(str(tmp_path / "tag"))
     assert times == {path: path.stat().st_mtime_ns for path in Path(first.destination).rglob("*")}
     assert (tmp_path / "latest_universal").read_text() == "tag_universal"
 
 
-def test_an_output_of_another_source_is_refused_without_overwrite(tmp_path: Path) -> None:
-    for seed, tag in enumerate(("one", "two")):
-        make_source(seed=seed).write(tmp_path / tag)
-    to = tmp_path / "out"
-    convert_checkpoint(str(tmp_path / "one"), str(to), options=OPTIONS)
-    before = read_bytes(to)
+@pytest.mark.parametrize("way", ["overwrite", "refresh"])
+@pytest.mark.parametrize("change", ["another tag", "saved again", "saved again without checksums", "atomic source"])
+def test_an_output_of_another_source_is_replaced_only_if_asked(tmp_path: Path, change: str, way: str) -> None:
+    """By content: also if sizes agree and no checksum differs, by the time of the last change."""
+    torch.serialization.set_crc32_options("without" not in change)
+    try:
+        first, second = "tag0", "tag1" if change in ("another tag", "atomic source") else "tag0"
+        make_source(seed=0).write(tmp_path / first)
+        if change == "atomic source":
+            make_source(seed=1).write(tmp_path / second)
+            first, second = (Path(convert_tag(tmp_path, tag).destination).name for tag in (first, second))
+        convert_tag(tmp_path, first, "out")
+        before = read_bytes(tmp_path / "out")
+        assert convert_tag(tmp_path, first, "out").reused
+        if change != "atomic source":
+            make_source(seed=1).write(tmp_path / second)
+    finally:
+        torch.serialization.set_crc32_options(True)
     with pytest.raises(StorageError, match="--overwrite"):
-        convert_checkpoint(str(tmp_path / "two"), str(to), options=OPTIONS)
-    assert read_bytes(to) == before
-    convert_checkpoint(str(tmp_path / "two"), str(to), options=ConvertOptions(workers=2, overwrite=True))
-    convert_checkpoint(str(tmp_path / "two"), str(tmp_path / "fresh"), options=OPTIONS)
-    assert read_bytes(to) == read_bytes(tmp_path / "fresh")
+        convert_tag(tmp_path, second, "out")
+    assert read_bytes(tmp_path / "out") == before
+    assert not convert_tag(tmp_path, second, "out", **{way: True}).reused
+    convert_tag(tmp_path, second, "fresh")
+    assert read_bytes(tmp_path / "out") == read_bytes(tmp_path / "fresh") != before
 
 
 def test_latest_is_left_alone_if_asked(tmp_path: Path) -> None:
     make_source().write(tmp_path / "tag")
-    convert_checkpoint(str(tmp_path / "tag"), options=ConvertOptions(workers=1, latest=False))
+    convert_tag(tmp_path, latest=False)
     assert not (tmp_path / "latest_universal").exists()
 
 
@@ -150,39 +168,37 @@ def test_a_damaged_source_leaves_nothing(tmp_path: Path, nodes: int) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["tag"]
 
 
-def list_paths(name: str) -> list[str]:
-    return [f"zero/{name}/fp32.pt", f"zero/{name}/step.pt"]
+ODD_PATH, ONE_PATH = (
+    "folder for each parameter.* cannot be a path",
+    "folder for each parameter.* another file or folder",
+)
 
 
 @pytest.mark.parametrize(
-    "name", ["../evil", "a//b", "..", "", "\0", "w" * 256, "ü" * 128, "\udcff"], ids=lambda name: ascii(name)[:9]
+    ("names", "text"),
+    [
+        *(((name,), ODD_PATH) for name in ("../evil", "a//b", "..", "", "\0", "w" * 256, "ü" * 128, "\udcff")),
+        (("optimizer_state.pt",), ONE_PATH),
+        (("optimizer_state.pt/a",), ONE_PATH),
+        (("a", "a/fp32.pt"), ONE_PATH),
+        (("a/fp32.pt", "a"), ONE_PATH),
+        (("a", "a"), ONE_PATH),
+        (("layers.0.weight", "experts/3", "experts/4", "w" * 255), ""),
+    ],
+    ids=lambda each: ascii(each)[:20],
 )
-def test_names_that_cannot_be_paths_are_refused(name: str) -> None:
-    with pytest.raises(UnsupportedError, match="folder for each parameter.* cannot be a path"):
-        check_paths(list_paths(name))
-
-
-@pytest.mark.parametrize(
-    "names",
-    [("optimizer_state.pt",), ("optimizer_state.pt/a",), ("a", "a/fp32.pt"), ("a/fp32.pt", "a"), ("a", "a")],
-    ids=" ".join,
-)
-def test_names_that_want_one_path_are_refused(names: tuple[str, ...]) -> None:
-    with pytest.raises(UnsupportedError, match="folder for each parameter.* another file or folder"):
-        check_paths(path for name in names for path in list_paths(name))
-
-
-def test_all_other_names_are_paths() -> None:
-    check_paths(path for name in ("layers.0.weight", "experts/3", "experts/4", "w" * 255) for path in list_paths(name))
+def test_names_of_parameters_as_paths(names: tuple[str, ...], text: str) -> None:
+    paths = [f"zero/{name}/{file}.pt" for name in names for file in ("fp32", "step")]
+    with pytest.raises(UnsupportedError, match=text) if text else nullcontext():
+        check_paths(paths)
 
 
 @pytest.mark.parametrize("name", ["w" * 300, "w\udcff", "optimizer_state.pt"], ids=["long", "surrogate", "file"])
-def test_a_conversion_of_such_names_is_refused_and_leaves_nothing(name: str, tmp_path: Path) -> None:
+def test_a_conversion_of_refused_names_leaves_nothing(name: str, tmp_path: Path) -> None:
     model = Model((Param(name, (4, 3)),))
-    tag = tmp_path / "source" / "tag"
     write_checkpoint(tmp_path / "source", model, random_state(model, 0), Topology(1, 1), tag="tag")
     with pytest.raises(UnsupportedError, match="folder for each parameter"):
-        convert_checkpoint(str(tag), str(tmp_path / "out" / "it"))
+        convert_tag(tmp_path, "source/tag", "out/it")
     assert not (tmp_path / "out").exists()
 
 
@@ -201,13 +217,6 @@ def test_ranges_must_make_up_the_file() -> None:
     for lacking in (parts[:1], parts[1:], [], [*parts, *parts]):
         with pytest.raises(CheckpointError, match=r"x\.pt"):
             join_ranges(lacking, [Fake()])
-
-
-def test_stage_0_needs_names(tmp_path: Path) -> None:
-    held = make_source(topology=Topology(0, 1))
-    held.write(tmp_path / "tag")
-    with pytest.raises(UcpError, match="--groups"):
-        convert_checkpoint(str(tmp_path / "tag"), options=OPTIONS)
 
 
 def test_what_upstream_cannot_cut_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -244,78 +253,41 @@ def test_a_node_that_fails_stops_the_others(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_names_of_a_stage_0_source_belong_to_the_output(tmp_path: Path) -> None:
-    """The same files under other names are another checkpoint: neither reused nor gone on with."""
+    """The same files under other names are another checkpoint."""
     model = Model((Param("q", (3, 2)), Param("k", (3, 2))))
-    topology = Topology(0, 1)
-    state = random_state(model, 0, precision="fp32", topology=topology)
-    write_checkpoint(tmp_path, model, state, topology, tag="tag")
-    wrong, right = ([["k", "q"]], [["q", "k"]])
-    to = str(tmp_path / "out")
-    convert_checkpoint(str(tmp_path / "tag"), to, groups=wrong, options=OPTIONS)
+    state = random_state(model, 0, precision="fp32", topology=Topology(0, 1))
+    tag, to = str(write_checkpoint(tmp_path, model, state, Topology(0, 1), tag="tag")), str(tmp_path / "out")
+    with pytest.raises(UcpError, match="--groups"):
+        convert_checkpoint(str(make_source(topology=Topology(0, 1)).write(tmp_path / "unnamed")), options=OPTIONS)
+    convert_checkpoint(tag, to, groups=[["k", "q"]], options=OPTIONS)
     with pytest.raises(StorageError, match="--overwrite"):
-        convert_checkpoint(str(tmp_path / "tag"), to, groups=right, options=OPTIONS)
-    convert_checkpoint(str(tmp_path / "tag"), to, groups=right, options=ConvertOptions(workers=1, overwrite=True))
+        convert_checkpoint(tag, to, groups=[["q", "k"]], options=OPTIONS)
+    convert_checkpoint(tag, to, groups=[["q", "k"]], options=ConvertOptions(workers=1, overwrite=True))
     found = torch.load(f"{to}/zero/q/exp_avg.pt", weights_only=True)["param"]
     assert torch.equal(found, state.atoms["q"]["exp_avg"])
 
 
-def test_an_atomic_source_is_told_by_its_bytes(tmp_path: Path) -> None:
-    for seed in (0, 1):
-        make_source(seed=seed).write(tmp_path / f"tag{seed}")
-        convert_checkpoint(str(tmp_path / f"tag{seed}"), options=OPTIONS)
-    to = str(tmp_path / "copy")
-    assert not convert_checkpoint(str(tmp_path / "tag0_universal"), to, options=OPTIONS).reused
-    assert convert_checkpoint(str(tmp_path / "tag0_universal"), to, options=OPTIONS).reused
-    with pytest.raises(StorageError, match="--overwrite"):
-        convert_checkpoint(str(tmp_path / "tag1_universal"), to, options=OPTIONS)
-
-
-def test_a_source_without_checksums_is_told_by_its_time(tmp_path: Path) -> None:
-    torch.serialization.set_crc32_options(False)
-    try:
-        make_source(seed=0).write(tmp_path / "tag")
-        convert_checkpoint(str(tmp_path / "tag"), options=OPTIONS)
-        assert convert_checkpoint(str(tmp_path / "tag"), options=OPTIONS).reused
-        make_source(seed=1).write(tmp_path / "tag")
-    finally:
-        torch.serialization.set_crc32_options(True)
-    with pytest.raises(StorageError, match="--overwrite"):
-        convert_checkpoint(str(tmp_path / "tag"), options=OPTIONS)
-
-
-def test_what_was_made_unverified_is_not_reused_by_who_wants_it_verified(tmp_path: Path) -> None:
+def test_an_unverified_output_is_not_reused_for_a_verified_one(tmp_path: Path) -> None:
     make_source().write(tmp_path / "tag")
-    unverified = ConvertOptions(workers=1, verify=False)
-    convert_checkpoint(str(tmp_path / "tag"), options=unverified)
-    assert convert_checkpoint(str(tmp_path / "tag"), options=unverified).reused
+    convert_tag(tmp_path, verify=False)
+    assert convert_tag(tmp_path, verify=False).reused
     with pytest.raises(StorageError, match="--overwrite"):
-        convert_checkpoint(str(tmp_path / "tag"), options=OPTIONS)
+        convert_tag(tmp_path)
 
 
-def test_overwrite_converts_anew(tmp_path: Path) -> None:
-    """Also what is damaged inside and looks whole from outside."""
+def test_overwriting_replaces_damaged_files_and_keeps_foreign_ones(tmp_path: Path) -> None:
     make_source().write(tmp_path / "tag")
-    first = convert_checkpoint(str(tmp_path / "tag"), options=OPTIONS)
-    before = read_bytes(Path(first.destination))
-    path = Path(first.destination) / "zero/body.row/exp_avg.pt"
-    data = bytearray(path.read_bytes())
-    data[4100] ^= 1
-    path.write_bytes(data)
-    convert_checkpoint(str(tmp_path / "tag"), options=ConvertOptions(workers=1, overwrite=True))
-    assert read_bytes(Path(first.destination)) == before
-
-
-def test_refresh_replaces_what_is_ours_and_of_something_else(tmp_path: Path) -> None:
-    """A tag that was saved again, in mode "atomic"."""
-    refresh = ConvertOptions(workers=1, refresh=True)
-    make_source(seed=0).write(tmp_path / "tag")
-    convert_checkpoint(str(tmp_path / "tag"), options=refresh)
-    assert convert_checkpoint(str(tmp_path / "tag"), options=refresh).reused
-    make_source(seed=1).write(tmp_path / "tag")
-    again = convert_checkpoint(str(tmp_path / "tag"), options=refresh)
-    assert not again.reused
-    convert_checkpoint(str(tmp_path / "tag"), str(tmp_path / "fresh"), options=refresh)
-    assert read_bytes(Path(again.destination)) == read_bytes(tmp_path / "fresh")
+    to = Path(convert_tag(tmp_path).destination)
+    before = read_bytes(to)
+    data = bytearray(before["zero/body.row/exp_avg.pt"])
+    data[4100] ^= 1  # a check of names and sizes passes
+    (to / "zero/body.row/exp_avg.pt").write_bytes(data)
+    convert_tag(tmp_path, overwrite=True)
+    assert read_bytes(to) == before
+    (to / "notes.txt").write_text("mine")
+    with pytest.raises(StorageError, match=r"notes\.txt"):
+        convert_tag(tmp_path, overwrite=True)
+    assert (to / "notes.txt").read_text() == "mine"
 
 
 def test_ranks_convert_the_tag_that_one_was_told_of(tmp_path: Path) -> None:
@@ -332,21 +304,8 @@ def test_ranks_convert_the_tag_that_one_was_told_of(tmp_path: Path) -> None:
     assert run_ranks(2, work) == [str(tmp_path / "tag1_universal")] * 2
 
 
-def test_strangers_in_the_destination_stay(tmp_path: Path) -> None:
-    make_source().write(tmp_path / "tag")
-    first = convert_checkpoint(str(tmp_path / "tag"), options=OPTIONS)
-    notes = Path(first.destination) / "notes.txt"
-    notes.write_text("mine")
-    with pytest.raises(StorageError, match=r"notes\.txt"):
-        convert_checkpoint(str(tmp_path / "tag"), options=ConvertOptions(workers=1, overwrite=True))
-    assert notes.read_text() == "mine"
-
-
-def test_scalars_that_lead_elsewhere_are_refused(tmp_path: Path) -> None:
-    from deepspeed_ucp.convert.outputs import list_steps
-
-    held = make_source()
-    index = open_held(held, tmp_path / "tag").change(scalars={ParamKey("../../evil"): {"step": 5}})
+def test_names_of_scalars_are_checked_as_paths(tmp_path: Path) -> None:
+    index = open_held(make_source(), tmp_path / "tag").change(scalars={ParamKey("../../evil"): {"step": 5}})
     with pytest.raises(UnsupportedError, match="evil"):
         check_paths(list_steps(index))
 

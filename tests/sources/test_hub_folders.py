@@ -14,6 +14,7 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.errors import CheckpointError, UnsupportedError
 from deepspeed_ucp.examine.verify import verify_checkpoint
 from deepspeed_ucp.sources import open_checkpoint
+from deepspeed_ucp.stream.reader import AtomReader
 
 INDEX = "model.safetensors.index.json"
 
@@ -68,33 +69,38 @@ def test_an_empty_file_is_no_checkpoint(tmp_path: Path, name: str) -> None:
         open_it(tmp_path)
 
 
-def test_a_variant_alone_is_the_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_variant_alone_and_links_of_the_hubs_cache_are_the_model(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     write(tmp_path, "model.fp16.safetensors")
-    assert [key.name for key in open_it(tmp_path).stored.atoms] == ["model"]
+    (tmp_path / "snapshots" / "abc").mkdir(parents=True)
+    (tmp_path / "snapshots" / "abc" / "model.safetensors").symlink_to("../../model.fp16.safetensors")
+    for folder in (tmp_path, tmp_path / "snapshots" / "abc"):
+        index = open_it(folder)
+        assert [key.name for key in index.stored.atoms] == ["model"]
+        with AtomReader(index) as reader:
+            assert reader.read_elements(next(iter(index.stored.atoms.values())), 0, 0, 2) == b"\0\0\x80\x3f" * 2
+        assert verify_checkpoint(str(folder)).whole
     assert not any("not read" in line for line in caplog.messages)
 
 
-def test_a_snapshot_of_the_hub_is_links(tmp_path: Path) -> None:
-    write(tmp_path, "model.safetensors")
-    snapshot = tmp_path / "snapshots" / "abc"
-    snapshot.mkdir(parents=True)
-    (tmp_path / "blob").write_bytes((tmp_path / "model.safetensors").read_bytes())
-    (snapshot / "model.safetensors").symlink_to("../../blob")
-    assert verify_checkpoint(str(snapshot)).whole
-
-
-@pytest.mark.parametrize("told", [{"quant_method": "fp8"}, {"bits": 4}])
-def test_quantized_weights_are_refused(tmp_path: Path, told: dict[str, object]) -> None:
-    write(tmp_path, "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": told}))
-    with pytest.raises(UnsupportedError, match=r"quantized \((fp8|quantization_config in config.json)\).*dequantize"):
-        open_it(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["a.weight_scale_inv", "a.qweight", "a.weight.absmax", "a.gate_up_proj_blocks"])
-def test_quantized_weights_are_known_without_a_configuration(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("config", "name", "text"),
+    [
+        ({"quant_method": "fp8"}, "b", "fp8"),
+        ({"bits": 4}, "b", "quantization_config in config.json"),
+        *(
+            (None, name, name)
+            for name in ("a.weight_scale_inv", "a.qweight", "a.weight.absmax", "a.gate_up_proj_blocks")
+        ),
+    ],
+)
+def test_quantized_weights_are_refused(tmp_path: Path, config: object, name: str, text: str) -> None:
+    """By the configuration, or by the names of their scales."""
     save_file({"a.weight": torch.ones(2).to(torch.float8_e4m3fn), name: torch.ones(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(UnsupportedError, match=rf"quantized \({name}\)"):
+    if config:
+        (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    with pytest.raises(UnsupportedError, match=rf"quantized \({text}\).*dequantize"):
         open_it(tmp_path)
 
 
