@@ -23,8 +23,7 @@ from cold import map_memory
 from isal import isal_zlib
 from meters import Io
 
-from deepspeed_ucp.io.memory import allocate_large, find_address
-from deepspeed_ucp.io.pages import LargePages
+from deepspeed_ucp.io.memory import LargePages, allocate_large, find_address
 from deepspeed_ucp.io.threads import count_threads
 
 if TYPE_CHECKING:

@@ -1,10 +1,19 @@
-"""Kinds of file systems: of a disk of this machine, of its memory, over a network."""
+"""Kinds of file systems, and the number of requests in flight that suits a path's storage."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import os
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TypeVar
+
+from .paths import is_url
+from .threads import count_threads, map_threads
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 DISK, MEMORY, NETWORK = "disk", "memory", "network"
 
@@ -15,12 +24,15 @@ _LOCAL = {
     0xCA451A4E: DISK,  # bcachefs
     0xF2F52010: DISK,  # f2fs
     0x2FC12FC1: DISK,  # zfs
-    0x794C7630: DISK,  # overlay, of whatever lies below
+    0x794C7630: DISK,  # overlay, whatever its layers are
     0x01021994: MEMORY,  # tmpfs
     0x858458F6: MEMORY,  # ramfs
     0x958458F6: MEMORY,  # hugetlbfs
 }
-"""Kinds by what statfs tells (``f_type``; linux/magic.h). All others lie over a network, or behind a process (fuse)."""
+"""Kinds by statfs's ``f_type`` (linux/magic.h). All others are network file systems, or processes (fuse)."""
+
+_FAR_READERS = 16
+"""Reads in flight from network storage: its latency is high, but it serves many requests at once."""
 
 
 class _Statfs(ctypes.Structure):
@@ -29,7 +41,7 @@ class _Statfs(ctypes.Structure):
 
 @functools.cache
 def load_libc() -> ctypes.CDLL:
-    """The C library, whose calls tell ``errno``; those that take addresses or sizes know their types."""
+    """Return the C library, with ``errno`` and the argument types of functions that take addresses or sizes."""
     libc = ctypes.CDLL(None, use_errno=True)
     number, address, size = ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t
     libc.statfs.argtypes = ctypes.c_char_p, address
@@ -43,8 +55,23 @@ def load_libc() -> ctypes.CDLL:
 
 
 def find_kind(file: int | str) -> str:
-    """The kind of file system that a file lies in, open or by its path; empty where the system does not tell."""
+    """Return the kind of file system of a path or a file descriptor; empty if unknown."""
     libc, found = load_libc(), _Statfs()
     address = ctypes.byref(found)
     failed = libc.fstatfs(file, address) if isinstance(file, int) else libc.statfs(os.fsencode(file), address)
     return "" if failed else _LOCAL.get(found.f_type & 0xFFFFFFFF, NETWORK)
+
+
+def measure_distance(path: str) -> int:
+    """Return 0 for a local file system, 1 for a network file system, 2 for a store; a missing path is local."""
+    return 2 if is_url(path) else int(find_kind(path) == NETWORK)
+
+
+def count_readers(path: str) -> int:
+    """Return the number of threads by which a rank reads the files of a folder."""
+    return max(count_threads(), _FAR_READERS) if measure_distance(path) else count_threads()
+
+
+def choose_map(path: str) -> Callable[[Callable[[T], R], Sequence[T]], Iterable[R]]:
+    """Return a ``map`` for work on a folder's files: by several threads for network storage."""
+    return partial(map_threads, threads=_FAR_READERS) if measure_distance(path) else map

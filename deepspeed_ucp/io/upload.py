@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ..errors import DiskFullError, StorageError, UnsupportedError
-from .distance import choose_map
+from .filesystems import choose_map
 from .paths import is_url, normalize
 from .staging import LATEST, OutputKind, Staging
 from .store import list_tree, put_file, remove, write_small

@@ -18,7 +18,7 @@ from ..atoms import AtomicIndex, AtomKey
 from ..comm import Comm
 from ..config import UniversalConfig
 from ..io.cast import find_dtype
-from ..io.distance import count_readers
+from ..io.filesystems import count_readers
 from ..io.memory import Scratch
 from ..patterns import Layout
 from ..stream.checks import Checks

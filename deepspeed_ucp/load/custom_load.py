@@ -7,7 +7,7 @@ import torch
 from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex
 from ..comm import Comm
 from ..config import UniversalConfig
-from ..io.distance import count_readers
+from ..io.filesystems import count_readers
 from ..io.read import MemorySink
 from ..plan import Want
 from ..stream.checks import Checks

@@ -17,9 +17,8 @@ from ..comm import Comm
 from ..config import UniversalConfig
 from ..errors import CheckpointError, UcpError, let_go
 from ..io.checksum import Checked
-from ..io.distance import count_readers
-from ..io.memory import Scratch
-from ..io.pages import LargePages
+from ..io.filesystems import count_readers
+from ..io.memory import LargePages, Scratch
 from ..io.read import JOINED, MemorySink, RecordReader, Sink
 from ..io.threads import run_threads
 from ..plan import Claim, LoadPlan, ReadSizes, Request, Send

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from ..comm import Comm
 from ..errors import CheckpointError, UnsupportedError, shorten
-from ..io.distance import choose_map
+from ..io.filesystems import choose_map
 from ..io.paths import join_path
 from .compare import find_foreign_files, find_late_files
 from .files import SEAL, Listing, read_model_rank, sort_files, strip_writer

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from ..access import READ_ALL, PartialAccess
 from ..comm import Comm
 from ..errors import CheckpointError, UcpError, join_numbers, shorten
-from ..io.distance import choose_map, measure_distance
+from ..io.filesystems import choose_map, measure_distance
 from ..io.paths import Entry, is_url, join_path
 from ..io.read import sum_range
 from ..io.store import note_listed, open_stored

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ..io import direct
 from ..io.checksum import Checked
-from ..io.distance import count_readers
+from ..io.filesystems import count_readers
 from ..io.memory import Scratch
 from ..io.threads import run_threads
 from ..plan.conversion import ALIGNMENT, RANGE, Batch

@@ -10,7 +10,7 @@ import numpy as np
 from ..atoms import ITEMSIZE, Atom, AtomicIndex, StoredAtoms
 from ..comm import Comm
 from ..errors import UcpError
-from ..io.distance import choose_map
+from ..io.filesystems import choose_map
 from ..io.read import MemorySink
 from ..plan.claims import Part, Request, list_requests
 from ..plan.locate import Want

@@ -1,12 +1,100 @@
-"""The pause of the garbage collector."""
+"""Large pages for memory as long as they are fast, and the pause of the garbage collector."""
 
 from __future__ import annotations
 
 import gc
+import mmap
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from deepspeed_ucp.io.memory import pause_collection
+from deepspeed_ucp.io import memory as module
+from deepspeed_ucp.io.memory import LARGE_PAGE, LargePages, allocate, find_address, pause_collection
+
+MIB = 1 << 20
+LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
+WORTH, QUICK, SLOW = 4 * MIB, 1 / 1280, 1 / 100  # bytes, and seconds that they take at 5 and at 0.4 GiB/s
+
+
+@pytest.fixture
+def memory() -> Iterator[mmap.mmap]:
+    """Untouched memory, on a system that takes advice on large pages, whether it gives any or not."""
+    if not LARGE_PAGES.exists():
+        pytest.skip("this system has no large pages")
+    held = allocate(4 * LARGE_PAGE)
+    yield held
+    held.close()
+
+
+def read_advice(address: int) -> str:
+    """Return the advice that the system has for the pages there: "hg", "nh" or none."""
+    advice, inside = "", False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split()[0]
+        if "-" in first and not first.endswith(":"):
+            low, high = (int(each, 16) for each in first.split("-"))
+            inside = low <= address < high
+        elif inside and first == "VmFlags:":
+            advice = " ".join(flag for flag in ("hg", "nh") if flag in line.split())
+    return advice
+
+
+@pytest.mark.parametrize(
+    ("low", "nbytes", "advice"),
+    [
+        (0, 4 * LARGE_PAGE, ["hg"] * 4),
+        (mmap.PAGESIZE + 8, 2 * mmap.PAGESIZE, ["", "", "hg", ""]),
+        (8, mmap.PAGESIZE, [""] * 4),
+    ],
+    ids=["all", "two pages in part", "within a page"],
+)
+def test_large_pages_are_advised_for_whole_pages(low: int, nbytes: int, advice: list[str], memory: mmap.mmap) -> None:
+    address = find_address(memory)
+    assert read_advice(address) == ""
+    LargePages().add(address + low, nbytes)
+    assert [read_advice(address + number * mmap.PAGESIZE) for number in range(4)] == advice
+
+
+@pytest.mark.parametrize("before", [0, 1000])
+def test_slow_large_pages_are_given_up(memory: mmap.mmap, before: int) -> None:
+    """However fast they were before."""
+    pages = LargePages()
+    pages.add(find_address(memory), len(memory))
+    for cost in [*[QUICK] * before, *[SLOW] * 5]:
+        pages.note(WORTH, cost)
+    assert read_advice(find_address(memory)) == "hg"
+    for _ in range(5):
+        pages.note(WORTH, SLOW)
+    assert read_advice(find_address(memory)) == "nh"
+
+
+def test_large_pages_that_are_slow_now_and_then_are_kept(memory: mmap.mmap) -> None:
+    pages = LargePages()
+    pages.add(find_address(memory), len(memory))
+    for _ in range(100):
+        pages.note(WORTH, SLOW)
+        for _ in range(9):
+            pages.note(WORTH, QUICK)
+    assert read_advice(find_address(memory)) == "hg"
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_the_system_is_advised_once(works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, ...]] = []
+
+    def note(*call: int) -> bool:
+        calls.append(call)
+        return works
+
+    monkeypatch.setattr(module, "_advise", note)
+    pages, lows = LargePages(), (1 << 30, 2 << 30)
+    for low in lows:
+        pages.add(low, LARGE_PAGE)
+    for _ in range(100):
+        pages.note(WORTH, SLOW)
+    advices = (mmap.MADV_HUGEPAGE, mmap.MADV_NOHUGEPAGE) if works else (mmap.MADV_HUGEPAGE,)
+    assert calls == [(low, LARGE_PAGE, advice) for advice in advices for low in lows]
 
 
 def fail_inside() -> None:

@@ -18,7 +18,7 @@ from ...atoms import MODULE, strip_compiled
 from ...comm import Comm
 from ...errors import CheckpointError, UnsupportedError, shorten
 from ...experts import holds_experts
-from ...io.distance import choose_map
+from ...io.filesystems import choose_map
 from ...io.paths import Entry, is_url
 from ...io.store import note_listed
 from ...patterns.layout import Shape
