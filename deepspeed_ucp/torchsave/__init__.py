@@ -1,1 +1,1 @@
-"""torch.save's file format, read and written without torch: zips of records around one inert pickle."""
+"""Read and write ``torch.save`` files without torch and without running their pickles."""

@@ -1,4 +1,4 @@
-"""Element types as ``torch.save`` names them, and the bytes of single elements."""
+"""Element types by the names in ``torch.save`` files, and conversion of single elements to and from bytes."""
 
 from __future__ import annotations
 
@@ -24,46 +24,41 @@ STORAGE_DTYPES: Final = {
     "ComplexFloatStorage": "complex64",
     "ComplexDoubleStorage": "complex128",
 }
-"""Storage classes; the other dtypes are written as untyped bytes (torch/storage.py ``_new_dtypes``)."""
+"""Storage class → dtype; other dtypes are written as untyped bytes (torch/storage.py ``_new_dtypes``)."""
 
 STORAGES: Final = {dtype: name for name, dtype in STORAGE_DTYPES.items()}
 
 _NAME = re.compile(r"bool|b?float\d+\w*|complex\d+|q?u?int\d+(x\d+)?|bits\d+(x\d+)?")
-"""Names of torch's dtypes as it pickles them; torch itself takes seconds to import."""
+"""Pickled names of torch's dtypes. A pattern, because importing torch takes seconds."""
 
 
 def is_dtype(kind: str) -> bool:
-    """Whether a dotted name is that of one of torch's dtypes."""
+    """Return True if a dotted name names a torch dtype."""
     module, _, name = kind.rpartition(".")
     return module == "torch" and _NAME.fullmatch(name) is not None
 
 
 def is_storage(kind: str) -> bool:
-    """Whether a dotted name is that of one of torch's storage classes."""
+    """Return True if a dotted name names a torch storage class."""
     module, _, name = kind.rpartition(".")
     return module in ("torch", "torch.storage") and (name in STORAGE_DTYPES or name == "UntypedStorage")
 
 
 def unpack_scalar(dtype: str, data: bytes) -> Any:
-    """The Python number in the bytes of one element.
-
-    Args:
-        dtype: a key of ``ITEMSIZE``.
-        data: little-endian.
-    """
+    """Convert the little-endian bytes of one element to a Python number; ``dtype`` is a key of ``ITEMSIZE``."""
     return np.frombuffer(data, _find_dtype(dtype))[0].item()
 
 
 def pack_scalar(dtype: str, value: Any) -> bytes:
-    """The bytes of one element.
+    """Convert a number to the bytes of one element.
 
     Raises:
-        CheckpointError: the dtype is unknown, or cannot hold the value.
+        CheckpointError: the dtype is unknown or cannot hold the value.
     """
     try:
         kind = _find_dtype(dtype)
         if kind.kind in "iu" and value != int(value):
-            raise ValueError(f"{value} is no integer")
+            raise ValueError(f"{value} is not an integer")
         return np.asarray(value, kind).tobytes()
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(

@@ -1,7 +1,7 @@
-"""What a pickle says, as inert data that remembers how it was made: nothing of it is imported, called or built.
+"""Contents of a pickle as inert data: no class is imported, called or built.
 
-Numbers, strings, lists, dicts, tuples and sets are plain. Everything else is one of the classes here, whose parts are
-what the pickle gives, so that :mod:`~.repickle` writes again what :mod:`~.unpickle` has read.
+Numbers, strings, lists, dicts, tuples and sets are plain Python values. Every other object is an instance of a class
+in this module that records how the pickle makes it, so that :mod:`~.repickle` can write it again.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from ..atoms import count
 from .dtypes import unpack_scalar
 
 RESTORE = 'Restore it from a copy, name a place that has one ("also", --also), or load another tag.'
-"""What to do about a damaged file, at the end of messages."""
+"""Remedy for a damaged file, at the end of error messages."""
 
 _NUMPY_FORMATS = {"f8": "<d", "f4": "<f", "f2": "<e", "i8": "<q", "i4": "<i", "b1": "<?"}
 _SHORT = 60
 
 MOST_BITS = 512
-"""Of an integer that is a setting: seeds have up to 128. Its digits are soon written, and a float holds it."""
+"""Limit for integer settings. Seeds have up to 128 bits; larger integers take long to print and overflow a float."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,21 +35,21 @@ class Global:
 
     @property
     def kind(self) -> str:
-        """Dotted name in Python 3: ``torch.save``'s protocol writes names of Python 2 (``__builtin__.long``)."""
+        """Dotted name in Python 3. Protocol 2, which ``torch.save`` uses, writes Python 2's (``__builtin__.long``)."""
         module, name = NAME_MAPPING.get((self.module, self.name), (self.module, self.name))
         return f"{IMPORT_MAPPING.get(module, module)}.{name}"
 
 
 @dataclass(eq=False, slots=True)
 class PickledObject:
-    """An object that a pickle makes by a call. Equal to itself only: what its class takes for equal is not known.
+    """An object that a pickle makes by a call. Compares by identity, because its class's ``__eq__`` is unknown.
 
     Attributes:
         op: instruction that makes it: ``pickle.REDUCE`` (parts: function, arguments), ``NEWOBJ`` (class, arguments) or
             ``NEWOBJ_EX`` (class, arguments, keywords).
-        parts: what it is made of.
-        edits: what changes it afterwards, in order: instruction (``pickle.APPENDS``, ``SETITEMS``, ``ADDITEMS`` or
-            ``BUILD``) and operands.
+        parts: operands of ``op``.
+        edits: later changes in order: instruction (``pickle.APPENDS``, ``SETITEMS``, ``ADDITEMS`` or ``BUILD``) and
+            its operands.
     """
 
     op: bytes
@@ -58,7 +58,7 @@ class PickledObject:
 
     @property
     def kind(self) -> str:
-        """Dotted name of its class, or of the function whose result it is."""
+        """Dotted name of the class, or of the function that returns the object."""
         maker, calls = self.parts[1][0] if self._is_bare() else self.parts[0], ""
         while isinstance(maker, PickledObject) and len(calls) < _SHORT:
             maker, calls = maker.parts[0], f"{calls}()"
@@ -72,7 +72,7 @@ class PickledObject:
 
     @property
     def state(self) -> Any:
-        """What its ``__setstate__`` or ``__dict__`` is given; None where nothing is."""
+        """Argument of the last ``__setstate__`` or ``__dict__`` update, or None."""
         for op, operands in reversed(self.edits):
             if op == pickle.BUILD:
                 return operands[0]
@@ -80,21 +80,21 @@ class PickledObject:
 
     @property
     def items(self) -> list[Any]:
-        """What it is filled with: items, or pairs of key and value."""
-        found: list[Any] = []
+        """Items added to the object, or pairs of key and value."""
+        added: list[Any] = []
         for op, operands in self.edits:
             if op == pickle.SETITEMS:
-                found += zip(operands[::2], operands[1::2], strict=True)
+                added += zip(operands[::2], operands[1::2], strict=True)
             elif op != pickle.BUILD:
-                found += operands
-        return found
+                added += operands
+        return added
 
     def get(self, name: str, default: Any = None) -> Any:
-        """An attribute from the pickled ``__dict__``."""
+        """Return an attribute of the pickled ``__dict__``."""
         return self.state.get(name, default) if isinstance(self.state, dict) else default
 
     def _is_bare(self) -> bool:
-        """Made by protocols 0 and 1: an object of a class without arguments."""
+        """Return True for an instance without arguments as protocols 0 and 1 make it."""
         maker, args = self.parts[:2]
         return (
             self.op == pickle.REDUCE
@@ -120,7 +120,7 @@ class TensorSize(tuple[int, ...]):
 
 @dataclass(eq=False, slots=True)
 class StorageRef:
-    """A storage as ``torch.save`` refers to it: key of its record, storage class, device, number of elements."""
+    """A storage: key of its record, storage class, device, number of elements."""
 
     key: str
     kind: Global
@@ -130,14 +130,14 @@ class StorageRef:
 
 @dataclass(eq=False, slots=True)
 class TensorRef:
-    """A tensor in a file: its storage and its view of it.
+    """A tensor in a file: a view of a storage.
 
     Attributes:
-        offset: element of the storage at which it begins.
+        offset: first element in the storage.
         shape, stride: per dimension; strides in elements.
-        dtype: name of the element type, as ``float32``.
-        made: the call by which the pickle makes it.
-        data: the bytes (little-endian) of the only element, where the tensor has one and its file was read; else None.
+        dtype: name of the element type, such as ``float32``.
+        made: the call by which the pickle makes the tensor.
+        data: little-endian bytes of the only element if the tensor has one and the file was read, else None.
     """
 
     storage: StorageRef
@@ -154,13 +154,13 @@ class TensorRef:
         return count(self.shape)
 
     def item(self) -> Any:
-        """The number in a tensor of one element whose bytes are known."""
+        """Return the number in a one-element tensor; TypeError if its bytes were not read."""
         if self.data is None:
-            raise TypeError("a tensor whose elements were not read")
+            raise TypeError("the elements of this tensor were not read")
         return unpack_scalar(self.dtype, self.data)
 
     def is_contiguous(self) -> bool:
-        """Whether the elements lie in the record in row-major order without gaps."""
+        """Return True if the elements are in row-major order without gaps."""
         expected = 1
         for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
             if size != 1 and stride != expected:
@@ -170,17 +170,17 @@ class TensorRef:
 
 
 def call(module: str, name: str, *args: Any) -> PickledObject:
-    """The object that a function returns."""
+    """Return the inert form of a function call."""
     return PickledObject(pickle.REDUCE, [Global(module, name), tuple(args)])
 
 
 def make_instance(module: str, name: str, fields: Mapping[str, Any]) -> PickledObject:
-    """An instance of a class, as a dataclass is pickled: made empty, then given its ``__dict__``."""
+    """Return the inert form of an instance that is made empty and then given ``fields`` as its ``__dict__``."""
     return PickledObject(pickle.NEWOBJ, [Global(module, name), ()], [(pickle.BUILD, [dict(fields)])])
 
 
 def to_number(value: Any) -> Any:
-    """A Python number for a 0-dim tensor or one of numpy's scalars; anything else as it is."""
+    """Convert a 0-dim tensor or a numpy scalar to a Python number; return other values unchanged."""
     if isinstance(value, TensorRef) and value.data is not None and not value.shape:
         return value.item()
     if isinstance(value, PickledObject) and value.kind.endswith(".multiarray.scalar"):
@@ -189,24 +189,24 @@ def to_number(value: Any) -> Any:
 
 
 def is_short(value: Any) -> bool:
-    """Whether a value is an integer of at most 64 bits, as sizes and counts are."""
+    """Return True for an integer of at most 64 bits, such as a size or a count."""
     return isinstance(value, int) and value.bit_length() <= 64
 
 
 def is_setting(value: Any) -> bool:
-    """Whether a value is an integer as settings are: Python writes none of thousands of digits out."""
+    """Return True for an integer of at most :data:`MOST_BITS` bits. Python refuses to print thousands of digits."""
     return isinstance(value, int) and value.bit_length() <= MOST_BITS
 
 
 def to_member(value: Any) -> Any:
-    """The value of an enum's member (any call with one number or string); anything else as it is."""
+    """Return the value of an enum member (any call with one number or string); other values unchanged."""
     if isinstance(value, PickledObject) and len(value.args) == 1 and isinstance(value.args[0], (int, str)):
         return value.args[0]
     return value
 
 
 def _read_numpy_scalar(value: PickledObject) -> Any:
-    """The number in ``numpy.core.multiarray.scalar(dtype, bytes)``, as schedulers that compute with numpy leave it."""
+    """Return the number in ``numpy.core.multiarray.scalar(dtype, bytes)``; other calls unchanged."""
     kind, data = value.args if len(value.args) == 2 else (None, None)
     if isinstance(data, PickledObject) and data.kind == "_codecs.encode" and data.args[1:] == ("latin1",):
         data = str(data.args[0]).encode("latin1")
@@ -217,7 +217,7 @@ def _read_numpy_scalar(value: PickledObject) -> Any:
 
 
 def list_parts(value: Any) -> list[Any]:
-    """What a value is made of, one level down; [] for plain values and globals."""
+    """List the direct parts of a value; [] for plain values and globals."""
     if isinstance(value, dict):
         parts = [part for pair in value.items() for part in pair]
         return [*parts, value.state] if isinstance(value, OrderedItems) else parts
@@ -231,7 +231,7 @@ def list_parts(value: Any) -> list[Any]:
 
 
 def walk(root: Any) -> Iterator[Any]:
-    """Every value of a tree, depth first; shared parts and cycles are gone through once, without recursion."""
+    """Yield every value of a tree, depth first and without recursion; shared parts are expanded once."""
     todo, seen = [root], set[int]()
     while todo:
         value = todo.pop()
@@ -243,24 +243,22 @@ def walk(root: Any) -> Iterator[Any]:
 
 
 def has_more_parts(value: Any, most: int) -> bool:
-    """Whether a value written out in full (parts anew wherever they are shared) has more than ``most`` parts.
+    """Return True if a value has more than ``most`` parts, shared parts counted at each use, 64 bits as one part.
 
-    64 bits of an integer are a part.
-
-    What is compared, hashed or copied by recursion is held against this first: a chain of tuples that hold their
-    predecessor twice takes two bytes a level and doubles what a visitor sees. Takes no more than ``most`` steps.
+    Check this before comparing, hashing or copying a value recursively: a chain of tuples that contain their
+    predecessor twice takes two bytes per level and doubles the work. Takes at most ``most`` steps.
     """
-    todo, found = [value], 1
-    while todo and found <= most:
-        each = todo.pop()
-        parts = list_parts(each)
-        found += each.bit_length() >> 6 if isinstance(each, int) else len(parts)
+    todo, number = [value], 1
+    while todo and number <= most:
+        part = todo.pop()
+        parts = list_parts(part)
+        number += part.bit_length() >> 6 if isinstance(part, int) else len(parts)
         todo += parts
-    return found > most
+    return number > most
 
 
 def describe(value: Any) -> str:
-    """A value in a few words for a message, whatever it is: never longer than a line."""
+    """Describe any value for a message, in less than a line."""
     if isinstance(value, (PickledObject, Global)):
         return _cut(value.kind)
     if isinstance(value, TensorRef):

@@ -24,12 +24,12 @@ LEGACY: Final = "legacy"
 
 
 class FileRecord(NamedTuple):
-    """Bytes of a file with a name: a storage's, or another record's.
+    """A named byte range of a file: a storage or another record.
 
     Attributes:
-        name: without the archive's folder, as ``data/0``.
+        name: without the archive's folder, such as ``data/0``.
         offset, nbytes: byte offset and byte count.
-        crc: CRC32 that the writer stored; None where it stored none.
+        crc: CRC32 stored by the writer, or None.
     """
 
     name: str
@@ -40,11 +40,11 @@ class FileRecord(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FileRecords:
-    """All records of a file that are not empty, by offset.
+    """All non-empty records of a file, by offset.
 
     Attributes:
-        header_crc: CRC32 of the zip's directory, which holds every record's checksum (legacy: of the pickles).
-        saved_as: folder in the zip: the name that the file was saved under, or ``archive``.
+        header_crc: CRC32 of the zip's directory, which contains every record's checksum (legacy: of the pickles).
+        saved_as: folder in the zip: the name under which the file was saved, or ``archive``.
     """
 
     path: str
@@ -55,29 +55,25 @@ class FileRecords:
 
     @property
     def unchecked(self) -> int:
-        """Bytes of records without a checksum; of all of the file where there is none at all."""
+        """Bytes in records without a checksum; the file's size if no record has one."""
         unchecked = [record.nbytes for record in self.records if record.crc is None]
         return self.size if len(unchecked) == len(self.records) else sum(unchecked)
 
     @property
     def writer(self) -> str:
-        """What tells releases apart: names of the records beside the storages, and whether the archive has one."""
+        """Mark of the writing release: names of the records other than storages, and whether the archive is named."""
         others = sorted(record.name for record in self.records if not record.name.startswith(DATA))
         return " ".join([*others, "archive" if self.saved_as == ROOT else "named"])
 
     @property
     def storages(self) -> dict[str, FileRecord]:
-        """Records of storages by key."""
+        """Storages' records by key."""
         return {r.name[len(DATA) :]: r for r in self.records if r.name.startswith(DATA)}
 
 
 @contextmanager
 def open_file(path: str) -> Iterator[BinaryIO]:
-    """A file for reading.
-
-    Raises:
-        CheckpointError: it is missing, or cannot be read.
-    """
+    """Open a file for reading; CheckpointError if it is missing or unreadable."""
     try:
         with open_regular(path) as stream:
             yield stream
@@ -86,33 +82,36 @@ def open_file(path: str) -> Iterator[BinaryIO]:
 
 
 def starts_zip(stream: BinaryIO) -> bool:
-    """Whether an open file is in the zip format, not the legacy one."""
+    """Return True if an open file has the zip format, False for the legacy format."""
     stream.seek(0)
     return stream.read(2) == LOCAL_MAGIC[:2]
 
 
 def list_zip(path: str, stream: BinaryIO) -> FileRecords:
-    """Read a zip's directory; of the records only their headers are read.
+    """Read a zip's directory and its records' local headers.
 
     Raises:
-        CheckpointError: it is truncated or damaged.
+        CheckpointError: the zip is truncated or damaged.
         UnsupportedError: a record is compressed.
     """
     size = measure(stream)
     front, archive = _open_zip(path, stream, size)
     entries = archive.infolist()
-    checked = _is_checked(entries)
-    held = [info for info in entries if info.file_size]
-    foreseen = _foresee(entries, archive.start_dir) if is_remote(stream) else {}
-    read_ahead(stream, [(info.header_offset, LOCAL.size) for info in held if info.header_offset not in foreseen])
-    found = [_locate(path, stream, info, size, foreseen.get(info.header_offset)) for info in held]
-    if not checked:
-        found = [record._replace(crc=None) for record in found]
-    found.sort(key=lambda record: record.offset)
-    roots = list(dict.fromkeys(info.filename.partition("/")[0] for info in entries))
+    filled = [info for info in entries if info.file_size]
+    predicted = _predict_offsets(entries, archive.start_dir) if is_remote(stream) else {}
+    read_ahead(stream, [(info.header_offset, LOCAL.size) for info in filled if info.header_offset not in predicted])
+    records = [_locate(path, stream, info, size, predicted.get(info.header_offset)) for info in filled]
+    if not _is_checked(entries):
+        records = [record._replace(crc=None) for record in records]
+    records.sort(key=lambda record: record.offset)
+    roots = [info.filename.partition("/")[0] for info in entries]
     _check_names(path, [info.filename.partition("/")[2] for info in entries])
-    _check_apart(path, found)
-    return FileRecords(path, size, tuple(found), _sum_directory(front, archive), roots[0] if roots else "")
+    for first, second in pairwise(records):
+        if first.offset + first.nbytes > second.offset:
+            raise CheckpointError(
+                f"records {first.name} and {second.name} overlap; its directory is damaged. {RESTORE}", path=path
+            )
+    return FileRecords(path, size, tuple(records), _sum_directory(front, archive), roots[0] if roots else "")
 
 
 def _open_zip(path: str, stream: BinaryIO, size: int) -> tuple[FilePart, zipfile.ZipFile]:
@@ -132,15 +131,15 @@ def _sum_directory(front: FilePart, archive: zipfile.ZipFile) -> int:
 
 
 def _is_checked(entries: Iterable[zipfile.ZipInfo]) -> bool:
-    """Whether the writer stored checksums: with torch.serialization.set_crc32_options(False) all are 0."""
+    """Return True if the writer stored checksums; after torch.serialization.set_crc32_options(False) all are 0."""
     return any(info.CRC for info in entries)
 
 
 def sum_directory(path: str) -> int | None:
-    """CRC32 of a zip's directory, which holds the checksums of all its records; None of a file that has none.
+    """Return the CRC32 of a zip's directory, which contains its records' checksums; None if the file has no checksums.
 
     Raises:
-        CheckpointError: it is missing, unreadable, truncated or damaged.
+        CheckpointError: the file is missing, unreadable, truncated or damaged.
     """
     with open_file(path) as stream:
         if not starts_zip(stream):
@@ -154,24 +153,24 @@ _END_MAGIC, _LOCATOR_MAGIC = b"PK\x05\x06", b"PK\x06\x07"
 _WIDE_END = 56
 _DESCRIPTOR, _WIDE_DESCRIPTOR = 16, 24
 _MOST_EXTRA = 4096
-"""Bytes of the longest padding in front of a record: ours are aligned to pages."""
+"""Limit of padding bytes in front of a record; the plugin's own files align records to pages."""
 _MOST_REPEATED = 1 << 26
 
 
 def _find_end(file: BinaryIO, size: int) -> int:
-    """Where a zip ends: behind it may stand its last bytes again, any number of times.
+    """Return the byte offset of a zip's end, ignoring repetitions of its last bytes.
 
-    DeepSpeed's fast writer leaves that where ranks write one file at once (all do that are not its writers): all write
-    the same bytes to the same places, and each appends what is left of the last block.
+    DeepSpeed's fast writer leaves repetitions if several ranks write one file at once: they write the same bytes to
+    the same offsets, and each appends the rest behind the last whole block.
     """
     last = read_at(file, _END.size, max(size - _END.size, 0))
     if len(last) < _END.size or last[:4] != _END_MAGIC:
         return size
     *_, directory, start, _ = _END.unpack(last)
     end = start + directory + _END.size
-    told = read_at(file, _LOCATOR.size, max(size - _END.size - _LOCATOR.size, 0))
-    if told[:4] == _LOCATOR_MAGIC:  # of a large file, or a torch that writes them of every file
-        end = _LOCATOR.unpack(told)[2] + _WIDE_END + _LOCATOR.size + _END.size
+    locator = read_at(file, _LOCATOR.size, max(size - _END.size - _LOCATOR.size, 0))
+    if locator[:4] == _LOCATOR_MAGIC:  # in large files; some torch releases always write it
+        end = _LOCATOR.unpack(locator)[2] + _WIDE_END + _LOCATOR.size + _END.size
     if not 0 < size - end <= _MOST_REPEATED:
         return size
     rest = read_at(file, size - end, end)
@@ -181,44 +180,44 @@ def _find_end(file: BinaryIO, size: int) -> int:
 
 
 class FilePart(Positioned):
-    """The ``size`` bytes from ``start`` on of a file that is open for reading, as a file of their own."""
+    """File-like view of ``size`` bytes of an open file from byte ``start``."""
 
     def __init__(self, file: BinaryIO, start: int, size: int) -> None:
         super().__init__(size)
         self._file, self._start = file, start
 
     def read_at(self, nbytes: int, offset: int) -> bytes:
-        """As the file's, and nothing behind the end."""
+        """Read up to ``nbytes`` bytes, not beyond the view's end."""
         return read_at(self._file, min(nbytes, max(self.size - offset, 0)), self._start + offset)
 
 
-def _foresee(entries: list[zipfile.ZipInfo], end: int) -> dict[int, int]:
-    """Where records' bytes begin, by the offset of their headers, as far as the directory tells that.
+def _predict_offsets(entries: list[zipfile.ZipInfo], end: int) -> dict[int, int]:
+    """Compute offsets of records' bytes from the directory alone; header offset → offset if it is unambiguous.
 
-    A record ends where the next one begins, or the directory, at byte ``end``; behind its bytes lies a descriptor of
-    one of two lengths where its flags say so. Of these one alone may be right: writers align the bytes.
+    A record ends at the next header, or at the directory (byte ``end``). A descriptor of one of two lengths follows
+    its bytes if its flags say so; alignment of the bytes decides which.
     """
     entries = sorted(entries, key=lambda info: info.header_offset)
-    found = {}
+    offsets = {}
     ends = [*(info.header_offset for info in entries[1:]), end]
     for info, last in zip(entries, ends, strict=bool(entries)):
         begin = info.header_offset + LOCAL.size + len(info.filename)
         for descriptor in (_DESCRIPTOR, _WIDE_DESCRIPTOR) if info.flag_bits & STREAMED else (0,):
             offset = last - descriptor - info.file_size
             if offset % ALIGNMENT == 0 and begin <= offset <= begin + _MOST_EXTRA:
-                found[info.header_offset] = offset
-    return found
+                offsets[info.header_offset] = offset
+    return offsets
 
 
 def _locate(path: str, stream: BinaryIO, info: zipfile.ZipInfo, size: int, offset: int | None) -> FileRecord:
     if info.compress_type != zipfile.ZIP_STORED:
         raise UnsupportedError(
-            f"record {info.filename} is compressed, which torch.save never does: another program has packed "
-            f"the file anew. {RESTORE}",
+            f"record {info.filename} is compressed, which torch.save never does: another program rewrote "
+            f"the file. {RESTORE}",
             path=path,
         )
     if offset is None:
-        offset = _read_place(path, stream, info, size)
+        offset = _read_offset(path, stream, info, size)
     if offset + info.file_size > size:
         raise CheckpointError(
             f"record {info.filename} ends beyond the file ({size} bytes); it is truncated. {RESTORE}", path=path
@@ -227,9 +226,9 @@ def _locate(path: str, stream: BinaryIO, info: zipfile.ZipInfo, size: int, offse
     return FileRecord(name, offset, info.file_size, info.CRC)
 
 
-def _read_place(path: str, stream: BinaryIO, info: zipfile.ZipInfo, size: int) -> int:
-    """Where a record's bytes begin, as its header tells."""
-    at = info.header_offset if 0 <= info.header_offset < size else size  # a directory may say anything
+def _read_offset(path: str, stream: BinaryIO, info: zipfile.ZipInfo, size: int) -> int:
+    """Read the offset of a record's bytes from its local header."""
+    at = info.header_offset if 0 <= info.header_offset < size else size  # a damaged directory has any value here
     header = read_at(stream, LOCAL.size, at)
     if len(header) < LOCAL.size or header[:4] != LOCAL_MAGIC:
         raise CheckpointError(
@@ -241,18 +240,18 @@ def _read_place(path: str, stream: BinaryIO, info: zipfile.ZipInfo, size: int) -
 
 
 def _check_names(path: str, names: list[str]) -> None:
-    """A file has one pickle, and no record twice: readers differ in which of two they take."""
+    """Refuse files without exactly one pickle, or with a repeated record: readers differ in which one they take."""
     pickles = names.count(PICKLE)
     if not pickles and BYTEORDER in names and not any(name.startswith("data/") for name in names):
         raise CheckpointError(
-            "holds no objects (data.pkl): torch.save failed when it was to write them, as it does where a "
-            "client state holds what cannot be pickled (a torch.memory_format, a lock, a module). That save raised an "
-            "error, which names it. Take it out of the client state for later saves, and load another tag.",
+            "contains no objects (data.pkl): torch.save failed to write them, for example because the client state "
+            "contains an object that cannot be pickled (a torch.memory_format, a lock, a module). The error of that "
+            "save names the object. Remove it from the client state for later saves, and load another tag.",
             path=path,
         )
     if pickles != 1:
         raise CheckpointError(
-            f"a torch.save file has one data.pkl, this zip has {pickles}; it is damaged or no torch.save "
+            f"a torch.save file has one data.pkl, this zip has {pickles}; it is damaged or not a torch.save "
             f"file. {RESTORE}",
             path=path,
         )
@@ -261,21 +260,8 @@ def _check_names(path: str, names: list[str]) -> None:
         raise CheckpointError(f"its directory lists record {twice} twice; the file is damaged. {RESTORE}", path=path)
 
 
-def _check_apart(path: str, records: list[FileRecord]) -> None:
-    """Records of a whole file do not overlap."""
-    for first, second in pairwise(records):
-        if first.offset + first.nbytes > second.offset:
-            raise CheckpointError(
-                f"records {first.name} and {second.name} overlap; its directory is damaged. {RESTORE}", path=path
-            )
-
-
 def read_record(stream: BinaryIO, path: str, record: FileRecord) -> bytes:
-    """The bytes of a small record, held against their checksum.
-
-    Raises:
-        CheckpointError: they are damaged.
-    """
+    """Read a small record; CheckpointError if its bytes do not match their checksum."""
     stream.seek(record.offset)
     data = stream.read(record.nbytes)
     check_crc(path, record, isal_zlib.crc32(data))
@@ -283,11 +269,7 @@ def read_record(stream: BinaryIO, path: str, record: FileRecord) -> bytes:
 
 
 def check_crc(path: str, record: FileRecord, found: int) -> None:
-    """Compare a CRC32 with the one that the writer stored.
-
-    Raises:
-        ChecksumError: they differ.
-    """
+    """Raise ChecksumError if a CRC32 differs from the one stored by the writer."""
     if record.crc is not None and found != record.crc:
         raise ChecksumError(
             f"{record.name} has CRC32 {found:08x}, the writer stored {record.crc:08x}; the file is damaged. {RESTORE}",

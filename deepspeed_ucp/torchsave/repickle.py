@@ -1,7 +1,4 @@
-"""Writes inert data (:mod:`~.objects`) as a pickle: objects come back as the pickle would have made them that was read.
-
-Shared parts stay shared and cycles stay closed, by identity.
-"""
+"""Write inert data (:mod:`~.objects`) as a pickle that makes the same objects, with the same sharing and cycles."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from ..errors import UcpError
 from .objects import Global, OrderedItems, PickledObject, StorageRef, TensorRef, TensorSize, describe
 
 PROTOCOL: Final = 2
-"""What ``torch.save`` writes, and the only one that its restricted unpickler takes without a warning."""
+"""Protocol of ``torch.save``, and the only one that its restricted unpickler accepts without a warning."""
 
 _NUMBERS = (type(None), bool, int, float)
 _TUPLES = (pickle.EMPTY_TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3)
@@ -26,36 +23,36 @@ def write_pickle(root: Any, protocol: int = PROTOCOL) -> bytes:
     """Pickle inert data.
 
     Args:
-        root: the classes of :mod:`~.objects`, None, bool, int, float, str, bytes, bytearray, and tuples, lists, dicts,
-            sets and frozensets of these, in cycles or not.
-        protocol: to declare; sets, frozensets and bytearrays are written as protocols 4 and 5 write them.
+        root: instances of the classes of :mod:`~.objects`, None, bool, int, float, str, bytes, bytearray, and tuples,
+            lists, dicts, sets and frozensets of these; cycles are allowed.
+        protocol: declared protocol; sets, frozensets and bytearrays are written as protocols 4 and 5 write them.
 
     Raises:
-        UcpError: a value of another type.
+        UcpError: a value has another type.
     """
     writer = _Writer(protocol)
-    writing = [writer.write(root)]
-    while writing:  # depth first, as Python's own pickler; deep graphs need no recursion
-        part = next(writing[-1], _END)
+    stack = [writer.write(root)]
+    while stack:  # depth first like Python's own pickler, but without recursion
+        part = next(stack[-1], _END)
         if part is _END:
-            writing.pop()
+            stack.pop()
         else:
-            writing.append(writer.write(part))
+            stack.append(writer.write(part))
     return bytes(writer.out + pickle.STOP)
 
 
 class _Writer:
-    """What is written, and the numbers in the memo of what has been."""
+    """Output buffer and memo of one pickle."""
 
     def __init__(self, protocol: int) -> None:
         self.out = bytearray(pickle.PROTO + bytes([protocol]))
-        self.memo: dict[Any, int] = {}  # strings and globals by value, everything else by identity
-        self.kept: list[Any] = []  # what is known by its identity must live on
+        self.memo: dict[Any, int] = {}  # strings and globals by value, other objects by identity
+        self.kept: list[Any] = []  # keeps objects alive whose identity is in the memo
 
     def write(self, value: Any) -> Iterator[Any]:
-        """Write a value; yields each part of it where that is to be written."""
+        """Write a value; yields each part at the position where the caller must write it."""
         value = value.made if isinstance(value, TensorRef) else value
-        if isinstance(value, StorageRef):  # not remembered: its persistent id stands wherever it is referred to
+        if isinstance(value, StorageRef):  # not in the memo: each reference writes the persistent id
             yield "storage", value.kind, value.key, value.location, value.numel
             self.out += pickle.BINPERSID
         elif type(value) in _NUMBERS:
@@ -65,13 +62,13 @@ class _Writer:
 
     def _make(self, value: Any) -> Iterator[Any]:
         if type(value) not in _MAKERS:
-            raise UcpError(f"a value of type {type(value).__name__} ({describe(value)}) has no place in a pickle")
+            raise UcpError(f"a value of type {type(value).__name__} ({describe(value)}) cannot be written to a pickle")
         op, parts, edits = _MAKERS[type(value)](value)
         marked = op in (pickle.TUPLE, pickle.FROZENSET)
         self.out += pickle.MARK * marked
         yield from parts
         if parts and self._recall(value, pickle.POP_MARK if marked else pickle.POP * len(parts)):
-            return  # one of its parts leads to it, and has made it meanwhile
+            return  # a cycle: one of its parts refers to the value and has written it
         self.out += op
         self._remember(value)
         for op, operands in edits:
@@ -81,7 +78,7 @@ class _Writer:
                 self.out += op
 
     def _recall(self, value: Any, before: bytes = b"") -> bool:
-        """Take a value from the memo, if it is there."""
+        """Write a memo reference if the value is in the memo; returns True if so."""
         index = self.memo.get(_identify(value))
         if index is not None:
             self.out += before + _number(pickle.BINGET, pickle.LONG_BINGET, index)
@@ -105,11 +102,7 @@ def _number(short: bytes, long: bytes, index: int) -> bytes:
 
 
 _Made = tuple[bytes, Sequence[Any], _Edits]
-"""How a value is made: the instruction, the parts that it takes, and what fills the value afterwards."""
-
-
-def _make_tuple(value: tuple[Any, ...]) -> _Made:
-    return _TUPLES[len(value)] if len(value) < len(_TUPLES) else pickle.TUPLE, value, ()
+"""How a value is made: the instruction, its operands, and later edits."""
 
 
 def _list_items(value: dict[Any, Any]) -> tuple[bytes, Sequence[Any]]:
@@ -133,7 +126,7 @@ _MAKERS: dict[type, Callable[[Any], _Made]] = {
     str: _make_text,
     bytes: _make_text,
     bytearray: lambda value: (pickle.BYTEARRAY8 + len(value).to_bytes(8, "little") + value, (), ()),
-    tuple: _make_tuple,
+    tuple: lambda value: (_TUPLES[len(value)] if len(value) < len(_TUPLES) else pickle.TUPLE, value, ()),
     list: lambda value: (pickle.EMPTY_LIST, (), [(pickle.APPENDS, value)]),
     dict: lambda value: (pickle.EMPTY_DICT, (), [_list_items(value)]),
     set: lambda value: (pickle.EMPTY_SET, (), [(pickle.ADDITEMS, tuple(value))]),

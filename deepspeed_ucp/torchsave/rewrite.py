@@ -1,4 +1,4 @@
-"""State files put together again from parts of one that was read: the storages that remain are copied."""
+"""Write ``torch.save`` files from parts of a file that was read."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from .torchfile import TorchFile
 from .zipframe import DATA, Stream, write_torch_file
 
 CHUNK: Final = 4 << 20
-"""Bytes of a storage that are in memory at a time."""
+"""Bytes of a storage in memory at a time."""
 
 NOTHING: Final[Mapping[str, bytes]] = MappingProxyType({})
 
 
 def list_storages(root: Any) -> dict[str, StorageRef]:
-    """Storages that a part of a file's tree refers to, by key, in the order in which it does."""
+    """List the storages referenced by a part of a file's tree, by key, in the order of the references."""
     return {value.key: value for value in walk(root) if isinstance(value, StorageRef)}
 
 
 def count_bytes(file: TorchFile, root: Any) -> int:
-    """Bytes of the storages that a part of a file's tree refers to."""
+    """Count the bytes of the storages referenced by a part of a file's tree."""
     return sum(file.storages[key].nbytes for key in list_storages(root) if key in file.storages)
 
 
 def save_parts(file: TorchFile, root: Any, path: str, added: Mapping[str, bytes] = NOTHING) -> tuple[int, int]:
-    """Write a tree made of a file's parts as a ``torch.save`` file, with the storages that it refers to.
+    """Write a tree of a file's parts as a ``torch.save`` file, with the referenced storages.
 
     Args:
-        added: storages that are not the file's, by key.
+        added: storages that are not in the file, by key.
 
     Returns:
-        Size of the new file, and CRC32 of its directory.
+        Size of the new file and CRC32 of its directory.
 
     Raises:
-        CheckpointError: a storage is missing, or its bytes are not what was saved.
+        CheckpointError: a storage is missing or does not match its checksum.
         OSError: the new file cannot be written.
     """
     storages: dict[str, bytes | Stream] = {
@@ -55,13 +55,13 @@ def save_parts(file: TorchFile, root: Any, path: str, added: Mapping[str, bytes]
 
 
 def open_storage(file: TorchFile, key: str, numel: int) -> Stream:
-    """A storage's bytes, held against their checksum while they are taken.
+    """Return a storage's bytes as a stream that verifies their checksum at the end.
 
     Args:
-        numel: how many elements the pickle says that it has; an empty storage may have no record.
+        numel: the storage's elements according to the pickle; an empty storage may have no record.
 
     Raises:
-        CheckpointError: it is missing; later, that its bytes are not what was saved.
+        CheckpointError: the storage is missing; from the stream: its bytes do not match the checksum.
     """
     record = file.storages.get(key) if numel else FileRecord(f"{DATA}{key}", 0, 0, None)
     if record is None:

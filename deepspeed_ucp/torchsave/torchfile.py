@@ -1,7 +1,7 @@
-"""Header of a ``torch.save`` file: its object tree with tensors as references, and where each storage's bytes lie.
+"""Headers of ``torch.save`` files: the object tree with tensors as references, and each storage's byte range.
 
-Both formats are read: the zip (records stored uncompressed, a CRC32 each) and the legacy one
-(``torch.serialization._legacy_save``: pickles followed by raw storages, no checksum).
+Reads the zip format (uncompressed records with a CRC32 each) and the legacy format
+(``torch.serialization._legacy_save``: pickles followed by raw storages, without checksums).
 """
 
 from __future__ import annotations
@@ -17,19 +17,17 @@ from isal import isal_zlib
 from ..atoms import ITEMSIZE, Use
 from ..errors import CheckpointError, UnsupportedError
 from ..io.opened import advise_needed, advise_random, measure, read_ahead, read_at
-from .alike import BEGINNING, ENDING, Alike, Header
 from .dtypes import STORAGE_DTYPES
+from .header_cache import BEGINNING, ENDING, Header, HeaderCache
 from .objects import RESTORE, Global, TensorRef, describe, list_parts
 from .records import LEGACY, FilePart, FileRecord, FileRecords, check_crc, list_zip, open_file, read_record, starts_zip
 from .unpickle import Pickled, read_pickle
 from .zipframe import BYTEORDER, PICKLE, ROOT
 
-_BIG_ENDIAN = (
-    "saved on a big-endian machine, whose files are not read. Load it with torch and save it again on this machine."
-)
+_BIG_ENDIAN = "saved on a big-endian machine, which is not supported. Load it with torch and save it again here."
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _FRONT = 1 << 16
-"""Bytes of a legacy file that are read first for its pickles; as long as these do not end, four times as many."""
+"""Bytes of a legacy file in the first read of its pickles; each further read takes four times as many."""
 _MOST_FRONT = 1 << 28
 _LONGEST_PLACE = 1000
 
@@ -39,13 +37,13 @@ class TorchFile:
     """A file's header.
 
     Attributes:
-        tree: its object tree, as inert data; 0-dim tensors have their bytes.
-        storages: records of its storages by key; empty ones may be missing.
-        saved_as: the name that it was saved under; None where that is not kept.
-        crc: CRC32 of the zip's directory, which holds every record's checksum (legacy: of the pickles).
-        protocol: of its pickle.
-        uses, members: what becomes of the classes and functions that its pickle names, of what it looks up on these.
-        records: all of its records.
+        tree: object tree as inert data; one-element tensors have their bytes.
+        storages: records of the storages by key; empty storages may be missing.
+        saved_as: name under which the file was saved, or None if it is not recorded.
+        crc: CRC32 of the zip's directory, which contains every record's checksum (legacy: of the pickles).
+        protocol: protocol of the pickle.
+        uses, members: see :attr:`Pickled.list_uses`.
+        records: all records.
     """
 
     path: str
@@ -61,39 +59,39 @@ class TorchFile:
 
     @property
     def writer(self) -> str:
-        """The form of the archive: which records it has beside the storages, and whether it is named."""
+        """See :attr:`FileRecords.writer`."""
         return self.records.writer
 
 
 def read_header(path: str) -> TorchFile:
-    """Read the header of a ``torch.save`` file; the storages' bytes are left alone, tensors of one element excepted.
+    """Read the header of a ``torch.save`` file, and the bytes of its one-element tensors.
 
     Raises:
-        CheckpointError: the file is missing, unreadable, truncated or damaged, or made to harm.
-        UnsupportedError: it was saved on a big-endian machine, or by a release that is too old.
+        CheckpointError: the file is missing, unreadable, truncated, damaged or malicious.
+        UnsupportedError: the file was saved on a big-endian machine, or by a release that is too old.
     """
     with open_file(path) as stream:
         return _read_open(path, stream)
 
 
 def read_parts(path: str, parts: Sequence[tuple[int, int]]) -> list[Header]:
-    """The headers of ``torch.save`` files that lie one behind the other in a file.
+    """Read the headers of ``torch.save`` files that are parts of one file.
 
     Args:
-        path: that file.
-        parts: of each the byte at which it begins, and its bytes. Offsets in what is returned are the whole file's.
+        path: the file.
+        parts: first byte and size of each part. Offsets in the returned headers are those of the whole file.
 
     Raises:
         CheckpointError: the file is missing, unreadable, truncated or damaged, or a part ends beyond it.
     """
-    found, alike = [], Alike(path)
+    headers, cache = [], HeaderCache(path)
     with open_file(path) as stream:
         size = measure(stream)
         for start, nbytes in parts:
             if start < 0 or nbytes < 1 or start + nbytes > size:
                 raise CheckpointError(
-                    f"has {size} bytes, and something is to lie at bytes {start} to {start + nbytes}; it is "
-                    f"truncated. {RESTORE}",
+                    f"has {size} bytes instead of at least {start + nbytes} (a tensor's part begins at byte {start}); "
+                    f"it is truncated. {RESTORE}",
                     path=path,
                 )
         edges = sorted({edge for start, nbytes in parts for edge in (start, start + nbytes)})
@@ -101,14 +99,14 @@ def read_parts(path: str, parts: Sequence[tuple[int, int]]) -> list[Header]:
         for start, nbytes in parts:
             begin, rest = read_at(stream, min(nbytes, BEGINNING), start), min(nbytes, ENDING)
             end = begin[-rest:] if nbytes <= BEGINNING else read_at(stream, rest, start + nbytes - rest)
-            header = alike.find(nbytes, begin, end)
+            header = cache.find(nbytes, begin, end)
             if header is None:
                 file = _read_open(path, cast(BinaryIO, FilePart(stream, start, nbytes)))
                 header = Header(file.tree, file.storages)
-                alike.learn(header, file.records, begin, end)
+                cache.add(header, file.records, begin, end)
             moved = {key: record._replace(offset=record.offset + start) for key, record in header.storages.items()}
-            found.append(Header(header.tree, moved))
-    return found
+            headers.append(Header(header.tree, moved))
+    return headers
 
 
 def _read_open(path: str, stream: BinaryIO) -> TorchFile:
@@ -137,7 +135,7 @@ def _read_open(path: str, stream: BinaryIO) -> TorchFile:
 
 
 def list_records(path: str) -> FileRecords:
-    """Read a file's directory once; a zip's pickle is not looked into.
+    """Read a file's directory, without parsing a zip's pickle.
 
     Raises:
         CheckpointError: the file is missing, unreadable, truncated or damaged.
@@ -146,7 +144,7 @@ def list_records(path: str) -> FileRecords:
     with open_file(path) as stream:
         if not starts_zip(stream):
             return _read_legacy(path, stream)[1]
-        advise_random(stream)  # records' headers lie far apart
+        advise_random(stream)  # local headers are far apart
         return list_zip(path, stream)
 
 
@@ -156,7 +154,7 @@ def _read_zip(path: str, stream: BinaryIO) -> tuple[Pickled, FileRecords]:
     if PICKLE not in named:
         raise CheckpointError(f"its data.pkl is empty; the file is damaged. {RESTORE}", path=path)
     if BYTEORDER in named and read_record(stream, path, named[BYTEORDER]) != b"little":
-        raise UnsupportedError(f"{_BIG_ENDIAN}", path=path)
+        raise UnsupportedError(_BIG_ENDIAN, path=path)
     return read_pickle(read_record(stream, path, named[PICKLE]), path), listed
 
 
@@ -179,11 +177,12 @@ def _read_legacy(path: str, stream: BinaryIO) -> tuple[Pickled, FileRecords]:
 
 
 def _read_front(data: bytes, path: str) -> tuple[Pickled, list[str], int]:
-    """The object, the storages' keys in their order, and where the storages start."""
-    if _is_datastates(data):
+    """Read the pickles of a legacy file: the object, the storages' keys in order, and the storages' first byte."""
+    # DataStates begins a file with the length of a JSON object and the object (datastates/llm/checkpointing.py).
+    if len(data) > 9 and 1 < struct.unpack("<Q", data[:8])[0] < _MOST_FRONT and data[8:10] in (b'{"', b"{}"):
         raise UnsupportedError(
-            "is of the DataStates library's own format (datastates_ckpt), which is not read here. Save once "
-            "more without datastates_ckpt.",
+            "has the DataStates library's own format (datastates_ckpt), which is not supported. Save again without "
+            "datastates_ckpt.",
             path=path,
         )
     magic = read_pickle(data, path) if data[:1] == b"\x80" else None
@@ -194,23 +193,18 @@ def _read_front(data: bytes, path: str) -> tuple[Pickled, list[str], int]:
     protocol = read_pickle(data, path, magic.end)
     system = read_pickle(data, path, protocol.end)
     if isinstance(system.root, dict) and system.root.get("little_endian") is False:
-        raise UnsupportedError(f"{_BIG_ENDIAN}", path=path)
+        raise UnsupportedError(_BIG_ENDIAN, path=path)
     pickled = read_pickle(data, path, system.end)
     keys = read_pickle(data, path, pickled.end)
     if not isinstance(keys.root, list) or not all(isinstance(key, str) for key in keys.root):
         raise CheckpointError(
-            f"holds {describe(keys.root)} for the keys of its storages; it is damaged. {RESTORE}", path=path
+            f"contains {describe(keys.root)} instead of the keys of its storages; it is damaged. {RESTORE}", path=path
         )
     return pickled, keys.root, keys.end
 
 
-def _is_datastates(data: bytes) -> bool:
-    """Whether a file begins with the length of a JSON object and that (``datastates/llm/checkpointing.py``)."""
-    return len(data) > 9 and 1 < struct.unpack("<Q", data[:8])[0] < _MOST_FRONT and data[8:10] in (b'{"', b"{}")
-
-
 def _find_storages(path: str, stream: BinaryIO, pickled: Pickled, keys: list[str], offset: int) -> list[FileRecord]:
-    """The storages, each behind its number of elements, in the order of their keys."""
+    """Locate a legacy file's storages, each preceded by its number of elements, in the order of their keys."""
     size = measure(stream)
     found = []
     for key in keys:
@@ -225,7 +219,7 @@ def _find_storages(path: str, stream: BinaryIO, pickled: Pickled, keys: list[str
         nbytes = ref.numel * ITEMSIZE[STORAGE_DTYPES.get(ref.kind.name, "uint8")]
         if struct.unpack("<q", head)[0] != ref.numel:
             raise CheckpointError(
-                f"storage {describe(key)} is not of {ref.numel} elements; it is damaged. {RESTORE}", path=path
+                f"storage {describe(key)} does not have {ref.numel} elements; it is damaged. {RESTORE}", path=path
             )
         if offset + 8 + nbytes > size:
             text = f"storage {describe(key)} ends beyond the file ({size} bytes)"
@@ -236,13 +230,13 @@ def _find_storages(path: str, stream: BinaryIO, pickled: Pickled, keys: list[str
 
 
 def _find_element(ref: TensorRef, path: str, storages: dict[str, FileRecord]) -> tuple[FileRecord, int]:
-    """The record and the byte offset in the file of a tensor of one element."""
+    """Return the record of a one-element tensor and the element's byte offset in the file."""
     record = storages.get(ref.storage.key)
     itemsize = ITEMSIZE[ref.dtype]
     if record is None or (ref.offset + 1) * itemsize > record.nbytes:
         key = describe(ref.storage.key)
         raise CheckpointError(
-            f"storage {key} of a tensor of one element is missing; the file is damaged. {RESTORE}", path=path
+            f"storage {key} of a one-element tensor is missing; the file is damaged. {RESTORE}", path=path
         )
     return record, record.offset + ref.offset * itemsize
 
@@ -256,7 +250,7 @@ def _read_element(ref: TensorRef, path: str, stream: BinaryIO, record: FileRecor
 
 
 def name_storages(path: str) -> dict[str, list[str]]:
-    """Where the pickle refers to each storage: record name → places, as ``optimizer.state.0.exp_avg``.
+    """Map each storage's record name to its places in the object tree, such as ``optimizer.state.0.exp_avg``.
 
     Raises:
         CheckpointError: the header cannot be read.

@@ -1,8 +1,7 @@
-"""Reads a pickle as inert data (:mod:`~.objects`): Python's own machine, whose every action is replaced by a record.
+"""Read a pickle as inert data (:mod:`~.objects`): imports, calls and instances are recorded instead of executed.
 
-Nothing of a pickle is imported, called or built. Pickles are hostile input, and time and memory stay proportional to
-their length: every instruction makes at most one object out of what lies in the stream or on the stack; the memo is a
-table of what was put into it, whatever numbers it is given; keys are hashed only if that is cheap and tells them apart.
+Pickles are hostile input. Time and memory stay proportional to their length: each instruction makes at most one object
+from the stream or the stack, the memo is a dictionary, and keys are hashed only if that is cheap and rarely collides.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ from .objects import (
 )
 
 MOST_DIMENSIONS: Final = 64
-"""Of a tensor, as torch has it. A shape in the memo can be given to any number of tensors, which copy it."""
+"""Limit of a tensor's dimensions, as in torch: any number of tensors can copy one long shape from the memo."""
 
 MOST_KEY_PARTS: Final = 256
-"""Of a dictionary's key or a set's item, written out in full. Python hashes nested tuples anew each time, in C and by
-recursion: sharing makes that exponential, depth makes it overflow the stack."""
+"""Limit for a dictionary's key or a set's item, counted by :func:`has_more_parts`. Python hashes nested tuples by
+recursion in C: sharing makes that exponential, depth overflows the stack."""
 
-_MOST_ALIKE = 32  # keys of one dictionary with one hash: more are made so, and cost the square of their number
+_MOST_COLLISIONS = 32  # keys of one dictionary with equal hashes; n of them cost n² comparisons
 _FAULTS = (
     *(ValueError, IndexError, KeyError, TypeError, AttributeError, OverflowError, MemoryError),
     *(struct.error, pickle.UnpicklingError),
@@ -56,11 +55,10 @@ _ALLOCATING = (
     *(f"torch.{name}{kind}" for name in _TENSORS for kind in ("Tensor", "Storage")),
     "torch.storage.UntypedStorage",
 )
-"""What makes as many bytes as a number says. No writer pickles them so; what they hold stands in the file."""
-_MOST_ARGUMENTS = 16  # of a call whose result is looked into
+"""Callables that allocate as many bytes as their argument says. No writer pickles such calls."""
+_MOST_ARGUMENTS = 16  # of a call that a function in `_VIEWS` examines
 _CHEAP = frozenset((str, float, bool, bytes, type(None), Global, TensorRef))
-"""Types of keys whose hashes are kept or made of a few bytes."""
-
+"""Types of keys whose hashes are cached or computed from a few bytes."""
 
 GETATTR = "builtins.getattr"
 _ORDERED, _PARTIAL, _UUID = "collections.OrderedDict", "functools.partial", "uuid.UUID"
@@ -68,7 +66,7 @@ _WITH_ATTRIBUTES = (
     *("types.SimpleNamespace", "argparse.Namespace"),
     *("torch._tensor._rebuild_from_type", "torch._tensor._rebuild_from_type_v2"),
 )
-"""What may give its result attributes by the call itself. No writer changes that result any more."""
+"""Callables that may set attributes of their result. No writer edits such a result afterwards."""
 _FRACTION = re.compile(r"-?[0-9]{1,150}(/[0-9]{1,150})?")
 
 
@@ -77,13 +75,12 @@ class Pickled:
     """One pickle of a file.
 
     Attributes:
-        root: its object.
-        protocol: that it declares; 0 where it declares none.
-        end: position behind it.
-        tensors: of it, in the order in which they are made.
-        storages: that it refers to, by key.
-        list_uses: the classes and functions that it names with what becomes of each, and what it looks up by
-            ``getattr`` of one of them.
+        root: the pickled object.
+        protocol: declared protocol, or 0.
+        end: byte position behind the pickle.
+        tensors: its tensors in the order in which they are made.
+        storages: referenced storages by key.
+        list_uses: returns the use of each named class or function, and the uses of their attributes (``getattr``).
     """
 
     root: Any
@@ -95,14 +92,11 @@ class Pickled:
 
 
 def read_pickle(data: bytes, path: str, start: int = 0) -> Pickled:
-    """Read the pickle at byte ``start`` of ``data``.
-
-    Args:
-        path: file for messages.
+    """Read the pickle at byte ``start`` of ``data``; ``path`` is for messages.
 
     Raises:
-        CheckpointError: it is damaged, does not end, or is made to harm.
-        UnsupportedError: it uses instructions that Python 3 and ``torch.save`` do not write.
+        CheckpointError: the pickle is damaged, truncated or malicious.
+        UnsupportedError: it has instructions that Python 3 and ``torch.save`` do not write.
     """
     stream = io.BytesIO(data)
     stream.seek(start)
@@ -123,13 +117,13 @@ def read_pickle(data: bytes, path: str, start: int = 0) -> Pickled:
 
 
 def check_keys(keys: Iterable[Any], known: dict[int, list[Any]]) -> None:
-    """Refuse keys that are costly to hash (:data:`MOST_KEY_PARTS`) or to tell apart, before anything hashes them.
+    """Refuse keys that are expensive to hash or compare, before anything hashes them.
 
     Args:
-        known: keys of the same dictionary that were not cheap, by hash; is added to.
+        known: earlier expensive keys of the same dictionary by hash; the function adds to it.
 
     Raises:
-        ValueError: a key is too large, or too many different ones have the same hash.
+        ValueError: a key is too large, or too many different keys have the same hash.
     """
     for key in keys:
         if type(key) in _CHEAP or type(key) is PickledObject or is_short(key):
@@ -137,20 +131,20 @@ def check_keys(keys: Iterable[Any], known: dict[int, list[Any]]) -> None:
         if has_more_parts(key, MOST_KEY_PARTS):
             raise ValueError(f"a key of more than {MOST_KEY_PARTS} parts")
         try:
-            alike = known.setdefault(hash(key), [])
+            collisions = known.setdefault(hash(key), [])
         except TypeError:
-            continue  # no key at all, as a dictionary tells
-        if key not in alike:
-            alike.append(key)
-        if len(alike) > _MOST_ALIKE:
-            raise ValueError(f"a key of more than {_MOST_ALIKE} that have one hash")
+            continue  # unhashable: the dictionary itself raises
+        if key not in collisions:
+            collisions.append(key)
+        if len(collisions) > _MOST_COLLISIONS:
+            raise ValueError(f"a key of more than {_MOST_COLLISIONS} that have one hash")
 
 
 class _Machine(pickle._Unpickler):
-    """Python's unpickler in Python: its stack, marks and memo, its readers of numbers, texts and plain containers.
+    """Python's pure Python unpickler, restricted to the instructions in :data:`_INSTRUCTIONS`.
 
-    Every instruction that could run something, hash something or make more than the stream holds is read by one of
-    ours; :data:`_INSTRUCTIONS` has all that there are: these, and Python's that are listed.
+    Its own readers of numbers, strings and plain containers are used as they are (:data:`_INERT`). The methods here
+    replace every instruction that could run code, hash values or allocate more than the stream contains.
     """
 
     def __init__(self, stream: io.BytesIO, path: str) -> None:
@@ -158,7 +152,7 @@ class _Machine(pickle._Unpickler):
         self.path = path
         self.read, self.readline = stream.read, stream.readline
         self.stack: list[Any] = []
-        self.metastack: list[list[Any]] = []  # what lies below each mark
+        self.metastack: list[list[Any]] = []  # the stacks below each mark
         self.append = self.stack.append
         self.memo: dict[int, Any] = {}
         self.proto = 0
@@ -166,20 +160,20 @@ class _Machine(pickle._Unpickler):
         self.storages: dict[str, StorageRef] = {}
         self.globals: list[Global] = []
         self.made: set[Global] = set()  # classes of plain values
-        self.called: set[Global] = set()  # with arguments
-        self.states: dict[Global, set[str]] = defaultdict(set)  # makers of what is then given attributes
-        self.steered: set[Global] = set()
-        self.hashed: list[tuple[Global, Any]] = []  # classes that hash an attribute, and the attributes as they end up
+        self.called: set[Global] = set()  # called with arguments
+        self.states: dict[Global, set[str]] = defaultdict(set)  # callables whose results get attributes: state types
+        self.steered: set[Global] = set()  # see `Use`
+        self.hashed: list[tuple[Global, Any]] = []  # classes whose hash reads an attribute, with the attributes
         self.looked_up: set[str] = set()
-        self.used: list[Any] = []  # what a call or a hash may look into, and makers of what is more than that
-        self.views: dict[int, Callable[..., Any]] = {}  # of globals whose calls are looked into, by identity
-        self.keys: dict[int, dict[int, list[Any]]] = defaultdict(dict)  # see `check_keys`; by the dictionary's identity
-        self.plain: set[int] = set()  # of `globals`, by identity: that one more object is bare and filled tells nothing
+        self.used: list[Any] = []  # values that a call or hash may read, and callables with more than plain results
+        self.views: dict[int, Callable[..., Any]] = {}  # functions of `_VIEWS` by identity of their global
+        self.keys: dict[int, dict[int, list[Any]]] = defaultdict(dict)  # `check_keys`, by identity of the dictionary
+        self.plain: set[int] = set()  # identities of globals whose bare instances with attributes are already recorded
 
     def load(self) -> Any:
-        """Run the instructions up to STOP; the object that they make.
+        """Run the instructions up to STOP and return the object.
 
-        Small numbers, texts and the memo's are three quarters of all, and cheaper here than a call each.
+        Small numbers, strings and memo instructions are three quarters of all; they are inlined to save calls.
         """
         put, get, get_long = pickle.LONG_BINPUT, pickle.BINGET, pickle.LONG_BINGET
         number, text, memoize = pickle.BININT1, pickle.BINUNICODE, pickle.MEMOIZE
@@ -206,19 +200,19 @@ class _Machine(pickle._Unpickler):
         return self.stack.pop()
 
     def refuse(self, code: bytes) -> None:
-        """Tell why an instruction is none of ours."""
+        """Raise the error for an instruction that is not in :data:`_INSTRUCTIONS`."""
         if not code:
             raise EOFError
         if code not in _NAMES:
-            raise ValueError(f"{code[0]:#04x} is no instruction")
+            raise ValueError(f"{code[0]:#04x} is not an instruction")
         raise UnsupportedError(
             f"its pickle uses the instruction {_NAMES[code]}, which Python 3's pickle and torch.save do "
-            "not write; save the checkpoint anew with a current release.",
+            "not write; save the checkpoint again with a current release.",
             path=self.path,
         )
 
     def load_frame(self) -> None:
-        self.read(8)  # frames are for readers of files
+        self.read(8)  # the frame's length, which only buffered readers need
 
     def load_put(self) -> None:
         index = int(self.readline())
@@ -238,7 +232,7 @@ class _Machine(pickle._Unpickler):
         return named
 
     def persistent_load(self, pid: Any) -> Any:
-        """What a persistent id means: a storage, or in the legacy format a class with its source text."""
+        """Return the storage of a persistent id, or in the legacy format a class (pickled with its source)."""
         if not _names_storage(pid):
             if isinstance(pid, tuple) and len(pid) > 1 and pid[0] == "module" and isinstance(pid[1], Global):
                 return pid[1]
@@ -264,7 +258,7 @@ class _Machine(pickle._Unpickler):
         self._make(pickle.NEWOBJ_EX, 3)
 
     def _make(self, op: bytes, number: int) -> None:
-        """Push the object that a call makes; tensors and a few containers by what they are."""
+        """Push the result of a call: a tensor, a known container, or a recorded call."""
         parts = self._take(number)
         maker, args = parts[0], parts[1]
         if not isinstance(maker, (Global, PickledObject)) or not isinstance(args, tuple):
@@ -290,19 +284,19 @@ class _Machine(pickle._Unpickler):
         self.append(made)
 
     def pop_mark(self) -> list[Any]:
-        """The objects above the last mark, which goes as well."""
-        taken = self.stack
+        """Pop the objects above the last mark, and the mark."""
+        items = self.stack
         self.stack = self.metastack.pop()
         self.append = self.stack.append
-        return taken
+        return items
 
     def _take(self, number: int) -> list[Any]:
-        """The topmost objects."""
-        taken = self.stack[-number:]
-        if len(taken) < number:
+        """Pop the topmost objects."""
+        items = self.stack[-number:]
+        if len(items) < number:
             raise IndexError("its stack is empty")
         del self.stack[-number:]
-        return taken
+        return items
 
     def load_append(self) -> None:
         self._extend(self._take(1))
@@ -329,7 +323,7 @@ class _Machine(pickle._Unpickler):
         self._set(self.pop_mark())
 
     def _set(self, items: list[Any]) -> None:
-        """Give entries to what lies on top: keys and values by turns."""
+        """Add entries, alternating keys and values, to the topmost object."""
         changed, keys = self.stack[-1], items[::2]
         if len(items) % 2:
             raise ValueError("a key without a value")
@@ -377,7 +371,7 @@ class _Machine(pickle._Unpickler):
                 self.plain.add(id(changed.parts[0]))
 
     def _edit(self, changed: Any, op: bytes, operands: list[Any]) -> None:
-        """Record a change of an object that it made; attributes are all that a value is given."""
+        """Record a change of an object made by a call."""
         made = _find_made(changed)
         maker, gives = made.parts[0], op == pickle.BUILD
         named = type(maker) is Global
@@ -393,49 +387,49 @@ class _Machine(pickle._Unpickler):
         made.edits.append((op, operands))
 
     def list_uses(self) -> tuple[dict[Global, Use], tuple[Use, ...]]:
-        """See :class:`Pickled`. Also what its stack has lost counts as used."""
+        """See :class:`Pickled`. Values that were popped from the stack count as used too."""
         named = dict.fromkeys(self.globals)
-        looks_up = any(each.kind == GETATTR for each in named)
-        self.used += (given for given in self.hashed if not _is_numbers(given[1]))
-        used = {each for each in walk(self.used) if type(each) is Global} if self.made or looks_up else set[Global]()
+        looks_up = any(named_global.kind == GETATTR for named_global in named)
+        self.used += (pair for pair in self.hashed if not _is_numbers(pair[1]))
+        used = {part for part in walk(self.used) if type(part) is Global} if self.made or looks_up else set[Global]()
         others = {*used, *self.made, *self.states}
 
-        def describe(each: Global) -> Use:
-            value = each in self.made and each not in used
-            member = each.kind == GETATTR and not any(other.kind == GETATTR for other in others)
-            states = frozenset(self.states.get(each, ()))
-            return Use(each.kind, value, states, each in self.called, each in self.steered, member)
+        def describe(one: Global) -> Use:
+            value = one in self.made and one not in used
+            member = one.kind == GETATTR and not any(other.kind == GETATTR for other in others)
+            states = frozenset(self.states.get(one, ()))
+            return Use(one.kind, value, states, one in self.called, one in self.steered, member)
 
         members = tuple(Use(name, member=True) for name in sorted(self.looked_up))
-        return {each: describe(each) for each in named}, members
+        return {one: describe(one) for one in named}, members
 
 
 def _is_bare(made: Any) -> bool:
-    """Whether something is an object that was made without arguments, and nothing more."""
+    """Return True for an object that was made without arguments and not edited."""
     return type(made) is PickledObject and made.op == pickle.NEWOBJ and not made.edits and made.parts[1] == ()
 
 
 def _is_plain_call(op: bytes, maker: Global, args: tuple[Any, ...]) -> bool:
-    """Whether a call makes a plain value of arguments that cost nothing, as the class itself is pickled."""
+    """Return True if a call makes a plain value from cheap arguments, in the form in which the class is pickled."""
     if op == pickle.NEWOBJ_EX:
         return False
     if maker.kind == _PARTIAL:
-        return len(args) == 1  # which is called when the partial is, and no earlier
+        return len(args) == 1  # the function, which is not called before the partial is
     if maker.kind == "builtins.range":
         return all(map(is_short, args))
     text = args[0] if len(args) == 1 and type(args[0]) is str else None
-    if maker.kind == "fractions.Fraction":  # by an exponent it would be a number of any length
+    if maker.kind == "fractions.Fraction":  # a string with an exponent could make a number of any length
         return all(map(is_setting, args)) if text is None else _FRACTION.fullmatch(text) is not None
     return maker.kind == "decimal.Decimal" and text is not None
 
 
 def _is_numbers(state: Any) -> bool:
-    """Whether the attributes of a UUID are what they are, and cheap to hash."""
+    """Return True if all attributes of a UUID are cheap to hash."""
     return isinstance(state, dict) and all(value is None or is_setting(value) for value in state.values())
 
 
 def _is_steered(op: bytes, made: PickledObject) -> bool:
-    """See :class:`Use`, of one more change of an object: what ``op`` looks up on it by name may be the file's."""
+    """Return True if ``op`` may look up a method by name that the file has replaced (see :class:`Use`)."""
     before, fills = made.edits[-1][0] if made.edits else b"", op in (pickle.APPENDS, pickle.ADDITEMS)
     if before == pickle.BUILD or (fills and before == pickle.SETITEMS):
         return True
@@ -448,22 +442,22 @@ def _is_steered(op: bytes, made: PickledObject) -> bool:
 
 
 def _looks_up(maker: Any, args: tuple[Any, ...]) -> bool:
-    """Whether a call is ``getattr(class, "name")``."""
+    """Return True for a call ``getattr(class, "name")``."""
     called = type(maker) is Global and maker.kind == GETATTR and len(args) == 2
     return called and type(args[0]) is Global and type(args[1]) is str
 
 
 def _find_made(value: Any) -> PickledObject:
-    """The object that a change is recorded with."""
+    """Return the call in which a change of ``value`` is recorded."""
     if isinstance(value, TensorRef):
         return value.made
     if not isinstance(value, PickledObject):
-        raise ValueError(f"it changes {describe(value)}, which is no object of it")
+        raise ValueError(f"it changes {describe(value)}, which it did not make by a call")
     return value
 
 
 def _names_storage(pid: Any) -> bool:
-    """Whether a persistent id is ("storage", class, key, location, elements); a sixth part, of old views, is None."""
+    """Return True if a persistent id is ("storage", class, key, location, elements), optionally followed by None."""
     if not isinstance(pid, tuple) or len(pid) not in (5, 6) or pid[5:] not in ((), (None,)):
         return False
     _, kind, key, location, numel = pid[:5]
@@ -472,16 +466,16 @@ def _names_storage(pid: Any) -> bool:
 
 
 def _check_amount(parts: list[Any]) -> None:
-    """Refuse what :data:`_ALLOCATING` would make of a large number, or of a tuple with one, and of any keywords."""
+    """Refuse calls of :data:`_ALLOCATING` with a large number, with a tuple that contains one, or with keywords."""
     args = parts[1][:_MOST_ARGUMENTS]
     for value in (*args, args):
         numbers = value[:MOST_DIMENSIONS] if isinstance(value, tuple) else (value,)
         if len(parts) > 2 or any(isinstance(number, int) and number > _LARGE for number in numbers):
-            raise ValueError(f"it calls {describe(parts[0])} for a memory of many bytes")
+            raise ValueError(f"it calls {describe(parts[0])} to allocate many bytes")
 
 
 def _view_tensor(parts: list[Any]) -> TensorRef | None:
-    """``_rebuild_tensor`` and ``_v2``: the storage class tells the element type."""
+    """Read ``_rebuild_tensor`` and ``_v2``: the storage class determines the element type."""
     storage, offset, shape, stride, *_ = parts[1]
     if not isinstance(storage, StorageRef):
         return None
@@ -489,7 +483,7 @@ def _view_tensor(parts: list[Any]) -> TensorRef | None:
 
 
 def _view_typed_tensor(parts: list[Any]) -> TensorRef | None:
-    """``_rebuild_tensor_v3``: a dtype without a storage class, over untyped bytes."""
+    """Read ``_rebuild_tensor_v3``: a dtype without a storage class, over untyped bytes."""
     storage, offset, shape, stride, _grad, _hooks, dtype, *_ = parts[1]
     if not isinstance(storage, StorageRef) or not isinstance(dtype, Global) or not is_dtype(dtype.kind):
         return None
@@ -511,22 +505,18 @@ def _view_parameter(parts: list[Any]) -> TensorRef | None:
 
 
 def _view_subclass(parts: list[Any]) -> TensorRef | None:
-    """A tensor that carries Python attributes, as ZeRO 3's flat buffers do after a step."""
-    inner, _kind, given, *_ = parts[1]
+    """Read a tensor with Python attributes, such as ZeRO 3's flat buffers after a step."""
+    inner, _kind, args, *_ = parts[1]
     view = _VIEWS.get(inner.kind) if isinstance(inner, Global) else None
-    few = isinstance(given, tuple) and len(given) <= _MOST_ARGUMENTS
+    few = isinstance(args, tuple) and len(args) <= _MOST_ARGUMENTS
     if view in (_view_tensor, _view_typed_tensor, _view_parameter) and few:
-        return _remake(view([inner, given]), parts)
+        return _remake(view([inner, args]), parts)
     return None
 
 
 def _remake(value: Any, parts: list[Any]) -> TensorRef | None:
-    """The same tensor, made by another call."""
+    """Return the same tensor as made by another call."""
     return replace(value, made=PickledObject(pickle.REDUCE, parts)) if isinstance(value, TensorRef) else None
-
-
-def _view_ordered(parts: list[Any]) -> OrderedItems | None:
-    return None if parts[1] else OrderedItems()
 
 
 def _view_size(parts: list[Any]) -> TensorSize | None:
@@ -544,60 +534,22 @@ _VIEWS: dict[str, Callable[[list[Any]], Any]] = {
     "torch._tensor._rebuild_from_type": _view_subclass,
     "torch._tensor._rebuild_from_type_v2": _view_subclass,
     "torch.Size": _view_size,
-    "collections.OrderedDict": _view_ordered,
+    "collections.OrderedDict": lambda parts: None if parts[1] else OrderedItems(),
 }
-"""Calls that are looked into; each gets the function and its arguments, calls neither, and gives None where the call is
-only to be remembered."""
+"""Readers of known calls: they get the function and its arguments, run neither, and return None for a call that is only
+recorded."""
 
-_INERT = [
-    "proto",
-    "none",
-    "true",
-    "false",
-    "int",
-    "binint",
-    "binint1",
-    "binint2",
-    "long",
-    "long1",
-    "long4",
-    "float",
-    "binfloat",
-    "unicode",
-    "binunicode",
-    "binunicode8",
-    "short_binunicode",
-    "binbytes",
-    "binbytes8",
-    "short_binbytes",
-    "empty_list",
-    "empty_dictionary",
-    "empty_set",
-    "empty_tuple",
-    "tuple",
-    "tuple1",
-    "tuple2",
-    "tuple3",
-    "list",
-    "global",
-    "stack_global",
-    "binpersid",
-    "mark",
-    "pop",
-    "pop_mark",
-    "dup",
-    "get",
-    "binget",
-    "long_binget",
-    "binput",
-    "long_binput",
-    "memoize",
-]
-"""Python's own readers that run, hash and import nothing by themselves; one that comes anew is none of them."""
+_INERT = """
+    proto none true false int binint binint1 binint2 long long1 long4 float binfloat
+    unicode binunicode binunicode8 short_binunicode binbytes binbytes8 short_binbytes
+    empty_list empty_dictionary empty_set empty_tuple tuple tuple1 tuple2 tuple3 list
+    global stack_global binpersid mark pop pop_mark dup get binget long_binget binput long_binput memoize
+"""
+"""Instructions whose reader in Python's unpickler runs, hashes and imports nothing. New instructions are refused."""
 
 _INSTRUCTIONS: dict[bytes, Callable[[_Machine], None]] = {
     bytes([code]): getattr(_Machine, load.__name__)
     for code, load in pickle._Unpickler.dispatch.items()
-    if load.__name__ in vars(_Machine) or load.__name__.removeprefix("load_") in _INERT
+    if load.__name__ in vars(_Machine) or load.__name__.removeprefix("load_") in _INERT.split()
 }
 _NAMES = {getattr(pickle, name): name for name in pickle.__all__ if name.isupper() and len(name) > 1}

@@ -1,9 +1,8 @@
-"""Writing ``torch.save`` files without torch: the zip (records stored, a CRC32 each) around bytes that others write.
+"""Write ``torch.save`` zips without torch: stored records with a CRC32 each, deterministic to the byte.
 
-Layout as PyTorch writes it (caffe2/serialize/inline_container.cc): ``data.pkl``, ``byteorder``, ``version``, then the
-storages as ``data/<key>``, aligned by padding in their local headers. A storage's CRC32 stands behind its bytes (the
-zip's data descriptor) and in the directory, so that a file's parts can be written in any order.
-Nothing in a file depends on when or where it was written.
+The layout is PyTorch's (caffe2/serialize/inline_container.cc): ``data.pkl``, ``byteorder``, ``version``, then the
+storages as ``data/<key>``, aligned by padding in their local headers. A storage's CRC32 is behind its bytes (the zip's
+data descriptor) and in the directory, so that the parts of a file can be written in any order.
 """
 
 from __future__ import annotations
@@ -26,39 +25,39 @@ from .objects import Global, PickledObject, StorageRef, call
 from .repickle import write_pickle
 
 PAGE: Final = 4096
-"""Alignment of an atom's bytes: ranges that start at multiples of it share no page of the file."""
+"""Alignment of an atom's bytes, so that two atoms never share a page of the file."""
 
 ROOT: Final = "archive"
-"""Folder inside the zip, as ``torch.save`` names it where it writes into a stream."""
+"""Folder inside the zip that ``torch.save`` uses if it writes into a stream."""
 
 ALIGNMENT: Final = 64
-"""Of a record's bytes."""
+"""Alignment of a record's bytes."""
 
 STREAMED: Final = 0x0008
-"""Flag of a record behind whose bytes a descriptor follows."""
+"""Flag of a record whose bytes are followed by a descriptor."""
 
 _PIECE = 1 << 18
-"""Bytes that are summed and written at once, while they are near."""
+"""Bytes that are checksummed and written at once, while they are in the CPU's cache."""
 
 _UTF8 = 0x0800
-_ELSEWHERE = 0xFFFFFFFF  # in a field of 32 bits: the value stands in the zip64 part
-_ZIP64_LIMIT = _ELSEWHERE
+_IN_ZIP64 = 0xFFFFFFFF  # marks a 32-bit field whose value is in the zip64 part
+_ZIP64_LIMIT = _IN_ZIP64
 _DATE = 0x21  # 1980-01-01
 
 PICKLE: Final = "data.pkl"
 BYTEORDER: Final = "byteorder"
 VERSION: Final = "version"
 DATA: Final = "data/"
-"""Names of a file's records below the archive's folder; storages are ``data/<key>``."""
+"""Names of records in the archive's folder; storages are ``data/<key>``."""
 
 LOCAL_MAGIC: Final = b"PK\x03\x04"
 LOCAL: Final = struct.Struct("<4s5H3I2H")
-"""Header in front of a record; its name and extra field follow, whose lengths are its last two fields."""
+"""Local header of a record. Its last two fields are the lengths of the name and the extra field that follow it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """A storage's bytes in pieces: ``nbytes`` in all."""
+    """A storage's bytes in pieces, ``nbytes`` in total."""
 
     nbytes: int
     pieces: Iterable[bytes | memoryview]
@@ -66,7 +65,12 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A record of the zip: where its local header starts; ``crc`` None: told behind the bytes."""
+    """A record of the zip.
+
+    Attributes:
+        offset: first byte of the local header.
+        crc: CRC32 in the local header; None writes it behind the bytes.
+    """
 
     name: str
     offset: int
@@ -78,12 +82,12 @@ class _Entry:
         return self.nbytes >= _ZIP64_LIMIT
 
     def local(self, align: int = 1) -> bytes:
-        """The local header, padded so that the bytes start at a multiple of ``align``."""
+        """Return the local header, padded so that the bytes start at a multiple of ``align``."""
         name = self.name.encode()
         crc, size = (0, 0) if self.crc is None else (self.crc, self.nbytes)
         extra = b""
         if self.wide:
-            extra, size = struct.pack("<2H2Q", 1, 16, size, size), _ELSEWHERE
+            extra, size = struct.pack("<2H2Q", 1, 16, size, size), _IN_ZIP64
         if align > 1:
             padding = -(self.offset + LOCAL.size + len(name) + len(extra) + 4) % align
             extra += struct.pack("<2s H", b"FB", padding) + b"Z" * padding
@@ -91,16 +95,16 @@ class _Entry:
         return LOCAL.pack(LOCAL_MAGIC, *fixed) + name + extra
 
     def describe(self, crc: int) -> bytes:
-        """The data descriptor, which follows the bytes of a record whose local header does not tell the CRC32."""
+        """Return the data descriptor behind the bytes of a record whose local header has no CRC32."""
         return struct.pack("<4sI2Q" if self.wide else "<4s3I", b"PK\x07\x08", crc, self.nbytes, self.nbytes)
 
     def directory(self, crc: int) -> bytes:
-        """The record's entry in the directory at the end of the zip."""
+        """Return the record's entry in the directory at the end of the zip."""
         name, extra, size, offset = self.name.encode(), b"", self.nbytes, self.offset
         if self.wide:
-            extra, size = struct.pack("<2Q", self.nbytes, self.nbytes), _ELSEWHERE
+            extra, size = struct.pack("<2Q", self.nbytes, self.nbytes), _IN_ZIP64
         if self.offset >= _ZIP64_LIMIT:
-            extra, offset = extra + struct.pack("<Q", self.offset), _ELSEWHERE
+            extra, offset = extra + struct.pack("<Q", self.offset), _IN_ZIP64
         if extra:
             extra = struct.pack("<2H", 1, len(extra)) + extra
         version = 45 if extra else 20
@@ -115,25 +119,25 @@ class _Entry:
 
 
 def _close(entries: Sequence[_Entry], crcs: Iterable[int], offset: int) -> bytes:
-    """What follows the records: the directory, which starts at byte ``offset``, and the zip's end."""
+    """Return the bytes behind the records: the directory, which starts at byte ``offset``, and the zip's end."""
     directory = b"".join(entry.directory(crc) for entry, crc in zip(entries, crcs, strict=True))
     number, size, wide = len(entries), len(directory), b""
     if offset >= _ZIP64_LIMIT or number >= 0xFFFF:
         fixed = (44, 45, 45, 0, 0, number, number, size, offset)
         wide = struct.pack("<4sQ2H2I4Q", b"PK\x06\x06", *fixed)
         wide += struct.pack("<4sIQI", b"PK\x06\x07", 0, offset + size, 1)
-    number, size, offset = min(number, 0xFFFF), min(size, _ELSEWHERE), min(offset, _ELSEWHERE)
+    number, size, offset = min(number, 0xFFFF), min(size, _IN_ZIP64), min(offset, _IN_ZIP64)
     return directory + wide + struct.pack("<4s4H2IH", b"PK\x05\x06", 0, 0, number, number, size, offset, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class ZipImage:
-    """A ``torch.save`` file with one large storage, as bytes around a hole.
+    """A ``torch.save`` file with one storage, whose bytes others write.
 
     Attributes:
         head: bytes [0, data_offset) of the file.
-        data_offset: where the storage's bytes start, a multiple of ``PAGE``.
-        nbytes: how many they are; :meth:`tail` follows them.
+        data_offset: first byte of the storage, a multiple of ``PAGE``.
+        nbytes: bytes of the storage; :meth:`tail` follows them.
     """
 
     head: bytes
@@ -142,7 +146,7 @@ class ZipImage:
     entries: tuple[_Entry, ...]
 
     def tail(self, crc: int) -> bytes:
-        """What follows the storage's bytes, at ``data_offset + nbytes``; ``crc`` is the CRC32 of these."""
+        """Return the bytes from ``data_offset + nbytes`` on; ``crc`` is the CRC32 of the storage's bytes."""
         descriptor = self.entries[-1].describe(crc)
         crcs = (crc if entry.crc is None else entry.crc for entry in self.entries)
         return descriptor + _close(self.entries, crcs, self.data_offset + self.nbytes + len(descriptor))
@@ -156,16 +160,16 @@ class ZipImage:
 def make_image(
     tree: Mapping[str, Any], dtype: str, storage_numel: int, shape: tuple[int, ...], *, root: str = ROOT
 ) -> ZipImage:
-    """The file that ``torch.save({"param": tensor, **tree})`` makes, but for the tensor's bytes.
+    """Return the file of ``torch.save({"param": tensor, **tree})`` without the tensor's bytes.
 
     Args:
-        tree: further entries of the dictionary: inert data (:mod:`~.objects`).
+        tree: further entries of the dictionary as inert data (:mod:`~.objects`).
         dtype: name of the element type, a key of ``ITEMSIZE``.
         storage_numel: elements of the storage.
-        shape: of the tensor, a view of the storage's first elements.
+        shape: shape of the tensor, a view of the storage's first elements.
 
     Raises:
-        CheckpointError: the dtype is unknown, or the storage is too small.
+        CheckpointError: the dtype is unknown or the storage is too small.
     """
     if dtype not in ITEMSIZE or count(shape) > storage_numel:
         raise CheckpointError(
@@ -180,7 +184,7 @@ def make_image(
 
 
 def _begin(pickled: bytes, root: str) -> tuple[bytes, list[_Entry]]:
-    """The records in front of the storages."""
+    """Return the bytes and entries of the records in front of the storages."""
     head, entries = b"", []
     for name, data in ((PICKLE, pickled), (BYTEORDER, b"little"), (VERSION, b"3\n")):
         entry = _Entry(f"{root}/{name}", len(head), len(data), isal_zlib.crc32(data))
@@ -190,7 +194,7 @@ def _begin(pickled: bytes, root: str) -> tuple[bytes, list[_Entry]]:
 
 
 def make_tensor(key: str, dtype: str, storage_numel: int, shape: tuple[int, ...]) -> PickledObject:
-    """A tensor in row-major order, at the start of storage ``key``, as ``torch.save`` pickles it."""
+    """Return the inert form of a row-major tensor at the start of storage ``key``, as ``torch.save`` pickles it."""
     numel = storage_numel if dtype in STORAGES else storage_numel * ITEMSIZE[dtype]
     kind = Global("torch", STORAGES[dtype]) if dtype in STORAGES else Global("torch.storage", "UntypedStorage")
     storage = StorageRef(key, kind, "cpu", numel)
@@ -209,14 +213,14 @@ def _make_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def dump_value(value: Any, dtype: str | None = None) -> tuple[bytes, int]:
-    """The whole file that ``torch.save(value)`` makes, for ``step.pt``, and the CRC32 of its zip directory.
+    """Return the file of ``torch.save(value)``, such as ``step.pt``, and the CRC32 of its zip directory.
 
     Args:
-        value: a number, or any plain value.
-        dtype: the number's, where it is a 0-dim tensor.
+        value: a number or another plain value.
+        dtype: if given, the number is saved as a 0-dim tensor of this type.
 
     Raises:
-        CheckpointError: the number is none of that dtype's.
+        CheckpointError: the dtype cannot hold the number.
     """
     stream = io.BytesIO()
     storages = {} if dtype is None else {"0": pack_scalar(dtype, value)}
@@ -226,18 +230,18 @@ def dump_value(value: Any, dtype: str | None = None) -> tuple[bytes, int]:
 
 
 def write_torch_file(path: str, pickled: bytes, storages: Mapping[str, bytes | Stream], *, root: str = ROOT) -> int:
-    """Write a whole file, storages in the given order; not made durable, and not atomically.
+    """Write a file with its storages in the given order, without fsync and not atomically.
 
     Args:
         pickled: ``data.pkl``.
-        storages: by key; those of a :class:`Stream` are taken piece by piece.
+        storages: bytes or streams by key.
 
     Returns:
         CRC32 of the zip's directory.
 
     Raises:
-        CheckpointError: a stream had another length than it said.
-        OSError: as the system tells it.
+        CheckpointError: a stream has another length than declared.
+        OSError: the file cannot be written.
     """
     with open(path, "wb") as file:
         return _write_file(file, pickled, storages, root, path)
@@ -265,20 +269,19 @@ def _write_record(file: BinaryIO, entry: _Entry, stream: Stream, path: str) -> i
         crc = isal_zlib.crc32(piece, crc)
         written += memoryview(piece).nbytes
     if written != stream.nbytes:
-        raise CheckpointError(f"record {entry.name} was to have {stream.nbytes} bytes, {written} came.", path=path)
+        raise CheckpointError(f"record {entry.name} has {written} bytes instead of {stream.nbytes}.", path=path)
     file.write(entry.describe(crc))
     return crc
 
 
 class RecordWriter:
-    """Writes a ``torch.save`` file record by record into an open file; does not make it durable.
+    """Writes a ``torch.save`` file record by record into an open file, without fsync.
 
-    ``torch.serialization`` can write into it instead of its own writer. Each byte is read once, for its copy and its
-    checksum.
+    ``torch.serialization`` can use it as its writer. Each byte is read once for both the copy and the checksum.
 
     Args:
-        fd: of a file open for writing; the caller truncates it to the size that :meth:`close` returns.
-        memory: the file's first bytes, mapped: these are written there.
+        fd: descriptor of a file open for writing; the caller truncates the file to the size returned by :meth:`close`.
+        memory: memory map of the file's first bytes, which are written through it.
     """
 
     def __init__(self, fd: int, memory: NDArray[np.uint8] | None = None, *, root: str = ROOT) -> None:

@@ -1,12 +1,12 @@
-"""One function per kind of hostile input, for the property tests here and for longer runs with fresh seeds.
+"""Forged pickles, and functions that read hostile input as the commands do and raise only the package's own errors.
 
-Each looks at bytes as every command does and raises nothing but the package's own errors, in time and memory that are
-proportional to the bytes.
+The fuzzers use the functions too, with fresh seeds.
 """
 
 from __future__ import annotations
 
 import io
+import struct
 import tempfile
 import zipfile
 from collections.abc import Callable
@@ -24,8 +24,18 @@ MODEL_FILE = "mp_rank_00_model_states.pt"
 OPTIM_FILE = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
 
 
+def forge(*opcodes: bytes) -> bytes:
+    """Make a pickle of protocol 4 from its instructions."""
+    return b"\x80\x04" + b"".join(opcodes) + b"."
+
+
+def text(value: str) -> bytes:
+    """Make the instruction for a string."""
+    return b"X" + struct.pack("<I", len(value)) + value.encode()
+
+
 def rebuild_zip(old: bytes, pickled: bytes) -> bytes:
-    """A zip with another pickle."""
+    """Replace the pickle of a zip."""
     stream = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(old)) as given, zipfile.ZipFile(stream, "w") as made:
         for info in given.infolist():
@@ -34,14 +44,14 @@ def rebuild_zip(old: bytes, pickled: bytes) -> bytes:
 
 
 def look_at_pickle(data: bytes) -> None:
-    """A pickle stream: read, and written again where it can be read."""
+    """Read a pickle, and write it again if it can be read."""
     with suppress(UcpError):
         found = read_pickle(data, "x.pt")
         write_pickle(found.root, max(found.protocol, 2))
 
 
 def look_at_file(data: bytes, name: str = MODEL_FILE) -> None:
-    """A state file, a zip or of the legacy format: its records, its header, its client state."""
+    """Read a state file of either format: its records, its header and its client state."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, name)
         path.write_bytes(data)

@@ -1,4 +1,4 @@
-"""Files written without torch are what ``torch.save`` would have written: torch, zipfile and our own reader agree."""
+"""Files written without torch are those of ``torch.save``: torch, zipfile and the package's own reader agree."""
 
 import math
 import os
@@ -31,7 +31,7 @@ SHAPES = [((), 1), ((0, 3), 0), ((0, 3), 5), ((2, 3), 6), ((2, 3), 9), ((5,), 5)
 
 
 def write_image(path, image, data):
-    """Head, tail, data: the order does not matter."""
+    """Write head, tail and data, in an unusual order."""
     with open(path, "wb") as file:
         file.write(image.head)
         file.seek(image.data_offset + image.nbytes)
@@ -49,8 +49,8 @@ def test_every_dtype_and_shape(dtype, tmp_path):
         write_image(path, image, data)
         assert image.data_offset % PAGE == 0
         assert path.stat().st_size == image.size
-        for how in ({"weights_only": True, "mmap": True}, {"weights_only": True}, {"weights_only": False}):
-            loaded = torch.load(path, **how)
+        for options in ({"weights_only": True, "mmap": True}, {"weights_only": True}, {"weights_only": False}):
+            loaded = torch.load(path, **options)
             assert loaded["cat_dim"] == 0
             assert loaded["param"].dtype == getattr(torch, dtype)
             assert loaded["param"].shape == shape
@@ -64,8 +64,8 @@ def test_every_dtype_and_shape(dtype, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bool", "uint16", "float8_e5m2"])
-def test_the_pickle_is_torch_saves_own(dtype, tmp_path):
-    """The same calls with the same arguments, whatever the memo's numbers."""
+def test_the_pickle_is_that_of_torch_save(dtype, tmp_path):
+    """The same instructions and arguments, except memo indices."""
     tensor = torch.zeros(9).to(getattr(torch, dtype))[:6].view(2, 3)
     torch.save({"param": tensor, "cat_dim": 1}, tmp_path / "theirs.pt")
     image = make_image({"cat_dim": 1}, dtype, 9, (2, 3))
@@ -80,18 +80,13 @@ def list_instructions(data):
     return [(name, arg) for name, arg in found if "PUT" not in name]
 
 
-def test_tools_find_nothing_wrong(tmp_path):
+def test_zip_tools_verify_the_file(tmp_path):
     image = make_image({"vocab_tensor": True}, "bfloat16", 1000, (10, 100))
     write_image(tmp_path / "fp32.pt", image, bytes(range(250)) * 8)
     assert zipfile.ZipFile(tmp_path / "fp32.pt").testzip() is None
     if shutil.which("unzip"):
-        told = subprocess.run(["unzip", "-t", tmp_path / "fp32.pt"], capture_output=True, text=True, check=False)
-        assert told.returncode == 0, told.stdout
-
-
-def test_damage_is_noticed(tmp_path):
-    image = make_image({}, "float32", 4, (4,))
-    write_image(tmp_path / "fp32.pt", image, bytes(16))
+        done = subprocess.run(["unzip", "-t", tmp_path / "fp32.pt"], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout
     with open(tmp_path / "fp32.pt", "r+b") as file:
         file.seek(image.data_offset)
         file.write(b"\x01")
@@ -99,7 +94,7 @@ def test_damage_is_noticed(tmp_path):
 
 
 def test_beyond_4_gib(tmp_path):
-    """Zip64: sizes and the directory's place no longer fit into 32 bits. A sparse file, hardly read."""
+    """Zip64: sizes and the directory's offset do not fit into 32 bits. The file is sparse and hardly read."""
     numel = (4 << 30) // 4 + 3
     image = make_image({}, "float32", numel, (numel,))
     chunk = 1 << 20
@@ -122,7 +117,7 @@ def test_beyond_4_gib(tmp_path):
 
 
 def test_a_record_behind_4_gib(tmp_path, monkeypatch):
-    """A small storage behind a large one; everything beyond 1000 bytes counts as beyond 32 bits here."""
+    """A small storage behind a large one, with zip64 from 1000 bytes on."""
     monkeypatch.setattr("deepspeed_ucp.torchsave.zipframe._ZIP64_LIMIT", 1000)
     pickled = write_pickle([make_tensor("a", "uint8", 3000, (3000,)), make_tensor("b", "float32", 2, (2,))])
     write_torch_file(tmp_path / "x.pt", pickled, {"a": bytes(3000), "b": b"\0\0\x80\x3f" * 2})
@@ -154,28 +149,33 @@ def test_a_plain_step(value, tmp_path):
     assert torch.load(tmp_path / "step.pt", weights_only=True) == value
 
 
-@pytest.mark.parametrize(("dtype", "value"), [("float31", 1), ("uint8", 256), ("int64", 0.5), ("float32", "x")])
-def test_a_step_that_its_dtype_does_not_hold(dtype, value):
-    with pytest.raises(CheckpointError, match=dtype):
-        dump_value(value, dtype)
-
-
-def test_the_same_bytes_every_time():
+def test_images_are_deterministic():
     made = [make_image({"cat_dim": 0}, "float32", 5, (5,)) for _ in range(2)]
     assert made[0] == made[1]
     assert made[0].tail(1) == made[1].tail(1)
 
 
-@pytest.mark.parametrize(("dtype", "numel", "shape"), [("float31", 4, (4,)), ("float32", 3, (2, 2))])
-def test_what_cannot_be_written(dtype, numel, shape):
-    with pytest.raises(CheckpointError, match="cannot be written"):
-        make_image({}, dtype, numel, shape)
+SHORT = {"0": Stream(4, [b"ab", b"c"])}
 
 
-def test_a_stream_of_another_length(tmp_path):
-    pickled = write_pickle(make_tensor("0", "uint8", 4, (4,)))
-    with pytest.raises(CheckpointError, match=r"x\.pt: record archive/data/0 was to have 4 bytes, 3 came"):
-        write_torch_file(str(tmp_path / "x.pt"), pickled, {"0": Stream(4, [b"ab", b"c"])})
+@pytest.mark.parametrize(
+    ("write", "words"),
+    [
+        (lambda _: make_image({}, "float31", 4, (4,)), "float31 .* cannot be written"),
+        (lambda _: make_image({}, "float32", 3, (2, 2)), "cannot be written"),
+        (lambda _: dump_value(1, "float31"), "float31"),
+        (lambda _: dump_value(256, "uint8"), "uint8"),
+        (lambda _: dump_value(0.5, "int64"), "int64"),
+        (lambda _: dump_value("x", "float32"), "float32"),
+        (
+            lambda path: write_torch_file(path, write_pickle(make_tensor("0", "uint8", 4, (4,))), SHORT),
+            r"x\.pt: record archive/data/0 has 3 bytes instead of 4",
+        ),
+    ],
+)
+def test_values_that_cannot_be_written(write, words, tmp_path):
+    with pytest.raises(CheckpointError, match=words):
+        write(str(tmp_path / "x.pt"))
 
 
 VALUES = [0, 255, 256, 65535, 65536, -1, -(2**31), 2**31, 2**63, -(2**63), 10**400, -(10**700), 0.1, math.inf, -0.0]
@@ -196,13 +196,10 @@ def test_shared_parts_and_cycles():
     found = pickle.loads(write_pickle([shared, shared, inside]))
     assert found[0] is found[1] is found[2][1]
     assert found[2][0][0] is found[2]
-
-
-def test_deep_graphs_need_no_recursion():
     deep: list = []
     for _ in range(5000):
         deep = [deep]
-    assert len(write_pickle(deep)) > 15_000
+    assert len(write_pickle(deep)) > 15_000  # without recursion
 
 
 def test_calls_and_instances():
@@ -210,8 +207,5 @@ def test_calls_and_instances():
     assert found == [1 + 2j, math.inf]
     made = pickle.loads(write_pickle(make_instance("types", "SimpleNamespace", {"a": (1, 2)})))
     assert made.a == (1, 2)
-
-
-def test_values_without_a_form():
     with pytest.raises(UcpError, match="type range"):
         write_pickle({"a": range(2)})

@@ -19,7 +19,7 @@ from ...comm import Comm
 from ...errors import CheckpointError, UnsupportedError, shorten
 from ...flat import Shape
 from ...io.jsonfile import read_bounded
-from ...torchsave.alike import Header
+from ...torchsave.header_cache import Header
 from ...torchsave.objects import Global, PickledObject, TensorRef, describe, is_setting, is_short
 from ...torchsave.records import FileRecord
 from ...torchsave.torchfile import read_parts

@@ -1,4 +1,4 @@
-"""Many ``torch.save`` files in one, of few forms: each form is read once, and what is told is the same."""
+"""Many ``torch.save`` files of few forms in one file: each form is parsed once, with the same results and errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Parts = list[tuple[int, int]]
 
 @pytest.fixture(scope="module")
 def written() -> tuple[bytes, Parts]:
-    """Three rounds of tensors of several shapes and dtypes, and other values."""
+    """Three rounds of tensors with several shapes and dtypes, and of other values."""
     data, parts = b"", []
     for number in range(3):
         values = [torch.randn(shape) + number for shape in SHAPES]
@@ -35,32 +35,34 @@ def written() -> tuple[bytes, Parts]:
     return data, parts
 
 
-def tell(tree: Any) -> Any:
+def to_plain(tree: Any) -> Any:
     if isinstance(tree, list):
-        return [tell(each) for each in tree]
+        return [to_plain(part) for part in tree]
     if not isinstance(tree, TensorRef):
         return tree
     return tree.storage.key, tree.offset, tree.shape, tree.stride, tree.dtype, tree.data
 
 
 def read(path: Path, parts: Sequence[tuple[int, int]]) -> list[Any]:
-    return [(tell(header.tree), header.storages) for header in torchfile.read_parts(str(path), parts)]
+    return [(to_plain(header.tree), header.storages) for header in torchfile.read_parts(str(path), parts)]
 
 
-def test_each_form_is_read_once(written: tuple[bytes, Parts], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_form_is_parsed_once(
+    written: tuple[bytes, Parts], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data, parts = written
     (tmp_path / "it").write_bytes(data)
     alone = [read(tmp_path / "it", [part])[0] for part in parts]
     opened = []
-    whole = torchfile.list_zip
-    monkeypatch.setattr(torchfile, "list_zip", lambda *args: opened.append(1) or whole(*args))
+    list_zip = torchfile.list_zip
+    monkeypatch.setattr(torchfile, "list_zip", lambda *args: opened.append(1) or list_zip(*args))
     assert read(tmp_path / "it", parts) == alone
     kinds = len(parts) // 3
-    assert len(opened) == kinds + 2 * 3  # neither a number, nor two tensors, nor one without bytes is such a form
+    assert len(opened) == kinds + 2 * 3  # numbers, pairs of tensors and empty tensors are not cached
 
 
-def test_damage_is_told_as_before(written: tuple[bytes, Parts], tmp_path: Path) -> None:
-    """A part that reads otherwise than alone is one whose other records' headers, which nobody needs, are damaged."""
+def test_damage_is_found_with_the_cache_too(written: tuple[bytes, Parts], tmp_path: Path) -> None:
+    """Only damage in local headers of other records, which the cache does not need, may go unnoticed."""
     data, parts = written
     draw = np.random.default_rng(0)
     kinds = len(parts) // 3
