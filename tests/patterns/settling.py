@@ -1,4 +1,4 @@
-"""Settling as those ask for it who need everything: what is open or wrong is an error."""
+"""A variant of ``settle`` that raises if a parameter is open or wrong."""
 
 from __future__ import annotations
 

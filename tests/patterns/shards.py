@@ -1,4 +1,4 @@
-"""Shards of a numpy array as a layout describes them, element by element: what the arithmetic is held against."""
+"""Shards of a numpy array by a layout, element by element: the reference for the arithmetic."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from deepspeed_ucp.patterns.layout import Layout, Product, Run, copy_runs
 
 
 def index_shard(layout: Layout, shard: Product) -> np.ndarray:
-    """Logical flat positions of a shard's elements, in local order."""
+    """List the logical flat positions of a shard's elements in local order."""
     positions = np.arange(int(np.prod(layout.view, dtype=np.int64))).reshape(layout.view)
     for axis, intervals in enumerate(shard):
         places = [place for low, high in intervals for place in range(low, high)]
@@ -19,12 +19,12 @@ def index_shard(layout: Layout, shard: Product) -> np.ndarray:
 
 
 def cut_array(layout: Layout, values: np.ndarray) -> list[np.ndarray]:
-    """The flattened shards of an array."""
+    """Cut an array into flattened shards."""
     return [values.reshape(-1)[index_shard(layout, shard)] for shard in layout.shards]
 
 
 def follow(runs: Sequence[Run], source: np.ndarray, target: np.ndarray, writes: np.ndarray) -> None:
-    """Carry runs out, counting how often each target element is written."""
+    """Execute runs, and count how often each target element is written."""
     for run in runs:
         for i in range(run.count):
             src, dst = run.src + i * run.src_step, run.dst + i * run.dst_step
@@ -35,7 +35,7 @@ def follow(runs: Sequence[Run], source: np.ndarray, target: np.ndarray, writes: 
 
 
 def reshard(source: Layout, shards: Sequence[np.ndarray], target: Layout) -> list[np.ndarray]:
-    """Shards of the target, made from the source's; each element must be written exactly once."""
+    """Make the target's shards from the source's; check that each element is written exactly once."""
     made = []
     for rank, local in enumerate(target.local_shapes):
         values = np.full(int(np.prod(local, dtype=np.int64)), -1)

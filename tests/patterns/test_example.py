@@ -1,4 +1,4 @@
-"""The example's own models, each rank's weights as the example cuts them, resharded by what settles them."""
+"""Weights of the example's models, cut by the example itself, are resharded by the rules to other degrees."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PAIRS = [(1, 2), (2, 4), (4, 1)]
 
 @pytest.fixture(scope="module")
 def example():
-    """The example's modules, which have common names, for these tests only."""
+    """Import the example's modules, and remove them afterwards because their names are generic."""
     before = set(sys.modules)
     sys.path.insert(0, str(EXAMPLE))
     yield SimpleNamespace(**{name: importlib.import_module(name) for name in ("config", "gpt", "metadata", "parallel")})
@@ -34,7 +34,7 @@ def example():
 
 @pytest.fixture(scope="module")
 def build(example):
-    """All ranks' parameters of a preset at a degree."""
+    """Build all ranks' parameters of a preset at a degree."""
     made = {}
 
     def make(preset, tp):
@@ -49,27 +49,27 @@ def build(example):
     return make
 
 
-def rule_sets(example, preset, way, source_tp, target):
+def rule_sets(example, preset, origin, source_tp, target):
     config = example.config.PRESETS[preset]
     vocab = from_config({"original_vocab_size": config.vocabulary})
     attributes = from_attributes({name: vars(parameter) for name, parameter in target[0].items()})
-    if way == "family":
+    if origin == "family":
         return [*vocab, *from_config(FAMILIES[preset])]
-    if way == "attributes":
+    if origin == "attributes":
         return [*vocab, attributes]
     degrees = example.config.Degrees(tp=source_tp, pipeline=False)
     return [from_universal_info(example.metadata.universal_checkpoint_info(config, degrees)), attributes]
 
 
-@pytest.mark.parametrize("way", ["family", "metadata", "attributes"])
+@pytest.mark.parametrize("origin", ["family", "metadata", "attributes"])
 @pytest.mark.parametrize("preset", sorted(FAMILIES))
 @pytest.mark.parametrize(("first", "second"), PAIRS, ids=lambda tp: f"tp{tp}")
-def test_the_examples_weights(example, build, preset, way, first, second):
-    """Weights are a function of the seed and the name: any degree's shards are known without resharding."""
+def test_weights_of_the_example(example, build, preset, origin, first, second):
+    """Weights are a function of the seed and the name, so that the expected shards of any degree are known."""
     source, target = build(preset, first), build(preset, second)
     shapes = [{name: tuple(tuple(rank[name].shape) for rank in side) for name in side[0]} for side in (source, target)]
     args = vars(example.metadata.megatron_arguments(example.config.PRESETS[preset], example.config.Degrees(tp=first)))
-    rules = rule_sets(example, preset, way, first, target)
+    rules = rule_sets(example, preset, origin, first, target)
     settled = settle(list(shapes[0]), *shapes, rules, {"args": args})
     for name, (have, want) in settled.layouts.items():
         shards = [rank[name].detach().numpy().reshape(-1) for rank in source]

@@ -129,15 +129,14 @@ def test_family_settles_its_model(family, first, second):
     assert settled.unused == []
 
 
-def test_heads_stay_whole():
-    """8 key/value heads cannot be cut for 16 ranks: a head's rows would be torn apart."""
-    source, target = (models.megatron_pipeline(models.LLAMA_70B, tp, untied=True) for tp in (8, 16))
-    with pytest.raises(MismatchError, match=r"query_key_value.weight: widths .* not whole units of 128"):
-        settle(list(source), source, target, from_config("megatron-llama"), hints={"args": {"num_attention_heads": 64}})
+def settle_model(make, rules, hints=None):
+    """Settle a model from one tensor-parallel rank to two."""
+    source, target = make(1), make(2)
+    return settle(list(source), source, target, rules, hints=hints)
 
 
 def test_sizes_come_from_arguments_too():
-    """Head width times heads is not the hidden size: only the arguments tell."""
+    """Head width times heads is not the hidden size here."""
     sizes = models.Sizes(hidden=1024, heads=16, ffn=4096, vocab=1024)
     source, target = models.megatron_pipeline(sizes, 1), models.megatron_pipeline(sizes, 2)
     names = [name for name in source if "query_key_value" in name]
@@ -149,44 +148,49 @@ def test_sizes_come_from_arguments_too():
     assert settled.patterns[names[0]].parts == (2048, 1024, 1024)
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ({"hidden_size": 512}, "contradicts itself about hidden: 512 by args.hidden_size, 1024 by shape"),
-        ({"num_attention_heads": 16, "num_key_value_heads": 4}, r"parts \[1024, 256, 256\] sum to 1536"),
-    ],
-)
-def test_arguments_that_contradict_the_shapes(args, message):
-    source, target = (models.megatron_pipeline(models.GPT3_MEDIUM, tp) for tp in (1, 2))
-    with pytest.raises(MismatchError, match=message):
-        settle(list(source), source, target, from_config("megatron-gpt"), hints={"args": args})
-
-
-@pytest.mark.parametrize(
-    ("family", "hints"),
-    [
-        ("megatron-gpt", {"checkpoint_version": 1.0}),
-        ("megatron-gpt", {"args": {"transformer_impl": "transformer_engine"}}),
-        ("megatron-gpt", {"args": {"use_mcore_models": True}}),
-        ("megatron-gpt-interleaved", {"checkpoint_version": 0}),
-        ("megatron-gpt", {"args": OLDER}),
-        ("megatron-gpt", {"args": {**NEWER, "num_key_value_heads": 2}}),
-        ("megatron-gpt-interleaved", {"args": NEWER}),
-        ("megatron-llama", {"args": OLDER}),
-        ("megatron-llama", {"args": {**NEWER, "num_key_value_heads": 2}}),
-        ("bloom", {"args": NEWER}),
-        ("megatron-llama", {"args": {"swiglu": False}}),
-        ("bloom", {"checkpoint_version": 1.0}),
-    ],
-)
-def test_a_family_that_the_checkpoint_contradicts(family, hints):
-    make, _ = MODELS[family]
-    source, target = make(1), make(2)
-    with pytest.raises(MismatchError, match=f"family {family} contradicts the checkpoint"):
-        settle(list(source), source, target, from_config(family), hints=hints)
-
-
 QKV = "2.self_attention.query_key_value.weight"
+CONTRADICTIONS = [
+    ("megatron-gpt", {"checkpoint_version": 1.0}),
+    ("megatron-gpt", {"args": {"transformer_impl": "transformer_engine"}}),
+    ("megatron-gpt", {"args": {"use_mcore_models": True}}),
+    ("megatron-gpt-interleaved", {"checkpoint_version": 0}),
+    ("megatron-gpt", {"args": OLDER}),
+    ("megatron-gpt", {"args": {**NEWER, "num_key_value_heads": 2}}),
+    ("megatron-gpt-interleaved", {"args": NEWER}),
+    ("megatron-llama", {"args": OLDER}),
+    ("megatron-llama", {"args": {**NEWER, "num_key_value_heads": 2}}),
+    ("bloom", {"args": NEWER}),
+    ("megatron-llama", {"args": {"swiglu": False}}),
+    ("bloom", {"checkpoint_version": 1.0}),
+]
+UNKNOWN_CLIENTS = [
+    {"num_attention_heads": 16, "kv_channels": 64, "num_key_value_heads": 16, "ds_sequence_parallel_size": 1},
+    {**NEWER, "num_key_value_heads": 2},
+    {**NEWER, "transformer_impl": "transformer_engine"},
+]
+GROUPED = models.Sizes(hidden=512, heads=8, ffn=2048, vocab=1024, kv_heads=2)
+GPT = MODELS["megatron-gpt"][0]
+
+REFUSED = [
+    (
+        lambda tp: models.megatron_pipeline(models.LLAMA_70B, 8 * tp, untied=True),
+        "megatron-llama",
+        {"args": {"num_attention_heads": 64}},
+        r"query_key_value.weight: widths .* not whole units of 128",
+    ),
+    (GPT, "megatron-gpt", {"args": {"hidden_size": 512}}, "contradicts itself about hidden: 512 by .*, 1024 by shape"),
+    (GPT, "megatron-gpt", {"args": {"num_attention_heads": 16, "num_key_value_heads": 4}}, r"256\] sum to 1536"),
+    (lambda tp: models.neox_pipeline(GROUPED, tp), "gpt-neox", None, "not interleaved per head; give rules"),
+    *((MODELS[name][0], name, hints, f"family {name} contradicts the checkpoint") for name, hints in CONTRADICTIONS),
+    *((GPT, None, {"args": {**args, "hidden_size": 1024}}, "not known.*query_key_value") for args in UNKNOWN_CLIENTS),
+]
+
+
+@pytest.mark.parametrize(("make", "family", "hints", "words"), REFUSED)
+def test_models_that_rules_do_not_settle(make, family, hints, words):
+    rules = from_config(family) if family else [from_arguments()]
+    with pytest.raises(MismatchError, match=words):
+        settle_model(make, rules, hints)
 
 
 @pytest.mark.parametrize(
@@ -194,8 +198,8 @@ QKV = "2.self_attention.query_key_value.weight"
     [(OLDER, ShardV(unit=192)), (NEWER, ShardNC(parts=(1024, 1024, 1024), sized=True, unit=64))],
     ids=["before FPDT", "since FPDT"],
 )
-def test_the_clients_arguments_tell_how_query_key_and_value_are_fused(args, expected):
-    source, target = (models.megatron_pipeline(models.GPT3_MEDIUM, tp) for tp in (1, 2))
+def test_arguments_of_known_clients_settle_fused_attention(args, expected):
+    source, target = GPT(1), GPT(2)
     names = [name for name in source if "query_key_value" in name or "dense_h_to_4h" in name]
     hints = {"args": {**args, "hidden_size": 1024}, "checkpoint_version": 3.0}
     settled = settle(names, source, target, [from_arguments()], hints=hints)
@@ -203,39 +207,14 @@ def test_the_clients_arguments_tell_how_query_key_and_value_are_fused(args, expe
     assert settled.patterns["2.mlp.dense_h_to_4h.bias"] == ShardV()
 
 
-@pytest.mark.parametrize(
-    "args",
-    [
-        {"num_attention_heads": 16, "kv_channels": 64, "num_key_value_heads": 16, "ds_sequence_parallel_size": 1},
-        {**NEWER, "num_key_value_heads": 2},
-        {**NEWER, "transformer_impl": "transformer_engine"},
-    ],
-    ids=["another client", "grouped queries", "transformer engine"],
-)
-def test_what_no_client_is_known_for_is_not_settled(args):
-    source, target = (models.megatron_pipeline(models.GPT3_MEDIUM, tp) for tp in (1, 2))
-    with pytest.raises(MismatchError, match="query_key_value.* is not known|is not known.*query_key_value"):
-        settle([QKV], source, target, [from_arguments()], hints={"args": {**args, "hidden_size": 1024}})
-
-
 @pytest.mark.parametrize("version", [None, 0, 2.0, 3.0])
-def test_versions_that_say_nothing_against_per_rank_parts(version):
-    make, _ = MODELS["megatron-gpt"]
-    source, target = make(1), make(2)
+def test_versions_that_are_compatible_with_per_rank_parts(version):
     hints = {"checkpoint_version": version, "args": {"transformer_impl": "local"}}
     rules = from_config({"family": "megatron-gpt", "original_vocab_size": 50257})
-    settled = settle(list(source), source, target, rules, hints=hints)
-    assert settled.origin["2.self_attention.query_key_value.weight"] == "family megatron-gpt"
+    assert settle_model(GPT, rules, hints).origin[QKV] == "family megatron-gpt"
 
 
-def test_neox_with_grouped_queries_is_not_settled():
-    sizes = models.Sizes(hidden=512, heads=8, ffn=2048, vocab=1024, kv_heads=2)
-    source, target = models.neox_pipeline(sizes, 1), models.neox_pipeline(sizes, 2)
-    with pytest.raises(MismatchError, match="grouped-query attention is not interleaved per head; give rules"):
-        settle(list(source), source, target, from_config("gpt-neox"))
-
-
-def test_transposed_experts_are_told_from_their_shape():
+def test_transposed_experts_are_recognised_by_their_shape():
     """MegaBlocks keeps w2 as [experts × ffn, hidden]; Mixtral as [experts × hidden, ffn]."""
     common = {"layers.0.norm.weight": ((64,),), "layers.0.block_sparse_moe.gate.weight": ((4, 64),)}
     name = "layers.0.block_sparse_moe.experts.w2"

@@ -1,4 +1,4 @@
-"""Geometry held against numpy, element by element, over random layouts."""
+"""Layouts and runs compared with numpy, element by element, for random layouts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .shards import cut_array, follow, index_shard, reshard
 
 @st.composite
 def axis_parts(draw, size, ranks):
-    """An axis cut at random places, the pieces dealt out in random order: interval lists per rank."""
+    """Cut an axis at random places and assign the pieces to ranks in random order: interval lists per rank."""
     cuts = sorted(draw(st.lists(st.integers(0, size), max_size=5)))
     pieces = list(zip([0, *cuts], [*cuts, size], strict=True))
     pieces = draw(st.permutations(pieces))
@@ -38,7 +38,7 @@ def axis_parts(draw, size, ranks):
 
 @st.composite
 def layouts(draw, view):
-    """A grid of ranks over the view's axes, each axis cut and dealt out at random."""
+    """Draw a grid of ranks over the view's axes, each axis cut at random."""
     grid = tuple(draw(st.integers(1, 3 if axis < 2 else 1)) for axis in range(len(view)))
     parts = [draw(axis_parts(size, ranks)) for size, ranks in zip(view, grid, strict=True)]
     shards = tuple(
@@ -161,8 +161,8 @@ def test_shards_that_stay_are_one_run():
     assert copy_runs(layout, 2, layout, 2, 0, 0) == ()
 
 
-def test_claims_take_what_several_ranks_hold_from_one_of_them():
-    """Query rows cut, key/value rows held by every rank: rank 0's copy counts."""
+def test_claims_take_shared_elements_from_one_rank():
+    """Query rows are cut, key/value rows are on every rank: rank 0's copy counts."""
     shards = (((((0, 2), (4, 6))), ((0, 3),)), ((((2, 4), (4, 6))), ((0, 3),)))
     claims = (((((0, 2), (4, 6))), ((0, 3),)), ((((2, 4),)), ((0, 3),)))
     layout = Layout((6, 3), (6, 3), shards, ((4, 3), (4, 3)), claims=claims)
@@ -177,15 +177,12 @@ def test_claims_take_what_several_ranks_hold_from_one_of_them():
         np.testing.assert_array_equal(got, expected)
 
 
-def test_claims_may_begin_inside_of_what_a_rank_holds():
-    """Ranks 0 and 1 both hold elements 2 and 3; 0 gives the first of them, 1 the second."""
+def test_claims_may_begin_inside_of_an_interval():
+    """Ranks 0 and 1 both have elements 2 and 3; 2 is taken from rank 0, 3 from rank 1."""
     shards, claims = ((((0, 4),),), (((2, 6),),)), ((((0, 3),),), (((3, 6),),))
     layout = Layout((6,), (6,), shards, ((4,), (4,)), claims=claims)
     assert find_faults(layout) == []
     assert [copy_runs(layout, rank, whole((6,)), 0, 0, 6) for rank in (0, 1)] == [(Run(0, 0, 3),), (Run(1, 3, 3),)]
-
-
-ROWS = ((0, 2), (0, 2))
 
 
 @pytest.mark.parametrize(
@@ -220,7 +217,7 @@ def test_runs_are_as_few_as_possible():
 
 
 def test_time_does_not_grow_with_the_elements():
-    """102400 × 25600 elements, cut along columns: thousands of ranges a second."""
+    """102400 × 25600 elements cut along columns: hundreds of ranges a second."""
     source, target = cut_columns(102400, 25600, 8), cut_columns(102400, 25600, 4)
     size = 102400 * 6400
     start = time.perf_counter()
@@ -239,8 +236,8 @@ def test_time_does_not_grow_with_the_elements():
     ],
     ids=str,
 )
-def test_of_what_shards_share_each_gives_what_it_claims(src: int, dst: int, runs: list[tuple[int, int, int]]) -> None:
-    """Shards of elements 0-4 and 2-7 claim 0, 2, 3 and 4, 5, 6; nobody claims 1 and 7, which come from none."""
+def test_only_claimed_elements_are_copied(src: int, dst: int, runs: list[tuple[int, int, int]]) -> None:
+    """Shards of elements 0-4 and 2-7 claim 0, 2, 3 and 4, 5, 6; elements 1 and 7 are not claimed."""
 
     def shard(*intervals: tuple[int, int]) -> tuple[tuple[tuple[int, int], ...]]:
         return (intervals,)

@@ -1,4 +1,4 @@
-"""``universal_checkpoint_info`` of every version, held against what DeepSpeed's own code makes of the same data."""
+"""``universal_checkpoint_info`` of every version, compared with DeepSpeed's own code on the same data."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from . import models
 from .shards import cut_array, reshard
 
 MEGATRON = {
-    # As Megatron-DeepSpeed's GPTModelPipe writes it at TP 2.
+    # Written by Megatron-DeepSpeed's GPTModelPipe at TP 2.
     "universal_checkpoint_version": 0.2,
     "original_vocab_size": 50257,
     "vocabulary_parameter_patterns": [r"tied_modules.embed.word_embeddings.weight"],
@@ -54,8 +54,8 @@ def settle_one(info, shapes, target=None):
     return settle(["w"], {"w": tuple(shapes)}, None if target is None else {"w": tuple(target)}, rules)
 
 
-def test_megatron_metadata_settles_what_it_names():
-    """Fused attention is in none of its lists and stays open; the first feed-forward matrix follows from the second."""
+def test_megatron_metadata():
+    """Fused attention is in no list and stays open; the first feed-forward matrix follows from the second."""
     source, target = (models.megatron_pipeline(models.GPT3_MEDIUM, tp) for tp in (2, 4))
     rules = from_universal_info(MEGATRON)
     with pytest.raises(MismatchError) as caught:
@@ -72,7 +72,7 @@ def test_megatron_metadata_settles_what_it_names():
     assert settled.unused == []
 
 
-def test_what_a_tp_1_source_does_not_say_is_not_known():
+def test_parameters_in_no_list_are_not_settled():
     """Megatron-DeepSpeed writes no row-parallel patterns at TP 1; DeepSpeed would cut these weights on dimension 0."""
     info = {**MEGATRON, "parameter_with_row_parallelism_patterns": [], "tp_replicated_parameter_patterns": []}
     source, target = (models.megatron_pipeline(models.GPT3_MEDIUM, tp) for tp in (1, 2))
@@ -83,15 +83,18 @@ def test_what_a_tp_1_source_does_not_say_is_not_known():
 
 
 @pytest.mark.parametrize("info", [None, {}, "method", {"universal_checkpoint_version": 0.1}])
-def test_metadata_that_says_nothing(info):
+def test_metadata_without_lists(info):
     with pytest.raises(MismatchError, match="is not known"):
         settle_one(info, [(4,), (4,)])
 
 
-def test_pipeline_stages_that_hold_the_same():
+def test_parameters_shared_by_pipeline_stages():
     (match,) = from_universal_info(MEGATRON).shared
     assert match("tied_modules.embed.word_embeddings.weight")
     assert not match("tied_modules.embed.position_embeddings.weight")
+
+
+VOCABULARY_OF_3 = {"vocabulary_parameter_patterns": ["w"], "original_vocab_size": 3}
 
 
 @pytest.mark.parametrize(
@@ -102,26 +105,12 @@ def test_pipeline_stages_that_hold_the_same():
         ({"parameter_with_row_parallelism_patterns": ["w"]}, [(4, 1), (4, 2)], ShardH()),
         ({"parameter_with_2_sub_params_cat_dim_0": ["w"]}, [(4, 3), (4, 3)], ShardNC(parts=(1, 1))),
         ({"vocabulary_parameter_patterns": ["w"], "original_vocab_size": 7}, [(4, 3), (4, 3)], ShardV(vocab=7)),
-        (
-            {
-                "vocabulary_parameter_patterns": ["w"],
-                "original_vocab_size": 3,
-                "tp_replicated_parameter_patterns": ["^w$"],
-            },
-            [(4, 3), (4, 3)],
-            Replicate(vocab=3),
-        ),
+        ({**VOCABULARY_OF_3, "tp_replicated_parameter_patterns": ["^w$"]}, [(4, 3), (4, 3)], Replicate(vocab=3)),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
 )
 def test_lists(info, shapes, pattern):
     assert settle_one(info, shapes).patterns["w"] == pattern
-
-
-def test_expressions_match_the_beginning_of_a_name_as_deepspeeds_do():
-    rules = from_universal_info({"parameter_with_row_parallelism_patterns": [r"\d+.dense"]})
-    shapes = {"1.dense.weight": ((4, 2), (4, 2))}
-    assert settle(list(shapes), shapes, None, [rules]).patterns["1.dense.weight"] == ShardH()
 
 
 def test_lists_that_disagree():
@@ -140,11 +129,8 @@ def test_unused_patterns_are_reported():
     ]
 
 
-def test_what_autotp_could_not_describe_is_refused():
-    info = {
-        "autotp_unsupported_parameter_patterns": {"^w$": "it interleaves blocks"},
-        "tp_replicated_parameter_patterns": [],
-    }
+def test_parameters_that_autotp_could_not_describe_are_refused():
+    info = {"autotp_unsupported_parameter_patterns": {"^w$": "it interleaves blocks"}}
     with pytest.raises(MismatchError, match="w: universal_checkpoint_info: it interleaves blocks"):
         settle(["w"], {"w": ((4,), (4,))}, None, [from_universal_info(info), *from_config("megatron-gpt")])
     user = from_config([{"match": "w", "pattern": "shard-v"}])
@@ -172,7 +158,7 @@ def parts_info(shape, dim, version=0.4, widths=None, **more):
 
 
 def merge_upstream(shards, view, dim, widths):
-    """What ``merge_tp_slices`` makes of shards: sub-parameters joined over ranks, one after the other."""
+    """Join shards like ``merge_tp_slices``: sub-parameters joined over ranks, one after the other."""
     local = [list(view) for _ in shards]
     for rank, shape in enumerate(local):
         shape[dim] = sum(part[rank] for part in widths)
@@ -240,15 +226,6 @@ def test_sub_parameters_that_contradict_the_shapes(info, shapes, message):
         settle_one(info, shapes)
 
 
-def test_metadata_of_unknown_form():
-    with pytest.raises(MismatchError, match="entry of unknown form"):
-        from_universal_info({"parameter_with_sub_params": [{"patterns": ["w"]}]})
-    with pytest.raises(MismatchError, match="tp_replicated_parameter_patterns is a list"):
-        from_universal_info({"tp_replicated_parameter_patterns": "w"})
-    with pytest.raises(MismatchError, match="affine_map has format 2, up to 1 is understood"):
-        from_universal_info({"affine_map": {"version": 2, "params": {}}})
-
-
 affine = pytest.importorskip("deepspeed.checkpoint.affine", reason="DeepSpeed before 0.19 has no affine maps")
 
 MAPS = {
@@ -266,7 +243,7 @@ MAPS = {
 
 @pytest.mark.parametrize("name", sorted(MAPS))
 def test_affine_maps_are_deepspeeds(name):
-    """Shards as ``ParamAffineMap.extract`` makes them, joined again as ``rebuild`` does."""
+    """Shards are those of ``ParamAffineMap.extract``; joined, they are the tensor again."""
     import torch
 
     upstream = MAPS[name]()
@@ -294,7 +271,7 @@ def test_affine_maps_are_deepspeeds(name):
         ("gather", None),
     ],
 )
-def test_what_a_map_is_an_instance_of(name, general):
+def test_the_general_pattern_of_a_map(name, general):
     assert read_map(MAPS[name]().to_dict()).general == general
 
 
@@ -303,7 +280,7 @@ def affine_info(upstream):
 
 
 def test_each_side_describes_itself():
-    """AutoTP at 2 and at 3 with uneven heads: each side's own map counts, not what the other's is an instance of."""
+    """AutoTP at degrees 2 and 3 with uneven heads: each side's own map counts, not the other's general pattern."""
     two = affine.sub_param_map((18, 2), (12, 6), [[8, 4], [4, 2]], 0)
     three = affine.sub_param_map((18, 2), (12, 6), [[4, 6, 2], [2, 2, 2]], 0)
     rules = [
@@ -371,7 +348,7 @@ def test_maps_supersede_lists_and_lists_supersede_attributes():
 
 
 def test_thousands_of_named_parameters():
-    """AutoTP names every parameter by an escaped expression: these are looked up, not searched."""
+    """AutoTP names every parameter by an escaped expression; these are looked up by name."""
     names = [f"model.layers.{layer}.mlp.up_proj.weight" for layer in range(3000)]
     shape = affine.contiguous_split_map((4, 3), [2, 2], 0).to_dict()
     info = {"affine_map": {"version": 1, "params": {f"^{re.escape(name)}$": shape for name in names}}}
@@ -390,15 +367,14 @@ HOSTILE = {
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
 def test_expressions_are_matched_in_linear_time(text):
-    """Python's engine takes years for these."""
+    """Python's engine needs exponential time for these."""
     (rule,) = from_universal_info({"tp_replicated_parameter_patterns": [text]}).rules
     names = ["a" * 5000 + "b", "a" * 9 + "\ud800b", "b" * 5000]
     assert not any(rule.match(name) for name in names)
     assert rule.match("a" * 5000)
 
 
-def test_expressions_are_those_of_the_converter():
-    """From a name's front, not necessarily to its end."""
+def test_expressions_match_a_prefix_like_the_converter():
     texts = [r"\d+.dense.weight", r"(.+\.)?q_proj", "^a.b$", r"^a\.b$", "a"]
     rules = [from_universal_info({"tp_replicated_parameter_patterns": [text]}) for text in texts]
     names = ("12.dense.weight", "12.dense.weight.more", "x.q_proj.weight", "a.b", "a.bc", "acb", "ba", "12dense.weight")
@@ -409,6 +385,11 @@ def test_expressions_are_those_of_the_converter():
 
 
 ODD = {
+    "entry of unknown form": {"parameter_with_sub_params": [{"patterns": ["w"]}]},
+    "tp_replicated_parameter_patterns is a list": {"tp_replicated_parameter_patterns": "w"},
+    "affine_map has format 2, up to 1 is understood": {"affine_map": {"version": 2, "params": {}}},
+}
+MALFORMED = {
     "no expression": {"tp_replicated_parameter_patterns": ["("]},
     "a number": {"tp_replicated_parameter_patterns": [7]},
     "looks ahead": {"tp_replicated_parameter_patterns": ["(?!a)(b)*"]},
@@ -429,15 +410,17 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("info", ODD.values(), ids=ODD)
-def test_odd_forms_are_refused(info):
-    with pytest.raises(MismatchError, match="universal_checkpoint_info"):
+@pytest.mark.parametrize(
+    ("info", "words"), [*((info, words) for words, info in ODD.items()), *((info, "") for info in MALFORMED.values())]
+)
+def test_malformed_metadata_is_refused(info, words):
+    with pytest.raises(MismatchError, match=f"universal_checkpoint_info: .*{words}"):
         from_universal_info(info)
 
 
 @pytest.mark.parametrize(("rows", "settles"), [(8, True), (16, False)], ids=["plain", "gate and up"])
-def test_a_row_parallel_second_matrix_tells_how_the_first_is_cut(rows, settles):
-    """No list of Megatron-DeepSpeed's names dense_h_to_4h, which a live model's attributes tell."""
+def test_a_row_parallel_second_matrix_settles_the_first(rows, settles):
+    """No list of Megatron-DeepSpeed names dense_h_to_4h; a live model's attributes do."""
     first, second = "3.mlp.dense_h_to_4h.weight", "3.mlp.dense_4h_to_h.weight"
     shapes = {first: ((rows, 4),) * 2, second: ((4, 8),) * 2}
     info = {"parameter_with_row_parallelism_patterns": [r"\d+.mlp.dense_4h_to_h.weight"]}

@@ -1,4 +1,4 @@
-"""Patterns as plain data: they come back as they were, and tell other topologies how to cut."""
+"""Patterns recorded as plain data are restored unchanged, and settle other topologies."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ PATTERNS: list[Pattern] = [
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=lambda pattern: str(pattern)[:60])
-def test_every_pattern_comes_back(pattern: Pattern) -> None:
-    """Also as JSON gives it back, which has lists."""
-    told = record_pattern(pattern)
-    assert read_pattern(told) == pattern
-    again = read_pattern(json.loads(json.dumps(told)))
+def test_every_pattern_round_trips(pattern: Pattern) -> None:
+    """Also through JSON, which turns tuples into lists."""
+    recorded = record_pattern(pattern)
+    assert read_pattern(recorded) == pattern
+    again = read_pattern(json.loads(json.dumps(recorded)))
     assert again == pattern
     assert hash(again) == hash(pattern)
 
@@ -71,7 +71,7 @@ parts = st.lists(sizes, min_size=1, max_size=4).map(tuple)
 
 @examples(100)
 @given(parts, st.integers(0, 3), sizes, st.booleans(), sizes, st.none() | sizes, st.none() | st.lists(parts).map(tuple))
-def test_any_fused_pattern_comes_back(
+def test_any_fused_pattern_round_trips(
     parts: tuple[int, ...],
     dim: int,
     blocks: int,
@@ -85,7 +85,7 @@ def test_any_fused_pattern_comes_back(
 
 
 @pytest.mark.parametrize(
-    "told",
+    "recorded",
     [
         {},
         {"kind": "spiral"},
@@ -97,15 +97,12 @@ def test_any_fused_pattern_comes_back(
     ],
     ids=["nothing", "unknown", "field", "layout", "text", "number", "general"],
 )
-def test_other_data_is_refused(told: dict[str, object]) -> None:
+def test_malformed_data_is_refused(recorded: dict[str, object]) -> None:
     with pytest.raises(MismatchError, match="recorded pattern"):
-        read_pattern(told)
+        read_pattern(recorded)
 
 
-# --- as rules
-
-
-def test_a_whole_tensor_is_cut_by_what_it_was_united_by() -> None:
+def test_recorded_patterns_cut_whole_tensors() -> None:
     recorded = {
         "qkv": record_pattern(ShardNC(parts=(24, 12, 12), sized=True)),
         "row": record_pattern(ShardH()),
@@ -131,7 +128,7 @@ def test_a_whole_tensor_is_cut_by_what_it_was_united_by() -> None:
 
 
 def test_a_vocabulary_gets_another_padding() -> None:
-    """Also where neither side is cut."""
+    """Also if neither side is cut."""
     recorded = {"word": record_pattern(ShardV(vocab=11))}
     for shapes in (((12, 4),), ((8, 4), (8, 4))):
         settled = settle(["word"], {"word": ((18, 4),)}, {"word": shapes}, [from_recorded(recorded)])
@@ -139,13 +136,13 @@ def test_a_vocabulary_gets_another_padding() -> None:
         assert (have.shape[0], want.shape[0]) == (18, sum(shape[0] for shape in shapes))
 
 
-def test_what_one_rank_held_whole_tells_nothing_of_cuts() -> None:
+def test_tensors_that_were_not_cut_give_no_rules() -> None:
     rules = from_recorded({"w": record_pattern(Unique()), "v": record_pattern(SameShards())})
     assert not rules.literal
     with pytest.raises(MismatchError, match=r"How tensor parallelism cuts .* w: \(4, 4\) on 1 rank"):
         settle(["w"], {"w": ((4, 4),)}, {"w": ((2, 4), (2, 4))}, [rules])
 
 
-def test_an_unused_pattern_is_nobodys_mistake() -> None:
-    """A model may have fewer layers than the checkpoint, in a lenient load."""
+def test_unused_recorded_patterns_are_not_reported() -> None:
+    """A model may have fewer layers than the checkpoint in a lenient load."""
     assert from_recorded({"w": record_pattern(ShardV())}).find_unused(["other"]) == []

@@ -1,4 +1,4 @@
-"""Rules as a user writes them: what is accepted, what they match, and the order of rule sets."""
+"""Rules as users write them: valid forms, matching, and the precedence of rule sets."""
 
 from __future__ import annotations
 
@@ -33,19 +33,17 @@ def run(*sets, source=SOURCE, target=TARGET, hints=None):
     return settle(list(source), source, target, [rule_set for each in sets for rule_set in each], hints)
 
 
-@pytest.mark.parametrize("value", [[V, N], {"rules": [V, N]}], ids=["list", "object"])
-def test_inline_rules(value):
+@pytest.mark.parametrize("value", [[V, N], {"rules": [V, N]}, "rules.yaml", "rules.yml", "rules.json"])
+def test_rules_in_the_configuration_or_a_file(tmp_path, value):
+    origin = "the user's rules"
+    if isinstance(value, str):
+        (tmp_path / value).write_text(json.dumps({"rules": [V, N]}))
+        value = str(tmp_path / value)
+        origin = f"the rules in {value}"
     settled = run(from_config(value))
     assert settled.patterns == {"1.a.weight": ShardV(), "2.a.weight": ShardV(), "norm.weight": Replicate()}
-    assert set(settled.origin.values()) == {"the user's rules"}
+    assert set(settled.origin.values()) == {origin}
     assert settled.layouts["1.a.weight"][1].shape == (8, 6)
-
-
-@pytest.mark.parametrize("name", ["rules.yaml", "rules.yml", "rules.json"])
-def test_rules_in_a_file(tmp_path, name):
-    path = tmp_path / name
-    path.write_text(json.dumps({"rules": [V, N]}))
-    assert run(from_config(str(path))).origin["norm.weight"] == f"the rules in {path}"
 
 
 @pytest.mark.parametrize(
@@ -104,7 +102,7 @@ def test_every_pattern_can_be_written(spec, shapes, pattern):
     ],
     ids=str,
 )
-def test_what_is_not_understood(value, message):
+def test_invalid_rules(value, message):
     with pytest.raises(ConfigError, match=message):
         from_config(value)
 
@@ -115,33 +113,40 @@ def test_a_file_that_is_not_yaml(tmp_path):
         from_config(str(tmp_path / "a.yaml"))
 
 
+def use(expression, key="blocks"):
+    """Make a rule for norm.weight with an expression."""
+    return [V, {"match": r"norm\.weight", "pattern": "shard-nc", key: expression}]
+
+
+CUT_NORM = {**TARGET, "norm.weight": ((12,),)}
+OTHER_NORM = {**TARGET, "norm.weight": ((7,),)}
+
+
 @pytest.mark.parametrize(
-    ("expression", "message"),
+    ("value", "target", "error", "words"),
     [
-        ("1 +", "is not an expression"),
-        ("__import__('os')", "unknown function '__import__'"),
-        ("(1, 2)[0]", "is not understood"),
-        ("own.shape", "is not understood"),
-        ("own('rows')", "own in .* has arguments of another kind"),
-        ("shape(1, 0)", "shape in .* has arguments of another kind"),
+        (use("1 +"), CUT_NORM, ConfigError, "is not an expression"),
+        (use("__import__('os')"), CUT_NORM, ConfigError, "unknown function '__import__'"),
+        (use("(1, 2)[0]"), CUT_NORM, ConfigError, "is not understood"),
+        (use("own.shape"), CUT_NORM, ConfigError, "is not understood"),
+        (use("own('rows')"), CUT_NORM, ConfigError, "own in .* has arguments of another kind"),
+        (use("shape(1, 0)"), CUT_NORM, ConfigError, "shape in .* has arguments of another kind"),
+        (
+            use(["args.q", "rest"], "parts"),
+            CUT_NORM,
+            MismatchError,
+            "norm.weight: the rule .* needs args.q, .*; write n",
+        ),
+        ([{**V, "match": r"\d\.a"}], TARGET, MismatchError, "is not known"),
+        ([{**V, "match": r"a\.weight"}], TARGET, MismatchError, "is not known"),
+        ([{**V, "match": r"1\.a\.weigh"}], TARGET, MismatchError, "is not known"),
+        ([V, {**N, "match": r"1\..*"}, N], TARGET, MismatchError, "two rules of the user's rules .*ShardV.*Replicate"),
+        ([{**V, "pattern": "shard-h"}, N], TARGET, MismatchError, r"\{1-2\}.a.weight: logical shape \(4, 12\) in the"),
     ],
 )
-def test_expressions_are_data(expression, message):
-    rules = from_config([{"match": "w", "pattern": "shard-nc", "blocks": expression}])
-    with pytest.raises(ConfigError, match=message):
-        settle(["w"], {"w": ((2,), (2,))}, None, rules)
-
-
-def test_a_size_that_nothing_tells():
-    rules = from_config([{"match": "w", "pattern": "shard-nc", "parts": ["args.q", "rest"]}])
-    with pytest.raises(MismatchError, match=r"w: the rule 'w' needs args.q, which .*; write numbers"):
-        settle(["w"], {"w": ((2,), (2,))}, None, rules)
-
-
-def test_names_are_matched_as_a_whole():
-    for match in (r"\d\.a", r"a\.weight", r"1\.a\.weigh"):
-        with pytest.raises(MismatchError, match="is not known"):
-            run(from_config([{"match": match, "pattern": "shard-v"}]))
+def test_rules_that_do_not_settle(value, target, error, words):
+    with pytest.raises(error, match=words):
+        run(from_config(value), target=target)
 
 
 def test_a_prefix_is_optional_and_declared():
@@ -151,7 +156,7 @@ def test_a_prefix_is_optional_and_declared():
     assert set(run(from_config(value), source=source, target=target).patterns.values()) == {ShardV()}
 
 
-def test_the_first_set_that_says_something_counts():
+def test_the_first_set_with_a_rule_counts():
     info = {"parameter_with_row_parallelism_patterns": [r"\d+\.a\.weight"]}
     source = {"1.a.weight": ((4, 6), (4, 6)), "2.a.weight": ((4, 6), (4, 6))}
     target = {"1.a.weight": ((8, 6),), "2.a.weight": ((4, 12),)}
@@ -169,11 +174,6 @@ def test_inline_rules_come_before_their_family():
     assert run(rules, source=source, target=target).patterns[name] == ShardV()
 
 
-def test_two_rules_of_one_set_disagree():
-    with pytest.raises(MismatchError, match=r"1.a.weight: two rules of the user's rules disagree: .*ShardV.*Replicate"):
-        run(from_config([V, {"match": r"1\..*", "pattern": "replicate"}, N]))
-
-
 def test_two_rules_that_agree():
     assert run(from_config([V, {"match": r"1\..*", "pattern": "shard-v"}, N])).patterns["1.a.weight"] == ShardV()
 
@@ -183,12 +183,7 @@ def test_rules_that_match_nothing_are_reported():
     assert run(from_config([V, N, idle])).unused == [r"the user's rules: 'b\\.weight' matches no parameter"]
 
 
-def test_a_pattern_that_contradicts_the_shapes():
-    with pytest.raises(MismatchError, match=r"\{1-2\}.a.weight: logical shape \(4, 12\) in the checkpoint, \(8, 6\)"):
-        run(from_config([{**V, "pattern": "shard-h"}, N]))
-
-
-def test_everything_that_is_not_settled_is_listed():
+def test_open_parameters_are_listed_with_rules_to_paste():
     source = {
         **SOURCE,
         "embed.weight": ((4, 2), (4, 2)),
@@ -214,20 +209,12 @@ def test_everything_that_is_not_settled_is_listed():
     assert "norm.weight" not in text
     start = text.index('"checkpoint": {"universal": {"patterns": [')
     rules = json.loads("{" + text[start:] + "}")["checkpoint"]["universal"]["patterns"]
-    told = {rule["match"]: rule for rule in rules}
-    assert told[r"\d+\.a\.weight"] == V
-    assert told[r"embed\.weight"] == {"match": r"embed\.weight", "pattern": "shard-v", "vocab": True}
-    assert told[r"\d+\.out\.weight"] == {"match": r"\d+\.out\.weight", "pattern": "shard-h", "dim": 1}
+    suggested = {rule["match"]: rule for rule in rules}
+    assert suggested[r"\d+\.a\.weight"] == V
+    assert suggested[r"embed\.weight"] == {"match": r"embed\.weight", "pattern": "shard-v", "vocab": True}
+    assert suggested[r"\d+\.out\.weight"] == {"match": r"\d+\.out\.weight", "pattern": "shard-h", "dim": 1}
     for open_choice in (r"\d+\.qkv\.weight", r"\d+\.mlp\.dense_h_to_4h\.weight", r"\d+\.odd"):
-        assert told[open_choice]["pattern"].startswith("<")
-
-
-def test_the_suggested_rules_work():
-    with pytest.raises(MismatchError) as caught:
-        run()
-    text = str(caught.value)
-    section = json.loads("{" + text[text.index('"checkpoint": {"universal": {"patterns": [') :] + "}")
-    assert run(from_config(section["checkpoint"]["universal"]["patterns"])).patterns["2.a.weight"] == ShardV()
+        assert suggested[open_choice]["pattern"].startswith("<")
 
 
 def test_the_same_shards_need_no_rules():
@@ -237,9 +224,8 @@ def test_the_same_shards_need_no_rules():
 
 
 def test_without_tensor_parallelism_shapes_are_equal():
-    other = {**TARGET, "norm.weight": ((7,),)}
     with pytest.raises(MismatchError, match=r"norm.weight: shape \(6,\) in the checkpoint, \(7,\) in the model\."):
-        run(source=TARGET, target=other)
+        run(source=TARGET, target=OTHER_NORM)
 
 
 @pytest.mark.parametrize("size", [None, 10])
@@ -256,8 +242,8 @@ def test_padding_differs_without_tensor_parallelism(size):
     assert settled.patterns["embed.weight"] == Unique(vocab=10)
 
 
-def test_shapes_prove_what_every_rank_holds_whole():
-    """The norm needs no rule: cut, the target would have twice the rows. A vocabulary's padding could fake that."""
+def test_shapes_prove_that_a_parameter_is_replicated():
+    """Not for a vocabulary, whose padding can make the shapes equal."""
     settled = run(from_config([V]))
     assert (settled.patterns["norm.weight"], settled.origin["norm.weight"]) == (Replicate(), "the shapes")
     source, target = {"embed.weight": ((128, 2),)}, {"embed.weight": ((128, 2), (128, 2))}
@@ -266,7 +252,7 @@ def test_shapes_prove_what_every_rank_holds_whole():
 
 
 @pytest.mark.parametrize(
-    ("told", "pattern"),
+    ("marks", "pattern"),
     [
         ({"tensor_model_parallel": False, "partition_dim": -1}, Replicate()),
         ({"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 1}, ShardV()),
@@ -278,9 +264,9 @@ def test_shapes_prove_what_every_rank_holds_whole():
     ],
     ids=str,
 )
-def test_attributes(told, pattern):
+def test_attributes(marks, pattern):
     shapes = {"w": ((6, 12), (6, 12))}
-    rules = from_attributes({"w": told})
+    rules = from_attributes({"w": marks})
     if pattern is None:
         with pytest.raises(MismatchError, match="is not known"):
             settle(["w"], shapes, None, [rules])
@@ -288,8 +274,8 @@ def test_attributes(told, pattern):
     assert settle(["w"], shapes, None, [rules]).patterns["w"] == pattern
 
 
-def test_attributes_do_not_tell_whether_gate_and_up_are_fused():
-    """Megatron's stride is 1 for both; the second matrix tells."""
+def test_attributes_do_not_settle_fused_gates():
+    """Megatron's stride is 1 for fused and plain first matrices; the second matrix decides."""
     first, second = (f"1.mlp.{name}.weight" for name in ("dense_h_to_4h", "dense_4h_to_h"))
     rules = from_attributes({first: {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 1}})
     target = {first: ((8, 2),)}
@@ -298,31 +284,29 @@ def test_attributes_do_not_tell_whether_gate_and_up_are_fused():
     gated = {**plain, second: ((2, 2), (2, 2))}
     with pytest.raises(MismatchError, match="whether gate and up are fused"):
         settle([first], gated, target, [rules])
-    told = settle([first], gated, target, [rules, load_family("megatron-gpt")])
-    assert told.patterns[first] == ShardNC(parts=(1, 1))
+    settled = settle([first], gated, target, [rules, load_family("megatron-gpt")])
+    assert settled.patterns[first] == ShardNC(parts=(1, 1))
 
 
-def test_attributes_do_not_tell_how_queries_and_keys_are_fused():
-    """Unless they tell the parts."""
-    name, told = "1.self_attention.query_key_value.weight", {"tensor_model_parallel": True, "partition_dim": 0}
+def test_attributes_do_not_settle_fused_attention():
+    """Unless they have the number of parts."""
+    name, marks = "1.self_attention.query_key_value.weight", {"tensor_model_parallel": True, "partition_dim": 0}
     shapes = {name: ((6, 2), (6, 2))}
     with pytest.raises(MismatchError, match="per-rank .q; k; v. and interleaved per head group have the same shapes"):
-        settle([name], shapes, None, [from_attributes({name: told})])
-    settled = settle([name], shapes, None, [from_attributes({name: {**told, "partition_stride": 3}})])
+        settle([name], shapes, None, [from_attributes({name: marks})])
+    settled = settle([name], shapes, None, [from_attributes({name: {**marks, "partition_stride": 3}})])
     assert settled.patterns[name] == ShardNC(parts=(1, 1, 1))
-    rules = [from_attributes({name: told}), load_family("megatron-gpt-interleaved")]
+    rules = [from_attributes({name: marks}), load_family("megatron-gpt-interleaved")]
     hints = {"args": {"hidden_size": 4, "num_attention_heads": 2}}
     assert settle([name], shapes, None, rules, hints).patterns[name] == ShardV(unit=6)
 
 
-# --- a target of which only the degree is known
-
-
 def settle_for(degree, source, *sets, **hints):
+    """Settle a target that is known by its degree only."""
     return settle(sorted(source), source, None, sets, hints, degree=degree)
 
 
-def test_a_target_of_which_only_the_degree_is_known_gets_its_shapes_from_the_rules():
+def test_rules_give_a_target_its_shapes():
     rules = from_config([{"match": "a", "pattern": "shard-h"}, {"match": "n", "pattern": "replicate"}])
     for source in ({"a": ((4, 12),), "n": ((5,),)}, {"a": ((4, 4),) * 3, "n": ((5,),) * 3}):
         have, want = settle_for(2, source, *rules).layouts["a"]
@@ -335,15 +319,14 @@ def test_the_same_degree_needs_no_rules():
     assert found.layouts["a"][1].local_shapes == ((4, 4), (4, 3))
 
 
-def test_the_checkpoints_own_metadata_counts():
+def test_metadata_of_the_checkpoint_gives_a_target_its_shapes():
     info = {"original_vocab_size": 11, "vocabulary_parameter_patterns": ["word"]}
     source = {"word": ((6, 4), (6, 4))}
     found = settle_for(3, source, from_universal_info(info), args={"make_vocab_size_divisible_by": 4})
     assert found.layouts["word"][1].local_shapes == ((4, 4),) * 3
 
 
-def test_what_nothing_settles_is_listed_with_rules_to_paste():
-    with pytest.raises(MismatchError) as error:
+def test_open_parameters_of_a_degree_are_listed_with_rules_to_paste():
+    words = r'not known \(2 parameters\): h.\{0-1\}.w: \(4, 4\) on 1 rank in the checkpoint.*"match": "h\\\\.\\\\d\+'
+    with pytest.raises(MismatchError, match=words):
         settle_for(2, {"h.0.w": ((4, 4),), "h.1.w": ((4, 4),)})
-    assert "not known (2 parameters): h.{0-1}.w: (4, 4) on 1 rank in the checkpoint" in str(error.value)
-    assert '"match": "h\\\\.\\\\d+\\\\.w"' in str(error.value)
