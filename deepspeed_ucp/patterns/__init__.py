@@ -1,4 +1,4 @@
-"""How tensor parallelism cuts a parameter: the geometry of shards, the patterns, and the rules that name them."""
+"""Tensor-parallel layouts of parameters: geometry of shards, patterns, and rules that assign patterns."""
 
 from .facts import Facts
 from .files import list_families

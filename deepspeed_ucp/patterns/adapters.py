@@ -1,6 +1,6 @@
-"""Names that PEFT gives tensors: in a live model, in an adapter's file, and in the base alone (PEFT 0.21).
+"""Tensor names of PEFT 0.21 in a live model, in an adapter's file, and in the base model.
 
-What a live model calls them is in ``peft/tuners/lora/layer.py`` and ``peft/utils/other.py``, what a file does in
+Live names are made in ``peft/tuners/lora/layer.py`` and ``peft/utils/other.py``, names in files in
 ``peft/utils/save_and_load.py``.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 ROOT = "base_model.model."
-"""In front of every name of a model that has an adapter."""
+"""Prefix of every name in a model with an adapter."""
 
 _TENSORS = r"lora_(?:embedding_)?[AB]|lora_magnitude_vector|trainable_tokens_delta"
 _ADDED = re.compile(
@@ -27,9 +27,9 @@ class AdapterTensor:
     """A tensor of an adapter.
 
     Attributes:
-        module: name of the module that it is added to, or that is kept whole.
-        kind: ``lora_A``, …; empty for those of ``modules_to_save``.
-        adapter: whose it is.
+        module: name of the adapted module, or of a module in ``modules_to_save``.
+        kind: ``lora_A``, …; empty for ``modules_to_save``.
+        adapter: name of the adapter.
         end: rest of the name, such as ``.weight``.
     """
 
@@ -40,19 +40,19 @@ class AdapterTensor:
 
     @property
     def in_file(self) -> str:
-        """Its name in an adapter's file."""
+        """The name in an adapter's file."""
         end = "" if self.kind == "lora_magnitude_vector" else self.end
         return f"{self.module}.{self.kind}{end}" if self.kind else f"{self.module}{self.end}"
 
     @property
     def live(self) -> str:
-        """Its name in a live model."""
+        """The name in a live model."""
         kind = self.kind or "modules_to_save"
         return f"{self.module}.{kind}.{self.adapter}{self.end}"
 
 
 def read_live(name: str) -> AdapterTensor | None:
-    """What a live model's name is of; None of the base's, and of any other."""
+    """Parse a live model's name; None if it is not an adapter's."""
     if found := _ADDED.fullmatch(name):
         return AdapterTensor(found["module"], found["kind"], found["adapter"], found["end"] or "")
     if found := _SAVED.fullmatch(name):
@@ -61,7 +61,7 @@ def read_live(name: str) -> AdapterTensor | None:
 
 
 def read_in_file(name: str, adapter: str) -> AdapterTensor:
-    """What a name in an adapter's file is of."""
+    """Parse a name in an adapter's file."""
     if found := _ADDED_IN_FILE.fullmatch(name):
         end = ".weight" if found["kind"] == "lora_magnitude_vector" else found["end"] or ""
         return AdapterTensor(found["module"], found["kind"], adapter, end)
@@ -70,31 +70,31 @@ def read_in_file(name: str, adapter: str) -> AdapterTensor:
 
 
 def is_added(name: str) -> bool:
-    """Whether a live model's tensor is one that an adapter adds, of which the base has none."""
+    """Return True if an adapter adds a live model's tensor, so that the base model has none of this name."""
     return _ADDED.fullmatch(name) is not None
 
 
 def is_added_in_file(name: str) -> bool:
-    """Whether an adapter's file has this name for a tensor that an adapter adds, and no live model has it."""
+    """Return True for the name of an added tensor in an adapter's file that is not a live name too."""
     return _ADDED_IN_FILE.fullmatch(name) is not None and not is_added(name)
 
 
 def is_kept_whole(name: str) -> bool:
-    """Whether a live model's tensor is of ``modules_to_save``; a file has it under each name that is tied to it."""
+    """Return True if a live tensor belongs to ``modules_to_save``; a file has it under each name tied to it."""
     return _SAVED.fullmatch(name) is not None
 
 
 def list_adapted(names: Iterable[str]) -> set[str]:
-    """Modules of a live model in whose place there is a layer of PEFT's; ``names``: of all its tensors."""
-    held = {tensor.module for tensor in map(read_live, names) if tensor}
-    return held | {module.removesuffix(".token_adapter") for module in held}  # which is such a layer in another one
+    """List the modules of a live model that PEFT has wrapped; ``names`` are the names of all its tensors."""
+    modules = {tensor.module for tensor in map(read_live, names) if tensor}
+    return modules | {module.removesuffix(".token_adapter") for module in modules}  # a wrapped layer inside another
 
 
 def name_in_base(name: str, adapted: Container[str]) -> str:
-    """What the model without an adapter calls a live model's tensor, of the base or of ``modules_to_save``.
+    """Return the base model's name of a live tensor (of the base or of ``modules_to_save``).
 
     Args:
-        adapted: as of :func:`list_adapted`; a module of the base's own may have a name of PEFT's.
+        adapted: result of :func:`list_adapted`; other modules may have one of PEFT's names by chance.
     """
     found = read_live(name)
     inner = found.in_file if found and not found.kind else name

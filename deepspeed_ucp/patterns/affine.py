@@ -1,7 +1,7 @@
-"""DeepSpeed's affine maps (``deepspeed/checkpoint/affine.py``, format 1) as layouts.
+"""Convert DeepSpeed's affine maps (``deepspeed/checkpoint/affine.py``, format 1) to layouts.
 
-A map lists, per rank, blocks of the logical tensor with offsets and strides on both sides. What AutoTP writes are
-blocks of whole rows and columns in row-major order; those are interval lists. Anything else is refused by name.
+A map lists, per rank, blocks of the logical tensor with offsets and strides on both sides. AutoTP writes blocks of
+whole rows and columns in row-major order, which are interval lists. Other maps are refused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Mapped(Pattern):
-    """A layout that one side describes itself; ``general`` is what it is an instance of, for other degrees."""
+    """A layout given by an affine map; ``general`` is its pattern at other degrees, if it has one."""
 
     layout: Layout
     general: Pattern | None = None
@@ -48,13 +48,13 @@ class Mapped(Pattern):
 
 
 def read_map(entry: Mapping[str, Any]) -> Mapped:
-    """A parameter's map as the checkpoint stores it (``ParamAffineMap.to_dict``).
+    """Convert a parameter's saved map (``ParamAffineMap.to_dict``).
 
     Raises:
-        MismatchError: scaled pieces, pieces that are not row-major blocks, or coverage that is not exact.
+        MismatchError: the map scales pieces, has pieces that are not row-major blocks, or does not cover each element.
     """
     shape = tuple(entry["logical_shape"])
-    ranks = {int(rank): told for rank, told in entry["ranks"].items()}
+    ranks = {int(rank): section for rank, section in entry["ranks"].items()}
     if sorted(ranks) != list(range(len(ranks))):
         raise MismatchError(f"the affine map describes ranks {sorted(ranks)}")
     local = tuple(tuple(ranks[rank]["shard_shape"]) for rank in range(len(ranks)))
@@ -66,10 +66,10 @@ def read_map(entry: Mapping[str, Any]) -> Mapped:
 
 
 def _read_shard(pieces: Sequence[Mapping[str, Any]], shape: Shape, local: Shape) -> Product:
-    """Interval lists of one rank: the pieces must be a grid of blocks, in the same order on both sides."""
+    """Return one rank's interval lists; the pieces must be a grid of blocks in the same order on both sides."""
     blocks = [_read_block(piece, shape, local) for piece in pieces if count(tuple(piece["shape"]))]
     if not blocks:
-        return tuple(((0, size),) if held else () for size, held in zip(shape, local, strict=True))
+        return tuple(((0, size),) if width else () for size, width in zip(shape, local, strict=True))
     axes = [sorted({block[axis] for block in blocks}) for axis in range(len(shape))]
     if count(tuple(map(len, axes))) != len(blocks) or len(set(blocks)) != len(blocks):
         raise MismatchError("the affine map's pieces are not a grid of blocks")
@@ -81,18 +81,18 @@ def _read_shard(pieces: Sequence[Mapping[str, Any]], shape: Shape, local: Shape)
 
 
 def _read_block(piece: Mapping[str, Any], shape: Shape, local: Shape) -> tuple[tuple[int, int, int], ...]:
-    """Per dimension (local place, low, high)."""
+    """Return (local position, low, high) for each dimension."""
     scale = float(piece.get("scale", 1.0))
     if scale != 1.0:
-        raise MismatchError(f"the affine map scales a piece by {scale}; scaled optimizer states cannot be taken over")
+        raise MismatchError(f"the affine map scales a piece by {scale}; scaled optimizer states cannot be loaded")
     sizes = tuple(piece["shape"])
-    source, target = (_find_corner(piece[side], sizes, whole_) for side, whole_ in (("source", shape), ("dest", local)))
+    source, target = (_find_corner(piece[side], sizes, full) for side, full in (("source", shape), ("dest", local)))
     return tuple((to, low, low + size) for to, low, size in zip(target, source, sizes, strict=True))
 
 
-def _find_corner(told: Sequence[Any], sizes: Shape, shape: Shape) -> Shape:
-    """Coordinates of a block's first element in a tensor of ``shape``."""
-    offset, strides = int(told[0]), tuple(told[1])
+def _find_corner(side: Sequence[Any], sizes: Shape, shape: Shape) -> Shape:
+    """Return the coordinates of a block's first element in a tensor of ``shape``."""
+    offset, strides = int(side[0]), tuple(side[1])
     expected = make_strides(shape)
     if len(sizes) != len(shape) or any(
         size > 1 and stride != step for size, stride, step in zip(sizes, strides, expected, strict=True)
@@ -108,7 +108,7 @@ def _find_corner(told: Sequence[Any], sizes: Shape, shape: Shape) -> Shape:
 
 
 def _settle_overlap(layout: Layout) -> Layout:
-    """Mark what several ranks hold: the whole is replicated; a part of one axis is taken from the lowest rank."""
+    """Mark a tensor that all ranks have as replicated; else take each shared part of one axis from its lowest rank."""
     full = tuple(((0, size),) for size in layout.view)
     if len(layout.shards) > 1 and all(shard == full for shard in layout.shards):
         return replace(layout, replicated=True)
@@ -129,13 +129,13 @@ def _settle_overlap(layout: Layout) -> Layout:
 
 
 def _find_cut_axis(layout: Layout) -> int | None:
-    """The axis of which ranks hold different parts, if it is the only one."""
+    """Return the axis along which the shards differ, or None if there are none or several."""
     cut = [axis for axis in range(len(layout.view)) if len({shard[axis] for shard in layout.shards}) > 1]
     return cut[0] if len(cut) == 1 else None
 
 
 def generalise(layout: Layout) -> Pattern | None:
-    """The pattern that a layout is an instance of, or None."""
+    """Return the pattern of a layout for any degree, or None."""
     if layout.replicated:
         return Partial() if layout.mean else Replicate()
     axis = _find_cut_axis(layout)

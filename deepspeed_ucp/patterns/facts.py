@@ -1,9 +1,8 @@
-"""What is known about a model when its rules are read, and the small expressions in which rules ask for it.
+"""Known facts about a model, and the expressions by which rules refer to them.
 
-Expressions are integer arithmetic over what a checkpoint tells: ``hidden``, ``args.num_attention_heads * head``,
-``args.kv_channels or hidden // heads``, ``own(0) == 2 * sibling('mlp.dense_4h_to_h.weight', 1)``, ``has('swiglu')``,
-``[0, 1, 3][n]``.
-Nothing is executed: the syntax tree is walked, and anything else is refused.
+Expressions are integer arithmetic: ``hidden``, ``args.num_attention_heads * head``, ``[0, 1, 3][n]``,
+``args.kv_channels or hidden // heads``, ``own(0) == 2 * sibling('mlp.dense_4h_to_h.weight', 1)``, ``has('swiglu')``.
+They are evaluated by a walk over the syntax tree, which refuses everything else.
 """
 
 from __future__ import annotations
@@ -35,35 +34,35 @@ _ARITHMETIC: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
 
 
 class UnknownError(LookupError):
-    """An expression asks for something that nothing tells; its arguments are what, by name or in words."""
+    """A fact in an expression is unknown; the exception's arguments are names or descriptions of the facts."""
 
     @property
     def advice(self) -> str:
-        """How a user tells it."""
+        """How a user can supply the facts."""
         if not all(name.isidentifier() for name in self.args):
             return "write numbers"
-        given = ", ".join(f'"{name}": <number>' for name in self.args)
-        return f'set "patterns": {{"variables": {{{given}}}, …}}'
+        variables = ", ".join(f'"{name}": <number>' for name in self.args)
+        return f'set "patterns": {{"variables": {{{variables}}}, …}}'
 
     @property
     def need(self) -> str:
-        """What is asked for, and how a user tells it."""
-        return f"needs {' and '.join(self.args)}, which the checkpoint does not tell; {self.advice}"
+        """The missing facts and the advice, for a message."""
+        return f"needs {' and '.join(self.args)}, which the checkpoint does not contain; {self.advice}"
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What expressions may ask for.
+    """Facts for expressions.
 
     Attributes:
-        args: arguments of the training script as the checkpoint keeps them (``args.hidden_size``).
-        model: configuration of the live model, where it is one of transformers (``model.num_attention_heads``).
+        args: saved arguments of the training script (``args.hidden_size``).
+        model: configuration of a live model of transformers (``model.num_attention_heads``).
         hints: other plain values of the checkpoint (``checkpoint_version``).
         shapes: local shapes of all parameters on tensor-parallel rank 0, of either side.
-        variables: name → expressions; all that can be told must agree.
-        values: names that are numbers already (``total``, ``rest``).
-        name, stem: the parameter in question, and the part of its name that the prefix matched.
-        measured: what ``shape(…)`` has found so far; it looks at all parameters.
+        variables: name → expressions; all with known facts must agree.
+        values: names with a numeric value (``total``, ``rest``).
+        name, stem: the current parameter, and the part of its name that the prefix matched.
+        measured: cached results of ``shape(…)``, which searches all parameters.
     """
 
     args: Mapping[str, Any] = field(default_factory=dict)
@@ -78,30 +77,25 @@ class Facts:
 
     @classmethod
     def of(cls, hints: Mapping[str, Any] | None, shapes: Mapping[str, Sequence[Shape]]) -> Facts:
-        """What a checkpoint tells.
-
-        Args:
-            hints: its own; the training script's arguments are ``args`` of them.
-            shapes: local ones by tensor-parallel rank.
-        """
+        """Collect facts from a checkpoint's hints (with ``args``) and its local shapes by tensor-parallel rank."""
         args = (hints or {}).get("args")
         first = {name: each[0] for name, each in shapes.items()}
         return cls(args=args if isinstance(args, Mapping) else {}, hints=hints or {}, shapes=first)
 
     def evaluate(self, expression: str | int) -> Any:
-        """Value of an expression.
+        """Evaluate an expression.
 
         Raises:
-            UnknownError: nothing tells it.
-            ConfigError: it is not an expression.
-            MismatchError: what tells it disagrees.
+            UnknownError: a fact is unknown.
+            ConfigError: the expression is invalid.
+            MismatchError: facts contradict each other.
         """
         if isinstance(expression, (int, float)):
             return expression
         return self._walk(_parse(expression), expression)
 
     def is_true(self, condition: str | int) -> bool:
-        """Whether a condition holds; not where nothing tells it."""
+        """Evaluate a condition; False if a fact is unknown."""
         try:
             return bool(self.evaluate(condition))
         except UnknownError:
@@ -123,7 +117,7 @@ class Facts:
             return self._pick(node.value.elts, self._walk(node.slice, text), text)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
             return self._call(node.func.id, [self._walk(each, text) for each in node.args], text)
-        raise ConfigError(f"patterns: {ast.unparse(node)!r} in {text!r} is not understood")
+        raise ConfigError(f"patterns: {ast.unparse(node)!r} in {text!r} is not supported")
 
     def _calculate(self, kind: type[ast.AST], left: ast.expr, right: ast.expr, text: str) -> Any:
         first, second = self._walk(left, text), self._walk(right, text)
@@ -134,11 +128,11 @@ class Facts:
 
     def _pick(self, listed: Sequence[ast.expr], number: Any, text: str) -> Any:
         if type(number) is not int or not 0 <= number < len(listed):
-            raise MismatchError(f"{text!r} lists {len(listed)}, of which {number!r} is none; the first one is 0")
+            raise MismatchError(f"{text!r} has {len(listed)} items and no item {number!r}; the first is item 0")
         return self._walk(listed[number], text)
 
     def _choose(self, node: ast.BoolOp, text: str) -> Any:
-        """``a or b``: the first that can be told. ``a and b``: both true."""
+        """Evaluate ``a or b`` (the first with known facts) or ``a and b`` (both true)."""
         if isinstance(node.op, ast.And):
             return all(self._walk(each, text) for each in node.values)
         for each in node.values[:-1]:
@@ -163,20 +157,20 @@ class Facts:
             if self.hints.get(name) is not None and not isinstance(self.hints[name], Mapping):
                 return self.hints[name]
             raise UnknownError(name)
-        # A variable that asks for itself is not told by that expression.
-        inner = replace(self, variables={key: told for key, told in self.variables.items() if key != name})
-        found: dict[Any, str] = {}
+        # An expression that refers to its own variable counts as unknown.
+        inner = replace(self, variables={key: texts for key, texts in self.variables.items() if key != name})
+        values: dict[Any, str] = {}
         for expression in self.variables[name]:
             try:
-                found.setdefault(inner.evaluate(expression), str(expression))
+                values.setdefault(inner.evaluate(expression), str(expression))
             except UnknownError:
                 continue
-        if len(found) > 1:
-            told = ", ".join(f"{value} by {text}" for value, text in found.items())
-            raise MismatchError(f"the checkpoint contradicts itself about {name}: {told}")
-        if not found:
+        if len(values) > 1:
+            listed = ", ".join(f"{value} by {text}" for value, text in values.items())
+            raise MismatchError(f"the checkpoint contradicts itself about {name}: {listed}")
+        if not values:
             raise UnknownError(name)
-        return next(iter(found))
+        return next(iter(values))
 
     def _call(self, function: str, arguments: Sequence[Any], text: str) -> int:
         try:
@@ -187,12 +181,12 @@ class Facts:
                     return self._measure(self.stem + suffix, dim)
                 case "shape", expression, dim:
                     return self._measure_all(expression, dim)
-                case "has", key:  # which release of the script saved
+                case "has", key:  # identifies the release of the script
                     if not self.args:
                         raise UnknownError("args")
                     return key in self.args
         except TypeError as error:
-            raise ConfigError(f"patterns: {function} in {text!r} has arguments of another kind: {error}") from None
+            raise ConfigError(f"patterns: {function} in {text!r} has arguments of a wrong type: {error}") from None
         advice = advise(function, ("own", "sibling", "shape", "has"))
         raise ConfigError(f"patterns: unknown function {function!r} in {text!r}. {advice}")
 
@@ -206,17 +200,17 @@ class Facts:
         if (expression, dim) in self.measured:
             return self.measured[expression, dim]
         regex = compile_regex(expression)
-        found = {self._measure(name, dim) for name in self.shapes if regex.fullmatch(name)}
-        if len(found) > 1:
-            raise MismatchError(f"parameters {expression!r} differ in dimension {dim}: {sorted(found)}")
-        if not found:
+        sizes = {self._measure(name, dim) for name in self.shapes if regex.fullmatch(name)}
+        if len(sizes) > 1:
+            raise MismatchError(f"parameters {expression!r} differ in dimension {dim}: {sorted(sizes)}")
+        if not sizes:
             raise UnknownError(f"a parameter {expression!r}")
-        self.measured[expression, dim] = found.pop()
+        self.measured[expression, dim] = sizes.pop()
         return self.measured[expression, dim]
 
 
 def _read_operation(node: ast.expr) -> tuple[Any, Any, Any]:
-    """The kind of an operation of two sides, and these; None of anything else."""
+    """Return operator, left and right side of a binary operation; None for other nodes."""
     if isinstance(node, ast.BinOp):
         return type(node.op), node.left, node.right
     if isinstance(node, ast.Compare) and len(node.ops) == 1:

@@ -1,4 +1,4 @@
-"""Rule files: the families in the package and the user's own YAML. The one place of this room that reads files."""
+"""Read rule files: the package's families and users' YAML. No other module of this room reads files."""
 
 from __future__ import annotations
 
@@ -13,23 +13,19 @@ SUFFIXES = (".yaml", ".yml", ".json")
 
 
 def list_families() -> list[str]:
-    """Names of the families in the package."""
+    """List the families of the package."""
     folder = resources.files(__package__).joinpath("families")
     names = [entry.name for entry in folder.iterdir() if not entry.name.startswith("_")]
     return sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml"))
 
 
 def read_packaged(name: str) -> Any:
-    """Rules of the package as data: a family's, or those for the arguments of known clients (``_arguments``)."""
+    """Read rules of the package: a family's, or those for arguments of known training scripts (``_arguments``)."""
     return _parse(resources.files(__package__).joinpath("families", f"{name}.yaml").read_text("utf-8"), name)
 
 
 def read_rules(path: str) -> Any:
-    """A user's rule file as data.
-
-    Raises:
-        ConfigError: it cannot be read, or is not YAML.
-    """
+    """Read a user's rule file; ConfigError if it is unreadable or not YAML."""
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read()

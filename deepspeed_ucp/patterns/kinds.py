@@ -1,8 +1,7 @@
-"""The patterns: how a parameter's logical tensor and its tensor-parallel shards relate (Lian et al., ATC'25, table 2).
+"""Patterns: relations of a parameter's logical tensor to its tensor-parallel shards (Lian et al., ATC'25, table 2).
 
-A pattern knows no rank and no degree. The shards' shapes tell both, and the width of every rank's part, even or not:
-``join`` makes the layout of a set of shards, ``cut`` the layout of shards of a given logical tensor. Both are the same
-computation, so they cannot disagree.
+A pattern is independent of ranks and degrees, which follow from the shards' shapes, even or not. ``join`` makes the
+layout of given shards; ``cut`` does the same and compares the logical shape.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from ..errors import MismatchError
 from .layout import Intervals, Layout, Shape, stack, whole
 
 TABLE = re.compile(r"embed|vocab|wte|lm_head|output_layer|final_linear|embd", re.IGNORECASE)
-"""Names of parameters with a row for each token."""
+"""Names of parameters with one row per token."""
 
 FUSED_QKV = re.compile(r"query_key_value|qkv|c_attn|in_proj|attn\.W?pack|key_value|(^|\.)kv(_proj)?\.", re.IGNORECASE)
-"""Names of fused attention projections: per-rank [q; k; v] and interleaved per head group have the same shapes."""
+"""Names of fused attention projections. Per-rank [q; k; v] and interleaving per head group have the same shapes."""
 
 VOCABULARY_HINT = 'if that is a vocabulary\'s padding, give a rule with "vocab": true, and original_vocab_size'
 
 
 def advise_vocabulary(names: Iterable[str]) -> str:
-    """Which rule says that other rows are a vocabulary's padding, as a sentence; empty where none of the names is."""
+    """Suggest a rule for vocabulary padding, as a sentence; empty if no name is that of an embedding."""
     match = "|".join(re.escape(name) for name in names if TABLE.search(name))
     if not match:
         return ""
@@ -44,8 +43,8 @@ class Pattern(ABC):
     """How one parameter is cut.
 
     Attributes:
-        vocab: rows that mean something where dimension 0 is a padded vocabulary; the padding of two sides may then
-            differ. None: no padding.
+        vocab: rows without padding if dimension 0 is a padded vocabulary, whose padding may differ between two sides;
+            None if there is no padding.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
@@ -53,7 +52,7 @@ class Pattern(ABC):
     vocab: int | None = field(default=None, kw_only=True)
 
     def join(self, local_shapes: Sequence[Shape]) -> Layout:
-        """The layout of shards of these shapes, one per rank; MismatchError where they contradict the pattern."""
+        """Make the layout of shards with these shapes, one per rank; MismatchError if they contradict the pattern."""
         if not local_shapes:
             raise MismatchError("there are no shards")
         layout = self._lay([tuple(shape) for shape in local_shapes])
@@ -64,21 +63,21 @@ class Pattern(ABC):
         return layout
 
     def cut(self, shape: Shape, local_shapes: Sequence[Shape]) -> Layout:
-        """The layout of shards of these shapes that make up a tensor of logical ``shape``; else MismatchError."""
+        """Make the layout of shards with these shapes; MismatchError if the logical shape is not ``shape``."""
         layout = self.join(local_shapes)
         check_shapes(shape, layout.shape, self.vocab)
         return layout
 
     def spread(self, shape: Shape, degree: int, pad: int | None = None) -> tuple[Shape, ...]:
-        """Local shapes of ``degree`` ranks that hold a parameter in equal parts, where no live model tells them.
+        """Return the local shapes of ``degree`` ranks with equal parts, for a target without a live model.
 
         Args:
-            shape: logical shape, vocabulary padding included.
-            pad: a vocabulary is padded to a multiple of this times the degree (Megatron's
-                ``make_vocab_size_divisible_by``); None pads as little as the degree needs.
+            shape: logical shape including vocabulary padding.
+            pad: pad a vocabulary to a multiple of this times the degree (Megatron's
+                ``make_vocab_size_divisible_by``); None pads to a multiple of the degree.
 
         Raises:
-            MismatchError: the parameter has no equal parts for that degree.
+            MismatchError: the parameter cannot be cut into equal parts for this degree.
         """
         if self.vocab is not None and shape:
             step = degree if pad is None else pad * degree
@@ -90,7 +89,7 @@ class Pattern(ABC):
     def _lay(self, shapes: Sequence[Shape]) -> Layout: ...
 
     def _spread(self, shape: Shape, degree: int) -> tuple[Shape, ...]:
-        """Parts along the first dimension along which the pattern takes equal ones."""
+        """Cut along the first dimension along which the pattern allows equal parts."""
         for dim, size in enumerate(shape):
             if size % degree == 0:
                 local = (_resize(shape, dim, size // degree),) * degree
@@ -101,10 +100,10 @@ class Pattern(ABC):
 
 
 def check_shapes(source: Shape, target: Shape, vocab: int | None) -> None:
-    """Logical shapes of both sides must agree, a vocabulary's padding aside.
+    """Compare the logical shapes of both sides, except a vocabulary's padding.
 
     Raises:
-        MismatchError: they differ; where it looks like padding, the text says what to set.
+        MismatchError: the shapes differ; if it can be padding, the message names the setting.
     """
     if source == target:
         return
@@ -122,7 +121,7 @@ def check_shapes(source: Shape, target: Shape, vocab: int | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Unique(Pattern):
-    """One rank holds the whole."""
+    """One rank has the whole tensor."""
 
     def _lay(self, shapes: Sequence[Shape]) -> Layout:
         if len(shapes) != 1:
@@ -132,7 +131,7 @@ class Unique(Pattern):
 
 @dataclass(frozen=True, slots=True)
 class Replicate(Pattern):
-    """Every rank holds the whole, the same values."""
+    """Every rank has the whole tensor with the same values."""
 
     def _lay(self, shapes: Sequence[Shape]) -> Layout:
         if len(set(shapes)) != 1:
@@ -147,22 +146,19 @@ class Replicate(Pattern):
 
 
 @dataclass(frozen=True, slots=True)
-class Partial(Pattern):
-    """Every rank holds the whole, with values of its own; the logical value is their mean."""
+class Partial(Replicate):
+    """Every rank has the whole tensor with different values; the logical value is their mean."""
 
     def _lay(self, shapes: Sequence[Shape]) -> Layout:
-        layout = Replicate()._lay(shapes)
+        layout = super(Partial, self)._lay(shapes)
         return replace(layout, mean=layout.replicated)
-
-    def _spread(self, shape: Shape, degree: int) -> tuple[Shape, ...]:
-        return (shape,) * degree
 
 
 @dataclass(frozen=True, slots=True)
 class ShardH(Pattern):
-    """Each rank holds one block along ``dim``; blocks follow each other in rank order.
+    """Each rank has one block along ``dim``, in rank order.
 
-    Every rank's width is a multiple of ``unit`` places (rows of a head group that must stay together).
+    Every rank's width is a multiple of ``unit`` (rows of a head group that must stay together).
     """
 
     dim: int = 1
@@ -181,7 +177,7 @@ class ShardH(Pattern):
 
 @dataclass(frozen=True, slots=True)
 class ShardV(ShardH):
-    """Each rank holds one block along dimension 0."""
+    """Each rank has one block along dimension 0."""
 
     dim: int = 0
 
@@ -219,26 +215,26 @@ class ShardHy(Pattern):
         for at in range(grid[dim]):
             found = {shape[dim] for place, shape in zip(places, shapes, strict=True) if place[dim] == at}
             if len(found) != 1:
-                raise MismatchError(f"ranks at place {at} of the grid's dimension {dim} differ there: {sorted(found)}")
+                raise MismatchError(f"ranks at index {at} of the grid's dimension {dim} differ there: {sorted(found)}")
             widths.append(found.pop())
         return _chain(widths)
 
 
 @dataclass(frozen=True, slots=True)
 class ShardNC(Pattern):
-    """Several blocks per rank: ``dim`` is ``blocks`` blocks of several parts each, and every part is cut by rank.
+    """Several blocks per rank: ``dim`` has ``blocks`` blocks of several parts each, and every part is cut by rank.
 
-    [q; k; v] with unequal parts, each rank holding [q_r; k_r; v_r]: ``parts=(q, k, v)``. Fused gate/up: two equal
-    parts. Fused experts [experts * out, in] cut along out: ``blocks=experts``.
+    Examples: [q; k; v] with unequal parts, of which each rank has [q_r; k_r; v_r]: ``parts=(q, k, v)``. Fused gate/up:
+    two equal parts. Fused experts [experts * out, in] cut along out: ``blocks=experts``.
 
     Attributes:
         dim: the dimension that is cut.
-        blocks: equal blocks that follow each other along ``dim``, each cut in the same way.
-        parts: sizes of the parts of a block, or their proportions; with sizes they must sum to a block.
+        blocks: number of equal blocks along ``dim``, each cut in the same way.
+        parts: sizes of a block's parts, or their proportions; sizes must add up to a block.
         sized: ``parts`` are sizes.
         unit: each rank's width of each part is a multiple of this (the head's size).
-        widths: per part and rank the width, where it cannot be told from the shapes (uneven parts that do not follow
-            each other's proportions); for the side with that many ranks and these widths.
+        widths: width of each part on each rank if it does not follow from the shapes (uneven parts with different
+            proportions); for the side with that many ranks and these widths.
     """
 
     parts: tuple[int, ...] = (1,)
@@ -270,10 +266,10 @@ class ShardNC(Pattern):
         return _spread_dim(shape, self.dim, degree, self.blocks)
 
     def _measure(self, locals_: Sequence[int], dim: int) -> list[list[int]]:
-        """Width of every part on every rank."""
+        """Return the width of every part on every rank."""
         if self.widths is not None and len(self.widths[0]) == len(locals_):
             if [sum(rank) for rank in zip(*self.widths, strict=True)] != list(locals_):
-                raise MismatchError(f"widths {list(self.widths)} do not sum to the ranks' own, {list(locals_)}")
+                raise MismatchError(f"widths {list(self.widths)} do not sum to the shards' widths {list(locals_)}")
             return [list(part) for part in self.widths]
         total, weight = sum(locals_), sum(self.parts)
         if self.sized and weight != total:
@@ -281,7 +277,7 @@ class ShardNC(Pattern):
         found = [[part * local for local in locals_] for part in self.parts]
         if weight == 0 or any(size % weight for part in found for size in part):
             raise MismatchError(
-                f"parts {list(self.parts)} cannot be told from the ranks' widths {list(locals_)} along dimension "
+                f"parts {list(self.parts)} do not follow from the ranks' widths {list(locals_)} along dimension "
                 f"{dim}: the parts' shares are not whole. Give each part's width on each rank (widths)"
             )
         return [[size // weight for size in part] for part in found]
@@ -289,7 +285,7 @@ class ShardNC(Pattern):
 
 @dataclass(frozen=True, slots=True)
 class SameShards(Pattern):
-    """Rank r's shard stays rank r's shard: both sides have the same degree and the same shapes."""
+    """Shards are unchanged: both sides have the same degree and shapes."""
 
     def _lay(self, shapes: Sequence[Shape]) -> Layout:
         return whole(shapes[0]) if len(shapes) == 1 else stack(shapes)
@@ -302,7 +298,7 @@ def _spread_dim(shape: Shape, dim: int, degree: int, blocks: int = 1) -> tuple[S
 
 
 def _find_dim(dim: int, shapes: Sequence[Shape]) -> int:
-    """Check that shards differ along one dimension only; returns it counted from the front."""
+    """Check that shards differ only along ``dim``; returns it as a non-negative number."""
     dims = len(shapes[0])
     if not -dims <= dim < dims:
         raise MismatchError(f"shard along dimension {dim}, but the shape {shapes[0]} has {dims} dimensions")
@@ -321,9 +317,9 @@ def _check_unit(widths: Sequence[int], unit: int, dim: int) -> None:
         raise MismatchError(f"widths {list(widths)} along dimension {dim} are not whole units of {unit}")
 
 
-def _divide(total: int, parts: int, dim: int, named: str) -> int:
+def _divide(total: int, parts: int, dim: int, description: str) -> int:
     if parts < 1 or total % parts:
-        raise MismatchError(f"dimension {dim}: {total} does not divide into {named}")
+        raise MismatchError(f"dimension {dim}: {total} does not divide into {description}")
     return total // parts
 
 
@@ -332,7 +328,7 @@ def _resize(shape: Shape, dim: int, size: int) -> Shape:
 
 
 def _chain(widths: Sequence[int]) -> list[tuple[int, int]]:
-    """Intervals of these widths that follow each other."""
+    """Return consecutive intervals of these widths."""
     ends = list(accumulate(widths))
     return [(end - width, end) for width, end in zip(widths, ends, strict=True)]
 

@@ -1,11 +1,10 @@
-"""Geometry: how the shards of one parameter tile it, and which elements go from a shard to another layout's shard.
+"""Geometry of shards: the tiling of one parameter, and the runs of elements to copy between two tilings.
 
-One description for both directions: what unions shards is what cuts them. A shard is a product of interval lists, one
-list per axis of a *view* of the parameter (the same elements in row-major order, with every dimension that is cut as
-an axis of its own). All patterns of the paper (Lian et al., ATC'25, table 2) are of that form: Shard-V and Shard-H have
-one interval on one axis, Shard-Hy one on several, Shard-NC several on one.
+A shard is a product of interval lists, one list per axis of a *view* of the parameter (the same elements in row-major
+order, with an axis for every dimension that is cut). All patterns of Lian et al. (ATC'25, table 2) have this form:
+Shard-V and Shard-H have one interval on one axis, Shard-Hy one on several axes, Shard-NC several on one axis.
 
-Integers only: the work is proportional to the number of intervals, never to the number of elements.
+The work is proportional to the number of intervals, not to the number of elements.
 """
 
 from __future__ import annotations
@@ -14,32 +13,33 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import combinations, pairwise, product
+from math import prod
 
 from ..atoms import count
 from ..errors import MismatchError
 
 Shape = tuple[int, ...]
 Intervals = tuple[tuple[int, int], ...]
-"""Half-open (low, high) intervals of a view axis, in the order in which the shard holds them."""
+"""Half-open (low, high) intervals of a view axis, in the shard's order."""
 Product = tuple[Intervals, ...]
 """One interval list per view axis: the elements of a shard."""
 Span = tuple[int, int, int]
-"""(source, target, length): ``length`` places of an axis, from a local source place to a local target place."""
+"""(source, target, length): positions in the two interval lists, and the number of positions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How the shards of one parameter tile it.
+    """Tiling of one parameter by its shards.
 
     Attributes:
-        shape: the logical shape, vocabulary padding of this side included.
-        view: the same elements in row-major order; dimensions that are cut are axes of their own.
-        shards: per rank and view axis the intervals that the rank holds, in local order.
-        local_shapes: per rank the shape of its tensor.
-        replicated: every shard holds the whole.
+        shape: the logical shape including this side's vocabulary padding.
+        view: sizes of the view's axes; the same elements in row-major order.
+        shards: for each rank and view axis the rank's intervals in local order.
+        local_shapes: shape of each rank's tensor.
+        replicated: every shard is the whole tensor.
         mean: the logical value is the mean of the shards (Partial); they are replicated but may differ.
-        claims: where shards overlap without being replicated as a whole (key/value blocks that every rank holds): per
-            rank and axis the intervals that are taken from this rank; None takes everything.
+        claims: if shards overlap in parts (key/value blocks on every rank), the intervals to take from each rank, by
+            axis; None takes all.
     """
 
     shape: Shape
@@ -55,8 +55,8 @@ class Layout:
 class Run:
     """``count`` runs of ``width`` elements.
 
-    The i-th lies at ``src + i * src_step`` of the flattened source shard and at ``dst + i * dst_step`` of the flattened
-    target shard. Steps are 0 where there is one run.
+    Run i is at ``src + i * src_step`` of the flattened source shard and at ``dst + i * dst_step`` of the flattened
+    target shard. The steps of a single run are 0.
     """
 
     src: int
@@ -68,24 +68,24 @@ class Run:
 
     @property
     def numel(self) -> int:
-        """Elements that all runs together move."""
+        """Number of elements in all runs."""
         return self.width * self.count
 
     @property
     def src_end(self) -> int:
-        """Behind the last element in the source shard."""
+        """End of the last run in the source shard."""
         return self.src + (self.count - 1) * self.src_step + self.width
 
 
 def whole(shape: Shape) -> Layout:
-    """One shard that holds everything: no tensor parallelism."""
+    """Return the layout of one shard without tensor parallelism."""
     return Layout(shape, shape, (tuple(((0, size),) for size in shape),), (shape,))
 
 
 def stack(local_shapes: Sequence[Shape]) -> Layout:
-    """Shards one behind the other, whatever they hold: rank r of one side is rank r of the other, element by element.
+    """Return the layout of concatenated flat shards, for a parameter with unchanged shards.
 
-    For a parameter whose shards stay as they are; its logical shape is then neither known nor needed.
+    Its logical shape is unknown and not needed.
     """
     shards, low = [], 0
     for shape in local_shapes:
@@ -96,20 +96,20 @@ def stack(local_shapes: Sequence[Shape]) -> Layout:
 
 
 def copy_runs(source: Layout, src_rank: int, target: Layout, dst_rank: int, low: int, high: int) -> tuple[Run, ...]:
-    """Which elements [low, high) of a flattened target shard come from a source shard, and where they lie there.
+    """Return the runs that copy elements [low, high) of a flattened target shard from a source shard.
 
     Args:
-        source, target: layouts of the same parameter. One axis may be longer on one side (vocabulary padding, a
-            parameter that is resized): places that one side lacks are left out.
-        src_rank: which source shard; of a replicated source any, the caller chooses.
-        dst_rank: which target shard.
-        low, high: elements of the flattened target shard.
+        source, target: layouts of the same parameter. One axis may be longer on one side (vocabulary padding, resized
+            parameters); elements that one side lacks are omitted.
+        src_rank: source shard; the caller chooses one if the source is replicated.
+        dst_rank: target shard.
+        low, high: range in the flattened target shard.
 
     Returns:
-        As few runs as possible, by ascending ``dst``; over all source ranks each element once.
+        As few runs as possible by ascending ``dst``; over all source ranks each element occurs once.
 
     Raises:
-        MismatchError: the layouts view the parameter in ways that cannot be brought together.
+        MismatchError: the two views have no common refinement.
     """
     if not have_same_axes(source.view, target.view):
         source, target = align(source, target)
@@ -125,18 +125,18 @@ def copy_runs(source: Layout, src_rank: int, target: Layout, dst_rank: int, low:
 
 
 def have_same_axes(one: Shape, other: Shape) -> bool:
-    """Whether the axes of two views of a parameter are the same, one of them maybe longer on one side."""
-    return len(one) == len(other) and sum(size != own for size, own in zip(one, other, strict=True)) < 2
+    """Return True if two views have the same axes, of which at most one differs in length."""
+    return len(one) == len(other) and sum(size != size2 for size, size2 in zip(one, other, strict=True)) < 2
 
 
 def restrict_source(run: Run, low: int, high: int) -> tuple[Run, ...]:
-    """The part of a run that lies in [low, high) of the flattened source shard: at most three runs."""
+    """Return the part of a run in [low, high) of the flattened source shard, as at most three runs."""
     clipped = _clip(run.src, run.dst, run.width, run.count, run.src_step, run.dst_step, low, high)
     return tuple(_make_run(src, dst, width, times, run.src_step, run.dst_step) for src, dst, width, times in clipped)
 
 
 def find_faults(layout: Layout) -> list[str]:
-    """What is wrong with a layout: elements held twice or by nobody, shapes that contradict the intervals."""
+    """Describe faults of a layout: missing or repeated elements, shapes that contradict the intervals."""
     sides = enumerate(zip(layout.shards, layout.local_shapes, strict=True))
     faults = [f"rank {r}: {fault}" for r, side in sides for fault in _find_shard_faults(*side, layout.view)]
     return faults or _find_cover_faults(layout)
@@ -144,35 +144,35 @@ def find_faults(layout: Layout) -> list[str]:
 
 def _find_shard_faults(shard: Product, local: Shape, view: Shape) -> Iterator[str]:
     if _product_numel(shard) != count(local):
-        yield f"intervals hold {_product_numel(shard)} elements, local shape {local} has {count(local)}"
+        yield f"intervals have {_product_numel(shard)} elements, local shape {local} has {count(local)}"
     for axis, (intervals, size) in enumerate(zip(shard, view, strict=True)):
         end = 0
         for low, high in sorted(intervals):
             if not 0 <= low <= high <= size:
                 yield f"axis {axis}: [{low}, {high}) is not inside [0, {size})"
             elif low < end:
-                yield f"axis {axis}: [{low}, {min(end, high)}) is held twice"
+                yield f"axis {axis}: [{low}, {min(end, high)}) occurs twice"
             end = max(end, high)
 
 
 def _find_cover_faults(layout: Layout) -> list[str]:
     if layout.replicated:
         full = tuple(((0, size),) for size in layout.view)
-        return [f"rank {r} does not hold the whole" for r, shard in enumerate(layout.shards) if shard != full]
+        return [f"rank {r} does not have the whole tensor" for r, shard in enumerate(layout.shards) if shard != full]
     parts = layout.shards if layout.claims is None else layout.claims
     faults = [
-        f"ranks {first} and {second} hold the same elements"
+        f"ranks {first} and {second} have the same elements"
         for (first, part), (second, other) in combinations(enumerate(parts), 2)
-        if all(any(overlap(mine, theirs)) for mine, theirs in zip(part, other, strict=True))
+        if all(any(overlap(*axes)) for axes in zip(part, other, strict=True))
     ]
-    held = sum(_product_numel(part) for part in parts)
-    if not faults and held != count(layout.view):
-        faults.append(f"the shards hold {held} of {count(layout.view)} elements")
+    covered = sum(_product_numel(part) for part in parts)
+    if not faults and covered != count(layout.view):
+        faults.append(f"the shards have {covered} of {count(layout.view)} elements")
     return faults
 
 
 def overlap(some: Intervals, others: Intervals) -> Iterator[tuple[int, int]]:
-    """What two interval lists have in common."""
+    """Yield the intersections of two interval lists."""
     for low, high in some:
         for first, last in others:
             if max(low, first) < min(high, last):
@@ -180,20 +180,17 @@ def overlap(some: Intervals, others: Intervals) -> Iterator[tuple[int, int]]:
 
 
 def measure(intervals: Intervals) -> int:
-    """Places that an interval list holds."""
+    """Return the total length of intervals."""
     return sum(high - low for low, high in intervals)
 
 
 def _product_numel(shard: Product) -> int:
-    total = 1
-    for intervals in shard:
-        total *= measure(intervals)
-    return total
+    return prod(map(measure, shard))
 
 
 @dataclass(frozen=True, slots=True)
 class _Box:
-    """A rectangular block: extents, and strides and first elements in the source and in the target shard."""
+    """A rectangular block: sizes, and strides and first elements in the source and target shards."""
 
     src: int
     dst: int
@@ -204,14 +201,14 @@ class _Box:
 
 @lru_cache(maxsize=1 << 14)
 def _find_boxes(have: Product, want: Product, claim: Product | None) -> tuple[_Box, ...]:
-    """The blocks that two shards share, by ascending target element of their first element.
+    """Return the common blocks of two shards by ascending first element in the target.
 
-    Cached: the layers of a model are cut alike, so a few pairs of shards answer for thousands of parameters.
+    Cached, because all layers of a model are cut in the same way.
     """
     axes = _collapse(
         [
-            (_span_axis(mine, theirs, None if claim is None else claim[axis]), measure(mine), measure(theirs))
-            for axis, (mine, theirs) in enumerate(zip(have, want, strict=True))
+            (_span_axis(source, target, None if claim is None else claim[axis]), measure(source), measure(target))
+            for axis, (source, target) in enumerate(zip(have, want, strict=True))
         ]
     )
     src_strides = make_strides([size for _, size, _ in axes])
@@ -225,17 +222,17 @@ def _find_boxes(have: Product, want: Product, claim: Product | None) -> tuple[_B
 
 
 def _span_axis(have: Intervals, want: Intervals, claim: Intervals | None) -> tuple[Span, ...]:
-    """Where two interval lists of an axis meet, in local places of both, by ascending target place."""
-    mine = sorted(_locate(have))
+    """Return the intersections of two interval lists of an axis by ascending target position."""
+    located = sorted(_locate(have))
     spans = []
     index = 0
     for low, high, target in sorted(_locate(want)):
-        while index and mine[index - 1][1] > low:
+        while index and located[index - 1][1] > low:
             index -= 1
-        while index < len(mine) and mine[index][1] <= low:
+        while index < len(located) and located[index][1] <= low:
             index += 1
-        while index < len(mine) and mine[index][0] < high:
-            first, last, source = mine[index]
+        while index < len(located) and located[index][0] < high:
+            first, last, source = located[index]
             start, end = max(low, first), min(high, last)
             spans.append((source + start - first, target + start - low, end - start))
             index += 1
@@ -245,7 +242,7 @@ def _span_axis(have: Intervals, want: Intervals, claim: Intervals | None) -> tup
 
 
 def _locate(intervals: Intervals) -> Iterator[tuple[int, int, int]]:
-    """(low, high, local place of low), empty intervals left out."""
+    """Yield (low, high, local position of low) of non-empty intervals."""
     place = 0
     for low, high in intervals:
         if low < high:
@@ -254,7 +251,7 @@ def _locate(intervals: Intervals) -> Iterator[tuple[int, int, int]]:
 
 
 def _keep_claimed(spans: Sequence[Span], have: Intervals, claim: Intervals) -> list[Span]:
-    """The parts of spans whose source places are claimed."""
+    """Return the parts of spans whose source positions are claimed."""
     places = _span_axis(have, claim, None)
     kept = []
     for source, target, length in spans:
@@ -278,7 +275,7 @@ def _join_spans(spans: Sequence[Span]) -> tuple[Span, ...]:
 
 
 def _collapse(axes: list[tuple[tuple[Span, ...], int, int]]) -> list[tuple[tuple[Span, ...], int, int]]:
-    """Merge each axis that both shards hold whole and in the same order into the axis outside of it."""
+    """Merge each axis that is whole and in the same order in both shards into the next outer axis."""
     done: list[tuple[tuple[Span, ...], int, int]] = []
     for spans, have, want in axes:
         if done and have == want and spans == ((0, 0, have),):
@@ -291,7 +288,7 @@ def _collapse(axes: list[tuple[tuple[Span, ...], int, int]]) -> list[tuple[tuple
 
 
 def make_strides(sizes: Sequence[int]) -> Shape:
-    """Elements between neighbours along each axis of a row-major block."""
+    """Return the strides of a row-major block."""
     strides = [1] * len(sizes)
     for axis in range(len(sizes) - 2, -1, -1):
         strides[axis] = strides[axis + 1] * sizes[axis + 1]
@@ -299,7 +296,7 @@ def make_strides(sizes: Sequence[int]) -> Shape:
 
 
 def _clip_box(box: _Box, axis: int, src: int, dst: int, low: int, high: int) -> Iterator[Run]:
-    """Runs of a box inside [low, high) of the target; ``src`` and ``dst`` count from the box's first element."""
+    """Yield the runs of a box inside [low, high) of the target; ``src`` and ``dst`` are relative to the box."""
     if not box.sizes:
         if low <= box.dst < high:
             yield Run(box.src, box.dst, 1)
@@ -322,7 +319,7 @@ def _make_run(src: int, dst: int, width: int, times: int, src_step: int, dst_ste
 
 
 def _meet_rows(base: int, rows: int, step: int, width: int, low: int, high: int) -> tuple[int, int]:
-    """Range of rows [base + i * step, … + width) that have elements in [low, high)."""
+    """Return the range of rows [base + i * step, … + width) with elements in [low, high)."""
     first = max(0, -(-(low - base - width + 1) // step))
     last = min(rows, -(-(high - base) // step))
     return first, max(first, last)
@@ -331,9 +328,9 @@ def _meet_rows(base: int, rows: int, step: int, width: int, low: int, high: int)
 def _clip(
     near: int, far: int, width: int, times: int, near_step: int, far_step: int, low: int, high: int
 ) -> Iterator[tuple[int, int, int, int]]:
-    """The part of ``times`` runs whose near side lies in [low, high): (near, far, width, times), at most three.
+    """Clip ``times`` runs to [low, high) of their near side: at most three (near, far, width, times).
 
-    A first row that is cut, whole rows, a last row that is cut.
+    They are a partial first row, whole rows, and a partial last row.
     """
     first, last = _meet_rows(near, times, near_step or 1, width, low, high) if times > 1 else (0, 1)
     while first < last:
@@ -350,7 +347,7 @@ def _clip(
 
 
 def _merge(runs: Sequence[Run]) -> tuple[Run, ...]:
-    """Runs by ascending target, joined where they continue each other on both sides."""
+    """Sort runs by target, and join runs that are contiguous on both sides."""
     merged: list[Run] = []
     for run in sorted(runs, key=lambda run: run.dst):
         if run.count > 1 and run.src_step == run.dst_step == run.width:
@@ -369,10 +366,10 @@ def _merge(runs: Sequence[Run]) -> tuple[Run, ...]:
 
 @lru_cache(maxsize=1 << 12)
 def align(source: Layout, target: Layout) -> tuple[Layout, Layout]:
-    """Both layouts over one view, the common refinement of theirs; only the length of axis 0 may differ.
+    """Convert both layouts to the common refinement of their views; only the length of axis 0 may differ.
 
     Raises:
-        MismatchError: a shard's intervals do not follow the finer axes.
+        MismatchError: there is none, or a shard's intervals do not follow its axes.
     """
     steps = sorted({*_find_steps(source.view), *_find_steps(target.view)})
     if any(high % low for low, high in pairwise(steps)):
@@ -381,7 +378,7 @@ def align(source: Layout, target: Layout) -> tuple[Layout, Layout]:
 
 
 def _find_steps(view: Shape) -> set[int]:
-    """Strides of the axes that are longer than one."""
+    """Return the strides of axes that are longer than one."""
     strides = make_strides(view)
     return {stride for axis, (stride, size) in enumerate(zip(strides, view, strict=True)) if size > 1 or axis == 0}
 
@@ -396,7 +393,7 @@ def _refine(layout: Layout, steps: Sequence[int]) -> Layout:
         inner = [step // stride for step in steps if stride <= step and (axis == 0 or step < stride * size)]
         sizes = [high // low for low, high in pairwise([*inner, size])]
         if count(tuple(sizes)) != size:
-            raise MismatchError(f"axis {axis} of view {layout.view} does not split into blocks of {sizes[:-1]} places")
+            raise MismatchError(f"axis {axis} of view {layout.view} does not split into blocks of {sizes[:-1]}")
         view += reversed(sizes)
         splits.append((axis, sizes))
     claims = layout.claims
@@ -410,12 +407,12 @@ def _refine(layout: Layout, steps: Sequence[int]) -> Layout:
 
 def _refine_shard(shard: Product, splits: Sequence[tuple[int, Sequence[int]]]) -> Product:
     refined = [intervals for axis, sizes in splits for intervals in _split_axis(shard[axis], sizes)]
-    # An axis of one place is left out of the finer view; a shard that does not hold that place holds nothing.
+    # The refined view omits axes of length 1; a shard with an empty interval list there is empty.
     return tuple(refined) if _product_numel(shard) else ((),) * len(refined)
 
 
 def _split_axis(intervals: Intervals, sizes: Sequence[int]) -> list[Intervals]:
-    """Intervals of an axis over the axes that it splits into; ``sizes`` from the innermost outwards."""
+    """Split intervals of an axis over its refined axes; ``sizes`` begins with the innermost."""
     found: list[Intervals] = []
     intervals = tuple((low, high) for low, high in intervals if low < high)
     for size in sizes[:-1]:
@@ -427,6 +424,6 @@ def _split_axis(intervals: Intervals, sizes: Sequence[int]) -> list[Intervals]:
             found.append(((low % size, low % size + high - low),))
             intervals = ((low // size, low // size + 1),)
         else:
-            raise MismatchError(f"intervals {intervals} do not follow blocks of {size} places")
+            raise MismatchError(f"intervals {intervals} do not follow blocks of {size}")
     found.append(intervals)
     return found[::-1]

@@ -1,8 +1,8 @@
-"""What a checkpoint says of its own layout: ``universal_checkpoint_info``, under the keys of DeepSpeed's constants.
+"""Rules from ``universal_checkpoint_info``, a checkpoint's description of its own layout.
 
-Written by the training script (Megatron-DeepSpeed passes it in client_state) or by AutoTP. DeepSpeed's converter
-(``deepspeed/checkpoint/ds_to_universal.py``) concatenates whatever is in no list on dimension 0. Here that is not
-taken for a statement: a TP=1 source of Megatron-DeepSpeed writes no row-parallel patterns at all.
+Training scripts (Megatron-DeepSpeed in client_state) or AutoTP write it. DeepSpeed's converter
+(``deepspeed/checkpoint/ds_to_universal.py``) concatenates parameters that are in no list on dimension 0. This module
+makes no rule for them, because Megatron-DeepSpeed writes no row-parallel patterns at TP=1.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from .regex import compile_prefix
 from .rules import Rule, RuleSet, Spec
 
 INFO = "universal_checkpoint_info"
-"""Attribute of a module, and key of its model states; below, its keys (``deepspeed/checkpoint/constants.py``)."""
+"""Attribute of a module and key of its model states. The following constants are its keys
+(``deepspeed/checkpoint/constants.py``)."""
 
 VERSION = "universal_checkpoint_version"
 WIDTHS_SINCE = 0.4
@@ -45,7 +46,7 @@ _LISTS: tuple[tuple[str, Pattern], ...] = (
     (TWO_PARTS, ShardNC(parts=(1, 1))),
     (ROWS, ShardH(dim=1)),
 )
-"""Lists of expressions, and what each says of the parameters that it names."""
+"""Keys of lists of expressions, and the pattern of the parameters that match."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +54,10 @@ class Viewed(Pattern):
     """Sub-parameters along ``axis`` of a viewed shape (SubparamShape), each cut by rank.
 
     Attributes:
-        view: logical sizes, -1 where the tensor's elements tell; the entry at ``axis`` is ignored.
+        view: logical sizes, -1 for a size that follows from the number of elements; ``view[axis]`` is ignored.
         axis: the view's dimension that is cut.
-        parts: sizes of the sub-parameters along it, or a number of equal ones.
-        widths: per part and rank the width, where the metadata tells.
+        parts: sizes of the sub-parameters along it, or the number of equal ones.
+        widths: width of each part on each rank, if the metadata has it.
     """
 
     view: Shape
@@ -66,16 +67,16 @@ class Viewed(Pattern):
 
     def _lay(self, shapes: Sequence[Shape]) -> Layout:
         for first, last in self._list_groups(len(shapes[0])):
-            found = self._fit(shapes, first, last)
-            if found is not None:
-                return found.join(shapes)
+            pattern = self._fit(shapes, first, last)
+            if pattern is not None:
+                return pattern.join(shapes)
         raise MismatchError(
             f"sub-parameters in the view {list(self.view)}, cut along its dimension {self.axis}, do not fit shards of "
             f"{list(shapes)}"
         )
 
     def _list_groups(self, dims: int) -> Iterator[tuple[int, int]]:
-        """(first, last) view dimensions that make up the tensor's dimension that is cut; the others are its own."""
+        """Yield the possible (first, last) view dimensions that form the tensor's cut dimension."""
         spare = len(self.view) - dims
         for first in range(max(0, self.axis - spare), self.axis + 1):
             if spare >= 0 and first + spare >= self.axis and first < dims:
@@ -85,7 +86,7 @@ class Viewed(Pattern):
         others = (*self.view[:first], *self.view[last + 1 :])
         kept = (*shapes[0][:first], *shapes[0][first + 1 :])
         outer, inner = self.view[first : self.axis], self.view[self.axis + 1 : last + 1]
-        if any(told not in (-1, size) for told, size in zip(others, kept, strict=True)) or -1 in outer + inner:
+        if any(known not in (-1, size) for known, size in zip(others, kept, strict=True)) or -1 in outer + inner:
             return None
         blocks, step, total = count(outer), count(inner), sum(shape[first] for shape in shapes)
         if isinstance(self.parts, int):
@@ -98,14 +99,14 @@ class Viewed(Pattern):
 
 
 def from_universal_info(info: object, by: str = "checkpoint") -> RuleSet:
-    """Rules of a ``universal_checkpoint_info``.
+    """Make the rules of a ``universal_checkpoint_info``.
 
     Args:
-        info: the dictionary as saved, of any version; None, or anything else than a dictionary, says nothing.
-        by: "target" for a live engine's own.
+        info: the dictionary as saved, of any version; other values, such as None, give no rules.
+        by: "target" for a live engine's info.
 
     Raises:
-        MismatchError: an affine map of a newer format, or an entry that is not of DeepSpeed's form.
+        MismatchError: an affine map has a newer format, or an entry is malformed.
     """
     name = "universal_checkpoint_info" if by != "target" else "the live engine's universal_checkpoint_info"
     if not isinstance(info, Mapping):
@@ -114,7 +115,7 @@ def from_universal_info(info: object, by: str = "checkpoint") -> RuleSet:
         return _read_info(name, info, by)
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise MismatchError(
-            f"universal_checkpoint_info: an entry is of another form than DeepSpeed's ({type(error).__name__}: {error})"
+            f"universal_checkpoint_info: an entry is malformed ({type(error).__name__}: {error})"
         ) from None
 
 
@@ -133,7 +134,7 @@ def _read_info(name: str, info: Mapping[str, Any], by: str) -> RuleSet:
         rules=tuple(rule for rule in rules if _unescape(rule.text) is None),
         literal={whole_name: tuple(group) for whole_name, group in literal.items()},
         vocab=vocab if isinstance(vocab, int) else None,
-        # AutoTP's own, before it wrote maps: it lists every parameter but those that it cuts on dimension 0.
+        # AutoTP before it wrote maps: it lists every parameter except those cut on dimension 0.
         fallback=ShardV() if UNSUPPORTED in info and AFFINE not in info else None,
         by=by,
         shared=tuple(map(compile_prefix, _get_list(info, SHARED))),
@@ -141,19 +142,19 @@ def _read_info(name: str, info: Mapping[str, Any], by: str) -> RuleSet:
     )
 
 
-def _make_rule(text: str, says: Pattern | Spec, rank: int = 0, vocab: bool = False) -> Rule:
+def _make_rule(text: str, pattern: Pattern | Spec, rank: int = 0, vocab: bool = False) -> Rule:
     name = _unescape(text)
     match = compile_prefix(text) if name is None else re.compile(re.escape(name)).fullmatch
-    return Rule(text, match, says, rank, vocab)
+    return Rule(text, match, pattern, rank, vocab)
 
 
 def _refuse_rule(text: str, reason: str) -> Rule:
-    """A rule by which a parameter is refused, whatever others say."""
+    """Make a rule that refuses a parameter with precedence over all others."""
     return _make_rule(text, Spec(match=text, pattern="unsettled", reason=reason), rank=-1)
 
 
 def _unescape(text: object) -> str | None:
-    """The one name that an expression ``^escaped name$`` matches, or None."""
+    """Return the only name that an expression ``^escaped name$`` matches, or None for other expressions."""
     if not (isinstance(text, str) and text.startswith("^") and text.endswith("$")):
         return None
     name = re.sub(r"\\(.)", r"\1", text[1:-1])
@@ -161,10 +162,10 @@ def _unescape(text: object) -> str | None:
 
 
 def _get_list(info: Mapping[str, Any], key: str) -> Sequence[Any]:
-    told = info.get(key) or []
-    if not isinstance(told, (list, tuple)):
-        raise MismatchError(f"universal_checkpoint_info: {key} is a list, found {told!r}")
-    return told
+    listed = info.get(key) or []
+    if not isinstance(listed, (list, tuple)):
+        raise MismatchError(f"universal_checkpoint_info: {key} must be a list, found {listed!r}")
+    return listed
 
 
 def _read_lists(info: Mapping[str, Any]) -> Iterator[Rule]:
@@ -175,10 +176,10 @@ def _read_lists(info: Mapping[str, Any]) -> Iterator[Rule]:
 
 
 def _follow_rows(text: str) -> Rule | None:
-    """What a row-parallel second matrix of a feed-forward layer tells of the first, which no list names.
+    """Make a rule for the first matrix of a feed-forward layer, which is in no list, from a row-parallel second.
 
-    The second takes its columns where the first's rows lie, so a first one of as many rows is cut along them. One of
-    twice as many is fused of gate and up in an order that nothing tells.
+    The second's columns correspond to the first's rows, so a first matrix with as many rows is cut along them. A first
+    matrix with twice as many rows is a fused gate and up in an unknown order.
     """
     front, second, _ = text.partition(_SECOND)
     if not second:
@@ -200,33 +201,31 @@ def _read_parts(info: Mapping[str, Any]) -> Iterator[Rule]:
     for entry in _get_list(info, PARTS):
         try:
             view, axis, texts = tuple(entry["shape"]), int(entry["partition_dim"]), entry["patterns"]
-            told = view[axis]
+            size_or_sizes = view[axis]
         except (KeyError, TypeError, IndexError, ValueError):
-            raise MismatchError(
-                f"universal_checkpoint_info: {PARTS} has an entry of unknown form: {entry!r:.200}"
-            ) from None
+            raise MismatchError(f"universal_checkpoint_info: {PARTS} has a malformed entry: {entry!r:.200}") from None
         sizes = tuple(1 if dim == axis else _add(size) for dim, size in enumerate(view))
         for text in texts:
             known = tuple(tuple(map(int, part)) for part in widths.get(text) or ()) or None
-            parts = _read_sizes(told, known, version)
+            parts = _read_sizes(size_or_sizes, known, version)
             known_sizes = (*sizes, *((parts,) if isinstance(parts, int) else parts))
             if min(known_sizes) < -1 or 0 in known_sizes or len(known_sizes) > _MOST_PARTS:
-                raise MismatchError(f"universal_checkpoint_info: {PARTS} has an entry of odd sizes: {entry!r:.200}")
+                raise MismatchError(f"universal_checkpoint_info: {PARTS} has invalid sizes: {entry!r:.200}")
             pattern = Viewed(sizes, axis, parts, known)
             yield _make_rule(text, pattern, rank=1)
 
 
-def _read_sizes(told: Any, widths: Any, version: float) -> tuple[int, ...] | int:
-    """Sizes of the sub-parameters. Before version 0.4 a plain number counts them; since then it is a width."""
+def _read_sizes(value: Any, widths: Any, version: float) -> tuple[int, ...] | int:
+    """Read the sub-parameters' sizes. A plain number is their count before version 0.4, and a width since."""
     if widths:
         return tuple(sum(part) for part in widths)
-    if isinstance(told, (list, tuple)):
-        return tuple(int(size) for size in told)
+    if isinstance(value, (list, tuple)):
+        return tuple(int(size) for size in value)
     if version >= WIDTHS_SINCE:
-        return (int(told),)
-    if not 0 < int(told) <= _MOST_PARTS:
-        raise MismatchError(f"universal_checkpoint_info: {PARTS} tells of {told} sub-parameters")
-    return int(told)
+        return (int(value),)
+    if not 0 < int(value) <= _MOST_PARTS:
+        raise MismatchError(f"universal_checkpoint_info: {PARTS} has {value} sub-parameters")
+    return int(value)
 
 
 def _add(size: Any) -> int:
@@ -234,13 +233,13 @@ def _add(size: Any) -> int:
 
 
 def _read_affine(name: str, info: Mapping[str, Any]) -> Iterator[Rule]:
-    told = info.get(AFFINE) or {}
-    if int(told.get("version", FORMAT)) > FORMAT:
+    section = info.get(AFFINE) or {}
+    if int(section.get("version", FORMAT)) > FORMAT:
         raise MismatchError(
-            f"universal_checkpoint_info: affine_map has format {told['version']}, up to {FORMAT} is understood; "
-            "update deepspeed_ucp"
+            f"universal_checkpoint_info: affine_map has format {section['version']}, this release supports up to "
+            f"{FORMAT}; update deepspeed_ucp"
         )
-    for text, entry in (told.get("params") or {}).items():
+    for text, entry in (section.get("params") or {}).items():
         try:
             yield _make_rule(text, read_map(entry))
         except MismatchError as error:

@@ -1,4 +1,4 @@
-"""Patterns as plain data, as an atomic checkpoint's manifest holds them, and back."""
+"""Convert patterns to plain data for an atomic checkpoint's manifest, and back."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _NAMES = {kind: name for name, kind in _KINDS.items()}
 
 
 def record_pattern(pattern: Pattern) -> dict[str, Any]:
-    """A pattern as plain data: its ``kind``, and those of its fields that are not the default."""
-    told: dict[str, Any] = {"kind": _NAMES[type(pattern)]}
+    """Convert a pattern to plain data: its ``kind`` and its fields without defaults."""
+    recorded: dict[str, Any] = {"kind": _NAMES[type(pattern)]}
     for field in sorted(fields(pattern), key=lambda field: bool(field.kw_only)):
         value = getattr(pattern, field.name)
         if value != field.default:
-            told[field.name] = _record(value)
-    return told
+            recorded[field.name] = _record(value)
+    return recorded
 
 
 def _record(value: Any) -> Any:
@@ -47,22 +47,18 @@ def _record(value: Any) -> Any:
     return record_pattern(value) if type(value) in _NAMES else value
 
 
-def read_pattern(told: Mapping[str, Any]) -> Pattern:
-    """The pattern that :func:`record_pattern` has told.
-
-    Raises:
-        MismatchError: data of another form.
-    """
-    kind = _KINDS.get(str(told.get("kind")))
+def read_pattern(recorded: Mapping[str, Any]) -> Pattern:
+    """Convert the result of :func:`record_pattern` back; MismatchError if the data is malformed."""
+    kind = _KINDS.get(str(recorded.get("kind")))
     if kind is None:
-        raise MismatchError(f"a recorded pattern is of unknown kind: {dict(told)!r}; update deepspeed_ucp")
-    values = {key: value for key, value in told.items() if key != "kind"}
+        raise MismatchError(f"a recorded pattern is of unknown kind: {dict(recorded)!r}; update deepspeed_ucp")
+    values = {key: value for key, value in recorded.items() if key != "kind"}
     try:
         if isinstance(values.get("general"), Mapping):
             values["general"] = read_pattern(values["general"])
         return _make_reader(kind).validate_python(values)  # type: ignore[no-any-return]
     except ValueError as error:
-        raise MismatchError(f"a recorded pattern cannot be read ({error}): {dict(told)!r}") from error
+        raise MismatchError(f"a recorded pattern cannot be read ({error}): {dict(recorded)!r}") from error
 
 
 @lru_cache
@@ -73,21 +69,21 @@ def _make_reader(kind: type[Pattern]) -> Any:
 
 
 def from_recorded(recorded: Mapping[str, Mapping[str, Any]], origin: str = ORIGIN) -> RuleSet:
-    """Rules from the patterns by which an atomic checkpoint's tensors were united.
+    """Make rules from the recorded patterns of an atomic checkpoint's tensors.
 
-    A tensor that one rank held whole tells nothing about how another topology cuts it, only of its vocabulary.
+    The pattern of a tensor that was not cut gives no rule, only a vocabulary's size.
 
     Args:
-        recorded: per parameter its pattern as plain data (``AtomicIndex.recorded``).
+        recorded: parameter → pattern as plain data (``AtomicIndex.recorded``).
         origin: name of the rule set.
 
     Raises:
-        MismatchError: data of another form.
+        MismatchError: the data is malformed.
     """
     literal: dict[str, tuple[Rule, ...]] = {}
     vocabs = set()
-    for name, told in recorded.items():
-        pattern = read_pattern(told)
+    for name, data in recorded.items():
+        pattern = read_pattern(data)
         vocabs.add(pattern.vocab)
         if not isinstance(pattern, (Unique, SameShards)):
             literal[name] = (name_rule(name, pattern),)

@@ -1,4 +1,4 @@
-"""Regular expressions of rules: the user's by Python's engine, a checkpoint's own in linear time."""
+"""Regular expressions of rules: users' by Python's engine, those in checkpoints in linear time."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ _SIMPLE = re.compile(r"[^*+?{}()|]*(?:[*+][^*+?{}()|]*)?")
 
 
 def compile_regex(expression: str) -> re.Pattern[str]:
-    """A regular expression of a rule.
-
-    Raises:
-        ConfigError: it is not one.
-    """
+    """Compile a regular expression of a user's rule; ConfigError if it is invalid."""
     try:
         return re.compile(expression)
     except re.error as error:
@@ -25,13 +21,13 @@ def compile_regex(expression: str) -> re.Pattern[str]:
 
 
 def compile_prefix(text: object) -> Matcher:
-    """Compile an expression of the checkpoint's. As in DeepSpeed's converter it need not reach to the end of a name.
+    """Compile an expression in a checkpoint, which matches a prefix of a name as in DeepSpeed's converter.
 
-    It comes from a file that anybody may have written, so it is matched in time linear in the name, by RE2. The simple
-    ones that scripts write are left to Python's engine, which is several times faster for them.
+    The file may be malicious, so RE2 matches the expression in linear time. Python's engine matches the simple
+    expressions that scripts write, for which it is several times faster.
 
     Raises:
-        MismatchError: it is none, or one that cannot be matched in linear time.
+        MismatchError: the expression is invalid, or cannot be matched in linear time.
     """
     if not isinstance(text, str):
         raise MismatchError(f"universal_checkpoint_info: {text!r:.80} is not a regular expression")

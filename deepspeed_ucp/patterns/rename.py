@@ -1,8 +1,8 @@
-"""Names that differ between two builds of one model, as with and without a pipeline.
+"""Rules for names that differ between two builds of one model, such as with and without a pipeline.
 
-A rule is a regular expression for the whole saved name, and a template for the live name: ``{group}`` stands for the
-text that a named group matched, ``{group - 3}`` and other integer arithmetic (+ - * // %) for a number computed from it
-and from the set's variables. A rule gives one saved parameter one live name; it does not cut, join or copy.
+A rule is a regular expression for the whole saved name, and a template for the live name. ``{group}`` is the text of a
+named group; ``{group - 3}`` is integer arithmetic (+ - * // %) with it and the set's variables. A rule gives one saved
+parameter one live name; it does not cut, join or copy.
 
     {"from": "(?P<layer>\\d+)\\.(?P<rest>(?:input_layernorm|mlp)\\..*)", "to": "encoder.layers.{layer-3}.{rest}"}
     {"from": "tied_modules\\.embed\\.(?P<rest>.*)", "to": "embedding.{rest}"}
@@ -33,7 +33,7 @@ class Rename:
     """A saved name that ``pattern`` matches as a whole has the live name ``template``.
 
     Attributes:
-        variables: of the set, for expressions.
+        variables: the rule set's variables for expressions.
     """
 
     pattern: str
@@ -87,7 +87,7 @@ class Rename:
                     f"rename: {self.template!r} asks for {error}, {self.pattern!r} has no such group; {error.advice}"
                 ) from None
         if type(found) is not int or found < 0:
-            value = next((groups[each] for each in _NAME.findall(expression) if each in groups), found)
+            value = next((groups[group] for group in _NAME.findall(expression) if group in groups), found)
             raise ConfigError(
                 f"rename: {{{expression}}} in {self.template!r} with {value!r}, from {name}: not a layer number"
             )
@@ -109,10 +109,10 @@ def parse_renames(value: object) -> tuple[Rename, ...]:
 
 
 def _parse(item: object) -> Rename:
-    told = item if isinstance(item, dict) and set(item) == {"from", "to"} else {}
-    if not told or not all(isinstance(each, (str, int)) for each in told.values()):
+    pair = item if isinstance(item, dict) and set(item) == {"from", "to"} else {}
+    if not pair or not all(isinstance(text, (str, int)) for text in pair.values()):
         raise ConfigError(f"rename: {_NEEDED}; found {item!r}")
-    rule = Rename(str(told["from"]), str(told["to"]))
+    rule = Rename(str(pair["from"]), str(pair["to"]))
     rule.check()
     return rule
 

@@ -1,13 +1,14 @@
-"""Vocabularies of another number of rows in the model than in the checkpoint.
+"""Rules for vocabularies whose number of rows differs between model and checkpoint.
 
-A rule, in YAML or JSON; without one another shape is an error:
+A rule in YAML or JSON:
 
     match:    regular expression of the name behind the set's prefix, as of a rule for a pattern
     new:      content of new rows: live (the live model's values), zero, or mean (of the kept rows)
     keep:     number of rows to keep, the first ones; by default those that a rule with ``vocab`` tells, else all
     shrink:   true: the model may have fewer rows than are kept, and the last ones are left out
 
-A rule counts if the shapes differ, so that it may stay after the run has saved. Optimizer states of new rows are zero.
+Without a rule a different shape is an error. A rule has no effect if the shapes are equal. Optimizer states of new rows
+are zero.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from .regex import compile_regex
 
 @dataclass(frozen=True)
 class Resize:
-    """A rule as it is written (see this module's text)."""
+    """A rule as written (see the module's docstring)."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
@@ -41,27 +42,27 @@ class Resize:
             raise ValueError(f"{self.match!r}: keep is a number of rows from 1 on")
 
     def fits(self, name: str) -> bool:
-        """Return True if the rule is about a parameter."""
+        """Return True if the rule applies to a parameter."""
         return compile_regex(self.match).fullmatch(name) is not None
 
     def fit(self, saved: Layout, live: Layout, vocab: int | None = None) -> tuple[Layout, Resized]:
-        """Return the saved layout with the kept rows only, and what becomes of the parameter.
+        """Return the saved layout with the kept rows only, and a description of the change.
 
         Args:
-            vocab: rows without padding, if a rule tells them.
+            vocab: rows without padding, if known.
 
         Raises:
-            MismatchError: the shapes differ in something else, or rows would be lost that the rule does not give up.
+            MismatchError: other dimensions differ, or rows would be lost and the rule does not have ``shrink``.
         """
-        told, have, want = f"the resize rule {self.match!r}", saved.shape, live.shape
+        rule, have, want = f"the resize rule {self.match!r}", saved.shape, live.shape
         if len(have) != len(want) or not have or have[1:] != want[1:]:
-            raise MismatchError(f"{told} is about rows alone; shape {have} in the checkpoint, {want} in the model")
+            raise MismatchError(f"{rule} changes only rows; shape {have} in the checkpoint, {want} in the model")
         if saved.mean or saved.view != have or live.view != want:
-            raise MismatchError(f"{told}: what is cut into blocks, or is the mean of its replicas, keeps its shape")
+            raise MismatchError(f"{rule}: parameters in blocks, or averaged over replicas, cannot be resized")
         kept = min(self.keep or vocab or have[0], have[0])
         if want[0] < kept and not self.shrink:
             raise MismatchError(
-                f'{told}: the model has {want[0]} of {kept} rows; "shrink": true leaves the last ones out'
+                f'{rule}: the model has {want[0]} of {kept} rows; "shrink": true leaves the last ones out'
             )
         kept = min(kept, want[0])
         resized = Resized(have[0], want[0], kept, self.new)
@@ -70,12 +71,12 @@ class Resize:
 
 @dataclass(frozen=True, slots=True)
 class Resized:
-    """A parameter of another number of rows.
+    """A parameter with another number of rows.
 
     Attributes:
         saved, live: rows in the checkpoint and in the model.
-        kept: number of saved rows that are kept, the first ones.
-        new: content of the new rows, as of :class:`Resize`.
+        kept: number of saved rows that are kept, from the first on.
+        new: content of the new rows, see :class:`Resize`.
         pads: the new rows are a vocabulary's padding.
     """
 
@@ -86,33 +87,33 @@ class Resized:
     pads: bool = False
 
     def describe(self) -> str:
-        """Describe what becomes of the parameter."""
-        left, new = self.saved - self.kept, self.live - self.kept
-        told = [f"{self.kept} of {self.saved} rows are kept, {left} left out"] if left else []
+        """Describe the kept, dropped and new rows."""
+        dropped, new = self.saved - self.kept, self.live - self.kept
+        texts = [f"{self.kept} of {self.saved} rows are kept, {dropped} left out"] if dropped else []
         if new:
-            held = {
+            content = {
                 "live": "keep the live model's values",
                 "zero": "are zero",
                 "mean": f"are the mean of the {self.kept} that are kept",
             }[self.new]
-            told.append(f"{new} new {'ones' if left else 'rows'} {held}")
-        return f"{self.saved} → {self.live}: {'; '.join(told)}"
+            texts.append(f"{new} new {'ones' if dropped else 'rows'} {content}")
+        return f"{self.saved} → {self.live}: {'; '.join(texts)}"
 
 
 def pad_vocabulary(saved: Layout, live: Layout) -> Resized | None:
-    """Return what becomes of a vocabulary with more padding in the model; None if it has no more."""
+    """Return the change of a vocabulary with more padding in the model, or None."""
     if saved.shape[:1] < live.shape[:1]:
         return Resized(saved.shape[0], live.shape[0], saved.shape[0], pads=True)
     return None
 
 
 def is_fused(name: str) -> bool:
-    """Return True if a parameter's rows are those of several, by its name: new rows would extend the last one."""
+    """Return True for the name of a fused parameter, whose last part alone new rows would extend."""
     return bool(FUSED_QKV.search(name) or "gate_up" in name) and ".lora_" not in name
 
 
 def _claim(layout: Layout, kept: int) -> Layout:
-    """Return a layout of which only the first rows are taken."""
+    """Return the layout with claims on its first rows only."""
 
     def clip(shard: Product) -> Product:
         return (tuple((low, min(high, kept)) for low, high in shard[0] if low < kept), *shard[1:])
@@ -121,10 +122,10 @@ def _claim(layout: Layout, kept: int) -> Layout:
 
 
 def advise_resize(shapes: Mapping[str, tuple[Shape, Shape]]) -> str:
-    """Return rules by which a checkpoint loads into a model of other shapes; empty if no rules do.
+    """Suggest rules for loading a checkpoint into a model with other shapes; empty if no rules can.
 
     Args:
-        shapes: by name the logical shapes in the checkpoint and in the model, which differ.
+        shapes: name → different logical shapes in the checkpoint and in the model.
     """
     rules = []
     for shrinks in (False, True):
@@ -134,5 +135,6 @@ def advise_resize(shapes: Mapping[str, tuple[Shape, Shape]]) -> str:
             rules.append({"match": match, **({"shrink": True} if shrinks else {})})
     if not rules or any(not saved or saved[1:] != live[1:] or is_fused(n) for n, (saved, live) in shapes.items()):
         return ""
-    told = json.dumps({"resize": rules})
-    return f' Where the model is meant to differ, rules say so: "patterns": {told} (docs/patterns.md).'
+    return (
+        f' If the model differs on purpose, add rules: "patterns": {json.dumps({"resize": rules})} (docs/patterns.md).'
+    )

@@ -1,24 +1,23 @@
-"""Rules: which parameter has which pattern. The user's, a family's, what live parameters carry.
+"""Rules that assign patterns to parameters: the user's, a family's, and live parameters' attributes.
 
-A rule set is data: regular expressions with patterns. Every expression matches the whole name behind an optional prefix
-that the set declares (``prefix``: what pipelines and wrappers put in front of a name). Two rules of one set that match
-a parameter must say the same.
+A rule set is a list of regular expressions with patterns. Each expression matches the whole name behind the set's
+optional ``prefix`` (added to names by pipelines and wrappers). Two rules of one set that match a parameter must agree.
 
-A rule, in YAML or JSON:
+A rule in YAML or JSON:
 
     match:    regular expression of the name behind the prefix
     pattern:  unique | replicate | partial | shard-v | shard-h | shard-hy | shard-nc | unsettled
     dim:      shard-h, shard-nc: the dimension that is cut (shard-h 1, shard-nc 0)
     grid:     shard-hy: ranks per dimension
-    parts:    shard-nc: sizes of the parts along dim; ``rest``: equal shares of what the others leave.
+    parts:    shard-nc: sizes of the parts along dim; ``rest``: equal shares of the remaining size.
               All 1: equal parts
-    blocks:   shard-nc: equal blocks along dim, each made of the parts (fused experts)
-    widths:   shard-nc: per part and rank the width, where the parts' widths do not follow from the shards' shapes
+    blocks:   shard-nc: number of equal blocks along dim, each made of the parts (fused experts)
+    widths:   shard-nc: width of each part on each rank if it does not follow from the shards' shapes
     unit:     each rank's widths are multiples of it (a head's or head group's rows)
     vocab:    true: dimension 0 is a vocabulary whose padding may differ (original_vocab_size)
-    when:     an expression; the rule counts where it is true
-    dims:     the rule counts for tensors of that many dimensions
-    reason:   unsettled: why
+    when:     expression; the rule applies only if it is true
+    dims:     the rule applies only to tensors with this number of dimensions
+    reason:   unsettled: the reason
 
 Sizes are integers or expressions (see ``facts``) over ``variables`` of the set.
 """
@@ -53,27 +52,26 @@ KINDS: dict[str, frozenset[str]] = {
     "shard-nc": frozenset({"dim", "parts", "blocks", "unit", "widths", "vocab"}),
     "unsettled": frozenset({"reason"}),
 }
-"""Patterns, and the keys that a rule of each may have besides those of all rules."""
+"""Pattern → keys that its rules may have in addition to those of all rules."""
 _RULE_KEYS = frozenset({"match", "pattern", "when", "dims"})
 _AMBIGUOUS = (
-    "its attributes tell the dimension, not how query, key and value are fused in it: per-rank [q; k; v] and "
+    "its attributes give the dimension, but not how query, key and value are fused in it: per-rank [q; k; v] and "
     "interleaved per head group have the same shapes; name a family or give a rule"
 )
 _MAYBE_GATED = (
-    "its attributes tell the dimension, not whether gate and up are fused in it, each cut on its own; name a family or "
-    "give a rule"
+    "its attributes give the dimension, but not whether gate and up are fused in it; name a family or give a rule"
 )
 _SECOND = {"dense_h_to_4h": "dense_4h_to_h.weight", "linear_fc1": "linear_fc2.weight"}
-"""First matrix of a feed-forward layer in Megatron's names → the second, whose width tells whether gate is fused."""
+"""First matrix of a feed-forward layer in Megatron's names → the second, whose width shows whether a gate is fused."""
 
 
 Size = int | str
-"""A number, or an expression."""
+"""A number or an expression."""
 
 
 @dataclass(frozen=True)
 class Spec:
-    """A rule as it is written (see this module's text)."""
+    """A rule as written (see the module's docstring)."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
@@ -102,10 +100,10 @@ class Spec:
             raise ValueError(f"{self.match!r}: shard-hy needs a grid")
 
     def make(self, facts: Facts) -> Pattern | None:
-        """The pattern that it says for the parameter ``facts.name``; None where its condition does not hold.
+        """Make the pattern for the parameter ``facts.name``; None if the rule does not apply.
 
         Raises:
-            MismatchError: a size cannot be told, or the rule says that it is not known.
+            MismatchError: a size is unknown, or the rule's pattern is ``unsettled``.
         """
         if self.dims not in (None, len(facts.shapes.get(facts.name, ()))) or not facts.is_true(self.when):
             return None
@@ -130,7 +128,7 @@ class Spec:
         return ShardH(dim=dim, unit=unit, vocab=vocab)
 
     def _build_nc(self, facts: Facts, vocab: int | None) -> ShardNC:
-        """Parts that are all 1 are equal parts; else they are sizes, and ``rest`` is what they leave."""
+        """Make the pattern of a ``shard-nc`` rule."""
         dim, blocks = self.dim or 0, facts.evaluate(self.blocks)
         total = facts.values.get(f"total{dim}", 0) // blocks
         known = [_measure_part(part, facts) for part in self.parts]
@@ -155,7 +153,7 @@ _PLAIN: dict[str, type[Pattern]] = {"unique": Unique, "replicate": Replicate, "p
 
 
 def _measure_part(part: Size, facts: Facts) -> int | None:
-    """Size of a part; None stands for ``rest``, also at the end of ``a or rest``."""
+    """Evaluate the size of a part; None for ``rest``, also in ``a or rest`` if ``a`` is unknown."""
     text = str(part)
     if text == "rest":
         return None
@@ -169,34 +167,34 @@ def _measure_part(part: Size, facts: Facts) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Parameters whose name matches have a pattern.
+    """A pattern for the parameters whose names match.
 
     Attributes:
-        text: as the user or the checkpoint wrote it.
-        match: of the whole name, with the group ``stem`` for the prefix where there is one.
-        says: the pattern, or the rule as data, evaluated for each parameter.
-        rank: of several rules that say something, those of the lowest rank count.
+        text: the expression as the user or the checkpoint wrote it.
+        match: matches whole names; its group ``stem`` is the prefix.
+        pattern: the pattern, or the rule as data, which is evaluated for each parameter.
+        rank: among rules with a pattern, those of the lowest rank count.
         vocab: dimension 0 is a padded vocabulary.
     """
 
     text: str
     match: Matcher
-    says: Pattern | Spec
+    pattern: Pattern | Spec
     rank: int = 0
     vocab: bool = False
 
     def make(self, match: re.Match[str], facts: Facts) -> Pattern | None:
-        """What it says of the parameter that it matches."""
-        if isinstance(self.says, Pattern):
-            return self.says
-        return self.says.make(replace(facts, name=match.string, stem=match.groupdict().get("stem") or ""))
+        """Make the pattern for a matching parameter, or None."""
+        if isinstance(self.pattern, Pattern):
+            return self.pattern
+        return self.pattern.make(replace(facts, name=match.string, stem=match.groupdict().get("stem") or ""))
 
 
 _ANY = re.compile(".*", re.DOTALL)
 
 
 def name_rule(name: str, pattern: Pattern, rank: int = 0) -> Rule:
-    """A rule for one parameter, kept by its name (``RuleSet.literal``): an expression for each would take long."""
+    """Make a rule for one parameter (for ``RuleSet.literal``, which is faster than an expression for each name)."""
     return Rule(name, _ANY.fullmatch, pattern, rank)
 
 
@@ -206,18 +204,18 @@ class RuleSet:
 
     Attributes:
         name: origin, for messages.
-        rules: in any order: where several match they must agree.
-        literal: rules that name one parameter, by that name (AutoTP names thousands).
-        hints: why the set says nothing of a parameter, shown where no other set does.
-        variables, refuse: of the YAML.
-        vocab: rows of the vocabulary without padding, where the set tells them.
-        renames: saved names → live names.
-        resizes: parameters that may have another shape in the live model.
-        by: ``user``: comes before what either side says of itself. ``target``: a live engine describes its own shards,
-            of its own degree. Else ``checkpoint``.
-        shared: parameters that several pipeline stages hold alike, by the checkpoint's word.
-        fallback: the pattern of parameters (not buffers) that none of the rules names.
-        reported: each rule that matches nothing is reported; else only that none does.
+        rules: in any order; rules that match one parameter must agree.
+        literal: parameter → rules for it alone (AutoTP has thousands).
+        hints: parameter → reason why the set has no pattern for it, for the case that no other set has one.
+        variables, refuse: see the YAML.
+        vocab: rows of the vocabulary without padding, or None if unknown.
+        renames: rules for names that differ in the live model.
+        resizes: rules for parameters that may have another shape in the live model.
+        by: ``user``: has precedence over all others. ``target``: a live engine's description of its own shards at its
+            own degree. Else ``checkpoint``.
+        shared: expressions for parameters that the checkpoint declares equal on several pipeline stages.
+        fallback: pattern of parameters (not buffers) without a rule.
+        reported: report each rule that matches nothing; else only if no rule matches anything.
     """
 
     name: str
@@ -235,60 +233,52 @@ class RuleSet:
     reported: bool = False
 
     def find(self, name: str, facts: Facts) -> Pattern | None:
-        """The pattern of a parameter, or None where no rule says.
+        """Return the pattern of a parameter, or None without a rule.
 
         Raises:
-            MismatchError: rules disagree, a rule asks for something that nothing tells or that is contradictory, or the
-                set refuses the parameter.
+            MismatchError: rules disagree, facts in a rule are unknown or contradictory, or the set refuses the
+                parameter.
         """
         facts = replace(facts, variables=self.variables)
         matching = [(r, match) for r in (*self.literal.get(name, ()), *self.rules) if (match := r.match(name))]
         matching.sort(key=_get_rank)
-        found: dict[Pattern, Rule] = {}
+        patterns: dict[Pattern, Rule] = {}
         for _, group in groupby(matching, key=_get_rank):
             for rule, match in group:
                 pattern = rule.make(match, facts)
                 if pattern is not None:
-                    found.setdefault(pattern, rule)
-            if found:
+                    patterns.setdefault(pattern, rule)
+            if patterns:
                 break
-        if len(found) > 1:
-            texts = " and ".join(f"{rule.text!r} says {pattern}" for pattern, rule in found.items())
+        if len(patterns) > 1:
+            texts = " and ".join(f"{rule.text!r} gives {pattern}" for pattern, rule in patterns.items())
             raise MismatchError(f"two rules of {self.name} disagree: {texts}")
-        for pattern, rule in found.items():
-            # A vocabulary's padding may differ, whatever list names the cut. An affine map (rank 0) tells all itself.
+        for pattern, rule in patterns.items():
+            # A vocabulary's padding may differ with any pattern, except an affine map (rank 0), which is complete.
             if rule.rank and any(other.vocab for other, _ in matching):
                 return replace(pattern, vocab=facts.values.get("vocab"))
             return pattern
         return None
 
     def follow(self, renamed: Mapping[str, str]) -> RuleSet:
-        """The set for parameters under other names, of which it says what it says of their own.
-
-        Args:
-            renamed: its own name → the other.
-        """
+        """Return the set with renamed parameters (this set's name → new name)."""
         literal = dict(self.literal)
         for name, new in renamed.items():
             if name != new:
                 rules = (*literal.pop(name, ()), *self.rules)
-                said = (rule for rule in rules if isinstance(rule.says, Pattern) and rule.match(name))
-                literal[new] = tuple(replace(rule, match=_ANY.fullmatch) for rule in said)
+                matching = (rule for rule in rules if isinstance(rule.pattern, Pattern) and rule.match(name))
+                literal[new] = tuple(replace(rule, match=_ANY.fullmatch) for rule in matching)
         return replace(self, literal=literal)
 
     def check(self, facts: Facts) -> None:
-        """Hold the set against what the checkpoint tells of itself.
-
-        Raises:
-            MismatchError: the checkpoint says that the set is not its own.
-        """
+        """Raise MismatchError if facts of the checkpoint contradict the set (``refuse``)."""
         facts = replace(facts, variables=self.variables)
-        for each in self.refuse:
-            if facts.is_true(each["when"]):
-                raise MismatchError(f"{self.name} contradicts the checkpoint ({each['when']}): {each['reason']}")
+        for entry in self.refuse:
+            if facts.is_true(entry["when"]):
+                raise MismatchError(f"{self.name} contradicts the checkpoint ({entry['when']}): {entry['reason']}")
 
     def find_unused(self, names: Iterable[str]) -> list[str]:
-        """Rules that match none of the names, as text."""
+        """Describe the rules that match none of the names."""
         names = list(names)
         idle = [rule.text for rule in self.rules if not any(rule.match(name) for name in names)]
         if self.reported:
@@ -304,7 +294,7 @@ def _get_rank(matching: tuple[Rule, re.Match[str]]) -> int:
 
 @dataclass(frozen=True)
 class RuleFile:
-    """Rules of a configuration or a YAML file, as they are written."""
+    """Rules as written in a configuration or a YAML file."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
@@ -327,11 +317,11 @@ class RuleFile:
 
 
 def _read_file(value: object, name: str) -> RuleFile:
-    from pydantic import TypeAdapter, ValidationError  # takes longer to import than a small folder to look at
+    from pydantic import TypeAdapter, ValidationError  # slow to import
 
     if isinstance(value, (list, tuple)):
         value = {"rules": value}
-    if isinstance(value, Mapping):  # what YAML leaves empty is not there
+    if isinstance(value, Mapping):  # empty YAML entries are None
         value = {key: each for key, each in value.items() if each is not None}
     try:
         return TypeAdapter(RuleFile).validate_python(value)
@@ -341,14 +331,14 @@ def _read_file(value: object, name: str) -> RuleFile:
             f"A family, a path, a list of rules or an object with some of {', '.join(keys)} is needed; a rule has "
             f"match, pattern and some of {', '.join(rule_keys)}."
         )
-        told = describe_faults(error, [*keys, *rule_keys, *others], needed)
+        text = describe_faults(error, [*keys, *rule_keys, *others], needed)
         if not isinstance(value, Mapping):
-            told = f"{told} {needed}"
-        raise ConfigError(f"patterns: {name}: {told}") from None
+            text = f"{text} {needed}"
+        raise ConfigError(f"patterns: {name}: {text}") from None
 
 
 def _parse_set(value: object, name: str) -> tuple[RuleSet, ...]:
-    """The set that is written, and its family's."""
+    """Parse a rule set; returns it, followed by its family's."""
     file = _read_file(value, name)
     variables = {key: size if isinstance(size, tuple) else (size,) for key, size in file.variables.items()}
     mine = RuleSet(
@@ -367,29 +357,29 @@ def _parse_set(value: object, name: str) -> tuple[RuleSet, ...]:
     if file.family is None:
         return (mine,)
     family = load_family(file.family)
-    # What the user says of a variable replaces what the family would ask for.
+    # The user's variables replace the family's.
     return mine, replace(family, variables={**family.variables, **variables})
 
 
 def list_renames(rules: Iterable[RuleSet]) -> list[Rename]:
-    """The ``rename`` rules of all sets, in their order, each with its set's variables."""
+    """List the ``rename`` rules of all sets in order, each with its set's variables."""
     return [replace(rename, variables=each.variables) for each in rules for rename in each.renames]
 
 
 def find_resize(rules: Iterable[RuleSet], name: str) -> Resize | None:
-    """The first ``resize`` rule about a parameter."""
+    """Return the first ``resize`` rule for a parameter, or None."""
     return next((each for one in rules for each in one.resizes if each.fits(name)), None)
 
 
 def from_config(value: object) -> tuple[RuleSet, ...]:
-    """Rule sets of ``checkpoint.universal.patterns``.
+    """Parse ``checkpoint.universal.patterns``.
 
     Args:
         value: a family's name, the path of a YAML file, a list of rules, or an object with ``rules``, ``family``,
-            ``original_vocab_size``, ``rename``, ``variables`` and ``prefix``. Its rules come before its family's.
+            ``original_vocab_size``, ``rename``, ``variables`` and ``prefix``. Its rules precede its family's.
 
     Raises:
-        ConfigError: unknown family, key or pattern; the valid one that it is like is named, or all are.
+        ConfigError: unknown family, key or pattern; the message suggests valid ones.
     """
     if value is None:
         return ()
@@ -402,17 +392,13 @@ def from_config(value: object) -> tuple[RuleSet, ...]:
 
 @lru_cache
 def load_family(name: str) -> RuleSet:
-    """A family of the package.
-
-    Raises:
-        ConfigError: there is none of that name; the known ones are listed.
-    """
+    """Load a family of the package; ConfigError for an unknown name."""
     if name not in list_families():
         known = list_families()
         listed = f"Families: {', '.join(known)}; a rule file ends in {' or '.join(SUFFIXES)}."
         raise ConfigError(f"patterns: there is no family {name!r}. {advise(name, known, listed)}")
     family, *bases = _parse_set(read_packaged(name), f"family {name}")
-    for base in bases:  # what it says itself counts first
+    for base in bases:  # the family's own rules have precedence
         family = replace(
             family,
             rules=(*family.rules, *(replace(rule, rank=rule.rank + 1) for rule in base.rules)),
@@ -426,44 +412,44 @@ def load_family(name: str) -> RuleSet:
 
 
 def advise_family(saved: Collection[str], live: Collection[str]) -> str:
-    """Which families' ``rename`` rules lead from saved names to most of the live ones; empty where none's do."""
-    fed = {name: _count_fed(load_family(name), saved, live) for name in list_families()}
-    best = [name for name, count in fed.items() if count == max(fed.values()) > 0]
+    """Suggest the families whose ``rename`` rules yield most live names from saved names; empty if none does."""
+    counts = {name: _count_renamed(load_family(name), saved, live) for name in list_families()}
+    best = [name for name, count in counts.items() if count == max(counts.values()) > 0]
     listed = " or ".join(f'"{name}"' for name in best)
     return f' Rules for these names come with the plugin: "patterns": {listed} (docs/patterns.md).' if best else ""
 
 
-def _count_fed(family: RuleSet, saved: Collection[str], live: Collection[str]) -> int:
-    fed = set[str]()
+def _count_renamed(family: RuleSet, saved: Collection[str], live: Collection[str]) -> int:
+    renamed = set[str]()
     for rule in list_renames([family]):
-        with suppress(ConfigError):  # its template has a variable that the user has to give
-            fed |= {rule.apply(name) or "" for name in saved} & {*live}
-    return len(fed)
+        with suppress(ConfigError):  # the template needs a variable from the user
+            renamed |= {rule.apply(name) or "" for name in saved} & {*live}
+    return len(renamed)
 
 
 @lru_cache
 def from_arguments() -> RuleSet:
-    """What the training script's arguments, kept in the checkpoint, tell of its model's layout."""
+    """Load the rules that depend on the saved arguments of known training scripts."""
     (found,) = _parse_set(read_packaged("_arguments"), "the client's arguments")
     return replace(found, reported=False, by="checkpoint")
 
 
 def _make_rule(spec: Spec, prefix: str) -> Rule:
-    compile_regex(spec.match)  # by itself, so that it does not end the group
+    compile_regex(spec.match)  # alone first, so that it cannot close the group below
     return Rule(spec.match, compile_regex(f"(?P<stem>{prefix})(?:{spec.match})").fullmatch, spec)
 
 
 def from_attributes(attributes: Mapping[str, Mapping[str, Any]]) -> RuleSet:
-    """What live parameters carry (Megatron-Core's ``tensor_model_parallel``, ``partition_dim``, ``partition_stride``).
+    """Make rules from Megatron's attributes of live parameters (``tensor_model_parallel``, ``partition_dim``, …).
 
-    A fused query/key/value is settled by them only where its parts are told (``partition_stride`` above 1, or
-    ``partition_sizes``, the local sizes of unequal parts): per-rank [q; k; v] and interleaved heads look alike.
-    Megatron leaves ``partition_stride`` at 1 for fused gate and up too: the second matrix tells whether there is one.
+    They settle a fused query/key/value only if they describe its parts (``partition_stride`` above 1, or
+    ``partition_sizes``, the local sizes of unequal parts): per-rank [q; k; v] and interleaved heads have equal shapes.
+    Megatron's ``partition_stride`` is 1 for a fused gate and up too; the second matrix decides.
     """
     literal: dict[str, tuple[Rule, ...]] = {}
     hints: dict[str, str] = {}
-    for name, told in attributes.items():
-        pattern = _read_attributes(told)
+    for name, marks in attributes.items():
+        pattern = _read_attributes(marks)
         if isinstance(pattern, ShardH) and FUSED_QKV.search(name):
             hints[name] = _AMBIGUOUS
         elif pattern == ShardV() and (found := _FIRST.fullmatch(name)):
@@ -479,15 +465,15 @@ def from_attributes(attributes: Mapping[str, Mapping[str, Any]]) -> RuleSet:
 _FIRST = re.compile(rf"(?P<stem>.*\.)(?P<first>{'|'.join(_SECOND)})\.(?:weight|bias)")
 
 
-def _read_attributes(told: Mapping[str, Any]) -> Pattern | None:
-    parallel, dim = told.get("tensor_model_parallel"), told.get("partition_dim", -1)
+def _read_attributes(marks: Mapping[str, Any]) -> Pattern | None:
+    parallel, dim = marks.get("tensor_model_parallel"), marks.get("partition_dim", -1)
     if parallel is None:
         return None
     if not parallel:
         return Replicate()
     if not isinstance(dim, int) or dim < 0:
         return None
-    sizes, stride = told.get("partition_sizes"), told.get("partition_stride") or 1
+    sizes, stride = marks.get("partition_sizes"), marks.get("partition_stride") or 1
     if sizes:
         return ShardNC(parts=tuple(int(size) for size in sizes), dim=dim)
     if stride > 1:
@@ -496,7 +482,7 @@ def _read_attributes(told: Mapping[str, Any]) -> Pattern | None:
 
 
 def suggest_rule(name: str, source: Sequence[Shape], target: Sequence[Shape] | None) -> dict[str, Any]:
-    """A rule to paste for a parameter that nothing settles, as far as shapes tell; <…> is for the user to decide."""
+    """Suggest a rule for a parameter by its name and shapes; the user must complete texts in <…>."""
     match = re.sub(r"(?<=\.)\d+(?=\\|$)|^\d+(?=\\|$)", r"\\d+", name.replace(".", r"\."))
     sides = [source] if target is None else [source, target]
     if len({shape for side in sides for shape in side}) == 1 and len(sides) == 2:
@@ -513,7 +499,7 @@ def suggest_rule(name: str, source: Sequence[Shape], target: Sequence[Shape] | N
 
 
 def _find_cut(sides: Sequence[Sequence[Shape]]) -> int | None:
-    """The only dimension along which shards of both sides add up to the same size, others being equal."""
+    """Return the only dimension along which shards of both sides add up to the same size, or None."""
     found = []
     for dim in range(min(len(shape) for side in sides for shape in side)):
         sums = {sum(shape[dim] for shape in side) for side in sides}

@@ -1,7 +1,7 @@
-"""Settle how every parameter is cut on both sides, in a fixed order and without guessing (DESIGN's invariant 5).
+"""Determine how every parameter is cut on both sides, in a fixed order and without guessing (DESIGN's invariant 5).
 
-Where both sides have the same degree and each rank the same shape, rank r's shard stays rank r's and nothing needs to
-be known. Else the first rule set that says something counts; what no set says is proven by the shapes or is an error.
+If both sides have the same degree and shapes, shards are unchanged and no rule is needed. Else the first rule set with
+a pattern counts. Without one, the shapes must prove replication, or the parameter is an error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SAME = "the same shards"
 SHAPES = "the shapes"
 EQUAL = "the same bytes on every tensor-parallel rank"
 _Sides = tuple[tuple[Pattern, str], tuple[Pattern, str]]
-"""Of source and target the pattern, and what told it."""
+"""(pattern, origin) of the source and of the target."""
 
 
 @dataclass(slots=True)
@@ -33,14 +33,14 @@ class Settled:
     Attributes:
         layouts: name → (source layout, target layout or None).
         patterns: name → pattern of the source.
-        origin: name → what settled it.
-        open: what nothing settles.
-        wrong: name → in words: shapes that differ or contradict a rule, rules that disagree.
-        resizes: name → what becomes of a parameter that has another shape in the target, by the user's rule.
-        reshaped: name → the logical shapes of both sides, where they differ without such a rule.
-        padded: of these the names that have other rows alone.
-        unused: rules of the user's that match no parameter.
-        notes: the same of the checkpoint's; often a script lists what a variant of its model would have.
+        origin: name → origin of the pattern.
+        open: name → parameter without a pattern.
+        wrong: name → error: different shapes, shapes that contradict a rule, rules that disagree.
+        resizes: name → change of a parameter with another shape in the target, by a user's rule.
+        reshaped: name → different logical shapes of both sides without such a rule.
+        padded: the names among these whose shapes differ only in rows.
+        unused: the user's rules that match no parameter.
+        notes: the checkpoint's rules that match no parameter; scripts often list parameters of a model's variants.
     """
 
     layouts: dict[str, tuple[Layout, Layout | None]] = field(default_factory=dict)
@@ -56,25 +56,21 @@ class Settled:
 
     @property
     def is_complete(self) -> bool:
-        """Everything is settled, and nothing is wrong."""
+        """True if no parameter is open or wrong."""
         return not (self.open or self.wrong)
 
     @property
     def pairs(self) -> dict[str, tuple[Layout, Layout]]:
-        """Name → both layouts, of those that have two."""
+        """Name → both layouts of the parameters that have two."""
         return {name: (have, want) for name, (have, want) in self.layouts.items() if want is not None}
 
     def require(self) -> Settled:
-        """Itself.
-
-        Raises:
-            MismatchError: something is wrong or open; all in one message, with rules to paste.
-        """
+        """Return self; MismatchError with rules to paste if parameters are open or wrong."""
         texts = []
         if self.wrong:
-            told = f"The model and the checkpoint cannot be brought together: {_fold(self.wrong.items())}."
+            fact = f"The model and the checkpoint do not match: {_fold(self.wrong.items())}."
             resize = advise_resize(self.reshaped) if self.reshaped.keys() == self.wrong.keys() else ""
-            texts.append(f"{told}{resize}{advise_vocabulary(self.padded)}")
+            texts.append(f"{fact}{resize}{advise_vocabulary(self.padded)}")
         if self.open:
             texts.append(_describe_open(self.open))
         if texts:
@@ -84,7 +80,7 @@ class Settled:
 
 @dataclass(frozen=True, slots=True)
 class Unsettled:
-    """A parameter that nothing settles: local shapes on both sides, and what rule sets had to say about that."""
+    """A parameter without a pattern: local shapes on both sides, and hints of rule sets."""
 
     name: str
     source: tuple[Shape, ...]
@@ -92,13 +88,13 @@ class Unsettled:
     why: tuple[str, ...]
 
     def suggest(self) -> dict[str, Any]:
-        """A rule to be completed and pasted."""
+        """Suggest a rule to complete and paste."""
         rule = suggest_rule(self.name, self.source, self.target)
         return {**rule, "vocab": True} if TABLE.search(self.name) else rule
 
     @property
     def text(self) -> str:
-        """The shapes, and why."""
+        """The shapes and the hints, for a message."""
         model = "" if self.target is None else f", {_describe_side(self.target)} in the model"
         return "; ".join((f"{_describe_side(self.source)} in the checkpoint{model}", *self.why))
 
@@ -113,16 +109,16 @@ def settle(
     degree: int | None = None,
     replicas: Collection[str] = (),
 ) -> Settled:
-    """Layouts of all parameters on both sides, as far as something settles them.
+    """Determine the layouts of parameters on both sides.
 
     Args:
         names: the parameters.
-        source, target: name → local shape per tensor-parallel rank; target None where there is none (converting).
-        rule_sets: in order; the first that says something about a parameter counts. What the live engine says of
-            its own shards (``by`` "target") counts for the target before all but the user's, and for the source last.
-        hints: what the checkpoint tells (``AtomicIndex.hints``): ``args``, ``checkpoint_version``.
-        replicas: what every rank holds alike, and is a replica where no rule says otherwise (equal buffers).
-        degree: of a target whose shapes are not known (then ``target`` is None): the ones that the patterns give it.
+        source, target: name → local shape per tensor-parallel rank; target None for a conversion.
+        rule_sets: by precedence; the first with a pattern counts. A live engine's own rules (``by`` "target") come
+            second for the target, after the user's, and last for the source.
+        hints: facts of the checkpoint (``AtomicIndex.hints``): ``args``, ``checkpoint_version``.
+        replicas: parameters with equal bytes on every rank, which are replicas if no rule differs.
+        degree: tensor-parallel degree of a target without known shapes (``target`` is None).
     """
     settler = _Settler(source, target, rule_sets, Facts.of(hints, source), degree, replicas)
     for name in names:
@@ -175,7 +171,7 @@ class _Settler:
         self._keep(name, sides, source, target)
 
     def _note(self, name: str, source: tuple[Shape, ...]) -> None:
-        """What is whole needs no pattern; what a rule says of it is kept for whoever cuts it later."""
+        """Keep the pattern of an uncut parameter, if any, for later conversions; it needs none itself."""
         try:
             self._keep(name, self._find(name) or _twice(Unique(), SAME), source, None)
         except MismatchError:
@@ -199,7 +195,7 @@ class _Settler:
         self.settled.origin[name] = "; ".join(dict.fromkeys((origin, other_origin)))
 
     def _fit_whole(self, name: str, source: Shape, target: Shape, sides: _Sides | None, rule: Resize | None) -> Pattern:
-        """No tensor parallelism on either side: without a rule only a vocabulary's padding may differ."""
+        """Compare shapes without tensor parallelism: without a resize rule only a vocabulary's padding may differ."""
         vocab = next((pattern.vocab for pattern, _ in sides or () if pattern.vocab), None)
         text = f"shape {source} in the checkpoint, {target} in the model"
         if rule is None and (vocab is None or not source or source[1:] != target[1:]):
@@ -210,10 +206,10 @@ class _Settler:
         return Unique(vocab=vocab)
 
     def _prove(self, name: str, source: Sequence[Shape], target: Sequence[Shape] | None) -> _Sides | None:
-        """A parameter that no rule names is a replica where every rank holds the same bytes, or by its shapes.
+        """Prove replication of a parameter without a rule by equal bytes on all ranks, or by equal shapes.
 
-        Ranks of two different degrees all hold the same shape: cut, one side would be a multiple of the other. A
-        vocabulary is left out: padding can make any two of its sides alike.
+        With two different degrees, equal local shapes exclude a cut. Not for a vocabulary: padding can make its shapes
+        equal.
         """
         if len({*source, *(target or ())}) > 1:
             return None
@@ -224,27 +220,26 @@ class _Settler:
         return _twice(Replicate(), SHAPES)
 
     def _measure(self, source: Sequence[Shape]) -> dict[str, int]:
-        """Logical sizes if a dimension is cut, and the vocabulary: what expressions may ask for."""
+        """Return values for expressions: the logical size of each dimension if it is cut, and the vocabulary."""
         totals = {f"total{dim}": sum(shape[dim] for shape in source) for dim in range(len(source[0]))}
         vocab = next((each.vocab for each in self.rule_sets if each.vocab is not None), None)
         return totals if vocab is None else {**totals, "vocab": vocab}
 
     def _find(self, name: str) -> _Sides | None:
-        """Patterns of the source and the target with their origins; None where nothing says anything."""
-        asked: dict[int, Pattern | None] = {}
+        """Return the patterns of source and target with their origins, or None if no set has one."""
+        patterns: dict[int, Pattern | None] = {}
         sides = []
         for side in ("source", "target"):
-            # The user's sets; for the target what the live engine says of itself; the others; for the source that last.
-            places = {"user": 0, "target": 1 if side == "target" else 3, "checkpoint": 2}
-            for each in sorted(self.rule_sets, key=lambda each: places[each.by]):
-                if id(each) not in asked:
-                    asked[id(each)] = self._ask(each, name)
-                if (pattern := asked[id(each)]) is not None:
-                    sides.append((pattern, each.name))
+            precedence = {"user": 0, "target": 1 if side == "target" else 3, "checkpoint": 2}
+            for rule_set in sorted(self.rule_sets, key=lambda one: precedence[one.by]):
+                if id(rule_set) not in patterns:
+                    patterns[id(rule_set)] = self._find_pattern(rule_set, name)
+                if (pattern := patterns[id(rule_set)]) is not None:
+                    sides.append((pattern, rule_set.name))
                     break
         return (sides[0], sides[1]) if sides else None
 
-    def _ask(self, rule_set: RuleSet, name: str) -> Pattern | None:
+    def _find_pattern(self, rule_set: RuleSet, name: str) -> Pattern | None:
         pattern = rule_set.find(name, self.facts)
         if pattern is None and name not in self.replicas:
             pattern = rule_set.fallback
@@ -264,30 +259,29 @@ def _describe_open(unsettled: Mapping[str, Unsettled]) -> str:
         f"How tensor parallelism cuts the following is not known ({len(unsettled)} "
         f"parameter{'s' * (len(unsettled) > 1)}): {_fold((n, each.text) for n, each in unsettled.items())}. Name the "
         'model\'s family ("checkpoint": {"universal": {"patterns": "<family>"}}; families: '
-        f"{', '.join(list_families())}), or give rules; to be checked and pasted: "
+        f"{', '.join(list_families())}), or give rules. Check and paste: "
         f'"checkpoint": {{"universal": {{"patterns": [{", ".join(rules)}]}}}}'
     )
 
 
 def _check_rows(name: str, rule: Resize, sides: _Sides | None) -> None:
-    """Whether new rows at the end are what a rule means.
+    """Refuse to resize a fused parameter.
 
     Raises:
-        MismatchError: the parameter is fused, by a pattern of several parts or, where none tells, by its name.
+        MismatchError: the pattern has several parts, or there is no pattern and the name is that of a fused parameter.
     """
     parts = any(isinstance(each, ShardNC) and each.dim == 0 for each, _ in sides or ())
     if parts or (sides is None and is_fused(name)):
         raise MismatchError(
-            f"the resize rule {rule.match!r}: {name} is fused, so that new rows at its end would be the last part's; "
-            "give a rule with the pattern shard-v where they follow each other"
+            f"the resize rule {rule.match!r}: {name} is fused, so that new rows at its end would belong to its last "
+            "part. If it is not fused, give a rule with the pattern shard-v"
         )
 
 
 def _describe_side(shapes: Sequence[Shape]) -> str:
-    told = " and ".join(dict.fromkeys(map(str, shapes)))
-    return f"{told} on {len(shapes)} rank{'s' * (len(shapes) > 1)}"
+    return f"{' and '.join(dict.fromkeys(map(str, shapes)))} on {len(shapes)} rank{'s' * (len(shapes) > 1)}"
 
 
 def _fold(lines: Iterable[tuple[str, str]]) -> str:
-    """(Name, text) as lines; those that differ in the numbers of the name only are one line."""
+    """Join (name, text) pairs; names that differ only in numbers are folded."""
     return "; ".join(f"{name}: {texts[0]}" for name, texts in fold_names(lines, str))

@@ -158,7 +158,7 @@ def test_recorded_widths_are_for_their_own_degree():
     pattern = ShardNC(parts=(6, 3), sized=True, widths=((4, 2), (2, 1)))
     assert pattern.join([(6,), (3,)]).shards[1][0] == ((4, 6), (8, 9))
     assert pattern.cut((9,), [(3,)] * 3).shards[1][0] == ((2, 4), (7, 8))
-    with pytest.raises(MismatchError, match="do not sum to the ranks' own"):
+    with pytest.raises(MismatchError, match="do not sum to the shards' widths"):
         pattern.join([(5,), (4,)])
 
 

@@ -167,7 +167,7 @@ def test_claims_take_shared_elements_from_one_rank():
     claims = (((((0, 2), (4, 6))), ((0, 3),)), ((((2, 4),)), ((0, 3),)))
     layout = Layout((6, 3), (6, 3), shards, ((4, 3), (4, 3)), claims=claims)
     assert find_faults(layout) == []
-    assert find_faults(dataclasses.replace(layout, claims=None)) == ["ranks 0 and 1 hold the same elements"]
+    assert find_faults(dataclasses.replace(layout, claims=None)) == ["ranks 0 and 1 have the same elements"]
     values = np.arange(18)
     (made,) = reshard(layout, cut_array(layout, values), whole((6, 3)))
     np.testing.assert_array_equal(made, values)
@@ -188,12 +188,12 @@ def test_claims_may_begin_inside_of_an_interval():
 @pytest.mark.parametrize(
     ("layout", "fault"),
     [
-        (Layout((4,), (4,), ((((0, 2),),), (((3, 4),),)), ((2,), (1,))), "hold 3 of 4"),
-        (Layout((4,), (4,), ((((0, 3),),), (((2, 4),),)), ((3,), (2,))), "ranks 0 and 1 hold the same"),
-        (Layout((4,), (4,), ((((0, 3), (2, 4)),),), ((5,),)), r"\[2, 3\) is held twice"),
+        (Layout((4,), (4,), ((((0, 2),),), (((3, 4),),)), ((2,), (1,))), "have 3 of 4"),
+        (Layout((4,), (4,), ((((0, 3),),), (((2, 4),),)), ((3,), (2,))), "ranks 0 and 1 have the same"),
+        (Layout((4,), (4,), ((((0, 3), (2, 4)),),), ((5,),)), r"\[2, 3\) occurs twice"),
         (Layout((4,), (4,), ((((0, 5),),),), ((5,),)), r"\[0, 5\) is not inside \[0, 4\)"),
-        (Layout((4,), (4,), ((((0, 4),),),), ((3,),)), "intervals hold 4 elements"),
-        (Layout((4,), (4,), ((((0, 4),),), (((0, 3),),)), ((4,), (3,)), replicated=True), "rank 1 does not hold"),
+        (Layout((4,), (4,), ((((0, 4),),),), ((3,),)), "intervals have 4 elements"),
+        (Layout((4,), (4,), ((((0, 4),),), (((0, 3),),)), ((4,), (3,)), replicated=True), "rank 1 does not have"),
     ],
 )
 def test_faults_are_found(layout, fault):

@@ -385,9 +385,9 @@ def test_expressions_match_a_prefix_like_the_converter():
 
 
 ODD = {
-    "entry of unknown form": {"parameter_with_sub_params": [{"patterns": ["w"]}]},
-    "tp_replicated_parameter_patterns is a list": {"tp_replicated_parameter_patterns": "w"},
-    "affine_map has format 2, up to 1 is understood": {"affine_map": {"version": 2, "params": {}}},
+    "malformed entry": {"parameter_with_sub_params": [{"patterns": ["w"]}]},
+    "tp_replicated_parameter_patterns must be a list": {"tp_replicated_parameter_patterns": "w"},
+    "affine_map has format 2, this release supports up to 1": {"affine_map": {"version": 2, "params": {}}},
 }
 MALFORMED = {
     "no expression": {"tp_replicated_parameter_patterns": ["("]},

@@ -127,10 +127,10 @@ OTHER_NORM = {**TARGET, "norm.weight": ((7,),)}
     [
         (use("1 +"), CUT_NORM, ConfigError, "is not an expression"),
         (use("__import__('os')"), CUT_NORM, ConfigError, "unknown function '__import__'"),
-        (use("(1, 2)[0]"), CUT_NORM, ConfigError, "is not understood"),
-        (use("own.shape"), CUT_NORM, ConfigError, "is not understood"),
-        (use("own('rows')"), CUT_NORM, ConfigError, "own in .* has arguments of another kind"),
-        (use("shape(1, 0)"), CUT_NORM, ConfigError, "shape in .* has arguments of another kind"),
+        (use("(1, 2)[0]"), CUT_NORM, ConfigError, "is not supported"),
+        (use("own.shape"), CUT_NORM, ConfigError, "is not supported"),
+        (use("own('rows')"), CUT_NORM, ConfigError, "own in .* has arguments of a wrong type"),
+        (use("shape(1, 0)"), CUT_NORM, ConfigError, "shape in .* has arguments of a wrong type"),
         (
             use(["args.q", "rest"], "parts"),
             CUT_NORM,
