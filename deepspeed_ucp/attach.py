@@ -1,9 +1,7 @@
-"""Attaches the hook to the classes of DeepSpeed, and of the trainers around it, as soon as they exist; no library is
-imported for that.
+"""Wraps methods of DeepSpeed and of trainers right after their modules are imported, without importing any library.
 
-Methods are wrapped at class level, functions in the module that calls them (:data:`TABLE`). The wrappers import what
-takes their place when they are first called: by then the library and torch are there, whichever was imported first. A
-trainer that runs without DeepSpeed never calls it.
+Methods are wrapped in their class, functions in the module that calls them (:data:`TABLE`). A wrapper imports its
+replacement at its first call. A trainer that runs without DeepSpeed is left alone.
 """
 
 from __future__ import annotations
@@ -20,22 +18,22 @@ from typing import Any, NamedTuple
 logger = logging.getLogger("deepspeed_ucp")
 
 _ENGINE = "deepspeed.runtime.engine"
-"""The module whose import brings all of DeepSpeed's classes that are wrapped."""
+"""Its import defines all wrapped classes of DeepSpeed."""
 
 _CONFIG, _PARTITIONS = "deepspeed.runtime.config", "deepspeed.runtime.zero.partition_parameters"
 _PIPELINE, _BUILDER = "deepspeed.runtime.pipe.engine", "deepspeed.ops.op_builder.builder"
 
 
 class Wrapped(NamedTuple):
-    """What is wrapped, and with what.
+    """One method or function that is wrapped.
 
     Attributes:
-        after: module after whose import it is wrapped.
-        module: where it is; ``after`` has imported it.
-        name: of a method, as ``Class.method``, or of a function.
-        room: module of this package that has what takes its place.
-        replacement: a function there; called with the original, and what that is called with.
-        newer: releases that we are for may lack it, and need nothing there; of anything else a warning tells.
+        after: it is wrapped after the import of this module.
+        module: module of the method or function, which ``after`` imports.
+        name: ``Class.method``, or a function.
+        room: module of this package that has the replacement.
+        replacement: function there, called with the original and its arguments.
+        newer: older supported releases lack it and do not need it; else a warning is logged if it is missing.
     """
 
     after: str
@@ -59,7 +57,7 @@ TABLE = [
     Wrapped(_PIPELINE, _PIPELINE, "PipelineEngine.train_batch", "hook", "_train_batch"),
     Wrapped(_BUILDER, _BUILDER, "OpBuilder.jit_load", "compiling", "jit_load", newer=True),
 ]
-"""All that is wrapped, of DeepSpeed first."""
+"""All wrapped methods and functions, DeepSpeed's first."""
 
 _HF, _ACCELERATE, _SCHEDULER = "transformers.trainer", "accelerate.accelerator", "accelerate.scheduler"
 TABLE += [
@@ -98,20 +96,19 @@ for _package in ("lightning.pytorch", "pytorch_lightning"):
     ]
 
 _originals: dict[tuple[Any, str], Any] = {}
-"""By owner (a class or a module) and name what was there itself; None where it was inherited."""
+"""(class or module, name) → wrapped method or function; None if the class inherited it."""
 
 _settings: dict[str, Any] = {"default_on": None}
 
-_lacking: set[Wrapped] = set()
-"""Of what releases lack, that which a warning has told of."""
+_reported_missing: set[Wrapped] = set()
 
 
 def install(*, default_on: bool | Mapping[str, Any] | None = None) -> None:
-    """Import DeepSpeed and wrap its methods; a second call changes nothing but ``default_on``, if it is given.
+    """Import DeepSpeed and wrap its methods. A second call only changes ``default_on``, if given.
 
     Args:
-        default_on: engines whose ds_config says nothing have the plugin on (``ds_ucp run`` does that); with an object,
-            with these options, which a ds_config's own say adds to.
+        default_on: True, or a mapping of options, turns the plugin on for engines whose ds_config does not mention it.
+            Options in a ds_config take precedence.
 
     Raises:
         ImportError: DeepSpeed is not installed.
@@ -123,14 +120,14 @@ def install(*, default_on: bool | Mapping[str, Any] | None = None) -> None:
 
 
 def install_when_imported() -> None:
-    """Wrap now what libraries that have been imported hold of the table, else as soon as they are."""
+    """Wrap the methods of imported libraries now, those of other libraries right after their import."""
     _finder.awake = True
-    if _finder not in sys.meta_path:  # it stays: to remove it would make other threads' imports skip a finder
+    if _finder not in sys.meta_path:  # never removed: another thread's import would skip a finder
         sys.meta_path.insert(0, _finder)
     for name in dict.fromkeys(each.after for each in TABLE):
         if name not in sys.modules:
             continue
-        module = importlib.import_module(name)  # of another thread's import this waits for the end
+        module = importlib.import_module(name)  # waits for an import in another thread
         if not getattr(module.__spec__, "_initializing", False):
             _attach(module)
         else:
@@ -141,7 +138,7 @@ def install_when_imported() -> None:
 
 
 class _Finder:
-    """Finds the table's modules as the other finders do, and attaches to each right after it has run."""
+    """Import finder that wraps the methods of a module in the table right after it has been executed."""
 
     def __init__(self) -> None:
         self.awake = False
@@ -160,14 +157,14 @@ _finder = _Finder()
 
 
 def _execute(loader: Any, module: ModuleType) -> None:
-    del loader.exec_module  # the class's own again
+    del loader.exec_module  # uncovers the method of its class
     loader.exec_module(module)
     if _finder.awake:
         _attach(module)
 
 
 def uninstall() -> None:
-    """Put back what libraries had themselves; those that have not been imported yet are left alone."""
+    """Restore the wrapped methods, and wrap no further libraries."""
     _finder.awake = False
     for (owner, name), original in _originals.items():
         if original is None:
@@ -179,7 +176,7 @@ def uninstall() -> None:
 
 
 def get_default() -> bool | Mapping[str, Any] | None:
-    """``default_on`` as :func:`install` was last given it."""
+    """Return the last ``default_on`` of :func:`install`."""
     return _settings["default_on"]  # type: ignore[no-any-return]
 
 
@@ -197,19 +194,19 @@ def _wrap(owner: Any, name: str, wrapped: Wrapped) -> None:
     if (owner, name) in _originals:
         return
     if not hasattr(owner, name):
-        if not wrapped.newer and wrapped not in _lacking:
-            _lacking.add(wrapped)
+        if not wrapped.newer and wrapped not in _reported_missing:
+            _reported_missing.add(wrapped)
             library = wrapped.after.partition(".")[0]
             logger.warning(
-                f"this release of {library} has no {wrapped.name}, which deepspeed_ucp replaces: what it is for does "
-                "not happen here. Take one of the releases that docs/trainers.md names."
+                f"this release of {library} has no {wrapped.name}, which deepspeed_ucp replaces: a resume may lose "
+                "state. Use a release listed in docs/trainers.md."
             )
         return
     original: Callable[..., Any] = getattr(owner, name)
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if _ENGINE not in sys.modules:  # a trainer that runs without DeepSpeed is left alone
+        if _ENGINE not in sys.modules:  # a trainer without DeepSpeed
             return original(*args, **kwargs)
         room = importlib.import_module(f"{__package__}.{wrapped.room}")
         return getattr(room, wrapped.replacement)(original, *args, **kwargs)

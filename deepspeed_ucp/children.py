@@ -1,18 +1,11 @@
 """Keep the child processes of a rank alive when a signal goes to all processes of a job.
 
-torchrun, the deepspeed launcher and Slurm signal every process of a rank. A data-loader worker would die of the signal,
-and torch would raise an error in the rank before the rank can save.
+Launchers and Slurm signal every process of a rank. A data-loader worker would die of the signal, and torch would raise
+an error in the rank before the rank can save.
 
-A protected child blocks the signals in all its threads. One more thread waits for them and looks at their sender:
-
-* The parent (``Process.terminate``): the signal has its usual effect.
-* Any other process: the thread holds the signal back until the parent has ended, and lets it take effect then.
-
-A signal for which the child sets a handler is no longer blocked. Ignoring the signals would make ``terminate`` useless,
-and data-loader workers set a C handler for SIGTERM after they have started.
-
-Only processes of ``multiprocessing`` are protected. Signals have their usual effects in programs (``subprocess``), also
-in those that a protected child starts, and in children of a bare ``os.fork``.
+A protected child (of ``multiprocessing``) blocks the signals. A thread of it waits for them. A signal from the parent
+(``Process.terminate``) has its usual effect; any other one takes effect after the parent has ended. A signal for which
+the child sets a handler is no longer blocked. Programs (``subprocess``) and children of ``os.fork`` are not protected.
 """
 
 from __future__ import annotations
@@ -54,7 +47,7 @@ _programs: set[int] = set()
 
 @contextmanager
 def block(signals: Iterable[int]) -> Iterator[None]:
-    """Block signals in this thread; a program that is started inside has them blocked for good."""
+    """Block signals in this thread; a program that is started meanwhile keeps them blocked."""
     former = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield

@@ -1,7 +1,7 @@
-"""Reports that DeepSpeed compiles an operator, or waits for a compilation that may have been killed.
+"""Report that DeepSpeed compiles an operator, or waits for a compilation that may have been killed.
 
-torch prints nothing in either case. Its lock is a file that exists while a process compiles. The file stays if that
-process is killed, and the next process waits for its removal without end.
+torch logs neither. Its lock is a file, which stays if the compiling process is killed: the next process then waits
+without end.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def report_compilation(name: str, folder: str) -> None:
 
 
 def is_open(path: str) -> bool:
-    """Whether a process of this user has a file open."""
+    """Return True if a process of this user has a file open."""
     real = os.path.realpath(path)
     for link in iglob("/proc/[0-9]*/fd/*"):
         with suppress(OSError):  # the process has ended meanwhile, or is another user's

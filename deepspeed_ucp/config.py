@@ -1,4 +1,4 @@
-"""The ``checkpoint.universal`` section of a ds_config, and the batch sizes that an elastic restart can make."""
+"""The ``checkpoint.universal`` section of a ds_config, and batch sizes that fit a world."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from .errors import ConfigError, describe_faults, describe_type
 
 SECTION = "checkpoint.universal"
 ENVIRONMENT = "DEEPSPEED_UCP"
-"""Variable with defaults for engines: a word of ``WORDS``, or JSON of what the section may be."""
+"""Environment variable with defaults for engines: a key of ``WORDS``, or a section as JSON."""
 
 WORDS = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
-"""What the variable may say about on and off, in small or large letters."""
+"""Word in the variable, in any case → on or off."""
 
 Argument = Literal["load_module_strict", "load_optimizer_states", "load_lr_scheduler_states", "load_module_only"]
 
 
 class SaveTier(BaseModel):
-    """A place that saves go to from memory.
+    """A destination of saves from memory.
 
     Attributes:
-        place: a folder of tags, or its URL.
-        every: of so many saves one goes there.
-        keep: how many of the run's saves stay there; all unless it is said.
+        place: folder of tags, or its URL.
+        every: write every n-th save.
+        keep: number of saves to keep (default: all).
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -46,14 +46,13 @@ class SaveOptions(BaseModel):
     """Saves that do not stop training; ``"save": true`` takes all defaults.
 
     Attributes:
-        memory: folder in which saves lie until they are written, and the newest ones after it: of memory, or of local
-            NVMe. It may name variables of the environment.
-        keep: whole saves of this run that stay there.
-        to: where saves go instead of the folder that the script names.
-        wait_s: seconds for which the end of the job waits for what is not written yet, and one node for another's part.
+        memory: folder in memory or on local NVMe for pending saves and the newest ones; may use environment variables.
+        keep: number of complete saves of this run to keep there.
+        to: destinations of saves instead of the folder that the script names.
+        wait_s: seconds to wait at exit for pending writes, and for the parts of other nodes.
         copies: 1 keeps a copy of each node's part of a save in the next node's memory.
-        address: by which the other nodes reach this one; by default that of the way to ``MASTER_ADDR``. It names
-            variables of the environment.
+        address: address of this node for other nodes (default: of the route to ``MASTER_ADDR``); may use environment
+            variables.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -69,7 +68,7 @@ class SaveOptions(BaseModel):
     @classmethod
     def _refuse_twice(cls, to: list[SaveTier]) -> list[SaveTier]:
         places = [tier.place.rstrip("/") if "://" in tier.place else os.path.abspath(tier.place) for tier in to]
-        if twice := next((tier.place for tier, own in zip(to, places, strict=True) if places.count(own) > 1), None):
+        if twice := next((tier.place for tier, path in zip(to, places, strict=True) if places.count(path) > 1), None):
             raise ValueError(f"{twice} is named twice: a place has one `every` and one `keep`")
         return to
 
@@ -78,38 +77,36 @@ class UniversalConfig(BaseModel):
     """Options of the plugin for one engine; ``"universal": true`` takes all defaults.
 
     Attributes:
-        mode: ``direct`` reads the normal checkpoint straight into the live buffers. ``atomic`` writes it as an atomic
-            checkpoint first, with all ranks of the launch, and loads that; later launches take it as it is.
-        atomic_dir: folder that atomic checkpoints go to, as ``<tag>_universal``; the checkpoint's own by default.
-        verify: ``crc`` compares every byte read with the CRC32 that training wrote, before any live buffer changes.
-        window_mb: staging memory per rank beyond the engine's own buffers, in MiB. An engine that has trained (or reads
-            from a store) needs extra memory for rollback; without it, files are read twice.
-        threads: reading threads per rank; 0 chooses from the cores that the rank may use.
-        preserve_batch_size: keep ``train_batch_size`` on another world by changing ``gradient_accumulation_steps``, and
-            ``train_micro_batch_size_per_gpu`` (never upwards) where that is not enough.
-        patterns: how tensor parallelism cuts parameters, where the checkpoint and the model do not tell, and which have
-            other names or shapes: the name of a family, the path of a YAML file, or rules written out.
-        seal: after each save write ``ucp_seal.json`` beside its files, with their sizes and checksums. A load refuses
-            files that are not those that were sealed, which nothing else may tell (another run's at the same step).
-        fallback: where the newest checkpoint is not whole (files are missing or damaged, or it lacks the seal that
-            ``seal`` gives), take the newest one before it that is, with a warning. What is no fault of the files, such
-            as classes that need consent, is an error all the same.
-        require: where there is nothing to resume, a load is an error, not the begin of a new run.
-        param_groups: ``saved`` gives every param group the hyper-parameters of the saved group with its parameters.
-            ``live`` keeps this run's groups with their hyper-parameters, however the saved run had grouped its
-            parameters (Megatron-DeepSpeed makes other groups at ZeRO 3).
-        total_batch: ``saved`` has a trainer that counts steps (Hugging Face's Trainer, Accelerate) go on with the total
-            batch of the saved run: on another world the gradient accumulation, and the micro batch where needed, make
-            it; else a total batch that differs is refused. ``live`` takes this run's, with a warning.
-        arguments: of ``load_checkpoint``, in the place of the caller's: a trainer passes on none of them.
-        same_topology: the loader of an unchanged topology: ``deepspeed``, DeepSpeed's own, or ``direct``, the
-            plugin's, which is faster and compares checksums.
-        also: further folders, or URLs, that hold tags as the one does that is loaded from. Each file is read in the
-            nearest place that has the same one, and in the next one where that fails.
-        storage_options: options of the stores behind URLs (``endpoint_url``, ``anon``, …; docs/guide.md). The
-            environment gives all others.
-        save: ``true`` or an object (:class:`SaveOptions`): ``save_checkpoint`` writes into memory, and a process of its
-            own from there to where it is to go, while training goes on. Loads take the newest whole save of both.
+        mode: ``direct`` reads normal checkpoints directly into the live buffers. ``atomic`` converts them to an atomic
+            checkpoint first, on all ranks, and loads that; later launches reuse it.
+        atomic_dir: folder for atomic checkpoints ``<tag>_universal`` (default: the folder of the checkpoint).
+        verify: ``crc`` compares every byte read with its CRC32 from training, before any live buffer changes.
+        window_mb: staging memory per rank in MiB, besides the engine's buffers. An engine that has trained, or that
+            reads from a store, needs extra memory for rollback; without it, files are read twice.
+        threads: reading threads per rank; 0 chooses from the available cores.
+        preserve_batch_size: keep ``train_batch_size`` in another world by changing ``gradient_accumulation_steps`` and,
+            if needed, reducing ``train_micro_batch_size_per_gpu``.
+        patterns: rules for tensor parallelism, renames and reshapes that neither checkpoint nor model records: the name
+            of a family, the path of a YAML file, or the rules.
+        seal: write ``ucp_seal.json``, with sizes and checksums, after each save. A load refuses files that differ from
+            their seal, such as files of another run at the same step.
+        fallback: if the newest checkpoint is incomplete (missing or damaged files, or no seal although ``seal`` is on),
+            load the newest complete one before it, with a warning. Other errors, such as untrusted classes, are raised.
+        require: raise an error if there is nothing to resume, instead of starting a new run.
+        param_groups: ``saved`` gives each param group the hyper-parameters of the saved group with its parameters.
+            ``live`` keeps the groups and hyper-parameters of this run (Megatron-DeepSpeed groups otherwise at ZeRO 3).
+        total_batch: ``saved`` lets trainers that count steps (Hugging Face Trainer, Accelerate) keep the saved total
+            batch in another world by changing accumulation and, if needed, micro batch; other changes are refused.
+            ``live`` uses the batch of this run, with a warning.
+        arguments: arguments of ``load_checkpoint`` that override the caller's, for trainers that pass none.
+        same_topology: loader for an unchanged topology: ``deepspeed``, or ``direct`` (this plugin's, which is faster
+            and compares checksums).
+        also: further folders or URLs of the same tags. Each file is read from the nearest place that has it, and from
+            the next one if that fails.
+        storage_options: options of the stores behind URLs (``endpoint_url``, ``anon``, …; docs/guide.md), in addition
+            to the environment.
+        save: ``true`` or :class:`SaveOptions`: ``save_checkpoint`` writes into memory, and a separate process writes
+            from there to the destination while training continues. Loads take the newest complete save of both.
         hang_timeout_s: seconds without progress after which the torchrun agent kills a rank, if the agent runs with
             ``TORCHELASTIC_ENABLE_FILE_TIMER=1``. The time starts with the first step; loads and saves do not count. It
             must be longer than the longest pause between two calls of the engine. 0 sets no timer.
@@ -140,7 +137,7 @@ class UniversalConfig(BaseModel):
     trust_pickle: bool = False
 
     def with_tiers(self) -> UniversalConfig:
-        """With the places that saves go to among those that are read."""
+        """Return a copy whose ``also`` includes the destinations of saves."""
         tiers = [tier.place for tier in self.save.to] if self.save else []
         return self.model_copy(update={"also": [*self.also, *tiers]}) if tiers else self
 
@@ -154,17 +151,16 @@ def parse_config(ds_config: Mapping[str, Any], defaults: Iterable[tuple[str, obj
     """Read ``checkpoint.universal`` from a ds_config dict; None means that the plugin is off for this engine.
 
     Args:
-        defaults: what else has a say, before the ds_config; as for :func:`merge_options`.
+        defaults: sources of options that the ds_config overrides, as for :func:`merge_options`.
 
     Raises:
-        ConfigError: unknown key (the valid one that it is like is named, or all are) or wrong type, or
-            ``load_universal`` is written too.
+        ConfigError: a key is unknown, a value has a wrong type, or ``load_universal`` is set too.
     """
     section = ds_config.get("checkpoint") or {}
     value = section.get("universal", False)
-    own = [(f'ds_config: "{SECTION}"', False if value is None else value)] if "universal" in section else []
-    options = merge_options([*defaults, *own])
-    if options and own and section.get("load_universal"):  # by default both serve, each its own folders
+    explicit = [(f'ds_config: "{SECTION}"', False if value is None else value)] if "universal" in section else []
+    options = merge_options([*defaults, *explicit])
+    if options and explicit and section.get("load_universal"):  # by default, each loader serves its kind of folders
         raise ConfigError(
             'ds_config: "checkpoint.load_universal" (DeepSpeed\'s offline universal checkpoint) and '
             f'"{SECTION}" are both on; keep one of them.'
@@ -172,56 +168,57 @@ def parse_config(ds_config: Mapping[str, Any], defaults: Iterable[tuple[str, obj
     return options
 
 
-def merge_options(said: Iterable[tuple[str, object]]) -> UniversalConfig | None:
-    """The options for an engine from all that has a say; None where the plugin is off.
+def merge_options(sources: Iterable[tuple[str, object]]) -> UniversalConfig | None:
+    """Merge options from several sources; None means that the plugin is off.
 
     Args:
-        said: by whom, for messages, and what: True, False, an object of options, or None, which says nothing. The last
-            one counts, for each option apart, and about on and off.
+        sources: (name for messages, value). A value is True, False, an object of options, or None (no statement). Later
+            sources override earlier ones, option by option.
 
     Raises:
-        ConfigError: something is none of these, or has an unknown key or one of the wrong type.
+        ConfigError: a value is invalid, or has an unknown key or one of the wrong type.
     """
     on, options = False, dict[str, Any]()
-    for who, value in said:
+    for source, value in sources:
         if value is None:
             continue
         if not isinstance(value, (bool, Mapping)):
             raise ConfigError(
-                f"{who} must be true, false or an object, found {describe_type(value)}. {describe_keys()}"
+                f"{source} must be true, false or an object, found {describe_type(value)}. {describe_keys()}"
             )
         on = value is not False
-        options |= _check_options(who, value) if isinstance(value, Mapping) else {}
+        if isinstance(value, Mapping):
+            _check_options(source, value)
+            options |= value
     return UniversalConfig.model_validate(options) if on else None
 
 
-def _check_options(who: str, value: Mapping[Any, Any]) -> dict[str, Any]:
+def _check_options(source: str, value: Mapping[Any, Any]) -> None:
     try:
         UniversalConfig.model_validate(dict(value))
     except ValidationError as error:
         keys = (name for model in (UniversalConfig, SaveOptions, SaveTier) for name in model.model_fields)
         faults = describe_faults(error, keys, describe_keys())
-        raise ConfigError(f"{who} is not valid: {faults}") from None
-    return dict(value)
+        raise ConfigError(f"{source} is not valid: {faults}") from None
 
 
 def read_environment(variables: Mapping[str, str]) -> tuple[str, object]:
-    """What the environment says, as :func:`merge_options` takes it.
+    """Read the environment variable as a source for :func:`merge_options`.
 
     Raises:
-        ConfigError: it is neither a word nor JSON; says where, and nothing of the text, which may hold secrets.
+        ConfigError: it is neither a word nor JSON. The message does not quote the text, which may have secrets.
     """
-    who, text = f"the environment variable {ENVIRONMENT}", variables.get(ENVIRONMENT, "").strip()
+    source, text = f"the environment variable {ENVIRONMENT}", variables.get(ENVIRONMENT, "").strip()
     if text.lower() in WORDS:
-        return who, WORDS[text.lower()]
+        return source, WORDS[text.lower()]
     try:
-        return who, json.loads(text) if text else None
+        return source, json.loads(text) if text else None
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{who} must be 1, 0, or an object as JSON: {error}") from None
+        raise ConfigError(f"{source} must be 1, 0, or an object as JSON: {error}") from None
 
 
 def describe_keys() -> str:
-    """The valid keys with types and defaults, for error messages."""
+    """Describe the valid keys with types and defaults, for error messages."""
     parts = []
     for name, field in UniversalConfig.model_fields.items():
         kind = getattr(field.annotation, "__name__", "")
@@ -232,10 +229,7 @@ def describe_keys() -> str:
 
 
 def fit_batch(train: int, micro: int | None, gas: int | None, world: int) -> tuple[int, int] | None:
-    """Find (micro, gas) with ``micro * gas * world == train``, keeping what is given; None where impossible.
-
-    Of what is not given, ``micro`` is as large as it can be.
-    """
+    """Find (micro, gas) with ``micro * gas * world == train`` and the largest free ``micro``; None if impossible."""
     if world < 1 or train % world:
         return None
     share = train // world
@@ -245,7 +239,7 @@ def fit_batch(train: int, micro: int | None, gas: int | None, world: int) -> tup
 
 
 def adapt_batch(train: int, micro: int | None, world: int) -> tuple[int, int] | None:
-    """(micro, gas) that keep ``train`` on ``world`` ranks with the largest micro batch that is at most ``micro``."""
+    """Find (micro, gas) that keep ``train`` on ``world`` ranks, with the largest micro batch up to ``micro``."""
     if world < 1 or train % world:
         return None
     share = train // world
@@ -254,7 +248,7 @@ def adapt_batch(train: int, micro: int | None, world: int) -> tuple[int, int] | 
 
 
 def suggest_batch(train: int, micro: int | None, gas: int | None, world: int) -> str:
-    """What to write instead of a ``train_batch_size`` that ``world`` ranks cannot make."""
+    """Suggest replacements of a ``train_batch_size`` that does not fit ``world`` ranks."""
     per_step = world * (micro or 1) * (gas or 1)
     around = (train // per_step * per_step, -(-train // per_step) * per_step)
     sizes = [str(size) for size in dict.fromkeys((per_step,) if micro and gas else around) if size > 0]
@@ -266,7 +260,7 @@ def suggest_batch(train: int, micro: int | None, gas: int | None, world: int) ->
     if (micro or gas) and (fit := adapt_batch(train, micro, world)):
         parts.append(
             f"train_micro_batch_size_per_gpu {fit[0]} with gradient_accumulation_steps {fit[1]} keeps it on {world} "
-            f'ranks ("checkpoint": {{"universal": {{"preserve_batch_size": true}}}} does that by itself)'
+            f'ranks ("checkpoint": {{"universal": {{"preserve_batch_size": true}}}} does that automatically)'
         )
     return "; ".join(parts)
 
@@ -274,16 +268,16 @@ def suggest_batch(train: int, micro: int | None, gas: int | None, world: int) ->
 def choose_batch(
     train: int | None, micro: int | None, gas: int | None, world: int, *, preserve: bool = False
 ) -> tuple[int, int] | None:
-    """Hold a ``train_batch_size`` against ``world`` data-parallel ranks.
+    """Check a ``train_batch_size`` for ``world`` data-parallel ranks.
 
     Args:
-        preserve: other (micro, gas) may be taken (``preserve_batch_size``).
+        preserve: allow other (micro, gas) values (``preserve_batch_size``).
 
     Returns:
-        The (micro, gas) that take the place of those given; None where these stay.
+        New (micro, gas) values, or None if the given ones fit.
 
     Raises:
-        ConfigError: no micro batch and gradient accumulation give ``train`` on ``world`` ranks; says what would fit.
+        ConfigError: no micro batch and gradient accumulation make ``train`` on ``world`` ranks.
     """
     if train is None or fit_batch(train, micro, gas, world):
         return None
@@ -292,5 +286,5 @@ def choose_batch(
     raise ConfigError(
         f"ds_config: train_batch_size {train} cannot be made by {world} data-parallel ranks "
         f"(train_micro_batch_size_per_gpu {micro or 'free'}, gradient_accumulation_steps {gas or 'free'}). "
-        f"What would fit: {suggest_batch(train, micro, gas, world)}."
+        f"Alternatives: {suggest_batch(train, micro, gas, world)}."
     )

@@ -1,7 +1,7 @@
-"""End a torchrun rank together with its agent.
+"""End a torchrun rank together with its agent (``PR_SET_PDEATHSIG`` of Linux).
 
-torchrun starts each rank in a session of its own. A rank therefore survives an agent that gets SIGKILL, and would go on
-training while its replacement loads a checkpoint. Linux can send a signal when a parent ends (``PR_SET_PDEATHSIG``).
+torchrun starts each rank in a new session. A rank would therefore survive an agent that gets SIGKILL, and continue
+training while its replacement loads a checkpoint.
 """
 
 from __future__ import annotations
@@ -24,10 +24,8 @@ _RANK_PID = "DEEPSPEED_UCP_RANK_PID"
 def end_with_agent(environment: MutableMapping[str, str] = os.environ) -> bool:
     """Let the kernel kill this process when its torchrun agent ends.
 
-    Does nothing unless ``TORCHELASTIC_RUN_ID`` is set, and nothing in child processes of a rank: data-loader workers
-    and the process that writes saves have ends of their own. With ``--start-method forkserver`` the parent is the fork
-    server, which lives as long as a rank does: a thread waits for the end of the agent.
-
+    Only ranks of torchrun (``TORCHELASTIC_RUN_ID``) are bound, not their child processes. With ``--start-method
+    forkserver`` the parent is the fork server, which lives as long as a rank: a thread waits for the end of the agent.
     Linux sends the signal when the *thread* that started the rank ends. torchrun starts ranks from its main thread.
 
     Returns:

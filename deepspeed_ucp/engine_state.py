@@ -1,5 +1,4 @@
-"""What this package keeps of one engine, and what of it a save carries beside the client's own state: random states,
-and where samplers stand; both ways by itself."""
+"""Per-engine state of the plugin, and the extra state (RNG, sampler positions) that saves and loads carry."""
 
 from __future__ import annotations
 
@@ -17,19 +16,19 @@ if TYPE_CHECKING:  # it brings pydantic, which commands start without
 logger = logging.getLogger("deepspeed_ucp")
 
 KEY = "deepspeed_ucp"
-"""Key of a client state."""
+"""Key of the carried state in a client state."""
 
 RANDOM_STATES = "random_states"
-"""Name under which :mod:`deepspeed_ucp.rng` is carried."""
+"""Name of the state that :mod:`deepspeed_ucp.rng` carries."""
 
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """Something that is saved and loaded with an engine.
+    """State that is saved and loaded with an engine.
 
     Attributes:
-        save: gives plain data; called on every rank that carries it, and no collective unless all do.
-        load: takes it; called on the ranks that carry it and have it saved, without collectives.
+        save: returns plain data. Called on every rank that carries the state; may be collective only if all ranks do.
+        load: takes that data, without collectives. Called on the ranks that carry the state and have it saved.
     """
 
     save: Callable[[], Any]
@@ -38,14 +37,14 @@ class Carried:
 
 @dataclass(frozen=True, slots=True)
 class Preemption:
-    """What an engine does when it is told to go.
+    """Reaction of an engine to signals.
 
     Attributes:
-        save_dir: where it saves.
-        actions: by signal the exit code with which every rank then ends; None goes on training.
+        save_dir: folder of the save.
+        actions: signal → exit code of every rank after the save; None continues training.
         client_state: makes the client state of that save.
-        requeue: Slurm's job, which is to start again; None where none is.
-        raises: an error ends the ranks in the place of an exit code.
+        requeue: Slurm job to requeue, or None.
+        raises: end the ranks by an exception instead of an exit code.
     """
 
     save_dir: str
@@ -57,12 +56,12 @@ class Preemption:
 
 @dataclass(slots=True)
 class UnsealedSave:
-    """A save that is to be sealed.
+    """A save without its seal.
 
     Attributes:
-        local: every node has a folder of its own.
-        writer: what writes its files after the save has ended; empty where they are all to be there.
-        steps: that have been taken since.
+        local: each node has a separate folder.
+        writer: class or function that writes the files after the save has returned; empty if all files must exist.
+        steps: steps taken since the save.
     """
 
     folder: str
@@ -73,19 +72,19 @@ class UnsealedSave:
 
 @dataclass(slots=True)
 class EngineState:
-    """All that this package keeps of one engine between two calls.
+    """State that this package keeps of one engine between two calls.
 
     Attributes:
-        param_groups: the user's param groups by the names of their parameters, as they were before a wrapper flattened
-            them; None where a parameter has no name in the module.
-        carried: what is saved and loaded with the engine, by name.
-        preemption: what it does when it is told to go; None where nothing is waited for.
-        unsealed: its last save, while what is no writer of DeepSpeed's still writes it.
-        broken: why it must not be used: it holds a part of a checkpoint. Empty where it does not.
-        half_states: of a broken one: its optimizer's states may be a mixture, which a load of the weights alone leaves.
-        accumulation: under Lightning, that of the run that began, where this run's differs.
-        saver: of its saves into memory (:mod:`deepspeed_ucp.saves.saver`), from the first one on.
-        snapshots: that are made of it without a script's help (:mod:`deepspeed_ucp.snapshots`); None for none.
+        param_groups: parameter names of the user's param groups, before a wrapper flattened them; None if a parameter
+            has no name in the module.
+        carried: name → state that is saved and loaded with the engine.
+        preemption: reaction to signals, or None.
+        unsealed: the last save, while a writer other than DeepSpeed's still writes it.
+        broken: error message if the engine holds only a part of a checkpoint and must not be used; else empty.
+        half_states: a broken engine's optimizer states may be mixed; loading weights alone does not repair them.
+        accumulation: under Lightning, the accumulation of the run's first launch if this launch has another one.
+        saver: the :class:`~deepspeed_ucp.saves.saver.Saver` of saves into memory, after the first one.
+        snapshots: the automatic :class:`~deepspeed_ucp.snapshots.Snapshots`, or None.
     """
 
     param_groups: list[list[str]] | None = None
@@ -100,58 +99,54 @@ class EngineState:
 
 
 def find_state(engine: Any) -> EngineState:
-    """What is kept of an engine: the one thing that is set on it, and ``ucp_report``, which is the user's."""
+    """Return the state of an engine, which is stored in its only private attribute of ours."""
     state: EngineState = engine.__dict__.setdefault("_ucp_state", EngineState())
     return state
 
 
 def list_save_folders(engine: Any) -> list[str]:
-    """Folders that an engine saves to on a signal, or by itself."""
+    """List the folders of an engine's saves on signals and of its automatic snapshots."""
     state = find_state(engine)
     return [each.save_dir for each in (state.preemption, state.snapshots) if each is not None]
 
 
 def get_config(engine: Any) -> UniversalConfig | None:
-    """The plugin's options for an engine; None where it is off, and for what is no engine (yet)."""
+    """Return the plugin's options for an engine; None if the plugin is off or the object is not an engine."""
     return getattr(getattr(engine, "_config", None), "ucp_config", None)
 
 
 def carry(engine: Any, name: str, carried: Carried) -> Carried | None:
-    """Save and load something with ``engine`` from now on; of one name the last.
-
-    Returns:
-        What had that name until now.
-    """
+    """Save and load a state with ``engine`` from now on; returns the state that had this name before."""
     known = find_state(engine).carried
     former, known[name] = known.get(name), carried
     return former
 
 
 def is_carried(engine: Any, name: str) -> bool:
-    """Whether something is saved and loaded with ``engine`` under a name."""
+    """Return True if ``engine`` carries a state of this name."""
     return name in find_state(engine).carried
 
 
 def collect(engine: Any, client_state: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A client state with everything that the engine carries; collective.
+    """Add the states that the engine carries to a client state (collective).
 
     Raises:
-        ConfigError: the client uses our key.
+        ConfigError: the client state uses the plugin's key.
     """
     if KEY in (client_state or {}):
-        raise ConfigError(f'client_state: the key "{KEY}" is the plugin\'s own. Give it another name.')
+        raise ConfigError(f'client_state: the key "{KEY}" is reserved for the plugin. Use another name.')
     saved = {name: each.save() for name, each in find_state(engine).carried.items()}
     return {**(client_state or {}), **({KEY: saved} if saved else {})}
 
 
 def hand_out(engine: Any, client_state: dict[str, Any] | None, *, wanted: bool = True, together: bool = True) -> None:
-    """Take what was carried out of a loaded client state, and hand it on where it is wanted; collective.
+    """Remove the carried states from a loaded client state, and load them if ``wanted`` (collective).
 
     Args:
-        together: all ranks are here, and raise the same; else there is no collective, as in DeepSpeed's own load.
+        together: all ranks take part and raise the same error; else no collective is used, as in DeepSpeed's own load.
 
     Raises:
-        CheckpointError: it is of no form that this release knows.
+        CheckpointError: the states have an unknown form.
     """
     if client_state is None:
         return
@@ -168,20 +163,20 @@ def hand_out(engine: Any, client_state: dict[str, Any] | None, *, wanted: bool =
                 each.load(saved[name])
         return [name for name in carried if name not in saved]
 
-    # One collective whatever a rank has: those that read no data may carry none.
+    # Every rank takes part: ranks without data, such as middle pipeline stages, may carry no state.
     lacking = comm.each(load) if together else [load()]
     if comm.rank:
         return
-    if lost := [name.replace("_", " ") for name in saved if name not in carried]:
+    if unused := [name.replace("_", " ") for name in saved if name not in carried]:
         logger.warning(
-            "The checkpoint carries %s, which nothing in this run takes: it goes on from what this process has. What "
-            "is to go on follows the engine before load_checkpoint.",
-            shorten(lost),
+            "The checkpoint carries %s, which this run does not load: it continues with the state of this process. To "
+            "load it, call follow(engine) before load_checkpoint.",
+            shorten(unused),
         )
     for name in dict.fromkeys(name for names in lacking for name in names):
         ranks = [str(rank) for rank, names in enumerate(lacking) if name in names]
         logger.warning(
-            "The checkpoint carries no %s%s: it goes on from what this process has.",
+            "The checkpoint carries no %s%s: this run continues with the state of this process.",
             name.replace("_", " "),
             f" for ranks {shorten(ranks)}" if len(ranks) < len(lacking) else "",
         )

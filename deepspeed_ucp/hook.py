@@ -1,10 +1,4 @@
-"""The hook: ``engine.load_checkpoint`` of engines that have the plugin on, and batch sizes at ``initialize``.
-
-What runs in the place of DeepSpeed's methods (:mod:`deepspeed_ucp.attach`):
-``DeepSpeedEngine.load_checkpoint``; ``DeepSpeedConfig._configure_train_batch_size``, which sees the ds_config with the
-world size; ``DeepSpeedEngine._check_for_duplicates``, where the optimizer passes by as the user made it; the ends of a
-save, after which a seal can be written; the ends of a step, at which a job that is to end saves.
-"""
+"""Replacements of DeepSpeed's methods (:mod:`deepspeed_ucp.attach` installs them): loads, saves, steps, initialize."""
 
 from __future__ import annotations
 
@@ -43,11 +37,11 @@ logger = logging.getLogger("deepspeed_ucp")
 
 FIRST_RELEASE, END_OF_RELEASES = (0, 16, 0), (0, 20, 0)
 BROKEN_RELEASES = [(0, 18, 7), (0, 18, 8), (0, 18, 9)]
-"""Releases of DeepSpeed, as ``setup.cfg`` has them."""
+"""Supported releases of DeepSpeed, as in ``setup.cfg``."""
 
 
 def show_decisions() -> None:
-    """Let the plugin's INFO lines through, which tell who loads and why, unless the script has chosen a level."""
+    """Show the plugin's INFO lines, such as the choice of the loader, unless the script has set a level."""
     if not logger.hasHandlers():
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] [deepspeed_ucp] %(message)s"))
@@ -57,18 +51,18 @@ def show_decisions() -> None:
 
 
 def read_options(ds_config: Mapping[str, Any]) -> UniversalConfig | None:
-    """The plugin's options for an engine with this ds_config; None where it is off."""
+    """Return the plugin's options for an engine with this ds_config, or None if the plugin is off."""
     defaults = [read_environment(os.environ), ("deepspeed_ucp.install(default_on=…)", get_default())]
     return parse_config(ds_config, defaults)
 
 
 def is_on_by_environment(ds_config: Mapping[str, Any]) -> bool:
-    """Whether an engine would have the plugin off if it were not for the environment."""
+    """Return True if only the environment variable turns the plugin on for this engine."""
     return parse_config(ds_config, [("", get_default())]) is None
 
 
 def _configure_train_batch_size(original: Callable[..., Any], config: Any) -> None:
-    """At ``initialize``: validate ``checkpoint.universal``, and make or refuse the batch size for this world."""
+    """Validate ``checkpoint.universal``, and fit the batch sizes to this world; called with the parsed ds_config."""
     end_with_agent()
     options = read_options(config._param_dict)
     config.ucp_config = options
@@ -80,8 +74,8 @@ def _configure_train_batch_size(original: Callable[..., Any], config: Any) -> No
                 _log_once(f"deepspeed_ucp is on by the environment variable {ENVIRONMENT}")
         shorten_uncaught()
         set_limit(options.hang_timeout_s)
-        connect()  # from here on others that wait for this rank know that it lives
-        from_config(options.patterns)  # what is wrong with them is told here, not hours later
+        connect()  # peers that wait for this rank can see from now on that it is alive
+        from_config(options.patterns)  # raises now, not at the load
         if options.storage_options is not None:
             set_storage_options(options.storage_options)
         _fit_batch_sizes(config, options)
@@ -90,22 +84,22 @@ def _configure_train_batch_size(original: Callable[..., Any], config: Any) -> No
 
 @cache
 def warn_untested(release: str) -> None:
-    """Warn, once in a process, of a release of DeepSpeed outside of those that we are for."""
+    """Warn once per process about an unsupported or broken release of DeepSpeed."""
     numbers = tuple(map(int, re.findall(r"\d+", release)[:3]))
     if not FIRST_RELEASE <= numbers < END_OF_RELEASES:
-        fit = "is none that deepspeed_ucp is made for (0.16.0 to 0.19.x): loads may fail or lack state"
+        fault = "is not supported by deepspeed_ucp (0.16.0 to 0.19.x are): loads may fail or lose state"
     elif numbers in BROKEN_RELEASES:
-        fit = "cannot take a step at ZeRO 1 and 2: its flat buffers are still part of autograd's graph"
+        fault = "cannot take a step at ZeRO 1 and 2: its flat buffers are still part of autograd's graph"
     else:
         return
-    logger.warning("DeepSpeed %s %s. Take another release, or test yours with assert_resume_equivalent.", release, fit)
+    logger.warning("DeepSpeed %s %s. Use another release, or test it with assert_resume_equivalent.", release, fault)
 
 
 def _fit_batch_sizes(config: Any, options: UniversalConfig) -> None:
     given = config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
     train, micro, gas, world = map(to_integer, (*given, config.world_size))
     if not all(value is None or (isinstance(value, int) and value > 0) for value in (train, micro, gas, world)):
-        return  # DeepSpeed's own messages are for these
+        return  # DeepSpeed reports these
     fit = choose_batch(train, micro, gas, world, preserve=options.preserve_batch_size)
     if fit is not None:
         config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps = fit
@@ -115,12 +109,12 @@ def _fit_batch_sizes(config: Any, options: UniversalConfig) -> None:
 
 @cache
 def _log_once(text: str) -> None:
-    """Once in a process: trainers make DeepSpeed's configuration several times."""
+    """Log once per process: trainers make DeepSpeed's configuration several times."""
     logger.info("%s", text)
 
 
 def _configure_checkpointing(original: Callable[..., Any], engine: Any, *args: Any) -> None:
-    """At ``initialize``, once the optimizer exists: protect DeepSpeed's writer, and log the memory that saves take."""
+    """Protect DeepSpeed's checkpoint writer, and log the memory that saves need; called once the optimizer exists."""
     protect_writer(engine)
     original(engine, *args)
     config = get_config(engine)
@@ -129,7 +123,7 @@ def _configure_checkpointing(original: Callable[..., Any], engine: Any, *args: A
 
 
 def _check_for_duplicates(original: Callable[..., Any], engine: Any, optimizer: Any) -> Any:
-    """Note the user's param groups by name, before a wrapper flattens them: stage 0 saves refer to them by position."""
+    """Record the names in the user's param groups, before a wrapper flattens them: stage-0 saves number parameters."""
     names = {id(param): name for name, param in engine.module.named_parameters()}
     groups = [list(map(id, group["params"])) for group in optimizer.param_groups]
     if all(param in names for group in groups for param in group):
@@ -147,12 +141,11 @@ def _save_checkpoint(
     *args: Any,
     **more: Any,
 ) -> Any:
-    """DeepSpeed's own save, with what the engine carries; the seal is written when all files are there, as
-    ``checkpoint.universal.seal`` asks."""
+    """Save with the states that the engine carries, into memory if ``save`` is on; seal the complete save."""
     seal_last(engine)
     tag = f"global_step{engine.global_steps}" if tag is None else tag
-    by_itself = isinstance(client_state, snapshots.Prepared)
-    client_state = client_state if by_itself else collect(engine, client_state)
+    is_snapshot = isinstance(client_state, snapshots.Prepared)
+    client_state = client_state if is_snapshot else collect(engine, client_state)
 
     more |= dict(zip(("save_latest", "exclude_frozen_parameters"), args, strict=False))
 
@@ -165,9 +158,9 @@ def _save_checkpoint(
     else:
         latest = bool(more.get("save_latest", True))
         saved, in_memory = save_into_memory(
-            engine, config, str(save_dir), str(tag), write, latest=latest, by_itself=by_itself
+            engine, config, str(save_dir), str(tag), write, latest=latest, by_itself=is_snapshot
         )
-        if not by_itself:
+        if not is_snapshot:
             snapshots.note_save(engine, str(save_dir), latest=latest)
     beacon.report_step(engine.global_steps)
     if not (in_memory or is_decoupled(engine)):
@@ -176,7 +169,7 @@ def _save_checkpoint(
 
 
 def _commit_save(original: Callable[..., Any], engine: Any) -> Any:
-    """The end of a save by a writer of its own, some steps later."""
+    """Seal a save that DeepSpeed's writer process has finished, some steps after it was started."""
     save = engine.checkpoint_engine.get_commit_info()
     committed = original(engine)
     if save is not None:
@@ -185,10 +178,10 @@ def _commit_save(original: Callable[..., Any], engine: Any) -> Any:
 
 
 def _take_model_step(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> None:
-    """The optimizer's step, then a word to who watches, and a look at what the job has been told."""
+    """Take the optimizer's step, report it to the monitors, then save if a signal or a snapshot is due."""
     with beacon.phase("step"):
         if get_config(engine) is not None:
-            finish_save(engine)  # a pipeline's step would change what is being written
+            finish_save(engine)  # a pipeline's step would change the tensors that are being written
         original(engine, *args, **kwargs)
     schedule = getattr(engine, "lr_scheduler", None)
     beacon.report_step(engine.global_steps, getattr(schedule, "total_num_steps", None))
@@ -199,19 +192,16 @@ def _take_model_step(original: Callable[..., Any], engine: Any, *args: Any, **kw
 
 @beacon.phase("train_batch")
 def _train_batch(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
-    """A pipeline's step, which begins here for all of its stages."""
+    """Take the snapshot that is due before a pipeline's step begins on all its stages."""
     snapshots.begin_step(engine)
     return original(engine, *args, **kwargs)
 
 
-@beacon.phase("forward")
-def _forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return original(*args, **kwargs)
 
 
-@beacon.phase("backward")
-def _backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return original(*args, **kwargs)
+_forward, _backward = beacon.phase("forward")(_call), beacon.phase("backward")(_call)
 
 
 @beacon.phase("load")
@@ -227,12 +217,12 @@ def _load_checkpoint(
     custom_load_fn: Callable[..., Any] | None = None,
     **kwargs: Any,
 ) -> tuple[str | None, dict[str, Any] | None]:
-    """DeepSpeed's own load where the plugin is off, else a resume.
+    """Resume, or call DeepSpeed's own load if the plugin is off.
 
     Raises:
-        UcpError: the same on every rank; where nothing catches it, the first rank prints it and the others a line each.
+        UcpError: the same on every rank. If nothing catches it, rank 0 prints it in full.
     """
-    wanted: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "load_module_strict": load_module_strict,
         "load_optimizer_states": load_optimizer_states,
         "load_lr_scheduler_states": load_lr_scheduler_states,
@@ -241,10 +231,10 @@ def _load_checkpoint(
     }
     config = get_config(engine)
     if config is not None:
-        _overrule(wanted, config)
-    own = partial(original, engine, load_dir=load_dir, tag=tag, **wanted, **kwargs)
+        _apply_configured_arguments(arguments, config)
+    fallback = partial(original, engine, load_dir=load_dir, tag=tag, **arguments, **kwargs)
     try:
-        return _load(engine, str(load_dir), tag, wanted, own, sorted(kwargs))
+        return _load(engine, str(load_dir), tag, arguments, fallback, sorted(kwargs))
     except UcpError as error:
         if not error.shared:
             raise
@@ -252,34 +242,37 @@ def _load_checkpoint(
         raise error.with_traceback(None) from find_fault(error)
 
 
-def _overrule(wanted: dict[str, Any], config: UniversalConfig) -> None:
-    """Take the configuration's arguments in the place of the caller's, with a word."""
-    changed = {str(name): value for name, value in config.arguments.items() if wanted[name] != value}
+def _apply_configured_arguments(arguments: dict[str, Any], config: UniversalConfig) -> None:
+    """Replace the caller's arguments by those of the configuration, with a warning."""
+    changed = {str(name): value for name, value in config.arguments.items() if arguments[name] != value}
     if changed and connect().rank == 0:
-        told = ", ".join(f"{name}={value}" for name, value in changed.items())
-        logger.warning('load_checkpoint(%s), as "%s": {"arguments": …} says, not its caller', told, SECTION)
-    wanted.update(changed)
+        changes = ", ".join(f"{name}={value}" for name, value in changed.items())
+        logger.warning('load_checkpoint(%s): "%s": {"arguments": …} overrides its caller', changes, SECTION)
+    arguments.update(changed)
 
 
 def _load(
-    engine: Any, load_dir: str, tag: Any, wanted: dict[str, Any], own: Callable[..., Any], unknown: list[str]
+    engine: Any, load_dir: str, tag: Any, arguments: dict[str, Any], fallback: Callable[..., Any], unknown: list[str]
 ) -> tuple[str | None, dict[str, Any] | None]:
     config = get_config(engine)
     if config is None:
-        path, client_state = load_switched_off(engine, load_dir, tag, own)
+        path, client_state = load_switched_off(engine, load_dir, tag, fallback)
     else:
-        arguments, begin = LoadArguments(**wanted), time.monotonic()
+        options, begin = LoadArguments(**arguments), time.monotonic()
+
+        def load(folder: str, tag: Any, config: UniversalConfig, fallback: Callable[..., Any]) -> Any:
+            return resume(engine, folder, tag, options, config, fallback, unknown=unknown)
+
         with connect() as comm:
-            found = _load_from_memory(engine, load_dir, tag, arguments, config, own, unknown, comm)
-            everywhere = config.with_tiers()
-            path, client_state = found or resume(engine, load_dir, tag, arguments, everywhere, own, unknown=unknown)
+            found = _load_from_memory(engine, load_dir, tag, config, load, fallback, comm)
+            path, client_state = found or load(load_dir, tag, config.with_tiers(), fallback)
         if path is not None and engine.global_rank == 0:
             seconds = time.monotonic() - begin
             logger.info("%s: loaded in %.1f s, step %d", os.path.dirname(path), seconds, engine.global_steps)
     snapshots.note_load(engine)
     if client_state is not None:
         with guard_engine(engine, with_states=False):
-            hand_out(engine, client_state, wanted=not wanted["load_module_only"], together=config is not None)
+            hand_out(engine, client_state, wanted=not arguments["load_module_only"], together=config is not None)
     return path, client_state
 
 
@@ -287,29 +280,28 @@ def _load_from_memory(
     engine: Any,
     load_dir: str,
     tag: Any,
-    arguments: LoadArguments,
     config: UniversalConfig,
-    own: Callable[..., Any],
-    unknown: list[str],
+    load: Callable[..., Any],
+    fallback: Callable[..., Any],
     comm: Comm,
 ) -> Any:
-    """Load what is newer in the nodes' memory than in its place; None where nothing is; collective.
+    """Load a save in the nodes' memory that is newer than the stored ones, or return None (collective).
 
-    What all ranks find damaged there, before it has changed anything, is a warning.
+    Damage that all ranks find before the engine has changed is a warning.
     """
     found = find_in_memory(config, load_dir, tag, comm)
     if found is None:
         return None
     if comm.rank == 0:
         logger.info("%s: taken from memory, tag %s of step %d: %s", load_dir, found.tag, found.step, found.folder)
-    own, marked = partial(own, load_dir=found.folder, tag=found.tag), find_state(engine).broken
-    everywhere = config.model_copy(update={"also": [*found.copies, *config.also]})
+    fallback, broken_before = partial(fallback, load_dir=found.folder, tag=found.tag), find_state(engine).broken
+    config = config.model_copy(update={"also": [*found.copies, *config.also]})
     try:
-        return resume(engine, found.folder, found.tag, arguments, everywhere, own, unknown=unknown)
+        return load(found.folder, found.tag, config, fallback)
     except CheckpointError as error:
-        if find_state(engine).broken is not marked or (comm.size > 1 and not error.shared):
+        if find_state(engine).broken is not broken_before or (comm.size > 1 and not error.shared):
             raise
         if comm.rank == 0:
-            logger.warning("%s: what memory holds cannot be loaded: %s", load_dir, error)
+            logger.warning("%s: the save in memory cannot be loaded: %s", load_dir, error)
         let_go(error)
         return None

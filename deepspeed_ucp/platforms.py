@@ -7,26 +7,23 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-SIGNALLED = 128
-"""What is added to a signal's number where it has ended a process."""
-
 MPI_RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 """Variables of a rank that only a launcher sets; ``RANK`` may also be set for a whole container."""
 
 _LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
 
-_TERM, _USR1 = SIGNALLED + signal.SIGTERM, SIGNALLED + signal.SIGUSR1
+_TERM, _USR1 = 128 + signal.SIGTERM, 128 + signal.SIGUSR1  # as a shell reports them
 
 
 @dataclass(frozen=True, slots=True)
 class Platform:
-    """What a rank does there when it is told to go, after its save.
+    """A launcher or scheduler, and the end of a rank that has saved on a signal.
 
     Attributes:
-        name: for people.
-        variable: of the environment, by which it is known.
-        ends: by signal the exit code, None to go on.
-        raises: an error ends a rank in the place of an exit code.
+        name: name in messages.
+        variable: environment variable that identifies the platform.
+        ends: signal → exit code; None continues training.
+        raises: end a rank by an exception instead of an exit code.
     """
 
     name: str
@@ -36,12 +33,12 @@ class Platform:
 
 
 RESTARTED: Mapping[int, int | None] = {signal.SIGTERM: _TERM, signal.SIGUSR1: None}
-"""Where 0 would be the end of the job, its work done, whoever asked it to go."""
+"""Exit codes for platforms that restart a job unless it exits with 0; SIGUSR1 only asks for a save."""
 
 REQUEUED: Mapping[int, int | None] = {signal.SIGTERM: _TERM, signal.SIGUSR1: _USR1}
-"""Where either signal tells of the end, and the job is started again."""
+"""Exit codes for platforms that restart a job after either signal."""
 
-ALONE = Platform("no platform that is known", "", {signal.SIGTERM: 0, signal.SIGUSR1: None})
+ALONE = Platform("no known platform", "", {signal.SIGTERM: 0, signal.SIGUSR1: None})
 
 SLURM_JOB = "SLURM_JOB_ID"
 
@@ -52,7 +49,7 @@ PLATFORMS = (
     Platform("Slurm", SLURM_JOB, RESTARTED),
     Platform("Kubernetes", "KUBERNETES_SERVICE_HOST", RESTARTED),
 )
-"""From the inside out: what is nearest to a process sees its exit code, and answers for it to the next."""
+"""Innermost first: the innermost platform sees the exit code of a process, and passes it to the next one."""
 
 
 def find_rank() -> int:
@@ -66,5 +63,5 @@ def is_first_of_node() -> bool:
 
 
 def find_platform(environment: Mapping[str, str]) -> Platform:
-    """The innermost platform of a process that has this environment."""
+    """Return the innermost platform of a process with this environment."""
     return next((each for each in PLATFORMS if environment.get(each.variable)), ALONE)

@@ -1,18 +1,9 @@
-"""Save when a scheduler or launcher signals the job: at the end of a step, once, all ranks together.
+"""Save when a scheduler or launcher signals the job: once, on all ranks, at the end of a step.
 
-Schedulers signal a job some time before they take the machines (Slurm: ``--signal``, Kubernetes: SIGTERM). The signal
-goes to one process or to all. The ranks compare at the end of every step whether one of them has received a signal.
-The exit code is one after which the platform restarts the job (:mod:`deepspeed_ucp.platforms`).
-
-Between steps nothing is saved, although the signal handler could find out whether all ranks are outside a step:
-
-* The script may be in the middle of anything, such as an evaluation with averaged weights in the place of the
-  engine's own. A save there would be silently wrong.
-* A rank may have started a collective that another rank, interrupted just before it, has not. The collectives of a save
-  would then be matched with it.
-* Random states and the place in the data have moved on since the last step.
-
-So the handler only logs what will happen, and a script with long evaluations calls :func:`save_if_signaled` in them.
+The signal may reach one process or all: the ranks compare at the end of every step. The exit code makes the platform
+restart the job (:mod:`deepspeed_ucp.platforms`). The signal handler itself never saves, because the script may have put
+averaged weights into the engine for an evaluation, and other ranks may be in a collective. A script with long
+evaluations calls :func:`save_if_signaled` in them.
 """
 
 from __future__ import annotations
@@ -45,19 +36,19 @@ from .writer import end_writer, finish_save
 logger = logging.getLogger("deepspeed_ucp")
 
 _JIT = "transformers.trainer_jit_checkpoint"
-"""Module of the Trainer's own save on SIGTERM (``enable_jit_checkpoint``)."""
+"""Module of the Trainer's save on SIGTERM (``enable_jit_checkpoint``)."""
 
 _arrived: dict[int, bool] = {}
-"""By followed signal, whether it has been received. A forked process follows none."""
+"""Followed signal → whether it has been received; empty in a forked process."""
 
 _handlers: dict[int, Any] = {}
-"""Our handler for each followed signal; the script may have set another one since."""
+"""Followed signal → our handler; the script may have set another one since."""
 
 os.register_at_fork(after_in_child=_arrived.clear)
 
 
 class Preempted(RuntimeError):
-    """The job has saved because it was told to go: where an error has it started again, as with Ray."""
+    """The job has saved on a signal and ends by an error, after which the platform (Ray) restarts it."""
 
 
 def follow(
@@ -70,32 +61,30 @@ def follow(
 ) -> None:
     """Save at the end of the step in which any rank gets a signal. Call this in the main thread of every rank.
 
-    A signal that is repeated before the save counts once: launchers forward signals that their ranks have got already.
-    Processes that ``multiprocessing`` starts after this call, such as data-loader workers, survive the signals
-    (:mod:`deepspeed_ucp.children`). Follow one of several engines, and save the others in ``client_state``: the ranks
-    end with the first save.
+    A repeated signal counts once, because launchers forward signals that their ranks have received already. Processes
+    that ``multiprocessing`` starts after this call, such as data-loader workers, survive the signals
+    (:mod:`deepspeed_ucp.children`). If there are several engines, follow one and save the others in ``client_state``.
 
     Args:
-        engine: each of its steps ends with a comparison of all ranks' signals (one reduction of some bytes).
-        save_dir: as of ``engine.save_checkpoint``.
-        actions: by signal the exit code with which every rank ends after the save, None to go on. By default SIGUSR1
-            goes on, and SIGTERM ends with what the innermost platform takes for a job that is to go on; one log line
-            tells which, and docs/guide.md all.
-        requeue: in a Slurm job, SIGUSR1 ends too, and rank 0 has Slurm start the job again after the save (``scontrol
-            requeue``), unless it is being cancelled.
+        engine: each of its steps ends with a reduction of a few bytes, to compare the signals of all ranks.
+        save_dir: as for ``engine.save_checkpoint``.
+        actions: signal → exit code of every rank after the save; None continues training. By default SIGUSR1 continues,
+            and SIGTERM exits with a code after which the platform restarts the job (docs/guide.md).
+        requeue: in a Slurm job, exit on SIGUSR1 too, and let rank 0 requeue the job after the save (``scontrol
+            requeue``) unless it is being cancelled.
         client_state: makes the client state of the save.
 
     Raises:
-        ValueError: outside of the main thread; under Ray, whose Train library calls its function in another one, that
-            is a warning, and no signal is heard.
+        ValueError: outside the main thread. Under Ray Train, which uses another thread, this is a warning, and signals
+            are ignored.
     """
     platform, job = find_platform(os.environ), os.environ.get(SLURM_JOB) if requeue else None
-    speaks = find_rank() <= 0
-    if requeue and not job and speaks:
-        logger.warning("requeue: this is no Slurm job, nothing is requeued")
+    logs = find_rank() <= 0
+    if requeue and not job and logs:
+        logger.warning("requeue: this process is not in a Slurm job, so nothing is requeued")
     if platform.raises and threading.current_thread() is not threading.main_thread():
-        if speaks:
-            logger.warning("%s runs this in a thread that hears no signals: none is followed here", platform.name)
+        if logs:
+            logger.warning("%s runs this in a thread that receives no signals: none is followed here", platform.name)
         return
     chosen, why = _choose(platform, actions, job)
     if names := list_unprotected():
@@ -105,8 +94,8 @@ def follow(
             ", ".join(names),
         )
     for number in chosen:
-        _wait_for(number, speaks=speaks)
-    if speaks:
+        _install_handler(number, logs=logs)
+    if logs:
         logger.info("%s (%s)", "; ".join(_describe(number, chosen[number]) for number in chosen), why)
     raises = platform.raises and actions is None
     preemption = Preemption(os.fspath(save_dir), chosen, client_state, requeue=job, raises=raises)
@@ -116,30 +105,30 @@ def follow(
 def _choose(
     platform: Platform, actions: Mapping[int, int | None] | None, job: str | None
 ) -> tuple[Mapping[int, int | None], str]:
-    """Choose the exit code of each signal; returns them with the reason for the log line."""
+    """Choose the exit code of each signal; returns them and the reason, for the log line."""
     if actions is not None:
-        return actions, "as the script says"
+        return actions, "set by the script"
     if job:
-        return REQUEUED, f"Slurm, which is to requeue job {job}"
+        return REQUEUED, f"Slurm, job {job} will be requeued"
     return platform.ends, f"{platform.name}{', as an error' if platform.raises else ''}"
 
 
 def _describe(number: int, code: int | None) -> str:
-    end = "goes on" if code is None else f"ends with {code}"
+    end = "continues" if code is None else f"exits with {code}"
     return f"{signal.Signals(number).name}: saves and {end}"
 
 
-def _wait_for(number: int, *, speaks: bool) -> None:
+def _install_handler(number: int, *, logs: bool) -> None:
     former = signal.getsignal(number)
     if former is _handlers.get(number) and number in _arrived:
         return
-    if getattr(type(getattr(former, "__self__", None)), "__module__", None) == _JIT and speaks:
-        logger.warning("SIGTERM: this save takes the place of the Trainer's own (enable_jit_checkpoint)")
+    if getattr(type(getattr(former, "__self__", None)), "__module__", None) == _JIT and logs:
+        logger.warning("SIGTERM: this save replaces the Trainer's (enable_jit_checkpoint)")
 
-    def note(arrived: int, frame: FrameType | None) -> None:
+    def handle(arrived: int, frame: FrameType | None) -> None:
         if arrived in _arrived:
             if not _arrived[arrived] and is_first_of_node():
-                # In a thread: this one may be interrupted in the middle of writing a log line.
+                # In a thread: the signal may have interrupted this one while it was logging.
                 _thread.start_new_thread(logger.warning, (_RECEIVED, signal.Signals(arrived).name))
             _arrived[arrived] = True
         elif callable(former):
@@ -148,8 +137,8 @@ def _wait_for(number: int, *, speaks: bool) -> None:
             signal.signal(arrived, former if former is not None else signal.SIG_DFL)
             signal.raise_signal(arrived)
 
-    signal.signal(number, note)
-    _handlers[number], _arrived[number] = note, False
+    signal.signal(number, handle)
+    _handlers[number], _arrived[number] = handle, False
     protect({number})
 
 
@@ -166,53 +155,54 @@ def _report_missing_save() -> None:
 
 
 def save_if_signaled(engine: Any) -> None:
-    """Save if any rank has received a followed signal; collective.
+    """Save if any rank has received a followed signal (collective).
 
-    The end of each step of a followed engine calls this. Call it in a long evaluation too, at a place that all ranks
-    pass equally often and where the engine holds the weights to be saved.
+    The plugin calls this at the end of each step of a followed engine. Call it in a long evaluation too, equally often
+    on all ranks, while the engine holds the weights to be saved.
 
     Raises:
         SystemExit: after the save, with the signal's exit code.
         Preempted: after the save, on a platform that restarts a job after an error.
     """
-    asked = find_state(engine).preemption
-    if asked is None:
+    preemption = find_state(engine).preemption
+    if preemption is None:
         return
-    comm, numbers = connect(waits=False), sorted(asked.actions)
-    told = comm.any_of(np.array([_arrived[number] for number in numbers]))
-    came = [number for number, yes in zip(numbers, told.tolist(), strict=True) if yes]
-    if not came:
+    comm, numbers = connect(waits=False), sorted(preemption.actions)
+    on_any_rank = comm.any_of(np.array([_arrived[number] for number in numbers]))
+    received = [number for number, arrived in zip(numbers, on_any_rank.tolist(), strict=True) if arrived]
+    if not received:
         return
     if comm.rank == 0:
-        names = ", ".join(signal.Signals(number).name for number in came)
-        logger.warning("%s: saving to %s at step %d", names, asked.save_dir, engine.global_steps)
-    engine.save_checkpoint(asked.save_dir, client_state=dict(asked.client_state()) if asked.client_state else {})
+        names = ", ".join(signal.Signals(number).name for number in received)
+        logger.warning("%s: saving to %s at step %d", names, preemption.save_dir, engine.global_steps)
+    client_state = dict(preemption.client_state()) if preemption.client_state else {}
+    engine.save_checkpoint(preemption.save_dir, client_state=client_state)
     finish_save(engine)
     finish_saves(engine)
-    for number in came:
+    for number in received:
         _arrived[number] = False
-    if codes := [code for number in came if (code := asked.actions[number]) is not None]:
+    if codes := [code for number in received if (code := preemption.actions[number]) is not None]:
         keep_memory()
         end_writer(engine)
-        with contextlib.suppress(Exception):  # one that is gone is nobody to wait for
-            comm.gather(None)  # else those that are done early close connections that others still use, which abort
-        _end(asked, max(codes), comm, engine.global_steps)
+        with contextlib.suppress(Exception):  # a rank may have exited
+            comm.gather(None)  # a rank that exits early would close connections that others still use
+        _end(preemption, max(codes), comm, engine.global_steps)
 
 
-def _end(asked: Preemption, code: int, comm: Comm, step: int) -> NoReturn:
-    """End this rank when the job has been requeued, which ends those of all that have not."""
-    if asked.requeue is not None:
-        fault = comm.gather(_requeue(asked.requeue) if comm.rank == 0 else None)[0]
+def _end(preemption: Preemption, code: int, comm: Comm, step: int) -> NoReturn:
+    """End this rank, after the job has been requeued: Slurm then kills the remaining ranks."""
+    if preemption.requeue is not None:
+        fault = comm.gather(_requeue(preemption.requeue) if comm.rank == 0 else None)[0]
         if fault and comm.rank == 0:
-            logger.error("job %s is not requeued: %s", asked.requeue, fault)
+            logger.error("job %s is not requeued: %s", preemption.requeue, fault)
         code = code or int(fault is not None)
-    if asked.raises:
-        raise Preempted(f"told to go, and saved to {asked.save_dir} at step {step}")
+    if preemption.raises:
+        raise Preempted(f"saved to {preemption.save_dir} at step {step} on a signal, and ends")
     raise SystemExit(code)
 
 
 def _requeue(job: str) -> str | None:
-    """Have Slurm start a job again, which ends its steps at once; what was wrong, in words."""
+    """Requeue a Slurm job, which ends its steps at once. Returns an error message, or None."""
     try:
         # An empty or relative entry of PATH would take a file of that name in the working directory.
         searched = os.pathsep.join(filter(os.path.isabs, os.environ.get("PATH", os.defpath).split(os.pathsep)))
@@ -224,7 +214,7 @@ def _requeue(job: str) -> str | None:
             if done.returncode:
                 return done.stderr.strip() or f"scontrol ended with {done.returncode}"
             state = re.search(r"\bJobState=(\w+)", done.stdout)
-            if state and state[1] != "RUNNING":  # of scancel the ranks hear by SIGTERM too
+            if state and state[1] != "RUNNING":  # scancel sends SIGTERM too
                 return f"it is {state[1]}"
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)

@@ -1,10 +1,9 @@
-"""Random states through a save: a world goes on with its own, and a rank that the saved world lacked gets a new one.
+"""Save and restore the random states of all ranks, also in another topology.
 
-A generator's states differ along some axes of the world (pipeline stage, tensor-parallel rank, data-parallel rank) and
-are alike along the others: a script that seeds every rank alike has one state, Megatron's tensor-parallel trackers one
-per stage and tensor-parallel rank. A save tells which, so that a rank of another world finds the state of the rank that
-stood where it stands now. Where none stood, its state is derived from the seed, the step and its place: every resume of
-a checkpoint derives the same, and no two ranks that were to differ are given one.
+The states of a generator differ along some axes (pipeline stage, tensor-parallel rank, data-parallel rank): a script
+that seeds all ranks alike has one state, Megatron's trackers one per stage and tensor-parallel rank. A save records
+these axes. A rank of another topology takes the state of the saved rank with the same coordinates along them. If there
+was none, its state is derived from the seed, the step and its coordinates: deterministic, and unique per coordinates.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ Coords = tuple[int, int, int]
 """Pipeline stage, tensor-parallel rank, data-parallel rank."""
 
 State = tuple[Any, ...]
-"""What a generator goes on from: bytes and numbers."""
+"""State of a generator: bytes and numbers."""
 
 _VERSION = 1
 _TRACKER = "tracker:"
@@ -45,12 +44,12 @@ _EVERY_AXIS, _MODEL_AXES = (0, 1, 2), (0, 1)
 
 @dataclass(frozen=True, slots=True)
 class Generator:
-    """A generator of random numbers of this process.
+    """A random number generator of this process.
 
     Attributes:
-        read: its state.
-        write: go on from a state; raises what a state of another form makes it raise.
-        seed: start anew.
+        read: returns its state.
+        write: restores a state; raises an error of torch, numpy or Python if it is invalid.
+        seed: seeds it.
     """
 
     read: Callable[[], State]
@@ -59,16 +58,18 @@ class Generator:
 
 
 def list_generators(engine: Any = None) -> dict[str, Generator]:
-    """All generators of this process by name: Python's, numpy's and torch's global ones, the accelerator's, those of
-    DeepSpeed's activation checkpointing, which draw apart on tensor-parallel ranks, and that of an engine's curriculum
-    sampler, from which the first rank draws for all."""
+    """Return all generators of this process by name.
+
+    These are the global ones of Python, numpy, torch and the accelerator, the trackers of DeepSpeed's activation
+    checkpointing (one state per tensor-parallel rank), and that of an engine's curriculum sampler (drawn on rank 0).
+    """
     found = {
         "python": Generator(
             lambda: pack_python(random.getstate()),
             lambda version, words, gauss: random.setstate((version, tuple(_read_words(words).tolist()), gauss)),
             random.seed,
         ),
-        "numpy": Generator(  # the global generator is what scripts use
+        "numpy": Generator(  # the legacy global generator, which scripts use
             lambda: pack_numpy(np.random.get_state(legacy=True)),  # type: ignore[arg-type]  # noqa: NPY002
             lambda kind, words, *rest: np.random.set_state((kind, _read_words(words), *rest)),  # noqa: NPY002
             np.random.seed,
@@ -93,84 +94,83 @@ def list_generators(engine: Any = None) -> dict[str, Generator]:
 
 
 def follow(engine: Any) -> None:
-    """Save and restore the random states of all ranks with every ``save_checkpoint`` and ``load_checkpoint``; to be
-    called on every rank."""
+    """Save and restore random states with ``save_checkpoint`` and ``load_checkpoint``. Call this on every rank."""
     carry(engine, RANDOM_STATES, Carried(partial(capture, engine), partial(_restore_and_log, engine)))
 
 
 def _restore_and_log(engine: Any, saved: Mapping[str, Any]) -> None:
     rank, derived = connect().rank, restore(engine, saved)
     if derived:
-        logger.info("random states derived, not saved ones, on rank %d: %s", rank, ", ".join(derived))
+        logger.info("random states derived instead of restored on rank %d: %s", rank, ", ".join(derived))
     trackers = {name for name in saved["axes"] if name.startswith(_TRACKER)}
-    lost = sorted(trackers.difference(list_generators()))
-    if lost and rank == 0:
+    missing = sorted(trackers.difference(list_generators()))
+    if missing and rank == 0:
         logger.warning(
-            "random states of %s were saved, and there are no such generators: seed them (model_parallel_cuda_manual_"
-            "seed) before load_checkpoint, or what they draw is not what it was",
-            ", ".join(lost),
+            "random states of %s were saved, but this process has no such generators. Seed them "
+            "(model_parallel_cuda_manual_seed) before load_checkpoint.",
+            ", ".join(missing),
         )
     if _SAMPLER in derived and rank == 0:
         logger.warning(
-            "the random states were saved without that of the curriculum sampler: it draws other samples than the "
-            "saved run would have, the same at every resume"
+            "the random state of the curriculum sampler was not saved: it draws other samples than the saved run would "
+            "have drawn, the same ones at every resume"
         )
 
 
 def capture(engine: Any) -> dict[str, Any]:
-    """The random states of all ranks, for a client state; collective.
+    """Collect the random states of all ranks as plain data for a client state (collective).
 
     Returns:
-        Plain data. In the file of a model-parallel rank that its first data-parallel rank writes: the states of all
-        data-parallel ranks (some 10 KB each); in the file that a rank writes for itself (ZeRO 3): its own.
+        On the first data-parallel rank of a model-parallel rank, the states of all its data-parallel ranks (about 10 KB
+        each); on the others, which write files of their own at ZeRO 3, the rank's states.
     """
     comm, place = connect(), find_place(engine)
-    at, own = find_coords(place), {name: each.read() for name, each in list_generators(engine).items()}
-    digests = {name: digest(state) for name, state in own.items()}
-    trackers = {name: state for name, state in own.items() if name.startswith(_TRACKER) and not place.dp_rank}
-    told = comm.gather((at, digests, trackers))
-    axes = {name: find_axes({coords: digests.get(name) for coords, digests, _ in told}) for name in own}
-    held = [*_gather_first(engine, (at, own)), *((coords, states) for coords, _, states in told)]
+    coords, states = find_coords(place), {name: each.read() for name, each in list_generators(engine).items()}
+    digests = {name: digest(state) for name, state in states.items()}
+    trackers = {name: state for name, state in states.items() if name.startswith(_TRACKER) and not place.dp_rank}
+    gathered = comm.gather((coords, digests, trackers))
+    axes = {name: find_axes({coords: digests.get(name) for coords, digests, _ in gathered}) for name in states}
+    known = [*_gather_data_parallel(engine, (coords, states)), *((coords, states) for coords, _, states in gathered)]
     seed: int = comm.broadcast(torch.initial_seed())
-    return make_record(held, axes, seed, int(engine.global_steps))
+    return make_record(known, axes, seed, int(engine.global_steps))
 
 
 def make_record(
-    held: Sequence[tuple[Coords, Mapping[str, State]]], axes: Mapping[str, tuple[int, ...]], seed: int | str, step: int
+    known: Sequence[tuple[Coords, Mapping[str, State]]], axes: Mapping[str, tuple[int, ...]], seed: int | str, step: int
 ) -> dict[str, Any]:
-    """What a file holds: by generator the axes along which it differs, and the states that are known there."""
+    """Make the saved form: for each generator the axes along which it differs, and the known states."""
     states = {
-        name: {project(coords, kept): states[name] for coords, states in held if name in states}
+        name: {project(coords, kept): states[name] for coords, states in known if name in states}
         for name, kept in axes.items()
     }
     return {"version": _VERSION, "seed": seed, "step": step, "axes": dict(axes), "states": states}
 
 
 def restore(engine: Any, saved: Mapping[str, Any]) -> list[str]:
-    """Let this rank's generators go on from a save.
+    """Restore this rank's generators.
 
     Args:
-        saved: as :func:`capture` gave it, of this rank's file or of the first rank's.
+        saved: from :func:`capture`, read from this rank's file or that of the first rank.
 
     Returns:
-        The generators that got a derived state, because no rank stood where this one stands.
+        Names of the generators with a derived state, because no saved rank had these coordinates.
 
     Raises:
-        CheckpointError: it is of another form.
+        CheckpointError: the saved states have an unknown form.
     """
     if not isinstance(saved, Mapping) or saved.get("version") != _VERSION:
-        raise CheckpointError("The saved random states are of no form that this release knows.")
-    return take(saved, find_place(engine), list_generators(engine))
+        raise CheckpointError("The saved random states have an unknown form.")
+    return restore_generators(saved, find_place(engine), list_generators(engine))
 
 
-def take(saved: Mapping[str, Any], place: Place, generators: Mapping[str, Generator]) -> list[str]:
-    """Let some of this rank's generators go on from what :func:`make_record` made.
+def restore_generators(saved: Mapping[str, Any], place: Place, generators: Mapping[str, Generator]) -> list[str]:
+    """Restore some of this rank's generators from a record of :func:`make_record`.
 
     Returns:
-        Those that got a derived state.
+        Names of the generators with a derived state.
 
     Raises:
-        CheckpointError: a state is of another form.
+        CheckpointError: a state has an unknown form.
     """
     derived = []
     for name, generator in generators.items():
@@ -182,26 +182,26 @@ def take(saved: Mapping[str, Any], place: Place, generators: Mapping[str, Genera
             else:
                 generator.write(*state)
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-            raise CheckpointError(f"The saved random state of {name} cannot be taken: {error!r}.") from error
+            raise CheckpointError(f"The saved random state of {name} cannot be restored: {error!r}.") from error
     return derived
 
 
 def find_state(saved: Mapping[str, Any], name: str, place: Place) -> State | int:
-    """The state that a generator goes on from, or the seed that it begins with where the saved world had no such place.
+    """Return the state of a generator, or a derived seed if no saved rank had the coordinates of ``place``.
 
-    A seed has 32 bits (torch takes no more on the CPU), and is another one at each place of a world.
+    A seed has 32 bits (the limit of torch on the CPU), and is unique per coordinates.
     """
     kept = saved["axes"].get(name, _MODEL_AXES if name.startswith(_TRACKER) else _EVERY_AXIS)
     stage, tensor, data = coords = project(find_coords(place), kept)
     state = saved["states"].get(name, {}).get(coords)
     if state is not None:
         return tuple(state)
-    told = hashlib.sha256(f"{saved['seed']} {saved['step']} {name}".encode()).digest()
-    return (int.from_bytes(told[:4], "big") + (stage * place.tp + tensor) * place.dp + data) % (1 << 32)
+    base = hashlib.sha256(f"{saved['seed']} {saved['step']} {name}".encode()).digest()
+    return (int.from_bytes(base[:4], "big") + (stage * place.tp + tensor) * place.dp + data) % (1 << 32)
 
 
 def find_axes(states: Mapping[Coords, Any]) -> tuple[int, ...]:
-    """The axes of the world along which something differs, from what every place of the world has of it."""
+    """Find the axes along which the states (or their digests) of all ranks differ."""
 
     def differs(axis: int) -> bool:
         first: dict[Coords, Any] = {}
@@ -212,46 +212,46 @@ def find_axes(states: Mapping[Coords, Any]) -> tuple[int, ...]:
 
 
 def project(coords: Coords, axes: tuple[int, ...]) -> Coords:
-    """A place with the axes that do not matter left out; the first of all places that are alike."""
+    """Set all other coordinates to 0."""
     stage, tensor, data = (at if axis in axes else 0 for axis, at in enumerate(coords))
     return stage, tensor, data
 
 
 def find_coords(place: Place) -> Coords:
-    """Where a rank stands along the axes."""
+    """Return the coordinates of a rank."""
     return place.pp_rank, place.tp_rank, place.dp_rank
 
 
-def _gather_first(engine: Any, own: tuple[Coords, dict[str, State]]) -> list[tuple[Coords, dict[str, State]]]:
-    """What the data-parallel ranks of one model-parallel rank have; on the first of them all, else one's own."""
+def _gather_data_parallel(engine: Any, part: tuple[Coords, dict[str, State]]) -> list[tuple[Coords, dict[str, State]]]:
+    """Gather the states of a model-parallel rank on its first data-parallel rank; others return their ``part``."""
     group = engine.seq_data_parallel_group
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
-        return [own]
+        return [part]
     first = dist.get_global_rank(group, 0) if group is not None else 0
-    found: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank() == first else None
-    dist.gather_object(own, found, dst=first, group=group)
-    return [own] if found is None else found
+    parts: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank() == first else None
+    dist.gather_object(part, parts, dst=first, group=group)
+    return [part] if parts is None else parts
 
 
 def digest(state: State) -> str:
-    """The same for equal states."""
+    """Return a SHA-256 digest, equal for equal states."""
     return hashlib.sha256(repr(state).encode()).hexdigest()
 
 
 def pack_python(state: tuple[int, tuple[int, ...], float | None]) -> State:
-    """What ``random.getstate`` gives, as a state."""
+    """Convert the result of ``random.getstate``."""
     version, words, gauss = state
     return version, np.array(words, np.uint32).tobytes(), gauss
 
 
 def pack_numpy(state: tuple[Any, ...]) -> State:
-    """What ``numpy.random.get_state`` gives, as a state."""
+    """Convert the result of ``numpy.random.get_state``."""
     kind, words, *rest = state
     return (kind, np.asarray(words, np.uint32).tobytes(), *rest)
 
 
 def pack_torch(state: torch.Tensor) -> State:
-    """What ``torch.get_rng_state`` and an accelerator's give, as a state."""
+    """Convert the result of ``torch.get_rng_state``, or of an accelerator."""
     return (bytes(state.cpu().numpy()),)
 
 
@@ -268,7 +268,7 @@ def _draw_with(source: np.random.BitGenerator) -> Generator:
         source.state = state
 
     def seed(value: int) -> None:
-        write(np.random.default_rng(value).bit_generator.state)  # as the sampler makes it
+        write(np.random.default_rng(value).bit_generator.state)  # the sampler's kind of generator
 
     return Generator(lambda: (source.state,), write, seed)
 

@@ -1,8 +1,8 @@
-"""Saves into memory that no script asks for, every few steps or seconds.
+"""Automatic saves into memory, every few steps or seconds.
 
-A snapshot is due at the end of a step. What moves on before the next step (random states, places in the data, the
-client state) is taken there; the engine's own state when the next step begins, and not if the script has saved
-meanwhile. No rank goes by its own clock: in which step one is due, or the clock is looked at again, all agree on.
+A snapshot is prepared at the end of a step: random states, positions in the data and the client state are read there.
+The engine's state is copied when the next step begins, unless the script has saved meanwhile. All ranks use the clock
+of rank 0.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from .targets.coverage import find_data_sampler
 logger = logging.getLogger("deepspeed_ucp")
 
 _FIRST = 3
-"""Steps until the clock is first looked at."""
+"""Steps until the clock is first read."""
 
 _TAG = "snapshot_step"
-"""Of a snapshot's tag, which is none of a script's."""
+"""Prefix of the tags of snapshots, which scripts do not use."""
 
 _SECONDS = re.compile(r"(\d+(?:\.\d+)?)s")
 
 
 class Prepared(dict[str, Any]):
-    """The client state of a snapshot, which has what the engine carries in it."""
+    """Client state of a snapshot, with the states that the engine carries."""
 
 
 @dataclass(slots=True)
@@ -45,15 +45,15 @@ class Snapshots:
     """The snapshots of one engine.
 
     Attributes:
-        save_dir: in which a load finds them.
-        steps: between two of them; None where the clock counts.
-        seconds: the same; 0 where steps count.
+        save_dir: a load from this folder finds them.
+        steps: steps between two snapshots; None if ``seconds`` is used.
+        seconds: seconds between two snapshots; 0 if ``steps`` is used.
         client_state: makes their client state.
-        at_once: they are taken at a step's end, as nobody tells when the next one begins.
-        since, begun: the step and the time from which is counted: of the last save.
-        due: the step at whose end a snapshot is due, or the clock is looked at.
-        prepared: of one that is due and not taken yet, its client state.
-        fails: the last one failed.
+        at_once: take them at the end of a step, because the begin of the next one is not reported.
+        since, begun: step and time of the last save.
+        due: step at whose end a snapshot is due, or the clock is read.
+        prepared: client state of a snapshot that is due and not taken yet.
+        fails: the last snapshot failed.
     """
 
     save_dir: str
@@ -68,19 +68,15 @@ class Snapshots:
     fails: bool = False
 
     def restart(self, step: int, first: int = 1) -> None:
-        """Count from a step on.
-
-        Args:
-            first: after so many steps the clock is looked at.
-        """
+        """Count from ``step`` on; the clock is read after ``first`` steps."""
         self.prepared, self.since, self.begun = None, step, monotonic()
         self.due = step + (self.steps or first)
 
     def is_due(self, step: int) -> bool:
-        """Whether one is due at the end of a step; collective where the clock is looked at.
+        """Return True if a snapshot is due at the end of a step; collective if the clock is read.
 
-        That is done again when half of the time that is left will have passed, as steps may become longer, and within
-        as many steps as there were until now.
+        The clock is read again after about half of the remaining time, because steps may become longer, and at the
+        latest after as many steps as have been taken since the last save.
         """
         if step < self.due or self.steps is not None:
             return step >= self.due
@@ -97,29 +93,28 @@ def follow(
     every: int | str,
     client_state: Callable[[], Mapping[str, Any]] | None = None,
 ) -> None:
-    """Save into memory by itself from now on, where ``load_checkpoint(save_dir)`` finds it; to be called on every rank.
+    """Save into memory automatically from now on; ``load_checkpoint(save_dir)`` finds the saves. Call on every rank.
 
-    Snapshots are no saves of the script's: they stay in memory, and go to the places that ``"save": {"to": …}`` names,
-    not to ``save_dir``. One that fails is a warning. The script's own saves to ``save_dir`` count as well: none follows
-    within ``every`` after one.
+    Snapshots stay in memory and are copied to the places in ``"save": {"to": …}``, not to ``save_dir``. A failed one is
+    a warning. A save of the script to ``save_dir`` restarts the interval.
 
     Args:
         every: steps (``20``) or seconds (``"30s"``) between two snapshots.
-        client_state: makes the client state of each, at the end of its step.
+        client_state: makes the client state of a snapshot, at the end of its step.
 
     Raises:
-        ConfigError: ``every`` is none of these, or the engine does not save into memory.
+        ConfigError: ``every`` is invalid, or the engine does not save into memory.
     """
     config = get_config(engine)
     if config is None or config.save is None:
-        raise ConfigError(f'snapshots lie in memory: write "{SECTION}": {{"save": true}} into the ds_config.')
+        raise ConfigError(f'snapshots need saves into memory. Add "{SECTION}": {{"save": true}} to the ds_config.')
     steps, seconds = _read_every(every)
-    at_once = find_data_sampler(engine) is not None  # it moves on with the next batch, and is saved with the engine
+    at_once = find_data_sampler(engine) is not None  # the next batch moves it, and the engine saves it
     if find_state(engine).snapshots is None:
         engine.register_forward_pre_hook(lambda *_: _begin_forward(engine))
-    asked = Snapshots(os.fspath(save_dir), steps, seconds, client_state, at_once)
-    asked.restart(engine.global_steps, _FIRST)
-    find_state(engine).snapshots = asked
+    state = Snapshots(os.fspath(save_dir), steps, seconds, client_state, at_once)
+    state.restart(engine.global_steps, _FIRST)
+    find_state(engine).snapshots = state
 
 
 def _read_every(every: object) -> tuple[int | None, float]:
@@ -132,64 +127,64 @@ def _read_every(every: object) -> tuple[int | None, float]:
 
 
 def _begin_forward(engine: Any) -> None:
-    if engine.module.training and torch.is_grad_enabled():  # not an evaluation, which a rank may do alone
+    if engine.module.training and torch.is_grad_enabled():  # a single rank may evaluate
         begin_step(engine)
 
 
 def begin_step(engine: Any) -> None:
-    """When a step begins: take the snapshot that is due; collective."""
-    asked: Snapshots | None = find_state(engine).snapshots
-    if asked is not None and asked.prepared is not None:
-        _take(engine, asked, asked.prepared)
+    """Take the snapshot that is due, when a step begins (collective)."""
+    state: Snapshots | None = find_state(engine).snapshots
+    if state is not None and state.prepared is not None:
+        _take(engine, state, state.prepared)
 
 
 def end_step(engine: Any) -> None:
-    """At the end of a step: prepare the snapshot that is due; collective."""
-    asked: Snapshots | None = find_state(engine).snapshots
-    if asked is None:
+    """Prepare the snapshot that is due, at the end of a step (collective)."""
+    state: Snapshots | None = find_state(engine).snapshots
+    if state is None:
         return
-    if asked.prepared is not None:  # the script calls the module, not the engine
-        asked.prepared, asked.at_once = None, True
-    if not asked.is_due(engine.global_steps):
+    if state.prepared is not None:  # the script calls the module, not the engine
+        state.prepared, state.at_once = None, True
+    if not state.is_due(engine.global_steps):
         return
     try:
-        own = connect().run(lambda: dict(asked.client_state()) if asked.client_state else {})
-        asked.prepared = Prepared(collect(engine, own))
+        client_state = connect().run(lambda: dict(state.client_state()) if state.client_state else {})
+        state.prepared = Prepared(collect(engine, client_state))
     except UcpError as error:
-        _warn(asked, engine, error)
-        asked.restart(engine.global_steps)
+        _warn(state, engine, error)
+        state.restart(engine.global_steps)
     else:
-        if asked.at_once:
-            _take(engine, asked, asked.prepared)
+        if state.at_once:
+            _take(engine, state, state.prepared)
 
 
-def _take(engine: Any, asked: Snapshots, client_state: Prepared) -> None:
+def _take(engine: Any, state: Snapshots, client_state: Prepared) -> None:
     try:
-        engine.save_checkpoint(asked.save_dir, f"{_TAG}{engine.global_steps}", client_state=client_state)
-        asked.fails = False
+        engine.save_checkpoint(state.save_dir, f"{_TAG}{engine.global_steps}", client_state=client_state)
+        state.fails = False
     except UcpError as error:
-        _warn(asked, engine, error)
-    asked.restart(engine.global_steps)
+        _warn(state, engine, error)
+    state.restart(engine.global_steps)
 
 
-def _warn(asked: Snapshots, engine: Any, error: UcpError) -> None:
-    """Once until one succeeds: it would fail as often as they come."""
+def _warn(state: Snapshots, engine: Any, error: UcpError) -> None:
+    """Log the first of consecutive failures; raise an error that other ranks do not have."""
     if not is_shared(error):
         raise error
-    if not asked.fails and connect().rank == 0:
+    if not state.fails and connect().rank == 0:
         logger.warning("no snapshot of step %d, training goes on: %s", engine.global_steps, error)
-    asked.fails = True
+    state.fails = True
 
 
 def note_save(engine: Any, save_dir: str, *, latest: bool) -> None:
-    """The script has saved: where a load of the same folder finds it, that takes a snapshot's place."""
-    asked: Snapshots | None = find_state(engine).snapshots
-    if asked is not None and latest and locate(save_dir) == locate(asked.save_dir):
-        asked.restart(engine.global_steps)
+    """Restart the interval after a save of the script that a load from the snapshots' folder finds."""
+    state: Snapshots | None = find_state(engine).snapshots
+    if state is not None and latest and locate(save_dir) == locate(state.save_dir):
+        state.restart(engine.global_steps)
 
 
 def note_load(engine: Any) -> None:
-    """The engine is at another step."""
-    asked: Snapshots | None = find_state(engine).snapshots
-    if asked is not None:
-        asked.restart(engine.global_steps, _FIRST)
+    """Restart the interval after a load."""
+    state: Snapshots | None = find_state(engine).snapshots
+    if state is not None:
+        state.restart(engine.global_steps, _FIRST)

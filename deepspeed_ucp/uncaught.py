@@ -1,4 +1,4 @@
-"""Prints an uncaught error that all ranks raise once: in full on rank 0, as one line on each other node."""
+"""Print an uncaught error that all ranks raise only once: in full on rank 0, as one line on each other node."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LIBRARIES = ("site-packages", "dist-packages")
 
 
 def find_fault(error: UcpError) -> BaseException | None:
-    """The unexpected exception behind an error, or None if the error was raised on purpose and its text says all."""
+    """Return the unexpected exception behind an error, or None if the package raised the error on purpose."""
     cause: BaseException | None = error if isinstance(error, RemoteError) else None
     while isinstance(cause, UcpError):
         cause = cause.__cause__
@@ -50,7 +50,7 @@ def _report_uncaught(
 
 
 def _summarize(error: UcpError, trace: TracebackType | None) -> UcpError | None:
-    """The part that this rank prints of an error that all ranks raise; None if it prints nothing."""
+    """Return the form in which this rank prints an error of all ranks, or None if it prints nothing."""
     if not error.echo:
         ranks = int(os.environ.get("WORLD_SIZE") or 1)
         if ranks > 1:
@@ -64,7 +64,7 @@ def _summarize(error: UcpError, trace: TracebackType | None) -> UcpError | None:
 
 
 def _keep_script_frames(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback without the calls inside libraries and this package."""
+    """Remove the frames of libraries and of this package from a traceback."""
     if trace is None:
         return None
     rest = _keep_script_frames(trace.tb_next)
@@ -74,7 +74,7 @@ def _keep_script_frames(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _is_library(path: str) -> bool:
-    own = os.path.dirname(os.path.abspath(__file__))
-    folders = (own, sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
+    package = os.path.dirname(os.path.abspath(__file__))
+    folders = (package, sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
     is_inside = path.startswith(tuple(os.path.join(folder, "") for folder in folders))
     return path.startswith("<frozen") or is_inside or any(f"/{name}/" in path for name in _LIBRARIES)

@@ -1,7 +1,7 @@
-"""Saves that a process of its own writes (``checkpoint.writer.decoupled``).
+"""Saves that a separate process of DeepSpeed writes (``checkpoint.writer.decoupled``).
 
-``save_checkpoint`` only tells that process. DeepSpeed waits for it in the next step, before the weights change, and
-then lets ``latest`` name the save; a pipeline's steps never do.
+``save_checkpoint`` only notifies that process. DeepSpeed waits for it in the next step, before the weights change, and
+then updates ``latest``. Steps of a pipeline engine do not wait.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ def protect_writer(engine: Any) -> None:
 
 
 def is_decoupled(engine: Any) -> bool:
-    """Whether a process of its own writes an engine's saves."""
-    ask = getattr(getattr(engine, "checkpoint_engine", None), "is_decoupled", None)
-    return bool(ask and ask())
+    """Return True if a separate process writes an engine's saves."""
+    method = getattr(getattr(engine, "checkpoint_engine", None), "is_decoupled", None)
+    return bool(method and method())
 
 
 def find_other_writer(engine: Any) -> str:
-    """What writes an engine's saves in the place of DeepSpeed and torch, by its module; empty where these do.
+    """Name the checkpoint engine, or the replacement of ``torch.save``, that writes an engine's saves.
 
-    It may do so after the save: an engine for checkpoints, or what stands in ``torch.save``'s place.
+    It may write after the save has returned. Empty if DeepSpeed and torch write.
     """
     makers = (type(getattr(engine, "checkpoint_engine", None)), "deepspeed."), (torch.save, "torch.")
-    odd = (each for each, own in makers if not f"{each.__module__}.".startswith((own, "builtins.")))
-    return next((f"{each.__module__}.{getattr(each, '__qualname__', '')}" for each in odd), "")
+    others = (each for each, package in makers if not f"{each.__module__}.".startswith((package, "builtins.")))
+    return next((f"{each.__module__}.{getattr(each, '__qualname__', '')}" for each in others), "")
 
 
 def finish_save(engine: Any) -> None:
-    """Wait until an engine's last save is written, named by ``latest`` and sealed; collective."""
+    """Wait until an engine's last save is written, named by ``latest`` and sealed (collective)."""
     if is_decoupled(engine):
         engine._commit_decoupled_checkpoint()
 
 
 def end_writer(engine: Any) -> None:
-    """End the process that writes, for which this one would wait for ever at its own end."""
+    """End the writer process, which this process would wait for at exit without end."""
     if is_decoupled(engine):
         engine.checkpoint_engine.cleanup()

@@ -1,10 +1,9 @@
-"""What a rank tells of its steps and their phases, and how each listener hears it; without an engine."""
+"""Reports of steps and phases to each listener, without an engine."""
 
 from __future__ import annotations
 
 import http.server
 import json
-import logging
 import os
 import re
 import signal
@@ -19,6 +18,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from cryptography import x509
@@ -26,70 +26,45 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from deepspeed_ucp import beacon
-from deepspeed_ucp.beacon import dlrover, kubeflow, line, nvrx, torchelastic
-from deepspeed_ucp.beacon.listener import Listener
+from deepspeed_ucp.beacon import Listener, dlrover, kubeflow, line, nvrx, torchelastic
 from deepspeed_ucp.errors import ConfigError
 from tests.support.until import wait_until
 
 
 @pytest.fixture(autouse=True)
-def nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who listens is found anew, on rank 0."""
-    monkeypatch.setattr(beacon, "_chosen", None)
+def _reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0, before its first report."""
+    monkeypatch.setattr(beacon, "_active", None)
     monkeypatch.setenv("RANK", "0")
 
 
-class Recorder(Listener):
-    """Records its calls."""
-
-    def __init__(self) -> None:
-        self.calls = list[tuple[Any, ...]]()
-
-    def report_step(self, step: int, total: int | None) -> None:
-        self.calls.append(("step", step, total))
-
-    def enter(self, phase: str) -> None:
-        self.calls.append(("enter", phase))
-
-    def leave(self, phase: str) -> None:
-        self.calls.append(("leave", phase))
-
-
 def test_phases_nest_and_end_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder = Recorder()
-    monkeypatch.setattr(beacon, "_chosen", {"recorder": recorder})
+    recorder = mock.Mock(spec=Listener)
+    monkeypatch.setattr(beacon, "_active", {"recorder": recorder})
     with beacon.phase("train_batch"):
         with beacon.phase("forward"):
             pass
         with pytest.raises(MemoryError), beacon.phase("backward"):
             raise MemoryError
     beacon.report_step(3)
-    inner = [(call, name) for name in ("forward", "backward") for call in ("enter", "leave")]
-    assert recorder.calls == [("enter", "train_batch"), *inner, ("leave", "train_batch"), ("step", 3, None)]
+    inner = [getattr(mock.call, call)(name) for name in ("forward", "backward") for call in ("enter", "leave")]
+    outer = mock.call.enter("train_batch"), mock.call.leave("train_batch")
+    assert recorder.mock_calls == [outer[0], *inner, outer[1], mock.call.report_step(3, None)]
 
 
-def test_a_listener_that_fails_is_let_go_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    class Failing(Listener):
-        def report_step(self, step: int, total: int | None) -> None:
-            raise RuntimeError("the line is dead")
-
-        def end(self) -> None:
-            ends.append("end")
-            raise OSError("and has no end")
-
-    ends: list[str] = []
-    steps: list[int] = []
-    well = Listener()
-    well.report_step = lambda step, total: steps.append(step)  # type: ignore[method-assign]
-    monkeypatch.setattr(beacon, "_chosen", {"failing": Failing(), "well": well})
+def test_a_failing_listener_is_dropped(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    failing, working = mock.Mock(spec=Listener), mock.Mock(spec=Listener)
+    failing.report_step.side_effect, failing.end.side_effect = RuntimeError("broken pipe"), OSError("no end either")
+    monkeypatch.setattr(beacon, "_active", {"failing": failing, "working": working})
     beacon.report_step(1)
     beacon.report_step(2)
-    assert (steps, ends) == ([1, 2], ["end"])
-    assert [each.message for each in caplog.records] == ["rank 0: failing hears no more of this rank: the line is dead"]
+    assert failing.mock_calls == [mock.call.report_step(1, None), mock.call.end()]
+    assert working.mock_calls == [mock.call.report_step(step, None) for step in (1, 2)]
+    assert caplog.messages == ["rank 0: failing gets no further reports of this rank: broken pipe"]
 
 
-def test_a_forked_process_tells_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beacon, "_chosen", {"well": Listener()})
+def test_a_forked_process_does_not_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beacon, "_active", {"working": Listener()})
     child = os.fork()
     if not child:
         os._exit(len(beacon._find_listeners()))
@@ -97,7 +72,7 @@ def test_a_forked_process_tells_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(beacon._find_listeners()) == 1
 
 
-def test_dlrover_reads_whole_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dlrover_gets_complete_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "runtime_metrics.json"
     monkeypatch.setenv("RUNTIME_METRICS_PATH", str(path))
     before = time.time()
@@ -109,7 +84,7 @@ def test_dlrover_reads_whole_files(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert os.listdir(tmp_path) == [path.name]
     path.unlink()
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(beacon, "_chosen", None)
+    monkeypatch.setattr(beacon, "_active", None)
     beacon.report_step(4)
     assert not path.exists()
 
@@ -128,34 +103,29 @@ DOCUMENTED = re.compile(r"deepspeed_ucp step=(\d+)( seconds_per_step=(\d+\.\d+))
     ],
     ids=["nobody", "every step", "every hour", "not rank 1", "HyperPod: every rank"],
 )
-def test_lines_for_who_reads_logs(
-    environment: dict[str, str],
-    rank: int,
-    lines: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_lines_for_log_monitors(
+    environment: dict[str, str], rank: int, lines: int, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.setattr(line, "_OFTEN", 3600.0)
+    monkeypatch.setattr(line, "_PAUSE", 3600.0)
     monkeypatch.setenv("RANK", str(rank))
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    for step in (7, 7, 9):  # a save at a step's end tells it again
+    for step in (7, 7, 9):  # a save at the end of a step reports it again
         beacon.report_step(step)
-    told = capsys.readouterr().out.splitlines()
-    found = [DOCUMENTED.fullmatch(each) for each in told]
+    found = [DOCUMENTED.fullmatch(each) for each in capsys.readouterr().out.splitlines()]
     assert len(found) == lines and all(found)
     assert [match[1] for match in found if match] == ["7", "9"][:lines]
     assert lines < 2 or (found[1] and found[1][3])
 
 
-def test_what_is_no_number_of_seconds_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_number_of_seconds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEEPSPEED_UCP_BEACON", "often")
-    with pytest.raises(ConfigError, match="'often': give the seconds"):
+    with pytest.raises(ConfigError, match="'often': set the seconds"):
         beacon.report_step(1)
 
 
 class Controller(http.server.BaseHTTPRequestHandler):
-    """Kubeflow Trainer's, which notes what is posted."""
+    """Stand-in for Kubeflow Trainer's controller, which records the posts."""
 
     server: Any
 
@@ -170,7 +140,7 @@ class Controller(http.server.BaseHTTPRequestHandler):
 
 
 def make_certificate(folder: Path) -> tuple[Path, Path]:
-    """A key, and a certificate for it that nobody else has signed."""
+    """Make a key and a self-signed certificate."""
     key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([])
     now = datetime.now(UTC)
     built = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
@@ -186,8 +156,7 @@ def make_certificate(folder: Path) -> tuple[Path, Path]:
 
 @pytest.fixture
 def controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """By HTTPS, with a CA of its own, as the environment names it; not in a hurry: between two posts lies a pause that
-    ends when ``goes_on`` is set."""
+    """An HTTPS server with its own CA, in the environment; the pause between two posts ends when ``goes_on`` is set."""
     key, certificate = make_certificate(tmp_path)
     server: Any = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Controller)
     server.posts, server.answers, server.token, server.goes_on = [], [], tmp_path / "token", threading.Event()
@@ -213,7 +182,7 @@ def controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]
 def test_kubeflow_gets_the_newest_step(controller: Any) -> None:
     beacon.report_step(10, 40)
     wait_until(lambda: len(controller.posts) == 1)
-    controller.token.write_text("two\n")  # tokens end
+    controller.token.write_text("two\n")  # tokens expire
     for step in range(11, 21):
         beacon.report_step(step, 40)
     assert len(controller.posts) == 1
@@ -233,43 +202,34 @@ def test_kubeflow_gets_the_newest_step(controller: Any) -> None:
     assert len(controller.posts) == 2
 
 
-def test_kubeflow_that_does_not_answer_stops_nothing(controller: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_kubeflow_controller_is_a_warning(controller: Any, caplog: pytest.LogCaptureFixture) -> None:
     controller.answers += [503, 503]
     controller.goes_on.set()
     for step in range(3):
         beacon.report_step(step)
         wait_until(lambda step=step: len(controller.posts) == step + 1)  # type: ignore[misc]
-    assert [each.message for each in caplog.records] == [
-        "the progress cannot be told to Kubeflow Trainer, training goes on: HTTP Error 503: Service Unavailable"
-    ]
+    (message,) = caplog.messages
+    assert message.endswith("to Kubeflow Trainer, training goes on: HTTP Error 503: Service Unavailable")
 
 
 @pytest.fixture
 def monitor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A socket as NVRx's monitor has one, and a client in the place of its own."""
+    """A socket like that of NVRx's monitor, and a stand-in for its client."""
 
     class Client:
-        """Connects, and notes what it is asked to tell."""
-
-        told: list[Any]
+        """Connects, and records the calls."""
 
         def init_workload_monitoring(self) -> None:
-            self.told, self.section_timeouts = [], SimpleNamespace(section=dict.fromkeys(("setup", "step", "save")))
+            self.calls, self.section_timeouts = [], SimpleNamespace(section=dict.fromkeys(("setup", "step", "save")))
+            self.send_heartbeat = lambda: self.calls.append("heartbeat")
+            self.start_section = lambda name: self.calls.append(f"+{name}")
+            self.end_section = lambda name: self.calls.append(f"-{name}")
             self.rank_monitor_socket = socket.socket(socket.AF_UNIX)
             self.rank_monitor_socket.connect(path)
             clients.append(self)
 
-        def send_heartbeat(self) -> None:
-            self.told.append("heartbeat")
-
-        def start_section(self, name: str) -> None:
-            self.told.append(f"+{name}")
-
-        def end_section(self, name: str) -> None:
-            self.told.append(f"-{name}")
-
         def shutdown_workload_monitoring(self) -> None:
-            self.told.append("end")
+            self.calls.append("end")
             self.rank_monitor_socket.close()
 
     path, clients = str(tmp_path / "socket"), list[Client]()
@@ -294,50 +254,50 @@ def take_step() -> None:
     beacon.report_step(1)
 
 
-def test_nvrx_is_told_of_steps_and_of_sections_that_have_a_timeout(monitor: Any) -> None:
+def test_nvrx_gets_steps_and_sections_with_a_timeout(monitor: Any) -> None:
     with beacon.phase("load"):
         pass
     take_step()
     step = ["+step", "-step", "+step", "+save", "-save", "-step"]
     (client,) = monitor.clients
-    assert client.told == ["+setup", *step, "-setup", "heartbeat"]
+    assert client.calls == ["+setup", *step, "-setup", "heartbeat"]
     take_step()
-    assert client.told[9:] == [*step, "heartbeat"]
+    assert client.calls[9:] == [*step, "heartbeat"]
 
 
-def test_nvrx_hears_one_client_alone(monitor: Any) -> None:
-    own = monitor.make()
-    own.init_workload_monitoring()
+def test_nvrx_has_one_client(monitor: Any) -> None:
+    """A client of the script takes precedence, also one that connects later."""
+    early = monitor.make()
+    early.init_workload_monitoring()
     take_step()
-    assert monitor.clients == [own] and own.told == []
-    own.rank_monitor_socket.close()
-    beacon._chosen = None
+    assert monitor.clients == [early] and early.calls == []
+    early.rank_monitor_socket.close()
+    beacon._active = None
     take_step()
-    later = monitor.make()  # of a script that makes its own late
-    later.init_workload_monitoring()
+    late = monitor.make()
+    late.init_workload_monitoring()
     ours = monitor.clients[1]
-    assert monitor.clients == [own, ours, later] and ours.told[-1] == "end"
+    assert monitor.clients == [early, ours, late] and ours.calls[-1] == "end"
     take_step()
-    assert ours.told[-1] == "end" and later.told == []
+    assert ours.calls[-1] == "end" and late.calls == []
 
 
-def test_nvrx_without_its_monitor_or_its_library_stops_nothing(
+def test_nvrx_without_its_monitor_or_library_is_a_warning(
     monitor: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.WARNING)
     monkeypatch.setenv("FT_RANK_MONITOR_IPC_SOCKET", "nowhere")
     monitor.server.close()
     take_step()
-    monkeypatch.setattr(beacon, "_chosen", None)
+    monkeypatch.setattr(beacon, "_active", None)
     monkeypatch.setitem(sys.modules, "nvidia_resiliency_ext.fault_tolerance", None)
     take_step()
-    cannot, lacks = (each.message for each in caplog.records)
-    assert "cannot be reached, training goes on" in cannot and "nvidia-resiliency-ext is not here" in lacks
+    unreachable, missing = caplog.messages
+    assert "cannot be reached, training goes on" in unreachable and "Install nvidia-resiliency-ext" in missing
     assert socket.getdefaulttimeout() is None and not nvrx._is_connected("nowhere")
 
 
 class Timers:
-    """The agent's end of the pipe: the expiration of each timer, None once it is released."""
+    """The agent's end of the pipe: the expiration of each timer, None when it is released."""
 
     def __init__(self, path: Path) -> None:
         self.pipe = os.open(path, os.O_RDWR | os.O_NONBLOCK)
@@ -359,7 +319,7 @@ class Timers:
 
 @pytest.fixture
 def timers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Timers]:
-    """Each renewal is sent, however soon after the last one."""
+    """Each renewal is sent, also shortly after the last one."""
     os.mkfifo(tmp_path / "pipe")
     monkeypatch.setenv("TORCHELASTIC_TIMER_FILE", str(tmp_path / "pipe"))
     monkeypatch.setattr(torchelastic, "_RENEWALS", float("inf"))
@@ -397,8 +357,8 @@ def test_the_agents_timer_starts_with_the_first_step_and_pauses_in_loads_and_sav
         assert timers.read() == []
     (end,) = timers.read()
     assert end is not None
-    assert beacon._chosen is not None
-    beacon._chosen["torchelastic"].end()  # at exit
+    assert beacon._active is not None
+    beacon._active["torchelastic"].end()  # at exit
     beacon.report_step(2)
     assert timers.read() == [None]
 
@@ -417,11 +377,11 @@ def test_no_length_is_no_timer(timers: Timers, monkeypatch: pytest.MonkeyPatch) 
     assert timers.read() == []
 
 
-def test_an_agent_that_has_ended_stops_nothing(timers: Timers, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_agent_that_has_ended_is_a_warning(timers: Timers, caplog: pytest.LogCaptureFixture) -> None:
     take_step()
     pipe = timers.pipe
     os.close(pipe)
     take_step()
     timers.pipe = os.open(os.devnull, os.O_RDONLY)
-    (record,) = caplog.records
-    assert "torchelastic hears no more of this rank" in record.message
+    (message,) = caplog.messages
+    assert "torchelastic gets no further reports of this rank" in message

@@ -1,4 +1,4 @@
-"""Sample order: for any history of worlds and interruptions a step's samples are those of the uninterrupted run."""
+"""Sample order: in any history of worlds and interruptions, a step has the samples of the uninterrupted run."""
 
 from __future__ import annotations
 
@@ -163,18 +163,7 @@ def test_counts_that_sequence_parallelism_makes_floats(make: Callable[..., Order
     assert list(later) == list(plain)
 
 
-def test_a_fraction_of_a_sample_is_refused() -> None:
-    order = make_sampler(0, 1)
-    with pytest.raises(ConfigError, match=r"global_samples is 6\.5.*train_batch_size"):
-        order.follow(Engine(global_samples=6.5))
-    with pytest.raises(ConfigError, match=r"total batch of 6\.5"):
-        make_sampler(0, 1, total_batch=6.5)
-    with pytest.raises(CheckpointError, match=r"has consumed 6\.5, a whole number .* is expected\. Begin") as found:
-        order.set_state({**order.get_state(), "consumed": 6.5})
-    assert "damage" not in str(found.value)
-
-
-def test_what_workers_have_fetched_ahead_is_not_consumed() -> None:
+def test_prefetched_samples_are_not_consumed() -> None:
     engine, sampler = Engine(global_samples=0), make_sampler(0, 1)
     sampler.follow(engine)
     batches = iter(DataLoader(range(100), batch_size=4, sampler=sampler, num_workers=2, prefetch_factor=4))  # type: ignore[arg-type]
@@ -226,11 +215,9 @@ def load_stateful(order: Order, **more: Any) -> Any:
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_a_stateful_loader_goes_on_in_any_world(workers: int, world: int) -> None:
-    """Its state is that of whole steps; of a step that has begun the gradients are in no save either."""
+    """Its state counts whole steps, because no save has the gradients of a part of a step."""
     loader = load_stateful(make_sampler(0, 2), num_workers=workers)
-    given = [
-        batch.tolist() for _, batch in zip(range(3 * 3 + 1), loader, strict=False)
-    ]  # of four steps the fourth's first
+    given = [batch.tolist() for _, batch in zip(range(3 * 3 + 1), loader, strict=False)]  # ends within the fourth step
     state = loader.state_dict()
     orders = [make_sampler(rank, world, seed=99) for rank in range(world)]
     loaders = [load_stateful(order, num_workers=workers) for order in orders]
@@ -261,7 +248,7 @@ def test_a_stateful_loader_does_not_skip_what_an_engine_has_counted(make: Any, w
     assert np.concatenate(list(loader)).tolist() == expected
     alone = load_stateful(make(0, 2, **more), num_workers=workers)
     alone.load_state_dict(state)
-    with pytest.raises(MismatchError, match="follow its engine"):
+    with pytest.raises(MismatchError, match=r"Call `follow\(engine\)` in this run too"):
         list(alone)
 
 
@@ -275,34 +262,28 @@ def test_set_epoch_takes_nothing_back() -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"dataset": 101}, {"total_batch": 24}, {"shuffle": False}, {"weights": [1] * 100}, {"lengths": range(100)}],
-    ids=lambda change: next(iter(change)),
+    ("make", "change"),
+    [
+        *((make_sampler, {"dataset": 101}), (make_sampler, {"total_batch": 24}), (make_sampler, {"shuffle": False})),
+        *((make_sampler, {"weights": [1] * 100}), (make_sampler, {"lengths": range(100)})),
+        *((make_stream, {"lanes": 6}), (make_stream, {"shuffle": False}), (make_stream, {"sizes": SIZES[::-1]})),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else value.__name__,
 )
-def test_what_makes_another_order_is_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(MismatchError, match=f"had {next(iter(change)).replace('dataset', 'size')} .* cannot go on"):
-        make_sampler(0, 1, **change).set_state(make_sampler(0, 1).get_state())
-    make_sampler(0, 1, **change).set_state(make_sampler(0, 3, **change).get_state())
+def test_another_order_is_refused(make: Callable[..., Order], change: dict[str, Any]) -> None:
+    with pytest.raises(MismatchError, match=f"had {next(iter(change)).replace('dataset', 'size')} .* cannot continue"):
+        make(0, 1, **change).set_state(make(0, 1).get_state())
+    make(0, 1, **change).set_state(make(0, 3, **change).get_state())
 
 
-@pytest.mark.parametrize("change", [{"lanes": 6}, {"shuffle": False}, {"sizes": (40, 17, 1, 0, 25, 33)}], ids=str)
-def test_what_makes_another_order_of_shards_is_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(MismatchError, match=f"had {next(iter(change))} .* cannot go on"):
-        make_stream(0, 1, **change).set_state(make_stream(0, 1).get_state())
-    make_stream(0, 1, **change).set_state(make_stream(0, 3, **change).get_state())
-    with pytest.raises(MismatchError, match="cannot go on"):
+def test_a_stream_refuses_the_state_of_a_sampler() -> None:
+    with pytest.raises(MismatchError, match="cannot continue"):
         make_stream(0, 1).set_state(make_sampler(0, 1, dataset=sum(SIZES)).get_state())
-
-
-@pytest.mark.parametrize("weights", [[0] * 100, [1] * 99 + [-1], [1] * 99 + [float("nan")]], ids=["0", "-1", "nan"])
-def test_weights_that_nothing_can_be_drawn_by_are_refused(weights: list[float]) -> None:
-    with pytest.raises(ConfigError, match="weights have to be finite"):
-        make_sampler(0, 1, weights=weights)
 
 
 def test_a_shard_that_ends_early_is_named() -> None:
     stream = ElasticStream(["a", "b"], [12, 12], lambda _, start: range(start, 11), BATCH, rank=0, world=1, lanes=1)
-    with pytest.raises(MismatchError, match="shard '[ab]' ends before its sample 11.*by sizes it has 12"):
+    with pytest.raises(MismatchError, match="shard '[ab]' ends before its sample 11.*sizes gives it 12"):
         list(stream)
 
 
@@ -312,8 +293,7 @@ def test_several_workers_have_to_know_the_micro_batch() -> None:
         list(loader)
 
 
-def test_steps_of_another_size_than_the_orders_are_told(caplog: pytest.LogCaptureFixture) -> None:
-    """As where the engine's batch is changed in mid-run, or the script ends its accumulation elsewhere."""
+def test_steps_of_another_size_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     engine, sampler = Engine(global_samples=0), make_sampler(0, 1)
     sampler.follow(engine)
     engine.global_samples += 2 * BATCH
@@ -332,7 +312,7 @@ def test_two_orders_of_an_engine_have_names(caplog: pytest.LogCaptureFixture) ->
     assert not caplog.text
     assert {name: state["seed"] for name, state in collect(engine, {})[KEY].items()} == {"data": 7, "pictures": 8}
     second.follow(engine)
-    assert "takes the place" in caplog.text
+    assert "is not saved any more" in caplog.text
 
 
 def test_the_plugins_key_of_a_client_state_is_its_own() -> None:
@@ -340,8 +320,8 @@ def test_the_plugins_key_of_a_client_state_is_its_own() -> None:
         collect(Engine(global_samples=0), {KEY: {"mine": 1}})
 
 
-def test_what_nothing_takes_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    """A sampler that follows after the load would begin its data anew without a word."""
+def test_carried_state_that_is_not_loaded_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """A sampler that follows after the load starts its data anew."""
     engine = Engine(global_samples=0)
     make_sampler(0, 1).follow(engine)
     client = collect(engine, {})
@@ -354,7 +334,7 @@ def test_what_nothing_takes_is_told(caplog: pytest.LogCaptureFixture) -> None:
 def hand_out_on_ranks(
     monkeypatch: pytest.MonkeyPatch, ranks: Sequence[tuple[Sequence[str], Any]], loaded: list[Any]
 ) -> None:
-    """Each rank has what its engine carries, and what its file has under our key."""
+    """Each rank has the names that its engine carries, and the state in its file."""
     here = threading.local()
     monkeypatch.setattr(engine_state, "connect", lambda: here.comm)
 
@@ -371,7 +351,7 @@ def hand_out_on_ranks(
 def test_ranks_that_read_no_data_need_carry_none(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As the stages between a pipeline's first and last, at the save, at the load, or at both."""
+    """Such as the middle stages of a pipeline: at the save, at the load, or at both."""
     loaded: list[Any] = []
     some, none = (["data"], {"data": 1}), ((), None)
     hand_out_on_ranks(monkeypatch, [some, none, some], loaded)
@@ -384,50 +364,43 @@ def test_ranks_that_read_no_data_need_carry_none(
     assert "carries no data:" in caplog.text
 
 
-def test_what_one_rank_cannot_take_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_state_on_one_rank_is_an_error_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CheckpointError, match=r"rank 1.*is a list"):
         hand_out_on_ranks(monkeypatch, [((), None), (["data"], [1])], [])
 
 
-def test_numbers_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ConfigError, match="cannot be dealt to 5 ranks alike: take a positive multiple of 5"):
-        make_sampler(0, 5)
-    with pytest.raises(ConfigError, match="fewer than the 12 .* or a smaller total batch"):
-        make_sampler(0, 1, dataset=11)
-    with pytest.raises(ConfigError, match="8 lanes"):
-        make_stream(0, 1, lanes=8)
-    with pytest.raises(ConfigError, match="3 samples were given for 100"):
-        make_sampler(0, 1, weights=[1, 2, 3])
-    with pytest.raises(ConfigError, match="12 samples a step"):
-        make_sampler(0, 1, total_batch=24).follow(Engine(global_samples=0))
+REFUSED: list[tuple[Callable[[], object], str]] = [
+    (lambda: make_sampler(0, 5), "cannot be split evenly over 5 ranks: use a positive multiple of 5"),
+    (lambda: make_sampler(0, 1, total_batch=6.5), r"total batch of 6\.5"),
+    (lambda: make_sampler(0, 1, dataset=11), "fewer than the 12 .* or a smaller total batch"),
+    (lambda: make_stream(0, 1, lanes=8), "8 lanes"),
+    (lambda: make_sampler(0, 1, weights=[1, 2, 3]), "3 samples were given for 100"),
+    (lambda: make_sampler(0, 1, weights=[0] * 100), "weights have to be finite"),
+    (lambda: make_sampler(0, 1, weights=[1] * 99 + [-1]), "weights have to be finite"),
+    (lambda: make_sampler(0, 1, weights=[1] * 99 + [float("nan")]), "weights have to be finite"),
+    (lambda: make_sampler(0, 1, total_batch=24).follow(Engine(global_samples=0)), "12 samples a step"),
+    (lambda: make_sampler(0, 1).follow(Engine(global_samples=6.5)), r"global_samples is 6\.5.*train_batch_size"),
+    *((lambda make=make: make(0, 0), "world 0 is invalid") for make in (make_sampler, make_stream)),
+    *((lambda make=make: make(0, -1), "world -1 is invalid") for make in (make_sampler, make_stream)),
+    *((lambda make=make: make(2, 2), "rank 2 of 2 is invalid") for make in (make_sampler, make_stream)),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED)
+def test_invalid_arguments_are_refused(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        call()
 
 
 @pytest.mark.parametrize("make", [make_sampler, make_stream])
-def test_a_place_that_is_none_is_refused(make: Any) -> None:
-    for rank, world, told in ((0, 0, "a world of 0 ranks"), (0, -1, "a world of -1"), (2, 2, "rank 2 of 2 ranks")):
-        with pytest.raises(ConfigError, match=told):
-            make(rank, world)
-
-
-@pytest.mark.parametrize("make", [make_sampler, make_stream])
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("consumed", None),
-        ("consumed", -12),
-        ("consumed", "12"),
-        ("consumed", float("inf")),
-        ("seed", 1.5),
-        ("seed", True),
-    ],
-)
-def test_a_state_that_is_none_is_refused_and_changes_nothing(make: Any, name: str, value: Any) -> None:
+@pytest.mark.parametrize("value", [None, -12, "12", 6.5, float("inf"), {"seed": 1.5}, {"seed": True}], ids=repr)
+def test_an_invalid_state_is_refused_and_changes_nothing(make: Any, value: Any) -> None:
     order = make(0, 1)
-    before = order.get_state()
-    with pytest.raises(CheckpointError, match=f"has {name} .* whole number.* Begin the data anew"):
+    before, ((name, value),) = order.get_state(), (value if isinstance(value, dict) else {"consumed": value}).items()
+    with pytest.raises(CheckpointError, match=f"has {name} {value!r}, expected an integer.* To start the data anew"):
         order.set_state({**before, name: value})
     with pytest.raises(CheckpointError, match=f"has {name} None"):
         order.set_state({key: each for key, each in before.items() if key != name})
-    with pytest.raises(CheckpointError, match="is a list, a mapping is expected"):
+    with pytest.raises(CheckpointError, match="is a list, expected a mapping"):
         order.set_state([])
     assert order.get_state() == before

@@ -1,4 +1,4 @@
-"""Signals that are waited for, without an engine."""
+"""Saves on signals, without an engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.until import wait_until
 
 
 class Engine(SimpleNamespace):
-    """Notes its saves, and what else is asked of it."""
+    """Records saves and commits."""
 
     global_steps = 7
 
@@ -49,8 +49,7 @@ def engine() -> Iterator[Engine]:
     children._signals.clear()
 
 
-def test_a_signal_that_comes_again_is_the_same(engine: Engine) -> None:
-    """Launchers pass on what their ranks have been sent too, and schedulers send once more before SIGKILL."""
+def test_a_repeated_signal_counts_once(engine: Engine) -> None:
     for _ in range(2):
         os.kill(os.getpid(), signal.SIGUSR1)
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -64,8 +63,8 @@ def test_a_signal_that_comes_again_is_the_same(engine: Engine) -> None:
     assert end.value.code == 0 and len(engine.saves) == 3
 
 
-def test_a_save_by_a_writer_of_its_own_is_whole_before_the_ranks_end(engine: Engine) -> None:
-    """DeepSpeed brings it to its end in the next step, which never comes, and Python waits for the writer's process."""
+def test_a_save_by_deepspeeds_writer_is_committed_before_the_ranks_end(engine: Engine) -> None:
+    """DeepSpeed would commit it in the next step, which never comes; Python would wait for the writer process."""
     cleanup = partial(engine.saves.append, "cleanup")
     engine.checkpoint_engine = SimpleNamespace(is_decoupled=lambda: True, cleanup=cleanup)
     os.kill(os.getpid(), signal.SIGUSR1)
@@ -91,12 +90,12 @@ def test_a_signal_is_logged_when_it_is_received(engine: Engine, caplog: pytest.L
     assert not caplog.text and len(engine.saves) == 1
 
 
-def be_told(number: int, caplog: pytest.LogCaptureFixture, **options: Any) -> tuple[object, str]:
-    """How a rank ends that is sent a signal, None where it goes on; what it has been said to do."""
+def receive(number: int, caplog: pytest.LogCaptureFixture, **options: Any) -> tuple[object, str]:
+    """Send this rank a signal; returns its exit code or error (None if it continues), and the log line of `follow`."""
     caplog.set_level("INFO", "deepspeed_ucp")
     engine, code = Engine(saves=[]), None
     preemption.follow(engine, "folder", **options)
-    said = caplog.records[-1].getMessage()
+    logged = caplog.messages[-1]
     signal.raise_signal(number)
     try:
         preemption.save_if_signaled(engine)
@@ -105,10 +104,10 @@ def be_told(number: int, caplog: pytest.LogCaptureFixture, **options: Any) -> tu
     except preemption.Preempted as error:
         code = str(error)
     assert len(engine.saves) == 1
-    return code, said
+    return code, logged
 
 
-RAISED = "told to go, and saved to folder at step 7"
+RAISED = "saved to folder at step 7 on a signal, and ends"
 RAY, KUBERNETES, SLURM = "RAY_RAYLET_PID", "KUBERNETES_SERVICE_HOST", "SLURM_JOB_ID"
 TORCHRUN, HYPERPOD = "TORCHELASTIC_RUN_ID", "HYPERPOD_ELASTICAGENT_SOCKET_SERVER_PATH"
 
@@ -116,7 +115,7 @@ TORCHRUN, HYPERPOD = "TORCHELASTIC_RUN_ID", "HYPERPOD_ELASTICAGENT_SOCKET_SERVER
 @pytest.mark.parametrize(
     ("variables", "name", "term", "usr1"),
     [
-        ([], "no platform that is known", 0, None),
+        ([], "no known platform", 0, None),
         ([KUBERNETES], "Kubernetes", 143, None),
         ([SLURM], "Slurm", 143, None),
         ([TORCHRUN, KUBERNETES], "torchrun", 143, None),
@@ -126,31 +125,22 @@ TORCHRUN, HYPERPOD = "TORCHELASTIC_RUN_ID", "HYPERPOD_ELASTICAGENT_SOCKET_SERVER
     ],
     ids=lambda value: "+".join(value) if isinstance(value, list) else None,
 )
-def test_a_drain_ends_as_the_innermost_platform_understands_it(
-    variables: list[str],
-    name: str,
-    term: object,
-    usr1: object,
-    engine: Engine,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.usefixtures("engine")
+def test_the_innermost_platform_chooses_the_exit_code(
+    variables: list[str], name: str, term: object, usr1: object, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     for variable in variables:
         monkeypatch.setenv(variable, "1")
-    code, said = be_told(signal.SIGTERM, caplog)
-    assert code == term
-    goes_on = "goes on" if usr1 is None else f"ends with {usr1}"
-    expected = 143 if term == RAISED else term
-    assert said == f"SIGTERM: saves and ends with {expected}; SIGUSR1: saves and {goes_on} ({name})"
-    assert be_told(signal.SIGUSR1, caplog)[0] == usr1
-    assert be_told(signal.SIGTERM, caplog, actions={signal.SIGTERM: 0}) == (
-        0,
-        "SIGTERM: saves and ends with 0 (as the script says)",
-    )
+    continues = "continues" if usr1 is None else f"exits with {usr1}"
+    logged = f"SIGTERM: saves and exits with {143 if term == RAISED else term}; SIGUSR1: saves and {continues} ({name})"
+    assert receive(signal.SIGTERM, caplog) == (term, logged)
+    assert receive(signal.SIGUSR1, caplog)[0] == usr1
+    logged = "SIGTERM: saves and exits with 0 (set by the script)"
+    assert receive(signal.SIGTERM, caplog, actions={signal.SIGTERM: 0}) == (0, logged)
 
 
 @pytest.mark.parametrize(
-    ("state", "requeues", "asked", "told"),
+    ("state", "requeue", "calls", "fault"),
     [
         ("RUNNING", "exit 0", ["show job -o 12", "requeue 12"], ""),
         ("RUNNING", "echo 'Job is not yours' >&2; exit 1", ["show job -o 12", "requeue 12"], "Job is not yours"),
@@ -159,37 +149,29 @@ def test_a_drain_ends_as_the_innermost_platform_understands_it(
     ],
     ids=["requeued", "refused", "cancelled", "no scontrol"],
 )
-def test_slurm_starts_a_job_again_after_its_save(
-    state: str | None,
-    requeues: str,
-    asked: list[str],
-    told: str,
-    engine: Engine,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.usefixtures("engine")
+def test_a_slurm_job_is_requeued_after_its_save(
+    state: str | None, requeue: str, calls: list[str], fault: str, tmp_path: Path, monkeypatch: Any, caplog: Any
 ) -> None:
-    """With a stand-in; tests/platforms has a real one."""
+    """With a stand-in for scontrol; tests/platforms uses a real one."""
     if state is not None:
         (tmp_path / "scontrol").write_text(
-            f"#!/bin/sh\necho $* >> {tmp_path}/asked\n"
-            f"[ $1 = show ] && echo JobId=12 JobState={state} Reason=None && exit 0\n{requeues}\n"
+            f"#!/bin/sh\necho $* >> {tmp_path}/calls\n"
+            f"[ $1 = show ] && echo JobId=12 JobState={state} Reason=None && exit 0\n{requeue}\n"
         )
         (tmp_path / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin" if state is not None else str(tmp_path))
     monkeypatch.setenv(SLURM, "12")
-    code, said = be_told(signal.SIGUSR1, caplog, requeue=True)
-    assert (code, said.partition("(")[2]) == (138, "Slurm, which is to requeue job 12)")
-    assert (tmp_path / "asked").read_text().splitlines() == asked if asked else True
+    code, logged = receive(signal.SIGUSR1, caplog, requeue=True)
+    assert (code, logged.partition("(")[2]) == (138, "Slurm, job 12 will be requeued)")
+    assert (tmp_path / "calls").read_text().splitlines() == calls if calls else True
     errors = [each.getMessage() for each in caplog.records if each.levelname == "ERROR"]
-    assert errors == [] if not told else (len(errors) == 1 and told in errors[0])
-    code, _ = be_told(signal.SIGTERM, caplog, requeue=True, actions={signal.SIGTERM: 0})
-    assert code == int(bool(told))
+    assert errors == [] if not fault else (len(errors) == 1 and fault in errors[0])
+    code, _ = receive(signal.SIGTERM, caplog, requeue=True, actions={signal.SIGTERM: 0})
+    assert code == int(bool(fault))
 
 
-def test_in_rays_thread_no_signal_is_followed(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_rays_thread_follows_no_signal(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     engine, failed = Engine(saves=[]), list[BaseException]()
 
     def follow() -> None:
@@ -208,11 +190,11 @@ def test_in_rays_thread_no_signal_is_followed(
         thread.join()
         assert bool(failed) is not bool(variable)
     preemption.save_if_signaled(engine)
-    assert not engine.saves and "hears no signals" in caplog.text
+    assert not engine.saves and "receives no signals" in caplog.text
 
 
-def test_a_signal_that_somebody_has_taken_since_is_taken_again(engine: Engine) -> None:
-    """The Trainer's own save on SIGTERM puts back what was there before it."""
+def test_a_second_follow_restores_a_replaced_handler(engine: Engine) -> None:
+    """The Trainer's save on SIGTERM resets the handler."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     preemption.follow(engine, "folder")
     signal.raise_signal(signal.SIGTERM)
@@ -235,8 +217,8 @@ while True:
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="takes root and unshare")
-def test_a_pod_that_is_told_to_go_has_not_succeeded() -> None:
-    """The first process of a container gets SIGTERM, and what its exit code says becomes of the pod."""
+def test_a_pod_that_gets_sigterm_saves_and_fails() -> None:
+    """The first process of a container gets SIGTERM, and its exit code decides the state of the pod."""
     command = ["unshare", "--pid", "--fork", "--kill-child", sys.executable, "-c", CONTAINER]
     environment = {**os.environ, KUBERNETES: "10.96.0.1", "PYTHONPATH": str(Path(__file__).parents[1])}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as outer:
@@ -251,8 +233,9 @@ def test_a_pod_that_is_told_to_go_has_not_succeeded() -> None:
         assert outer.wait(timeout=120) == 143
 
 
-def test_a_process_that_the_script_has_forked_ends_as_it_did(engine: Engine) -> None:
-    """Else ``Process.terminate`` and the end of a pool would wait for ever."""
+@pytest.mark.usefixtures("engine")
+def test_sigterm_ends_a_forked_process() -> None:
+    """Otherwise ``Process.terminate`` and the end of a pool would wait without end."""
     context = multiprocessing.get_context("fork")
     begun = context.Event()
     child = context.Process(target=lambda: (begun.set(), time.sleep(600)))

@@ -13,70 +13,80 @@ from importlib import import_module
 from typing import Any
 
 from ..platforms import find_rank
-from .listener import Listener
 
 logger = logging.getLogger("deepspeed_ucp")
 
+
+class Listener:
+    """Base of the listeners, which are called in the training thread and may raise any exception."""
+
+    def report_step(self, step: int, total: int | None) -> None:
+        """The rank has reached ``step`` of ``total``, if known."""
+
+    def enter(self, phase: str) -> None:
+        """The rank enters a phase, inside the phases that it has not left."""
+
+    def leave(self, phase: str) -> None:
+        """The rank leaves the phase that it has entered last."""
+
+    def end(self) -> None:
+        """There are no further calls."""
+
+
 LISTENERS = ("torchelastic", "nvrx", "dlrover", "kubeflow", "line")
-"""Modules of this room; the ``find`` of each gives the listener that the environment names, or None."""
+"""Modules with a function ``find(environment)``, which returns a listener, or None if its monitor is not in use."""
 
-_phases: list[str] = []
-"""The phases that this rank is in, the innermost last."""
-
-_chosen: dict[str, Listener] | None = None
-"""Who listens, by module; None before there is something to tell."""
+_active: dict[str, Listener] | None = None
+"""Module → listener; None before the first report."""
 
 
 def report_step(step: int, total: int | None = None) -> None:
-    """Tell that this rank has got as far as ``step``, of ``total`` where that is known."""
+    """Report that this rank has reached ``step`` of ``total``, if known."""
     for name, listener in _find_listeners():
-        _tell(name, listener.report_step, step, total)
+        _call(name, listener.report_step, step, total)
 
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Inside, this rank is in a phase: ``forward``, ``backward``, ``step``, ``save`` or ``load``, or a pipeline's
-    ``train_batch``, which has others within; at its end in the one around it, or in none."""
-    _phases.append(name)
+    """Report a phase, which may contain others: forward, backward, step, save, load or train_batch."""
     for each, listener in _find_listeners():
-        _tell(each, listener.enter, name)
+        _call(each, listener.enter, name)
     try:
         yield
     finally:
-        _phases.pop()
         for each, listener in _find_listeners():
-            _tell(each, listener.leave, name)
+            _call(each, listener.leave, name)
 
 
 def mute(name: str) -> None:
-    """Tell one of ``LISTENERS`` nothing from now on: something else in this process does."""
+    """Stop reporting to one of ``LISTENERS``, because other code in this process does."""
     _find_listeners()
-    listener = _chosen.pop(name, None) if _chosen else None
+    listener = _active.pop(name, None) if _active else None
     if listener is not None:
-        with contextlib.suppress(Exception):  # of one that fails this may fail too
+        with contextlib.suppress(Exception):  # the listener may have failed before
             listener.end()
 
 
 def _find_listeners() -> list[tuple[str, Listener]]:
-    global _chosen  # noqa: PLW0603 - one for the process
-    if _chosen is None:
+    global _active  # noqa: PLW0603 - one for the process
+    if _active is None:
         found = {name: import_module(f".{name}", __name__).find(os.environ) for name in LISTENERS}
-        _chosen = {name: listener for name, listener in found.items() if listener is not None}
-    return list(_chosen.items()) if _chosen else []
+        _active = {name: listener for name, listener in found.items() if listener is not None}
+    return list(_active.items()) if _active else []
 
 
-def _tell(name: str, tell: Any, *what: Any) -> None:
+def _call(name: str, method: Any, *args: Any) -> None:
     try:
-        tell(*what)
-    except Exception as error:  # noqa: BLE001 - whatever it is: training goes on
-        logger.warning("rank %d: %s hears no more of this rank: %s", find_rank(), name, error)
+        method(*args)
+    except Exception as error:  # noqa: BLE001 - training goes on
+        logger.warning("rank %d: %s gets no further reports of this rank: %s", find_rank(), name, error)
         mute(name)
 
 
-def _let_go() -> None:
-    """In a forked child: who has been found listens to its parent alone."""
-    global _chosen  # noqa: PLW0603
-    _chosen = _chosen and {}
+def _mute_all() -> None:
+    """In a forked child, leave the reports to the parent."""
+    global _active  # noqa: PLW0603
+    _active = _active and {}
 
 
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_mute_all)

@@ -1,5 +1,4 @@
-"""DLRover's agent, which reads the job's step from a file every 15 s (``report_training_step`` of its own trainer
-writes the same)."""
+"""DLRover's agent: reads the job's step from a file every 15 s, as its ``report_training_step`` writes it."""
 
 from __future__ import annotations
 
@@ -9,15 +8,15 @@ import time
 from collections.abc import Mapping
 
 from ..platforms import find_rank
-from .listener import Listener
+from . import Listener
 
 _VARIABLE = "RUNTIME_METRICS_PATH"
 _PAUSE = 1.0
-"""Seconds between two writes, at least."""
+"""Minimum seconds between two writes."""
 
 
 class DLRover(Listener):
-    """Writes the file, whole or not at all."""
+    """Replaces the file atomically."""
 
     def __init__(self, path: str) -> None:
         self.path, self.written = path, 0.0
@@ -27,13 +26,13 @@ class DLRover(Listener):
         if abs(now - self.written) < _PAUSE:
             return
         self.written = now
-        beside = f"{self.path}.{os.getpid()}"
-        with open(beside, "w", encoding="utf-8") as stream:
+        temporary = f"{self.path}.{os.getpid()}"
+        with open(temporary, "w", encoding="utf-8") as stream:
             json.dump({"step": step, "timestamp": now}, stream)
-        os.replace(beside, self.path)
+        os.replace(temporary, self.path)
 
 
 def find(environment: Mapping[str, str]) -> DLRover | None:
-    """On rank 0, where the agent has named its file and made the folder of it."""
+    """Return the listener on rank 0 if the agent has named its file and made the folder."""
     path = environment.get(_VARIABLE)
     return DLRover(path) if path and find_rank() <= 0 and os.path.isdir(os.path.dirname(path) or ".") else None

@@ -1,4 +1,4 @@
-"""Kubeflow Trainer's controller, which shows a TrainJob's progress (its feature gate ``TrainJobStatus``)."""
+"""Kubeflow Trainer's controller: shows the progress of a TrainJob (feature gate ``TrainJobStatus``)."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ..platforms import find_rank
-from .listener import Listener
+from . import Listener
 
 logger = logging.getLogger("deepspeed_ucp")
 
 _URL, _CERTIFICATE, _TOKEN = (f"KUBEFLOW_TRAINER_SERVER_{name}" for name in ("URL", "CA_CERT", "TOKEN"))
 _PAUSE, _TIMEOUT = 5.0, 5.0
-"""Seconds between two posts, at least, and for one."""
+"""Minimum seconds between two posts, and timeout of a post."""
 
 
 class Kubeflow(Listener):
-    """Posts the newest step, from a thread of its own.
+    """Posts the newest step from a thread.
 
     Args:
-        certificate: path of the server's CA; of the system's where it is None.
-        token: path of the token, which changes.
+        certificate: path of the server's CA certificate; None uses those of the system.
+        token: path of the token, which is renewed.
     """
 
     def __init__(self, url: str, certificate: str | None, token: str) -> None:
@@ -38,7 +38,7 @@ class Kubeflow(Listener):
         self.newest: dict[str, Any] | None = None
         self.posted: dict[str, Any] | None = None
         self.fails = False
-        self.comes, self.lock = threading.Event(), threading.Lock()
+        self.updated, self.lock = threading.Event(), threading.Lock()
         threading.Thread(target=self._keep_posting, daemon=True, name="kubeflow").start()
         atexit.register(self._post_newest)
 
@@ -53,12 +53,12 @@ class Kubeflow(Listener):
                     (now - self.first[1]) / (step - self.first[0]) * (total - step)
                 )
         self.newest = status
-        self.comes.set()
+        self.updated.set()
 
     def _keep_posting(self) -> None:
         while True:
-            self.comes.wait()
-            self.comes.clear()
+            self.updated.wait()
+            self.updated.clear()
             self._post_newest()
             time.sleep(_PAUSE)
 
@@ -71,9 +71,9 @@ class Kubeflow(Listener):
             try:
                 self._post({**status, "lastUpdatedTime": datetime.now(UTC).isoformat()})
                 self.fails = False
-            except (OSError, ValueError) as error:  # among them what urllib and ssl raise
+            except (OSError, ValueError) as error:  # includes the errors of urllib and ssl
                 if not self.fails:
-                    logger.warning("the progress cannot be told to Kubeflow Trainer, training goes on: %s", error)
+                    logger.warning("the progress cannot be posted to Kubeflow Trainer, training goes on: %s", error)
                 self.fails = True
 
     def _post(self, status: Mapping[str, Any]) -> None:
@@ -90,7 +90,7 @@ class Kubeflow(Listener):
 
 
 def find(environment: Mapping[str, str]) -> Kubeflow | None:
-    """On rank 0 of a TrainJob whose controller has named its server."""
+    """Return the listener on rank 0 if the controller has named its server."""
     url, token = environment.get(_URL), environment.get(_TOKEN)
     if not url or not token or find_rank() > 0 or not os.path.exists(token):
         return None

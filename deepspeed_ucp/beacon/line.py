@@ -1,6 +1,6 @@
-"""A line on stdout for who reads logs: SageMaker HyperPod's log monitoring, and others that are told its form.
+"""A line on stdout for log monitors such as SageMaker HyperPod's.
 
-``deepspeed_ucp step=120 seconds_per_step=1.243``; it stays as it is.
+Its form is stable: ``deepspeed_ucp step=120 seconds_per_step=1.243``.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from collections.abc import Mapping
 
 from ..errors import ConfigError
 from ..platforms import find_rank
-from .listener import Listener
+from . import Listener
 
 _VARIABLE = "DEEPSPEED_UCP_BEACON"
-"""Environment: seconds between two lines, at least."""
+"""Environment variable: minimum seconds between two lines."""
 
-_HYPERPOD, _OFTEN = "HYPERPOD_ELASTICAGENT_SOCKET_SERVER_PATH", 10.0
-"""Its agent reads every rank's own log; as often as that, unless it is said."""
+_HYPERPOD, _PAUSE = "HYPERPOD_ELASTICAGENT_SOCKET_SERVER_PATH", 10.0
+"""Variable of HyperPod's agent, which reads the logs of all ranks; default seconds between two lines."""
 
 
 class Line(Listener):
-    """Writes a line at the end of a step, where the last one is some seconds old."""
+    """Writes a line at the end of a step if the last line is at least ``pause`` seconds old."""
 
     def __init__(self, pause: float) -> None:
         self.pause = pause
@@ -38,14 +38,14 @@ class Line(Listener):
 
 
 def find(environment: Mapping[str, str]) -> Line | None:
-    """On every rank under HyperPod's agent, on rank 0 where it is asked for.
+    """Return the listener on every rank under HyperPod's agent, and on rank 0 if the variable is set.
 
     Raises:
-        ConfigError: what asks for it is no number of seconds.
+        ConfigError: the variable is no number of seconds.
     """
-    asked, every_rank = environment.get(_VARIABLE), _HYPERPOD in environment
+    value, every_rank = environment.get(_VARIABLE), _HYPERPOD in environment
     try:
-        pause = float(asked) if asked else _OFTEN
+        pause = float(value) if value else _PAUSE
     except ValueError:
-        raise ConfigError(f"{_VARIABLE}={asked!r}: give the seconds between two lines, such as 30.") from None
-    return Line(pause) if every_rank or (asked and find_rank() <= 0) else None
+        raise ConfigError(f"{_VARIABLE}={value!r}: set the seconds between two lines, such as 30.") from None
+    return Line(pause) if every_rank or (value and find_rank() <= 0) else None

@@ -1,5 +1,4 @@
-"""NVRx's rank monitor (nvidia-resiliency-ext, ``ft_launcher``), by its own client: a heartbeat per step, and the
-sections that the launch gives timeouts for."""
+"""NVRx's rank monitor (``ft_launcher``), through its client: a heartbeat per step, and sections with a timeout."""
 
 from __future__ import annotations
 
@@ -10,33 +9,31 @@ import os
 import socket
 import stat
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..platforms import find_rank
-from .listener import Listener
+from . import Listener, mute
 
 logger = logging.getLogger("deepspeed_ucp")
 
 _VARIABLE = "FT_RANK_MONITOR_IPC_SOCKET"
 _TIMEOUT = 30.0
-"""Seconds that the monitor is waited for."""
+"""Timeout of the connection in seconds."""
 
 _SETUP = "setup"
 """The section from the first phase to the end of the first step."""
 
 _SECTIONS = {"save": "checkpointing", "load": "checkpointing"}
 _SECTIONS |= dict.fromkeys(("forward", "backward", "step", "train_batch"), "step")
-"""By phase, the section that it belongs to as Megatron and NeMo name them; a phase's own name is one as well."""
+"""Phase → section in which Megatron and NeMo have it. A phase also counts as a section of the same name."""
 
 
 class NVRx(Listener):
-    """Tells the monitor by a client that is connected.
-
-    Sections without a timeout are not told: the monitor of 0.4 stumbles over them.
+    """Reports through a connected client.
 
     Args:
-        sections: those that have a timeout.
+        sections: sections with a timeout. Others are not reported: NVRx 0.4 fails on them.
     """
 
     def __init__(self, client: Any, sections: Iterable[str]) -> None:
@@ -72,8 +69,10 @@ class NVRx(Listener):
 
 
 def find(environment: Mapping[str, str]) -> NVRx | None:
-    """Where ``ft_launcher`` has started this rank and nothing else here is connected to its monitor, which hears one
-    client at a time: one that the script makes later takes our place."""
+    """Connect if ``ft_launcher`` has started this rank, unless the script has connected already.
+
+    The monitor accepts one client at a time. If the script connects later, this listener is muted.
+    """
     path = environment.get(_VARIABLE)
     if not path or _is_connected(path):
         return None
@@ -81,36 +80,32 @@ def find(environment: Mapping[str, str]) -> NVRx | None:
         from nvidia_resiliency_ext.fault_tolerance import RankMonitorClient
     except ImportError as error:
         if find_rank() <= 0:
-            logger.warning("NVRx's rank monitor gets no heartbeats: nvidia-resiliency-ext is not here (%s)", error)
+            logger.warning("NVRx's rank monitor gets no heartbeats. Install nvidia-resiliency-ext: %s", error)
         return None
     client, former = RankMonitorClient(), socket.getdefaulttimeout()
-    socket.setdefaulttimeout(_TIMEOUT)  # its socket has none of its own
+    socket.setdefaulttimeout(_TIMEOUT)  # the client sets no timeout
     try:
         client.init_workload_monitoring()
-    except Exception as error:  # noqa: BLE001 - it raises what it meets: training goes on
+    except Exception as error:  # noqa: BLE001 - training goes on
         logger.warning("rank %d: NVRx's rank monitor cannot be reached, training goes on: %s", find_rank(), error)
         return None
     finally:
         socket.setdefaulttimeout(former)
-    RankMonitorClient.init_workload_monitoring = _give_way(RankMonitorClient.init_workload_monitoring)
+    original = RankMonitorClient.init_workload_monitoring
+
+    @functools.wraps(original)
+    def connect(client: Any, *args: Any, **kwargs: Any) -> Any:
+        mute("nvrx")
+        return original(client, *args, **kwargs)
+
+    RankMonitorClient.init_workload_monitoring = connect
     return NVRx(client, client.section_timeouts.section)
 
 
-def _give_way(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def wrapper(client: Any, *args: Any, **kwargs: Any) -> Any:
-        from . import mute
-
-        mute(__name__.rpartition(".")[2])
-        return original(client, *args, **kwargs)
-
-    return wrapper
-
-
 def _is_connected(path: str) -> bool:
-    """Whether this process has a connection to a socket."""
+    """Return True if this process has a connection to the socket."""
     for number in map(int, os.listdir("/proc/self/fd")):
-        with contextlib.suppress(OSError):  # one that is closed, or not connected
+        with contextlib.suppress(OSError):  # closed, or not connected
             if stat.S_ISSOCK(os.fstat(number).st_mode):
                 with socket.socket(fileno=os.dup(number)) as each:
                     if each.getpeername() == path:

@@ -14,7 +14,7 @@ import signal
 import time
 from collections.abc import Mapping
 
-from .listener import Listener
+from . import Listener
 
 _VARIABLE = "TORCHELASTIC_TIMER_FILE"
 

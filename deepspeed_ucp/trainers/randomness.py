@@ -1,6 +1,6 @@
-"""Random states that a trainer writes to a file per rank: of any world into any other, as in :mod:`deepspeed_ucp.rng`.
+"""Restore random states that a trainer wrote to one file per rank, also in another topology.
 
-Only as many files count as the checkpoint was saved by ranks: what lies there beyond is of an older, larger save.
+Files beyond the number of ranks that saved the checkpoint come from an older, larger save, and are ignored.
 """
 
 from __future__ import annotations
@@ -27,75 +27,73 @@ from ..rng import (
     pack_python,
     pack_torch,
     project,
-    take,
+    restore_generators,
 )
 from ..targets import find_place
 
 logger = logging.getLogger("deepspeed_ucp")
 
 States = dict[str, State]
-"""By generator (:func:`deepspeed_ucp.rng.list_generators`)."""
+"""Name of a generator (:func:`deepspeed_ucp.rng.list_generators`) → state."""
 
 _PACK: dict[str, Callable[[Any], State]] = {"python": pack_python, "numpy": pack_numpy, "torch": pack_torch}
 
 
 def read_states(path: str, keys: Mapping[str, str], rank: int) -> States:
-    """What a rank's file holds; nothing where there is no file.
+    """Read the states in a rank's file; empty if the file is missing.
 
     Args:
-        path: of the file, a dict as ``torch.save`` writes it.
-        keys: by generator the key in that dict; the accelerator's has a ``{}`` for the device's name. There it may be a
-            list, of all devices of a node.
-        rank: whose file it is.
+        path: file with a dict, written by ``torch.save``.
+        keys: generator → key in that dict. The accelerator's key has a ``{}`` for the name of the device; its value may
+            be a list with one state per device of the node.
+        rank: the rank that wrote the file.
 
     Raises:
-        CheckpointError: it is damaged, or of another form.
-        UnsupportedError: it holds classes that are not known to be harmless.
+        CheckpointError: the file is damaged, or has another form.
+        UnsupportedError: the file has classes that are not known to be harmless.
     """
     if not os.path.isfile(path):
         return {}
     saved, device = read_objects(path, trust_pickle=False), get_accelerator().device_name()
     try:
         found = {name: pack(saved[keys[name]]) for name, pack in _PACK.items()}
-        held = saved.get(keys["accelerator"].format(device)) if device != "cpu" else None
-        if held is not None:
-            found["accelerator"] = pack_torch(held[rank % len(held)] if isinstance(held, list) else held)
+        state = saved.get(keys["accelerator"].format(device)) if device != "cpu" else None
+        if state is not None:
+            found["accelerator"] = pack_torch(state[rank % len(state)] if isinstance(state, list) else state)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"holds no random states that this release knows ({error!r}).", path=path) from error
+        raise CheckpointError(f"has random states of an unknown form ({error!r}).", path=path) from error
     return found
 
 
 def restore_ranks(engine: Any, folder: str, job: SavedJob, read: Callable[[int], States]) -> None:
-    """Let this rank's generators go on from what the ranks of a saved job wrote; collective.
-
-    A rank takes what the rank wrote that stood where it stands, and what all had alike; else its state is derived from
-    the saved ones, the step and its place.
+    """Restore this rank's generators from the files of a saved job, as :mod:`deepspeed_ucp.rng` does (collective).
 
     Args:
         engine: has loaded the checkpoint.
-        folder: of the files, for messages.
-        job: what saved them.
-        read: of a rank, what its file holds.
+        folder: folder of the files, for messages.
+        job: the job that saved them.
+        read: reads the file of a rank.
 
     Raises:
         CheckpointError: a file is damaged; the same on every rank.
     """
     comm, place = connect(), find_place(engine)
     ranks, tensor = range(job.ranks), job.model_ranks
-    told = comm.share(ranks, lambda rank: {name: digest(state) for name, state in read(rank).items()})
+    digests = comm.share(ranks, lambda rank: {name: digest(state) for name, state in read(rank).items()})
     places = [(0, rank % tensor, rank // tensor) for rank in ranks]
-    names = dict.fromkeys(name for each in told for name in each)
-    axes = {name: find_axes({at: each.get(name) for at, each in zip(places, told, strict=True)}) for name in names}
-    wanted = {project(find_coords(place), kept) for kept in axes.values()}
+    names = dict.fromkeys(name for each in digests for name in each)
+    axes = {name: find_axes({at: each.get(name) for at, each in zip(places, digests, strict=True)}) for name in names}
+    needed = {project(find_coords(place), kept) for kept in axes.values()}
 
     def restore() -> list[str]:
-        held = [(at, read(rank)) for rank, at in zip(ranks, places, strict=True) if at in wanted]
-        record = make_record(held, axes, str(told[0]), job.steps)
-        return take(record, place, {name: each for name, each in list_generators().items() if name in names})
+        known = [(at, read(rank)) for rank, at in zip(ranks, places, strict=True) if at in needed]
+        record = make_record(known, axes, str(digests[0]), job.steps)
+        generators = {name: each for name, each in list_generators().items() if name in names}
+        return restore_generators(record, place, generators)
 
     derived = comm.each(restore)
     if comm.rank == 0:
-        if lacking := [str(rank) for rank, each in enumerate(told) if not each]:
-            logger.warning("%s: the saved random states of ranks %s are missing", folder, shorten(lacking))
+        if missing := [str(rank) for rank, each in enumerate(digests) if not each]:
+            logger.warning("%s: the saved random states of ranks %s are missing", folder, shorten(missing))
         if new := [str(rank) for rank, each in enumerate(derived) if each]:
-            logger.info("%s: random states derived, not saved ones, on ranks %s", folder, shorten(new))
+            logger.info("%s: random states derived instead of restored on ranks %s", folder, shorten(new))

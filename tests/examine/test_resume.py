@@ -203,7 +203,7 @@ def test_batch_sizes(saved: dict[str, Any], dp: int, fits: bool, tmp_path: Path)
     degrees = parse_degrees(f"dp={dp}", index.run.topology)
     found = check_resume(index, degrees)
     assert (not found.obstacles) == fits
-    assert fits or "What would fit" in found.obstacles[0]
+    assert fits or "Alternatives: " in found.obstacles[0]
     assert bool(found.batch.get("change")) == ("checkpoint" in saved)
     assert not check_resume(index, degrees, train_batch=dp * 2).obstacles
 

@@ -21,7 +21,7 @@ from trainers_hf import Trained
 
 from deepspeed_ucp import CheckpointError, MismatchError, beacon
 from deepspeed_ucp.atoms import SavedJob
-from deepspeed_ucp.beacon.listener import Listener
+from deepspeed_ucp.beacon import Listener
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.testing import WorldPool
 from deepspeed_ucp.torchsave.torchfile import list_records
@@ -520,9 +520,9 @@ def test_a_trainer_that_tells_kubeflow_its_progress_does_so_alone(monkeypatch: p
     from transformers.integrations.integration_utils import KubeflowCallback
 
     monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_URL", "https://nowhere")
-    monkeypatch.setattr(beacon, "_chosen", {"kubeflow": Listener(), "line": Listener()})
+    monkeypatch.setattr(beacon, "_active", {"kubeflow": Listener(), "line": Listener()})
     monkeypatch.setattr(huggingface, "find_options", lambda _: None)
     for callbacks, left in (([], ["kubeflow", "line"]), ([KubeflowCallback()], ["line"])):
         trainer = SimpleNamespace(callback_handler=SimpleNamespace(callbacks=callbacks))
         huggingface.train(lambda trainer: None, trainer)
-        assert list(beacon._chosen or {}) == left
+        assert list(beacon._active or {}) == left
