@@ -1,4 +1,4 @@
-"""Accelerate: its own accumulation counter, the schedulers that it steps once per rank, random states of any world."""
+"""Replacements of methods of Accelerate: accumulation, schedulers that are stepped once per rank, random states."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ from .randomness import States, read_states, restore_ranks
 logger = logging.getLogger("deepspeed_ucp")
 
 OWN = "random_states_0.pkl"
-"""A file that it writes after the engine's state."""
+"""A file that Accelerate writes after the engine's state."""
 
 _TAG = "pytorch_model"
-"""The tag under which it saves the first engine."""
+"""The tag of the first engine in Accelerate's saves."""
 
 _RANDOM = {
     "python": "random_state",
@@ -52,21 +52,20 @@ _RANDOM = {
 """Keys of ``random_states_N.pkl``."""
 
 _RATE = "_ucp_rate"
-"""Attribute of a torch scheduler: its own steps per optimizer step, where these are not the number of ranks. It travels
-with the scheduler's state."""
+"""Attribute of a torch scheduler, and key of its state: steps per optimizer step, if not the number of ranks."""
 
 
 def find_engine(accelerator: Any) -> tuple[Any, UniversalConfig] | None:
-    """The first engine that was prepared, with the plugin's options; None without one, or where the plugin is off."""
+    """Return the first prepared engine that has the plugin on, with its options, or None."""
     found = ((model, get_config(model)) for model in accelerator._models)
     return next(((model, config) for model, config in found if config is not None), None)
 
 
 def prepare_deepspeed(original: Callable[..., Any], accelerator: Any, *args: Any) -> Any:
-    """``Accelerator._prepare_deepspeed``: what ``preserve_batch_size`` has changed for the engine holds for the loop.
+    """``Accelerator._prepare_deepspeed``: apply the changes of ``preserve_batch_size`` to the training loop.
 
     Raises:
-        ConfigError: it has changed the micro batch, which the data loader makes.
+        ConfigError: the micro batch has changed, which the data loader makes.
     """
     prepared = original(accelerator, *args)
     found = find_engine(accelerator)
@@ -77,9 +76,9 @@ def prepare_deepspeed(original: Callable[..., Any], accelerator: Any, *args: Any
     given = accelerator.deepspeed_config.get(BATCH_SIZES[1], micro)
     if micro != given:
         raise ConfigError(
-            f"preserve_batch_size: {count_of(connect().size, 'rank')} would make a train_batch_size "
-            f"of {engine.train_batch_size()} of micro batches of {micro}, "
-            f"the data loader makes them of {given}. Give it batch_size={micro}."
+            f"preserve_batch_size: on {count_of(connect().size, 'rank')}, train_batch_size "
+            f"{engine.train_batch_size()} needs micro batches of {micro} samples, but the data loader makes {given}. "
+            f"Set its batch_size={micro}."
         )
     if engine.gradient_accumulation_steps() != accelerator.gradient_accumulation_steps:
         accelerator.gradient_accumulation_steps = to_integer(engine.gradient_accumulation_steps())
@@ -87,56 +86,56 @@ def prepare_deepspeed(original: Callable[..., Any], accelerator: Any, *args: Any
 
 
 def save_state(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:
-    """``Accelerator.save_state``: says so where a part of the gradients is in no file; collective.
+    """``Accelerator.save_state``: warn if accumulated gradients are lost (collective).
 
-    Training goes on while a new folder is written. In one that holds a save already the state and Accelerate's own
-    files would not be of one save meanwhile.
+    Training continues while a new folder is written. In a folder with an older save, the state and Accelerate's files
+    would come from different saves meanwhile.
     """
     rest = accelerator.step % accelerator.gradient_accumulation_steps
     if rest and find_engine(accelerator) is not None and accelerator.is_main_process:
         logger.warning(
             f"saving after {rest} of the {accelerator.gradient_accumulation_steps} micro batches of a step: their "
-            "gradients are in no file, a resume has to take these micro batches again. Save where "
+            "gradients are not saved, so a resume has to repeat these micro batches. Save when "
             "accelerator.sync_gradients is true."
         )
     found = find_engine(accelerator)
     if found is None or found[1].save is None:
         return original(accelerator, *args, **kwargs)
     module = sys.modules["accelerate.accelerator"]
-    folder = _name_folder(accelerator, args[0] if args else kwargs.get("output_dir"))
+    folder = str(args[0] if args else kwargs.get("output_dir"))
+    if accelerator.project_configuration.automatic_checkpoint_naming:
+        folder = os.path.join(_find_parent(accelerator), f"checkpoint_{accelerator.save_iteration}")
     engines = [model for model in accelerator._models if get_config(model) is not None]
     goes_on = begin_save(folder, found[1], connect()) and can_guard(module) and len(engines) == 1
     with guard(module, OWN, coming=True) if goes_on else nullcontext():
         saved = original(accelerator, *args, **kwargs)
     if not goes_on:
         for engine in engines:
-            finish_saves(engine, required=True)  # older ones may be removed next
+            finish_saves(engine, required=True)  # the script may remove older ones next
     return saved
 
 
-def _name_folder(accelerator: Any, output_dir: Any) -> str:
-    """That a save goes to."""
-    if not accelerator.project_configuration.automatic_checkpoint_naming:
-        return str(output_dir)
-    name = f"checkpoint_{accelerator.save_iteration}"
-    return os.path.join(str(accelerator.project_dir), "checkpoints", name)
+def _find_parent(accelerator: Any) -> str:
+    """Return the folder of checkpoints with automatic names."""
+    return os.path.join(str(accelerator.project_dir), "checkpoints")
 
 
 def load_state(
     original: Callable[..., Any], accelerator: Any, input_dir: Any = None, *args: Any, **kwargs: Any
 ) -> None:
-    """``Accelerator.load_state``: a checkpoint of any world; collective.
+    """``Accelerator.load_state``: load a checkpoint of any world (collective).
 
     Raises:
         MismatchError: its total batch cannot be kept.
-        UnsupportedError: a stateful data loader's position in another world.
+        UnsupportedError: it has the position of a stateful data loader in another world.
     """
     found = find_engine(accelerator)
     if found is None:
         original(accelerator, input_dir, *args, **kwargs)
         return
     (engine, config), comm = found, connect()
-    finish_folders(config, _find_beside(accelerator, input_dir), comm)
+    absolute = input_dir and os.path.abspath(os.path.expanduser(str(input_dir)))
+    finish_folders(config, os.path.dirname(absolute) if absolute else _find_parent(accelerator), comm)
     folder = comm.run(lambda: _find_folder(accelerator, input_dir))
     is_foreign = comm.once(lambda: holds_foreign(folder))
     job = comm.once(lambda: _find_job(folder, is_foreign=is_foreign))
@@ -148,7 +147,7 @@ def load_state(
         original(accelerator, folder, *args, **kwargs)
     for scheduler, values in schedules:
         vars(scheduler).update(values)
-    if engine.ucp_report.saved is not None:  # else only DeepSpeed knows how its ranks are numbered
+    if engine.ucp_report.saved is not None:  # else the numbering of the ranks is unknown
         restore_ranks(engine, folder, job, partial(read_random, folder))
     _restore_step(accelerator, folder, job)
 
@@ -157,12 +156,15 @@ def _find_job(folder: str, *, is_foreign: bool) -> SavedJob:
     """Read the job that saved a folder.
 
     Raises:
-        CheckpointError: its save was cut short, or it holds weights alone.
+        CheckpointError: the save was interrupted, or the folder has only weights.
     """
     job = look_at_job(folder) if is_foreign else None
     if job is not None:
         refuse_weights(job, folder, "Start a new run with them: engine.load_checkpoint(folder, load_module_only=True)")
-    _check_own(folder)
+    if os.path.isdir(folder) and not os.path.exists(os.path.join(folder, OWN)):
+        raise CheckpointError(
+            f"{OWN} is missing: the save was interrupted before it wrote this. Use an older checkpoint.", path=folder
+        )
     return complete_job(job or look_at_job(check_tag(folder, _TAG)), folder, r"random_states_(\d+)\.pkl")
 
 
@@ -172,40 +174,24 @@ def _load_without_tag(engine: Any) -> AbstractContextManager[None]:
     return replace_method(engine, "load_checkpoint", lambda folder, _, **kwargs: load(folder, **kwargs))
 
 
-def _find_beside(accelerator: Any, input_dir: Any) -> str:
-    """The folder in which that of a load is."""
-    if input_dir is None:
-        return os.path.join(str(accelerator.project_dir), "checkpoints")
-    return os.path.dirname(os.path.abspath(os.path.expanduser(str(input_dir))))
-
-
-def _check_own(folder: str) -> None:
-    if os.path.isdir(folder) and not os.path.exists(os.path.join(folder, OWN)):
-        raise CheckpointError(
-            f"{OWN} is missing, which a save writes after the engine's state: it was cut short. Take an older one.",
-            path=folder,
-        )
-
-
 def _find_folder(accelerator: Any, input_dir: Any) -> str:
-    """As Accelerate finds it: of folders that it names by itself, the one with the highest number."""
+    """Find the folder of a load; of folders with automatic names, the one with the highest number."""
     if input_dir is not None:
         return os.path.expanduser(str(input_dir))
     if not accelerator.project_configuration.automatic_checkpoint_naming:
-        raise ConfigError("load_state: give it a folder, or switch automatic_checkpoint_naming on.")
-    parent = os.path.join(str(accelerator.project_dir), "checkpoints")
+        raise ConfigError("load_state: pass a folder, or set automatic_checkpoint_naming.")
+    parent = _find_parent(accelerator)
     numbers = {int(match[1]): name for name in os.listdir(parent) if (match := re.search(r"(\d+)$", name))}
     if not numbers:
-        raise ConfigError(f"{parent}: holds no checkpoint. Give load_state a folder that save_state has made.")
+        raise ConfigError(f"{parent}: has no checkpoint. Pass load_state a folder that save_state has made.")
     return os.path.join(parent, numbers[max(numbers)])
 
 
 def _keep_total_batch(accelerator: Any, engine: Any, folder: str, job: SavedJob, config: UniversalConfig) -> None:
-    """Accumulate as many micro batches as make the saved total batch.
+    """Set the accumulation that makes the saved total batch.
 
     Raises:
-        MismatchError: the world is the saved one and the script asks for another batch than there, or no number of
-            these micro batches makes it.
+        MismatchError: the script has changed its batch in an unchanged world, or no accumulation makes the total batch.
     """
     live, was = BatchSizes.of(engine), accelerator.gradient_accumulation_steps
     warn_unknown_batch(job, folder, live.total)
@@ -214,14 +200,14 @@ def _keep_total_batch(accelerator: Any, engine: Any, folder: str, job: SavedJob,
     fit = live.fit(job)
     changed = job.ranks == connect().size and job.asked != live.micro * was
     if fit is None:
-        live.refuse(folder, job, "Take a number of ranks that divides it")
+        live.refuse(folder, job, "Use a number of ranks that divides it")
     if changed or fit[0] != live.micro:
-        advice = f"Take a data loader with batch_size={fit[0]} and gradient_accumulation_steps={fit[1]}"
+        advice = f"Use a data loader with batch_size={fit[0]} and gradient_accumulation_steps={fit[1]}"
         live.refuse(folder, job, advice)
     engine.set_train_batch_size(job.total_batch)
     if hasattr(engine.optimizer, BATCH_SIZES[2]):
         engine.optimizer.gradient_accumulation_steps = fit[1]
-    if isinstance(engine.config, dict):  # its saves tell of it
+    if isinstance(engine.config, dict):  # its saves record it
         asked = live.micro * live.accumulation
         engine.config.update({BATCH_SIZES[0]: job.total_batch, BATCH_SIZES[2]: fit[1], ASKED: asked})
     accelerator.gradient_accumulation_steps = fit[1]
@@ -231,21 +217,21 @@ def _keep_total_batch(accelerator: Any, engine: Any, folder: str, job: SavedJob,
 
 
 def _list_schedulers(accelerator: Any, folder: str) -> list[tuple[Any, dict[str, Any]]]:
-    """Schedulers that Accelerate saves itself, and their saved states; DeepSpeed's own come back with the engine."""
+    """List the schedulers that Accelerate saves, with their saved states; the engine restores DeepSpeed's."""
     from accelerate.utils import DeepSpeedSchedulerWrapper
 
-    own = [each for each in accelerator._schedulers if not isinstance(each, DeepSpeedSchedulerWrapper)]
-    names = (f"scheduler_{number}.bin" if number else "scheduler.bin" for number in range(len(own)))
+    plain = [each for each in accelerator._schedulers if not isinstance(each, DeepSpeedSchedulerWrapper)]
+    names = (f"scheduler_{number}.bin" if number else "scheduler.bin" for number in range(len(plain)))
     paths = [os.path.join(folder, name) for name in names]
-    return [(each, read_objects(path, trust_pickle=False)) for each, path in zip(own, paths, strict=True)]
+    return [(each, read_objects(path, trust_pickle=False)) for each, path in zip(plain, paths, strict=True)]
 
 
 def _convert(scheduler: Any, saved: Mapping[str, Any], job: SavedJob, ranks: int) -> tuple[Any, dict[str, Any]]:
-    """A torch scheduler, and what of it changes after its saved state has been loaded.
+    """Return a torch scheduler, and the attributes to change after its saved state has been loaded.
 
-    Accelerate steps it once per rank at every optimizer step. The schedule that was saved goes on with as many steps as
-    it had. A LambdaLR's functions are not saved but this script's: where they were made for this number of ranks, as
-    the saved learning rate tells, its steps are counted anew.
+    Accelerate steps a scheduler once per rank at every optimizer step. A saved schedule keeps its number of steps per
+    optimizer step. The functions of a LambdaLR come from this script: if the saved learning rate shows that they are
+    made for this number of ranks, the steps are converted.
     """
     inner = scheduler.scheduler
     by_rank = scheduler.step_with_optimizer and not scheduler.split_batches
@@ -259,42 +245,42 @@ def _convert(scheduler: Any, saved: Mapping[str, Any], job: SavedJob, ranks: int
 
 
 def _is_scaled(inner: Any, saved: Mapping[str, Any], was: int, now: int) -> bool:
-    """Whether a scheduler's functions count ``now`` steps per optimizer step, and not ``was`` of them."""
+    """Return True if a scheduler's functions expect ``now`` steps per optimizer step, not ``was``."""
     if not isinstance(inner, LambdaLR):
         return False
     functions: Sequence[Callable[[int], float]] = inner.lr_lambdas
     count, rate = saved["last_epoch"], saved["_last_lr"]
 
-    def gives(at: int, rates: Sequence[float]) -> bool:
-        made = (base * function(at) for base, function in zip(saved["base_lrs"], functions, strict=True))
-        return all(math.isclose(*pair, rel_tol=1e-9, abs_tol=1e-12) for pair in zip(made, rates, strict=True))
+    def matches(step: int) -> bool:
+        rates = (base * function(step) for base, function in zip(saved["base_lrs"], functions, strict=True))
+        return all(math.isclose(*pair, rel_tol=1e-9, abs_tol=1e-12) for pair in zip(rates, rate, strict=True))
 
-    as_saved, anew = gives(count, rate), gives(count // was * now, rate)
-    if as_saved and anew and _part_later(functions, count // was, was, now):
+    unchanged, scaled = matches(count), matches(count // was * now)
+    if unchanged and scaled and _differ_later(functions, count // was, was, now):
         logger.warning(
-            f"the saved learning rate {rate} is this script's schedule's at step {count // was} both counted {was} "
-            f"times an optimizer step and {now} times, which part later; it goes on counted {now} times, as scripts "
-            "count that use num_processes"
+            f"the saved learning rate {rate} fits this script's schedule at step {count // was} both with {was} and "
+            f"{now} steps per optimizer step, which differ later; it continues with {now}, as in scripts that use "
+            "num_processes"
         )
-    if not as_saved and not anew:
+    if not unchanged and not scaled:
         logger.warning(
-            f"the saved learning rate {rate} is not that of this script's schedule at step {count // was}, neither "
-            f"counted {was} times an optimizer step nor {now} times; it goes on counted {now} times"
+            f"the saved learning rate {rate} does not fit this script's schedule at step {count // was}, with {was} or "
+            f"with {now} steps per optimizer step; it continues with {now}"
         )
-    return anew or not as_saved
+    return scaled or not unchanged
 
 
-def _part_later(functions: Sequence[Callable[[int], float]], step: int, was: int, now: int) -> bool:
-    """Whether functions give other values at a later optimizer step if ``was`` counts make one than if ``now`` do."""
+def _differ_later(functions: Sequence[Callable[[int], float]], step: int, was: int, now: int) -> bool:
+    """Return True if ``was`` and ``now`` steps per optimizer step give different values after ``step``."""
     later = dict.fromkeys(step + int(1.05**power) for power in range(340))
     try:
         return any(function(at * was) != function(at * now) for function in functions for at in later)
-    except Exception:  # noqa: BLE001 - the script's own, beyond where it is meant to be asked
+    except Exception:  # noqa: BLE001 - the script's function, beyond its last step
         return True
 
 
 def step_scheduler(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """``AcceleratedScheduler.step``: as many steps per optimizer step as the saved run took."""
+    """``AcceleratedScheduler.step``: take as many steps per optimizer step as the saved run."""
     inner, by_rank = scheduler.scheduler, scheduler.step_with_optimizer and not scheduler.split_batches
     rate = getattr(inner, _RATE, None) if by_rank and scheduler.gradient_state.sync_gradients else None
     if rate is None:
@@ -310,20 +296,17 @@ def step_scheduler(original: Callable[..., Any], scheduler: Any, *args: Any, **k
 
 
 def read_random(folder: str, rank: int) -> States:
-    """What Accelerate saved of a rank."""
+    """Read the random states that Accelerate saved for a rank."""
     return read_states(os.path.join(folder, f"random_states_{rank}.pkl"), _RANDOM, rank)
 
 
 def _restore_step(accelerator: Any, folder: str, job: SavedJob) -> None:
-    """The number of micro batches since the epoch began: of whole steps, the same on every rank.
-
-    What was accumulated for a further step is in no file.
-    """
+    """Restore the number of micro batches since the epoch began, rounded down to whole steps of this run."""
     path = os.path.join(folder, OWN)
     saved = connect().once(lambda: read_objects(path, trust_pickle=False).get("step", 0) if os.path.isfile(path) else 0)
     accumulation = job.accumulation or accelerator.gradient_accumulation_steps
     steps, rest = divmod(saved, accumulation)
     accelerator.step = steps * accelerator.gradient_accumulation_steps
     if accelerator.is_main_process:
-        advice = f"go back by {rest} micro batches of the saved run in the data, or the samples of these are lost"
+        advice = f"repeat the last {rest} micro batches of the saved run, or their samples are skipped"
         warn_unfinished(folder, rest, accumulation, advice)

@@ -1,7 +1,4 @@
-"""What a trainer that counts steps keeps over a resume: the total batch, and whole steps of its micro batches.
-
-Which sample, epoch and learning rate a step means follows from the total batch.
-"""
+"""Batch sizes of trainers that count steps, whose samples, epochs and learning rates follow from the total batch."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from ..errors import CheckpointError, MismatchError, UnsupportedError, count_of
 
 logger = logging.getLogger("deepspeed_ucp")
 
-LIVE = f'to go on with this run\'s all the same set "{SECTION}": {{"total_batch": "live"}}'
+LIVE = f'set "{SECTION}": {{"total_batch": "live"}} to continue with the total batch of this run'
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,23 +49,19 @@ class BatchSizes:
         return self.micro * self.accumulation * self.ranks
 
     def is_kept(self, job: SavedJob, config: UniversalConfig) -> bool:
-        """Whether this run takes the saved total batch as it is, or its own on purpose."""
+        """Return True if the saved total batch needs no change, or ``total_batch`` is ``live``."""
         return config.total_batch == "live" or job.total_batch in (None, self.total)
 
     def fit(self, job: SavedJob) -> tuple[int, int] | None:
-        """(micro batch, accumulation) that make the saved total batch; None where these ranks cannot."""
+        """Find (micro batch, accumulation) that make the saved total batch; None if these ranks cannot."""
         return adapt_batch(job.total_batch or self.total, self.micro, self.ranks)
 
     def refuse(self, folder: str, job: SavedJob, advice: str) -> NoReturn:
-        """Refuse to go on with another total batch.
-
-        Raises:
-            MismatchError: with what to do.
-        """
+        """Raise a :class:`MismatchError` about another total batch."""
         raise MismatchError(
             f"saved with a total batch of {job.total_batch} samples, this run has {self.total} ({self.micro} "
-            f"a device, {count_of(self.ranks, 'rank')}): it would go on at other samples and learning rates. {advice}, "
-            f"or {LIVE}.",
+            f"a device, {count_of(self.ranks, 'rank')}): it would continue at other samples and learning rates. "
+            f"{advice}, or {LIVE}.",
             path=folder,
         )
 
@@ -77,9 +70,7 @@ def complete_job(job: SavedJob, folder: str, pattern: str) -> SavedJob:
     """Add the number of ranks to a job whose format does not record it: one per file of random states.
 
     Args:
-        job: as :func:`..sources.open.look_at_job` returns it.
-        folder: the trainer's folder.
-        pattern: of these files' names, with the rank as its group.
+        pattern: pattern of the names of these files, with the rank as group.
     """
     if not job.format:
         return job
@@ -90,10 +81,10 @@ def complete_job(job: SavedJob, folder: str, pattern: str) -> SavedJob:
 def warn_unknown_batch(job: SavedJob, folder: str, total: int) -> None:
     """Warn that a foreign format does not record the total batch."""
     if job.format and connect().rank == 0:
-        writers = f", saved by {count_of(job.ranks, 'rank')} by its files of random states" if job.ranks > 1 else ""
+        writers = f", saved by {count_of(job.ranks, 'rank')} (from files of random states)" if job.ranks > 1 else ""
         logger.warning(
             f"{folder}: {job.format}{writers}, records no total batch; this run takes {total} samples a step. If the "
-            "saved run took another number, set the batch sizes to make that number."
+            "saved run took another number, set batch sizes that make it."
         )
 
 
@@ -104,9 +95,7 @@ def refuse_weights(job: SavedJob, folder: str, advice: str) -> None:
         CheckpointError: the folder has no optimizer states.
     """
     if job.weights_alone:
-        raise CheckpointError(
-            f"holds weights alone ({job.format}), from which no run can be resumed. {advice}.", path=folder
-        )
+        raise CheckpointError(f"has only weights ({job.format}) and cannot be resumed. {advice}.", path=folder)
 
 
 def refuse_loader_position(folder: str, job: SavedJob, advice: str = "") -> None:
@@ -118,16 +107,16 @@ def refuse_loader_position(folder: str, job: SavedJob, advice: str = "") -> None
     ranks = connect().size
     if job.ranks != ranks:
         raise UnsupportedError(
-            f"a stateful data loader's position was saved by {count_of(job.ranks, 'rank')}, each of its own "
-            f"batches, and means other samples on {ranks}: use deepspeed_ucp.data.ElasticSampler{advice}.",
+            f"the position of a stateful data loader was saved by {count_of(job.ranks, 'rank')}, each for its batches, "
+            f"and means other samples on {ranks}. Use deepspeed_ucp.data.ElasticSampler{advice}.",
             path=folder,
         )
 
 
 def warn_unfinished(folder: str, done: int, accumulation: int, advice: str) -> None:
-    """Say so where a save was made between two optimizer steps."""
+    """Warn about a save between two optimizer steps."""
     if done:
         logger.warning(
-            f"{folder}: was saved after {done} of the {accumulation} micro batches of a step, whose gradients are in "
-            f"no file: {advice}"
+            f"{folder}: was saved after {done} of the {accumulation} micro batches of a step, whose gradients were not "
+            f"saved: {advice}"
         )

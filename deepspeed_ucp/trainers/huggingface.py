@@ -1,9 +1,7 @@
-"""Hugging Face's Trainer: the saved total batch on any world, before it computes where it stands in its data; losses
-and random states of any world.
+"""Replacements of methods of Hugging Face's Trainer: total batch, folders, schedules, losses and random states.
 
-The trainer counts optimizer steps. Which samples, epoch and learning rate a step means follows from its batch sizes, so
-that these are what has to be right, and before anything is made of them: the loop's first lines make the data loader
-and the number of steps, then the engine, then load.
+The trainer counts optimizer steps, whose samples, epochs and learning rates follow from the batch sizes. These are set
+before the training loop makes the data loader, the number of steps and the engine from them.
 """
 
 from __future__ import annotations
@@ -42,66 +40,66 @@ logger = logging.getLogger("deepspeed_ucp")
 
 @dataclass(slots=True)
 class TrainerState:
-    """What this package keeps of one trainer, from one :func:`train` to the next.
+    """State of one trainer, from one :func:`train` to the next.
 
     Attributes:
-        own: per-device batch and accumulation that the script asks for; an attempt may have taken others since.
-        resumed: the folder that it resumes from, where the saved total batch is to be kept.
-        begun: ranks and micro batches of a step where the run began; None where this run has the same.
-        looks: whether the model looks at ``num_items_in_batch``; None before its first loss.
+        requested: per-device batch and accumulation of the script; an attempt may have changed the arguments since.
+        resumed: folder of the resume, if its total batch is to be kept.
+        begun: ranks and micro batches per step in the run's first launch; None if they are the same here.
+        uses_count: the model uses ``num_items_in_batch``; None before its first loss.
     """
 
-    own: tuple[int, int] | None = None
+    requested: tuple[int, int] | None = None
     resumed: str | None = None
     begun: tuple[int, int] | None = None
-    looks: bool | None = None
+    uses_count: bool | None = None
 
 
 def find_state(trainer: Any) -> TrainerState:
-    """What is kept of a trainer: the one thing that is set on it."""
+    """Return the state of a trainer, which is stored in its only attribute of ours."""
     state: TrainerState = vars(trainer).setdefault("_ucp_state", TrainerState())
     return state
 
 
 def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """``Trainer.train``: resumes from a folder that is whole, or takes its weights alone into a new run; collective.
+    """``Trainer.train``: resume from a complete folder, or start a new run from its weights (collective).
 
     Raises:
-        CheckpointError: the folder is not whole, and with ``fallback`` none before it is.
+        CheckpointError: the folder is incomplete, and with ``fallback`` all before it are too.
     """
     call, config = inspect.signature(original).bind(trainer, *args, **kwargs), find_options(trainer)
     folder = call.arguments.get("resume_from_checkpoint")
     trainer._ucp_state = TrainerState()
     if any(type(each).__name__ == "KubeflowCallback" for each in trainer.callback_handler.callbacks):
-        beacon.mute("kubeflow")  # it tells the progress itself
+        beacon.mute("kubeflow")  # that callback reports the progress
     if config is not None and folder:
         show_decisions()
         shorten_uncaught()
-        beside = trainer.args.output_dir if folder is True else os.path.dirname(os.path.abspath(folder))
-        finish_folders(config, beside, connect())
+        parent = trainer.args.output_dir if folder is True else os.path.dirname(os.path.abspath(folder))
+        finish_folders(config, parent, connect())
         folder = call.arguments["resume_from_checkpoint"] = choose_folder(trainer.args, folder, config)
     if config is not None and folder and config.arguments.get("load_module_only"):
         call.arguments["resume_from_checkpoint"] = None
         if connect().rank == 0:
-            logger.warning("%s: a new run begins with its weights alone, as load_module_only says", folder)
-        with _take_weights(trainer, folder):
+            logger.warning("%s: a new run starts from its weights (load_module_only)", folder)
+        with _load_weights(trainer, folder):
             return original(*call.args, **call.kwargs)
     return original(*call.args, **call.kwargs)
 
 
 @contextmanager
-def _take_weights(trainer: Any, folder: str) -> Iterator[None]:
-    """Inside, a new run takes a checkpoint's weights when its engine is there, before other callbacks look at them."""
+def _load_weights(trainer: Any, folder: str) -> Iterator[None]:
+    """Let a new run load a checkpoint's weights once its engine exists, before other callbacks use them."""
     from transformers import TrainerCallback
 
-    class TakeWeights(TrainerCallback):
+    class LoadWeights(TrainerCallback):
         def on_train_begin(self, *_: Any, **__: Any) -> None:
             strict = not hasattr(trainer.model, "peft_config")
             path, _ = trainer.model_wrapped.load_checkpoint(folder, load_module_strict=strict)
             if path is None:
-                raise CheckpointError("holds no weights that can be loaded.", path=folder)
+                raise CheckpointError("has no weights that can be loaded.", path=folder)
 
-    callback, callbacks = TakeWeights(), trainer.callback_handler.callbacks
+    callback, callbacks = LoadWeights(), trainer.callback_handler.callbacks
     callbacks.insert(0, callback)
     try:
         yield
@@ -110,9 +108,9 @@ def _take_weights(trainer: Any, folder: str) -> Iterator[None]:
 
 
 def inner_training_loop(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """``Trainer._inner_training_loop``: a resume keeps the saved total batch.
+    """``Trainer._inner_training_loop``: keep the saved total batch.
 
-    With ``auto_find_batch_size`` the trainer calls it again, with a smaller batch, when memory has run out.
+    With ``auto_find_batch_size`` the trainer calls it again, with a smaller batch, after an out-of-memory error.
     """
     call = inspect.signature(original).bind(trainer, *args, **kwargs)
     folder, config = call.arguments.get("resume_from_checkpoint"), find_options(trainer)
@@ -120,65 +118,65 @@ def inner_training_loop(original: Callable[..., Any], trainer: Any, *args: Any, 
     state.resumed = None
     if config is None:
         return original(*call.args, **call.kwargs)
-    micro, accumulation = call.arguments.get("batch_size") or trainer._train_batch_size, _restore_own(trainer)
+    micro, accumulation = call.arguments.get("batch_size") or trainer._train_batch_size, _restore_requested(trainer)
     if folder:
         show_decisions()
         warn_order(trainer.args)
         state.resumed = os.fspath(folder) if config.total_batch == "saved" else None
         micro = call.arguments["batch_size"] = keep_total_batch(trainer, os.fspath(folder), micro, config)
-    elif trainer.args.auto_find_batch_size:  # the trainer leaves the size that it tried first in the ds_config
+    elif trainer.args.auto_find_batch_size:  # the trainer leaves the first attempt's size in the ds_config
         ranks = _count_replicas(trainer)
         _set_batch(trainer, micro, accumulation, micro * accumulation * ranks, asked=micro * accumulation)
     return original(*call.args, **call.kwargs)
 
 
-def _restore_own(trainer: Any) -> int:
-    """The accumulation that the script asks for; an earlier attempt may have taken another."""
+def _restore_requested(trainer: Any) -> int:
+    """Undo the changes of an earlier attempt to the batch sizes; returns the accumulation of the script."""
     args, state = trainer.args, find_state(trainer)
-    state.own = state.own or (args.per_device_train_batch_size, args.gradient_accumulation_steps)
-    args.per_device_train_batch_size, args.gradient_accumulation_steps = state.own
+    state.requested = state.requested or (args.per_device_train_batch_size, args.gradient_accumulation_steps)
+    args.per_device_train_batch_size, args.gradient_accumulation_steps = state.requested
     return int(args.gradient_accumulation_steps)
 
 
 def _count_replicas(trainer: Any) -> int:
-    """Ranks that take samples of their own."""
+    """Return the number of data-parallel ranks."""
     args = trainer.args
     step = trainer._train_batch_size * args.gradient_accumulation_steps
     return int(trainer.get_total_train_batch_size(args) // step)
 
 
 def warn_order(args: Any) -> None:
-    """Say so where the trainer's own order of an epoch is that of one world and one begin alone."""
+    """Warn about an order of samples that a resume cannot reproduce."""
     legacy = "group_by_length" if getattr(args, "group_by_length", False) else None  # before transformers 5
     strategy = getattr(args, "train_sampling_strategy", legacy)
     if strategy == "group_by_length" and connect().rank == 0:
         logger.warning(
-            "group_by_length orders an epoch by this world's batch sizes and the random numbers at its begin, which a "
-            "resume does not have: an epoch that had begun goes on with other samples, some of them again. Resume from "
-            "an epoch's end, or take an order that is kept: random, sequential."
+            "group_by_length orders an epoch by batch sizes of this world and random numbers at its begin, which a "
+            "resume does not have: a partial epoch continues with other samples, and repeats some. Resume from the end "
+            "of an epoch, or use a reproducible order: random, sequential."
         )
 
 
 def find_options(trainer: Any) -> UniversalConfig | None:
-    """The plugin's options for a trainer's engine; None where it has none, or the plugin is off."""
+    """Return the plugin's options for a trainer's engine; None if it does not use DeepSpeed, or the plugin is off."""
     plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
     return read_options(plugin.deepspeed_config) if plugin is not None else None
 
 
 def keep_total_batch(trainer: Any, folder: str, micro: int, config: UniversalConfig) -> int:
-    """Give a trainer the accumulation and per-device batch that make a checkpoint's total batch; collective.
+    """Set the accumulation and per-device batch that make a checkpoint's total batch (collective).
 
     Args:
-        folder: the trainer's own, ``checkpoint-N``.
-        micro: samples of a micro batch of this run; never more are taken.
+        folder: the trainer's ``checkpoint-N``.
+        micro: samples of a micro batch of this run, the upper limit.
 
     Returns:
         The micro batch to train with.
 
     Raises:
-        CheckpointError: the folder holds no state of an engine.
-        MismatchError: the total batch is another one on purpose, or these ranks cannot make it.
-        UnsupportedError: the trainer finds its batch by itself, and is not known to make the same gradients then.
+        CheckpointError: the folder has no engine state.
+        MismatchError: the script sets another total batch, or these ranks cannot make the saved one.
+        UnsupportedError: ``auto_find_batch_size`` with transformers 4, whose gradients would have another size.
     """
     args, comm = trainer.args, connect()
     found: bool = args.auto_find_batch_size
@@ -187,13 +185,13 @@ def keep_total_batch(trainer: Any, folder: str, micro: int, config: UniversalCon
     fit, total = (micro, live.accumulation), job.total_batch or live.total
     warn_unknown_batch(job, folder, total)
     if not live.is_kept(job, config):
-        fit = choose_batch(job, folder, live, None if found else _read_own_total(args), found=found)
+        fit = choose_batch(job, folder, live, None if found else _read_explicit_total(args), found=found)
     elif total != live.total:
         if comm.rank == 0:
             logger.warning(
-                f"the saved run took {total} samples a step, this one takes {live.total}: step {job.steps} means "
-                f"sample {job.steps * live.total} of its data, where the saved run had come to {job.steps * total}, "
-                "and a schedule by steps another rate per sample"
+                f"the saved run took {total} samples a step, this one takes {live.total}: step {job.steps} is sample "
+                f"{job.steps * live.total} of its data, but the saved run had reached sample {job.steps * total}, and "
+                "schedules that count steps change the rate per sample"
             )
         total = live.total
     is_changed = fit != (micro, live.accumulation)
@@ -204,7 +202,7 @@ def keep_total_batch(trainer: Any, folder: str, micro: int, config: UniversalCon
         )
     if is_changed or found:
         _set_batch(trainer, *fit, total, asked=micro * live.accumulation)
-    _note_begun(trainer, job, (live.ranks, fit[1]))
+    _record_begun(trainer, job, (live.ranks, fit[1]))
     if is_changed and comm.rank == 0:
         old_new = ("per-device batch", micro, fit[0]), ("gradient accumulation", live.accumulation, fit[1])
         kept = f"{folder}: total batch {total} kept on {count_of(live.ranks, 'rank')}"
@@ -215,29 +213,29 @@ def keep_total_batch(trainer: Any, folder: str, micro: int, config: UniversalCon
 def choose_batch(
     job: SavedJob, folder: str, live: BatchSizes, written: int | None, *, found: bool = False
 ) -> tuple[int, int]:
-    """(per-device batch, accumulation) of a saved total batch.
+    """Choose (per-device batch, accumulation) for a saved total batch.
 
     Args:
-        written: the total batch of the user's ds_config.
-        found: the micro batch is one that the trainer has found to fit into memory, nobody's wish.
+        written: explicit total batch of the user's ds_config.
+        found: the trainer has found the micro batch by trial (``auto_find_batch_size``).
 
     Raises:
-        MismatchError: a ds_config has another one written out, the world is the saved one and what the script asks for
-            is not what it asked for there, or the ranks cannot make it.
+        MismatchError: the ds_config has another total batch, the script has changed its batch sizes in an unchanged
+            world, or the ranks cannot make the total batch.
     """
     fit = live.fit(job)
     if written not in (None, job.total_batch):
         live.refuse(folder, job, f'Write train_batch_size {job.total_batch} or "auto" into the ds_config')
     if fit is None:
-        live.refuse(folder, job, "Take a number of ranks that divides it")
+        live.refuse(folder, job, "Use a number of ranks that divides it")
     if job.ranks == connect().size and job.asked != live.micro * live.accumulation and not found:
         advice = f"Set per_device_train_batch_size={fit[0]} and gradient_accumulation_steps={fit[1]}"
         live.refuse(folder, job, advice)
     return fit
 
 
-def _read_own_total(args: Any) -> int | None:
-    """The ``train_batch_size`` that the user's ds_config has written out; the trainer has replaced ``auto`` by then."""
+def _read_explicit_total(args: Any) -> int | None:
+    """Read the ``train_batch_size`` of the user's ds_config again: the trainer has replaced ``auto`` in its copy."""
     if not args.deepspeed:
         return None
     from accelerate.utils.deepspeed import HfDeepSpeedConfig
@@ -247,41 +245,38 @@ def _read_own_total(args: Any) -> int | None:
 
 
 def _set_batch(trainer: Any, micro: int, accumulation: int, total: int, *, asked: int) -> None:
-    """Before the engine is made: in the trainer, its arguments, and the ds_config that it has made of them."""
-    args, held = trainer.args, trainer.accelerator.state.deepspeed_plugin.hf_ds_config
+    """Set the batch sizes in the trainer, its arguments and its ds_config, before the engine is made."""
+    args, ds_config = trainer.args, trainer.accelerator.state.deepspeed_plugin.hf_ds_config
     args.per_device_train_batch_size = micro // max(1, args.n_gpu)
     args.gradient_accumulation_steps = accumulation
     trainer._train_batch_size = micro
-    held.config.update({**dict(zip(BATCH_SIZES, (total, micro, accumulation), strict=True)), ASKED: asked})
-    held.mismatches = [text for text in held.mismatches if not text.startswith(_OF_SIZES)]
+    ds_config.config.update({**dict(zip(BATCH_SIZES, (total, micro, accumulation), strict=True)), ASKED: asked})
+    faults = tuple(f"- ds {key}=" for key in BATCH_SIZES)  # begins of the trainer's messages about the old sizes
+    ds_config.mismatches = [text for text in ds_config.mismatches if not text.startswith(faults)]
 
 
-def _note_begun(trainer: Any, job: SavedJob, now: tuple[int, int]) -> None:
-    """Keep in the trainer and its saves how many ranks and micro batches made a step when the run began.
+def _record_begun(trainer: Any, job: SavedJob, now: tuple[int, int]) -> None:
+    """Record the ranks and micro batches per step of the run's first launch, in the trainer and its saves.
 
     Args:
-        now: ranks and micro batches of this run.
+        now: ranks and micro batches of this launch.
     """
     begun = job.begun or (job.ranks // job.model_ranks, job.accumulation or now[1])
     state = find_state(trainer)
-    state.begun, state.looks = begun if begun != now else None, None
+    state.begun, state.uses_count = begun if begun != now else None, None
     trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config.update(zip(BEGUN, begun, strict=True))
-
-
-_OF_SIZES = tuple(f"- ds {key}=" for key in BATCH_SIZES)
-"""How the trainer's complaints about these begin."""
 
 
 def set_initial_training_values(
     original: Callable[..., Any], trainer: Any, args: Any, dataloader: Any, *more: Any
 ) -> Any:
-    """``Trainer.set_initial_training_values``: a resumed epoch has as many steps as it had.
+    """``Trainer.set_initial_training_values``: keep the number of steps of an epoch.
 
-    With ``dataloader_drop_last`` the trainer drops what is less than a micro batch of all ranks, and not what is less
-    than a step: with accumulation an epoch may end in a step that was none without.
+    With ``dataloader_drop_last`` the trainer drops a partial micro batch of all ranks, but not a partial step. With
+    accumulation, an epoch may therefore have an additional step.
 
     Raises:
-        MismatchError: it cannot have as many.
+        MismatchError: the epoch has another number of steps for another reason.
     """
     values = original(trainer, args, dataloader, *more)
     folder = find_state(trainer).resumed
@@ -291,15 +286,15 @@ def set_initial_training_values(
         return values
     whole = batches // args.gradient_accumulation_steps
     if not args.dataloader_drop_last or whole != saved:
-        told = f"{folder}: an epoch of the saved run had {saved} steps, this one's has {steps}"
+        change = f"{folder}: an epoch of the saved run had {saved} steps, this one's has {steps}"
         if not args.ignore_data_skip:
             raise MismatchError(
-                f"{told}: the trainer would go on at another sample. Train on the same data, with dataloader_drop_last "
-                "as it was (where that is on, with the saved accumulation), let ignore_data_skip=True begin an epoch "
-                f"of other data, or {LIVE}."
+                f"{change}: the trainer would continue at another sample. Use the same data and dataloader_drop_last "
+                "(if that is on, also the saved accumulation), set ignore_data_skip=True to start an epoch of other "
+                f"data, or {LIVE}."
             )
         if connect().rank == 0:
-            logger.warning("%s: epochs are counted in these, and the begun one begins with its first sample", told)
+            logger.warning("%s: epochs are counted by the new number, and the current one starts anew", change)
         return values
     if args.max_steps < 0:
         most = math.ceil(args.num_train_epochs * whole)
@@ -309,17 +304,17 @@ def set_initial_training_values(
 
 
 def _read_steps(folder: str) -> int | None:
-    """Optimizer steps of an epoch of the saved run: the trainer notes its epochs as a fraction."""
+    """Return the optimizer steps per epoch of the saved run, from the fraction of epochs that the trainer saves."""
     state = read_trainer_state(folder)
     step, epoch = state.get("global_step"), state.get("epoch")
     return math.ceil(step / epoch - 1e-6) if step and epoch else None
 
 
 def save_optimizer_and_scheduler(original: Callable[..., Any], trainer: Any, output_dir: Any) -> None:
-    """``Trainer._save_optimizer_and_scheduler``: training goes on while it is written, where that is safe; collective.
+    """``Trainer._save_optimizer_and_scheduler``: let training continue during the write if that is safe (collective).
 
-    Not where the folder is read or removed in a way that is not known, or holds a save already, whose state and whose
-    trainer's files would not be of one save meanwhile.
+    It is not if the trainer uploads the folder or removes folders in an unknown way, or if the folder has a save
+    already: engine state and trainer files would come from different saves meanwhile.
     """
     config = find_options(trainer) if trainer.is_deepspeed_enabled else None
     if config is None or config.save is None:
@@ -333,22 +328,21 @@ def save_optimizer_and_scheduler(original: Callable[..., Any], trainer: Any, out
 
 
 def _can_rotate() -> bool:
-    """Whether the trainer removes its folders where :func:`rotate_checkpoints` sees it."""
+    """Return True if the trainer removes its folders through :func:`rotate_checkpoints`."""
     modules = [sys.modules["transformers.trainer"], sys.modules["transformers.trainer_utils"]]
     names = "rotate_checkpoints" in vars(modules[0]) and hasattr(modules[0].Trainer, "_finalize_training")
     return names and all(map(can_guard, modules))
 
 
 def rotate_checkpoints(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """``rotate_checkpoints``, after a save, on the rank that removes: the last whole one stays."""
+    """``rotate_checkpoints``: keep the last complete checkpoint; called after a save, on the rank that removes."""
     restore_times()
     with guard(sys.modules["transformers.trainer_utils"], TRAINER_STATE):
         original(*args, **kwargs)
 
 
 def finalize_training(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """``Trainer._finalize_training``: the best model is loaded from files that are there, and what was kept longer than
-    its limit goes; collective."""
+    """``Trainer._finalize_training``: finish saves before the best model is loaded, remove postponed folders."""
     if trainer.is_deepspeed_enabled:
         finish_saves(trainer.model_wrapped)
         remove_postponed()
@@ -357,25 +351,25 @@ def finalize_training(original: Callable[..., Any], trainer: Any, *args: Any, **
 
 
 def load_engine(original: Callable[..., None], engine: Any, folder: str, load_module_strict: bool = True) -> None:
-    """``deepspeed_load_checkpoint``: loads any format; the original looks for folders named ``global_step*`` first.
+    """``deepspeed_load_checkpoint``: load any format, although the original requires folders named ``global_step*``.
 
     Raises:
-        CheckpointError: the folder holds no checkpoint.
+        CheckpointError: the folder has no checkpoint.
     """
     if get_config(engine) is None:
         original(engine, folder, load_module_strict=load_module_strict)
         return
     path, _ = engine.load_checkpoint(folder, load_module_strict=load_module_strict)
     if path is None:
-        raise CheckpointError("holds no checkpoint that can be loaded.", path=folder)
+        raise CheckpointError("has no checkpoint that can be loaded.", path=folder)
 
 
 def load_scheduler(original: Callable[..., Any], trainer: Any, checkpoint: str | None) -> None:
-    """``Trainer._load_optimizer_and_scheduler``: this run's own schedule, at the saved step, where it is to stay.
+    """``Trainer._load_optimizer_and_scheduler``: with load_lr_scheduler_states=False, advance this run's schedule.
 
     Raises:
-        MismatchError: the saved one is of more param groups, as that of a run without an adapter.
-        UnsupportedError: it cannot be set to a step.
+        MismatchError: the saved schedule has more param groups, such as that of a run without an adapter.
+        UnsupportedError: the schedule cannot be advanced.
     """
     config = find_options(trainer)
     if config is None or checkpoint is None:
@@ -384,26 +378,26 @@ def load_scheduler(original: Callable[..., Any], trainer: Any, checkpoint: str |
     if config.arguments.get("load_lr_scheduler_states", True):
         try:
             original(trainer, checkpoint)
-        except IndexError as error:  # torch's, of a list of functions
+        except IndexError as error:  # of torch's list of functions
             raise MismatchError(
-                f"{checkpoint}: its schedule is of more param groups than this run's. "
-                '"arguments": {"load_lr_scheduler_states": false} goes on with the schedule of this run, '
-                '{"load_module_only": true} begins anew with the weights.'
+                f"{checkpoint}: its schedule has more param groups than this run's. Set "
+                '"arguments": {"load_lr_scheduler_states": false} to continue with the schedule of this run, or '
+                '{"load_module_only": true} to start anew from the weights.'
             ) from error
         return
     schedule = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)
     steps = int(read_trainer_state(checkpoint).get("global_step", 0))  # transformers 4 has not read it yet
     advance(schedule, steps)
     if connect().rank == 0:
-        told = ", ".join(f"{group['lr']:g}" for group in schedule.optimizer.param_groups)
-        logger.warning("%s: this run's own schedule at step %d, learning rate %s", checkpoint, steps, told)
+        rates = ", ".join(f"{group['lr']:g}" for group in schedule.optimizer.param_groups)
+        logger.warning("%s: the schedule of this run continues at step %d, learning rate %s", checkpoint, steps, rates)
 
 
 def advance(schedule: Any, steps: int) -> None:
-    """Set a fresh schedule to where it is after so many steps.
+    """Advance a new schedule by a number of steps.
 
     Raises:
-        UnsupportedError: it goes by what the steps have brought.
+        UnsupportedError: the schedule depends on the results of the steps.
     """
     if isinstance(schedule, LambdaLR):
         schedule.last_epoch = steps - 1
@@ -412,19 +406,19 @@ def advance(schedule: Any, steps: int) -> None:
         schedule.step(steps - 1)
     else:
         raise UnsupportedError(
-            f"load_lr_scheduler_states=False: {type(schedule).__name__} cannot be set to step {steps}, as it goes by "
-            "the steps before. Take a schedule of get_scheduler's, or the saved one."
+            f"load_lr_scheduler_states=False: {type(schedule).__name__} cannot be set to step {steps}, because it "
+            "depends on the steps before. Use a schedule of get_scheduler, or load the saved one."
         )
 
 
 class Watched(torch.Tensor):
-    """A number that notes whether anything is computed with it."""
+    """A tensor that records whether it is used in a computation."""
 
     used = False
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") != "__get__":  # its device, its dtype
+        if getattr(func, "__name__", "") != "__get__":  # not an attribute such as its device
             for each in (*args, *(kwargs or {}).values()):
                 if isinstance(each, Watched):
                     each.used = True
@@ -433,46 +427,41 @@ class Watched(torch.Tensor):
 
 
 def compute_loss(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """``Trainer.compute_loss``: of the size that it had where the run began.
+    """``Trainer.compute_loss``: keep the scale of the loss of the run's first launch.
 
-    The trainer hands the number of items in a step to a model that takes any keyword, multiplies the loss by the ranks,
-    and divides it by nothing. A model that does not look at that number gives a mean: of a step there are as many as
-    ranks and micro batches, which are added up.
+    The trainer passes the number of items of a step to a model that accepts any keyword, and then only multiplies the
+    loss by the number of ranks. If the model ignores that number and returns a mean, the trainer adds up the means of
+    all ranks and micro batches, whose number has changed.
     """
     call = inspect.signature(original).bind(trainer, *args, **kwargs)
     state, number = find_state(trainer), call.arguments.get("num_items_in_batch")
     if state.begun is None or not isinstance(number, torch.Tensor):
         return original(*call.args, **call.kwargs)
-    if state.looks is None:
+    if state.uses_count is None:
         watched = call.arguments["num_items_in_batch"] = number.as_subclass(Watched)
-        # A compiled model takes no tensor of another class.
+        # A compiled model does not accept a subclass of Tensor.
         eager = torch.compiler.set_stance("force_eager") if hasattr(torch.compiler, "set_stance") else nullcontext()
         with eager:
-            made = original(*call.args, **call.kwargs)
-        state.looks = watched.used
-        if not state.looks:
-            _warn_size(trainer, state.begun)
+            loss = original(*call.args, **call.kwargs)
+        state.uses_count = watched.used
+        factor = find_factor(trainer, state.begun, training=True)
+        if not state.uses_count and factor != 1 and connect().rank == 0:
+            logger.warning(
+                f"{type(trainer.model).__name__} does not use num_items_in_batch, so the trainer adds up its losses "
+                f"over ranks and micro batches, whose number has changed. They are multiplied by {factor:g}, to keep "
+                "the size of losses and gradients of the saved run."
+            )
     else:
-        made = original(*call.args, **call.kwargs)
-    factor = 1.0 if state.looks else find_factor(trainer, state.begun, training=call.arguments["model"].training)
-    return (made[0] * factor, *made[1:]) if isinstance(made, tuple) else made * factor
-
-
-def _warn_size(trainer: Any, begun: tuple[int, int]) -> None:
-    factor = find_factor(trainer, begun, training=True)
-    if factor != 1 and connect().rank == 0:
-        logger.warning(
-            f"{type(trainer.model).__name__} does not look at num_items_in_batch: the trainer adds up its losses over "
-            f"ranks and micro batches, of which there are others now. They are multiplied by {factor:g}, as losses and "
-            "gradients were in the saved run."
-        )
+        loss = original(*call.args, **call.kwargs)
+    factor = 1.0 if state.uses_count else find_factor(trainer, state.begun, training=call.arguments["model"].training)
+    return (loss[0] * factor, *loss[1:]) if isinstance(loss, tuple) else loss * factor
 
 
 def find_factor(trainer: Any, begun: tuple[int, int], *, training: bool) -> float:
-    """What such a loss is to be multiplied with.
+    """Return the factor for losses of a model that ignores the number of items.
 
     Args:
-        begun: ranks and micro batches of a step where the run began.
+        begun: ranks and micro batches per step in the run's first launch.
     """
     ranks, accumulation = _count_replicas(trainer), trainer.args.gradient_accumulation_steps
     adds_ranks = getattr(trainer.args, "average_tokens_across_devices", False)
@@ -481,7 +470,7 @@ def find_factor(trainer: Any, begun: tuple[int, int], *, training: bool) -> floa
 
 
 def load_rng_state(original: Callable[..., Any], trainer: Any, checkpoint: str | None) -> None:
-    """``Trainer._load_rng_state``: whatever ranks had saved them."""
+    """``Trainer._load_rng_state``: restore random states that any number of ranks saved."""
     report = getattr(trainer.model_wrapped, "ucp_report", None)
     job: SavedJob | None = report.saved if report is not None and find_options(trainer) is not None else None
     if checkpoint is None or job is None:

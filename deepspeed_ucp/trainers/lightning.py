@@ -1,7 +1,7 @@
-"""Lightning's Trainer: counters of batches in whole steps of this run, and what of the data it would train on again.
+"""Replacements of methods of Lightning: convert its counters of batches to this run's steps, and check its data.
 
-Lightning counts the batches of an epoch, and steps after every ``accumulate_grad_batches`` of them; the engine counts
-for itself, from the last whole step on. Data that was consumed Lightning counts as well, but does not pass over.
+Lightning counts batches and takes a step after every ``accumulate_grad_batches``; the engine counts its steps.
+Lightning also counts consumed data, but does not skip it on a resume.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from .batches import BatchSizes, refuse_loader_position, refuse_weights, warn_un
 logger = logging.getLogger("deepspeed_ucp")
 
 _LOADERS = "combined_loader"
-"""Where the state of its loop has the loaders' own."""
+"""Key of the loaders' states in the state of its loop."""
 
 _ACCUMULATION = "_ucp_accumulation"
-"""Key of checkpoints: the accumulation of the run that began, where this run's differs (``EngineState.accumulation``).
-Lightning divides each loss by its accumulation, and so does DeepSpeed: the gradients that moments and clipping have
-known are smaller by that once."""
+"""Key of checkpoints: the accumulation of the run's first launch, if it has changed since (``EngineState``).
+
+Both Lightning and DeepSpeed divide each loss by the accumulation, so gradients depend on it."""
 
 
 def load_checkpoint(
     original: Callable[..., dict[str, Any]], strategy: Any, checkpoint_path: Any, *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
-    """``DeepSpeedStrategy.load_checkpoint``: a checkpoint of any world; collective.
+    """``DeepSpeedStrategy.load_checkpoint``: load a checkpoint of any world (collective).
 
     Raises:
-        MismatchError: its total batch is another one.
-        UnsupportedError: a stateful data loader's position in another world.
+        MismatchError: it has another total batch.
+        UnsupportedError: it has the position of a stateful data loader in another world.
     """
     config = get_config(strategy.model)
     if config is not None:
@@ -56,7 +56,7 @@ def load_checkpoint(
     is_foreign = connect().once(lambda: holds_foreign(folder))
     if not (fitting or is_foreign):
         return original(strategy, checkpoint_path, *args, **kwargs)
-    if is_foreign:  # the original looks for a folder that is called `checkpoint` first
+    if is_foreign:  # the original requires a folder `checkpoint`
         original = partial(_load_foreign, fitting=fitting)
     job: SavedJob = connect().once(lambda: look_at_job(find_checkpoint(folder)))
     if fitting:
@@ -70,32 +70,29 @@ def load_checkpoint(
     if loop["state_dict"].get(_LOADERS):
         refuse_loader_position(folder, job)
     live = to_integer(engine.gradient_accumulation_steps())
-    rest = count_anew(loop["epoch_loop.batch_progress"], job.accumulation, live)
+    rest = convert_counts(loop["epoch_loop.batch_progress"], job.accumulation, live)
     begun = state.pop(_ACCUMULATION, None) or job.accumulation or live
     find_state(engine).accumulation = None if begun == live else begun
     if connect().rank == 0:
-        advice = "these batches have to be taken again. Save every so many batches as make whole steps."
+        advice = "these batches have to be repeated. Save after whole steps."
         warn_unfinished(folder, rest, job.accumulation or live, advice)
         if state["global_step"] != job.steps:
             logger.warning(
-                f"{folder}: Lightning had counted {state['global_step']} steps where the engine took {job.steps}: an "
-                "epoch's batches were no multiple of accumulate_grad_batches, or steps were skipped. Its schedules and "
-                "max_steps go on by its own count."
+                f"{folder}: Lightning counted {state['global_step']} steps, but the engine took {job.steps}: an epoch "
+                "was no multiple of accumulate_grad_batches, or steps were skipped. Schedules and max_steps follow "
+                "Lightning's count."
             )
     return state
 
 
 def _load_foreign(strategy: Any, folder: str, *_: Any, fitting: bool, **__: Any) -> dict[str, Any]:
-    """Load a folder that Lightning saved under FSDP; collective.
+    """Load a folder that Lightning saved under FSDP; returns Lightning's state (collective).
 
     Args:
         fitting: load the optimizer's states too.
 
-    Returns:
-        Lightning's own state.
-
     Raises:
-        CheckpointError: the folder has none.
+        CheckpointError: the folder has no state of Lightning.
     """
     path, engine = os.path.join(folder, META), strategy.deepspeed_engine
 
@@ -103,8 +100,8 @@ def _load_foreign(strategy: Any, folder: str, *_: Any, fitting: bool, **__: Any)
         if os.path.isfile(path):
             return read_objects(path, trust_pickle=False)
         raise CheckpointError(
-            f"{META} is missing, the state of Lightning's loops: Lightning cannot resume from this folder. Load it "
-            "into a new run: engine.load_checkpoint(folder) in on_fit_start.",
+            f"{META} is missing, which has the state of Lightning's loops: Lightning cannot resume from this folder. "
+            "Load it into a new run: engine.load_checkpoint(folder) in on_fit_start.",
             path=folder,
         )
 
@@ -118,9 +115,9 @@ def _load_foreign(strategy: Any, folder: str, *_: Any, fitting: bool, **__: Any)
 def save_checkpoint(
     original: Callable[..., Any], strategy: Any, checkpoint: Mapping[str, Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """``DeepSpeedStrategy.save_checkpoint``: by what the gradients were divided is saved where it is kept; collective.
+    """``DeepSpeedStrategy.save_checkpoint``: save the accumulation of the first launch too (collective).
 
-    Training goes on while it is written: all that Lightning keeps is in it.
+    Training continues during the write: the checkpoint has all of Lightning's state.
     """
     begun = find_state(strategy.model).accumulation
     kept = {} if begun is None else {_ACCUMULATION: begun}
@@ -129,24 +126,24 @@ def save_checkpoint(
         begin_save(folder, config, connect())
     saved = original(strategy, {**checkpoint, **kept}, *args, **kwargs)
     if config is not None and config.save is not None and config.save.to:
-        finish_saves(strategy.model, required=True)  # where the folder is not what is written
+        finish_saves(strategy.model, required=True)  # the save goes to other places than the folder
     return saved
 
 
 def remove_checkpoint(original: Callable[..., Any], strategy: Any, filepath: Any) -> None:
-    """``DeepSpeedStrategy.remove_checkpoint``: the last whole one stays as long as a newer one is written."""
+    """``DeepSpeedStrategy.remove_checkpoint``: keep the last complete checkpoint until a newer one is written."""
     if strategy.is_global_zero:
         remove_when_safe(filepath, partial(original, strategy, filepath))
 
 
 def teardown(original: Callable[..., Any], strategy: Any) -> None:
-    """``DeepSpeedStrategy.teardown``, at the end of a run: what it has saved is there. A rank may come here alone."""
+    """``DeepSpeedStrategy.teardown``: finish the saves of a run. Single ranks may call it."""
     finish_here()
     original(strategy)
 
 
 def backward(original: Callable[..., Any], precision: Any, tensor: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """``DeepSpeedPrecision.backward``: gradients of the size that they had in the saved run."""
+    """``DeepSpeedPrecision.backward``: keep the scale of the gradients of the saved run."""
     engine = model.trainer.model
     begun = find_state(engine).accumulation
     if begun is not None:
@@ -158,19 +155,19 @@ def _check_total_batch(engine: Any, folder: str, job: SavedJob, config: Universa
     live = BatchSizes.of(engine)
     if live.is_kept(job, config):
         return
-    fit, advice = live.fit(job), "Take a number of ranks that divides it"
+    fit, advice = live.fit(job), "Use a number of ranks that divides it"
     if fit is not None:
-        loader = "" if fit[0] == live.micro else f" and its data loader batch_size={fit[0]}"
-        advice = f"Give the Trainer accumulate_grad_batches={fit[1]}{loader}"
+        loader = "" if fit[0] == live.micro else f" and a data loader with batch_size={fit[0]}"
+        advice = f"Use Trainer(accumulate_grad_batches={fit[1]}){loader}"
     live.refuse(folder, job, advice)
 
 
-def count_anew(progress: Mapping[str, Any], was: int | None, now: int) -> int:
-    """Count an epoch's batches in those of this run: as many whole steps as it had.
+def convert_counts(progress: Mapping[str, Any], was: int | None, now: int) -> int:
+    """Convert the counts of an epoch's batches to this run's batches, keeping the number of whole steps.
 
     Args:
-        progress: of Lightning's loop, as it is saved; is changed.
-        was, now: batches of a step, in the saved run and in this one.
+        progress: saved progress of Lightning's loop; is changed.
+        was, now: batches per step, in the saved run and in this one.
 
     Returns:
         The saved run's batches since its last whole step.
@@ -185,19 +182,19 @@ def count_anew(progress: Mapping[str, Any], was: int | None, now: int) -> int:
 
 
 def on_run_start(original: Callable[..., Any], loop: Any, data_fetcher: Any) -> Any:
-    """``_TrainingEpochLoop.on_run_start``: says which data an epoch trains on again, or in other steps.
+    """``_TrainingEpochLoop.on_run_start``: warn about data that a resumed epoch repeats or skips.
 
     Raises:
-        ConfigError: Lightning has put a sampler of its own around an elastic one.
+        ConfigError: Lightning has wrapped an elastic sampler in its distributed one.
     """
     trainer = loop.trainer
     if get_config(trainer.strategy.model) is not None:
         loaders = trainer.fit_loop._combined_loader.flattened
         samplers = (getattr(loader, "sampler", None) for loader in loaders)
-        # Lightning's own sampler deals out once more what the inner one gives.
         if any(isinstance(getattr(getattr(each, "dataset", None), "_sampler", None), Order) for each in samplers):
             raise ConfigError(
-                "an ElasticSampler deals samples to ranks itself: Trainer(use_distributed_sampler=False)."
+                "Lightning splits the samples of an ElasticSampler over the ranks a second time. Set "
+                "Trainer(use_distributed_sampler=False)."
             )
         if trainer.global_rank == 0:
             _warn_data(loop, loaders)
@@ -206,23 +203,23 @@ def on_run_start(original: Callable[..., Any], loop: Any, data_fetcher: Any) -> 
 
 def _warn_data(loop: Any, loaders: list[Any]) -> None:
     done, trainer = loop.batch_progress.current.ready, loop.trainer
-    if loop.restarting and done and not all(map(_goes_on, loaders)):
+    if loop.restarting and done and not all(map(_is_positioned, loaders)):
         logger.warning(
-            f"Lightning goes on after batch {done} of the epoch, but its data begins anew: it trains on the epoch's "
-            f"first batches again, and not on its last {done}. Take deepspeed_ucp.data.ElasticSampler, or checkpoints "
-            "of an epoch's end."
+            f"Lightning continues after batch {done} of the epoch, but its data starts anew: it repeats the epoch's "
+            f"first batches, and skips its last {done}. Use deepspeed_ucp.data.ElasticSampler, or checkpoints from the "
+            "end of an epoch."
         )
     batches, accumulation = trainer.num_training_batches, trainer.accumulate_grad_batches
     if batches != float("inf") and batches % accumulation:
         logger.warning(
             f"an epoch has {batches} batches, no multiple of accumulate_grad_batches={accumulation}: Lightning counts "
-            "a step at its end that the engine does not take. Take "
+            "a step at its end that the engine does not take. Set "
             f"limit_train_batches={batches // accumulation * accumulation}."
         )
 
 
-def _goes_on(loader: Any) -> bool:
-    """Whether a loader begins where the run stands."""
+def _is_positioned(loader: Any) -> bool:
+    """Return True if a loader starts at the position of the run."""
     stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
     orders = (getattr(loader, name, None) for name in ("sampler", "dataset"))
     return stateful or any(isinstance(each, Order) and each.follows for each in orders)

@@ -1,4 +1,4 @@
-"""Megatron-DeepSpeed: other degrees than the saved ones as with its own ``--universal-checkpoint``, given or not."""
+"""Megatron-DeepSpeed: allow other degrees than the saved ones, as with its ``--universal-checkpoint``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from ..comm import connect
 from ..engine_state import get_config
 from ..io.jsonfile import read_json
+from ..targets.references import replace_method
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -17,12 +18,14 @@ _DEGREES = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 
 
 def create_ds_config(original: Callable[..., Any], *args: Any) -> Any:
-    """``_create_ds_config_dict``, which with ``--universal-checkpoint`` writes ``load_universal`` in the place of the
-    whole section ``checkpoint``: where that switches the plugin on it stays."""
-    given = _get_args().deepspeed_config
-    if isinstance(given, str):
-        given = read_json(given, advice="Give --deepspeed_config a ds_config in JSON.")
-    section = (given or {}).get("checkpoint") or {}  # before it is replaced
+    """``_create_ds_config_dict``: keep a section ``checkpoint`` that turns the plugin on.
+
+    With ``--universal-checkpoint`` the original replaces the whole section by ``load_universal``.
+    """
+    ds_config = _get_args().deepspeed_config
+    if isinstance(ds_config, str):
+        ds_config = read_json(ds_config, advice="Give --deepspeed_config a ds_config in JSON.")
+    section = (ds_config or {}).get("checkpoint") or {}  # before the original replaces it
     config = original(*args)
     if section.get("universal"):
         config["checkpoint"] = section
@@ -30,35 +33,34 @@ def create_ds_config(original: Callable[..., Any], *args: Any) -> Any:
 
 
 def load_checkpoint(original: Callable[..., Any], model: list[Any], *args: Any, **kwargs: Any) -> Any:
-    """``load_checkpoint``: of an engine that the plugin has filled at other degrees the rest goes on as Megatron has it
-    go on after a universal load: the sizes may differ, and tensor-parallel ranks draw from new seeds."""
+    """``load_checkpoint``: after the plugin has loaded at other degrees, continue as after a universal load.
+
+    Megatron then accepts other degrees, and seeds the tensor-parallel ranks anew.
+    """
     engine = model[0]
     if get_config(engine) is None:
         return original(model, *args, **kwargs)
-    own = engine.load_checkpoint
+    load_checkpoint = engine.load_checkpoint
 
-    def load(*given: Any, **more: Any) -> Any:
-        path, client_state = own(*given, **more)
+    def load(*args: Any, **kwargs: Any) -> Any:
+        path, client_state = load_checkpoint(*args, **kwargs)
         if engine.ucp_report.direct:
             _accept_degrees((client_state or {}).get("args"))
         return path, client_state
 
-    engine.load_checkpoint = load
-    try:
+    with replace_method(engine, "load_checkpoint", load):
         return original(model, *args, **kwargs)
-    finally:
-        del engine.load_checkpoint
 
 
 def _accept_degrees(saved: Any) -> None:
     live = _get_args()
     changed = [name for name in _DEGREES if getattr(saved, name, None) != getattr(live, name)]
     if saved is None or not changed or getattr(live, "universal_checkpoint", True):
-        return  # also in releases that lack the flag, whose check of the degrees stands
+        return  # releases without the flag check the degrees themselves
     live.universal_checkpoint = True
     if connect().rank == 0:
-        told = ", ".join(f"{name} {getattr(saved, name, None)} → {getattr(live, name)}" for name in changed)
-        logger.info("%s: Megatron goes on as with --universal-checkpoint, which seeds tensor-parallel ranks anew", told)
+        changes = ", ".join(f"{name} {getattr(saved, name, None)} → {getattr(live, name)}" for name in changed)
+        logger.info("%s: --universal-checkpoint is set, which seeds tensor-parallel ranks anew", changes)
 
 
 def _get_args() -> Any:

@@ -1,10 +1,9 @@
-"""Small GPT-shaped checkpoints of any topology for the commands, written without engines."""
+"""Small GPT-shaped checkpoints of any topology for the commands, written without engines; the sections of the docs."""
 
 from __future__ import annotations
 
-import argparse
 import json
-from collections.abc import Iterator
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,9 @@ PATTERNS = json.dumps(
         },
     ]
 )
-"""How :func:`cut` cuts the samples."""
+"""The rules for :func:`cut`."""
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 DS_CONFIG = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
 COLUMNS = ("query_key_value.weight", "query_key_value.bias", "dense_h_to_4h.weight", "dense_h_to_4h.bias")
@@ -67,14 +68,14 @@ def make_pipe(layers: int = 4, width: int = 16, vocab: int = 64) -> Model:
 
 
 def cut(name: str, tensor: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
-    """Megatron's way, but for the query, key and value, which are cut like any column."""
+    """Cut as Megatron does, except that query, key and value are cut like any column."""
     if name.endswith((*COLUMNS, "word_embeddings.weight", "wte.weight")):
         return tensor.chunk(tp, 0)[rank].clone()
     return tensor.chunk(tp, 1)[rank].clone() if name.endswith(ROWS) else tensor
 
 
 def write_sample(folder: Path | str, topology: Topology, model: Model | None = None, **run: Any) -> Path:
-    """A checkpoint under ``folder``; returns the tag's folder."""
+    """Write a checkpoint under ``folder``; returns the folder of the tag."""
     model = model or (make_pipe() if topology.pp > 1 else make_gpt())
     state = random_state(model, 0, precision=topology.precision, topology=topology)
     config = {**topology.ds_config(), **DS_CONFIG}
@@ -82,13 +83,12 @@ def write_sample(folder: Path | str, topology: Topology, model: Model | None = N
     return write_checkpoint(folder, model, state, topology, cut=cut, run=Run(**options))
 
 
-def list_actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """Every option and positional argument of a parser and its commands that its help shows."""
-    for action in (each for each in parser._actions if each.help != argparse.SUPPRESS):
-        yield action
-        if isinstance(action, argparse._SubParsersAction):
-            for command in action.choices.values():
-                yield from list_actions(command)
+def find_section(title: str) -> str:
+    """Return the text of a section of ``docs/cli.md``."""
+    text = (DOCS / "cli.md").read_text(encoding="utf-8")
+    match = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    assert match, f"docs/cli.md has no section {title!r}"
+    return match[1]
 
 
 def flip_largest(path: Path) -> None:

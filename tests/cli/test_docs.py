@@ -1,45 +1,33 @@
-"""``docs/cli.md`` tells of every command, option, exit code and key of the JSON."""
+"""``docs/cli.md`` and the help describe every command, option and exit code."""
 
 from __future__ import annotations
 
 import argparse
 import ast
-import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from deepspeed_ucp.cli.dispatch import COMMANDS, build_parser, main
-from tests.cli.samples import list_actions, make_gpt, write_sample
-from tests.synth import Topology
+from tests.cli.samples import DOCS, find_section
 
-DOCS = Path(__file__).parents[2] / "docs"
 TEXT = (DOCS / "cli.md").read_text(encoding="utf-8")
-FORETOLD = [
+EXAMPLES = [
     pytest.param(*found, id=f"{page.stem}-{number}")
     for page in sorted(DOCS.glob("*.md"))
     for number, found in enumerate(
         re.findall(r"```console\n\$ ds_ucp (plan --params [^\n]*)\n(.*?)```", page.read_text(), re.DOTALL)
     )
 ]
-"""Command lines whose output is the same wherever they are given, and what pages show of it."""
+"""Command lines in the docs with reproducible output, and this output."""
 
-SAVES = "--mtbf 8h --restart 1m --read-gbs 1 --write-gbs 1"
 SHARED = "What all commands share"
 GENERAL = {
     *("-h", "--help", "--json", "-q", "--quiet", "--debug", "--patterns", "--groups", "--also", "--also-b"),
     *("--storage-option", "--workers", "--window-mb"),
 }
-"""Options that commands share, which the shared section tells; a command's own section names all others."""
-
-
-def find_section(title: str) -> str:
-    """A section's text up to the next heading of the same level."""
-    match = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", TEXT, re.MULTILINE | re.DOTALL)
-    assert match, f"docs/cli.md has no section {title!r}"
-    return match[1]
+"""Options that the shared section describes."""
 
 
 def find_parser(name: str) -> argparse.ArgumentParser:
@@ -47,24 +35,27 @@ def find_parser(name: str) -> argparse.ArgumentParser:
     return commands.choices[name]  # type: ignore[no-any-return]
 
 
+def list_actions(name: str) -> list[argparse.Action]:
+    """The options and arguments of a command that its help shows."""
+    return [each for each in find_parser(name)._actions if each.help != argparse.SUPPRESS]
+
+
+def list_flags(name: str) -> set[str]:
+    return {flag for action in list_actions(name) for flag in action.option_strings}
+
+
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_and_option_is_told(name: str) -> None:
-    own = find_section(name)
-    assert f"ds_ucp {name}" in own
-    assert f"[`{name}`](#{name})" in TEXT
-    for action in list_actions(find_parser(name)):
+def test_the_docs_and_the_help_have_the_options_of_a_command(name: str) -> None:
+    section, shown = find_section(name), find_parser(name).format_help()
+    assert f"ds_ucp {name}" in section and f"[`{name}`](#{name})" in TEXT
+    assert f"usage: ds_ucp {name}" in shown and f"ds_ucp {name}" in shown.partition("examples:")[2]
+    for action in list_actions(name):
+        assert action.help, action.dest
         for flag in action.option_strings or [str(action.metavar)]:
-            told = re.compile(rf"(?<![\w-]){re.escape(flag)}(?![\w-])")
-            where = find_section(SHARED) if flag in GENERAL else own
-            assert told.search(where), f"{name}: {flag} is not told"
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_no_option_is_told_that_is_not_there(name: str) -> None:
-    rows = re.findall(r"^\| (`-.*?|\[shared options\].*) \|", find_section(name), re.MULTILINE)
-    known = {flag for action in list_actions(find_parser(name)) for flag in action.option_strings}
-    told = {flag for row in rows for flag in re.findall(r"(?<![\w-])--?[a-z][\w-]*", row)}
-    assert told <= known
+            place = find_section(SHARED) if flag in GENERAL else section
+            assert re.search(rf"(?<![\w-]){re.escape(flag)}(?![\w-])", place), f"{name}: {flag} is not documented"
+    rows = re.findall(r"^\| (`-.*?|\[shared options\].*) \|", section, re.MULTILINE)
+    assert {flag for row in rows for flag in re.findall(r"(?<![\w-])--?[a-z][\w-]*", row)} <= list_flags(name)
 
 
 def list_texts() -> Iterator[str]:
@@ -77,20 +68,19 @@ def list_texts() -> Iterator[str]:
                 yield node.value
 
 
-def test_messages_name_commands_and_options_that_exist() -> None:
-    """A message that advises ``ds_ucp NAME --option`` must not lead to an option that was removed."""
-    told = [found for text in list_texts() for found in re.findall(r"`ds_ucp ([a-z]+)([^`]*)`", text)]
-    assert len(told) > 20
-    for name, rest in told:
+def test_messages_name_existing_commands_and_options() -> None:
+    """Such as ``ds_ucp NAME --option``."""
+    lines = [found for text in list_texts() for found in re.findall(r"`ds_ucp ([a-z]+)([^`]*)`", text)]
+    assert len(lines) > 20
+    for name, rest in lines:
         assert name in COMMANDS, name
-        seen = {each for action in list_actions(find_parser(name)) for each in action.option_strings}
-        assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", rest)) <= seen, (name, rest)
+        assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", rest)) <= list_flags(name), (name, rest)
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name != "run"])
-def test_help_lists_a_commands_own_options_before_shared_ones(name: str) -> None:
-    own, _, shared = find_parser(name).format_help().partition("\nshared options:\n")
-    usage, lists = own.split("\n\n", 1)
+def test_help_lists_shared_options_last(name: str) -> None:
+    specific, _, shared = find_parser(name).format_help().partition("\nshared options:\n")
+    usage, lists = specific.split("\n\n", 1)
     shared = shared.partition("\nexamples:")[0]
     assert set(re.findall(r"^  (-[\w-]+)", lists, re.MULTILINE)) & GENERAL <= {"-h"}
     assert GENERAL >= set(re.findall(r"^  (-[\w-]+)", shared, re.MULTILINE)) >= {"--json", "-q", "--debug"}
@@ -98,49 +88,17 @@ def test_help_lists_a_commands_own_options_before_shared_ones(name: str) -> None
     assert [flag in GENERAL for flag in flags] == sorted(flag in GENERAL for flag in flags)
 
 
-@pytest.mark.parametrize("code", [0, 1, 2, 130])
-def test_exit_codes_are_told(code: int) -> None:
-    assert re.search(rf"^\| {code} \|", find_section(SHARED), re.MULTILINE)
+def test_exit_codes_are_documented() -> None:
+    for code in (0, 1, 2, 130):
+        assert re.search(rf"^\| {code} \|", find_section(SHARED), re.MULTILINE)
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_sample(tmp_path_factory.mktemp("docs"), Topology(1, 2, "bf16"), make_gpt(2))
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments"),
-    [
-        ("convert", ["{checkpoint}", "{out}/atomic"]),
-        ("list", ["{checkpoint}"]),
-        ("inspect", ["{checkpoint}"]),
-        ("plan", ["{checkpoint}", "--target", "dp=3,zero=3"]),
-        ("plan", ["--params", "1B", "--ranks", "8"]),
-        ("plan", f"--params 1B --ranks 8 {SAVES}".split()),
-        ("verify", ["{checkpoint}"]),
-        ("diff", ["{checkpoint}", "{checkpoint}"]),
-        ("diff", ["{checkpoint}", "{checkpoint}", "--config"]),
-        ("export", ["{checkpoint}", "{out}/weights"]),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_every_key_of_the_json_is_told(
-    name: str, arguments: list[str], checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    filled = [text.format(checkpoint=checkpoint, out=tmp_path) for text in arguments]
-    assert main([name, *filled, "--json"]) == 0
-    told = set(re.findall(r"`(\w+)`", find_section(name).rpartition("JSON: ")[2]))
-    assert set(json.loads(capsys.readouterr().out)) <= told
-
-
-@pytest.mark.parametrize(("line", "shown"), FORETOLD)
-def test_what_is_foretold_in_the_docs_is_what_the_command_prints(
-    line: str, shown: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(("line", "shown"), EXAMPLES)
+def test_the_docs_show_the_output_of_a_command(line: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(line.split()) == 0
     parts = [re.escape(part.strip("\n")) for part in re.split(r"^…$", shown, flags=re.MULTILINE)]
     assert re.fullmatch(".*".join(parts), capsys.readouterr().out.strip("\n"), re.DOTALL)
 
 
-def test_pages_show_what_is_foretold() -> None:
-    assert [case.id for case in FORETOLD] == ["benchmarks-0", "cli-0", "cli-1"]
+def test_the_docs_have_examples() -> None:
+    assert [case.id for case in EXAMPLES] == ["benchmarks-0", "cli-0", "cli-1"]

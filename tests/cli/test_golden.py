@@ -1,4 +1,4 @@
-"""What each command prints: exit code, text, messages, and the form of its JSON, as in ``golden/COMMAND.txt``.
+"""Output of each command as in ``golden/COMMAND.txt``: exit code, text, messages, and the form of its JSON.
 
 ``UPDATE_GOLDEN=1`` rewrites these files. Times, rates and paths are replaced, and long lines cut.
 """
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from deepspeed_ucp.cli.dispatch import COMMANDS, main
-from tests.cli.samples import PATTERNS, flip_largest, make_gpt, write_sample
+from tests.cli.samples import PATTERNS, find_section, flip_largest, make_gpt, write_sample
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
 GOLDEN = Path(__file__).with_name("golden")
@@ -95,7 +95,7 @@ LINES = {
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A checkpoint and its variants; the working directory."""
+    """The working directory, with a checkpoint and its variants."""
     root = tmp_path_factory.mktemp("golden")
     good = write_sample(root / "good", Topology(1, 2, "bf16"), make_gpt(2))
     for name in ("damaged", "missing", "weights", "warned", "dangling", "sealed"):
@@ -143,7 +143,7 @@ def normalise(text: str, root: Path) -> str:
 
 
 def describe_form(value: Any) -> Any:
-    """Types in the place of values; the form of all items of a list, joined."""
+    """Replace values by their types; join the forms of the items of a list."""
     if isinstance(value, dict):
         return {key: describe_form(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -165,24 +165,30 @@ def join_forms(forms: list[Any]) -> Any:
 
 
 def run(line: str, root: Path, forms: set[tuple[str, ...]], capsys: pytest.CaptureFixture[str]) -> str:
-    """The line, its exit code, what it prints, and the form of a JSON object whose keys are not among ``forms``."""
+    """Return the line, its output and exit code, and the form of its JSON, unless its keys are among ``forms``.
+
+    ``docs/cli.md`` has to list all keys of a result.
+    """
     words = [PATTERNS if word == "PATTERNS" else word for word in line.replace(PATTERNS, "PATTERNS").split()]
     code = main(words)
     shown = capsys.readouterr()
     parts = [f"$ ds_ucp {line.replace(PATTERNS, 'PATTERNS')}", normalise(shown.out, root).rstrip()]
     parts += [f"stderr: {text}" for text in normalise(shown.err, root).splitlines()]
     parts.append(f"exit code {code}")
-    if not line.startswith(("convert", "export")):
-        assert main([*words, "--json"]) == code
-        data = json.loads(capsys.readouterr().out)
-        if tuple(data) not in forms:
-            forms.add(tuple(data))
-            parts += textwrap.wrap(f"JSON: {json.dumps(describe_form(data))}", 118, break_long_words=False)
+    again = ["--overwrite"] if words[0] in ("convert", "export") and not code else []
+    assert main([*words, *again, "--json"]) == code
+    data = json.loads(capsys.readouterr().out)
+    if tuple(data) not in forms:
+        forms.add(tuple(data))
+        parts += textwrap.wrap(f"JSON: {json.dumps(describe_form(data))}", 118, break_long_words=False)
+        assert set(data) - {"error", "kind"} <= set(
+            re.findall(r"`(\w+)`", find_section(words[0]).rpartition("JSON: ")[2])
+        )
     return "\n".join(filter(None, parts))
 
 
 @pytest.mark.parametrize("command", LINES)
-def test_a_command_prints_what_is_recorded(command: str, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_output_is_the_recorded_one(command: str, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     forms = {("error", "kind")}
     found = "\n\n".join(run(line, root, forms, capsys) for line in LINES[command]) + "\n"
@@ -200,7 +206,7 @@ def test_every_command_is_recorded() -> None:
 
 @pytest.mark.parametrize("command", LINES)
 def test_the_first_line_agrees_with_the_exit_code(command: str) -> None:
-    """Verdicts that say that nothing is wrong have code 0, and no figures follow an obstacle."""
+    """Only a good verdict has exit code 0, and no sizes follow an obstacle."""
     verdicts = (r"\d+ checkpoints?, all complete", ".*: complete", ".*: opens", "equal", "possible", r".*: \d+ tensors")
     good = "|".join((*verdicts, ".*: already", "wte.weight", "h.1"))
     for block in (GOLDEN / f"{command}.txt").read_text(encoding="utf-8").split("\n\n$ ds_ucp "):

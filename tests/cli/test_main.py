@@ -1,4 +1,4 @@
-"""The ``ds_ucp`` command as such, and ``ds_ucp run``: an untouched script under every launcher."""
+"""``ds_ucp`` itself: errors, output, exit codes, and ``ds_ucp run``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
-from argparse import Namespace, _SubParsersAction
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import deepspeed_ucp
 from deepspeed_ucp import attach, hook
 from deepspeed_ucp.cli import dispatch
 from deepspeed_ucp.cli.common import read_rules
-from deepspeed_ucp.cli.dispatch import COMMANDS, GROUPS, build_parser, main, split_launcher_arguments
+from deepspeed_ucp.cli.dispatch import COMMANDS, GROUPS, main, split_launcher_arguments
 from deepspeed_ucp.cli.printing import (
     emit,
     format_bytes,
@@ -31,10 +31,9 @@ from deepspeed_ucp.cli.printing import (
     show_progress,
     to_json,
 )
-from deepspeed_ucp.cli.run import run_script
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.errors import CheckpointError
-from tests.cli.samples import list_actions, write_sample
+from tests.cli.samples import write_sample
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
 SCRIPT = """
@@ -51,7 +50,7 @@ with open(sys.argv[-1], "w") as out:
 
 @pytest.fixture(autouse=True)
 def _restore(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a run changes for its process."""
+    """Restore the process state that a run changes."""
     monkeypatch.setattr(sys, "argv", ["ds_ucp"])
     monkeypatch.setattr(sys, "path", list(sys.path))
     log = logging.getLogger("deepspeed_ucp")
@@ -65,14 +64,10 @@ def _restore(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
-    """A training script with a module of its own beside it."""
+    """A training script that imports a module in its folder."""
     (tmp_path / "neighbour.py").write_text("VALUE = 7\n")
     (tmp_path / "train.py").write_text(SCRIPT)
     return tmp_path / "train.py"
-
-
-def read(path: Path) -> list[object]:
-    return json.loads(path.read_text())  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
@@ -87,56 +82,50 @@ def read(path: Path) -> list[object]:
         ([], [], []),
     ],
 )
-def test_the_launchers_argument_is_told_from_ours(argv: list[str], launcher: list[str], ours: list[str]) -> None:
+def test_the_launchers_argument_is_split_off(argv: list[str], launcher: list[str], ours: list[str]) -> None:
     assert split_launcher_arguments(argv) == (launcher, ours)
 
 
-def test_a_script_runs_as_under_python_with_the_plugin_on(script: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("first", [["--local_rank=1", "run", "{}"], ["--local_rank=1", "run", "-m", "train"]], ids=str)
+@pytest.mark.parametrize("arguments", [["--lr", "1e-3"], ["-m", "--help", "--"]], ids=str)
+def test_a_script_runs_as_under_python_with_the_plugin_on(
+    first: list[str], arguments: list[str], script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a module; arguments after it belong to it."""
+    if "-m" in first:
+        monkeypatch.syspath_prepend(tmp_path)
     out = tmp_path / "out.json"
-    assert main(["--local_rank=1", "run", str(script), "--lr", "1e-3", str(out)]) == 0
-    name, argv, path, switched_on, installed, value = read(out)
-    assert name == "__main__"
-    assert argv == [str(script), "--local_rank=1", "--lr", "1e-3", str(out)]
-    assert path == str(tmp_path)
-    assert (switched_on, installed, value) == (True, True, 7)
+    assert main([*(each.format(script) for each in first), *arguments, str(out)]) == 0
+    assert json.loads(out.read_text()) == [
+        *("__main__", [str(script), "--local_rank=1", *arguments, str(out)], str(tmp_path)),
+        *(True, True, 7),
+    ]
 
 
-def test_options_behind_the_script_are_the_scripts(script: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
-    main(["run", str(script), "-m", "--help", "--", str(out)])
-    assert read(out)[1] == [str(script), "-m", "--help", "--", str(out)]
-
-
-def test_a_module_runs_as_under_python_m(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    out = tmp_path / "out.json"
-    main(["run", "-m", "train", str(out)])
-    name, argv, *_ = read(out)
-    assert name == "__main__"
-    assert argv == [str(script), str(out)]
-
-
-def test_the_scripts_exit_code_and_errors_are_its_own(tmp_path: Path) -> None:
-    (tmp_path / "ends.py").write_text("import sys; sys.exit(3)")
-    with pytest.raises(SystemExit) as end:
-        main(["run", str(tmp_path / "ends.py")])
-    assert end.value.code == 3
-    (tmp_path / "fails.py").write_text("1 / 0")
-    with pytest.raises(ZeroDivisionError):
-        run_script(str(tmp_path / "fails.py"), [], is_module=False)
-
-
-def test_a_script_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for argv, told in (
-        (["run", "nofile.py"], f"ds_ucp run: nofile.py: no such file (in {os.getcwd()}). Name the training script"),
-        (["run", "-m", "nowhere.at_all"], "ds_ucp run: --module nowhere.at_all: there is no such module"),
-        (["run", "-m", "os.nothing"], "ds_ucp run: --module os.nothing: there is no such module"),
+def test_exit_codes_and_errors_of_a_script_are_passed_on(tmp_path: Path) -> None:
+    for code, kind in (
+        ("raise SystemExit(3)", SystemExit),
+        ("1 / 0", ZeroDivisionError),
+        ("open('nofile')", OSError),
     ):
-        assert main(argv) == 2
-        assert capsys.readouterr().err.startswith(told)
-    (tmp_path / "lacks.py").write_text("open('nofile')")  # its own errors stay its own
-    with pytest.raises(FileNotFoundError):
-        main(["run", str(tmp_path / "lacks.py")])
+        (tmp_path / "ends.py").write_text(code)
+        with pytest.raises(kind) as end:
+            main(["run", str(tmp_path / "ends.py")])
+        assert getattr(end.value, "code", 3) == 3
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["nofile.py"], "nofile.py: no such file (in {}). Name the training script"),
+        (["-m", "nowhere.at_all"], "--module nowhere.at_all: there is no such module"),
+        (["-m", "os.nothing"], "--module os.nothing: there is no such module"),
+    ],
+    ids=str,
+)
+def test_a_missing_script_is_an_error(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", *argv]) == 2
+    assert capsys.readouterr().err.startswith(f"ds_ucp run: {message.format(os.getcwd())}")
 
 
 @pytest.mark.parametrize("argv", [[], ["run"], ["--local_rank=0"], ["fly", "x.py"]], ids=str)
@@ -147,22 +136,22 @@ def test_a_wrong_command_line_shows_the_usage(argv: list[str], capsys: pytest.Ca
     assert "usage: ds_ucp" in capsys.readouterr().err
 
 
-def test_options_that_may_be_secrets_are_not_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_secrets_are_not_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "options.json").write_text('{"secret": "hunter2"')
-    for text in ('{"secret": "hunter2"', str(tmp_path / "options.json")):
-        assert main(["run", "--config", text, "x.py"]) == 2
-        told = capsys.readouterr().err
-        assert "--config: a JSON object or a file with one is needed: Expecting ',' delimiter: line 1 column 21" in told
-        assert "hunter2" not in told
-    assert main(["inspect", "x", "--storage-option", "hunter2"]) == 2
-    told = capsys.readouterr().err
-    assert "KEY=VALUE is wanted" in told
-    assert "hunter2" not in told
+    invalid = "--config: a JSON object or a file with one is needed: Expecting ',' delimiter: line 1 column 21"
+    for line, message in (
+        (["run", "--config", '{"secret": "hunter2"', "x.py"], invalid),
+        (["run", "--config", str(tmp_path / "options.json"), "x.py"], invalid),
+        (["inspect", "x", "--storage-option", "hunter2"], "KEY=VALUE is wanted"),
+    ):
+        assert main(line) == 2
+        printed = capsys.readouterr().err
+        assert message in printed and "hunter2" not in printed
     assert json.loads(to_json({"folder": "https://me:hunter2@host/run"})) == {"folder": "https://…@host/run"}
 
 
 class FakeConfig:
-    """As much of a DeepSpeedConfig as the batch hook looks at."""
+    """The fields of a DeepSpeedConfig that the batch hook uses."""
 
     def __init__(
         self, section: object, train: int | None = None, micro: int | None = None, gas: int | None = None
@@ -181,16 +170,10 @@ def configure(config: FakeConfig) -> FakeConfig:
     return config
 
 
-def test_ds_ucp_run_switches_engines_on_that_say_nothing() -> None:
-    assert configure(FakeConfig("silent")).ucp_config is None
-    deepspeed_ucp.install(default_on=True)
-    assert configure(FakeConfig("silent")).ucp_config == UniversalConfig()
-    assert configure(FakeConfig(False)).ucp_config is None
-
-
 def test_options_of_a_run_reach_every_engine(
     script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    assert configure(FakeConfig("silent")).ucp_config is None
     monkeypatch.setenv("DEEPSPEED_UCP", '{"patterns": "bloom", "fallback": true}')
     assert configure(FakeConfig("silent")).ucp_config == UniversalConfig(patterns="bloom", fallback=True)
     rules = [{"match": "x", "pattern": "shard-v"}]
@@ -203,36 +186,40 @@ def test_options_of_a_run_reach_every_engine(
     for wrong in ('{"patterns": "blooom"}', '{"verify": "md5"}', '{"window_mb": 1}', '{"patern": 1}', "[1]", "absent"):
         assert main(["run", "--config", wrong, str(script)]) == 2
         key = wrong.split('"')[1] if "{" in wrong else wrong
-        assert key in (told := capsys.readouterr().err) and told.startswith("ds_ucp run: ")
+        assert key in (printed := capsys.readouterr().err) and printed.startswith("ds_ucp run: ")
+    monkeypatch.delenv("DEEPSPEED_UCP")
     assert main(["run", "--config", "{}", str(script), str(tmp_path / "out.json")]) == 0
+    assert configure(FakeConfig("silent")).ucp_config == UniversalConfig()
+    assert configure(FakeConfig(False)).ucp_config is None
 
 
-def test_the_batch_is_refused_only_where_the_plugin_is_on() -> None:
-    assert configure(FakeConfig(False, 63, 4, 4)).train_batch_size == 63
-    with pytest.raises(deepspeed_ucp.ConfigError, match="train_batch_size 63 cannot be made by 4"):
-        configure(FakeConfig(True, 63, 4, 4))
+PRESERVE = {"preserve_batch_size": True}
 
 
-def test_preserve_batch_size_changes_the_accumulation() -> None:
-    kept = configure(FakeConfig({"preserve_batch_size": True}, 64, 4, 2))
-    assert (kept.train_batch_size, kept.train_micro_batch_size_per_gpu, kept.gradient_accumulation_steps) == (64, 4, 4)
-    with pytest.raises(deepspeed_ucp.ConfigError, match="62"):
-        configure(FakeConfig({"preserve_batch_size": True}, 62, 4, 2))
-
-
-def test_a_world_that_sequence_parallelism_makes_a_float(caplog: pytest.LogCaptureFixture) -> None:
-    config = FakeConfig({"preserve_batch_size": True}, 72, 4, 2)
-    config.world_size = 4.0
+@pytest.mark.parametrize(
+    ("section", "sizes", "expected"),
+    [
+        (False, (63, 4, 4), (63, 4, 4)),
+        (True, (63, 4, 4), "train_batch_size 63 cannot be made by 4"),
+        (PRESERVE, (64, 4, 2), (64, 4, 4)),
+        (PRESERVE, (62, 4, 2), "62"),
+        (PRESERVE, (72, 4, 2, 4.0), (72, 3, 6)),  # sequence parallelism makes the world a float
+        *((True, (invalid, 4, 2), (invalid, 4, 2)) for invalid in ("auto", 0, -1, 2.5)),  # DeepSpeed reports these
+    ],
+)
+def test_batch_sizes_are_refused_or_changed(section: object, sizes: Any, expected: Any, caplog: Any) -> None:
+    config = FakeConfig(section, *sizes[:3])
+    config.world_size, *_ = *sizes[3:], 4
+    if isinstance(expected, str):
+        with pytest.raises(deepspeed_ucp.ConfigError, match=expected):
+            configure(config)
+        return
     with caplog.at_level("INFO", logger="deepspeed_ucp"):
         kept = configure(config)
-    sizes = (kept.train_batch_size, kept.train_micro_batch_size_per_gpu, kept.gradient_accumulation_steps)
-    assert repr(sizes) == "(72, 3, 6)"
-    assert "train_batch_size 72 kept on 4 ranks: micro batch 4 → 3, gradient accumulation 2 → 6" in caplog.text
-
-
-@pytest.mark.parametrize("value", ["auto", 0, -1, 2.5])
-def test_batch_sizes_that_are_none_are_left_to_deepspeeds_messages(value: object) -> None:
-    assert configure(FakeConfig(True, value, 4, 2)).train_batch_size == value  # type: ignore[arg-type]
+    found = (kept.train_batch_size, kept.train_micro_batch_size_per_gpu, kept.gradient_accumulation_steps)
+    assert repr(found) == repr(expected)
+    text = "train_batch_size 72 kept on 4 ranks: micro batch 4 → 3, gradient accumulation 2 → 6"
+    assert (text in caplog.text) is (sizes[0] == 72)
 
 
 def test_installing_twice_wraps_once_and_uninstalling_restores() -> None:
@@ -255,7 +242,7 @@ def test_installing_twice_wraps_once_and_uninstalling_restores() -> None:
 
 
 def set_command(monkeypatch: pytest.MonkeyPatch, run: Callable[[Namespace], int]) -> None:
-    """Puts something else in the place of what ``ds_ucp inspect`` does."""
+    """Replace the function of ``ds_ucp inspect``."""
     monkeypatch.setattr("deepspeed_ucp.cli.inspect.run", run)
 
 
@@ -276,15 +263,6 @@ def test_help_lists_every_command_in_a_group(capsys: pytest.CaptureFixture[str])
         section = shown.partition(f"\n{title}:\n")[2].partition("\n\n")[0]
         assert re.findall(r"^  (\w+) +\S", section, re.MULTILINE) == list(names)
     assert "usage: ds_ucp [--version] [-h] COMMAND" in shown and "130" in shown
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_option_has_help_and_every_command_examples(name: str) -> None:
-    (commands,) = (action for action in build_parser((name,))._actions if isinstance(action, _SubParsersAction))
-    for action in list_actions(commands.choices[name]):
-        assert action.help, action.option_strings or action.dest
-    shown = commands.choices[name].format_help()
-    assert f"usage: ds_ucp {name}" in shown and f"ds_ucp {name}" in shown.partition("examples:")[2]
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -317,16 +295,9 @@ def test_errors_are_lines_and_exit_codes(
     shown = capsys.readouterr().err
     assert "Traceback" in shown
     assert type(error).__name__ in shown
-
-
-def test_the_echo_of_another_rank_s_error_is_not_repeated(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    error = CheckpointError("[rank 0] x.pt is damaged.")
-    error.echo = True
-    set_command(monkeypatch, fail(error))
-    assert main(["inspect", "x"]) == 2
-    assert capsys.readouterr().err == ""
+    if isinstance(error, CheckpointError):  # another rank prints it
+        error.echo = True
+        assert (main(["inspect", "x"]), capsys.readouterr().err) == (2, "")
 
 
 def test_a_closed_pipe_is_no_error() -> None:
@@ -356,24 +327,22 @@ sys.exit(dispatch.main(["inspect", "x", *sys.argv[1:]]))
 def run_python(
     code: str, *argv: str, redirect: str = "", encoding: str = "utf-8"
 ) -> subprocess.CompletedProcess[bytes]:
-    """A child's exit code and what it wrote; ``redirect`` as a shell has it."""
+    """Run code in a child; ``redirect`` as in a shell."""
     line = f"{shlex.join([sys.executable, '-c', code, *argv])} {redirect}"
     environment = {**os.environ, "PYTHONIOENCODING": encoding}
     return subprocess.run(["bash", "-c", line], capture_output=True, check=False, env=environment)
 
 
-def test_a_closed_stdout_leaves_the_exit_code() -> None:
-    """And its number is not that of a file that is opened later, which would be written to."""
-    done = run_python(SAYING, redirect=">&-")
-    assert (done.returncode, done.stdout, done.stderr) == (1, b"", b"done True\n")
-    done = run_python(SAYING, redirect=">&- 2>&-")
-    assert (done.returncode, done.stdout, done.stderr) == (1, b"", b"")
+FULL = b"ds_ucp: error: the output cannot be written: No space left on device\n"
 
 
-def test_a_stdout_that_cannot_be_written_is_an_error() -> None:
-    done = run_python(SAYING, redirect=">/dev/full")
-    told = b"ds_ucp: error: the output cannot be written: No space left on device\n"
-    assert (done.returncode, done.stderr) == (2, told)
+@pytest.mark.parametrize(
+    ("redirect", "code", "stderr"), [(">&-", 1, b"done True\n"), (">&- 2>&-", 1, b""), (">/dev/full", 2, FULL)]
+)
+def test_a_closed_or_full_stdout(redirect: str, code: int, stderr: bytes) -> None:
+    """The descriptor of a closed one is not given to a file that is opened later, which would be overwritten."""
+    done = run_python(SAYING, redirect=redirect)
+    assert (done.returncode, done.stdout, done.stderr) == (code, b"", stderr)
 
 
 @pytest.mark.parametrize(
@@ -418,17 +387,17 @@ def test_a_destination_may_stand_behind_options() -> None:
 
 @pytest.mark.parametrize("kind", ["none", "file", "empty"])
 @pytest.mark.parametrize("argv", READING, ids=" ".join)
-def test_where_no_checkpoint_is_the_error_is_a_line_and_json(
+def test_a_missing_checkpoint_is_an_error_as_text_and_json(
     argv: list[str], kind: str, tmp_path: Path, run_json: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("x")
     (tmp_path / "empty").mkdir()
     path = str(tmp_path / kind)
-    told = [argv[0], path, *(text.format(path) for text in argv[1:])]
-    code, data = run_json(*told)
+    line = [argv[0], path, *(text.format(path) for text in argv[1:])]
+    code, data = run_json(*line)
     assert (code, data["kind"]) == (2, "CheckpointError")
     assert data["error"].startswith(path)
-    assert main(told) == 2
+    assert main(line) == 2
     shown = capsys.readouterr()
     assert (shown.out, shown.err) == ("", f"ds_ucp: error: {data['error']}\n")
 
@@ -439,7 +408,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])
-def test_a_further_place_that_is_not_there_is_told(
+def test_a_missing_further_place_is_a_warning(
     command: str, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([command, str(saved), "--also", str(tmp_path / "nowhere")]) == 0
@@ -450,7 +419,7 @@ def test_a_further_place_that_is_not_there_is_told(
     "line", ["inspect {0} -q", "plan {0} --target dp=3,zero=3 -q", "export {0} {1} --dtype bf16", "verify {0}", ""]
 )
 def test_commands_need_neither_torch_nor_deepspeed(line: str, saved: Path, tmp_path: Path) -> None:
-    """Nor does the parser of all of them, which `--help` builds, need anything large."""
+    """The parser of all commands, which `--help` builds, does not even need numpy."""
     code = "import sys\nfrom deepspeed_ucp.cli.dispatch import build_parser, main\nbuild_parser()\n"
     code += "code = main(sys.argv[1:]) if sys.argv[1:] else 'numpy' in sys.modules\n"
     code += "sys.exit(code or ' '.join(sorted({'torch', 'deepspeed', 'matplotlib', 'mpi4py'} & set(sys.modules))) or 0)"
@@ -518,32 +487,19 @@ def test_the_library_s_warnings_are_short_lines(
 
 @pytest.mark.parametrize("key", ["RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"])
 def test_only_rank_0_prints(key: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    for rank in ("1", "0"):
+    """RANK counts only beside LOCAL_RANK: clusters set it for containers, in which users type commands."""
+    for rank, local in (("1", "0"), ("0", "0"), ("3", "")):
         monkeypatch.setenv(key, rank)
+        monkeypatch.setenv("LOCAL_RANK", local) if local else monkeypatch.delenv("LOCAL_RANK")
         emit(Namespace(json=False), {}, ["text"])
-        assert capsys.readouterr().out == ("text\n" if rank == "0" else "")
+        assert capsys.readouterr().out == ("text\n" if rank == "0" or (key == "RANK" and not local) else "")
 
 
-def test_a_rank_without_a_launch_prints(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Clusters set RANK for containers, in which somebody may type a command."""
-    monkeypatch.setenv("RANK", "3")
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    emit(Namespace(json=False), {}, ["text"])
-    assert capsys.readouterr().out == "text\n"
-
-
-def test_json_is_what_every_parser_reads(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_strict(capsys: pytest.CaptureFixture[str]) -> None:
     data = {"a": float("nan"), 3: (1, None), "inf": [float("-inf")], "set": {"y", "x"}, "path": Path("/x"), "t": True}
+    plain = {"a": "nan", "3": [1, None], "inf": ["-inf"], "set": ["x", "y"], "path": "/x", "t": True}
     emit(Namespace(json=True), data, ())
-    assert json.loads(capsys.readouterr().out) == {
-        "a": "nan",
-        "3": [1, None],
-        "inf": ["-inf"],
-        "set": ["x", "y"],
-        "path": "/x",
-        "t": True,
-    }
+    assert json.loads(capsys.readouterr().out) == plain
 
 
 @pytest.mark.parametrize(
@@ -555,7 +511,7 @@ def test_json_is_what_every_parser_reads(capsys: pytest.CaptureFixture[str]) -> 
         (format_duration, {float("inf"): "for ever"}),
     ],
 )
-def test_figures_in_words(write: Callable[[float], str], cases: dict[float, str]) -> None:
+def test_numbers_are_formatted(write: Callable[[float], str], cases: dict[float, str]) -> None:
     assert {value: write(value) for value in cases} == cases
 
 
@@ -564,7 +520,7 @@ def test_tables_are_aligned() -> None:
     assert format_table([]) == []
 
 
-def test_the_bar_is_off_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bar_needs_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     with show_progress(Namespace(quiet=False, json=False), 10, "work") as add:
         add(10)
     assert capsys.readouterr().err == ""
@@ -581,7 +537,7 @@ def test_rules_are_a_family_a_file_or_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         (["verfy", "x"], "argument COMMAND: 'verfy' is unknown: did you mean 'verify'?"),
         (["nothing", "x"], "argument COMMAND: invalid choice: 'nothing'"),
@@ -592,12 +548,10 @@ def test_rules_are_a_family_a_file_or_json(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_a_misspelt_name_is_told_with_the_right_one(
-    line: list[str], told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_misspelt_name_gets_a_suggestion(line: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(line)
     assert ended.value.code == 2
     printed = capsys.readouterr().err
-    assert told in printed
+    assert message in printed
     assert f"usage: ds_ucp {line[0] if line[0] in ('verify', 'export') else ''}" in printed

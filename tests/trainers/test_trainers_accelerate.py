@@ -124,7 +124,7 @@ def test_the_middle_of_a_step_begins_it_anew(saved: tuple[Path, list[Trained]], 
         options: dict[str, Any] = {"micro": micro, "accumulation": 2, "resume": str(folder / "middle")}
         rest = ucp_worlds.get(ranks).run(trainers_accelerate.train, str(folder), make_config(1), **options)
         agree(whole, rest, 7)
-        assert ["go back by 1 micro batches" in text for text in rest[0].told].count(True) == 1
+        assert ["repeat the last 1 micro batches" in text for text in rest[0].told].count(True) == 1
     assert ["saving after 1 of the 2 micro batches" in text for text in whole[0].told] == [True]
     assert not whole[1].told
 
@@ -132,8 +132,8 @@ def test_the_middle_of_a_step_begins_it_anew(saved: tuple[Path, list[Trained]], 
 @pytest.mark.parametrize(
     ("ranks", "options", "told"),
     [
-        (2, {"micro": 2, "accumulation": 1}, "Take a data loader with batch_size=2 and gradient_accumulation_steps=2"),
-        (1, {"micro": 3}, "Take a data loader with batch_size=2 and gradient_accumulation_steps=4"),
+        (2, {"micro": 2, "accumulation": 1}, "Use a data loader with batch_size=2 and gradient_accumulation_steps=2"),
+        (1, {"micro": 3}, "Use a data loader with batch_size=2 and gradient_accumulation_steps=4"),
     ],
     ids=["same-world", "other-micro-batch"],
 )
@@ -182,7 +182,7 @@ def test_the_last_whole_checkpoint_stays_while_newer_ones_are_written(tmp_path: 
     (tmp_path / "out" / "checkpoints" / "checkpoint_3" / accelerating.OWN).unlink()
     resume = str(tmp_path / "out" / "checkpoints" / "checkpoint_3")
     tried = ucp_worlds.get(1).run(trainers_accelerate.attempt, str(tmp_path), config, micro=8, resume=resume)
-    assert tried[0][0] == "CheckpointError" and "it was cut short" in tried[0][1]
+    assert tried[0][0] == "CheckpointError" and "the save was interrupted" in tried[0][1]
 
 
 def test_a_folder_that_holds_a_save_is_written_before_training_goes_on(tmp_path: Path, ucp_worlds: WorldPool) -> None:

@@ -115,7 +115,7 @@ def test_accelerate(tmp_path: Path, ucp_worlds: WorldPool) -> None:
         assert ("records no total batch; this run takes 8 samples a step" in log) is (kind not in ("tag", "atomic"))
     for kind, folder in refused.items():
         error, _ = found[kind]
-        assert str(error).startswith(f"CheckpointError: {folder}: holds weights alone"), (kind, error)
+        assert str(error).startswith(f"CheckpointError: {folder}: has only weights"), (kind, error)
         assert "load_module_only=True" in error
 
 

@@ -149,7 +149,7 @@ def test_losses_keep_their_size_in_a_larger_world(model: str, told: int, tmp_pat
     for run, warnings in ((rest, told), (again, told if V5 else 0)):  # transformers 4 takes the saved micro batch
         judged = {step: loss for step, loss in run[0].judged.items() if step > 4}
         assert judged == pytest.approx({step: whole[0].judged[step] for step in judged}, abs=2e-6)
-        assert sum("does not look at num_items_in_batch" in text for text in run[0].warnings) == warnings
+        assert sum("does not use num_items_in_batch" in text for text in run[0].warnings) == warnings
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_an_order_that_no_resume_gives_again_is_told(
     options: dict[str, Any], told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     huggingface.warn_order(SimpleNamespace(**options))
-    assert ("goes on with other samples" in caplog.text) is told
+    assert ("continues with other samples" in caplog.text) is told
 
 
 def test_batch_sizes_that_sequence_parallelism_makes_floats() -> None:
@@ -206,7 +206,7 @@ def test_batch_sizes_that_sequence_parallelism_makes_floats() -> None:
 
 
 def test_ranks_that_cannot_share_it_are_refused() -> None:
-    with pytest.raises(MismatchError, match="8 samples, this run has 12 .*Take a number of ranks that divides it"):
+    with pytest.raises(MismatchError, match="8 samples, this run has 12 .*Use a number of ranks that divides it"):
         huggingface.choose_batch(SavedJob(2, 1, 6, 8, 1), "folder", BatchSizes(4, 1, 3), None)
 
 
@@ -254,7 +254,7 @@ def test_other_data_begins_an_epoch_where_the_place_in_it_is_not_wanted(
     options |= {"size": 80, "ignore_data_skip": True}
     (rest,) = ucp_worlds.get(1).run(trainers_hf.train, str(shrunk[0]), make_config(2), **options)
     assert list(rest.samples) == [7] and rest.sizes == (4, 2, 8)
-    assert any("had 5 steps, this one's has 10: epochs are counted" in text for text in rest.warnings)
+    assert any("had 5 steps, this one's has 10: epochs are counted by the new number" in text for text in rest.warnings)
 
 
 def test_weights_or_the_place_alone_are_taken_where_that_is_asked_for(
@@ -267,7 +267,7 @@ def test_weights_or_the_place_alone_are_taken_where_that_is_asked_for(
     (first,) = ucp_worlds.get(1).run(trainers_hf.train, folder, fresh, stop=1, **{**options, "learning_rate": 0.0})
     saved = load_file(shrunk[0] / "checkpoint-6" / "model.safetensors")
     assert list(first.samples) == [1] and all(saved[name].equal(weight) for name, weight in first.weights.items())
-    assert any("a new run begins with its weights alone" in text for text in first.warnings)
+    assert any("a new run starts from its weights" in text for text in first.warnings)
     # The schedule is the trainer's, torch's in the engine, which has made the step when it is logged, and DeepSpeed's.
     for more, expected in (({}, 9 / 12), (ADAM, 8 / 12), ({**ADAM, **DECAY}, 9 / 12)):
         states = {} if not more else {"load_optimizer_states": False}  # DeepSpeed's optimizer has other groups
@@ -329,21 +329,21 @@ def test_a_folder_that_does_not_exist_is_refused_with_those_that_do(tmp_path: Pa
         with pytest.raises(CheckpointError, match=r"checkpoint-6: does not exist. Check the path"):
             choose(str(tmp_path / "checkpoint-6"), fallback=fallback)
     (tmp_path / "checkpoint-4").mkdir()
-    with pytest.raises(CheckpointError, match=r"checkpoint-6: does not exist. .* holds checkpoint-4"):
+    with pytest.raises(CheckpointError, match=r"checkpoint-6: does not exist. .* has checkpoint-4"):
         choose(str(tmp_path / "checkpoint-6"))
 
 
 def test_fallback_is_recommended_if_an_older_folder_exists(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-6").mkdir()
     for recommended in (False, True):
-        with pytest.raises(CheckpointError, match="cut short") as raised:
+        with pytest.raises(CheckpointError, match="was interrupted") as raised:
             choose(True, tmp_path)
         assert ('"fallback": true' in str(raised.value)) is recommended
         (tmp_path / "checkpoint-4").mkdir(exist_ok=True)
 
 
 FAULTS: dict[str, tuple[str, Callable[[Path], Any], str]] = {
-    "no-state": ("trainer_state.json", Path.unlink, "a save writes last"),
+    "no-state": ("trainer_state.json", Path.unlink, "was interrupted"),
     "half-a-state": ("trainer_state.json", cut, "trainer_state.json: is no valid JSON"),
     "no-latest": ("latest", Path.unlink, "latest is missing"),
     "no-tag": ("global_step6", shutil.rmtree, "no checkpoint with tag 'global_step6'"),
@@ -367,7 +367,7 @@ def test_an_older_folder_is_taken_where_the_newest_is_not_whole(
     assert not caplog.records
     spoil(newest / name)
     assert choose(True, tmp_path, fallback=True) == choose(str(newest), fallback=True) == str(older)
-    assert f"{older}: resuming from it; passed over: {newest}" in caplog.text and told in caplog.text
+    assert f"{older}: resuming from it; skipped: {newest}" in caplog.text and told in caplog.text
     if not fault.startswith(("half-of", "half-a-sch", "no-sch", "half-a-shard", "damaged", "no-shard")):
         with pytest.raises(CheckpointError, match=told):
             choose(True, tmp_path)
@@ -375,7 +375,7 @@ def test_an_older_folder_is_taken_where_the_newest_is_not_whole(
     if fault == "no-latest":  # which the tag's own files make up for
         assert choose(True, tmp_path, fallback=True) == str(newest)
         return
-    with pytest.raises(CheckpointError, match="neither it nor one before it is whole") as error:
+    with pytest.raises(CheckpointError, match="neither it nor one before it is complete") as error:
         choose(True, tmp_path, fallback=True)
     assert "save_only_model" not in str(error.value)
 
@@ -401,7 +401,7 @@ def test_a_restarted_run_passes_over_broken_folders(
     config = make_config(3, {"fallback": True})
     first = ucp_worlds.get(1).run(trainers_hf.train, str(tmp_path), config, stop=6, **options)
     assert list(first[0].samples) == [5, 6]
-    assert sum("passed over: " in text for text in first[0].warnings) == 1
+    assert sum("skipped: " in text for text in first[0].warnings) == 1
     rest = ucp_worlds.get(1).run(trainers_hf.train, str(tmp_path), config, **options)
     agree(whole, rest, 7)
 
@@ -491,7 +491,7 @@ def test_a_machine_that_is_lost_leaves_the_last_whole_checkpoint(tmp_path: Path,
     assert not list((tmp_path / "memory").rglob("*_states.pt"))
     rest = ucp_worlds.get(1).run(trainers_hf.train, out, config, resume=True, per_device_train_batch_size=8, **options)
     assert list(rest[0].samples) == [3, 4, 5, 6, 7]
-    assert any("passed over" in text and "checkpoint-6" in text for text in rest[0].warnings)
+    assert any("skipped" in text and "checkpoint-6" in text for text in rest[0].warnings)
 
 
 @pytest.mark.skipif(not V5, reason="transformers 4 has no enable_jit_checkpoint")
@@ -502,7 +502,7 @@ def test_of_two_saves_on_a_signal_one_acts(tmp_path: Path, ucp_worlds: WorldPool
     assert [each.code for each in run] == [0, 0]
     assert (tmp_path / "preempted" / "latest").read_text() == "global_step2"
     assert not list(tmp_path.glob("checkpoint-*"))
-    assert [sum("the place of the Trainer's own" in text for text in each.warnings) for each in run] == [1, 0]
+    assert [sum("this save replaces the Trainer's" in text for text in each.warnings) for each in run] == [1, 0]
 
 
 def test_a_trainer_that_removes_folders_in_another_way_waits_for_its_saves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from deepspeed_ucp.data import ElasticSampler
 from deepspeed_ucp.testing import WorldPool
-from deepspeed_ucp.trainers.lightning import _goes_on, count_anew
+from deepspeed_ucp.trainers.lightning import _is_positioned, convert_counts
 
 pytest.importorskip("lightning")
 
@@ -65,7 +65,7 @@ def test_batches_are_counted_in_whole_steps_of_this_run(
 ) -> None:
     counts = {"ready": done, "started": done, "processed": done, "completed": done - lag}
     progress = {"total": dict(counts), "current": dict(counts), "is_last_batch": False}
-    rest = count_anew(progress, was, now)
+    rest = convert_counts(progress, was, now)
     for part in ("total", "current"):
         held = progress[part]
         assert isinstance(held, dict)
@@ -76,9 +76,9 @@ def test_batches_are_counted_in_whole_steps_of_this_run(
 def test_a_sampler_that_follows_no_engine_begins_anew() -> None:
     sampler = ElasticSampler(10, 2, rank=0, world=1)
     loader, engine = SimpleNamespace(sampler=sampler), SimpleNamespace(global_samples=4, train_batch_size=lambda: 2)
-    assert not _goes_on(loader)
+    assert not _is_positioned(loader)
     sampler.follow(engine)
-    assert _goes_on(loader)
+    assert _is_positioned(loader)
 
 
 PAIRS = [(2, 1), (1, 2)]
@@ -109,12 +109,12 @@ def test_runs_go_on_in_other_worlds(tmp_path: Path, ucp_worlds: WorldPool) -> No
         assert "ConfigError" in rank.error and "use_distributed_sampler=False" in rank.error
     (again,) = one.run(trainers_lightning.train, set_up(1, 1, 2, elastic=False), 5, load=folder)
     told = "\n".join(again.log)
-    assert "trains on the epoch's first batches again, and not on its last 8" in told
+    assert "it repeats the epoch's first batches, and skips its last 8" in told
     assert "an epoch has 13 batches, no multiple of accumulate_grad_batches=2" in told
 
 
 @pytest.mark.parametrize("other", [False, True], ids=["same", "other"])
-def test_a_scheduler_that_holds_param_groups_goes_on(other: bool, tmp_path: Path, ucp_worlds: WorldPool) -> None:
+def test_a_scheduler_that_holds_param_groups_is_positioned(other: bool, tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """In the same topology, where DeepSpeed's own load would give the optimizer other groups, and in another one."""
     world, folder = ucp_worlds.get(1), str(tmp_path / "a")
     source = replace(set_up(2, 1, 1), betas=True)
