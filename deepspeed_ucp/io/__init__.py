@@ -1,1 +1,1 @@
-"""Reading bytes: parallel ``preadv`` with checksums; files that are written so that they survive a crash."""
+"""Parallel reads with checksums, and writes that survive a crash, for local files and object stores."""

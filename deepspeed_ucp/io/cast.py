@@ -1,6 +1,6 @@
-"""Casts between element types as torch's ``.to`` makes them, without importing torch where numpy can do it.
+"""Casts between element types with the results of torch's ``.to``, without importing torch if numpy can do them.
 
-Eight-bit types are torch's: ml_dtypes makes nan of what is too large for float8_e4m3fn, and is 14 times slower.
+Eight-bit types are cast by torch: ml_dtypes returns nan for values too large for float8_e4m3fn, and is 14 times slower.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
     import torch
 
 FLOATING = frozenset({"float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"})
-"""Element types that an export casts; all others stay as they are."""
+"""Element types that an export casts; others are not changed."""
 
 _NUMPY = frozenset({"float64", "float32", "float16", "bfloat16"})
 _STEP = 1 << 15
-"""Elements per step: what the intermediate results of a step take fits the cache."""
+"""Elements per step; the intermediate results of a step fit into the processor cache."""
 
 
 def cast(data: memoryview, source: str, into: memoryview, target: str) -> None:
-    """Cast elements; round to nearest even, what is too large becomes infinite, nan stays nan.
+    """Cast elements: round to nearest even, overflow becomes infinite, nan stays nan.
 
     Args:
         data: C-contiguous bytes of ``source`` elements.
-        into: bytes of as many ``target`` elements.
+        into: memory for as many ``target`` elements.
     """
     if source == target:
         into[:] = data
@@ -38,7 +38,7 @@ def cast(data: memoryview, source: str, into: memoryview, target: str) -> None:
 
 
 def find_dtype(name: str) -> np.dtype[Any]:
-    """Numpy's type of an element type's name; that of ``ml_dtypes`` where numpy has none of its own."""
+    """Return numpy's dtype for the name of an element type, from ``ml_dtypes`` if numpy has none."""
     import ml_dtypes
 
     return np.dtype(getattr(ml_dtypes, name, name))
@@ -61,7 +61,7 @@ def _cast_torch(data: memoryview, source: str, into: memoryview, target: str) ->
 
 
 def average(copies: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The mean of tensors in double precision, added in their order, so that equal copies give themselves.
+    """Return the mean of tensors in double precision, added in order: the mean of equal tensors is exact.
 
     Raises:
         ValueError: there are none.

@@ -1,14 +1,13 @@
-"""Reading and writing past the page cache, on this machine's own disks.
+"""Reads and writes past the page cache, on local disks.
 
-What goes through the cache costs a page of it for every page, a copy, and, when memory is full, somebody else's page:
-on 2 cores of an AMD EPYC 0.3 to 1.4 s of processor time a GiB read, and 2 to 3 s a GiB written. With
-``O_DIRECT`` the disk reads into memory that a thread uses again and again (0.02 s), where its checksum is formed, and
-one copy brings it to its place. In large pages (``memory.allocate_large``) it is faster than through the cache at any
-readahead, which has small pages to read into. Without large pages it is so only where the system reads ahead less far
-than one of our reads: else that keeps the disk busy while threads work on what they have.
+The page cache costs an allocation and a copy per page: on 2 cores of an AMD EPYC 0.3 to 1.4 s of processor time per GiB
+read, and 2 to 3 s per GiB written. With ``O_DIRECT`` a disk reads into memory that a thread reuses (0.02 s), where the
+checksum is computed; one copy brings the bytes to their destination. In large pages (``memory.allocate_large``) this is
+faster than the cache at any readahead. In small pages it is faster only if the system reads ahead less than one of our
+reads; a longer readahead keeps the disk busy while threads process their bytes.
 
-What the cache holds is taken from there: a save of a moment ago, what another rank reads as well, and what is read
-twice on purpose. So are small reads, of which a disk is asked for pages only.
+Bytes that the cache holds are read from there: a recent save, files that other ranks read, and repeated reads. So are
+small reads.
 """
 
 from __future__ import annotations
@@ -26,24 +25,24 @@ from .filesystems import DISK, find_kind, load_libc
 from .memory import Scratch, find_address, has_large_pages
 
 ALIGNMENT = 4096
-"""Bytes of which addresses, offsets and sizes have to be multiples: no block of a disk is larger."""
+"""Bytes: addresses, offsets and sizes must be multiples of it. No disk has larger blocks."""
 
 LEAST = 64 << 10
-"""Bytes from which on it is worth while."""
+"""Minimum bytes of a read or write past the cache."""
 
 _FAR = 4 << 20
-"""Bytes of readahead that keep a disk busy: those of a read."""
+"""Bytes of readahead that keep a disk busy: as many as one of our reads."""
 
 _WRITTEN = 8 << 20
 """Bytes of a write."""
 
 _DEVICES = Path("/sys/class/bdi")
 _REFUSED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EFAULT}
-"""``EFAULT`` tells memory of a device's driver, which no disk can be given."""
+"""Errors of file systems without such reads and writes. ``EFAULT``: a disk cannot access memory of a device driver."""
 
 
 class _ThreadMemory(threading.local):
-    """Memory of a thread's own."""
+    """Scratch memory of each thread."""
 
     def __init__(self) -> None:
         self.scratch = Scratch()
@@ -53,15 +52,15 @@ _own = _ThreadMemory()
 
 
 def is_worth_passing(fd: int) -> bool:
-    """Whether what is read of a file had better pass the cache by.
+    """Return True if reads of a file past the cache are faster.
 
-    File systems over a network read ahead and share what nodes have read; those in memory have nothing to read past.
+    Never on network file systems, which read ahead and share bytes between nodes, nor on file systems in memory.
     """
     return find_kind(fd) == DISK and (has_large_pages() or find_readahead(os.fstat(fd).st_dev) < _FAR)
 
 
 def find_readahead(device: int) -> int:
-    """Bytes that the system reads ahead on a device; 0 where it does not tell, as of several disks in one."""
+    """Return the bytes that the system reads ahead on a device; 0 if unknown, as for several disks in one."""
     try:
         kib = (_DEVICES / f"{os.major(device)}:{os.minor(device)}" / "read_ahead_kb").read_text()
     except OSError:
@@ -70,7 +69,7 @@ def find_readahead(device: int) -> int:
 
 
 def reopen(fd: int, mode: int = os.O_RDONLY) -> int | None:
-    """A descriptor of the same file that passes the page cache by; None where the file system has none."""
+    """Open a file again for access past the page cache; return None if the file system refuses."""
     try:
         return os.open(f"/proc/self/fd/{fd}", mode | os.O_CLOEXEC | os.O_DIRECT)
     except OSError:
@@ -79,7 +78,7 @@ def reopen(fd: int, mode: int = os.O_RDONLY) -> int | None:
 
 @contextmanager
 def open_past(fd: int, nbytes: int) -> Iterator[int | None]:
-    """A descriptor for writing so many bytes past the page cache; None where they had better go through it."""
+    """Yield a descriptor for writing so many bytes past the page cache, or None if the cache is faster."""
     past = reopen(fd, os.O_WRONLY) if nbytes >= LEAST and find_kind(fd) == DISK else None
     try:
         yield past
@@ -89,9 +88,9 @@ def open_past(fd: int, nbytes: int) -> Iterator[int | None]:
 
 
 def cut_blocks(views: Sequence[memoryview], offset: int) -> Iterator[tuple[list[memoryview], int, bool]]:
-    """Cut what is written one view behind the other from ``offset`` on: (views, their offset, is one of whole blocks).
+    """Divide consecutive views at ``offset`` into pieces: (views, their offset, True if one view of whole blocks).
 
-    Blocks are those of the page cache as well: nothing that goes through it lies in a page that is written past it.
+    A block is at least a page: no page is written both through the cache and past it.
     """
     block = max(ALIGNMENT, mmap.PAGESIZE)
     through, begin = list[memoryview](), offset
@@ -109,10 +108,10 @@ def cut_blocks(views: Sequence[memoryview], offset: int) -> Iterator[tuple[list[
 
 
 def write_past(fd: int, view: memoryview, offset: int) -> bool:
-    """Write whole blocks; False where the system does not write them past its cache.
+    """Write whole blocks past the cache; return False if the system refuses.
 
     Raises:
-        OSError: as the system tells it.
+        OSError: another error.
     """
     done = 0
     is_aligned = not view.readonly and find_address(view) % ALIGNMENT == 0
@@ -132,18 +131,18 @@ def write_past(fd: int, view: memoryview, offset: int) -> bool:
 
 
 def is_refusal(error: OSError) -> bool:
-    """Whether the system does not read or write past the cache here, rather than not at all."""
+    """Return True if an error means that the system does not support access past the cache here."""
     return error.errno in _REFUSED
 
 
 def align(offset: int, nbytes: int) -> tuple[int, int]:
-    """The smallest aligned range (offset, bytes) around one."""
+    """Return the smallest aligned range (offset, bytes) that contains a range."""
     low = offset // ALIGNMENT * ALIGNMENT
     return low, -(-(offset + nbytes) // ALIGNMENT) * ALIGNMENT - low
 
 
 def is_cached(fd: int, offset: int, nbytes: int) -> bool:
-    """Whether the page cache holds most of a range; also where the system does not tell."""
+    """Return True if the page cache holds most of a range, or if that is unknown."""
     low = offset // mmap.PAGESIZE * mmap.PAGESIZE
     size = offset + nbytes - low
     libc, pages = load_libc(), (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()

@@ -1,4 +1,4 @@
-"""Writing that survives: free space, ``pwrite`` until done, files replaced atomically, folders made durable."""
+"""Durable writes: checks of free space, complete writes, atomic replacement of files, syncs of folders."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _SYNC_THREADS = 16
 
 _FEW = 64
-"""Files that are synced one by one: ``syncfs`` waits for what others have written to the file system as well."""
+"""Number of files up to which each is synced: ``syncfs`` also waits for writes of other processes."""
 
 _LARGE = 1 << 20
-"""Bytes of a write that the kernel is to begin writing out at once, so that little is left to wait for in the end."""
+"""Bytes of a write from which the kernel starts writeback at once, which shortens the final sync."""
 
 _PIECE = 1 << 20
-"""Bytes that one call writes through the page cache: for more at once that takes larger pages, which a virtual machine
-may have given back to its host, and fetches again: two thirds of the speed at 4 MiB."""
+"""Bytes per call through the page cache. For longer writes the cache takes larger pages, which a virtual machine may
+have to fetch from its host: 4 MiB have two thirds of the speed."""
 
 _BEGIN_WRITING = 2  # SYNC_FILE_RANGE_WRITE
 
 
 def check_space(folder: str, nbytes: int) -> None:
-    """Refuse before the first byte what does not fit; quotas show only while writing.
+    """Check that files fit before the first byte is written; quotas are noticed only by writes.
 
     Args:
-        folder: need not exist; what it already holds counts as written.
-        nbytes: of everything that it is to hold in the end.
+        folder: need not exist; its present files count as written.
+        nbytes: final size of all its files.
 
     Raises:
-        DiskFullError: with both figures.
+        DiskFullError: they do not fit; the message has both figures.
     """
     needed = nbytes - _count_allocated(folder)
     present = folder
@@ -54,7 +54,7 @@ def check_space(folder: str, nbytes: int) -> None:
 
 
 def _count_allocated(folder: str) -> int:
-    """Bytes that the files of a folder take up; holes of sparse files do not."""
+    """Return the bytes allocated to the files of a folder, without holes."""
     files = (os.path.join(parent, name) for parent, _, names in os.walk(folder) for name in names)
     return sum(os.lstat(path).st_blocks * 512 for path in files)
 
@@ -74,11 +74,11 @@ def _show_all(nbytes: int) -> str:
 
 @contextmanager
 def explain_full(path: str) -> Iterator[None]:
-    """Turn "no space", "quota exceeded" and "file too large" into one clear error; others name the file.
+    """Context that raises "no space", "quota exceeded" and "file too large" as one error.
 
     Raises:
         DiskFullError: there is no room.
-        OSError: another error of the system, of ``path`` where it tells no file itself.
+        OSError: another error, with ``path`` if the system names no file.
     """
     try:
         yield
@@ -109,9 +109,9 @@ def write_at(fd: int, data: memoryview | bytes | bytearray, offset: int) -> None
 
 
 def write_parts(fd: int, parts: Sequence[memoryview | bytes | bytearray], offset: int) -> None:
-    """Write parts one behind the other from byte ``offset`` on: whole blocks past the page cache where that is faster.
+    """Write consecutive parts from byte ``offset`` on: whole blocks past the page cache if that is faster.
 
-    Several threads may write one file, and blocks of it that each writes alone.
+    Several threads may write different blocks of one file.
 
     Raises:
         DiskFullError: the disk is full.
@@ -124,7 +124,7 @@ def write_parts(fd: int, parts: Sequence[memoryview | bytes | bytearray], offset
 
 
 def _write_through(fd: int, views: list[memoryview], offset: int) -> None:
-    """Write through the page cache; the list is used up."""
+    """Write through the page cache; the list is consumed."""
     start = offset
     while views:
         done = os.pwritev(fd, take_front(views, _PIECE), offset)
@@ -134,7 +134,7 @@ def _write_through(fd: int, views: list[memoryview], offset: int) -> None:
 
 
 def _begin_writing(fd: int, offset: int, nbytes: int) -> None:
-    """A hint; what it cannot do, the sync in the end does."""
+    """Start writeback of a range; errors are left to the final sync."""
     call = getattr(load_libc(), "sync_file_range", None)
     if nbytes >= _LARGE and call is not None:
         call(fd, ctypes.c_int64(offset), ctypes.c_int64(nbytes), _BEGIN_WRITING)
@@ -151,7 +151,7 @@ def write_atomically(path: str, data: bytes, *, temporary: str | None = None) ->
     """Replace a file: after a crash there is the old one or the new one.
 
     Args:
-        temporary: written first, then renamed; beside ``path`` unless given. One writer at a time.
+        temporary: path of the temporary file, for one writer at a time; default: in the same folder.
 
     Raises:
         DiskFullError: the disk is full.
@@ -172,7 +172,7 @@ def write_atomically(path: str, data: bytes, *, temporary: str | None = None) ->
 def _write_durably(path: str, data: bytes) -> None:
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        write_at(fd, data, 0)  # over what is there: its blocks may be all that a full disk has
+        write_at(fd, data, 0)  # overwrites: the blocks of an older temporary file may be all that a full disk has
         os.ftruncate(fd, len(data))
         os.fsync(fd)
     finally:
@@ -180,11 +180,11 @@ def _write_durably(path: str, data: bytes) -> None:
 
 
 def map_new_file(path: str, nbytes: int) -> memoryview:
-    """A new file as ``nbytes`` > 0 zeroed bytes of memory, which the kernel writes out as it needs the room.
+    """Create a file and map its ``nbytes`` > 0 zeroed bytes; the kernel writes them back when it needs memory.
 
     Raises:
-        DiskFullError: the disk has no room for it, so that writing to the memory cannot fail later.
-        OSError: another error of the system.
+        DiskFullError: the disk has no room for it. Later writes to the memory cannot fail.
+        OSError: another error.
     """
     with explain_full(path):
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -196,7 +196,7 @@ def map_new_file(path: str, nbytes: int) -> memoryview:
 
 
 def sync_folder(folder: str) -> None:
-    """Make the names in a folder durable."""
+    """Sync the names in a folder."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -208,10 +208,10 @@ def sync_folder(folder: str) -> None:
 
 
 def sync_tree(folder: str) -> None:
-    """Make everything below a folder durable that this node wrote: one ``syncfs``, or ``fsync`` of each file.
+    """Sync everything below a folder that this node wrote: one ``syncfs``, or ``fsync`` of each file.
 
     Raises:
-        DiskFullError: the disk turned out to be full.
+        DiskFullError: the disk is full.
     """
     with explain_full(folder):
         tree = list(os.walk(folder))
@@ -221,7 +221,7 @@ def sync_tree(folder: str) -> None:
 
 
 def _sync_filesystem(folder: str) -> bool:
-    """One ``syncfs``; False where there is none that reports errors (Linux before 5.8)."""
+    """Call ``syncfs``; return False if the system has none that reports errors (Linux before 5.8)."""
     release = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2] if part.isdigit())
     call = getattr(load_libc(), "syncfs", None)
     if call is None or release < (5, 8):
@@ -246,7 +246,7 @@ def _sync_each(tree: list[tuple[str, list[str], list[str]]]) -> None:
 
 
 def sync_file(path: str) -> None:
-    """Make what was written to a file durable, by whatever means."""
+    """Sync a file, also bytes that other processes wrote."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

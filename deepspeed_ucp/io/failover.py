@@ -1,4 +1,4 @@
-"""Reads a file in the first of the places that have it, and in the next one where that fails."""
+"""Reads a file from the first place that has it, and from the next one if that fails."""
 
 from __future__ import annotations
 
@@ -16,31 +16,30 @@ logger = logging.getLogger("deepspeed_ucp")
 T = TypeVar("T")
 
 _ENOUGH = 3
-"""Files that a place does not give, until it is taken for one that gives none: each may take minutes to fail."""
+"""Failed files after which a place is tried last: each failure may take minutes."""
 
 
 class Failover:
-    """Which copies of files are read; several threads may use it at once.
+    """Chooses the copies of files to read; thread-safe.
 
     Attributes:
-        failed: paths of copies in which something has failed; they are passed over.
+        failed: paths of copies that have failed and are not used again.
     """
 
     def __init__(self, failed: set[str] | None = None) -> None:
         self.failed = set[str]() if failed is None else failed
-        self._lost = Counter[str]()  # files by place, that could not be read there
+        self._lost = Counter[str]()  # number of failed files by place
         self._lock = threading.Lock()
 
     def read(self, copies: Sequence[str], work: Callable[[str], T], primary: str) -> T:
-        """Work on a file; where that fails, on another copy of it, with a warning.
+        """Call ``work`` with the path of a file, and with that of another copy, with a warning, if it fails.
 
         Args:
-            copies: paths, the one that is read first in front.
-            work: given a path.
-            primary: the copy that counts. Where no copy is left its error is what is told.
+            copies: paths in order of preference.
+            primary: the copy whose error is raised if all fail.
 
         Raises:
-            CheckpointError, UnsupportedError: ``work``'s, with every copy.
+            CheckpointError, UnsupportedError: ``work`` has failed for every copy.
         """
         errors: dict[str, CheckpointError | UnsupportedError] = {}
         while True:
@@ -57,7 +56,7 @@ class Failover:
         return sorted(left, key=lambda path: self._lost[_find_place(path, copies)] >= _ENOUGH)
 
     def _pass_over(self, path: str, copies: Sequence[str], error: Exception) -> bool:
-        """Leave a copy out from now on; whether others are left."""
+        """Do not use a copy again; return True if there are others."""
         with self._lock:
             is_new, left = path not in self.failed, not self.failed.issuperset({*copies} - {path})
             self.failed.add(path)
@@ -68,7 +67,7 @@ class Failover:
 
 
 def _find_place(path: str, copies: Sequence[str]) -> str:
-    """What tells the place of a copy: the front of its path, which those of the others do not end in."""
+    """Return the place of a copy: its path without the end that all copies share."""
     ends = zip(*(reversed(each.split("/")) for each in copies), strict=False)
     shared = sum(1 for _ in takewhile(lambda parts: len(set(parts)) == 1, ends))
     return path.rsplit("/", shared)[0]

@@ -1,4 +1,4 @@
-"""A lock file: one process at a time, over the nodes of a shared file system, and nothing stale after a crash."""
+"""A lock file for one process at a time on all nodes of a shared file system; a crash releases it."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _UNSUPPORTED = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
 @contextmanager
 def hold_lock(path: str, purpose: str) -> Iterator[None]:
-    """Hold ``path`` while the block runs; the file goes at the end.
+    """Context in which this process holds a lock file, which is deleted at the end.
 
-    The kernel lets go of it when the holder dies. Where a file system knows no ``flock``, the file's existence is the
-    lock, and one that a crash left behind has to be removed by hand: the error says so.
+    The kernel releases the lock when its holder dies. On a file system without ``flock`` the existence of the file is
+    the lock; after a crash the user must remove it, as the error says.
 
     Args:
-        purpose: what the holder does, for the message of whoever comes second.
+        purpose: work of the holder, for the error message of others.
 
     Raises:
-        StorageError: another process holds it; names host, pid and time.
+        StorageError: another process holds it; the message has its host, pid and time.
     """
     fd = _acquire(path, purpose)
     try:
@@ -37,7 +37,7 @@ def hold_lock(path: str, purpose: str) -> Iterator[None]:
             _sign(fd)
         yield
     finally:
-        with suppress(OSError):  # one of this rank alone may not replace what all ranks raise
+        with suppress(OSError):  # an error of this rank must not replace the error that all ranks raise
             if _is_still(fd, path):
                 os.unlink(path)
         os.close(fd)
@@ -51,14 +51,14 @@ def _acquire(path: str, purpose: str) -> int:
         except BaseException:
             os.close(fd)
             raise
-        # Its holder may have removed the file between our opening and locking it.
+        # The former holder may have removed the file between open and flock.
         if _is_still(fd, path):
             return fd
         os.close(fd)
 
 
 def _open(path: str) -> tuple[int, bool]:
-    """The lock file, and whether this process made it."""
+    """Open the lock file; return its descriptor, and True if this process created it."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
     with explain_full(path):
         try:

@@ -1,4 +1,4 @@
-"""Files that are open for reading: those of this machine's file systems, and what all of them have in common."""
+"""Files that are open for reading: their interface, and files of local file systems."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ import io
 import os
 import resource
 import stat
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from ..errors import CheckpointError, OutOfReachError
 from .direct import ALIGNMENT, LEAST, align, is_cached, is_refusal, is_worth_passing, reopen
-from .interface import Stored
 from .memory import Scratch, drop_front
+
+C = TypeVar("C", bound="Closing")
 
 CHANGED = "has changed since its header was read"
 
 _SPARE_FILES = 256
-"""What a process has open besides."""
+"""Number of other files that a process has open."""
+
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFCHR: "a device",
@@ -32,20 +34,62 @@ class ChangedError(OSError):
     """A file has changed since its header was read."""
 
 
+class Closing:
+    """Closes itself at the end of a ``with`` block."""
+
+    def close(self) -> None:
+        """Close it; no thread may be reading."""
+
+    def __enter__(self: C) -> C:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Stored(Closing, ABC):
+    """A file that is open for reading; several threads may read it at once."""
+
+    path: str
+
+    def fetch(self, offset: int, nbytes: int, scratch: Scratch) -> memoryview | None:
+        """Return bytes in memory of ``scratch`` if that is faster than :meth:`read`, else None.
+
+        Raises:
+            CheckpointError: the file cannot be read, or ends before.
+        """
+        return None
+
+    @abstractmethod
+    def read(self, views: list[memoryview], offset: int) -> None:
+        """Fill a list of views with the bytes from ``offset`` on; the list is consumed.
+
+        Raises:
+            CheckpointError: the file cannot be read, or ends before.
+        """
+
+    @abstractmethod
+    def read_some(self, views: list[memoryview], offset: int) -> int:
+        """Read once; return the number of bytes read, 0 at the end of the file.
+
+        Raises:
+            CheckpointError: the file cannot be read.
+        """
+
+
 _AT_FAULT = (FileNotFoundError, NotADirectoryError, IsADirectoryError, ChangedError)
 _LASTING = {errno.EINVAL, errno.ELOOP, errno.EIO, errno.EBADMSG, errno.EUCLEAN}
-"""Errors that are a file's own: what lies there is no file, or the medium or the file system has lost its bytes.
+"""Errors of the file itself: it is not a file, or the medium or the file system has lost its bytes.
 
-EIO is one: bad sectors and failing checksums (btrfs, ZFS) answer it for as long as the file is there, so that a job
-which waits for it to pass would never go on.
+EIO is one of them: bad sectors and checksum errors (btrfs, ZFS) cause it permanently, so retries would never end.
 """
 
 
 def explain_failure(path: str, what: str, error: OSError) -> CheckpointError:
-    """The error to raise where a file or folder of a checkpoint cannot be ``what`` (opened, read, listed).
+    """Return the error for a file or folder that cannot be ``what`` (opened, read, listed).
 
     Returns:
-        A plain CheckpointError where it is missing or damaged, else an OutOfReachError.
+        A plain CheckpointError if it is missing or damaged, else an OutOfReachError.
     """
     is_at_fault = isinstance(error, _AT_FAULT) or error.errno in _LASTING
     kind = CheckpointError if is_at_fault else OutOfReachError
@@ -53,12 +97,10 @@ def explain_failure(path: str, what: str, error: OSError) -> CheckpointError:
 
 
 def open_local(path: str) -> BinaryIO:
-    """Open a file of this machine's file systems for reading here and there in it; links are followed.
-
-    A FIFO or a device in its place would block, or never end.
+    """Open a local regular file for reading; links are followed.
 
     Raises:
-        OSError: it cannot be opened, or is no regular file.
+        OSError: it cannot be opened, or is not a regular file: a FIFO would block, a device might never end.
     """
     _check_mode(path, os.stat(path).st_mode)
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -78,18 +120,18 @@ def _check_mode(path: str, mode: int) -> None:
 
 
 def measure(stream: BinaryIO) -> int:
-    """Bytes of a file that ``store.open_regular`` has opened."""
+    """Return the size in bytes of a stream of ``store.open_regular``."""
     size = getattr(stream, "size", None)
     return os.fstat(stream.fileno()).st_size if size is None else size
 
 
 def is_remote(stream: BinaryIO) -> bool:
-    """Whether each small read of what ``store.open_regular`` has opened may cost a request to a store."""
+    """Return True if each small read of a stream of ``store.open_regular`` may cost a request to a store."""
     return hasattr(stream, "read_ahead")
 
 
 class Positioned(io.RawIOBase):
-    """A file over :meth:`read_at`, which needs no place of its own.
+    """A stream over :meth:`read_at`.
 
     Attributes:
         size: in bytes.
@@ -100,7 +142,7 @@ class Positioned(io.RawIOBase):
 
     @abstractmethod
     def read_at(self, nbytes: int, offset: int) -> bytes:
-        """Bytes from ``offset`` on; fewer where the file ends before."""
+        """Return bytes from ``offset`` on; fewer at the end of the file."""
 
     def readable(self) -> bool:
         return True
@@ -126,7 +168,7 @@ class Positioned(io.RawIOBase):
 
 
 def read_at(stream: BinaryIO, nbytes: int, offset: int) -> bytes:
-    """Bytes of a file that ``store.open_regular`` has opened; fewer where it ends before.
+    """Return bytes of a stream of ``store.open_regular``; fewer at the end of the file.
 
     Raises:
         OSError: it cannot be read.
@@ -136,7 +178,7 @@ def read_at(stream: BinaryIO, nbytes: int, offset: int) -> bytes:
 
 
 def read_ahead(stream: BinaryIO, ranges: Iterable[tuple[int, int]]) -> None:
-    """Say which (offset, bytes) of a file that ``store.open_regular`` has opened will be read in small pieces.
+    """Prefetch ranges (offset, bytes) of a stream of ``store.open_regular`` from a store.
 
     Raises:
         OSError: they cannot be read.
@@ -147,7 +189,7 @@ def read_ahead(stream: BinaryIO, ranges: Iterable[tuple[int, int]]) -> None:
 
 
 def advise_needed(stream: BinaryIO, ranges: Iterable[tuple[int, int]]) -> None:
-    """As :func:`read_ahead`; of a local file the system is told, which waits for many disk reads at once.
+    """Prefetch ranges as :func:`read_ahead` does; local ones through the kernel, by many disk reads at once.
 
     Raises:
         OSError: they cannot be read.
@@ -160,7 +202,7 @@ def advise_needed(stream: BinaryIO, ranges: Iterable[tuple[int, int]]) -> None:
 
 
 def advise_random(stream: BinaryIO) -> None:
-    """Say that small pieces far apart will be read of a file that ``store.open_regular`` has opened."""
+    """Announce small reads far apart of a stream of ``store.open_regular``."""
     if not is_remote(stream):
         os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
 
@@ -169,8 +211,8 @@ class StoredFile(Stored):
     """A local file as :class:`Stored`.
 
     Args:
-        advice: how it will be read, as ``os.posix_fadvise`` takes it. Where large reads pass the cache, nothing is
-            read ahead of small ones, unless they are said to follow each other.
+        advice: access pattern, as of ``os.posix_fadvise``. If large reads bypass the page cache, the default becomes
+            random access: small reads cause no read-ahead.
 
     Raises:
         CheckpointError: it cannot be opened.
@@ -184,16 +226,16 @@ class StoredFile(Stored):
             raise explain_failure(path, "opened", error) from error
         self._passes = is_worth_passing(self._file.fileno())
         if self._passes and advice == os.POSIX_FADV_NORMAL:
-            advice = os.POSIX_FADV_RANDOM  # what goes through the cache then is small, and its neighbours are not
+            advice = os.POSIX_FADV_RANDOM  # reads through the cache are small then, and isolated
         if advice != os.POSIX_FADV_NORMAL:
             os.posix_fadvise(self._file.fileno(), 0, 0, advice)
 
     def fetch(self, offset: int, nbytes: int, scratch: Scratch) -> memoryview | None:
-        """Past the page cache, unless it holds them, they are few, or it lets none pass."""
+        """Read past the page cache, unless it holds the bytes, they are few, or the file system refuses."""
         file = self._file.fileno()
         if not self._passes or nbytes < LEAST or is_cached(file, offset, nbytes):
             return None
-        past = reopen(file)  # for this read alone: many files leave no room for a second descriptor of each
+        past = reopen(file)  # for this read only: there may be too many files for two descriptors each
         if past is None:
             return None
         try:
@@ -242,7 +284,7 @@ class StoredFile(Stored):
 
 
 def allow_open_files(count: int) -> None:
-    """Raise this process's limit of open files where ``count`` more may not fit; as far as the system lets it."""
+    """Raise this process's limit of open files for ``count`` more, as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count + _SPARE_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:

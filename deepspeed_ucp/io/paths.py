@@ -1,4 +1,4 @@
-"""Paths as strings, of this machine's file systems and of stores, and what they lead to."""
+"""Local paths and URLs as strings, and the entries of folders."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]+://")
 _LOCAL = re.compile(r"(file|local)://")
 
 LONGEST_PATH = 4096
-"""Bytes of a path, which a system ends with one more (``PATH_MAX``)."""
+"""Limit of the bytes of a path (``PATH_MAX``)."""
 
 UPLOAD = ".ucp-save-"
-"""What the name of a folder below a tag begins with that holds the files of one save in a store."""
+"""Prefix of a folder below a tag that holds the files of one save in a store."""
 
 FOLDER = -1
 """Size of a folder among a folder's entries."""
@@ -21,12 +21,12 @@ FOLDER = -1
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Something in a folder.
+    """A file or a folder.
 
     Attributes:
         size: bytes of a file, ``FOLDER`` for a folder.
-        changed: time of its last change, in seconds since 1970; 0 where that is not known.
-        version: what a store tells each content of a file by (ETag, generation); empty for local files.
+        changed: time of its last change, in seconds since 1970; 0 if unknown.
+        version: identifies the content in a store (ETag, generation); empty for local files.
     """
 
     size: int
@@ -35,23 +35,23 @@ class Entry:
 
     @property
     def is_folder(self) -> bool:
-        """Whether it is no file."""
+        """True for a folder."""
         return self.size == FOLDER
 
 
 def is_below(path: str) -> bool:
-    """Whether a path leads to something below a folder, by one name alone."""
+    """Return True if a relative path is normalized and stays below its folder."""
     is_plain = path == os.path.normpath(path) and path not in (".", "..") and not path.startswith(("/", "../"))
     return is_plain and "\0" not in path and len(path) < LONGEST_PATH
 
 
 def is_url(path: str) -> bool:
-    """Whether a path leads to a store (``s3://bucket/run``), not into a local file system."""
+    """Return True for the URL of a store (``s3://bucket/run``), False for a local path."""
     return _URL.match(path) is not None and _LOCAL.match(path) is None
 
 
 def normalize(path: str) -> str:
-    """The absolute form of a path, without ``/`` at its end; ``file://`` is taken off."""
+    """Return the absolute path or the URL, without ``/`` at its end and without ``file://``."""
     if not is_url(path):
         return os.path.abspath(_LOCAL.sub("", path, count=1))
     scheme, _, rest = path.partition("://")
@@ -65,10 +65,7 @@ def find_tag_folder(folder: str) -> str:
 
 
 def join_path(folder: str, name: str) -> str:
-    """The path of a file by its name in a folder; a name that begins with ``../`` is of one beside the tag's folder.
-
-    Beside a folder that is a link is where that leads.
-    """
+    """Return the path of a file in a folder. ``../name`` is relative to the tag's folder, with links resolved."""
     if not name.startswith("../"):
         return os.path.join(folder, name)
     folder = find_tag_folder(folder)
@@ -78,5 +75,5 @@ def join_path(folder: str, name: str) -> str:
 
 
 def find_store(url: str) -> str:
-    """The part of a URL that names the store, or the bucket: ``s3://bucket``."""
+    """Return the store or the bucket of a URL: ``s3://bucket``."""
     return "/".join(url.split("/")[:3])

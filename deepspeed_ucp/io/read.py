@@ -1,7 +1,4 @@
-"""Reading of requests, each byte once, to its place where that can be, checksummed while it is still in the cache.
-
-The bytes themselves come from a :class:`~.interface.Stored`: ``opened`` has local files, ``ranged`` those behind URLs.
-"""
+"""Reads byte ranges of records to their destinations, each byte once, and checksums them in the processor cache."""
 
 from __future__ import annotations
 
@@ -18,9 +15,8 @@ from ..atoms import FileRef, Record
 from ..plan.claims import DISCARD, Part, Request
 from .checksum import Checked
 from .failover import Failover
-from .interface import Closing, Stored
 from .memory import Scratch, ScratchPool
-from .opened import allow_open_files
+from .opened import Closing, Stored, allow_open_files
 from .paths import is_url
 from .store import open_stored
 from .threads import run_threads
@@ -28,36 +24,34 @@ from .threads import run_threads
 T = TypeVar("T")
 
 JOINED = 16 << 20
-"""Bytes of a request to a store that its latency hardly shows in: of 20 ms, where 200 MB/s come, a fifth."""
+"""Bytes of a request to a store that make its latency small: 20 ms are a fifth of their time at 200 MB/s."""
 
 
 class Sink(Protocol):
-    """Where a buffer's bytes go."""
+    """Destination of a buffer's bytes."""
 
     def view(self, position: int, nbytes: int) -> memoryview | None:
-        """Memory to read into directly (from element ``position`` on), or None where bytes have to be converted."""
+        """Return memory to read into directly from element ``position`` on, or None if bytes must be converted."""
 
     def store(self, part: Part, data: memoryview) -> None:
-        """Take a part's bytes, which were read into other memory."""
+        """Store the bytes of a part, which were read into other memory."""
 
 
 Fetched = tuple[list[memoryview], list[tuple[Sink, Part, memoryview]]]
-"""Memory that a request's bytes were read into, in order, and what of them is still to be stored."""
+"""Memory that a request's bytes were read into, in order, and the parts that still have to be stored."""
 
 
 class MemorySink:
-    """Plain memory, whose elements have ``itemsize`` bytes."""
+    """Plain memory with elements of ``itemsize`` bytes."""
 
     def __init__(self, memory: memoryview, itemsize: int = 1) -> None:
         self.memory, self.itemsize = memory, itemsize
 
     def view(self, position: int, nbytes: int) -> memoryview | None:
-        """The memory from element ``position`` on."""
         low = position * self.itemsize
         return self.memory[low : low + nbytes]
 
     def store(self, part: Part, data: memoryview) -> None:
-        """Copy bytes, or rows, to their places."""
         base = np.frombuffer(self.memory, np.uint8)[part.position * self.itemsize :]
         rows = np.frombuffer(data, np.uint8).reshape(-1, part.run or part.nbytes)
         np.lib.stride_tricks.as_strided(base, rows.shape, (part.stride * self.itemsize, 1))[:] = rows
@@ -66,20 +60,19 @@ class MemorySink:
 class RecordReader(Closing):
     """Reads byte ranges of records; several threads may use it at once.
 
-    Files are opened when something of them is read, and closed together. A copy of a file in which something fails is
-    passed over from then on.
+    A file is opened at its first read; all are closed together. A copy of a file that fails is not used again.
 
     Args:
-        records, files: of the source.
+        records, files: tables of the source.
         checksum: compute the CRC32 of the bytes read. Without it, files that have no header CRC32 (atoms of an atomic
             checkpoint) are read from the first place only.
-        failed: paths of copies that are passed over, to which others are added.
-        pool: memory for bytes that cannot be read straight to their places.
-        again: whether a request's bytes will be read once more, soon: they are left in the page cache.
-        joined: bytes up to which requests for a store's file are joined, where they follow each other.
+        failed: paths of copies not to be used; further ones are added.
+        pool: memory for bytes that cannot be read directly to their destination.
+        again: returns True if a request's bytes are read again soon, and should stay in the page cache.
+        joined: maximum bytes of consecutive requests to a store's file that are joined.
 
     Attributes:
-        spent: by path the bytes read of a file and the seconds that this took, over all threads.
+        spent: bytes read and seconds by path, over all threads.
     """
 
     def __init__(
@@ -109,13 +102,13 @@ class RecordReader(Closing):
             self._open.popitem()[1].close()
 
     def read(self, requests: Sequence[Request], sinks: Sequence[Sink | None]) -> list[Checked]:
-        """Carry out requests, one after the other.
+        """Read requests one after the other.
 
         Args:
-            sinks: per buffer number where its bytes go; None discards them (they are still checksummed).
+            sinks: destination by buffer number; None discards the bytes after their checksum.
 
         Returns:
-            What was read; CRC32s are 0 where none are formed.
+            Checksums of the ranges read; 0 without ``checksum``.
 
         Raises:
             CheckpointError: a file cannot be read or is shorter than its header says.
@@ -123,7 +116,7 @@ class RecordReader(Closing):
         return [check for group in self.group(requests) for check in self.read_group(group, sinks)]
 
     def read_parallel(self, requests: Sequence[Request], sinks: Sequence[Sink | None], threads: int) -> list[Checked]:
-        """The same by several threads, each of which takes the next request; in any order."""
+        """Read requests by several threads as :meth:`read` does; the order of the results is arbitrary."""
         checks: list[Checked] = []
 
         def work(turn: Iterator[list[Request]]) -> None:
@@ -135,7 +128,7 @@ class RecordReader(Closing):
         return checks
 
     def group(self, requests: Sequence[Request]) -> list[list[Request]]:
-        """Requests that one read serves: of a store's file those that follow each other, up to ``joined`` bytes."""
+        """Group consecutive requests to a store's file that one read serves, up to ``joined`` bytes."""
         groups: list[list[Request]] = []
         end, left = (-1, -1), 0
         for request in requests:
@@ -148,7 +141,7 @@ class RecordReader(Closing):
         return groups
 
     def read_group(self, group: Sequence[Request], sinks: Sequence[Sink | None]) -> list[Checked]:
-        """Read requests that follow each other in a record."""
+        """Read consecutive requests of a record."""
         file, begin = self.records[group[0].record].file, time.perf_counter()
         with self._pool.lend() as scratch:
             path, fetched = self.read_file(
@@ -158,7 +151,7 @@ class RecordReader(Closing):
             return [self._take(request, *each) for request, each in zip(group, fetched, strict=True)]
 
     def _take(self, request: Request, views: list[memoryview], staged: list[tuple[Sink, Part, memoryview]]) -> Checked:
-        """Sum up what was read for a request, and hand on what was not read to its place."""
+        """Compute a request's checksum and store the parts that were not read to their destination."""
         crc = 0
         if self.checksum:
             for view in views:
@@ -170,7 +163,7 @@ class RecordReader(Closing):
     def _fetch(
         self, file: Stored, group: Sequence[Request], sinks: Sequence[Sink | None], scratch: Scratch
     ) -> list[Fetched]:
-        """Read requests that follow each other in a record of an open file."""
+        """Read consecutive requests of a record of an open file."""
         first, nbytes = group[0], sum(request.nbytes for request in group)
         offset = self.records[first.record].offset + first.offset
         data = file.fetch(offset, nbytes, scratch) if len(group) == 1 and not self._again(first) else None
@@ -189,7 +182,7 @@ class RecordReader(Closing):
             self.spent[path] = before[0] + nbytes, before[1] + seconds
 
     def read_file(self, number: int, work: Callable[[Stored], T]) -> T:
-        """Read from a file, or from its next copy if that fails.
+        """Call ``work`` with an open file, or with its next copy if that fails.
 
         The nearest copy comes first if its header CRC32 shows that it is the same file, else the first place's.
 
@@ -205,7 +198,7 @@ class RecordReader(Closing):
     def _hold_open(self, path: str, file: FileRef) -> Stored:
         with self._lock:
             opening = self._opening[path]
-        with opening:  # those that read other files do not wait for it
+        with opening:
             if path not in self._open:
                 self._open[path] = self.open_copy(path, file)
             return self._open[path]
@@ -214,13 +207,13 @@ class RecordReader(Closing):
         """Open one copy of a file.
 
         Raises:
-            CheckpointError: it cannot be opened, or is another file.
+            CheckpointError: it cannot be opened, or has other content.
         """
         return open_stored(path, size=file.size)
 
 
 def _arrange(request: Request, sinks: Sequence[Sink | None], scratch: memoryview) -> Fetched:
-    """Memory for each part: the buffer itself where possible, else scratch."""
+    """Choose memory for each part: its destination if possible, else scratch."""
     views, staged, used = [], [], 0
     for part in request.parts:
         sink = None if part.buffer == DISCARD else sinks[part.buffer]
@@ -235,7 +228,7 @@ def _arrange(request: Request, sinks: Sequence[Sink | None], scratch: memoryview
 
 
 def _divide(request: Request, sinks: Sequence[Sink | None], data: memoryview) -> list[tuple[Sink, Part, memoryview]]:
-    """What of bytes that were read goes where."""
+    """Return the parts of bytes that were read, with their destinations."""
     divided, used = [], 0
     for part in request.parts:
         sink = None if part.buffer == DISCARD else sinks[part.buffer]
@@ -246,7 +239,7 @@ def _divide(request: Request, sinks: Sequence[Sink | None], data: memoryview) ->
 
 
 def sum_range(file: Stored, offset: int, nbytes: int, chunk: int = 4 << 20) -> int:
-    """CRC32 of bytes of a file, which are read one part after the other.
+    """Return the CRC32 of bytes of a file.
 
     Raises:
         CheckpointError: they cannot be read.

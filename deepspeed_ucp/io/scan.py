@@ -1,7 +1,6 @@
-"""Sequential reading of whole files by several threads, with the CRC32 of byte ranges; faults are collected.
+"""Reads whole files by several threads, with the CRC32 of byte ranges; faults are collected.
 
-For looking at a checkpoint, not for loading it: every byte of a file is read once, whatever it means, at the speed of
-the disk. Threads take the next piece in file order, so that storage sees a few large reads close to each other.
+For ``verify``, not for loads. Threads take pieces in file order, so that storage sees a few large reads close together.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from dataclasses import dataclass, field
 
 from ..errors import CheckpointError
 from .checksum import combine_crc32, crc32
-from .interface import Stored
 from .memory import Scratch
+from .opened import Stored
 from .paths import is_url
 from .read import JOINED
 from .store import open_stored
@@ -28,7 +27,7 @@ CHUNK = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class ScanFile:
-    """A file and the byte ranges (offset, nbytes) in it whose CRC32 is wanted; they may lie anywhere in it."""
+    """A file and its byte ranges (offset, nbytes) to checksum, in any order."""
 
     path: str
     size: int
@@ -37,12 +36,12 @@ class ScanFile:
 
 @dataclass(slots=True)
 class Scanned:
-    """What a scan found in one file.
+    """Results of a scan for one file.
 
     Attributes:
-        crcs: per range its CRC32; None where a part of it could not be read.
+        crcs: CRC32 of each range; None if a part of it could not be read.
         nbytes: bytes read.
-        errors: (byte offset, what went wrong), by offset.
+        errors: (byte offset, message), by offset.
     """
 
     crcs: list[int | None]
@@ -57,13 +56,13 @@ def scan_files(
     window: int = 64 << 20,
     progress: Callable[[int], None] | None = None,
 ) -> list[Scanned]:
-    """Read files from front to back and form the CRC32 of their ranges; nothing is raised for what cannot be read.
+    """Read files and compute the CRC32 of their ranges; read errors are returned, not raised.
 
     Args:
-        files: in the order in which they are read.
-        threads: how many pieces are read at once.
+        files: in reading order.
+        threads: number of pieces that are read at once.
         window: bytes of memory for all threads together.
-        progress: told the bytes of every piece, from any thread.
+        progress: called with the bytes of each piece, by any thread.
     """
     threads = max(threads, 1)
     most = JOINED if any(is_url(file.path) for file in files) else CHUNK
@@ -83,7 +82,7 @@ def scan_files(
 
 
 class _Scan:
-    """A file that is scanned: open from its first piece to its last, read by several threads."""
+    """Scan of one file: open from its first piece to its last, read by several threads."""
 
     def __init__(self, file: ScanFile, chunk: int) -> None:
         self.file, self.left, self.nbytes = file, -(-file.size // chunk), 0
@@ -97,7 +96,7 @@ class _Scan:
                 self.ranges_of[piece * chunk].append(number)
 
     def read(self, low: int, nbytes: int, scratch: Scratch) -> None:
-        """Read a piece and sum up what it has of the ranges."""
+        """Read a piece and checksum its parts of the ranges."""
         with self.lock:
             self._open()
         view, error = self._fill(low, nbytes, scratch)
@@ -120,11 +119,11 @@ class _Scan:
             self.errors.append((0, self._shorten(error)))
 
     def _fill(self, low: int, nbytes: int, scratch: Scratch) -> tuple[memoryview, str]:
-        """The bytes that could be read, and why no more."""
+        """Return the bytes that could be read, and an error message if these are not all."""
         got = 0
         if self.stored is None:
             return memoryview(b""), ""
-        with suppress(CheckpointError):  # told below, with the place
+        with suppress(CheckpointError):  # the read below reports it with its offset
             view = self.stored.fetch(low, nbytes, scratch)
             if view is not None:
                 return view, ""
@@ -137,18 +136,17 @@ class _Scan:
         return view[:got], "" if got == nbytes else f"ends at byte {low + got}; it was cut off while it was read"
 
     def _shorten(self, error: CheckpointError) -> str:
-        """Without the path, which is the caller's to tell."""
+        """Return the message without the path, which the caller adds."""
         return error.text.removesuffix(".")
 
     def join(self) -> Scanned:
-        """What was found."""
         ranges = enumerate(self.file.ranges)
         crcs = [_join_parts(sorted(self.parts[number]), nbytes) for number, (_, nbytes) in ranges]
         return Scanned(crcs, self.nbytes, sorted(self.errors))
 
 
 def _sum_part(wanted: tuple[int, int], low: int, view: memoryview) -> tuple[int, int, int]:
-    """(offset in the range, bytes, CRC32) of what a piece at ``low`` has of a range."""
+    """Return (offset in the range, bytes, CRC32) of the part of a range in a piece at ``low``."""
     first, last = max(wanted[0], low), min(wanted[0] + wanted[1], low + view.nbytes)
     data = view[first - low : max(last - low, first - low)]
     return first - wanted[0], data.nbytes, crc32(data)

@@ -1,4 +1,4 @@
-"""Memory that the ranks of one machine share: each has its own, and sees the others'."""
+"""Memory that the ranks of one machine share: each allocates its own and maps the others'."""
 
 from __future__ import annotations
 
@@ -13,26 +13,25 @@ from .memory import identify_host
 
 _FRONT = mmap.PAGESIZE
 _TOKEN = 16
-"""Bytes in front by which a rank knows that what it maps is what the other has made."""
+"""Bytes at the beginning that identify a rank's memory to the others."""
 
 
 def share_memory(nbytes: int, rank: int, gather: Callable[[Any], list[Any]]) -> list[memoryview | None]:
-    """Memory of every rank of this machine; collective.
+    """Return the memory of every rank of this machine (collective).
 
-    It has no name, so that nothing of it is left when the last process that maps it ends, in whatever way, and no mount
-    limits it.
+    It has no name, so it is freed when the last process that maps it ends, and the size of no mount limits it.
 
     Args:
-        nbytes: of each rank's; the same on all.
-        rank: this one's.
-        gather: every rank's value, in rank order.
+        nbytes: size of each rank's memory, the same on all ranks.
+        rank: this rank.
+        gather: returns a value of every rank, in rank order.
 
     Returns:
-        By rank ``nbytes`` of memory, zeroed; None for ranks of other machines, and for all others where the ranks of
-        a machine do not see each other's memory (containers of their own). Whom one rank sees sees it, too.
+        ``nbytes`` of zeroed memory by rank; None for ranks of other machines, and for all other ranks if those of this
+        machine cannot access each other's memory (separate containers). Access is mutual.
 
     Raises:
-        RemoteError: a rank has no memory of its own; the same on every rank.
+        RemoteError: a rank could not allocate its memory; the same on every rank.
     """
     token = secrets.token_bytes(_TOKEN)
     fd, own = _make(nbytes, token)
@@ -55,15 +54,15 @@ def share_memory(nbytes: int, rank: int, gather: Callable[[Any], list[Any]]) -> 
 def _refuse_lacking(ranks: list[int], nbytes: int, rank: int) -> None:
     if ranks:
         error = RemoteError(
-            f"[rank {ranks[0]}] out of memory: {nbytes >> 20} MiB to exchange bytes in cannot be had. Use a smaller "
-            "window, or fewer ranks on its machine."
+            f"[rank {ranks[0]}] out of memory: {nbytes >> 20} MiB to exchange bytes in cannot be allocated. Use a "
+            "smaller window, or fewer ranks on its machine."
         )
         error.shared, error.echo = True, rank > 0
         raise error
 
 
 def _make(nbytes: int, token: bytes) -> tuple[int, memoryview | None]:
-    """A file of memory with its descriptor; (-1, memory) where the system has none, (-1, None) where it has no room."""
+    """Allocate memory with a file descriptor; (-1, memory) if the system has no ``memfd``, (-1, None) if it is full."""
     try:
         return _make_file(nbytes, token)
     except (AttributeError, OSError):
@@ -87,7 +86,7 @@ def _make_file(nbytes: int, token: bytes) -> tuple[int, memoryview]:
 
 
 def _map(path: str, token: bytes, nbytes: int) -> memoryview | None:
-    """Another process's memory; None where it cannot be seen, or is another process's of that number."""
+    """Map another rank's memory; None if it is not accessible, or the path is that of another process."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:

@@ -1,30 +1,147 @@
-"""Where the bytes of checkpoints lie: files of this machine's file systems, and behind URLs.
+"""Files and folders of local file systems and behind URLs.
 
-The one place that knows whether a path is local: whoever looks for files, lists, opens or reads them does so here, by
-the functions at the end, each of which asks the :class:`Store` that its path leads to. Paths are strings;
-``os.path.join``, ``split`` and ``basename`` serve for both, what asks the system does not.
+The functions at the end call the method of the :class:`Store` that serves the path. ``os.path.join``, ``split`` and
+``basename`` work for both kinds of paths.
 """
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import stat
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, BinaryIO, Concatenate, ParamSpec, TypeVar
 
 from .disk import write_atomically
-from .interface import Store, Stored
-from .opened import StoredFile, open_local
+from .opened import Stored, StoredFile, open_local
 from .paths import FOLDER, Entry, is_url
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
+class Store(ABC):
+    """Access to the files of one kind of storage."""
+
+    @abstractmethod
+    def list_folder(self, folder: str, /) -> dict[str, Entry]:
+        """Return the entries of a folder by name. Links are followed; a link to nothing has no bytes.
+
+        Raises:
+            OSError: it cannot be listed.
+        """
+
+    @abstractmethod
+    def list_tree(self, folder: str, /) -> dict[str, Entry]:
+        """Return all files below a folder by relative path. Links are followed.
+
+        Raises:
+            OSError: a folder cannot be listed.
+        """
+
+    def note_listed(self, folder: str, entries: Mapping[str, Entry], /) -> None:  # noqa: B027 - local files need none
+        """Record entries that another process has listed; reads expect these versions."""
+
+    @abstractmethod
+    def find_entry(self, path: str, /) -> Entry | None:
+        """Return the entry of a path; None if there is none, or it is not accessible."""
+
+    def find_change(self, path: str, /) -> int:
+        """Return the time of a file's last change in nanoseconds.
+
+        Raises:
+            OSError: there is no such file.
+        """
+        found = self.find_entry(path)
+        if found is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        return round(found.changed * 1e9)
+
+    def is_folder(self, path: str, /) -> bool:
+        """Return True if a path leads to a folder."""
+        found = self.find_entry(path)
+        return found is not None and found.is_folder
+
+    def is_file(self, path: str, /) -> bool:
+        """Return True if a path leads to a regular file."""
+        found = self.find_entry(path)
+        return found is not None and not found.is_folder
+
+    def exists(self, path: str, /) -> bool:
+        """Return True if a path exists, even as a link to nothing."""
+        return self.find_entry(path) is not None
+
+    @abstractmethod
+    def read_small(self, path: str, /, most: int | None = None) -> bytes:
+        """Return the bytes of a small file, or the first ``most`` of them.
+
+        Raises:
+            FileNotFoundError: it does not exist.
+            OSError: it cannot be read, or is not a regular file.
+        """
+
+    @abstractmethod
+    def write_small(self, path: str, data: bytes, /) -> None:
+        """Replace a small file: after a crash there is the old one or the new one.
+
+        Raises:
+            OSError: it cannot be written.
+            DiskFullError: the disk is full.
+        """
+
+    def exchange_small(self, path: str, data: bytes, before: bytes | None, /) -> bool:
+        """Write a small file if its content is ``before`` (None: it does not exist); return True if it has ``data``.
+
+        Without conditional writes, a write of another process between the comparison and this write is lost.
+
+        Raises:
+            OSError: it cannot be read or written.
+            DiskFullError: the disk is full.
+        """
+        try:
+            now = self.read_small(path)
+        except FileNotFoundError:
+            now = None
+        if now == before:
+            self.write_small(path, data)
+        return now in (before, data)
+
+    @abstractmethod
+    def remove(self, path: str, /) -> None:
+        """Delete a file if it exists.
+
+        Raises:
+            OSError: it cannot be deleted.
+        """
+
+    @abstractmethod
+    def open_regular(self, path: str, /) -> BinaryIO:
+        """Open a file for reads of small parts; parts of a file behind a URL are kept in memory.
+
+        The stream has a descriptor (``fileno``), or is an :class:`~.opened.Positioned` with a method ``read_ahead``.
+
+        Raises:
+            OSError: it cannot be opened, or is not a regular file.
+        """
+
+    @abstractmethod
+    def open_stored(self, path: str, /, advice: int = os.POSIX_FADV_NORMAL, *, size: int | None = None) -> Stored:
+        """Open a file for reads into memory.
+
+        Args:
+            advice: access pattern, as of ``os.posix_fadvise``.
+            size: bytes of the file if known; it saves a store a request.
+
+        Raises:
+            CheckpointError: it cannot be opened.
+        """
+
+
 class LocalStore(Store):
-    """File systems of this machine, as a :class:`Store`."""
+    """Local file systems."""
 
     def list_folder(self, folder: str) -> dict[str, Entry]:
         with os.scandir(folder) as entries:
@@ -34,7 +151,11 @@ class LocalStore(Store):
         return {os.path.relpath(path, folder): entry for path, entry in self._list_below(folder, frozenset())}
 
     def _list_below(self, folder: str, above: frozenset[tuple[int, int]]) -> Iterator[tuple[str, Entry]]:
-        """Files by their paths; nothing in a folder that a link leads back up to (``above``: devices, inodes)."""
+        """Yield the files below a folder, unless a link leads back up to it.
+
+        Args:
+            above: (device, inode) of the folders above.
+        """
         found = os.stat(folder)
         here = found.st_dev, found.st_ino
         if here in above:
@@ -94,7 +215,7 @@ def _choose(path: str) -> Store:
 
 
 def _by_path(method: Callable[Concatenate[Store, str, P], T]) -> Callable[Concatenate[str, P], T]:
-    """A method of whichever store its first argument, a path, leads to."""
+    """Return a function that calls a method of the store of its first argument, a path."""
 
     @functools.wraps(method)
     def call(path: str, /, *args: P.args, **options: P.kwargs) -> T:
@@ -121,7 +242,7 @@ open_stored = _by_path(Store.open_stored)
 
 
 def set_storage_options(options: Mapping[str, Any]) -> None:
-    """Set options of the stores behind all URLs that this process uses from now on.
+    """Set options of the stores behind all URLs for this process.
 
     Raises:
         ConfigError: an option is unknown.
@@ -132,7 +253,7 @@ def set_storage_options(options: Mapping[str, Any]) -> None:
 
 
 def put_file(path: str, url: str) -> None:
-    """Upload a local file, and check that all of it has arrived.
+    """Upload a local file and check its size.
 
     Raises:
         FileNotFoundError: there is no such bucket.
@@ -145,7 +266,7 @@ def put_file(path: str, url: str) -> None:
 
 
 def read_bytes(path: str, offset: int, nbytes: int) -> bytes:
-    """A few bytes, without read-ahead.
+    """Return a few bytes of a file, without read-ahead.
 
     Raises:
         CheckpointError: they cannot be read.

@@ -20,22 +20,22 @@ _PER_CORE, _LEAST, MOST = 4, 8, 64
 
 
 def count_threads() -> int:
-    """As many as read and write well: several for each core of this rank's share, as most of their time is waiting."""
+    """Return the number of threads for reads and writes: several per core of this rank, as they mostly wait."""
     return min(max(_PER_CORE * len(os.sched_getaffinity(0)) // _count_ranks(), _LEAST), MOST)
 
 
 def _count_ranks() -> int:
-    """Ranks on this machine, which share its cores."""
+    """Return the number of ranks on this machine."""
     names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
     return max(int(next((value for value in map(os.environ.get, names) if value), "1")), 1)
 
 
 @contextmanager
 def limit_torch(threads: int | None = None) -> Iterator[None]:
-    """Inside, torch divides an operation among no more threads than these, by default this rank's share of the cores.
+    """Context in which torch uses at most so many threads per operation, by default this rank's share of the cores.
 
-    Without a limit each rank, and each thread of ours, has an operation of its own on all cores. OpenMP's threads then
-    wait for others that have no core, and spin meanwhile: loads on 2 cores took between 1 and 4 times as long.
+    Without a limit each rank, and each of our threads, uses all cores for an operation. OpenMP's threads then spin
+    while they wait for others without a core: loads on 2 cores took up to 4 times as long.
     """
     torch = sys.modules.get("torch")
     before = torch.get_num_threads() if torch else 0
@@ -43,7 +43,7 @@ def limit_torch(threads: int | None = None) -> Iterator[None]:
     if torch is None or before <= most:
         yield
         return
-    torch.set_num_threads(most)  # also that of threads which begin inside
+    torch.set_num_threads(most)  # also for threads that start inside
     try:
         yield
     finally:
@@ -51,15 +51,15 @@ def limit_torch(threads: int | None = None) -> Iterator[None]:
 
 
 def run_threads(jobs: Sequence[T], work: Callable[[Iterator[T]], None], threads: int) -> None:
-    """Let threads take jobs one by one, in order; all of them have ended when this returns or raises.
+    """Let threads take jobs one by one, in order; all have ended when this returns or raises.
 
-    Torch does not divide what they do any further.
+    Torch uses a single thread in each of them.
 
     Args:
-        work: what each thread does, with the jobs that it gets.
+        work: called in each thread with an iterator over its jobs.
 
     Raises:
-        BaseException: the first thread's error, or an interrupt; the others stop after their job.
+        BaseException: the first error of a thread, or an interrupt; the other threads stop after their job.
     """
     turn, lock, stop = iter(jobs), threading.Lock(), threading.Event()
 
@@ -93,7 +93,7 @@ def run_threads(jobs: Sequence[T], work: Callable[[Iterator[T]], None], threads:
 
 
 def map_threads(work: Callable[[T], R], items: Iterable[T], threads: int) -> list[R]:
-    """As ``map``, by several threads: results in order, or the first thread's error."""
+    """Like ``map`` with several threads; results are in order. Raises the first error of a thread."""
     jobs = list(enumerate(items))
     found: dict[int, R] = {}
 
@@ -107,10 +107,9 @@ def map_threads(work: Callable[[T], R], items: Iterable[T], threads: int) -> lis
 
 
 def _wait_for_end(futures: Sequence[Future[None]]) -> None:
-    """However often it is interrupted: what the threads work on is freed afterwards.
+    """Wait for threads despite interrupts, as their memory is freed afterwards; release errors that are not raised.
 
-    Joining the threads would not do: an interrupted ``Thread.join`` takes a running thread for one that has ended.
-    Errors that nobody will see, as another one is raised, hold nothing any more.
+    ``Thread.join`` is no alternative: if it is interrupted, it takes a running thread for ended.
     """
     interrupt: BaseException | None = None
     while True:

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..atoms import AtomicIndex, FileRef, StoredAtoms
 from ..errors import CheckpointError, UnsupportedError
-from ..io.interface import Stored
+from ..io.opened import Stored
 from ..io.read import RecordReader
 from ..torchsave.records import sum_directory
 

@@ -97,7 +97,7 @@ def test_a_rank_without_memory_of_its_own_is_one_error_of_all(monkeypatch: pytes
             return str(error), error.shared, error.echo
 
     monkeypatch.setattr("mmap.mmap", fail)
-    told = "[rank 1] out of memory: 3 MiB to exchange bytes in cannot be had. Use a smaller window, or fewer ranks on"
+    told = "[rank 1] out of memory: 3 MiB to exchange bytes in cannot be allocated. Use a smaller window, or fewer"
     results = run_ranks(3, work)
     assert [(shared, echo) for _, shared, echo in results] == [(True, False), (True, True), (True, True)]
     assert all(text.startswith(told) for text, *_ in results)

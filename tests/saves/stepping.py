@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 from unittest import mock
 
 from deepspeed_ucp.io import store as stores
-from deepspeed_ucp.io.interface import Stored
+from deepspeed_ucp.io.opened import Stored
 from deepspeed_ucp.io.paths import Entry, is_url
 
 PLACE = "fake://bucket/run"

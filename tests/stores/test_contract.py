@@ -1,4 +1,4 @@
-"""The contract of :class:`~deepspeed_ucp.io.interface.Store`, of every kind of object store alike."""
+"""The contract of :class:`~deepspeed_ucp.io.store.Store`, of every kind of object store alike."""
 
 from __future__ import annotations
 
