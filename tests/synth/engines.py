@@ -1,8 +1,8 @@
-"""Real saves to hold the synthesiser against: a small awkward model, trained a few steps by real engines on gloo."""
+"""Saves by real engines on gloo, to compare with the synthesiser: a small model with unusual parameters."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,17 +13,59 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-STEPS = 3
-CLIENT_STATE = {"epoch": 7}
+
+@dataclass(frozen=True, slots=True)
+class RealSave:
+    """A save by real engines; subclasses say what is trained.
+
+    `scheduler` is the state that the learning-rate scheduler saves, `samples` the samples of all steps (None: those
+    of the topology's batch).
+    """
+
+    topology: Topology
+    steps: int = 2
+    client_state: Mapping[str, Any] = field(default_factory=lambda: {"epoch": 7})
+    optimizer: str = "adamw"
+
+    @property
+    def label(self) -> str:
+        raise NotImplementedError
+
+    @property
+    def model(self) -> Model:
+        """The whole trained model, with logical shapes."""
+        raise NotImplementedError
+
+    @property
+    def scheduler(self) -> dict[str, Any] | None:
+        return None
+
+    @property
+    def samples(self) -> int | None:
+        return None
+
+    def ds_config(self) -> dict[str, Any]:
+        return {**self.topology.ds_config(), "optimizer": OPTIMIZERS[self.optimizer], "steps_per_print": 10**6}
+
+    def cut(self, name: str, tensor: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
+        """The tensor-parallel rank's part of a tensor."""
+        raise NotImplementedError
+
+    def save(self, folder: Path) -> None:
+        """Train and save on each rank of a world of the topology's size."""
+        raise NotImplementedError
+
+    def finish(self, engine: Any, folder: Path) -> None:
+        """Save the trained engine."""
+        engine.save_checkpoint(str(folder), client_state=dict(self.client_state))
+        engine.destroy()
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """One real save: a topology, the optimizer (a ds_config section), how many steps were trained."""
+class Case(RealSave):
+    """A data-parallel save of `Net`."""
 
-    topology: Topology
-    optimizer: str = "adamw"
-    steps: int = STEPS
+    steps: int = 3
 
     @property
     def net(self) -> Net:
@@ -36,26 +78,35 @@ class Case:
         return describe(net, parameter_groups(net, self.optimizer))
 
     @property
-    def client_state(self) -> dict[str, Any]:
-        return dict(CLIENT_STATE)
-
-    @property
     def scheduler(self) -> dict[str, Any]:
-        """What the scheduler saves."""
         return {"last_batch_iteration": self.steps - 1}
 
     @property
     def label(self) -> str:
-        return "-".join([self.topology.label, self.optimizer] + [f"step{self.steps}"] * (self.steps != STEPS))
-
-    def save(self, folder: Path) -> None:
-        """Trains and saves, on one rank of a world of the topology's size."""
-        _save(self, folder)
+        return "-".join([self.topology.label, self.optimizer] + [f"step{self.steps}"] * (self.steps != 3))
 
     def ds_config(self) -> dict[str, Any]:
         scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}
-        rest = {"scheduler": scheduler, "optimizer": OPTIMIZERS[self.optimizer], "steps_per_print": 10**6}
-        return {**self.topology.ds_config(), **rest, "zero_allow_untested_optimizer": True}
+        return {**RealSave.ds_config(self), "scheduler": scheduler, "zero_allow_untested_optimizer": True}
+
+    def save(self, folder: Path) -> None:
+        """Train and save; `truth.pt` next to the checkpoint has the states that DeepSpeed's getters return."""
+        import deepspeed
+
+        torch.manual_seed(0)
+        net = self.net
+        groups = parameter_groups(net, self.optimizer)
+        engine, *_ = deepspeed.initialize(model=net, model_parameters=groups, config=self.ds_config())
+        for step in range(self.steps):
+            torch.manual_seed(100 * step + torch.distributed.get_rank())
+            loss = engine(torch.randint(11, (4,))).float().pow(2).mean() * 1e-2  # no fp16 overflow
+            engine.backward(loss)
+            engine.step()
+        engine.save_checkpoint(str(folder), client_state=dict(self.client_state))
+        truth = _ask_deepspeed(engine, self.topology)
+        if torch.distributed.get_rank() == 0:
+            torch.save(truth, folder / "truth.pt")
+        engine.destroy()
 
 
 OPTIMIZERS: Mapping[str, dict[str, Any]] = {
@@ -89,11 +140,10 @@ class Net(torch.nn.Module):
 
 
 def parameter_groups(net: torch.nn.Module, optimizer: str = "adamw") -> list[dict[str, Any]]:
-    """Matrices decay, the rest does not, one element is alone: less than there are ranks.
+    """Matrices with weight decay, vectors without, and a group of one element, fewer than ranks.
 
-    Frozen and zero-element parameters are among them, as with users who pass all of `parameters()`.
-
-    ZeRO rebuilds Adagrad with all flat buffers in one group, and fails where there were more.
+    They include frozen and zero-element parameters, as if the user had passed all of `parameters()`. ZeRO rebuilds
+    Adagrad with all flat buffers in one group, and fails for several groups.
     """
     params = list(net.parameters())
     if optimizer == "adagrad":
@@ -108,7 +158,7 @@ def parameter_groups(net: torch.nn.Module, optimizer: str = "adamw") -> list[dic
 
 
 def describe(net: torch.nn.Module, groups: Sequence[Mapping[str, Any]]) -> Model:
-    """The synthesiser's description of a torch module and its param groups."""
+    """Describe a torch module and its param groups."""
     group_of = {id(param): index for index, group in enumerate(groups) for param in group["params"]}
     owners: dict[int, str] = {}
     params = []
@@ -119,8 +169,8 @@ def describe(net: torch.nn.Module, groups: Sequence[Mapping[str, Any]]) -> Model
     return Model(tuple(params), {name: buffer.clone() for name, buffer in net.named_buffers()})
 
 
-def save_all(cases: Sequence[Any], folder: Path) -> None:
-    """Saves of several cases of any kind, in `folder`/label; on every rank of a world."""
+def save_all(cases: Sequence[RealSave], folder: Path) -> None:
+    """Save several cases in `folder`/label; runs on every rank of a world."""
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
     import deepspeed_ucp
@@ -134,28 +184,8 @@ def save_all(cases: Sequence[Any], folder: Path) -> None:
         deepspeed_ucp.install()
 
 
-def _save(case: Case, folder: Path) -> None:
-    """Trains and saves; beside the checkpoint, `truth.pt` has what DeepSpeed itself says that the parameters are."""
-    import deepspeed
-
-    torch.manual_seed(0)
-    net = case.net
-    groups = parameter_groups(net, case.optimizer)
-    engine, *_ = deepspeed.initialize(model=net, model_parameters=groups, config=case.ds_config())
-    for step in range(case.steps):
-        torch.manual_seed(100 * step + torch.distributed.get_rank())
-        loss = engine(torch.randint(11, (4,))).float().pow(2).mean() * 1e-2  # no fp16 overflow
-        engine.backward(loss)
-        engine.step()
-    engine.save_checkpoint(str(folder), client_state=case.client_state)
-    truth = _ask_deepspeed(engine, case.topology)
-    if torch.distributed.get_rank() == 0:
-        torch.save(truth, folder / "truth.pt")
-    engine.destroy()
-
-
 def _ask_deepspeed(engine: Any, topology: Topology) -> dict[str, dict[str, torch.Tensor]]:
-    """{name: {state: whole tensor}} by the public getters, where they can tell (not at stage 0)."""
+    """Return {name: {state: whole tensor}} by the public getters, which do not support stage 0."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     if topology.stage == 0:
@@ -171,7 +201,7 @@ def _ask_deepspeed(engine: Any, topology: Topology) -> dict[str, dict[str, torch
 
 
 def _relink(optimizer: Any) -> None:
-    """ZeRO 1/2 links the states of all groups after the first group's first step: the other groups have none yet."""
+    """Link the states of all groups: ZeRO 1/2 links them after the first group's step, when others have none."""
     if getattr(optimizer, "_hp_optimizer_states_linked", False):
         optimizer._hp_optimizer_states_linked = False
         optimizer._lazy_init_hp_params_optimizer_state()

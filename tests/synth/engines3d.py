@@ -1,21 +1,21 @@
-"""Real 3D-parallel saves: pipelines of odd layers with tied modules, and tensor parallelism through an mpu.
+"""Saves by real 3D-parallel engines: pipelines with tied modules, and tensor parallelism through an mpu.
 
-The tensor-parallel ranks compute with their local shards and do not communicate: what they train is no sensible model,
-but the files are those of one.
+Tensor-parallel ranks compute with their local shards without communication: the trained values are meaningless, but
+the files have the right form.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .description import Layer, Model, Param, Topology
-from .engines import CLIENT_STATE
+from .description import Layer, Model, Param
+from .engines import RealSave
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
     from pathlib import Path
 
 WIDTH = 6
@@ -24,20 +24,16 @@ LENGTH = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Case3D:
-    """One real save of a pipeline, or of a model with an mpu where `pipeline` is False.
+class Case3D(RealSave):
+    """A save of a pipeline, or of a model with an mpu if `pipeline` is False.
 
     `short` has fewer layers than 4 stages: the last ones have no parameters. DeepSpeed only trains such stages at
     stage 0 in fp32 without clipping (0.19: IndexError or an empty norm otherwise).
     """
 
-    topology: Topology
     pipeline: bool = True
-    steps: int = 2
     method: str = "uniform"
     short: bool = False
-    client_state: dict[str, Any] = field(default_factory=lambda: dict(CLIENT_STATE))
-    scheduler: None = None
 
     @property
     def label(self) -> str:
@@ -46,7 +42,6 @@ class Case3D:
 
     @property
     def model(self) -> Model:
-        """What is trained, described by hand, logical shapes."""
         if not self.pipeline:
             return PLAIN
         return SHORT if self.short else DEEP
@@ -58,16 +53,42 @@ class Case3D:
         rest = {"optimizer": optimizer, "steps_per_print": 10**6, "gradient_clipping": 0.0 if self.short else 1.0}
         return {**self.topology.ds_config(), **pipeline, **rest}
 
+    def cut(self, name: str, tensor: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
+        """Rows of `word` and `up`, columns of `down`."""
+        dim = {"word": 0, "up": 0, "down": 1}.get(name.rpartition(".")[2])
+        return tensor if dim is None else tensor.chunk(tp, dim)[rank]
+
     def save(self, folder: Path) -> None:
-        """Trains and saves, on one rank of a world of tp x pp x dp."""
         torch.manual_seed(torch.distributed.get_rank())
-        (_save_pipeline if self.pipeline else _save_plain)(self, folder)
+        engine = self._make_engine()
+        for _ in range(self.steps):
+            tokens = torch.randint(ROWS, (4, LENGTH))
+            if self.pipeline:
+                engine.train_batch(iter([(tokens, tokens)]))
+            else:
+                engine.backward(loss(engine(tokens), tokens))
+                engine.step()
+        self.finish(engine, folder)
 
+    def _make_engine(self) -> Any:
+        import deepspeed
+        from deepspeed.pipe import PipelineModule
+        from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
 
-def cut(name: str, tensor: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
-    """The shards of this file's layers: rows of `word` and `up`, columns of `down`."""
-    dim = {"word": 0, "up": 0, "down": 1}.get(name.rpartition(".")[2])
-    return tensor if dim is None else tensor.chunk(tp, dim)[rank]
+        from tests.support.engines.experts_3d import ParallelState
+
+        here, mpu, module = self.topology, None, None
+        if self.pipeline:
+            with_model = PipeModelDataParallelTopology(here.pp, here.tp, here.dp) if here.names_model_axis else None
+            module = PipelineModule(
+                _layers(here.tp, self.short),
+                topology=with_model or PipeDataParallelTopology(here.pp, here.dp),
+                loss_fn=loss,
+                partition_method=self.method,
+            )
+        else:
+            module, mpu = Plain(here.tp), ParallelState(here.tp).make_mpu()
+        return deepspeed.initialize(model=module, model_parameters=_groups(module), config=self.ds_config(), mpu=mpu)[0]
 
 
 def _sharded(*shape: int) -> torch.nn.Parameter:
@@ -174,27 +195,6 @@ def _groups(module: torch.nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def _save_pipeline(case: Case3D, folder: Path) -> None:
-    import deepspeed
-    from deepspeed.pipe import PipelineModule
-    from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
-
-    here = case.topology
-    with_model = PipeModelDataParallelTopology(here.pp, here.tp, here.dp) if here.names_model_axis else None
-    module = PipelineModule(
-        _layers(here.tp, case.short),
-        topology=with_model or PipeDataParallelTopology(here.pp, here.dp),
-        loss_fn=loss,
-        partition_method=case.method,
-    )
-    engine, *_ = deepspeed.initialize(model=module, model_parameters=_groups(module), config=case.ds_config())
-    for _ in range(case.steps):
-        tokens = torch.randint(ROWS, (4, LENGTH))
-        engine.train_batch(iter([(tokens, tokens)]))
-    engine.save_checkpoint(str(folder), client_state=dict(case.client_state))
-    engine.destroy()
-
-
 class Plain(torch.nn.Module):
     """The same without a pipeline."""
 
@@ -206,55 +206,3 @@ class Plain(torch.nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden: torch.Tensor = self.block(self.embedding(tokens))
         return hidden
-
-
-class Mpu:
-    """Megatron's interface for tensor-parallel groups of neighbouring ranks."""
-
-    def __init__(self, tp: int) -> None:
-        world = torch.distributed.get_world_size()
-        rank = torch.distributed.get_rank()
-        self.tp, self.dp = tp, world // tp
-        neighbours = [list(range(first, first + tp)) for first in range(0, world, tp)]
-        peers = [list(range(first, world, tp)) for first in range(tp)]
-        self.model_group = self._own(neighbours, rank)
-        self.data_group = self._own(peers, rank)
-        self.model_rank, self.data_rank = rank % tp, rank // tp
-
-    @staticmethod
-    def _own(groups: Sequence[list[int]], rank: int) -> Any:
-        made = [torch.distributed.new_group(ranks) for ranks in groups]
-        return next(group for group, ranks in zip(made, groups, strict=True) if rank in ranks)
-
-    def get_model_parallel_rank(self) -> int:
-        return self.model_rank
-
-    def get_model_parallel_world_size(self) -> int:
-        return self.tp
-
-    def get_model_parallel_group(self) -> Any:
-        return self.model_group
-
-    def get_data_parallel_rank(self) -> int:
-        return self.data_rank
-
-    def get_data_parallel_world_size(self) -> int:
-        return self.dp
-
-    def get_data_parallel_group(self) -> Any:
-        return self.data_group
-
-
-def _save_plain(case: Case3D, folder: Path) -> None:
-    import deepspeed
-
-    module = Plain(case.topology.tp)
-    engine, *_ = deepspeed.initialize(
-        model=module, model_parameters=_groups(module), config=case.ds_config(), mpu=Mpu(case.topology.tp)
-    )
-    for _ in range(case.steps):
-        value = loss(engine(torch.randint(ROWS, (4, LENGTH))), torch.empty(0))
-        engine.backward(value)
-        engine.step()
-    engine.save_checkpoint(str(folder), client_state=dict(case.client_state))
-    engine.destroy()

@@ -1,102 +1,133 @@
-"""Real saves of models with experts: DeepSpeed's own layers, one of them residual, and AutoEP's."""
+"""Saves by real engines with experts, DeepSpeed's own and AutoEP's, also under tensor and pipeline parallelism."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .description import ExpertLayer, Model, Param, Topology
-from .engines import CLIENT_STATE, OPTIMIZERS, describe
+from .description import ExpertLayer, Layer, Model, Param
+from .engines import RealSave, describe
+from .experts import find_layer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
-GROUP = "dense-params"  # as DeepSpeed calls the one that it makes of plain parameters
 MICRO = 4
 
 
 @dataclass(frozen=True, slots=True)
-class CaseMoE:
-    """One real save of a model with two layers of experts; `fused`: AutoEP's, which DeepSpeed makes itself."""
-
-    topology: Topology
-    fused: bool = False
-    steps: int = 2
-    client_state: dict[str, Any] = field(default_factory=lambda: dict(CLIENT_STATE))
-    scheduler: None = None
+class CaseMoE(RealSave):
+    """A data-parallel save of two layers of DeepSpeed's experts with degrees of their own; one layer is residual."""
 
     @property
     def label(self) -> str:
-        return f"{'autoep' if self.fused else 'moe'}-{self.topology.label}"
+        return f"moe-{self.topology.label}"
 
     @property
     def model(self) -> Model:
-        """What is trained, whole."""
-        return describe_autoep() if self.fused else describe_native()
+        from tests.support.engines.experts import EXPERTS, Layers
+
+        module = Layers((1, 1))
+        model = describe(module, [{"params": list(module.parameters())}])
+        return replace(model, experts=tuple(ExpertLayer(name, EXPERTS) for name in ("residual", "plain")))
 
     def ds_config(self) -> dict[str, Any]:
-        config = {**self.topology.ds_config(), "train_micro_batch_size_per_gpu": MICRO, "steps_per_print": 10**6}
-        config["optimizer"] = OPTIMIZERS["adamw"]
-        if self.fused:
-            config["expert_parallel"] = {"enabled": True, "autoep_size": self.topology.ep[0], "use_grouped_mm": False}
-        return config
+        return {**RealSave.ds_config(self), "train_micro_batch_size_per_gpu": MICRO}
 
     def save(self, folder: Path) -> None:
-        """Trains and saves, on one rank of a world of the topology's size."""
         import deepspeed
-        from deepspeed.utils import groups
 
-        for known in (groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP):
-            known.clear()  # named by the degree alone, whatever the order of the ranks
-        module, params, width = make_autoep() if self.fused else make_native(self.topology)
+        from tests.support.engines.going_on import forget_groups
+
+        forget_groups()
+        module, params = self._make_groups()
         engine, *_ = deepspeed.initialize(model=module, model_parameters=params, config=self.ds_config())
         for step in range(self.steps):
             torch.manual_seed(100 * step + torch.distributed.get_rank())
-            batch = torch.randn((MICRO, 1, width) if self.fused else (MICRO, width))
-            loss = engine(batch.to(self.topology.dtype)).float().pow(2).mean()
-            engine.backward(loss)
+            engine.backward(engine(torch.randn(MICRO, 4).to(self.topology.dtype)).float().pow(2).mean())
             engine.step()
-        engine.save_checkpoint(str(folder), client_state=self.client_state)
-        engine.destroy()
+        self.finish(engine, folder)
+
+    def _make_groups(self) -> tuple[torch.nn.Module, list[dict[str, Any]]]:
+        from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+        from tests.support.engines.experts import Layers
+
+        torch.manual_seed(torch.distributed.get_rank())
+        module = Layers((self.topology.ep[0], self.topology.ep[1]))
+        whole = {"params": list(module.parameters()), "name": "dense-params"}
+        limit = {"max_group_size": self.topology.max_group} if self.topology.max_group else {}
+        params = split_params_into_different_moe_groups_for_optimizer(whole, **limit)
+        params.sort(key=lambda group: group["name"])  # DeepSpeed makes them in the order of a set of strings
+        if self.topology.shuffled and torch.distributed.get_rank() % 2:
+            params[1:] = sorted(params[1:], key=lambda group: group["name"], reverse=True)
+        return module, params
 
 
-def make_native(topology: Topology) -> tuple[torch.nn.Module, list[dict[str, Any]], int]:
-    """The module, its param groups, the width of its input."""
-    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+@dataclass(frozen=True, slots=True)
+class CaseMoE3D(RealSave):
+    """A save of an engine of `tests/engine` with two layers of experts of one degree; `fused`: AutoEP's experts."""
 
-    from tests.support.engines.experts import Layers
+    fused: bool = False
 
-    torch.manual_seed(torch.distributed.get_rank())
-    module = Layers(topology.ep)
-    whole = {"params": list(module.parameters()), "name": GROUP}
-    limit = {"max_group_size": topology.max_group} if topology.max_group else {}
-    params = split_params_into_different_moe_groups_for_optimizer(whole, **limit)
-    params.sort(key=lambda group: group["name"])  # DeepSpeed makes them in the order of a set of strings
-    if topology.shuffled and torch.distributed.get_rank() % 2:
-        params[1:] = sorted(params[1:], key=lambda group: group["name"], reverse=True)
-    return module, params, 4
+    @property
+    def label(self) -> str:
+        return f"{'autoep' if self.fused else 'moe'}3d-{self.topology.label}"
 
+    @property
+    def samples(self) -> int:
+        return self.steps * int(self._engines.BATCH)
 
-def make_autoep() -> tuple[torch.nn.Module, Any, int]:
-    from tests.support.engines.autoep import HIDDEN, Model
+    @property
+    def model(self) -> Model:
+        """In a pipeline the names start with the number of the layer."""
+        found = describe_autoep() if self.fused else describe_blocks()
+        name = _number_autoep if self.fused else _number_block
+        return _rename(found, name) if self.topology.pp > 1 else found
 
-    torch.manual_seed(0)
-    module = Model(biased=False)  # that buffer is saved under two names, as no other is
-    return module, module.parameters(), HIDDEN
+    @property
+    def _engines(self) -> Any:
+        from tests.support.engines import autoep, experts_3d
 
+        return autoep if self.fused else experts_3d
 
-def describe_native() -> Model:
-    from tests.support.engines.experts import EXPERTS, Layers
+    @property
+    def _spread(self) -> Any:
+        """The engine in the terms of `tests/engine`."""
+        top = self.topology
+        world, ep = top.tp * top.pp * top.dp, top.ep[0]
+        if self.fused:
+            options = (("sub_group_size", top.sub_group_size),) if top.sub_group_size else ()
+            return self._engines.Spread(
+                world, top.stage, top.precision, ep, top.data_first, options, tp=top.tp, pp=top.pp
+            )
+        sums = top.kind == "bf16" and top.stage == 1
+        return self._engines.Spread(
+            world, top.tp, ep, top.stage, top.precision, top.pp, top.cut_experts, top.data_first, sums
+        )
 
-    module = Layers((1, 1))
-    model = describe(module, [{"params": list(module.parameters())}])
-    return replace(model, experts=tuple(ExpertLayer(name, EXPERTS) for name in ("residual", "plain")))
+    def ds_config(self) -> dict[str, Any]:
+        config: dict[str, Any] = self._engines.make_config(self._spread)
+        return config
+
+    def cut(self, name: str, tensor: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
+        cuts = self._engines.CUT
+        end = ".".join(name.split(".")[-3:]) if self.fused else name.rpartition(".")[2]
+        whole = end not in cuts or (self.topology.folds_experts and find_layer(self.model, name) is not None)
+        return tensor if whole else tensor.chunk(tp, cuts[end])[rank]
+
+    def save(self, folder: Path) -> None:
+        options = {"biased": False} if self.fused else {}  # that buffer is saved under two names, as no other is
+        engine = self._engines.make(self._spread, 1, **options)
+        self._engines.train(engine, range(self.steps))
+        self.finish(engine, folder)
 
 
 def describe_autoep() -> Model:
-    """As the module is once AutoEP has replaced the blocks; its router has a second name."""
+    """Describe the module after AutoEP has replaced the blocks; its router has a second name."""
     from tests.support.engines.autoep import EXPERTS, HIDDEN, INNER
     from tests.support.engines.autoep import Model as Module
 
@@ -115,3 +146,40 @@ def describe_autoep() -> Model:
         params += [router, *experts, alias]
         layers.append(layer)
     return Model(tuple(params), experts=tuple(layers))
+
+
+def describe_blocks() -> Model:
+    """Describe two dense blocks with two layers of experts between them."""
+    from tests.support.engines.experts_3d import EXPERTS, FEATURES, INNER
+
+    block = {"up": (INNER, FEATURES), "up_bias": (INNER,), "down": (FEATURES, INNER), "down_bias": (FEATURES,)}
+    params, layers = [], []
+    for number in range(4):
+        if number in (0, 3):
+            params += [Param(f"layers.{number}.{name}", shape) for name, shape in block.items()]
+            continue
+        layer = ExpertLayer(f"layers.{number}.moe", EXPERTS)
+        experts = [Param(f"{layer.prefix}{n}.{name}", shape) for n in range(EXPERTS) for name, shape in block.items()]
+        params += [Param(f"{layer.name}.deepspeed_moe.gate.wg.weight", (EXPERTS, FEATURES)), *experts]
+        layers.append(layer)
+    return Model(tuple(params), experts=tuple(layers))
+
+
+def _rename(model: Model, name: Callable[[str], str]) -> Model:
+    """Rename the parameters to those of a pipeline of four layers."""
+    params = [replace(param, name=name(param.name)) for param in model.params]
+    params = [replace(param, alias_of=param.alias_of and name(param.alias_of)) for param in params]
+    experts = tuple(replace(layer, name=name(layer.name)) for layer in model.experts)
+    return Model(tuple(params), layers=(Layer(),) * 4, experts=experts)
+
+
+def _number_block(name: str) -> str:
+    return name.removeprefix("layers.")
+
+
+def _number_autoep(name: str) -> str:
+    """The first layer of the pipeline is empty."""
+    if name.startswith("head."):
+        return f"3.{name.removeprefix('head.')}"
+    number, _, rest = name.removeprefix("model.layers.").partition(".")
+    return f"{int(number) + 1}.{rest}"

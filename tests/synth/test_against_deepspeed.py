@@ -1,4 +1,4 @@
-"""The synthesiser held against DeepSpeed: real engines save, and the same checkpoint is synthesised and compared."""
+"""Compares synthesised checkpoints with real engines' saves of the same state."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from packaging.version import Version
 
 from .compare import clear_garbage, differences, storage_sharing
 from .description import Model, Run, State, Topology
-from .engines import Case, save_all
-from .engines3d import Case3D, cut
-from .engines_moe import CaseMoE
-from .engines_moe3d import CaseMoE3D
+from .engines import Case, RealSave, save_all
+from .engines3d import Case3D
+from .engines_moe import CaseMoE, CaseMoE3D
 from .files import build_local_files, optim_file, write_files
 from .megatron import client_state, megatron_args, universal_info
 from .parallel import Local, local_models
@@ -39,27 +38,27 @@ _ARGS = megatron_args(tensor_model_parallel_size=2, no_pipeline_parallel=True)
 MEGATRON = client_state(_ARGS, 2, universal_info(_ARGS, 11))
 CASES = (
     Case(Topology(0, 2, "fp32")),
-    Case(Topology(0, 2, "fp32"), "sgd"),
+    Case(Topology(0, 2, "fp32"), optimizer="sgd"),
     Case(Topology(0, 2, "bf16")),
     Case(Topology(0, 2, "fp16")),
-    Case(Topology(0, 2, "bf16", wrapper="fused"), "fusedadam"),
-    Case(Topology(0, 2, "fp16", wrapper="fused"), "fusedadam"),
+    Case(Topology(0, 2, "bf16", wrapper="fused"), optimizer="fusedadam"),
+    Case(Topology(0, 2, "fp16", wrapper="fused"), optimizer="fusedadam"),
     Case(Topology(1, 2, "fp32")),
     Case(Topology(1, 2, "fp32"), steps=0),
     Case(Topology(1, 3, "fp16")),
     Case(Topology(1, 2, "fp32", elastic=True)),
     Case(Topology(1, 2, "bf16", wrapper="bf16")),
-    Case(Topology(1, 3, "bf16", wrapper="bf16"), "sgd"),
+    Case(Topology(1, 3, "bf16", wrapper="bf16"), optimizer="sgd"),
     Case(Topology(2, 2, "bf16")),
     Case(Topology(2, 3, "bf16", round_robin=True)),
-    Case(Topology(2, 2, "fp32", parameter_alignment=True), "sgd"),
+    Case(Topology(2, 2, "fp32", parameter_alignment=True), optimizer="sgd"),
     Case(Topology(2, 3, "bf16", parameter_alignment=True, round_robin=True)),
-    Case(Topology(2, 2, "fp32", elastic=True, round_robin=True), "fusedadam"),
+    Case(Topology(2, 2, "fp32", elastic=True, round_robin=True), optimizer="fusedadam"),
     Case(Topology(3, 2, "fp32")),
     Case(Topology(3, 2, "fp32"), steps=0),
     Case(Topology(3, 2, "bf16", sub_group_size=20)),
-    Case(Topology(3, 3, "fp32", sub_group_size=10), "fusedadam"),
-    Case(Topology(3, 3, "fp16"), "adagrad"),
+    Case(Topology(3, 3, "fp32", sub_group_size=10), optimizer="fusedadam"),
+    Case(Topology(3, 3, "fp16"), optimizer="adagrad"),
 )
 CASES_3D = (
     Case3D(Topology(1, 1, "bf16", tp=2, pp=2)),
@@ -74,7 +73,7 @@ CASES_3D = (
     Case3D(Topology(2, 2, "bf16", tp=2), pipeline=False, client_state=MEGATRON),
     Case3D(Topology(3, 2, "fp32", tp=2), pipeline=False),
 )
-CASES_MOE = (
+CASES_MOE: tuple[RealSave, ...] = (
     CaseMoE(Topology(1, 4, "bf16", ep=(2, 4))),
     CaseMoE(Topology(2, 4, "fp32", ep=(2, 2), data_first=True)),
     CaseMoE(Topology(1, 4, "fp32", ep=(4, 2), shuffled=True)),
@@ -82,20 +81,11 @@ CASES_MOE = (
     CaseMoE(Topology(2, 4, "bf16", round_robin=True, ep=(2, 1))),
     CaseMoE(Topology(0, 4, "fp32", ep=(2, 2))),
     CaseMoE(Topology(0, 4, "bf16", ep=(2, 2), data_first=True)),
-)
-CASES_AUTOEP = (
-    CaseMoE(Topology(0, 4, "bf16", ep=(2, 2)), fused=True),
-    CaseMoE(Topology(1, 4, "bf16", ep=(2, 2)), fused=True),
-    CaseMoE(Topology(2, 4, "fp32", ep=(4, 4)), fused=True),
-    CaseMoE(Topology(3, 4, "bf16", ep=(2, 2), data_first=True), fused=True),
-    CaseMoE(Topology(3, 2, "fp32", ep=(2, 2), sub_group_size=100), fused=True),
-)
-CASES_MOE_3D = (
     CaseMoE3D(Topology(1, 2, "bf16", tp=2, ep=(2, 2))),
     CaseMoE3D(Topology(0, 2, "fp32", tp=2, ep=(2, 2))),
     CaseMoE3D(Topology(0, 1, "bf16", tp=2, pp=2, ep=(1, 1), cut_experts=True)),
 )
-MORE_MOE_3D = (
+MORE_MOE: tuple[RealSave, ...] = (
     CaseMoE3D(Topology(2, 2, "fp32", tp=2, ep=(4, 4), data_first=True)),
     CaseMoE3D(Topology(1, 2, "fp32", tp=2, ep=(2, 2), cut_experts=True)),
     CaseMoE3D(Topology(0, 2, "bf16", tp=2, ep=(2, 2), cut_experts=True)),
@@ -103,8 +93,15 @@ MORE_MOE_3D = (
     CaseMoE3D(Topology(1, 2, "fp32", pp=2, ep=(2, 2))),
     CaseMoE3D(Topology(0, 2, "fp32", pp=2, ep=(2, 2))),
 )
-CASES_AUTOEP_3D = (CaseMoE3D(Topology(3, 2, "bf16", tp=2, ep=(4, 4)), fused=True),)
-MORE_AUTOEP_3D = (
+CASES_AUTOEP = (
+    CaseMoE3D(Topology(0, 4, "bf16", ep=(2, 2)), fused=True),
+    CaseMoE3D(Topology(1, 4, "bf16", ep=(2, 2)), fused=True),
+    CaseMoE3D(Topology(2, 4, "fp32", ep=(4, 4)), fused=True),
+    CaseMoE3D(Topology(3, 4, "bf16", ep=(2, 2), data_first=True), fused=True),
+    CaseMoE3D(Topology(3, 2, "fp32", ep=(2, 2), sub_group_size=100), fused=True),
+    CaseMoE3D(Topology(3, 2, "bf16", tp=2, ep=(4, 4)), fused=True),
+)
+MORE_AUTOEP = (
     CaseMoE3D(Topology(1, 2, "fp32", tp=2, ep=(2, 2)), fused=True),
     CaseMoE3D(Topology(2, 1, "bf16", tp=4, ep=(2, 2)), fused=True),
     CaseMoE3D(Topology(0, 2, "bf16", tp=2, ep=(2, 2)), fused=True),
@@ -113,21 +110,20 @@ MORE_AUTOEP_3D = (
 )
 if find_spec("deepspeed.module_inject.auto_ep_layer"):
     CASES_MOE += CASES_AUTOEP
-    CASES_MOE_3D += CASES_AUTOEP_3D
-    MORE_MOE_3D += MORE_AUTOEP_3D
+    MORE_MOE += MORE_AUTOEP
 if os.environ.get("UCP_EXHAUSTIVE"):
-    CASES_MOE_3D += MORE_MOE_3D
+    CASES_MOE += MORE_MOE
 
 
-AnyCase = Case | Case3D | CaseMoE | CaseMoE3D
+EVERY_CASE = (*CASES, *CASES_3D, *CASES_MOE)
 
 
 @pytest.fixture(scope="module")
 def real_saves(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder per case with DeepSpeed's own save."""
     folder = tmp_path_factory.mktemp("real")
-    worlds: dict[tuple[int, ...], list[AnyCase]] = {}
-    for case in (*CASES, *CASES_3D, *CASES_MOE, *CASES_MOE_3D):
+    worlds: dict[tuple[int, ...], list[RealSave]] = {}
+    for case in EVERY_CASE:
         with_experts = isinstance(case, CaseMoE | CaseMoE3D)  # these take the last engine's mpu for their own
         tp = case.topology.tp if with_experts else 0  # and AutoTP the last one's groups
         worlds.setdefault((case.topology.mp * case.topology.dp, with_experts, tp), []).append(case)
@@ -136,10 +132,10 @@ def real_saves(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) 
     return folder
 
 
-@pytest.mark.parametrize("case", [*CASES, *CASES_3D, *CASES_MOE, *CASES_MOE_3D], ids=lambda case: case.label)
-def test_the_files_are_deepspeeds(real_saves: Path, tmp_path: Path, case: AnyCase) -> None:
+@pytest.mark.parametrize("case", EVERY_CASE, ids=lambda case: case.label)
+def test_the_files_are_deepspeeds(real_saves: Path, tmp_path: Path, case: RealSave) -> None:
     folder = real_saves / case.label / f"global_step{case.steps}"
-    real, models = _read_contents(folder), local_models(case.model, case.topology, getattr(case, "cut", cut))
+    real, models = _read_contents(folder), local_models(case.model, case.topology, case.cut)
     states, layers = read_locals(folder, models, case.topology), placement_of(case.model, case.topology)
     local = {
         mp: Local(model, _complete(states[mp], model, case.topology, real), layers[mp // case.topology.tp])
@@ -147,9 +143,9 @@ def test_the_files_are_deepspeeds(real_saves: Path, tmp_path: Path, case: AnyCas
     }
     run = Run(
         case.steps,
-        getattr(case, "samples", None),
+        case.samples,
         lr_scheduler=case.scheduler,
-        client_state=case.client_state | _keep_autotp(real),
+        client_state={**case.client_state, **_keep_autotp(real)},
         ds_config=case.ds_config(),
     )
     write_files(tmp_path, build_local_files(local, case.topology, run))
@@ -165,19 +161,19 @@ def test_the_files_are_deepspeeds(real_saves: Path, tmp_path: Path, case: AnyCas
 
 
 def _keep_autotp(real: dict[str, Any]) -> dict[str, Any]:
-    """What AutoTP tells of dense parameters, which the synthesiser does not; of experts it does."""
-    key, own = "universal_checkpoint_info", ("expert_parameter_patterns", "ds_autoep_layers")
-    told = [content[key] for content in real.values() if content.get(key)]
-    found = {name: value for info in told[:1] for name, value in info.items() if name not in own}
+    """AutoTP's description of dense parameters, which the synthesiser does not write."""
+    key, written = "universal_checkpoint_info", ("expert_parameter_patterns", "ds_autoep_layers")
+    infos = [content[key] for content in real.values() if content.get(key)]
+    found = {name: value for info in infos[:1] for name, value in info.items() if name not in written}
     return {key: found} if "tp_replicated_parameter_patterns" in found else {}
 
 
-def _getters_tell(case: Case) -> bool:
+def _are_getters_right(case: Case) -> bool:
     """`safe_get_full_fp32_param` and the others read the wrong elements under round robin without alignment padding."""
     return case.topology.stage > 0 and (not case.topology.round_robin or case.topology.parameter_alignment)
 
 
-@pytest.mark.parametrize("case", list(filter(_getters_tell, CASES)), ids=lambda case: case.label)
+@pytest.mark.parametrize("case", list(filter(_are_getters_right, CASES)), ids=lambda case: case.label)
 def test_the_layout_is_deepspeeds(real_saves: Path, case: Case) -> None:
     """The atoms that the layout extracts are what DeepSpeed's own getters gave before the save."""
     folder = real_saves / case.label
@@ -190,7 +186,7 @@ def test_the_layout_is_deepspeeds(real_saves: Path, case: Case) -> None:
 
 
 def _complete(state: State, model: Model, topology: Topology, real: dict[str, Any]) -> State:
-    """With something for the weights that no file has, and what an elastic save keeps of the hyper-parameters."""
+    """Add nan for weights that no file has, and the hyper-parameters that an elastic save keeps."""
     lost = torch.tensor(float("nan"))
     atoms = {p.name: {"fp32": lost.expand(p.shape), **state.atoms[p.name]} for p in model.owners}
     if not topology.elastic:
