@@ -51,6 +51,15 @@ if TYPE_CHECKING:
 SCALING = "scaling"
 TITLES = {suite.name: suite.short for suite in SUITES}
 ALL = (*(suite.name for suite in (*SUITES, *OFFLINE)), SCALING)
+README_ROWS = (
+    "resume: ZeRO-1, 4 ranks → 2 ranks ZeRO-1",
+    "resume: ZeRO-1, 4 ranks → 2 ranks ZeRO-3",
+    "resume: TP2 PP2, ZeRO-1 → TP4",
+    "`ds_ucp convert`: ZeRO-1, 4 ranks",
+    "`ds_ucp export`: ZeRO-1, 4 ranks",
+)
+"""Titles of the rows that README shows; docs/benchmarks.md has all."""
+
 FIGURES = ("<!-- figures: written by make bench -->", "<!-- end of figures -->")
 
 
@@ -126,7 +135,8 @@ def update_readme(found: dict[str, Any]) -> None:
         rows += summarise(runs, TITLES, offline.jobs)
         for each in runs.values():
             sizes.setdefault(each.command, []).append(each.parameters)
-    file.write_text(put_part(page, FIGURES, f"{_tell_sources(sizes)}\n\n{table(SUMMARY, rows)}"))
+    shown = [row for row in rows if row[0] in README_ROWS]
+    file.write_text(put_part(page, FIGURES, f"{_tell_sources(sizes)}\n\n{table(SUMMARY, shown)}"))
 
 
 def _tell_sources(sizes: dict[str, list[int]]) -> str:

@@ -102,9 +102,7 @@ def test_the_install_line_takes_what_was_tested() -> None:
     needed = re.findall(r"^([\w-]+)", config["options"]["install_requires"], re.MULTILINE)
     assert set(needed) - {"deepspeed"} <= {name.lower() for name in pins}
     tested = ".".join(pins["torch"].split(".")[:2])
-    assert re.search(
-        rf"^\| torch \|.*\b{re.escape(tested)}\b", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE
-    )
+    assert f"torch 2.5 or newer (tested: {tested})" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def list_anchors(document: Path) -> set[str]:
