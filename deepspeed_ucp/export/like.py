@@ -22,8 +22,8 @@ from ..patterns.adapters import is_added
 from ..patterns.layout import Shape
 from ..plan.autoep import adapt_experts
 from ..plan.derive import derive
+from ..plan.match import are_same
 from ..plan.renames import list_shapes
-from ..plan.ties import are_same
 from ..sources import open_checkpoint
 from ..sources.files import scan_folder
 from ..sources.foreign.names import ADAPTER_CONFIG, CONFIG, QUANTIZED, find_format

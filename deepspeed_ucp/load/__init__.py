@@ -1,1 +1,1 @@
-"""Carries a load out: reads into the live buffers, exchanges what several ranks need, finishes the engine."""
+"""Loads: read into the live buffers, exchange bytes between ranks, finish the engine."""

@@ -1,7 +1,7 @@
-"""Means of saved rows, which new rows of resized parameters begin from: the same to the bit in every topology.
+"""Means of saved rows, from which new rows of resized parameters start: the same to the bit in every topology.
 
-Rows are added in fp64, block by block of the whole tensor and then the blocks in their order; which rank reads which
-block does not matter.
+Rows are added in fp64, block by block of the whole tensor and then the blocks in their order, for any assignment of
+blocks to ranks.
 """
 
 from __future__ import annotations

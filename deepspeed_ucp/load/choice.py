@@ -1,4 +1,4 @@
-"""Who loads a checkpoint: DeepSpeed in an unchanged topology where its own load is known to be right, else we do."""
+"""Choose the loader: DeepSpeed's in an unchanged topology where it is known to be right, else the direct load."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ logger = logging.getLogger("deepspeed_ucp")
 
 @dataclass(frozen=True, slots=True)
 class LoaderChoice:
-    """Who loads a checkpoint.
+    """The chosen loader.
 
     Attributes:
-        reason: why, in words.
-        target: the live engine's buffers; None where DeepSpeed alone knows them.
-        index: the checkpoint, where the direct load runs; None leaves it to DeepSpeed.
+        reason: for the log.
+        target: the live engine's buffers; None if only DeepSpeed knows its layout.
+        index: the checkpoint, for the direct load; None leaves the load to DeepSpeed.
     """
 
     reason: str
@@ -49,15 +49,15 @@ class LoaderChoice:
 
 
 def choose_loader(job: LoadContext, folder: str, also: Sequence[str] = (), *, upstream: bool = False) -> LoaderChoice:
-    """Compare the checkpoint's topology with the engine's, from headers only; collective.
+    """Compare the checkpoint's topology with the engine's, from headers only (collective).
 
     Args:
         folder: the tag's folder.
-        also: the same in further places.
-        upstream: the ds_config has ``load_universal`` on, which DeepSpeed itself does with atomic checkpoints.
+        also: its folders in further places.
+        upstream: the ds_config has ``load_universal`` on: DeepSpeed itself loads atomic checkpoints.
 
     Raises:
-        UnsupportedError: an engine that is not covered, unless DeepSpeed's own load is known to be right.
+        UnsupportedError: the engine is not covered, and DeepSpeed's load is not known to be right.
     """
     atomic = upstream and any(job.comm.each(lambda: has_atoms(folder)))
     try:
@@ -83,12 +83,12 @@ _NODE_LOCAL = "every node keeps its own files (use_node_local_storage)"
 
 @dataclass(frozen=True, slots=True)
 class LiveEngine:
-    """What a checkpoint is held against before it is planned.
+    """The data of the engine that a checkpoint is compared with before it is planned.
 
     Attributes:
         target: this rank's buffers.
         has_masters: some rank's optimizer owns parameters (a pipeline stage may have none).
-        keys: of all ranks' state dicts, those that are no names of parameters or buffers, with these names.
+        keys: state-dict key → parameter name, for the keys that differ from it; merged over all ranks.
         groups: param groups over all ranks, and the module's parameters.
     """
 
@@ -99,10 +99,10 @@ class LiveEngine:
 
 
 def look_at_engine(job: LoadContext) -> LiveEngine:
-    """The engine, and what ranks have to tell of theirs; collective, once.
+    """Read the engine's buffers, and gather keys and param groups from all ranks (collective).
 
     Raises:
-        UcpError: it is not covered, or must not be loaded in this way.
+        UcpError: the engine is not covered, or cannot take this load.
     """
     opened: list[Target] = []
 
@@ -110,7 +110,7 @@ def look_at_engine(job: LoadContext) -> LiveEngine:
         check_states(job.engine, with_states=job.arguments.with_states)
         target = open_target(job.engine)
         opened.append(target)
-        # Without pipeline and experts all ranks have the same, which need not travel.
+        # Without pipeline and experts all ranks have the same groups.
         groups = list_stage_groups(target) if target.place.pp > 1 or target.experts else None
         return bool(target.flats), target.list_keys(), groups
 
@@ -125,7 +125,7 @@ def look_at_engine(job: LoadContext) -> LiveEngine:
 
 
 def has_atoms(folder: str) -> bool:
-    """Whether a folder that this rank sees is an atomic checkpoint."""
+    """Return True if a folder that this rank sees is an atomic checkpoint."""
     try:
         return holds_atoms(list_entries(folder))
     except CheckpointError:
@@ -133,11 +133,11 @@ def has_atoms(folder: str) -> bool:
 
 
 def list_unproven(job: LoadContext, target: Target | None, index: AtomicIndex | None = None) -> list[str]:
-    """Why DeepSpeed's own load of an unchanged topology is not known to be right here, in words.
+    """List the reasons why DeepSpeed's load is not known to be right, even in an unchanged topology.
 
     Args:
-        target: this rank's; None where DeepSpeed alone knows the engine, whose own load is all there is.
-        index: the checkpoint; None where each rank knows its own files alone.
+        target: this rank's; None if only DeepSpeed knows the engine, whose load is the only one then.
+        index: the checkpoint; None if each rank knows only its own files.
     """
     arguments, by_default = job.arguments, type(job.arguments)()
     doubts = ['"param_groups" is "live"'] * (job.config.param_groups == "live" and arguments.with_states)
@@ -152,14 +152,15 @@ def list_unproven(job: LoadContext, target: Target | None, index: AtomicIndex | 
 
 
 def _trust_own_files(job: LoadContext, folder: str, why: str) -> LoaderChoice:
-    """Leave a load to DeepSpeed where each rank's own files tell the live topology; collective.
+    """Leave a load to DeepSpeed if each rank's files have the live topology (collective).
 
     Raises:
-        UnsupportedError: they tell another one, or hold classes that are not known to be harmless.
+        UnsupportedError: they have another one, or hold classes that are not known to be harmless.
     """
     if is_url(folder):
         raise UnsupportedError(
-            f"{why}, so that only DeepSpeed's own load can read it, which reads no URLs.", path=folder
+            f"{why}, so that only DeepSpeed's own load can read it, which reads no URLs. Copy it to a folder.",
+            path=folder,
         )
     differences = find_own_differences(job, folder)
     if differences:
@@ -172,10 +173,10 @@ def _trust_own_files(job: LoadContext, folder: str, why: str) -> LoaderChoice:
 
 
 def find_own_differences(job: LoadContext, folder: str, target: Target | None = None) -> list[str]:
-    """Why DeepSpeed's own load cannot go by each rank's own files, in words; collective, the same on every rank.
+    """List why DeepSpeed's load cannot use each rank's files; the same on every rank (collective).
 
     Args:
-        target: the engine's buffers, where they are known.
+        target: the engine's buffers, if they are known.
     """
 
     def compare() -> list[str]:
@@ -194,14 +195,14 @@ def find_own_differences(job: LoadContext, folder: str, target: Target | None = 
 
 
 def _leave_own_files(job: LoadContext, folder: str, why: str, target: Target | None = None) -> LoaderChoice:
-    """Leave a load to DeepSpeed, whose files tell the live topology; collective.
+    """Leave a load to DeepSpeed, after a check of the files' classes (collective).
 
     Raises:
-        UnsupportedError: they hold classes that are not known to be harmless.
+        UnsupportedError: the files hold classes that are not known to be harmless.
     """
     engine, comm = job.engine, job.comm
     if not job.config.trust_pickle:
-        # Of a shared folder every rank looks at a part; a node's own files are looked at by those ranks that see them.
+        # Every rank checks a part of a shared folder; the ranks that see a node's files share them.
         viewers = comm.each(lambda: _identify_folder(folder) if engine.use_node_local_storage() else ())
         own = viewers[comm.rank]
         part, parts = viewers[: comm.rank].count(own), viewers.count(own)
@@ -210,7 +211,7 @@ def _leave_own_files(job: LoadContext, folder: str, why: str, target: Target | N
 
 
 def _identify_folder(folder: str) -> tuple[object, ...]:
-    """The same on ranks that see the same folder: on one machine, and there in one container."""
+    """Identify a folder: the same on ranks of one machine, and of one container there, that see the same folder."""
     place = os.stat(folder)
     return identify_host(), socket.gethostname(), place.st_dev, place.st_ino
 
@@ -218,10 +219,10 @@ def _identify_folder(folder: str) -> tuple[object, ...]:
 def _compare(
     job: LoadContext, folder: str, also: Sequence[str], live: LiveEngine, own: Sequence[str], *, upstream: bool
 ) -> LoaderChoice:
-    """Hold the checkpoint's index against the live engine's layout; collective.
+    """Compare the checkpoint's index with the live engine's layout (collective).
 
     Args:
-        own: why DeepSpeed's own load cannot read each node's own files, in words.
+        own: reasons why DeepSpeed's load cannot read each node's files.
     """
     comm, target = job.comm, live.target
     rename = partial(find_renamed, renames=list_renames(from_config(job.config.patterns)))
@@ -234,7 +235,7 @@ def _compare(
     def look() -> list[str]:
         index = survey.require()
         if index.run.format:
-            return [index.limits.unchecked]  # a reason without words, where all of it is checked
+            return [index.limits.unchecked]  # an empty text if everything is checked
         return _list_differences(index, target) or _list_elsewhere(index, folder) or list_unproven(job, target, index)
 
     reasons = [text for part in comm.each(look) for text in part] or list(own) or list(_list_wishes(job, upstream))
@@ -251,12 +252,12 @@ def _compare(
         if not job.config.trust_pickle:
             comm.alike(lambda: check_trusted(index.run.globals))
         return LoaderChoice(f"same topology ({index.run.topology.describe()})", target=target)
-    told = [f"{index.run.written} → {target.topology.describe()}", "; ".join(dict.fromkeys(list_untold(reasons)))]
-    return LoaderChoice(": ".join(filter(None, told)), target, index)
+    texts = [f"{index.run.written} → {target.topology.describe()}", "; ".join(dict.fromkeys(list_untold(reasons)))]
+    return LoaderChoice(": ".join(filter(None, texts)), target, index)
 
 
 def _list_wishes(job: LoadContext, upstream: bool) -> Iterator[str]:
-    """Why ours is to load although DeepSpeed's own would be right, in words."""
+    """Yield the configured reasons for the direct load where DeepSpeed's load would be right."""
     if upstream:
         yield "load_universal is on, this is a normal checkpoint"
     if job.config.same_topology == "direct":
@@ -264,15 +265,15 @@ def _list_wishes(job: LoadContext, upstream: bool) -> Iterator[str]:
 
 
 def find_damage(index: AtomicIndex, comm: Comm, *, others: bool) -> list[str]:
-    """What is damaged, in words, of the files that DeepSpeed's own load would read: the first place's; collective.
+    """Describe damage of the files that DeepSpeed's load would read, which does not check checksums (collective).
 
-    That load does not look at checksums.
+    These are the files of the first place.
 
     Args:
-        others: there are further places, so that ours may load what it cannot.
+        others: there are further places, from which the direct load may still succeed.
 
     Raises:
-        CheckpointError: something is, and there are none.
+        CheckpointError: a file is damaged, and there are no further places.
     """
     own = tuple(replace(file, places=()) for file in index.stored.files)
     try:
@@ -285,15 +286,15 @@ def find_damage(index: AtomicIndex, comm: Comm, *, others: bool) -> list[str]:
 
 
 def list_changes(index: AtomicIndex, target: Target, total_batch: int) -> list[str]:
-    """What of the job around the engine differs from the saved one, in words; degrees are told with who loads.
+    """Describe differences between the saved and the current job, except parallel degrees (logged with the loader).
 
     Args:
-        total_batch: samples of a step of it.
+        total_batch: samples per step of this job.
     """
-    saved, untold = index.run.job, index.run.format or index.run.topology.is_atomic
+    saved, is_unknown = index.run.job, index.run.format or index.run.topology.is_atomic
     facts = (
         ("total batch", saved.total_batch, total_batch),
-        ("precision", None if untold else index.run.topology.precision, target.topology.precision),
+        ("precision", None if is_unknown else index.run.topology.precision, target.topology.precision),
     )
     return [f"{name} {old} → {new}" for name, old, new in facts if old not in (None, new)]
 
@@ -305,12 +306,12 @@ def _list_differences(index: AtomicIndex, target: Target) -> list[str]:
 
 
 def _list_elsewhere(index: AtomicIndex, folder: str) -> list[str]:
-    """What DeepSpeed's own load would not find of a checkpoint, in words."""
+    """Describe files of a checkpoint that DeepSpeed's load would not find."""
     if is_url(folder):
         return ["DeepSpeed's own load reads no URLs"]
     if resolve_published(folder) != folder:
         return [_BELOW]
     if index.stored.access.is_partial:
         return ["its files lie on several nodes"]
-    inside = os.path.join(folder, "")  # what lies beside it has no such path
+    inside = os.path.join(folder, "")  # with the separator: no prefix of a sibling's name
     return [] if all(file.path.startswith(inside) for file in index.stored.files) else ["some files lie elsewhere"]

@@ -1,8 +1,8 @@
 """Scheduler state, client state and the like: real objects, made of harmless classes only.
 
-What the file's pickle says is read as inert data first (:mod:`~deepspeed_ucp.torchsave.unpickle`), so that everything
-that speaks against it is known before anything runs. Then only the client's part is pickled again and unpickled, with
-the classes that were found harmless and no others; the model's tensors are left in the file.
+The file's pickle is first read as inert data (:mod:`~deepspeed_ucp.torchsave.unpickle`): all objections are known
+before any code runs. Then only the client's part is pickled again and unpickled, with the classes that were found
+harmless. The model's tensors stay in the file.
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ from ..torchsave.torchfile import TorchFile, read_header
 from ..torchsave.unpickle import GETATTR, check_keys
 
 EXTRA_STATES = "deepspeed_ucp.extra_states"
-"""Key under which the modules' extra states are returned."""
+"""Key of the modules' extra states in the result."""
 
 _BULKY = ("module", "optimizer", "frozen_param_fragments")
-"""Tensors of the model that the index reads; they do not belong to the client."""
+"""The model's tensors, which the index reads; they do not belong to the client."""
 
 _COPIES = 16
-"""How many times the file's size all arguments of calls may be together: every call may copy its own, which can be
-one long string over and over."""
+"""Limit for the total size of all calls' arguments, in multiples of the file's size: each call may copy its own, which
+may be the same long string.
+"""
 
 
 def read_objects(path: str, *, trust_pickle: bool, checked: bool = True) -> dict[str, Any]:
@@ -57,11 +58,11 @@ def read_objects(path: str, *, trust_pickle: bool, checked: bool = True) -> dict
     Args:
         path: the file.
         trust_pickle: allow any class.
-        checked: hold tensors against their checksums.
+        checked: compare tensors with their checksums.
 
     Raises:
         CheckpointError: the client state is damaged.
-        UnsupportedError: it holds classes that are not known to be harmless, or what this process cannot make.
+        UnsupportedError: it holds classes that are not known to be harmless, or that this process cannot create.
     """
     return make_objects(read_header(path), trust_pickle=trust_pickle, checked=checked)
 
@@ -88,7 +89,7 @@ def make_objects(
 
 
 def _get_member(kind: object, name: object) -> Any:
-    """What Python 3.11.0 to 3.11.3 writes for an enum's member: ``getattr(kind, name)``. Nothing else is such a call.
+    """``getattr`` for enum members alone, as Python 3.11.0 to 3.11.3 pickle them: ``getattr(kind, name)``.
 
     Raises:
         AttributeError: it is no member of an enum.
@@ -99,22 +100,22 @@ def _get_member(kind: object, name: object) -> Any:
 
 
 def check_trusted(named: Mapping[Use, str]) -> None:
-    """Refuse files that name anything else than harmless classes: DeepSpeed's own load would run it.
+    """Refuse files that name other than harmless classes, whose code DeepSpeed's load would run.
 
     Args:
         named: classes and functions, each with a file that names it.
 
     Raises:
-        UnsupportedError: naming all of it.
+        UnsupportedError: with the names of all such classes.
     """
     _allow_all(named, has_option=True)
 
 
 def _allow_all(named: Mapping[Use, str], *, has_option: bool) -> dict[str, Any]:
-    """What is harmless and what ``named`` names, by dotted name.
+    """Return the harmless objects and the ``named`` ones, by dotted name.
 
     Raises:
-        UnsupportedError: not all of it is harmless.
+        UnsupportedError: some of these are not harmless.
     """
     harmless = {_name(each): each for each in safe_classes()} | _list_numpys() | {"builtins.Ellipsis": ...}
     allowed = {**harmless, **_get_allowed_globals(), **_list_consented()}
@@ -144,7 +145,7 @@ def _select_client(file: TorchFile) -> dict[Any, Any]:
 
 
 def _list_consented() -> dict[str, Any]:
-    """What the user has declared to be harmless, by dotted name."""
+    """Return the objects that the user has declared safe, by dotted name."""
     pairs = [
         each if isinstance(each, tuple) else (each, _name(each)) for each in torch.serialization.get_safe_globals()
     ]
@@ -152,7 +153,7 @@ def _list_consented() -> dict[str, Any]:
 
 
 def _list_numpys() -> dict[str, Any]:
-    """What numpy's arrays and scalars are made by, under the names of numpy 1 and of numpy 2."""
+    """Return numpy's constructors of arrays and scalars, under the names of numpy 1 and of numpy 2."""
     core = getattr(np, "_core", None) or np.core
     found = {"multiarray._reconstruct": core.multiarray._reconstruct, "multiarray.scalar": core.multiarray.scalar}
     found["numeric._frombuffer"] = core.numeric._frombuffer
@@ -165,25 +166,25 @@ def _name(each: Any) -> str:
 
 
 def _is_allowed(use: Use, found: Any, allowed: Mapping[str, Any]) -> bool:
-    """Whether what a pickle does with something runs no code of a file's choice.
+    """Return True if a pickle's use of an object runs no code of the file's choice.
 
     Args:
-        found: what it is here; None where no imported package has it.
-        allowed: what has consent, also a library's (Megatron-Core gives some classes its own), or is harmless; it is
-            not for a file to choose what giving attributes to it calls.
+        found: the object in this process; None if no imported package has it.
+        allowed: harmless objects, and those with consent, also a library's (Megatron-Core gives some to its classes).
+            Consent does not let a file choose the code that setting attributes calls.
     """
     if use.member:
         return use.kind == GETATTR or _is_member(use.kind, allowed)
     if use.steered:
         return False
     if use.states and isinstance(found, type) and issubclass(found, enum.Enum):
-        return False  # its members are the process's own
+        return False  # its members are shared by the whole process
     is_value = use.value and (use.kind in _VALUES or _is_value(found, use))
     return use.kind in allowed or is_value or _is_harmless(found, use)
 
 
 def _is_member(name: str, allowed: Mapping[str, Any]) -> bool:
-    """Whether what is looked up is an enum's member; the class is in the file's names on its own."""
+    """Return True if a name is an enum's member; the file names the class separately."""
     kind, _, member = name.rpartition(".")
     found = allowed.get(kind) or _find_imported(kind)
     return isinstance(found, type) and issubclass(found, enum.Enum) and member in found.__members__
@@ -195,10 +196,10 @@ def _find_imported(name: str) -> Any:
 
 
 def _is_value(found: Any, use: Use) -> bool:
-    """Whether to make an instance empty and to give it its attributes, once, runs no code of its class.
+    """Return True if creating an empty instance and setting its attributes once runs no code of its class.
 
-    So it is of dataclasses, and of classes of which nothing runs before it is called by its name, but the standard
-    library's: among these are tools that do a file's bidding.
+    This holds for dataclasses, and for classes without code that runs implicitly. Classes of the standard library are
+    excluded: some of them are tools that execute their attributes.
     """
     if type(found) not in _PLAIN_KINDS or found.__new__ is not object.__new__:
         return False
@@ -214,7 +215,7 @@ def _is_value(found: Any, use: Use) -> bool:
 
 
 def _is_quiet(kind: type) -> bool:
-    """Whether nothing of a class runs when its instances are used but what is called by its name."""
+    """Return True if using an instance runs no code of a class implicitly (no dunder methods or descriptors)."""
     waits = (types.FunctionType, classmethod, staticmethod, types.GetSetDescriptorType, types.MemberDescriptorType)
     special = [
         name for name in vars(kind) if name.startswith("__") and name.endswith("__") and name not in _QUIET.split()
@@ -225,7 +226,7 @@ def _is_quiet(kind: type) -> bool:
 
 
 def _is_harmless(found: Any, use: Use) -> bool:
-    """Enums, dtypes, and dicts and lists with attributes: unpickling one runs no code of its class but an enum's."""
+    """Return True for enums, dtypes, and dicts and lists with attributes: unpickling runs no code but an enum's."""
     if not isinstance(found, type):
         return isinstance(found, torch.dtype)
     if issubclass(found, (enum.Enum, np.generic)):
@@ -239,7 +240,7 @@ def _is_harmless(found: Any, use: Use) -> bool:
 
 
 _PLAIN_KINDS = (type, abc.ABCMeta)
-"""Classes of classes whose call runs no code but that of ``__new__`` and ``__init__``."""
+"""Metaclasses whose call runs no code but ``__new__`` and ``__init__``."""
 
 _VALUES: dict[str, Any] = {
     "builtins.range": range,
@@ -248,7 +249,7 @@ _VALUES: dict[str, Any] = {
     "functools.partial": functools.partial,
     "uuid.UUID": uuid.UUID,
 }
-"""Harmless by themselves; given to a call or hashed they make numbers and lists of any length, or call something."""
+"""Harmless by themselves. Passed to a call or hashed, they make numbers or lists of any length, or call something."""
 
 _READ = frozenset(
     [
@@ -264,21 +265,21 @@ _READ = frozenset(
         "pytorch_lightning.utilities.parsing.AttributeDict",
     ]
 )
-"""Classes whose own code was read: when they are given attributes it keeps them and does nothing else."""
+"""Classes whose source was reviewed: they keep the attributes that they are given, and do nothing else."""
 
 _HEAP_TYPE = 1 << 9
-"""``Py_TPFLAGS_HEAPTYPE``: of a class that Python code makes."""
+"""``Py_TPFLAGS_HEAPTYPE``: set for classes made by Python code."""
 
 _QUIET = """
     __module__ __qualname__ __doc__ __dict__ __weakref__ __slots__ __annotations__ __init__ __init_subclass__
     __orig_bases__ __parameters__ __abstractmethods__ __firstlineno__ __slotnames__ __static_attributes__ __annotate__
     __annotate_func__ __annotations_cache__ __class_getitem__
 """
-"""What a class may have of special names for :func:`_is_quiet`."""
+"""The special names that a class may have for :func:`_is_quiet`."""
 
 
 def _sets_by_code(kind: type) -> bool:
-    """Whether to give an instance an attribute of this class may run code, as a pickle can."""
+    """Return True if setting an attribute of an instance, as a pickle can, may run code of this class."""
     harmless = (types.MemberDescriptorType, types.GetSetDescriptorType)
     held = [each for each in vars(kind).values() if not isinstance(each, harmless)]
     return any(each.fset if isinstance(each, property) else hasattr(type(each), "__set__") for each in held)
@@ -292,18 +293,18 @@ _RUN_BY_PICKLE = """
 
 _RUN_BY_ATTRIBUTES = ("__setstate__", "__getattribute__", "__getattr__", "__del__")
 _FROZEN = getattr(dataclasses, "_dataclass_setstate", None)
-"""What a frozen dataclass with slots has for ``__setstate__``: it sets attributes past the class's own way."""
+"""The ``__setstate__`` of a frozen dataclass with slots: it bypasses the class's ``__setattr__``."""
 
 
 def _check_copies(file: TorchFile, calls: Iterable[PickledObject]) -> None:
-    """Refuse calls that together copy many times what the file holds."""
+    """Refuse calls that together copy many times the file's size."""
     sized = (arg for made in calls for arg in made.args if isinstance(arg, (str, bytes, bytearray, list, tuple)))
     if sum(map(len, sized)) > _COPIES * file.size:
         raise CheckpointError("its objects copy one value over and over; the file is made to harm.", path=file.path)
 
 
 def _check_keys(file: TorchFile, calls: Iterable[PickledObject]) -> None:
-    """Refuse what a set, a dict or the like would hash for ever: its items, keys, or first parts of its pairs."""
+    """Refuse a set, a dict or the like whose keys would be hashed without end: items, keys, or first parts of pairs."""
     for made in calls:
         given = [item for arg in made.args if isinstance(arg, (list, tuple, dict)) for item in arg]
         given += [item[0] for item in given if isinstance(item, (list, tuple)) and item]
@@ -320,7 +321,7 @@ def _build(file: TorchFile, kept: Mapping[Any, Any], allowed: dict[str, Any] | N
         return _ClientUnpickler(data, file, allowed).load()  # type: ignore[no-any-return]
     except UcpError:
         raise
-    except Exception as error:  # all of it was read before as inert data: what fails now is the objects' own code
+    except Exception as error:  # the data was read before as inert data: code of the objects has failed
         kind = type(error).__name__
         raise UnsupportedError(
             f"its client state cannot be unpickled ({kind}: {error}). Install what its classes "
@@ -330,7 +331,7 @@ def _build(file: TorchFile, kept: Mapping[Any, Any], allowed: dict[str, Any] | N
 
 
 class _ClientUnpickler(pickle.Unpickler):
-    """Unpickles what was read, with the allowed classes (None: all); storages come from their records, on the CPU."""
+    """Unpickles client state with the allowed classes (None: all); storages are read from their records, to the CPU."""
 
     def __init__(self, data: bytes, file: TorchFile, allowed: Mapping[str, Any] | None) -> None:
         super().__init__(io.BytesIO(data))
@@ -339,7 +340,7 @@ class _ClientUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if module in ("torch", "torch.storage") and name.endswith("Storage"):
-            return getattr(torch, STORAGE_DTYPES.get(name, "uint8"))  # a storage is referred to, never made by a call
+            return getattr(torch, STORAGE_DTYPES.get(name, "uint8"))  # storages are referenced, never created by calls
         kind = Global(module, name).kind
         if self.allowed is not None:
             return self.allowed[kind]
@@ -355,7 +356,7 @@ class _ClientUnpickler(pickle.Unpickler):
 
 
 def safe_classes() -> list[Any]:
-    """Classes without side effects that client states and DeepSpeed's own headers commonly hold."""
+    """Return classes without side effects that are common in client states and DeepSpeed's headers."""
     found: list[Any] = [
         argparse.Namespace,
         types.SimpleNamespace,

@@ -1,4 +1,4 @@
-"""One load as all its steps see it: the engine, what was asked for, and the report."""
+"""The shared context of a load: the engine, the arguments and the report."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ class LoadArguments:
 
     @property
     def with_states(self) -> bool:
-        """Optimizer states are wanted."""
+        """Whether optimizer states are loaded."""
         return self.load_optimizer_states and not self.load_module_only
 
 
 @dataclass(slots=True)
 class LoadReport(Report):
-    """Kept as ``engine.ucp_report`` after every ``load_checkpoint`` of an engine that has the plugin on.
+    """The report of a load, kept as ``engine.ucp_report``.
 
     Attributes:
-        direct: our loader ran (False: DeepSpeed's own did).
-        reason: why, in words.
-        bytes_read: bytes that this rank asked storage for, each once.
-        bytes_again: bytes that it took from the page cache a second time, after everything had been verified.
+        direct: True if the direct load ran, False if DeepSpeed's did.
+        reason: for the choice of the loader.
+        bytes_read: bytes that this rank read from storage, each counted once.
+        bytes_again: bytes that it read a second time from the page cache, after verification.
         requests: reads that it issued.
         state_bytes: bytes of state that all ranks together restored.
-        files: by path the bytes that this rank read of it, and the seconds that its threads waited for them.
-        threads: that read.
-        saved: what ran around the engine when it was saved; None where nothing was loaded by its index.
-        converted: in mode "atomic", the :class:`~deepspeed_ucp.stream.report.OutputReport` of the conversion before.
+        files: path → bytes that this rank read, and seconds that its threads waited for them.
+        threads: number of reading threads.
+        saved: the saved run's job; None if no index was used.
+        converted: in mode "atomic", the :class:`~deepspeed_ucp.stream.report.OutputReport` of the conversion.
     """
 
     direct: bool
@@ -57,14 +57,14 @@ class LoadReport(Report):
     converted: Any = None
 
     def count(self, checks: Sequence[Checked]) -> None:
-        """Note what was read for the first time."""
+        """Count first reads."""
         self.bytes_read += sum(check.nbytes for check in checks)
         self.requests += len(checks)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadContext:
-    """One ``load_checkpoint``: into what, with whom, how, what of it, and what is told of it."""
+    """The engine, ranks, configuration, arguments and report of one ``load_checkpoint``."""
 
     engine: Any
     comm: Comm

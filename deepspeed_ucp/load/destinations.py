@@ -1,9 +1,9 @@
-"""Tensors as destinations of bytes: what a rank wants, bound to memory.
+"""Tensors as destinations of bytes: a rank's wants, bound to memory.
 
-Until all ranks have agreed that every record is what training wrote, bytes go to uncommitted memory alone: to what is
-no part of the engine yet, to memory apart, and in place where the values that are filled over can be made again to the
-bit (:meth:`Destinations.undo`). All other memory of the engine is written by :meth:`Destinations.commit`, which no
-file can make fail, and by the second pass.
+Until all ranks have agreed that every record is valid, bytes only go to uncommitted memory: memory that is not part of
+the engine yet, separate memory, or memory in place whose values can be recomputed to the bit
+(:meth:`Destinations.undo`). All other memory of the engine is written by :meth:`Destinations.commit`, which reads no
+file, and by the second pass.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from ..plan.wants import NewRows, Slot, Wants
 class Buffer:
     """A destination tensor, and the 1-D memory that is filled for it.
 
-    The memory is the tensor's own, or memory apart that :meth:`commit` brings to the tensor: where the tensor is not
-    flat, and where it is part of the engine and has to stay as it is until every rank has agreed. What can be made
-    again is filled in place all the same.
+    The memory is the tensor's, or separate memory that :meth:`commit` copies to the tensor. Memory is separate if the
+    tensor is not flat, or if it is part of the engine and must not change before every rank has agreed. Values that can
+    be recomputed are filled in place all the same.
 
     Args:
         tensor: the destination, any shape and device.
-        uncommitted: it is not part of the engine yet, so that it may be filled before all is verified.
+        uncommitted: the tensor is not part of the engine yet, and may be filled before everything is verified.
         spans: ranges of elements [low, high) that will be filled.
         in_file: its memory is a file's.
-        copies: 1-D, one after the other what the tensor's values may have been made from; none if unknown.
+        copies: 1-D tensors; concatenated, the values that the tensor's may have been made from. Empty if unknown.
 
     Attributes:
-        uncommitted: the same of ``memory``: until all ranks have agreed only such memory is written to.
+        uncommitted: the same for ``memory``: before the agreement only such memory is written.
     """
 
     def __init__(
@@ -59,28 +59,28 @@ class Buffer:
 
     @property
     def memory(self) -> torch.Tensor:
-        """What is filled; the elements that nothing fills have the tensor's values."""
+        """The memory to fill; the elements that are not filled have the tensor's values."""
         if self._memory is None:
             self._memory = self._allocate()
         return self._memory
 
     @property
     def bytes(self) -> memoryview:
-        """The bytes of the memory, which is the host's."""
+        """The bytes of the memory, which must be the host's."""
         if self._bytes is None:
             self._bytes = memoryview(self.memory.view(torch.uint8).numpy())
         return self._bytes
 
     @property
     def is_untouched(self) -> bool:
-        """Whether the memory is the host's, and is filled for the first time."""
+        """Whether the memory is the host's and is filled for the first time."""
         in_file = self.in_file and self.memory is self.tensor
         return self.uncommitted and not self._origin and not in_file and self.memory.device.type == "cpu"
 
     def fill_in_place(self) -> bool:
-        """Fill the tensor's own memory before all is verified, if what it holds can be made again to the bit.
+        """Fill the tensor's memory before everything is verified, if its values can be recomputed to the bit.
 
-        So it is before the first step: masters are made from their copies, and states are zero.
+        This holds before the first step: masters are made from their copies, and states are zero.
         """
         if self._memory is not self.tensor or not self.tensor.numel():
             return False
@@ -90,12 +90,12 @@ class Buffer:
         return self.uncommitted
 
     def undo(self) -> None:
-        """Give back the values that were filled over in place."""
+        """Restore the values that were overwritten in place."""
         for values, origin in _pair(self.tensor, self._origin):
-            values.copy_(origin.to(values.device))  # what travels is of 16 bits
+            values.copy_(origin.to(values.device))  # moved before it is converted: it has 16 bits
 
     def stage_aside(self) -> None:
-        """Fill other memory, of the host, instead of the tensor's own."""
+        """Fill separate memory of the host instead of the tensor's."""
         self._memory, self._bytes, self.uncommitted = None, None, True
 
     def _allocate(self) -> torch.Tensor:
@@ -105,19 +105,19 @@ class Buffer:
         return memory
 
     def commit(self) -> None:
-        """Bring what was filled to the tensor, and give the memory apart back; a copy of memory, nothing else."""
+        """Copy the filled memory to the tensor, and free it if it is separate."""
         if self._memory is not None and self._memory is not self.tensor:
             self.tensor.copy_(self._memory.view(self.tensor.shape))
             self._memory = self._bytes = None
 
 
 _PIECE = 1 << 18
-"""Elements that a processor's cache holds twice; a GPU is given more at once."""
+"""Elements of which a processor's cache holds two such pieces; a GPU processes more at once."""
 _BITS = {2: torch.int16, 4: torch.int32}
 
 
 def _is_made_from(tensor: torch.Tensor, origin: Sequence[torch.Tensor]) -> bool:
-    """Whether a 1-D tensor's values are those of others, one after the other, to the bit, in memory of its own."""
+    """Return True if a 1-D tensor equals the concatenation of others to the bit, and shares no memory with them."""
     memory = {each.untyped_storage().data_ptr() for each in origin}
     if sum(each.numel() for each in origin) != tensor.numel() or tensor.untyped_storage().data_ptr() in memory:
         return False
@@ -133,7 +133,7 @@ def _is_made_from(tensor: torch.Tensor, origin: Sequence[torch.Tensor]) -> bool:
 
 
 def _pair(tensor: torch.Tensor, origin: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Pieces of a 1-D tensor with those of what it is made from."""
+    """Yield pieces of a 1-D tensor with the pieces that they are made from."""
     begin = 0
     for each in origin:
         step = _PIECE if each.device.type == tensor.device.type == "cpu" else 64 * _PIECE
@@ -144,14 +144,14 @@ def _pair(tensor: torch.Tensor, origin: Sequence[torch.Tensor]) -> Iterator[tupl
 
 
 def allocate_tensor(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """A 1-D tensor of host memory that goes back to the system once it is freed."""
+    """Allocate a 1-D tensor of host memory that returns to the system when it is freed."""
     if not numel:
         return torch.empty(0, dtype=dtype)
     return torch.frombuffer(allocate(numel * dtype.itemsize), dtype=dtype)
 
 
 class TensorSink:
-    """A buffer whose bytes come as dtype ``stored``: straight into its memory, or converted on the way.
+    """A buffer whose bytes arrive as dtype ``stored``: written to its memory directly, or after conversion.
 
     Args:
         buffer: the destination.
@@ -163,7 +163,7 @@ class TensorSink:
         self.itemsize = buffer.tensor.element_size()
 
     def view(self, position: int, nbytes: int) -> memoryview | None:
-        """The tensor's memory from element ``position`` on, or None where bytes must be converted or moved."""
+        """Return the tensor's memory from element ``position`` on, or None if bytes must be converted or moved."""
         tensor = self.buffer.tensor
         if tensor.dtype != self.stored or not tensor.numel() or self.buffer.memory.device.type != "cpu":
             return None
@@ -171,10 +171,10 @@ class TensorSink:
         return self.buffer.bytes[low : low + nbytes]
 
     def store(self, part: Part, data: memoryview) -> None:
-        """Copy a part's bytes, converted where need be, to the elements from ``part.position`` on; rows to theirs."""
+        """Copy a part's bytes to the elements from ``part.position`` on, or to its rows; converts if needed."""
         view = None if part.run else self.view(part.position, part.nbytes)
         if view is not None:
-            np.copyto(np.frombuffer(view, np.uint8), np.frombuffer(data, np.uint8))  # other threads go on meanwhile
+            np.copyto(np.frombuffer(view, np.uint8), np.frombuffer(data, np.uint8))  # releases the GIL
             return
         values, tensor = torch.frombuffer(data, dtype=self.stored), self.buffer.memory
         if not part.run:
@@ -186,9 +186,9 @@ class TensorSink:
 
 
 def _copy(into: torch.Tensor, values: torch.Tensor) -> None:
-    """To CUDA it may go on when this returns, from page-locked memory alone (:mod:`.uploads`).
+    """Copy values; a copy to CUDA may still be in progress on return, from page-locked memory alone (:mod:`.uploads`).
 
-    What other accelerators do with memory that is not is their own: there the copy is done when this returns.
+    Other accelerators may treat such memory differently: there the copy is complete on return.
     """
     into.copy_(values, non_blocking=into.device.type == "cuda")
 
@@ -199,8 +199,8 @@ class Destinations:
 
     Attributes:
         buffers: by the wants' buffer numbers.
-        sinks: by the numbers that wants name.
-        wants: what is zeroed before anything is read, and averaged when all is there.
+        sinks: by the numbers in the wants.
+        wants: blanks are zeroed before anything is read, means are computed at the end.
         averages: the means of saved rows, [elements of a row], once they are known.
     """
 
@@ -210,22 +210,22 @@ class Destinations:
     averages: Mapping[AtomKey, Any] = field(default_factory=dict)
 
     def pick_sinks(self, *, uncommitted: bool) -> list[TensorSink | None]:
-        """What a pass fills: the first one uncommitted memory, the second one all other."""
+        """Return the sinks of a pass: the first one fills uncommitted memory, the second one the rest."""
         return [sink if sink.buffer.uncommitted == uncommitted else None for sink in self.sinks]
 
     def zero_blanks(self, *, uncommitted: bool) -> None:
-        """Zero what no atom fills, of what a pass fills."""
+        """Zero the blanks in the memory that a pass fills."""
         for number, low, high in self.wants.blanks:
             if self.buffers[number].uncommitted == uncommitted:
                 self.buffers[number].memory[low:high].zero_()
 
     def undo(self) -> None:
-        """Give back what was filled in place; a view of another buffer, if any, was looked at after it."""
+        """Restore the values that were overwritten in place; a view before the buffer that it views."""
         for buffer in reversed(self.buffers):
             buffer.undo()
 
     def commit(self) -> None:
-        """Take the means, and bring everything to where it belongs."""
+        """Compute the means, and copy all separate memory to its tensors."""
         for mean in self.wants.means:
             replicas = (self.buffers[number].memory for number in mean.replicas)
             self.buffers[mean.buffer].memory[mean.low : mean.high].copy_(average(replicas))
@@ -239,13 +239,13 @@ class Destinations:
 
 
 def _cut(memory: torch.Tensor, low: int, high: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Elements [low, high) of memory piece by piece, each with its first element."""
+    """Yield elements [low, high) of memory in pieces, each with its first element."""
     for begin in range(low, high, _PIECE):
         yield begin, memory[begin : min(begin + _PIECE, high)]
 
 
 def _pick_columns(row: Any, wanted: NewRows) -> torch.Tensor:
-    """What a shard holds of a row, fp64."""
+    """Return the part of a row that a shard holds, in fp64."""
     found = torch.from_numpy(row).view(wanted.view)
     for axis, intervals in enumerate(wanted.columns):
         places = [place for low, high in intervals for place in range(low, high)]
@@ -256,11 +256,11 @@ def _pick_columns(row: Any, wanted: NewRows) -> torch.Tensor:
 def bind(
     wants: Wants, tensors: Mapping[Slot, torch.Tensor], copies: Mapping[Slot, Sequence[torch.Tensor]] | None = None
 ) -> Destinations:
-    """Give every buffer of the wants its tensor.
+    """Assign a tensor to every buffer of the wants.
 
     Args:
-        tensors: the live ones, and new ones for states; memory that is not among them is made.
-        copies: of the live ones what their values may have been made from.
+        tensors: live tensors, and new ones for states; missing ones are allocated.
+        copies: for live tensors, the values that they may have been made from.
     """
     buffers = []
     for spec, spans in zip(wants.buffers, wants.list_spans(), strict=True):

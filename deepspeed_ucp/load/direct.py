@@ -1,12 +1,14 @@
-"""The direct load: checkpoint bytes into live buffers.
+"""The direct load: checkpoint bytes into live buffers, all or nothing.
 
-Every byte that is needed is read once, with its checksum, and a damaged file leaves the engine as it was. What goes to
-memory that is not part of the engine yet (optimizer states of a fresh engine: two thirds of Adam's bytes) is put there.
-What can be made again to the bit, as before the first step masters from their 16-bit copies, is filled in place, and
-made again if anything fails. The rest of an engine that has trained is filled apart, where there is memory for it, and
-copied when all ranks have agreed that every record is what training wrote (``transfer``). Otherwise it is only checked,
-and a second pass fills the live buffers, from the page cache that the first one has warmed; should a file fail then for
-good, the engine is marked as one that must not be used.
+Every needed byte is read once, with its checksum, and a damaged file leaves the engine as it was:
+
+* Memory that is not part of the engine yet is filled at once: optimizer states of a fresh engine, two thirds of Adam's
+  bytes.
+* Memory that can be recomputed to the bit is filled in place, and recomputed after a failure: masters before the first
+  step, from their 16-bit copies.
+* The rest of a trained engine is filled in separate memory, if there is enough, and copied after all ranks have agreed
+  that every record is valid (``transfer``). If memory is short, this part is only verified, and a second pass reads it
+  into the live buffers from the page cache. If a file fails permanently in that pass, the engine is marked as unusable.
 """
 
 from __future__ import annotations
@@ -19,15 +21,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..atoms import AtomicIndex, RunState, strip_compiled
+from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, RunState, strip_compiled
 from ..comm import Comm
 from ..config import UniversalConfig
 from ..errors import MismatchError, Objections, UnsupportedError, shorten
+from ..io.filesystems import count_readers
 from ..io.memory import pause_collection
 from ..io.paths import is_url
+from ..io.read import MemorySink
+from ..plan import Want
 from ..sources.ownfiles import find_state_file
-from ..stream.checks import verify_records
+from ..stream.checks import Checks, verify_records
 from ..stream.copies import CopyReader, refuse_scattered
+from ..stream.reader import AtomReader
 from ..targets import Target
 from ..targets.finish import (
     find_extra_states,
@@ -43,7 +49,6 @@ from ..torchsave.torchfile import read_header
 from .averages import average_rows
 from .client import EXTRA_STATES, make_objects
 from .context import LoadContext
-from .custom_load import assemble_module, run_custom_load
 from .prepare import Work, prepare
 from .states import attach_states, describe_hyper
 from .transfer import Transfer
@@ -52,10 +57,10 @@ logger = logging.getLogger("deepspeed_ucp")
 
 
 def load_direct(job: LoadContext, index: AtomicIndex, target: Target) -> dict[str, Any]:
-    """Fill a live engine from a checkpoint of any topology; collective.
+    """Fill a live engine from a checkpoint of any topology (collective).
 
     Args:
-        job: the engine's optimizer's ``checkpoint_event_prologue`` has been called; the report gets phases and counts.
+        job: the optimizer's ``checkpoint_event_prologue`` has been called; the report gets phases and counts.
         index: the checkpoint.
         target: the engine's buffers.
 
@@ -63,7 +68,7 @@ def load_direct(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
         The client state, as DeepSpeed's load returns it.
 
     Raises:
-        UcpError: the same on every rank. The engine is as it was, or marked as ``broken`` and the message says so.
+        UcpError: the same on every rank. The engine is unchanged, or marked as ``broken`` and the message says so.
     """
     engine, comm, arguments, report = job.engine, job.comm, job.arguments, job.report
     with_states = arguments.with_states and has_masters(target, comm)
@@ -73,10 +78,10 @@ def load_direct(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
     modules = comm.run(lambda: _match_extra_states(job, index.run, extra))
     source = _read(job, transfer)
     with guard_engine(engine, with_states=with_states):
-        with transfer.undoing(), report.phase("finish"):  # others' code, which may fail: before the buffers change
+        with transfer.undoing(), report.phase("finish"):  # code of others, which may fail: before the buffers change
             states = [(module, extra[key]) for key, module in modules.items()]
             comm.run(lambda: _restore_others(job, work.index.run, saved, states))
-        # From here on the engine changes: what fails marks it.
+        # From here on the engine changes, and an error marks it.
         if source is not None:
             run_custom_load(job, source, target, masters_follow=not work.touched)
             source = None  # as large as the model
@@ -94,10 +99,10 @@ def load_direct(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
 
 
 def _plan(job: LoadContext, work: Work) -> Transfer:
-    """Who reads what into which memory; collective."""
+    """Plan the reads of all ranks (collective)."""
     with job.report.phase("plan"), pause_collection():
-        # Of a fresh engine nothing is lost that anybody could use, and memory costs more time than a second pass does,
-        # unless that would ask a store for the same bytes again.
+        # A fresh engine has no state worth preserving, and allocating memory takes longer than a second pass, unless
+        # that would read the same bytes from a store again.
         apart = job.engine.global_steps > 0 or asks_store(work.index, job.comm)
         transfer = Transfer(work, job.comm, job.config, apart=apart)
     job.report.state_bytes = work.state_bytes
@@ -105,10 +110,10 @@ def _plan(job: LoadContext, work: Work) -> Transfer:
 
 
 def _read(job: LoadContext, transfer: Transfer) -> dict[str, torch.Tensor] | None:
-    """Read and verify everything; of the engine nothing has changed that cannot be made again; collective.
+    """Read and verify everything; the engine changes only where it can be recomputed (collective).
 
     Returns:
-        The whole saved module, where ``custom_load_fn`` is to be given it.
+        The whole saved module, for a ``custom_load_fn``.
     """
     comm, config, report, source = job.comm, job.config, job.report, None
 
@@ -129,7 +134,7 @@ def _read(job: LoadContext, transfer: Transfer) -> dict[str, torch.Tensor] | Non
 
 
 def _fill(job: LoadContext, target: Target, transfer: Transfer) -> None:
-    """Bring everything to the engine's memory, and make the copies from its masters; collective."""
+    """Fill the engine's memory, and make the 16-bit copies from its masters (collective)."""
     comm, report = job.comm, job.report
     with report.phase("fill"):
         again = transfer.fill()
@@ -140,12 +145,12 @@ def _fill(job: LoadContext, target: Target, transfer: Transfer) -> None:
             target.gather_copies()
     if job.config.verify == "crc":
         report.bytes_again = sum(check.nbytes for check in again)
-    else:  # pass 1 has left these bytes alone
+    else:  # pass 1 has not read these bytes
         report.count(again)
 
 
 def asks_store(index: AtomicIndex, comm: Comm) -> bool:
-    """Whether some rank reads something of a store; collective where ranks may read in different places."""
+    """Return True if some rank reads from a store (collective if ranks may read in different places)."""
     here = any(is_url(path) for file in index.stored.files for path in file.copies[:1])
     if not index.stored.access.is_partial and not any(file.places for file in index.stored.files):
         return here  # the same on every rank
@@ -153,10 +158,10 @@ def asks_store(index: AtomicIndex, comm: Comm) -> bool:
 
 
 def _prepare(job: LoadContext, index: AtomicIndex, target: Target, *, with_states: bool) -> tuple[Work, dict[str, Any]]:
-    """What there is to do, and what the state file holds; tells of hyper-parameters; collective.
+    """Match engine and checkpoint and read the state file; logs hyper-parameters that differ (collective).
 
     Raises:
-        UcpError: all that speaks against the load, in one.
+        UcpError: all objections to the load, in one.
     """
     comm, arguments, objections = job.comm, job.arguments, Objections()
     custom = arguments.custom_load_fn is not None
@@ -171,8 +176,8 @@ def _prepare(job: LoadContext, index: AtomicIndex, target: Target, *, with_state
     notes = comm.run(lambda: describe_hyper(job, target, work.index.run, work.match))
     if index.run.format and with_states and (clip := job.engine.gradient_clipping()):
         notes.append(
-            f"does not tell how its run clipped gradients; this engine clips gradients at norm {clip} "
-            "(gradient_clipping: 1.0 where a ds_config does not say, 0 switches it off)"
+            f"does not record its run's gradient clipping; this engine clips gradients at norm {clip} "
+            "(gradient_clipping: 1.0 by default, 0 switches it off)"
         )
     for each in notes if comm.rank == 0 else ():
         logger.warning("%s: %s", index.run.state_file, each)
@@ -180,7 +185,7 @@ def _prepare(job: LoadContext, index: AtomicIndex, target: Target, *, with_state
 
 
 def has_masters(target: Target, comm: Comm) -> bool:
-    """Whether some rank's optimizer owns parameters (a pipeline stage may have none); collective."""
+    """Return True if some rank's optimizer owns parameters; a pipeline stage may have none (collective)."""
     return any(comm.gather(bool(target.flats)))
 
 
@@ -198,7 +203,9 @@ def _refuse(index: AtomicIndex, target: Target, *, custom: bool) -> None:
 
 
 def _match_extra_states(job: LoadContext, run: RunState, saved: dict[str, Any]) -> dict[str, torch.nn.Module]:
-    """Modules whose extra state is restored, by key; of a foreign checkpoint none is, which is told where one has any.
+    """Return the modules whose extra state is restored, by key.
+
+    The extra states of a foreign checkpoint are not restored; a warning names modules that have some.
 
     Raises:
         MismatchError: one side has extra states that the other lacks.
@@ -221,14 +228,13 @@ def _match_extra_states(job: LoadContext, run: RunState, saved: dict[str, Any]) 
 
 
 def _read_saved(job: LoadContext, index: AtomicIndex, target: Target) -> dict[str, Any]:
-    """Everything of the state file but the model's tensors, checked; collective.
+    """Read and check everything in the state file but the model's tensors (collective).
 
-    At the saved tensor- and pipeline-parallel degrees every rank gets what its own file holds (Megatron's random
-    states), else what the first rank's does; of the data-parallel ranks, where each has a file, it is the same. A
-    foreign checkpoint has none: it tells counters alone.
+    At the saved tensor- and pipeline-parallel degrees every rank reads its own file (Megatron's random states), else
+    all take the content of the first rank's. A foreign checkpoint has counters alone.
 
     Raises:
-        CheckpointError: it is damaged.
+        CheckpointError: the file is damaged.
         UnsupportedError: it is no save of an engine, or needs the user's consent.
     """
     comm = job.comm
@@ -236,7 +242,7 @@ def _read_saved(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
         if "global_steps" in index.run.counters or job.arguments.load_module_only:
             return dict(index.run.counters)
         if comm.rank == 0:
-            logger.warning("%s: tells no number of steps: global_steps begin at 0", index.run.state_file)
+            logger.warning("%s: records no number of steps: global_steps begin at 0", index.run.state_file)
         return {"global_steps": 0, **index.run.counters}
 
     if job.config.verify == "crc":
@@ -245,11 +251,11 @@ def _read_saved(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
     paths = [file.path for file in index.stored.files]
 
     def find_reader(path: str) -> int:
-        """The first rank that can read a file; the same by every rank's reckoning."""
+        """Return the first rank that can read a file; every rank computes the same."""
         return access.find_reader(paths.index(path)) if access.is_partial else 0
 
     saved = comm.once(lambda: read(index.run.state_file), find_reader(index.run.state_file))
-    own = comm.run(lambda: _find_own_file(index, target))  # which may ask a store
+    own = comm.run(lambda: _find_own_file(index, target))  # may access a store
     others: list[dict[str, Any]] = []
     if access.is_partial:
         questions = [] if own is None else [(find_reader(own), paths.index(own))]
@@ -269,7 +275,7 @@ def _read_saved(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
 
 
 def _read_state_file(index: AtomicIndex, config: UniversalConfig, path: str) -> dict[str, Any]:
-    """What is in a state file, from a place where its header can be read."""
+    """Read a state file, from a place where its header can be read."""
     numbers = [number for number, file in enumerate(index.stored.files) if file.path == path and file.places]
     if numbers:
         with CopyReader(index.stored) as reader:
@@ -281,7 +287,7 @@ def _read_state_file(index: AtomicIndex, config: UniversalConfig, path: str) -> 
 
 
 def _find_own_file(index: AtomicIndex, target: Target) -> str | None:
-    """The state file that this rank's place in the saved world wrote, where the checkpoint has one beside the first."""
+    """Return the state file for this rank's place in the saved world, or None if there is only the first one."""
     place, topology = target.place, index.run.topology
     if (place.tp, place.pp) != (index.run.degrees or (topology.tp, topology.pp)):
         return None
@@ -291,7 +297,7 @@ def _find_own_file(index: AtomicIndex, target: Target) -> str | None:
 def _restore_others(
     job: LoadContext, run: RunState, saved: dict[str, Any], modules: Iterable[tuple[torch.nn.Module, Any]]
 ) -> None:
-    """Scheduler, random-ltd and data sampler, and modules' extra states."""
+    """Restore scheduler, random-ltd, data sampler and the modules' extra states."""
     if not job.arguments.load_module_only:
         notes = restore_helpers(job.engine, saved, with_scheduler=job.arguments.load_lr_scheduler_states)
         if notes and job.comm.rank == 0:
@@ -301,7 +307,7 @@ def _restore_others(
 
 
 def _finish(job: LoadContext, target: Target, work: Work, saved: dict[str, Any], *, with_states: bool) -> None:
-    """States, hyper-parameters, scaler and counters."""
+    """Restore states, hyper-parameters, scaler and counters."""
     engine, arguments, run = job.engine, job.arguments, work.index.run
     if with_states:
         attach_states(target, work.states, work.match)
@@ -311,9 +317,52 @@ def _finish(job: LoadContext, target: Target, work: Work, saved: dict[str, Any],
     if with_states:
         restore_scaler(engine.optimizer, run.scaler)
         restore_clip(engine.optimizer, run.clip_grad)
-    # Elastic saves keep no hyper-parameters, and of a pipeline's stages ds_to_universal keeps the first one's alone.
+    # Elastic saves have no hyper-parameters, and ds_to_universal keeps only those of a pipeline's first stage.
     saved_rates = run.groups and all("lr" in group.hyper for group in run.groups)
     takes_rates = saved_rates and job.config.param_groups == "saved"
     if with_states and arguments.load_lr_scheduler_states and not takes_rates:
         restore_rates(engine)
     restore_counters(engine, saved)
+
+
+def assemble_module(index: AtomicIndex, config: UniversalConfig) -> dict[str, torch.Tensor]:
+    """Read the whole saved module as a state dict on the CPU, in the dtypes of the module states.
+
+    ZeRO 3 saves no such copy: the fp32 masters replace it, as in DeepSpeed's own consolidation. Every rank reads and
+    holds the whole module, as ``custom_load_fn`` requires; its checksums are verified.
+
+    Raises:
+        CheckpointError: a file is damaged.
+    """
+    weights: dict[str, Atom] = {}
+    for state in (MASTER, COPY, MODULE):  # later ones win
+        weights.update({k.name: atom for k, atom in index.stored.atoms.items() if k.state == state and not k.instance})
+    tensors = {name: torch.empty(atom.shape, dtype=getattr(torch, atom.dtype)) for name, atom in weights.items()}
+    memory = [memoryview(tensor.view(-1).view(torch.uint8).numpy()) for tensor in tensors.values()]
+    sinks = [MemorySink(each, tensor.element_size()) for each, tensor in zip(memory, tensors.values(), strict=True)]
+    wants = [Want(atom, 0, atom.numel, number, 0) for number, atom in enumerate(weights.values())]
+    checks, threads = Checks(), config.threads or count_readers(index.run.state_file)
+    with AtomReader(index, checksum=config.verify == "crc") as reader:
+        checks.add(reader.read_all(wants, sinks, threads))
+        if reader.checksum:
+            checks.verify(index, Comm(), threads=threads)
+    tensors.update({alias: tensors[name] for alias, name in index.model.aliases.items() if name in tensors})
+    return tensors
+
+
+def run_custom_load(job: LoadContext, source: dict[str, torch.Tensor], target: Target, *, masters_follow: bool) -> None:
+    """Call ``custom_load_fn(src=state dict, dst=module)`` on every rank, as DeepSpeed does (collective).
+
+    Args:
+        source: the whole saved module; it gets the keys of the live module's state dict.
+        masters_follow: make the masters from the module's new weights (no optimizer states are loaded).
+    """
+    load_fn = job.arguments.custom_load_fn
+    keys = {name: key for key, name in target.list_keys().items()}
+    source = {keys.get(name, name): tensor for name, tensor in source.items()}
+    with job.report.phase("custom"):
+        if load_fn is not None:
+            with target.whole_parameters():
+                job.comm.run(lambda: load_fn(src=source, dst=target.engine.module))
+        if masters_follow:
+            job.comm.run(target.refresh_masters)

@@ -1,4 +1,4 @@
-"""DeepSpeed's own load of an engine that has the plugin off: its errors say what switching it on would do."""
+"""DeepSpeed's load of an engine without the plugin: its errors suggest the plugin if it would help."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ T = TypeVar("T")
 
 
 def load_switched_off(engine: Any, load_dir: str, tag: Any, own: Callable[[], T]) -> T:
-    """DeepSpeed's own load; where it fails on a checkpoint of another topology, a note of the error says so.
+    """Run DeepSpeed's load; if it fails on a checkpoint of another topology, add a note to the error.
 
     Args:
-        own: that load, with all of the caller's arguments.
+        own: DeepSpeed's load, with all of the caller's arguments.
 
     Raises:
-        Exception: its own; before Python 3.11, which has no notes, the text is logged.
+        Exception: that of the load; before Python 3.11, which has no notes, the text is logged.
     """
     try:
         return own()
@@ -39,9 +39,9 @@ def load_switched_off(engine: Any, load_dir: str, tag: Any, own: Callable[[], T]
 
 
 def explain_failure(engine: Any, load_dir: str, tag: Any) -> str:
-    """What a load may have failed for: this rank's own files tell another topology. Empty where they do not.
+    """Explain a failure by a difference between this rank's files and the live topology; empty if there is none.
 
-    A ds_config that switches the plugin off in so many words needs no explanation.
+    No explanation is given if the ds_config switches the plugin off explicitly.
     """
     section = engine._config._param_dict.get("checkpoint") or {}
     if section.get("universal") is False:
@@ -50,7 +50,7 @@ def explain_failure(engine: Any, load_dir: str, tag: Any) -> str:
         wanted = read_latest(load_dir) if tag is None else str(tag)
         folder = find_folder(load_dir, wanted or "")
         differences = compare_own_files(*describe_own_files(engine, folder)) if os.path.isdir(folder) else ()
-    except Exception as error:  # noqa: BLE001 - an explanation must not hide what is to be explained
+    except Exception as error:  # noqa: BLE001 - an explanation must not hide the error
         logger.debug("%s: %s", load_dir, error)
         return ""
     if not differences:

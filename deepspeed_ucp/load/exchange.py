@@ -1,4 +1,4 @@
-"""Carries plans out, one for each pass: reads, checksums, staging memory and the exchange between ranks."""
+"""Executes plans, one per pass: reads, checksums, staging memory and the exchange between ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ logger = logging.getLogger("deepspeed_ucp")
 
 Bytes = npt.NDArray[Any]
 Sinks = Sequence[Sink | None]
-"""By number what a pass fills; None is left as it is."""
+"""The sinks that a pass fills, by number; None for the others."""
 
 _ATTEMPTS = 3
 _PAUSE = 0.2
@@ -40,17 +40,17 @@ _PAUSE = 0.2
 
 
 class CollectiveReader:
-    """Reads what one rank's plans say, together with the other ranks.
+    """Executes one rank's plans, together with the other ranks.
 
     Args:
-        into: where bytes go, and what is zeroed first.
-        passes: this rank's plan of each; a second one, if any, is of what the first one leaves out.
+        into: the destinations, and the blanks to zero first.
+        passes: this rank's plan for each pass; a second one fills what the first leaves out.
         config: window, threads, verification.
-        stages: by rank, the memory that it stages bytes in, for two rounds; None of those whose memory is not seen.
+        stages: each rank's staging memory, for two rounds; None for ranks whose memory is not visible.
 
     Attributes:
-        checks: of what pass 1 has read.
-        files: by path the bytes read of it and the seconds that its threads waited for them.
+        checks: of the bytes that pass 1 has read.
+        files: path → bytes read, and seconds that the threads waited for them.
     """
 
     def __init__(
@@ -66,8 +66,8 @@ class CollectiveReader:
         window = config.window_mb << 20
         threads = config.threads or count_readers(index.run.state_file)
         self.threads = ReadSizes.within(window).limit_threads(threads, window)
-        # A thread holds what it reads at once where that is converted on the way: half of the window for all, so that
-        # staging has its room.
+        # Each thread buffers a read that is converted on the way. All threads share half of the window; staging has
+        # the other half.
         self.joined = max(min(JOINED, window // (2 * self.threads)), BLOCK)
         self.checksum = config.verify == "crc"
         self.uploads = choose_uploads(into.sinks, self.threads)
@@ -75,27 +75,26 @@ class CollectiveReader:
         for memory in (buffer.memory for buffer in into.buffers if buffer.is_untouched):
             self.pages.add(memory.data_ptr(), memory.nbytes)
         again = (request for plan in passes[1:] for request in plan.requests if self.checksum)
-        # What the second pass reads as well is to stay in the page cache.
+        # The page cache keeps the bytes that the second pass reads again.
         self.again = {(request.record, request.offset) for request in again}
         self.same_node = passes[0].same_node
-        self.is_one_machine = self.same_node is not None and bool(self.same_node.all())  # then so it is on every rank
+        self.is_one_machine = self.same_node is not None and bool(self.same_node.all())  # the same on every rank
         self.checks = Checks()
         self.files: dict[str, tuple[int, float]] = {}
 
     def read_first(self) -> list[Checked]:
-        """Pass 1: uncommitted memory is filled, everything is checksummed; collective."""
+        """Pass 1: fill uncommitted memory and checksum everything (collective)."""
         read = self._run_pass(self.passes[0], uncommitted=True)
         self.checks.add(read)
         return read
 
     def read_rest(self) -> list[Checked]:
-        """Pass 2, if there is one: the engine's own memory, when all ranks have agreed; collective.
+        """Pass 2, if there is one: fill the engine's memory after all ranks have agreed (collective).
 
-        Its bytes have to be the ones that were verified. What cannot be read is tried again: storage over a network may
-        fail for a moment.
+        Its bytes must be the verified ones. Failed reads are retried, because network storage may fail temporarily.
 
         Raises:
-            UcpError: some of it cannot be read, or a file changed in between; the buffers hold a part of it then.
+            UcpError: bytes cannot be read, or a file changed in between; the buffers are partly filled then.
         """
         for attempt in range(_ATTEMPTS - 1):
             try:
@@ -108,14 +107,12 @@ class CollectiveReader:
 
     def _read_again(self) -> list[Checked]:
         read = [check for plan in self.passes[1:] for check in self._run_pass(plan, uncommitted=False)]
-        if self.passes[1:]:
+        if self.passes[1:] and self.checksum:
             self.comm.run(lambda: self._compare(read))
         return read
 
     def _compare(self, again: Sequence[Checked]) -> None:
-        """What pass 2 has read is what was verified."""
-        if not self.checksum:
-            return
+        """Check that pass 2 has read the verified bytes."""
         changed = set(again) - set(self.checks.read)
         if changed:
             path = self.index.stored.files[self.index.stored.records[min(changed).record].file].path
@@ -124,7 +121,7 @@ class CollectiveReader:
     def _run_pass(self, plan: LoadPlan, *, uncommitted: bool) -> list[Checked]:
         steps = [(number, step) for number, each in enumerate(plan.rounds) for step in range(each.steps)]
         shares = self._share_out(plan.direct, len(steps) + 1)
-        sinks = self.into.pick_sinks(uncommitted=uncommitted)  # bytes for the others are read for their checksums
+        sinks = self.into.pick_sinks(uncommitted=uncommitted)  # bytes for other sinks are read for their checksums
         checks, arrived = list[Checked](), list[_Arrived]()
 
         def begin() -> None:
@@ -150,15 +147,16 @@ class CollectiveReader:
                 for peer, place, claim in () if step else each.pick_shared(self.same_node):
                     arrived.append(_Arrived(claim, self._find_stage(peer, number)[place:], claim.step))
             checks += self.comm.run(partial(self._end, reader, shares[-1], arrived, sinks))
-            self._note_files(reader)
+            for path, (nbytes, seconds) in reader.spent.items():
+                before = self.files.get(path, (0, 0.0))
+                self.files[path] = before[0] + nbytes, before[1] + seconds
         return checks
 
     def _share_out(self, direct: Sequence[Request], turns: int) -> list[Sequence[Request]]:
-        """The direct reads of each turn.
+        """Distribute the direct reads over the turns.
 
-        On one machine they are spread over all, so that storage is busy while staged bytes are copied. Among several
-        each exchange waits for the slowest read of all ranks: there they come behind the last one, after which nobody
-        waits for anybody.
+        On one machine all turns get some, and storage stays busy while staged bytes are copied. Among several machines
+        each exchange waits for the slowest read of all ranks: the direct reads come after the last exchange.
         """
         if self.is_one_machine:
             return [direct[len(direct) * turn // turns : len(direct) * (turn + 1) // turns] for turn in range(turns)]
@@ -171,11 +169,6 @@ class CollectiveReader:
         self.uploads.finish()
         return checks
 
-    def _note_files(self, reader: RecordReader) -> None:
-        for path, (nbytes, seconds) in reader.spent.items():
-            before = self.files.get(path, (0, 0.0))
-            self.files[path] = before[0] + nbytes, before[1] + seconds
-
     def _take_step(
         self,
         reader: RecordReader,
@@ -186,10 +179,10 @@ class CollectiveReader:
         sends: Sequence[Sequence[Send]],
         claims: Sequence[Sequence[Claim]],
     ) -> tuple[list[Checked], Bytes, Bytes]:
-        """What a rank does between two exchanges: read, take what came, pack what goes, make room for what comes.
+        """Do the work between two exchanges: read, store received bytes, pack bytes to send, make room to receive.
 
-        Rounds take turns in the two parts of the staging memory: when one is read into, every rank has said in between
-        that it has taken what was there two rounds ago.
+        Rounds alternate between the two halves of the staging memory. Before a half is overwritten, every rank has
+        confirmed that it has copied the bytes of two rounds ago.
         """
         stage = self._find_stage(self.comm.rank, number)
         checks = self._work(reader, requests, arrived, sinks, MemorySink(stage))
@@ -203,7 +196,7 @@ class CollectiveReader:
         sinks: Sinks,
         stage: Sink | None = None,
     ) -> list[Checked]:
-        """Carry out reads and copies by the same threads, the reads first: most of their time is waiting."""
+        """Execute reads and copies in the same threads, the reads first: they mostly wait."""
         every = [*sinks, stage, None]  # STAGE and DISCARD are the last
         checks: list[Checked] = []
 
@@ -226,7 +219,7 @@ class CollectiveReader:
         return checks
 
     def _find_stage(self, rank: int, number: int) -> memoryview:
-        """The part of a rank's staging memory, on this node, that a round takes."""
+        """Return the half of a rank's staging memory, on this node, that a round uses."""
         memory = self.stages[rank] or memoryview(b"")
         half = memory.nbytes // 2
         return memory[half * (number % 2) :][:half]
@@ -234,27 +227,27 @@ class CollectiveReader:
     def _swap(
         self, packed: Bytes, sends: Sequence[Sequence[Send]], claims: Sequence[Sequence[Claim]], into: Bytes
     ) -> memoryview:
-        """Send bytes, in rank order, to those of other nodes who claimed them; what came; collective."""
+        """Send bytes, in rank order, to ranks of other nodes that claimed them; returns received bytes (collective)."""
         if self.is_one_machine:
             return memoryview(b"")
         return memoryview(self.comm.swap(packed, _count_bytes(sends), _count_bytes(claims), into))
 
 
 def _count_bytes(pieces: Sequence[Sequence[Send]] | Sequence[Sequence[Claim]]) -> list[int]:
-    """By rank."""
+    """Return the bytes for each rank."""
     return [sum(one.nbytes for one in ones) for ones in pieces]
 
 
 @dataclass(frozen=True, slots=True)
 class _Arrived:
-    """Bytes of a claim that are in memory: its runs begin ``step`` bytes apart."""
+    """Bytes of a claim that are in memory; its runs begin ``step`` bytes apart."""
 
     claim: Claim
     memory: memoryview
     step: int
 
     def store(self, sinks: Sinks, scratch: Scratch, *, anew: bool) -> None:
-        """Take the bytes to where they go."""
+        """Store the bytes in their sinks."""
         data, position = self.collect(scratch, anew=anew), 0
         for part in self.claim.parts:
             if (sink := sinks[part.buffer]) is not None:
@@ -262,7 +255,7 @@ class _Arrived:
             position += part.nbytes
 
     def collect(self, scratch: Scratch, *, anew: bool) -> memoryview:
-        """The runs one behind the other: in ``scratch``, or where they are, if they lie so there."""
+        """Return the contiguous runs: in ``scratch``, or in place if they are contiguous there."""
         run, count = self.claim.run, self.claim.count
         if not anew and (count == 1 or self.step == run):
             return self.memory[: run * count]
@@ -272,7 +265,7 @@ class _Arrived:
 
 
 def _list_sent(claims: Sequence[Sequence[Claim]], data: memoryview) -> Iterator[_Arrived]:
-    """Bytes that came from other ranks, in the order of the claims that they answer."""
+    """Yield received bytes, in the order of the claims that they answer."""
     position = 0
     for claim in (claim for one in claims for claim in one):
         yield _Arrived(claim, data[position : position + claim.nbytes], claim.run)
@@ -280,7 +273,7 @@ def _list_sent(claims: Sequence[Sequence[Claim]], data: memoryview) -> Iterator[
 
 
 def _pack(stage: memoryview, sends: Sequence[Sequence[Send]]) -> Bytes:
-    """What is sent, one piece behind the other."""
+    """Concatenate the bytes to send."""
     nbytes = sum(send.nbytes for one in sends for send in one)
     packed, position = Scratch().take(nbytes), 0
     for send in (send for one in sends for send in one):
@@ -291,5 +284,5 @@ def _pack(stage: memoryview, sends: Sequence[Sequence[Send]]) -> Bytes:
 
 
 def _view_runs(memory: memoryview, run: int, step: int, count: int) -> Bytes:
-    """[count, run] bytes of runs that begin ``step`` apart."""
+    """View runs that begin ``step`` bytes apart as [count, run] bytes."""
     return np.lib.stride_tricks.as_strided(np.frombuffer(memory, np.uint8), (count, run), (step, 1))

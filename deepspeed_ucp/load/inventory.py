@@ -1,4 +1,4 @@
-"""What the live engine holds over all its ranks, and how its tensors relate to the checkpoint's shards."""
+"""The tensors of the live engine over all its ranks, and how they relate to the checkpoint's shards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger("deepspeed_ucp")
 
 
 def gather_inventory(target: Target, extras: Sequence[LiveBuffer], comm: Comm) -> TargetInventory:
-    """Ask every model-parallel rank what it holds; collective.
+    """Gather the tensors of every model-parallel rank (collective).
 
     Raises:
         MismatchError: tensor-parallel ranks of one stage hold different tensors.
@@ -32,7 +32,7 @@ def gather_inventory(target: Target, extras: Sequence[LiveBuffer], comm: Comm) -
     ordinals = {name: (each.ordinal, each.count) for name, each in target.instances().items()}
 
     def report() -> tuple[int, TargetInventory] | None:
-        """This rank's own tensors; the first of its replicas speaks for the others."""
+        """Return this rank's tensors; only the first replica reports."""
         if not target.is_first_replica:
             return None
         return place.tp_rank, TargetInventory(
@@ -52,7 +52,7 @@ def gather_inventory(target: Target, extras: Sequence[LiveBuffer], comm: Comm) -
 def _join(
     parts: Sequence[tuple[int, TargetInventory]], ordinals: Mapping[str, tuple[int, int]], tp: int
 ) -> TargetInventory:
-    """What all model-parallel ranks hold, from what each of them does with its tensor-parallel rank."""
+    """Join the tensors of all model-parallel ranks, each with its tensor-parallel rank."""
     aliases: dict[str, str] = {}
     counts: dict[str, int] = {}
     attributes: dict[str, Mapping[str, Any]] = {}
@@ -89,10 +89,10 @@ def _order(parts: Iterable[tuple[int, Shapes]], tp: int, experts_over_tp: Set[st
 
 
 def check_alike(live: TargetInventory, target: Target, extras: Iterable[LiveBuffer]) -> None:
-    """Hold this rank's tensors against those that data-parallel rank 0 told of.
+    """Compare this rank's tensors with those that data-parallel rank 0 has reported.
 
     Raises:
-        MismatchError: it holds others.
+        MismatchError: they differ.
     """
     counted, tp_shard_of = live.shapes, target.tp_shard_of
     mine = {**target.owned_shapes(), **{extra.name: extra.shape for extra in extras}}
@@ -105,18 +105,18 @@ def check_alike(live: TargetInventory, target: Target, extras: Iterable[LiveBuff
 
 
 Group = list[tuple[str, bool]]
-"""Of a param group (raw name, owned by the optimizer)."""
+"""The parameters of a param group: (raw name, owned by the optimizer)."""
 
 
 JoinedGroups = tuple[list[Group], list[dict[str, Any]], dict[str, str]]
-"""Param groups, the hyper-parameters of each; and the names of the module's parameters (:meth:`Target.list_names`)."""
+"""Param groups, their hyper-parameters, and the names of the module's parameters (:meth:`Target.list_names`)."""
 
 StageGroups = tuple[int, list[Group], list[dict[str, Any]], dict[str, str]]
-"""A pipeline stage, and its own."""
+"""A pipeline stage, and its :data:`JoinedGroups`."""
 
 
 def list_stage_groups(target: Target) -> StageGroups | None:
-    """What this rank has to tell of the param groups: nothing where others hold the same."""
+    """Return this rank's param groups, or None if another rank reports the same ones."""
     place = target.place
     if not (target.is_first_replica and (place.tp_rank == 0 or target.experts_over_tp)):
         return None
@@ -125,13 +125,13 @@ def list_stage_groups(target: Target) -> StageGroups | None:
 
 
 def join_groups(answers: Iterable[StageGroups | None]) -> JoinedGroups:
-    """The optimizer's param groups as the user made them, over all pipeline stages in the layers' order.
+    """Join the optimizer's param groups of all pipeline stages, in the order of the layers, as the user created them.
 
-    Groups of two stages are one by :func:`~deepspeed_ucp.topology.number_groups`. A stage's layers need not follow each
-    other (DualPipeV).
+    :func:`~deepspeed_ucp.topology.number_groups` identifies the groups of different stages. The layers of a stage may
+    be apart from each other (DualPipeV).
 
     Args:
-        answers: by the ranks (:func:`list_stage_groups`).
+        answers: of all ranks (:func:`list_stage_groups`).
     """
     joined: dict[int, tuple[list[dict[tuple[str, bool], None]], list[dict[str, Any]]]] = {}
     order: dict[str, str] = {}
@@ -163,7 +163,7 @@ def _join_stages(
 
 
 def warn_idle(index: AtomicIndex, made: AtomicIndex, rules: Sequence[RuleSet]) -> None:
-    """Log rules of the user's own that match nothing: ``rename`` of what was saved, ``resize`` of what these made."""
+    """Log the user's rules that match nothing: ``rename`` in saved names, ``resize`` in the names that these make."""
     own = [each for each in rules if each.reported]
     idle, names = find_idle(list_names(index), list_renames(own)), list_names(made)
     for each in (each for one in own for each in one.resizes):
@@ -175,15 +175,16 @@ def warn_idle(index: AtomicIndex, made: AtomicIndex, rules: Sequence[RuleSet]) -
 def settle_layouts(
     index: AtomicIndex, live: TargetInventory, match: Match, rules: Sequence[RuleSet], *, log: bool
 ) -> Settled:
-    """How source and target cut each matched tensor, by saved name; without tensor parallelism only those of
-    another shape, which a vocabulary's padding or a rule makes.
+    """Return how source and target cut each matched tensor, by saved name.
+
+    Without tensor parallelism only tensors of another shape have an entry: a padded vocabulary, or a ``resize`` rule.
 
     Args:
         rules: the user's.
-        log: whether what was passed over is logged.
+        log: log notes and unused rules.
 
     Raises:
-        MismatchError: a tensor whose pattern nothing settles, or shapes that contradict it.
+        MismatchError: a tensor without a known pattern, or shapes that contradict it.
     """
     whole = index.run.topology.tp == live.tp == 1
     reshaped = [*match.resized, *match.ruled]
@@ -206,11 +207,10 @@ def settle_layouts(
 
 
 def list_live_rules(live: TargetInventory, saved: Mapping[str, str]) -> list[RuleSet]:
-    """What the live engine tells of its parameters: AutoTP's maps, then Megatron's attributes.
+    """Return the live engine's rules for its parameters: AutoTP's maps, then Megatron's attributes.
 
     Args:
-        saved: live name → the name that the checkpoint has for it, which the rules go by; attributes of others are left
-            out.
+        saved: live name → saved name, to which the rules refer; attributes of other parameters are left out.
     """
     rules = [from_universal_info(live.info, by="target").follow(saved)] if live.info else []
     if live.attributes:

@@ -1,4 +1,4 @@
-"""What a load has to do, before anything is read: the engine held against the checkpoint, and what each rank wants."""
+"""Match the engine with the checkpoint, and list what each rank wants, before anything is read."""
 
 from __future__ import annotations
 
@@ -45,19 +45,18 @@ logger = logging.getLogger("deepspeed_ucp")
 
 @dataclass(slots=True)
 class Work:
-    """What a load has to do.
+    """The work of a load.
 
     Attributes:
-        index: the checkpoint, the only one from here on: parameters are named and cut as the live model has them, and
-            copies of files that turn out damaged are left out of it.
+        index: the only index of the checkpoint from here on: its parameters are named and cut as in the live model.
         wants: of this rank.
-        into: where they go.
-        states: optimizer states to attach once all is verified.
+        into: the memory that the wants fill.
+        states: optimizer states to attach after verification.
         match: this rank's names.
         touched: atoms that some rank needs, the same list on every rank.
-        replicated: those of which the source holds replicas that have to be equal.
-        state_bytes: of all that is touched.
-        averaged: as of the wants, of all ranks.
+        replicated: those of them whose saved shards are replicas that must be equal.
+        state_bytes: bytes of all touched atoms.
+        averaged: the wants' ``averaged``, of all ranks.
     """
 
     index: AtomicIndex
@@ -81,16 +80,16 @@ def prepare(
     with_states: bool,
     with_extras: bool = True,
 ) -> Work:
-    """Match, settle patterns and list what this rank wants; collective.
+    """Match names, settle patterns and list this rank's wants (collective).
 
     Args:
         saved: the checkpoint.
         strict: refuse missing and extra names.
         with_states: load optimizer states.
-        with_extras: load what no optimizer owns; without, it is the caller's business (``custom_load_fn``).
+        with_extras: load tensors that no optimizer owns; False leaves them to a ``custom_load_fn``.
 
     Raises:
-        UcpError: engine and checkpoint do not fit; the same on every rank.
+        UcpError: engine and checkpoint do not match; the same on every rank.
     """
     comm.run(lambda: refuse_unreadable(saved))
     if with_states:
@@ -101,25 +100,24 @@ def prepare(
     inventory = gather_inventory(target, extras, comm)
     log, rules = comm.rank == 0, comm.alike(lambda: from_config(config.patterns))
 
-    def hold_against() -> tuple[Work, Settled]:
-        named = {*inventory.shapes, *inventory.aliases}
-        renames = list_renames(rules)
-        # Of a pipeline each stage has other modules, and all ranks have to read alike.
+    def match_all() -> tuple[Work, Settled]:
+        names = {*inventory.shapes, *inventory.aliases}
+        # Stages of a pipeline have different modules, and all ranks must read alike.
         module = target.engine.module if target.place.pp == 1 else None
-        taken = set(find_renamed(list_names(saved), named, renames).values())
-        reading = Reading() if module is None else read_into(saved, module, named, taken)
+        taken = set(find_renamed(list_names(saved), names, list_renames(rules)).values())
+        reading = Reading() if module is None else read_into(saved, module, names, taken)
         index = adapt_experts(reading.carry_out(saved), inventory.shapes)
         renamed = apply_renames(index, inventory.shapes, rules, inventory.aliases)
         if log:
             warn_idle(saved, index, rules)
-        extras_too = inventory.extras if with_extras else None
-        live = replace(inventory, renamed=renamed, extras=extras_too, unfed=reading.unfed)
-        strictly = strict or not with_extras
-        match = match_parameters(index, live, strict=strictly, with_states=with_states, rules=rules)
+        compared = inventory.extras if with_extras else None
+        live = replace(inventory, renamed=renamed, extras=compared, unfed=reading.unfed)
+        is_strict = strict or not with_extras
+        match = match_parameters(index, live, strict=is_strict, with_states=with_states, rules=rules)
         match.notes += describe_config(saved, read_config(module) if module is not None and saved.run.format else {})
         match.notes += [_ADAPTER.format(shorten(sorted(reading.unfed), 2))] if reading.unfed else []
-        if log and (told := reading.describe()):
-            logger.info("%s", told)
+        if log and (text := reading.describe()):
+            logger.info("%s", text)
         check_alike(live, target, extras)
         objections = Objections()
         with objections:
@@ -136,34 +134,34 @@ def prepare(
         objections.settle()
         return make_work(optimizer, extras, settled, with_states=with_states), settled
 
-    work, settled = comm.run(hold_against)
+    work, settled = comm.run(match_all)
     _share(inventory, settled, work, comm, with_states=with_states)
     return work
 
 
 def make_work(optimizer: OptimizerMatch, extras: Sequence[LiveBuffer], settled: Settled, *, with_states: bool) -> Work:
-    """What this rank has to do, with the memory that it takes.
+    """List the work of this rank, with the memory that it fills.
 
     Args:
-        settled: how source and target cut a tensor.
+        settled: how source and target cut each tensor.
 
     Raises:
-        MismatchError: how an optimizer state follows a weight that is scaled is not known.
+        MismatchError: it is unknown how an optimizer state depends on a scaled weight.
     """
     index, target, match = optimizer.index, optimizer.target, optimizer.match
     states = [optimizer.make_states(flat) for flat in target.flats] if with_states else []
     layout = describe_target(target, extras, states)
     wants = list_wants(index, layout, match, settled.pairs, with_states=with_states, resizes=settled.resizes)
-    # Data-parallel ranks need parts of the same atoms, so that one of them tells.
+    # Data-parallel ranks need parts of the same atoms: the first replica reports them.
     keys = list_touched(index, layout, match, with_states=with_states) if target.is_first_replica else []
     touched = [key for key in keys if target.speaks_for(key.name)]
     if with_states:
-        anew = dict.fromkeys(name for flat in target.flats for name in optimizer.list_begun_anew(flat))
-        match.notes += [_ANEW.format(shorten(anew))] if anew else []
-        match.notes += [_UNTOLD.format(shorten(bare))] if (bare := optimizer.list_bare()) else []
+        new = dict.fromkeys(name for flat in target.flats for name in optimizer.list_new(flat))
+        match.notes += [_NEW.format(shorten(new))] if new else []
+        match.notes += [_STATELESS.format(shorten(bare))] if (bare := optimizer.list_bare()) else []
         if optimizer.lacks_states():
-            kept = any(index.run.scalars.values()) or {*index.stored.atoms.list_states()} - {MASTER, MODULE, COPY}
-            match.notes.append((_ELSEWHERE if kept else _BARE).format(type(target.optimizer).__name__))
+            has_others = any(index.run.scalars.values()) or {*index.stored.atoms.list_states()} - {MASTER, MODULE, COPY}
+            match.notes.append((_ELSEWHERE if has_others else _BARE).format(type(target.optimizer).__name__))
         match.notes += [_UNEVEN.format(type(target.optimizer).__name__)] if optimizer.depends_on_cut() else []
     match.notes += describe_rounding(wants)
     filled = {name for name, param in match.params.items() if param.name not in wants.resized}
@@ -178,21 +176,17 @@ def make_work(optimizer: OptimizerMatch, extras: Sequence[LiveBuffer], settled: 
     return Work(index, wants, into, states, match, touched)
 
 
-_ANEW = (
+_NEW = (
     "{}: new or thawed; their optimizer states are zero under the step count of the others in their flat buffer, which "
-    "makes Adam's first updates of them larger than at a start. A param group of their own begins at step 0."
+    "makes Adam's first updates of them larger than at a start. In a separate param group they would start at step 0."
 )
-
-_UNTOLD = "{}: the checkpoint has no optimizer states of them, though of others: they begin anew"
-
-_ELSEWHERE = "the checkpoint has no optimizer states of what is trained here: those of this run's {} begin anew"
-
+_STATELESS = "{}: no optimizer state was saved for these parameters; it starts from zero"
+_ELSEWHERE = "no optimizer state was saved for the parameters that are trained here: the states of {} start from zero"
 _BARE = (
-    "the saved optimizer kept no states: those of this run's {} begin anew. Is it another optimizer, the saved "
-    'hyper-parameters are not its own ("param_groups": "live" keeps this run\'s)'
+    "the saved optimizer kept no states: the states of {} start from zero. If it is another optimizer, the saved "
+    'hyper-parameters are not meant for it ("param_groups": "live" keeps this run\'s)'
 )
-
-_ADAPTER = "the checkpoint has no adapter; the new model's begins with the values that it has: {}"
+_ADAPTER = "the checkpoint has no adapter; the new model's starts from its initial values: {}"
 
 _UNEVEN = (
     "{}: its step depends on how ZeRO cuts the parameters; its state is restored exactly, but the next losses are not "
@@ -204,7 +198,7 @@ _REAL = {dtype for dtype in FLOATING if not dtype.startswith("float8")}
 
 
 def describe_rounding(wants: Wants) -> list[str]:
-    """Masters or states that this run's type does not hold as they were saved, and what is a number of another kind."""
+    """Describe masters and states that are rounded, and tensors whose kind of number changes."""
     notes = set()
     for slot, stored, dtype in {
         (wants.buffers[at].slot[0], stored, wants.buffers[at].dtype) for at, stored in wants.sinks
@@ -213,14 +207,14 @@ def describe_rounding(wants: Wants) -> list[str]:
             notes.add(f"{slot} is rounded from {stored} to {dtype}, as this run's optimizer keeps it")
         elif (stored in _REAL) != (dtype in _REAL):
             notes.add(
-                f"{slot} of {stored} in the checkpoint is {dtype} here: taken number by number, quantized ones without "
-                "their scales, fractions not into whole numbers"
+                f"{slot} of {stored} in the checkpoint is {dtype} here: converted number by number, quantized ones "
+                "without their scales, fractions not into whole numbers"
             )
     return sorted(notes)
 
 
 def _rounds(stored: str, dtype: str) -> bool:
-    """Whether a type has values that another one does not hold."""
+    """Return True if dtype ``stored`` has values that ``dtype`` cannot represent."""
     if not {stored, dtype} <= FLOATING:
         return ITEMSIZE[dtype] < ITEMSIZE[stored]
     before, now = (torch.finfo(getattr(torch, each)) for each in (stored, dtype))
@@ -228,7 +222,7 @@ def _rounds(stored: str, dtype: str) -> bool:
 
 
 def describe_target(target: Target, extras: Sequence[LiveBuffer], states: Sequence[States]) -> TargetLayout:
-    """What this rank holds; ``states`` of its flat buffers, or none."""
+    """Describe the buffers of this rank; ``states`` of its flat buffers, or none."""
     flats, tp_shard = [], target.place.tp_rank
     for flat, each in zip_longest(target.flats, states):
         dtypes = {name: dtype_name(tensor.dtype) for name, tensor in each.tensors.items()} if each else {}
@@ -243,11 +237,11 @@ def _describe_buffer(held: LiveBuffer, tp_shard: int) -> HeldBuffer:
 
 
 def _share(inventory: TargetInventory, settled: Settled, work: Work, comm: Comm, *, with_states: bool) -> None:
-    """Tell the ranks what all of them together need, and the user what is out of the ordinary; collective."""
+    """Join the needs of all ranks, and log what is unusual (collective)."""
     index, layouts = work.index, settled.pairs
     work.touched = _join_touched(index, work.touched, comm)
     atoms, cut = index.stored.atoms, [key for key in work.touched if key.name in layouts]
-    counted = atoms.count_bytes(work.touched[comm.rank :: comm.size])  # of thousands of ranks each counts little
+    counted = atoms.count_bytes(work.touched[comm.rank :: comm.size])  # each rank counts a part
     everyone = comm.gather((work.wants.resized, work.wants.averaged, work.match.notes, counted))
     work.state_bytes = sum(counted for *_, counted in everyone)
     work.averaged = {key: how for _, averaged, *_ in everyone for key, how in averaged.items()}
@@ -264,7 +258,7 @@ def _share(inventory: TargetInventory, settled: Settled, work: Work, comm: Comm,
 
 
 def _join_touched(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) -> list[AtomKey]:
-    """Atoms that some rank needs, in the order of the index, which is the same on every rank; collective."""
+    """Join the atoms that ranks need, in the order of the index, which is the same on every rank (collective)."""
     params, states = index.stored.atoms.held, index.stored.atoms.list_states()
     places = {param: place for place, param in enumerate(params)}
     mask = np.zeros((len(places), len(states)), np.bool_)
@@ -289,24 +283,23 @@ def _log_match(match: Match, index: AtomicIndex) -> None:
 
 
 def _log_resized(index: AtomicIndex, resized: Mapping[str, Resized], with_states: bool) -> None:
-    """Tell of each parameter that has another shape here, those that differ in their numbers alone in one line."""
+    """Log each parameter that has another shape here; those that only differ in their numbers share a line."""
     for name, how in sorted(resized.items()):
         if how.pads:
-            new = how.live - how.saved
             text = "%s: vocabulary padded to %d rows, saved with %d; the %d new ones are zero"
-            logger.info(text, name, how.live, how.saved, new)
+            logger.info(text, name, how.live, how.saved, how.live - how.saved)
     alike: dict[Resized, list[str]] = defaultdict(list)
     for name, (how, *_) in fold_names([each for each in sorted(resized.items()) if not each[1].pads], lambda how: how):
         alike[how].append(name)
     for how, names in alike.items():
         logger.warning("resize: %s: %s", shorten(names), how.describe())
     if with_states and any(index.run.scalars.values()) and any(how.live > how.kept for how in alike):
-        logger.warning("resize: %s", _describe_begun(index))
+        logger.warning("resize: %s", _describe_new_states(index))
 
 
-def _describe_begun(index: AtomicIndex) -> str:
-    """What moments of zero under an old step count make of Adam's first updates, in words."""
+def _describe_new_states(index: AtomicIndex) -> str:
+    """Describe how moments of zero under an old step count change Adam's first updates."""
     betas = {tuple(group.hyper["betas"]) for group in index.run.groups if "betas" in group.hyper}
     most = max(((1 - one) / math.sqrt(1 - two) for one, two in betas if two < 1), default=0)
-    rate = f", so that Adam's first updates there are up to {most:.2g} × lr" if most else ""
-    return f"the optimizer states of what is new are zero under the old step count{rate}"
+    rate = f", so Adam's first updates there are up to {most:.2g} × lr" if most else ""
+    return f"the optimizer states of new rows are zero under the old step count{rate}"

@@ -1,4 +1,21 @@
-"""A resume: find the tag, decide who loads it, write an atomic checkpoint first where one is wanted, load."""
+"""A resume: the replacement of ``engine.load_checkpoint``.
+
+The order of calls:
+
+1. :func:`.tags.find_tag` finds the tag to load. Without one :func:`.absent.report_absent` logs it, and DeepSpeed loads.
+2. :func:`.choice.choose_loader` reads the headers (:func:`~deepspeed_ucp.sources.open.survey_checkpoint`), compares the
+   saved topology with the engine's and chooses the loader: DeepSpeed (then the load ends here) or the direct load.
+3. In mode "atomic", :func:`convert_first` writes an atomic checkpoint, and the load goes on from there.
+4. :func:`.direct.load_direct` loads. :func:`.prepare.prepare` matches engine and checkpoint and lists this rank's
+   wants.
+5. :func:`~deepspeed_ucp.plan.wants.list_wants` computes the wants and :func:`.destinations.bind` gives them memory.
+6. :func:`.transfer.negotiate` turns the wants of all ranks into a plan of reads and rounds of exchange for each rank.
+7. :meth:`.transfer.Transfer.read` reads everything once, into memory that may be changed before verification.
+8. :meth:`.transfer.Transfer.verify` compares the checksums and the replicas; all ranks agree on the result.
+9. :func:`~deepspeed_ucp.targets.guard.guard_engine` marks the engine if anything fails from here on.
+10. :meth:`.transfer.Transfer.fill` brings the rest to the engine: from separate memory, or in a second pass.
+11. The 16-bit copies are made from the masters, and states, scaler, counters and schedulers are restored.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +57,7 @@ from .tags import find_all_tags, find_folders, find_tag, suggest_fallback
 logger = logging.getLogger("deepspeed_ucp")
 
 Loaded = tuple[str | None, dict[str, Any] | None]
-"""What ``load_checkpoint`` returns: the path of the state file and the client state, or two times None."""
+"""The result of ``load_checkpoint``: the path of the state file and the client state, or twice None."""
 
 
 def resume(
@@ -53,12 +70,12 @@ def resume(
     *,
     unknown: Sequence[str] = (),
 ) -> Loaded:
-    """What runs in the place of ``engine.load_checkpoint``; collective.
+    """Load a checkpoint into an engine, in the place of ``engine.load_checkpoint`` (collective).
 
     Args:
-        engine: has the plugin on.
-        own: DeepSpeed's own load, with all of the caller's arguments.
-        unknown: arguments that only it knows.
+        engine: an engine that has the plugin on.
+        own: DeepSpeed's load, with all of the caller's arguments.
+        unknown: arguments that only DeepSpeed's load knows.
 
     Raises:
         UcpError: the same on every rank.
@@ -68,44 +85,41 @@ def resume(
     comm, report = connect(), LoadReport(direct=False, reason="nothing to resume")
     engine.ucp_report = report
     upstream = bool(engine.load_universal_checkpoint())
-    how = {"universal": upstream, "fallback": config.fallback, "foreign": True}
     places, can_fall_back = (load_dir, *config.also), tag is None and not config.fallback
     with suggest_fallback(comm, lambda: can_fall_back and bool(find_all_tags(places))):
-        chosen = find_tag(load_dir, tag, comm, also=config.also, **how)
+        options = {"universal": upstream, "fallback": config.fallback, "foreign": True}
+        chosen = find_tag(load_dir, tag, comm, also=config.also, **options)
     if chosen is None:
         report_absent(places, comm, require=config.require, saved_to=list_save_folders(engine))
         return own()
     job = LoadContext(engine, comm, config, arguments, report)
     if engine.use_node_local_storage() and not upstream:
         own = partial(own, tag=chosen)  # DeepSpeed writes `latest` on the first rank's node alone
-    is_own = find_folders([load_dir], chosen, comm) == [load_dir]
-    if tag is not None or is_own or not config.fallback:
-        can_fall_back &= not is_own
-        with suggest_fallback(comm, lambda: can_fall_back and not find_all_tags(places) <= {chosen}):
-            loaded = _resume_tag(job, load_dir, chosen, own, upstream=upstream, unknown=unknown)
-    else:
-        loaded = _resume_first_whole(job, load_dir, chosen, own, upstream=upstream, unknown=unknown)
-    return loaded
+    is_tag_folder = find_folders([load_dir], chosen, comm) == [load_dir]
+    if tag is None and config.fallback and not is_tag_folder:
+        return _resume_first_whole(job, load_dir, chosen, own, unknown)
+    can_fall_back &= not is_tag_folder
+    with suggest_fallback(comm, lambda: can_fall_back and not find_all_tags(places) <= {chosen}):
+        return _resume_tag(job, load_dir, chosen, own, unknown)
 
 
 def _resume_first_whole(
-    job: LoadContext, load_dir: str, newest: str, own: Callable[..., Loaded], *, upstream: bool, unknown: Sequence[str]
+    job: LoadContext, load_dir: str, newest: str, own: Callable[..., Loaded], unknown: Sequence[str]
 ) -> Loaded:
-    """Resume from the newest tag that is whole; collective.
+    """Resume from the newest complete tag (collective).
 
     Raises:
-        CheckpointError: none is, or one was found damaged when the engine was being filled.
-        UcpError: what is no fault of a tag's files; an older one is not to be taken because of it.
+        CheckpointError: no tag is complete, or one was found damaged after the engine had been changed.
+        UcpError: an error that is no fault of a tag's files, and no reason to take an older one.
     """
-    marked = find_state(job.engine).broken  # an earlier load's mark is no reason to leave the older tags alone
+    marked = find_state(job.engine).broken  # a mark of an earlier load does not keep older tags from being tried
     passed: list[str] = []
     for tag, is_cut_off in _list_candidates(job, (load_dir, *job.config.also), newest):
         if is_cut_off:
             passed.append(f"{os.path.join(load_dir, tag)}: has no seal; its save may have been cut off.")
             continue
         try:
-            its_own = partial(own, tag=tag)
-            loaded = _resume_tag(job, load_dir, tag, its_own, upstream=upstream, unknown=unknown)
+            loaded = _resume_tag(job, load_dir, tag, partial(own, tag=tag), unknown)
         except CheckpointError as error:
             if isinstance(error, OutOfReachError) or find_state(job.engine).broken is not marked:
                 raise
@@ -119,10 +133,10 @@ def _resume_first_whole(
 
 
 def _list_candidates(job: LoadContext, places: Sequence[str], newest: str) -> Iterator[tuple[str, bool]]:
-    """The tags from the newest on, and whether each lacks the seal that others have; collective.
+    """Yield the tags from the newest on, and whether each lacks the seal that others have (collective).
 
-    Older ones are looked for where they are wanted: a further place that is out of reach keeps no whole tag from being
-    loaded, but it may hold the next older one.
+    Older tags are listed only when they are needed: a further place that is out of reach does not prevent the load of a
+    complete tag, but it may hold the next older one.
 
     Raises:
         CheckpointError: a place cannot be listed.
@@ -130,29 +144,25 @@ def _list_candidates(job: LoadContext, places: Sequence[str], newest: str) -> It
     is_first = not job.config.seal or job.comm.once(lambda: is_sealed(places, newest))
     if is_first:
         yield newest, False
-
-    def look() -> tuple[list[str], set[str]]:
-        tags = list_older(places, newest)
-        return tags, list_unsealed(places, tags) if job.config.seal else set()
-
-    tags, unsealed = job.comm.once(look)
+    tags = job.comm.once(lambda: list_older(places, newest))
+    unsealed = job.comm.once(lambda: list_unsealed(places, tags)) if job.config.seal else set()
     yield from ((tag, tag in unsealed) for tag in tags[is_first:])
 
 
 def _resume_tag(
-    job: LoadContext, load_dir: str, tag: str, own: Callable[..., Loaded], *, upstream: bool, unknown: Sequence[str]
+    job: LoadContext, load_dir: str, tag: str, own: Callable[..., Loaded], unknown: Sequence[str]
 ) -> Loaded:
-    """Resume from one tag; collective."""
+    """Resume from one tag (collective)."""
     engine, comm, report, arguments = job.engine, job.comm, job.report, job.arguments
     folder, *also = find_folders((load_dir, *job.config.also), tag, comm)
-    if folder == load_dir:  # DeepSpeed looks for the tag below the folder that it is given
+    if folder == load_dir:  # DeepSpeed looks for the tag below its argument
         own = partial(own, load_dir=os.path.dirname(normalize(load_dir)), tag=tag)
     with report.phase("index"), pause_collection():
-        choice = choose_loader(job, folder, also, upstream=upstream)
+        choice = choose_loader(job, folder, also, upstream=bool(engine.load_universal_checkpoint()))
     report.reason, report.direct = choice.reason, choice.index is not None
     if comm.rank == 0:
-        who = "deepspeed_ucp" if report.direct else "DeepSpeed"
-        logger.info("%s: %s is to load it, %s", folder, who, choice.reason)
+        loader = "deepspeed_ucp" if report.direct else "DeepSpeed"
+        logger.info("%s: %s loads it, %s", folder, loader, choice.reason)
         for text in list_unsaved(engine) if arguments.with_states else ():
             logger.warning("%s: %s", folder, text)
     if choice.index is None or choice.target is None:
@@ -164,9 +174,9 @@ def _resume_tag(
 
 
 def _load_own(job: LoadContext, own: Callable[[], Loaded], target: Target | None) -> Loaded:
-    """DeepSpeed's own load, and what it leaves stale; it changes the engine as it reads.
+    """Run DeepSpeed's load and refresh the data that it leaves stale.
 
-    Whatever cuts it short, an interrupt too, leaves an engine that is not to be used.
+    The load changes the engine while it reads: any exception, even an interrupt, marks the engine as unusable.
     """
     with_states = job.arguments.with_states
     describe_edits = watch_edits(job.engine, with_scheduler=job.arguments.load_lr_scheduler_states)
@@ -187,7 +197,7 @@ def _load_own(job: LoadContext, own: Callable[[], Loaded], target: Target | None
 
 
 def _load(job: LoadContext, folder: str, index: AtomicIndex, target: Target) -> Loaded:
-    """The direct load, from a new atomic checkpoint in mode "atomic"; collective."""
+    """Run the direct load, in mode "atomic" from a new atomic checkpoint (collective)."""
     if index.is_weights_alone and not job.arguments.load_module_only:
         if job.comm.rank == 0:
             logger.warning(
@@ -197,7 +207,7 @@ def _load(job: LoadContext, folder: str, index: AtomicIndex, target: Target) -> 
                 index.run.topology.precision,
             )
         job = replace(job, arguments=replace(job.arguments, load_module_only=True))
-    # Without its optimizer an index is no whole checkpoint: a look at the weights leaves nothing behind.
+    # Without optimizer states an index is not a complete checkpoint: a load of weights alone writes none.
     if job.config.mode == "atomic" and not index.run.topology.is_atomic and job.arguments.with_states:
         with job.report.phase("convert"):
             index, job.report.converted = convert_first(index, target, folder, job.comm, job.config)
@@ -219,7 +229,7 @@ def _load(job: LoadContext, folder: str, index: AtomicIndex, target: Target) -> 
 
 
 def _end_event(engine: Any) -> None:
-    """DeepSpeed's end of a load; collective: after an error of one rank alone that one would wait there for ever."""
+    """End DeepSpeed's load event (collective); skipped after an error of one rank alone, which would wait for ever."""
     if engine._optimizer_has_ckpt_event_epilogue():
         engine.optimizer.checkpoint_event_epilogue()
 
@@ -227,7 +237,7 @@ def _end_event(engine: Any) -> None:
 def convert_first(
     index: AtomicIndex, target: Target, folder: str, comm: Comm, config: UniversalConfig
 ) -> tuple[AtomicIndex, OutputReport]:
-    """Mode "atomic": write an atomic checkpoint with all ranks, or take the one that is there; collective."""
+    """Write an atomic checkpoint with all ranks, or reuse an existing one (collective)."""
     rules = from_config(config.patterns)
     inventory = gather_inventory(target, (), comm)
 
@@ -243,6 +253,6 @@ def convert_first(
     )
     converted = convert_index(index, folder, destination, comm, options, rules=rules, live=live)
     if comm.rank == 0:
-        done = "taken as it is" if converted.reused else f"{count_of(converted.tensors, 'tensor')} written"
+        done = "reused" if converted.reused else f"{count_of(converted.tensors, 'tensor')} written"
         logger.info("%s: %s", destination, done)
     return open_checkpoint(destination, comm), converted

@@ -1,4 +1,4 @@
-"""The live optimizer in a load: what it keeps, whether that fits what was saved, and how it gets it back."""
+"""The live optimizer in a load: its states, whether the saved ones fit, and their restoration."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ WEIGHTS_ONLY = "load with load_optimizer_states=False (weights only)"
 
 @dataclass(slots=True)
 class States:
-    """Optimizer states of one flat buffer on their way: tensors by name, scalars by name.
+    """Optimizer states of one flat buffer to restore: tensors by name, scalars by name.
 
-    ``live`` tensors are the optimizer's own. ``lazy``: it is known to make missing states in its next step, so that
-    none may be left to it; else it may rely on those that it has.
+    ``live`` tensors are the optimizer's. ``lazy``: the optimizer is known to create missing states in its next step.
+    Otherwise it may rely on the states that it has.
     """
 
     flat: LiveBuffer
@@ -43,7 +43,7 @@ class States:
 
 
 class OptimizerMatch:
-    """What the checkpoint has for the live optimizer, flat buffer by flat buffer.
+    """The checkpoint's states for the live optimizer, by flat buffer.
 
     Args:
         match: saved names and param groups of the live ones.
@@ -54,15 +54,15 @@ class OptimizerMatch:
         self.probes: dict[tuple[int, torch.dtype, int], StateKinds | None] = {}
 
     def saved_params(self, flat: LiveBuffer) -> list[ParamKey]:
-        """What a flat buffer's parameters take their state from."""
+        """Return the saved parameters from which a flat buffer's parameters take their state."""
         return [self.match.params[name] for name in flat.names if name in self.match.params]
 
     def saved_states(self, flat: LiveBuffer) -> dict[str, str]:
-        """States that the checkpoint has for a flat buffer, with their dtypes."""
+        """Return the states that the checkpoint has for a flat buffer, with their dtypes."""
         return join_states(self.index, flat.buffer, self.match)
 
     def probe(self, flat: LiveBuffer) -> StateKinds | None:
-        """What the live optimizer keeps for the flat buffer's group, with the saved hyper-parameters."""
+        """Return the states that the live optimizer keeps for the buffer's group, with the saved hyper-parameters."""
         key = (flat.group, flat.dtype, flat.holder.dim())
         if key not in self.probes:
             hyper = self.match.hyper.get(flat.group, {})
@@ -70,7 +70,7 @@ class OptimizerMatch:
         return self.probes[key]
 
     def check(self) -> None:
-        """Whether the live optimizer keeps what was saved.
+        """Check that the live optimizer keeps the saved states.
 
         Raises:
             MismatchError: it is of another kind, or its states cannot be cut.
@@ -88,7 +88,7 @@ class OptimizerMatch:
                 "Stage 0 saves no parameter names, and DeepSpeed's Muon sorts its parameters by their local shapes, "
                 f"which tp {saved.tp} → {tp} changes. Resume at the saved degree under ZeRO, whose saves have names, or"
             )
-        tensors = sorted(  # such as an average of the weights: they would stay those of the fresh run
+        tensors = sorted(  # such as an average of the weights: they would keep the values of the fresh run
             f"{key} ({value.kind})"
             for hyper in self.match.hyper.values()
             for key, value in hyper.items()
@@ -108,12 +108,12 @@ class OptimizerMatch:
             yield self._find_gap(flat, key[-1])
 
     def _find_gap(self, flat: LiveBuffer, have: tuple[str, ...]) -> str:
-        """A parameter that has some of the states that others of a flat buffer have, in words."""
-        held = ((param, find_states(self.index, param)) for param in self.saved_params(flat))
-        param, states = next(((param, states) for param, states in held if 0 < len(states) < len(have)), (None, {}))
-        if param is None:
-            return ""
-        return f"The checkpoint has {', '.join(states)} of {param}, and {', '.join(have)} of others. To go on,"
+        """Describe a parameter that has some of the states of a flat buffer's other parameters."""
+        for param in self.saved_params(flat):
+            states = find_states(self.index, param)
+            if 0 < len(states) < len(have):
+                return f"The checkpoint has {', '.join(states)} of {param}, and {', '.join(have)} of others. To go on,"
+        return ""
 
     def _find_fault(self, flat: LiveBuffer, have: tuple[str, ...]) -> str:
         kept = self.probe(flat)
@@ -129,7 +129,7 @@ class OptimizerMatch:
                 f"{', '.join(have) or 'no state'} for {shorten(flat.names, 3)}; this run's {kind} keeps "
                 f"{', '.join(sorted(kept.elementwise)) or 'no state'}. Train on with the saved run's optimizer, or"
             )
-        # What the saved hyper-parameters would switch off (``amsgrad``) against this run's configuration.
+        # States that the saved hyper-parameters would switch off (``amsgrad``) against this run's configuration.
         switched = have and flat.group in self.match.hyper
         own = probe_optimizer(self.target.optimizer, group, {}, flat.holder) if switched else None
         if own and (lacking := sorted(set(own.elementwise) - set(have))):
@@ -141,7 +141,7 @@ class OptimizerMatch:
         if rule := find_other_rule(self.target.optimizer, self.target.optimizer.param_groups[group], saved, configured):
             return (
                 f"The checkpoint's optimizer steps by another rule: {rule}. Train on with the saved run's optimizer, "
-                f"or set {KEEP_LIVE} to go on by this run's rule where it needs no other states, or"
+                f"or set {KEEP_LIVE} to go on by this run's rule if it needs no other states, or"
             )
         scalars = set().union(*(self.index.run.scalars.get(param, ()) for param in self.saved_params(flat)))
         if have and (lacking := sorted(set(kept.scalars) - scalars)):
@@ -152,15 +152,15 @@ class OptimizerMatch:
         return ""
 
     def find_live(self, flat: LiveBuffer) -> dict[str, torch.Tensor]:
-        """Element-wise states that the optimizer has already."""
+        """Return the element-wise states that the optimizer already has."""
         states = self.target.optimizer.state.get(flat.holder, {})
         tensors = {name: value for name, value in states.items() if isinstance(value, torch.Tensor)}
-        if flat.swap is not None:  # what is in a swap file is not there, whatever memory holds of it
+        if flat.swap is not None:  # a state in a swap file is not in memory
             tensors = {name: value for name, value in tensors.items() if not getattr(value, "swappable", True)}
         return {name: value for name, value in tensors.items() if value.shape == flat.find_shape(name)}
 
     def make_states(self, flat: LiveBuffer) -> States:
-        """The states of a flat buffer as they will be handed to the optimizer: its own tensors, or new memory.
+        """Return a flat buffer's states to restore: the optimizer's tensors, or new memory.
 
         Raises:
             MismatchError: scalars differ that are one here.
@@ -175,18 +175,18 @@ class OptimizerMatch:
         return States(flat, tensors, frozenset(live) & frozenset(tensors), self._join_scalars(flat), lazy)
 
     def depends_on_cut(self) -> bool:
-        """Whether steps depend on how ZeRO cuts the parameters."""
+        """Return True if steps depend on how ZeRO cuts the parameters."""
         target = self.target
         firsts = {flat.group: flat for flat in reversed(target.flats)}
         return any(depends_on_cut(target.optimizer, target.param_group(flat), flat.holder) for flat in firsts.values())
 
-    def list_begun_anew(self, flat: LiveBuffer) -> list[str]:
-        """Parameters whose states begin anew under a step count that others of the flat buffer have brought along."""
-        begun = {param for param in self.saved_params(flat) if self.index.run.scalars.get(param)}
-        return [name for name in flat.names if begun and self.match.params.get(name) not in begun]
+    def list_new(self, flat: LiveBuffer) -> list[str]:
+        """List parameters without saved states in a flat buffer whose step count is restored for others."""
+        stepped = {param for param in self.saved_params(flat) if self.index.run.scalars.get(param)}
+        return [name for name in flat.names if stepped and self.match.params.get(name) not in stepped]
 
     def list_bare(self) -> list[str]:
-        """Parameters that the saved run trained, and of which the checkpoint has no states, though it has some."""
+        """List parameters that the saved run trained and that have no saved states, if others have some."""
         saved = {param for group in self.index.run.groups for param in group.members}
         bare = [flat for flat in self.target.flats if not self._has_states(flat)]
         trained = [name for flat in bare for name in flat.names if self.match.params.get(name) in saved]
@@ -197,7 +197,7 @@ class OptimizerMatch:
         return bool(self.saved_states(flat)) or any(scalars.get(param) for param in self.saved_params(flat))
 
     def lacks_states(self) -> bool:
-        """Whether the saved run had stepped by an optimizer that keeps no states, and this run's keeps some."""
+        """Return True if the saved run had stepped with an optimizer without states, and this run's keeps some."""
         run, flats = self.index.run, self.target.flats
         stepped = bool(run.groups) and (run.format or run.counters.get("global_steps"))
         return (
@@ -207,7 +207,7 @@ class OptimizerMatch:
         )
 
     def _join_scalars(self, flat: LiveBuffer) -> dict[str, Any]:
-        """The scalars that a flat buffer's parameters have in common.
+        """Return the scalars that a flat buffer's parameters have in common.
 
         Raises:
             MismatchError: they differ, which a flat buffer with one step count cannot express.
@@ -219,7 +219,7 @@ class OptimizerMatch:
                 if known != value:
                     raise MismatchError(
                         f"{key} differs between parameters that share a flat buffer here: {origin} has {known}, "
-                        f"{param} has {value}. Put them into param groups of their own, or {WEIGHTS_ONLY}."
+                        f"{param} has {value}. Put them into separate param groups, or {WEIGHTS_ONLY}."
                     )
         kept = self.probe(flat)
         return {key: restore_scalar(key, value, kept) for key, (value, _) in joined.items()}
@@ -248,14 +248,13 @@ def describe_hyper(job: LoadContext, target: Target, run: RunState, match: Match
 
 
 def list_tensors(states: list[States]) -> dict[Slot, torch.Tensor]:
-    """Their tensors as destinations."""
-    return {
-        (state, number): flatten(tensor) for number, each in enumerate(states) for state, tensor in each.tensors.items()
-    }
+    """Return the tensors of states as destinations."""
+    numbered = enumerate(states)
+    return {(name, number): flatten(tensor) for number, each in numbered for name, tensor in each.tensors.items()}
 
 
 def attach_states(target: Target, states: list[States], match: Match) -> None:
-    """Hand states, scalars and hyper-parameters to the optimizer."""
+    """Give states, scalars and hyper-parameters to the optimizer."""
     optimizer = target.optimizer
     for each in states:
         live = optimizer.state.get(each.flat.holder)
@@ -265,7 +264,7 @@ def attach_states(target: Target, states: list[States], match: Match) -> None:
             if each.lazy or each.flat.swap is not None:
                 optimizer.state.pop(each.flat.holder, None)
             elif live is not None:
-                _begin_anew(live)
+                _reset(live)
         elif live is None:
             optimizer.state[each.flat.holder] = entry
         else:
@@ -277,8 +276,8 @@ def attach_states(target: Target, states: list[States], match: Match) -> None:
     target.relink()
 
 
-def _begin_anew(state: dict[str, Any]) -> None:
-    """Empty a state in place; its optimizer may not make it a second time, as torch's Adagrad before 2.10."""
+def _reset(state: dict[str, Any]) -> None:
+    """Zero a state in place; its optimizer may not create it a second time (torch's Adagrad before 2.10)."""
     for name, value in state.items():
         if isinstance(value, torch.Tensor):
             value.zero_()

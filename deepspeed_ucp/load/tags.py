@@ -1,4 +1,4 @@
-"""Which tag a load takes: what ``latest`` names, on whichever node and in whichever place it lies."""
+"""Find the tag to load: the content of ``latest``, on any node and in any place."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ T = TypeVar("T")
 
 
 class Look(NamedTuple):
-    """What one rank sees in one place.
+    """The observation of one rank in one place.
 
     Attributes:
         asked: the tag that the rank was asked for; None for that of ``latest``.
-        tag: that is asked for, or that ``latest`` names; None where nothing names any.
-        error: why there is no tag, or not that one.
-        newest: the tag that was saved last, where that is wanted.
+        tag: the tag asked for, or that of ``latest``; None if there is neither.
+        error: why there is no tag, or why it is invalid.
+        newest: the tag that was saved last, with ``fallback``.
     """
 
     asked: str | None
@@ -48,15 +48,15 @@ def find_tag(
     also: Sequence[str] = (),
     foreign: bool = False,
 ) -> str | None:
-    """The tag to load; None where nothing was saved yet; collective.
+    """Return the tag to load, or None if nothing was saved yet (collective).
 
-    Nodes may lack it, and ``latest``: what some rank sees counts.
+    A node may lack the tag's folder or ``latest``: it suffices that some rank sees them.
 
     Args:
         universal: look at ``latest_universal`` first, as DeepSpeed does with ``load_universal``.
-        fallback: where that file leads to no tag (a crash may leave it empty), take the newest one, with a warning.
-        also: further places; the first one that has ``latest`` counts. One that has checkpoints and no readable
-            ``latest`` is not passed over: what others name may be older.
+        fallback: if ``latest`` leads to no tag (a crash may leave it empty), take the newest one, with a warning.
+        also: further places; the first one that has ``latest`` counts. A place with checkpoints and an unreadable
+            ``latest`` is not skipped: those of other places may be older.
         foreign: a folder may be a checkpoint of another format.
 
     Raises:
@@ -66,15 +66,15 @@ def find_tag(
     ask = partial(_look, asked=wanted, rank=comm.rank, universal=universal, fallback=fallback, foreign=foreign)
     every: list[Look] = []
     found = None
-    for place in places:  # those behind the one that has it are not asked: a store out of reach takes its time to fail
-        told = comm.each(partial(ask, place))
-        comm.alike(partial(_compare_asked, load_dir, [look.asked for look in told]))
-        every += told
-        found = found or comm.alike(partial(_choose, load_dir, [look.tag for look in told]))
+    for place in places:  # stops at the first place that has it: a store out of reach takes long to fail
+        looks = comm.each(partial(ask, place))
+        comm.alike(partial(_compare_asked, load_dir, [look.asked for look in looks]))
+        every += looks
+        found = found or comm.alike(partial(_choose, load_dir, [look.tag for look in looks]))
         errors = [look.error for look in every if look.error]
         if found is None and errors:
             break
-        if any(look.tag == found and not look.error for look in told if found is not None):
+        if any(look.tag == found and not look.error for look in looks if found is not None):
             return found
     if found is None and not errors:
         return None
@@ -88,7 +88,7 @@ def find_tag(
 
 
 def _look(place: str, asked: str | None, rank: int, *, universal: bool, fallback: bool, foreign: bool) -> Look:
-    """What a rank sees in a place; of a store the first one looks, for all."""
+    """Look for the tag in a place; rank 0 alone looks in a store."""
     if rank and is_url(place):
         return Look(asked)
     named = asked
@@ -99,17 +99,17 @@ def _look(place: str, asked: str | None, rank: int, *, universal: bool, fallback
     except CheckpointError as error:
         newest = None
         if fallback and asked is None:
-            with suppress(CheckpointError):  # told by the error, unless another rank sees more
+            with suppress(CheckpointError):  # the first error is reported, unless another rank sees more
                 newest = find_newest(place)
         return Look(asked, named, str(error), newest)
     return Look(asked, named)
 
 
 def _choose(load_dir: str, named: Sequence[str | None]) -> str | None:
-    """What a place names.
+    """Return the tag that a place names.
 
     Raises:
-        CheckpointError: it names different ones on different ranks.
+        CheckpointError: ranks see different ones.
     """
     if len({*named} - {None}) > 1:
         raise CheckpointError(
@@ -125,13 +125,13 @@ def _compare_asked(load_dir: str, asked: Sequence[str | None]) -> None:
         named = _describe_named([tag or "none, so that of `latest`" for tag in asked])
         raise CheckpointError(
             f"ranks asked for different tags ({named}), and all load one. Give load_checkpoint the same tag "
-            "on every rank: where each finds it by itself, take rank 0's (torch.distributed.broadcast_object_list).",
+            "on every rank: if each finds it by itself, take rank 0's (torch.distributed.broadcast_object_list).",
             path=load_dir,
         )
 
 
 def _describe_named(named: Sequence[str | None]) -> str:
-    """Which ranks name which tag."""
+    """Describe which ranks name which tag."""
     ranks: dict[str, list[int]] = {}
     for rank, tag in enumerate(named):
         if tag is not None:
@@ -140,7 +140,7 @@ def _describe_named(named: Sequence[str | None]) -> str:
 
 
 def _is_somewhere(places: Sequence[str], tag: str, comm: Comm) -> bool:
-    """Whether some rank that did not know of a tag has it; collective."""
+    """Return True if some rank that did not know a tag has it (collective)."""
     paths = [os.path.join(place, tag) for place in places]
     here = comm.each(lambda: any(is_folder(path) for path in paths if not is_url(path)))
     return any(here) or comm.once(lambda: any(is_folder(path) for path in paths if is_url(path)))
@@ -180,7 +180,7 @@ def find_all_tags(places: Sequence[str]) -> set[str]:
 
 
 def find_folders(places: Sequence[str], tag: str, comm: Comm) -> list[str]:
-    """The tag's folder in each place: the place itself, where some rank sees that it is that folder; collective."""
+    """Return the tag's folder in each place: the place itself if some rank sees that it is that folder (collective)."""
     return [_find_folder(place, tag, comm) for place in places]
 
 

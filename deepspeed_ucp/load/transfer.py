@@ -1,4 +1,4 @@
-"""Bytes of a checkpoint into a rank's buffers: who reads what, in one pass or two, and verification."""
+"""Transfer of a checkpoint's bytes into a rank's buffers: planning, one or two passes, verification."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from .prepare import Work
 logger = logging.getLogger("deepspeed_ucp")
 
 SHARE = 0.75
-"""Of a machine's free memory that a load may use for what it reads, fresh optimizer states included."""
+"""Share of a machine's free memory that a load may use for the bytes that it reads, fresh optimizer states included."""
 
 
 class Transfer:
-    """One rank's part of a load whose work is known; every step is collective, and they follow each other.
+    """One rank's part of a load; every step is collective, and they follow each other.
 
     Args:
-        sizes: None takes those for the configured window.
-        apart: where live buffers cannot be filled in place, have memory apart rather than a second pass over the files.
+        sizes: default: those for the configured window.
+        apart: prefer separate memory to a second pass, for live buffers that cannot be filled in place.
     """
 
     def __init__(
@@ -52,15 +52,16 @@ class Transfer:
         self.two_passes = not spare_engine(work.into.buffers, window, comm, apart=apart)
         self.sizes = sizes or ReadSizes.within(window)
         self.stages = share_memory(2 * self.sizes.stage, comm.rank, comm.gather)
-        self.plan = negotiate(work.wants, work.index, comm, self.sizes, find_same_node(self.stages))
+        same_node = np.array([stage is not None for stage in self.stages], np.bool_)
+        self.plan = negotiate(work.wants, work.index, comm, self.sizes, same_node)
         passes = self._plan_passes(self.plan)
-        # The reader allocates memory. A rank that has too little says so in this agreement, and no other waits for it.
+        # The reader allocates memory: an error of one rank reaches all ranks here.
         self.reader = comm.run(lambda: CollectiveReader(work.index, work.into, passes, comm, config, self.stages))
 
     def _plan_passes(self, plan: LoadPlan) -> list[LoadPlan]:
-        """The plan of each pass; collective where there are two.
+        """Return the plan of each pass (collective if there are two).
 
-        The first one reads everything for its checksums, without these what it fills; the second one what is left.
+        The first pass reads everything for its checksums, or without checksums what it fills; the second one the rest.
         """
         checked, into = self.config.verify == "crc", self.work.into
         sinks = [into.pick_sinks(uncommitted=each) for each in (True, False)]
@@ -68,22 +69,22 @@ class Transfer:
         if not self.two_passes:
             return [plan if checked else plan.narrow(first)]
         needs = self.comm.run(lambda: plan.list_needs(first, rest))
-        needed = self.comm.swap_tables(needs) if needs else []  # as many rounds on every rank
+        needed = self.comm.swap_tables(needs) if needs else []  # every rank has as many rounds
         now, then = ([each[:, number] for each in needed] for number in (0, 1))
         return [plan.narrow(first, now, whole=checked), plan.narrow(rest, then)]
 
     def read(self) -> list[Checked]:
-        """Pass 1: read everything, with its checksums, and fill what is not part of the engine or can be made again."""
+        """Pass 1: read and checksum everything, and fill memory that is not part of the engine or can be recomputed."""
         return self.reader.read_first()
 
     def verify(self) -> int:
-        """Hold what was read against what training wrote, and replicas against each other.
+        """Compare the read bytes with the saved checksums, and replicas with each other.
 
         Returns:
             Bytes that this rank has read in addition for the records' checksums.
 
         Raises:
-            CheckpointError: bytes are damaged, or of another run.
+            CheckpointError: bytes are damaged, or belong to another run.
             MismatchError: replicas differ.
         """
         index, comm, reader = self.work.index, self.comm, self.reader
@@ -95,41 +96,41 @@ class Transfer:
 
     @contextmanager
     def undoing(self) -> Iterator[None]:
-        """Inside, what fails leaves the engine as it was: what was filled in place is made again.
+        """Context manager that restores the values overwritten in place if an exception is raised inside.
 
-        All reading up to the agreement about it goes on inside, and whatever else may fail before the engine changes.
+        All reads up to the agreement run inside, and everything else that may fail before the engine changes.
         """
         try:
             yield
         except BaseException:
-            self.reader.uploads.close()  # what is still on its way would arrive afterwards
+            self.reader.uploads.close()  # no copy may arrive after the undo
             self.work.into.undo()
             raise
 
     def fill(self) -> list[Checked]:
-        """Pass 2: fill the live buffers, from the files or from memory apart; what was read again."""
+        """Pass 2: fill the live buffers, from the files or from separate memory; returns the second reads."""
         again = self.reader.read_rest()
 
         def commit() -> None:
             self.reader.uploads.close()
             self.work.into.commit()
 
-        self.comm.run(commit)  # a rank without memory for it must not leave the others waiting
+        self.comm.run(commit)  # an error of one rank reaches all
         return again
 
 
 def spare_engine(buffers: Sequence[Buffer], window: int, comm: Comm, *, apart: bool) -> bool:
-    """Choose where live buffers are filled, so that whatever fails while files are read changes no engine; collective.
+    """Choose the memory in which live buffers are filled, such that a failed read changes no engine (collective).
 
-    What can be made again is filled in place. The rest is filled apart, if that is asked for and every machine has the
-    memory, and reaches the engine by copies of memory when every rank has agreed.
+    Values that can be recomputed are filled in place. The rest is filled in separate memory, if ``apart`` is set and
+    every machine has enough, and copied after every rank has agreed.
 
     Args:
         buffers: all of this rank's.
-        window: bytes of memory that reading needs besides.
+        window: bytes of memory that reading needs in addition.
 
     Returns:
-        The same on every rank: whether one pass over the files is enough. Otherwise what is left is filled by another.
+        True, on every rank, if one pass over the files suffices. Otherwise a second pass fills the rest.
     """
     others = comm.run(lambda: [buffer for buffer in buffers if buffer.uncommitted or not buffer.fill_in_place()])
     if not comm.any_of(np.array([not all(buffer.uncommitted for buffer in others)]))[0]:
@@ -142,7 +143,7 @@ def spare_engine(buffers: Sequence[Buffer], window: int, comm: Comm, *, apart: b
 
 
 def has_memory(buffers: Sequence[Buffer], window: int, comm: Comm) -> bool:
-    """Whether every machine has memory to fill the live ones of these buffers apart; collective."""
+    """Return True if every machine has memory to fill the live ones of these buffers separately (collective)."""
     in_memory = [buffer for buffer in buffers if not buffer.in_file]
     hosted = [buffer for buffer in in_memory if not buffer.uncommitted or buffer.tensor.device.type == "cpu"]
     answers = comm.gather(
@@ -155,20 +156,15 @@ def has_memory(buffers: Sequence[Buffer], window: int, comm: Comm) -> bool:
         free[host] = min(available, free.get(host, available))
     if any(needed[host] > SHARE * free[host] for host in needed):
         if comm.rank == 0:
-            logger.info("not enough free memory to fill the engine's buffers apart: they are read in a second pass")
+            logger.info("not enough memory to stage the engine's buffers: a second pass reads them")
         return False
     return True
-
-
-def find_same_node(stages: Sequence[memoryview | None]) -> SameNode:
-    """Which ranks' staging memory this one sees."""
-    return np.array([stage is not None for stage in stages], np.bool_)
 
 
 def negotiate(
     wants: Wants, index: AtomicIndex, comm: Comm, sizes: ReadSizes, same_node: SameNode | None = None
 ) -> LoadPlan:
-    """Ranks tell each other what they want and agree who reads it; collective.
+    """Exchange the wants of all ranks and plan the reads (collective).
 
     Args:
         wants: of this rank.

@@ -1,4 +1,4 @@
-"""How bytes reach the memory of a GPU: from page-locked memory, on streams beside the one that trains."""
+"""Copies to the memory of a GPU: from page-locked memory, on separate streams."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from .destinations import TensorSink
 logger = logging.getLogger("deepspeed_ucp")
 
 _LOCKED = 32 << 20
-"""Bytes of page-locked memory that are asked for at once; torch rounds what it is asked for up to a power of two."""
+"""Bytes of page-locked memory per allocation; torch rounds each up to a power of two."""
 
 
 class Uploads:
-    """Copies of memory alone: what is told to be copied has been copied.
+    """Synchronous copies.
 
     Attributes:
-        pool: memory that bytes are read into before they are copied.
-        go_on: copies go on when they have been told; then they may be of the pool's memory alone.
+        pool: memory for bytes that are read before they are copied.
+        go_on: copies are asynchronous, and may only read the pool's memory.
     """
 
     go_on = False
@@ -34,18 +34,18 @@ class Uploads:
         self.pool = ScratchPool()
 
     def open_stream(self) -> AbstractContextManager[object]:
-        """What the calling thread copies inside goes its own way."""
+        """Context manager for the copies of the calling thread."""
         return nullcontext()
 
     def begin(self) -> None:
-        """Wait for what others do to the destinations."""
+        """Wait for earlier work on the destinations."""
 
     def finish(self) -> None:
         """Wait for all copies."""
         self.pool.settle()
 
     def close(self) -> None:
-        """Wait for all copies, and give the pool's memory back."""
+        """Wait for all copies, and free the pool's memory."""
         self.finish()
         self.pool.clear()
 
@@ -53,14 +53,14 @@ class Uploads:
 class GpuUploads(Uploads):
     """Copies to a GPU while the next bytes are read.
 
-    Page-locked memory is lent again when the copies from it are done. There is twice as much of it as there are
-    threads, so that a thread reads into one piece while another one's bytes travel.
+    Page-locked memory is reused when the copies from it are done. There is twice as much of it as there are threads: a
+    thread reads into one piece while another piece is copied.
 
-    CUDA's current device is each thread's own, and number 0 in a new one: whatever is told here names the device. A
-    stream or an event of another one would say nothing of the copies, and memory be lent before they are done.
+    CUDA's current device belongs to a thread, and is number 0 in a new one: all calls name the device. A stream or an
+    event of another device would not track the copies, and memory would be reused too early.
 
     Args:
-        device: of all destinations that are not the host's.
+        device: of all destinations that are not on the host.
     """
 
     go_on = True
@@ -68,8 +68,8 @@ class GpuUploads(Uploads):
     def __init__(self, threads: int, device: torch.device) -> None:
         self.device, self.pieces = device, 2 * threads
         self.pool = ScratchPool(self._allocate, self._record, most=self.pieces)
-        self._streams = deque[Any]()  # lent to one thread after another: torch has 32, and keeps memory for each
-        self._left, self._is_locked, self._lock = memoryview(b""), True, threading.Lock()
+        self._streams = deque[Any]()  # reused by threads: torch has 32, and keeps memory for each
+        self._free, self._is_locked, self._lock = memoryview(b""), True, threading.Lock()
 
     @contextmanager
     def open_stream(self) -> Iterator[None]:
@@ -92,19 +92,19 @@ class GpuUploads(Uploads):
 
     def close(self) -> None:
         super().close()
-        self._left = memoryview(b"")
+        self._free = memoryview(b"")
         _empty_cache()
 
     def _allocate(self, nbytes: int) -> memoryview:
-        """A piece of what is asked for at once."""
+        """Cut a piece from the current allocation."""
         with self._lock:
-            if self._left.nbytes < nbytes:
-                self._left = self._lock_pages(max(min(_LOCKED, self.pieces * nbytes), nbytes))
-            piece, self._left = self._left[:nbytes], self._left[nbytes:]
+            if self._free.nbytes < nbytes:
+                self._free = self._lock_pages(max(min(_LOCKED, self.pieces * nbytes), nbytes))
+            piece, self._free = self._free[:nbytes], self._free[nbytes:]
             return piece
 
     def _lock_pages(self, nbytes: int) -> memoryview:
-        """Page-locked memory, or plain memory where the system locks none: its copies are done when they are told."""
+        """Allocate page-locked memory, or plain memory if the system locks none: its copies are synchronous."""
         if self._is_locked:
             try:
                 return _allocate_pinned(nbytes)
@@ -114,14 +114,14 @@ class GpuUploads(Uploads):
         return allocate_large(nbytes)
 
     def _record(self) -> Mark:
-        """The end of what the calling thread has told its stream to do so far."""
+        """Record the end of the calling thread's copies so far."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
         return event
 
 
 def choose_uploads(sinks: Iterable[TensorSink], threads: int) -> Uploads:
-    """As the destinations need them; memory of several GPUs is copied to at once, from memory that is not locked."""
+    """Choose by the destinations; memory of several GPUs is copied to synchronously, from memory that is not locked."""
     devices = {memory.device for sink in sinks if (memory := sink.buffer.memory).device.type == "cuda"}
     return GpuUploads(threads, devices.pop()) if len(devices) == 1 else Uploads()
 
@@ -131,7 +131,7 @@ def _allocate_pinned(nbytes: int) -> memoryview:
 
 
 def _empty_cache() -> None:
-    """Have torch give back the page-locked memory that nobody uses, where its release can."""
+    """Make torch free unused page-locked memory, if its release can."""
     public = getattr(getattr(torch, "accelerator", None), "empty_host_cache", None)
     empty = public or getattr(torch._C, "_host_emptyCache", None)
     if empty is not None:

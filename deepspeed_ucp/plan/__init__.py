@@ -1,4 +1,4 @@
-"""Pure planning: which byte ranges go where. No torch, no files, no processes."""
+"""Pure planning: byte ranges and their destinations. No torch, no files, no processes."""
 
 from .claims import DISCARD, Blocks, Claim, Part, Request, address_claims, list_claims, make_claims
 from .locate import Extent, View, Want, locate

@@ -18,7 +18,7 @@ from .renames import list_shapes
 from .settling import Shapes
 
 _FUSED = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
-"""Parameters of transformers, and those of each of AutoEP's experts of which they consist, in this order."""
+"""Parameters of transformers, and the parts of each AutoEP expert in them, in order."""
 
 _EXPERT = re.compile(r"(?P<layer>.*\.experts)\.(?P<part>w[123])\.(?P<number>\d+)", re.ASCII)
 _ROUTER = {"gate.weight": "router.gate.weight", "gate.e_score_correction_bias": "router.e_score_correction_bias"}
@@ -26,10 +26,9 @@ _ROUTER = {"gate.weight": "router.gate.weight", "gate.e_score_correction_bias": 
 
 
 def adapt_experts(index: AtomicIndex, live: Shapes) -> AtomicIndex:
-    """Return the index with a layer's experts in the live model's form, if the checkpoint has them in the other one.
+    """Return the index with a layer's experts in the live model's form, if the checkpoint has the other one.
 
-    A layer with another number of experts, or one that tensor parallelism cuts, stays as it is, so that a load refuses
-    it.
+    A layer with another number of experts, or one that tensor parallelism cuts, is unchanged, and a load refuses it.
     """
     saved = {name: shapes[0] for name, shapes in list_shapes(index).items() if len(shapes) == 1}
     have, want = _count_experts(saved), _count_experts(live)
@@ -51,7 +50,7 @@ def adapt_experts(index: AtomicIndex, live: Shapes) -> AtomicIndex:
 
 
 def _count_experts(names: Mapping[str, Any]) -> dict[str, int]:
-    """Count the experts of each layer that has them as parameters of their own."""
+    """Count the experts of each layer that has them as separate parameters."""
     numbers = defaultdict[str, set[int]](set)
     for found in filter(None, map(_EXPERT.fullmatch, names)):
         numbers[found["layer"]].add(int(found["number"]))
@@ -70,7 +69,7 @@ def _split(layer: str, experts: int, saved: Mapping[str, tuple[int, ...]]) -> It
 
 
 def _fuse(layer: str, experts: int, live: Shapes) -> Iterator[tuple[str, DerivedParam]]:
-    """Yield transformers' parameters of a layer whose experts are parameters of their own."""
+    """Yield transformers' parameters of a layer whose experts are separate parameters."""
     for name, parts in _FUSED.items():
         if live.get(f"{layer}.{name}", ((),))[0][:1] == (experts,):
             slices = (Slice(f"{layer}.{part}.{number}") for number in range(experts) for part in parts)

@@ -1,10 +1,10 @@
-"""Two-phase reading: ranks claim bytes, each block's owner decides who reads them, so that each byte is read once.
+"""Two-phase reading: ranks claim bytes, each block's owner decides which rank reads them, and each byte is read once.
 
-Records are cut into blocks; every block has one owner among the ranks, the same by every rank's reckoning. A rank
-sends its claims (the bytes that it wants) to the owners of their blocks. An owner lets a rank read for itself what only
-that rank wants in one long run; everything else (bytes that several ranks want, short interleaved runs, padding) it
-reads itself, once, and sends to those who asked. Nobody needs to know the other ranks' layouts (cf. MPI-IO's
-collective buffering; redundancy-bypassing loading in Lian et al., ATC'25, section 4).
+Records are cut into blocks; every block is owned by one of the ranks, which every rank computes by itself. A rank
+sends its claims (the bytes that it wants) to the owners of their blocks. An owner lets a rank read a long run that only
+that rank wants. The rest (bytes for several ranks, short interleaved runs, padding) it reads itself, once, and sends to
+the ranks that claimed it. No rank needs to know the other ranks' layouts (cf. MPI-IO's collective buffering;
+redundancy-bypassing loading in Lian et al., ATC'25, section 4).
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from ..atoms import Record, Records
 from .locate import Extent, Want, cut_blocks, locate
 
 DISCARD, STAGE = -1, -2
-"""Buffer numbers of bytes that are read for their checksum alone (padding, replicas), and of an owner's staging memory:
-those of a load's sinks that count from the end."""
+"""Buffer numbers of bytes that are read for their checksum alone (padding, replicas), and of an owner's staging memory.
+
+They index a list of sinks from its end.
+"""
 
 MAX_PARTS = 512
 """Parts per request; the kernel takes 1024 buffers in one ``preadv``."""
@@ -32,7 +34,7 @@ Table = npt.NDArray[np.int64]
 
 COLUMNS = 5
 _ENDLESS = 1 << 62
-"""Bytes of a block where there are none."""
+"""A block size larger than any record."""
 
 SELF_READ = -1
 """Answer to a claim: read it yourself. Other answers are the round in which the owner sends the bytes."""
@@ -64,7 +66,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """``count`` runs of ``run`` bytes, ``step`` bytes apart, of one block of a record, and where they go.
+    """``count`` runs of ``run`` bytes, ``step`` bytes apart, of one block of a record, and their destinations.
 
     Attributes:
         record: its number in the index.
@@ -86,10 +88,10 @@ class Claim:
 
 
 def make_claims(pieces: Iterable[Extent], block: int) -> list[Claim]:
-    """A rank's claims, ordered by record and offset; neighbouring pieces of a block are one claim.
+    """Return a rank's claims, ordered by record and offset; neighbouring pieces of a block are one claim.
 
     Args:
-        pieces: what the rank wants.
+        pieces: wanted by the rank.
         block: bytes per block.
     """
     by_block: dict[tuple[int, int], list[Extent]] = defaultdict(list)
@@ -102,18 +104,18 @@ def make_claims(pieces: Iterable[Extent], block: int) -> list[Claim]:
 
 
 def list_claims(wants: Iterable[Want], block: int) -> list[Claim]:
-    """The claims of what a rank wants, as :func:`make_claims` makes them."""
+    """Return the claims for a rank's wants, see :func:`make_claims`."""
     return make_claims((piece for want in wants for piece in locate(want)), block)
 
 
 def list_requests(wants: Iterable[Want], block: int = _ENDLESS) -> list[Request]:
-    """How one rank alone reads what it wants: neighbours in a block of a record are one request."""
+    """Return the reads for the wants of a single rank: neighbours in a block of a record are one request."""
     pieces = (part for want in wants for piece in locate(want) for part in piece.split())
     return [Request(claim.record, claim.offset, claim.nbytes, claim.parts) for claim in make_claims(pieces, block)]
 
 
 def _join(record: int, pieces: list[Extent]) -> Iterable[Claim]:
-    """Claims of one block: contiguous pieces that follow each other are joined."""
+    """Yield the claims of one block: contiguous pieces that follow each other are joined."""
     pieces.sort(key=lambda piece: piece.run.src)
     run, end = list[Extent](), 0
     for piece in pieces:
@@ -147,14 +149,14 @@ def _part(piece: Extent) -> Part:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The blocks of all records and who owns them: the ranks that can read a block's file, in turn.
+    """The blocks of all records and their owners: the ranks that can read a block's file, in turn.
 
     Attributes:
         first: number of each record's first block, among those that the same ranks can read.
         nbytes: of each record.
         block: bytes per block.
-        size: ranks.
-        access: which of them can read which records.
+        size: number of ranks.
+        access: the ranks that can read each record.
     """
 
     first: npt.NDArray[np.int64]
@@ -165,21 +167,21 @@ class Blocks:
 
     @classmethod
     def of(cls, records: Sequence[Record], block: int, size: int, access: ReadAccess = READ_ALL) -> Blocks:
-        """Number the blocks of all records one after the other.
+        """Number the blocks of all records in order.
 
         Args:
-            access: which ranks can read which files.
+            access: the ranks that can read each file.
         """
         records = Records.of(records)
         nbytes, held = np.array(records.nbytes, np.int64), access.choose(records.files)
         return cls(held.number(np.arange(len(records)), -(-nbytes // block)), nbytes, block, size, held)
 
     def owners(self, records: npt.NDArray[np.int64], offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Owner of each (record, byte offset)."""
+        """Return the owner of each (record, byte offset)."""
         return self.access.assign(records, self.first[records] + offsets // self.block, self.size)
 
     def owned(self, rank: int, touched: npt.NDArray[np.int64]) -> Iterable[tuple[int, int]]:
-        """(record, block of it) of the blocks that ``rank`` owns in these records, which are ascending."""
+        """Yield (record, block of it) for the blocks that ``rank`` owns in these records, which are ascending."""
         records, places, steps = self.access.find_places(rank, touched, self.size)
         begins = (places - self.first[records]) % steps
         some = begins * self.block < self.nbytes[records]
@@ -189,7 +191,7 @@ class Blocks:
 
 
 def address_claims(claims: Sequence[Claim], blocks: Blocks) -> tuple[list[Table], list[list[Claim]]]:
-    """Claims by the rank that owns their block, as tables and as they are, in the same order."""
+    """Group claims by the owner of their block, as tables and as they are, in the same order."""
     rows = [(c.record, c.offset, c.run, c.step, c.count) for c in claims]
     table = np.array(rows, np.int64).reshape(-1, COLUMNS)
     owners = blocks.owners(table[:, 0], table[:, 1])

@@ -1,8 +1,8 @@
-"""Which worker writes which part of an atomic checkpoint, as data (Lian et al., ATC'25, section 4.3).
+"""Assignment of the parts of an atomic checkpoint to workers, as data (Lian et al., ATC'25, section 4.3).
 
-The paper's nested parallel reconfiguration without its temporary files: atoms are cut into ranges of bounded size,
-ranges into batches, batches are dealt to nodes by bytes, and a node's workers take them one by one. Everything is a
-function of the sizes, so that every rank computes the same plan; the bytes written do not depend on it.
+This is the paper's nested parallel reconfiguration without its temporary files: atoms are cut into ranges of bounded
+size, ranges are grouped into batches, batches are dealt to nodes by bytes, and a node's workers take them one by one.
+The plan is a function of the sizes, and every rank computes the same one; the written bytes do not depend on it.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 ALIGNMENT = 1 << 20
-"""Bytes; ranges of one file begin at multiples of it, so that no two workers write to one page."""
+"""Bytes; ranges of one file begin at multiples of it, to keep two workers from writing to one page."""
 
 RANGE = 16 << 20
-"""Bytes; the largest range, and what small atoms are bundled to."""
+"""Bytes; the largest range, and the size to which small atoms are bundled."""
 
 GRAIN = 40
-"""Batches per node at least, where the alignment allows: the last one is a small part of a node's share."""
+"""Least batches per node, if the alignment allows: the last one is a small part of a node's share."""
 
 MAX_RANGES = 256
-"""Ranges per batch: what bounds the small files that one batch keeps open."""
+"""Ranges per batch: bounds the small files that one batch keeps open."""
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """An atom to be written: its elements, their size, and where its first byte lies in the source (for the order)."""
+    """An atom to write: its elements, their size, and the place of its first byte in the source (for the order)."""
 
     numel: int
     itemsize: int
@@ -49,7 +49,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Ranges that one worker reads together and writes: one range of a large atom, or several small atoms whole."""
+    """Ranges that one worker reads together and writes: one range of a large atom, or several small atoms."""
 
     ranges: tuple[Range, ...]
     nbytes: int
@@ -70,14 +70,14 @@ class ConversionPlan:
 def plan_conversion(outputs: Sequence[Output], nodes: int, *, most: int = RANGE, whole: bool = False) -> ConversionPlan:
     """Deal outputs to nodes.
 
-    Batches stay in the order of the source, and each node gets a run of them: it reads its part of the storage from
+    Batches stay in the order of the source, and each node gets a run of them. It reads its part of the storage from
     front to back, and at most two nodes share a file that is not larger than a node's share.
 
     Args:
-        outputs: what is to be written.
-        nodes: how many nodes.
-        most: bytes of a batch at most; not below ``ALIGNMENT``.
-        whole: each output is one node's: nodes share no folder.
+        outputs: to write.
+        nodes: their number.
+        most: bytes of a batch at most; at least ``ALIGNMENT``.
+        whole: assign each output to one node: nodes share no folder.
     """
     most = min(most, max(sum(output.nbytes for output in outputs) // (nodes * GRAIN), ALIGNMENT))
     kept = cut_batches(outputs, most)
@@ -90,7 +90,7 @@ def plan_conversion(outputs: Sequence[Output], nodes: int, *, most: int = RANGE,
 
 
 def deal_runs(sizes: Sequence[int], nodes: int) -> list[int]:
-    """The node of each of several parts in order: runs of equal bytes, as far as the parts' sizes allow."""
+    """Return the node of each of several parts in order: runs of equal bytes, as far as the parts' sizes allow."""
     total = sum(sizes)
     ends = zip(sizes, accumulate(sizes), strict=True)
     return [min((2 * end - size) * nodes // (2 * total), nodes - 1) if total else 0 for size, end in ends]
@@ -119,5 +119,5 @@ def cut_batches(outputs: Sequence[Output], most: int = RANGE) -> list[Batch]:
 
 
 def is_split(output: Output, most: int = RANGE) -> bool:
-    """Whether an output is written in several ranges."""
+    """Return True if an output is written in several ranges."""
     return output.nbytes > max(most // ALIGNMENT, 1) * ALIGNMENT

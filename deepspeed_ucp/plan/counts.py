@@ -1,4 +1,4 @@
-"""How a model and a checkpoint differ, parameter by parameter; other numbers of experts are one fault."""
+"""Differences between a model and a checkpoint, by parameter; a different number of experts is one fault."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from ..errors import fold_names
 from ..experts import find_block, read_name
 
 EXTRA, MISSING, SHAPE, COUNT = "extra", "missing", "shape", "count"
-"""Kinds of faults: a name that the model lacks, or the checkpoint, another shape, another number of experts."""
+"""Kinds of faults: a name that the model lacks or the checkpoint lacks, another shape, another number of experts."""
 
 _EXAMPLES = 3
 
 
 class Fault(NamedTuple):
-    """What keeps a parameter from being matched, or that a lenient load passes it over.
+    """A difference that prevents a match, or that a lenient load ignores.
 
     Attributes:
-        name: the parameter's, or what all names of several begin with.
-        text: the words behind the name.
+        name: the parameter's, or the common prefix of several.
+        text: follows the name in the message.
         kind: one of the four.
     """
 
@@ -38,7 +38,7 @@ class Fault(NamedTuple):
 
 
 def list_faults(faults: Iterable[Fault]) -> str:
-    """Of missing names, of extra ones and of all others some, and how many there are."""
+    """List some missing names, some extra ones and some other faults, with their numbers."""
     kinds: dict[str, list[Fault]] = defaultdict(list)
     for each in faults:
         kinds[each.kind if each.kind in (EXTRA, MISSING) else ""].append(each)
@@ -54,25 +54,25 @@ def _list_some(faults: Sequence[Fault]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ExpertCounts:
-    """What there is of experts on both sides: their atoms' names, by what all names in their block begin with."""
+    """Experts on both sides: their atoms' names, by the prefix of their block."""
 
     saved: Mapping[str, Sequence[str]]
     live: Mapping[str, Sequence[str]]
 
     @classmethod
     def of(cls, saved: Iterable[str], live: Iterable[str]) -> ExpertCounts:
-        """By the names of both sides."""
+        """Group the names of both sides."""
         return cls(_list_blocks(saved), _list_blocks(live))
 
     @property
     def differing(self) -> dict[str, tuple[int, int]]:
-        """Experts in the checkpoint and in the model, of blocks that both have, where they are not the same ones."""
+        """Numbers of saved and live experts, for blocks that both sides have with different experts."""
         blocks = [block for block in self.live if block in self.saved]
         both = {block: (_list_numbers(self.saved[block]), _list_numbers(self.live[block])) for block in blocks}
         return {block: (len(have), len(want)) for block, (have, want) in both.items() if have != want}
 
     def fold(self, faults: Sequence[Fault]) -> list[Fault]:
-        """The same, with one for those of blocks with other experts."""
+        """Replace the faults of blocks with other experts by one each."""
         differing = self.differing
         counts = fold_names([(block.rstrip("."), count) for block, count in differing.items()], lambda count: count)
         others = [

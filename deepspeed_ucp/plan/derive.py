@@ -1,7 +1,7 @@
-"""An index of parameters that are made of saved ones: joined of several, cut out of one, or left out.
+"""An index of parameters that are derived from saved ones: joined from several, cut out of one, or left out.
 
-A :class:`DerivedParam` is slices of saved ones, one behind the other, and so are its fragments: nothing behind the
-index knows that it is not a saved one. AutoEP's universal form and folders of Hugging Face's are read so.
+A :class:`DerivedParam` consists of slices of saved parameters, and its fragments of theirs: users of the index cannot
+tell it from a saved one. AutoEP's universal form and Hugging Face folders are read in this way.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Repeated = tuple[tuple[int, Fragment], ...]
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Of a saved parameter's shard, as ``count`` equal runs of elements, ``width`` of them; by default all of it."""
+    """``width`` of ``count`` equal runs of elements of a saved parameter's shard; by default the whole shard."""
 
     name: str
     number: int = 0
@@ -43,12 +43,12 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class DerivedParam:
-    """A parameter that is made of slices, one behind the other, on every tensor-parallel rank alike.
+    """A parameter that concatenates slices, the same on every tensor-parallel rank.
 
     Attributes:
         slices: of saved parameters.
-        dims: dimensions of its shape, of which the last are the first slice's parameter's.
-        lead: sizes in front of the dimension along which the slices' rows follow each other.
+        dims: number of dimensions; the last ones are those of the first slice's parameter.
+        lead: sizes before the dimension along which the slices' rows are concatenated.
     """
 
     slices: tuple[Slice, ...]
@@ -57,11 +57,11 @@ class DerivedParam:
 
     @classmethod
     def whole(cls, name: str, shape: Shape) -> DerivedParam:
-        """A saved parameter of a shape, as it is."""
+        """Return a saved parameter of a shape, unchanged."""
         return cls((Slice(name),), len(shape))
 
     def find_shape(self, numel: int, saved: Shape) -> Shape:
-        """Its shape, with so many elements; ``saved`` is that of the first slice's parameter."""
+        """Return its shape for a number of elements; ``saved`` is that of the first slice's parameter."""
         if (len(self.slices), self.slices[0].count, self.dims) == (1, 1, len(saved)):
             return saved
         inner = self.dims - len(self.lead) - 1
@@ -72,7 +72,7 @@ class DerivedParam:
 
 
 def fuse_experts(index: AtomicIndex) -> AtomicIndex:
-    """The index with one parameter [experts, …] for all experts of a layer, where ``fused`` tells of it."""
+    """Return the index with one parameter [experts, …] for all experts of a layer that is in ``fused``."""
     dims = {key.name: len(atom.shape) for key, atom in index.stored.atoms.items()}
     made = {}
     for name, count in index.model.fused.items():
@@ -82,7 +82,7 @@ def fuse_experts(index: AtomicIndex) -> AtomicIndex:
 
 
 def split_experts(index: AtomicIndex, fused: Mapping[str, int]) -> AtomicIndex:
-    """The inverse: an atom for each expert of parameters that hold so many of them, one behind the other."""
+    """Return the index with an atom for each expert of parameters that concatenate so many of them."""
     shapes = {key.name: atom.shape for key, atom in index.stored.atoms.items() if key.name in fused}
     made = {
         f"{name}.{expert}": DerivedParam((Slice(name, expert, fused[name]),), len(shape) - 1)
@@ -93,10 +93,10 @@ def split_experts(index: AtomicIndex, fused: Mapping[str, int]) -> AtomicIndex:
 
 
 def rename_all(index: AtomicIndex, renamed: Mapping[str, str]) -> AtomicIndex:
-    """The index under other names, without its ties.
+    """Return the index under other names, without its ties.
 
     Args:
-        renamed: new name → its own.
+        renamed: new name → saved name.
     """
     if not renamed:
         return index
@@ -105,21 +105,21 @@ def rename_all(index: AtomicIndex, renamed: Mapping[str, str]) -> AtomicIndex:
 
 
 def derive(index: AtomicIndex, made: Mapping[str, DerivedParam], dropped: Iterable[str] = ()) -> AtomicIndex:
-    """The index with parameters in the place of those that they are made of.
+    """Return the index with derived parameters in place of the saved ones that they use.
 
     Args:
-        made: by name; every state is made alike.
+        made: by name; every state is derived alike.
         dropped: saved parameters that are left out.
 
     Raises:
-        MismatchError: a parameter that is made is there already; what one is made of has different states, dtypes, step
-            counts or hyper-parameters.
+        MismatchError: a derived parameter exists already, or it is derived from parameters with different states,
+            dtypes, step counts or hyper-parameters.
     """
     used = {piece.name for each in made.values() for piece in each.slices} | set(dropped)
     if twice := sorted({key.name for key in index.stored.atoms} & made.keys() - used):
         feeding = shorten([piece.name for piece in made[twice[0]].slices])
         raise MismatchError(
-            f"The checkpoint has {shorten(twice)} itself, which {feeding} is to feed; leave one of them out."
+            f"The checkpoint has {shorten(twice)} itself, which {feeding} would fill too; leave one of them out."
         )
     heads: dict[str, list[str]] = defaultdict(list)
     for name, each in made.items():
@@ -127,7 +127,7 @@ def derive(index: AtomicIndex, made: Mapping[str, DerivedParam], dropped: Iterab
     _check_alike(index, made, used)
 
     def follow(name: str) -> Sequence[str]:
-        """What stands in a saved parameter's place: where it is used, those whose first slice is of it."""
+        """Return the names that replace a saved parameter: if it is used, those whose first slice is of it."""
         return heads.get(name, ()) if name in used else (name,)
 
     def follow_all(params: Iterable[ParamKey]) -> Iterator[ParamKey]:
@@ -137,7 +137,7 @@ def derive(index: AtomicIndex, made: Mapping[str, DerivedParam], dropped: Iterab
     return index.change(
         atoms=Atoms(held, follow_all(index.stored.atoms.module)),
         repeated=repeated,
-        scalars={new: told for param, told in index.run.scalars.items() for new in follow_all((param,))},
+        scalars={new: facts for param, facts in index.run.scalars.items() for new in follow_all((param,))},
         groups=tuple(GroupInfo(tuple(follow_all(group.members)), group.hyper) for group in index.run.groups),
         instances={new: count for name, count in index.model.instances.items() for new in follow(name)},
         aliases={alias: name for alias, name in index.model.aliases.items() if not {alias, name} & used},
@@ -151,7 +151,7 @@ def _derive_atoms(
     used: Container[str],
     follow: Callable[[Iterable[ParamKey]], Iterable[ParamKey]],
 ) -> tuple[dict[ParamKey, list[ParamStorage]], dict[AtomKey, Repeated]]:
-    """What holds each parameter, and what of it lies in the files a second time."""
+    """Return the storage of each parameter, and the parts that are in the files a second time."""
     held: dict[ParamKey, list[ParamStorage]] = {}
     repeated = {key: parts for key, parts in index.stored.repeated.items() if key.name not in used}
     for param, holdings in index.stored.atoms.held.items():
@@ -169,7 +169,7 @@ def _derive_atoms(
 
 
 def _make_atom(index: AtomicIndex, key: AtomKey, made: DerivedParam) -> tuple[Atom, Repeated]:
-    """One state of it, and what of that lies in the files a second time."""
+    """Derive one state, and its parts that are in the files a second time."""
     sources = [key._replace(name=piece.name) for piece in made.slices]
     found = {source: index.stored.atoms[source] for source in dict.fromkeys(sources)}
     atoms = [found[source] for source in sources]
@@ -188,14 +188,14 @@ def _make_atom(index: AtomicIndex, key: AtomKey, made: DerivedParam) -> tuple[At
 
 
 def _cut_tiles(held: Sequence[Shard], spans: Sequence[tuple[int, int, int]], shape: Shape) -> Tiles | None:
-    """Tiles of one slice of tiles; None where there is no such."""
+    """Return the tiles of a single slice of tiles, else None."""
     if len(held) == 1 and isinstance(held[0].held, Tiles):
         return held[0].held.cut(*spans[0][:2], shape)
     return None
 
 
 def _lay_out(slices: Iterable[Slice], numels: Iterable[int]) -> Iterator[tuple[int, int, int]]:
-    """Of each slice its elements [low, high) of a saved shard of so many, and where they begin in the derived one."""
+    """Yield each slice's elements [low, high) of a saved shard, and their first element in the derived one."""
     position = 0
     for piece, numel in zip(slices, numels, strict=True):
         low, high = (number * numel // piece.count for number in (piece.number, piece.number + piece.width))
@@ -204,7 +204,7 @@ def _lay_out(slices: Iterable[Slice], numels: Iterable[int]) -> Iterator[tuple[i
 
 
 def _move(fragments: Iterable[Fragment], begin: int, end: int, position: int, itemsize: int) -> Iterator[Fragment]:
-    """What fragments hold of elements [begin, end), as fragments of a shard in which these begin at ``position``."""
+    """Yield the part of fragments inside elements [begin, end), moved such that ``begin`` becomes ``position``."""
     for each in fragments:
         low, high = max(each.start, begin), min(each.start + each.numel, end)
         if low < high:
@@ -213,7 +213,7 @@ def _move(fragments: Iterable[Fragment], begin: int, end: int, position: int, it
 
 
 def _check_alike(index: AtomicIndex, made: Mapping[str, DerivedParam], used: Container[str]) -> None:
-    """Whether what parameters are made of goes together."""
+    """Check that the parameters from which one is derived agree."""
     kinds: dict[str, set[tuple[str, int, str]]] = defaultdict(set)
     for key, atom in index.stored.atoms.items():
         if key.name in used:

@@ -1,23 +1,23 @@
-"""Where the elements that a rank wants lie in files: from parts of target shards to strided pieces of records."""
+"""Locate wanted elements in files: from parts of target shards to strided pieces of records."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from ..atoms import ITEMSIZE, Atom, Fragment, Shard, Tiles
+from ..atoms import ITEMSIZE, Atom, Tiles
 from ..patterns import Layout, Run, copy_runs, restrict_source, whole
 from ..patterns.layout import overlap
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """How a target shard relates to the source's shards.
+    """The relation of a target shard to the source's shards.
 
     Attributes:
         source, target: layouts of both sides.
         rank: the target shard.
-        shards: source shards that it is made from.
+        shards: source shards from which it is made.
     """
 
     source: Layout
@@ -44,7 +44,7 @@ class Want:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Elements of a record that go to a buffer: runs, with ``src`` in elements of the record, ``dst`` of the buffer."""
+    """Runs of elements of a record for a buffer; ``src`` counts elements of the record, ``dst`` of the buffer."""
 
     record: int
     buffer: int
@@ -58,11 +58,11 @@ class Extent:
 
     @property
     def is_contiguous(self) -> bool:
-        """The runs follow each other in the record."""
+        """Whether the runs are adjacent in the record."""
         return self.run.count == 1 or self.run.src_step == self.run.width
 
     def split(self) -> Iterator[Extent]:
-        """The same with every piece contiguous in the record."""
+        """Yield the extent in pieces that are contiguous in the record."""
         run = self.run
         if self.is_contiguous:
             yield self
@@ -73,7 +73,7 @@ class Extent:
 
 
 def find_shards(source: Layout, target: Layout, rank: int) -> tuple[int, ...]:
-    """Source shards that a target shard is made from."""
+    """Return the source shards from which a target shard is made."""
     if source.replicated:
         return (0,)
     alike = source.view[1:] == target.view[1:] and source.claims is None and rank < len(source.shards)
@@ -83,7 +83,7 @@ def find_shards(source: Layout, target: Layout, rank: int) -> tuple[int, ...]:
 
 
 def locate(want: Want) -> Iterator[Extent]:
-    """The pieces that hold a want, source shard by source shard, in element order or tile by tile."""
+    """Yield the pieces of a want, by source shard and then in element order or by tile."""
     itemsize = ITEMSIZE[want.atom.dtype]
     held = want.atom.shards[want.shard].held
     is_whole = want.view is None or _holds_all(want.view.source)
@@ -94,7 +94,7 @@ def locate(want: Want) -> Iterator[Extent]:
 
 
 def _holds_all(layout: Layout) -> bool:
-    """Whether its one shard is the whole tensor, in row-major order."""
+    """Return True if the layout's only shard is the whole tensor, in row-major order."""
     return len(layout.shards) == 1 and all(
         [low for low, _ in held] + [size] == [0] + [high for _, high in held]
         for held, size in zip(layout.shards[0], layout.view, strict=True)
@@ -102,7 +102,7 @@ def _holds_all(layout: Layout) -> bool:
 
 
 def _meet_tiles(want: Want, held: Tiles) -> Iterator[tuple[int, int, Run]]:
-    """What :func:`_meet_shards` yields, with all rows of a tile in few runs."""
+    """Yield the same as :func:`_meet_shards`, with all rows of a tile in few runs."""
     end = want.start + want.numel
     target, rank = (whole(held.shape), 0) if want.view is None else (want.view.target, want.view.rank)
     claims = None if want.view is None else want.view.source.claims
@@ -115,32 +115,20 @@ def _meet_tiles(want: Want, held: Tiles) -> Iterator[tuple[int, int, Run]]:
 
 
 def _meet_shards(want: Want) -> Iterator[tuple[int, int, Run]]:
-    """Records with runs of the target shard, and the element of the record from which on their sources count."""
-    itemsize = ITEMSIZE[want.atom.dtype]
-    for shard, runs in _copy_runs(want):
+    """Yield records with runs of the target shard, and the element of the record from which their sources count."""
+    view, end, itemsize = want.view, want.start + want.numel, ITEMSIZE[want.atom.dtype]
+    for number in (want.shard,) if view is None else view.shards:
+        runs: Iterable[Run] = (Run(want.start, want.start, want.numel),)
+        if view is not None:
+            runs = copy_runs(view.source, number, view.target, view.rank, want.start, end)
         for run in runs:
-            for fragment, part in _meet(want.atom.shards[shard], run):
-                yield fragment.record, fragment.offset // itemsize - fragment.start, part
-
-
-def _copy_runs(want: Want) -> Iterator[tuple[int, tuple[Run, ...]]]:
-    view, end = want.view, want.start + want.numel
-    if view is None:
-        yield want.shard, (Run(want.start, want.start, want.numel),)
-        return
-    for shard in view.shards:
-        yield shard, copy_runs(view.source, shard, view.target, view.rank, want.start, end)
-
-
-def _meet(shard: Shard, run: Run) -> Iterator[tuple[Fragment, Run]]:
-    """The parts of a run by the fragments that hold them."""
-    for fragment in shard.find(run.src, run.src_end):
-        for part in restrict_source(run, fragment.start, fragment.start + fragment.numel):
-            yield fragment, part
+            for fragment in want.atom.shards[number].find(run.src, run.src_end):
+                for part in restrict_source(run, fragment.start, fragment.start + fragment.numel):
+                    yield fragment.record, fragment.offset // itemsize - fragment.start, part
 
 
 def cut_blocks(piece: Extent, block: int) -> Iterable[Extent]:
-    """Cut a piece where the record's blocks of ``block`` bytes begin."""
+    """Cut a piece at the boundaries of the record's blocks of ``block`` bytes."""
     step = block // piece.itemsize
     run = piece.run
     first_block, last_block = run.src // step, (run.src_end - 1) // step

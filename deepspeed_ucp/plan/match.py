@@ -1,16 +1,16 @@
-"""Which saved parameter a live one takes its state from, and which saved param group a live group continues."""
+"""Match live parameters with saved ones, and live param groups with the saved groups that they continue."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from ..atoms import COPY, MASTER, MODULE, Atom, AtomicIndex, ParamKey
+from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, Atom, AtomicIndex, ParamKey
 from ..errors import MismatchError, shorten, suggest
 from ..experts import is_expert
 from ..flat import Shape
@@ -18,27 +18,26 @@ from ..patterns import RuleSet, advise_family, advise_resize, advise_vocabulary,
 from ..patterns.adapters import is_added
 from .counts import EXTRA, MISSING, SHAPE, ExpertCounts, Fault, list_faults
 from .settling import Shapes
-from .ties import are_same
 
 FIRST = (0, 1)
 
 
 @dataclass(slots=True)
 class Match:
-    """Live parameter → saved parameter, live group → saved group, and what a lenient load passes over.
+    """Live parameters and groups with their saved counterparts, and the differences that a lenient load ignores.
 
     Attributes:
-        params: live name → the saved parameter, of several pipeline stages' the one that this stage takes.
-        groups: live param group → the saved ones with its parameters: one, of experts cut by size several, or
-            as many as a group that keeps its own hyper-parameters joins; those without any are left out.
-        skipped: what a lenient load passes over.
+        params: live name → the saved parameter; if several pipeline stages hold it, the copy for this stage.
+        groups: live param group → the saved ones with its parameters: one; several for experts cut by size, or for a
+            group that keeps its hyper-parameters and joins several. Groups without any are left out.
+        skipped: differences that a lenient load ignores.
         untouched: frozen parameters and buffers that the checkpoint lacks: a lenient load leaves them as they are.
-        kept: tensors that keep their fresh value, as the source's converter did not keep them.
-        hyper: live param group → the hyper-parameters that it takes over.
-        notes: what is restored otherwise than it was saved, in words.
-        resized: live names with another number of rows than the saved: a vocabulary's padding, or a fault.
-        ruled: live names of another shape than the saved, of which the user's ``resize`` rules tell.
-        fault: what keeps the parameters from being matched, in words; empty where nothing does.
+        kept: tensors that keep their initial value because the source's converter dropped them.
+        hyper: live param group → the hyper-parameters that it takes.
+        notes: warnings about state that is restored differently.
+        resized: live names with another number of rows than saved: a vocabulary's padding, or a fault.
+        ruled: live names of another shape than saved, with a ``resize`` rule of the user.
+        fault: an error message if the parameters cannot be matched, else empty.
     """
 
     params: dict[str, ParamKey] = field(default_factory=dict)
@@ -58,10 +57,10 @@ class Match:
         return {live: param.name for live, param in self.params.items()}
 
     def require(self) -> Match:
-        """Itself.
+        """Return this match.
 
         Raises:
-            MismatchError: its fault.
+            MismatchError: it has a fault.
         """
         if self.fault:
             raise MismatchError(self.fault)
@@ -70,20 +69,20 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class TargetInventory:
-    """What the live engine holds, all ranks together.
+    """The tensors of the live engine, joined over all ranks.
 
     Attributes:
         owned: parameters that the optimizer owns.
         extras: parameters without optimizer, and buffers; None leaves them out of the comparison.
         aliases: tied names → the name that holds the data.
-        ordinals: for parameters that several pipeline stages hold, (this stage's place among them, how many).
-        renamed: live name → the name that the checkpoint has for it, where they differ.
-        counts: how many pipeline stages hold a parameter, of those that several do; of any stage.
+        ordinals: for parameters that several pipeline stages hold, (this stage's place among them, their number).
+        renamed: live name → saved name, if they differ.
+        counts: number of pipeline stages that hold a parameter, if several do; for any stage.
         attributes: Megatron's attributes of the parameters.
-        unfed: tensors that nothing feeds, by the user's word.
-        info: the model's own ``universal_checkpoint_info``.
+        unfed: tensors that the user has declared to be new.
+        info: the model's ``universal_checkpoint_info``.
         tp: tensor-parallel degree.
-        experts_over_tp: experts that are spread over the tensor-parallel ranks too, whole: they have one shard.
+        experts_over_tp: whole experts that are distributed over the tensor-parallel ranks too: they have one shard.
     """
 
     owned: Shapes = field(default_factory=dict)
@@ -100,7 +99,7 @@ class TargetInventory:
 
     @property
     def shapes(self) -> Shapes:
-        """Local shapes of all of it."""
+        """Local shapes of all tensors."""
         return {**(self.extras or {}), **self.owned}
 
 
@@ -112,11 +111,11 @@ def match_parameters(
     Args:
         strict: refuse missing and extra names (as ``load_module_strict``).
         with_states: optimizer states are loaded as well.
-        rules: the user's, of which those count that tell of other shapes.
+        rules: the user's, for their ``resize`` rules.
 
     Returns:
-        What is matched; its ``fault`` lists every parameter that is missing or extra, or of another shape where no
-        tensor is cut.
+        The match; its ``fault`` lists every parameter that is missing or extra, or has another shape although no tensor
+        is cut.
     """
     matcher = _Matcher(index, live, strict, with_states, rules)
     for is_trained, shapes in ((True, live.owned), (False, live.extras or {})):
@@ -128,13 +127,13 @@ def match_parameters(
 
 @dataclass
 class _Matcher:
-    """Live tensors held against a checkpoint, one by one.
+    """Compares live tensors with a checkpoint, one by one.
 
     Attributes:
         faults: shapes that differ.
-        shapes: by saved name its shape and the live one's, where these differ without a rule that tells of it.
+        shapes: saved name → saved and live shape, if they differ without a rule for it.
         missing: live names that the checkpoint lacks, and whether they are trained.
-        swapped: names that are trained here (True) or were in the saved run (False), and not in the other one.
+        swapped: names that are trained only here (True) or only in the saved run (False).
     """
 
     index: AtomicIndex
@@ -150,14 +149,14 @@ class _Matcher:
 
     @cached_property
     def aliases(self) -> dict[str, list[str]]:
-        """By name the others of the same tensor."""
+        """Name → other names of the same tensor."""
         others: dict[str, list[str]] = defaultdict(list)
         for alias, name in self.live.aliases.items():
             others[name].append(alias)
         return others
 
     def add(self, name: str, shapes: tuple[Shape, ...], is_trained: bool) -> None:
-        """Find what a live tensor takes its state from."""
+        """Find the saved tensor for a live one."""
         names = [self.live.renamed.get(each, each) for each in (name, *self.aliases.get(name, ()))]
         weight = _find(self.index, names, is_trained, self.with_states)
         if weight is None:
@@ -174,7 +173,7 @@ class _Matcher:
                 self._note_shapes(name, weight.shapes[0], shapes[0])
 
     def _pass_over(self, name: str, names: Sequence[str], is_trained: bool, shape: Shape) -> None:
-        """Note a tensor that the checkpoint does not hold: a fault, unless the save is known to have left it out."""
+        """Note a tensor that the checkpoint lacks: a fault, unless the save is known to have left it out."""
         index, match = self.index, self.match
         is_dropped = index.limits.dropped and not any(index.find(index.resolve(each), MASTER) for each in names)
         if is_dropped and not is_trained:
@@ -186,7 +185,7 @@ class _Matcher:
             self.missing[name] = is_trained
 
     def _note_shapes(self, name: str, saved: Shape, live: Shape) -> None:
-        """A whole tensor of another shape; whether another number of rows is a fault, patterns have to tell."""
+        """Note a whole tensor of another shape; patterns decide whether another number of rows is a fault."""
         fault = Fault(name, f": shape {saved} in the checkpoint, {live} in the model", SHAPE)
         if len(saved) != len(live) or not live or saved[1:] != live[1:] or len(live) == 3:
             self.faults.append(fault)
@@ -194,20 +193,20 @@ class _Matcher:
             self.match.resized[name] = fault
 
     def finish(self) -> None:
-        """Compare all names, and tell what is at fault, or what a lenient load leaves as it is."""
+        """Compare all names, and note the faults or the differences that a lenient load ignores."""
         index, live, match = self.index, self.live, self.match
-        # Where the optimizer's files are not there, trained parameters have copies alone.
+        # Without the optimizer's files, trained parameters only have copies.
         saved = index.stored.atoms.list_names((MASTER, COPY) if live.extras is None else (MASTER, COPY, MODULE))
         matched = match.saved
-        # FSDP, and layer files of a pipeline stage, hold a tie twice, and nothing there tells that it is one.
+        # FSDP, and layer files of a pipeline stage, hold a tie twice without recording it.
         ties = {live.renamed.get(alias, alias): name for alias, name in live.aliases.items() if name in matched}
         ties = {alias: matched[name] for alias, name in ties.items() if not index.find(alias, MASTER)}
         same = {
             alias: self._are_same(alias, ties[alias]) for alias in sorted(saved & ties.keys() - {*matched.values()})
         }
-        if index.is_weights_alone and (untold := [alias for alias, told in same.items() if told is None]):
-            match.notes.append(f"{shorten(untold)}: tied here to another name, whose saved values count")
-        saved -= {alias for alias, told in same.items() if told is not False}
+        if index.is_weights_alone and (unknown := [alias for alias, is_same in same.items() if is_same is None]):
+            match.notes.append(f"{shorten(unknown)}: tied here to another name, whose saved values are taken")
+        saved -= {alias for alias, is_same in same.items() if is_same is not False}
         extra = sorted(saved - set(matched.values()))
         for name in extra:
             text = ": in the checkpoint, not in the model"
@@ -221,7 +220,7 @@ class _Matcher:
             self._judge(ExpertCounts.of(saved, live.shapes), extra)
 
     def _are_same(self, alias: str, name: str) -> bool | None:
-        """Whether two saved tensors that are one here have the same values; None where nothing tells."""
+        """Return True if two saved tensors that are one here have equal values; None if that is unknown."""
         one, other = (pick_weight(self.index, ParamKey(each), True, True) for each in (name, alias))
         return are_same(self.index, one, other)
 
@@ -236,7 +235,7 @@ class _Matcher:
             return
         padded = advise_vocabulary(match.resized)
         faults += match.resized.values()
-        match.resized.clear()  # listed: no pattern need be asked for
+        match.resized.clear()  # listed as faults: they need no pattern
         hint = ""
         if any(each.kind == SHAPE for each in faults):
             hint += f" Build the model with the sizes of the saved one.{advise_resize(self.shapes)}{padded}"
@@ -247,7 +246,7 @@ class _Matcher:
         match.fault = f"The model and the checkpoint differ: {list_faults(faults).removesuffix('.')}.{hint}"
 
     def _advise_missing(self) -> str:
-        """What to do where one side lacks names."""
+        """Suggest a remedy for names that one side lacks."""
         is_adapter = lacks_frozen(self.index) and self.missing and not any(self.missing.values())
         if not is_adapter or len(self.match.skipped) > len(self.missing):
             return (
@@ -255,20 +254,20 @@ class _Matcher:
                 "value."
             )
         return (
-            " All that are missing are frozen here or buffers: the checkpoint was saved without them "
-            "(exclude_frozen_parameters). Where the model has them already, as from its pretrained weights, pass "
+            " All missing ones are frozen here or buffers: the checkpoint was saved without them "
+            "(exclude_frozen_parameters). If the model has them already, as from its pretrained weights, pass "
             "load_module_strict=False (Accelerate: load_state(folder, load_module_strict=False); Lightning: "
             "strict_loading = False in the module)."
         )
 
 
 def _describe_foreign(missing: Sequence[str], saved: Sequence[str]) -> str:
-    """Refused where it is not strict as well: the run would begin from scratch."""
+    """Describe a checkpoint without any of the model's names, which even a lenient load refuses."""
     advice = (
         (any(map(is_added, saved)) and _ADAPT)
         or _advise_rename(missing, saved)
         or advise_family(saved, set(missing))
-        or (' Build the saved model, or tell what has become of its names by "patterns" with "rename" rules.')
+        or (' Build the saved model, or map its names with "rename" rules in "patterns".')
     )
     return (
         f"Nothing of the model is in the checkpoint by name. Model: {shorten(missing, 3)}. "
@@ -283,16 +282,16 @@ _ADAPT = (
 
 
 def _describe_swap(names: Sequence[str], thawed: bool) -> str:
-    """Parameters that were thawed, or frozen, between the runs."""
+    """Describe parameters that were thawed, or frozen, between the runs."""
     listed, one = shorten(names, 3), len(names) == 1
     is_, was, rest = ("is", "was", "its weight is restored, its") if one else ("are", "were", "weights are restored,")
     if thawed:
-        return f"{listed} {is_} trained here and {was} not in the saved run: {rest} states begin anew"
+        return f"{listed} {is_} trained here and {was} not in the saved run: {rest} states start from zero"
     return f"{listed} {was} trained in the saved run and {is_} not here: {rest} states are left out"
 
 
 def _advise_rename(missing: Sequence[str], extra: Sequence[str]) -> str:
-    """Which rename rule would bring together what each side lacks; empty where none is seen."""
+    """Suggest the rename rule that would match the missing names; empty if none is found."""
     for name in missing[:1]:
         old = next((old for old in extra if name.endswith(f".{old}") or old.endswith(f".{name}")), "")
         cut, put = old[: max(len(old) - len(name), 0)], name[: max(len(name) - len(old), 0)]
@@ -305,16 +304,16 @@ def _advise_rename(missing: Sequence[str], extra: Sequence[str]) -> str:
 
 
 def lacks_frozen(index: AtomicIndex) -> bool:
-    """Whether a checkpoint holds no frozen parameters at all, as saves of adapters."""
+    """Return True if a checkpoint holds no frozen parameters at all, as saves of adapters."""
     return not any(key.state == MODULE and key.name not in index.model.buffers for key in index.stored.atoms)
 
 
 def pick_instance(index: AtomicIndex, name: str, ordinal: int, total: int) -> ParamKey:
-    """Which stage's copy a live stage takes: its own counterpart; the first stage takes the first, later ones the last.
+    """Pick the saved copy for a live stage: its counterpart; the first stage takes the first, later ones the last.
 
     Args:
         name: of the parameter in the checkpoint.
-        ordinal, total: the live stage's place among the stages that hold the parameter, and how many do.
+        ordinal, total: the live stage's place among the stages that hold the parameter, and their number.
     """
     copies = index.model.instances.get(name, 1)
     is_last = ordinal == total - 1 and ordinal > 0
@@ -322,7 +321,7 @@ def pick_instance(index: AtomicIndex, name: str, ordinal: int, total: int) -> Pa
 
 
 class _Found(NamedTuple):
-    """A weight in the checkpoint: its atom's name and state, and local shapes; no atom is made of it."""
+    """A weight in the checkpoint: its atom's name and state, and local shapes; a cheap stand-in for the atom."""
 
     name: str
     state: str
@@ -340,10 +339,10 @@ def _find(index: AtomicIndex, names: Sequence[str], wants_master: bool, with_sta
 
 
 def pick_weight(index: AtomicIndex, param: ParamKey, wants_master: bool, with_states: bool) -> Atom | None:
-    """The atom that holds a parameter's weight: the master where optimizer states go on from it, else the module's.
+    """Return the atom with a parameter's weight: the master if optimizer states are loaded, else the module's.
 
-    DeepSpeed's own load of the weights alone takes the module's as well: they may have been edited before the save.
-    A trained parameter may start from a frozen one's weight and the other way round.
+    DeepSpeed's load of the weights alone takes the module's as well: they may have been edited before the save. A
+    trained parameter may start from a frozen one's weight and the other way round.
     """
     for state in _order_states(wants_master, with_states):
         if atom := index.find(param.name, state, param.instance):
@@ -360,17 +359,17 @@ def _order_states(wants_master: bool, with_states: bool) -> tuple[str, ...]:
 def match_groups(
     index: AtomicIndex, members: Mapping[int, tuple[str, ...]], match: Match, *, keep_live: bool = False
 ) -> None:
-    """Find for each of this rank's param groups the saved one with its parameters; fills ``groups`` and ``hyper``.
+    """Find the saved group with the parameters of each of this rank's param groups; fills ``groups`` and ``hyper``.
 
-    Parameters that were frozen in the saved run are in no group there.
+    Parameters that were frozen in the saved run have no group there.
 
     Args:
-        keep_live: the live groups keep their hyper-parameters, however the saved run had grouped its parameters.
+        keep_live: the live groups keep their hyper-parameters, for any grouping of the saved run.
 
     Raises:
         MismatchError: the groups are cut differently; both are listed.
     """
-    if not index.run.groups:  # not kept by the source's converter: the live hyper-parameters stay
+    if not index.run.groups:  # dropped by the source's converter: the live hyper-parameters stay
         return
     owner = {param: number for number, group in enumerate(index.run.groups) for param in group.members}
     taken: dict[int, int] = {}
@@ -384,7 +383,7 @@ def match_groups(
             match.hyper[number] = _join_steps(index, sources)
             match.groups.update({number: found} if (found := tuple(sorted(sources - {-1}))) else {})
             continue
-        # Groups of experts are cut by size (``max_group_size``), so that their number changes with the topology.
+        # Groups of experts are cut by size (``max_group_size``): their number changes with the topology.
         experts = all(map(is_expert, names)) and -1 not in sources
         same = experts and all(index.run.groups[each].hyper == index.run.groups[min(sources)].hyper for each in sources)
         if not same and (len(sources) != 1 or -1 in sources or taken.setdefault(min(sources), number) != number):
@@ -401,10 +400,10 @@ def match_groups(
 
 
 def _join_steps(index: AtomicIndex, groups: Iterable[int]) -> dict[str, Any]:
-    """The step that some optimizers count in their param groups (DeepSpeed's FusedAdam).
+    """Return the step that some optimizers count in their param groups (DeepSpeed's FusedAdam).
 
     Raises:
-        MismatchError: the groups do not agree about it.
+        MismatchError: the groups have different steps.
     """
     saved = [index.run.groups[number].hyper for number in groups if number >= 0]
     steps = [hyper["step"] for hyper in saved if "step" in hyper]
@@ -417,10 +416,43 @@ def _join_steps(index: AtomicIndex, groups: Iterable[int]) -> dict[str, Any]:
 
 
 def _name_live(index: AtomicIndex, match: Match) -> list[list[str]]:
-    """The saved param groups, by this run's names where it has their parameters."""
+    """Return the saved param groups, by live names if there are any."""
     live = {param: name for name, param in match.params.items()}
     return [[live.get(param, param.name) for param in group.members] for group in index.run.groups]
 
 
 def _list_groups(groups: Iterable[Sequence[str]]) -> str:
     return " | ".join(f"[{shorten(group, 6)}]" for group in groups if group)
+
+
+Sums = list[tuple[int, ...]]
+"""Blocks of an atom: shard, first element, elements, byte of the record, and the record's CRC32."""
+
+
+def are_same(index: AtomicIndex, one: Atom | None, other: Atom | None) -> bool | None:
+    """Return True if two atoms have the same elements; None if that is unknown.
+
+    Only blocks that are cut alike, each in records without other bytes, have comparable checksums.
+    """
+    if one is None or other is None or one.dtype != other.dtype:
+        return None
+    if [each.shape for each in one.shards] != [each.shape for each in other.shards]:
+        return None
+    sums, others = _list_sums(index, one), _list_sums(index, other)
+    if sums is None or others is None or [each[:-1] for each in sums] != [each[:-1] for each in others]:
+        return None
+    return sums == others
+
+
+def _list_sums(index: AtomicIndex, atom: Atom) -> Sums | None:
+    """Return the blocks of an atom, or None if a record has no checksum or holds other bytes too."""
+    records, found = index.stored.records, Sums()
+    held = Counter[int]()
+    for shard, each in enumerate(atom.shards):
+        for part in each.pieces:
+            crc = records[part.record].crc
+            if crc is None:
+                return None
+            held[part.record] += part.numel * ITEMSIZE[atom.dtype]
+            found.append((shard, part.start, part.numel, part.offset, crc))
+    return found if all(records[number].nbytes == nbytes for number, nbytes in held.items()) else None

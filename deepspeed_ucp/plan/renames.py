@@ -15,8 +15,8 @@ def apply_renames(
 ) -> dict[str, str]:
     """Return the saved name of each live name that ``rename`` rules give to a saved parameter.
 
-    A rule counts if the live model does not have the saved name. One set of rules therefore serves both directions, and
-    a run that resumes under its own names.
+    A rule applies if the live model does not have the saved name. One set of rules therefore serves both directions,
+    and a run that resumes under its own names.
 
     Args:
         live: local shapes of the live model's tensors, by tensor-parallel rank.

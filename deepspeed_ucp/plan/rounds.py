@@ -1,12 +1,13 @@
-"""Who reads what, as data: each owner's answers to claims, and one rank's reads and rounds of exchange.
+"""Decisions about reads, as data: each owner's answers to claims, and one rank's reads and rounds of exchange.
 
-An owner decides from the claims on its own blocks alone, in the order of the blocks: no rank has to be asked twice. A
-rank reads for itself what it claims as one run apart from all others, if it can read the file, and if the run is long
-or the rank is alone in the block; so no byte is read by two ranks, or read by one and sent to it as well. Everything
-else of a block of which something is sent is staged, padding included. Ranks that see the owner's memory (its
-machine's, itself among them) take their bytes from there, to the others they are sent. A round stages, and sends, no
-more than a share of the window, or one block. What a rank receives in a round is bounded by the steps in which the
-round's bytes travel.
+An owner decides from the claims on its blocks alone, in the order of the blocks: no rank is asked twice.
+
+* A rank reads a claim itself if it is one run without overlap, the rank can read the file, and the run is long or the
+  rank is alone in the block. Therefore no byte is read by two ranks, or read by one and also sent to it.
+* The rest of a block from which something is sent is staged, padding included. Ranks that see the owner's memory (those
+  of its machine, and itself) copy their bytes from there; the others receive them.
+* A round stages and sends at most a share of the window, or one block. The steps in which its bytes travel bound the
+  bytes that a rank receives at once.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from ..flat import Span, find_gaps
 from .claims import DISCARD, SELF_READ, STAGE, Blocks, Claim, Part, Request, Table
 
 Answers = npt.NDArray[np.int64]
-"""To each claim (``SELF_READ``, 0), or the round in which the owner stages the bytes, and their place in its memory."""
+"""For each claim (``SELF_READ``, 0), or the round in which the owner stages the bytes and their place in its memory."""
 
 SameNode = npt.NDArray[np.bool_]
-"""[ranks] which ranks take bytes from this one's staging memory, and it from theirs; this one itself is among them."""
+"""[ranks] the ranks that share staging memory with this one, itself included."""
 
 _Row = tuple[int, int, Sequence[int]]
 """A claim: its rank, its number in that rank's table, its columns."""
@@ -37,18 +38,18 @@ BLOCK = 4 << 20
 """Bytes per block: the unit of ownership, and the largest read."""
 
 MIN_DIRECT = 256 << 10
-"""Bytes from which on a rank reads a part of a block for itself: below, the pages at its ends would weigh."""
+"""Least bytes that a rank reads itself in a block shared with others: shorter reads waste the pages at their ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadSizes:
-    """How large the parts of a load are, in bytes.
+    """Sizes of the parts of a load, in bytes.
 
     Attributes:
         share: of the window, per round of exchange: staged, packed, sent and received at once, by a backend with
             buffers of its own.
         block: bytes per block.
-        min_direct: from which on a rank can read a claim itself beside others' in one block.
+        min_direct: least bytes that a rank can read itself in a block that others claim too.
     """
 
     share: int
@@ -57,22 +58,22 @@ class ReadSizes:
 
     @classmethod
     def within(cls, window: int, block: int = BLOCK, min_direct: int = MIN_DIRECT) -> ReadSizes:
-        """Those for a window of staging memory."""
+        """Derive the sizes from the staging-memory window (bytes)."""
         return cls(max(window // 16, block), block, min_direct)
 
     @property
     def stage(self) -> int:
-        """Bytes of staging memory that a round takes."""
+        """Bytes of staging memory for a round."""
         return max(self.share, self.block)
 
     def limit_threads(self, threads: int, window: int) -> int:
-        """As many of these as ``window`` bytes have room for, at least one."""
+        """Limit the number of threads to the room in ``window`` bytes, at least one."""
         return min(threads, max(window // (4 * self.block), 1))
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """``count`` runs of ``run`` bytes, ``step`` apart, from byte ``position`` of the owner's staging memory on."""
+    """``count`` runs of ``run`` bytes, ``step`` apart, from byte ``position`` of the owner's staging memory."""
 
     position: int
     run: int
@@ -87,15 +88,15 @@ class Send:
 
 @dataclass(slots=True)
 class Round:
-    """What one rank does in a round of exchange.
+    """One rank's part in a round of exchange.
 
     Attributes:
-        sends: per rank, what of the staged bytes it gets, in the order of its claims.
-        receives: per rank, the claims whose bytes come from it, in order.
-        places: the same claims' first bytes in that rank's staging memory.
-        reads: what this rank stages; the parts' positions are bytes of the staging memory.
+        sends: the staged bytes for each rank, in the order of its claims.
+        receives: for each rank, the claims whose bytes it sends, in order.
+        places: the first bytes of these claims in that rank's staging memory.
+        reads: to stage; the parts' positions are bytes of the staging memory.
         staged, sent: bytes of staging memory, and of all sends to ranks that do not see it.
-        steps: in how many exchanges the bytes travel, each with a part of the other ranks; the same on every rank.
+        steps: number of exchanges, each with a part of the other ranks; the same on every rank.
     """
 
     sends: list[list[Send]]
@@ -108,16 +109,16 @@ class Round:
 
     @classmethod
     def idle(cls, size: int) -> Round:
-        """A round in which none of ``size`` ranks has a part."""
+        """Return a round in which no rank takes part."""
         return cls([[] for _ in range(size)], [[] for _ in range(size)])
 
     def add(self, record: int, gaps: Sequence[Span], claims: Iterable[_Row]) -> list[int]:
-        """Stage what the owner reads of a block, one gap behind the other, for those who claim it.
+        """Stage the owner's reads of a block, one gap after the other, for the ranks that claim them.
 
-        Such a claim lies in one gap, as what ranks read themselves is apart from all others.
+        Each such claim lies in one gap, because reads of the ranks themselves do not overlap with others.
 
         Returns:
-            Of each claim the first byte in the staging memory.
+            The first byte of each claim in the staging memory.
         """
         bases, places = [], []
         for low, high in gaps:
@@ -130,7 +131,7 @@ class Round:
         return places
 
     def count_steps(self, share: int, same_node: SameNode | None = None) -> int:
-        """Exchanges that this rank needs to send and to receive no more than about ``share`` bytes in each."""
+        """Count the exchanges in which this rank sends and receives at most about ``share`` bytes each."""
         far = range(len(self.receives)) if same_node is None else np.flatnonzero(~same_node).tolist()
         received = sum(claim.nbytes for peer in far for claim in self.receives[peer])
         return min(max(-(-max(self.sent, received) // share), 1), len(self.sends))
@@ -138,9 +139,9 @@ class Round:
     def pick_step(
         self, rank: int, step: int, same_node: SameNode | None = None
     ) -> tuple[list[list[Send]], list[list[Claim]]]:
-        """What ``rank`` sends to each rank and gets from it in one of the steps.
+        """Return the sends to each rank and the claims on each rank in one of the steps, for ``rank``.
 
-        In each step a rank sends to those whose distance from it falls to that step; to those on its node, nothing.
+        In each step a rank sends to the ranks whose distance from it belongs to that step, except to those on its node.
         """
         size = len(self.sends)
         now = [distance * self.steps // size == step for distance in range(size)]
@@ -150,7 +151,7 @@ class Round:
         return sends, claims
 
     def pick_shared(self, same_node: SameNode | None) -> list[tuple[int, int, Claim]]:
-        """What this rank takes from staging memory of its node: (rank, its first byte there, claim)."""
+        """List this rank's copies from staging memory of its node: (rank, first byte there, claim)."""
         return [
             (peer, place, claim)
             for peer in ([] if same_node is None else np.flatnonzero(same_node).tolist())
@@ -158,7 +159,7 @@ class Round:
         ]
 
     def narrow(self, sinks: Sequence[bool], sends: list[list[Send]], *, whole: bool) -> Round:
-        """What of it is needed; see :meth:`LoadPlan.narrow`."""
+        """Return the needed part; see :meth:`LoadPlan.narrow`."""
         kept = [[_feeds(claim.parts, sinks) for claim in one] for one in self.receives]
         receives = [list(compress(*each)) for each in zip(self.receives, kept, strict=True)]
         places = [list(compress(*each)) for each in zip(self.places, kept, strict=False)]
@@ -167,12 +168,12 @@ class Round:
 
 
 def _feeds(parts: Iterable[Part], sinks: Sequence[bool]) -> bool:
-    """Whether some of the bytes go to one of these sinks."""
+    """Return True if some of the bytes go to one of these sinks."""
     return any(part.buffer >= 0 and sinks[part.buffer] for part in parts)
 
 
 def _pick_reads(reads: Iterable[Request], sends: Iterable[Send]) -> list[Request]:
-    """Those of which some bytes are sent."""
+    """Return the reads from which some bytes are sent."""
     spans = [(send.position, send.position + (send.count - 1) * send.step + send.run) for send in sends]
     lows, highs = np.array(spans, np.int64).reshape(-1, 2).T
     staged = [(read, read.parts[0].position) for read in reads]
@@ -181,13 +182,13 @@ def _pick_reads(reads: Iterable[Request], sends: Iterable[Send]) -> list[Request
 
 @dataclass(slots=True)
 class OwnerPlan:
-    """What an owner decides about the claims on its blocks.
+    """An owner's decisions about the claims on its blocks.
 
     Attributes:
         answers: per rank, to each of its claims.
-        same_node: see :data:`SameNode`; None where no memory is seen by others.
-        rounds: what the owner stages and sends.
-        unclaimed: reads of further bytes that only the checksums need.
+        same_node: see :data:`SameNode`; None if no rank shares memory.
+        rounds: to stage and send.
+        unclaimed: reads of other bytes, for the checksums alone.
     """
 
     answers: list[Answers]
@@ -196,7 +197,7 @@ class OwnerPlan:
     unclaimed: list[Request] = field(default_factory=list)
 
     def owner_read(self, record: int, gaps: Sequence[Span], claims: Sequence[_Row], share: int) -> None:
-        """Send claims on a block in the last round, or in a new one where its share is used up."""
+        """Add claims on a block to the last round, or to a new one if its share is used up."""
         staged = sum(high - low for low, high in gaps)
         sent = sum(row[2] * row[4] for rank, _, row in claims if self.same_node is None or not self.same_node[rank])
         last = self.rounds[-1] if self.rounds else None
@@ -209,7 +210,7 @@ class OwnerPlan:
             self.answers[rank][number] = len(self.rounds) - 1, place
 
     def turn(self, place: int) -> None:
-        """Let the rounds begin at a place of their own, and wrap around."""
+        """Rotate the rounds to begin at a given place."""
         first, count = _find_begin(len(self.rounds), place), len(self.rounds)
         self.rounds = self.rounds[first:] + self.rounds[:first]
         for answers in self.answers:
@@ -226,16 +227,17 @@ def decide(
 ) -> OwnerPlan:
     """Decide about blocks.
 
-    What an owner promises: each byte of its blocks is read once, by the one rank that it leaves it to or by itself,
-    whatever the others want; ranks that may not read a file are never left anything of it; what it stages lies at the
-    places that it has told until every rank has taken it, which they say two rounds later.
+    The owner guarantees: each byte of its blocks is read once, by the owner or by the one rank that it grants it to. A
+    rank that cannot read a file is granted none of it. Staged bytes stay at their announced places until every rank has
+    copied them, which all ranks confirm two rounds later.
 
     Args:
-        tables: per rank its claims on them, in the order of records and offsets, so that they are sent in it.
+        tables: per rank its claims on them, ordered by record and offset; they are sent in this order.
         owned: (record, block of it) of these blocks, ascending.
         same_node: of this owner.
-        place: a number of the owner's machine. Were all machines to stage the same part of the files in a round, they
-            would wait for the storage that holds it; ranks of one machine read neighbouring blocks.
+        place: a number of the owner's machine, at which its rounds begin. Otherwise all machines would stage the same
+            part of the files in a round and wait for the storage that holds it; ranks of one machine read neighbouring
+            blocks.
     """
     decision = OwnerPlan([np.full((len(table), 2), (SELF_READ, 0), np.int64) for table in tables], same_node)
     claimed = _group(tables, blocks.block)
@@ -259,7 +261,7 @@ def _read(record: int, low: int, high: int, buffer: int, position: int) -> Reque
 
 
 def _group(tables: Sequence[Table], block: int) -> dict[tuple[int, int], list[_Row]]:
-    """Claims by (record, block of it)."""
+    """Group claims by (record, block of it)."""
     claimed: dict[tuple[int, int], list[_Row]] = defaultdict(list)
     for rank, table in enumerate(tables):
         for number, row in enumerate(table.tolist()):
@@ -270,11 +272,11 @@ def _group(tables: Sequence[Table], block: int) -> dict[tuple[int, int], list[_R
 def _split(
     claims: list[_Row], reach: int, min_direct: int, blind: npt.NDArray[np.bool_] | None
 ) -> tuple[list[Span], list[_Row]]:
-    """Ranges of a block that their ranks read for themselves, and the claims for which the owner reads.
+    """Return the ranges of a block that their ranks read themselves, and the claims that the owner reads.
 
     Args:
-        reach: where the block begins; from there on, where the claims so far end.
-        blind: which ranks cannot read the block's file; None where all can.
+        reach: the first byte of the block; then the end of the claims so far.
+        blind: ranks that cannot read the block's file; None if all can.
     """
     alone = len({rank for rank, _, _ in claims}) == 1
     claims = sorted(claims, key=lambda claim: claim[2][1])
@@ -295,12 +297,12 @@ def _split(
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """What one rank does.
+    """The reads and exchanges of one rank.
 
     Attributes:
-        direct: reads for its own buffers, and of bytes that only the checksums need, in the order of reading.
-        rounds: exchange, the same number of rounds on every rank.
-        same_node: see :data:`SameNode`; None where everything is sent.
+        direct: reads for this rank's buffers, and of bytes for the checksums alone, in the order of reading.
+        rounds: of exchange, as many on every rank.
+        same_node: see :data:`SameNode`; None if everything is sent.
     """
 
     direct: list[Request]
@@ -318,10 +320,10 @@ class LoadPlan:
         return sum(request.nbytes for request in self.requests)
 
     def list_needs(self, *passes: Sequence[bool]) -> list[npt.NDArray[np.bool_]]:
-        """Per owner [claims whose bytes come from it, in the order of the rounds; passes] whether a pass needs them.
+        """Per owner [claims that it serves, in the order of the rounds; passes] whether a pass needs them.
 
         Args:
-            passes: of each by sink, whether it fills it.
+            passes: for each pass and sink, whether the pass fills the sink.
         """
         claims = [[claim for each in self.rounds for claim in each.receives[owner]] for owner in range(self.size)]
         needs = ([[_feeds(claim.parts, sinks) for sinks in passes] for claim in one] for one in claims)
@@ -330,16 +332,16 @@ class LoadPlan:
     def narrow(
         self, sinks: Sequence[bool], needed: Sequence[npt.NDArray[np.bool_]] = (), *, whole: bool = False
     ) -> LoadPlan:
-        """What of it fills some sinks: a plan of its own, of the same reads, rounds and steps.
+        """Return the plan that fills some sinks, with the same reads, rounds and steps.
 
-        So a second pass reads what the first one has left out in the very ranges that the first one has verified, by
-        the ranks whose nodes have it in their page cache.
+        A second pass therefore reads the same ranges that the first one has verified, by the ranks whose nodes have
+        them in their page cache.
 
         Args:
             sinks: by number, whether it is filled.
-            needed: per rank, which of this one's sends it needs, in order (its column of :meth:`list_needs`); by
-                default all.
-            whole: everything is read all the same, for its checksums.
+            needed: per rank, which of this rank's sends it needs, in order (its column of :meth:`list_needs`); default:
+                all.
+            whole: keep all reads, for the checksums.
         """
         is_needed = [iter(each.tolist()) for each in needed] or [repeat(True)] * self.size
         rounds = []
@@ -351,15 +353,15 @@ class LoadPlan:
 
     @property
     def size(self) -> int:
-        """Ranks, as far as there is an exchange among them."""
+        """Number of ranks in the exchange, 0 if there is none."""
         return len(self.rounds[0].sends) if self.rounds else 0
 
     def count_steps(self, share: int) -> list[int]:
-        """Exchanges that each round needs here."""
+        """Count the exchanges of each round for this rank."""
         return [each.count_steps(share, self.same_node) for each in self.rounds]
 
     def agree(self, counts: Sequence[Sequence[int]]) -> LoadPlan:
-        """The same in as many rounds and exchanges as the rank that needs the most.
+        """Extend the plan to the rounds and exchanges of the rank with the most.
 
         Args:
             counts: every rank's :meth:`count_steps`.
@@ -377,12 +379,12 @@ def make_plan(
     rank: int,
     files: Sequence[int],
 ) -> LoadPlan:
-    """Put a rank's plan together.
+    """Assemble a rank's plan.
 
     Args:
         addressed: per owner, this rank's claims.
-        answers: per owner, what it answered to them.
-        decision: this rank's as an owner.
+        answers: per owner, its answers to them.
+        decision: of this rank as an owner.
         files: file of each record.
     """
     direct = [
@@ -401,15 +403,14 @@ def make_plan(
 
 
 _GOLDEN = 2_654_435_769
-"""The golden ratio's fraction of 2^32."""
+"""Fraction of the golden ratio, times 2^32."""
 
 
 def order_reads(reads: Iterable[Request], files: Sequence[int], rank: int) -> list[Request]:
-    """The order in which a rank reads.
+    """Return the order in which a rank reads.
 
-    It is that of the files, but each rank starts at a place of its own and wraps around, so that ranks that need
-    neighbouring bytes do not all wait for the same part of the storage. Such ranks mostly follow each other: by the
-    golden ratio any that do are spread over the whole of what they read.
+    It is the order of the files, rotated to a place of the rank: ranks that need neighbouring bytes do not all wait for
+    the same part of the storage. Such ranks mostly have consecutive numbers; the golden ratio spreads them evenly.
     """
     ordered = sorted(reads, key=lambda request: (files[request.record], request.record, request.offset))
     ends = list(accumulate(request.nbytes for request in ordered))
@@ -418,11 +419,11 @@ def order_reads(reads: Iterable[Request], files: Sequence[int], rank: int) -> li
 
 
 def _find_begin(total: int, place: int) -> int:
-    """A place in [0, total), 0 of the first; such places are spread evenly, of however many that follow each other."""
+    """Return a place in [0, total), 0 for the first; any consecutive numbers are spread evenly."""
     return (total * (place * _GOLDEN % (1 << 32))) >> 32
 
 
 def _pick(addressed: Sequence[Sequence[Claim]], answers: Sequence[Answers], wanted: int) -> list[list[Claim]]:
-    """Per owner the claims that got an answer."""
+    """Return per owner the claims with a given answer."""
     pairs = zip(addressed, answers, strict=True)
     return [[claims[number] for number in np.flatnonzero(answer[:, 0] == wanted).tolist()] for claims, answer in pairs]

@@ -1,4 +1,4 @@
-"""What of a checkpoint can be had, and how tensor parallelism cuts every parameter: settled, open, wrong."""
+"""The readable part of a checkpoint, and how tensor parallelism cuts every parameter: settled, open, wrong."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..patterns import RuleSet, Settled, from_arguments, from_recorded, from_uni
 from ..patterns.metadata import INFO
 
 Shapes = Mapping[str, tuple[Shape, ...]]
-"""Per name the local shape on each tensor-parallel rank."""
+"""Name → local shape on each tensor-parallel rank."""
 
 
 def settle_index(
@@ -23,16 +23,16 @@ def settle_index(
     names: Collection[str] | None = None,
     degree: int | None = None,
 ) -> Settled:
-    """How a checkpoint and a target cut each parameter.
+    """Find how a checkpoint and a target cut each parameter.
 
-    The user's rules count first, then what the checkpoint tells of itself, then what a live engine tells. A buffer that
-    all ranks hold alike is a replica where none of them says otherwise.
+    The user's rules take precedence over the checkpoint's metadata, and these over a live engine's. A buffer with equal
+    bytes on all ranks is a replica unless a rule contradicts.
 
     Args:
         rules: the user's.
-        target: saved name → local shape per tensor-parallel rank; None without a target (converting).
+        target: saved name → local shape per tensor-parallel rank; None without a target (conversions).
         live: rule sets of a live engine, by saved names.
-        names: what is asked for; None: everything, or what the target has.
+        names: the parameters to settle; default: everything, or those of the target.
         degree: of a target whose shapes are not known.
     """
     weights = list_weights(index)
@@ -44,17 +44,17 @@ def settle_index(
 
 
 def order_rules(index: AtomicIndex, rules: Sequence[RuleSet], live: Sequence[RuleSet] = ()) -> list[RuleSet]:
-    """Rule sets in the order in which they count: the user's, the checkpoint's own, a live engine's.
+    """Return rule sets in the order of precedence: the user's, the checkpoint's, a live engine's.
 
     Raises:
-        UnsupportedError: what the checkpoint tells of itself is of another form than DeepSpeed's.
+        UnsupportedError: the checkpoint's metadata has another form than DeepSpeed's.
     """
     ordered = [*rules, from_recorded(index.model.recorded)] if index.model.recorded else list(rules)
     if info := index.model.hints.get(INFO):
         try:
             ordered.append(from_universal_info(info))
         except MismatchError as error:
-            if rules:  # the user's word counts before it; what that leaves open is refused all the same
+            if rules:  # the user's rules take precedence; parameters without one are refused all the same
                 return [*ordered, *live]
             raise UnsupportedError(f"{error}. Give the model's patterns.", path=index.run.state_file) from error
     if index.model.hints.get("args"):
@@ -63,7 +63,7 @@ def order_rules(index: AtomicIndex, rules: Sequence[RuleSet], live: Sequence[Rul
 
 
 def list_weights(index: AtomicIndex) -> dict[str, Atom]:
-    """One atom per name: its master, else the module's own tensor, else whatever there is."""
+    """Return one atom per name: its master, else the module's tensor, else any."""
     order = {MASTER: 0, MODULE: 1, COPY: 2}
     best: dict[str, Atom] = {}
     for key, atom in index.stored.atoms.items():
@@ -74,7 +74,7 @@ def list_weights(index: AtomicIndex) -> dict[str, Atom]:
 
 
 def is_replica(index: AtomicIndex, atom: Atom) -> bool:
-    """Whether every tensor-parallel rank holds the same bytes, told by checksums; one rank does."""
+    """Return True if every tensor-parallel rank holds the same bytes by their checksums, or if there is one rank."""
     if len(atom.shards) == 1:
         return True
     if any(len(shard.pieces) != 1 for shard in atom.shards):
@@ -86,33 +86,33 @@ def is_replica(index: AtomicIndex, atom: Atom) -> bool:
 
 
 def describe_unreadable(index: AtomicIndex, states: Callable[[str], bool] = lambda _: True) -> str:
-    """Tensors whose bytes cannot be cut; empty where there are none.
+    """Describe tensors whose bytes cannot be cut; empty if there are none.
 
     Args:
-        states: which states are wanted.
+        states: whether a state is wanted.
     """
     faults = sorted(index.limits.unreadable.items())
     listed = [f"{key.param} ({key.state}): {fault}" for key, fault in faults if states(key.state)]
     if not listed:
         return ""
     return (
-        f"{index.run.state_file}: {shorten(listed)}. What is only not contiguous can be resumed in the topology that "
-        "saved it, and saved again with contiguous tensors; the rest is not in the checkpoint."
+        f"{index.run.state_file}: {shorten(listed)}. Tensors that are not contiguous can be resumed in the topology "
+        "that saved them, and saved again with contiguous tensors; the others are not in the checkpoint."
     )
 
 
 def refuse_unreadable(index: AtomicIndex, states: Callable[[str], bool] = lambda _: True) -> None:
-    """Raise where something that is wanted cannot be cut.
+    """Raise if a wanted tensor cannot be cut.
 
     Raises:
-        UnsupportedError: naming it.
+        UnsupportedError: with its name.
     """
     if text := describe_unreadable(index, states):
         raise UnsupportedError(text)
 
 
 def refuse_stateless(index: AtomicIndex) -> None:
-    """Whether there are optimizer states to go on from.
+    """Raise if there are no optimizer states to continue from.
 
     Raises:
         CheckpointError: there are none.
@@ -122,7 +122,7 @@ def refuse_stateless(index: AtomicIndex) -> None:
 
 
 def describe_irregular(index: AtomicIndex) -> str:
-    """Optimizer states that cannot be cut for another topology; empty where there are none."""
+    """Describe optimizer states that cannot be cut for another topology; empty if there are none."""
     listed = [f"{key.param}.{key.state} ({what})" for key, what in sorted(index.limits.irregular.items())]
     if not listed:
         return ""

@@ -1,4 +1,4 @@
-"""From what a rank of a target holds to what it wants of a checkpoint: data, for live and for planned targets."""
+"""The parts of a checkpoint that a target's rank wants for its buffers: data, for live and planned targets."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from .locate import View, Want, find_shards
 from .match import Match, pick_weight
 
 Layouts = Mapping[str, tuple[Layout, Layout]]
-"""By saved name: how source and target cut a tensor; those that neither cuts are not in it."""
+"""Saved name → how source and target cut a tensor; without the tensors that neither cuts."""
 
 Slot = tuple[str, int]
-"""What a buffer is: (state, number of the flat buffer), (``MODULE``, number of the tensor), (``REPLICA``, any)."""
+"""Identifies a buffer: (state, number of the flat buffer), (``MODULE``, number of the tensor), (``REPLICA``, any)."""
 
 REPLICA = "replica"
-"""Memory for one of the replicas whose mean is taken."""
+"""Memory for one of several replicas whose mean is computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldBuffer:
-    """A buffer as one rank holds it: a flat buffer of masters, or a tensor that no optimizer owns.
+    """A buffer of one rank: a flat buffer of masters, or a tensor that no optimizer owns.
 
     Attributes:
-        buffer: how parameters lie in it, over all ranks; a tensor is a buffer of one parameter.
-        part: the partition that the rank holds.
-        tp_shard: which of its atoms' shards it is cut from, where these have several (see
+        buffer: the layout of parameters over all ranks; a tensor is a buffer of one parameter.
+        part: the rank's partition.
+        tp_shard: the shard of its atoms from which it is cut, if these have several (see
             :class:`~deepspeed_ucp.atoms.Atom`).
         dtype: of the masters, or of the tensor.
-        states: optimizer states that are loaded, with the dtypes that they have here.
-        live: which of these are there already.
-        whole: those that the rank keeps of whole parameters, wherever its partition touches one.
-        swapped: it is in files, and what is filled are others, which take their place in the end.
+        states: optimizer states to load, with their dtypes in this run.
+        live: states that exist already.
+        whole: states that the rank keeps of whole parameters, if its partition touches them.
+        swapped: it is in files; the load fills new files, which replace them at the end.
     """
 
     buffer: FlatBuffer
@@ -49,13 +49,13 @@ class HeldBuffer:
     swapped: bool = False
 
     def lay_state(self, state: str) -> tuple[FlatBuffer, int]:
-        """How an optimizer state lies, and which part of that the rank holds."""
+        """Return the layout of an optimizer state, and the rank's part of it."""
         return (self.buffer.join_touched(self.part), 0) if state in self.whole else (self.buffer, self.part)
 
 
 @dataclass(frozen=True, slots=True)
 class TargetLayout:
-    """What one rank of a target holds.
+    """The buffers of one rank of a target.
 
     Attributes:
         flats: buffers that the optimizer owns.
@@ -68,9 +68,9 @@ class TargetLayout:
 
 @dataclass(frozen=True, slots=True)
 class BufferSpec:
-    """Memory that is filled: ``numel`` elements of ``dtype``.
+    """Memory to fill: ``numel`` elements of ``dtype``.
 
-    ``live``: it is part of the engine; ``in_file``: it is a file's, of which the machine need not hold much.
+    ``live``: it is part of the engine. ``in_file``: it is a file's, and needs little memory of the machine.
     """
 
     slot: Slot
@@ -92,13 +92,13 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class NewRows:
-    """Elements [low, high) of a buffer become the mean of the rows of a parameter that are kept.
+    """Elements [low, high) of a buffer become the mean of the kept rows of a parameter.
 
     Attributes:
-        key: what the mean is taken of.
-        start: the first of these elements in the flattened target shard, of whose rows each is the same.
+        key: the atom whose mean is computed.
+        start: the first of these elements in the flattened target shard, whose rows are all equal.
         view: sizes of a row's axes.
-        columns: what the shard holds of a row, by these.
+        columns: the shard's part of a row, by these axes.
     """
 
     buffer: int
@@ -115,15 +115,15 @@ class Wants:
     """Everything that one rank wants of a checkpoint.
 
     Attributes:
-        buffers: what is filled.
-        sinks: (buffer, dtype of the bytes that come) by the number that wants name: one buffer may have several.
-        wants: what is read.
-        blanks: (buffer, low, high): elements that are zeroed before anything is read, as no atom fills them, or not all
-            of them: padding, states that the source does not have, new rows of a padded vocabulary.
-        means: what is averaged.
-        rows: new rows of resized parameters that are the mean of the saved ones.
-        resized: parameters that have another shape here, a vocabulary with other padding among them.
-        averaged: atoms of whose rows a mean is taken, with the source's layout and how many rows count.
+        buffers: to fill.
+        sinks: (buffer, dtype of the arriving bytes), by the number in the wants: one buffer may have several.
+        wants: to read.
+        blanks: (buffer, low, high): elements that are zeroed before anything is read, because no atom fills all of
+            them: padding, states that the source lacks, new rows of a padded vocabulary.
+        means: to compute from replicas.
+        rows: new rows of resized parameters, which become the mean of the saved ones.
+        resized: parameters that have another shape here, vocabularies with other padding included.
+        averaged: atoms whose rows are averaged, with the source's layout and the number of rows.
     """
 
     buffers: list[BufferSpec] = field(default_factory=list)
@@ -136,19 +136,19 @@ class Wants:
     averaged: dict[AtomKey, tuple[Layout, int]] = field(default_factory=dict)
 
     def add_buffer(self, spec: BufferSpec) -> int:
-        """Note a buffer; returns its number."""
+        """Add a buffer and return its number."""
         self.buffers.append(spec)
         return len(self.buffers) - 1
 
     def add_sink(self, buffer: int, stored: str) -> int:
-        """Let bytes of a dtype come to a buffer; returns the number that wants have to name."""
+        """Add a sink for bytes of a dtype to a buffer, and return its number."""
         self.sinks.append((buffer, stored))
         return len(self.sinks) - 1
 
     def list_spans(self) -> list[list[tuple[int, int]]]:
-        """Per buffer the elements [low, high) that will be filled, blanks included.
+        """List the elements [low, high) of each buffer that will be filled, blanks included.
 
-        Of a parameter that is resized those that keep their values may be among its own: none of them counts.
+        A resized parameter has no span: some of its elements may keep their values.
         """
         spans: list[list[tuple[int, int]]] = [[] for _ in self.buffers]
         for want in (each for each in self.wants if each.atom.name not in self.resized):
@@ -167,14 +167,14 @@ def list_wants(
     with_states: bool,
     resizes: Mapping[str, Resized] | None = None,
 ) -> Wants:
-    """What a rank wants of a checkpoint.
+    """List the wants of a rank.
 
     Args:
-        layout: what it holds.
-        match: which saved parameters its own take their state from; the others keep their values.
+        layout: its buffers.
+        match: the saved parameters for its parameters; unmatched ones keep their values.
         layouts: how both sides cut each of these.
-        with_states: optimizer states are loaded as well.
-        resizes: by saved name what becomes of those that the user's rules resize.
+        with_states: load optimizer states as well.
+        resizes: by saved name, the effect of the user's ``resize`` rules.
     """
     lister = _Lister(index, match, layouts, with_states, resizes or {})
     for number, held in enumerate(layout.flats):
@@ -185,7 +185,7 @@ def list_wants(
 
 
 def list_touched(index: AtomicIndex, layout: TargetLayout, match: Match, *, with_states: bool) -> list[AtomKey]:
-    """Atoms of which the ranks that hold these buffers together want something."""
+    """List the atoms from which the ranks with these buffers want something."""
     wanted = [(held, name) for held in (*layout.flats, *layout.tensors) for name in held.buffer.names]
     owned = {name for held in layout.flats for name in held.buffer.names}
     atoms: list[Atom | None] = []
@@ -197,18 +197,18 @@ def list_touched(index: AtomicIndex, layout: TargetLayout, match: Match, *, with
 
 
 def is_replicated(atom: Atom, layouts: tuple[Layout, Layout] | None) -> bool:
-    """Whether the source's shards are replicas that have to be equal."""
+    """Return True if the source's shards are replicas that must be equal."""
     return layouts is not None and layouts[0].replicated and not layouts[0].mean and len(atom.shards) > 1
 
 
 def find_states(index: AtomicIndex, param: ParamKey) -> dict[str, str]:
-    """Optimizer states that the checkpoint has of a parameter, with their dtypes."""
+    """Return the optimizer states that the checkpoint has for a parameter, with their dtypes."""
     states = index.stored.atoms.find_states(param)
     return {state: states[state] for state in sorted(states) if state not in (MASTER, MODULE, COPY)}
 
 
 def join_states(index: AtomicIndex, buffer: FlatBuffer, match: Match) -> dict[str, str]:
-    """States that some parameter of a buffer has, with the dtype that the first one has it in."""
+    """Return the states of any parameter of a buffer, with the dtype of the first parameter that has it."""
     states: dict[str, str] = {}
     for name in reversed(buffer.names):
         states.update(find_states(index, match.params[name]) if name in match.params else {})
@@ -216,9 +216,9 @@ def join_states(index: AtomicIndex, buffer: FlatBuffer, match: Match) -> dict[st
 
 
 def view_shards(layouts: tuple[Layout, Layout] | None, tp_shard: int) -> tuple[View | None, ...]:
-    """How a target shard is made from the source's: in one view; of a mean, in one per replica.
+    """Return the views that make a target shard from the source's: one, or for a mean one per replica.
 
-    What has one shard alone (experts spread over tensor-parallel ranks) is the same to every rank.
+    An atom with a single shard (experts distributed over tensor-parallel ranks) is the same for every rank.
     """
     if layouts is None:
         return (None,)
@@ -229,11 +229,11 @@ def view_shards(layouts: tuple[Layout, Layout] | None, tp_shard: int) -> tuple[V
 
 
 def _list_new(rows: Intervals, kept: int, width: int, cut: Cut) -> Iterator[Span]:
-    """Elements [low, high) of a flattened shard that a cut of it holds of its new rows.
+    """Yield the elements [low, high) of a flattened shard that are new rows inside a cut.
 
     Args:
-        rows: of the logical tensor that the shard holds; from number ``kept`` on they are new.
-        width: elements that the shard has of each.
+        rows: of the logical tensor in the shard; rows from number ``kept`` on are new.
+        width: elements of each row in the shard.
     """
     place = 0
     for low, high in rows:
@@ -265,12 +265,12 @@ class _Lister:
             cuts = self._match_cuts(layout, part)
             filled = [(cut, self.index.find(param.name, state, param.instance)) for cut, param in cuts]
             self._fill(buffer, held.tp_shard, filled)
-            # Of a state that some parameters lack nothing may be left to chance, in live memory neither.
+            # Parameters without saved state get zeros, in live memory too.
             spans = ((cut.offset, cut.offset + cut.numel) for cut, atom in filled if atom)
             self.wants.blanks += [(buffer, low, high) for low, high in find_gaps(spans, layout.partition)]
 
     def _match_cuts(self, buffer: FlatBuffer, part: int) -> list[tuple[Cut, ParamKey]]:
-        """What a part holds of parameters that the checkpoint has."""
+        """Return the cuts of a part whose parameters are in the checkpoint."""
         params = self.match.params
         return [(cut, params[cut.name]) for cut in buffer.cuts(part) if cut.name in params]
 
@@ -285,7 +285,7 @@ class _Lister:
         return self.wants.add_buffer(BufferSpec(slot, dtype, layout.partition, live and not in_file, in_file))
 
     def _fill(self, buffer: int, tp_shard: int, filled: Sequence[tuple[Cut, Atom | None]]) -> None:
-        """Let atoms fill their cuts of a buffer."""
+        """Fill cuts of a buffer from atoms."""
         sinks: dict[str, int] = {}
         for cut, atom in filled:
             if atom is not None:
@@ -305,7 +305,7 @@ class _Lister:
         self.wants.wants += [Want(atom, cut.start, cut.numel, sink, cut.offset, view) for view in views]
 
     def _resize(self, atom: Atom, cut: Cut, buffer: int, layouts: tuple[Layout, Layout], tp_shard: int) -> None:
-        """Of what has another shape here, note what becomes of new places, and of those that are kept."""
+        """Note the new and the kept rows of an atom that has another shape here."""
         resized = self.resizes.get(atom.name) or pad_vocabulary(*layouts)
         if resized is None:
             return
@@ -324,7 +324,7 @@ class _Lister:
                 )
 
     def _want_mean(self, atom: Atom, cut: Cut, sink: int, views: Sequence[View | None]) -> None:
-        """Want every replica, in memory of its own."""
+        """Want every replica, in separate memory."""
         replicas = []
         for view in views:
             spec = BufferSpec((REPLICA, len(self.wants.buffers)), atom.dtype, cut.numel, live=False)

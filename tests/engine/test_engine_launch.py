@@ -137,7 +137,7 @@ def test_untouched_script(launcher: str, checkpoint: Path, environment: dict[str
     assert (found[0]["world"], found[0]["steps"]) == (ranks, 6)
     assert (found[0]["main"], found[0]["file"]) == ("__main__", Path(SCRIPT).name)
     assert [a for a in found[0]["argv"] if not a.startswith("--local_rank")] == arguments
-    assert output.count("deepspeed_ucp is to load it") == 1
+    assert output.count("deepspeed_ucp loads it") == 1
     by_itself = output.count("deepspeed_ucp is on by the environment variable DEEPSPEED_UCP")
     assert by_itself == launcher.endswith("environment")
 

@@ -76,7 +76,7 @@ def test_a_vocabulary_grows_at_every_stage(tmp_path: Path, ucp_worlds: WorldPool
             assert each.losses == pytest.approx(losses, rel=tolerance)
             rows, states = [line for line in each.lines if line.startswith("resize")]
             assert rows.startswith("resize: embed.weight, head.bias, head.weight: 11 → 14: 3 new rows keep the live")
-            assert states.startswith("resize: the optimizer states of what is new are zero under the old step count")
+            assert states.startswith("resize: the optimizer states of new rows are zero under the old step count")
         assert "CRC32" in failed.refusal
         for name, before in failed.before.parameters.items():
             after = failed.after.parameters[name]

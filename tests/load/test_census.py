@@ -1,4 +1,4 @@
-"""What ranks tell each other before a load: renames in both directions, groups of several stages, odd ranks."""
+"""Messages between ranks before a load: renames in both directions, groups of several stages, differing ranks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_one_set_of_rules_serves_both_directions() -> None:
     assert rename(make_index("encoder.0.w"), "2.w") == {"2.w": "encoder.0.w"}
 
 
-def test_names_that_the_engine_knows_stay_and_names_that_it_does_not_know_are_not_made() -> None:
+def test_only_names_of_the_engine_are_made_and_they_stay() -> None:
     assert rename(make_index("2.w", "4.w"), "2.w", "4.w", "encoder.0.w") == {}
     assert rename(make_index("2.w"), "encoder.7.w") == {}
 
@@ -55,7 +55,7 @@ def test_a_stages_further_copies_have_no_names_of_their_own() -> None:
     assert rename(index, "encoder.0.w") == {"encoder.0.w": "2.w"}
 
 
-def test_rules_that_match_nothing_are_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_rules_without_a_match_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     rules = from_config(
         {"rename": [{"from": "nothing", "to": "something"}], "resize": [{"match": "v"}, {"match": "w"}]}
     )
@@ -66,7 +66,7 @@ def test_rules_that_match_nothing_are_told(caplog: pytest.LogCaptureFixture) -> 
 
 
 class Stage:
-    """What `join_groups` and `check_alike` ask of a target."""
+    """The part of a target that `join_groups` and `check_alike` use."""
 
     def __init__(self, pp_rank: int, groups: list[tuple[float, list[str]]], dp_rank: int = 0) -> None:
         self.place = Place(0, 1, pp_rank, 2, dp_rank, 1)

@@ -1,4 +1,4 @@
-"""What of a save keeps an unchanged topology from being left to DeepSpeed's own load."""
+"""Reasons in a save not to leave an unchanged topology to DeepSpeed's load."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MODEL = Model((Param("a", (7, 13)), Param("frozen", (4, 3), frozen=True)))
 
 
 def find(folder: Path, stage: int, optimizer: Any) -> list[str]:
-    """How an optimizer differs from the saved one."""
+    """Describe how an optimizer differs from the saved one."""
     topology = Topology(stage)
     path = write_checkpoint(folder, MODEL, random_state(MODEL, 0), topology)
     target = FakeTarget(MODEL, topology, 0, optimizer)
@@ -25,7 +25,7 @@ def find(folder: Path, stage: int, optimizer: Any) -> list[str]:
 
 
 def test_files_of_another_writer(tmp_path: Path) -> None:
-    """DeepSpeed's other writers name files otherwise, or write what its own load does not take."""
+    """DeepSpeed's other writers use other file names, or files that its load does not read."""
     path = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), Topology(1))
     files = {file: torch.load(file, weights_only=False) for file in path.glob("*_states.pt")}
     target = FakeTarget(MODEL, Topology(1), 0)
@@ -37,7 +37,7 @@ def test_files_of_another_writer(tmp_path: Path) -> None:
 
 
 def test_model_states_of_an_earlier_save(tmp_path: Path) -> None:
-    """Of more tensor-parallel ranks: DeepSpeed's own load counts the files."""
+    """An earlier save had more tensor-parallel ranks: DeepSpeed's load counts the files."""
     path = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), Topology(1))
     target = FakeTarget(MODEL, Topology(1), 0)
     assert open_for(path, target).limits.unnoticed == ()
@@ -49,7 +49,7 @@ OPEN = (
     "The checkpoint does not tell whether the saved run's Adam decoupled its weight decay (0.01), as AdamW does; "
     "this run's Adam does not. Train on with the saved run's kind."
 )
-"""Of the groups of torch before 2.7."""
+"""For groups of torch before 2.7."""
 
 
 def make_amsgrad(params: Any, lr: float) -> torch.optim.Optimizer:
@@ -57,23 +57,23 @@ def make_amsgrad(params: Any, lr: float) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "told"),
+    ("optimizer", "expected"),
     [
         (make_amsgrad, ["optimizer states exp_avg, exp_avg_sq → exp_avg, exp_avg_sq, max_exp_avg_sq"]),
         (torch.optim.SGD, ["optimizer states exp_avg, exp_avg_sq → none"]),
         (torch.optim.RMSprop, ["optimizer states exp_avg, exp_avg_sq → square_avg"]),
         (torch.optim.AdamW, []),
-        (torch.optim.Adam, [OPEN]),  # ours tells it, and loads
+        (torch.optim.Adam, [OPEN]),  # the direct load reports it
         (torch.optim.RAdam, ["the saved param groups are like those of Adam, this run's optimizer is RAdam"]),
     ],
 )
-def test_an_optimizer_of_another_kind(optimizer: Any, told: list[str], tmp_path: Path) -> None:
-    assert find(tmp_path, 1, optimizer) == told
+def test_an_optimizer_of_another_kind(optimizer: Any, expected: list[str], tmp_path: Path) -> None:
+    assert find(tmp_path, 1, optimizer) == expected
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Adafactor"), reason="torch 2.5")
 def test_a_factored_state_of_one_row_is_no_other_optimizer(tmp_path: Path) -> None:
-    """Its rows are one element, as a step is."""
+    """Its rows have one element, like a step."""
     model, topology = Model((Param("token", (1, 3)), Param("a", (4, 3)))), Topology(0)
     path = write_checkpoint(tmp_path, model, random_state(model, 0), topology)
     params = [torch.nn.Parameter(torch.ones(param.shape)) for param in model.params]
@@ -87,8 +87,8 @@ def test_a_factored_state_of_one_row_is_no_other_optimizer(tmp_path: Path) -> No
     assert list(target.find_other_kinds(open_for(path, target))) == []
 
 
-def test_what_was_not_frozen_in_the_save(tmp_path: Path) -> None:
-    """Of ZeRO 3's frozen parameters DeepSpeed's own load compares the sizes alone."""
+def test_parameters_that_were_not_frozen_in_the_save(tmp_path: Path) -> None:
+    """DeepSpeed's load only compares the sizes of ZeRO 3's frozen parameters."""
     topology = Topology(3)
     index = open_for(
         write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), topology), FakeTarget(MODEL, topology, 0)

@@ -1,4 +1,4 @@
-"""The exchange of a round: how many bytes travel at once, and which reads a pass needs."""
+"""The exchange of a round: the bytes sent at once, and the reads that a pass needs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
 
 def make_round(sent: Sequence[int], received: Sequence[int]) -> Round:
-    """So many bytes to and from each rank."""
+    """Make a round that sends and receives so many bytes to and from each rank."""
     sends = [[Send(0, nbytes, nbytes, 1)] if nbytes else [] for nbytes in sent]
     receives = [[Claim(0, 0, n, n, 1, (Part(n, 0, 0),))] if n else [] for n in received]
     return Round(sends, receives, sent=sum(sent))
@@ -53,7 +53,7 @@ def test_direct_reads_hold_up_no_exchange_between_machines(one_machine: bool, sh
 
 @pytest.fixture(scope="module", autouse=True)
 def machines() -> Iterator[None]:
-    """Every rank has a machine of its own."""
+    """Give every rank a separate machine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared, "identify_host", lambda: str(threading.get_ident()))
         yield
@@ -64,12 +64,12 @@ MODEL = Model((Param("a", (30, 20)), Param("b", (37,), group=1)), {"buffer": tor
 
 @pytest.mark.parametrize("share", [64, 128, 256, 1 << 20])
 @pytest.mark.parametrize("size", [2, 5, 8])
-def test_what_many_replicas_want_travels_in_parts(
+def test_bytes_for_many_replicas_are_sent_in_parts(
     size: int, share: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every rank of stage 0 wants everything, and a block of 64 bytes for all of them is more than the smallest share.
+    """Every rank of stage 0 wants everything, and a block of 64 bytes for all of them exceeds the smallest share.
 
-    In a step two ranks' parts may come together, none of which is larger than the share.
+    In a step two ranks' parts may be sent together, each at most as large as the share.
     """
     sizes: list[int] = []
     pack, scatter = exchange._pack, exchange._list_sent
@@ -99,8 +99,8 @@ def test_what_many_replicas_want_travels_in_parts(
     assert most == {64: max(size - 1, 1), 1 << 20: 1}.get(share, most)
 
 
-def test_only_reads_of_which_something_is_sent_are_wanted() -> None:
-    """Three blocks of 10 bytes: one for what the first pass fills, one for the second's, one for both."""
+def test_only_reads_with_sends_are_kept() -> None:
+    """Three blocks of 10 bytes: one for the first pass, one for the second, one for both."""
     reads = [Request(0, low, 10, (Part(10, 9, low),)) for low in (0, 10, 20)]
     sends = [[Send(2, 3, 3, 1), Send(12, 2, 4, 2)], [Send(20, 5, 5, 1), Send(25, 5, 5, 1)]]
     plan, first = LoadPlan([], [Round(sends, [[], []], reads, 30)]), np.array([True, False])

@@ -1,4 +1,4 @@
-"""Muon's momentum as ZeRO 1 and 2 save it: of every parameter that a rank's partition touches, whole."""
+"""Muon's momentum as ZeRO 1 and 2 save it: whole parameters, of each that a rank's partition touches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.synth import Model, Param, Run, State, Topology, build_files, random_
 MODEL = Model((Param("a", (7, 3)), Param("b", (3, 3)), Param("c", (5, 2), group=1)))
 
 TOUCHED = {2: (("a",), ("a", "b")), 4: (("a",), ("a",), ("a", "b"), ("b",))}
-"""Of the first group by ranks; the second one's parameter is on all of them but those that hold padding."""
+"""Parameters of the first group by rank; that of the second one is on all ranks without padding."""
 
 STATE = random_state(MODEL, 0, (MOMENTUM,), step=None)
 
@@ -29,7 +29,7 @@ Files = dict[str, dict[str, Any]]
 
 
 class Muon(torch.optim.SGD):
-    """Groups that are Muon's, of which DeepSpeed makes the momentum."""
+    """Groups with ``use_muon``, for which DeepSpeed makes the momentum."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__([{**group, "use_muon": True} for group in params], lr=lr)
@@ -105,7 +105,7 @@ def test_an_adams_states_are_none_of_muons(tmp_path: Path) -> None:
     [("torch", 2, True), ("fp16_unfused", 4, True), ("torch", 1, False), ("zero12", 2, False), ("atomic", 2, False)],
 )
 def test_an_order_by_local_shapes_is_not_taken_for_another_degrees(wrapper: str, saved: int, *, refused: bool) -> None:
-    """At stage 0 states are told by their place among those of the group, which Muon has sorted."""
+    """At stage 0 a state's place in its group identifies it, and Muon has sorted the group."""
     run = SimpleNamespace(topology=SavedTopology(0, wrapper, "float32", tp=saved))
     index = SimpleNamespace(run=run, limits=Limits(), stored=SimpleNamespace(atoms={}))
     target: Any = SimpleNamespace(place=SimpleNamespace(tp=1), flats=[])

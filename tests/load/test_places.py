@@ -65,7 +65,7 @@ def write(folder: Path, source: Topology, seed: int = 0) -> Path:
 
 
 def scatter(save: Path, hosts: Sequence[Path], holders: Callable[[str], Iterable[int]], *, times: bool = True) -> None:
-    """Copy a save's files to those hosts that have them; `times`: with the times of their last change."""
+    """Copy a save's files to the hosts that have them; `times`: with their modification times."""
     for host in hosts:
         host.mkdir(parents=True)
     for file in sorted(save.iterdir()):
@@ -78,7 +78,7 @@ def scatter(save: Path, hosts: Sequence[Path], holders: Callable[[str], Iterable
 def load_scattered(
     folders: Sequence[Path], model: Model, target: Topology, *also: Path, **options: Any
 ) -> list[Loaded]:
-    """Load a save of which each rank sees a folder of its own."""
+    """Load a save on ranks that each see a folder of their own."""
     targets = make_targets(model, target)
     places = [str(place) for place in also]
 
@@ -109,7 +109,7 @@ def indices(folders: Sequence[Path], *also: Path) -> list[AtomicIndex]:
 def test_any_files_on_any_machines_load_into_any_topology(
     data: st.DataObject, case: Case, target: Topology, hosts: int, times: bool
 ) -> None:
-    """Every byte is read once, by a rank that sees its file: no rank is told of another's folder."""
+    """Every byte is read once, by a rank that sees its file."""
     with temporary_folder() as folder:
         save = case.write(folder)
         saved = read_state(save, case.model, case.topology)
@@ -123,7 +123,7 @@ def test_any_files_on_any_machines_load_into_any_topology(
         check_reads(loaded[0].work.index, loaded, 64)
 
 
-def test_where_all_ranks_see_the_same_nothing_more_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_see_the_same_files_compare_no_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save = write(tmp_path, Topology(1, 4))
     monkeypatch.setattr(places_module, "_sum_content", None)
     for index in indices([save] * 3):
@@ -131,13 +131,12 @@ def test_where_all_ranks_see_the_same_nothing_more_is_asked(tmp_path: Path, monk
         assert all(file.places == () for file in index.stored.files)
 
 
-def test_machines_with_saves_of_equal_names_and_sizes_do_not_see_the_same(tmp_path: Path) -> None:
-    """Those of an older run have what the newer one's have, but for the bytes."""
+def test_machines_with_saves_of_equal_names_and_sizes_differ(tmp_path: Path) -> None:
+    """One of them has the save of an older run."""
     hosts = [tmp_path / f"host{number}" for number in range(2)]
     ours, theirs = (write(host, Topology(1, 3), seed) for seed, host in enumerate(hosts))
-    assert [(file.name, file.stat().st_size) for file in sorted(ours.iterdir())] == [
-        (file.name, file.stat().st_size) for file in sorted(theirs.iterdir())
-    ]
+    sizes = [[(file.name, file.stat().st_size) for file in sorted(save.iterdir())] for save in (ours, theirs)]
+    assert sizes[0] == sizes[1]
     with pytest.raises(CheckpointError, match=rf"{shard(0)}: is one file on .* the nodes hold different copies"):
         indices([ours, theirs, theirs])
 
@@ -146,8 +145,8 @@ def test_machines_with_saves_of_equal_names_and_sizes_do_not_see_the_same(tmp_pa
 def test_a_save_that_has_other_times_on_every_machine_is_one(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As some file systems tell them. What no directory tells of a large file its time has to tell."""
-    save = write_untold(tmp_path, form) if form == "legacy" else write(tmp_path, Topology(1, 3))
+    """Some file systems report other times. A large file without a directory is identified by its time."""
+    save = write_unchecked(tmp_path, form) if form == "legacy" else write(tmp_path, Topology(1, 3))
     seal_folder(str(save), Comm())
     hosts = [tmp_path / f"host{number}" for number in range(2)]
     scatter(save, hosts, lambda _name: [0, 1], times=False)
@@ -179,30 +178,26 @@ def test_another_file_under_the_same_name_is_refused_with_both_machines(
     hosts = [tmp_path / f"host{number}" for number in range(2)]
     scatter(ours, hosts, lambda name: [0] if name == shard(0) else [0, 1])
     shutil.copy2(theirs / shard(1), hosts[1])
-    names = iter(["node-a", "node-b"])
-    monkeypatch.setattr("socket.gethostname", lambda: next(names))
+    monkeypatch.setattr("socket.gethostname", name_hosts("node-a", "node-b"))
     text = rf"{shard(1)}: is one file on node-a .\d+ bytes. and another on node-b .\d+ bytes.; the nodes hold different"
     with pytest.raises(CheckpointError, match=text):
         indices(hosts)
 
 
-def test_what_no_machine_has_is_named_with_what_the_others_have(
+def test_a_file_that_no_machine_has_is_named_with_the_files_that_they_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save = write(tmp_path, Topology(1, 4))
     hosts = [tmp_path / f"host{number}" for number in range(2)]
     scatter(save, hosts, lambda name: {STATES: [0, 1], shard(3): [0], shard(0): [0], shard(1): [1]}.get(name, []))
-    names = iter(["node-a", "node-b"])
-    monkeypatch.setattr("socket.gethostname", lambda: next(names))
-    with pytest.raises(CheckpointError, match=rf"{shard(2)} is missing") as caught:
+    monkeypatch.setattr("socket.gethostname", name_hosts("node-a", "node-b"))
+    files = "node-a has the files of data-parallel ranks 0 and 3; node-b has the files of data-parallel ranks 1"
+    with pytest.raises(CheckpointError, match=rf"{shard(2)} is missing.*{files}"):
         indices(hosts)
-    assert "node-a has the files of data-parallel ranks 0 and 3; node-b has the files of data-parallel ranks 1" in str(
-        caught.value
-    )
 
 
-def test_a_seal_tells_which_machine_had_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every node gets it, so that any that is left can tell."""
+def test_a_seal_names_the_machine_of_a_missing_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every node has the same seal."""
     save = write(tmp_path, Topology(1, 3))
     hosts = [tmp_path / f"host{number}" for number in range(3)]
     scatter(save, hosts, lambda name: range(3) if name == STATES else [int(name.split("_")[3])])
@@ -217,18 +212,19 @@ def test_a_seal_tells_which_machine_had_a_file(tmp_path: Path, monkeypatch: pyte
 
 
 def name_hosts(*names: str) -> Callable[[], str]:
-    told = iter(names * 3)
-    return lambda: next(told)
+    """Return the host names in turn."""
+    repeated = iter(names * 3)
+    return lambda: next(repeated)
 
 
 def rewrite(path: Path, **client: Any) -> None:
-    """The same file with other client state, as another node's first rank writes it."""
+    """Rewrite a file with other client state, as another node's first rank writes it."""
     held = torch.load(path, weights_only=False)
     torch.save({**held, **client}, path)
 
 
-def test_of_files_that_every_node_writes_the_first_ranks_counts(tmp_path: Path) -> None:
-    """With use_node_local_storage each node's first rank writes the model states, with a client state of its own."""
+def test_the_first_ranks_copy_counts_of_files_that_every_node_writes(tmp_path: Path) -> None:
+    """With use_node_local_storage each node's first rank writes the model states, with its own client state."""
     case = Case(MODEL, Topology(1, 4, "bf16"), random_state(MODEL, 0, precision="bf16"), legacy=False)
     save = case.write(tmp_path)
     hosts = [tmp_path / f"host{number}" for number in range(2)]
@@ -236,7 +232,7 @@ def test_of_files_that_every_node_writes_the_first_ranks_counts(tmp_path: Path) 
     rewrite(hosts[0] / STATES, script="of the second node")
     rewrite(hosts[1] / STATES, script="of the first node, which holds rank 0")
     index = indices(hosts)
-    assert [held.stored.access.is_partial for held in index] == [True, True]
+    assert [each.stored.access.is_partial for each in index] == [True, True]
     access = index[0].stored.access
     states = [os.path.basename(file.path) for file in index[0].stored.files].index(STATES)
     assert access.list_readers(states, 2).tolist() == [1]
@@ -253,7 +249,7 @@ def test_a_nodes_model_states_of_another_step_are_refused(tmp_path: Path) -> Non
         indices(hosts)
 
 
-def test_what_takes_all_files_on_every_rank_is_refused(tmp_path: Path) -> None:
+def test_work_that_needs_all_files_on_every_rank_is_refused(tmp_path: Path) -> None:
     save = write(tmp_path, Topology(1, 2))
     hosts = [tmp_path / f"host{number}" for number in range(2)]
     scatter(save, hosts, lambda name: [0] if name == STATES else [1])
@@ -266,12 +262,12 @@ def test_what_takes_all_files_on_every_rank_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def near(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Folders named `nvme` are nearer than all others."""
+    """Make folders named `nvme` nearer than all others."""
     monkeypatch.setattr("deepspeed_ucp.sources.places.measure_distance", lambda path: int("nvme" not in path))
 
 
 def two_places(tmp_path: Path, source: Topology) -> tuple[Path, Path, State]:
-    """A save in the first place, and the same in one that is nearer."""
+    """Write a save in the first place, and copy it to one that is nearer."""
     save = write(tmp_path / "shared", source)
     nvme = tmp_path / "nvme"
     shutil.copytree(save, nvme)
@@ -299,10 +295,10 @@ def test_a_place_may_have_all_files_alone(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("near")
 @pytest.mark.parametrize("damage", ["other", "longer", "gone", "truncated"])
-def test_another_file_in_a_nearer_place_is_passed_over(
+def test_an_invalid_file_in_a_nearer_place_is_skipped(
     damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of the same size or not; gone or cut short after its header was read."""
+    """Of another size or content; or changed after its header was read."""
     save, nvme, saved = two_places(tmp_path, Topology(1, 3))
     spoil = nvme / shard(1)
     if damage == "other":
@@ -322,13 +318,13 @@ def test_another_file_in_a_nearer_place_is_passed_over(
     with caplog.at_level(logging.WARNING):
         loaded = run_ranks(2, load)
     check_content(loaded, saved)
-    told = [record.getMessage() for record in caplog.records if "nvme" in record.getMessage()]
-    assert any(shard(1) in text for text in told)
-    assert len(told) <= 2, "one warning per place and rank"
+    warnings = [record.getMessage() for record in caplog.records if "nvme" in record.getMessage()]
+    assert any(shard(1) in text for text in warnings)
+    assert len(warnings) <= 2, "one warning per place and rank"
 
 
-def write_untold(folder: Path, form: str) -> Path:
-    """A save of which no checksum tells the bytes."""
+def write_unchecked(folder: Path, form: str) -> Path:
+    """Write a save without checksums."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -341,13 +337,13 @@ def write_untold(folder: Path, form: str) -> Path:
 @pytest.mark.parametrize("form", ["legacy", "zip"])
 def test_without_checksums_an_earlier_save_in_a_nearer_place_is_not_taken(form: str, tmp_path: Path) -> None:
     """It has the same names and sizes, and other bytes."""
-    save, nvme = write_untold(tmp_path / "shared", form), tmp_path / "nvme"
+    save, nvme = write_unchecked(tmp_path / "shared", form), tmp_path / "nvme"
     shutil.copytree(save, nvme)
     for rank in range(3):
         flip(nvme / shard(rank))
     (save / shard(2)).unlink()
     shutil.copytree(nvme, tmp_path / "nvme-third")
-    saved = read_state(write_untold(tmp_path / "again", form), MODEL, Topology(1, 3))
+    saved = read_state(write_unchecked(tmp_path / "again", form), MODEL, Topology(1, 3))
     index = open_checkpoint(str(save), Comm(), also=[str(nvme), str(tmp_path / "nvme-third")])
     held = {Path(file.path).name: file.places for file in index.stored.files}
     assert held[shard(1)] == (str(save / shard(1)),)
@@ -358,7 +354,7 @@ def test_without_checksums_an_earlier_save_in_a_nearer_place_is_not_taken(form: 
 
 def test_without_checksums_a_header_of_another_place_is_not_taken(tmp_path: Path) -> None:
     """The bytes would be the first place's."""
-    save, other = write_untold(tmp_path / "shared", "legacy"), tmp_path / "other"
+    save, other = write_unchecked(tmp_path / "shared", "legacy"), tmp_path / "other"
     shutil.copytree(save, other)
     data = (save / shard(1)).read_bytes()
     (save / shard(1)).write_bytes(bytes(64) + data[64:])
@@ -366,8 +362,8 @@ def test_without_checksums_a_header_of_another_place_is_not_taken(tmp_path: Path
         open_checkpoint(str(save), Comm(), also=[str(other)])
 
 
-def test_nodes_copies_without_checksums_are_told_by_the_times(tmp_path: Path) -> None:
-    save = write_untold(tmp_path / "shared", "zip")
+def test_nodes_copies_without_checksums_are_compared_by_their_times(tmp_path: Path) -> None:
+    save = write_unchecked(tmp_path / "shared", "zip")
     hosts = [tmp_path / f"host{number}" for number in range(2)]
     scatter(save, hosts, lambda name: [0] if name == shard(0) else [0, 1])
     assert all(index.stored.access.is_partial for index in indices(hosts))
@@ -376,7 +372,7 @@ def test_nodes_copies_without_checksums_are_told_by_the_times(tmp_path: Path) ->
         indices(hosts)
 
 
-def test_what_has_no_directory_is_no_copy_of_what_has_one(tmp_path: Path) -> None:
+def test_a_file_without_directory_is_no_copy_of_one_with_a_directory(tmp_path: Path) -> None:
     paths = [str(tmp_path / name) for name in ("a", "b")]
     Path(paths[1]).write_bytes(bytes(100))
     with pytest.raises(CheckpointError, match=r"b: has no directory with checksums, .* it is another file"):
@@ -386,7 +382,7 @@ def test_what_has_no_directory_is_no_copy_of_what_has_one(tmp_path: Path) -> Non
 
 
 def test_a_place_that_the_first_rank_cannot_ask_ends_all_ranks(tmp_path: Path) -> None:
-    """It asks a store for the others, and lacks what that takes."""
+    """It accesses a store for all ranks, and lacks the module."""
     save = write(tmp_path, Topology(1, 2))
 
     def refuse(folder: str) -> Any:
@@ -399,7 +395,7 @@ def test_a_place_that_the_first_rank_cannot_ask_ends_all_ranks(tmp_path: Path) -
 
 
 def test_a_rank_that_sees_no_file_joins_those_that_do(tmp_path: Path) -> None:
-    """A new node, of several places each node's own."""
+    """A new node, if each node has places of its own."""
     save = write(tmp_path / "away", Topology(1, 2))
     hosts = [tmp_path / f"host{number}" for number in range(2)]
     scatter(save, hosts, lambda _name: [0])
@@ -415,7 +411,7 @@ def test_a_rank_that_sees_no_file_joins_those_that_do(tmp_path: Path) -> None:
 def test_a_read_that_fails_in_the_middle_goes_on_in_the_next_place(
     live: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """While requests of the file are read, by several threads."""
+    """Several threads read requests of the file."""
     save, nvme, saved = two_places(tmp_path, Topology(1, 2))
     read, run_pass, counts = StoredFile.read, CollectiveReader._run_pass, {"reads": 0}
     reading = {"live": False}
@@ -437,14 +433,14 @@ def test_a_read_that_fails_in_the_middle_goes_on_in_the_next_place(
     with caplog.at_level(logging.WARNING):
         loaded = load_scattered([save], MODEL, Topology(1, 3), nvme, in_place=not live)
     for rank in loaded:
-        rank.counted = False  # what was read before a read failed is read once more
+        rank.counted = False  # some bytes are read a second time
     check_content(loaded, saved)
     assert counts["reads"] > 2
     assert "taken from another place" in caplog.text
 
 
 @pytest.mark.usefixtures("near")
-def test_where_no_place_is_left_the_last_error_is_told(tmp_path: Path) -> None:
+def test_the_last_error_is_raised_if_no_place_is_left(tmp_path: Path) -> None:
     save, nvme, _ = two_places(tmp_path, Topology(1, 2))
     targets = make_targets(MODEL, Topology(1, 1))
     index = open_checkpoint(str(save), Comm(), also=[str(nvme)])
@@ -465,7 +461,7 @@ def test_a_header_that_cannot_be_read_is_taken_from_the_next_place(
 
 @pytest.mark.usefixtures("near")
 def test_each_nodes_own_files_and_a_place_that_has_all(tmp_path: Path) -> None:
-    """A new node has none of its own; what a lost node had is in the second place alone."""
+    """A new node has no files; the second place alone has the files of a lost node."""
     save = write(tmp_path / "all", Topology(1, 4))
     hosts = [tmp_path / f"nvme{number}" for number in range(3)]
     scatter(save, hosts, lambda name: [0, 1] if name == STATES else [0] if name in (shard(0), shard(1)) else [])
@@ -477,7 +473,7 @@ def test_each_nodes_own_files_and_a_place_that_has_all(tmp_path: Path) -> None:
 
 
 def flip(path: Path) -> None:
-    """Change every byte of a file's records, which its directory does not show."""
+    """Change every byte of a file's records, but not its directory."""
     index = open_checkpoint(str(path.parent), Comm())
     numbers = [number for number, file in enumerate(index.stored.files) if file.path.endswith(path.name)]
     data = bytearray(path.read_bytes())
@@ -490,7 +486,7 @@ def flip(path: Path) -> None:
 @pytest.mark.usefixtures("near")
 @pytest.mark.parametrize("name", [shard(1), STATES])
 def test_a_damaged_copy_is_refused_and_verify_tells_which_it_is(name: str, tmp_path: Path) -> None:
-    """Once it is deleted, as the message says, the next place is read."""
+    """After it is deleted, as the message says, the next place is read."""
     save, nvme, saved = two_places(tmp_path, Topology(1, 3))
     flip(nvme / name)
     targets = make_targets(MODEL, Topology(3, 2))
@@ -549,7 +545,7 @@ def test_conversions_and_exports_of_nodes_with_files_of_their_own_need_a_place_w
 
 
 def test_threads_that_fail_at_once_go_on_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second one meets a place that the first one has passed over already."""
+    """The second one fails on a place that the first one has already skipped."""
     paths = [str(tmp_path / name) for name in ("a", "b")]
     for path in paths:
         Path(path).write_bytes(bytes(range(100)))
@@ -573,7 +569,7 @@ def test_threads_that_fail_at_once_go_on_together(tmp_path: Path, monkeypatch: p
 
 
 def make_copies(folder: Path, count: int, nbytes: int = 10) -> StoredAtoms:
-    """Files without checksums, each in two places, of which the first one has none any more."""
+    """Create files without checksums, each of which is missing in the first of two places."""
     names = [[str(folder / place / "zero" / f"{number}" / "fp32.pt") for place in "ab"] for number in range(count)]
     for _, path in names:
         Path(path).parent.mkdir(parents=True)
@@ -583,23 +579,22 @@ def make_copies(folder: Path, count: int, nbytes: int = 10) -> StoredAtoms:
 
 
 @pytest.mark.parametrize("error", [OSError(5, "Input/output error"), None])
-def test_a_place_that_gives_no_file_is_asked_for_few(
+def test_a_failing_place_is_tried_for_a_few_files_only(
     error: OSError | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each may take minutes to fail; one that gives other bytes tells nothing of its other files."""
-    stored, asked = make_copies(tmp_path, 8), list[str]()
+    """Each may take minutes to fail; wrong bytes in one file are no sign of a failing place."""
+    stored, tried = make_copies(tmp_path, 8), list[str]()
 
     def look(path: str, file: FileRef) -> None:
-        asked.append(path)
+        tried.append(path)
         if path == file.places[0]:
             raise CheckpointError(f"{path}: cannot be had.") from error
 
     monkeypatch.setattr("deepspeed_ucp.stream.copies.check_copy", look)
     with CopyReader(stored) as reader:
-        assert [reader.read_file(number, lambda file: file.path) for number in range(8)] == [
-            file.places[1] for file in stored.files
-        ]
-    assert sum(path.startswith(f"{tmp_path}/a/") for path in asked) == (3 if error else 8)
+        paths = [reader.read_file(number, lambda file: file.path) for number in range(8)]
+    assert paths == [file.places[1] for file in stored.files]
+    assert sum(path.startswith(f"{tmp_path}/a/") for path in tried) == (3 if error else 8)
 
 
 def test_no_file_waits_for_another_that_is_slow_to_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -656,7 +651,7 @@ def test_commands_take_further_places(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_a_copy_is_later_than_its_save_and_no_other_one(
     link: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where the CRC32s of what both places hold are the same."""
+    """The CRC32s of the common files are the same."""
     save, near = write(tmp_path, Topology(1, 3)), tmp_path / "near"
     shutil.copytree(save, near)
     for file in near.iterdir():
@@ -671,11 +666,11 @@ def test_a_copy_is_later_than_its_save_and_no_other_one(
     shutil.copy(other / shard(2), near / shard(2))
     os.utime(near / shard(2), (time.time() + 86400, time.time() + 86400))
     indices([save], near)
-    assert ("were written 24 hours after" in caplog.text) is not link  # of a link to nothing no time is known
+    assert ("were written 24 hours after" in caplog.text) is not link  # a dangling link has no time
     assert "days before" not in caplog.text
 
 
-def test_one_place_of_copies_is_held_against_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_times_within_one_place_of_copies_are_compared(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save, near = write(tmp_path, Topology(1, 3)), tmp_path / "near"
     shutil.copytree(save, near)
     (save / shard(1)).unlink()

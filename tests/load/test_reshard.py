@@ -1,4 +1,4 @@
-"""The invariants of a load, over generated models, states and pairs of topologies, for every rank in one process."""
+"""Invariants of a load, over generated models, states and pairs of topologies, for every rank in one process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, note
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 
 from deepspeed_ucp.atoms import AtomicIndex
 from deepspeed_ucp.comm import Comm
-from deepspeed_ucp.errors import CheckpointError, UnsupportedError
+from deepspeed_ucp.errors import CheckpointError
 from tests.support.covering import all_turns, params
 from tests.support.ranks import run_ranks
 from tests.support.reshard import (
@@ -48,7 +47,6 @@ from tests.synth import (
     Run,
     State,
     Topology,
-    assert_same_state,
     build_files,
     random_state,
     read_state,
@@ -74,7 +72,7 @@ def resume(case: Case, target: Topology, folder: Path, **options: Any) -> tuple[
 @examples(350)
 @given(case=cases(), target=topologies(), chunk=st.sampled_from((16, 64, 1000)), in_place=st.booleans())
 def test_any_topology_loads_into_any_other(case: Case, target: Topology, chunk: int, in_place: bool) -> None:
-    """Coverage, fill, read once, bounded requests: ``check_content`` and ``check_reads`` say what that means."""
+    """Coverage, fill, read once, bounded requests: see ``check_content`` and ``check_reads``."""
     note(f"{case.topology.label}→{target.label}")
     with temporary_folder() as folder:
         resume(case, target, folder, chunk=chunk, in_place=in_place)
@@ -132,7 +130,7 @@ def test_more_ranks_than_elements(stage: int, dp: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("source", "target"), all_turns(KINDS, [KINDS[0], KINDS[2], KINDS[3], KINDS[8]], 2, pair_id))
 def test_zero_dimensional_parameters(source: Topology, target: Topology, tmp_path: Path) -> None:
-    """A learned temperature: its states have the shape of a scalar and are none."""
+    """A learned temperature: its states have the shape of a scalar, but are states."""
     model = Model((Param("w", (3, 5)), Param("t", ()), Param("u", (), 1), Param("v", (), frozen=True)))
     resume(Case(model, source, random_state(model, 0, precision=source.precision), False), target, tmp_path)
 
@@ -161,7 +159,7 @@ def test_buffers_that_share_memory(source: Topology, target: Topology, tmp_path:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_states_of_another_precision_are_converted(dtype: torch.dtype, tmp_path: Path) -> None:
-    """A source whose optimizer kept 16-bit moments, a live one that wants fp32."""
+    """The saved optimizer kept 16-bit moments, the live one keeps fp32."""
     model = Model((Param("a", (7, 3)), Param("b", (5,))))
     state = random_state(model, 0, dtype=dtype)
     path = Case(model, Topology(1, 3), state, False).write(tmp_path)
@@ -185,7 +183,7 @@ def round_trips(draw: st.DrawFn) -> tuple[Case, Topology]:
 @examples(80)
 @given(trip=round_trips())
 def test_there_and_back_again(trip: tuple[Case, Topology]) -> None:
-    """A→B→A: what B holds is saved as B would and loaded into A again; A's own state comes back, bit by bit."""
+    """A→B→A: B's state is saved as B would save it and loaded into A: equal to A's first state to the bit."""
     case, there = trip
     note(f"{case.topology.label}→{there.label}→{case.topology.label}")
     with temporary_folder() as folder:
@@ -197,25 +195,13 @@ def test_there_and_back_again(trip: tuple[Case, Topology]) -> None:
 
 
 def keep_what_travels(saved: State, held: State, case: Case, there: Topology) -> State:
-    """What B cannot express: a flat buffer's parameter without states has zeros, a 16-bit model rounds frozen ones."""
+    """Return the state that survives B: flat buffers zero-fill states, a 16-bit model rounds frozen parameters."""
     atoms = {name: {**held.atoms[name], **value} for name, value in saved.atoms.items()}
     for param in case.model.owners:
         if not (param.trains and param.group is not None):
             atoms[param.name] = {"fp32": saved.atoms[param.name]["fp32"].to(there.dtype).float()}
     scalars = {name: {**held.scalars.get(name, {}), **value} for name, value in saved.scalars.items()}
     return State(atoms, scalars, () if there.keeps_lean_states else held.groups)
-
-
-def test_there_and_back_again_over_many_topologies_loses_nothing(tmp_path: Path) -> None:
-    model = replace(AWKWARD, buffers={})
-    first = random_state(model, 3)
-    held, source = first, Topology(1, 4)
-    for number, target in enumerate(
-        [Topology(3, 3), Topology(0), Topology(2, 7, round_robin=True), Topology(3, 1), Topology(1, 4)]
-    ):
-        _, ranks = resume(Case(model, source, held, legacy=number == 1), target, tmp_path / str(number))
-        held, source = collect(ranks), target
-    assert_same_state(held, first)
 
 
 # -- checksums --------------------------------------------------------------------------------------------------------
@@ -234,7 +220,7 @@ def reread(index: AtomicIndex, targets: Sequence[FakeTarget]) -> None:
 @examples(60)
 @given(data=st.data(), case=cases(max_dp=4), target=topologies(max_dp=4))
 def test_a_flipped_bit_anywhere_in_a_needed_record_is_found(data: st.DataObject, case: Case, target: Topology) -> None:
-    """Also one in padding that nobody needs, and one that only another rank reads."""
+    """Also one in padding, and one that only another rank reads."""
     case = replace(case, legacy=False)
     with temporary_folder() as folder:
         path = case.write(folder)
@@ -258,54 +244,20 @@ def flip(path: Path, position: int, bit: int = 0) -> None:
         stream.write(bytes([byte ^ 1 << bit]))
 
 
-def outcome(path: Path, model: Model, target: Topology, saved: State) -> str:
-    """What a load says: its error, or the path where all is well."""
-    targets = make_targets(model, target)
-    try:
-        ranks = load(open_for(path, targets[0]), targets)
-    except (CheckpointError, UnsupportedError) as error:
-        return str(error)
-    check_content(ranks, saved)
-    return str(path)
-
-
-@pytest.mark.exhaustive  # tests/fuzz has some of each kind every time
-@pytest.mark.parametrize(
-    "topology", [Topology(1, 2, "bf16"), Topology(3, 2, "bf16"), Topology(0)], ids=lambda t: t.label
-)
-def test_a_flipped_bit_anywhere_in_a_file_is_found_or_is_no_matter(topology: Topology, tmp_path: Path) -> None:
-    """Headers, directories, padding between records: the load is the same as before, or an error."""
-    model = Model(
-        (Param("a", (3, 5)), Param("frozen", (3,), frozen=True), Param("b", (7,), group=1)), {"n": torch.arange(3)}
-    )
-    case, draw = (
-        Case(model, topology, random_state(model, 0, precision=topology.precision), legacy=False),
-        np.random.default_rng(0),
-    )
-    path = case.write(tmp_path)
-    saved, target = read_state(path, model, topology), Topology(2, 2, "bf16")
-    for file in sorted(path.iterdir()):
-        whole = file.read_bytes()
-        for position in draw.choice(len(whole), 60, replace=False):
-            flip(file, int(position), int(draw.integers(8)))
-            assert str(path) in outcome(path, model, target, saved), f"{file.name}: bit flipped at byte {position}"
-            file.write_bytes(whole)
-
-
 # -- what a load is asked for -----------------------------------------------------------------------------------------
 
 
 @examples(60)
 @given(case=cases(max_dp=5), target=topologies(max_dp=5))
 def test_weights_alone(case: Case, target: Topology) -> None:
-    """``load_optimizer_states=False``: the optimizer is left as it is, and its states are not even read."""
+    """``load_optimizer_states=False`` neither changes the optimizer nor reads its states."""
     with temporary_folder() as folder:
         path = case.write(folder)
         saved = read_state(path, case.model, case.topology)
         targets = make_targets(case.model, target)
         index = open_for(path, targets[0])
         ranks = load(index, targets, with_states=False)
-        # The module's own tensors, which are of the model's precision; ZeRO 3 saves none.
+        # The module's tensors have the model's precision; ZeRO 3 saves none.
         precision = torch.float32 if case.topology.stage == 3 else case.topology.dtype
         weights = {name: {"fp32": atoms["fp32"].to(precision).float()} for name, atoms in saved.atoms.items()}
         check_content(ranks, State(weights, {}, ()))
@@ -353,7 +305,7 @@ def all_states(optimizer: Any) -> Iterable[torch.Tensor]:
 
 
 def test_a_load_that_is_not_verified_touches_no_live_buffer(tmp_path: Path) -> None:
-    """The first pass discards what goes to live memory (the executor asks buffers whether they are ``uncommitted``)."""
+    """The first pass discards bytes for live memory (buffers that are not ``uncommitted``)."""
     case = Case(AWKWARD, Topology(1, 3), random_state(AWKWARD, 0), False)
     path = case.write(tmp_path)
     for target in KINDS:
@@ -368,7 +320,7 @@ def test_a_load_that_is_not_verified_touches_no_live_buffer(tmp_path: Path) -> N
                 assert buffer.uncommitted == (buffer.tensor.data_ptr() not in live)
 
 
-def test_balance_what_ranks_share_is_read_by_all_of_them_alike(tmp_path: Path) -> None:
+def test_all_ranks_read_equal_parts_of_shared_bytes(tmp_path: Path) -> None:
     model = Model((Param("a", (1000,)), Param("b", (37,)), Param("f", (500,), frozen=True)))
     path = Case(model, Topology(1, 4), random_state(model, 0), False).write(tmp_path)
     targets = make_targets(model, Topology(0, 3))
@@ -381,7 +333,7 @@ def test_balance_what_ranks_share_is_read_by_all_of_them_alike(tmp_path: Path) -
 
 @pytest.mark.parametrize("order", [(3, 2, 1, 0), (2, 0, 3, 1)], ids=str)
 def test_ranks_may_come_in_any_order(order: tuple[int, ...], tmp_path: Path) -> None:
-    """Nothing that one rank does between two exchanges depends on another's having done it."""
+    """No rank's work between two exchanges depends on another rank's."""
     case = Case(AWKWARD, Topology(3, 3), random_state(AWKWARD, 0), False)
     path = case.write(tmp_path)
     targets = make_targets(AWKWARD, Topology(2, 4))
@@ -427,7 +379,7 @@ def test_different_steps_in_one_flat_buffer_are_refused(tmp_path: Path) -> None:
 
 
 def test_saved_buffers_see_every_state(tmp_path: Path) -> None:
-    """The check itself: what it compares is everything that the target's files hold."""
+    """The check itself compares everything that the target's files hold."""
     ranks = resume(Case(AWKWARD, Topology(1, 2), random_state(AWKWARD, 0), False), Topology(3, 2), tmp_path)[1]
     files = build_files(AWKWARD, random_state(AWKWARD, 0), Topology(3, 2))
     held = random_state(AWKWARD, 0)

@@ -1,4 +1,4 @@
-"""The invariants of a load over generated placements of experts, for every rank in one process."""
+"""Invariants of a load over generated placements of experts, for every rank in one process."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_any_placement_of_experts_loads_into_any_other(fused: bool, data: st.Dat
 @examples(30)
 @given(data=st.data())
 def test_there_and_back_again(fused: bool, data: st.DataObject) -> None:
-    """A→B→A: what B holds is saved as B would and loaded into A again; A's own state comes back, bit by bit."""
+    """A→B→A: B's state is saved as B would save it and loaded into A: equal to A's first state to the bit."""
     skip_without_autoep(fused)
     case, there = data.draw(expert_trips(fused=fused).filter(lambda trip: trip[1].stage > 0))
     note(f"{case.topology.label}→{there.label}→{case.topology.label}")
@@ -118,8 +118,8 @@ def test_conversions_of_experts(fused: bool, data: st.DataObject) -> None:
         saved, atomic = trip.source.write(folder / "saved"), folder / "atomic"
         convert_checkpoint(str(saved), str(atomic), patterns=config.patterns)
         rules = json.dumps(config.patterns["rules"])
-        code, told = run_cli("diff", str(saved), str(atomic), "--patterns", rules)
-        assert (code, told["tensors"]) == (0, []), told
+        code, answer = run_cli("diff", str(saved), str(atomic), "--patterns", rules)
+        assert (code, answer["tensors"]) == (0, []), answer
         _, ranks = load_all(atomic, wanted.make_targets(), config, chunk=trip.chunk)
         check_content(ranks, wanted.state, wanted.locals)
 
@@ -129,19 +129,19 @@ NATIVE = ".deepspeed_moe.experts.deepspeed_experts."
 
 @pytest.mark.parametrize("round_robin", [False, True], ids=["in order", "round robin"])
 def test_another_order_of_the_ranks_is_found(round_robin: bool, tmp_path: Path) -> None:
-    """By what each rank's file says that it holds; with round robin by the experts' own files."""
+    """From the contents that each rank's file records; with round robin from the experts' files."""
     params = (Param("dense", (3,)), *(Param(f"body{NATIVE}{n}.w", (4, 3)) for n in range(4)))
     model = Model(params, experts=(ExpertLayer("body", 4),))
     topology = Topology(1, 4, "bf16", ep=(2,), round_robin=round_robin)
     config = {**topology.ds_config(), "use_data_before_expert_parallelism": True}
     state, run = random_state(model, 0, precision="bf16"), Run(ds_config=config)
     path = write_checkpoint(tmp_path, model, state, topology, run=run)
-    told = "its fp32 weights are not those of the model states" if round_robin else "belongs to another rank, run or"
-    with pytest.raises(CheckpointError, match=told):
+    text = "its fp32 weights are not those of the model states" if round_robin else "belongs to another rank, run or"
+    with pytest.raises(CheckpointError, match=text):
         open_and_compare(path)
 
 
-# What DeepSpeed to 0.19.2 writes into the model states where there are experts (engine.py ``_save_moe_checkpoint``).
+# Keys of model states with experts, in DeepSpeed up to 0.19.2 (engine.py ``_save_moe_checkpoint``).
 OLD_KEYS = {
     *("module", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps"),
     *("global_steps", "global_samples", "dp_world_size", "mp_world_size", "num_experts"),
@@ -168,21 +168,21 @@ def make_older(path: Path) -> None:
     ids=lambda topology: topology.label,
 )
 def test_model_states_of_older_releases(topology: Topology, tmp_path: Path) -> None:
-    """They tell neither the ds_config nor the shapes, and at stage 0 not the optimizer: all of its states come back."""
+    """They record neither the ds_config nor the shapes, nor at stage 0 the optimizer; all states are restored."""
     source = draw_state(NATIVES, topology)
     path, wanted = source.write(tmp_path), expect(source, replace(topology, stage=1))
-    told, _ = load_all(path, wanted.make_targets(), make_config(NATIVES))
+    newer, _ = load_all(path, wanted.make_targets(), make_config(NATIVES))
     make_older(path)
     index, ranks = load_all(path, wanted.make_targets(), make_config(NATIVES))
     check_content(ranks, wanted.state, wanted.locals)
-    assert index.stored.atoms.keys() == told.stored.atoms.keys()
-    assert (index.run.topology, index.run.groups) == (told.run.topology, told.run.groups)
+    assert index.stored.atoms.keys() == newer.stored.atoms.keys()
+    assert (index.run.topology, index.run.groups) == (newer.run.topology, newer.run.groups)
     missed = [why for why in index.limits.unnoticed if "DeepSpeed looks for in the model states" in why]
-    assert bool(missed) == (topology.stage == 0 and topology.precision == "fp32")  # where its own load fails
+    assert bool(missed) == (topology.stage == 0 and topology.precision == "fp32")  # DeepSpeed's load fails there
 
 
 def test_a_missing_optimizer_of_older_releases_is_named(tmp_path: Path) -> None:
-    """Their model states do not tell how many there were, the optimizers' param groups do."""
+    """The model states do not record their number, the optimizers' param groups do."""
     path = draw_state(NATIVES, Topology(0, 2, ep=(2,))).write(tmp_path)
     make_older(path)
     (path / expert_optim_file(1)).unlink()
@@ -217,15 +217,15 @@ def test_a_file_of_another_expert_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_of_another_expert_parallel_rank_is_refused(tmp_path: Path) -> None:
-    """AutoEP under AutoTP tells the ranks in every file."""
+    """AutoEP under AutoTP records the ranks in every file."""
     skip_without_autoep(fused=True)
     path = draw_state(FUSED, Topology(1, 2, tp=2, ep=(4,))).write(tmp_path)
     changed = path / optim_file(Topology(1), 1, 1)
     content = torch.load(changed, weights_only=False)
     content["folding"]["ep_rank"] = 0
     torch.save(content, changed)
-    told = rf"{changed.name}: is of tensor- and expert-parallel rank \(1, 0\), by its name .* of \(1, 3\)"
-    with pytest.raises(CheckpointError, match=told):
+    text = rf"{changed.name}: is of tensor- and expert-parallel rank \(1, 0\), by its name .* of \(1, 3\)"
+    with pytest.raises(CheckpointError, match=text):
         open_and_compare(path)
 
 

@@ -20,9 +20,9 @@ from tests.synth import State, Topology
 
 
 def resize(source: Held, topology: Topology, sizes: dict[str, int], rules: dict[str, Any]) -> Held:
-    """What a run holds that has other sizes: kept places, and what the rules say of new ones; made with numpy.
+    """Return the state of a run with other sizes: kept rows, and new ones by the rules; made with numpy.
 
-    `sizes`: by kind places in the target, which holds the sentinel before the load.
+    `sizes`: kind → rows in the target, which holds the sentinel before the load.
     """
     params, atoms = [], {}
     for param in source.model.params:
@@ -42,15 +42,12 @@ def resize(source: Held, topology: Topology, sizes: dict[str, int], rules: dict[
             if state == "fp32" and rule.get("new") == "mean":
                 made[kept:] = sum(saved[:kept].astype(np.float64)) / kept
             atoms.setdefault(name, {})[state] = torch.from_numpy(made)
-    return Held(replace(source.model, params=tuple(params)), topology, State(atoms, *_rest(source)))
-
-
-def _rest(source: Held) -> tuple[Any, Any]:
-    return source.state.scalars, source.state.groups
+    state = State(atoms, source.state.scalars, source.state.groups)
+    return Held(replace(source.model, params=tuple(params)), topology, state)
 
 
 def make_rules(source: Held, rules: dict[str, Any]) -> UniversalConfig:
-    """With the patterns by which the kinds are cut."""
+    """Add the rules to the patterns of the kinds."""
     patterns = dict(make_config(source.model).patterns)  # type: ignore[arg-type]
     for rule in patterns["rules"]:
         rule.pop("vocab", None)
@@ -79,7 +76,7 @@ GIVEN_UP: dict[str, Any] = {"word": {"shrink": True}, "column": {"new": "zero"}}
     ],
     ids=lambda topology: topology.label,
 )
-def test_what_is_kept_and_what_is_new(
+def test_kept_and_new_rows(
     saved: Topology, live: Topology, sizes: dict[str, int], rules: dict[str, Any], tmp_path: Path
 ) -> None:
     source = draw_state(make_plain(["column", "norm", "word", "row"]), saved)
@@ -89,18 +86,18 @@ def test_what_is_kept_and_what_is_new(
     check_reads(index, ranks)
 
 
-def test_each_is_told_and_what_has_saved_since_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The same rules then leave all as it is, whatever they say of places that are kept."""
+def test_a_resize_is_logged_and_a_later_save_loads_unchanged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The same rules have no effect on a save that has the new shapes."""
     source = draw_state(make_plain(["column", "word", "row"]), Topology(1, 1))
     wanted = resize(source, Topology(1, 2), GROWN, MIXED)
     rules, lines = make_rules(source, MIXED), []
-    for folder, held in (("begun", source), ("saved", wanted)):
+    for folder, held in (("first", source), ("later", wanted)):
         (tmp_path / folder).mkdir()
         _, ranks = load_all(held.write(tmp_path / folder), wanted.make_targets(), rules)
         check_content(ranks, wanted.state, wanted.locals)
         lines.append([record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING])
         caplog.clear()
-    states = "the optimizer states of what is new are zero under the old step count, so that Adam's first updates there"
+    states = "the optimizer states of new rows are zero under the old step count, so Adam's first updates there"
     assert lines == [
         [
             "resize: body.column: 12 → 24: 12 new rows keep the live model's values",
@@ -122,7 +119,7 @@ def test_each_is_told_and_what_has_saved_since_goes_on(tmp_path: Path, caplog: p
     ],
 )
 @pytest.mark.parametrize("tp", [1, 2])
-def test_what_is_refused(sizes: dict[str, int], rule: dict[str, Any], words: str, tp: int, tmp_path: Path) -> None:
+def test_refused_sizes(sizes: dict[str, int], rule: dict[str, Any], words: str, tp: int, tmp_path: Path) -> None:
     source = draw_state(make_plain(["column", *sizes]), Topology(1, 1, tp=tp))
     wanted = resize(source, Topology(1, 1, tp=tp if "word" in sizes else 1), sizes, {})
     patterns: Any = make_rules(source, {}).patterns

@@ -291,13 +291,15 @@ def test_an_engine_is_marked_if_deepspeeds_own_load_or_the_refresh_after_it_fail
     after: bool, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Engine(SimpleNamespace):
+        load_universal_checkpoint = staticmethod(lambda: False)
+
         def step(self) -> str:
             return "stepped"
 
     def fail(*_: object, **__: object) -> tuple[None, None]:
         raise error("its own")
 
-    engine, more = Engine(optimizer=None, lr_scheduler=None), {"upstream": False, "unknown": ()}
+    engine = Engine(optimizer=None, lr_scheduler=None)
     refreshed: list[object] = []
     choice = LoaderChoice("of the future", target=SimpleNamespace())  # type: ignore[arg-type]
     refresh = fail if after else lambda target, **_: refreshed.append(target)
@@ -308,12 +310,12 @@ def test_an_engine_is_marked_if_deepspeeds_own_load_or_the_refresh_after_it_fail
     ):
         monkeypatch.setattr(f"deepspeed_ucp.load.resume.{name}", stand_in)
     with pytest.raises(error, match="its own"):
-        _resume_tag(make_job(engine, Comm()), "folder", "tag", (lambda: (None, None)) if after else fail, **more)
+        _resume_tag(make_job(engine, Comm()), "folder", "tag", (lambda: (None, None)) if after else fail, ())
     assert refreshed == []
     with pytest.raises(CheckpointError, match=r"its own.*must not be used"):
         engine.step()
     monkeypatch.setattr("deepspeed_ucp.load.resume.refresh_after_own_load", lambda *_, **__: None)
-    _resume_tag(make_job(engine, Comm()), "folder", "tag", lambda: (None, None), **more)
+    _resume_tag(make_job(engine, Comm()), "folder", "tag", lambda: (None, None), ())
     assert engine.step() == "stepped"
 
 

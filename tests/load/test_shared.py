@@ -1,4 +1,4 @@
-"""Ranks of one machine take what a neighbour has staged from its memory; only other machines' bytes travel."""
+"""Ranks of a machine copy staged bytes from a neighbour's memory; only bytes for other machines are sent."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MODEL = Model((Param("a", (30, 20)), Param("b", (37,), group=1)), {"buffer": tor
 
 
 def place(monkeypatch: pytest.MonkeyPatch, *hosts: str) -> Callable[[int, Comm], Any]:
-    """Ranks on machines; what each of them sees of 100 bytes of all, after each has written its number."""
+    """Place ranks on machines; each numbers the last of its 100 bytes and returns those that it sees."""
     found = threading.local()
     monkeypatch.setattr(shared, "identify_host", lambda: found.host)
 
@@ -56,8 +56,8 @@ def test_nothing_is_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("fault", ["no memfd", "no room", "not seen", "another process's"])
-def test_where_one_rank_fails_none_of_its_machine_shares(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another machine's do all the same."""
+def test_no_rank_of_a_machine_shares_memory_if_one_fails(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of another machine share theirs all the same."""
     see = shared._map
 
     def fail_to_see(path: str, token: bytes, nbytes: int) -> Any:
@@ -67,21 +67,17 @@ def test_where_one_rank_fails_none_of_its_machine_shares(fault: str, monkeypatch
     work = place(monkeypatch, "a", "a", "b", "b")
     if fault == "no memfd":
         monkeypatch.delattr(os, "memfd_create")
-        expected = [[1, None, None, None], [None, 2, None, None], [None, None, 3, None], [None, None, None, 4]]
     elif fault == "no room":
         monkeypatch.setattr(os, "ftruncate", lambda *_: (_ for _ in ()).throw(OSError(28, "no room")))
-        expected = [[1, None, None, None], [None, 2, None, None], [None, None, 3, None], [None, None, None, 4]]
     else:
         monkeypatch.setattr(shared, "_map", fail_to_see if fault == "not seen" else lambda p, t, n: see(p, b"x", n))
-        result = run_ranks(4, work)
-        alone = [row for number, row in enumerate(result) if sum(each is not None for each in row) == 1]
-        assert len(alone) == (2 if fault == "not seen" else 4)
-        return
-    assert run_ranks(4, work) == expected
+    result = run_ranks(4, work)
+    alone = [rank for rank, row in enumerate(result) if row == [rank + 1 if at == rank else None for at in range(4)]]
+    assert len(alone) == (2 if fault == "not seen" else 4)
 
 
-def test_a_rank_without_memory_of_its_own_is_one_error_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What stands in for a file of memory may be too much as well, and is had before ranks tell of it."""
+def test_a_rank_without_memory_is_an_error_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its fallback for a file in memory may be too large as well."""
     make, ranks = mmap.mmap, threading.local()
 
     def fail(fileno: int, length: int, **more: Any) -> Any:
@@ -97,14 +93,14 @@ def test_a_rank_without_memory_of_its_own_is_one_error_of_all(monkeypatch: pytes
             return str(error), error.shared, error.echo
 
     monkeypatch.setattr("mmap.mmap", fail)
-    told = "[rank 1] out of memory: 3 MiB to exchange bytes in cannot be allocated. Use a smaller window, or fewer"
+    start = "[rank 1] out of memory: 3 MiB to exchange bytes in cannot be allocated. Use a smaller window, or fewer"
     results = run_ranks(3, work)
     assert [(shared, echo) for _, shared, echo in results] == [(True, False), (True, True), (True, True)]
-    assert all(text.startswith(told) for text, *_ in results)
+    assert all(text.startswith(start) for text, *_ in results)
 
 
 @pytest.mark.parametrize("name", ["list_claims", "decide", "make_plan"])
-def test_want_of_memory_in_a_plan_is_one_error_of_all(
+def test_lack_of_memory_in_a_plan_is_an_error_of_all_ranks(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = random_state(MODEL, 0)
@@ -145,7 +141,7 @@ def test_partitions_are_passed_around(width: int) -> None:
 def test_only_bytes_for_other_machines_travel(
     hosts: str, share: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every rank of stage 0 wants everything; what two steps before is read over has been taken by then."""
+    """Every rank of stage 0 wants everything; staging memory is reused two steps later."""
     sent, swap = set[tuple[int, int]](), CollectiveReader._swap
 
     def note(self: Any, packed: Any, sends: Any, claims: Any, into: Any) -> Any:

@@ -61,7 +61,7 @@ def test_every_dtype_has_memory(dtype: torch.dtype) -> None:
     assert tensor.equal(values)
 
 
-def test_a_tensor_that_is_not_flat_is_filled_through_a_proxy() -> None:
+def test_a_tensor_that_is_not_flat_is_filled_in_separate_memory() -> None:
     whole = torch.zeros(3, 2)
     sink = TensorSink(Buffer(whole.t(), uncommitted=False), "float32")
     view = sink.view(0, 24)
@@ -77,32 +77,26 @@ def test_an_empty_tensor_has_no_memory() -> None:
 
 
 @pytest.mark.parametrize("live", [torch.float32, torch.bfloat16], ids=str)
-def test_rows_go_to_places_apart(live: torch.dtype) -> None:
-    """Two rows of two elements, four apart."""
-    tensor = torch.zeros(10, dtype=live)
-    sink = TensorSink(Buffer(tensor, uncommitted=True), "float32")
-    part, data = Part(16, 0, 1, run=8, stride=4), raw(torch.arange(1.0, 5.0))
-    sink.store(part, data)
-    assert tensor.tolist() == [0, 1, 2, 0, 0, 3, 4, 0, 0, 0]
+@pytest.mark.parametrize("skip", [0, 2])
+@pytest.mark.parametrize(
+    ("part", "expected"),
+    [
+        (Part(16, 0, 1, run=8, stride=4), [0, 1, 2, 0, 0, 3, 4, 0, 0, 0]),
+        (Part(16, 0, 1, run=4, stride=2), [0, 1, 0, 2, 0, 3, 0, 4, 0, 0]),
+        (Part(16, 0, 2), [0, 0, 1, 2, 3, 4, 0, 0, 0, 0]),
+    ],
+    ids=["rows", "columns", "contiguous"],
+)
+def test_bytes_are_stored_in_rows(part: Part, expected: list[int], skip: int, live: torch.dtype) -> None:
+    """Also in a tensor that begins behind the start of its storage."""
+    whole = torch.zeros(10 + skip, dtype=live)
+    sink = TensorSink(Buffer(whole[skip:], uncommitted=True), "float32")
+    sink.store(part, raw(torch.arange(1.0, 5.0)))
+    assert whole.tolist() == [*[0] * skip, *expected]
 
 
-def test_rows_of_a_part_of_a_buffer() -> None:
-    """A tensor that does not begin where its storage does."""
-    whole = torch.zeros(12)
-    sink = TensorSink(Buffer(whole[2:], uncommitted=True), "float32")
-    sink.store(Part(8, 0, 1, run=4, stride=3), raw(torch.tensor([1.0, 2.0])))
-    assert whole.tolist() == [0, 0, 0, 1, 0, 0, 2, 0, 0, 0, 0, 0]
-
-
-@pytest.mark.parametrize("live", [torch.float32, torch.bfloat16], ids=str)
-def test_bytes_from_other_memory_are_taken(live: torch.dtype) -> None:
-    tensor = torch.zeros(5, dtype=live)
-    TensorSink(Buffer(tensor, uncommitted=True), "float32").store(Part(8, 0, 2), raw(torch.tensor([1.5, -2.0])))
-    assert tensor.tolist() == [0, 0, 1.5, -2.0, 0]
-
-
-def test_elements_that_nothing_fills_keep_their_values() -> None:
-    """Of a tensor that is not flat, and of a live one that is filled apart."""
+def test_elements_outside_the_spans_keep_their_values() -> None:
+    """In a tensor that is not flat, and in a live one that is filled in separate memory."""
     whole = torch.arange(6.0).view(3, 2)
     for tensor in (whole.t(), whole.view(-1)):
         before = tensor.clone()
@@ -115,7 +109,7 @@ def test_elements_that_nothing_fills_keep_their_values() -> None:
         assert tensor.reshape(-1).tolist() == [7, 8, *before.reshape(-1)[2:4].tolist(), 9, before.reshape(-1)[5]]
 
 
-def test_what_copies_give_back_to_the_bit_is_filled_in_place() -> None:
+def test_masters_equal_to_their_copies_are_filled_in_place() -> None:
     copies = [torch.tensor([1.5, -0.0, float("nan")]).bfloat16(), torch.tensor([2.0]).bfloat16()]
     made = torch.cat(copies).float()
     buffer = Buffer(made.clone(), uncommitted=False, copies=copies)
@@ -144,15 +138,17 @@ def test_states_that_are_zero_are_filled_in_place() -> None:
     ],
     ids=["unknown", "less", "more", "another sign", "trained"],
 )
-def test_what_copies_do_not_give_back_is_not_filled_in_place(values: list[float], copies: list[list[float]]) -> None:
+def test_masters_that_differ_from_their_copies_are_not_filled_in_place(
+    values: list[float], copies: list[list[float]]
+) -> None:
     made_from = [torch.tensor(copy).bfloat16() for copy in copies]
     assert not Buffer(torch.tensor(values), uncommitted=False, copies=made_from).fill_in_place()
 
 
-def test_what_is_its_own_copy_is_not_filled_in_place() -> None:
-    """ZeRO 3 keeps no masters beside the parameters where both would be of one dtype."""
-    own = torch.tensor([1.5, 2.0])
-    assert not Buffer(own, uncommitted=False, copies=[own.view(-1)]).fill_in_place()
+def test_a_tensor_that_shares_memory_with_its_copy_is_not_filled_in_place() -> None:
+    """ZeRO 3 has no separate masters if both would have one dtype."""
+    tensor = torch.tensor([1.5, 2.0])
+    assert not Buffer(tensor, uncommitted=False, copies=[tensor.view(-1)]).fill_in_place()
 
 
 def test_zeros_and_means_of_a_tensor_that_is_not_flat() -> None:
@@ -166,8 +162,8 @@ def test_zeros_and_means_of_a_tensor_that_is_not_flat() -> None:
     assert whole.t().tolist() == [[0, 0, 0], [0, 2, 3]]
 
 
-def test_memory_that_is_left_counts_for_all_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three ranks on two machines; what each needs is 40 bytes and a window of 10."""
+def test_free_memory_counts_for_all_ranks_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three ranks on two machines; each needs 40 bytes and a window of 10."""
     hosts, free = ("a", "a", "b"), {"a": 134, "b": 67}
 
     def decide(rank: int, comm: Comm) -> bool:
@@ -183,7 +179,7 @@ def test_memory_that_is_left_counts_for_all_of_a_machine(monkeypatch: pytest.Mon
     assert run_ranks(3, decide) == [False] * 3
 
 
-def test_free_memory_is_the_least_that_anything_lets_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_memory_is_the_least_of_all_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     proc, groups = tmp_path / "proc", tmp_path / "groups"
     for path, text in {
         proc / "meminfo": "MemTotal: 900 kB\nMemAvailable: 500 kB\n",
@@ -207,8 +203,8 @@ def test_free_memory_is_the_least_that_anything_lets_have(tmp_path: Path, monkey
     assert memory.measure_available() == 0
 
 
-def test_memory_is_untouched_where_it_is_filled_for_the_first_time() -> None:
-    """States of a fresh engine and memory apart; no file's, and none that is filled in place."""
+def test_untouched_memory() -> None:
+    """States of a fresh engine and separate memory; not a file's, and not memory that is filled in place."""
     assert Buffer(torch.zeros(6), uncommitted=True).is_untouched
     live, file = Buffer(torch.zeros(6), uncommitted=False), Buffer(torch.zeros(6), uncommitted=True, in_file=True)
     assert not live.is_untouched and not file.is_untouched

@@ -29,7 +29,7 @@ MODEL = Model((Param("a", (7, 13)), Param("b", (5, 7), group=1), Param("frozen",
 
 
 def lose(folder: Path, topology: Topology, model: Model = MODEL) -> Path:
-    """A save of which no file of optimizer states is left; of stage 0 in bf16 what DeepSpeed 0.17.6 writes."""
+    """Write a save without files of optimizer states; for stage 0 in bf16 as DeepSpeed 0.17.6 writes it."""
     state = random_state(model, 0, precision=topology.precision)
     files = build_files(model, state, topology)
     if topology.stage == 0:
@@ -46,22 +46,22 @@ LOST = [Topology(1, 3), Topology(2, 2, "bf16"), Topology(0, 2, "bf16", "fused")]
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("source", LOST, ids=lambda each: each.label)
 @pytest.mark.parametrize("target", [None, Topology(3), Topology(0)], ids=["same", "zero3", "stage0"])
-def test_states_are_asked_for(source: Topology, target: Topology | None, strict: bool, tmp_path: Path) -> None:
+def test_a_load_with_states_is_refused(source: Topology, target: Topology | None, strict: bool, tmp_path: Path) -> None:
     path = lose(tmp_path, source)
     rank = FakeTarget(MODEL, target or source, 0)
     before = [flat.data.clone() for flat in rank.flats]
-    with pytest.raises(CheckpointError) as told:
+    with pytest.raises(CheckpointError) as error:
         run_load(open_for(path, rank), rank, load_module_strict=strict)
     prefix = "bf16_" if source.precision == "bf16" else ""
     missing = f"{prefix}zero_pp_rank_{{0-{source.dp - 1}}}_mp_rank_00_optim_states.pt missing"
-    assert ("DeepSpeed 0.17.6 to 0.18.4 write none" if source.stage == 0 else missing) in str(told.value)
-    assert "load_optimizer_states=False" in str(told.value)
-    assert len(str(told.value).splitlines()) == 1
+    assert ("DeepSpeed 0.17.6 to 0.18.4 write none" if source.stage == 0 else missing) in str(error.value)
+    assert "load_optimizer_states=False" in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
     assert all(torch.equal(flat.data, old) for flat, old in zip(rank.flats, before, strict=True))
 
 
-def test_what_bf16_with_fp32_gradients_has_lost_is_nowhere_to_be_copied_from(tmp_path: Path) -> None:
-    """DeepSpeed 0.17.6 to 0.18.4 take FP16_UnfusedOptimizer there, at ZeRO 1."""
+def test_states_that_older_releases_never_wrote_are_not_reported_as_missing_files(tmp_path: Path) -> None:
+    """DeepSpeed 0.17.6 to 0.18.4 use FP16_UnfusedOptimizer for bf16 with fp32 gradients, at ZeRO 1."""
     topology = Topology(1, 2, "bf16")
     tree = build_files(MODEL, random_state(MODEL, 0, precision="bf16"), topology)["mp_rank_00_model_states.pt"]
     tree["ds_config"]["data_types"] = {"grad_accum_dtype": "fp32"}
@@ -83,8 +83,8 @@ def test_the_weights_alone_load(source: Topology, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("source", LOST, ids=lambda each: each.label)
-def test_what_the_commands_say(source: Topology, tmp_path: Path) -> None:
-    """None takes it for a save without ZeRO, or for a whole one."""
+def test_the_commands_report_missing_states(source: Topology, tmp_path: Path) -> None:
+    """They mistake it neither for a save without ZeRO nor for a complete one."""
     path = lose(tmp_path / "in", source)
     report = survey_checkpoint(str(path), Comm())
     index = report.require()
@@ -102,7 +102,7 @@ def test_what_the_commands_say(source: Topology, tmp_path: Path) -> None:
 
 
 def test_a_run_without_an_optimizer(tmp_path: Path) -> None:
-    """An evaluation's save: nothing is missing, and training still cannot go on from it."""
+    """An evaluation's save: no file is missing, but training cannot continue from it."""
     files = build_files(MODEL, random_state(MODEL, 0), Topology(0))
     for tree in files.values():
         tree["optimizer"] = None
@@ -123,7 +123,7 @@ TIED = make_pipeline([["column", "norm"], ["row"]])
     "source", [Topology(1, 2, pp=2), Topology(1, 1, "bf16", "bf16", pp=2, tp=2)], ids=lambda each: each.label
 )
 def test_a_pipeline_with_a_tied_module(source: Topology, files: tuple[bool, bool], tmp_path: Path) -> None:
-    """DeepSpeed ties the word's weight alone: of what a stage without a file had of its own another's is taken."""
+    """DeepSpeed ties only the word's weight: other weights of a stage without a file are taken from another stage."""
     first, *others, last = TIED.layers
     model = replace(TIED, layers=(replace(first, file=files[0]), *others, replace(last, file=files[1])))
     held = draw_state(model, source)
@@ -152,10 +152,10 @@ def check_weights(held: Held, rank: FakeTarget, flat: LiveBuffer, files: tuple[b
 
 
 @pytest.mark.parametrize("source", LOST[:2], ids=lambda each: each.label)
-def test_weights_alone_take_no_whole_set_of_states(
+def test_weights_alone_need_no_complete_set_of_states(
     source: Topology, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One of the files that are left out is missing; the states are refused all the same."""
+    """One of the unused files is missing; a load with states is refused."""
     write_files(tmp_path, build_files(MODEL, random_state(MODEL, 0, precision=source.precision), source))
     next(tmp_path.glob("*zero_pp_rank_1_*optim_states.pt")).unlink()
     with pytest.raises(CheckpointError, match="optim_states.pt is missing"):

@@ -1,4 +1,4 @@
-"""The live optimizer held against the saved one: what is told, and what is refused by name."""
+"""The live optimizer compared with the saved one: warnings, and refusals by name."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make_files(model: Model = MODEL, topology: Topology | None = None) -> Files:
 def prepare(
     folder: Path, files: Files, live: Model = MODEL, optimizer: Any = torch.optim.AdamW, **options: Any
 ) -> Loaded:
-    """What one rank of a run on one rank has to do."""
+    """Prepare a load of a single rank."""
     target = FakeTarget(live, Topology(1), 0, optimizer)
     write_files(folder, files)
     return prepare_rank(open_for(folder, target), target, Comm(), Options(**options))
@@ -56,7 +56,7 @@ def change_groups(files: Files, **fields: Any) -> Files:
 
 
 class Old(torch.optim.AdamW):
-    """As torch before 2.7 has it."""
+    """AdamW as in torch before 2.7."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, lr=lr)
@@ -111,11 +111,11 @@ def test_tensors_in_param_groups_are_refused_by_name(value: Any, tmp_path: Path)
 
 
 @pytest.mark.parametrize("value", [torch.relu_, [torch.float32], (torch.float32, 1), {"kept": torch.float32}])
-def test_what_is_no_number_in_a_param_group_is_the_live_ones_business(value: Any, tmp_path: Path) -> None:
+def test_values_that_are_no_numbers_in_a_param_group_are_ignored(value: Any, tmp_path: Path) -> None:
     prepare(tmp_path, change_groups(make_files(), hook=value))
 
 
-def test_numbers_of_each_ranks_own_are_refused_by_name(tmp_path: Path) -> None:
+def test_numbers_that_differ_between_ranks_are_refused_by_name(tmp_path: Path) -> None:
     files = make_files()
     for rank in range(2):
         tree = files[f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"]
@@ -126,17 +126,17 @@ def test_numbers_of_each_ranks_own_are_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("live", [Topology(1), Topology(0)], ids=lambda t: t.label)
-def test_new_parameters_begin_under_the_step_of_the_others(live: Topology, tmp_path: Path) -> None:
-    """At stage 0 every parameter counts its own steps."""
+def test_new_parameters_start_under_the_step_of_the_others(live: Topology, tmp_path: Path) -> None:
+    """At stage 0 every parameter has a separate step count."""
     model = Model((*MODEL.params, Param("new", (3,))))
     target = FakeTarget(model, live, 0)
     write_files(tmp_path, make_files())
     rank = prepare_rank(open_for(tmp_path, target), target, Comm(), Options(strict=False))
-    told = [note for note in rank.work.match.notes if note.startswith("new: new or thawed")]
-    assert len(told) == (1 if live.stage else 0)
+    notes = [note for note in rank.work.match.notes if note.startswith("new: new or thawed")]
+    assert len(notes) == (1 if live.stage else 0)
 
 
-def test_a_thawed_parameter_takes_its_weight_and_begins_anew(tmp_path: Path) -> None:
+def test_a_thawed_parameter_takes_its_weight_and_has_new_states(tmp_path: Path) -> None:
     saved = Model((Param("a", (7, 3)), Param("b", (5,), frozen=True)))
     live = Model((Param("a", (7, 3)), Param("b", (5,))))
     state = random_state(saved, 0)
@@ -155,10 +155,10 @@ def test_a_thawed_parameter_takes_its_weight_and_begins_anew(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("topology", [Topology(0), Topology(1), Topology(3)], ids=lambda t: t.label)
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adagrad, Eager])
-def test_a_thawed_group_of_its_own_begins_anew_where_the_engine_has_trained(
+def test_a_separate_thawed_group_restarts_in_a_trained_engine(
     optimizer: Any, topology: Topology, tmp_path: Path
 ) -> None:
-    """Its next step is that of a fresh engine, also of an optimizer that makes states at construction alone."""
+    """Its next step is that of a fresh engine, also with an optimizer that creates states only at construction."""
     keys = ("exp_avg", "exp_avg_sq") if optimizer is torch.optim.AdamW else ("sum",)
     saved = Model((Param("a", (7, 3)), Param("b", (5,), None, frozen=True)))
     live = Model((Param("a", (7, 3)), Param("b", (5,), 1)))
@@ -201,7 +201,7 @@ def test_live_groups_take_the_states_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "stored", "dtype", "told"),
+    ("state", "stored", "dtype", "text"),
     [
         ("fp32", "float32", "bfloat16", "fp32 is rounded from float32 to bfloat16"),
         ("exp_avg", "float16", "bfloat16", "exp_avg is rounded from float16 to bfloat16"),
@@ -214,21 +214,21 @@ def test_live_groups_take_the_states_alone(tmp_path: Path) -> None:
         ("fp32", "float8_e4m3fn", "float32", "fp32 of float8_e4m3fn in the checkpoint is float32 here"),
     ],
 )
-def test_what_this_runs_types_do_not_hold_is_told(state: str, stored: str, dtype: str, told: str) -> None:
+def test_rounding_is_reported(state: str, stored: str, dtype: str, text: str) -> None:
     wants = Wants()
     wants.add_sink(wants.add_buffer(BufferSpec((state, 0), dtype, 4, live=True)), stored)
     notes = describe_rounding(wants)
-    assert len(notes) == bool(told)
-    assert "".join(notes).startswith(told)
+    assert len(notes) == bool(text)
+    assert "".join(notes).startswith(text)
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "told"),
+    ("optimizer", "count"),
     [(torch.optim.AdamW, 0), (torch.optim.SGD, 0), (torch.optim.Adagrad, 0), (torch.optim.Adafactor, 1)],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_a_step_that_depends_on_the_cut_is_told(optimizer: Any, told: int, tmp_path: Path) -> None:
+def test_a_step_that_depends_on_the_cut_is_reported(optimizer: Any, count: int, tmp_path: Path) -> None:
     state = random_state(MODEL, 0, states=(), step=None)
     files = build_files(MODEL, state, Topology(2, 2), Run())
     notes = prepare(tmp_path, files, optimizer=optimizer).work.match.notes
-    assert sum("depends on how ZeRO cuts" in note for note in notes) == told
+    assert sum("depends on how ZeRO cuts" in note for note in notes) == count

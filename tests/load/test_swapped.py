@@ -1,4 +1,4 @@
-"""Targets in swap files: filled beside DeepSpeed's, which change at once and together, or not at all."""
+"""Targets in swap files: new files replace DeepSpeed's all at once, or not at all."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ MODEL = Model(
 )
 ALIGNED = 32
 LEAST = 20
-"""Elements of a partition from which on it is swapped."""
+"""Least elements of a swapped partition."""
 
 
 class SwappedTarget(FakeTarget):
-    """One rank of an engine on NVMe: what DeepSpeed swaps is in files, the optimizer holds empty tensors."""
+    """One rank of an engine on NVMe: swapped tensors are in files, and empty in the optimizer."""
 
     def __init__(self, folder: Path, topology: Topology, rank: int = 0) -> None:
         self.folder = folder / f"rank{rank}"
@@ -71,8 +71,8 @@ def write(folder: Path, topology: Topology | None = None, model: Model = MODEL) 
     return write_checkpoint(folder, model, state, topology)
 
 
-def take(data: bytes, tensor: torch.Tensor) -> None:
-    """The file holds the tensor, and zeros behind it."""
+def check_file(data: bytes, tensor: torch.Tensor) -> None:
+    """Check that a file holds a tensor, followed by zeros."""
     own = tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
     assert data == own + bytes(-len(own) % (ALIGNED * tensor.element_size()))
 
@@ -84,8 +84,8 @@ RESIZED = {"resize": [{"match": "b", "new": "mean"}, {"match": ".*"}]}
 @pytest.mark.parametrize("saved", [MODEL, FEWER], ids=["alike", "fewer rows"])
 @pytest.mark.parametrize("steps", [0, 4], ids=["fresh", "trained"])
 @pytest.mark.parametrize("target", [Topology(3, 1), Topology(3, 2, "bf16", sub_group_size=40)], ids=lambda t: t.label)
-def test_swap_files_hold_what_memory_would(target: Topology, steps: int, saved: Model, tmp_path: Path) -> None:
-    """Where rows are new too, which keep what the file holds."""
+def test_swap_files_hold_the_same_bytes_as_memory(target: Topology, steps: int, saved: Model, tmp_path: Path) -> None:
+    """Also with new rows, which keep the values of the file."""
     path = write(tmp_path, Topology(1, 3, target.precision), saved)
     config = UniversalConfig(threads=1, patterns=RESIZED)
     plain = make_targets(MODEL, target)
@@ -107,9 +107,9 @@ def test_swap_files_hold_what_memory_would(target: Topology, steps: int, saved: 
                 continue
             for prefix, tensor in (("", flat.data), *((f"{key}-", states[key]) for key in ("exp_avg", "exp_avg_sq"))):
                 names.add(name := f"{prefix}{number}_9.tensor.swp")
-                take(files[name], tensor)
+                check_file(files[name], tensor)
             assert float(other.wrapped.state[own.holder]["step"]) == float(states["step"])
-        take(files["frozen_param.tensor.swp"], one.extras()[0].data)
+        check_file(files["frozen_param.tensor.swp"], one.extras()[0].data)
         assert files.keys() == {*names, "frozen_param.tensor.swp"}
         other.swaps.discard()
         assert [each.name for each in (tmp_path / "swap").iterdir() if each.suffix == ".ucp"] == [
@@ -154,7 +154,7 @@ def test_damage_leaves_every_file_as_it_was(tmp_path: Path) -> None:
     assert [each.name for each in (tmp_path / "swap").iterdir()] == ["rank0"]
 
 
-def test_a_full_disk_is_told_before_anything_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_an_error_before_anything_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fill(file: int, offset: int, nbytes: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -167,7 +167,7 @@ def test_a_full_disk_is_told_before_anything_changes(tmp_path: Path, monkeypatch
     assert target.look() == before
 
 
-def test_what_a_load_that_was_killed_left_is_removed(tmp_path: Path) -> None:
+def test_files_of_a_killed_load_are_removed(tmp_path: Path) -> None:
     path = write(tmp_path)
     target = SwappedTarget(tmp_path / "swap", Topology(3))
     left = tmp_path / "swap" / "rank0.ucp"
@@ -199,7 +199,7 @@ def test_an_error_while_files_are_put_in_place_marks_the_engine(
 
 
 def test_swapped_buffers_need_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that are in memory are filled apart where these alone fit."""
+    """Other buffers are filled in separate memory if these alone fit."""
     path = write(tmp_path)
 
     def read_again(left: int) -> int:
@@ -207,7 +207,7 @@ def test_swapped_buffers_need_no_memory(tmp_path: Path, monkeypatch: pytest.Monk
         in_memory = [flat.data for flat in target.flats if flat.swap is None]
         assert in_memory
         for data in in_memory:
-            data.copy_(torch.arange(1, data.numel() + 1))  # cannot be made again
+            data.copy_(torch.arange(1, data.numel() + 1))  # cannot be recomputed
         monkeypatch.setattr(transfer, "measure_available", lambda: (256 << 20) * 4 // 3 + left)
         return run_load(open_for(path, target), target, engine=FakeEngine(target, 2))[1].bytes_again
 

@@ -1,4 +1,4 @@
-"""Copies to a GPU go on in the background: a stand-in of streams, whose copies happen as late as they can."""
+"""Asynchronous copies to a GPU: stand-ins for streams, which copy as late as they can."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _current = threading.local()
 
 
 class LateStream:
-    """Does what it is told when somebody waits for it."""
+    """Executes its jobs when somebody waits for it."""
 
     def __init__(self, gpu: int = 0) -> None:
         self.gpu, self.lock = gpu, threading.Lock()
@@ -42,7 +42,7 @@ class LateStream:
 
 
 class LateEvent:
-    """Never done by itself."""
+    """Completes only when it is waited for."""
 
     def __init__(self, stream: LateStream) -> None:
         self.stream = stream
@@ -75,7 +75,7 @@ class LateUploads(Uploads):
 
 @pytest.fixture(params=[0, 1, 3, 16])
 def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """All destinations are a GPU's; as many pieces of page-locked memory as the parameter says, where need be more."""
+    """Make all destinations a GPU's, with as many pieces of page-locked memory as the parameter, or more if needed."""
     LateUploads.made = []
     monkeypatch.setattr(exchange, "choose_uploads", lambda sinks, threads: LateUploads(request.param))
     monkeypatch.setattr(TensorSink, "view", lambda self, position, nbytes: None)
@@ -99,7 +99,7 @@ def test_memory_is_lent_again_when_its_bytes_have_arrived(late: int, target: Top
     assert all(made.pieces <= late + 2 * threads for made in LateUploads.made)
 
 
-def test_an_error_waits_for_what_is_under_way(late: int, tmp_path: Path) -> None:
+def test_an_error_waits_for_copies_in_progress(late: int, tmp_path: Path) -> None:
     state = random_state(MODEL, 0)
     path = write_checkpoint(tmp_path, MODEL, state, Topology(1, 3))
     targets = make_targets(MODEL, Topology(0, 2))
@@ -121,21 +121,21 @@ class CudaEvent(LateEvent):
 
 
 class LateCuda(threading.local):
-    """What ``torch.cuda`` is to a thread: of two GPUs the first is a new thread's own, with a stream for each.
+    """``torch.cuda`` in a thread, with two GPUs and a stream for each; the first GPU is current in a new thread.
 
     Attributes:
         gpu: the current one.
         streams: the current one of each.
-        told: all streams, of all threads.
+        made: all streams, of all threads.
     """
 
-    def __init__(self, told: list[LateStream]) -> None:
-        self.gpu, self.told = 0, told
+    def __init__(self, made: list[LateStream]) -> None:
+        self.gpu, self.made = 0, made
         self.streams = [self.Stream(torch.device("cuda", gpu)) for gpu in range(2)]
 
     def Stream(self, device: torch.device | None = None) -> LateStream:
-        self.told.append(LateStream(self._find(device)))
-        return self.told[-1]
+        self.made.append(LateStream(self._find(device)))
+        return self.made[-1]
 
     def Event(self) -> CudaEvent:
         return CudaEvent(self)
@@ -160,13 +160,13 @@ class LateCuda(threading.local):
             self.streams[stream.gpu] = before
 
     def synchronize(self, device: torch.device | None = None) -> None:
-        for stream in list(self.told):
+        for stream in list(self.made):
             if stream.gpu == self._find(device):
                 stream.catch_up()
 
 
 def test_copies_to_another_gpu_than_the_first_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread's streams and events are those of its current GPU, the first one, unless they name another."""
+    """A thread's streams and events belong to its current GPU, the first one, unless they name another."""
     cuda, locked, emptied = LateCuda([]), set[int](), list[int]()
     sinks: Any = [SimpleNamespace(buffer=SimpleNamespace(memory=SimpleNamespace(device=torch.device("cuda", 1))))]
 
@@ -196,7 +196,7 @@ def test_copies_to_another_gpu_than_the_first_are_waited_for(tmp_path: Path, mon
 
 
 def test_streams_are_as_many_as_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's pool has 32, whose memory it keeps apart; each step has new threads."""
+    """Torch's pool has 32 streams, each with memory of its own; each step has new threads."""
     made = list[object]()
     cuda = SimpleNamespace(Stream=made.append, device=nullcontext, stream=nullcontext)
     monkeypatch.setattr(uploads, "torch", SimpleNamespace(cuda=cuda))
@@ -225,7 +225,7 @@ def test_without_page_locked_memory_a_load_goes_on(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("threads", [1, 3, 16])
 @pytest.mark.parametrize("size", [1 << 20, 5 << 20, 10 << 20, 16 << 20])
 def test_page_locked_memory_is_what_is_needed(threads: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch locks a power of two, which of 4 MiB and what a disk needs around it would be 8 MiB."""
+    """Torch locks a power of two, which would be 8 MiB for 4 MiB and a disk's alignment."""
     locked = list[int]()
 
     def allocate(nbytes: int) -> memoryview:
@@ -242,17 +242,17 @@ def test_page_locked_memory_is_what_is_needed(threads: int, size: int, monkeypat
     assert {piece.nbytes for piece in pieces} == {size}
 
 
-def test_memory_of_several_gpus_is_copied_to_at_once() -> None:
+def test_copies_to_several_gpus_are_synchronous() -> None:
     devices = [torch.device("cuda", 0), torch.device("cpu"), torch.device("cuda", 1)]
     sinks: Any = [SimpleNamespace(buffer=SimpleNamespace(memory=SimpleNamespace(device=each))) for each in devices]
     assert type(choose_uploads(sinks, 1)) is Uploads
 
 
 @pytest.mark.parametrize(("kind", "goes_on"), [("cuda", True), ("xpu", False), ("cpu", False)])
-def test_copies_go_on_where_it_is_known_from_which_memory(kind: str, goes_on: bool) -> None:
-    told = list[bool]()
+def test_only_copies_to_cuda_are_asynchronous(kind: str, goes_on: bool) -> None:
+    blocking = list[bool]()
     into: Any = SimpleNamespace(
-        device=SimpleNamespace(type=kind), copy_=lambda values, non_blocking: told.append(non_blocking)
+        device=SimpleNamespace(type=kind), copy_=lambda values, non_blocking: blocking.append(non_blocking)
     )
     destinations._copy(into, torch.zeros(1))
-    assert told == [goes_on]
+    assert blocking == [goes_on]

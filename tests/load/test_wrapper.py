@@ -1,4 +1,4 @@
-"""A wrapper that nobody has heard of: one row of the table, and one class for its live engines."""
+"""An unknown wrapper needs one row of the table, and one class for its live engines."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ OTHERS = [Topology(0, 2, "bf16"), Topology(2, 3, "bf16"), Topology(3, 2, "bf16")
 
 @pytest.fixture(params=ROWS)
 def made_up(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Wrapper:
-    """A row that is in the table."""
+    """Add a row to the table."""
     row = ROWS[request.param]
     monkeypatch.setitem(WRAPPERS, row.name, row)
     return row
@@ -48,7 +48,7 @@ def make_topology(row: Wrapper, dp: int) -> Topology:
 
 
 def resume(folder: Path, source: Topology, target: Topology) -> None:
-    """Save, load, and look at every element."""
+    """Save, load, and check every element."""
     write_files(folder, build_files(MODEL, STATE, source, Run()))
     targets = make_targets(MODEL, target)
     index = open_for(folder, targets[0])

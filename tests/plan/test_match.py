@@ -370,5 +370,5 @@ def test_thawed_parameters_are_reported_in_one_line() -> None:
     found = match(make_index({"a": (2,)}, frozen), {"a": (2,), **frozen}, {})
     assert found.notes == [
         "h.0, h.1, h.2, … (40 in all) are trained here and were not in the saved run: weights are restored, states "
-        "begin anew"
+        "start from zero"
     ]

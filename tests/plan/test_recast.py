@@ -119,5 +119,5 @@ def test_experts_that_do_not_go_together(what: str) -> None:
 
 def test_a_parameter_that_the_checkpoint_has_itself_is_not_made() -> None:
     index, _ = make_index({"a": (2,), "x.0": (1,), "x.1": (1,)})
-    with pytest.raises(MismatchError, match=r"has x.0, x.1 itself, which a is to feed"):
+    with pytest.raises(MismatchError, match=r"has x.0, x.1 itself, which a would fill too"):
         derive(index, {f"x.{number}": DerivedParam((Slice("a", number, 2),), 1) for number in range(2)})

@@ -140,8 +140,8 @@ def test_a_run_goes_on_with_the_workers_that_there_are(cluster: Any, tmp_path: P
     assert worst < BOUND, worst
     output = job.output.read_text()
     assert output.count("deepspeed_ucp is on by the environment variable") >= 4
-    assert output.count("deepspeed_ucp is to load it, ZeRO-1 dp=2") == 2
-    assert output.count("deepspeed_ucp is to load it, ZeRO-1 dp=1") == 1
+    assert output.count("deepspeed_ucp loads it, ZeRO-1 dp=2") == 2
+    assert output.count("deepspeed_ucp loads it, ZeRO-1 dp=1") == 1
 
 
 def drain(address: str, node: str) -> None:
