@@ -7,6 +7,7 @@ import errno
 import os
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -96,7 +97,7 @@ def convert(tmp_path, topology, model=MODEL, **run):
     path, state = write(tmp_path / "src", topology, model, **run)
     index = open_index(path, model)
     out = tmp_path / "out"
-    out.mkdir()
+    out.mkdir(parents=True)
     return SimpleNamespace(
         index=index,
         state=state,
@@ -153,13 +154,13 @@ def test_the_optimizers_common_state(topology, tmp_path):
     found = convert(tmp_path, topology)
     hyper = ({}, {}) if topology.keeps_lean_states else GROUPS  # elastic checkpoints keep none
     expected = [{**group, "params": [i]} for i, group in enumerate(hyper)]
-    told = found.optimizer
-    assert told["param_groups"] == expected
-    assert told["optimizer_state_dict"]["param_groups"] == expected
-    step = told["optimizer_state_dict"]["state"][0]["step"]
+    written = found.optimizer
+    assert written["param_groups"] == expected
+    assert written["optimizer_state_dict"]["param_groups"] == expected
+    step = written["optimizer_state_dict"]["state"][0]["step"]
     assert torch.is_tensor(step)
     assert (step.item(), step.dtype, step.shape) == (3.0, torch.float32, ())
-    assert told["ds_version"] == found.old["ds_version"]
+    assert written["ds_version"] == found.old["ds_version"]
 
 
 def fake(**fields):
@@ -172,10 +173,10 @@ def fake(**fields):
 @every_kind
 def test_upstreams_loaders_take_it(topology, tmp_path):
     """The parts of the loaders that read the top of the file, as they are."""
-    told = convert(tmp_path, topology, clip_grad=0.75).optimizer
+    written = convert(tmp_path, topology, clip_grad=0.75).optimizer
     zero12, zero3 = fake(partition_gradients=False), fake()
-    DeepSpeedZeroOptimizer._load_global_state(zero12, told)
-    DeepSpeedZeroOptimizer_Stage3._load_global_state_stage3(zero3, told)
+    DeepSpeedZeroOptimizer._load_global_state(zero12, written)
+    DeepSpeedZeroOptimizer_Stage3._load_global_state_stage3(zero3, written)
     assert zero12.clip_grad == (0.5 if topology.kind in ("raw", "unfused") or topology.stage == 3 else 0.75)
     for live in (zero12, zero3):
         if topology.kind in ("raw", "bf16"):  # no scaler was saved
@@ -190,23 +191,16 @@ def test_upstreams_loaders_take_it(topology, tmp_path):
 
 
 @pytest.mark.parametrize("wrapper", ["fused", "unfused"])
-def test_a_scaler_that_was_saved_as_fields_becomes_one(wrapper, tmp_path):
-    """It has the very fields of a scaler that DeepSpeed makes from the same configuration."""
+def test_a_scaler_that_was_saved_as_fields_becomes_deepspeeds(wrapper, tmp_path):
     config = Topology(0, 1, "fp16", wrapper).ds_config()
     config["fp16"] |= {"hysteresis": 4, "min_loss_scale": 8, "consecutive_hysteresis": True}
-    told = convert(tmp_path, Topology(0, 1, "fp16", wrapper), ds_config=config).optimizer
-    made = vars(told["loss_scaler"])
+    written = convert(tmp_path / "fp16", Topology(0, 1, "fp16", wrapper), ds_config=config).optimizer
+    made = vars(written["loss_scaler"])
     real = vars(DynamicLossScaler(2.0**16, 1000, min_scale=8, delayed_shift=4, consecutive_hysteresis=True))
-    changing = ("cur_iter", "last_overflow_iter")
-    assert {key: value for key, value in made.items() if key not in changing} == {
-        key: value for key, value in real.items() if key not in changing
-    }
+    assert {**made, "cur_iter": 0, "last_overflow_iter": -1} == {**real, "cur_iter": 0, "last_overflow_iter": -1}
     assert made["cur_iter"] == 3
-
-
-def test_a_static_scaler_that_was_saved_as_fields(tmp_path):
-    told = convert(tmp_path, Topology(0, 1, "bf16", "unfused")).optimizer
-    assert vars(told["loss_scaler"]) == vars(LossScaler(1.0))
+    static = convert(tmp_path / "bf16", Topology(0, 1, "bf16", "unfused")).optimizer["loss_scaler"]
+    assert vars(static) == vars(LossScaler(1.0))
 
 
 @pytest.mark.parametrize(
@@ -245,63 +239,45 @@ def test_an_atomic_source_gives_the_same_files(topology, tmp_path):
 
 
 @pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
-def test_a_step_that_is_a_number(legacy, tmp_path):
+@pytest.mark.parametrize(
+    ("scalars", "hyper", "topology"),
+    [
+        ({"step": 5}, {}, Topology(3, 2)),
+        ({}, {"step": 9}, Topology(2, 2)),  # FusedAdam of older releases
+        ({"step": 5}, {"schedule": Progress(1, {})}, Topology(1)),
+    ],
+    ids=["number", "in the groups", "objects"],
+)
+def test_forms_of_steps_and_hyper_parameters(scalars, hyper, topology, legacy, tmp_path):
+    """Objects are copied from the source's groups."""
     state = random_state(MODEL, 0, step=None)
-    state = type(state)(state.atoms, {name: {"step": 5} for name in ("a", "b", "big")}, GROUPS)
-    path = write_checkpoint(tmp_path / "src", MODEL, state, Topology(3, 2), legacy=legacy)
-    assert rewrite_optimizer(path, tmp_path)["optimizer_state_dict"]["state"] == {0: {"step": 5}}
+    groups = tuple({**group, **hyper} for group in GROUPS)
+    state = type(state)(state.atoms, dict.fromkeys(("a", "b", "big"), scalars) if scalars else {}, groups)
+    path = write_checkpoint(tmp_path / "src", MODEL, state, topology, legacy=legacy)
+    written = rewrite_optimizer(path, tmp_path)
+    assert written["optimizer_state_dict"]["state"] == {0: {"step": scalars.get("step", hyper.get("step"))}}
+    assert [{key: group[key] for key in hyper} for group in written["param_groups"]] == [hyper, hyper]
 
 
-def test_a_step_that_the_groups_hold(tmp_path):
-    """FusedAdam of older releases."""
-    state = random_state(MODEL, 0, step=None)
-    groups = tuple({**group, "step": 9} for group in GROUPS)
-    path = write_checkpoint(tmp_path / "src", MODEL, type(state)(state.atoms, {}, groups), Topology(2, 2))
-    told = rewrite_optimizer(path, tmp_path)
-    assert [group["step"] for group in told["param_groups"]] == [9, 9]
-    assert told["optimizer_state_dict"]["state"] == {0: {"step": 9}}
-
-
-def test_hyper_parameters_that_are_objects(tmp_path):
-    """Taken over from the source's own groups, whatever they are."""
-    state = random_state(MODEL, 0)
-    groups = tuple({**group, "schedule": Progress(i, {})} for i, group in enumerate(GROUPS))
-    path = write_checkpoint(tmp_path / "src", MODEL, type(state)(state.atoms, state.scalars, groups), Topology(1))
-    told = rewrite_optimizer(path, tmp_path)
-    assert [group["schedule"] for group in told["param_groups"]] == [Progress(0, {}), Progress(1, {})]
-
-
-def test_a_second_copy_where_links_fail(tmp_path, monkeypatch):
-    def refuse(*_args, **_kwargs):
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", refuse)
+def test_a_second_copy_without_hard_links(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "link", Mock(side_effect=PermissionError(1, "Operation not permitted")))
     found = convert(tmp_path, Topology(3, 2))
     assert not os.path.samefile(found.out / MODEL_STATES, found.out / MODEL_STATES_ZERO3)
     assert (found.out / MODEL_STATES).read_bytes() == (found.out / MODEL_STATES_ZERO3).read_bytes()
 
 
-def test_damaged_client_tensors_are_not_taken_over(tmp_path):
-    path, _ = write(tmp_path / "src", Topology(1, 2))
-    index = open_index(path)
-    record = next(
-        index.stored.records[number] for number in index.run.client_records if index.stored.records[number].nbytes == 24
-    )
+def test_damaged_client_tensors_and_a_full_disk_are_errors(tmp_path, monkeypatch):
+    index = open_index(write(tmp_path / "src", Topology(1, 2))[0])
+    with monkeypatch.context() as patch:
+        patch.setattr("deepspeed_ucp.torchsave.zipframe._write_record", Mock(side_effect=OSError(errno.ENOSPC, "full")))
+        with pytest.raises(StorageError, match="disk full"):
+            write_states(index, str(tmp_path))
+    records = (index.stored.records[number] for number in index.run.client_records)
+    record = next(record for record in records if record.nbytes == 24)
     with open(index.run.state_file, "r+b") as stream:
         stream.seek(record.offset)
         stream.write(b"\x55")
     with pytest.raises(CheckpointError, match=r"mp_rank_00_model_states\.pt: data/\d+ has CRC32"):
-        write_states(index, str(tmp_path))
-
-
-def test_a_full_disk_is_explained(tmp_path, monkeypatch):
-    def refuse(*_args):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    path, _ = write(tmp_path / "src", Topology(1, 2))
-    index = open_index(path)
-    monkeypatch.setattr("deepspeed_ucp.torchsave.zipframe._write_record", refuse)
-    with pytest.raises(StorageError, match="disk full"):
         write_states(index, str(tmp_path))
 
 
@@ -311,6 +287,6 @@ def test_a_source_without_an_optimizer(tmp_path):
     for content in files.values():
         del content["ds_version"]
     write_files(tmp_path / "src", files)
-    told = rewrite_optimizer(tmp_path / "src", tmp_path)
-    assert told["optimizer_state_dict"]["state"] == {0: {}}
-    assert told["ds_version"]
+    written = rewrite_optimizer(tmp_path / "src", tmp_path)
+    assert written["optimizer_state_dict"]["state"] == {0: {}}
+    assert written["ds_version"]
