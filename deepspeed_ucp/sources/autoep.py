@@ -103,14 +103,10 @@ def find_router_aliases(model: ModelHeader) -> dict[str, str]:
             if block in held:
                 child, _, rest = name[len(block) :].partition(".")
                 held[block][child][rest] = piece
-    return {
-        f"{block}{child}.{rest}": f"{block}router.{rest}"
-        for block, children in held.items()
-        for child, tensors in children.items()
-        if child != "router" and "router" in children and _list_contents(tensors) == _list_contents(children["router"])
-        for rest in tensors
-    }
-
-
-def _list_contents(tensors: Mapping[str, Piece]) -> dict[str, Any]:
-    return {name: piece.contents for name, piece in tensors.items()}
+    aliases = {}
+    for block, children in held.items():
+        contents = {child: {rest: each.contents for rest, each in found.items()} for child, found in children.items()}
+        for child, own in contents.items():
+            if child != "router" and own == contents.get("router"):
+                aliases.update({f"{block}{child}.{rest}": f"{block}router.{rest}" for rest in own})
+    return aliases

@@ -25,10 +25,9 @@ from ..atoms import (
     Record,
     Records,
     check_coverage,
-    count,
 )
 from ..errors import CheckpointError
-from ..flat import Cut, FlatBuffer
+from ..flat import Cut
 from ..torchsave.records import FileRecord
 from .files import Listing
 from .headers import FileHeader, Piece, Shape, TensorStates
@@ -83,7 +82,7 @@ class Builder:
         self._held: dict[ParamKey, list[ParamStorage]] = {}
         self._tp_shards: dict[ParamKey, int] = {}
         self._module: dict[ParamKey, None] = {}
-        self._repeated: dict[AtomKey, list[tuple[int, Fragment]]] = defaultdict(list)
+        self.repeated: dict[AtomKey, list[tuple[int, Fragment]]] = defaultdict(list)
         for header in save.headers:
             self._file(header)
 
@@ -166,14 +165,6 @@ class Builder:
             if cut.numel:
                 parts.append(Fragment(cut.start, cut.numel, record, offset + cut.offset * itemsize))
 
-    def add_buffer(
-        self, rank: SavedRank, buffer: FlatBuffer, states: Mapping[str, PartitionedState], header: FileHeader
-    ) -> None:
-        """Add the storages of a flat buffer's parameters that have elements; arguments as of :meth:`add_storage`."""
-        for place, (name, shape) in enumerate(zip(buffer.names, buffer.shapes, strict=True)):
-            if count(shape):
-                self.add_storage(rank, name, shape, place, states, header)
-
     def add_storage(
         self,
         rank: SavedRank,
@@ -227,11 +218,7 @@ class Builder:
         for cut in cuts:
             fragment = Fragment(cut.start, cut.numel, record, piece.offset + cut.offset * itemsize)
             tp_shard, _ = rank.find_tp_shard(cut.name, self.tp)
-            self._repeated[rank.key(cut.name, state)].append((tp_shard, fragment))
-
-    def finish_repeated(self) -> dict[AtomKey, tuple[tuple[int, Fragment], ...]]:
-        """Return the parts that :meth:`add_repeated` collected."""
-        return {key: tuple(parts) for key, parts in self._repeated.items()}
+            self.repeated[rank.param(cut.name).atom(state)].append((tp_shard, fragment))
 
     def _find_parts(
         self, rank: SavedRank, name: str, state: str, shape: Shape, dtype: str, header: FileHeader
@@ -246,28 +233,16 @@ class Builder:
         self.add_storage(rank, name, shape, 0, {state: new}, header)
         return new.fragments
 
-    def add_states(
-        self, rank: SavedRank, cuts: Sequence[Cut], held: TensorStates, numel: int, header: FileHeader
-    ) -> None:
-        """Add the optimizer's states of one tensor to each parameter in it.
-
-        Args:
-            rank: the rank that holds it.
-            cuts: the parts of parameters in the tensor, by their names in ``rank.shapes``.
-            held: the states.
-            numel: elements of an element-wise state.
-            header: of their file.
-        """
-        params = [rank.param(cut.name) for cut in cuts]
-        for state, piece in self.sort_states(params, held, numel, header).items():
-            self.add_cuts(rank, state, cuts, header, piece)
-
     def sort_states(
         self, params: Iterable[ParamKey], held: TensorStates, numel: int, header: FileHeader
     ) -> dict[str, Piece]:
-        """Return the element-wise states of a tensor, and record the others for its parameters.
+        """Return the element-wise states of one of the optimizer's tensors; record the others for its parameters.
 
-        ``held``, ``numel``, ``header``: as of :meth:`add_states`.
+        Args:
+            params: the parameters in the tensor.
+            held: its states.
+            numel: elements of an element-wise state.
+            header: of the file.
         """
         scalars = {n: value for n, value in held.single.items() if numel != 1 or n == "step"} | held.scalars
         odd, found = dict(held.other), {}

@@ -130,9 +130,10 @@ class OptimHeader:
         """The wrapper's description."""
         return find_wrapper(self.kind)
 
-    def count_members(self) -> list[int]:
-        """Count the flat buffers, or parameters, of each param group."""
-        return [self.owners.count(group) for group in range(len(self.groups))]
+    def list_pieces(self) -> list[Piece]:
+        """List the masters, then the states of each tensor."""
+        states = (piece for held in self.tensors for piece in (*held.states.values(), *held.zero_dim.values()))
+        return [*self.masters, *states]
 
 
 @dataclass(frozen=True, slots=True)

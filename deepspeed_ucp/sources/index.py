@@ -135,7 +135,11 @@ def make_index(
     client = tuple(builder.record(save.main, each) for each in model.others)
     return AtomicIndex(
         stored=StoredAtoms(
-            tuple(builder.files), builder.records, atoms, builder.finish_repeated(), builder.find_access()
+            tuple(builder.files),
+            builder.records,
+            atoms,
+            {key: tuple(parts) for key, parts in builder.repeated.items()},
+            builder.find_access(),
         ),
         run=RunState(
             scalars=builder.scalars,

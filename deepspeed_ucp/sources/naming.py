@@ -237,7 +237,7 @@ def group_sizes(optim: OptimHeader) -> list[int]:
     """Return the number of elements (FP16_Optimizer) or parameters of each saved group."""
     if optim.traits.is_flat:
         return [master.numel for master in optim.masters]
-    return optim.count_members()
+    return [optim.owners.count(group) for group in range(len(optim.groups))]
 
 
 def fits(named: Sequence[Sequence[str]], optim: OptimHeader, shapes: Mapping[str, Shape]) -> bool:

@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import Any, Final, NamedTuple, TypeVar, overload
 
 import numpy as np
@@ -33,15 +33,8 @@ _Variables = tuple[Any, ...]
 """Fields that a template leaves open: slices and paddings of an optimizer's file; layer and number of an expert's."""
 
 
-def _list_states(held: TensorStates) -> list[Piece]:
-    return [*held.states.values(), *held.zero_dim.values()]
-
-
 def _list_pieces(header: FileHeader) -> list[Piece]:
-    """List the pieces of a header: an expert's tensors, or an optimizer's masters and then each tensor's states."""
-    if header.optim is None:
-        return list((header.layer or {}).values())
-    return [*header.optim.masters, *chain(*map(_list_states, header.optim.tensors))]
+    return header.optim.list_pieces() if header.optim else list((header.layer or {}).values())
 
 
 def _number_pieces(header: FileHeader) -> bytes:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..atoms import TIED, AtomKey, GroupInfo, ParamKey, count, number_layer, strip_compiled
+from ..atoms import TIED, GroupInfo, ParamKey, count, number_layer, strip_compiled
 from ..errors import CheckpointError
 from ..experts import cut_number, find_expert, find_layer
 from ..flat import FlatBuffer
@@ -78,10 +78,6 @@ class SavedRank:
         if found is None:
             found = self._params[name] = ParamKey(name, self.instances.get(name, 0))
         return found
-
-    def key(self, name: str, state: str) -> AtomKey:
-        """Return the index's key of an atom of this rank."""
-        return AtomKey(name, state, self.instances.get(name, 0))
 
 
 def list_ranks(save: Save, names: Sequence[Sequence[str]]) -> tuple[list[SavedRank], dict[str, int]]:

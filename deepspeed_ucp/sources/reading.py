@@ -262,7 +262,8 @@ class HeaderReader:
         frozen_shapes = field("frozen_param_shapes", lambda named: _strip(_as_shapes(named or {})))
         if lacking := frozen.keys() - frozen_shapes.keys():
             raise ValueError(f"no shape for {shorten(sorted(lacking))}")
-        known = {piece.record for piece in (*(module or {}).values(), *frozen.values(), *_list_pieces(optim))}
+        pieces = (*(module or {}).values(), *frozen.values(), *(optim.list_pieces() if optim else ()))
+        known = {piece.record for piece in pieces}
         return ModelHeader(
             module=module,
             nested=isinstance(saved, dict) and _is_nested(saved),
@@ -341,7 +342,11 @@ class HeaderReader:
 
     def _add_holders(self, header: OptimHeader, state: dict[str, Any]) -> OptimHeader:
         """Add the ranks that hold each sub-group, which AutoEP saves at ZeRO 3."""
-        ranks = self.read_field(state, "ds_zero_partition_groups", _read_holders)
+
+        def read(groups: Any) -> tuple[tuple[int, ...], ...]:
+            return tuple(_as_ints(group["partition_ranks"]) for group in as_list(groups))
+
+        ranks = self.read_field(state, "ds_zero_partition_groups", read)
         counts = tuple(map(len, ranks)) if ranks else header.partition_count
         return replace(header, partition_count=counts, partition_ranks=ranks)
 
@@ -394,10 +399,6 @@ def _unite_elastic(states: list[Any], step: Any) -> dict[str, Any]:
     return {"state": dict(enumerate(states)), "param_groups": groups}
 
 
-def _read_holders(groups: Any) -> tuple[tuple[int, ...], ...]:
-    return tuple(_as_ints(group["partition_ranks"]) for group in as_list(groups))
-
-
 def _is_offload_buffer(name: Any, entries: Mapping[Any, Any]) -> bool:
     """Return True for the stale copy of a state that ``engine.offload_states`` leaves (``zero/offload_states.py``)."""
     state = str(name).removesuffix("_offload_buffer")
@@ -442,13 +443,6 @@ def _read_degrees(value: Any) -> tuple[int, int] | None:
     if not isinstance(value, dict) or not {"pp_degree", "tp_degree"} <= value.keys():
         return None
     return _as_int(value["pp_degree"]), _as_int(value["tp_degree"])
-
-
-def _list_pieces(optim: OptimHeader | None) -> list[Piece]:
-    if optim is None:
-        return []
-    states = [piece for each in optim.tensors for piece in (*each.states.values(), *each.zero_dim.values())]
-    return [*optim.masters, *states]
 
 
 def _read_slices(group: Any) -> tuple[tuple[str, int, int], ...]:

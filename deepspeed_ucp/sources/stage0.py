@@ -345,5 +345,7 @@ def _add_buffer(
         builder.add(rank, cut.name, MASTER, *part.tensors[cut.name])
     if not part.optim.traits.is_flat and not part.shapes[local.names[0]]:
         states = states.of_zero_dim()
-    builder.add_states(rank, cuts, states, buffer.partition, part.header)
+    params = [rank.param(cut.name) for cut in cuts]
+    for state, piece in builder.sort_states(params, states, buffer.partition, part.header).items():
+        builder.add_cuts(rank, state, cuts, part.header, piece)
     return buffer

@@ -298,8 +298,10 @@ class _BufferAdder:
         for files in self.holders.runs:
             for run in files.split() if apart else (files,):
                 self._add_run(run)
-        if states := {state: PartitionedState(self.buffer, *columns) for state, columns in self.found.items()}:
-            builder.add_buffer(self.rank, self.buffer, states, shards[0])
+        states = {state: PartitionedState(self.buffer, *columns) for state, columns in self.found.items()}
+        for place, (name, shape) in enumerate(zip(self.buffer.names, self.buffer.shapes, strict=True)):
+            if states and count(shape):
+                builder.add_storage(self.rank, name, shape, place, states, shards[0])
 
     def _add_empty(self, shard: FileHeader) -> None:
         """Add parameters without elements, which older releases keep in the groups."""
