@@ -1,4 +1,4 @@
-"""What the index of a tensor- or pipeline-parallel checkpoint has to hold, by the synthesiser's own local tensors."""
+"""Checks the index of a tensor- or pipeline-parallel checkpoint against the synthesiser's local tensors."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def tail_cut(name: str, tensor: torch.Tensor, tp: int, rank: int) -> torch.Tenso
 def write_and_open(
     folder: Path, model: Model, state: State, topology: Topology, run: Run | None = None, *, legacy: bool = False
 ) -> AtomicIndex:
-    """A checkpoint of the state and its index; a live engine's groups name a stage-0 source."""
+    """Write a checkpoint of the state and return its index; a live engine's groups name a stage-0 source."""
     run = run or Run(garbage=float("nan"))
     path = write_checkpoint(folder, model, state, topology, run=run, cut=tail_cut, legacy=legacy)
     return open_checkpoint(str(path), Comm(), name_groups(model))
 
 
 def check_parallel(index: AtomicIndex, model: Model, state: State, topology: Topology) -> None:
-    """Every element of every shard, the groups, scalars and flat buffers of every model-parallel rank."""
+    """Check every shard, and the groups, scalars and flat buffers of every model-parallel rank."""
     assert (index.run.topology.tp, index.run.topology.pp) == (topology.tp, topology.pp)
     expected: set[AtomKey] = set()
     for rank, local in split(model, state, topology, tail_cut).items():
@@ -60,7 +60,7 @@ def check_parallel(index: AtomicIndex, model: Model, state: State, topology: Top
 
 
 def check_rank(index: AtomicIndex, local: Local, model: Model, topology: Topology, rank: int) -> set[AtomKey]:
-    """One rank's shards are its local tensors; returns the atoms that they belong to."""
+    """Check that one rank's shards are its local tensors; return their atoms."""
     pp, tp = divmod(rank, topology.tp)
     found = set()
     trained = trained_anywhere(model, topology)
@@ -86,22 +86,22 @@ def check_rank(index: AtomicIndex, local: Local, model: Model, topology: Topolog
 
 
 def trained_anywhere(model: Model, topology: Topology) -> set[str]:
-    """Parameters that some tensor-parallel rank trains: uneven widths leave others without elements."""
+    """Return the parameters that some tensor-parallel rank trains; uneven shards may be empty."""
     return {param.name for param in model.owners if not param.frozen and param.group is not None and param.numel}
 
 
 def has_master(model: Model, topology: Topology, name: str, pp: int) -> bool:
-    """Whether a stage's own master is in some file: in fp32 without ZeRO it is the layer's tensor."""
+    """Return True if a stage's master is in a file; in fp32 without ZeRO it is the layer's tensor."""
     return topology.kind != "raw" or not model.layers or pp in writers(model, topology, name)
 
 
 def held_masters(model: Model, topology: Topology, name: str) -> list[int]:
-    """The stages whose master is in a file."""
+    """Return the stages whose master is in a file."""
     return [stage for stage in holders(model, topology, name) if has_master(model, topology, name, stage)]
 
 
 def writers(model: Model, topology: Topology, name: str) -> list[int]:
-    """The stages that write a file with a parameter or buffer."""
+    """Return the stages that write a file with a parameter or buffer."""
     if not model.layers:
         return [0]
     layers = [layer for layer in layers_of(model, name) if model.layers[layer].file]
@@ -109,7 +109,7 @@ def writers(model: Model, topology: Topology, name: str) -> list[int]:
 
 
 def check_copy(index: AtomicIndex, param: ParamKey) -> None:
-    """The model's own copy is the master, rounded, on every tensor-parallel rank."""
+    """Check that the model's copy is the rounded master on every tensor-parallel rank."""
     for rank in range(index.run.topology.tp):
         keys = (AtomKey(param.name, state, param.instance) for state in (COPY, MASTER))
         copy, master = (read_atom(index, index.stored.atoms[key], rank) for key in keys)
@@ -126,7 +126,7 @@ def check_untrained(
     *,
     is_buffer: bool = False,
 ) -> set[AtomKey]:
-    """A buffer or frozen parameter: one atom per stage that wrote it, one where it is no tied module's."""
+    """Check a buffer or frozen parameter: one atom, or for a tied module one per stage that wrote it."""
     pp, tp = divmod(rank, topology.tp)
     stages = writers(model, topology, name)
     if not stages or pp not in stages:
@@ -139,7 +139,7 @@ def check_untrained(
 
 
 def check_group(index: AtomicIndex, param: ParamKey, state: State, group: int | None) -> None:
-    """The parameter's group continues with its own hyper-parameters."""
+    """Check that the parameter's group keeps its hyper-parameters."""
     owners = [info for info in index.run.groups if param in info.members]
     assert len(owners) == 1, param
     if state.groups and group is not None:
@@ -147,7 +147,7 @@ def check_group(index: AtomicIndex, param: ParamKey, state: State, group: int | 
 
 
 def check_flats(index: AtomicIndex, model: Model, topology: Topology, rank: int) -> None:
-    """Local names and numels of a rank's flat buffers."""
+    """Check the local names and numels of a rank's flat buffers."""
     if topology.kind == "raw":
         return
     held: Sequence[object] = [

@@ -1,4 +1,4 @@
-"""Which ranks hold which of AutoEP's experts, as its model states tell."""
+"""AutoEP's placement of experts, and its router's alias, in model states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Damaged files: whatever happens to a file's bytes, looking at it gives the right header or an error that names it."""
+"""A damaged file gives the right header or an error that names the file."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def survey(folder: Path, *also: str) -> UcpError | None:
 
 
 def test_what_keeps_a_checkpoint_from_being_loaded_is_found_by_its_headers(tmp_path: Path) -> None:
-    """Not what only the engine can tell: whose states those of stage 0 are."""
+    """The names of stage 0's states need an engine, and are no fault here."""
     path = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), Topology(0, 2))
     assert survey(path) is None
     path = write_checkpoint(tmp_path, MODEL, random_state(MODEL, 0), Topology(1, 2), tag="other")
@@ -78,7 +78,7 @@ def test_what_keeps_a_checkpoint_from_being_loaded_is_found_by_its_headers(tmp_p
 
 
 def test_what_is_true_of_many_files_is_told_once(tmp_path: Path) -> None:
-    """With their numbers as ranges; of those that differ in figures the first one's are told."""
+    """Numbers of files become ranges; texts that differ in figures show those of the first file."""
     name = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
     names = [name.format(rank) for rank in (0, 1, 2, 5)]
     missing = [Finding("missing", each, f"run/{each} is missing; do.") for each in names]

@@ -1,4 +1,4 @@
-"""Which files a save with experts has under tensor and pipeline parallelism, as DeepSpeed was seen to write them."""
+"""The files of a save with experts under tensor and pipeline parallelism."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ CUT = [expert(number, mp) for number in (0, 1) for mp in (0, 1)]
     [
         (FOLDED, 2, (2, 2), 1),  # four ranks of a stage, two of them hold the same
         (CUT, 2, (2, 1), 2),
-        (CUT, 2, (2, 2), 1),  # what the groups tell counts: other files may have been left there
+        (CUT, 2, (2, 2), 1),  # the groups decide: other files may be leftovers
         (FOLDED, 2, (2, 1), 2),
     ],
 )

@@ -1,4 +1,4 @@
-"""What travels of files that say the same but for places: experts', optimizers'."""
+"""Compact headers of experts' and optimizers' files that differ only in offsets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LAYER = "body.{}.deepspeed_moe.experts.deepspeed_experts."
 
 
 def make_tensors(layer: int, number: str, at: int = 64, crc: int | None = 7) -> dict[str, Piece]:
-    """Two tensors, of which the second begins inside its record."""
+    """Return two tensors; the second begins inside its record."""
     first = Piece(FileRecord("data/0", at, 24, crc), 0, (2, 3), "float32")
     second = Piece(FileRecord("data/1", at + 64, 20, crc), 8, (3,), "float32")
     return {f"{LAYER.format(layer)}{number}.{end}": piece for end, piece in (("w", first), ("b", second))}
@@ -84,7 +84,7 @@ def make_optim(rank: int, numel: int, dtype: str = "float32") -> FileHeader:
 
 
 def unfold(header: FileHeader) -> FileHeader:
-    """The same with all pieces made."""
+    """Build all pieces of a header."""
     optim = header.optim
     return replace(header, optim=optim and replace(optim, masters=(*optim.masters,), tensors=(*optim.tensors,)))
 

@@ -1,4 +1,4 @@
-"""Which ranks hold which experts, from what a save's files tell."""
+"""The assignment of experts to ranks by a save's files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def make_save(
     tp: int = 1,
     folded: bool = False,
 ) -> Any:
-    """Four data-parallel ranks; the first one's model states name its own parameters."""
+    """A save of four data-parallel ranks; the first one's model states name its parameters."""
     shard = SimpleNamespace(name="first", optim=SimpleNamespace(partition_count=counts))
     shapes = [[(name, (2, 3)) for name in group] for group in groups]
     model = SimpleNamespace(param_shapes=shapes, placements=placements or {})
@@ -54,7 +54,7 @@ def test_experts_are_counted_by_their_files_where_some_are_frozen(own: str) -> N
 
 
 def test_experts_that_are_spread_over_the_tensor_parallel_ranks_too() -> None:
-    """Eight ranks of a stage hold four experts, two of them one each; dense parameters are a lane's own."""
+    """Of eight ranks in a stage two hold each of four experts; dense parameters differ between lanes."""
     save = make_save((4, 2), [["dense"], [f"{LAYER}0.w"]], 4, tp=2, folded=True)
     (dense,), experts = deal(save, 1)
     assert list(dense.ranks) == [1, 3, 5, 7] and not dense.named
@@ -120,7 +120,7 @@ def make_shard(counts: tuple[int, ...], names: str) -> FileHeader:
 
 
 def test_groups_are_put_into_the_first_ranks_order() -> None:
-    """Two dense groups; each rank has those of the two degrees in an order of its own."""
+    """Two dense groups, and groups of two degrees in another order on each rank."""
     first, other = make_shard((4, 4, 2, 1), "abcd"), make_shard((4, 4, 1, 2), "abdc")
     found = align_groups(other, first.optim).optim
     assert found is not None and first.optim is not None

@@ -1,4 +1,4 @@
-"""Stage 0 without an engine: the user says how the optimizer's param groups were made."""
+"""Stage 0 without an engine: the user describes the optimizer's param groups."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_named_groups_of_other_stages_are_not_needed(tmp_path: Path) -> None:
 
 
 def test_a_pipelines_groups_are_named_one_by_one(tmp_path: Path) -> None:
-    """Its files do not tell which layers are tied."""
+    """Its files do not record tied layers."""
     model = make_pipeline([["column"], ["row"]], tied=False)
     held = draw_state(model, Topology(0, 1, pp=2))
     folder = str(held.write(tmp_path))

@@ -1,4 +1,4 @@
-"""What the client state tells about the model, read without building any class of the file."""
+"""Hints about the model in the client state, read without building any class of the file."""
 
 from __future__ import annotations
 

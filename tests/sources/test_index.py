@@ -1,4 +1,4 @@
-"""A checkpoint's index says where every element of every atom lies: its bytes are the state, bit by bit."""
+"""A checkpoint's index locates every element of every atom; its bytes are the state, bit by bit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def name_groups(model: Model) -> list[list[tuple[str, bool]]]:
 
 
 def read_atom(index: AtomicIndex, atom: Atom, rank: int = 0) -> torch.Tensor:
-    """A shard's elements, each taken from exactly one fragment (invariant 1)."""
+    """Read a shard's elements, each from exactly one fragment (invariant 1)."""
     itemsize, shard = ITEMSIZE[atom.dtype], atom.shards[rank]
     out, counts = bytearray(shard.numel * itemsize), np.zeros(shard.numel, np.int64)
     for fragment in shard.fragments:
@@ -39,14 +39,14 @@ def read_atom(index: AtomicIndex, atom: Atom, rank: int = 0) -> torch.Tensor:
 
 
 def check_atom(index: AtomicIndex, key: AtomKey, value: torch.Tensor, rank: int = 0) -> None:
-    """The atom is there, and its shard of that tensor-parallel rank holds ``value``."""
+    """Check that a tensor-parallel rank's shard of an atom holds ``value``."""
     found = read_atom(index, index.stored.atoms[key], rank)
     assert (found.shape, found.dtype) == (value.shape, value.dtype), key
     assert found.numel() == 0 or found.reshape(-1).view(torch.uint8).equal(value.reshape(-1).view(torch.uint8)), key
 
 
 def check_index(index: AtomicIndex, case: Case, saved: State) -> None:
-    """Atoms, scalars, groups, ties and buffers are those of the state."""
+    """Check atoms, scalars, groups, ties and buffers against the state."""
     model, topology = case.model, case.topology
     expected = set()
     for param in model.owners:
@@ -125,7 +125,7 @@ def test_counters_scaler_and_clipping_are_taken_over(tmp_path: Path) -> None:
 
 
 def count_read_bytes() -> int:
-    """What this process has read from files so far."""
+    """Return the bytes that this process has read from files."""
     return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
 
 

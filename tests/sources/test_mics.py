@@ -1,4 +1,4 @@
-"""MiCS, to DeepSpeed 0.18: groups of ranks that hold all partitions each, of which the first one saves."""
+"""MiCS (up to DeepSpeed 0.18): each group of ranks holds all partitions, and the first group saves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MODEL = Model((Param("a", (3, 5)), Param("b", (7,))))
 
 
 def save(folder: Path, shard: Any = -1, ranks: int = 2) -> str:
-    """What ZeRO 3 saves of two partitions, in the words of so many ranks with MiCS."""
+    """Write ZeRO 3's save of two partitions with the metadata of ``ranks`` ranks under MiCS."""
     files = build_files(MODEL, random_state(MODEL, 0), Topology(3, 2))
     for name, content in files.items():
         content["ds_config"]["zero_optimization"]["mics_shard_size"] = shard

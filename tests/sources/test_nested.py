@@ -54,7 +54,7 @@ def test_megatrons_nested_module_has_the_names_joined(tmp_path: Path, topology: 
 
 
 def strip(module: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the outermost name."""
+    """Drop the outermost name."""
     return dict(nested_module(module)["language_model"])
 
 
@@ -70,7 +70,7 @@ def test_names_with_another_prefix_are_told(tmp_path: Path, topology: Topology, 
 
 
 def rename(module: Mapping[str, Any]) -> dict[str, Any]:
-    """Optimized parameters by names of their own; what no optimizer has keeps its name."""
+    """Rename all optimized parameters."""
     kept = {name: value for name, value in module.items() if "frozen" in name or "steps" in name}
     return {"weights": {f"w{i}": module[name] for i, name in enumerate(n for n in module if n not in kept)}, **kept}
 

@@ -1,4 +1,4 @@
-"""Headers that hold odd values: whatever stands where, opening ends in an index or in findings that name the file."""
+"""Opening headers with odd values ends in an index or in findings that name the file."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ Place = tuple[Any, Any]
 
 
 def list_places(tree: Any) -> list[Place]:
-    """(container, key) of everything in an object tree; of objects the loss scaler's fields."""
+    """List (container, key) of all values in an object tree, including the loss scaler's fields."""
     entries = list(tree.items()) if isinstance(tree, dict) else list(enumerate(tree)) if isinstance(tree, list) else []
     if type(tree).__name__.endswith("LossScaler"):
         entries = list(vars(tree).items())

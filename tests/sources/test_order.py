@@ -1,4 +1,4 @@
-"""Stage 0 where the live module defines its parameters in another order: states go by the saved one, or not at all."""
+"""Stage 0 with a live module in another order: states follow the saved order, or the load is refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OTHER = ("b.weight", "b.bias", "c.weight", "a.weight", "a.bias", "empty", "froze
 
 
 def define(names: Sequence[str], group: Callable[[str], int] = lambda name: 0) -> Model:
-    """A model of layers that are alike, a frozen parameter and one without elements, defined in some order."""
+    """A model of equal layers, a frozen and an empty parameter, in the order of ``names``."""
 
     def make(name: str) -> Param:
         shape = {"weight": (3, 3), "empty": (0, 2)}.get(name.rpartition(".")[2], (3,))
@@ -49,7 +49,7 @@ def save(folder: Path, model: Model, topology: Topology) -> State:
 
 
 def refuse(folder: Path, target: FakeTarget, text: str) -> None:
-    """States are; the weights, which have names, are not."""
+    """The states are refused; the weights, which have names, load."""
     with pytest.raises(MismatchError, match=f"in another order .*{text}.* load with load_optimizer_states=False"):
         open_for(folder, target)
     assert open_checkpoint(str(folder), Comm(), weights_only=True).stored.atoms
@@ -72,7 +72,7 @@ class Backwards(FakeTarget):
 def test_states_go_by_the_order_of_the_saved_module(
     wrapper: Topology, group: Callable[[str], int], tmp_path: Path
 ) -> None:
-    """DeepSpeed's own load would go by the live order: the topologies differ."""
+    """The topologies differ, as DeepSpeed's load would follow the live order."""
     saved, live = define(SAVED, group), define(OTHER, group)
     state = save(tmp_path, saved, wrapper)
     for target in (wrapper, Topology(1, 2), Topology(3, 2, "bf16")):
@@ -110,7 +110,7 @@ def test_an_order_of_the_optimizers_own_is_known_of_the_same_module_alone(wrappe
 
 @WRAPPERS
 def test_groups_of_the_same_sizes_may_have_changed_places(wrapper: Topology, tmp_path: Path) -> None:
-    """Whether a loop over the modules made them, or a list of its own, is not saved."""
+    """The save does not show whether a loop over the modules filled the groups."""
     names = ["a.weight", "a.bias", "b.weight", "b.bias"]
 
     def by_layer(name: str) -> int:
@@ -126,7 +126,7 @@ def test_groups_of_the_same_sizes_may_have_changed_places(wrapper: Topology, tmp
 
 @WRAPPERS
 def test_a_state_dict_in_an_order_of_its_own_tells_none(wrapper: Topology, tmp_path: Path) -> None:
-    """Sorted by name here. Where the live one is in the saved order, nothing has changed."""
+    """Both state dicts are sorted by name; a live one in the saved order shows no change."""
     saved = define(SAVED)
     files = build_files(saved, random_state(saved, 3, precision=wrapper.precision), wrapper)
     for file in files.values():
@@ -142,14 +142,14 @@ def test_a_state_dict_in_an_order_of_its_own_tells_none(wrapper: Topology, tmp_p
 
 
 def follow(before: Sequence[str], now: Sequence[str], **options: bool) -> list[list[str]]:
-    """What an optimizer of all parameters in one group had, by the modules' orders alone."""
+    """Return the saved order of an optimizer with one group, from the modules' orders."""
     places = [number_names(names, lambda name: int(name[0]) if options else is_expert(name)) for names in (now, before)]
     order = ModuleOrder("path", *places, dict.fromkeys(places[1], ()), **options)
     return [[name for name, _ in group] for group in order.follow([[(name, True) for name in now]], ())]
 
 
 def test_a_pipelines_layers_are_held_each_against_its_own_file() -> None:
-    """The order of its stages, whose tied modules are registered first, is found by other means."""
+    """The order of stages, which register tied modules first, is inferred elsewhere."""
     layers = ["0.w", "0.v", "1.w", "1.v"]
     assert follow(layers, layers[2:] + layers[:2], pipeline=True) == [layers[2:] + layers[:2]]
     with pytest.raises(MismatchError, match="1.v before 1.w; in the checkpoint behind it.*pipeline's stages"):

@@ -115,7 +115,7 @@ PIPE_TOPOLOGIES = [
 @pytest.mark.parametrize("topology", PIPE_TOPOLOGIES, ids=lambda t: t.label)
 @pytest.mark.parametrize(("model", "dimensions"), [(PIPE, True), (TWICE, False)], ids=["one file", "older-two files"])
 def test_pipelines(tmp_path: Path, model: Model, topology: Topology, dimensions: bool) -> None:
-    """The tied head has a file or not; older releases store the product of the degrees alone."""
+    """The tied head has a file or not; older releases only store the product of the degrees."""
     state = draw(model, topology)
     index = write_and_open(tmp_path, model, state, topology, Run(parallel_dimensions=dimensions))
     check_parallel(index, model, state, topology)
@@ -178,7 +178,7 @@ BIDIRECTIONAL = Topology(1, 1, "bf16", pp=2, placement=bidirectional(7, 2))
 
 
 def test_buffers_of_tied_files_that_are_equal_are_taken_once(tmp_path: Path) -> None:
-    """Both ranks hold both ends of the pipeline, so that either may have written either file."""
+    """Both ranks hold both ends of the pipeline: either may have written either file."""
     index = write_and_open(tmp_path, TWICE, draw(TWICE, BIDIRECTIONAL), BIDIRECTIONAL)
     buffer = "tied_modules.embed.scale"
     assert read_atom(index, index.stored.atoms[AtomKey(buffer, MODULE)]).equal(TWICE.buffers[buffer])

@@ -1,4 +1,4 @@
-"""Saves of engines that are refused by name, and what of a ds_config tells them."""
+"""Saves of engines that are refused by name, recognized by their ds_config."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_whole_base_weights_of_lora(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("numel", [7, 2])
 def test_placeholders_of_frozen_parameters_on_nvme(numel: int, tmp_path: Path) -> None:
-    """Of 2 elements each rank has one: then the ds_config alone tells."""
+    """With 2 elements each rank has one, and only the ds_config shows the placeholder."""
     model = Model((Param("a", (9, 5)), Param("frozen", (numel,), frozen=True)))
     files = make_files(Topology(3, 2), model, offload_param={"device": "nvme"})
     for tree in files.values():
@@ -159,7 +159,7 @@ def test_where_a_configuration_offloads_to(zero: dict[str, Any], told: str) -> N
 
 @pytest.mark.parametrize("padding", [0, 3])
 def test_compression_errors_are_rank_0s_own_whatever_their_size(padding: int, tmp_path: Path) -> None:
-    """1-bit Adam, to DeepSpeed 0.18: padded to the number of ranks, which may well be no padding at all."""
+    """1-bit Adam (up to DeepSpeed 0.18) pads them to the number of ranks, which may add nothing."""
     files = make_files(Topology(1, 2))
     for name, tree in files.items():
         if "optim_states" in name:

@@ -1,4 +1,4 @@
-"""What the optimizer's states tell beside their tensors: steps that were counted together, copies that were left."""
+"""Steps that FusedAdam counts once per group, and stale copies of offloaded states."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.synth import Model, Param, Topology, build_files, random_state, write
 
 MODEL = Model((Param("a", (9, 5)), Param("b", (17,)), Param("c", (3,)), Param("d", (4,), group=1)))
 FUSED = {"bias_correction": True, "step": 0}
-"""What DeepSpeed's FusedAdam has in a param group; of ZeRO's partitions it counts each one's steps."""
+"""Entries of a param group of DeepSpeed's FusedAdam."""
 
 
 def open_steps(folder: Path, steps: list[int | None], group: dict[str, Any], *, half: str = "") -> AtomicIndex:

@@ -1,7 +1,9 @@
-"""Optimizer states in swap files: which file is of what is derived from the order of the parameters, or refused."""
+"""Optimizer states in swap files, which are assigned by the order of the parameters, or refused."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +42,39 @@ MODEL = Model(
 TOPOLOGY = Topology(3, 2, sub_group_size=24)
 """Sub-groups: pos and layer.0.weight; layer.1.weight and head; the biases."""
 
+LARGE = Model((Param("a", (600, 900)), Param("b", (7,), group=1)))
+
 Files = dict[str, dict[str, Any]]
 RANK1 = "offloaded_tensors/rank01"
 
 
-def make(topology: Topology = TOPOLOGY, seed: int = 0, model: Model = MODEL, **options: Any) -> tuple[Files, State]:
-    state = random_state(model, seed, **options)
-    return build_files(model, state, topology, Run(garbage=float("nan"))), state
+def number(first: int = 0, step: int = 1, names: Any = None) -> dict[str, int]:
+    return number_parameters(model_order(MODEL) if names is None else names, first, step)
+
+
+def write(
+    folder: Path,
+    chosen: tuple[int, ...] = (0, 1),
+    numbers: dict[str, int] | None = None,
+    *,
+    topology: Topology = TOPOLOGY,
+    model: Model = MODEL,
+    seed: int = 0,
+    edit: Callable[[Files], object] = lambda files: None,
+    lost: bool = False,
+    drawn: dict[str, Any] | None = None,
+    **options: Any,
+) -> State:
+    """Write a save whose `chosen` sub-groups are swapped, by default numbered in module order.
+
+    `edit` changes the files; `lost` omits the swap files; `drawn` are options of the state, `options` of `swap_out`.
+    """
+    state = random_state(model, seed, **(drawn or {}))
+    files = build_files(model, state, topology, Run(garbage=float("nan")))
+    swaps = swap_out(files, topology, numbers or number(names=model_order(model)), chosen, **options)
+    edit(files)
+    write_swapped(folder, files, {} if lost else swaps)
+    return state
 
 
 def open_folder(folder: Path, size: int = 1) -> AtomicIndex:
@@ -59,114 +87,112 @@ def check(index: AtomicIndex, state: State, model: Model = MODEL, topology: Topo
     check_index(index, Case(model, topology, state, legacy=False), state)
 
 
-def write(folder: Path, chosen: tuple[int, ...] = (0, 1), seed: int = 0, **options: Any) -> State:
-    """Swapped as an engine does that numbers its parameters in the order of the module."""
-    files, state = make(seed=seed)
-    write_swapped(folder, files, swap_out(files, TOPOLOGY, number_parameters(model_order(MODEL)), chosen, **options))
-    return state
-
-
-@pytest.mark.parametrize("chosen", [(0,), (1,), (0, 1), (0, 1, 2)], ids=str)
-@pytest.mark.parametrize("first", [0, 40])
-def test_swapped_states_are_atoms_as_others(tmp_path: Path, chosen: tuple[int, ...], first: int) -> None:
-    files, state = make()
-    write_swapped(tmp_path, files, swap_out(files, TOPOLOGY, number_parameters(model_order(MODEL), first), chosen))
-    check(open_folder(tmp_path, 2), state)
-
-
-def test_a_save_before_the_first_step(tmp_path: Path) -> None:
-    files, state = make(step=None)
-    write_swapped(tmp_path, files, swap_out(files, TOPOLOGY, number_parameters(model_order(MODEL)), (0, 1)))
-    check(open_folder(tmp_path), state)
-
-
-def test_files_are_padded_for_as_many_threads_as_write_them(tmp_path: Path) -> None:
-    state = write(tmp_path, threads=3)
-    check(open_folder(tmp_path), state)
-
-
-LARGE = Model((Param("a", (600, 900)), Param("b", (7,), group=1)))
-
-
-def test_what_memory_holds_of_pipelined_swapping_is_not_believed(tmp_path: Path) -> None:
-    """DeepSpeed leaves swapped sub-groups the buffers, which others have used since: the size tells what is swapped."""
-    topology = Topology(3, 2)
-    files, state = make(topology, model=LARGE)
-    numbers = number_parameters(model_order(LARGE))
-    write_swapped(tmp_path, files, swap_out(files, topology, numbers, (0,), pipelined=True))
-    check(open_folder(tmp_path), state, LARGE, topology)
-
-
-# -- which file is of what --------------------------------------------------------------------------------------------
+def set_aio(value: Any) -> Callable[[Files], object]:
+    return lambda files: [tree["ds_config"].update(aio=value) for tree in files.values()]
 
 
 def construct_order() -> list[str]:
-    """As ``zero.Init`` numbers the parameters: those of the modules inside in front of a module's own."""
-    own = [name for name in model_order(MODEL) if "." not in name]
-    return [*(name for name in model_order(MODEL) if "." in name), *own]
+    """Parameters in the order of ``zero.Init``: those of child modules before the module's."""
+    top = [name for name in model_order(MODEL) if "." not in name]
+    return [*(name for name in model_order(MODEL) if "." in name), *top]
 
 
-@pytest.mark.parametrize(
-    "numbers",
-    [
-        pytest.param(number_parameters(construct_order(), 3), id="as constructed"),
-        pytest.param(number_parameters(model_order(MODEL), 3, 5), id="with gaps"),
-        pytest.param(number_parameters(construct_order(), 0, 2), id="as constructed with gaps"),
-        pytest.param(
-            number_parameters(sorted(model_order(MODEL), key=lambda name: name != "layer.0.base")), id="frozen first"
-        ),
-    ],
-)
-def test_orders_in_which_parameters_are_numbered(tmp_path: Path, numbers: dict[str, int]) -> None:
-    files, state = make()
-    write_swapped(tmp_path, files, swap_out(files, TOPOLOGY, numbers, (0, 1, 2)))
-    check(open_folder(tmp_path), state)
+FROZEN_FIRST = number(names=sorted(model_order(MODEL), key=lambda name: name != "layer.0.base"))
+READ: dict[str, dict[str, Any]] = {
+    **{
+        f"{chosen} from {first}": {"chosen": chosen, "numbers": number(first)}
+        for chosen, first in product([(0,), (1,), (0, 1), (0, 1, 2)], [0, 40])
+    },
+    "before the first step": {"drawn": {"step": None}},
+    "padded for three threads": {"threads": 3},
+    "numbered as constructed": {"chosen": (0, 1, 2), "numbers": number(3, names=construct_order())},
+    "numbered with gaps": {"chosen": (0, 1, 2), "numbers": number(3, 5)},
+    "numbered as constructed with gaps": {"chosen": (0, 1, 2), "numbers": number(0, 2, construct_order())},
+    "numbered frozen first": {"chosen": (0, 1, 2), "numbers": FROZEN_FIRST},
+    "aio with text": {"edit": set_aio({"block_size": "auto"})},
+    "aio with odd numbers": {"edit": set_aio({"block_size": -1, "intra_op_parallelism": True})},
+    "aio that is no section": {"edit": set_aio(7)},
+    "aio without value": {"edit": set_aio(None)},
+}
+
+
+@pytest.mark.parametrize("case", READ)
+def test_swapped_states_are_atoms(tmp_path: Path, case: str) -> None:
+    state = write(tmp_path, **READ[case])
+    check(open_folder(tmp_path, 2), state)
+
+
+def test_stale_states_in_the_state_file_are_ignored(tmp_path: Path) -> None:
+    """Pipelined swapping reuses the buffers of swapped sub-groups; their size shows that they are swapped."""
+    state = write(tmp_path, (0,), topology=Topology(3, 2), model=LARGE, pipelined=True)
+    check(open_folder(tmp_path), state, LARGE, Topology(3, 2))
+
+
+# -- files of several engines -----------------------------------------------------------------------------------------
 
 
 def test_files_of_another_engine_are_left_over(tmp_path: Path) -> None:
-    """DeepSpeed copies all of the folder that it swaps to, where an engine with other sub-groups has been before."""
-    other = Topology(3, 2, sub_group_size=60)
-    files, _ = make(other, seed=1)
-    write_swapped(tmp_path, files, swap_out(files, other, number_parameters(model_order(MODEL)), (0,)))
+    """DeepSpeed copies the whole swap folder, which an engine with other sub-groups may have used."""
+    write(tmp_path, (0,), topology=Topology(3, 2, sub_group_size=60), seed=1)
     state = write(tmp_path)
     report = survey_checkpoint(str(tmp_path), Comm())
     left = [finding.file for finding in report.findings if finding.kind == "leftover"]
-    assert left == [
-        f"offloaded_tensors/rank0{rank}/{state}0_6.tensor.swp"
-        for rank in (0, 1)
-        for state in ("", "exp_avg-", "exp_avg_sq-")
-    ]
+    states = product((0, 1), ("", "exp_avg-", "exp_avg_sq-"))
+    assert left == [f"offloaded_tensors/rank0{rank}/{state}0_6.tensor.swp" for rank, state in states]
     check(report.require(), state)
     assert verify_checkpoint(str(tmp_path)).whole
 
 
-def test_files_that_could_be_of_two_engines_are_refused(tmp_path: Path) -> None:
-    """The same model twice in one process."""
+def test_files_of_the_same_model_twice_in_a_process_are_refused(tmp_path: Path) -> None:
     for first in (0, 7):
-        files, _ = make(seed=first)
-        write_swapped(tmp_path, files, swap_out(files, TOPOLOGY, number_parameters(model_order(MODEL), first), (0, 1)))
+        write(tmp_path, numbers=number(first), seed=first)
     with pytest.raises(CheckpointError, match="could be 0_1, 4_6 or 7_8, 11_13.*remove the files of the others"):
         open_folder(tmp_path)
 
 
-def test_their_sizes_tell_two_engines_apart(tmp_path: Path) -> None:
+def test_sizes_distinguish_two_engines(tmp_path: Path) -> None:
     wide = Model(tuple(Param(p.name, (40, *p.shape[1:]), p.group, p.frozen) for p in MODEL.params), MODEL.buffers)
-    topology = Topology(3, 2, sub_group_size=100)
-    files, _ = make(topology, model=wide)
-    write_swapped(tmp_path, files, swap_out(files, topology, number_parameters(model_order(MODEL), 7), (0, 1, 2)))
-    state = write(tmp_path)
-    check(open_folder(tmp_path), state)
+    write(tmp_path, (0, 1, 2), number(7), topology=Topology(3, 2, sub_group_size=100), model=wide)
+    check(open_folder(tmp_path), write(tmp_path))
 
 
-def test_an_order_that_is_none_is_refused(tmp_path: Path) -> None:
-    files, _ = make()
-    numbers = number_parameters(reversed(model_order(MODEL)))
-    write_swapped(tmp_path, files, swap_out(files, TOPOLOGY, numbers, (0, 1, 2)))
-    with pytest.raises(CheckpointError, match="no choice of them follows the order.*3 swapped sub-groups"):
+# -- faults -----------------------------------------------------------------------------------------------------------
+
+
+def forget_offload(files: Files) -> None:
+    for tree in files.values():
+        del tree["ds_config"]["zero_optimization"]["offload_optimizer"]
+
+
+def make_complex(files: Files) -> None:
+    for rank in range(2):
+        held = files[optim_file(TOPOLOGY, rank)]["optimizer_state_dict"]["fp32_flat_groups"]
+        held[0] = torch.empty(0, dtype=torch.complex32)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "numbers in no order": (
+        {"chosen": (0, 1, 2), "numbers": number(names=reversed(model_order(MODEL)))},
+        "no choice of them follows the order.*3 swapped sub-groups",
+    ),
+    "no swap files": ({"lost": True}, "holds swap files of parameters none; no choice of them"),
+    "no swapping in the ds_config": (
+        {"chosen": (0,), "lost": True, "edit": forget_offload},
+        "sub-group 0 has 0 elements, 35 are expected",
+    ),
+    "masters of an unknown dtype": (
+        {"chosen": (0,), "lost": True, "edit": make_complex},
+        "sub-group 0 has 0 elements, 35 are expected",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_saves_that_are_refused(tmp_path: Path, case: str) -> None:
+    options, text = REFUSED[case]
+    write(tmp_path, **options)
+    with pytest.raises(CheckpointError, match=text):
         open_folder(tmp_path)
-
-
-# -- files that are wrong ---------------------------------------------------------------------------------------------
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
@@ -189,49 +215,19 @@ def test_a_file_that_is_cut_short_is_named(tmp_path: Path, nbytes: int) -> None:
         open_folder(tmp_path)
 
 
-def test_a_file_that_was_longer_before_is_told(tmp_path: Path) -> None:
-    """DeepSpeed does not cut the file of an earlier engine when it writes over it."""
+def test_a_file_that_is_too_long_is_a_warning(tmp_path: Path) -> None:
+    """DeepSpeed does not truncate an earlier engine's file."""
     state = write(tmp_path)
     for name in ("4_6.tensor.swp", "exp_avg-0_1.tensor.swp"):
         with open(tmp_path / RANK1 / name, "ab") as stream:
             stream.write(b"x" * 1024)
     report = survey_checkpoint(str(tmp_path), Comm())
     check(report.require(), state)
-    (told,) = [finding for finding in report.findings if finding.kind == "inconsistent"]
-    assert told.warning and told.names == (f"{RANK1}/4_6.tensor.swp", f"{RANK1}/exp_avg-0_1.tensor.swp")
+    (warning,) = [finding for finding in report.findings if finding.kind == "inconsistent"]
+    assert warning.warning and warning.names == (f"{RANK1}/4_6.tensor.swp", f"{RANK1}/exp_avg-0_1.tensor.swp")
     seal_folder(str(tmp_path), Comm())
     check(open_folder(tmp_path), state)
     assert verify_checkpoint(str(tmp_path)).whole
-
-
-def test_no_files_at_all(tmp_path: Path) -> None:
-    files, _ = make()
-    swap_out(files, TOPOLOGY, number_parameters(model_order(MODEL)), (0, 1))
-    write_swapped(tmp_path, files, {})
-    with pytest.raises(CheckpointError, match="holds swap files of parameters none; no choice of them"):
-        open_folder(tmp_path)
-
-
-def test_states_that_are_nowhere(tmp_path: Path) -> None:
-    """The ds_config tells of no swapping."""
-    files, _ = make()
-    swap_out(files, TOPOLOGY, number_parameters(model_order(MODEL)), (0,))
-    for tree in files.values():
-        del tree["ds_config"]["zero_optimization"]["offload_optimizer"]
-    write_swapped(tmp_path, files, {})
-    with pytest.raises(CheckpointError, match="sub-group 0 has 0 elements, 35 are expected"):
-        open_folder(tmp_path)
-
-
-def test_masters_of_a_dtype_that_is_not_covered(tmp_path: Path) -> None:
-    files, _ = make()
-    swap_out(files, TOPOLOGY, number_parameters(model_order(MODEL)), (0,))
-    for rank in range(2):
-        held = files[optim_file(TOPOLOGY, rank)]["optimizer_state_dict"]["fp32_flat_groups"]
-        held[0] = torch.empty(0, dtype=torch.complex32)
-    write_swapped(tmp_path, files, {})
-    with pytest.raises(CheckpointError, match="sub-group 0 has 0 elements, 35 are expected"):
-        open_folder(tmp_path)
 
 
 def test_tensor_parallelism_is_refused_by_name(tmp_path: Path) -> None:
@@ -246,17 +242,7 @@ def test_tensor_parallelism_is_refused_by_name(tmp_path: Path) -> None:
         open_folder(tmp_path)
 
 
-@pytest.mark.parametrize("aio", [{"block_size": "auto"}, {"block_size": -1, "intra_op_parallelism": True}, 7, None])
-def test_whatever_the_configuration_says_of_asynchronous_reading(tmp_path: Path, aio: Any) -> None:
-    files, state = make()
-    swaps = swap_out(files, TOPOLOGY, number_parameters(model_order(MODEL)), (0, 1))
-    for tree in files.values():
-        tree["ds_config"]["aio"] = aio
-    write_swapped(tmp_path, files, swaps)
-    check(open_folder(tmp_path), state)
-
-
-# -- seals, and what is done with an index ----------------------------------------------------------------------------
+# -- seals and commands -----------------------------------------------------------------------------------------------
 
 
 def damage(path: Path) -> None:
@@ -302,7 +288,7 @@ def test_a_sealed_swap_file_that_was_replaced_is_not_read(tmp_path: Path) -> Non
 def test_an_earlier_saves_swap_files_in_a_nearer_place_are_not_taken(
     sealed: bool, verify: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They have the same sizes, and no header by which they could be recognized."""
+    """They have the same sizes, and no header that identifies them."""
     monkeypatch.setattr("deepspeed_ucp.sources.places.measure_distance", lambda path: int("nvme" not in path))
     folder, near, options = tmp_path / "tag", tmp_path / "nvme", ConvertOptions(verify=verify)
     write(folder)
@@ -319,11 +305,9 @@ def test_an_earlier_saves_swap_files_in_a_nearer_place_are_not_taken(
 
 
 def test_every_command_takes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The states are those of the same save without swapping."""
     swapped, plain = tmp_path / "swapped", tmp_path / "plain"
     write(swapped)
-    files, _ = make()
-    write_swapped(plain, files, {})
+    write(plain, (), edit=forget_offload)
     assert main(["diff", str(swapped), str(plain)]) == 0
     for folder in (swapped, plain):
         assert main(["convert", str(folder), f"{folder}-atomic"]) == 0

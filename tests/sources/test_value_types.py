@@ -1,4 +1,4 @@
-"""Types of the values in state files: each type that a DeepSpeed release writes is read, any other is named."""
+"""Types of the values in state files: those of DeepSpeed releases are read, others are refused by name."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_a_value_that_nobody_writes_is_named_and_not_called_damage(
 
 
 def test_a_damaged_file_is_still_called_damaged(tmp_path: Path) -> None:
-    """Its pickle has another checksum than its writer stored."""
+    """The checksum of its pickle is wrong."""
     write_files(tmp_path, make(STAGE_1))
     path = next(path for path in tmp_path.iterdir() if MODEL_STATES in path.name)
     data = path.read_bytes()

@@ -1,9 +1,8 @@
-"""Writes normal DeepSpeed checkpoints of any topology from pure data, without an engine or a process group.
+"""Writes DeepSpeed checkpoints of any topology from pure data, without an engine or a process group.
 
-Thousands of loader cases become cheap in one process: describe a `Model`, draw a `State`, choose a `Topology`, and
-`write_checkpoint`. Tensor- and pipeline-parallel runs come from the same logical state (`split`), the tests' own
-`cut` giving the shards. The files have the names, keys, layouts, paddings and shared storages of DeepSpeed 0.19's own;
-`test_against_deepspeed.py` holds them against real saves. `read_state` and `read_locals` are the inverse.
+Describe a `Model`, draw a `State`, choose a `Topology`, and call `write_checkpoint`; `read_state` and `read_locals`
+invert it. For model parallelism `split` divides the logical state, with shards by the test's `cut`. The files have the
+names, keys, layouts, paddings and shared storages of DeepSpeed 0.19, as `test_against_deepspeed.py` verifies.
 """
 
 from .description import ExpertLayer, Layer, Model, Param, Run, State, Topology, assert_same_state, random_state

@@ -1,4 +1,4 @@
-"""What differs between two checkpoints' contents, as far as a loader could see it."""
+"""Compares two checkpoints' contents in everything that a loader can see."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .layout import Flat, partition_layout, stage3_slice
 
 
 def differences(left: Any, right: Any, path: str = "") -> Iterator[str]:
-    """One line per difference: types, keys (their order in an OrderedDict), tensors with their storages, values."""
+    """Yield a line per difference of types, keys (with their order in an OrderedDict), tensors, storages, values."""
     if type(left) is not type(right):
         yield f"{path}: {type(left).__name__} {left!r} is not {type(right).__name__} {right!r}"
     elif torch.is_tensor(left):
@@ -29,7 +29,7 @@ def differences(left: Any, right: Any, path: str = "") -> Iterator[str]:
 
 
 def storage_sharing(content: Any) -> list[tuple[str, ...]]:
-    """The sets of tensors (by path, sorted) that share a storage, alone or not."""
+    """Return the sorted sets of tensors, by path, that share a storage; a set may have one tensor."""
     shared: dict[int, list[str]] = {}
     for path, tensor in _tensors(content, ""):
         if tensor.untyped_storage().nbytes():
@@ -38,9 +38,10 @@ def storage_sharing(content: Any) -> list[tuple[str, ...]]:
 
 
 def clear_garbage(content: Mapping[str, Any], model: Model, topology: Topology, rank: int) -> None:
-    """Zeroes what ZeRO 3 leaves uninitialised in one rank's file, in place: the padding of its partitions.
+    """Remove arbitrary data from one rank's file in place.
 
-    And removes which of AutoEP's ranks under AutoTP was the last to write what several of them write.
+    These are the uninitialised padding of ZeRO 3's partitions, and the last writer of a file that several of AutoEP's
+    ranks under AutoTP write.
     """
     if (content.get("folding") or {}).get("family") == "routed_expert":
         del content["folding"]["zero_partition_rank"]
@@ -92,7 +93,7 @@ def _mapping_differences(left: Mapping[str, Any], right: Mapping[str, Any], path
 
 
 def _plain(value: Any) -> Any:
-    """Loss scalers have no equality of their own."""
+    """Convert loss scalers, which define no equality, to dicts."""
     return vars(value) if type(value).__name__.endswith("LossScaler") else value
 
 

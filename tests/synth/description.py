@@ -1,4 +1,4 @@
-"""What a synthesised checkpoint holds: the model, its logical state, the topology that saved it, the run around it."""
+"""Describes a synthesised checkpoint: the model, its logical state, the topology, and the run that saved it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 SHORT = {"torch": "raw", "fp16_unfused": "unfused", "fp16_fused": "fused", "zero12": "zero", "zero3": "zero"}
-"""What tests call a wrapper of the package's table."""
+"""Short names of the package's wrappers in tests."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "amsgrad": False}
@@ -26,9 +26,9 @@ ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "
 class Param:
     """One parameter. `group` is its optimizer param group (None: not given to the optimizer), `alias_of` its owner.
 
-    `tied` marks the `tied_weight_attr` of a pipeline's tied module: one value on all stages that hold it. `untold`
-    aliases are in the module's state_dict and not in `shared_params`, as that of AutoEP's router. Of a rank's own
-    parameter of experts `parts` are the whole model's parameters that lie in it, one behind the other.
+    `tied` marks the `tied_weight_attr` of a pipeline's tied module: one value on all its stages. `untold` aliases are
+    in the module's state_dict but not in `shared_params`, as that of AutoEP's router. `parts` are the whole model's
+    consecutive parameters in a rank's parameter of experts.
     """
 
     name: str
@@ -51,15 +51,15 @@ class Param:
 
     @property
     def atoms(self) -> tuple[str, ...]:
-        """The whole model's names of what it holds."""
+        """The whole model's parameters in it."""
         return self.parts or (self.name,)
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayer:
-    """A layer of experts, by its module's name: DeepSpeed's own, or AutoEP's (`fused`).
+    """A layer of experts with its module's name: DeepSpeed's, or AutoEP's (`fused`).
 
-    Of the former the whole model has `{prefix}{number}.{end}` for every expert, of the latter `{prefix}w1.{number}`.
+    The whole model has `{prefix}{number}.{end}` for every expert of DeepSpeed's, `{prefix}w1.{number}` of AutoEP's.
     """
 
     name: str
@@ -68,11 +68,11 @@ class ExpertLayer:
 
     @property
     def prefix(self) -> str:
-        """What the names of its experts' parameters begin with."""
+        """Prefix of its experts' parameters."""
         return f"{self.name}.experts." if self.fused else f"{self.name}.deepspeed_moe.experts.deepspeed_experts."
 
     def split(self, name: str) -> tuple[int, str]:
-        """Of the whole model's name of an expert's parameter its number, and the rest."""
+        """Split the whole model's name of an expert's parameter into the expert's number and the rest."""
         rest = name.removeprefix(self.prefix)
         if self.fused:
             end, _, number = rest.rpartition(".")
@@ -83,9 +83,9 @@ class ExpertLayer:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A rank's own param group: the user's group that it comes from, the degree of its experts, who holds it.
+    """A rank's param group: the user's group, the degree of its experts (None: dense), and the ranks that hold it.
 
-    `degree` is None for what every rank holds. `ranks` are numbered as `experts.find_seat` does.
+    `ranks` are numbered as by `find_seat`.
     """
 
     origin: int
@@ -95,10 +95,9 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer spec of a PipelineModule: a module of its own, or the tied module with the key `tied`.
+    """One layer spec of a PipelineModule, for the tied module with the key `tied` if given.
 
-    `file=False` has no state_dict, so DeepSpeed writes no layer file: a function, or a TiedLayerSpec with a
-    forward_fn.
+    `file=False`: DeepSpeed writes no layer file, as for a function or a TiedLayerSpec with a forward_fn.
     """
 
     tied: str | None = None
@@ -107,11 +106,11 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Parameters in `named_parameters` order (their order within a group too), and persistent buffers.
+    """Parameters in `named_parameters` order, also within a group, and persistent buffers.
 
     `layers` make it a PipelineModule, whose names start with "<layer>." or "tied_modules.<key>.". `experts` are the
-    layers of experts in module order, of all stages; `spread` tells of the param groups of one rank's own part of such
-    a model, and `lane` is the tensor-parallel rank whose part it is.
+    layers of experts of all stages in module order. A rank's part of a model with experts has `spread` for its param
+    groups, and its tensor-parallel rank as `lane`.
     """
 
     params: tuple[Param, ...]
@@ -128,12 +127,12 @@ class Model:
 
     @property
     def groups(self) -> tuple[tuple[Param, ...], ...]:
-        """What the optimizer was given, frozen and zero-element parameters included, per group."""
+        """The optimizer's param groups, including frozen and zero-element parameters."""
         count = 1 + max((param.group for param in self.owners if param.group is not None), default=-1)
         return tuple(tuple(param for param in self.owners if param.group == index) for index in range(count))
 
     def seat(self, group: int, topology: Topology, rank: int) -> tuple[int, int]:
-        """(partition, partitions) of a data-parallel rank in a param group."""
+        """Return (partition, partitions) of a data-parallel rank in a param group."""
         if not self.spread:
             return rank, topology.dp
         ranks = self.spread[group].ranks
@@ -155,26 +154,25 @@ class State:
 
 
 def find_seat(model: Model, topology: Topology, rank: int) -> int:
-    """The number of a data-parallel rank of a model's lane among those over which experts are spread."""
+    """Number a data-parallel rank of a model's lane among the ranks over which experts are spread."""
     return rank * topology.tp + model.lane if topology.folds_experts else rank
 
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """How the run that saved was laid out.
+    """The topology of the run that saved. Wrappers ignore options that they do not have, as in DeepSpeed.
 
-    `wrapper` is "raw" | "unfused" | "fused" at stage 0, "zero" | "bf16" (BF16_Optimizer) at stage 1, "zero" above;
-    pipelines in bf16 have "bf16" at stage 0 too. None takes the one that DeepSpeed takes for a torch optimizer.
-    `sub_group_size` is in elements of one partition.
-    Like DeepSpeed, wrappers ignore the options that they do not have.
-
-    `dp` includes the sequence-parallel degree. `placement` has the layers of each pipeline rank (None: contiguous and
-    uniform). `model_axis` says whether the process topology has a model axis, which names the layer files; None: with
-    tensor parallelism only. `ep` has the degree of each layer of experts (empty: 1), `data_first` is
-    `use_data_before_expert_parallelism`, `max_group` the most elements of a group of experts; with `shuffled` odd ranks
-    have the groups of several degrees in another order, with `dealt` AutoEP deals experts like cards. With
-    `cut_experts` (expert tensor parallelism) every tensor-parallel rank has its part of each expert; without it experts
-    are spread over the tensor-parallel ranks too, whole.
+    * `dp`: includes the sequence-parallel degree.
+    * `wrapper`: "raw" | "unfused" | "fused" at stage 0, "zero" | "bf16" (BF16_Optimizer) at stage 1, "zero" above;
+      pipelines in bf16 have "bf16" also at stage 0. None: DeepSpeed's choice for a torch optimizer.
+    * `sub_group_size`: in elements of one partition.
+    * `placement`: layers of each pipeline rank; None: contiguous and uniform.
+    * `model_axis`: the process topology has a model axis, which names the layer files; None: with tensor parallelism.
+    * `ep`: degree of each layer of experts; empty: 1.
+    * `data_first`: `use_data_before_expert_parallelism`. `max_group`: most elements of a group of experts.
+    * `shuffled`: odd ranks have the groups of several degrees in another order.
+    * `dealt`: AutoEP deals experts like cards.
+    * `cut_experts`: expert tensor parallelism; without it whole experts are spread over tensor-parallel ranks too.
     """
 
     stage: int
@@ -215,28 +213,28 @@ class Topology:
 
     @property
     def row(self) -> Wrapper:
-        """What the package knows of it."""
+        """The package's description of the wrapper."""
         zero = "zero3" if self.stage == 3 else "zero12"
         return find_wrapper({**{short: name for name, short in SHORT.items()}, "zero": zero}.get(self.kind, self.kind))
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the module's parameters."""
+        """Dtype of the module's parameters."""
         return DTYPES[self.precision]
 
     @property
     def flattens(self) -> bool:
-        """Whether the module's parameters are views of one flat buffer per group."""
+        """True if the module's parameters are views of one flat buffer per group."""
         return self.row.form in (Form.FLAT, Form.PARTITIONS)
 
     @property
     def keeps_lean_states(self) -> bool:
-        """Whether elastic_checkpoint has its effect: a list of unpadded states instead of torch's state_dict."""
+        """True if the save has a list of unpadded states instead of torch's state_dict (elastic_checkpoint)."""
         return self.elastic and self.row.can_be_elastic
 
     @property
     def partitions(self) -> bool:
-        """Whether data-parallel ranks own partitions and write files of their own."""
+        """True if every data-parallel rank writes a file with its partitions."""
         return self.row.is_cut
 
     @property
@@ -246,17 +244,17 @@ class Topology:
 
     @property
     def folds_experts(self) -> bool:
-        """Whether experts are spread over the tensor-parallel ranks of a stage too."""
+        """True if experts are also spread over the tensor-parallel ranks of a stage."""
         return self.tp > 1 and not self.cut_experts
 
     @property
     def seats(self) -> int:
-        """Over how many ranks experts are spread."""
+        """Number of ranks over which experts are spread."""
         return self.dp * self.tp if self.folds_experts else self.dp
 
     @property
     def names_model_axis(self) -> bool:
-        """Whether layer files have the tensor-parallel rank in their names."""
+        """True if layer files have the tensor-parallel rank in their names."""
         return self.tp > 1 if self.model_axis is None else self.model_axis
 
     @property
@@ -300,11 +298,11 @@ class Topology:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Everything else that a checkpoint carries. None takes what a fresh engine of the topology would have.
+    """The rest of a checkpoint. None: the value of a fresh engine of the topology.
 
-    `garbage` is left in ZeRO 3's padding, which is uninitialised memory in a real run: nan shows who reads it.
-    `parallel_dimensions=False` leaves out what older releases do not write. `nest` makes the `module` of the file from
-    the flat state_dict, for models whose state_dict is nested.
+    `garbage` fills ZeRO 3's padding, which is uninitialised in a real run: nan reveals code that reads it.
+    `parallel_dimensions=False` omits an entry that older releases do not write. `nest` converts the flat state_dict
+    for models with a nested one.
     """
 
     global_steps: int = 3
@@ -336,15 +334,15 @@ def random_state(
     topology: Topology | None = None,
     equal_instances: bool = False,
 ) -> State:
-    """Random atoms, fp32, the same on every machine.
+    """Draw random fp32 atoms, reproducible on every machine.
 
-    `step` None gives no scalar; `states=()` with `step=None` is a checkpoint from before the first step; parameters in
-    `without` never got a gradient. Parameters that the optimizer does not train are rounded to `precision`, which is
-    all that a checkpoint of that precision keeps of them. `dtype` is that of the states.
+    `step=None` gives no scalar; with `states=()` it is a checkpoint from before the first step. Parameters in `without`
+    never got a gradient. Parameters that the optimizer does not train are rounded to `precision`, as in a checkpoint.
+    `dtype` is that of the states.
 
-    With a `topology` there are the instances of what several pipeline ranks hold too ("name#1"): the weights equal,
-    except a tied module's untied ones; the optimizer states all different, which shows who mixes them up, or equal as
-    in a real run with `equal_instances`.
+    With a `topology` there are instances ("name#1") of parameters that several pipeline ranks hold. Their weights are
+    equal, except those of a tied module without tied weight. Their states differ, to reveal a confusion, or are equal
+    as in a real run with `equal_instances`.
     """
     random = torch.Generator().manual_seed(seed)
     atoms: dict[str, dict[str, torch.Tensor]] = {}
@@ -362,19 +360,20 @@ def random_state(
         draw(param.name, param)
     params = {param.name: param for param in model.owners}
     for name, instances in (instance_names(model, topology) if topology else {}).items():
-        own = differs_by_stage(params[name])
         for further in instances[1:]:
             draw(further, params[name])
-            if equal_instances and not own:
+            if differs_by_stage(params[name]):
+                continue
+            if equal_instances:
                 atoms[further] = dict(atoms[name])
-            elif not own:
+            else:
                 atoms[further]["fp32"] = atoms[name]["fp32"]
     groups = tuple({**ADAMW, "lr": 1e-3 / (index + 1)} for index in range(len(model.groups)))
     return State(atoms, scalars, groups)
 
 
 def assert_same_state(actual: State, expected: State) -> None:
-    """Bitwise equality of two states; raises AssertionError naming the first atom or scalar that differs."""
+    """Assert that two states are equal bit by bit; the error names the first difference."""
     assert actual.atoms.keys() == expected.atoms.keys()
     for name, atoms in expected.atoms.items():
         assert actual.atoms[name].keys() == atoms.keys(), name
@@ -385,7 +384,7 @@ def assert_same_state(actual: State, expected: State) -> None:
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Same shape, dtype and bytes (so nan equals itself, and -0 differs from 0)."""
+    """Return True for equal shape, dtype and bytes: nan equals itself, and -0 differs from 0."""
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
     return left.numel() == 0 or bool(torch.equal(_bytes(left), _bytes(right)))

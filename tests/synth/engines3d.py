@@ -187,7 +187,7 @@ def _layers(tp: int, short: bool) -> list[Any]:
 
 
 def _groups(module: torch.nn.Module) -> list[dict[str, Any]]:
-    """Frozen parameters among them; a stage may have none in one of them, or in both."""
+    """Groups that include frozen parameters, and may be empty on a stage."""
     params = list(module.parameters())
     return [
         {"params": [param for param in params if param.dim() > 1], "weight_decay": 0.1},

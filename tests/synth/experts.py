@@ -1,8 +1,8 @@
-"""Which rank holds which experts, and what its own parameters are: DeepSpeed's layers and AutoEP's.
+"""Assigns experts to ranks, and describes each rank's module: DeepSpeed's layers and AutoEP's.
 
-The whole model has every expert's parameters, by the numbers in the whole layer; `own_models` says what each rank has
-of them, under its own names and in its own param groups. A seat is a rank among those over which experts are spread
-(`find_seat`): the data-parallel ones, or all of a pipeline stage. Sources: `deepspeed/utils/groups.py`,
+The whole model has every expert's parameters with the numbers in the whole layer; `own_models` returns each rank's part
+with local names and param groups. A seat is a rank among those over which experts are spread (`find_seat`): the
+data-parallel ranks, or all ranks of a pipeline stage. Sources: `deepspeed/utils/groups.py`,
 `deepspeed/moe/utils.py` (`split_params_into_different_moe_groups_for_optimizer`), `module_inject/auto_ep_layer.py`.
 """
 
@@ -20,74 +20,74 @@ if TYPE_CHECKING:
 
 
 def list_held(layer: ExpertLayer, topology: Topology, degree: int, seat: int) -> tuple[int, ...]:
-    """The experts of a layer, spread over `degree` ranks, that one of them holds, in its order."""
+    """Return the experts that a seat holds of a layer that is spread over `degree` ranks, in the rank's order."""
     place = expert_rank(topology, degree, seat)
     if layer.fused and topology.dealt:
         return tuple(range(place, layer.count, degree))
-    own = layer.count // degree
-    return tuple(range(place * own, (place + 1) * own))
+    share = layer.count // degree
+    return tuple(range(place * share, (place + 1) * share))
 
 
 def expert_rank(topology: Topology, degree: int, seat: int) -> int:
-    """The expert-parallel rank of a seat."""
+    """Return the expert-parallel rank of a seat."""
     return seat // (topology.seats // degree) if topology.data_first else seat % degree
 
 
 def list_replicas(topology: Topology, degree: int, seat: int) -> range:
-    """The seats that hold the same experts as one of them."""
+    """Return the seats that hold the same experts."""
     place, seats = expert_rank(topology, degree, seat), topology.seats
     replicas = seats // degree
     return range(place * replicas, (place + 1) * replicas) if topology.data_first else range(place, seats, degree)
 
 
 def list_seats(model: Model, topology: Topology) -> range:
-    """The seats of a lane's data-parallel ranks."""
+    """Return the seats of a lane's data-parallel ranks."""
     step = topology.tp if topology.folds_experts else 1
     return range(find_seat(model, topology, 0), find_seat(model, topology, topology.dp), step)
 
 
 def held_layers(model: Model) -> list[ExpertLayer]:
-    """The layers of experts that a pipeline stage has."""
+    """Return the layers of experts of a pipeline stage."""
     return [each for each in model.experts if any(param.name.startswith(each.prefix) for param in model.params)]
 
 
 def largest_degree(model: Model, topology: Topology) -> int:
-    """Of a stage's layers; DeepSpeed saves by its groups what is not of a single expert."""
+    """Return the largest degree of a stage's layers, whose groups save everything except single experts."""
     return max((degree_of(model, topology, layer) for layer in held_layers(model)), default=1)
 
 
 def is_first_replica(model: Model, topology: Topology, degree: int, rank: int) -> bool:
-    """Whether a data-parallel rank is the first of those that hold the same experts."""
+    """Return True for the first data-parallel rank that holds certain experts."""
     seat = find_seat(model, topology, rank)
     return list_replicas(topology, degree, seat)[0] == seat
 
 
 def is_writer(model: Model, topology: Topology, layer: ExpertLayer, degree: int, rank: int) -> bool:
-    """Whether a data-parallel rank saves what it holds of a layer: AutoEP under AutoTP has each lane save all."""
+    """Return True if a data-parallel rank saves its experts; with AutoEP under AutoTP each lane saves all experts."""
     if layer.fused and topology.folds_experts:
         return rank < degree
     return is_first_replica(model, topology, degree, rank)
 
 
 def degree_of(model: Model, topology: Topology, layer: ExpertLayer) -> int:
-    """Over how many ranks a layer's experts are spread."""
+    """Return the number of ranks over which a layer's experts are spread."""
     return topology.ep[model.experts.index(layer)] if topology.ep else 1
 
 
 def find_layer(model: Model, name: str) -> ExpertLayer | None:
-    """The layer of an expert's parameter, by its name in the whole model or on a rank."""
+    """Return the layer of an expert's parameter, by its global or local name, or None."""
     return next((layer for layer in model.experts if name.startswith(layer.prefix)), None)
 
 
 def own_models(model: Model, topology: Topology) -> tuple[Model, ...]:
-    """What each data-parallel rank's own module is; without experts it is the whole one."""
+    """Return the module of each data-parallel rank."""
     if not model.experts:
         return (model,) * topology.dp
     return tuple(_make_own(model, topology, rank) for rank in range(topology.dp))
 
 
 def own_state(state: State, own: Model) -> State:
-    """The whole model's atoms with the hyper-parameters of a rank's own param groups."""
+    """Return the whole state with the hyper-parameters of a rank's param groups."""
     if not own.spread:
         return state
     fixed = [{} if each.degree is None else {"name": f"ep_size_{each.degree}", "moe": True} for each in own.spread]
@@ -108,7 +108,7 @@ def _make_own(model: Model, topology: Topology, rank: int) -> Model:
 
 
 def _name_own(model: Model, topology: Topology, rank: int) -> Iterator[list[Param]]:
-    """The rank's parameters in the module's order; experts that lie in one tensor are in the place of the first."""
+    """Yield the rank's parameters in module order; a fused parameter has the place of its first expert."""
     seen: set[str] = set()
     for param in model.params:
         layer = find_layer(model, param.name)
@@ -129,21 +129,16 @@ def _name_own(model: Model, topology: Topology, rank: int) -> Iterator[list[Para
 def _cut_groups(
     model: Model, topology: Topology, rank: int, params: Sequence[Param], count: int
 ) -> Iterator[tuple[int, int, list[Param]]]:
-    """(the user's group, degree, its experts' parameters), in pieces of at most `max_group` elements."""
-    degrees = {layer.prefix: degree_of(model, topology, layer) for layer in model.experts}
-    order = sorted(set(degrees.values()), key=lambda degree: f"ep_size_{degree}")
+    """Yield (user's group, degree, parameters of experts) in pieces of at most `max_group` elements."""
+    layers = {param.name: find_layer(model, param.name) for param in params}
+    degrees = {name: degree_of(model, topology, layer) for name, layer in layers.items() if layer}
+    order = sorted({degree_of(model, topology, each) for each in model.experts}, key=lambda degree: f"ep_size_{degree}")
     if topology.shuffled and rank % 2:
         order.reverse()
     for group in range(count):
         for degree in order:
-            held = [p for p in params if p.parts and p.group == group and degrees[_prefix(model, p)] == degree]
+            held = [p for p in params if p.parts and p.group == group and degrees[p.name] == degree]
             yield from ((group, degree, piece) for piece in _cut_pieces(held, topology.max_group))
-
-
-def _prefix(model: Model, param: Param) -> str:
-    layer = find_layer(model, param.name)
-    assert layer is not None
-    return layer.prefix
 
 
 def _cut_pieces(params: Sequence[Param], limit: int | None) -> Iterator[list[Param]]:

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: names, the keys around module and optimizer, and writing them."""
+"""The files of a checkpoint: names, entries other than module and optimizer, and writing."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import torch
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 
 from .description import Model, Run, State, Topology
-from .expertfiles import finish_model_content, list_expert_files
+from .expertfiles import finish_model_content, fold_optimizer, list_expert_files
 from .experts import held_layers, is_writer, largest_degree, own_models, own_state
-from .folding import tell_optimizer
 from .layout import Flat, partition_layout
 from .module import frozen_fragments, frozen_shapes, module_state, param_shapes, shared_params
 from .optimizer import optimizer_state, version_of
@@ -38,10 +37,9 @@ def write_checkpoint(
     legacy: bool = False,
     latest: bool = True,
 ) -> Path:
-    """Writes folder/tag as `save_checkpoint` would and returns it; `tag` defaults to global_step{N}.
+    """Write folder/tag as `save_checkpoint` does, without recovery scripts, and return its path.
 
-    `cut` gives the tensor-parallel shards; `legacy` takes torch's non-zip format. The recovery scripts
-    (zero_to_fp32.py), which no loader reads, are left out.
+    `tag` defaults to global_step{N}; `cut` returns the tensor-parallel shards; `legacy` selects torch's non-zip format.
     """
     tag = tag or f"global_step{run.global_steps}"
     write_files(Path(folder) / tag, build_files(model, state, topology, run, cut=cut), legacy=legacy)
@@ -53,19 +51,19 @@ def write_checkpoint(
 def build_files(
     model: Model, state: State, topology: Topology, run: Run = DEFAULT_RUN, *, cut: Cut | None = None
 ) -> dict[str, dict[str, Any]]:
-    """The content of every file by name, in memory: edit it before `write_files` to make a damaged checkpoint."""
+    """Return the content of every file by name; edit it before `write_files` to make a damaged checkpoint."""
     return build_local_files(split(model, state, topology, cut), topology, run)
 
 
 def build_local_files(
     local: Mapping[int, Local], topology: Topology, run: Run = DEFAULT_RUN
 ) -> dict[str, dict[str, Any]]:
-    """`build_files` of what each model-parallel rank holds, as `split` gives it or edited."""
+    """Like `build_files`, for the result of `split`, which may be edited."""
     return {name: content for rank in local for name, content in _rank_files(local[rank], topology, run, rank)}
 
 
 def _rank_files(local: Local, topology: Topology, run: Run, mp: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The files that the data-parallel ranks of one model-parallel rank write."""
+    """Yield the files of one model-parallel rank's data-parallel ranks."""
     flats = partition_layout(local.model, topology)
     owns = [replace(local, model=own, state=own_state(local.state, own)) for own in own_models(local.model, topology)]
     module = module_state(owns[0].model, owns[0].state, topology)
@@ -84,12 +82,12 @@ def _rank_files(local: Local, topology: Topology, run: Run, mp: int) -> Iterator
         return
     for rank, own in enumerate(owns):
         optimizer = optimizer_state(own.model, own.state, topology, run, flats[rank], rank)
-        told = tell_optimizer(local.model, own.model, topology, rank)
-        yield optim_file(topology, rank, mp), {"optimizer_state_dict": optimizer, **_provenance(topology, run), **told}
+        rest = {**_provenance(topology, run), **fold_optimizer(local.model, own.model, topology, rank)}
+        yield optim_file(topology, rank, mp), {"optimizer_state_dict": optimizer, **rest}
 
 
 def list_model_writers(model: Model, topology: Topology) -> range:
-    """The data-parallel ranks that save model states; with experts none where another lane's rank saves these."""
+    """Return the data-parallel ranks that save model states; with experts another lane's rank may save them."""
     if topology.stage == 3:
         return range(topology.dp)
     layers, degree = held_layers(model), largest_degree(model, topology)
@@ -99,17 +97,16 @@ def list_model_writers(model: Model, topology: Topology) -> range:
 def _layer_files(
     local: Local, module: OrderedDict[str, torch.Tensor], topology: Topology, tp: int
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """`PipelineModule.save_state_dict`: each layer's own state_dict, cloned."""
+    """`PipelineModule.save_state_dict`: each layer's state_dict, cloned."""
     for layer in local.layers:
         prefix = layer_prefix(local.model, layer)
-        own = {name: tensor for name, tensor in module.items() if name.startswith(prefix)}
         if local.model.layers[layer].file:
-            content = OrderedDict((name[len(prefix) :], tensor.clone()) for name, tensor in own.items())
-            yield layer_file(topology, layer, tp), content
+            held = ((name, tensor) for name, tensor in module.items() if name.startswith(prefix))
+            yield layer_file(topology, layer, tp), OrderedDict((n[len(prefix) :], tensor.clone()) for n, tensor in held)
 
 
 def write_files(folder: Path, files: Mapping[str, Any], *, legacy: bool = False) -> None:
-    """Saves each file's content under its name."""
+    """Save each file's content under its name."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         torch.save(content, folder / name, _use_new_zipfile_serialization=not legacy)
@@ -135,7 +132,7 @@ def _model_content(
     flats: tuple[Flat, ...],
     ranks: tuple[int, int],
 ) -> dict[str, Any]:
-    """`DeepSpeedEngine._common_checkpoint_state` and the client's state; `ranks` are (dp rank, mp rank)."""
+    """`DeepSpeedEngine._common_checkpoint_state` with the client's state; `ranks` are (dp rank, mp rank)."""
     model, state = local.model, local.state
     rank = ranks[0]
     optimizer = optimizer_state(model, state, topology, run, flats, rank) if topology.stage == 0 else None

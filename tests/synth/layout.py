@@ -1,4 +1,4 @@
-"""Where each element of each parameter lies in DeepSpeed's flat buffers: pure integers, every rank of every wrapper.
+"""Locations of the parameters' elements in DeepSpeed's flat buffers, for every rank and wrapper; pure integers.
 
 Sources: `DeepSpeedZeroOptimizer.__init__` (round robin, parameter alignment, padding to 2 x dp), `BF16_Optimizer`,
 `FP16_Optimizer`, and ZeRO 3's `_create_fp16_sub_groups` with its ceil(numel / dp) per parameter and rank.
@@ -33,11 +33,10 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Flat:
-    """One flat buffer of one rank: `numel` elements, padding included; `padding` is what DeepSpeed records for it.
+    """One flat buffer of one rank: `numel` elements with padding; `padding` is the number that DeepSpeed records.
 
-    `names` are the parameters of all ranks' buffers of this group or sub-group, `own` what the rank's module has of
-    them. At stage 0 without flattening there is one Flat per parameter (frozen ones too where the raw optimizer was
-    given them).
+    `names` are the parameters in all ranks' buffers of this group or sub-group, `own` those of the rank's module. At
+    stage 0 without flattening each parameter has a Flat (also frozen ones of a raw optimizer).
     """
 
     group: int
@@ -65,22 +64,21 @@ class GroupLayout:
 
     @property
     def own(self) -> tuple[Slice, ...]:
-        """Every parameter of the rank's module whole."""
+        """The slices of the rank's parameters."""
         pairs = zip(self.params, self.offsets, strict=True)
         return tuple(Slice(param.name, 0, offset, param.numel) for param, offset in pairs)
 
     @property
     def slices(self) -> tuple[Slice, ...]:
-        """Every parameter of the whole model that is in it."""
+        """The slices of the whole model's parameters."""
         pairs = zip(self.params, self.own, strict=True)
         return tuple(part for param, whole in pairs for part in take_apart(param, whole))
 
 
 def partition_layout(model: Model, topology: Topology) -> tuple[tuple[Flat, ...], ...]:
-    """The flat buffers of every rank: result[rank][i], i counting groups (sub-groups under ZeRO 3).
+    """Return the flat buffers of every rank: result[rank][i], where i counts groups (sub-groups under ZeRO 3).
 
-    Stage 0 has one rank's worth, whatever dp is (but BF16_Optimizer partitions there too), and with experts every
-    rank's.
+    Stage 0 without BF16_Optimizer has only one rank's buffers, or with experts those of all ranks.
     """
     owns = own_models(model, topology)
     if not topology.partitions:
@@ -95,7 +93,7 @@ def partition_layout(model: Model, topology: Topology) -> tuple[tuple[Flat, ...]
 
 
 def group_layouts(model: Model, topology: Topology) -> tuple[GroupLayout, ...]:
-    """The whole flat buffer of every group of a rank's module, for the wrappers that flatten its parameters."""
+    """Return the whole flat buffer of every group of a rank's module, for wrappers that flatten parameters."""
     return tuple(
         _lay_out_group(index, trained(group), topology, count_parts(model, index, topology))
         for index, group in enumerate(model.groups)
@@ -103,12 +101,12 @@ def group_layouts(model: Model, topology: Topology) -> tuple[GroupLayout, ...]:
 
 
 def count_parts(model: Model, group: int, topology: Topology) -> int:
-    """Ranks that a param group is cut over."""
+    """Return the number of partitions of a param group."""
     return len(model.spread[group].ranks) if model.spread else topology.dp
 
 
 def take_apart(param: Param, part: Slice) -> Iterator[Slice]:
-    """A part of a rank's own parameter as parts of the whole model's parameters that lie in it."""
+    """Divide a slice of a rank's parameter into slices of the whole model's parameters in it."""
     size = param.numel // len(param.atoms)
     for number, name in enumerate(param.atoms):
         low, high = max(part.start, number * size), min(part.start + part.numel, (number + 1) * size)
@@ -117,17 +115,17 @@ def take_apart(param: Param, part: Slice) -> Iterator[Slice]:
 
 
 def list_atoms(params: Sequence[Param]) -> tuple[str, ...]:
-    """The whole model's names of what some of a rank's own parameters hold."""
+    """Return the whole model's parameters in some of a rank's parameters."""
     return tuple(name for param in params for name in param.atoms)
 
 
 def trained(params: Sequence[Param]) -> tuple[Param, ...]:
-    """Those that DeepSpeed's wrappers own."""
+    """Return the parameters of DeepSpeed's wrappers."""
     return tuple(param for param in params if param.trains)
 
 
 def sub_groups(params: Sequence[Param], topology: Topology, parts: int) -> list[tuple[Param, ...]]:
-    """ZeRO 3's cut of one group: a sub-group is closed once it holds `sub_group_size` elements of one partition."""
+    """Divide a group under ZeRO 3: a sub-group ends when a partition has `sub_group_size` elements."""
     limit = topology.sub_group_size
     if not params or limit is None or limit >= sum(partition_numel(param, parts) for param in params):
         return [tuple(params)] if params else []
@@ -143,22 +141,22 @@ def sub_groups(params: Sequence[Param], topology: Topology, parts: int) -> list[
 
 
 def partition_numel(param: Param, dp: int) -> int:
-    """Elements of a ZeRO 3 partition, padding included."""
+    """Return the elements of a ZeRO 3 partition, with padding."""
     return -(-param.numel // dp)
 
 
 def stage3_slice(param: Param, dp: int, rank: int, offset: int = 0) -> Slice:
-    """The rank's elements of one parameter under ZeRO 3 (possibly none)."""
+    """Return the rank's slice of one parameter under ZeRO 3, which may be empty."""
     size = partition_numel(param, dp)
     start = min(rank * size, param.numel)
     return Slice(param.name, start, offset, min(size, param.numel - start))
 
 
 def recorded_offsets(group: GroupLayout, params: Sequence[Param]) -> tuple[int, ...]:
-    """The offsets that DeepSpeed *believes in* for param_slice_mappings, in the order of the group's `params`.
+    """Return the offsets in param_slice_mappings, in the order of the group's `params`.
 
-    `_link_all_hp_params` counts in the group's own order, which is wrong under round robin, unless the group has
-    alignment padding: then it looks the offsets up.
+    They are wrong under round robin, as `_link_all_hp_params` counts in the order before shuffling; with alignment
+    padding it looks the offsets up.
     """
     if any(group.paddings):
         by_name = dict(zip((param.name for param in group.params), group.offsets, strict=True))
@@ -167,7 +165,7 @@ def recorded_offsets(group: GroupLayout, params: Sequence[Param]) -> tuple[int, 
 
 
 def clip(whole: Slice, start: int, end: int) -> Slice | None:
-    """The part of a slice inside [start, end) of its buffer, its offset then counted from `start`."""
+    """Return the part of a slice inside [start, end) of its buffer, with its offset from `start`."""
     low, high = max(whole.offset, start), min(whole.offset + whole.numel, end)
     return Slice(whole.name, whole.start + low - whole.offset, low - start, high - low) if low < high else None
 
@@ -176,7 +174,7 @@ def _lay_out_group(index: int, params: tuple[Param, ...], topology: Topology, pa
     zero = topology.row.strips_padding
     params = _round_robin(params, parts) if zero and topology.round_robin else params
     unit = _PARAMETER_ALIGNMENT // topology.dtype.itemsize if zero and topology.parameter_alignment else 1
-    # Every parameter starts at a multiple of the unit, so the padding depends on its own size only.
+    # Every parameter starts at a multiple of the unit, so the padding depends only on its size.
     paddings = [-param.numel % unit for param in params[:-1]] + [0] * bool(params)
     spans = [param.numel + padding for param, padding in zip(params, paddings, strict=True)]
     used = sum(spans)
@@ -197,7 +195,7 @@ def _rank_flat(group: GroupLayout, topology: Topology, part: int, parts: int) ->
     start, end = part * size, (part + 1) * size
     slices = tuple(piece for whole in group.slices if (piece := clip(whole, start, end)))
     padding = min(max(end - group.used, 0), size)
-    if not topology.row.strips_padding:  # all of it is booked on the last rank, even where it exceeds the partition
+    if not topology.row.strips_padding:  # the last rank records all of it, even if it exceeds the partition
         padding = group.numel - group.used if part == parts - 1 else 0
     return Flat(group.group, list_atoms(group.params), size, padding, slices, group.params)
 

@@ -1,4 +1,4 @@
-"""What Megatron-DeepSpeed puts into a checkpoint: its client state, its metadata by release, its nested module dict.
+"""Megatron-DeepSpeed's part of a checkpoint: client state, metadata of several releases, and nested module dict.
 
 Sources: Megatron-DeepSpeed's `megatron/checkpointing.py` (`save_checkpoint`, `_universal_checkpoint_info`),
 `megatron/model/gpt_model.py` (the pattern lists; the older ones of 2023-10 and 2024-01 verbatim) and
@@ -32,7 +32,7 @@ _OLD_REPLICATED = [
 
 
 def megatron_args(**changes: Any) -> Namespace:
-    """The arguments that tell about the model, a small GPT's; `changes` replace them or add to them."""
+    """Return the arguments of a small GPT; `changes` replace or add some."""
     defaults: dict[str, Any] = {
         "num_layers": 2,
         "hidden_size": 8,
@@ -66,16 +66,16 @@ def megatron_args(**changes: Any) -> Namespace:
 def client_state(
     args: Namespace, iteration: int, info: Mapping[str, Any] | None, version: float = 3.0
 ) -> dict[str, Any]:
-    """What `save_checkpoint` passes as `client_state` (without the RNG states); `info` None: as before 2023-10."""
+    """Return `save_checkpoint`'s `client_state` without RNG states; `info=None`: as before 2023-10."""
     universal = {} if info is None else {"universal_checkpoint_info": dict(info)}
     tokens = args.consumed_train_tokens
     return {"args": args, "checkpoint_version": version, "iteration": iteration, "tokens": tokens, **universal}
 
 
 def universal_info(args: Namespace, original_vocab_size: int, *, version: float = 0.2) -> dict[str, Any]:
-    """`_universal_checkpoint_info` of the newest release, by the arguments.
+    """`_universal_checkpoint_info` of the newest release.
 
-    Row-parallel and replicated parameters are named only where tensor_model_parallel_size is more than 1.
+    It names row-parallel and replicated parameters only if tensor_model_parallel_size is more than 1.
     """
     pipe = not args.no_pipeline_parallel
     info = _vocabulary(args, original_vocab_size, version)
@@ -95,9 +95,9 @@ def universal_info(args: Namespace, original_vocab_size: int, *, version: float 
 def old_universal_info(
     args: Namespace, original_vocab_size: int, *, pipeline_replicated: bool = False, version: float = 0.2
 ) -> dict[str, Any]:
-    """The fixed lists of GPTModelPipe in 2023-10, or in 2024-01 with `pipeline_replicated`.
+    """Return the fixed lists of GPTModelPipe in 2023-10, or in 2024-01 with `pipeline_replicated`.
 
-    Their second row-parallel pattern names no parameter ("mlp.self_attention"): a bug that was released.
+    Their second row-parallel pattern matches no parameter ("mlp.self_attention"), which was a bug of the release.
     """
     embedding = "tied_modules.embed.word_embeddings.weight"
     info = _vocabulary(args, original_vocab_size, version)
@@ -112,9 +112,9 @@ def old_universal_info(
 
 
 def nested_module(module: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """The `module` that Megatron-DeepSpeed's GPTModel saves without a pipeline, from its flat state_dict.
+    """Convert a flat state_dict to the `module` that Megatron-DeepSpeed's GPTModel saves without a pipeline.
 
-    language_model -> embedding -> each embedding -> "weight"; the encoder's own names stay flat below "encoder".
+    It is language_model -> embedding -> each embedding -> "weight"; names below "encoder" stay flat.
     """
     language: dict[str, Any] = {"embedding": {}, "encoder": OrderedDict()}
     for name, tensor in module.items():

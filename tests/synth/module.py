@@ -1,4 +1,4 @@
-"""The module part of the files: parameters as the wrapper left them in memory, buffers, shapes, frozen, tied ones."""
+"""The module part of the files: parameters as in the engine's memory, buffers, shapes, frozen and tied parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def module_state(model: Model, state: State, topology: Topology) -> OrderedDict[str, torch.Tensor]:
-    """`engine.module_state_dict()`: views of the groups' flat buffers where they are flattened, empty under ZeRO 3."""
+    """`engine.module_state_dict()`: views of the groups' flat buffers if these exist; empty tensors under ZeRO 3."""
     tensors = {param.name: _own_tensor(param, state, topology) for param in model.owners}
     if topology.flattens:
         for layout in group_layouts(model, topology):
@@ -29,14 +29,14 @@ def module_state(model: Model, state: State, topology: Topology) -> OrderedDict[
 
 
 def param_shapes(topology: Topology, flats: Sequence[Flat]) -> list[OrderedDict[str, torch.Size]] | None:
-    """`_get_zero_param_shapes`: a dict per group in flat order (round robin's), per sub-group under ZeRO 3."""
+    """`_get_zero_param_shapes`: a dict per group (under ZeRO 3 sub-group) in flat order, which round robin changes."""
     if topology.stage == 0:
         return None
     return [OrderedDict((param.name, torch.Size(param.shape)) for param in flat.own) for flat in flats]
 
 
 def frozen_shapes(model: Model, topology: Topology) -> OrderedDict[str, torch.Size] | None:
-    """`frozen_param_shapes`: what the optimizer does not own, zero-element parameters too; from stage 2 on."""
+    """`frozen_param_shapes`, from stage 2 on: parameters without optimizer, including zero-element ones."""
     if topology.stage < 2:
         return None
     return OrderedDict((param.name, torch.Size(param.shape)) for param in model.owners if not param.trains)
@@ -45,7 +45,7 @@ def frozen_shapes(model: Model, topology: Topology) -> OrderedDict[str, torch.Si
 def frozen_fragments(
     model: Model, topology: Topology, run: Run, module: OrderedDict[str, torch.Tensor], state: State, rank: int
 ) -> OrderedDict[str, torch.Tensor] | None:
-    """`frozen_param_fragments`: the whole tensor at stage 2, the rank's partition (its padding unset) under ZeRO 3."""
+    """`frozen_param_fragments`: the whole tensor at stage 2, the rank's partition with garbage padding under ZeRO 3."""
     if topology.stage < 2:
         return None
     frozen = [param for param in model.owners if not param.trains]
@@ -55,9 +55,9 @@ def frozen_fragments(
 
 
 def shared_params(model: Model, topology: Topology, *, first: bool) -> dict[str, str] | None:
-    """`_get_shared_params`, filled on the first of all ranks only.
+    """`_get_shared_params`, which only the first rank fills.
 
-    Below ZeRO 3 DeepSpeed compares data pointers, so that all zero-element parameters pass for one (pointer 0).
+    Below ZeRO 3 DeepSpeed compares data pointers, which are 0 for all zero-element parameters.
     """
     if topology.stage == 0:
         return None
@@ -79,7 +79,7 @@ def _own_tensor(param: Param, state: State, topology: Topology) -> torch.Tensor:
 
 
 def join_atoms(param: Param, state: State) -> torch.Tensor:
-    """The value of a rank's own parameter."""
+    """Return the value of a rank's parameter."""
     held = [state.atoms[name]["fp32"] for name in param.atoms]
     return torch.stack(held) if param.parts and held[0].shape != param.shape else held[0]
 

@@ -1,4 +1,4 @@
-"""The optimizer part of the files: one rank's `optimizer_state_dict`, as each of DeepSpeed's wrappers writes it."""
+"""The optimizer part of the files: one rank's `optimizer_state_dict` of each of DeepSpeed's wrappers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def optimizer_state(
     model: Model, state: State, topology: Topology, run: Run, flats: Sequence[Flat], rank: int
 ) -> dict[str, Any]:
-    """What the wrapper's `state_dict()` gives on one rank whose buffers are `flats`."""
+    """Return the wrapper's `state_dict()` on one rank with the buffers `flats`."""
     if not topology.row.has_copies:
         return _torch_state_dict(model, state, flats, shaped=True)
     if not topology.row.is_cut:
@@ -38,7 +38,7 @@ def optimizer_state(
 
 
 def loss_scaler(topology: Topology, run: Run) -> Any:
-    """The run's scaler, or one that has seen no overflow since the start."""
+    """Return the run's scaler; default: one without overflow since the start."""
     if run.loss_scaler is not None:
         return run.loss_scaler
     if topology.precision != "fp16":
@@ -49,12 +49,12 @@ def loss_scaler(topology: Topology, run: Run) -> Any:
 
 
 def version_of(run: Run) -> str:
-    """The DeepSpeed version that the files name."""
+    """Return the DeepSpeed version in the files."""
     return run.ds_version or version
 
 
 def fill(flat: Flat, sources: Mapping[str, torch.Tensor], padding: float = 0.0) -> torch.Tensor:
-    """The flat buffer: each slice from its parameter's tensor in `sources`; zero for parameters that have none."""
+    """Fill a flat buffer from the parameters' tensors in `sources`, with zeros for missing parameters."""
     dtype = next(iter(sources.values())).dtype if sources else torch.float32
     out = torch.full((flat.numel,), padding, dtype=dtype)
     for part in flat.slices:
@@ -67,7 +67,7 @@ def fill(flat: Flat, sources: Mapping[str, torch.Tensor], padding: float = 0.0) 
 def _stage12_state(
     model: Model, state: State, topology: Topology, run: Run, flats: Sequence[Flat], rank: int
 ) -> dict[str, Any]:
-    """`DeepSpeedZeroOptimizer.state_dict`: BF16_Optimizer's keys and its own, the masters without their padding."""
+    """`DeepSpeedZeroOptimizer.state_dict`: BF16_Optimizer's keys and more, with masters without padding."""
     result = {**_bf16_state(model, state, topology, run, flats, rank), **_scaling(topology, run)}
     result[topology.row.keys[0]] = [_lean(_master(flat, state), flat) for flat in flats]
     result["zero_stage"] = ZeroStageEnum(topology.stage)
@@ -116,7 +116,7 @@ def _stage3_state(
 
 
 def _partition_group(model: Model, flat: Flat, topology: Topology, number: int, rank: int) -> dict[str, Any]:
-    """`_zero3_partition_group_metadata`: who holds a sub-group."""
+    """`_zero3_partition_group_metadata`: the ranks of a sub-group."""
     spread = model.spread[flat.group]
     return {
         "sub_group": number,
@@ -154,7 +154,7 @@ def _fp16_scaling(topology: Topology, run: Run) -> dict[str, Any]:
 def _torch_state_dict(
     model: Model, state: State, flats: Sequence[Flat], *, shaped: bool = False, padding: float = 0.0
 ) -> dict[str, Any]:
-    """Torch's `Optimizer.state_dict()` when its parameters are `flats`; `shaped` gives states the parameter's shape."""
+    """Torch's `Optimizer.state_dict()` with the parameters `flats`; `shaped` states have the parameter's shape."""
     states = {index: _flat_state(flat, state, shaped, padding) for index, flat in enumerate(flats)}
     members = [[index for index, flat in enumerate(flats) if flat.group == group] for group in range(len(model.groups))]
     return {
@@ -191,7 +191,7 @@ def _whole_master(flat: Flat, state: State) -> torch.Tensor:
 
 
 def _lean(tensor: torch.Tensor, flat: Flat) -> torch.Tensor:
-    """Without its padding, but still a view of the padded storage: that is what torch.save writes."""
+    """Return the tensor without padding, as a view of the padded storage, which torch.save writes."""
     return tensor[: flat.numel - flat.padding]
 
 

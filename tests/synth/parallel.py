@@ -1,4 +1,4 @@
-"""From the logical model to what each model-parallel rank holds: its parameters' names, shapes, values."""
+"""Divides the logical model among model-parallel ranks: names, shapes and values of parameters."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from .description import Model, Param, State, Topology
 from .stages import holders, instance, local_prefixes, placement_of
 
-Cut = Callable[[str, torch.Tensor, int, int], torch.Tensor]  # (name, logical tensor, tp, tp rank) -> the rank's own
+Cut = Callable[[str, torch.Tensor, int, int], torch.Tensor]  # (name, logical tensor, tp, tp rank) -> shard
 
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """What one model-parallel rank holds (on all of its data-parallel ranks together): local shapes and values.
+    """The part of one model-parallel rank, over all its data-parallel ranks: local shapes and values.
 
-    `model.layers` are those of the whole pipeline, `layers` the indices of the rank's own.
+    `model.layers` are the whole pipeline's layers, `layers` the indices of the rank's.
     """
 
     model: Model
@@ -27,9 +27,9 @@ class Local:
 
 
 def split(model: Model, state: State, topology: Topology, cut: Cut | None = None) -> dict[int, Local]:
-    """{mp_rank: Local}, mp_rank = pp_rank * tp + tp_rank; `cut` gives the tensor-parallel shards of fp32 and states.
+    """Return {pp_rank * tp + tp_rank: Local}; `cut` returns the tensor-parallel shards of fp32 and states.
 
-    An instance ("name#1") that `state` does not have takes the values of the plain name. Buffers are not cut.
+    An instance ("name#1") that `state` lacks has the values of the plain name. Buffers are not sharded.
     """
     models = local_models(model, topology, cut)
     placement = placement_of(model, topology)
@@ -50,7 +50,7 @@ def split(model: Model, state: State, topology: Topology, cut: Cut | None = None
 
 
 def local_models(model: Model, topology: Topology, cut: Cut | None = None) -> dict[int, Model]:
-    """The description of each model-parallel rank's own module."""
+    """Return the description of each model-parallel rank's module."""
     if topology.tp > 1 and cut is None:
         raise ValueError(f"tp={topology.tp} needs a cut")
     stages = [_stage_model(model, layers) for layers in placement_of(model, topology)]
@@ -62,7 +62,7 @@ def local_models(model: Model, topology: Topology, cut: Cut | None = None) -> di
 
 
 def _stage_model(model: Model, layers: tuple[int, ...]) -> Model:
-    """The parameters and buffers of one pipeline rank, in its own order; groups without any are removed."""
+    """Return the parameters and buffers of one pipeline rank in its order, without empty groups."""
     if not model.layers:
         return model
     prefixes = local_prefixes(model, layers)
@@ -79,7 +79,7 @@ def _stage_model(model: Model, layers: tuple[int, ...]) -> Model:
 
 
 def _groups_of(params: tuple[Param, ...]) -> list[int]:
-    """The optimizer's groups that these parameters (of one rank) are in: DeepSpeed drops those without any."""
+    """Return the optimizer's groups with parameters of one rank, as DeepSpeed drops empty ones."""
     return sorted({param.group for param in params if param.alias_of is None and param.group is not None})
 
 
@@ -94,18 +94,18 @@ def _cut_param(param: Param, topology: Topology, tp: int, cut: Cut | None) -> Pa
 
 def _shard(name: str, tensor: torch.Tensor, topology: Topology, tp: int, cut: Cut | None) -> torch.Tensor:
     shard = tensor if cut is None or topology.tp == 1 else cut(name, tensor, topology.tp, tp)
-    # Copies, so that a test can edit one rank's in place; with one rank there is nothing to keep apart.
+    # A test may edit one rank's tensors in place, so several ranks get copies.
     return shard.clone(memory_format=torch.contiguous_format) if topology.mp > 1 else shard
 
 
 def _instance_of(model: Model, state: State, topology: Topology, name: str, pp: int) -> str:
-    """Where `state` has the values of the stage's own instance."""
-    own = instance(name, holders(model, topology, name).index(pp))
-    return own if own in state.atoms else name
+    """Return the name of the stage's instance in `state`."""
+    found = instance(name, holders(model, topology, name).index(pp))
+    return found if found in state.atoms else name
 
 
 def flatten_module(module: Mapping[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
-    """A module dict, nested as Megatron's is or not, by full names."""
+    """Flatten a module dict, nested or not, to full names."""
     result: dict[str, torch.Tensor] = {}
     for key, value in module.items():
         name = f"{prefix}{key}"

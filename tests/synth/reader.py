@@ -1,4 +1,4 @@
-"""The inverse of the writer: a checkpoint's files back into the logical state (only for tests: it trusts the files)."""
+"""Reads the logical state from a checkpoint's files; inverse of the writer. It trusts the files."""
 
 from __future__ import annotations
 
@@ -22,15 +22,12 @@ if TYPE_CHECKING:
 
 
 def read_state(folder: Path | str, model: Model, topology: Topology) -> State:
-    """The atoms, scalars and hyper-parameters of the checkpoint in `folder` (a tag's folder), fp32 masters.
-
-    For a topology with one model-parallel rank; `read_locals` reads the others.
-    """
+    """Read the atoms, scalars and hyper-parameters of a tag's folder with one model-parallel rank."""
     return read_locals(folder, {0: model}, topology)[0]
 
 
 def read_locals(folder: Path | str, models: Mapping[int, Model], topology: Topology) -> dict[int, State]:
-    """What each model-parallel rank holds: {mp_rank: State}, for the descriptions that `local_models` gives.
+    """Read {mp_rank: State} for the models of `local_models`.
 
     A weight that is in no file (untrained or at stage 0 in fp32, in a layer without a file) has no "fp32".
     """
@@ -65,7 +62,7 @@ def _read_rank(path: Path, models: Mapping[int, Model], topology: Topology, mp: 
 def _read_optimizers(
     path: Path, model: Model, topology: Topology, contents: list[dict[str, Any]], mp: int
 ) -> dict[int, dict[str, Any]]:
-    """What was saved of the ranks' optimizers, by data-parallel rank."""
+    """Read the saved optimizers by data-parallel rank."""
     if topology.partitions:
         files = {rank: path / optim_file(topology, rank, mp) for rank in range(topology.dp)}
         return {rank: _load(file)["optimizer_state_dict"] for rank, file in files.items()}
@@ -84,7 +81,7 @@ def _take_folded(
     mp: int,
     found: tuple[dict[str, dict[str, torch.Tensor]], dict[str, dict[str, Any]]],
 ) -> None:
-    """The experts that the other lanes of a stage hold."""
+    """Add the experts of the stage's other lanes."""
     first = mp // topology.tp * topology.tp
     for lane in {*range(first, first + topology.tp)} - {mp}:
         layout = partition_layout(models[lane], topology)
@@ -97,7 +94,7 @@ def _take_folded(
 def _read_module(
     path: Path, model: Model, topology: Topology, content: Mapping[str, Any], mp: int
 ) -> dict[str, torch.Tensor]:
-    """The module's tensors by full name, those of a pipeline's rank from the files of its own layers."""
+    """Read the module's tensors by full name; those of a pipeline's rank are in layer files."""
     if not model.layers or model.experts:
         return flatten_module(content["module"])
     pp, tp = divmod(mp, topology.tp)
@@ -112,7 +109,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _buffers(optimizer: Mapping[str, Any], topology: Topology, index: int) -> Mapping[str, Any]:
-    """One flat's tensors and scalars by state name."""
+    """Return one flat's tensors and scalars by state name."""
     masters = _masters(optimizer, topology)
     base = _base(optimizer, topology)
     entry = base[index] if topology.keeps_lean_states else base["state"].get(index, {})
@@ -128,7 +125,7 @@ def _masters(optimizer: Mapping[str, Any], topology: Topology) -> list[torch.Ten
 
 
 def _base(optimizer: Mapping[str, Any], topology: Topology) -> Any:
-    """Torch's own state_dict, or the list that an elastic checkpoint keeps."""
+    """Return torch's state_dict, or the list of states of an elastic checkpoint."""
     return optimizer[topology.row.inner] if topology.row.inner else optimizer
 
 
@@ -150,14 +147,14 @@ def _take(
 
 
 def _is_state(key: str, value: Any) -> bool:
-    """At stage 0 the states of a 0-dimensional parameter have no dimension either, like the step."""
+    """Return True for states; at stage 0 those of a 0-dimensional parameter have no dimension, like the step."""
     return torch.is_tensor(value) and (value.dim() > 0 or key != "step")
 
 
 def _take_module(
     atoms: dict[str, dict[str, torch.Tensor]], model: Model, topology: Topology, module: Mapping[str, torch.Tensor]
 ) -> None:
-    """Parameters that no master holds: the module's own."""
+    """Take parameters without master from the module."""
     for param in model.owners:
         if not topology.row.has_copies or not param.trains or param.group is None:
             del atoms[param.name]["fp32"]
@@ -168,7 +165,7 @@ def _take_module(
 def _take_fragments(
     atoms: dict[str, dict[str, torch.Tensor]], model: Model, topology: Topology, contents: list[dict[str, Any]]
 ) -> None:
-    """Frozen parameters under ZeRO 3: the ranks' fragments."""
+    """Join the ranks' fragments of frozen parameters under ZeRO 3."""
     for param in (param for param in model.owners if not param.trains):
         for rank, content in enumerate(contents):
             part = stage3_slice(param, topology.dp, rank)

@@ -1,4 +1,4 @@
-"""Which pipeline rank holds which layers, parameters and buffers: DeepSpeed's placements, and those of others.
+"""Assigns layers, parameters and buffers to pipeline ranks: DeepSpeed's placements, and other ones.
 
 Sources: `PipelineModule._partition_layers` and `_build` (names, tied modules), `deepspeed.runtime.utils`
 (`partition_uniform`); interleaved 1F1B after Megatron-LM, bidirectional after Chimera and DualPipe.
@@ -19,20 +19,20 @@ _TIED = "tied_modules."
 
 
 def contiguous(layers: int, pp: int) -> Placement:
-    """`partition_method="uniform"`: the first stages are one longer; with too few layers the last ones are empty."""
+    """Place layers as `partition_method="uniform"`: the first stages are one longer, the last ones may be empty."""
     size, rest = divmod(layers, pp)
     starts = [rank * size + min(rank, rest) for rank in range(pp + 1)]
     return tuple(tuple(range(starts[rank], starts[rank + 1])) for rank in range(pp))
 
 
 def interleaved(layers: int, pp: int, chunks: int) -> Placement:
-    """Interleaved 1F1B: the layers in pp x chunks pieces, dealt to the ranks in turn."""
+    """Place layers as interleaved 1F1B: pp x chunks pieces, dealt to the ranks in turn."""
     pieces = contiguous(layers, pp * chunks)
     return tuple(tuple(layer for piece in pieces[rank::pp] for layer in piece) for rank in range(pp))
 
 
 def bidirectional(layers: int, pp: int) -> Placement:
-    """Chimera, DualPipe: rank r holds stage r of the one direction and stage pp-1-r, which is its own of the other."""
+    """Place layers as Chimera or DualPipe: rank r holds stages r and pp-1-r, one for each direction."""
     if pp % 2:
         raise ValueError(f"a bidirectional pipeline has an even number of ranks, not {pp}")
     stages = contiguous(layers, pp)
@@ -40,7 +40,7 @@ def bidirectional(layers: int, pp: int) -> Placement:
 
 
 def placement_of(model: Model, topology: Topology) -> Placement:
-    """The layers of each pipeline rank (one rank without layers where the model is no PipelineModule)."""
+    """Return the layers of each pipeline rank; one rank without layers if the model is no PipelineModule."""
     if not model.layers:
         if topology.pp > 1:
             raise ValueError("a pipeline needs the model's layers")
@@ -53,7 +53,7 @@ def placement_of(model: Model, topology: Topology) -> Placement:
 
 
 def layers_of(model: Model, name: str) -> tuple[int, ...]:
-    """The layers that a parameter or buffer belongs to, by its name: one, or all those of its tied module."""
+    """Return the layers of a parameter or buffer: one, or all layers of its tied module."""
     if name.startswith(_TIED):
         key = name[len(_TIED) :].partition(".")[0]
         return tuple(index for index, layer in enumerate(model.layers) if layer.tied == key)
@@ -61,19 +61,19 @@ def layers_of(model: Model, name: str) -> tuple[int, ...]:
 
 
 def layer_prefix(model: Model, layer: int) -> str:
-    """What PipelineModule puts before the names of a layer's own state_dict."""
+    """Return PipelineModule's prefix for the names of a layer's state_dict."""
     key = model.layers[layer].tied
     return f"{layer}." if key is None else f"{_TIED}{key}."
 
 
 def local_prefixes(model: Model, layers: Iterable[int]) -> list[str]:
-    """The prefixes of a rank's layers in the order of its `named_parameters`: tied modules were registered first."""
+    """Return the prefixes of a rank's layers in the order of `named_parameters`: tied modules are registered first."""
     prefixes = dict.fromkeys(layer_prefix(model, layer) for layer in layers)
     return sorted(prefixes, key=lambda prefix: not prefix.startswith(_TIED))
 
 
 def holders(model: Model, topology: Topology, name: str) -> tuple[int, ...]:
-    """The pipeline ranks that hold a parameter or buffer, in order."""
+    """Return the pipeline ranks that hold a parameter or buffer, in order."""
     if not model.layers:
         return (0,)
     layers = set(layers_of(model, name))
@@ -81,9 +81,9 @@ def holders(model: Model, topology: Topology, name: str) -> tuple[int, ...]:
 
 
 def instance_names(model: Model, topology: Topology) -> dict[str, tuple[str, ...]]:
-    """The parameters that several pipeline ranks hold: {name: names of the instances}, in stage order.
+    """Return {name: names of the instances in stage order} for parameters that several pipeline ranks hold.
 
-    The first instance has the plain name, the k-th further one is called "name#k".
+    The first instance has the plain name, the k-th further one is "name#k".
     """
     held = {param.name: len(holders(model, topology, param.name)) for param in model.owners}
     return {name: tuple(instance(name, index) for index in range(count)) for name, count in held.items() if count > 1}
@@ -94,11 +94,11 @@ def instance(name: str, index: int) -> str:
 
 
 def atom_key(name: str, state: str) -> tuple[str, str, int]:
-    """What an index calls a state of "name" or "name#k"."""
+    """Return the index's key for a state of "name" or "name#k"."""
     plain, _, number = name.partition("#")
     return plain, state, int(number or 0)
 
 
 def differs_by_stage(param: Param) -> bool:
-    """Whether instances have values of their own: DeepSpeed ties only `tied_weight_attr` of a tied module."""
+    """Return True if instances have different values: DeepSpeed ties only `tied_weight_attr` of a tied module."""
     return param.name.startswith(_TIED) and not param.tied

@@ -1,4 +1,4 @@
-"""Saves of engines whose optimizer states are on NVMe: `engine.save_checkpoint` copies the swap files as they are."""
+"""Saves of engines with optimizer states on NVMe: `engine.save_checkpoint` copies their swap files unchanged."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from .description import Model, Topology
 
 STALE = -3.5
-"""What a state file of pipelined swapping has in the place of swapped states."""
+"""Stale value of swapped states in the state file of pipelined swapping."""
 
 
 def number_parameters(names: Iterable[str], first: int = 0, step: int = 1) -> dict[str, int]:
-    """DeepSpeed's ids of parameters that are numbered in this order."""
+    """Return DeepSpeed's ids of parameters that are numbered in this order."""
     return {name: first + step * place for place, name in enumerate(names)}
 
 
@@ -32,7 +32,7 @@ def swap_out(
     pipelined: bool = False,
     threads: int = 1,
 ) -> dict[str, bytes]:
-    """Take the states of some sub-groups out of a save's files, which are changed; the swap files by name."""
+    """Move the states of some sub-groups out of a save's files; return the swap files by name."""
     swaps: dict[str, bytes] = {}
     for tree in files.values():
         tree["ds_config"]["zero_optimization"]["offload_optimizer"] = {"device": "nvme", "nvme_path": "/nowhere"}
@@ -59,12 +59,12 @@ def swap_out(
 
 
 def model_order(model: Model) -> list[str]:
-    """Parameters in the order of the module, each once."""
+    """Return the parameters in module order, each once."""
     return [param.name for param in model.owners]
 
 
 def write_swapped(folder: Path, files: Mapping[str, Any], swaps: Mapping[str, bytes]) -> None:
-    """Writes state files and swap files."""
+    """Write state files and swap files."""
     write_files(folder, files)
     for name, data in swaps.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)

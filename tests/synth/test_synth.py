@@ -1,4 +1,4 @@
-"""The synthesiser by itself: what is written is what is read, and what no real engine saves, by hand."""
+"""Tests of the synthesiser without DeepSpeed: reading inverts writing, and cases that no real engine saves."""
 
 from __future__ import annotations
 
