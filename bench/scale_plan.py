@@ -33,7 +33,7 @@ from deepspeed_ucp.load import prepare as preparing
 from deepspeed_ucp.load.destinations import Buffer
 from deepspeed_ucp.load.inventory import gather_inventory, join_groups, list_stage_groups
 from deepspeed_ucp.load.prepare import Work, prepare
-from deepspeed_ucp.load.transfer import negotiate, spare_engine
+from deepspeed_ucp.load.transfer import choose_memory, negotiate
 from deepspeed_ucp.plan import LoadPlan, ReadSizes, address_claims
 from deepspeed_ucp.plan.claims import SELF_READ
 from deepspeed_ucp.plan.rounds import MIN_DIRECT, SameNode
@@ -124,7 +124,7 @@ def _list_tables(sampler: Sampler, rank: int, ranks: int) -> list[Any]:
 
 
 def gather_groups(target: Any, comm: Any) -> Any:
-    """The param groups over all ranks, which a load gathers with what else ranks have to tell (`look_at_engine`)."""
+    """The param groups over all ranks, which a load gathers with what else ranks have to tell (`inspect_engine`)."""
     return join_groups(comm.each(lambda: list_stage_groups(target)))
 
 
@@ -231,7 +231,7 @@ class Planner:
                     index, target, comm, UniversalConfig(patterns=job.patterns), strict=True, with_states=True
                 )
             with self.phase("claims, judgement, plan"):
-                spare_engine(work.into.buffers, WINDOW, comm, apart=False)
+                choose_memory(work.into.buffers, WINDOW, comm, prefer_memory=False)
                 near = find_near(self.rank, job.ranks)
                 plan = negotiate(work.wants, work.index, comm, SIZES, near)
             planned_in, clock_seconds = dict(self.phases), time.perf_counter() - began

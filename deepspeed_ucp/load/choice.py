@@ -61,19 +61,19 @@ def choose_loader(job: LoadContext, folder: str, also: Sequence[str] = (), *, up
     """
     atomic = upstream and any(job.comm.each(lambda: has_atoms(folder)))
     try:
-        live = look_at_engine(job)
+        live = inspect_engine(job)
     except UnknownLayoutError as error:
         if not atomic:
             return _trust_own_files(job, folder, str(error))
         if not job.config.trust_pickle:
             job.comm.run(lambda: check_trusted(list_own_globals(folder, job.comm.rank, job.comm.size)))
         return LoaderChoice(f"load_universal is on, this is an atomic checkpoint, and {error}")
-    own: list[str] = []
+    doubts: list[str] = []
     if job.engine.use_node_local_storage() and not atomic:
-        own = find_own_differences(job, folder, live.target)
-        if not own and job.config.same_topology != "direct":
+        doubts = find_own_differences(job, folder, live.target)
+        if not doubts and job.config.same_topology != "direct":
             return _leave_own_files(job, folder, _NODE_LOCAL, live.target)
-    return _compare(job, folder, also, live, own, upstream=upstream and not atomic)
+    return _compare(job, folder, also, live, doubts, upstream=upstream and not atomic)
 
 
 _BELOW = f"the files are in a folder below the tag ({PUBLISHED}), where DeepSpeed's own load does not look"
@@ -98,7 +98,7 @@ class LiveEngine:
     groups: JoinedGroups
 
 
-def look_at_engine(job: LoadContext) -> LiveEngine:
+def inspect_engine(job: LoadContext) -> LiveEngine:
     """Read the engine's buffers, and gather keys and param groups from all ranks (collective).
 
     Raises:
@@ -204,8 +204,8 @@ def _leave_own_files(job: LoadContext, folder: str, why: str, target: Target | N
     if not job.config.trust_pickle:
         # Every rank checks a part of a shared folder; the ranks that see a node's files share them.
         viewers = comm.each(lambda: _identify_folder(folder) if engine.use_node_local_storage() else ())
-        own = viewers[comm.rank]
-        part, parts = viewers[: comm.rank].count(own), viewers.count(own)
+        folder_id = viewers[comm.rank]
+        part, parts = viewers[: comm.rank].count(folder_id), viewers.count(folder_id)
         comm.run(lambda: check_trusted(list_own_globals(folder, part, parts)))
     return LoaderChoice(f"{why}; same topology by each rank's own files", target)
 
@@ -217,12 +217,12 @@ def _identify_folder(folder: str) -> tuple[object, ...]:
 
 
 def _compare(
-    job: LoadContext, folder: str, also: Sequence[str], live: LiveEngine, own: Sequence[str], *, upstream: bool
+    job: LoadContext, folder: str, also: Sequence[str], live: LiveEngine, doubts: Sequence[str], *, upstream: bool
 ) -> LoaderChoice:
     """Compare the checkpoint's index with the live engine's layout (collective).
 
     Args:
-        own: reasons why DeepSpeed's load cannot read each node's files.
+        doubts: reasons why DeepSpeed's load cannot read each node's files.
     """
     comm, target = job.comm, live.target
     rename = partial(find_renamed, renames=list_renames(from_config(job.config.patterns)))
@@ -238,7 +238,7 @@ def _compare(
             return [index.limits.unchecked]  # an empty text if everything is checked
         return _list_differences(index, target) or _list_elsewhere(index, folder) or list_unproven(job, target, index)
 
-    reasons = [text for part in comm.each(look) for text in part] or list(own) or list(_list_wishes(job, upstream))
+    reasons = [text for part in comm.each(look) for text in part] or list(doubts) or list(_list_wishes(job, upstream))
     index = survey.require()
     job.report.saved = index.run.job
     if comm.rank == 0:
@@ -275,9 +275,9 @@ def find_damage(index: AtomicIndex, comm: Comm, *, others: bool) -> list[str]:
     Raises:
         CheckpointError: a file is damaged, and there are no further places.
     """
-    own = tuple(replace(file, places=()) for file in index.stored.files)
+    files = tuple(replace(file, places=()) for file in index.stored.files)
     try:
-        verify_records(index.change(files=own), range(len(index.stored.records)), comm)
+        verify_records(index.change(files=files), range(len(index.stored.records)), comm)
     except CheckpointError as error:
         if not others:
             raise

@@ -203,15 +203,16 @@ def _is_value(found: Any, use: Use) -> bool:
     """
     if type(found) not in _PLAIN_KINDS or found.__new__ is not object.__new__:
         return False
-    own = [kind for kind in found.__mro__ if kind is not object]
-    read = [kind for kind in own if _name(kind) in _READ]
-    held = [vars(kind) for kind in own if kind not in read]
+    classes = [kind for kind in found.__mro__ if kind is not object]
+    read = [kind for kind in classes if _name(kind) in _READ]
+    held = [vars(kind) for kind in classes if kind not in read]
     runs = [each[name] for each in held for name in _RUN_BY_ATTRIBUTES if name in each]
-    plain = all(isinstance(vars(kind).get("__dict__"), (types.GetSetDescriptorType, types.NoneType)) for kind in own)
+    dicts = [vars(kind).get("__dict__") for kind in classes]
+    plain = all(isinstance(each, (types.GetSetDescriptorType, types.NoneType)) for each in dicts)
     listed = "list" in use.states and any("__setstate__" in vars(kind) for kind in read)
     if not plain or listed or not all(each is _FROZEN for each in runs):
         return False
-    return bool(read) or hasattr(found, "__dataclass_fields__") or all(map(_is_quiet, own))
+    return bool(read) or hasattr(found, "__dataclass_fields__") or all(map(_is_quiet, classes))
 
 
 def _is_quiet(kind: type) -> bool:
@@ -231,12 +232,12 @@ def _is_harmless(found: Any, use: Use) -> bool:
         return isinstance(found, torch.dtype)
     if issubclass(found, (enum.Enum, np.generic)):
         return True
-    own = [kind for kind in found.__mro__ if kind not in (dict, list, object)]
-    plain = issubclass(found, (dict, list)) and all(kind.__module__ != "builtins" for kind in own)
-    named = [name for kind in own for name in vars(kind) if _name(kind) not in _READ]
+    classes = [kind for kind in found.__mro__ if kind not in (dict, list, object)]
+    plain = issubclass(found, (dict, list)) and all(kind.__module__ != "builtins" for kind in classes)
+    named = [name for kind in classes for name in vars(kind) if _name(kind) not in _READ]
     runs = any(name in named for name in _RUN_BY_PICKLE.split())
-    steered = use.called and any("__getattr__" in vars(kind) for kind in own)  # by an entry's name
-    return plain and type(found) in _PLAIN_KINDS and not runs and not steered and not any(map(_sets_by_code, own))
+    steered = use.called and any("__getattr__" in vars(kind) for kind in classes)  # by an entry's name
+    return plain and type(found) in _PLAIN_KINDS and not runs and not steered and not any(map(_sets_by_code, classes))
 
 
 _PLAIN_KINDS = (type, abc.ABCMeta)

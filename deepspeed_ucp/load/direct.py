@@ -78,7 +78,10 @@ def load_direct(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
     modules = comm.run(lambda: _match_extra_states(job, index.run, extra))
     source = _read(job, transfer)
     with guard_engine(engine, with_states=with_states):
-        with transfer.undoing(), report.phase("finish"):  # code of others, which may fail: before the buffers change
+        with (
+            transfer.undo_on_error(),
+            report.phase("finish"),
+        ):  # others' code, before the buffers change
             states = [(module, extra[key]) for key, module in modules.items()]
             comm.run(lambda: _restore_others(job, work.index.run, saved, states))
         # From here on the engine changes, and an error marks it.
@@ -103,8 +106,8 @@ def _plan(job: LoadContext, work: Work) -> Transfer:
     with job.report.phase("plan"), pause_collection():
         # A fresh engine has no state worth preserving, and allocating memory takes longer than a second pass, unless
         # that would read the same bytes from a store again.
-        apart = job.engine.global_steps > 0 or asks_store(work.index, job.comm)
-        transfer = Transfer(work, job.comm, job.config, apart=apart)
+        prefer_memory = job.engine.global_steps > 0 or asks_store(work.index, job.comm)
+        transfer = Transfer(work, job.comm, job.config, prefer_memory=prefer_memory)
     job.report.state_bytes = work.state_bytes
     return transfer
 
@@ -117,17 +120,17 @@ def _read(job: LoadContext, transfer: Transfer) -> dict[str, torch.Tensor] | Non
     """
     comm, config, report, source = job.comm, job.config, job.report, None
 
-    with transfer.undoing():
+    with transfer.undo_on_error():
         with report.phase("read"):
             report.count(transfer.read())
         with report.phase("verify"):
             report.bytes_read += transfer.verify()
     if transfer.work.averaged:
-        with transfer.undoing(), report.phase("read"):
+        with transfer.undo_on_error(), report.phase("read"):
             work = transfer.work
             work.into.averages = average_rows(work.index, work.averaged, comm, config)
     if job.arguments.custom_load_fn is not None:
-        with transfer.undoing(), report.phase("custom"):
+        with transfer.undo_on_error(), report.phase("custom"):
             source = comm.run(lambda: assemble_module(transfer.work.index, config))
     report.files, report.threads = transfer.reader.files, transfer.reader.threads
     return source
@@ -255,21 +258,21 @@ def _read_saved(job: LoadContext, index: AtomicIndex, target: Target) -> dict[st
         return access.find_reader(paths.index(path)) if access.is_partial else 0
 
     saved = comm.once(lambda: read(index.run.state_file), find_reader(index.run.state_file))
-    own = comm.run(lambda: _find_own_file(index, target))  # may access a store
+    own_file = comm.run(lambda: _find_own_file(index, target))  # may access a store
     others: list[dict[str, Any]] = []
     if access.is_partial:
-        questions = [] if own is None else [(find_reader(own), paths.index(own))]
+        questions = [] if own_file is None else [(find_reader(own_file), paths.index(own_file))]
         others = comm.ask(questions, lambda number: read(paths[number]))
 
     def take() -> dict[str, Any]:
-        held = saved if own is None else others.pop() if others else read(own)
-        if "global_steps" not in held and not job.arguments.load_module_only:
+        content = saved if own_file is None else others.pop() if others else read(own_file)
+        if "global_steps" not in content and not job.arguments.load_module_only:
             raise UnsupportedError(
                 "has no global_steps; it was not saved by engine.save_checkpoint. For "
                 "its weights use load_module_only=True.",
-                path=own or index.run.state_file,
+                path=own_file or index.run.state_file,
             )
-        return held
+        return content
 
     return comm.run(take)
 

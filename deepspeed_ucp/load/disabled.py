@@ -18,17 +18,17 @@ logger = logging.getLogger("deepspeed_ucp")
 T = TypeVar("T")
 
 
-def load_switched_off(engine: Any, load_dir: str, tag: Any, own: Callable[[], T]) -> T:
+def load_switched_off(engine: Any, load_dir: str, tag: Any, deepspeed_load: Callable[[], T]) -> T:
     """Run DeepSpeed's load; if it fails on a checkpoint of another topology, add a note to the error.
 
     Args:
-        own: DeepSpeed's load, with all of the caller's arguments.
+        deepspeed_load: DeepSpeed's load, with all of the caller's arguments.
 
     Raises:
         Exception: that of the load; before Python 3.11, which has no notes, the text is logged.
     """
     try:
-        return own()
+        return deepspeed_load()
     except Exception as error:
         note = explain_failure(engine, load_dir, tag)
         if note and hasattr(error, "add_note"):

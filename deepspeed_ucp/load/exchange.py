@@ -207,7 +207,7 @@ class CollectiveReader:
                     if isinstance(job, _Arrived):
                         nbytes = job.claim.nbytes
                         with self.uploads.pool.lend() as scratch:
-                            job.store(sinks, scratch, anew=self.uploads.go_on)
+                            job.store(sinks, scratch, must_copy=self.uploads.is_async)
                     else:
                         nbytes = sum(request.nbytes for request in job)
                         checks.extend(reader.read_group(job, every))
@@ -246,18 +246,18 @@ class _Arrived:
     memory: memoryview
     step: int
 
-    def store(self, sinks: Sinks, scratch: Scratch, *, anew: bool) -> None:
+    def store(self, sinks: Sinks, scratch: Scratch, *, must_copy: bool) -> None:
         """Store the bytes in their sinks."""
-        data, position = self.collect(scratch, anew=anew), 0
+        data, position = self.collect(scratch, must_copy=must_copy), 0
         for part in self.claim.parts:
             if (sink := sinks[part.buffer]) is not None:
                 sink.store(part, data[position : position + part.nbytes])
             position += part.nbytes
 
-    def collect(self, scratch: Scratch, *, anew: bool) -> memoryview:
+    def collect(self, scratch: Scratch, *, must_copy: bool) -> memoryview:
         """Return the contiguous runs: in ``scratch``, or in place if they are contiguous there."""
         run, count = self.claim.run, self.claim.count
-        if not anew and (count == 1 or self.step == run):
+        if not must_copy and (count == 1 or self.step == run):
             return self.memory[: run * count]
         data = scratch.take(run * count)
         np.frombuffer(data, np.uint8).reshape(count, run)[:] = _view_runs(self.memory, run, self.step, count)

@@ -95,8 +95,8 @@ def check_alike(live: TargetInventory, target: Target, extras: Iterable[LiveBuff
         MismatchError: they differ.
     """
     counted, tp_shard_of = live.shapes, target.tp_shard_of
-    mine = {**target.owned_shapes(), **{extra.name: extra.shape for extra in extras}}
-    odd = [f"{n} {shape}" for n, shape in mine.items() if n not in counted or counted[n][tp_shard_of(n)] != shape]
+    shapes = {**target.owned_shapes(), **{extra.name: extra.shape for extra in extras}}
+    odd = [f"{n} {shape}" for n, shape in shapes.items() if n not in counted or counted[n][tp_shard_of(n)] != shape]
     if odd:
         raise MismatchError(
             f"Data-parallel ranks hold different tensors: here {shorten(odd)}, not on rank 0. Build the same model, "
@@ -154,8 +154,8 @@ def _join_stages(
     ordered = [stages[stage] for stage in sorted(stages)]
     joined: dict[int, tuple[dict[str, bool], dict[str, Any]]] = {}
     numbers = number_groups([hyper for _, hyper in ordered], CHANGING)
-    for (groups, hyper), own in zip(ordered, numbers, strict=True):
-        for group, fields, number in zip(groups, hyper, own, strict=False):
+    for (groups, hyper), group_numbers in zip(ordered, numbers, strict=True):
+        for group, fields, number in zip(groups, hyper, group_numbers, strict=False):
             members, _ = joined.setdefault(number, ({}, fields))
             members.update((name, owned) for name, owned in group if name not in members)
     held = [sorted(members.items(), key=lambda item: number_layer(item[0])) for members, _ in joined.values()]
@@ -164,9 +164,9 @@ def _join_stages(
 
 def warn_idle(index: AtomicIndex, made: AtomicIndex, rules: Sequence[RuleSet]) -> None:
     """Log the user's rules that match nothing: ``rename`` in saved names, ``resize`` in the names that these make."""
-    own = [each for each in rules if each.reported]
-    idle, names = find_idle(list_names(index), list_renames(own)), list_names(made)
-    for each in (each for one in own for each in one.resizes):
+    reported = [each for each in rules if each.reported]
+    idle, names = find_idle(list_names(index), list_renames(reported)), list_names(made)
+    for each in (each for one in reported for each in one.resizes):
         idle += [] if any(map(each.fits, names)) else [f"resize: {each.match!r} matches no parameter"]
     if idle:
         logger.info("patterns: %s", shorten(idle))

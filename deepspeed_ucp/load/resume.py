@@ -66,7 +66,7 @@ def resume(
     tag: Any,
     arguments: LoadArguments,
     config: UniversalConfig,
-    own: Callable[..., Loaded],
+    deepspeed_load: Callable[..., Loaded],
     *,
     unknown: Sequence[str] = (),
 ) -> Loaded:
@@ -74,7 +74,7 @@ def resume(
 
     Args:
         engine: an engine that has the plugin on.
-        own: DeepSpeed's load, with all of the caller's arguments.
+        deepspeed_load: DeepSpeed's load, with all of the caller's arguments.
         unknown: arguments that only DeepSpeed's load knows.
 
     Raises:
@@ -91,20 +91,20 @@ def resume(
         chosen = find_tag(load_dir, tag, comm, also=config.also, **options)
     if chosen is None:
         report_absent(places, comm, require=config.require, saved_to=list_save_folders(engine))
-        return own()
+        return deepspeed_load()
     job = LoadContext(engine, comm, config, arguments, report)
     if engine.use_node_local_storage() and not upstream:
-        own = partial(own, tag=chosen)  # DeepSpeed writes `latest` on the first rank's node alone
+        deepspeed_load = partial(deepspeed_load, tag=chosen)  # DeepSpeed writes `latest` on the first rank's node alone
     is_tag_folder = find_folders([load_dir], chosen, comm) == [load_dir]
     if tag is None and config.fallback and not is_tag_folder:
-        return _resume_first_whole(job, load_dir, chosen, own, unknown)
+        return _resume_first_whole(job, load_dir, chosen, deepspeed_load, unknown)
     can_fall_back &= not is_tag_folder
     with suggest_fallback(comm, lambda: can_fall_back and not find_all_tags(places) <= {chosen}):
-        return _resume_tag(job, load_dir, chosen, own, unknown)
+        return _resume_tag(job, load_dir, chosen, deepspeed_load, unknown)
 
 
 def _resume_first_whole(
-    job: LoadContext, load_dir: str, newest: str, own: Callable[..., Loaded], unknown: Sequence[str]
+    job: LoadContext, load_dir: str, newest: str, deepspeed_load: Callable[..., Loaded], unknown: Sequence[str]
 ) -> Loaded:
     """Resume from the newest complete tag (collective).
 
@@ -119,7 +119,7 @@ def _resume_first_whole(
             passed.append(f"{os.path.join(load_dir, tag)}: has no seal; its save may have been cut off.")
             continue
         try:
-            loaded = _resume_tag(job, load_dir, tag, partial(own, tag=tag), unknown)
+            loaded = _resume_tag(job, load_dir, tag, partial(deepspeed_load, tag=tag), unknown)
         except CheckpointError as error:
             if isinstance(error, OutOfReachError) or find_state(job.engine).broken is not marked:
                 raise
@@ -150,13 +150,13 @@ def _list_candidates(job: LoadContext, places: Sequence[str], newest: str) -> It
 
 
 def _resume_tag(
-    job: LoadContext, load_dir: str, tag: str, own: Callable[..., Loaded], unknown: Sequence[str]
+    job: LoadContext, load_dir: str, tag: str, deepspeed_load: Callable[..., Loaded], unknown: Sequence[str]
 ) -> Loaded:
     """Resume from one tag (collective)."""
     engine, comm, report, arguments = job.engine, job.comm, job.report, job.arguments
     folder, *also = find_folders((load_dir, *job.config.also), tag, comm)
     if folder == load_dir:  # DeepSpeed looks for the tag below its argument
-        own = partial(own, load_dir=os.path.dirname(normalize(load_dir)), tag=tag)
+        deepspeed_load = partial(deepspeed_load, load_dir=os.path.dirname(normalize(load_dir)), tag=tag)
     with report.phase("index"), pause_collection():
         choice = choose_loader(job, folder, also, upstream=bool(engine.load_universal_checkpoint()))
     report.reason, report.direct = choice.reason, choice.index is not None
@@ -167,13 +167,13 @@ def _resume_tag(
             logger.warning("%s: %s", folder, text)
     if choice.index is None or choice.target is None:
         with report.phase("own load"):
-            return _load_own(job, own, choice.target)
+            return _run_deepspeed_load(job, deepspeed_load, choice.target)
     if unknown:
         raise UnsupportedError(f"load_checkpoint got arguments that this release does not know: {shorten(unknown)}.")
     return _load(job, folder, choice.index, choice.target)
 
 
-def _load_own(job: LoadContext, own: Callable[[], Loaded], target: Target | None) -> Loaded:
+def _run_deepspeed_load(job: LoadContext, deepspeed_load: Callable[[], Loaded], target: Target | None) -> Loaded:
     """Run DeepSpeed's load and refresh the data that it leaves stale.
 
     The load changes the engine while it reads: any exception, even an interrupt, marks the engine as unusable.
@@ -182,7 +182,7 @@ def _load_own(job: LoadContext, own: Callable[[], Loaded], target: Target | None
     describe_edits = watch_edits(job.engine, with_scheduler=job.arguments.load_lr_scheduler_states)
     try:
         with wait_behind_reads(job.engine, job.comm), keep_references(job.engine):
-            loaded = own()
+            loaded = deepspeed_load()
         if target is not None:
             refresh_after_own_load(target, job.comm, with_states=with_states)
     except BaseException as error:

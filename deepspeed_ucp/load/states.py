@@ -131,8 +131,8 @@ class OptimizerMatch:
             )
         # States that the saved hyper-parameters would switch off (``amsgrad``) against this run's configuration.
         switched = have and flat.group in self.match.hyper
-        own = probe_optimizer(self.target.optimizer, group, {}, flat.holder) if switched else None
-        if own and (lacking := sorted(set(own.elementwise) - set(have))):
+        unswitched = probe_optimizer(self.target.optimizer, group, {}, flat.holder) if switched else None
+        if unswitched and (lacking := sorted(set(unswitched.elementwise) - set(have))):
             return (
                 f"This run's {kind} keeps {', '.join(lacking)} by its hyper-parameters, the checkpoint's did not: the "
                 "saved hyper-parameters would switch that off. Configure the optimizer as in the saved run, or"

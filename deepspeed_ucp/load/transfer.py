@@ -35,7 +35,7 @@ class Transfer:
 
     Args:
         sizes: default: those for the configured window.
-        apart: prefer separate memory to a second pass, for live buffers that cannot be filled in place.
+        prefer_memory: prefer separate memory to a second pass, for live buffers that cannot be filled in place.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class Transfer:
         config: UniversalConfig,
         *,
         sizes: ReadSizes | None = None,
-        apart: bool = False,
+        prefer_memory: bool = False,
     ) -> None:
         window = config.window_mb << 20
         self.work, self.comm, self.config = work, comm, config
-        self.two_passes = not spare_engine(work.into.buffers, window, comm, apart=apart)
+        self.two_passes = not choose_memory(work.into.buffers, window, comm, prefer_memory=prefer_memory)
         self.sizes = sizes or ReadSizes.within(window)
         self.stages = share_memory(2 * self.sizes.stage, comm.rank, comm.gather)
         same_node = np.array([stage is not None for stage in self.stages], np.bool_)
@@ -95,7 +95,7 @@ class Transfer:
         return nbytes
 
     @contextmanager
-    def undoing(self) -> Iterator[None]:
+    def undo_on_error(self) -> Iterator[None]:
         """Context manager that restores the values overwritten in place if an exception is raised inside.
 
         All reads up to the agreement run inside, and everything else that may fail before the engine changes.
@@ -119,11 +119,11 @@ class Transfer:
         return again
 
 
-def spare_engine(buffers: Sequence[Buffer], window: int, comm: Comm, *, apart: bool) -> bool:
+def choose_memory(buffers: Sequence[Buffer], window: int, comm: Comm, *, prefer_memory: bool) -> bool:
     """Choose the memory in which live buffers are filled, such that a failed read changes no engine (collective).
 
-    Values that can be recomputed are filled in place. The rest is filled in separate memory, if ``apart`` is set and
-    every machine has enough, and copied after every rank has agreed.
+    Values that can be recomputed are filled in place. The rest is filled in separate memory, if ``prefer_memory`` is
+    set and every machine has enough, and copied after every rank has agreed.
 
     Args:
         buffers: all of this rank's.
@@ -135,7 +135,7 @@ def spare_engine(buffers: Sequence[Buffer], window: int, comm: Comm, *, apart: b
     others = comm.run(lambda: [buffer for buffer in buffers if buffer.uncommitted or not buffer.fill_in_place()])
     if not comm.any_of(np.array([not all(buffer.uncommitted for buffer in others)]))[0]:
         return True
-    is_enough = apart and has_memory(others, window, comm)
+    is_enough = prefer_memory and has_memory(others, window, comm)
     for buffer in others:
         if is_enough and not buffer.uncommitted:
             buffer.stage_aside()

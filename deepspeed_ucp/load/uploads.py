@@ -25,10 +25,10 @@ class Uploads:
 
     Attributes:
         pool: memory for bytes that are read before they are copied.
-        go_on: copies are asynchronous, and may only read the pool's memory.
+        is_async: copies are asynchronous, and may only read the pool's memory.
     """
 
-    go_on = False
+    is_async = False
 
     def __init__(self) -> None:
         self.pool = ScratchPool()
@@ -63,7 +63,7 @@ class GpuUploads(Uploads):
         device: of all destinations that are not on the host.
     """
 
-    go_on = True
+    is_async = True
 
     def __init__(self, threads: int, device: torch.device) -> None:
         self.device, self.pieces = device, 2 * threads

@@ -274,7 +274,7 @@ def same(left: Any, right: Any) -> bool:
 
 
 def check_names(path: str) -> None:
-    """Check the classes that a file names, as before DeepSpeed's own load."""
+    """Check the classes that a file names, as before DeepSpeed's load."""
     check_trusted(dict.fromkeys(list_globals(read_header(path)), path))
 
 
@@ -454,7 +454,7 @@ MEMBERS = {
     attribute: name(module, attribute) + ONE + b"\x85R}" + text("_value_") + text("other") + b"sb"
     for module, attribute in ((__name__, "Colour"), ("deepspeed.runtime.zero.config", "ZeroStageEnum"))
 }
-"""Changes of an enum's members, which are the process's own."""
+"""Changes of an enum's members, which the whole process shares."""
 FORGED = {
     kind: (forged, words)
     for table, words in (
@@ -478,7 +478,7 @@ def _edit_pickle(path: str, edit: Callable[[bytes], bytes]) -> None:
 
 @pytest.mark.parametrize("kind", FORGED)
 def test_forged_pickles_are_refused_and_run_no_code(kind: str, tmp_path: Path) -> None:
-    """Also before DeepSpeed's own load, which would run it; consent to a class does not extend to calls."""
+    """Also before DeepSpeed's load, which would run it; consent to a class does not extend to calls."""
     forged, words = FORGED[kind]
     path = write(tmp_path, {"mine": "here"})
 

@@ -1,4 +1,4 @@
-"""The whole module as a state dict, for users who load it themselves."""
+"""The whole module as a state dict, for users' own load functions."""
 
 from __future__ import annotations
 

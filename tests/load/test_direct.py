@@ -170,6 +170,16 @@ def test_the_report_of_a_load_into_live_states(
     assert all(seconds >= 0 for seconds in report.phases.values())
 
 
+def test_phases_of_a_report_add_up_even_if_they_fail() -> None:
+    report = LoadReport(direct=True, reason="test")
+    with report.phase("read"):
+        pass
+    first = report.phases["read"]
+    with pytest.raises(ValueError, match="oh"), report.phase("read"):
+        raise ValueError("oh")
+    assert report.phases["read"] > first >= 0
+
+
 @pytest.mark.parametrize("with_scheduler", [True, False])
 def test_counters_scheduler_and_client_state_come_back(with_scheduler: bool, tmp_path: Path) -> None:
     counters = {"global_steps": 12, "global_samples": 345, "skipped_steps": 2}
@@ -353,7 +363,7 @@ def test_a_save_without_frozen_parameters_leaves_them_as_they_are(
 
 
 class WithExtraState(torch.nn.Module):
-    """A module that saves an object of its own."""
+    """A module with an extra state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -748,7 +758,7 @@ OWNER = {
 }
 """A function of a load, and the tensor among its arguments by which a rank is recognised."""
 COLLECTIVE = {"fills its buffers": "refresh_copies", "makes its copies": "gather_copies"}
-"""After the engine has changed: what DeepSpeed runs collectively next."""
+"""After the engine has changed: the next collective call of DeepSpeed."""
 
 
 @pytest.mark.parametrize("culprit", [0, 2])

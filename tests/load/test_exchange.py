@@ -15,7 +15,7 @@ import torch
 from deepspeed_ucp.io import shared
 from deepspeed_ucp.load import exchange
 from deepspeed_ucp.plan import Claim, LoadPlan, Part, Request, Round, Send
-from tests.support.reshard import check_content, check_reads, load, make_targets, open_for
+from tests.support.reshard import check_load
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
 
@@ -87,11 +87,7 @@ def test_bytes_for_many_replicas_are_sent_in_parts(
     monkeypatch.setattr(exchange, "_list_sent", note_received)
     state = random_state(MODEL, 0)
     path = write_checkpoint(tmp_path, MODEL, state, Topology(1, 3))
-    targets = make_targets(MODEL, Topology(0, size))
-    index = open_for(path, targets[0])
-    ranks = load(index, targets, window=4 * share)
-    check_content(ranks, state)
-    check_reads(index, ranks)
+    _, ranks = check_load(path, MODEL, Topology(0, size), state, window=4 * share)
     assert 0 < max(sizes) <= 2 * share
     plans = [rank.plan.rounds for rank in ranks if rank.plan]
     assert len({tuple(each.steps for each in rounds) for rounds in plans}) == 1

@@ -21,7 +21,7 @@ from tests.synth import Model, Param, Run, State, Topology, build_files, random_
 MODEL = Model((Param("a", (7, 3)), Param("b", (3, 3)), Param("c", (5, 2), group=1)))
 
 TOUCHED = {2: (("a",), ("a", "b")), 4: (("a",), ("a",), ("a", "b"), ("b",))}
-"""Parameters of the first group by rank; that of the second one is on all ranks without padding."""
+"""Parameters of the first group by rank; the parameter of the second group is on all ranks without padding."""
 
 STATE = random_state(MODEL, 0, (MOMENTUM,), step=None)
 
@@ -29,7 +29,7 @@ Files = dict[str, dict[str, Any]]
 
 
 class Muon(torch.optim.SGD):
-    """Groups with ``use_muon``, for which DeepSpeed makes the momentum."""
+    """Groups with ``use_muon``: DeepSpeed makes their momentum."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__([{**group, "use_muon": True} for group in params], lr=lr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -18,7 +19,7 @@ from deepspeed_ucp.targets.optimizer import adopt_hyper, probe_optimizer, restor
 from tests.load.test_reshard import take_a_step
 from tests.support.covering import cover, params
 from tests.support.foreign import make_tree
-from tests.support.reshard import FakeTarget, check_content, check_reads, load, make_targets, open_for, prepare_rank
+from tests.support.reshard import FakeTarget, check_load, load, make_targets, open_for, prepare_rank
 from tests.synth import (
     Model,
     Param,
@@ -118,13 +119,8 @@ TARGETS = [Topology(0), Topology(2, 2), Topology(3, 3, "bf16")]
 )
 def test_every_elementwise_optimizer(family: str, source: Topology, target: Topology, tmp_path: Path) -> None:
     make, keys, step, hyper = FAMILY[family]
-    state = make_state(keys, step, hyper, source.precision)
-    path = write_checkpoint(tmp_path, MODEL, state, source)
-    targets = make_targets(MODEL, target, make)
-    index = open_for(path, targets[0])
-    ranks = load(index, targets)
-    check_content(ranks, read_state(path, MODEL, source))
-    check_reads(index, ranks)
+    path = write_checkpoint(tmp_path, MODEL, make_state(keys, step, hyper, source.precision), source)
+    _, ranks = check_load(path, MODEL, target, read_state(path, MODEL, source), make)
     for rank in ranks:
         take_a_step(rank.target.wrapped)
 
@@ -147,7 +143,7 @@ REFUSED: list[tuple[State, str, Topology, Any, str]] = [
     (random_state(MODEL, 0), "", Topology(2, 2), Factored,
      r"Factored keeps states that are not element-wise: row \(shape \(3,\)\)"),
 ]  # fmt: skip
-"""What was saved, the optimizer that the saved configuration names, the target and its optimizer, the refusal."""
+"""Saved states, the optimizer that the saved configuration names, the target and its optimizer, the refusal."""
 
 
 @pytest.mark.parametrize(
@@ -178,7 +174,7 @@ def test_a_parameter_with_some_of_the_states_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILY)
-def test_saved_before_the_first_step_any_optimizer_may_go_on(family: str, tmp_path: Path) -> None:
+def test_any_optimizer_resumes_a_save_before_the_first_step(family: str, tmp_path: Path) -> None:
     state = random_state(MODEL, 0, (), step=None)
     path = write_checkpoint(tmp_path, MODEL, state, Topology(1, 2))
     targets = make_targets(MODEL, Topology(3, 2), FAMILY[family][0])
@@ -186,20 +182,26 @@ def test_saved_before_the_first_step_any_optimizer_may_go_on(family: str, tmp_pa
         take_a_step(rank.target.wrapped)
 
 
+def write_changed(folder: Path, source: Topology, change: Callable[[dict[str, Any]], None]) -> State:
+    """Write a checkpoint with other states of each parameter or flat buffer."""
+    state = random_state(MODEL, 0)
+    files = build_files(MODEL, state, source)
+    for content in files.values():
+        saved = content.get("optimizer_state_dict") or content.get("optimizer") or {}
+        base = saved.get("base_optimizer_state") or saved.get("optimizer_state_dict") or saved
+        for entry in base.get("state", {}).values():
+            change(entry)
+    write_files(folder, files)
+    return state
+
+
 @pytest.mark.parametrize("source", [Topology(0), Topology(1, 2), Topology(3, 2)], ids=lambda t: t.label)
 @pytest.mark.parametrize("odd", [torch.zeros(3), "a note", [torch.zeros(2)]], ids=["tensor", "text", "list"])
 def test_saved_states_that_are_not_elementwise_are_refused_by_name(source: Topology, odd: Any, tmp_path: Path) -> None:
-    files = build_files(MODEL, random_state(MODEL, 0), source)
-    for content in files.values():
-        state = content.get("optimizer_state_dict") or content.get("optimizer") or {}
-        base = state.get("base_optimizer_state") or state.get("optimizer_state_dict") or state
-        for entry in base.get("state", {}).values():
-            entry["row"] = odd
-    write_files(tmp_path, files)
+    write_changed(tmp_path, source, lambda entry: entry.update(row=odd))
     targets = make_targets(MODEL, Topology(2, 3))
-    index = open_for(tmp_path, targets[0])
     with pytest.raises(MismatchError, match=r"a\.row \(.*not element-wise|not element-wise.*a\.row \("):
-        load(index, targets)
+        load(open_for(tmp_path, targets[0]), targets)
     ranks = load(open_for(tmp_path, targets[0]), targets, with_states=False)
     assert not ranks[0].target.wrapped.state
 
@@ -218,17 +220,8 @@ class OneElement(torch.optim.AdamW):
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, OneElement])
 @pytest.mark.parametrize("source", [Topology(0), Topology(1, 2), Topology(3, 2)], ids=lambda t: t.label)
 def test_a_state_of_one_element_is_a_scalar(source: Topology, kind: Any, tmp_path: Path) -> None:
-    state = random_state(MODEL, 0)
-    files = build_files(MODEL, state, source)
-    for content in files.values():
-        saved = content.get("optimizer_state_dict") or content.get("optimizer") or {}
-        base = saved.get("base_optimizer_state") or saved.get("optimizer_state_dict") or saved
-        for entry in base.get("state", {}).values():
-            entry["step"] = torch.as_tensor(entry["step"]).reshape(1)
-    write_files(tmp_path, files)
-    targets = make_targets(MODEL, Topology(2, 3), kind)
-    ranks = load(open_for(tmp_path, targets[0]), targets)
-    check_content(ranks, state)
+    state = write_changed(tmp_path, source, lambda entry: entry.update(step=torch.as_tensor(entry["step"]).reshape(1)))
+    _, ranks = check_load(tmp_path, MODEL, Topology(2, 3), state, kind)
     steps = [each["step"] for rank in ranks for each in rank.target.wrapped.state.values()]
     assert {step.shape for step in steps} == {torch.Size([1] if kind is OneElement else [])}
 
@@ -267,7 +260,7 @@ def test_a_probe_calls_no_hooks() -> None:
     assert not called
 
 
-def test_an_optimizer_that_cannot_be_probed_is_looked_at() -> None:
+def test_the_states_of_an_optimizer_that_cannot_be_probed_are_read() -> None:
     class Stubborn(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:
             raise RuntimeError("no kernel here")
@@ -280,13 +273,11 @@ def test_an_optimizer_that_cannot_be_probed_is_looked_at() -> None:
     assert (kept.elementwise, kept.scalars) == ({"momentum_buffer": torch.float32}, {"count": 3})
 
 
-def test_the_saved_hyper_parameters_decide_what_is_kept() -> None:
+def test_the_saved_hyper_parameters_decide_which_states_are_kept() -> None:
     optimizer, param = make_optimizer(torch.optim.SGD)
-    plain = probe_optimizer(optimizer, 0, {}, param)
-    momentum = probe_optimizer(optimizer, 0, SGD, param)
-    assert plain is not None
-    assert momentum is not None
-    assert (set(plain.elementwise), set(momentum.elementwise)) == (set(), {"momentum_buffer"})
+    for hyper, states in (({}, set()), (SGD, {"momentum_buffer"})):
+        kept = probe_optimizer(optimizer, 0, hyper, param)
+        assert kept is not None and set(kept.elementwise) == states
 
 
 # -- hyper-parameters -------------------------------------------------------------------------------------------------
@@ -332,7 +323,7 @@ def test_scalars_take_the_form_that_the_optimizer_keeps() -> None:
     assert float(restore_scalar("step", 7, None)) == 7.0
 
 
-def test_flat_states_are_refused_where_whole_parameters_factor_theirs(tmp_path: Path) -> None:
+def test_flat_states_are_refused_by_an_optimizer_that_factors_whole_parameters(tmp_path: Path) -> None:
     """Adafactor keeps one variance for a flat buffer, and rows and columns for a matrix."""
     model = Model((Param("a", (7, 13)),))
     state = random_state(model, 0, states=("variance",))
@@ -343,7 +334,7 @@ def test_flat_states_are_refused_where_whole_parameters_factor_theirs(tmp_path: 
 
 
 class Nested(torch.optim.SGD):
-    """Keeps another optimizer, to which it hands groups in its step, as DeepSpeed's Muon does."""
+    """An optimizer with an inner one, which gets groups in each step, as in DeepSpeed's Muon."""
 
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(params, lr=0.1, **options)

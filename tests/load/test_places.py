@@ -38,6 +38,7 @@ from tests.convert.conversions import read_bytes
 from tests.support.ranks import World, run_ranks
 from tests.support.reshard import (
     Case,
+    FakeTarget,
     Loaded,
     Options,
     cases,
@@ -64,27 +65,40 @@ def write(folder: Path, source: Topology, seed: int = 0) -> Path:
     return Case(MODEL, source, random_state(MODEL, seed, precision=source.precision), legacy=False).write(folder)
 
 
-def scatter(save: Path, hosts: Sequence[Path], holders: Callable[[str], Iterable[int]], *, times: bool = True) -> None:
-    """Copy a save's files to the hosts that have them; `times`: with their modification times."""
+def scatter(
+    save: Path, count: int, holders: Callable[[str], Iterable[int]], *, times: bool = True, name: str = "host"
+) -> list[Path]:
+    """Copy a save's files to the hosts that hold them; `times`: with their modification times."""
+    hosts = [save.parent / f"{name}{number}" for number in range(count)]
     for host in hosts:
-        host.mkdir(parents=True)
+        host.mkdir()
     for file in sorted(save.iterdir()):
         for host in holders(file.name):
             shutil.copy2(file, hosts[host])
             if not times:
                 os.utime(hosts[host] / file.name, (host + 1, host + 1))
+    return hosts
+
+
+def hold_one_shard(name: str) -> list[int]:
+    """Give the model states to both of two hosts, and a shard to each."""
+    return [0, 1] if name == STATES else [int(name.split("_")[3])]
+
+
+def open_place(folder: Path, target: FakeTarget, comm: Comm, *also: Path) -> AtomicIndex:
+    """Open a checkpoint as a rank of a load does (collective)."""
+    places = [str(place) for place in also]
+    return open_checkpoint(str(folder), comm, groups_of(target, comm)[0], also=places)
 
 
 def load_scattered(
     folders: Sequence[Path], model: Model, target: Topology, *also: Path, **options: Any
 ) -> list[Loaded]:
-    """Load a save on ranks that each see a folder of their own."""
+    """Load a save on ranks that see different folders."""
     targets = make_targets(model, target)
-    places = [str(place) for place in also]
 
     def load(rank: int, comm: Comm) -> Loaded:
-        groups = groups_of(targets[rank], comm)[0]
-        index = open_checkpoint(str(folders[rank % len(folders)]), comm, groups, also=places)
+        index = open_place(folders[rank % len(folders)], targets[rank], comm, *also)
         return load_rank(index, targets[rank], comm, Options(**options))
 
     return run_ranks(len(targets), load)
@@ -114,9 +128,8 @@ def test_any_files_on_any_machines_load_into_any_topology(
         save = case.write(folder)
         saved = read_state(save, case.model, case.topology)
         ranks = len(make_targets(case.model, target))
-        machines = [folder / f"host{number}" for number in range(min(hosts, ranks))]
-        holders = st.sets(st.integers(0, len(machines) - 1), min_size=1)
-        scatter(save, machines, lambda _name: data.draw(holders), times=times)
+        holders = st.sets(st.integers(0, min(hosts, ranks) - 1), min_size=1)
+        machines = scatter(save, min(hosts, ranks), lambda _name: data.draw(holders), times=times)
         save.rename(folder / "away")
         loaded = load_scattered(machines, case.model, target)
         check_content(loaded, saved)
@@ -148,8 +161,7 @@ def test_a_save_that_has_other_times_on_every_machine_is_one(
     """Some file systems report other times. A large file without a directory is identified by its time."""
     save = write_unchecked(tmp_path, form) if form == "legacy" else write(tmp_path, Topology(1, 3))
     seal_folder(str(save), Comm())
-    hosts = [tmp_path / f"host{number}" for number in range(2)]
-    scatter(save, hosts, lambda _name: [0, 1], times=False)
+    hosts = scatter(save, 2, lambda _name: [0, 1], times=False)
     folders = [hosts[0], hosts[1], hosts[1], hosts[0], hosts[0]]
     assert [index.stored.access for index in indices(folders)] == [READ_ALL] * 5
     if form == "legacy":
@@ -162,9 +174,7 @@ def test_copies_on_several_machines_are_read_in_equal_parts(tmp_path: Path) -> N
     model = Model((Param("w", (512,)),))
     case = Case(model, Topology(1, 2), random_state(model, 0), legacy=False)
     save = case.write(tmp_path)
-    hosts = [tmp_path / f"host{number}" for number in range(3)]
-    scatter(save, hosts, lambda name: [0, 1] if name != "nowhere" else [], times=False)
-    loaded = load_scattered(hosts, model, Topology(0, 3), chunk=64)
+    loaded = load_scattered(scatter(save, 3, lambda _: [0, 1], times=False), model, Topology(0, 3), chunk=64)
     nbytes = [rank.transfer.plan.nbytes for rank in loaded if rank.transfer]
     assert nbytes[2] == 0
     assert abs(nbytes[0] - nbytes[1]) <= 3 * 64
@@ -175,8 +185,7 @@ def test_another_file_under_the_same_name_is_refused_with_both_machines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, theirs = write(tmp_path / "a", Topology(1, 2)), write(tmp_path / "b", Topology(1, 2), seed=1)
-    hosts = [tmp_path / f"host{number}" for number in range(2)]
-    scatter(ours, hosts, lambda name: [0] if name == shard(0) else [0, 1])
+    hosts = scatter(ours, 2, lambda name: [0] if name == shard(0) else [0, 1])
     shutil.copy2(theirs / shard(1), hosts[1])
     monkeypatch.setattr("socket.gethostname", name_hosts("node-a", "node-b"))
     text = rf"{shard(1)}: is one file on node-a .\d+ bytes. and another on node-b .\d+ bytes.; the nodes hold different"
@@ -188,8 +197,7 @@ def test_a_file_that_no_machine_has_is_named_with_the_files_that_they_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save = write(tmp_path, Topology(1, 4))
-    hosts = [tmp_path / f"host{number}" for number in range(2)]
-    scatter(save, hosts, lambda name: {STATES: [0, 1], shard(3): [0], shard(0): [0], shard(1): [1]}.get(name, []))
+    hosts = scatter(save, 2, lambda name: {STATES: [0, 1], shard(3): [0], shard(0): [0], shard(1): [1]}.get(name, []))
     monkeypatch.setattr("socket.gethostname", name_hosts("node-a", "node-b"))
     files = "node-a has the files of data-parallel ranks 0 and 3; node-b has the files of data-parallel ranks 1"
     with pytest.raises(CheckpointError, match=rf"{shard(2)} is missing.*{files}"):
@@ -199,8 +207,7 @@ def test_a_file_that_no_machine_has_is_named_with_the_files_that_they_have(
 def test_a_seal_names_the_machine_of_a_missing_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every node has the same seal."""
     save = write(tmp_path, Topology(1, 3))
-    hosts = [tmp_path / f"host{number}" for number in range(3)]
-    scatter(save, hosts, lambda name: range(3) if name == STATES else [int(name.split("_")[3])])
+    hosts = scatter(save, 3, lambda name: range(3) if name == STATES else [int(name.split("_")[3])])
     monkeypatch.setattr("socket.gethostname", name_hosts("node-a", "node-b", "node-c"))
     run_ranks(3, lambda rank, comm: seal_folder(str(hosts[rank]), comm, local=True))
     assert len({(host / "ucp_seal.json").read_bytes() for host in hosts}) == 1
@@ -224,11 +231,10 @@ def rewrite(path: Path, **client: Any) -> None:
 
 
 def test_the_first_ranks_copy_counts_of_files_that_every_node_writes(tmp_path: Path) -> None:
-    """With use_node_local_storage each node's first rank writes the model states, with its own client state."""
+    """With use_node_local_storage each node's first rank writes the model states, with another client state."""
     case = Case(MODEL, Topology(1, 4, "bf16"), random_state(MODEL, 0, precision="bf16"), legacy=False)
     save = case.write(tmp_path)
-    hosts = [tmp_path / f"host{number}" for number in range(2)]
-    scatter(save, hosts, lambda name: [0, 1] if name == STATES else [0] if name in (shard(2), shard(3)) else [1])
+    hosts = scatter(save, 2, lambda name: [0, 1] if name == STATES else [0] if name in (shard(2), shard(3)) else [1])
     rewrite(hosts[0] / STATES, script="of the second node")
     rewrite(hosts[1] / STATES, script="of the first node, which holds rank 0")
     index = indices(hosts)
@@ -242,8 +248,7 @@ def test_the_first_ranks_copy_counts_of_files_that_every_node_writes(tmp_path: P
 
 def test_a_nodes_model_states_of_another_step_are_refused(tmp_path: Path) -> None:
     save = write(tmp_path, Topology(1, 2))
-    hosts = [tmp_path / f"host{number}" for number in range(2)]
-    scatter(save, hosts, lambda name: [0, 1] if name == STATES else [int(name.split("_")[3])])
+    hosts = scatter(save, 2, hold_one_shard)
     rewrite(hosts[1] / STATES, global_steps=99)
     with pytest.raises(CheckpointError, match=rf"{STATES} of .*its step differs"):
         indices(hosts)
@@ -251,8 +256,7 @@ def test_a_nodes_model_states_of_another_step_are_refused(tmp_path: Path) -> Non
 
 def test_work_that_needs_all_files_on_every_rank_is_refused(tmp_path: Path) -> None:
     save = write(tmp_path, Topology(1, 2))
-    hosts = [tmp_path / f"host{number}" for number in range(2)]
-    scatter(save, hosts, lambda name: [0] if name == STATES else [1])
+    hosts = scatter(save, 2, lambda name: [0] if name == STATES else [1])
     with pytest.raises(UnsupportedError, match="ranks see different files of this checkpoint, and exports read all"):
         refuse_scattered(indices(hosts)[0], "exports read all")
 
@@ -308,7 +312,7 @@ def test_an_invalid_file_in_a_nearer_place_is_skipped(
     targets = make_targets(MODEL, Topology(3, 2))
 
     def load(rank: int, comm: Comm) -> Loaded:
-        index = open_checkpoint(str(save), comm, groups_of(targets[rank], comm)[0], also=[str(nvme)])
+        index = open_place(save, targets[rank], comm, nvme)
         if damage == "gone":
             spoil.unlink(missing_ok=True)
         elif damage == "truncated":
@@ -364,8 +368,7 @@ def test_without_checksums_a_header_of_another_place_is_not_taken(tmp_path: Path
 
 def test_nodes_copies_without_checksums_are_compared_by_their_times(tmp_path: Path) -> None:
     save = write_unchecked(tmp_path / "shared", "zip")
-    hosts = [tmp_path / f"host{number}" for number in range(2)]
-    scatter(save, hosts, lambda name: [0] if name == shard(0) else [0, 1])
+    hosts = scatter(save, 2, lambda name: [0] if name == shard(0) else [0, 1])
     assert all(index.stored.access.is_partial for index in indices(hosts))
     os.utime(hosts[1] / shard(1), (1, 1))
     with pytest.raises(CheckpointError, match=f"{shard(1)}: is one file on"):
@@ -381,7 +384,7 @@ def test_a_file_without_directory_is_no_copy_of_one_with_a_directory(tmp_path: P
     check_copy(paths[1], FileRef(paths[0], 100, None, tuple(paths)))
 
 
-def test_a_place_that_the_first_rank_cannot_ask_ends_all_ranks(tmp_path: Path) -> None:
+def test_a_place_that_the_first_rank_cannot_access_ends_all_ranks(tmp_path: Path) -> None:
     """It accesses a store for all ranks, and lacks the module."""
     save = write(tmp_path, Topology(1, 2))
 
@@ -395,10 +398,9 @@ def test_a_place_that_the_first_rank_cannot_ask_ends_all_ranks(tmp_path: Path) -
 
 
 def test_a_rank_that_sees_no_file_joins_those_that_do(tmp_path: Path) -> None:
-    """A new node, if each node has places of its own."""
+    """A new node, if places are separate on each node."""
     save = write(tmp_path / "away", Topology(1, 2))
-    hosts = [tmp_path / f"host{number}" for number in range(2)]
-    scatter(save, hosts, lambda _name: [0])
+    hosts = scatter(save, 2, lambda _name: [0])
 
     def ask(rank: int, comm: Comm) -> bool:
         return asks_store(open_checkpoint(str(hosts[rank]), comm, also=[f"{hosts[rank]}-more"]), comm)
@@ -463,8 +465,8 @@ def test_a_header_that_cannot_be_read_is_taken_from_the_next_place(
 def test_each_nodes_own_files_and_a_place_that_has_all(tmp_path: Path) -> None:
     """A new node has no files; the second place alone has the files of a lost node."""
     save = write(tmp_path / "all", Topology(1, 4))
-    hosts = [tmp_path / f"nvme{number}" for number in range(3)]
-    scatter(save, hosts, lambda name: [0, 1] if name == STATES else [0] if name in (shard(0), shard(1)) else [])
+    holders = {STATES: [0, 1], shard(0): [0], shard(1): [0]}
+    hosts = scatter(save, 3, lambda name: holders.get(name, []), name="nvme")
     loaded = load_scattered(hosts, MODEL, Topology(3, 3), save)
     check_content(loaded, read_state(save, MODEL, Topology(1, 4)))
 
@@ -492,8 +494,7 @@ def test_a_damaged_copy_is_refused_and_verify_tells_which_it_is(name: str, tmp_p
     targets = make_targets(MODEL, Topology(3, 2))
 
     def load(rank: int, comm: Comm) -> Loaded:
-        groups = groups_of(targets[rank], comm)[0]
-        return load_rank(open_checkpoint(str(save), comm, groups, also=[str(nvme)]), targets[rank], comm, Options())
+        return load_rank(open_place(save, targets[rank], comm, nvme), targets[rank], comm, Options())
 
     with pytest.raises(CheckpointError) as refused:
         run_ranks(2, load)
@@ -527,8 +528,7 @@ def test_conversions_and_exports_refuse_a_damaged_copy(nodes: int, tmp_path: Pat
 
 def test_conversions_and_exports_of_nodes_with_files_of_their_own_need_a_place_with_all(tmp_path: Path) -> None:
     save = write(tmp_path / "all", Topology(1, 2))
-    hosts = [tmp_path / f"host{number}" for number in range(2)]
-    scatter(save, hosts, lambda name: [0, 1] if name == STATES else [int(name.split("_")[3])])
+    hosts = scatter(save, 2, hold_one_shard)
     alone, with_all = indices(hosts), indices(hosts, save)
 
     def write_both(rank: int, comm: Comm, held: Sequence[AtomicIndex], name: str) -> None:
@@ -569,7 +569,7 @@ def test_threads_that_fail_at_once_go_on_together(tmp_path: Path, monkeypatch: p
 
 
 def make_copies(folder: Path, count: int, nbytes: int = 10) -> StoredAtoms:
-    """Create files without checksums, each of which is missing in the first of two places."""
+    """Create files without checksums, each missing in the first of two places."""
     names = [[str(folder / place / "zero" / f"{number}" / "fp32.pt") for place in "ab"] for number in range(count)]
     for _, path in names:
         Path(path).parent.mkdir(parents=True)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from deepspeed_ucp.atoms import AtomicIndex
 from deepspeed_ucp.comm import Comm
-from deepspeed_ucp.errors import CheckpointError
+from deepspeed_ucp.errors import CheckpointError, MismatchError
 from tests.support.covering import all_turns, params
 from tests.support.ranks import run_ranks
 from tests.support.reshard import (
@@ -24,7 +24,7 @@ from tests.support.reshard import (
     Loaded,
     cases,
     check_content,
-    check_reads,
+    check_load,
     collect,
     examples,
     load,
@@ -58,12 +58,7 @@ def resume(case: Case, target: Topology, folder: Path, **options: Any) -> tuple[
     """Write a case, load it into another topology, and check everything about it."""
     path = case.write(folder)
     saved = read_state(path, case.model, case.topology)
-    targets = make_targets(case.model, target)
-    index = open_for(path, targets[0])
-    ranks = load(index, targets, **options)
-    check_content(ranks, saved)
-    check_reads(index, ranks, options.get("chunk", 64))
-    return saved, ranks
+    return saved, check_load(path, case.model, target, saved, **options)[1]
 
 
 # -- invariants 1 to 4 over everything --------------------------------------------------------------------------------
@@ -159,16 +154,12 @@ def test_buffers_that_share_memory(source: Topology, target: Topology, tmp_path:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_states_of_another_precision_are_converted(dtype: torch.dtype, tmp_path: Path) -> None:
-    """The saved optimizer kept 16-bit moments, the live one keeps fp32."""
+    """The saved optimizer kept moments of this dtype, the live one keeps fp32."""
     model = Model((Param("a", (7, 3)), Param("b", (5,))))
     state = random_state(model, 0, dtype=dtype)
     path = Case(model, Topology(1, 3), state, False).write(tmp_path)
-    targets = make_targets(model, Topology(2, 2))
-    index = open_for(path, targets[0])
-    ranks = load(index, targets)
     fp32 = {name: {key: value.float() for key, value in atoms.items()} for name, atoms in state.atoms.items()}
-    check_content(ranks, replace(state, atoms=fp32))
-    check_reads(index, ranks)
+    check_load(path, model, Topology(2, 2), replace(state, atoms=fp32))
 
 
 # -- invariant 2 ------------------------------------------------------------------------------------------------------
@@ -254,16 +245,11 @@ def test_weights_alone(case: Case, target: Topology) -> None:
     with temporary_folder() as folder:
         path = case.write(folder)
         saved = read_state(path, case.model, case.topology)
-        targets = make_targets(case.model, target)
-        index = open_for(path, targets[0])
-        ranks = load(index, targets, with_states=False)
         # The module's tensors have the model's precision; ZeRO 3 saves none.
         precision = torch.float32 if case.topology.stage == 3 else case.topology.dtype
         weights = {name: {"fp32": atoms["fp32"].to(precision).float()} for name, atoms in saved.atoms.items()}
-        check_content(ranks, State(weights, {}, ()))
-        check_reads(index, ranks)
-        states_of = {key.state for key in ranks[0].work.touched}
-        assert states_of <= {"fp32", "module", "copy"}
+        _, ranks = check_load(path, case.model, target, State(weights, {}, ()), with_states=False)
+        assert {key.state for key in ranks[0].work.touched} <= {"fp32", "module", "copy"}
 
 
 @st.composite
@@ -322,25 +308,15 @@ def test_a_load_that_is_not_verified_touches_no_live_buffer(tmp_path: Path) -> N
 
 def test_all_ranks_read_equal_parts_of_shared_bytes(tmp_path: Path) -> None:
     model = Model((Param("a", (1000,)), Param("b", (37,)), Param("f", (500,), frozen=True)))
-    path = Case(model, Topology(1, 4), random_state(model, 0), False).write(tmp_path)
-    targets = make_targets(model, Topology(0, 3))
-    index = open_for(path, targets[0])
-    ranks = load(index, targets)
+    _, ranks = resume(Case(model, Topology(1, 4), random_state(model, 0), False), Topology(0, 3), tmp_path)
     sizes = [sum(request.nbytes for request in rank.requests) for rank in ranks]
     assert max(sizes) - min(sizes) < 300
-    check_reads(index, ranks)
 
 
 @pytest.mark.parametrize("order", [(3, 2, 1, 0), (2, 0, 3, 1)], ids=str)
 def test_ranks_may_come_in_any_order(order: tuple[int, ...], tmp_path: Path) -> None:
     """No rank's work between two exchanges depends on another rank's."""
-    case = Case(AWKWARD, Topology(3, 3), random_state(AWKWARD, 0), False)
-    path = case.write(tmp_path)
-    targets = make_targets(AWKWARD, Topology(2, 4))
-    index = open_for(path, targets[0])
-    ranks = load(index, targets, order=order)
-    check_content(ranks, case.state)
-    check_reads(index, ranks)
+    resume(Case(AWKWARD, Topology(3, 3), random_state(AWKWARD, 0), False), Topology(2, 4), tmp_path, order=order)
 
 
 @pytest.mark.parametrize("target", KINDS, ids=lambda t: f"→{t.label}")
@@ -361,21 +337,16 @@ def test_files_without_checksums_load_all_the_same(tmp_path: Path, legacy: bool)
 
 
 def test_different_steps_in_one_flat_buffer_are_refused(tmp_path: Path) -> None:
-    from deepspeed_ucp.errors import MismatchError
-
     model = Model((Param("a", (3,)), Param("b", (5,))))
-    state = random_state(model, 0)
-    files = build_files(model, state, Topology(0), Run())
+    files = build_files(model, random_state(model, 0), Topology(0), Run())
     files["mp_rank_00_model_states.pt"]["optimizer"]["state"][1]["step"] += 2
     write_files(tmp_path, files)
     targets = make_targets(model, Topology(1, 2))
-    index = open_for(tmp_path, targets[0])
     with pytest.raises(MismatchError, match=r"step differs .* a has 3.0, b has 5.0"):
-        load(index, targets)
+        load(open_for(tmp_path, targets[0]), targets)
     raw = make_targets(model, Topology(0))
-    ranks = load(open_for(tmp_path, raw[0]), raw)
-    steps = [float(ranks[0].target.wrapped.state[flat.holder]["step"]) for flat in raw[0].flats]
-    assert steps == [3.0, 5.0]
+    (rank,) = load(open_for(tmp_path, raw[0]), raw)
+    assert [float(rank.target.wrapped.state[flat.holder]["step"]) for flat in raw[0].flats] == [3.0, 5.0]
 
 
 def test_saved_buffers_see_every_state(tmp_path: Path) -> None:

@@ -27,10 +27,10 @@ from tests.support.ranks import World, run_ranks
 from tests.support.reshard import (
     FakeTarget,
     check_content,
+    check_load,
     check_reads,
     examples,
     get_field,
-    load,
     make_targets,
     open_for,
     temporary_folder,
@@ -125,12 +125,8 @@ def test_every_wrapper_is_converted_and_loaded(source: Topology, tmp_path: Path)
     write_files(tmp_path / "tag", build_files(AWKWARD, state, source))
     index, out = convert(tmp_path / "tag", make_targets(AWKWARD, source))
     for target in (Topology(0, 1), Topology(3, 2, "bf16")):
-        targets = make_targets(AWKWARD, target)
-        found = open_for(out, targets[0])
-        ranks = load(found, targets)
         kept = state if index.run.groups and index.run.groups[0].hyper else replace(state, groups=())
-        check_content(ranks, kept)
-        check_reads(found, ranks)
+        check_load(out, AWKWARD, target, kept)
 
 
 def test_an_atomic_index_says_what_the_source_says(tmp_path: Path) -> None:
@@ -215,10 +211,9 @@ def test_a_vocabularys_padding_may_differ_without_tensor_parallelism(rows: int, 
     wanted = {key: fit_rows(value, (rows, 3)) for key, value in state.atoms["word_embeddings.weight"].items()}
     fitted = replace(state, atoms={**state.atoms, "word_embeddings.weight": wanted})
     for folder, patterns in ((tmp_path / "tag", config), (out, PATIENT)):
-        targets = make_targets(other, Topology(3, 2))
-        check_content(load(open_for(folder, targets[0]), targets, config=patterns), fitted)
+        check_load(folder, other, Topology(3, 2), fitted, config=patterns)
     with pytest.raises(MismatchError, match=r"word_embeddings.weight: shape \(12, 3\) in the checkpoint.*vocab"):
-        load(open_for(tmp_path / "tag", targets[0]), make_targets(other, Topology(3, 2)))
+        check_load(tmp_path / "tag", other, Topology(3, 2), fitted)
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["once", "converted again"])

@@ -16,39 +16,22 @@ from deepspeed_ucp.convert import convert_checkpoint
 from deepspeed_ucp.errors import CheckpointError
 from deepspeed_ucp.sources import open_checkpoint
 from deepspeed_ucp.stream.duplicates import check_samples
-from tests.load.test_reshard import keep_what_travels
+from tests.load.test_reshard import keep_what_travels, resume
 from tests.properties.samples import run_cli
 from tests.support.expertmodels import expert_trips, expert_trips_3d, make_router
 from tests.support.reshard import (
-    Case,
-    Loaded,
     check_content,
     check_reads,
     collect,
     examples,
-    load,
     make_targets,
-    open_everywhere,
     open_for,
     temporary_folder,
 )
 from tests.support.reshard3d import draw_state, expect, load_all, make_config
-from tests.synth import ExpertLayer, Model, Param, Run, State, Topology, random_state, read_state, write_checkpoint
+from tests.synth import ExpertLayer, Model, Param, Run, Topology, random_state, write_checkpoint
 from tests.synth.expertfiles import expert_file, expert_optim_file
 from tests.synth.files import optim_file
-
-
-def resume(case: Case, target: Topology, folder: Path, chunk: int = 64) -> tuple[State, list[Loaded]]:
-    """Write a case, load it into another topology, and check everything about it."""
-    path = case.write(folder)
-    saved = read_state(path, case.model, case.topology)
-    targets = make_targets(case.model, target)
-    index = open_everywhere(path, targets)
-    ranks = load(index, targets, chunk=chunk)
-    check_content(ranks, saved)
-    check_reads(index, ranks, chunk)
-    return saved, ranks
-
 
 KINDS = pytest.mark.parametrize("fused", [False, True], ids=["deepspeed", "autoep"])
 
@@ -67,7 +50,7 @@ def test_any_placement_of_experts_loads_into_any_other(fused: bool, data: st.Dat
     case, target = data.draw(expert_trips(fused=fused))
     note(f"{case.topology.label}→{target.label}")
     with temporary_folder() as folder:
-        resume(case, target, folder, chunk)
+        resume(case, target, folder, chunk=chunk)
 
 
 @KINDS

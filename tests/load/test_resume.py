@@ -40,7 +40,7 @@ STATES = "mp_rank_00_model_states.pt"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A run with two tags, of which the second is the latest and the first the newer; and further places."""
+    """Create a run with two tags, the latest of which is older, and further places."""
     for tag, time in (("run/global_step1", 20), ("run/global_step2", 10), ("mirror/global_step3", 30)):
         (tmp_path / tag).mkdir(parents=True)
         (tmp_path / tag / STATES).touch()
@@ -280,7 +280,7 @@ def test_deepspeed_loads_each_nodes_own_files_if_nothing_speaks_against_it(
     os.truncate(tmp_path / STATES, 100)
     assert "truncated or damaged" in find_own_differences(job, folder, target)[0]  # type: ignore[arg-type]
     torch.save(EMPTY_STATES, tmp_path / STATES)
-    monkeypatch.setattr("deepspeed_ucp.load.choice.look_at_engine", lambda _job: SimpleNamespace(target=target))
+    monkeypatch.setattr("deepspeed_ucp.load.choice.inspect_engine", lambda _job: SimpleNamespace(target=target))
     decision = choose_loader(make_job(NodeLocalEngine(), Comm()), str(tmp_path))
     assert (decision.target, decision.index) == (target, None)
 
@@ -320,7 +320,7 @@ def test_an_engine_is_marked_if_deepspeeds_own_load_or_the_refresh_after_it_fail
 
 
 class StandIns:
-    """An engine, a target and an index, as far as `_load` uses them."""
+    """An engine, a target and an index with the attributes that `_load` uses."""
 
     def __init__(self, end: Callable[[], object] | None = None, **target: Callable[[], object]) -> None:
         self.engine = SimpleNamespace(
@@ -625,7 +625,7 @@ class Harmful:
 
 
 class NodeLocalEngine:
-    """The part of a stage-0 engine that is compared with its files, if every node has files of its own."""
+    """The part of a stage-0 engine with node-local storage that is compared with its files."""
 
     optimizer = None
     has_moe_layers = False
@@ -660,7 +660,7 @@ EMPTY_STATES = {"ds_config": {}, "mp_world_size": 1}
 def test_code_in_files_that_only_deepspeed_reads_is_refused_on_every_rank(
     name: str, upstream: bool, tmp_path: Path
 ) -> None:
-    """Also in those of an atomic checkpoint (upstream)."""
+    """Also in files of an atomic checkpoint (upstream)."""
     (tmp_path / "zero" / "layer.weight").mkdir(parents=True)
     torch.save(EMPTY_STATES, tmp_path / STATES)
     torch.save({**EMPTY_STATES, "client": Harmful()}, tmp_path / name)
@@ -681,7 +681,7 @@ def test_code_in_files_that_only_deepspeed_reads_is_refused_on_every_rank(
 
 @pytest.mark.usefixtures("uncovered")
 def test_the_files_of_every_node_are_searched_for_code(tmp_path: Path) -> None:
-    """Two containers of one machine, each with a folder of its own."""
+    """Two containers of one machine with separate folders."""
     for rank in range(2):
         (tmp_path / str(rank)).mkdir()
         torch.save(EMPTY_STATES, tmp_path / str(rank) / STATES)

@@ -22,7 +22,7 @@ from deepspeed_ucp.load.exchange import CollectiveReader
 from deepspeed_ucp.targets.gathering import _pass_around
 from tests.support.descriptors import list_open
 from tests.support.ranks import run_ranks
-from tests.support.reshard import check_content, check_reads, load, make_targets, open_for
+from tests.support.reshard import check_load, load, make_targets, open_for
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
 MODEL = Model((Param("a", (30, 20)), Param("b", (37,), group=1)), {"buffer": torch.arange(50)})
@@ -160,9 +160,5 @@ def test_only_bytes_for_other_machines_travel(
     monkeypatch.setattr("deepspeed_ucp.load.transfer.share_memory", share_by_rank)
     state = random_state(MODEL, 0)
     path = write_checkpoint(tmp_path, MODEL, state, Topology(1, 3))
-    targets = make_targets(MODEL, Topology(0, 4))
-    index = open_for(path, targets[0])
-    ranks = load(index, targets, window=4 * share)
-    check_content(ranks, state)
-    check_reads(index, ranks)
+    check_load(path, MODEL, Topology(0, 4), state, window=4 * share)
     assert {(hosts[one], hosts[two]) for one, two in sent} == {(x, y) for x in hosts for y in hosts if x != y}

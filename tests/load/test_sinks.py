@@ -49,18 +49,6 @@ def test_other_dtypes_are_converted_as_torch_does(stored: torch.dtype, live: tor
     assert not tensor[:3].any()
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.complex64, torch.int64], ids=str)
-def test_every_dtype_has_memory(dtype: torch.dtype) -> None:
-    values = torch.tensor([0, 1, 1]).to(dtype)
-    tensor = torch.zeros(3, dtype=dtype)
-    sink = TensorSink(Buffer(tensor, uncommitted=True), str(dtype).removeprefix("torch."))
-    view = sink.view(0, 3 * dtype.itemsize)
-    assert view is not None
-    view[:] = raw(values)
-    sink.buffer.commit()
-    assert tensor.equal(values)
-
-
 def test_a_tensor_that_is_not_flat_is_filled_in_separate_memory() -> None:
     whole = torch.zeros(3, 2)
     sink = TensorSink(Buffer(whole.t(), uncommitted=False), "float32")

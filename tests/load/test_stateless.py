@@ -1,4 +1,4 @@
-"""Checkpoints without any file of optimizer states: published weights, lost files, releases that save none."""
+"""Checkpoints without files of optimizer states: published weights, missing files, releases that wrote none."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def test_a_thawed_parameter_takes_its_weight_and_has_new_states(tmp_path: Path) 
 def test_a_separate_thawed_group_restarts_in_a_trained_engine(
     optimizer: Any, topology: Topology, tmp_path: Path
 ) -> None:
-    """Its next step is that of a fresh engine, also with an optimizer that creates states only at construction."""
+    """Its next step equals that of a fresh engine, even if the optimizer creates states only at construction."""
     keys = ("exp_avg", "exp_avg_sq") if optimizer is torch.optim.AdamW else ("sum",)
     saved = Model((Param("a", (7, 3)), Param("b", (5,), None, frozen=True)))
     live = Model((Param("a", (7, 3)), Param("b", (5,), 1)))

@@ -19,7 +19,7 @@ from deepspeed_ucp.load import destinations, exchange, uploads
 from deepspeed_ucp.load.destinations import TensorSink
 from deepspeed_ucp.load.uploads import GpuUploads, Uploads, choose_uploads
 from tests.support.ranks import run_ranks
-from tests.support.reshard import check_content, load, make_targets, open_for
+from tests.support.reshard import check_load, load, make_targets, open_for
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
 MODEL = Model((Param("a", (300, 20)), Param("b", (37,), group=1)), {"buffer": torch.arange(50)})
@@ -55,7 +55,7 @@ class LateEvent:
 
 
 class LateUploads(Uploads):
-    go_on = True
+    is_async = True
     made: list[LateUploads] = []  # noqa: RUF012
 
     def __init__(self, most: int) -> None:
@@ -92,9 +92,7 @@ def test_memory_is_lent_again_when_its_bytes_have_arrived(late: int, target: Top
     """Direct reads and staged ones, by several threads."""
     state = random_state(MODEL, 0)
     path = write_checkpoint(tmp_path, MODEL, state, Topology(1, 3))
-    targets = make_targets(MODEL, target)
-    ranks = load(open_for(path, targets[0]), targets, window=1 << 12)
-    check_content(ranks, state)
+    _, ranks = check_load(path, MODEL, target, state, window=1 << 12)
     threads = max(rank.transfer.reader.threads for rank in ranks if rank.transfer)
     assert all(made.pieces <= late + 2 * threads for made in LateUploads.made)
 
@@ -189,8 +187,7 @@ def test_copies_to_another_gpu_than_the_first_are_waited_for(tmp_path: Path, mon
     monkeypatch.setattr(TensorSink, "view", lambda self, position, nbytes: None)
     state = random_state(MODEL, 0)
     path = write_checkpoint(tmp_path, MODEL, state, Topology(1, 3))
-    targets = make_targets(MODEL, Topology(3, 2))
-    check_content(load(open_for(path, targets[0]), targets, window=1 << 12), state)
+    check_load(path, MODEL, Topology(3, 2), state, window=1 << 12)
     assert locked == {1}
     assert emptied == [1, 1]
 

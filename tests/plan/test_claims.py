@@ -73,12 +73,6 @@ def test_no_pieces_no_claims() -> None:
 # -- blocks -----------------------------------------------------------------------------------------------------------
 
 
-def test_blocks_are_owned_in_turn_across_records() -> None:
-    blocks = Blocks.of([Record(0, 0, 20, 0), Record(0, 0, 0, 0), Record(0, 0, 16, 0), Record(0, 0, 17, 0)], 8, 2)
-    assert list(blocks.owned(0, np.array([0, 1, 2, 3]))) == [(0, 0), (0, 2), (2, 1), (3, 1)]
-    assert list(blocks.owned(1, np.array([0, 3]))) == [(0, 1), (3, 0), (3, 2)]
-
-
 @examples(150)
 @given(
     nbytes=st.lists(st.integers(0, 60), min_size=1, max_size=6),

@@ -1,4 +1,4 @@
-"""Plans for dozens of ranks: every byte is read once, and the total work grows with the model."""
+"""Plans for dozens of ranks: the total work grows with the model, and that of a rank does not grow with the ranks."""
 
 from __future__ import annotations
 
@@ -99,10 +99,10 @@ def want_all(source: Grid, target: Grid, layers: int, atoms: dict[str, Atom]) ->
     ]
 
 
-def plan_case(source: Grid, target: Grid, layers: int) -> tuple[Planned, list[list[Want]]]:
+def plan_case(source: Grid, target: Grid, layers: int) -> Planned:
     atoms, records = save(source, layers)
     wants = want_all(source, target, layers, atoms)
-    return plan_wants(wants, records, block=BLOCK, window=WINDOW, min_direct=MIN_DIRECT), wants
+    return plan_wants(wants, records, block=BLOCK, window=WINDOW, min_direct=MIN_DIRECT)
 
 
 def measure_work(planned: Planned) -> int:
@@ -117,23 +117,8 @@ TARGETS = (Grid(4, 6, 2), Grid(2, 4, 3), Grid(8, 2, 1), Grid(1, 1, 24, stage=3))
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda grid: grid.label)
-def test_all_ranks_together_read_every_byte_once_and_get_what_they_want(target: Grid) -> None:
-    planned, wants = plan_case(SOURCE, target, layers=16)
-    for mine, claims, plan in zip(wants, planned.claims, planned.plans, strict=True):
-        direct = sum(part.nbytes for request in plan.direct for part in request.parts if part.buffer >= 0)
-        received = sum(c.nbytes for each in plan.rounds for some in each.receives for c in some)
-        assert direct + received == sum(c.nbytes for c in claims) == 4 * sum(want.numel for want in mine)
-    reads = [request for plan in planned.plans for request in plan.requests]
-    for number, record in enumerate(planned.records):
-        ranges = sorted((r.offset, r.offset + r.nbytes) for r in reads if r.record == number)
-        assert ranges[0][0] == 0
-        assert ranges[-1][1] == record.nbytes
-        assert all(first[1] == second[0] for first, second in pairwise(ranges))
-
-
-@pytest.mark.parametrize("target", TARGETS, ids=lambda grid: grid.label)
 def test_the_work_grows_no_faster_than_the_model(target: Grid) -> None:
-    first, second, third = (measure_work(plan_case(SOURCE, target, layers)[0]) for layers in (16, 32, 64))
+    first, second, third = (measure_work(plan_case(SOURCE, target, layers)) for layers in (16, 32, 64))
     assert third - second <= 1.1 * 2 * (second - first)  # as much for each layer more
 
 
@@ -143,8 +128,7 @@ def test_the_work_of_one_rank_does_not_grow_with_the_number_of_ranks(stage: int)
     grids = [Grid(4, 1, dp, stage=1) if stage == 1 else Grid(1, 1, 4 * dp, stage=3) for dp in (2, 4, 8)]
     worst = []
     for grid in grids:
-        planned, _ = plan_case(SOURCE, grid, layers=16)
-        worst.append(
-            max(len(claims) + len(p.requests) for claims, p in zip(planned.claims, planned.plans, strict=True))
-        )
+        planned = plan_case(SOURCE, grid, layers=16)
+        pairs = zip(planned.claims, planned.plans, strict=True)
+        worst.append(max(len(claims) + len(plan.requests) for claims, plan in pairs))
     assert all(second <= 1.1 * first for first, second in pairwise(worst))

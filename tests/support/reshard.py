@@ -343,6 +343,24 @@ def load(index: AtomicIndex, targets: Sequence[FakeTarget], **options: Any) -> l
     return run_ranks(len(targets), lambda rank, comm: load_rank(index, targets[rank], comm, chosen), order=chosen.order)
 
 
+def check_load(
+    path: Path | str,
+    model: Model,
+    topology: Topology,
+    expected: State,
+    optimizer: Any = torch.optim.AdamW,
+    chunk: int = CHUNK,
+    **options: Any,
+) -> tuple[AtomicIndex, list[Loaded]]:
+    """Load a checkpoint into a run without model parallelism, and check every byte that it holds and reads."""
+    targets = make_targets(model, topology, optimizer)
+    index = open_everywhere(path, targets) if model.experts else open_for(path, targets[0])
+    ranks = load(index, targets, chunk=chunk, **options)
+    check_content(ranks, expected)
+    check_reads(index, ranks, chunk)
+    return index, ranks
+
+
 def load_rank(index: AtomicIndex, target: FakeTarget, comm: Comm, options: Options) -> Loaded:
     """Load one rank, in the order of the production load; collective."""
     rank = prepare_rank(index, target, comm, options)
