@@ -153,7 +153,7 @@ def _mark_resumed(folder: str, held: Sequence[dict[str, Any]], stored: Sequence[
     taken = next((each for each in held if each["resume"]), None)
     if taken is None:
         try:
-            tag = find_tag(folder, None, Comm(), foreign=True)
+            tag = find_tag(folder, None, Comm())
         except CheckpointError as error:
             return f"a resume fails: {error}"
         tags = {each["tag"]: each for each in stored}

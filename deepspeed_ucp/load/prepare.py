@@ -146,7 +146,7 @@ def make_work(optimizer: OptimizerMatch, extras: Sequence[LiveBuffer], settled: 
         settled: how source and target cut each tensor.
 
     Raises:
-        MismatchError: it is unknown how an optimizer state depends on a scaled weight.
+        MismatchError: scalars differ that are one here.
     """
     index, target, match = optimizer.index, optimizer.target, optimizer.match
     states = [optimizer.make_states(flat) for flat in target.flats] if with_states else []

@@ -87,8 +87,7 @@ def resume(
     upstream = bool(engine.load_universal_checkpoint())
     places, can_fall_back = (load_dir, *config.also), tag is None and not config.fallback
     with suggest_fallback(comm, lambda: can_fall_back and bool(find_all_tags(places))):
-        options = {"universal": upstream, "fallback": config.fallback, "foreign": True}
-        chosen = find_tag(load_dir, tag, comm, also=config.also, **options)
+        chosen = find_tag(load_dir, tag, comm, universal=upstream, fallback=config.fallback, also=config.also)
     if chosen is None:
         report_absent(places, comm, require=config.require, saved_to=list_save_folders(engine))
         return deepspeed_load()

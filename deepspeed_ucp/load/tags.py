@@ -46,7 +46,6 @@ def find_tag(
     universal: bool = False,
     fallback: bool = False,
     also: Sequence[str] = (),
-    foreign: bool = False,
 ) -> str | None:
     """Return the tag to load, or None if nothing was saved yet (collective).
 
@@ -57,13 +56,12 @@ def find_tag(
         fallback: if ``latest`` leads to no tag (a crash may leave it empty), take the newest one, with a warning.
         also: further places; the first one that has ``latest`` counts. A place with checkpoints and an unreadable
             ``latest`` is not skipped: those of other places may be older.
-        foreign: a folder may be a checkpoint of another format.
 
     Raises:
         CheckpointError: there is no such tag, or ranks ask for different ones, or see different ones.
     """
     wanted, places = None if tag is None else str(tag), (load_dir, *also)
-    ask = partial(_look, asked=wanted, rank=comm.rank, universal=universal, fallback=fallback, foreign=foreign)
+    ask = partial(_look, asked=wanted, rank=comm.rank, universal=universal, fallback=fallback)
     every: list[Look] = []
     found = None
     for place in places:  # stops at the first place that has it: a store out of reach takes long to fail
@@ -87,13 +85,13 @@ def find_tag(
     return newest
 
 
-def _look(place: str, asked: str | None, rank: int, *, universal: bool, fallback: bool, foreign: bool) -> Look:
+def _look(place: str, asked: str | None, rank: int, *, universal: bool, fallback: bool) -> Look:
     """Look for the tag in a place; rank 0 alone looks in a store."""
     if rank and is_url(place):
         return Look(asked)
     named = asked
     try:
-        named = named if named is not None else read_latest(place, universal=universal, foreign=foreign)
+        named = named if named is not None else read_latest(place, universal=universal, foreign=True)
         if named is not None:
             check_tag(place, named)
     except CheckpointError as error:

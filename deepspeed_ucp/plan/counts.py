@@ -32,10 +32,6 @@ class Fault(NamedTuple):
     def __str__(self) -> str:
         return f"{self.name}{self.text}"
 
-    def add(self, text: str) -> Fault:
-        """Return a copy with ``text`` appended to the message."""
-        return self._replace(text=self.text + text)
-
 
 def list_faults(faults: Iterable[Fault]) -> str:
     """List some missing names, some extra ones and some other faults, with their numbers."""

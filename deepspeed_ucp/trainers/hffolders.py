@@ -174,7 +174,7 @@ def _complete(job: SavedJob, folder: str) -> SavedJob:
 
 
 def _find_tag(folder: str, config: UniversalConfig, comm: Comm) -> str:
-    tag = find_tag(folder, None, comm, fallback=config.fallback, also=config.also, foreign=True)
+    tag = find_tag(folder, None, comm, fallback=config.fallback, also=config.also)
     return tag if tag is not None else comm.once(lambda: _refuse_stateless(folder))
 
 

@@ -143,7 +143,7 @@ def find_resumed(folder: Path, memory: Path) -> tuple[str, str] | None:
         found = find_in_memory(UniversalConfig(save=SaveOptions(memory=str(memory))), str(folder), None, Comm())
     if found is not None:
         return "memory", found.tag
-    tag = find_tag(str(folder), None, Comm(), foreign=True)
+    tag = find_tag(str(folder), None, Comm())
     return None if tag is None else ("storage", tag)
 
 
