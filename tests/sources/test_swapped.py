@@ -153,7 +153,8 @@ def test_files_of_the_same_model_twice_in_a_process_are_refused(tmp_path: Path) 
 def test_sizes_distinguish_two_engines(tmp_path: Path) -> None:
     wide = Model(tuple(Param(p.name, (40, *p.shape[1:]), p.group, p.frozen) for p in MODEL.params), MODEL.buffers)
     write(tmp_path, (0, 1, 2), number(7), topology=Topology(3, 2, sub_group_size=100), model=wide)
-    check(open_folder(tmp_path), write(tmp_path))
+    state = write(tmp_path)
+    check(open_folder(tmp_path), state)
 
 
 # -- faults -----------------------------------------------------------------------------------------------------------
