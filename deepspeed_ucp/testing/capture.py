@@ -1,7 +1,7 @@
-"""The state of a live engine, parameter by parameter and whole, for comparison. Test code: it gathers everything.
+"""Gather the full state of a live engine, parameter by parameter, for comparison in tests.
 
-What DeepSpeed's public `safe_get_full_fp32_param` and `safe_get_full_optimizer_state` can tell is asked of them.
-They know nothing of stage 0 and go wrong with round_robin_gradients; there the optimizer wrapper is asked.
+It comes from DeepSpeed's public `safe_get_full_fp32_param` and `safe_get_full_optimizer_state`, or from the optimizer
+wrapper if these do not support the engine (stage 0) or are wrong (round_robin_gradients).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ Tensor = torch.Tensor
 
 @dataclass
 class CapturedParameter:
-    """One parameter, whole, on the CPU.
+    """One full parameter, on the CPU.
 
     Attributes:
-        value: the parameter that the model computes with, in the engine's dtype.
-        fp32: its master, in the dtype that the engine keeps it in; None for a frozen parameter.
-        tensors: the element-wise optimizer states by the optimizer's names; empty where there are none yet.
-        scalars: the other optimizer states (`step`), as floats.
-        hyper: the parameter group's hyper-parameters.
+        value: parameter of the model, in the engine's dtype.
+        fp32: its master, in the dtype of the engine's masters; None for a frozen parameter.
+        tensors: element-wise optimizer states by name; empty before the optimizer has made them.
+        scalars: other optimizer states (`step`), as floats.
+        hyper: hyper-parameters of its group.
     """
 
     value: Tensor
@@ -44,14 +44,14 @@ class CapturedParameter:
 
 @dataclass
 class CapturedEngine:
-    """Everything that a resume has to bring back.
+    """The state of an engine that a resume restores.
 
     Attributes:
-        parameters: by name, without the prefix that torch.compile adds; a tied parameter under its first name.
-        buffers: the persistent buffers by name.
+        parameters: by name, without the prefix of torch.compile; a tied parameter has its first name.
+        buffers: persistent buffers by name.
         counters: global_steps, global_samples, skipped_steps.
-        scheduler: the scheduler's state dict; None without a scheduler.
-        loss_scale: the current loss scale; None where the engine has none.
+        scheduler: state dict of the scheduler, or None.
+        loss_scale: current loss scale, or None.
     """
 
     parameters: dict[str, CapturedParameter]
@@ -83,14 +83,14 @@ def capture(engine: Any) -> CapturedEngine:
 
 
 Whole = Callable[[Tensor], Tensor]
-"""Makes the whole parameter of a tensor of the master's shape."""
+"""Makes the full parameter from a tensor of the master's shape."""
 
 
 @dataclass
 class _Home:
-    """Where a trainable parameter's state lives: its group and the state dict of the tensor that the optimizer steps.
+    """Location of a trainable parameter's state: its group, and the state dict of the tensor that the optimizer steps.
 
-    Without `whole` DeepSpeed's public functions put the parameter together.
+    If `whole` is None, DeepSpeed's public functions gather the parameter.
     """
 
     master: Tensor
@@ -100,7 +100,7 @@ class _Home:
 
 
 def _list_homes(engine: Any) -> Iterator[tuple[int, _Home]]:
-    """By the parameter's identity."""
+    """Yield the homes with the ids of their parameters."""
     wrapper = engine.optimizer
     inner = getattr(wrapper, "optimizer", wrapper)
     for number, masters in _list_masters(wrapper, inner):
@@ -110,13 +110,13 @@ def _list_homes(engine: Any) -> Iterator[tuple[int, _Home]]:
 
 
 Masters = Iterator[tuple[Any, Tensor, Whole | None]]
-"""Parameters with the tensor that the optimizer steps, and how they come whole."""
+"""Parameters with the tensor that the optimizer steps, and the function that makes them full."""
 
 
 def _list_masters(wrapper: Any, inner: Any) -> Iterator[tuple[int, Masters]]:
-    """Masters with the number of the optimizer's group that they are in."""
+    """Yield masters with the number of their group in the optimizer."""
     row = next((row for row in WRAPPERS.values() if row.masters and hasattr(wrapper, row.masters)), None)
-    if row is None:  # the raw torch optimizer
+    if row is None:  # a torch optimizer without wrapper
         for number, group in enumerate(getattr(inner, "param_groups", ())):
             yield number, ((parameter, parameter, _identity) for parameter in group["params"])
         return
@@ -135,14 +135,14 @@ def _list_masters(wrapper: Any, inner: Any) -> Iterator[tuple[int, Masters]]:
         else:
             _link(parameters, masters, inner)
             found = zip(parameters, repeat(masters), repeat(None))
-        # DeepSpeed rebuilds torch's Adagrad with all flat buffers in one group.
+        # DeepSpeed rebuilds Adagrad with all flat buffers in one group.
         yield min(number, len(inner.param_groups) - 1), found
 
 
 def _list_shuffled(wrapper: Any, index: int, flat: Tensor) -> Masters:
-    """With round_robin_gradients DeepSpeed's getters look in the wrong places: they assume the group's own order.
+    """List masters with round_robin_gradients, for which DeepSpeed's getters use wrong offsets.
 
-    The 16-bit parameters are views of the flat 16-bit buffer, so they tell where in the flat buffer they lie.
+    The 16-bit parameters are views of the flat 16-bit buffer, from which the offsets follow.
     """
     lowered = wrapper.bit16_groups_flat[index]
     process_group = wrapper.real_dp_process_group[index]
@@ -152,7 +152,7 @@ def _list_shuffled(wrapper: Any, index: int, flat: Tensor) -> Masters:
 
 
 def _list_partitioned(parameters: list[Any], flat: Tensor) -> Masters:
-    """Of masters in 16 bit DeepSpeed's getters give moments rounded like them, in stage 3."""
+    """List 16-bit masters of stage 3, whose moments DeepSpeed's getters would round."""
     start = 0
     for parameter in parameters:
         size = parameter.partition_numel()
@@ -173,10 +173,7 @@ def _gather_and_cut(process_group: Any, cut: Whole, partition: Tensor) -> Tensor
 
 
 def _link(parameters: list[Any], flat: Tensor, inner: Any) -> None:
-    """Make the getters of stages 1 and 2 see the optimizer states, where DeepSpeed has not done so yet.
-
-    It links them in the first step after the load, and then only those that exist once the first group has stepped.
-    """
+    """Link the optimizer states for the getters of stages 1 and 2, which DeepSpeed does in the first step."""
     for parameter in parameters:
         mapping = getattr(parameter, "_hp_mapping", None)
         if mapping is not None and not mapping.optim_fragment:
@@ -201,7 +198,7 @@ def _fill(state: CapturedParameter, parameter: Any, home: _Home) -> None:
         state.fp32 = _copy(home.whole(home.master))
         state.tensors = {key: _copy(home.whole(home.state[key])) for key in elementwise}
         return
-    # These functions give fp32 whatever the engine keeps; the cast back is exact.
+    # These functions return fp32; the cast back is exact.
     state.fp32 = _copy(safe_get_full_fp32_param(parameter)).to(home.master.dtype)
     found = {key: safe_get_full_optimizer_state(parameter, key) for key in elementwise}
     state.tensors = {key: _copy(tensor).to(home.state[key].dtype) for key, tensor in found.items()}
@@ -225,7 +222,7 @@ def _copy_buffers(engine: Any) -> dict[str, Tensor]:
 def _read_loss_scale(engine: Any) -> float | None:
     if not engine.fp16_enabled() or engine.optimizer is None:
         return None
-    wrapped = engine.optimizer  # releases to 0.17 have the scale in the wrapper itself
+    wrapped = engine.optimizer  # up to 0.17 the wrapper itself has the scale
     scaler = getattr(wrapped, "loss_scaler", None) or getattr(wrapped, "loss_scale_config", None) or wrapped
     return float(scaler.cur_scale)
 

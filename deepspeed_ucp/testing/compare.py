@@ -1,4 +1,4 @@
-"""Bitwise comparison of what was saved with what came back."""
+"""Bitwise comparison of a saved engine with a loaded one."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ Tensor = torch.Tensor
 def compare(saved: CapturedEngine, loaded: CapturedEngine, *, optimizer_states: bool = True) -> tuple[int, list[str]]:
     """Compare the state of an engine at its save with that of the engine that loaded it.
 
-    Element-wise states are equal when their bits are. A state that only one side has (one optimizer makes it before
-    the first step, another in it) must be zero. Everything is compared after the cast to the loaded engine's dtype, as
-    DeepSpeed casts it when it builds an engine that keeps it so.
+    Element-wise states are compared bit by bit. A state that only one side has must be zero, because optimizers make
+    their states before or in the first step. Tensors are cast to the loaded engine's dtype first.
 
     Args:
         saved: captured when the checkpoint was written.
         loaded: captured after the load.
-        optimizer_states: False leaves out the optimizer's tensors and scalars.
+        optimizer_states: False ignores the optimizer's tensors and scalars.
 
     Returns:
-        The number of tensors that were compared, and one line for each difference.
+        The number of compared tensors, and one line for each difference.
     """
     differences = list(_names("parameter", saved.parameters, loaded.parameters))
     differences += _names("buffer", saved.buffers, loaded.buffers)
@@ -43,7 +42,7 @@ def compare(saved: CapturedEngine, loaded: CapturedEngine, *, optimizer_states: 
         differences += _difference(f"buffer {name}", saved.buffers[name].to(got.dtype), got)
     differences += _compare_mappings("counter", saved.counters, loaded.counters)
     if saved.scheduler is not None and loaded.scheduler is not None:
-        # Releases of torch add and drop fields (`verbose`, `_is_initial`); one that no save has can only be fresh.
+        # Releases of torch add and drop fields (`verbose`, `_is_initial`): ignore fields that were not saved.
         known = {key: value for key, value in loaded.scheduler.items() if key in saved.scheduler}
         differences += _compare_mappings("lr scheduler", saved.scheduler, known)
     if saved.loss_scale is not None and loaded.loss_scale is not None and saved.loss_scale != loaded.loss_scale:
@@ -76,13 +75,13 @@ def _pairs(
 def _settings(name: str, saved: CapturedParameter, loaded: CapturedParameter, optimizer_states: bool) -> list[str]:
     if saved.fp32 is None or loaded.fp32 is None or not optimizer_states:
         return []
-    # Some optimizers add defaults to their groups when they load; a parameter without gradients has no step at stage 0.
+    # Some optimizers add defaults when they load; a parameter without gradients has no step at stage 0.
     hyper = _compare_shared(f"parameter {name}, group's", saved.hyper, loaded.hyper)
     return hyper + _compare_shared(f"parameter {name}, state", saved.scalars, loaded.scalars)
 
 
 def _compare_shared(kind: str, saved: Mapping[str, Any], loaded: Mapping[str, Any]) -> list[str]:
-    """What both sides have."""
+    """Compare the keys that both sides have."""
     return _compare_mappings(
         kind, *({key: side[key] for key in saved.keys() & loaded.keys()} for side in (saved, loaded))
     )
@@ -108,10 +107,10 @@ def _equal(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
-def _difference(what: str, want: Tensor, got: Tensor) -> list[str]:
-    """The first place where two tensors differ, in words; nothing where their bits agree."""
+def _difference(name: str, want: Tensor, got: Tensor) -> list[str]:
+    """Describe the first difference of two tensors; empty if they are equal bit by bit."""
     if want.shape != got.shape or want.dtype != got.dtype:
-        return [f"{what}: saved {tuple(want.shape)} {want.dtype}, loaded {tuple(got.shape)} {got.dtype}"]
+        return [f"{name}: saved {tuple(want.shape)} {want.dtype}, loaded {tuple(got.shape)} {got.dtype}"]
     if want.numel() == 0:
         return []
     differs = (_bits(want) != _bits(got)).view(want.numel(), -1).any(dim=1)
@@ -120,10 +119,10 @@ def _difference(what: str, want: Tensor, got: Tensor) -> list[str]:
     first = int(differs.nonzero()[0])
     index = tuple(int(i) for i in torch.unravel_index(torch.tensor(first), want.shape)) if want.dim() else ()
     values = f"saved {want.flatten()[first].item()!r}, loaded {got.flatten()[first].item()!r}"
-    return [f"{what}: {int(differs.sum())} of {want.numel()} elements differ, first at {index}: {values}"]
+    return [f"{name}: {int(differs.sum())} of {want.numel()} elements differ, first at {index}: {values}"]
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    # Adding zero makes -0.0 and 0.0 the same: DeepSpeed's getters sum fragments with zeros and lose that sign.
+    # Adding zero turns -0.0 into 0.0: DeepSpeed's getters lose that sign when they add fragments to zeros.
     tensor = tensor + 0 if tensor.is_floating_point() else tensor
     return tensor.contiguous().flatten().view(torch.uint8)

@@ -1,4 +1,4 @@
-"""What the ranks of a world do in a resume check."""
+"""Functions of a resume check that run on the ranks of a world."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _REFERENCE = "resume_reference.pt"
 
 @dataclass
 class Resumed:
-    """What one rank of the target reports."""
+    """Report of one rank of the target."""
 
     parameters: int
     states: int
@@ -30,7 +30,7 @@ class Resumed:
 
 
 def run_source(train_fn: Any, ds_config: dict[str, Any], steps: tuple[int, int], folder: str) -> list[float]:
-    """Train, save, go on; return the losses after the save. Rank 0 leaves the state at the save in the folder."""
+    """Train, save, continue; return the losses after the save. Rank 0 writes the state at the save into the folder."""
     training, engine = start(train_fn, ds_config)
     train(training, steps[0])
     engine.save_checkpoint(folder, client_state=copy.deepcopy(CLIENT_STATE))
@@ -43,7 +43,7 @@ def run_source(train_fn: Any, ds_config: dict[str, Any], steps: tuple[int, int],
 
 
 def run_target(train_fn: Any, ds_config: dict[str, Any], steps: int, folders: list[str]) -> list[Resumed]:
-    """Make one engine; load each folder in turn, compare with what its source left, train on."""
+    """Make one engine; load each folder in turn, compare with the state of its source, continue training."""
     training, engine = start(train_fn, ds_config)
     found = [_resume(training, engine, steps, folder) for folder in folders]
     stop(training, engine)
@@ -66,7 +66,7 @@ def _resume(training: Generator[Any, None, None], engine: Any, steps: int, folde
 
 
 def saved_state(folder: str) -> CapturedEngine:
-    """What `run_source` left in the folder."""
+    """Read the state that `run_source` wrote."""
     state: CapturedEngine = torch.load(Path(folder) / _REFERENCE, weights_only=False)
     return state
 
@@ -83,6 +83,6 @@ def train(training: Generator[Any, None, None], steps: int) -> list[float]:
 
 
 def stop(training: Generator[Any, None, None], engine: Any) -> None:
-    """End the training and let go of the engine, so that the next one in this process starts clean."""
+    """End the training and destroy its engine."""
     training.close()
     engine.destroy()

@@ -1,4 +1,4 @@
-"""Resume equivalence: a run that goes on elsewhere is the run that never stopped."""
+"""Check that a run resumed under another launch equals the uninterrupted run."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ TrainFn = Callable[[dict[str, Any]], Generator[Any, None, None]]
 LOSS_TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 5e-2}
 """Allowed relative gap between a resumed loss and the uninterrupted one, by the coarser precision of the two launches.
 
-The restored state is compared bit by bit, so the gap is only rounding: another world size adds the same numbers in
-another order, another precision rounds activations and gradients elsewhere. fp32 keeps 24 bits of a number, fp16 11 and
-bf16 8; a few optimizer steps amplify the last of them."""
+The restored state is compared bit by bit, so the gap is only rounding (fp32 has 24 bits, fp16 11, bf16 8), amplified by
+a few optimizer steps."""
 
 _SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How a training is launched.
+    """A launch of a training.
 
     Attributes:
         world_size: number of ranks.
@@ -40,15 +39,15 @@ class Launch:
 
 @dataclass(frozen=True)
 class ResumeReport:
-    """What `assert_resume_equivalent` found.
+    """Result of `assert_resume_equivalent`.
 
     Attributes:
         parameters: number of parameters compared.
         states: number of tensors compared bit by bit: masters, 16-bit values, optimizer states, buffers.
-        direct: True when the plugin's own loader ran, False for DeepSpeed's (same topology), None when unknown.
-        max_loss_gap: the largest relative gap between a resumed loss and the uninterrupted one.
-        reference_losses: the uninterrupted run's, one per step after the save, averaged over its ranks.
-        resumed_losses: the resumed run's, one per step after the load, averaged over its ranks.
+        direct: True if the plugin's loader ran, False for DeepSpeed's (same topology), None if unknown.
+        max_loss_gap: largest relative gap between a resumed loss and the uninterrupted one.
+        reference_losses: losses of the uninterrupted run after the save, averaged over its ranks.
+        resumed_losses: losses of the resumed run, averaged over its ranks.
     """
 
     parameters: int
@@ -61,7 +60,7 @@ class ResumeReport:
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A source launch that has been run: its checkpoint folder and the losses after the save."""
+    """A source launch after its run: its checkpoint folder, and the losses after the save."""
 
     launch: Launch
     folder: Path
@@ -81,30 +80,25 @@ def assert_resume_equivalent(
 ) -> ResumeReport:
     """Check that a training saved under `source` resumes under `target` as if it had never stopped.
 
-    The source trains `steps[0]` steps, saves, and goes on for `steps[1]` more: the reference. The target loads and is
-    compared with the source at its save: every parameter's fp32 master, its 16-bit value and every optimizer state bit
-    by bit, frozen parameters, buffers, each parameter's hyper-parameters, counters, learning-rate scheduler. Then it
-    trains `steps[1]` steps, whose losses must match the reference's.
+    The source trains `steps[0]` steps, saves, and trains `steps[1]` more: the reference. The target loads the save and
+    is compared with the source at its save: masters, 16-bit values and optimizer states bit by bit, frozen parameters,
+    buffers, hyper-parameters, counters and the scheduler. Then it trains `steps[1]` steps, whose losses must match.
 
     Args:
-        train_fn: a function of an importable module (or a `functools.partial` of one) that takes the DeepSpeed
-            configuration as a dict and is a generator: it yields the engine first and then, for each step that it
-            trains, that step's loss as a float. The batch of a step depends on `engine.global_steps` only, and each
-            rank takes its share of it: rank r of n the r-th n-th. The losses of the ranks are averaged.
+        train_fn: a generator function of an importable module (or a `functools.partial` of one) that takes the
+            DeepSpeed configuration as a dict. It yields the engine first, and then the loss of each step as a float.
+            The batch of a step may depend on `engine.global_steps` only, and rank r of n takes the r-th n-th of it.
         source: the launch that saves; a dict `{"world_size": 4, "ds_config": {...}}` is accepted.
-        target: the launch that resumes. Its `checkpoint.universal` is set to true if it is not set.
+        target: the launch that resumes. Its `checkpoint.universal` defaults to true.
         steps: optimizer steps before and after the save.
-        loss_tolerance: allowed relative gap between losses; by default `LOSS_TOLERANCE` of the coarser precision.
-        directory: where the checkpoint is written; by default a temporary folder that is removed.
-        worlds: a pool of worlds to run in; by default one that is made and closed here.
-        timeout: seconds for each launch.
-
-    Returns:
-        A `ResumeReport`.
+        loss_tolerance: allowed relative gap between losses (default: `LOSS_TOLERANCE` of the coarser precision).
+        directory: folder of the checkpoint (default: a temporary one).
+        worlds: pool of worlds (default: a new one).
+        timeout: timeout of each launch in seconds.
 
     Raises:
         AssertionError: something differs. It names the parameter, the state, the first index and both values.
-        Exception: what `train_fn`, the save or the load raised on a rank (see `World.run`).
+        Exception: from `train_fn`, the save or the load on a rank (see `World.run`).
     """
     source, target = _make_launch(source), _make_launch(target)
     with ExitStack() as stack:
@@ -127,7 +121,7 @@ def save_run(
     *,
     timeout: float | None = None,
 ) -> SavedRun:
-    """The first half of `assert_resume_equivalent`: train, save into `directory`, go on. Targets may share it."""
+    """First half of `assert_resume_equivalent`: train, save into `directory`, continue. Targets may share it."""
     from deepspeed_ucp.testing import ranks
 
     folder = Path(directory)
@@ -145,12 +139,12 @@ def resume_each(
     loss_tolerance: float | None = None,
     timeout: float | None = None,
 ) -> list[Callable[[], ResumeReport]]:
-    """The second half of `assert_resume_equivalent`, for several saved runs, one after the other, in one engine.
+    """Second half of `assert_resume_equivalent`, for several saved runs, which one engine loads in turn.
 
-    What one of them leaves in the engine would be seen in the next one, as long as their states differ.
+    If a load leaves state behind, the comparison of the next one shows it.
 
     Returns:
-        For each saved run a function that gives its report, or raises what differs.
+        For each saved run a function that returns its report, or raises an AssertionError.
     """
     from deepspeed_ucp.testing import ranks
 
@@ -164,7 +158,7 @@ def resume_each(
 
 
 def _make_report(saved: SavedRun, answers: Sequence[Any], target: Launch, tolerance: float | None) -> ResumeReport:
-    """What all ranks say of one resume."""
+    """Make the report of one resume from the answers of all ranks."""
     launches = f"saved on {saved.launch.world_size} ranks, loaded on {target.world_size}"
     for rank, answer in enumerate(answers):
         if answer.differences:
@@ -187,7 +181,7 @@ def _make_report(saved: SavedRun, answers: Sequence[Any], target: Launch, tolera
 
 
 def _compare_losses(reference: Sequence[float], resumed: Sequence[float], tolerance: float) -> float:
-    """The largest relative gap."""
+    """Return the largest relative gap."""
     gaps = [abs(want - got) / max(abs(want), 1e-12) for want, got in zip(reference, resumed, strict=True)]
     for step, gap in enumerate(gaps):
         if not gap <= tolerance:  # also refuses NaN

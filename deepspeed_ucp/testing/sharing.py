@@ -1,4 +1,4 @@
-"""Ranks that share a GPU: NCCL takes one rank per GPU, so their collectives go through host memory and gloo."""
+"""Ranks that share a GPU: their collectives go through host memory and gloo, because NCCL needs a GPU per rank."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch._C._distributed_c10d import Work, _create_work_from_future  # type: i
 from torch.distributed import distributed_c10d
 
 _COLLECTIVE = re.compile("all_?(reduce|gather|to_?all)|_allgather|_?reduce|broadcast|barrier|send|recv|gather|scatter")
-"""Methods of groups, by the beginnings of their names in torch 2.5 to 2.13; what they write is their first argument."""
+"""Names of collective methods of groups in torch 2.5 to 2.13; their first argument is the output."""
 
 
 class HostGroup(dist.ProcessGroup):
-    """A process group whose collectives are done by gloo on copies in host memory, and have ended when they return."""
+    """A process group whose collectives run synchronously, by gloo on copies in host memory."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
@@ -31,7 +31,7 @@ class HostGroup(dist.ProcessGroup):
         return distributed_c10d._world.pg_names[self]
 
     def _start_coalescing(self, device: Any) -> None:
-        """What is put together comes in one call, or each by itself."""
+        """Coalesced collectives need no preparation."""
 
     def _end_coalescing(self, device: Any) -> Work:
         return _make_done()
@@ -40,7 +40,7 @@ class HostGroup(dist.ProcessGroup):
         return 0
 
     def _set_sequence_number_for_group(self) -> None:
-        """Counted for debugging alone."""
+        """The number is only for debugging."""
 
 
 def _wrap(name: str) -> Callable[..., Work]:
@@ -64,11 +64,11 @@ def _to_host(value: Any) -> Any:
     return [_to_host(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _copy_back(into: Any, values: Any) -> None:
-    if isinstance(into, torch.Tensor):
-        into.detach().copy_(values)
-    elif isinstance(into, list | tuple):
-        for each, value in zip(into, values, strict=True):
+def _copy_back(output: Any, values: Any) -> None:
+    if isinstance(output, torch.Tensor):
+        output.detach().copy_(values)
+    elif isinstance(output, list | tuple):
+        for each, value in zip(output, values, strict=True):
             _copy_back(each, value)
 
 
@@ -103,6 +103,6 @@ def _wrap_index(method: Callable[..., Any], count: int) -> Callable[..., Any]:
 
 
 def _find_index(device: Any) -> int:
-    """The number in ``torch.device("cuda", 1)``, ``"cuda:1"``, ``"1"`` and 1."""
+    """Return the index in ``torch.device("cuda", 1)``, ``"cuda:1"``, ``"1"`` and 1."""
     index = device.index if isinstance(device, torch.device) else str(device).rpartition(":")[2]
     return int(index) if index not in (None, "cuda") else torch.cuda.current_device()

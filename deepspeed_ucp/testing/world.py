@@ -1,8 +1,8 @@
-"""Worlds: N processes on this machine that form one process group and run functions for a test.
+"""Worlds: N processes on this machine that form a process group and run functions for a test.
 
-Importing torch and DeepSpeed costs seconds of CPU per process. The ranks are therefore forked from a fork server that
-has imported both, and a world stays alive between calls: a fresh engine in a warm world takes well under a second.
-This module imports neither of them, so that a pytest plugin may import it at start-up.
+Importing torch and DeepSpeed takes seconds of CPU per process. The ranks are therefore forked from a fork server that
+has imported both, and a world stays alive between calls. This module imports neither, because a pytest plugin imports
+it at start-up.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from ..elastic_agent import die_with_parent
 from .ports import hold_port
 
 DEFAULT_TIMEOUT = 180.0
-"""Seconds that one call on a world may take."""
+"""Timeout of one call on a world, in seconds."""
 
 SHARED = "host"
 """The backend of ranks that share GPUs (:mod:`.sharing`)."""
 
-_GRACE = 5.0  # seconds that the other ranks have to come back once one has failed
-_ENDING = 60.0  # seconds that a rank may take to end
+_GRACE = 5.0  # seconds for the other ranks to answer after one has failed
+_ENDING = 60.0  # seconds for a rank to exit
 _LOG_TAIL = 4000  # characters of a rank's output shown with its failure
 PRELOAD = [
     "torch",
@@ -54,17 +54,16 @@ PRELOAD = [
     "deepspeed_ucp.hook",
     "deepspeed_ucp.testing.ranks",
 ]
-"""What the fork server imports, and its ranks need not; what you add has to be there before the first world is made.
+"""Modules that the fork server imports for its ranks, if they exist. Add modules before the first world is made.
 
-Beside torch and deepspeed it is what every torch optimizer, every ZeRO engine and every load import when the first one
-is made, which costs three seconds per process. What a release does not have is passed over."""
+Besides torch and DeepSpeed, the first optimizer, ZeRO engine or load imports them: three seconds per process."""
 
 
 class WorldFailure(RuntimeError):
     """At least one rank failed.
 
     Attributes:
-        errors: per failed rank (by number), its traceback or what else became of it.
+        errors: failed rank → its traceback, or a description of its end.
     """
 
     def __init__(self, errors: Mapping[int, str]):
@@ -76,23 +75,23 @@ class WorldFailure(RuntimeError):
 
 
 class WorldTimeout(WorldFailure, TimeoutError):
-    """The ranks named in `errors` did not come back in time; the others' errors are listed beside them."""
+    """Ranks did not answer in time; `errors` has these and the failed ones."""
 
 
 class World(AbstractContextManager["World"]):
-    """`world_size` processes in one process group, in which DeepSpeed is initialised.
+    """`world_size` processes in one process group, with DeepSpeed initialised.
 
-    Every call of `run` runs one function on all ranks; state of the processes (modules, globals) lives on between
-    calls, the engines of one call are collected after it and DeepSpeed's parallel groups are as they were before it.
-    Process groups of the same ranks are made once and shared by all engines of a world. A world in which a call failed
-    is closed.
-    RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set as a launcher sets them, and
-    DS_ACCELERATOR is "cpu" unless the environment says otherwise, and the group's backend gloo. With "cuda" it is NCCL
-    where each rank has a GPU of its own; else ranks share GPUs, and their collectives go through host memory.
+    `run` runs one function on all ranks. The processes keep their modules and globals between calls; the engines of a
+    call are collected after it, and DeepSpeed's parallel groups are restored. Engines share process groups of the same
+    ranks. A failed call closes the world.
+
+    The environment has the variables of a launcher (RANK, WORLD_SIZE, MASTER_PORT, …). DS_ACCELERATOR is "cpu" by
+    default, and the backend gloo. With "cuda" it is NCCL if each rank has a GPU; otherwise ranks share GPUs, and their
+    collectives go through host memory.
 
     Args:
         world_size: number of ranks, at least 1.
-        timeout: seconds that a call may take unless it says otherwise.
+        timeout: default timeout of a call, in seconds.
         env: further environment variables of the ranks.
     """
 
@@ -103,15 +102,15 @@ class World(AbstractContextManager["World"]):
         self.timeout = timeout
         self.closed = False
         self._folder = Path(tempfile.mkdtemp(prefix="ucp-world-"))
-        self._held = hold_port()  # it is in names in /dev/shm, too
-        self._port = int(self._held.getsockname()[1])
+        self._socket = hold_port()  # names in /dev/shm contain the port
+        self._port = int(self._socket.getsockname()[1])
         self._processes: list[mp.process.BaseProcess] = []
         self._connections: list[Connection] = []
         base = {"DS_ACCELERATOR": "cpu", **os.environ, "OMP_NUM_THREADS": "1"}
         base.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self._port), WORLD_SIZE=str(world_size))
-        # The DeepSpeed launcher's: the number of nodes and this one's; its checkpoint writers want them.
+        # DeepSpeed's checkpoint writers need the launcher's number of nodes and node rank.
         base.update(LOCAL_WORLD_SIZE=str(world_size), CROSS_SIZE="1", CROSS_RANK="0", **(env or {}))
-        base.pop("LOCAL_SIZE", None)  # the DeepSpeed launcher's: it would switch shared-memory collectives on
+        base.pop("LOCAL_SIZE", None)  # of the DeepSpeed launcher: turns shared-memory collectives on
         context = _choose_context(base["DS_ACCELERATOR"])
         with mock.patch.dict(os.environ, DS_ACCELERATOR=base["DS_ACCELERATOR"]):
             for rank in range(world_size):
@@ -127,21 +126,21 @@ class World(AbstractContextManager["World"]):
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
         """Run `fn(*args, **kwargs)` on every rank; return the results by rank.
 
-        `fn`, its arguments and its results travel by pickle, so `fn` is a function of an importable module (or a
+        `fn`, its arguments and its results are pickled, so `fn` must be a function of an importable module (or a
         `functools.partial` of one).
 
         Raises:
             Exception: the exception of the rank that failed first; its cause is a `WorldFailure` with the tracebacks
-                of all ranks that failed.
-            WorldTimeout: a rank did not come back; all ranks have been killed.
+                of all failed ranks.
+            WorldTimeout: a rank did not answer in time; all ranks have been killed.
             WorldFailure: a rank died, or its exception cannot be pickled.
         """
         if self.closed:
-            raise RuntimeError("this world is closed: it was left, or an earlier call on it failed")
+            raise RuntimeError("this world is closed: its context has ended, or an earlier call failed")
         call = pickle.dumps((fn, args, kwargs))
         self._signal(signal.SIGCONT)
         for connection in self._connections:
-            with suppress(OSError):  # a rank that has ended is found when its answer is read
+            with suppress(OSError):  # a dead rank is detected when its answer is read
                 connection.send_bytes(call)
         answers, silent = self._collect(self.timeout if timeout is None else timeout)
         if silent or any(answer.error is not None for answer in answers.values()):
@@ -150,7 +149,7 @@ class World(AbstractContextManager["World"]):
         return [answers[rank].result for rank in range(self.world_size)]
 
     def close(self) -> None:
-        """Kill the ranks and remove what they left in the temporary folder and in /dev/shm. May be called twice."""
+        """Kill the ranks and remove their files in the temporary folder and in /dev/shm. Can be called twice."""
         if self.closed:
             return
         self.closed = True
@@ -159,22 +158,22 @@ class World(AbstractContextManager["World"]):
             _kill_group(process)
         for process in self._processes:
             process.join(_ENDING)
-        self._held.close()
+        self._socket.close()
         shutil.rmtree(self._folder, ignore_errors=True)
-        for left in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{self._port}_*"):
-            left.unlink(missing_ok=True)
+        for path in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{self._port}_*"):
+            path.unlink(missing_ok=True)
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def _signal(self, number: int) -> None:
-        """Ranks are stopped between calls: gloo's threads look a hundred times a second whether there is work."""
+        """Stop or continue the ranks: between calls, gloo's threads would poll a hundred times a second."""
         for process in self._processes:
             with suppress(ProcessLookupError):
                 os.kill(_get_pid(process), number)
 
     def _collect(self, timeout: float) -> tuple[dict[int, _Answer], list[int]]:
-        """The answers by rank, and the ranks that gave none in time."""
+        """Return the answers by rank, and the ranks without one."""
         pending = {connection: rank for rank, connection in enumerate(self._connections)}
         answers: dict[int, _Answer] = {}
         deadline = time.monotonic() + timeout
@@ -199,8 +198,8 @@ class World(AbstractContextManager["World"]):
             return _Answer(error=f"the process ended with exit code {process.exitcode}\n{self._log(rank)}")
 
     def _fail(self, answers: Mapping[int, _Answer], silent: list[int]) -> NoReturn:
-        """Close the world and raise what the rank that failed first raised, or a summary where nothing tells that."""
-        for rank in silent:  # faulthandler writes where it hangs; then the rank ends
+        """Close the world and raise the exception of the rank that failed first, or a summary if there is none."""
+        for rank in silent:  # faulthandler writes the traceback to the log, then the rank exits
             os.kill(_get_pid(self._processes[rank]), signal.SIGUSR1)
         end = time.monotonic() + _ENDING
         for rank in silent:
@@ -221,7 +220,7 @@ class World(AbstractContextManager["World"]):
 
 
 class WorldPool(AbstractContextManager["WorldPool"]):
-    """Worlds by size, started when first asked for, replaced when a call broke one, closed together."""
+    """Worlds by size: started on demand, replaced after a failed call, closed together."""
 
     def __init__(self, *, timeout: float = DEFAULT_TIMEOUT, env: Mapping[str, str] | None = None):
         self._timeout = timeout
@@ -229,7 +228,7 @@ class WorldPool(AbstractContextManager["WorldPool"]):
         self._worlds: dict[int, World] = {}
 
     def get(self, world_size: int) -> World:
-        """The live world of that size."""
+        """Return the live world of a size."""
         world = self._worlds.get(world_size)
         if world is None or world.closed:
             world = self._worlds[world_size] = World(world_size, timeout=self._timeout, env=self._env)
@@ -246,16 +245,16 @@ class WorldPool(AbstractContextManager["WorldPool"]):
 
 @dataclass
 class _Answer:
-    """What one rank sends back: a result, or an error's text with the exception itself where it can be pickled."""
+    """Answer of a rank: a result, or the text of an error and, if it can be pickled, the exception."""
 
     result: Any = None
     error: str | None = None
     exception: bytes | None = None
-    stamp: float = field(default_factory=time.monotonic)  # one clock for all processes of a machine
+    stamp: float = field(default_factory=time.monotonic)  # all processes of a machine share this clock
 
 
 def _choose_context(accelerator: str) -> Any:
-    """How ranks start: forked; on GPUs new, as a fork of what has looked for a GPU can use none."""
+    """Fork ranks on CPUs; spawn them on GPUs, because a fork of a process that has initialized CUDA cannot use it."""
     if accelerator != "cpu":
         return mp.get_context("spawn")
     context = mp.get_context("forkserver")
@@ -264,22 +263,25 @@ def _choose_context(accelerator: str) -> Any:
 
 
 def _serve(connection: Connection, variables: dict[str, str], folder: str, timeout: float, modules: list[str]) -> None:
-    """The life of a rank: join the group, then answer calls until the other end goes away."""
-    gc.freeze()  # what the fork server has imported is nobody's garbage, and shared as long as it is not touched
-    gc.set_threshold(20_000, 20, 50)  # what a call leaves is collected after it
-    os.setsid()  # a group of its own, so that what it starts (a checkpoint writer's process) can be killed with it
+    """Main function of a rank: join the group, then answer calls until the connection is closed."""
+    gc.freeze()  # keeps the modules of the fork server out of collections, and their memory shared
+    gc.set_threshold(20_000, 20, 50)  # there is a collection after each call
+    os.setsid()  # a process group that can be killed together with the rank's child processes
     if sys.platform == "linux":
-        die_with_parent()  # the fork server: a stopped rank does not notice that its connection ends
-    _finish_before_others_wake()
+        die_with_parent()  # a stopped rank does not notice the end of its connection
+        with suppress(OSError):  # a sandbox may not allow it
+            # When a thread of gloo wakes another one, let it first release the lock of the connection, which the other
+            # one would poll: that took a quarter of the time of four ranks on two cores.
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     os.environ.clear()
     os.environ.update(variables)
     _redirect_output(_log_path(Path(folder), int(variables["RANK"])))
-    for name in modules:  # they are there already in a rank that was forked
+    for name in modules:  # no-ops in a forked rank
         with suppress(ImportError):
             importlib.import_module(name)
     try:
         _join_group(folder, timeout)
-    except Exception:  # noqa: BLE001 - whatever it was, the log has it and the other end sees the exit code
+    except Exception:  # noqa: BLE001 - the log has the traceback
         traceback.print_exc()
         os._exit(1)
     groups = _copy_groups()
@@ -291,19 +293,7 @@ def _serve(connection: Connection, variables: dict[str, str], folder: str, timeo
         connection.send_bytes(_answer(call))
         _restore_groups(groups)
         gc.collect()  # engines are cycles
-        gc.freeze()  # modules and what they keep, more with each call: DeepSpeed's own collections walk it no more
-
-
-def _finish_before_others_wake() -> None:
-    """Have Linux let this process's threads go on when others wake; its share of the processors stays the same.
-
-    A thread that sends by gloo wakes the one that receives, while it holds the lock of the connection. Had it to make
-    room there and then, the loop of gloo in its own process would try that lock without a pause until it is back: four
-    ranks on two cores spent a quarter of their time with that.
-    """
-    if sys.platform == "linux":
-        with suppress(OSError):  # a sandbox that knows no policies
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        gc.freeze()  # keeps the rest out of DeepSpeed's collections
 
 
 def _answer(call: bytes) -> bytes:
@@ -312,14 +302,14 @@ def _answer(call: bytes) -> bytes:
         data = io.BytesIO()
         _Pickler(data, pickle.HIGHEST_PROTOCOL).dump(_Answer(fn(*args, **kwargs)))
         return data.getvalue()
-    except BaseException as error:  # noqa: BLE001 - whatever ended the function is the answer
+    except BaseException as error:  # noqa: BLE001 - the answer has it
         text = traceback.format_exc()
         traceback.print_exc()
-        return pickle.dumps(_Answer(error=text, exception=_pickled(error)))
+        return pickle.dumps(_Answer(error=text, exception=_pickle_error(error)))
 
 
 class _Pickler(pickle.Pickler):
-    """Plain tensors as their bytes, to be a CPU's: torch's own way writes and reads a whole file for each of them."""
+    """Pickles plain tensors as bytes, for the CPU; torch would write a file for each tensor."""
 
     def reducer_override(self, obj: Any) -> Any:
         import torch
@@ -341,14 +331,14 @@ def _make_tensor(data: bytes, dtype: Any, shape: tuple[int, ...]) -> Any:
     return torch.frombuffer(bytearray(data), dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
 
 
-def _pickled(error: BaseException) -> bytes | None:
-    """The exception if it survives a round trip. KeyboardInterrupt and the like do not leave the rank."""
+def _pickle_error(error: BaseException) -> bytes | None:
+    """Pickle an exception; None if that fails, or if it is a KeyboardInterrupt or the like."""
     if not isinstance(error, Exception):
         return None
     try:
         data = pickle.dumps(error)
         pickle.loads(data)
-    except Exception:  # noqa: BLE001 - any failure means that the text has to do
+    except Exception:  # noqa: BLE001 - the answer then only has the text
         return None
     return data
 
@@ -357,14 +347,15 @@ def _join_group(folder: str, timeout: float) -> None:
     import deepspeed
     import torch
 
-    backend = importlib.import_module("deepspeed.comm.torch")  # deepspeed.comm's attribute torch is torch itself
+    backend = importlib.import_module("deepspeed.comm.torch")  # the attribute deepspeed.comm.torch is torch itself
     torch.set_num_threads(1)
-    # Without the shared-memory op DeepSpeed falls back to gloo: nothing to compile (a minute on a fresh machine), and
-    # no 69 MB per rank left in /dev/shm.
+    # Without the shared-memory op DeepSpeed uses gloo: no compilation of a minute, no 69 MB per rank in /dev/shm.
     if hasattr(backend, "build_shm_op"):
         vars(backend)["build_shm_op"] = lambda: None
     _share_device()
-    _ask_for_the_processor_once()
+    with suppress(ImportError, AttributeError):  # DeepSpeed's CPU optimizers query it often, for a second each
+        cpuinfo = vars(importlib.import_module("cpuinfo.cpuinfo"))
+        cpuinfo["get_cpu_info_json"] = functools.cache(cpuinfo["get_cpu_info_json"])
     chosen = _choose_backend(int(os.environ["WORLD_SIZE"]))
     options: dict[str, Any] = {
         "init_method": f"file://{folder}/store",
@@ -372,14 +363,14 @@ def _join_group(folder: str, timeout: float) -> None:
         "world_size": int(os.environ["WORLD_SIZE"]),
         "timeout": timedelta(seconds=timeout),
     }
-    if chosen == SHARED:  # DeepSpeed would bind it to a device, which it has not
+    if chosen == SHARED:  # DeepSpeed would bind the group to a device
         torch.distributed.init_process_group(chosen, **options)
     deepspeed.init_distributed(dist_backend=chosen, verbose=False, **options)
     _share_groups()
 
 
 def _choose_backend(ranks: int) -> str:
-    """On CPUs gloo; the accelerator's own where each rank has a device, else one that lets ranks share a GPU."""
+    """Choose gloo on CPUs, the accelerator's backend if each rank has a device, else the one for shared GPUs."""
     from deepspeed.accelerator import get_accelerator
 
     device = get_accelerator()
@@ -393,19 +384,8 @@ def _choose_backend(ranks: int) -> str:
     return SHARED
 
 
-def _ask_for_the_processor_once() -> None:
-    """DeepSpeed's CPU optimizers have py-cpuinfo start processes of its own for each answer, a second every time."""
-    with suppress(ImportError, AttributeError):
-        cpuinfo = vars(importlib.import_module("cpuinfo.cpuinfo"))
-        cpuinfo["get_cpu_info_json"] = functools.cache(cpuinfo["get_cpu_info_json"])
-
-
 def _share_device() -> None:
-    """Let all gloo groups of this process go through one device.
-
-    Each group would have one of its own, with a thread that looks a hundred times a second whether there is anything to
-    do: worlds that do nothing would take a fifth of a core.
-    """
+    """Let all gloo groups of this process share a device; each device has a thread that polls."""
     from torch.distributed import distributed_c10d
 
     gloo: Any = distributed_c10d.ProcessGroupGloo
@@ -415,19 +395,16 @@ def _share_device() -> None:
         def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **more: Any):
             options = gloo._Options()
             options._timeout, options._devices = timeout, [device]
-            for name, value in more.items():  # those of later releases
+            for name, value in more.items():  # of later releases
                 setattr(options, name, value)
             super().__init__(store, rank, size, options)
-            made.append(self)  # as long as it lives torch gives this object back, which knows its class
+            made.append(self)  # torch returns this object, with its class, while it is alive
 
     vars(distributed_c10d)["ProcessGroupGloo"] = SharedGloo
 
 
 def _share_groups() -> None:
-    """Let `torch.distributed.new_group` give the same group for the same ranks.
-
-    An engine makes a dozen groups and never destroys them, and each has threads and connections.
-    """
+    """Let `torch.distributed.new_group` return the same group for the same ranks: engines never destroy theirs."""
     import torch.distributed
 
     make, made = torch.distributed.new_group, dict[object, Any]()
@@ -444,17 +421,17 @@ def _share_groups() -> None:
 
 
 def _copy_groups() -> dict[str, Any]:
-    """DeepSpeed's globals of parallel groups: an engine with an mpu leaves its degrees to the next one's."""
+    """Copy DeepSpeed's globals of parallel groups, which an engine with an mpu changes."""
     from deepspeed.utils import groups
 
     names = [name for name in vars(groups) if name in ("mpu", "mesh_device") or name.lstrip("_").isupper()]
     return {name: copy.copy(getattr(groups, name)) for name in names}
 
 
-def _restore_groups(noted: Mapping[str, Any]) -> None:
+def _restore_groups(copies: Mapping[str, Any]) -> None:
     from deepspeed.utils import groups
 
-    for name, value in noted.items():
+    for name, value in copies.items():
         setattr(groups, name, copy.copy(value))
 
 
@@ -464,7 +441,7 @@ def _redirect_output(path: Path) -> None:
     sys.stderr.flush()
     os.dup2(log, 1)
     os.dup2(log, 2)
-    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True, chain=True)  # and the process ends
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True, chain=True)  # the default action ends the process
 
 
 def _log_path(folder: Path, rank: int) -> Path:
@@ -472,7 +449,7 @@ def _log_path(folder: Path, rank: int) -> Path:
 
 
 def _kill_group(process: mp.process.BaseProcess) -> None:
-    for kill in (os.killpg, os.kill):  # the group is only there once the rank has called setsid
+    for kill in (os.killpg, os.kill):  # the group exists once the rank has called setsid
         try:
             kill(_get_pid(process), signal.SIGKILL)
         except ProcessLookupError:
