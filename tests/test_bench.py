@@ -1,4 +1,4 @@
-"""The benchmarks' own code: commands, their tables and their targets."""
+"""Code of the benchmarks: commands, tables and targets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.until import wait_until
 
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The tables' module, and through it the jobs'."""
+    """The module of the tables, which imports that of the jobs."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "bench"))
     return importlib.import_module("offline_report")
 
@@ -47,18 +47,18 @@ print('{{"seconds": 0.25, "phases": {{"sync": 0.1}}}}')
 
     monkeypatch.setattr(commands, "_read_kib", look)
     begin = time.perf_counter()
-    told = commands.run_command([sys.executable, "-c", code], tmp_path / "logs" / "log")
+    done = commands.run_command([sys.executable, "-c", code], tmp_path / "logs" / "log")
     outside = time.perf_counter() - begin
-    assert told.code == 0
-    assert float(told.output.split()[1]) < told.seconds < outside
-    assert told.data() == {"seconds": 0.25, "phases": {"sync": 0.1}}
-    assert 64 << 20 < told.peak_bytes < 200 << 20
-    assert told.io.requested > 0
+    assert done.code == 0
+    assert float(done.output.split()[1]) < done.seconds < outside
+    assert done.data() == {"seconds": 0.25, "phases": {"sync": 0.1}}
+    assert 64 << 20 < done.peak_bytes < 200 << 20
+    assert done.io.requested > 0
 
 
 def test_a_command_that_fails_leaves_its_errors(offline: ModuleType, tmp_path: Path) -> None:
-    told = sys.modules["commands"].run_command([sys.executable, "-c", "raise SystemExit('no')"], tmp_path / "log")
-    assert told.code == 1
+    done = sys.modules["commands"].run_command([sys.executable, "-c", "raise SystemExit('no')"], tmp_path / "log")
+    assert done.code == 1
     assert (tmp_path / "log").read_text() == "no\n"
 
 
@@ -110,7 +110,7 @@ def test_a_section_has_every_job_that_ran(offline: ModuleType, found: Any) -> No
     assert "upstream, best workers" not in section  # it did not run
 
 
-def test_what_failed_is_told_and_not_tried_again(offline: ModuleType) -> None:
+def test_a_failed_command_is_reported_and_not_repeated(offline: ModuleType) -> None:
     commands = sys.modules["commands"]
     tried = []
 
@@ -126,7 +126,7 @@ def test_what_failed_is_told_and_not_tried_again(offline: ModuleType) -> None:
     assert offline.convert_targets(found, "")[0].reached is None
 
 
-def test_scaling_is_told_from_rounds(offline: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scaling_comes_from_rounds(offline: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     scaling = importlib.import_module("scaling")
     run = sys.modules["commands"].Run
     seconds = {"ours-workers-1": (4.0, 5.0), "ours-workers-2": (2.0, 2.0)}
@@ -147,58 +147,59 @@ def report(offline: ModuleType) -> ModuleType:
     return sys.modules["report"]
 
 
-def test_the_faster_way_to_read_is_the_floor(report: ModuleType) -> None:
-    """In each round apart; where a file system has one way alone that one counts."""
-    measured = [
-        *(report.Measured("floor-2", round_, seconds, 1, 1) for round_, seconds in enumerate((1.0, 2.0, 1.0))),
-        report.Measured("floor-2-direct", 0, 2.0, 1, 1),
-        report.Measured("floor-2-direct", 1, 1.0, 1, 1),
-        report.Measured("floor-2-direct", 2, 0.0, 1, 1, fault="this file system has no O_DIRECT"),
-        *(report.Measured("ours-2", round_, seconds, 1, 1) for round_, seconds in enumerate((1.5, 1.5, 3.0))),
-    ]
+def measure(report: ModuleType, case: str, seconds: tuple[float, ...], **more: Any) -> list[Any]:
+    """One measurement per round."""
+    return [report.Measured(case, number, each, 1, 1, **more) for number, each in enumerate(seconds)]
+
+
+def find_target(report: ModuleType, measured: list[Any], cases: list[Any], text: str) -> tuple[float, bool]:
     results = report.Results(tuple(measured), 1, 1, None, 0, "")
-    assert results.ratio("ours-2", "floor-2") == 1.5
+    (target,) = [target for target in report.make_targets(results, cases) if text in target.text]
+    return target.value, target.reached
+
+
+def test_the_faster_way_to_read_is_the_floor_of_each_round(report: ModuleType) -> None:
+    """If a file system has only one way, that one counts."""
+    measured = measure(report, "floor-2", (1.0, 2.0, 1.0)) + measure(report, "floor-2-direct", (2.0, 1.0))
+    measured += [report.Measured("floor-2-direct", 2, 0.0, 1, 1, fault="this file system has no O_DIRECT")]
+    measured += measure(report, "ours-2", (1.5, 1.5, 3.0))
     case = report.Case("ours-2", "ours", floor="floor-2", floor_limit=1.5)
-    (target,) = [target for target in report.make_targets(results, [case]) if "floor" in target.text]
-    assert (target.value, target.reached) == (1.5, True)
+    assert find_target(report, measured, [case], "floor") == (1.5, True)
 
 
-def test_sections_take_the_place_of_those_with_their_titles(report: ModuleType) -> None:
+def test_a_load_is_compared_with_a_load_of_the_same_state_from_a_tag(report: ModuleType) -> None:
+    measured = measure(report, "ours-tag", (2.0,)) + measure(report, "ours-fsdp", (2.5,))
+    cases = [report.Case("ours-tag", "tag"), report.Case("ours-fsdp", "fsdp", twin="ours-tag", twin_limit=1.15)]
+    assert find_target(report, measured, cases, "of a tag") == (1.25, False)
+    results = report.Results(tuple(measured), 1, 1, None, 0, "")
+    assert "÷ that of a tag" in report.cases_table(results, cases)
+
+
+def test_the_time_of_the_decision_is_compared_with_deepspeeds_load(report: ModuleType) -> None:
+    phases = [{"index": index, "own load": 1.0} for index in (0.02, 0.03, 0.1)]
+    measured = [report.Measured("on-4", number, 1.0, 1, 1, phases=each) for number, each in enumerate(phases)]
+    assert find_target(report, measured, [report.Case("on-4", "the plugin on", index_limit=0.02)], "") == (0.03, False)
+
+
+def test_sections_replace_those_with_the_same_title(report: ModuleType) -> None:
     page = "# Page\n\nHead.\n\n## One\n\nold\n\n## Two\n\nstays\n"
     put = report.put_sections(page, ["## One\n\nnew\n", "## Three\n\nmore\n"])
     assert put == "# Page\n\nHead.\n\n## One\n\nnew\n\n## Two\n\nstays\n\n## Three\n\nmore"
 
 
-def test_a_load_is_held_against_that_of_the_same_state_from_a_tag(report: ModuleType) -> None:
-    measured = [report.Measured(name, 0, seconds, 1, 1) for name, seconds in (("ours-tag", 2.0), ("ours-fsdp", 2.5))]
-    cases = [report.Case("ours-tag", "tag"), report.Case("ours-fsdp", "fsdp", twin="ours-tag", twin_limit=1.15)]
-    results = report.Results(tuple(measured), 1, 1, None, 0, "")
-    (target,) = [target for target in report.make_targets(results, cases) if "of a tag" in target.text]
-    assert (target.value, target.reached) == (1.25, False)
-    assert "÷ that of a tag" in report.cases_table(results, cases)
-
-
 def test_a_load_of_other_values_is_timed_in_every_round(report: ModuleType) -> None:
-    """Unlike one that came to nothing."""
+    """A load that fails is not."""
     faults = {"upstream-dp2": (2.0, "loads other values"), "upstream-z3": (0.0, "fails")}
 
     def measure(case: str, round_: int) -> Any:
         seconds, fault = faults[case]
         return report.Measured(case, round_, seconds, 3 << 30, fault=fault)
 
-    told: list[str] = []
-    found = sys.modules["rounds"].run_in_turns([*faults], 2, measure, told.append)
+    lines: list[str] = []
+    found = sys.modules["rounds"].run_in_turns([*faults], 2, measure, lines.append)
     tried = sorted((each.case, each.round) for each in found)
     assert tried == [("upstream-dp2", 0), ("upstream-dp2", 1), ("upstream-z3", 0)]
-    assert told[-1].startswith("round 2/2  upstream-dp2      2.00 s")
-
-
-def test_the_decision_is_held_against_the_load_that_it_leaves_to_deepspeed(report: ModuleType) -> None:
-    phases = [{"index": 0.02, "own load": 1.0}, {"index": 0.03, "own load": 1.0}, {"index": 0.1, "own load": 1.0}]
-    measured = tuple(report.Measured("on-4", n, 1.0, 1, 1, phases=each) for n, each in enumerate(phases))
-    results = report.Results(measured, 1, 1, None, 0, "")
-    (target,) = report.make_targets(results, [report.Case("on-4", "the plugin on", index_limit=0.02)])
-    assert (target.value, target.reached) == (0.03, False)
+    assert lines[-1].startswith("round 2/2  upstream-dp2      2.00 s")
 
 
 @pytest.mark.parametrize("direct", [False, True])
@@ -210,15 +211,15 @@ def test_the_floor_reads_every_byte_once(offline: ModuleType, direct: bool, tmp_
     if direct and not floor.allows_direct(tmp_path / "a.pt"):
         pytest.skip("this file system has no O_DIRECT")
     with ranks.Ranks(2, floor.floor_body(pieces, direct=direct), tmp_path / "log") as launched:
-        told = launched.run()
-    assert sum(each["io"].requested for each in told) >= 5_105_001
+        found = launched.run()
+    assert sum(each["io"].requested for each in found) >= 5_105_001
     beyond = floor.floor_body([floor.Piece(tmp_path / "b.pt", 5000, 2)], direct=direct)
     with ranks.Ranks(1, beyond, tmp_path / "log") as launched, pytest.raises(ranks.RankFailed, match="EOFError"):
         launched.run()
 
 
 def test_a_store_serves_a_folder_as_s3_does(offline: ModuleType, tmp_path: Path) -> None:
-    """As the plugin reads it, and as plain GETs do; what it has sent is counted."""
+    """The plugin and plain GETs read it; the bytes sent are counted."""
     objects, floor, ranks = importlib.import_module("objects"), sys.modules["floor"], sys.modules["ranks"]
     data = bytes(range(256)) * 5000
     root = tmp_path / "run"
@@ -238,8 +239,8 @@ with store.open_stored(root + "/step1/a.pt") as file:
     file.read([memoryview(view)], 300)
 print(view.hex())
 """
-        told = sys.modules["commands"].run_command([sys.executable, "-c", code], tmp_path / "log")
-        assert bytes.fromhex(told.output.strip()) == data[300:1300], (tmp_path / "log").read_text()
+        done = sys.modules["commands"].run_command([sys.executable, "-c", code], tmp_path / "log")
+        assert bytes.fromhex(done.output.strip()) == data[300:1300], (tmp_path / "log").read_text()
         before = store.served
         body = objects.get_body(store, root, [floor.Piece(root / "step1" / "a.pt", 10, 1_000_000)], 2)
         with ranks.Ranks(2, body, tmp_path / "log") as launched:
@@ -272,20 +273,18 @@ ROUND = {
 SAVED = {"saves": [ROUND, {**ROUND, "eager": 0.5, "copy": 0.1}, ROUND]}
 
 
-def test_stalls_are_held_against_floors_of_their_rounds(saves: ModuleType) -> None:
+def test_stalls_are_compared_with_floors_of_their_rounds(saves: ModuleType) -> None:
     targets = {target.text: target for target in (row.as_target() for row in saves.list_rows(SAVED) if row.limit)}
     missed = {text: round(target.value, 3) for text, target in targets.items() if not target.reached}
-    assert missed == {
-        "upload to S3 ÷ plain PUTs": 1.5,
-    }
+    assert missed == {"upload to S3 ÷ plain PUTs": 1.5}
     assert targets["stall ÷ one copy of the state"].value == 1.25
     assert targets["stall ÷ DeepSpeed's own save, durable"].value == 0.25 / 3
 
 
-def test_what_was_not_measured_is_told(saves: ModuleType) -> None:
-    told = {"command": "python bench/saves.py", "machine": "a machine", "params_m": 4.0, "ranks": 2}
+def test_missing_measurements_are_named(saves: ModuleType) -> None:
+    facts = {"command": "python bench/saves.py", "machine": "a machine", "params_m": 4.0, "ranks": 2}
     resumed = {"seconds": 1.0, "again": 0.5, "fresh": 1.0, "cold seconds": 2.0}
-    found = {**SAVED, **told, "resumes": {"1 rank": [resumed] * 3}}
+    found = {**SAVED, **facts, "resumes": {"1 rank": [resumed] * 3}}
     section = saves.make_section(found)
     assert "A lost node was not measured. DLRover was left out (`--dlrover`).\n" in section
     row = next(line for line in section.splitlines() if "cache cold" in line)
@@ -300,8 +299,7 @@ def test_what_was_not_measured_is_told(saves: ModuleType) -> None:
     assert "| 7 bytes (7-7) " in saves.make_section(lost) and "A lost node" not in saves.make_section(lost)
 
 
-def test_memory_that_a_process_has_for_a_moment_is_seen(saves: ModuleType) -> None:
-    """Of a process in which nothing else comes and goes."""
+def test_short_peaks_of_memory_are_measured(saves: ModuleType) -> None:
     code = "print('there', flush=True); input(); held = bytearray(b'x' * (40 << 20)); input(); del held; print('gone')"
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
@@ -323,7 +321,7 @@ def test_writers_below_a_folder_are_ended(saves: ModuleType, tmp_path: Path) -> 
     started[1].communicate()
 
 
-def test_the_house_is_measured_in_a_checkout(offline: ModuleType, tmp_path: Path) -> None:
+def test_the_house_report_of_a_checkout(offline: ModuleType, tmp_path: Path) -> None:
     house = importlib.import_module("house")
     package = tmp_path / "deepspeed_ucp"
     (package / "low").mkdir(parents=True)

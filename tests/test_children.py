@@ -85,7 +85,7 @@ if __name__ == "__main__":
 
 
 def test_data_loaders_go_on_until_the_save(tmp_path: Path) -> None:
-    """The process group is signaled, and workers that hang neither keep the process from ending nor remain."""
+    """The process group is signaled; hung workers neither delay the end of the process nor survive it."""
     script = tmp_path / "loaders.py"
     script.write_text(LOADERS)
     with (tmp_path / "output").open("w") as output:
@@ -97,5 +97,5 @@ def test_data_loaders_go_on_until_the_save(tmp_path: Path) -> None:
             code = process.wait(300)
         finally:
             process.kill()
-    told = (tmp_path / "output").read_text()
-    assert code == 0 and told.splitlines()[-2:] == ["saved", "ends [False, False]"], told
+    output = (tmp_path / "output").read_text()
+    assert code == 0 and output.splitlines()[-2:] == ["saved", "ends [False, False]"], output

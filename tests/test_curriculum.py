@@ -1,4 +1,4 @@
-"""DeepSpeed's curriculum sampler through a save: what it draws, its clusters, and what it leaves alone."""
+"""Saves and loads of DeepSpeed's curriculum sampler: samples, clusters and random states."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def read_numpy() -> Any:
 
 
 def restore(engine: Any, saved: dict[str, Any]) -> None:
-    """What a load does with a state file, in its order."""
+    """Restore a state file as a load does."""
     restore_helpers(engine, saved, with_scheduler=True)
     hand_out(engine, saved)
 
 
 def test_a_resumed_sampler_draws_what_the_uninterrupted_run_would(tmp_path: Path) -> None:
-    """Over the end of a cluster, which is shuffled then."""
+    """Beyond the end of a cluster, which is then shuffled."""
     sampler, path = make_trained(tmp_path), str(tmp_path / "states.pt")
     engine = make_engine(sampler)
     rng.follow(engine)
@@ -53,8 +53,8 @@ def test_a_resumed_sampler_draws_what_the_uninterrupted_run_would(tmp_path: Path
     assert [draw(resumed) for _ in range(4)] == expected
 
 
-def test_random_states_without_the_samplers_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As an earlier release saved them; each resume draws the same, and not what the run began with."""
+def test_random_states_without_the_samplers_are_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As from earlier releases; each resume draws the same, but not as at the begin of the run."""
     plain, drawn = make_engine(None), list[float]()
     rng.follow(plain)
     saved = collect(plain, {})
@@ -88,7 +88,7 @@ def test_a_load_leaves_no_clusters_of_before_and_numpys_generator_alone(rank: in
         np.random.set_state(before)  # noqa: NPY002
 
 
-def test_clusters_that_deepspeeds_own_load_would_add_to_are_told(tmp_path: Path) -> None:
+def test_deepspeeds_load_would_add_clusters(tmp_path: Path) -> None:
     trained = make_trained(tmp_path)
     assert has_drawn(make_engine(trained))
     for sampler in (make_sampler(tmp_path), make_sampler(tmp_path, 1), None):

@@ -1,4 +1,4 @@
-"""Importing the package is cheap, and the hook is there in whatever order things are imported."""
+"""The package imports quickly, and installs its hook in any order of imports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEAVY = ("torch", "deepspeed", "mpi4py", "transformers")
 
 
 def run(code: str) -> str:
-    """What a new interpreter prints."""
+    """Run code in a new interpreter; returns its output."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=240, check=False
     )
@@ -26,8 +26,8 @@ def run(code: str) -> str:
     return done.stdout.strip()
 
 
-def test_what_a_command_imports_is_light() -> None:
-    """Also of the rooms that commands use; torch alone takes a second or more."""
+def test_commands_import_no_heavy_library() -> None:
+    """Torch alone takes more than a second."""
     modules = ["", ".cli.dispatch", ".sources", ".io.staging", ".plan", ".convert", ".comm", ".config", ".load"]
     found = run(f"""
         import importlib, sys
@@ -39,7 +39,7 @@ def test_what_a_command_imports_is_light() -> None:
 
 
 def test_an_import_opens_nothing() -> None:
-    """An import opens no socket, thread or file, and imports no slow module: the package's own part takes 0.05 s."""
+    """An import opens no socket, thread or file, and imports no slow module."""
     found = run("""
         import sys, threading
         seen, before = [], set(sys.modules)
@@ -53,9 +53,7 @@ def test_an_import_opens_nothing() -> None:
     assert found == "[] [] 1 set()"
 
 
-def test_a_command_starts_without_what_only_some_checkpoints_need() -> None:
-    """Seals and manifests are checked by pydantic, which with its schemas takes longer to import than a small folder
-    to look at."""
+def test_a_command_starts_without_libraries_that_only_some_checkpoints_need() -> None:
     found = run("""
         import importlib, sys
         for name in ("cli.verify", "cli.inspect", "examine.verify", "sources.open"):
@@ -67,14 +65,14 @@ def test_a_command_starts_without_what_only_some_checkpoints_need() -> None:
 
 @pytest.mark.engine_smoke
 def test_every_module_imports() -> None:
-    """Whatever a release of DeepSpeed does not have is imported where it is used; what a package exports is there."""
+    """Features that some releases of DeepSpeed lack are imported at their use; all exported names exist."""
     for module in pkgutil.walk_packages(deepspeed_ucp.__path__, "deepspeed_ucp."):
         if not module.name.endswith("__main__"):  # that one runs
             imported = importlib.import_module(module.name)
             assert [name for name in getattr(imported, "__all__", ()) if not hasattr(imported, name)] == []
 
 
-# DeepSpeed itself takes seconds to import and is the same in all orders: packages of its name stand in for it.
+# A stand-in for DeepSpeed, which takes seconds to import.
 FAKE = """
 import sys, types, importlib.abc, importlib.machinery, threading, time
 
@@ -153,9 +151,8 @@ def test_uninstalling_cancels(order: str) -> None:
     assert run(FAKE + order).startswith("[False, False]")
 
 
-def test_an_import_from_within_the_engines_own_module_says_what_to_do() -> None:
-    """There is no moment at which the hook could be put in by itself."""
-    told = run(
+def test_an_import_from_within_the_engines_module_is_a_warning() -> None:
+    printed = run(
         FAKE
         + """
 import logging; logging.basicConfig(stream=sys.stdout, format="%(message)s")
@@ -164,12 +161,12 @@ import deepspeed; told()
 deepspeed_ucp = sys.modules["deepspeed_ucp"]; deepspeed_ucp.install(); told()
 """
     )
-    warning, before, after = told.splitlines()
+    warning, before, after = printed.splitlines()
     assert "call deepspeed_ucp.install() after it" in warning
     assert (before, after) == ("[False, False] absent", "[True, True] None")
 
 
-# A library around DeepSpeed: a class, one that inherits what is wrapped, and a function that another module calls.
+# A library that uses DeepSpeed: a class, one that inherits a wrapped method, and a function of another module.
 LIBRARY = """
 SOURCES.update({
     "library": "",
@@ -197,30 +194,29 @@ def use():
     ids=["ours-first", "library-first"],
 )
 def test_a_trainer_is_wrapped_like_deepspeed(order: str) -> None:
-    """As soon as it is imported, which does not import DeepSpeed; without that it runs as it is. Uninstalling puts back
-    what it had itself."""
-    told = run(
+    """Right after its import, which does not import DeepSpeed; without DeepSpeed the original runs."""
+    printed = run(
         FAKE
         + LIBRARY
         + order
         + "; use(); print('deepspeed' in sys.modules); import deepspeed; use(); attach.uninstall(); use()"
     )
-    without, names, imported, wrapped, _, own, own_names = told.splitlines()
+    without, names, imported, wrapped, _, own, own_names = printed.splitlines()
     assert without == own == "['own 3', 'own here', 'own', 'own']"
     assert wrapped == "['ours, own 3', 'ours, own here', 'ours, own', 'own']"
     assert (names, imported, own_names) == ("own here ['save', 'train']", "False", "own here ['train']")
 
 
-def test_what_a_release_lacks_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Except where old releases need nothing there."""
+def test_a_missing_method_is_one_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Unless old releases do not need it."""
     trainer = ModuleType("library.trainer")
     row = attach.Wrapped("library.trainer", "library.trainer", "Trainer.of_another_release", "hook", "resume")
     monkeypatch.setitem(sys.modules, trainer.__name__, trainer)
     monkeypatch.setattr(attach, "TABLE", [row, row._replace(name="of_a_newer_one", newer=True)])
     for _ in range(2):
         attach.install_when_imported()
-    (told,) = caplog.messages
-    assert told.startswith("this release of library has no Trainer.of_another_release")
+    (message,) = caplog.messages
+    assert message.startswith("this release of library has no Trainer.of_another_release")
 
 
 def test_deepspeed_itself_gets_the_hook() -> None:
@@ -230,7 +226,7 @@ def test_deepspeed_itself_gets_the_hook() -> None:
     assert attach._originals
 
 
-def test_public_names_are_there() -> None:
+def test_public_names_exist() -> None:
     for name in deepspeed_ucp.__all__:
         assert getattr(deepspeed_ucp, name)
         assert name in dir(deepspeed_ucp)

@@ -1,4 +1,4 @@
-"""Random states of one world in another."""
+"""Random states in another topology."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def make_states(degrees: Degrees, axes: tuple[int, ...]) -> dict[rng.Coords, rng
 
 
 def make_file(states: dict[rng.Coords, rng.State], stage: int, tensor: int) -> dict[str, Any]:
-    """What the file of a model-parallel rank tells, by its first data-parallel rank."""
-    held = [(coords, {"torch": state}) for coords, state in states.items() if coords[:2] == (stage, tensor)]
-    return rng.make_record(held, {"torch": rng.find_axes(states)}, 11, 5)
+    """The file of a model-parallel rank, written by its first data-parallel rank."""
+    known = [(coords, {"torch": state}) for coords, state in states.items() if coords[:2] == (stage, tensor)]
+    return rng.make_record(known, {"torch": rng.find_axes(states)}, 11, 5)
 
 
 def read_own(states: dict[rng.Coords, rng.State], saved: Degrees, place: Place) -> dict[str, Any]:
-    """The file that a rank reads: its own at the saved model-parallel degrees, else the first."""
+    """The file that a rank reads: its own at the saved model-parallel degrees, else that of the first rank."""
     same = (place.pp, place.tp) == saved[:2]
     return make_file(states, place.pp_rank if same else 0, place.tp_rank if same else 0)
 
@@ -68,14 +68,14 @@ def test_in_another_world_none_that_differ_coincide(saved: Degrees, live: Degree
             assert state == states[rng.project(coords, kept)]
 
 
-def test_ranks_that_were_there_keep_their_states() -> None:
+def test_saved_ranks_keep_their_states() -> None:
     states = make_states((1, 1, 2), (2,))
     found = [rng.find_state(make_file(states, 0, 0), "torch", place) for place in list_places((1, 1, 4))]
     assert found[:2] == list(states.values())
     assert all(isinstance(state, int) for state in found[2:])
 
 
-def test_where_all_ranks_draw_alike_new_ones_do_too() -> None:
+def test_new_ranks_share_the_state_of_ranks_that_drew_alike() -> None:
     states = make_states((1, 1, 2), ())
     found = [rng.find_state(make_file(states, 0, 0), "torch", place) for place in list_places((1, 2, 4))]
     assert found == [states[0, 0, 0]] * 8
@@ -102,23 +102,22 @@ def test_a_generator_goes_on_where_it_stood(name: str) -> None:
     assert [draw(0, 1) if name == "python" else draw() for _ in range(700)] == first
 
 
-def test_a_saved_tracker_that_is_not_there_is_told(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As where a script loads before it makes its tensor-parallel ranks draw apart."""
+def test_a_missing_tracker_is_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Such as in a script that loads before it seeds its tensor-parallel ranks."""
     place = Place(0, 1, 0, 1, 0, 1)
     monkeypatch.setattr(rng, "find_place", lambda engine: place)
-    own = {name: each.read() for name, each in rng.list_generators().items()}
-    for held, told in ((own, False), ({**own, "accelerator": (b"",)}, False), ({**own, "tracker:mp": (b"",)}, True)):
-        saved = rng.make_record([(coords_of(place), held)], dict.fromkeys(held, ()), 1, 2)
+    states = {name: each.read() for name, each in rng.list_generators().items()}
+    for name in ("python", "accelerator", "tracker:mp"):
+        known = {name: (b"",), **states}
+        saved = rng.make_record([(coords_of(place), known)], dict.fromkeys(known, ()), 1, 2)
         rng._restore_and_log(None, saved)
-        assert ("tracker:mp" in caplog.text) is told
+        assert ("tracker:mp" in caplog.text) is (name == "tracker:mp")
 
 
 @pytest.mark.parametrize(
     "saved", [{}, [], {"version": 9}, {"version": 1}, {"version": 1, "axes": {"python": (7,)}, "states": {"python": 3}}]
 )
-def test_another_form_is_refused(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_form_is_refused(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rng, "find_place", lambda engine: Place(0, 1, 0, 1, 0, 1))
     with pytest.raises(CheckpointError, match="random state"):
         rng.restore(None, saved)

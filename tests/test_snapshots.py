@@ -1,4 +1,4 @@
-"""Snapshots without an engine: what is asked for, and what counts as one."""
+"""Automatic snapshots, without an engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from deepspeed_ucp.errors import ConfigError
 
 
 class Engine(SimpleNamespace):
-    """As much of an engine as is asked for."""
+    """The methods of an engine that snapshots use."""
 
     global_steps = 0
 
@@ -41,19 +41,19 @@ def step(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("every", [0, -1, True, 2.5, "5", "0s", "5 s", "5m", "often", "auto", None])
-def test_what_every_is(every: Any, engine: Engine) -> None:
+def test_an_invalid_interval_is_refused(every: Any, engine: Engine) -> None:
     with pytest.raises(ConfigError, match=r'a number of steps \(20\) or seconds \("30s"\)'):
         snapshots.follow(engine, "folder", every=every)
 
 
 @pytest.mark.parametrize("config", [None, UniversalConfig()])
-def test_saves_have_to_go_into_memory(config: UniversalConfig | None, engine: Engine) -> None:
+def test_saves_into_memory_are_required(config: UniversalConfig | None, engine: Engine) -> None:
     engine._config.ucp_config = config
     with pytest.raises(ConfigError, match=r'"checkpoint.universal": \{"save": true\}'):
         snapshots.follow(engine, "folder", every=5)
 
 
-def test_who_follows_again_has_the_last_word(engine: Engine) -> None:
+def test_a_second_follow_replaces_the_first(engine: Engine) -> None:
     snapshots.follow(engine, "folder", every=1)
     snapshots.follow(engine, "folder", every=3, client_state=lambda: {"mine": engine.global_steps})
     for _ in range(8):
@@ -62,7 +62,7 @@ def test_who_follows_again_has_the_last_word(engine: Engine) -> None:
     assert len(engine.hooks) == 1
 
 
-def test_a_save_takes_the_place_of_one_where_a_load_finds_it(engine: Engine, tmp_path: Path) -> None:
+def test_a_save_to_the_same_folder_restarts_the_interval(engine: Engine, tmp_path: Path) -> None:
     os.symlink(tmp_path, tmp_path / "link")
     snapshots.follow(engine, tmp_path / "link" / "folder", every=3)
     for folder, latest in (("folder", True), ("folder", False), ("elsewhere", True)):
@@ -73,8 +73,8 @@ def test_a_save_takes_the_place_of_one_where_a_load_finds_it(engine: Engine, tmp
     assert [tag for tag, _ in engine.saves] == ["snapshot_step6", "snapshot_step9"]
 
 
-def test_a_load_begins_anew(engine: Engine) -> None:
-    """What was prepared is of another run."""
+def test_a_load_restarts_the_interval(engine: Engine) -> None:
+    """And drops a prepared snapshot."""
     snapshots.follow(engine, "folder", every=2)
     step(engine)
     step(engine)

@@ -1,4 +1,4 @@
-"""``DEEPSPEED_UCP=1`` is enough: what Python does at its start, and what it does not."""
+"""``DEEPSPEED_UCP=1`` turns the plugin on at the start of Python."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.test_import import FAKE
 
 ROOT = Path(__file__).parents[1]
 START = f"import site, sys; site.addsitedir({str(ROOT)!r})\n"
-"""Python's own start, with the lines of the ``.pth`` file here: an installed one is in site-packages."""
+"""The start of Python with the ``.pth`` file of this checkout, which an installation has in site-packages."""
 TELL = "print([name for name in ('deepspeed_ucp_startup', 'deepspeed_ucp') if name in sys.modules])\n"
 
 
 def run(code: str, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Code, behind what Python does at its start; an installed ``.pth`` file does not see the variables before that."""
+    """Run code after the start of Python; an installed ``.pth`` file does not see the variables, which are set late."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("DEEPSPEED_UCP")}
     seen = f"import os\nos.environ.update({variables!r})\n"
     command = [sys.executable, *flags, "-c", seen + FAKE + START + code]
@@ -36,7 +36,7 @@ def test_without_the_variable_nothing_is_imported() -> None:
 
 @pytest.mark.parametrize("flag", ["-B", "-I", "-E"])
 def test_with_the_variable_the_plugin_comes_with_deepspeed(flag: str) -> None:
-    """And not before it, since it takes a while to import; once, although the line is run twice in an environment."""
+    """Not before, since it takes a while to import; once, although an environment may run the line twice."""
     code = TELL + START + TELL + "import deepspeed; told()\n" + TELL
     code += "print(sum(type(each).__name__ == '_Waker' for each in sys.meta_path))"
     before, again, wrapped, after, wakers = run(code, flag, DEEPSPEED_UCP='{"seal": true}').stdout.splitlines()
@@ -55,7 +55,7 @@ def test_off_is_off(word: str) -> None:
 
 
 def test_the_file_that_replaces_the_line_names_what_it_calls() -> None:
-    """Of PEP 829, which only newer Pythons read."""
+    """The file of PEP 829, for newer Pythons."""
     assert pkgutil.resolve_name((ROOT / "deepspeed_ucp.start").read_text().strip()) is startup.start
 
 
@@ -65,12 +65,11 @@ def test_the_words_for_off_are_the_configurations() -> None:
 
 
 def test_every_library_that_is_wrapped_wakes_it() -> None:
-    """As a whole: one that has begun to be imported is wrapped too late."""
+    """A library whose import has begun would be wrapped too late."""
     assert set(startup.LIBRARIES) == {each.after.partition(".")[0] for each in attach.TABLE}
 
 
-def test_an_error_stops_no_python() -> None:
-    """A line tells it."""
+def test_an_error_is_one_line() -> None:
     broken = "sys.modules['deepspeed_ucp'] = None\n"
     done = run(broken + "import deepspeed; told()", DEEPSPEED_UCP="1")
     assert done.stdout.splitlines() == ["[False, False] absent"]

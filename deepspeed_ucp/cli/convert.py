@@ -28,11 +28,10 @@ def add_parser(commands: Commands) -> None:
         commands,
         "convert",
         help="write a checkpoint as an atomic (universal) checkpoint",
-        description="Write every parameter and optimizer state of a checkpoint as files of their own, whole, in the "
-        "layout of DeepSpeed's universal checkpoints, with a manifest. Loading does not need it: "
-        "engine.load_checkpoint reads normal checkpoints of any topology. It is for moving to another cluster, for "
-        'DeepSpeed\'s own "load_universal", and for looking. A conversion that was stopped goes on where it was; the '
-        "source is never changed.",
+        description="Write each parameter and optimizer state of a checkpoint as a separate file, in the layout of "
+        "DeepSpeed's universal checkpoints, with a manifest. Loads do not need it: engine.load_checkpoint reads normal "
+        'checkpoints of any topology. Use it to move to another cluster, for DeepSpeed\'s "load_universal", or to look '
+        "into a checkpoint. An interrupted conversion continues at the next start; the source is never changed.",
         examples="""
             ds_ucp convert checkpoints/
             ds_ucp convert checkpoints/global_step1000 /fast/global_step1000_universal --workers 16

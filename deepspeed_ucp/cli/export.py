@@ -1,4 +1,4 @@
-"""``ds_ucp export``: a checkpoint's weights (and optimizer state) for other libraries."""
+"""``ds_ucp export``: write weights (and optimizer state) for other libraries."""
 
 from __future__ import annotations
 
@@ -46,16 +46,15 @@ _parse_size = make_parser(
 
 
 def add_parser(commands: Commands) -> None:
-    """The command line."""
+    """Add the parser of the command."""
     parser = add_command(
         commands,
         "export",
         help="write weights as safetensors, or all state for torch.distributed.checkpoint",
-        description="Write a checkpoint's consolidated weights as Hugging Face loads them (safetensors), or weights "
+        description="Write a checkpoint's consolidated weights for Hugging Face (safetensors), or weights "
         "and optimizer state for torch.distributed.checkpoint (dcp), which FSDP2, Accelerate, the Trainer and "
-        "torchtitan load. Weights come from the fp32 masters, straight from the files of all ranks, with bounded "
-        "memory; every byte is held against the checksum that training wrote. OUT is a new folder; it appears when it "
-        "is complete.",
+        "torchtitan load. Weights are read from the fp32 masters in the files of all ranks, with bounded memory; every "
+        "byte is compared with its checksum from training. OUT is a new folder; it appears when it is complete.",
         examples=r"""
             ds_ucp export checkpoints/ weights/ --dtype bf16
             ds_ucp export checkpoints/global_step1000 weights/ --like my-model/ --max-shard-size 2GB
@@ -67,44 +66,42 @@ def add_parser(commands: Commands) -> None:
         """,
     )
     add_checkpoint(parser)
-    parser.add_argument("out", metavar="OUT", help="folder to be made")
-    text = "for whom: Hugging Face (safetensors), or torch.distributed.checkpoint (default: hf)"
+    parser.add_argument("out", metavar="OUT", help="folder to create")
+    text = "format: Hugging Face (safetensors), or torch.distributed.checkpoint (default: hf)"
     parser.add_argument("--to", choices=("hf", "dcp"), default="hf", help=text)
-    text = "element type of floating weights and buffers; `stored` keeps each tensor's own (default: fp32)"
+    text = "element type of floating weights and buffers; `stored` keeps that of each tensor (default: fp32)"
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="fp32", help=text)
     text = "bytes per safetensors file: 500MB, 5GB, 2GiB (5GB)"
     parser.add_argument("--max-shard-size", type=_parse_size, default="5GB", metavar="SIZE", help=text)
     text = (
-        "hf: a model, as a folder or a hub's id in the local cache: its config and tokenizer are copied beside the "
-        "weights, whose names and shapes have to be its own"
+        "hf: a model (folder, or id of a cached model of the hub) with the same names and shapes; its config and "
+        "tokenizer are copied into OUT"
     )
     parser.add_argument("--like", metavar="MODEL", help=text)
-    text = "hf: an adapter of PEFT's alone, as PEFT loads it"
-    parser.add_argument("--adapter", action="store_true", help=text)
-    parser.add_argument("--merge", action="store_true", help=argparse.SUPPRESS)  # removed: `_check` names PEFT's way
-    parser.add_argument("--adapter-name", metavar="NAME", help="of the adapter (default: default)")
-    text = "adapter_config.json, or a folder with it (default: beside the checkpoint, where trainers put it)"
+    parser.add_argument("--adapter", action="store_true", help="hf: write only an adapter, in PEFT's format")
+    parser.add_argument("--merge", action="store_true", help=argparse.SUPPRESS)  # removed: `_check` names the remedy
+    parser.add_argument("--adapter-name", metavar="NAME", help="name of the adapter (default: default)")
+    text = "adapter_config.json, or its folder (default: the folder of the checkpoint, where trainers put it)"
     parser.add_argument("--adapter-config", metavar="PATH", help=text)
     text = (
-        "names that are tied to another one: leave them out, or write the data again (default: drop in safetensors, "
-        "as save_pretrained does; copy in dcp, where a model's state dict has both)"
+        "drop or copy tensors that are tied to another one (default: drop in safetensors, as save_pretrained does; "
+        "copy in dcp, as in a model's state dict)"
     )
     parser.add_argument("--tied", choices=("drop", "copy"), help=text)
     text = (
-        "name for the parameters whose whole saved name matches; {group} and {group-2} fill in named groups. May be "
-        "given several times, the first that matches counts; before the renames in --patterns"
+        "new name for parameters whose full saved name matches; {group} and {group-2} insert named groups. Can be "
+        "repeated, the first match counts; applied before the renames in --patterns"
     )
     parser.add_argument("--rename", metavar="REGEX=NAME", action="append", default=[], help=text)
-    parser.add_argument("--strip-prefix", default="", metavar="TEXT", help="cut TEXT off names that begin with it")
-    text = "keep the rows that pad a vocabulary (cut where patterns tell it)"
+    parser.add_argument("--strip-prefix", default="", metavar="TEXT", help="remove the prefix TEXT from names")
+    text = "keep the rows that pad a vocabulary (default: remove them if the patterns give its size)"
     parser.add_argument("--keep-padding", action="store_true", help=text)
-    text = "leave out what the saved run did not train, buffers aside, as zero_to_fp32.py does by this name"
+    text = "exclude parameters that the saved run did not train, but not buffers (as in zero_to_fp32.py)"
     parser.add_argument("--exclude-frozen-parameters", action="store_true", help=text)
-    parser.add_argument("--weights-only", action="store_true", help="dcp: leave the optimizer out")
+    parser.add_argument("--weights-only", action="store_true", help="dcp: exclude the optimizer")
     text = (
-        "dcp: the keys, model and optim as get_state_dict has them (torch), with flatten_optimizer_state_dict "
-        "(flattened), torchtitan's, or Accelerate's folders, which the Trainer has too, with their files beside the "
-        "checkpoint (default: torch)"
+        "dcp: keys as from get_state_dict (torch), with flatten_optimizer_state_dict (flattened), of torchtitan, or "
+        "folders of Accelerate and the Trainer, with their other files from the checkpoint's folder (default: torch)"
     )
     parser.add_argument("--layout", choices=("torch", "flattened", "torchtitan", "accelerate"), help=text)
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export at OUT")
@@ -135,16 +132,16 @@ def _check(options: argparse.Namespace) -> None:
             "PeftModel.from_pretrained(base, OUT).merge_and_unload()."
         )
     if not options.adapter and (options.adapter_name or options.adapter_config):
-        raise ConfigError("--adapter-name and --adapter-config are of --adapter.")
+        raise ConfigError("--adapter-name and --adapter-config need --adapter.")
     if options.adapter and options.like:
-        raise ConfigError("--like is for a whole model, --adapter writes an adapter alone.")
+        raise ConfigError("--like needs a full model, but --adapter writes only an adapter. Remove one of them.")
     given = [f"--{name.replace('_', '-')}" for name in of_others[options.to] if getattr(options, name)]
     if given:
         raise ConfigError(f"--to {options.to} has no {', '.join(given)}.")
 
 
 def _export(options: argparse.Namespace, index: AtomicIndex, comm: Comm) -> OutputReport:
-    rules, how = read_rules(options), make_options(options)
+    rules, how = read_rules(options), _make_options(options)
     if options.adapter:
         from ..sources.foreign.adapter import read_config
 
@@ -165,19 +162,18 @@ def _export(options: argparse.Namespace, index: AtomicIndex, comm: Comm) -> Outp
     return export_dcp(index, options.out, comm, how, rules=rules, weights_only=options.weights_only, layout=layout)
 
 
-def make_options(options: argparse.Namespace) -> ExportOptions:
-    """What the command line says, for the export.
+def _make_options(options: argparse.Namespace) -> ExportOptions:
+    """Make the options of the export.
 
     Raises:
-        ConfigError: a rename that is none.
+        ConfigError: a rename is invalid.
     """
     from ..export.tensors import ExportOptions
     from ..patterns import parse_renames
 
     pairs = [text.rpartition("=") for text in options.rename]
-    wrong = [text for text, (regex, equals, _) in zip(options.rename, pairs, strict=True) if not (regex and equals)]
-    if wrong:
-        raise ConfigError(f"--rename {wrong[0]!r}: REGEX=NAME is needed, such as 'model\\.(?P<rest>.*)={{rest}}'.")
+    if invalid := next(("".join(pair) for pair in pairs if not all(pair[:2])), None):
+        raise ConfigError(f"--rename {invalid!r}: REGEX=NAME is needed, such as 'model\\.(?P<rest>.*)={{rest}}'.")
     return ExportOptions(
         dtype=DTYPES[options.dtype],
         tied=options.tied,
@@ -191,7 +187,7 @@ def make_options(options: argparse.Namespace) -> ExportOptions:
 
 
 def _list_lacking(options: argparse.Namespace, report: OutputReport) -> list[str]:
-    """List what ``from_pretrained`` needs beside the weights and does not find."""
+    """Return a hint if ``from_pretrained`` would miss its config."""
     from ..io.store import exists
     from ..sources.foreign.names import CONFIG
 

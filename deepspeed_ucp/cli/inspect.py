@@ -24,10 +24,10 @@ def add_parser(commands: Commands) -> None:
     parser = add_command(
         commands,
         "inspect",
-        help="show what a checkpoint holds, where, and what is missing",
-        description="Show a checkpoint's topology, step, optimizer, parameters, sizes, and what is missing or odd. "
-        "Only the headers of its files are read, and no code of them is run. A checkpoint that does not open is "
-        "listed with all its faults, with exit code 2.",
+        help="show the contents of a checkpoint, and its faults",
+        description="Show a checkpoint's topology, step, optimizer, parameters, sizes and faults. Only the headers of "
+        "its files are read, and no code of them is run. If a checkpoint does not open, all its faults are listed and "
+        "the exit code is 2.",
         examples="""
             ds_ucp inspect checkpoints/
             ds_ucp inspect checkpoints/global_step1000 --all
@@ -37,9 +37,9 @@ def add_parser(commands: Commands) -> None:
         """,
     )
     add_checkpoint(parser)
-    text = "one line per parameter; layers of equal form unfolded"
+    text = "one line per parameter, also for layers of equal form"
     parser.add_argument("-a", "--all", action="store_true", help=text)
-    text = "one parameter in detail: its name, or a regular expression that fits one"
+    text = "show one parameter in detail: its name, or a regular expression that only it matches"
     parser.add_argument("-p", "--param", metavar="NAME", help=text)
     add_shared_options(parser, checkpoint=True, patterns=True)
 

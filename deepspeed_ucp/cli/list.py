@@ -30,9 +30,9 @@ def add_parser(commands: Commands) -> None:
     parser = add_command(
         commands,
         "list",
-        help="list a folder's checkpoints, and say which one a resume takes",
+        help="list the checkpoints of a folder, and the one that a resume takes",
         description="List the checkpoints of a folder and of its subfolders (such as a trainer's checkpoint-500), on "
-        "storage and in this node's memory, and say which one a resume takes. The newest comes first (by step, seal "
+        "storage and in this node's memory, and mark the one that a resume takes. The newest is first (by step, seal "
         "and time). Only headers are read. Exit code 0: all are complete; 1: one is not; 2: an error, or none.",
         examples="""
             ds_ucp list checkpoints/
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _is_usable(each: Mapping[str, Any]) -> bool:
-    """Return whether a checkpoint has all of its weights, as far as this node can tell."""
+    """Return True unless the checkpoint is known to lack weights."""
     return each["whole"] is not False or each["weights_only"]
 
 

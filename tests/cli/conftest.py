@@ -1,4 +1,4 @@
-"""What tests of several commands need."""
+"""Fixtures of several commands."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deepspeed_ucp.cli.dispatch import main
 
 @pytest.fixture
 def run_json(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, Any]]:
-    """Runs a command with --json: its exit code, and the object that it prints."""
+    """Run a command with --json; returns its exit code and the parsed object."""
 
     def run(*argv: object) -> tuple[int, Any]:
         capsys.readouterr()

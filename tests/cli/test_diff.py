@@ -1,4 +1,4 @@
-"""``ds_ucp diff``: exit codes, words and JSON."""
+"""``ds_ucp diff``: exit codes, text and JSON."""
 
 from __future__ import annotations
 
@@ -16,19 +16,11 @@ from deepspeed_ucp.cli.dispatch import main
 from deepspeed_ucp.examine.diff import AtomDifference, Difference
 from deepspeed_ucp.examine.elements import Tally
 from deepspeed_ucp.examine.values import ValueDifference
-from tests.cli.samples import cut, make_gpt, write_sample
-from tests.synth import Run, State, Topology, random_state, write_checkpoint
+from tests.cli.samples import PATTERNS, cut, make_gpt, write_sample
+from tests.synth import Model, Param, Run, State, Topology, random_state, write_checkpoint
 
 MODEL = make_gpt()
 STATE = random_state(MODEL, 0)
-RULES = json.dumps(
-    [
-        {"match": r".*(query_key_value|dense_h_to_4h)\..*", "pattern": "shard-v"},
-        {"match": r".*(attention\.dense|dense_4h_to_h)\.weight", "pattern": "shard-h"},
-        {"match": r"wte\.weight", "pattern": "shard-v"},
-        {"match": r".*(layernorm|ln_f|wpe).*|.*(attention\.dense|dense_4h_to_h)\.bias", "pattern": "replicate"},
-    ]
-)
 
 
 def write(folder: Path, topology: Topology, state: State = STATE, **run: Any) -> Path:
@@ -37,10 +29,10 @@ def write(folder: Path, topology: Topology, state: State = STATE, **run: Any) ->
 
 
 def shift(by: dict[tuple[str, str], float]) -> State:
-    """The state with some atoms moved."""
+    """Return a copy of the state with a value added to some atoms."""
     atoms = {
-        name: {key: value + by.get((name, key), 0.0) for key, value in held.items()}
-        for name, held in STATE.atoms.items()
+        name: {key: value + by.get((name, key), 0.0) for key, value in states.items()}
+        for name, states in STATE.atoms.items()
     }
     return replace(STATE, atoms=atoms)
 
@@ -87,7 +79,7 @@ def test_differences_exit_1_the_worst_first(
 
 def test_atomic_checkpoints(left: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     right = write(tmp_path / "right", Topology(1, 2, tp=2))
-    assert main(["convert", str(right), "--patterns", RULES, "-q"]) == 0
+    assert main(["convert", str(right), "--patterns", PATTERNS, "-q"]) == 0
     assert run(left, f"{right}_universal") == 0, capsys.readouterr().out
     assert run(right, f"{right}_universal") == 0, capsys.readouterr().out
     other = write(tmp_path / "other", Topology(1, 2), shift({("ln_f.weight", "fp32"): 1.0}))
@@ -95,8 +87,6 @@ def test_atomic_checkpoints(left: Path, tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_stage_0_is_named_by_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from tests.synth import Model, Param
-
     model = Model((Param("a", (3, 5)), Param("b", (4,))))
     state = random_state(model, 0)
     run_ = Run(global_samples=96)
@@ -107,54 +97,42 @@ def test_stage_0_is_named_by_groups(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert run(zero, plain, "--groups", "module") == 0, capsys.readouterr()
 
 
-# -- words ------------------------------------------------------------------------------------------------------------
+def write_text(*atoms: AtomDifference, values: tuple[ValueDifference, ...] = (), **options: bool) -> str:
+    return "\n".join(command.to_text(Difference(9, 1234, 0, atoms, values, (), ()), **options))
 
 
-def make(*atoms: AtomDifference, values: tuple[ValueDifference, ...] = ()) -> Difference:
-    return Difference(9, 1234, 0, atoms, values, (), ())
+FP32 = ("float32", "float32")
 
 
 def test_long_tables_are_cut() -> None:
-    atoms = [
-        AtomDifference(
-            f"layer_{chr(97 + at)}", "fp32", "values", ("float32",) * 2, Tally(5, 1, 0, 2.0, 1.0), index=(0,)
-        )
-        for at in range(25)
-    ]
-    text = "\n".join(command.to_text(make(*atoms)))
-    assert "… 5 more lines; --all shows all" in text
-    assert text.count("layer_") == 20
-    assert "\n".join(command.to_text(make(*atoms), everything=True)).count("layer_") == 25
+    tally = Tally(5, 1, 0, 2.0, 1.0)
+    atoms = [AtomDifference(f"layer_{chr(97 + at)}", "fp32", "values", FP32, tally, index=(0,)) for at in range(25)]
+    text = write_text(*atoms)
+    assert "… 5 more lines; --all shows all" in text and text.count("layer_") == 20
+    assert write_text(*atoms, everything=True).count("layer_") == 25
 
 
-def test_every_kind_of_difference_has_its_words() -> None:
-    dtypes = ("float32", "float32")
-    padding = AtomDifference(
-        "wte", "fp32", "values", dtypes, Tally(50), Tally(10, 2, 50, math.inf, math.inf), index=(5, 0), shard=1
+def test_each_kind_of_difference_has_a_text() -> None:
+    padding = Tally(10, 2, 50, math.inf, math.inf)
+    text = write_text(
+        AtomDifference("a", "fp32", "only in A", FP32),
+        AtomDifference("b", "fp32", "shape", FP32, text="shape (2,) ≠ (3,)"),
+        AtomDifference("wte", "fp32", "values", FP32, Tally(50), padding, index=(5, 0), shard=1),
+        values=(ValueDifference("hyper-parameter", "lr", 0.1, 0.2, ("a", "b", "c")),),
     )
-    lines = command.to_text(
-        make(
-            AtomDifference("a", "fp32", "only in A", dtypes),
-            AtomDifference("b", "fp32", "shape", dtypes, text="shape (2,) ≠ (3,)"),
-            padding,
-            values=(ValueDifference("hyper-parameter", "lr", 0.1, 0.2, ("a", "b", "c")),),
-        )
-    )
-    text = "\n".join(lines)
-    assert "only in A" in text
-    assert "shape (2,) ≠ (3,)" in text
-    assert "padding rows" in text and "2 of 10" in text and "[5, 0] of tp rank 1" in text and "inf" in text
+    for part in ("only in A", "shape (2,) ≠ (3,)", "padding rows", "2 of 10", "[5, 0] of tp rank 1", "inf"):
+        assert part in text
     assert "hyper-parameter lr: 0.1 ≠ 0.2 (a and 2 more)" in text
 
 
-CONFIG = """{  // as DeepSpeed reads it
+CONFIG = """{  // DeepSpeed reads hjson
     "train_batch_size": 8, "zero_optimization": {"stage": "auto"},
     "optimizer": {"type": "AdamW", "params": {"lr": 2e-3, "betas": [0.9, 0.999], "weight_decay": "auto"}},
     "checkpoint": {"universal": {"storage_options": {"anything": "S3cr3t"}}},
 }"""
 
 
-def test_settings_of_a_save_are_held_against_a_file(tmp_path: Path, run_json: Any, capsys: Any) -> None:
+def test_settings_of_a_save_are_compared_with_a_file(tmp_path: Path, run_json: Any, capsys: Any) -> None:
     saved = write_sample(tmp_path / "saved", Topology(1, 2, "bf16"), make_gpt(1))
     config = tmp_path / "ds_config.json"
     config.write_text(CONFIG)
@@ -173,7 +151,7 @@ def test_settings_of_a_save_are_held_against_a_file(tmp_path: Path, run_json: An
     assert "S3cr3t" not in printed
 
 
-def test_secrets_of_saved_configurations_are_not_told(tmp_path: Path, run_json: Any) -> None:
+def test_secrets_of_saved_configurations_are_hidden(tmp_path: Path, run_json: Any) -> None:
     saves = []
     for secret in ("S3cr3tOne", "S3cr3tTwo"):
         config = {"wandb": {"api_key": secret}, "checkpoint": {"universal": {"storage_options": {"x": secret}}}}

@@ -1,4 +1,4 @@
-"""What the commands tell, and make, of checkpoints with experts."""
+"""The commands on checkpoints with experts."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def write(folder: Path, topology: Topology) -> tuple[Path, State]:
     return write_checkpoint(folder, model, state, topology), state
 
 
-def test_what_was_spread_otherwise_is_no_difference(tmp_path: Path, run_json: Run) -> None:
+def test_another_expert_parallel_degree_is_no_difference(tmp_path: Path, run_json: Run) -> None:
     one, _ = write(tmp_path / "one", Topology(1, 4, ep=(2, 4)))
     other, _ = write(tmp_path / "other", Topology(2, 4, ep=(1, 2), data_first=True))
-    code, told = run_json("diff", one, other)
-    assert (code, told["tensors"]) == (0, [])
+    code, found = run_json("diff", one, other)
+    assert (code, found["tensors"]) == (0, [])
 
 
 def test_a_conversion_is_the_same_checkpoint(tmp_path: Path, run_json: Run) -> None:
@@ -57,22 +57,22 @@ def test_weights_of_experts_are_exported(tmp_path: Path, run_json: Run) -> None:
     assert all(torch.equal(exported[name], held["fp32"]) for name, held in state.atoms.items())
 
 
-def test_a_damaged_experts_file_is_told_with_its_parameter(tmp_path: Path, run_json: Run) -> None:
+def test_a_damaged_file_of_an_expert_is_named_with_its_parameter(tmp_path: Path, run_json: Run) -> None:
     path, _ = write(tmp_path, Topology(1, 4, "bf16", ep=(2, 4)))
     file = path / "layer_1_expert_2_mp_rank_00_model_states.pt"
     data = bytearray(file.read_bytes())
-    where = torch.load(file, map_location="meta", weights_only=False)
-    offset = next(iter(where.values())).untyped_storage()._checkpoint_offset
+    meta = torch.load(file, map_location="meta", weights_only=False)
+    offset = next(iter(meta.values())).untyped_storage()._checkpoint_offset
     data[offset] ^= 1
     file.write_bytes(data)
-    code, told = run_json("verify", path)
-    (fault,) = told["faults"]
+    code, found = run_json("verify", path)
+    (fault,) = found["faults"]
     assert (code, fault["file"]) == (1, file.name)
     assert "h.1.mlp.deepspeed_moe.experts.deepspeed_experts.2.fc.weight" in json.dumps(fault)
 
 
 def test_a_save_of_stage_0_is_named_by_its_module(tmp_path: Path, run_json: Run) -> None:
-    """DeepSpeed's own function takes the experts out of the one group that the optimizer was to have."""
+    """DeepSpeed moves the experts out of the optimizer's group."""
     path, state = write(tmp_path / "saved", Topology(0, 4, "bf16", "unfused", ep=(2, 2)))
     assert run_json("convert", path, tmp_path / "out")[0] == 2
     assert run_json("convert", path, tmp_path / "out", "--groups", "module")[0] == 0

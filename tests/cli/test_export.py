@@ -1,4 +1,4 @@
-"""``ds_ucp export``: files that other libraries read, from the command line."""
+"""``ds_ucp export``: options, messages, and the files for other libraries."""
 
 from __future__ import annotations
 
@@ -31,26 +31,19 @@ def export(*arguments: object) -> int:
 
 
 def test_safetensors(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert export(checkpoint, tmp_path / "out") == 0
-    found = load_file(tmp_path / "out" / "model.safetensors")
+    out = tmp_path / "out"
+    assert export(checkpoint, out) == 0
+    found = load_file(out / "model.safetensors")
     assert set(found) == {"net.a", "net.b"}
     assert torch.equal(found["net.a"], STATE.atoms["net.a"]["fp32"])
-    told = capsys.readouterr()
-    assert told.out.startswith(f"{tmp_path / 'out'}: 2 tensors (240 parameters, float32), 1.1")
-    assert told.err == ""
-    assert "from_pretrained needs a config.json there: export with --like MODEL" in told.out
-
-
-def test_an_export_that_replaces_one_with_a_configuration(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The configuration stays there, so that nothing is lacking."""
-    assert export(checkpoint, tmp_path / "out") == 0
-    (tmp_path / "out/config.json").write_text("{}")
-    capsys.readouterr()
-    assert export(checkpoint, tmp_path / "out", "--overwrite") == 0
-    assert "from_pretrained" not in capsys.readouterr().out
-    assert (tmp_path / "out/config.json").exists()
+    assert capsys.readouterr().err == ""
+    assert export(checkpoint, out) == 2
+    assert "--overwrite" in capsys.readouterr().err
+    (out / "config.json").write_text("{}")
+    assert export(checkpoint, out, "--overwrite") == 0
+    assert "from_pretrained" not in capsys.readouterr().out and (out / "config.json").exists()
+    assert export(checkpoint, out, "--overwrite", "--to", "dcp") == 0
+    assert not (out / "model.safetensors").exists()
 
 
 def test_every_option_for_weights(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,11 +87,11 @@ def test_dcp(checkpoint: Path, tmp_path: Path, options: list[str], keys: set[str
 
 
 def test_accelerates_folders(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With what lies beside the tag; what does not is told, and nothing of an export before is left."""
+    """With the trainer's files from the tag's folder; missing ones are warnings, and an older export is removed."""
     out, options = tmp_path / "out", ["--to", "dcp", "--layout", "accelerate", "--overwrite"]
     assert export(checkpoint, out, *options) == 0
-    told = capsys.readouterr().err
-    assert "scheduler.bin (which load_state wants for a prepared scheduler: prepare it afterwards, at step " in told
+    warning = "scheduler.bin (which load_state wants for a prepared scheduler: prepare it afterwards, at step "
+    assert warning in capsys.readouterr().err
     for name in ("trainer_state.json", "rng_state_0.pth", "training.log"):
         (checkpoint / name).write_text(name)
     assert export(checkpoint, out, *options, "--weights-only") == 0
@@ -112,18 +105,15 @@ def test_accelerates_folders(checkpoint: Path, tmp_path: Path, capsys: pytest.Ca
     assert capsys.readouterr().err == ""
     assert (out / "scheduler.pt").read_text() == "s"
     assert {path.name for path in (out / "optimizer_0").iterdir()} >= {".metadata", "__0_0.distcp"}
-    for weights, told in (
-        ([], "not loaded by the engine, since it is neither model nor optimizer: "),
-        (["--weights-only"], ""),
-    ):
+    for weights, warning in ((), "neither model nor optimizer: "), (("--weights-only",), ""):
         assert export(out, tmp_path / "again", "--to", "dcp", "--overwrite", *weights) == 0
-        assert told in (err := capsys.readouterr().err) and bool(err) == bool(told)
+        assert warning in (err := capsys.readouterr().err) and bool(err) == bool(warning)
 
 
-def test_what_is_told_of_a_foreign_checkpoint(
+def test_commands_describe_a_foreign_checkpoint(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its format, and nothing of ranks, stages and files that it has not."""
+    """Its format, without the ranks, stages and files of DeepSpeed's checkpoints."""
     out = tmp_path / "out"
     assert export(checkpoint, out, "--to", "dcp") == 0
     capsys.readouterr()
@@ -131,8 +121,10 @@ def test_what_is_told_of_a_foreign_checkpoint(
     lines = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines() if line]
     assert any(line[:2] == ["written", "by"] and "atomic" not in line[2] for line in lines)
     main(["diff", str(out), str(checkpoint)])
-    told, *notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("note: ", "different"))]
-    assert told == "different: 1 tensor differs; 6 tensors (720 elements) compared"  # of a tie both names are written
+    verdict, *notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("note:", "different"))]
+    assert (
+        verdict == "different: 1 tensor differs; 6 tensors (720 elements) compared"
+    )  # both names of a tie are written
     assert notes[0].startswith("note: written: torch.distributed.checkpoint → ZeRO-2 dp=3")
     assert not any("topology" in line for line in notes)
     assert any("keeps, and not compared: initial_lr, " in line for line in notes)
@@ -140,7 +132,7 @@ def test_what_is_told_of_a_foreign_checkpoint(
     assert "not DeepSpeed's own format\n" in capsys.readouterr().out
 
 
-def test_an_export_is_compared_with_the_checkpoint_by_its_weights(
+def test_only_weights_of_an_export_are_compared_with_the_checkpoint(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert export(checkpoint, tmp_path / "out") == 0
@@ -148,9 +140,8 @@ def test_an_export_is_compared_with_the_checkpoint_by_its_weights(
     for sides in ((tmp_path / "out", checkpoint), (checkpoint, tmp_path / "out")):
         capsys.readouterr()
         assert main(["diff", *map(str, sides)]) == 0
-        told = capsys.readouterr().out
-        assert "note: weights alone are compared" in told
-        assert "equal: 2 tensors" in told
+        printed = capsys.readouterr().out
+        assert "note: weights alone are compared" in printed and "equal: 2 tensors" in printed
     assert main(["diff", str(tmp_path / "short"), str(checkpoint)]) == 1
     assert "values" in capsys.readouterr().out
 
@@ -158,11 +149,9 @@ def test_an_export_is_compared_with_the_checkpoint_by_its_weights(
 def test_patterns(tmp_path: Path) -> None:
     held = draw_state(make_plain(("word", "row")), Topology(1, 2, tp=2))
     held.write(tmp_path / "in")
+    word, row = {"match": ".*word", "pattern": "shard-v", "vocab": True}, {"match": ".*row", "pattern": "shard-h"}
     rules = {
-        "rules": [
-            {"match": ".*word", "pattern": "shard-v", "vocab": True},
-            {"match": ".*row", "pattern": "shard-h"},
-        ],
+        "rules": [word, row],
         "original_vocab_size": VOCAB,
         "rename": [{"from": "body\\.(?P<rest>.*)", "to": "h.0.{rest}"}],
     }
@@ -173,7 +162,7 @@ def test_patterns(tmp_path: Path) -> None:
 
 
 def test_masters_of_stage_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where the user says how its optimizer was built, the fp32 weights count, else the model's own."""
+    """With --groups the fp32 weights are exported, otherwise the model's weights."""
     state = State({name: dict(states) for name, states in random_state(MODEL, 0).atoms.items()}, STATE.scalars)
     path = write_checkpoint(tmp_path / "in", MODEL, state, Topology(0, precision="fp16", wrapper="fused"))
     assert export(path, tmp_path / "own") == 0
@@ -185,35 +174,27 @@ def test_masters_of_stage_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (["--layout", "torchtitan"], "--to hf has no --layout"),
         (["--to", "dcp", "--like", "."], "--to dcp has no --like"),
         (["--merge"], "merge_and_unload()"),
-        (["--adapter-name", "x"], "are of --adapter"),
+        (["--adapter-name", "x"], "need --adapter"),
         (["--to", "dcp", "--adapter"], "--to dcp has no --adapter"),
         (["--adapter"], "no adapter_config.json"),
-        (["--adapter", "--like", "."], "--like is for a whole model"),
+        (["--adapter", "--like", "."], "--like needs a full model"),
         (["--like", "nowhere"], "neither a folder nor a model in the local cache"),
         (["--rename", "abc"], "REGEX=NAME"),
         (["--window-mb", "1"], "--window-mb"),
         (["--rename", "net.*=x"], "net.a and net.b become x"),
     ],
 )
-def test_usage(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], told: str
+def test_invalid_options_are_refused(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
 ) -> None:
     assert export(checkpoint, tmp_path / "out", *options) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-def test_an_existing_folder(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert export(checkpoint, tmp_path / "out") == 0
-    assert export(checkpoint, tmp_path / "out") == 2
-    assert "--overwrite" in capsys.readouterr().err
-    assert export(checkpoint, tmp_path / "out", "--overwrite", "--to", "dcp") == 0
-    assert not (tmp_path / "out" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("1.5 mb", 1_500_000), ("2GiB", 2 << 30), ("700", 700)])

@@ -1,4 +1,4 @@
-"""``ds_ucp inspect``: what it tells is what the synthesised checkpoint holds."""
+"""``ds_ucp inspect``: its JSON describes the synthesised checkpoint."""
 
 from __future__ import annotations
 
@@ -48,47 +48,32 @@ def inspect(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("topology", [ZERO1, ZERO3, TENSOR, THREE_D], ids=lambda t: t.label)
-def test_what_is_told_is_what_was_saved(
+def test_the_contents_of_a_checkpoint(
     topology: Topology, checkpoints: Callable[[Topology], Path], inspect: Callable[..., Any]
 ) -> None:
     model = make_pipe() if topology.pp > 1 else make_gpt()
-    told = inspect(checkpoints(topology), *(["--patterns", PATTERNS] if topology.tp > 1 else []))
-    assert told["code"] == 0
-    degrees = {key: told["topology"][key] for key in ("zero_stage", "dp", "tp", "pp", "precision", "master")}
-    assert degrees == {
-        "zero_stage": topology.stage,
-        "dp": topology.dp,
-        "tp": topology.tp,
-        "pp": topology.pp,
-        "precision": "bfloat16",
-        "master": "float32",
-    }
-    assert told["counters"]["global_steps"] == 3
-    assert told["optimizer"]["name"] == "AdamW"
-    assert told["optimizer"]["states"] == ["exp_avg", "exp_avg_sq"]
-    assert {row["scalars"].get("step") for row in told["parameters"] if row["kind"] == "trained"} == {3}
-    assert [group["hyper"]["lr"] for group in told["optimizer"]["groups"]] == [1e-3, 5e-4]
-    assert told["client_state"]["keys"] == {"epoch": "2"}
-    shapes = {row["name"]: tuple(row["shape"]) for row in told["parameters"] if not row["instance"]}
-    assert shapes == {
-        **{param.name: param.shape for param in model.owners},
-        **{name: tuple(tensor.shape) for name, tensor in model.buffers.items()},
-    }
-    assert told["totals"]["elements"] == sum(param.numel for param in model.owners)
-    assert told["ties"] == {param.name: param.alias_of for param in model.params if param.alias_of}
-    kinds = {kind: [row["name"] for row in told["parameters"] if row["kind"] == kind] for kind in ("frozen", "buffer")}
+    found = inspect(checkpoints(topology), *(["--patterns", PATTERNS] if topology.tp > 1 else []))
+    assert found["code"] == 0
+    degrees = [found["topology"][key] for key in ("zero_stage", "dp", "tp", "pp", "precision", "master")]
+    assert degrees == [topology.stage, topology.dp, topology.tp, topology.pp, "bfloat16", "float32"]
+    assert found["counters"]["global_steps"] == 3
+    assert (found["optimizer"]["name"], found["optimizer"]["states"]) == ("AdamW", ["exp_avg", "exp_avg_sq"])
+    assert {row["scalars"].get("step") for row in found["parameters"] if row["kind"] == "trained"} == {3}
+    assert [group["hyper"]["lr"] for group in found["optimizer"]["groups"]] == [1e-3, 5e-4]
+    assert found["client_state"]["keys"] == {"epoch": "2"}
+    shapes = {row["name"]: tuple(row["shape"]) for row in found["parameters"] if not row["instance"]}
+    buffers = {name: tuple(tensor.shape) for name, tensor in model.buffers.items()}
+    assert shapes == {param.name: param.shape for param in model.owners} | buffers
+    assert found["ties"] == {param.name: param.alias_of for param in model.params if param.alias_of}
+    kinds = {kind: [row["name"] for row in found["parameters"] if row["kind"] == kind] for kind in ("frozen", "buffer")}
     assert kinds == {"frozen": [p.name for p in model.owners if p.frozen], "buffer": list(model.buffers)}
-    assert told["findings"] == []
-
-
-@pytest.mark.parametrize("topology", [ZERO1, ZERO3, TENSOR, THREE_D], ids=lambda t: t.label)
-def test_sizes_add_up(topology: Topology, checkpoints: Callable[[Topology], Path], inspect: Callable[..., Any]) -> None:
-    told = inspect(checkpoints(topology))
-    totals = told["totals"]
-    assert totals["file_bytes"] == sum(file["size"] for file in told["files"])
-    assert {file["name"] for file in told["files"]} == {path.name for path in checkpoints(topology).iterdir()}
+    assert found["findings"] == []
+    totals = found["totals"]
+    assert totals["elements"] == sum(param.numel for param in model.owners)
+    assert totals["file_bytes"] == sum(file["size"] for file in found["files"])
+    assert {file["name"] for file in found["files"]} == {path.name for path in checkpoints(topology).iterdir()}
     assert totals["states"] == 2 * totals["masters"]
-    stored = sum(row["nbytes"] for row in told["parameters"])
+    stored = sum(row["nbytes"] for row in found["parameters"])
     assert stored == totals["masters"] + totals["states"] + totals["module"]
 
 
@@ -96,14 +81,14 @@ def test_sizes_add_up(topology: Topology, checkpoints: Callable[[Topology], Path
 def test_a_parameter_s_fragments_are_its_bytes(
     topology: Topology, checkpoints: Callable[[Topology], Path], inspect: Callable[..., Any]
 ) -> None:
-    """What lies at the told offsets of the told files is the parameter, to the bit."""
+    """The bytes at these offsets of these files are the parameter."""
     folder = checkpoints(topology)
     model = make_pipe() if topology.pp > 1 else make_gpt()
     name = "1.mlp.dense_4h_to_h.weight" if topology.pp > 1 else "h.2.mlp.dense_4h_to_h.weight"
     state = random_state(model, 0, precision="bf16", topology=topology)
-    told = inspect(folder, "--param", name)
-    assert told["hyper"]["lr"] == 1e-3
-    for layout in told["layout"]:
+    found = inspect(folder, "--param", name)
+    assert found["hyper"]["lr"] == 1e-3
+    for layout in found["layout"]:
         if layout["state"] == "copy":
             continue
         for shard in layout["shards"]:
@@ -116,14 +101,14 @@ def test_a_parameter_s_fragments_are_its_bytes(
             assert np.array_equal(held.reshape(shard["shape"]), expected.numpy()), layout["state"]
 
 
-def test_stage_0_is_told_without_names_and_with_groups(
+def test_stage_0_without_names_and_with_groups(
     tmp_path: Path, inspect: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = make_gpt(2)
     folder = write_sample(tmp_path, Topology(0, 2), model)
-    told = inspect(folder)
-    assert [finding["kind"] for finding in told["findings"]] == ["unnamed"]
-    assert {row["kind"] for row in told["parameters"]} == {"weights", "buffer"}
+    found = inspect(folder)
+    assert [finding["kind"] for finding in found["findings"]] == ["unnamed"]
+    assert {row["kind"] for row in found["parameters"]} == {"weights", "buffer"}
     groups = [[param.name for param in group] for group in model.groups]
     (tmp_path / "groups.json").write_text(json.dumps(groups))
     named = inspect(folder, "--groups", tmp_path / "groups.json")
@@ -141,23 +126,23 @@ def test_leftovers_and_latest(tmp_path: Path, inspect: Callable[..., Any]) -> No
         folder / "bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt", folder / "zero_pp_rank_7_mp_rank_00_optim_states.pt"
     )
     (tmp_path / "latest").write_text("another")
-    told = {finding["kind"]: finding for finding in inspect(folder)["findings"]}
-    assert told["leftover"]["file"] == "zero_pp_rank_7_mp_rank_00_optim_states.pt"
-    assert "'another'" in told["latest"]["text"]
+    found = {finding["kind"]: finding for finding in inspect(folder)["findings"]}
+    assert found["leftover"]["file"] == "zero_pp_rank_7_mp_rank_00_optim_states.pt"
+    assert "'another'" in found["latest"]["text"]
     (tmp_path / "latest").unlink()
     assert "no `latest`" in inspect(folder)["findings"][1]["text"]
 
 
-def test_a_damaged_checkpoint_is_told_with_all_faults(tmp_path: Path, inspect: Callable[..., Any]) -> None:
+def test_all_faults_of_a_damaged_checkpoint_are_listed(tmp_path: Path, inspect: Callable[..., Any]) -> None:
     folder = write_sample(tmp_path, ZERO1)
     short, gone = (f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (2, 1))
     os.truncate(folder / short, 1000)
     (folder / gone).unlink()
-    told = inspect(folder)
-    assert told["code"] == 2 and gone in told["error"] + told["stderr"]
-    faults = {each["file"]: each for each in told["findings"] if each["severity"] == "fault"}
+    found = inspect(folder)
+    assert found["code"] == 2 and gone in found["error"] + found["stderr"]
+    faults = {each["file"]: each for each in found["findings"] if each["severity"] == "fault"}
     assert "truncated" in faults[short]["text"] and faults[gone]["kind"] == "missing"
-    assert {file["name"]: file["size"] for file in told["files"]}[short] == 1000
+    assert {file["name"]: file["size"] for file in found["files"]}[short] == 1000
 
 
 # -- atomic checkpoints -----------------------------------------------------------------------------------------------
@@ -170,46 +155,46 @@ def converted(checkpoints: Callable[[Topology], Path], tmp_path_factory: pytest.
     return destination
 
 
-def test_an_atomic_checkpoint_tells_where_it_came_from(
+def test_an_atomic_checkpoint_has_its_source(
     converted: Path, checkpoints: Callable[[Topology], Path], inspect: Callable[..., Any]
 ) -> None:
-    told, source = inspect(converted), inspect(checkpoints(TENSOR), "--patterns", PATTERNS)
-    assert told["topology"]["wrapper"] == "atomic"
-    assert told["written_by"]["tool"].startswith("deepspeed_ucp ")
-    assert told["written_by"]["source"]["topology"]["tp"] == 2
-    files = {each["name"]: each["size"] for each in told["written_by"]["source"]["fingerprint"]["files"]}
+    found, source = inspect(converted), inspect(checkpoints(TENSOR), "--patterns", PATTERNS)
+    assert found["topology"]["wrapper"] == "atomic"
+    assert found["written_by"]["tool"].startswith("deepspeed_ucp ")
+    assert found["written_by"]["source"]["topology"]["tp"] == 2
+    files = {each["name"]: each["size"] for each in found["written_by"]["source"]["fingerprint"]["files"]}
     assert files.items() <= {each["name"]: each["size"] for each in source["files"]}.items()
-    assert told["counters"]["global_steps"] == source["counters"]["global_steps"]
-    assert told["ties"] == source["ties"]
-    assert told["totals"]["elements"] == source["totals"]["elements"]
-    rows = {row["name"]: row for row in told["parameters"]}
+    assert found["counters"]["global_steps"] == source["counters"]["global_steps"]
+    assert found["ties"] == source["ties"]
+    assert found["totals"]["elements"] == source["totals"]["elements"]
+    rows = {row["name"]: row for row in found["parameters"]}
     before = {row["name"]: row for row in source["parameters"]}
     assert {name: (row["shape"], row["pattern"], row["kind"]) for name, row in rows.items()} == {
         name: (row["shape"], row["pattern"], row["kind"]) for name, row in before.items()
     }
     on_disk = [path for path in converted.rglob("*") if path.is_file()]
-    assert told["totals"]["files"] == len(on_disk)
+    assert found["totals"]["files"] == len(on_disk)
 
 
 def test_a_damaged_atomic_checkpoint_is_told(converted: Path, tmp_path: Path, inspect: Callable[..., Any]) -> None:
     folder = Path(shutil.copytree(converted, tmp_path / "copy"))
     (folder / "zero/wte.weight/fp32.pt").unlink()
-    told = inspect(folder)
-    assert told["code"] == 2
-    assert [each["file"] for each in told["findings"]] == ["zero/wte.weight/fp32.pt"]
+    found = inspect(folder)
+    assert found["code"] == 2
+    assert [each["file"] for each in found["findings"]] == ["zero/wte.weight/fp32.pt"]
 
 
 def test_a_hyper_parameter_of_thousands_of_digits_is_shortened(
     tmp_path: Path, inspect: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Python writes no such integer out."""
+    """Python refuses to print such an integer."""
     folder = write_sample(tmp_path, ZERO1)
     for path in folder.glob("*optim_states.pt"):
         tree = torch.load(path, weights_only=False)
         tree["optimizer_state_dict"]["base_optimizer_state"]["param_groups"][0]["seed"] = 10**5000
         torch.save(tree, path)
-    told = inspect(folder)
-    assert told["code"] == 0
-    assert "an integer of 16610 bits" in json.dumps(told["optimizer"]["groups"][0]["hyper"]["seed"])
+    found = inspect(folder)
+    assert found["code"] == 0
+    assert "an integer of 16610 bits" in json.dumps(found["optimizer"]["groups"][0]["hyper"]["seed"])
     assert main(["inspect", str(folder)]) == 0
     assert "an integer of 16610 bits" in " ".join(capsys.readouterr().out.split())

@@ -1,4 +1,4 @@
-"""``ds_ucp list``: every checkpoint of a folder with its step, whether it is whole and sealed, and its size."""
+"""``ds_ucp list``: checkpoints on storage and in memory, and the one that a resume takes."""
 
 from __future__ import annotations
 
@@ -38,39 +38,31 @@ def save(folder: Path, step: int, *, sealed: bool = False) -> Path:
     return made
 
 
-def test_tags_are_listed_the_newest_first(tmp_path: Path, run_json: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tags_are_listed_newest_first(tmp_path: Path, run_json: Any, capsys: pytest.CaptureFixture[str]) -> None:
     save(tmp_path, 9, sealed=True)
     late = save(tmp_path, 10)
-    os.utime(next(late.iterdir()), (1, 1))  # a clock that was behind
+    os.utime(next(late.iterdir()), (1, 1))  # a slow clock
     (tmp_path / "logs").mkdir()
     code, found = run_json("list", tmp_path)
-    assert code == 0
     rows = [(each["tag"], each["step"], each["whole"], each["sealed"]) for each in found["checkpoints"]]
-    assert rows == [("global_step10", 10, True, False), ("global_step9", 9, True, True)]
+    assert (code, rows) == (0, [("global_step10", 10, True, False), ("global_step9", 9, True, True)])
     first = found["checkpoints"][0]
     assert first["bytes"] == sum(path.stat().st_size for path in late.iterdir())
-    assert (first["named_by"], found["latest"], first["topology"]) == (
-        ["latest"],
-        late.name,
-        "ZeRO-1 dp=2 bfloat16 (zero12)",
-    )
+    assert (first["named_by"], found["latest"], first["resume"]) == (["latest"], late.name, True)
+    assert first["topology"] == "ZeRO-1 dp=2 bfloat16 (zero12)"
     assert main(["list", str(tmp_path)]) == 0
-    told = capsys.readouterr().out.splitlines()
-    assert told[:2] == ["2 checkpoints, all complete; a resume takes global_step10 from storage", ""]
-    assert [line.split()[:4] for line in told[3:]] == [
-        ["global_step10", "10", "yes", "no"],
-        ["global_step9", "9", "yes", "yes"],
-    ]
-    assert told[3].endswith(" storage  latest, resume")
+    lines = capsys.readouterr().out.splitlines()[3:]
+    rows = [["global_step10", "10", "yes", "no"], ["global_step9", "9", "yes", "yes"]]
+    assert [line.split()[:4] for line in lines] == rows
 
 
-def test_a_trainer_s_checkpoints_are_found_below(tmp_path: Path, run_json: Any) -> None:
+def test_checkpoints_of_a_trainer_are_found_in_subfolders(tmp_path: Path, run_json: Any) -> None:
     for step in (4, 8):
         save(tmp_path / f"checkpoint-{step}", step)
     code, found = run_json("list", tmp_path)
     assert code == 0
     assert [each["tag"] for each in found["checkpoints"]] == ["checkpoint-8/global_step8", "checkpoint-4/global_step4"]
-    (tmp_path / "checkpoint-8" / "rng_state_0.pth").write_text("")  # but no trainer_state.json, which comes last
+    (tmp_path / "checkpoint-8" / "rng_state_0.pth").write_text("")  # without trainer_state.json, which is written last
     code, found = run_json("list", tmp_path)
     assert (code, [each["whole"] for each in found["checkpoints"]]) == (1, [False, True])
     assert "trainer_state.json: missing" in found["checkpoints"][0]["fault"]
@@ -78,8 +70,8 @@ def test_a_trainer_s_checkpoints_are_found_below(tmp_path: Path, run_json: Any) 
     assert [(each["tag"], each["step"]) for each in found["checkpoints"]] == [(".", 4)]
 
 
-def test_weights_beside_tags_are_none_of_them(tmp_path: Path, run_json: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """As the Trainer writes them into each folder, and at the end above; a command takes what a load would."""
+def test_weights_besides_tags_are_not_tags(tmp_path: Path, run_json: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """The Trainer writes them into each folder, and into the output folder; commands choose as a load does."""
     for step in (4, 8):
         save(tmp_path / f"checkpoint-{step}", step)
         save_file({"it": torch.ones(2)}, tmp_path / f"checkpoint-{step}" / "model.safetensors")
@@ -100,7 +92,7 @@ def test_weights_beside_tags_are_none_of_them(tmp_path: Path, run_json: Any, cap
         find_checkpoint(str(tmp_path / "checkpoint-8"))
 
 
-def test_a_latest_that_cannot_be_followed_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_latest_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(tmp_path, 1)
     (tmp_path / "latest").write_text("")
     assert main(["list", str(tmp_path)]) == 0
@@ -108,9 +100,7 @@ def test_a_latest_that_cannot_be_followed_is_told(tmp_path: Path, capsys: pytest
     assert "latest is empty" in printed.err and "; a resume fails: " in printed.out.splitlines()[0]
 
 
-def test_a_folder_without_any_is_an_error_that_tells_what_it_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_without_checkpoints_is_described(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "adapter_config.json").write_text("")
     assert main(["list", str(tmp_path)]) == 2
     assert "a PEFT adapter" in capsys.readouterr().err
@@ -138,7 +128,7 @@ def job(tmp_path: Path) -> Job:
 
 
 def find_resumed(folder: Path, memory: Path) -> tuple[str, str] | None:
-    """Place and tag of the save that a load takes, by the functions of the load."""
+    """Return place and tag of the save that a load takes."""
     with mock.patch("deepspeed_ucp.saves.saver.start_writer"):
         found = find_in_memory(UniversalConfig(save=SaveOptions(memory=str(memory))), str(folder), None, Comm())
     if found is not None:

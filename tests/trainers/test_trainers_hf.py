@@ -1,8 +1,9 @@
-"""Hugging Face's Trainer, really launched on gloo: any world goes on as the uninterrupted run does."""
+"""Hugging Face's Trainer on gloo: a run resumed in any world equals the uninterrupted one."""
 
 from __future__ import annotations
 
 import itertools
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import trainers_common
 import trainers_hf
 from packaging.version import Version
 from safetensors.torch import load_file, save_file
@@ -24,9 +26,9 @@ from deepspeed_ucp.atoms import SavedJob
 from deepspeed_ucp.beacon import Listener
 from deepspeed_ucp.config import UniversalConfig
 from deepspeed_ucp.testing import WorldPool
-from deepspeed_ucp.torchsave.torchfile import list_records
 from deepspeed_ucp.trainers import hffolders, huggingface
 from deepspeed_ucp.trainers.batches import BatchSizes
+from tests.cli.samples import flip_largest
 
 pytest.importorskip("accelerate")
 V5 = Version(pytest.importorskip("transformers", "4.57").__version__) >= Version("5")
@@ -59,8 +61,16 @@ def make_config(stage: int, universal: Any = True, **more: Any) -> dict[str, Any
     }
 
 
+def train(worlds: WorldPool, ranks: int, folder: Path, config: dict[str, Any], **options: Any) -> list[Trained]:
+    return worlds.get(ranks).run(trainers_hf.train, str(folder), config, **options)
+
+
+def attempt(worlds: WorldPool, ranks: int, folder: Path, config: dict[str, Any], **options: Any) -> list[str]:
+    return worlds.get(ranks).run(trainers_common.attempt, trainers_hf.train, str(folder), config, **options)
+
+
 def agree(whole: list[Trained], rest: list[Trained], first: int) -> None:
-    """Of all steps from ``first`` on."""
+    """Check all steps from ``first`` on."""
     assert list(rest[0].samples) == [step for step in whole[0].samples if step >= first]
     for step in rest[0].samples:
         taken, expected = (sorted(itertools.chain(*(each.samples[step] for each in run))) for run in (rest, whole))
@@ -72,12 +82,18 @@ def agree(whole: list[Trained], rest: list[Trained], first: int) -> None:
         torch.testing.assert_close(rest[0].weights[name], weight, rtol=0, atol=2e-6)
 
 
+Saved = tuple[Path, list[Trained]]
+
+
 @pytest.fixture(scope="module")
-def shrunk(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Trained]]:
+def saved(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     """A run of two ranks with a save every other step."""
     folder = tmp_path_factory.mktemp("hf")
-    options = {"per_device_train_batch_size": 4, **SAVES}
-    return folder, ucp_worlds.get(2).run(trainers_hf.train, str(folder), make_config(2), **options)
+    return folder, train(ucp_worlds, 2, folder, make_config(2), per_device_train_batch_size=4, **SAVES)
+
+
+def make_resume(saved: Saved, **options: Any) -> dict[str, Any]:
+    return {"per_device_train_batch_size": 4, "resume": str(saved[0] / "checkpoint-6"), **options}
 
 
 @pytest.mark.releases
@@ -87,73 +103,67 @@ def shrunk(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> t
     ids=["auto", "written-out", "found"],
 )
 def test_one_rank_goes_on(
-    stage: int,
-    config: dict[str, Any],
-    options: dict[str, Any],
-    shrunk: tuple[Path, list[Trained]],
-    ucp_worlds: WorldPool,
+    stage: int, config: dict[str, Any], options: dict[str, Any], saved: Saved, ucp_worlds: WorldPool
 ) -> None:
-    """In the middle of an epoch; with another stage, and arguments that would give half the total batch."""
-    folder, whole = shrunk
-    chosen = {"per_device_train_batch_size": 4, "resume": str(folder / "checkpoint-6"), **options}
+    """Within an epoch, with another stage, and arguments for half the total batch."""
+    folder, whole = saved
+    options = make_resume(saved, **options)
     if "auto_find_batch_size" in options and not V5:
-        ((name, text),) = ucp_worlds.get(1).run(trainers_hf.attempt, str(folder), make_config(stage), **chosen)
-        assert name == "UnsupportedError" and "Resume without it, with per_device_train_batch_size=4" in text
+        (error,) = attempt(ucp_worlds, 1, folder, make_config(stage), **options)
+        assert re.match("UnsupportedError.*Resume without it, with per_device_train_batch_size=4", error)
         return
-    rest = ucp_worlds.get(1).run(trainers_hf.train, str(folder), make_config(stage, **config), **chosen)
+    rest = train(ucp_worlds, 1, folder, make_config(stage, **config), **options)
     agree(whole, rest, 7)
     assert (whole[0].sizes, rest[0].sizes) == ((4, 1, 8), (4, 2, 8))
     assert rest[0].random[7] == whole[0].random[7] != whole[1].random[7]
 
 
-@pytest.mark.parametrize("other", [False, True], ids=["same", "other"])
-def test_a_scheduler_that_holds_param_groups_goes_on(other: bool, tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """In the same topology, where DeepSpeed's own load would give the optimizer other groups, and in another one."""
+@pytest.mark.parametrize("stage", [2, 3], ids=["same", "other"])
+def test_a_scheduler_that_holds_param_groups_goes_on(stage: int, tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """In the same topology, DeepSpeed's load would give the optimizer new groups."""
     options: dict[str, Any] = {**SAVES, "per_device_train_batch_size": 8, "betas": True}
-    config = make_config(2)
-    whole = ucp_worlds.get(1).run(trainers_hf.train, str(tmp_path), config, **options)
-    config["zero_optimization"]["stage"] = 3 if other else 2
-    resume = str(tmp_path / "checkpoint-4")
-    rest = ucp_worlds.get(1).run(trainers_hf.train, str(tmp_path), config, resume=resume, **options)
-    agree(whole, rest, 5)
+    whole = train(ucp_worlds, 1, tmp_path, make_config(2), **options)
+    options["resume"] = str(tmp_path / "checkpoint-4")
+    agree(whole, train(ucp_worlds, 1, tmp_path, make_config(stage), **options), 5)
 
 
 def test_two_ranks_go_on_with_lora_and_the_best_model(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """Grown from one; the frozen base is in no file, the best model is one that the single rank saved."""
-    config = {stage: make_config(stage, **ADAM, **DECAY) for stage in (3, 1)}
+    """After one rank, which saved the best model; no file has the frozen base."""
+    configs = [make_config(stage, **ADAM, **DECAY) for stage in (3, 1)]
     options = {**SAVES, **BEST, "lora": True, "per_device_train_batch_size": 8}
-    whole = ucp_worlds.get(1).run(trainers_hf.train, str(tmp_path), config[3], **options)
-    resume = str(tmp_path / "checkpoint-4")
-    rest = ucp_worlds.get(2).run(trainers_hf.train, str(tmp_path), config[1], resume=resume, **options)
+    whole = train(ucp_worlds, 1, tmp_path, configs[0], **options)
+    rest = train(ucp_worlds, 2, tmp_path, configs[1], resume=str(tmp_path / "checkpoint-4"), **options)
     agree(whole, rest, 5)
     assert (whole[0].sizes, rest[0].sizes) == ((8, 1, 8), (4, 1, 8))
     assert rest[0].best == whole[0].best == str(tmp_path / "checkpoint-2")
     assert not [path for path in (tmp_path / "checkpoint-4").rglob("*.pt") if b"base.weight" in path.read_bytes()]
 
 
-@pytest.mark.parametrize(("model", "told"), [("Means", 1), ("Sums", 0)], ids=str)
-def test_losses_keep_their_size_in_a_larger_world(model: str, told: int, tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """The trainer adds up the means of ranks and micro batches of a model that does not look at the number of items.
+@pytest.mark.parametrize(("model", "count"), [("Means", 1), ("Sums", 0)], ids=str)
+def test_losses_keep_their_size_in_a_larger_world(
+    model: str, count: int, tmp_path: Path, ucp_worlds: WorldPool
+) -> None:
+    """If a model ignores the number of items, the trainer adds up its means over ranks and micro batches.
 
-    Clipped, so that the size of gradients counts; and once more back on one rank, whose run was begun by one.
+    Gradients are clipped, so that their size matters. Then the run resumes on one rank again.
     """
     options = {**SAVES, "model": model, "per_device_train_batch_size": 8, "max_grad_norm": 0.5, "num_train_epochs": 2}
     options |= {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
-    whole = ucp_worlds.get(1).run(trainers_hf.train, str(tmp_path), make_config(1), **options)
+    whole = train(ucp_worlds, 1, tmp_path, make_config(1), **options)
     other, resume = tmp_path / "other", str(tmp_path / "checkpoint-4")
-    rest = ucp_worlds.get(2).run(trainers_hf.train, str(other), make_config(2), resume=resume, **options)
+    rest = train(ucp_worlds, 2, other, make_config(2), resume=resume, **options)
     agree(whole, rest, 5)
     options["per_device_train_batch_size"], resume = 4, str(other / "checkpoint-6")
-    again = ucp_worlds.get(1).run(trainers_hf.train, str(tmp_path), make_config(1), resume=resume, **options)
+    again = train(ucp_worlds, 1, tmp_path, make_config(1), resume=resume, **options)
     agree(whole, again, 7)
-    for run, warnings in ((rest, told), (again, told if V5 else 0)):  # transformers 4 takes the saved micro batch
+    for run, warnings in ((rest, count), (again, count if V5 else 0)):  # transformers 4 takes the saved micro batch
         judged = {step: loss for step, loss in run[0].judged.items() if step > 4}
         assert judged == pytest.approx({step: whole[0].judged[step] for step in judged}, abs=2e-6)
         assert sum("does not use num_items_in_batch" in text for text in run[0].warnings) == warnings
 
 
 @pytest.mark.parametrize(
-    ("ranks", "config", "options", "told"),
+    ("ranks", "config", "options", "advice"),
     [
         pytest.param(
             *(2, {}, {"per_device_train_batch_size": 2}),
@@ -166,23 +176,15 @@ def test_losses_keep_their_size_in_a_larger_world(model: str, told: int, tmp_pat
     ids=["same-world", "written-out", "other-data"],
 )
 def test_another_total_batch_is_refused(
-    ranks: int,
-    config: dict[str, Any],
-    options: dict[str, Any],
-    told: str,
-    shrunk: tuple[Path, list[Trained]],
-    ucp_worlds: WorldPool,
+    ranks: int, config: dict[str, Any], options: dict[str, Any], advice: str, saved: Saved, ucp_worlds: WorldPool
 ) -> None:
-    chosen = {"per_device_train_batch_size": 4, "resume": str(shrunk[0] / "checkpoint-6"), **options}
-    config = make_config(2, **config)
-    errors = ucp_worlds.get(ranks).run(trainers_hf.attempt, str(shrunk[0]), config, **chosen)
-    for name, text in errors:
-        assert name == "MismatchError" and told in text
-        assert '"checkpoint.universal": {"total_batch": "live"}' in text
+    for error in attempt(ucp_worlds, ranks, saved[0], make_config(2, **config), **make_resume(saved, **options)):
+        assert error.startswith("MismatchError") and advice in error
+        assert '"checkpoint.universal": {"total_batch": "live"}' in error
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "warns"),
     [
         ({"train_sampling_strategy": "group_by_length"}, True),
         ({"group_by_length": True}, True),
@@ -191,11 +193,9 @@ def test_another_total_batch_is_refused(
     ],
     ids=str,
 )
-def test_an_order_that_no_resume_gives_again_is_told(
-    options: dict[str, Any], told: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_order_that_a_resume_cannot_reproduce_is_a_warning(options: Any, warns: bool, caplog: Any) -> None:
     huggingface.warn_order(SimpleNamespace(**options))
-    assert ("continues with other samples" in caplog.text) is told
+    assert ("continues with other samples" in caplog.text) is warns
 
 
 def test_batch_sizes_that_sequence_parallelism_makes_floats() -> None:
@@ -210,77 +210,68 @@ def test_ranks_that_cannot_share_it_are_refused() -> None:
         huggingface.choose_batch(SavedJob(2, 1, 6, 8, 1), "folder", BatchSizes(4, 1, 3), None)
 
 
-def test_another_total_batch_is_taken_where_it_is_asked_for(
-    shrunk: tuple[Path, list[Trained]], ucp_worlds: WorldPool
+@pytest.mark.parametrize(
+    ("universal", "options", "sizes", "warning"),
+    [
+        (True, {}, (4, 2, 8), "total batch 8 kept on 1 rank: gradient accumulation 1 → 2$"),
+        ({"total_batch": "live"}, {}, (4, 1, 4), "sample 24 of its data, but the saved run had reached sample 48,"),
+        (True, {"size": 80, "ignore_data_skip": True}, (4, 2, 8), "had 5 steps, this one's has 10: epochs are counted"),
+    ],
+    ids=["kept", "live", "other-data"],
+)
+def test_changes_are_warnings(
+    universal: Any, options: Any, sizes: tuple[int, ...], warning: str, saved: Saved, ucp_worlds: WorldPool
 ) -> None:
-    """Step 6 then means its own sample 24, and not 48."""
-    options = {"per_device_train_batch_size": 4, "resume": str(shrunk[0] / "checkpoint-6"), "stop": 7}
-    config = make_config(2, {"total_batch": "live"})
-    (rest,) = ucp_worlds.get(1).run(trainers_hf.train, str(shrunk[0]), config, **options)
-    assert rest.sizes == (4, 1, 4)
-    assert list(rest.samples) == [7]
+    options = make_resume(saved, stop=7, **options)
+    (rest,) = train(ucp_worlds, 1, saved[0], make_config(2, universal), **options)
+    assert (rest.sizes, list(rest.samples)) == (sizes, [7])
+    assert sum(re.search(warning, text) is not None for text in rest.warnings) == 1
+    assert sum("total batch" in text for text in rest.warnings) == 1
 
 
 @pytest.mark.skipif(not V5, reason="refused with transformers 4")
 @pytest.mark.parametrize("plugin", [True, False], ids=["", "without-the-plugin"])
-def test_a_batch_that_the_trainer_found_is_the_saved_one(plugin: bool, tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """Of 4 samples a rank it tried and 3 it had memory for, which the trainer's own ds_config does not tell.
-
-    The same command resumes in the same world; with less memory in that one and in another the total batch is kept.
-    """
+def test_a_batch_that_the_trainer_found_is_kept(plugin: bool, tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """The trainer tried 4 samples a rank and found memory for 3, which its ds_config does not record."""
     options = {"per_device_train_batch_size": 4, "auto_find_batch_size": True, "size": 48, "most": 3, **SAVES}
     options |= {"num_train_epochs": 2, "data_seed": 7}
     config = make_config(2, plugin)
-    whole = ucp_worlds.get(2).run(trainers_hf.train, str(tmp_path), config, **options)
+    whole = train(ucp_worlds, 2, tmp_path, config, **options)
     assert (whole[0].sizes[1:], len(whole[0].samples[1])) == ((1, 6 if plugin else 8), 3)
     for ranks, most, sizes in [(2, 3, (3, 1, 6)), (2, 2, (1, 3, 6)), (1, 3, (3, 2, 6))]:
         chosen = {**options, "most": most, "resume": str(tmp_path / "checkpoint-4")}
-        rest = ucp_worlds.get(ranks).run(trainers_hf.train, str(tmp_path / "other"), make_config(2), **chosen)
+        rest = train(ucp_worlds, ranks, tmp_path / "other", make_config(2), **chosen)
         agree(whole, rest, 5)
         assert rest[0].sizes == sizes
 
 
-def test_what_is_not_changed_is_not_told(shrunk: tuple[Path, list[Trained]], ucp_worlds: WorldPool) -> None:
-    options = {"per_device_train_batch_size": 4, "resume": str(shrunk[0] / "checkpoint-6"), "stop": 7}
-    (rest,) = ucp_worlds.get(1).run(trainers_hf.train, str(shrunk[0]), make_config(2), **options)
-    (told,) = (text for text in rest.warnings if "total batch" in text)
-    assert told.endswith("total batch 8 kept on 1 rank: gradient accumulation 1 → 2")
-
-
-def test_other_data_begins_an_epoch_where_the_place_in_it_is_not_wanted(
-    shrunk: tuple[Path, list[Trained]], ucp_worlds: WorldPool
-) -> None:
-    options = {"per_device_train_batch_size": 4, "resume": str(shrunk[0] / "checkpoint-6"), "stop": 7}
-    options |= {"size": 80, "ignore_data_skip": True}
-    (rest,) = ucp_worlds.get(1).run(trainers_hf.train, str(shrunk[0]), make_config(2), **options)
-    assert list(rest.samples) == [7] and rest.sizes == (4, 2, 8)
-    assert any("had 5 steps, this one's has 10: epochs are counted by the new number" in text for text in rest.warnings)
-
-
-def test_weights_or_the_place_alone_are_taken_where_that_is_asked_for(
-    shrunk: tuple[Path, list[Trained]], ucp_worlds: WorldPool
-) -> None:
-    """Of trainers that pass on no argument of `load_checkpoint`."""
-    folder = str(shrunk[0])
-    options = {"per_device_train_batch_size": 4, "learning_rate": 4e-2, "resume": f"{folder}/checkpoint-6"}
-    fresh = make_config(3, {"arguments": {"load_module_only": True}}, **ADAM)
-    (first,) = ucp_worlds.get(1).run(trainers_hf.train, folder, fresh, stop=1, **{**options, "learning_rate": 0.0})
-    saved = load_file(shrunk[0] / "checkpoint-6" / "model.safetensors")
-    assert list(first.samples) == [1] and all(saved[name].equal(weight) for name, weight in first.weights.items())
+def test_only_weights_are_loaded(saved: Saved, ucp_worlds: WorldPool) -> None:
+    config = make_config(3, {"arguments": {"load_module_only": True}}, **ADAM)
+    (first,) = train(ucp_worlds, 1, saved[0], config, **make_resume(saved, stop=1, learning_rate=0.0))
+    weights = load_file(saved[0] / "checkpoint-6" / "model.safetensors")
+    assert list(first.samples) == [1] and all(weights[name].equal(weight) for name, weight in first.weights.items())
     assert any("a new run starts from its weights" in text for text in first.warnings)
-    # The schedule is the trainer's, torch's in the engine, which has made the step when it is logged, and DeepSpeed's.
-    for more, expected in (({}, 9 / 12), (ADAM, 8 / 12), ({**ADAM, **DECAY}, 9 / 12)):
-        states = {} if not more else {"load_optimizer_states": False}  # DeepSpeed's optimizer has other groups
-        own = make_config(3, {"arguments": {"load_lr_scheduler_states": False, **states}}, **more)
-        (rest,) = ucp_worlds.get(1).run(trainers_hf.train, folder, own, stop=7, **options)
-        assert list(rest.samples) == [7]
-        assert any("load_lr_scheduler_states=False" in text and "caller" in text for text in rest.warnings)
-        assert rest.log[7]["learning_rate"] == pytest.approx(options["learning_rate"] * expected)
-        assert not any("hyper-parameters of this run" in text for text in rest.warnings)
 
 
-def test_weights_alone_are_no_checkpoint(tmp_path: Path) -> None:
-    """What `save_only_model` leaves."""
+@pytest.mark.parametrize(
+    ("more", "fraction"),
+    [({}, 9 / 12), (ADAM, 8 / 12), ({**ADAM, **DECAY}, 9 / 12)],
+    ids=["torch", "engine", "deepspeed"],
+)
+def test_the_schedule_of_the_script_continues(
+    more: dict[str, Any], fraction: float, saved: Saved, ucp_worlds: WorldPool
+) -> None:
+    """Torch's schedule in the engine has taken its step when the rate is logged."""
+    states = {} if not more else {"load_optimizer_states": False}  # DeepSpeed's optimizer has other groups
+    config = make_config(3, {"arguments": {"load_lr_scheduler_states": False, **states}}, **more)
+    (rest,) = train(ucp_worlds, 1, saved[0], config, **make_resume(saved, stop=7, learning_rate=4e-2))
+    assert list(rest.samples) == [7]
+    assert any("load_lr_scheduler_states=False" in text and "caller" in text for text in rest.warnings)
+    assert rest.log[7]["learning_rate"] == pytest.approx(4e-2 * fraction)
+    assert not any("hyper-parameters of this run" in text for text in rest.warnings)
+
+
+def test_a_folder_of_save_only_model_has_only_weights(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint-6"
     folder.mkdir()
     (folder / "trainer_state.json").write_text('{"global_step": 6}')
@@ -307,7 +298,6 @@ class Rise:
 
 
 def choose(wanted: Any, output: Any = None, **config: Any) -> Any:
-    """By a process of its own."""
     args = SimpleNamespace(output_dir=str(output), hf_deepspeed_config=SimpleNamespace(config={}))
     return hffolders.choose_folder(args, wanted, UniversalConfig(**config))
 
@@ -316,15 +306,7 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
-def flip(path: Path) -> None:
-    """A bit of the longest run of tensors' bytes."""
-    data = bytearray(path.read_bytes())
-    at = max(list_records(str(path)).records, key=lambda record: record.nbytes)
-    data[at.offset + at.nbytes // 2] ^= 1
-    path.write_bytes(data)
-
-
-def test_a_folder_that_does_not_exist_is_refused_with_those_that_do(tmp_path: Path) -> None:
+def test_a_missing_folder_is_refused_with_the_existing_ones(tmp_path: Path) -> None:
     for fallback in (False, True):
         with pytest.raises(CheckpointError, match=r"checkpoint-6: does not exist. Check the path"):
             choose(str(tmp_path / "checkpoint-6"), fallback=fallback)
@@ -349,7 +331,7 @@ FAULTS: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "no-tag": ("global_step6", shutil.rmtree, "no checkpoint with tag 'global_step6'"),
     "no-shard": ("global_step6/zero_pp_rank_1_mp_rank_00_optim_states.pt", Path.unlink, "missing"),
     "half-a-shard": ("global_step6/zero_pp_rank_1_mp_rank_00_optim_states.pt", cut, "zero_pp_rank_1"),
-    "damaged": ("global_step6/zero_pp_rank_1_mp_rank_00_optim_states.pt", flip, "the writer stored"),
+    "damaged": ("global_step6/zero_pp_rank_1_mp_rank_00_optim_states.pt", flip_largest, "the writer stored"),
     "no-schedule": ("scheduler.pt", Path.unlink, "scheduler.pt: missing"),
     "half-a-schedule": ("scheduler.pt", cut, "scheduler.pt"),
     "half-of-random-states": ("rng_state_1.pth", cut, "rng_state_1.pth"),
@@ -357,22 +339,22 @@ FAULTS: dict[str, tuple[str, Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_an_older_folder_is_taken_where_the_newest_is_not_whole(
-    fault: str, shrunk: tuple[Path, list[Trained]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_an_older_folder_is_used_if_the_newest_is_incomplete(
+    fault: str, saved: Saved, tmp_path: Path, caplog: Any
 ) -> None:
-    name, spoil, told = FAULTS[fault]
-    older, newest = (shutil.copytree(shrunk[0] / each, tmp_path / each) for each in ("checkpoint-4", "checkpoint-6"))
+    name, spoil, message = FAULTS[fault]
+    older, newest = (shutil.copytree(saved[0] / each, tmp_path / each) for each in ("checkpoint-4", "checkpoint-6"))
     (tmp_path / "checkpoint-best").mkdir()
     assert choose(True, tmp_path, fallback=True) == choose(str(newest), fallback=True) == str(newest)
     assert not caplog.records
     spoil(newest / name)
     assert choose(True, tmp_path, fallback=True) == choose(str(newest), fallback=True) == str(older)
-    assert f"{older}: resuming from it; skipped: {newest}" in caplog.text and told in caplog.text
+    assert f"{older}: resuming from it; skipped: {newest}" in caplog.text and message in caplog.text
     if not fault.startswith(("half-of", "half-a-sch", "no-sch", "half-a-shard", "damaged", "no-shard")):
-        with pytest.raises(CheckpointError, match=told):
+        with pytest.raises(CheckpointError, match=message):
             choose(True, tmp_path)
     shutil.rmtree(older)
-    if fault == "no-latest":  # which the tag's own files make up for
+    if fault == "no-latest":  # the last resort
         assert choose(True, tmp_path, fallback=True) == str(newest)
         return
     with pytest.raises(CheckpointError, match="neither it nor one before it is complete") as error:
@@ -380,29 +362,25 @@ def test_an_older_folder_is_taken_where_the_newest_is_not_whole(
     assert "save_only_model" not in str(error.value)
 
 
-def test_what_lies_beside_a_missing_engines_state_tells_that_it_was_there(
-    shrunk: tuple[Path, list[Trained]], tmp_path: Path
-) -> None:
+def test_a_missing_engine_state_is_named(saved: Saved, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint-6"
-    shutil.copytree(shrunk[0] / "checkpoint-6", folder, ignore=shutil.ignore_patterns("global_step*", "latest"))
+    shutil.copytree(saved[0] / "checkpoint-6", folder, ignore=shutil.ignore_patterns("global_step*", "latest"))
     with pytest.raises(CheckpointError, match=r"engine's state is missing .* saved with rng_state_0.pth"):
         choose(folder)
 
 
-def test_a_restarted_run_passes_over_broken_folders(
-    shrunk: tuple[Path, list[Trained]], tmp_path: Path, ucp_worlds: WorldPool
-) -> None:
-    """It goes on with all files of the older one, saves into the broken folder, and resumes from there once more."""
-    folder, whole = shrunk
+def test_a_restarted_run_skips_broken_folders(saved: Saved, tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """It continues from the older folder, saves into the broken one, and resumes from there."""
+    folder, whole = saved
     for name in ("checkpoint-4", "checkpoint-6"):
         shutil.copytree(folder / name, tmp_path / name)
-    flip(tmp_path / "checkpoint-6" / "global_step6" / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    flip_largest(tmp_path / "checkpoint-6" / "global_step6" / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
     options = {"per_device_train_batch_size": 4, "resume": True, **SAVES}
     config = make_config(3, {"fallback": True})
-    first = ucp_worlds.get(1).run(trainers_hf.train, str(tmp_path), config, stop=6, **options)
+    first = train(ucp_worlds, 1, tmp_path, config, stop=6, **options)
     assert list(first[0].samples) == [5, 6]
     assert sum("skipped: " in text for text in first[0].warnings) == 1
-    rest = ucp_worlds.get(1).run(trainers_hf.train, str(tmp_path), config, **options)
+    rest = train(ucp_worlds, 1, tmp_path, config, **options)
     agree(whole, rest, 7)
 
 
@@ -413,44 +391,44 @@ def test_a_restarted_run_passes_over_broken_folders(
 def test_every_stage_on_any_world(
     stages: tuple[int, int], ranks: tuple[int, int], scheduler: dict[str, Any], tmp_path: Path, ucp_worlds: WorldPool
 ) -> None:
-    """Twice: what has been resumed is resumed again on the first world."""
+    """Twice: the resumed run is resumed again in the first world."""
     before, after = (make_config(stage, **scheduler) for stage in stages)
     options = {"per_device_train_batch_size": 8 // ranks[0], **SAVES}
-    whole = ucp_worlds.get(ranks[0]).run(trainers_hf.train, str(tmp_path), before, **options)
+    whole = train(ucp_worlds, ranks[0], tmp_path, before, **options)
     other, resume = tmp_path / "other", str(tmp_path / "checkpoint-6")
-    part = ucp_worlds.get(ranks[1]).run(trainers_hf.train, str(other), after, resume=resume, **options)
+    part = train(ucp_worlds, ranks[1], other, after, resume=resume, **options)
     agree(whole, part, 7)
     resume = str(other / "checkpoint-12")
-    again = ucp_worlds.get(ranks[0]).run(trainers_hf.train, str(other), before, resume=resume, **options)
+    again = train(ucp_worlds, ranks[0], other, before, resume=resume, **options)
     agree(whole, again, 13)
 
 
 @pytest.mark.parametrize("ranks", [(2, 1), (1, 2)], ids=str)
 @pytest.mark.exhaustive
 def test_epochs_that_drop_their_last_samples(ranks: tuple[int, int], tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """44 samples are five steps of eight; with micro batches of four the trainer would make a sixth of what is left."""
+    """44 samples are five steps of eight; with micro batches of four the trainer would take a sixth step."""
     options = {"size": 44, "dataloader_drop_last": True, "per_device_train_batch_size": 4, **SAVES}
     if ranks == (2, 1):
-        whole = ucp_worlds.get(2).run(trainers_hf.train, str(tmp_path), make_config(1), **options)
+        whole = train(ucp_worlds, 2, tmp_path, make_config(1), **options)
         for folder, first in (("checkpoint-6", 7), ("checkpoint-8", 9)):  # the second is of the resumed run
             resume = str(tmp_path / folder)
-            rest = ucp_worlds.get(1).run(trainers_hf.train, str(tmp_path), make_config(1), resume=resume, **options)
+            rest = train(ucp_worlds, 1, tmp_path, make_config(1), resume=resume, **options)
             agree(whole, rest, first)
         return
     options["gradient_accumulation_steps"] = 2
-    ucp_worlds.get(1).run(trainers_hf.train, str(tmp_path), make_config(1), stop=6, **options)
+    train(ucp_worlds, 1, tmp_path, make_config(1), stop=6, **options)
     resume = str(tmp_path / "checkpoint-6")
-    errors = ucp_worlds.get(2).run(trainers_hf.attempt, str(tmp_path), make_config(1), resume=resume, **options)
-    assert all("an epoch of the saved run had 6 steps, this one's has 5" in text for _, text in errors)
+    errors = attempt(ucp_worlds, 2, tmp_path, make_config(1), resume=resume, **options)
+    assert all("an epoch of the saved run had 6 steps, this one's has 5" in error for error in errors)
 
 
 @pytest.mark.exhaustive
 def test_to_another_precision(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """The samples and rates are the same; losses are those of another precision."""
     options = {"per_device_train_batch_size": 4, **SAVES}
-    whole = ucp_worlds.get(2).run(trainers_hf.train, str(tmp_path), make_config(2), bf16=True, **options)
+    whole = train(ucp_worlds, 2, tmp_path, make_config(2), bf16=True, **options)
     resume = str(tmp_path / "checkpoint-6")
-    rest = ucp_worlds.get(1).run(trainers_hf.train, str(tmp_path), make_config(3), resume=resume, **options)
+    rest = train(ucp_worlds, 1, tmp_path, make_config(3), resume=resume, **options)
     for step in range(7, 16):
         assert sorted(rest[0].samples[step]) == sorted(whole[0].samples[step] + whole[1].samples[step])
         assert rest[0].log[step]["learning_rate"] == whole[0].log[step]["learning_rate"]
@@ -459,11 +437,11 @@ def test_to_another_precision(tmp_path: Path, ucp_worlds: WorldPool) -> None:
 
 @pytest.mark.skipif(not V5, reason="with transformers 4 a save is written when it returns")
 def test_the_last_whole_checkpoint_stays_while_newer_ones_are_written(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """Training does not wait; then the limit holds, and the next run goes on from files that are there."""
+    """Training does not wait; at the end the limit holds, and the next run resumes from complete files."""
     save = {"memory": str(tmp_path / "memory"), "wait_s": 60}
     out, config = str(tmp_path / "out"), make_config(1, {"save": save})
     options = {"per_device_train_batch_size": 4, "save_total_limit": 1, **SAVES}
-    run = ucp_worlds.get(2).run(trainers_hf.train, out, config, held=(4, 6), max_steps=8, **options)
+    run = train(ucp_worlds, 2, out, config, held=(4, 6), max_steps=8, **options)
     two, four, six = ("checkpoint-2", True), ("checkpoint-4", False), ("checkpoint-6", False)
     assert run[0].folders[4:6] == [dict([two, four])] * 2  # as steps 5 and 6 begin
     assert run[0].folders[6] == dict([two, four, six])
@@ -471,42 +449,40 @@ def test_the_last_whole_checkpoint_stays_while_newer_ones_are_written(tmp_path: 
     assert list((tmp_path / "out" / "checkpoint-8").glob("*/ucp_seal.json"))
     assert any("checkpoint-4 is still written when the next save comes" in text for text in run[0].warnings)
     options["per_device_train_batch_size"] = 8
-    rest = ucp_worlds.get(1).run(trainers_hf.train, out, config, resume=True, max_steps=10, **options)
+    rest = train(ucp_worlds, 1, out, config, resume=True, max_steps=10, **options)
     assert list(rest[0].samples) == [9, 10]
     best = {**BEST, "greater_is_better": False, "resume": True, "max_steps": 12}
-    rest = ucp_worlds.get(1).run(trainers_hf.train, out, config, **options, **best)
+    rest = train(ucp_worlds, 1, out, config, **options, **best)
     assert rest[0].best == str(tmp_path / "out" / "checkpoint-12")
 
 
 @pytest.mark.skipif(not V5, reason="with transformers 4 a save is written when it returns")
-def test_a_machine_that_is_lost_leaves_the_last_whole_checkpoint(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """Although the limit is one, and the run has ended before the next one was written."""
+def test_a_lost_machine_leaves_the_last_complete_checkpoint(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """With a limit of one, if the run has ended before the next one was written."""
     out, save = str(tmp_path / "out"), {"memory": str(tmp_path / "memory"), "wait_s": 60}
     options = {"save_total_limit": 1, **SAVES, "max_steps": 7}
     config = make_config(1, {"save": save, "fallback": True})
-    run = ucp_worlds.get(1).run(
-        trainers_hf.train, out, config, held=(4, 99), stop=7, per_device_train_batch_size=8, **options
-    )
+    run = train(ucp_worlds, 1, out, config, held=(4, 99), stop=7, per_device_train_batch_size=8, **options)
     assert run[0].folders[-1] == {"checkpoint-2": True, "checkpoint-4": False, "checkpoint-6": False}
     assert not list((tmp_path / "memory").rglob("*_states.pt"))
-    rest = ucp_worlds.get(1).run(trainers_hf.train, out, config, resume=True, per_device_train_batch_size=8, **options)
+    rest = train(ucp_worlds, 1, out, config, resume=True, per_device_train_batch_size=8, **options)
     assert list(rest[0].samples) == [3, 4, 5, 6, 7]
     assert any("skipped" in text and "checkpoint-6" in text for text in rest[0].warnings)
 
 
 @pytest.mark.skipif(not V5, reason="transformers 4 has no enable_jit_checkpoint")
-def test_of_two_saves_on_a_signal_one_acts(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """The Trainer's own takes the signal 3 s later, on each rank for itself."""
+def test_one_of_two_saves_on_a_signal_acts(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """The Trainer would save 3 s later, on each rank separately."""
     options = {"enable_jit_checkpoint": True, "told_at": 2, "per_device_train_batch_size": 4}
-    run = ucp_worlds.get(2).run(trainers_hf.train, str(tmp_path), make_config(2), **options)
+    run = train(ucp_worlds, 2, tmp_path, make_config(2), **options)
     assert [each.code for each in run] == [0, 0]
     assert (tmp_path / "preempted" / "latest").read_text() == "global_step2"
     assert not list(tmp_path.glob("checkpoint-*"))
     assert [sum("this save replaces the Trainer's" in text for text in each.warnings) for each in run] == [1, 0]
 
 
-def test_a_trainer_that_removes_folders_in_another_way_waits_for_its_saves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As transformers 4 does, or a module that gets `shutil` in another way."""
+def test_a_trainer_that_removes_folders_in_an_unknown_way_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as transformers 4, or one that imports `shutil` otherwise."""
     parts = {"rotate_checkpoints": None, "Trainer": SimpleNamespace(_finalize_training=None), "shutil": shutil}
     monkeypatch.setitem(sys.modules, "transformers.trainer_utils", SimpleNamespace(shutil=shutil))  # type: ignore[misc]
     for lacking, known in ((None, True), *((name, False) for name in ("rotate_checkpoints", "shutil"))):
@@ -515,8 +491,8 @@ def test_a_trainer_that_removes_folders_in_another_way_waits_for_its_saves(monke
         assert huggingface._can_rotate() is known
 
 
-@pytest.mark.skipif(not V5, reason="transformers 4 tells Kubeflow nothing")
-def test_a_trainer_that_tells_kubeflow_its_progress_does_so_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(not V5, reason="transformers 4 does not report to Kubeflow")
+def test_only_the_trainer_reports_to_kubeflow_if_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.integrations.integration_utils import KubeflowCallback
 
     monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_URL", "https://nowhere")

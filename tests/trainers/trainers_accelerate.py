@@ -1,16 +1,14 @@
-"""What the ranks do in the tests of Accelerate. Imported on the ranks only."""
+"""Functions of the tests of Accelerate that run on the ranks. Imported on the ranks only."""
 
 from __future__ import annotations
 
-import logging
 import os
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from trainers_gloo import choose_gloo
-from trainers_hf import Net, Samples, gather_weights
-from trainers_references import MovesBetas
+from trainers_common import MovesBetas, choose_gloo, finish_writes, gather_weights, hold_writes, list_saves, listen
+from trainers_hf import Net, Samples
 
 from deepspeed_ucp.errors import StorageError
 
@@ -79,20 +77,14 @@ def train(
     save: dict[int, str] | None = None,
     resume: str | None = None,
 ) -> Trained:
-    """A loop as Accelerate's users write it, which knows the step it goes on with.
+    """Train in a loop like that of Accelerate's users, which continues at the restored step.
 
     Args:
         save: by micro batch (of all epochs, from 1 on) a folder.
     """
-    told, log = Trained(), logging.getLogger("deepspeed_ucp")
-
-    def listen(record: logging.LogRecord) -> bool:
-        told.told += [record.getMessage()] if record.levelno == logging.WARNING else []
-        return True
-
-    with choose_gloo():
+    told = Trained()
+    with choose_gloo(), listen(told.told):
         accelerator, count, net, prepared = _prepare(ds_config, micro, accumulation, scheduler)
-        log.addFilter(listen)
         if resume is not None:
             accelerator.load_state(resume)
         told.random[count.steps + 1] = torch.get_rng_state().tolist()
@@ -100,7 +92,6 @@ def train(
         told.steps, told.custom = prepared[0].global_steps, count.steps
         told.accumulation, told.weights = accelerator.gradient_accumulation_steps, gather_weights(prepared[0])
         prepared[0].destroy()
-        log.removeFilter(listen)
     return told
 
 
@@ -162,23 +153,13 @@ def _train(
                 accelerator.save_state(save[done])
 
 
-def attempt(*args: Any, **options: Any) -> tuple[str, str]:
-    """The error of a run, or two empty strings."""
-    try:
-        train(*args, **options)
-    except Exception as error:  # noqa: BLE001 - the error is what the test looks at
-        return type(error).__name__, str(error)
-    return "", ""
-
-
 def rotate(folder: str, ds_config: dict[str, Any]) -> tuple[list[dict[str, bool]], int]:
-    """Saves that Accelerate names and keeps one of, of which the second and third are on their way for a while.
+    """Save with automatic names and a limit of one; the writes of the second and third save are held back.
 
     Returns:
-        What was there after each save, and the steps of the last one that a load finds.
+        The checkpoints after each save, and the steps that a load of the last one restores.
     """
     from accelerate.utils import ProjectConfiguration
-    from trainers_held import hold, look, settle
 
     told = list[dict[str, bool]]()
     with choose_gloo():
@@ -186,7 +167,7 @@ def rotate(folder: str, ds_config: dict[str, Any]) -> tuple[list[dict[str, bool]
         accelerator.project_configuration = ProjectConfiguration(
             folder, automatic_checkpoint_naming=True, total_limit=1
         )
-        holding = hold()
+        holding = hold_writes()
         for number, batch in enumerate(loader):
             accelerator.backward(model(**batch)["loss"])
             optimizer.step()
@@ -195,26 +176,24 @@ def rotate(folder: str, ds_config: dict[str, Any]) -> tuple[list[dict[str, bool]
             if number == 1:
                 holding.__enter__()
             accelerator.save_state()
-            told.append(look(os.path.join(folder, "checkpoints")))
+            told.append(list_saves(os.path.join(folder, "checkpoints")))
             if number == 2:
                 holding.__exit__(None, None, None)
-                settle()
+                finish_writes()
                 accelerator.wait_for_everyone()
         count.steps = 0
         accelerator.load_state()
-        told.append(look(os.path.join(folder, "checkpoints")))
+        told.append(list_saves(os.path.join(folder, "checkpoints")))
         model.destroy()
     return told, count.steps
 
 
 def save_twice(folder: str, ds_config: dict[str, Any]) -> str:
-    """The error of the second save to a folder, while nothing is written."""
-    from trainers_held import hold
-
+    """Return the error of the second save to a folder, while writes are held back."""
     with choose_gloo():
         accelerator, _, _, prepared = _prepare(ds_config, 8, 1, "plain")
         accelerator.save_state(folder)
-        with hold():
+        with hold_writes():
             try:
                 accelerator.save_state(folder)
             except StorageError as error:

@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from trainers_gloo import choose_gloo
+from trainers_common import choose_gloo
 
 from deepspeed_ucp.testing.capture import CapturedEngine, capture
 from tests.export import foreign_run, fsdp_run

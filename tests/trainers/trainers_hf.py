@@ -1,29 +1,27 @@
-"""What the ranks do in the tests of Hugging Face's Trainer. Imported on the ranks only."""
+"""Functions of the tests of Hugging Face's Trainer that run on the ranks. Imported on the ranks only."""
 
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import random
+import shutil
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
 import torch
-from trainers_gloo import choose_gloo
-from trainers_references import MovesBetas
+from trainers_common import MovesBetas, choose_gloo, finish_writes, gather_weights, hold_writes, list_saves, listen
 
 from deepspeed_ucp import preemption
+from deepspeed_ucp.saves.saver import list_savers
 
 FEATURES = 11
 
 
 class Net(torch.nn.Module):
-    """Notes the samples that it is trained on, of which it takes at most ``most`` at once."""
+    """Records its training samples; more than ``most`` in a micro batch are an out-of-memory error."""
 
     most = 1 << 30
 
@@ -44,7 +42,7 @@ class Net(torch.nn.Module):
 
 
 class Means(Net):
-    """Takes any keyword, and looks at none, as T5 does."""
+    """Accepts any keyword and ignores them, as T5 does."""
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor, number: torch.Tensor, **_: Any) -> dict[str, torch.Tensor]:
         return super().forward(x, labels, number)
@@ -63,7 +61,7 @@ class Sums(Net):
 
 
 class Samples(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    """Drawn by their number."""
+    """Random samples, seeded by their number."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -81,16 +79,16 @@ class Trained:
     """One rank's part of a run.
 
     Attributes:
-        samples: of every step.
-        log: what the trainer logged, of all steps.
-        random: by step a digest of the random states with which it began.
-        weights: at the end, those that are trained.
-        sizes: per-device batch, accumulation, the engine's total batch.
-        best: the checkpoint that was the best one.
-        judged: by step the evaluation's loss.
-        warnings: of the plugin, on this rank.
-        folders: checkpoints that were there as a step ended, and whether the engine's state was in them.
-        code: with which it ended before its time.
+        samples: step → samples.
+        log: step → the trainer's log entry.
+        random: step → digest of the random states at its begin.
+        weights: trained weights at the end.
+        sizes: per-device batch, accumulation, total batch of the engine.
+        best: the best checkpoint.
+        judged: step → loss of the evaluation.
+        warnings: warnings of the plugin on this rank.
+        folders: checkpoints at the begin of each step, and whether the engine's state is complete.
+        code: exit code, if the run has exited early.
     """
 
     samples: dict[int, list[int]] = field(default_factory=dict)
@@ -106,7 +104,7 @@ class Trained:
 
 
 def make_notes(net: Net, told: Trained, stop: int | None) -> Any:
-    """A callback that fills in what a rank tells, and ends the run where it is to be interrupted."""
+    """A callback that records the run of a rank, and ends it at the step ``stop``."""
     from transformers import TrainerCallback
 
     class Notes(TrainerCallback):  # type: ignore[misc]
@@ -126,7 +124,7 @@ def make_notes(net: Net, told: Trained, stop: int | None) -> Any:
 
 
 def make_follower(trainer: Any, folder: str, told_at: int) -> Any:
-    """A callback that has this package save on SIGTERM, which comes in a step."""
+    """A callback that follows SIGTERM, and sends it in a step."""
     from transformers import TrainerCallback
 
     class Follower(TrainerCallback):  # type: ignore[misc]
@@ -138,6 +136,35 @@ def make_follower(trainer: Any, folder: str, told_at: int) -> Any:
                 os.kill(os.getpid(), signal.SIGTERM)
 
     return Follower()
+
+
+def make_holder(folder: str, held: tuple[int, ...], noted: list[dict[str, bool]]) -> Any:
+    """A callback that holds back the writes between two steps, and notes the checkpoints at the begin of each step."""
+    from transformers import TrainerCallback
+
+    class Holder(TrainerCallback):  # type: ignore[misc]
+        holding: Any = None
+
+        def lose(self) -> None:
+            """Lose the machine with the saves that are not written, if any."""
+            if self.holding is not None:
+                for saver in list_savers():
+                    shutil.rmtree(saver.job.folder, ignore_errors=True)
+                self.holding.__exit__(None, None, None)
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == held[0]:
+                self.holding = hold_writes()
+                self.holding.__enter__()
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            noted.append(list_saves(folder))
+            if self.holding is not None and state.global_step == held[-1]:
+                self.holding.__exit__(None, None, None)
+                self.holding = None
+                finish_writes()
+
+    return Holder()
 
 
 def train(
@@ -155,14 +182,14 @@ def train(
     betas: bool = False,
     **options: Any,
 ) -> Trained:
-    """A run of the Trainer: three epochs by default; each step is logged.
+    """Run the Trainer, by default for three epochs.
 
     Args:
-        model: name of its class.
-        most: samples for which a rank has memory.
-        held: from and to which step nothing is written from memory; what is held at the end is lost.
-        told_at: step in which this rank is told to go, and saves to ``folder/preempted``.
-        betas: with a scheduler that holds references to param groups, and moves their betas.
+        model: name of the class of the model.
+        most: samples that fit into the memory of a rank.
+        held: first and last step between which writes are held back; if the run ends in between, they are lost.
+        told_at: step in which this rank gets SIGTERM; it saves to ``folder/preempted``.
+        betas: use :class:`MovesBetas`.
     """
     told = Trained()
     with (
@@ -209,8 +236,6 @@ def train(
         )
         holder = None
         if held:
-            from trainers_held import make_holder
-
             holder = make_holder(folder, held, told.folders)
             trainer.add_callback(holder)
         if told_at is not None:
@@ -230,36 +255,3 @@ def train(
         told.best, told.weights = trainer.state.best_model_checkpoint, gather_weights(engine)
         engine.destroy()
     return told
-
-
-@contextmanager
-def listen(warnings: list[str]) -> Iterator[None]:
-    """Note what the plugin warns of."""
-
-    class Notes(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            warnings.append(record.getMessage())
-
-    logger, notes = logging.getLogger("deepspeed_ucp"), Notes(logging.WARNING)
-    logger.addHandler(notes)
-    try:
-        yield
-    finally:
-        logger.removeHandler(notes)
-
-
-def gather_weights(engine: Any) -> dict[str, torch.Tensor]:
-    import deepspeed
-
-    named = [(name, param) for name, param in engine.module.named_parameters() if param.requires_grad]
-    with deepspeed.zero.GatheredParameters([param for _, param in named]):
-        return {name: param.detach().clone() for name, param in named}
-
-
-def attempt(*args: Any, **options: Any) -> tuple[str, str]:
-    """The error of a run, or two empty strings."""
-    try:
-        train(*args, **options)
-    except Exception as error:  # noqa: BLE001 - the error is what the test looks at
-        return type(error).__name__, str(error)
-    return "", ""

@@ -1,8 +1,7 @@
-"""What the ranks do in the tests of Lightning. Imported on the ranks only."""
+"""Functions of the tests of Lightning that run on the ranks. Imported on the ranks only."""
 
 from __future__ import annotations
 
-import logging
 import os
 import traceback
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DeepSpeedStrategy, deepspeed
-from trainers_references import MovesBetas
+from trainers_common import MovesBetas, finish_writes, hold_writes, list_saves, listen
 
 from deepspeed_ucp import install, rng
 from deepspeed_ucp.data import ElasticSampler
@@ -31,22 +30,22 @@ FEATURES, SAMPLES, TOTAL = 11, 51, 8
 
 @dataclass(frozen=True)
 class Setting:
-    """How a script would be written: the options that a resume changes."""
+    """The options of a script that a resume may change."""
 
     stage: int
     micro: int
     accumulation: int
     elastic: bool = True
     frozen: bool = False
-    """With a frozen layer, which is in no checkpoint."""
+    """Freeze a layer, and exclude it from checkpoints."""
     own: bool = False
-    """With an object of the script's own class in the hyper-parameters."""
+    """Put an object of the script's class into the hyper-parameters."""
     betas: bool = False
-    """With a scheduler that holds references to param groups."""
+    """Use :class:`MovesBetas`."""
 
 
 class Own:
-    """A class of the training script, of which code runs when it is restored."""
+    """A class of the training script that runs code when it is unpickled."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -57,12 +56,12 @@ class Trained:
     """One rank's part of a run, by step of the engine.
 
     Attributes:
-        samples, losses: of every micro batch.
+        samples, losses: of all micro batches.
         rates: learning rate.
-        counted: Lightning's own steps.
-        drawn: the first random number.
-        log: what the plugin told.
-        loaded: class of the hyper-parameter that was loaded.
+        counted: Lightning's count of steps.
+        drawn: first random number.
+        log: warnings of the plugin.
+        loaded: class of the loaded hyper-parameter.
     """
 
     samples: dict[int, list[int]] = field(default_factory=dict)
@@ -76,7 +75,7 @@ class Trained:
 
 
 class Samples(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    """Drawn by their number."""
+    """Random samples, seeded by their number."""
 
     def __len__(self) -> int:
         return SAMPLES
@@ -86,7 +85,7 @@ class Samples(torch.utils.data.Dataset):  # type: ignore[type-arg]
 
 
 class Net(pl.LightningModule):
-    """Notes what it is trained on."""
+    """Records its training."""
 
     def __init__(self, setting: Setting, told: Trained, save: tuple[int, str] | None) -> None:
         super().__init__()
@@ -147,7 +146,7 @@ def train(
     default_on: Any = True,
     **options: Any,
 ) -> Trained:
-    """Train up to a step; an error of a load is told.
+    """Train up to a step; returns an error instead of raising it.
 
     Args:
         save: after which step to save and end, and where.
@@ -158,7 +157,7 @@ def train(
     torch.manual_seed(7)
     net = Net(setting, told, save)
     torch.manual_seed(100 * bool(load) + dist.get_rank())
-    with _choose_cpu(default_on), _listen(told.log):
+    with _choose_cpu(default_on), listen(told.log):
         config = {
             "zero_optimization": {"stage": setting.stage},
             "train_micro_batch_size_per_gpu": setting.micro,
@@ -191,8 +190,7 @@ def train(
 
 @contextmanager
 def _choose_cpu(default_on: Any) -> Iterator[None]:
-    """Lightning refuses DeepSpeed on the CPU (strategies/deepspeed.py, ``setup_environment``): the device is chosen for
-    it, nothing else."""
+    """Let Lightning run DeepSpeed on the CPU, which it refuses (strategies/deepspeed.py, ``setup_environment``)."""
     rank, devices = str(dist.get_rank()), [torch.device("cpu", index) for index in range(dist.get_world_size())]
     with (
         mock.patch.dict(os.environ, LOCAL_RANK=rank, NODE_RANK="0"),
@@ -208,19 +206,8 @@ def _choose_cpu(default_on: Any) -> Iterator[None]:
             install(default_on=False)
 
 
-@contextmanager
-def _listen(lines: list[str]) -> Iterator[None]:
-    log, handler = logging.getLogger("deepspeed_ucp"), logging.Handler(logging.WARNING)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    log.addHandler(handler)
-    try:
-        yield
-    finally:
-        log.removeHandler(handler)
-
-
 def train_with_fabric(stage: int, micro: int, steps: int, folder: str, *, load: bool) -> list[float]:
-    """The same model under Fabric, in its own loop: losses of each step; the step travels as the state's own."""
+    """Train a model under Fabric; returns the losses. The state has the step."""
     from lightning.fabric import Fabric
     from lightning.fabric.plugins.environments import LightningEnvironment as Environment
 
@@ -253,21 +240,19 @@ def train_with_fabric(stage: int, micro: int, steps: int, folder: str, *, load: 
 
 
 def rotate(setting: Setting, folder: str, options: dict[str, Any]) -> tuple[list[dict[str, bool]], str]:
-    """A run of eight steps that keeps one checkpoint, of which those of steps 4 and 6 are on their way for a while.
+    """Train eight steps and keep one checkpoint; the writes of steps 4 and 6 are held back.
 
     Returns:
-        What was there as each step began, and an error.
+        The checkpoints at the begin of each step, and an error.
     """
-    from trainers_held import hold, look, settle
-
-    told, holding = list[dict[str, bool]](), hold()
+    told, holding = list[dict[str, bool]](), hold_writes()
 
     class Holder(pl.Callback):
         def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-            told.append(look(folder))
+            told.append(list_saves(folder))
             if trainer.global_step == 6:
                 holding.__exit__(None, None, None)
-                settle()
+                finish_writes()
                 trainer.strategy.barrier()
 
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
@@ -276,4 +261,4 @@ def rotate(setting: Setting, folder: str, options: dict[str, Any]) -> tuple[list
 
     keep = ModelCheckpoint(folder, "{step}", save_top_k=1, every_n_train_steps=2)
     trained = train(setting, 8, default_on=options, enable_checkpointing=True, callbacks=[Holder(), keep])
-    return [*told, look(folder)], trained.error
+    return [*told, list_saves(folder)], trained.error

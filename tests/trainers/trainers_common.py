@@ -1,0 +1,118 @@
+"""Functions of several trainers' tests that run on the ranks. Imported on the ranks only."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from deepspeed_ucp.saves.saver import Saver, list_savers
+from deepspeed_ucp.saves.writer import is_locked
+from tests.support.until import wait_until
+
+
+@contextmanager
+def choose_gloo(kind: str = "MULTI_CPU") -> Iterator[None]:
+    """Choose gloo and the CPU for Accelerate.
+
+    It does not use DeepSpeed without an accelerator (accelerate/state.py, ``_prepare_backend``), nor FSDP unless
+    ``kind`` is MULTI_GPU.
+    """
+    from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
+
+    def set_device(self: Any) -> None:
+        self.device = torch.device("cpu")
+
+    with (
+        mock.patch.dict(os.environ, OMP_NUM_THREADS="1"),
+        mock.patch.object(PartialState, "_prepare_backend", return_value=("gloo", DistributedType[kind])),
+        mock.patch.object(PartialState, "set_device", set_device),
+    ):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        yield
+
+
+@contextmanager
+def listen(warnings: list[str]) -> Iterator[None]:
+    """Append the plugin's warnings to a list."""
+    logger, handler = logging.getLogger("deepspeed_ucp"), logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+def attempt(function: Callable[..., object], *args: Any, **options: Any) -> str:
+    """Return the type and message of the function's error, or an empty string."""
+    try:
+        function(*args, **options)
+    except Exception as error:  # noqa: BLE001 - for the test
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def gather_weights(engine: Any) -> dict[str, torch.Tensor]:
+    import deepspeed
+
+    named = [(name, param) for name, param in engine.module.named_parameters() if param.requires_grad]
+    with deepspeed.zero.GatheredParameters([param for _, param in named]):
+        return {name: param.detach().clone() for name, param in named}
+
+
+class MovesBetas(LambdaLR):
+    """A scheduler that holds references to the initial param groups of the optimizer, and sets their betas."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.groups = list(optimizer.param_groups)
+        super().__init__(optimizer, lambda step: 1 / (1 + step))
+
+    def step(self, epoch: int | None = None) -> None:
+        super().step(epoch)
+        for group in self.groups:
+            group["betas"] = (0.5 + 0.03 * self.last_epoch, 0.95)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {key: value for key, value in super().state_dict().items() if key != "groups"}
+
+
+# -- saves from memory that are not written for a while ---------------------------------------------------------------
+
+
+def list_saves(folder: str) -> dict[str, bool]:
+    """Return the checkpoints in a folder, and whether the engine's state is complete."""
+    found = (each for each in Path(folder).iterdir() if each.is_dir()) if os.path.isdir(folder) else ()
+    return {each.name: (each / "latest").exists() for each in found}
+
+
+def finish_writes() -> None:
+    """Wait until the saves in memory are written."""
+    for saver in list_savers():
+        assert not saver.is_first or saver.finish()
+
+
+@contextmanager
+def hold_writes() -> Iterator[None]:
+    """Run without a writer process (timeout 1 s); earlier saves are written before, new ones afterwards."""
+    finish_writes()
+    for saver in list_savers():  # the idle writer might still look for saves
+        saver._end_writer()
+        wait_until(lambda saver=saver: not is_locked(saver.job))
+    former = [(saver, saver.options) for saver in list_savers()]
+    for saver, options in former:
+        saver.options = options.model_copy(update={"wait_s": 1.0})
+    with mock.patch.object(Saver, "tell_writer"):
+        yield
+    for saver, options in former:
+        saver.options = options
+        if saver.is_first:
+            saver.tell_writer()
