@@ -1,4 +1,4 @@
-"""Odd JSON in each file that the package reads: its own error with the file's name, never another one."""
+"""Invalid JSON in each file that the package reads raises an error of the package with the file's name."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "rules": ("rules.json", lambda folder: read_rules(os.path.join(folder, "rules.json"))),
     "groups": ("groups.json", lambda folder: read_groups(os.path.join(folder, "groups.json"))),
 }
-"""Each reader, with its file's name in the folder that it is called with."""
+"""Reader → name of its file in a folder, function of the folder."""
 
 OF_ANY_FORM = ("rules", "groups")
 """Readers whose callers check the form."""
@@ -111,8 +111,8 @@ def is_refused(reader: str, folder: Path, document: bytes) -> bool:
 
 @pytest.mark.parametrize("document", NO_OBJECTS)
 @pytest.mark.parametrize("reader", READERS)
-def test_what_is_no_object_is_refused(tmp_path: Path, reader: str, document: str) -> None:
-    is_taken = reader in OF_ANY_FORM or (reader, document) == ("ds_config", "empty")  # which DeepSpeed takes too
+def test_documents_without_an_object_are_refused(tmp_path: Path, reader: str, document: str) -> None:
+    is_taken = reader in OF_ANY_FORM or (reader, document) == ("ds_config", "empty")  # as in DeepSpeed
     assert is_refused(reader, tmp_path, NO_OBJECTS[document]) or is_taken
 
 
@@ -123,7 +123,7 @@ def test_other_objects_are_read_or_refused(tmp_path: Path, reader: str, document
 
 
 @pytest.mark.parametrize("document", [*NO_OBJECTS, *OBJECTS])
-def test_documents_that_only_explain_are_passed_over(tmp_path: Path, document: str) -> None:
+def test_invalid_hints_are_ignored(tmp_path: Path, document: str) -> None:
     path = tmp_path / "it.json"
     path.write_bytes({**NO_OBJECTS, **OBJECTS}[document])
     assert find_other_step(str(path), 3) == []
@@ -140,8 +140,8 @@ def test_a_document_beyond_the_limit_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("document", ["twice", "nan"])
-def test_strict_documents_mean_one_thing(tmp_path: Path, document: str) -> None:
-    """Other libraries' files may have both, the Trainer's a loss that is NaN."""
+def test_strict_documents_are_unambiguous(tmp_path: Path, document: str) -> None:
+    """Files of other libraries may have both, such as the Trainer's a loss of NaN."""
     path = tmp_path / "it.json"
     path.write_bytes(OBJECTS[document])
     assert jsonfile.read_json(str(path)).keys() == {"a"}

@@ -1,4 +1,4 @@
-"""What is given away: the source archive is whole and passes its own tests; documents lead where they say."""
+"""The source archive passes its tests, an installation starts with Python, and links in documents work."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SUFFIXES = (".md", ".toml", ".cfg", ".txt", ".in", ".py", ".pth", ".start")
 BUILD_WHEEL = "from setuptools import build_meta; build_meta.{}({!r})"
 STARTS = {"deepspeed_ucp.pth", "deepspeed_ucp.start"}
 QUICK = "tests/cli/test_docs.py"
-"""Tests that read documents, too."""
+"""Fast tests, which also read documents."""
 
 DOCUMENTS = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("[a-z]*/**/README.md")})
 
@@ -34,7 +34,7 @@ def list_ours() -> set[str]:
 
 @pytest.mark.slow
 def test_the_source_archive_is_whole_and_passes_its_own_tests(tmp_path: Path) -> None:
-    source = tmp_path / "source"  # what is built beside the files that others read comes and goes there
+    source = tmp_path / "source"  # the build writes into its folder
     for name in list_ours():
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, source / name)
@@ -44,8 +44,8 @@ def test_the_source_archive_is_whole_and_passes_its_own_tests(tmp_path: Path) ->
         opened.extractall(tmp_path, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     unpacked = tmp_path / archive.name.removesuffix(".tar.gz")
     assert not {name for name in list_ours() if not (unpacked / name).is_file()}
-    told = (unpacked / "PKG-INFO").read_text(encoding="utf-8")
-    assert re.search("^Author: the deepspeed_ucp authors$", told, re.MULTILINE)
+    info = (unpacked / "PKG-INFO").read_text(encoding="utf-8")
+    assert re.search("^Author: the deepspeed_ucp authors$", info, re.MULTILINE)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", QUICK]
     env = {**os.environ, "PYTHONPATH": str(unpacked)}
     done = subprocess.run(command, cwd=unpacked, env=env, text=True, capture_output=True, check=False)
@@ -54,7 +54,7 @@ def test_the_source_archive_is_whole_and_passes_its_own_tests(tmp_path: Path) ->
 
 @pytest.mark.parametrize("kind", ["build_wheel", "build_editable"])
 def test_an_installed_one_is_started_by_the_environment(kind: str, tmp_path: Path) -> None:
-    """In a virtual environment of its own, as pip installs it; and nothing is left of it when it is uninstalled."""
+    """In a new virtual environment; an uninstallation removes all files."""
     source, wheels, environment = tmp_path / "source", tmp_path / "wheels", tmp_path / "venv"
     shutil.copytree(ROOT / "deepspeed_ucp", source / "deepspeed_ucp", ignore=shutil.ignore_patterns("__pycache__"))
     for name in (
@@ -75,7 +75,7 @@ def test_an_installed_one_is_started_by_the_environment(kind: str, tmp_path: Pat
     (packages,) = environment.glob("lib/*/site-packages")
     pip = [sys.executable, "-m", "pip", "--python", str(python)]
     (wheel,) = wheels.iterdir()
-    # Without PYTHONPATH: what lies there would count as installed.
+    # pip would count packages in PYTHONPATH as installed.
     without = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     install = [*pip, "install", "-q", "--no-deps", "--no-index", str(wheel)]
     subprocess.run(install, check=True, capture_output=True, env=without)
@@ -92,7 +92,7 @@ def test_an_installed_one_is_started_by_the_environment(kind: str, tmp_path: Pat
     assert not list(packages.glob("*"))
 
 
-def test_the_install_line_takes_what_was_tested() -> None:
+def test_the_install_line_uses_tested_versions() -> None:
     lines = re.findall(r"^\$ pip install .*", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert lines
     assert all("-c constraints.txt" in line for line in lines)
@@ -106,7 +106,7 @@ def test_the_install_line_takes_what_was_tested() -> None:
 
 
 def list_anchors(document: Path) -> set[str]:
-    """As GitHub makes them of headings: in small letters, with dashes for spaces, without other signs."""
+    """GitHub's anchors of headings: lower case, dashes for spaces, no other signs."""
     text = re.sub(r"^```.*?^```", "", document.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}

@@ -1,4 +1,4 @@
-"""The benchmark of thousands of ranks: what a rank hears grows no faster than ranks and files; all ranks' reads."""
+"""The benchmark of thousands of ranks: messages grow no faster than ranks, and each byte is read once."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from deepspeed_ucp.sources.open import open_checkpoint
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The modules of the benchmark, which is a folder of scripts."""
+    """The modules of the benchmark."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "bench"))
     names = ("collectives", "grid", "jobs", "sample", "scale_plan", "storage", "synthetic", "whole")
     return SimpleNamespace(**{name: importlib.import_module(name) for name in names})
 
 
 def make_job(bench: Any, kind: str, times: int) -> Any:
-    """A job of `times` as many ranks, and files, as another."""
+    """Make a job with `times` as many ranks and files."""
     jobs, sizes = bench.jobs, bench.jobs.QUICK_MOE
     if kind == "moe":
         return jobs.make_moe("moe", jobs.MoeSource(sizes, 64 * times, 16), 48 * times)
@@ -33,14 +33,14 @@ def make_job(bench: Any, kind: str, times: int) -> Any:
 
 
 def hear(bench: Any, job: Any) -> dict[str, int]:
-    """Bytes that a rank receives, by step, but for the model's own."""
+    """Return the bytes that a rank receives in each step, without those of the model."""
     script = bench.scale_plan.make_script(job, [5])
     steps = bench.scale_plan.Planner(job, script, 5).plan().steps
     return {name: step["received"] for name, step in steps.items() if name not in ("rounds", "copies")}
 
 
 @pytest.mark.parametrize("kind", [pytest.param("dense", marks=pytest.mark.exhaustive), "moe"])
-def test_what_a_rank_hears_grows_no_faster_than_the_ranks(bench: Any, kind: str) -> None:
+def test_messages_to_a_rank_grow_no_faster_than_the_ranks(bench: Any, kind: str) -> None:
     once, twice = (hear(bench, make_job(bench, kind, times)) for times in (1, 2))
     assert once.keys() == twice.keys()
     assert all(twice[step] <= 2.2 * nbytes for step, nbytes in once.items())
@@ -65,7 +65,7 @@ def test_all_ranks_read_every_byte_once_and_no_load_beats_the_limit(bench: Any, 
 
 
 @pytest.mark.parametrize("name", ["dense1-quick", "dense3-quick", "moe-quick"])
-def test_a_rank_is_told_the_claims_that_its_peers_make(bench: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_gets_the_claims_of_its_peers(bench: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     job, made = bench.jobs.JOBS[name](), {}
 
     take = bench.scale_plan.Planner._take_tables

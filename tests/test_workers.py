@@ -1,4 +1,4 @@
-"""How tests are dealt to pytest's workers."""
+"""The distribution of tests to pytest's workers."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ TESTS = [
 
 
 class Worker:
-    """Keeps what it is told to run."""
+    """Records its tests."""
 
     def __init__(self, name: str):
-        self.gateway, self.told, self.shutting_down = SimpleNamespace(id=name), list[int](), False
+        self.gateway, self.tests, self.shutting_down = SimpleNamespace(id=name), list[int](), False
 
     def send_runtest_some(self, indices: list[int]) -> None:
-        self.told += indices
+        self.tests += indices
 
     def shutdown(self) -> None:
         self.shutting_down = True
@@ -45,5 +45,5 @@ def test_worlds_live_in_two_groups(pytestconfig: pytest.Config) -> None:
     for worker in workers:
         scheduler.add_node_collection(worker, TESTS)
     scheduler.schedule()
-    assert workers[0].told[:3] == [0, 1, 2]
-    assert workers[1].told[:2] == [3, 4]
+    assert workers[0].tests[:3] == [0, 1, 2]
+    assert workers[1].tests[:2] == [3, 4]

@@ -1,4 +1,4 @@
-"""The example's modules are flat files beside its scripts."""
+"""The modules of the example are files in its folder."""
 
 from __future__ import annotations
 

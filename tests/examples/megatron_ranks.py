@@ -1,4 +1,4 @@
-"""What the ranks of a world do for test_megatron_model.py."""
+"""Functions of test_megatron_model.py that run on the ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BATCH, STEPS = 4, 3
 
 
 def train(config: GPTConfig, degrees: Degrees, stage: int) -> tuple[list[float], dict[str, Any]]:
-    """Losses of STEPS steps, and this rank's stage of the state after them."""
+    """Train STEPS steps; returns the losses and this rank's stage of the state."""
     clipping = {"gradient_clipping": 0.0} if config.deepspeed_moe else {}  # its norm depends on the degree
     trainer = Trainer(config, degrees, {**make_ds_config(stage), **clipping})
     losses = [trainer.train_step() for _ in range(STEPS)]
@@ -22,7 +22,7 @@ def train(config: GPTConfig, degrees: Degrees, stage: int) -> tuple[list[float],
 
 
 def make_ds_config(stage: int) -> dict[str, Any]:
-    # SGD: unlike Adam's its steps are proportional to the gradients, so that a wrong factor of them shows.
+    # The steps of SGD are proportional to the gradients, so a wrong factor is visible.
     return {
         "train_batch_size": BATCH,
         "steps_per_print": 1 << 30,

@@ -1,4 +1,4 @@
-"""What the demos print of a job that was interrupted."""
+"""The demos' lines about an interrupted job."""
 
 from __future__ import annotations
 

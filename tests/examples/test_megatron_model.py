@@ -1,4 +1,4 @@
-"""examples/megatron_gpt: the same model, losses and gradients under every topology; what its checkpoints tell."""
+"""examples/megatron_gpt: the same model, losses and gradients under every topology, and its checkpoints."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def train(worlds: WorldPool, config: GPTConfig, degrees: Degrees, stage: int) ->
 
 @pytest.fixture(scope="module", params=[GPT, LLAMA_MOE], ids=["gpt", "llama-moe"])
 def reference(request: pytest.FixtureRequest, ucp_worlds: WorldPool) -> tuple[GPTConfig, list[float], dict[str, Any]]:
-    """The model on data-parallel ranks only: no parallel layer does anything there."""
-    # The vocabulary is padded alike under tp 1 and 2: the padding's rows are terms of the softmax.
+    """The model on data-parallel ranks only, without parallel layers."""
+    # The same padding of the vocabulary under tp 1 and 2: its rows are terms of the softmax.
     config = replace(request.param, vocabulary_divisor=64)
     return config, *train(ucp_worlds, config, Degrees(), 1)
 
@@ -62,7 +62,7 @@ def test_every_topology_trains_the_same_model(
 
 
 @pytest.mark.engine
-def test_experts_train_alike_however_they_are_spread(ucp_worlds: WorldPool) -> None:
+def test_experts_train_alike_at_any_degree(ucp_worlds: WorldPool) -> None:
     losses, weights = train(ucp_worlds, SPREAD, Degrees(pipeline=False), 1)
     for ep, stage in ((2, 1), (4, 2)):
         found_losses, found = train(ucp_worlds, SPREAD, Degrees(ep=ep, pipeline=False), stage)
@@ -76,7 +76,7 @@ def test_experts_train_alike_however_they_are_spread(ucp_worlds: WorldPool) -> N
 @pytest.mark.engine
 @pytest.mark.parametrize("config", [GPT, LLAMA_MOE], ids=["gpt", "llama-moe"])
 @pytest.mark.parametrize("degrees", [Degrees(tp=2, pp=2), Degrees(tp=2, pipeline=False)], ids=["pipeline", "plain"])
-def test_the_checkpoint_says_how_each_parameter_is_cut(
+def test_the_checkpoint_records_how_each_parameter_is_cut(
     config: GPTConfig, degrees: Degrees, ucp_worlds: WorldPool
 ) -> None:
     info = universal_checkpoint_info(config, degrees)
@@ -161,7 +161,7 @@ def test_impossible_topologies_are_refused(degrees: Degrees, stage: int, message
         ("7.lm_head.weight", "language_model.output_layer.weight"),
     ],
 )
-def test_both_builds_names_are_understood_alike(pipeline: str, plain: str) -> None:
+def test_names_of_both_builds_are_understood(pipeline: str, plain: str) -> None:
     assert plain_name(pipeline, layers=4) == plain_name(plain, layers=4)
 
 
@@ -175,7 +175,7 @@ def test_differing_bits_are_counted() -> None:
 
 
 @pytest.mark.parametrize("name", ["zero1_pp", "zero1_pp_bf16", "zero2", "zero2_bf16", "zero3", "zero3_bf16"])
-def test_configurations_are_for_the_builds_that_they_name(name: str, pytestconfig: pytest.Config) -> None:
+def test_configurations_fit_the_builds_in_their_names(name: str, pytestconfig: pytest.Config) -> None:
     config = hjson.loads((pytestconfig.rootpath / "ds_configs" / f"megatron_{name}.json").read_text())
     stage = config["zero_optimization"]["stage"]
     Degrees(tp=2, pp=2 if "pp" in name else 1, pipeline="pp" in name).check(PRESETS["tiny"], stage)
@@ -185,7 +185,7 @@ def test_configurations_are_for_the_builds_that_they_name(name: str, pytestconfi
 
 @pytest.mark.engine
 @pytest.mark.parametrize("preset", ["tiny", "tiny-llama", "tiny-moe", "small"])
-def test_the_name_rules_lead_from_each_build_to_the_other(
+def test_the_name_rules_convert_between_the_builds(
     preset: str, ucp_worlds: WorldPool, pytestconfig: pytest.Config
 ) -> None:
     file = pytestconfig.rootpath / "examples" / "megatron_gpt" / "names.yaml"

@@ -1,1 +1,1 @@
-"""The recipes of examples/platforms under what starts jobs there, where it can be had: a skip says what is missing."""
+"""The recipes of examples/platforms under their launchers and schedulers, if these are installed."""

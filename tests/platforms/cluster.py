@@ -1,4 +1,4 @@
-"""Slurm on this machine: slurmctld and two slurmd, each a node, with a configuration of their own."""
+"""Slurm on this machine: slurmctld, and two slurmd as nodes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.support.ports import find_port
 
 NODES = ("n1", "n2")
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "scontrol", "squeue", "sinfo", "scancel")
-MARK = "UCP_SLURM_NODE"  # in the environment of a node's daemon, and so of the daemons of its steps
-# cred_expire, 5 s at least, is also how long a requeued job waits (120 s without it).
+MARK = "UCP_SLURM_NODE"  # in the environment of a node's daemon and its steps
+# A requeued job waits for cred_expire: at least 5 s, by default 120 s.
 CONFIGURATION = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -45,7 +45,7 @@ PartitionName=main Nodes=ALL Default=YES State=UP
 
 
 def find_missing() -> str:
-    """Why there can be no cluster here, or nothing."""
+    """Return the reason why no cluster can run here, or an empty string."""
     if missing := [program for program in PROGRAMS if not shutil.which(program)]:
         return f"{', '.join(missing)} missing (Debian: slurmctld slurmd slurm-client slurm-wlm-basic-plugins)"
     return "" if os.geteuid() == 0 else "slurmd needs root"
@@ -53,7 +53,7 @@ def find_missing() -> str:
 
 @dataclass
 class Cluster:
-    """Two nodes, once it is started."""
+    """A cluster of two nodes."""
 
     folder: Path
     daemons: list[subprocess.Popen[bytes]] = field(default_factory=list)
@@ -84,11 +84,11 @@ class Cluster:
         return done.stdout.strip()
 
     def submit(self, output: Path, *command: str, options: tuple[str, ...] = (), **variables: str) -> str:
-        """The recipe with this script and its arguments; the job's number."""
+        """Submit the recipe with a script and its arguments; returns the number of the job."""
         recipe = str(RECIPES / "slurm" / "train.sbatch")
-        told = ["--parsable", f"--output={output}", *options]
+        sbatch = ["--parsable", f"--output={output}", *options]
         variables = {"RANKS_PER_NODE": "1", **variables}
-        return self.ask("sbatch", *told, recipe, *command, **variables)
+        return self.ask("sbatch", *sbatch, recipe, *command, **variables)
 
     def find_states(self) -> dict[str, str]:
         return dict(line.split() for line in self.ask("sinfo", "-h", "-N", "-o", "%N %T").splitlines())
@@ -103,7 +103,7 @@ class Cluster:
         return self.find_job(number)
 
     def lose(self, node: str) -> None:
-        """End all processes of a node, and tell Slurm at once what it would notice after SlurmdTimeout."""
+        """Kill all processes of a node, and report the node as down, which Slurm would notice after SlurmdTimeout."""
         theirs = f"SLURM_CONF={self.folder / 'slurm.conf'}"
         while pids := find_processes(theirs, f"{MARK}={node}") + find_processes(theirs, f"SLURMD_NODENAME={node}"):
             kill(pids)

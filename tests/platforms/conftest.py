@@ -1,4 +1,4 @@
-"""What all recipes are compared with."""
+"""The reference run of all recipes."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from tests.platforms.jobs import Steps, run_reference
 
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Steps:
-    """The losses of the run that nothing happens to."""
+    """The steps of an uninterrupted run."""
     return run_reference(tmp_path_factory.mktemp("reference"))

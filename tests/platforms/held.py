@@ -1,4 +1,4 @@
-"""examples/elastic_restart/job.py, whose ranks may be held behind a step (:meth:`tests.platforms.jobs.Run.hold`)."""
+"""examples/elastic_restart/job.py with pauses after some steps (:meth:`tests.platforms.jobs.Run.hold`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from deepspeed_ucp import preemption
 
 
 def hold(engine: Any, told: Any, log: job.Log, log_step: Any = job.log_step) -> None:
-    """Log a step, and wait as long as there is its file, or until this rank is told to go."""
+    """Log a step, then wait while the file of the step exists and no signal has been received."""
     log_step(engine, told, log)
     while Path(f"{log.path}-{engine.global_steps + 1}").exists() and not any(preemption._arrived.values()):
         time.sleep(0.02)
@@ -24,6 +24,6 @@ def hold(engine: Any, told: Any, log: job.Log, log_step: Any = job.log_step) -> 
 
 if __name__ == "__main__":
     job.log_step = hold
-    # DeepSpeed takes gloo alone then, and does not compile, for a minute on a fresh machine.
+    # DeepSpeed then uses gloo, and compiles nothing.
     vars(importlib.import_module("deepspeed.comm.torch"))["build_shm_op"] = lambda: None
     job.main()

@@ -1,4 +1,4 @@
-"""The job that the recipes run, what it logs, and what it has to log whatever happened to it."""
+"""The job that the recipes run, and the check of its log."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RECIPES = ROOT / "examples" / "platforms"
 SCRIPT = Path(__file__).with_name("held.py")
 STEPS, SAVE_EVERY = 24, 5
 BOUND = 1e-5  # of a loss, in nats: fp32 sums in another order
-LONGEST = 120.0  # seconds for anything to come
+LONGEST = 120.0  # timeout in seconds
 
 Steps = dict[int, dict[str, Any]]
 
@@ -31,25 +31,25 @@ def make_environment(**more: str) -> dict[str, str]:
     return {**os.environ, **fresh, **more}
 
 
-def wait_for(what: str, condition: Callable[[], Any], tell: Callable[[], str] = str) -> Any:
+def wait_for(name: str, condition: Callable[[], Any], tell: Callable[[], str] = str) -> Any:
     until = time.monotonic() + LONGEST
     while not (found := condition()):
-        assert time.monotonic() < until, f"{what} did not come\n{tell()}"
+        assert time.monotonic() < until, f"timeout: {name}\n{tell()}"
         time.sleep(0.05)
     return found
 
 
 @dataclass
 class Run:
-    """One run of the script, however often it is started."""
+    """One run of the script, with all its restarts."""
 
     folder: Path
     steps: int = STEPS
 
     def command(self) -> list[str]:
-        """The script, its arguments."""
-        told = {"--folder": "checkpoints", "--record": "record"}
-        paths = [each for option, name in told.items() for each in (option, str(self.folder / name))]
+        """Return the script and its arguments."""
+        names = {"--folder": "checkpoints", "--record": "record"}
+        paths = [each for option, name in names.items() for each in (option, str(self.folder / name))]
         numbers = {"--steps": self.steps, "--save_every": SAVE_EVERY}
         return [str(SCRIPT), *paths, *(str(each) for option in numbers.items() for each in option)]
 
@@ -59,13 +59,13 @@ class Run:
         return [each for line in lines if (each := json.loads(line))["event"] == event]
 
     def hold(self, step: int) -> Path:
-        """Have its ranks wait behind a step, until the file that this gives is removed, or they are told to go."""
+        """Pause the ranks after a step, until the returned file is removed or they get a signal."""
         path = self.folder / f"record-{step}"
         path.touch()
         return path
 
     def wait_for_step(self, step: int, starts: int, tell: Callable[[], str] = str) -> None:
-        """Until the script has been started so often and has done this step."""
+        """Wait until the script has been started ``starts`` times and has done a step."""
 
         def look() -> bool:
             begun = [each["time"] for each in self.read("started") if each["rank"] == 0]
@@ -75,14 +75,14 @@ class Run:
         wait_for(f"step {step} of start {starts}", look, tell)
 
     def find_starts(self) -> list[tuple[int, int]]:
-        """For each start the number of ranks, and the step from which it went on."""
+        """Return for each start the number of ranks, and the step that it resumed from."""
         return [(self.find_world(each["time"]), each["step"]) for each in self.read("loaded") if each["rank"] == 0]
 
     def find_world(self, moment: float) -> int:
         return [each["world"] for each in self.read("started") if each["time"] < moment][-1]
 
     def check(self, reference: Steps) -> None:
-        """Every step that it took, those that it took twice included, on the same samples and with the same loss."""
+        """Check that all steps, including repeated ones, had the samples and losses of the reference."""
         taken = self.read("step")
         assert {each["step"] for each in taken} == set(range(1, self.steps + 1))
         assert [each["samples"] for each in taken] == [reference[each["step"]]["samples"] for each in taken]
@@ -91,7 +91,7 @@ class Run:
 
 
 def run_reference(folder: Path) -> Steps:
-    """The same on one rank that nothing happens to, by step."""
+    """Run uninterrupted on one rank; returns its steps."""
     run = Run(folder)
     alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
     process = start_script(SCRIPT, run.command()[1:], folder / "output", alone)
@@ -101,12 +101,12 @@ def run_reference(folder: Path) -> Steps:
 
 
 def find_processes(*variables: str) -> list[int]:
-    """Those that have all of these variables (`name=value`) in the environment that they were started with."""
+    """Find the processes that were started with all of these variables (`name=value`)."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
             theirs = path.read_bytes().split(b"\0")
-        except OSError:  # it has ended, or is another user's
+        except OSError:  # ended, or another user's
             continue
         if all(each.encode() in theirs for each in variables):
             found.append(int(path.parent.name))

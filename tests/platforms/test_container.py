@@ -1,4 +1,4 @@
-"""A container in Kubernetes, as processes: process 1 of a namespace gets SIGTERM, and SIGKILL after the grace."""
+"""A stand-in for a container: process 1 of a namespace gets SIGTERM, and SIGKILL after the grace period."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def start(output: Path, *command: str, **variables: str) -> Iterator[subprocess.
 
 
 def send(container: subprocess.Popen[bytes], number: int) -> None:
-    """To process 1, as a container's runtime does."""
+    """Send a signal to process 1, as a container runtime does."""
     children = Path(f"/proc/{container.pid}/task/{container.pid}/children").read_text().split()
     os.kill(int(children[0]), number)
 
@@ -59,7 +59,7 @@ def send(container: subprocess.Popen[bytes], number: int) -> None:
     ],
     ids=["program", "exec", "pipe", "shell"],
 )
-def test_a_shell_that_is_process_1_keeps_the_signal_for_itself(command: list[str], ends: bool, tmp_path: Path) -> None:
+def test_a_shell_as_process_1_does_not_forward_the_signal(command: list[str], ends: bool, tmp_path: Path) -> None:
     output = tmp_path / "output"
     with start(output, *command) as container:
         wait_for("the rank", lambda: "up" in output.read_text())
@@ -69,13 +69,13 @@ def test_a_shell_that_is_process_1_keeps_the_signal_for_itself(command: list[str
             return
         with pytest.raises(subprocess.TimeoutExpired):
             container.wait(timeout=1)
-        send(container, signal.SIGKILL)  # the grace is over, and with it all in the namespace
+        send(container, signal.SIGKILL)  # the end of the grace period
         container.wait(timeout=LONGEST)
 
 
-@pytest.mark.exhaustive  # tests/test_preemption.py has a pod that is told to go, engine/ has the saves then
+@pytest.mark.exhaustive  # tests/test_preemption.py has the signal, tests/engine the save
 @pytest.mark.engine
-def test_a_drained_pod_saves_within_the_grace_and_is_no_success(reference: Steps, tmp_path: Path) -> None:
+def test_a_drained_pod_saves_within_the_grace_period_and_fails(reference: Steps, tmp_path: Path) -> None:
     run, output = Run(tmp_path), tmp_path / "output"
     run.hold(3)
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}

@@ -1,4 +1,4 @@
-"""The recipes for torchrun and the deepspeed launcher: a rank is killed, and nobody does anything about it."""
+"""The recipes for torchrun and the deepspeed launcher: they restart after a rank or a host is lost."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ while [[ $1 == -* ]]; do [[ $1 == -o ]] && shift; shift; done
 [[ -e $HOSTS/$1 ]] || exit 255
 shift; exec "$@"
 """
-"""Runs the command here if the host answers, that is if there is a file of its name."""
+"""Runs the command here if there is a file with the name of the host."""
 
 PDSH = """#!/bin/bash
 while [[ $1 == -* ]]; do
@@ -54,7 +54,7 @@ def start(launcher: str, run: Run, environment: dict[str, str]) -> Iterator[subp
 @pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
-def test_a_rank_that_is_killed_is_started_again(launcher: str, reference: Steps, tmp_path: Path) -> None:
+def test_a_killed_rank_is_restarted(launcher: str, reference: Steps, tmp_path: Path) -> None:
     run = Run(tmp_path)
     held = run.hold(SAVE_EVERY + 2)
     options = f"--no_local_rank --num_gpus 1 --master_port {find_port()}"
@@ -97,7 +97,7 @@ def test_the_deepspeed_launcher_goes_on_without_a_host_that_no_longer_answers(re
 
 
 def run_with_stub(folder: Path, deepspeed: str, **told: str) -> subprocess.Popen[str]:
-    """Start the recipe with a stub of the launcher, which runs the given lines."""
+    """Start the recipe with a stub of the launcher."""
     (folder / "deepspeed").write_text(f"#!/bin/bash\n{deepspeed}\n")
     (folder / "ssh").write_text("#!/bin/bash\nexit 255\n")
     for name in ("deepspeed", "ssh"):
@@ -124,7 +124,7 @@ def test_the_loop_around_the_deepspeed_launcher_ends_with_too_few_hosts(tmp_path
 
 
 def test_the_loop_around_the_deepspeed_launcher_passes_sigterm_to_ranks_and_ends(tmp_path: Path) -> None:
-    """The stub does not pass the signal on, as the launcher does not on one machine; the recipe waits for its rank."""
+    """The stub does not forward the signal, like the launcher on one machine; the recipe waits for its rank."""
     rank = "trap 'sleep 1; echo saved >>events; exit' TERM; echo start >>events; while :; do sleep 0.05; done"
     started = run_with_stub(tmp_path, f'bash -c "{rank}" & wait', PAUSE="0")
     wait_for("the rank", (tmp_path / "events").exists)

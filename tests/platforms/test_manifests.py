@@ -1,6 +1,6 @@
-"""The manifests: by the platforms' own schemas where these are installed, and what no schema knows.
+"""The manifests: schemas of the platforms, if these are installed, and rules beyond the schemas.
 
-Their commands run under stand-ins that write down what they were asked to do, in the environment that a platform makes.
+Their commands run under stand-ins that print their arguments, in the environment of the platform.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def read(name: str) -> list[dict[str, Any]]:
 
 
 def find(node: Any, key: str) -> Iterator[Any]:
-    """Everything of this name, wherever it is."""
+    """Find all values of a key at any depth."""
     if isinstance(node, dict):
         for name, value in node.items():
             if name == key:
@@ -44,7 +44,7 @@ def find(node: Any, key: str) -> Iterator[Any]:
 
 
 def find_unknown(asked: Any, known: Any, place: str = "") -> list[str]:
-    """What the models have dropped, as they do with fields of other names, or read otherwise."""
+    """List the fields that the models dropped as unknown, or read differently."""
     if isinstance(asked, dict) and isinstance(known, dict):
         return [told for key in asked for told in find_unknown(asked[key], known.get(key), f"{place}.{key}")]
     if isinstance(asked, list) and isinstance(known, list) and len(asked) == len(known):
@@ -57,7 +57,7 @@ def check_model(models: Any, kind: str, document: dict[str, Any]) -> list[str]:
     return find_unknown(document, getattr(models, MODELS[kind]).from_dict(document).to_dict())
 
 
-def test_kubernetes_manifests_are_of_their_schemas() -> None:
+def test_kubernetes_manifests_match_their_schemas() -> None:
     models = pytest.importorskip("kubeflow_trainer_api.models", reason="kubeflow-trainer-api: make test-platforms")
     documents = [each for name in MANIFESTS[:2] for each in read(name)]
     assert [each["kind"] for each in documents] == ["JobSet", "TrainingRuntime", "TrainJob"]
@@ -65,13 +65,13 @@ def test_kubernetes_manifests_are_of_their_schemas() -> None:
     # HyperPod's own resource has no public schema; its pods are Kubernetes'.
     (job,) = read("hyperpod/train.yaml")
     assert [told for each in find(job, "template") for told in check_model(models, "PodTemplate", each)] == []
-    # The comparison does notice what is not of the schema.
+    # The comparison detects an unknown field.
     documents[0]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["gracePeriod"] = 3
     (told,) = check_model(models, "JobSet", documents[0])
     assert told.endswith("gracePeriod: 3, None")
 
 
-def test_skypilots_task_is_of_its_schema() -> None:
+def test_skypilots_task_matches_its_schema() -> None:
     sky = pytest.importorskip("sky", reason="skypilot: make test-platforms")
     task = sky.Task.from_yaml(str(RECIPES / "skypilot" / "train.yaml"))
     assert task.num_nodes == NODES
@@ -98,10 +98,10 @@ def test_pods_have_time_and_memory_for_a_save(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MANIFESTS[:2])
-def test_a_pod_that_is_moved_does_not_count_and_is_never_a_success(name: str) -> None:
+def test_a_moved_pod_is_a_failure_that_does_not_count(name: str) -> None:
     documents = read(name)
     (policy,) = find(documents, "podFailurePolicy")
-    assert list(find(documents, "restartPolicy")) == ["Never"]  # else the API refuses the policy
+    assert list(find(documents, "restartPolicy")) == ["Never"]  # the API requires it for the policy
     assert list(find(documents, "backoffLimit")) == [0]  # a pod alone is of no use
     assert all(rule["action"] == "FailJob" for rule in policy["rules"])
     codes = [code for each in find(policy, "onExitCodes") for code in each["values"]]
@@ -126,7 +126,7 @@ def test_the_ranks_meet_at_the_name_that_jobset_gives_the_first_pod() -> None:
 
 
 def run_stand_in(folder: Path, shell: str, **variables: str) -> list[str]:
-    """The arguments with which this calls torchrun."""
+    """Run a shell script; returns the arguments of torchrun."""
     stand_in = folder / "torchrun"
     stand_in.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\necho "CHECKPOINTS=$CHECKPOINTS"\n')
     stand_in.chmod(0o755)

@@ -1,4 +1,4 @@
-"""Ray Train with DeepSpeed, on by the environment alone: a node is lost, another one comes, and is to be taken away."""
+"""Ray Train with DeepSpeed, turned on by the environment: a node is lost, another one joins and is drained."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = [
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A head, which runs no workers, and two nodes for one each."""
+    """A head without workers; the nodes have one worker each."""
     from ray.cluster_utils import Cluster
 
     start = tmp_path / "start"  # Python's, as the package's `.pth` file is in site-packages where it is installed
@@ -47,7 +47,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 class Job:
-    """The recipe, as somebody starts it."""
+    """A run of the recipe."""
 
     def __init__(self, folder: Path, address: str) -> None:
         numbers = {"--steps": STEPS, "--pace": PACE, "--save_every": SAVE_EVERY, "--look_every": LOOK_EVERY}
@@ -64,14 +64,14 @@ class Job:
         return [json.loads(line) for line in lines]
 
     def find_starts(self) -> list[tuple[int, int, int]]:
-        """Of each start the number of workers, its first step and its last one."""
+        """Return for each start the number of workers, its first and its last step."""
         steps: dict[int, list[dict[str, Any]]] = {}
         for each in self.read():
             steps.setdefault(each["pid"], []).append(each)
         return [(each[0]["world"], each[0]["step"], each[-1]["step"]) for each in steps.values()]
 
     def wait_for(self, starts: int, world: int, steps: int) -> None:
-        """Until so many starts were made, the last of them has so many workers, and has taken so many steps."""
+        """Wait until the last of ``starts`` starts has ``world`` workers and has taken ``steps`` steps."""
 
         def look() -> bool:
             assert self.process.poll() is None, self.tell()
@@ -85,7 +85,7 @@ class Job:
 
 
 def find_losses() -> dict[int, float]:
-    """Of the run that nothing happens to, with torch alone."""
+    """Return the losses of an uninterrupted run with torch alone."""
     sys.path.insert(0, str(SCRIPT.parent))
     try:
         spec = importlib.util.spec_from_file_location("ray_recipe", SCRIPT)
@@ -107,9 +107,8 @@ def find_losses() -> dict[int, float]:
 
 
 @pytest.mark.timeout(600)
-def test_a_run_goes_on_with_the_workers_that_there_are(cluster: Any, tmp_path: Path) -> None:
-    """From the last save where a node dies, from the step of the notice where one is told to go; and its losses are
-    those of the run that nothing happens to."""
+def test_a_run_goes_on_with_the_available_workers(cluster: Any, tmp_path: Path) -> None:
+    """It resumes from the last save after a crash, and from the current step after a notice, with the same losses."""
     _, lost = (cluster.add_node(num_cpus=1) for _ in range(2))
     job = Job(tmp_path, cluster.address)
     try:
@@ -145,7 +144,7 @@ def test_a_run_goes_on_with_the_workers_that_there_are(cluster: Any, tmp_path: P
 
 
 def drain(address: str, node: str) -> None:
-    """As clouds do that take a spot instance away."""
+    """Drain a node, as clouds do before they take a spot instance away."""
     reason = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot"]
     command = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", address, "--node-id", node]
     subprocess.run([*command, *reason, "--deadline-remaining-seconds", "12"], check=True, capture_output=True)

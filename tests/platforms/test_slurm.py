@@ -1,4 +1,4 @@
-"""examples/platforms/slurm under a real Slurm: what is drained, lost, told, fails, is cancelled."""
+"""examples/platforms/slurm under a real Slurm: drained and lost nodes, signals, failures, cancellations."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def write_stand_in(folder: Path, text: str) -> str:
-    """In the place of Python: what the recipe does about a step's end has nothing to do with training."""
+    """Write a stand-in for Python: the recipe's reaction to exit codes does not depend on training."""
     path = folder / "python"
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
     return str(path)
 
 
-def test_what_fails_is_started_again_and_what_is_cancelled_is_not(cluster: Cluster, tmp_path: Path) -> None:
+def test_failed_jobs_are_restarted_and_cancelled_ones_are_not(cluster: Cluster, tmp_path: Path) -> None:
     for name in ("fails", "waits"):
         (tmp_path / name).mkdir()
     failing = write_stand_in(tmp_path / "fails", f"echo started >> {tmp_path}/starts; exit 3")
@@ -50,7 +50,7 @@ def test_what_fails_is_started_again_and_what_is_cancelled_is_not(cluster: Clust
 
 
 @pytest.mark.exhaustive  # Slurm looks every half minute
-def test_the_time_limit_is_told_before_it_comes(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_signal_comes_before_the_time_limit(cluster: Cluster, tmp_path: Path) -> None:
     """Slurm may send the signal up to 60 s early: in a job of a minute, at once."""
     told = f'echo "told at ${{SLURM_RESTART_COUNT:-0}}" >> {tmp_path}/told; exit 143'
     rank = write_stand_in(
@@ -77,7 +77,7 @@ while True:
 """
 
 
-def test_a_rank_that_is_to_requeue_its_job_does_so_unless_it_is_cancelled(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_rank_requeues_its_job_unless_it_is_cancelled(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(FOLLOWING)
     command = f"srun {sys.executable} {tmp_path / 'rank.py'} {tmp_path}"
     options = ("--nodes=1", "--requeue", f"--output={tmp_path / 'output'}", "--open-mode=append")
@@ -94,7 +94,7 @@ def test_a_rank_that_is_to_requeue_its_job_does_so_unless_it_is_cancelled(cluste
     ended = cluster.wait_for_end(job)
     assert (ended["JobState"], ended["Restarts"]) == ("CANCELLED", "1")
     wait_for("its save", lambda: count("saved") == 2)
-    wait_for("its word", lambda: "is not requeued: it is " in (tmp_path / "output").read_text())
+    wait_for("its message", lambda: "is not requeued: it is " in (tmp_path / "output").read_text())
 
 
 @pytest.mark.engine
@@ -102,7 +102,7 @@ def test_a_job_goes_on_without_a_drained_node_and_after_a_lost_one(
     cluster: Cluster, reference: Steps, tmp_path: Path
 ) -> None:
     run = Run(tmp_path)
-    run.hold(4)  # until they are told to go
+    run.hold(4)  # until a signal
     held = run.hold(SAVE_EVERY * 2 + 2)
     output = tmp_path / "output"
 
@@ -112,19 +112,19 @@ def test_a_job_goes_on_without_a_drained_node_and_after_a_lost_one(
     job = cluster.submit(output, *run.command())
     run.wait_for_step(4, starts=1, tell=tell)
     assert cluster.find_job(job)["NumNodes"] == "2"
-    # A node is drained: this is how the operator has the job save and leave it. `--signal` sends the same.
+    # The operator drains a node and signals the job, which saves and leaves the node.
     cluster.ask("scontrol", "update", "nodename=n2", "state=drain", "reason=test")
     cluster.ask("scancel", "--batch", "--signal=USR1", job)
     run.wait_for_step(SAVE_EVERY * 2 + 2, starts=2, tell=tell)
     assert cluster.find_states()["n2"] == "drained"
     cluster.ask("scontrol", "update", "nodename=n2", "state=resume")
-    # The node that runs the batch script is lost, without a word.
+    # The node of the batch script is lost.
     cluster.lose("n1")
     held.unlink()
     ended = cluster.wait_for_end(job, tell)
     assert (ended["JobState"], ended["Restarts"], ended["NodeList"]) == ("COMPLETED", "2", "n2"), tell()
     (_, (second, resumed), (third, last)) = run.find_starts()
     assert (second, third) == (1, 1)
-    assert resumed == 4  # not a step was lost
+    assert resumed == 4  # no step was lost
     assert last == SAVE_EVERY * 2
     run.check(reference)

@@ -1,4 +1,4 @@
-"""Each trainer under DeepSpeed with each format that ``engine.load_checkpoint`` loads: resumed, or refused by name."""
+"""Each trainer under DeepSpeed with each format that ``engine.load_checkpoint`` loads: resumed, or refused."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from deepspeed_ucp.testing import WorldPool
 pytest.importorskip("accelerate")
 
 OURS = ("global_step*", "pytorch_model", "checkpoint", "latest", "zero_to_fp32.py")
-"""Names of an engine's files in a trainer's folder."""
+"""Names of engine files in a trainer's folder."""
 
 PLAIN = {"weights": "model.safetensors", "adapter": "adapter_model.safetensors"}
 
 
 def convert(saved: Path, tag: str, out: Path) -> Path:
-    """A trainer's folder whose tag is an atomic checkpoint."""
+    """Make a trainer's folder with an atomic checkpoint as tag."""
     shutil.copytree(saved, out, ignore=shutil.ignore_patterns(*OURS))
     assert main(["convert", str(saved / tag), str(out / tag)]) == 0
     (out / "latest").write_text(tag)
@@ -32,14 +32,14 @@ def convert(saved: Path, tag: str, out: Path) -> Path:
 
 
 def export(saved: Path, out: Path, *options: str) -> Path:
-    """A trainer's folder whose model and optimizer are exported."""
+    """Make a trainer's folder with exported model and optimizer."""
     assert main(["export", str(saved), str(out), "--to", "dcp", *options]) == 0
     shutil.copytree(saved, out, ignore=shutil.ignore_patterns(*OURS, "*.safetensors"), dirs_exist_ok=True)
     return out
 
 
 def make_plain(saved: Path, parent: Path) -> dict[str, Path]:
-    """A trainer's folder for each format without optimizer states, with what the trainer keeps beside them."""
+    """Make a trainer's folder for each format without optimizer states, with the trainer's files."""
     folders = {}
     for kind, name in PLAIN.items():
         folders[kind] = parent / kind / saved.name
@@ -51,7 +51,7 @@ def make_plain(saved: Path, parent: Path) -> dict[str, Path]:
 
 
 def resume(trainer: str, folders: dict[str, Path], pool: WorldPool, **options: Any) -> dict[str, tuple[Any, str]]:
-    """By format what the resumed run returns, or its error, and what was logged."""
+    """Return for each format the result of the resumed run, or its error, and the log."""
     found = pool.get(1).run(trainers_fsdp.attempt_all, trainer, [*map(str, folders.values())], **options)[0]
     return {kind: (made, "\n".join(lines)) for kind, (made, lines) in zip(folders, found, strict=True)}
 
@@ -81,7 +81,7 @@ def test_the_trainer(tmp_path: Path, ucp_worlds: WorldPool) -> None:
 
 
 def test_the_trainer_with_an_adapter(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """The weights have the names of PEFT's files where they are sharded, the optimizer's states those of the model."""
+    """Sharded weights have the names of PEFT's files, but optimizer states those of the model."""
     pytest.importorskip("peft")
     options: dict[str, Any] = {"steps": 4, "save": 2, "lora": True}
     saved = tmp_path / "in/checkpoint-2"

@@ -1,4 +1,4 @@
-"""Trainers that use FSDP, really launched on gloo: what DeepSpeed saved goes on there, and what they saved here."""
+"""Trainers with FSDP on gloo: they resume exports of DeepSpeed checkpoints, and DeepSpeed loads their saves."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ pytest.importorskip("accelerate")
 
 
 def read_folders(folder: Path) -> dict[str, Any]:
-    """What Accelerate's folders hold, under the words of :func:`read_all`."""
+    """Read Accelerate's folders, in the form of :func:`read_all`."""
     optimizer = read_all(folder / OPTIMIZER_FOLDER)["optimizer"]
     return {"model": read_all(folder / MODEL_FOLDER)["model"], "optim": optimizer}
 
 
 def check_states(found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Weights, states and hyper-parameters."""
+    """Compare weights, states and hyper-parameters."""
     check_same(found["model"], wanted["model"])
     assert found["optim"]["state"].keys() == wanted["optim"]["state"].keys()
     for name, held in wanted["optim"]["state"].items():
@@ -37,7 +37,7 @@ def check_states(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 
 def test_accelerate_goes_on_under_fsdp(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """Of one rank under DeepSpeed two under FSDP2 and FSDP1 take model, optimizer, schedule and random states."""
+    """One rank under DeepSpeed saves; two under FSDP2 and FSDP1 load model, optimizer, schedule and random states."""
     saved, out = str(tmp_path / "saved"), str(tmp_path / "out")
     jobs = [{"how": "deepspeed", "steps": range(3), "save": saved}, {"how": "deepspeed", "steps": range(5)}]
     (_, rates, _), (losses, *_) = ucp_worlds.get(1).run(trainers_fsdp.accelerate_all, jobs)[0]
@@ -58,9 +58,7 @@ def test_accelerate_goes_on_under_fsdp(tmp_path: Path, ucp_worlds: WorldPool) ->
 
 
 def test_the_trainer_goes_on_under_fsdp(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """From a checkpoint of DeepSpeed's on one rank, with schedule and place in the data, on two; also from one without
-    a scheduler's file.
-    """
+    """From one rank under DeepSpeed to two, with schedule and position in the data; also without a scheduler's file."""
     whole = ucp_worlds.get(1).run(trainers_fsdp.train, "deepspeed", str(tmp_path / "in"), steps=6, save=3)[0]
     for step in (3, 6):
         folder, out = (str(tmp_path / place / f"checkpoint-{step}") for place in ("in", "out"))
@@ -79,7 +77,7 @@ def test_the_trainer_goes_on_under_fsdp(tmp_path: Path, ucp_worlds: WorldPool) -
 
 
 @pytest.mark.parametrize("how", ["2 SHARDED", "1 SHARDED", "2 FULL"])
-def test_what_accelerate_saved_under_fsdp(tmp_path: Path, ucp_worlds: WorldPool, how: str) -> None:
+def test_deepspeed_loads_saves_of_accelerate(tmp_path: Path, ucp_worlds: WorldPool, how: str) -> None:
     folder = tmp_path / "it"
     ucp_worlds.get(2).run(trainers_fsdp.accelerate, how, range(3), save=str(folder))
     if how.endswith("FULL"):
@@ -93,8 +91,8 @@ def test_what_accelerate_saved_under_fsdp(tmp_path: Path, ucp_worlds: WorldPool,
         assert any(f"neither model nor optimizer: {beside}." in line for line in heard)
 
 
-def test_what_the_trainer_saved_under_fsdp(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """The tied head, which both kinds hold beside the embedding, is one tensor here too."""
+def test_deepspeed_loads_saves_of_the_trainer(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """The tied head, which both kinds store separately, is one tensor in the engine."""
     folders = {how: tmp_path / how / "checkpoint-2" for how in ("SHARDED", "FULL")}
     for how, folder in folders.items():
         ucp_worlds.get(2).run(trainers_fsdp.train, how, str(folder.parent), steps=2, save=2)
@@ -108,17 +106,17 @@ def test_what_the_trainer_saved_under_fsdp(tmp_path: Path, ucp_worlds: WorldPool
             assert held.scalars["step"] == float(saved.pop("step")) == 2
             check_same({"fp32": held.fp32, **held.tensors}, {"fp32": tree["model"][name], **saved})
             assert held.hyper["lr"] == tree["optim"]["param_groups"][0]["lr"]
-        told = [line for line in heard if "neither model nor optimizer" in line]
-        assert len(told) == 1 and "rng_state_0.pth, rng_state_1.pth, scheduler.pt, trainer_state.json" in told[0]
+        (line,) = [line for line in heard if "neither model nor optimizer" in line]
+        assert "rng_state_0.pth, rng_state_1.pth, scheduler.pt, trainer_state.json" in line
 
 
 def cut(held: dict[str, Any]) -> dict[str, Any]:
-    """The same by the names that the network has without its module."""
+    """Remove the name of the module from the names."""
     return {name.removeprefix("net."): value for name, value in held.items()}
 
 
 @pytest.mark.parametrize("how", ["1", "2"], ids=["FSDPStrategy", "ModelParallelStrategy"])
-def test_what_lightning_saved_under_fsdp(tmp_path: Path, ucp_worlds: WorldPool, how: str) -> None:
+def test_deepspeed_loads_saves_of_lightning(tmp_path: Path, ucp_worlds: WorldPool, how: str) -> None:
     pytest.importorskip("lightning")
     folder = tmp_path / "it.ckpt"
     ucp_worlds.get(2).run(trainers_fsdp.fit, how, str(folder))

@@ -1,4 +1,4 @@
-"""Megatron-DeepSpeed's scripts: other degrees with and without ``--universal-checkpoint``, and whose random states."""
+"""Megatron-DeepSpeed's scripts: other degrees with and without ``--universal-checkpoint``, and random states."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_scripts_change_their_degrees(tmp_path: Path, ucp_worlds: WorldPool) -> 
 def test_pipelines(
     source: tuple[int, int, bool], target: tuple[int, int, bool], flag: bool, tmp_path: Path, ucp_worlds: WorldPool
 ) -> None:
-    """There and back over the same tags, whose files of more model-parallel ranks stay beside the new ones."""
+    """There and back with the same tags; files of a larger model-parallel degree remain."""
     world, folder, train = ucp_worlds.get(RANKS), str(tmp_path), trainers_megatron.pretrain
     whole = world.run(train, source, 1, folder, STEPS + 1, save=CUT)
     world.run(train, source, 1, folder, STEPS, save=STEPS, default_on=True)

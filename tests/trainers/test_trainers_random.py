@@ -1,4 +1,4 @@
-"""Random states that trainers write to a file per rank, in other worlds."""
+"""Random states that trainers write to one file per rank, restored in other worlds."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def expect(ranks: int, rank: int) -> tuple[float, ...]:
     return trainers_random.draw()
 
 
-def test_a_rank_takes_what_stood_there(kind: str, tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """And the others derived ones, the same at each resume; files of an older, larger save are left alone."""
+def test_saved_ranks_keep_their_states(kind: str, tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """New ranks derive theirs, the same at each resume; files of an older, larger save are ignored."""
     for ranks in (3, 1, 2):
         trainers_random.save(str(tmp_path), kind, ranks)
     drawn = ucp_worlds.get(3).run(trainers_random.restore, str(tmp_path), kind, 2)
@@ -30,12 +30,12 @@ def test_a_rank_takes_what_stood_there(kind: str, tmp_path: Path, ucp_worlds: Wo
 
 
 def test_one_rank_grows(kind: str, tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """Nothing tells that its states were to differ, so that all go on with them."""
+    """A single rank has no axis along which states differ, so all ranks take its state."""
     trainers_random.save(str(tmp_path), kind, 1)
     assert ucp_worlds.get(2).run(trainers_random.restore, str(tmp_path), kind, 1) == [expect(1, 0)] * 2
 
 
-def test_a_missing_file_is_told_and_derived(kind: str, tmp_path: Path, ucp_worlds: WorldPool) -> None:
+def test_a_missing_state_is_derived(kind: str, tmp_path: Path, ucp_worlds: WorldPool) -> None:
     trainers_random.save(str(tmp_path), kind, 3)
     (missing,) = (path for path in tmp_path.iterdir() if "_1." in path.name)
     missing.unlink()

@@ -1,7 +1,7 @@
-"""What the ranks do in the tests of trainers that use FSDP. Imported on the ranks only.
+"""Functions of the tests of trainers with FSDP that run on the ranks. Imported on the ranks only.
 
-FSDP2 runs on gloo. FSDP1 does so under Accelerate, but for FULL_STATE_DICT, where a hook of torch's ends the process
-(``_state_dict_utils.py``, ``param_hook``), and under Lightning where the module wraps itself. The Trainer refuses it.
+FSDP2 runs on gloo. So does FSDP1 under Accelerate except for FULL_STATE_DICT, where a hook of torch ends the process
+(``_state_dict_utils.py``, ``param_hook``), and under Lightning if the module wraps itself. The Trainer refuses FSDP1.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from tests.export import foreign_run, fsdp_run
 
 @contextmanager
 def choose(kind: str) -> Iterator[None]:
-    """Nothing that Accelerate notes in the environment stays there."""
+    """Restore the environment, which Accelerate changes."""
     with mock.patch.dict(os.environ), choose_gloo(kind):
         yield
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of :func:`fsdp_run.train`."""
+    """A batch for :func:`fsdp_run.train`."""
     x, y = torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(step)).unbind()
     return x, y[:, :5]
 
@@ -39,11 +39,11 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 def accelerate(
     how: str, steps: range, *, load: str = "", save: str = "", scheduled: bool = True, warm: bool = False
 ) -> tuple[list[float], list[float], int]:
-    """A loop under Accelerate; the losses, the rates after it, and the first random number.
+    """Train in a loop under Accelerate; returns the losses, the final rates, and the first random number.
 
     Args:
-        how: ``deepspeed``, or FSDP's version and the kind of its state dicts.
-        warm: a step is made before the load, so that the optimizer has states to be loaded.
+        how: ``deepspeed``, or the version of FSDP and the kind of its state dicts.
+        warm: take a step before the load, so that the optimizer has states.
     """
     with choose("MULTI_CPU" if how == "deepspeed" else "MULTI_GPU"):
         accelerator = _make_accelerator(how)
@@ -101,7 +101,7 @@ def _step(accelerator: Any, net: Any, optimizer: Any, scheduler: Any = None, *, 
 
 
 def accelerate_all(jobs: list[dict[str, Any]]) -> list[tuple[list[float], list[float], int]]:
-    """Several loops, one after the other."""
+    """Run several loops in turn."""
     return [accelerate(**job) for job in jobs]
 
 
@@ -109,7 +109,7 @@ def accelerate_all(jobs: list[dict[str, Any]]) -> list[tuple[list[float], list[f
 
 
 def make_llama(seed: int = 0) -> Any:
-    """Whose embedding is tied to its head."""
+    """A Llama model with tied embedding and head."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
@@ -126,7 +126,7 @@ def make_adapted() -> Any:
 
 
 class Letters(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    """Drawn by their number."""
+    """Random samples, seeded by their number."""
 
     def __len__(self) -> int:
         return 64
@@ -139,7 +139,7 @@ class Letters(torch.utils.data.Dataset):  # type: ignore[type-arg]
 def train(
     how: str, folder: str, *, steps: int, save: int = 0, resume: str | None = None, lora: bool = False
 ) -> dict[int, float]:
-    """A run of the Trainer with four samples a step; the losses by step.
+    """Run the Trainer with four samples a step; returns the losses by step.
 
     Args:
         how: ``deepspeed``, or FSDP2's kind of state dicts.
@@ -179,7 +179,7 @@ def train(
 
 
 def load_llama(folders: list[str], stages: tuple[int, ...]) -> list[tuple[CapturedEngine, list[str]]]:
-    """What engines with other weights hold after a load, and what was logged."""
+    """Load into engines with other weights; returns their states and logs."""
     found = []
     for folder in folders:
         for stage in stages:
@@ -267,7 +267,7 @@ def _make_strategy(how: str) -> Any:
     from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 
     class OnCpu(FSDPStrategy):
-        """The class itself is refused there."""
+        """Lightning refuses the class itself on CPUs."""
 
     if how == "deepspeed":
         config = {
@@ -296,7 +296,7 @@ def _shard(net: Any, how: str, mesh: Any) -> Any:
 
 
 def attempt_all(trainer: str, folders: list[str], **options: Any) -> list[tuple[Any, list[str]]]:
-    """Resume under DeepSpeed from each folder: what the run returns, or its error, and the log."""
+    """Resume under DeepSpeed from each folder; returns the results or errors, and the logs."""
     found = list[tuple[Any, list[str]]]()
     for folder in folders:
         with foreign_run.Lines() as heard:

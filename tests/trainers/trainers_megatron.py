@@ -1,4 +1,4 @@
-"""What the ranks do in the tests of Megatron-DeepSpeed's scripts, on its stand-in. Imported on the ranks only."""
+"""Functions of the tests of Megatron-DeepSpeed's scripts, on its stand-in, that run on the ranks."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Pretrained:
     """One rank's part of a run.
 
     Attributes:
-        losses: of every step.
-        drawn: by step what the tensor-parallel tracker drew before it.
-        begin: iteration that it went on from.
-        consumed: samples, by Megatron's count.
-        universal: `--universal-checkpoint`, as it stands in the end.
-        section: of the ds_config.
+        losses: losses of all steps.
+        drawn: numbers that the tensor-parallel tracker drew before each step.
+        begin: first iteration.
+        consumed: Megatron's count of samples.
+        universal: final value of `--universal-checkpoint`.
+        section: section `checkpoint` of the ds_config.
     """
 
     losses: list[float]
@@ -52,7 +52,7 @@ def pretrain(
     section: Any = None,
     default_on: Any = None,
 ) -> Pretrained:
-    """A script of Megatron's: make the ds_config and the engine, load, train, save.
+    """Run like a script of Megatron: make the ds_config and the engine, load, train, save.
 
     Args:
         degrees: tensor-parallel ranks, pipeline stages, and whether there is a pipeline.

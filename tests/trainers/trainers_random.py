@@ -1,4 +1,4 @@
-"""What the ranks do in the tests of random states. Imported on the ranks only."""
+"""Functions of the tests of random states that run on the ranks. Imported on the ranks only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SAVED = {"hf": ("python", "numpy", "cpu"), "accelerate": ("random_state", "numpy
 
 
 def save(folder: str, kind: str, ranks: int) -> None:
-    """As the trainers do it: the files of all ranks of a job."""
+    """Write the files of all ranks of a job, as the trainers do."""
     for rank in range(ranks):
         seed(1000 * ranks + rank)
         states = dict(zip(SAVED[kind], (random.getstate(), np.random.get_state(), torch.get_rng_state()), strict=True))  # noqa: NPY002
@@ -41,7 +41,7 @@ def draw() -> tuple[float, float, float]:
 
 
 def restore(folder: str, kind: str, ranks: int) -> tuple[float, ...]:
-    """What this rank draws after it has taken the states that so many ranks saved."""
+    """Restore the states of a number of ranks; returns numbers that this rank draws then."""
     from types import SimpleNamespace
 
     engine: Any = SimpleNamespace(seq_data_parallel_group=dist.group.WORLD, mp_world_size=1)

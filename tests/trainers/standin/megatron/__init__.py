@@ -1,6 +1,5 @@
-"""Stands in for Megatron-DeepSpeed: what its `checkpointing.py` and `training.py` do around an engine's saves, loads.
+"""Stand-in for Megatron-DeepSpeed's `checkpointing.py` and `training.py`, as of July 2025 (4efb479).
 
-The order of what happens, the names, and the checks are those of its release of July 2025 (4efb479): the ds_config is
-made, the engine is loaded, the arguments are compared, random states are set, and with ``--universal-checkpoint`` at
-other degrees the tensor-parallel ranks are seeded anew.
+It makes the ds_config, loads the engine, compares the arguments, and sets the random states; with
+``--universal-checkpoint`` at other degrees it seeds the tensor-parallel ranks anew.
 """
