@@ -114,8 +114,8 @@ def test_runs_go_on_in_other_worlds(tmp_path: Path, ucp_worlds: WorldPool) -> No
 
 
 @pytest.mark.parametrize("stage", [2, 3], ids=["same", "other"])
-def test_a_scheduler_that_holds_param_groups_is_positioned(other: bool, tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """In the same topology, where DeepSpeed's own load would give the optimizer other groups, and in another one."""
+def test_a_scheduler_that_holds_param_groups_goes_on(stage: int, tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """In the same topology, DeepSpeed's load would give the optimizer new groups."""
     world, folder = ucp_worlds.get(1), str(tmp_path / "a")
     source = replace(set_up(2, 1, 1), betas=True)
     whole = world.run(trainers_lightning.train, source, STEPS)
