@@ -107,7 +107,7 @@ def make_script(job: Job, ranks: Iterable[int]) -> Script:
     claimed = np.zeros(len(index.stored.records), np.bool_)
     claimed[sampler.touched] = True
     atoms = index.stored.atoms
-    needed = [[state in STATES for state in atoms.list_states()]] * len(atoms.held)
+    needed = [[state in STATES for state in atoms.list_states()]] * len(atoms.storages)
     script.masks = {"transfer.negotiate": claimed, "prepare._join_touched": np.array(needed, np.bool_).reshape(-1)}
     script.tables = {rank: _list_tables(sampler, rank, job.ranks) for rank in ranks}
     return script

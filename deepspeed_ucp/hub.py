@@ -89,7 +89,7 @@ def read_into(index: AtomicIndex, module: Any, live: Collection[str], own: Colle
         UnsupportedError: a conversion that moves elements within a tensor.
         MismatchError: of what one takes not all is there.
     """
-    saved = {param.name for param in index.stored.atoms.held} - {*own}
+    saved = {param.name for param in index.stored.atoms.storages} - {*own}
     found = _find_model(module) if saved - {*live} else None
     if found is None:
         return Reading()

@@ -4,19 +4,6 @@ The atomic checkpoint is the common representation of Lian et al. (ATC'25, secti
 """
 
 from .atom import Atom, Atoms, are_alike, check_coverage
-from .held import (
-    FileRef,
-    Fragment,
-    Fragments,
-    Held,
-    ParamStorage,
-    PartitionedState,
-    Record,
-    Records,
-    Shard,
-    Tile,
-    Tiles,
-)
 from .index import (
     ASKED,
     BATCH_SIZES,
@@ -44,6 +31,19 @@ from .keys import (
     number_layer,
     strip_compiled,
 )
+from .storage import (
+    FileRef,
+    Fragment,
+    Fragments,
+    ParamStorage,
+    PartitionedState,
+    Record,
+    Records,
+    Shard,
+    Storage,
+    Tile,
+    Tiles,
+)
 
 __all__ = [
     "ASKED",
@@ -62,7 +62,6 @@ __all__ = [
     "Fragment",
     "Fragments",
     "GroupInfo",
-    "Held",
     "Limits",
     "ModelInfo",
     "ParamKey",
@@ -73,6 +72,7 @@ __all__ = [
     "RunState",
     "SavedJob",
     "Shard",
+    "Storage",
     "StoredAtoms",
     "Tile",
     "Tiles",

@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 
 from ..errors import CheckpointError
-from .held import Fragment, Fragments, ParamStorage, Shard
 from .keys import COPY, ITEMSIZE, MODULE, AtomKey, ParamKey, count
+from .storage import Fragment, Fragments, ParamStorage, Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Atom:
     def list_storages(self) -> Iterator[ParamStorage]:
         """Yield the storage of each shard."""
         for tp_shard, shard in enumerate(self.shards):
-            held = Fragments(self.dtype, list(shard.held)) if isinstance(shard.held, tuple) else shard.held
+            held = Fragments(self.dtype, list(shard.storage)) if isinstance(shard.storage, tuple) else shard.storage
             yield ParamStorage(tp_shard, shard.shape, shard.place, {self.state: held})
 
 
@@ -62,14 +62,14 @@ class Atoms(Mapping[AtomKey, Atom]):
     The order is: the optimizer's states, parameter by parameter; then the model's own tensors in module order.
 
     Args:
-        held: parameter → its storages, in ascending order of the tensor-parallel shards for each state.
+        storages: parameter → its storages, in ascending order of the tensor-parallel shards for each state.
         module: parameters and buffers with tensors of the model's own, in module order.
     """
 
-    __slots__ = ("held", "module")
+    __slots__ = ("module", "storages")
 
-    def __init__(self, held: Mapping[ParamKey, Sequence[ParamStorage]], module: Iterable[ParamKey]) -> None:
-        self.held, self.module = held, tuple(module)
+    def __init__(self, storages: Mapping[ParamKey, Sequence[ParamStorage]], module: Iterable[ParamKey]) -> None:
+        self.storages, self.module = storages, tuple(module)
 
     @classmethod
     def of(cls, atoms: Iterable[Atom]) -> Atoms:
@@ -83,41 +83,41 @@ class Atoms(Mapping[AtomKey, Atom]):
 
     def find_states(self, param: ParamKey) -> dict[str, str]:
         """Return the dtypes of a parameter's states by state name."""
-        return {state: held.dtype for storage in self.held.get(param, ()) for state, held in storage.states.items()}
+        return {state: held.dtype for storage in self.storages.get(param, ()) for state, held in storage.states.items()}
 
     def count_bytes(self, keys: Iterable[AtomKey]) -> int:
         """Return the total bytes of some atoms."""
-        pairs = ((each, key.state) for key in keys for each in self.held[key.param] if key.state in each.states)
+        pairs = ((each, key.state) for key in keys for each in self.storages[key.param] if key.state in each.states)
         return sum(count(each.shape) * ITEMSIZE[each.states[state].dtype] for each, state in pairs)
 
     def list_states(self) -> list[str]:
         """Return the names of all states, each once."""
-        return list(dict.fromkeys(state for held in self.held.values() for each in held for state in each.states))
+        return list(dict.fromkeys(state for held in self.storages.values() for each in held for state in each.states))
 
     def list_names(self, states: Collection[str]) -> set[str]:
         """Return the names of the parameters that have one of these states."""
         return {
             param.name
-            for param, held in self.held.items()
+            for param, held in self.storages.items()
             if any(state in each.states for each in held for state in states)
         }
 
     def __getitem__(self, key: AtomKey) -> Atom:
         name, state, instance = key
-        storages = [each for each in self.held[ParamKey(name, instance)] if state in each.states]
+        storages = [each for each in self.storages[ParamKey(name, instance)] if state in each.states]
         if not storages:
             raise KeyError(key)
         shards = tuple(each.shard(state) for each in storages)
         return Atom(name, state, storages[0].states[state].dtype, shards, instance)
 
     def __iter__(self) -> Iterator[AtomKey]:
-        for param, held in self.held.items():
+        for param, held in self.storages.items():
             yield from _list_keys(param, held, of_module=False)
         for param in self.module:
-            yield from _list_keys(param, self.held[param], of_module=True)
+            yield from _list_keys(param, self.storages[param], of_module=True)
 
     def __len__(self) -> int:
-        return sum(len({state for each in held for state in each.states}) for held in self.held.values())
+        return sum(len({state for each in held for state in each.states}) for held in self.storages.values())
 
 
 def _list_keys(param: ParamKey, held: Iterable[ParamStorage], *, of_module: bool) -> Iterator[AtomKey]:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from ..flat import FlatBuffer
 from ..topology import Topology
 from .atom import Atom, Atoms
-from .held import FileRef, Fragment, Record, Records
 from .keys import AtomKey, ParamKey
+from .storage import FileRef, Fragment, Record, Records
 
 if TYPE_CHECKING:  # numpy takes long to import
     from ..access import ReadAccess

@@ -161,7 +161,7 @@ def detail_parameter(index: AtomicIndex, row: Parameter) -> dict[str, Any]:
 
 
 def _locate_pieces(index: AtomicIndex, shard: Shard, dtype: str) -> Iterator[dict[str, Any]]:
-    tiles = shard.held.tiles if isinstance(shard.held, Tiles) else ()
+    tiles = shard.storage.tiles if isinstance(shard.storage, Tiles) else ()
     for piece, tile in zip_longest(shard.pieces, tiles):
         yield {
             "file": find_file(index, piece.record),

@@ -120,12 +120,12 @@ class LikeModel:
         Args:
             renames: the user's, which count first.
         """
-        saved = {param.name for param in index.stored.atoms.held}
+        saved = {param.name for param in index.stored.atoms.storages}
         known = {name for name in saved if not any(rule.match(name) for rule in renames)}
         for model in self.models if known - self.shapes.keys() else ():
             files, held = self.shapes or _list_files(model), model.state_dict()
             index = adapt_experts(index, {name: (tuple(each.shape),) for name, each in held.items()})
-            known |= {param.name for param in index.stored.atoms.held} - saved
+            known |= {param.name for param in index.stored.atoms.storages} - saved
             try:
                 reading = convert(model, files, held)
             except UnsupportedError:  # the names in memory, which from_pretrained takes as well

@@ -259,7 +259,7 @@ def _share(inventory: TargetInventory, settled: Settled, work: Work, comm: Comm,
 
 def _join_touched(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) -> list[AtomKey]:
     """Join the atoms that ranks need, in the order of the index, which is the same on every rank (collective)."""
-    params, states = index.stored.atoms.held, index.stored.atoms.list_states()
+    params, states = index.stored.atoms.storages, index.stored.atoms.list_states()
     places = {param: place for place, param in enumerate(params)}
     mask = np.zeros((len(places), len(states)), np.bool_)
     for key in touched:

@@ -154,7 +154,7 @@ def _derive_atoms(
     """Return the storage of each parameter, and the parts that are in the files a second time."""
     held: dict[ParamKey, list[ParamStorage]] = {}
     repeated = {key: parts for key, parts in index.stored.repeated.items() if key.name not in used}
-    for param, holdings in index.stored.atoms.held.items():
+    for param, holdings in index.stored.atoms.storages.items():
         if param.name not in used:
             held[param] = list(holdings)
             continue
@@ -189,8 +189,8 @@ def _make_atom(index: AtomicIndex, key: AtomKey, made: DerivedParam) -> tuple[At
 
 def _cut_tiles(held: Sequence[Shard], spans: Sequence[tuple[int, int, int]], shape: Shape) -> Tiles | None:
     """Return the tiles of a single slice of tiles, else None."""
-    if len(held) == 1 and isinstance(held[0].held, Tiles):
-        return held[0].held.cut(*spans[0][:2], shape)
+    if len(held) == 1 and isinstance(held[0].storage, Tiles):
+        return held[0].storage.cut(*spans[0][:2], shape)
     return None
 
 

@@ -85,7 +85,7 @@ def find_shards(source: Layout, target: Layout, rank: int) -> tuple[int, ...]:
 def locate(want: Want) -> Iterator[Extent]:
     """Yield the pieces of a want, by source shard and then in element order or by tile."""
     itemsize = ITEMSIZE[want.atom.dtype]
-    held = want.atom.shards[want.shard].held
+    held = want.atom.shards[want.shard].storage
     is_whole = want.view is None or _holds_all(want.view.source)
     for record, first, part in _meet_tiles(want, held) if isinstance(held, Tiles) and is_whole else _meet_shards(want):
         dst = part.dst - want.start + want.offset

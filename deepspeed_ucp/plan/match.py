@@ -331,7 +331,7 @@ class _Found(NamedTuple):
 def _find(index: AtomicIndex, names: Sequence[str], wants_master: bool, with_states: bool) -> _Found | None:
     order = _order_states(wants_master, with_states)
     for name in map(index.resolve, names):
-        held = index.stored.atoms.held.get(ParamKey(name), ())
+        held = index.stored.atoms.storages.get(ParamKey(name), ())
         for state in order:
             if shapes := tuple([each.shape for each in held if state in each.states]):
                 return _Found(name, state, shapes)

@@ -54,7 +54,7 @@ def find_renamed(saved: Set[str], live: Set[str], renames: Sequence[Rename]) -> 
 
 def list_names(index: AtomicIndex) -> set[str]:
     """Return all names in a checkpoint."""
-    return {param.name for param in index.stored.atoms.held} | set(index.model.aliases)
+    return {param.name for param in index.stored.atoms.storages} | set(index.model.aliases)
 
 
 def list_shapes(index: AtomicIndex) -> Shapes:

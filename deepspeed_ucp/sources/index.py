@@ -188,7 +188,7 @@ def _find_unnoticed(builder: Builder, topology: Topology, atoms: Atoms) -> Itera
         "expert" in param.name
         and not any(COPY in each.states for each in held)
         and any(MASTER in each.states for each in held)
-        for param, held in atoms.held.items()
+        for param, held in atoms.storages.items()
     ):
         yield "weights that the model states lack, since DeepSpeed takes all below a module named 'expert' for experts"
 

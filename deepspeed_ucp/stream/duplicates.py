@@ -20,8 +20,8 @@ from ..atoms import (
     AtomicIndex,
     AtomKey,
     Fragment,
-    Held,
     ParamKey,
+    Storage,
 )
 from ..comm import Comm
 from ..errors import CheckpointError, MismatchError, shorten
@@ -76,7 +76,7 @@ def _check_repeated(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) 
 
 def _pair_repeated(atom: Atom, tp_shard: int, again: Fragment) -> Pair:
     """What lies in a file a second time, and where it lies first."""
-    shards = tuple(replace(shard, held=(again,), place=0) for shard in atom.shards)
+    shards = tuple(replace(shard, storage=(again,), place=0) for shard in atom.shards)
     span = again.start, again.start + again.numel
     return Elements(replace(atom, shards=shards), tp_shard, *span), Elements(atom, tp_shard, *span)
 
@@ -125,7 +125,7 @@ def _find_samples(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) ->
 class _Masters:
     """Masters that lie together: what holds them, and by place in it the parameter and its shard."""
 
-    held: Held
+    held: Storage
     owners: dict[int, tuple[ParamKey, int]] = field(default_factory=dict)
 
     def list_part(self, part: int) -> Iterator[_Sample]:
@@ -137,7 +137,7 @@ class _Masters:
 def _find_masters(index: AtomicIndex, touched: Iterable[AtomKey]) -> Iterable[_Masters]:
     """Those of some atoms that have copies which training keeps equal."""
     masters_of: dict[int, _Masters] = {}
-    held = index.stored.atoms.held if index.run.topology.traits.has_copies else {}
+    held = index.stored.atoms.storages if index.run.topology.traits.has_copies else {}
     for param in [key.param for key in touched if key.state == MASTER]:
         holdings = held.get(param, ())
         if any(COPY in each.states for each in holdings):

@@ -283,7 +283,7 @@ class Tiles:
         )
 
 
-Held = PartitionedState | Fragments | Tiles
+Storage = PartitionedState | Fragments | Tiles
 """The storage of one state."""
 
 
@@ -293,12 +293,12 @@ class Shard:
 
     Attributes:
         shape: local.
-        held: its fragments in element order, or the flat buffer or tiles that compute them on demand.
+        storage: its fragments in element order, or the flat buffer or tiles that compute them on demand.
         place: of the parameter in the flat buffer.
     """
 
     shape: tuple[int, ...]
-    held: tuple[Fragment, ...] | PartitionedState | Tiles
+    storage: tuple[Fragment, ...] | PartitionedState | Tiles
     place: int = 0
 
     @property
@@ -309,19 +309,20 @@ class Shard:
     @property
     def fragments(self) -> tuple[Fragment, ...]:
         """All fragments, in element order."""
-        return self.held if isinstance(self.held, tuple) else tuple(self.held.find(self.place, 0, self.numel))
+        return self.storage if isinstance(self.storage, tuple) else tuple(self.storage.find(self.place, 0, self.numel))
 
     @property
     def pieces(self) -> tuple[Fragment, ...]:
         """Its contiguous pieces of records: fragments, or each tile as one."""
-        return self.held.list_pieces() if isinstance(self.held, Tiles) else self.fragments
+        return self.storage.list_pieces() if isinstance(self.storage, Tiles) else self.fragments
 
     def find(self, low: int, high: int) -> Iterable[Fragment]:
         """Return the fragments that hold elements [low, high)."""
-        if not isinstance(self.held, tuple):
-            return self.held.find(self.place, low, high)
-        first = max(bisect_right(self.held, low, key=_START) - 1, 0)
-        return self.held[first : bisect_right(self.held, high - 1, key=_START)]
+        if not isinstance(self.storage, tuple):
+            return self.storage.find(self.place, low, high)
+        first = max(bisect_right(self.storage, low, key=_START) - 1, 0)
+        last = bisect_right(self.storage, high - 1, key=_START)
+        return self.storage[first:last]
 
 
 class ParamStorage(NamedTuple):
@@ -336,7 +337,7 @@ class ParamStorage(NamedTuple):
     tp_shard: int
     shape: tuple[int, ...]
     place: int
-    states: Mapping[str, Held]
+    states: Mapping[str, Storage]
 
     def shard(self, state: str) -> Shard:
         """Return the shard of one state's atom."""
