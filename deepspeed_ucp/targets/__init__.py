@@ -1,4 +1,4 @@
-"""Live engines as destinations: which elements of which atoms each rank's buffers hold, and how a load is finished."""
+"""Live engines as load targets: the elements in each rank's buffers, and the steps that finish a load."""
 
 from .base import LiveBuffer, Target
 from .engines import open_target

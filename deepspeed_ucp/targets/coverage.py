@@ -1,4 +1,4 @@
-"""What of a live engine is not covered: refused by name, or left to DeepSpeed where the topology is the same."""
+"""Engine features that the plugin does not support: refused, or loaded by DeepSpeed in an unchanged topology."""
 
 from __future__ import annotations
 
@@ -12,52 +12,47 @@ from ..engine_state import RANDOM_STATES, is_carried
 from ..errors import UnsupportedError, shorten
 from ..wrappers import find_live
 
-OWN_LOAD = 'For DeepSpeed\'s own load all the same set "checkpoint": {"universal": false}.'
-"""The way out of a refusal."""
+OWN_LOAD = 'To use DeepSpeed\'s own load anyway, set "checkpoint": {"universal": false}.'
+"""Remedy at the end of refusals."""
 
 
 PLACEMENT = "expert_placement_descriptor"
-"""Attribute of AutoEP's layers (``module_inject/auto_ep_layer.py``): which rank holds which experts."""
+"""Attribute of AutoEP's layers (``module_inject/auto_ep_layer.py``): the experts of each rank."""
 
 
 class UnknownLayoutError(UnsupportedError):
-    """How the engine lays its state out is not known here; DeepSpeed's own load is right in the same topology."""
+    """The layout of the engine's state is unknown; DeepSpeed's load is right in the same topology."""
 
 
 def check_engine(engine: Any) -> None:
-    """Refuse what DeepSpeed's own load loses even in the same topology, and what is not known here.
-
-    Raises:
-        UnsupportedError: the engine keeps state that no load restores; says which and what to do.
-        UnknownLayoutError: only DeepSpeed knows where the engine keeps its state.
-    """
-    for find, told in _REFUSED:
+    """Refuse an engine with state that no load restores; UnsupportedError with a remedy."""
+    for find, message in _REFUSED:
         found = find(engine)
         if found:
             listed = "" if found is True else f" ({shorten(found)})"
-            raise UnsupportedError(f"{told.format(listed)} {OWN_LOAD}")
+            raise UnsupportedError(f"{message.format(listed)} {OWN_LOAD}")
 
 
 def name_device(section: Any) -> str:
-    """Device of an offload section of the ds_config; ``none`` where there is none."""
+    """Return the device of an offload section of the ds_config, or ``none``."""
     device = getattr(section, "device", None)
     return str(getattr(device, "value", device) or "none")
 
 
 def _list_offloaded(engine: Any) -> list[str]:
-    """What ``engine.offload_states`` has moved: some is copied back over a load, some has left empty lists."""
+    """List the states moved by ``engine.offload_states``, which a load would not reach."""
     return sorted(str(getattr(state, "value", state)) for state in getattr(engine.optimizer, "offloaded_states", ()))
 
 
 def _list_backed(engine: Any) -> list[int]:
-    """Sub-groups of partial offload that a second optimizer steps, whose states no save holds."""
+    """List sub-groups of partial offload with a second optimizer, whose states are not saved."""
     devices: dict[int, str] = getattr(engine.optimizer, "subgroup_to_device", {})
     is_split = hasattr(engine.optimizer, "backup_optimizer")
     return [number for number, device in devices.items() if is_split and device != "cpu"]
 
 
 def _list_sharded_bases(engine: Any) -> list[str]:
-    """LoRA ``OptimizedLinear`` modules of which each rank holds a slice of the frozen base weight."""
+    """List LoRA ``OptimizedLinear`` modules whose frozen base weight is sliced over the ranks."""
     modules = engine.module.named_modules()
     return [name for name, child in modules if hasattr(child, "lora_config") and getattr(child, "zero_shards", 1) > 1]
 
@@ -65,79 +60,77 @@ def _list_sharded_bases(engine: Any) -> list[str]:
 _REFUSED: tuple[tuple[Callable[[Any], Any], str], ...] = (
     (
         lambda engine: bool(getattr(engine, "zenflow", False)),
-        "The engine runs ZenFlow{}: the moments of the columns that it selects, which ones, the gradients between two "
-        "updates, and its step are in no save, and no load restores them. Resume without zero_optimization.zenflow.",
+        "The engine runs ZenFlow{}: its selected columns, their moments, the gradients between two updates, and its "
+        "step are not saved, so that no load restores them. Resume without zero_optimization.zenflow.",
     ),
     (
         lambda engine: type(engine.optimizer).__name__ == "SuperOffloadOptimizer_Stage3",
-        "The engine runs SuperOffload{}, whose moments live in another process: no load restores them. Resume without "
+        "The engine runs SuperOffload{}, whose moments are in another process: no load restores them. Resume without "
         "offload_optimizer.super_offload.",
     ),
     (
         _list_offloaded,
-        "engine.offload_states() has moved states of this engine away{}, and a load would not reach them. Call "
+        "engine.offload_states() has moved states of this engine{}, and a load would not reach them. Call "
         "engine.reload_states() before load_checkpoint.",
     ),
     (
         _list_backed,
-        "offload_optimizer.ratio keeps sub-groups on the accelerator{}, which an optimizer beside the offloaded one "
-        "steps: DeepSpeed neither saves nor loads its states. Resume with ratio 1.",
+        "offload_optimizer.ratio keeps sub-groups on the accelerator{} with a second optimizer, whose states DeepSpeed "
+        "neither saves nor loads. Resume with ratio 1.",
     ),
     (
         _list_sharded_bases,
-        "LoRA OptimizedLinear with base_weight_sharding > 1{}: every rank holds another slice of the frozen base "
-        "weights, and a save keeps rank 0's alone. Resume with base_weight_sharding 1.",
+        "LoRA OptimizedLinear with base_weight_sharding > 1{}: every rank has another slice of the frozen base "
+        "weights, and a save contains only rank 0's. Resume with base_weight_sharding 1.",
     ),
 )
-"""What is refused at any topology: how it is found (True, or the modules' names), and what the message says of it."""
+"""Features refused in any topology: a function that returns True or names, and the message."""
 
 
 _ONE_BIT = ("OnebitAdam", "ZeroOneAdam", "OnebitLamb")
-"""Of DeepSpeed up to 0.18 (``runtime/fp16/onebit/``)."""
+"""Optimizers of DeepSpeed up to 0.18 (``runtime/fp16/onebit/``)."""
 
 
 def find_data_sampler(engine: Any) -> DeepSpeedDataSampler | None:
-    """What draws the samples of an engine that has curriculum learning on (``data_efficiency``)."""
+    """Return the data sampler of an engine with curriculum learning (``data_efficiency``), or None."""
     sampler = getattr(getattr(engine, "training_dataloader", None), "data_sampler", None)
     return sampler if isinstance(sampler, DeepSpeedDataSampler) else None
 
 
 def has_drawn(engine: Any) -> bool:
-    """Whether its data sampler has drawn samples: DeepSpeed's own load adds the saved clusters to what is there."""
+    """Return True if the data sampler has drawn samples: DeepSpeed's load adds the saved clusters to its own."""
     return bool(getattr(find_data_sampler(engine), "data_clusters", None))
 
 
 def writes_states(engine: Any) -> bool:
-    """Whether the model states of a save are to hold the optimizer's: in 16 bits without ZeRO.
+    """Return True if the model states of a save should contain the optimizer states: in 16 bits without ZeRO.
 
-    DeepSpeed 0.17.6 to 0.18.4 take these wrappers at ZeRO 1 too, with bf16 weights and fp32 gradients.
+    DeepSpeed 0.17.6 to 0.18.4 use these wrappers at ZeRO 1 too, with bf16 weights and fp32 gradients.
     """
     wrapper = find_live(engine.optimizer)
     return wrapper is not None and wrapper.has_copies and not wrapper.is_cut
 
 
 def list_unsaved(engine: Any) -> list[str]:
-    """State that no save holds and that is the live engine's own after a load, in words."""
+    """Describe state that is in no save, so that a load leaves the live engine's."""
     found = []
     if type(getattr(engine.optimizer, "optimizer", engine.optimizer)).__name__ in _ONE_BIT:
-        found.append(
-            "1-bit optimizers: DeepSpeed saves rank 0's compression errors alone, and a load resets all of them"
-        )
+        found.append("1-bit optimizers: DeepSpeed saves only rank 0's compression errors; a load resets all of them")
     if getattr(engine._config.zero_config, "zero_quantized_nontrainable_weights", False):
         found.append(
-            "zero_quantized_nontrainable_weights: DeepSpeed saves frozen weights without their scales; they come back "
-            "only where this model's frozen weights were the saved ones before the load"
+            "zero_quantized_nontrainable_weights: DeepSpeed saves frozen weights without their scales, and restores "
+            "them only if this model's frozen weights equal the saved ones before the load"
         )
     if find_data_sampler(engine) is not None and not is_carried(engine, RANDOM_STATES):
         found.append(
-            "curriculum learning: DeepSpeed saves numpy's global generator in the place of its sampler's own, which "
-            "begins again from its seed; deepspeed_ucp.rng.follow(engine) before saves and loads lets it go on"
+            "curriculum learning: DeepSpeed saves numpy's global generator instead of its sampler's generator, which "
+            "restarts from its seed; call deepspeed_ucp.rng.follow(engine) before saves and loads to restore it"
         )
     return found
 
 
 def describe_own_files(engine: Any, folder: str) -> tuple[str, str | None, dict[str, Any]]:
-    """The paths of this rank's own files, and what the engine is in the words of these files.
+    """Return the paths of this rank's own files, and the engine's facts in the form of these files.
 
     Returns:
         Model states, ZeRO optimizer states (None at stage 0), and facts for
@@ -153,7 +146,7 @@ def describe_own_files(engine: Any, folder: str) -> tuple[str, str | None, dict[
 
 
 def find_declared(engine: Any) -> str:
-    """As :func:`deepspeed_ucp.topology.find_precision` tells it of the engine's ds_config."""
+    """Return the result of :func:`deepspeed_ucp.topology.find_precision` for the engine's ds_config."""
     return "bfloat16" if engine.bfloat16_enabled() else "float16" if engine.fp16_enabled() else "float32"
 
 
@@ -182,11 +175,11 @@ def _describe_partitions(engine: Any) -> dict[str, Any]:
 
 
 def _describe_stage0(engine: Any) -> dict[str, Any]:
-    """Replicas of dense parameters may be any number; experts are spread over ranks."""
+    """Describe stage 0: dense parameters have any number of replicas, experts are distributed over ranks."""
     order = {"order of parameters": list(engine.module.state_dict())}
     if not engine.has_moe_layers:
         return order
     sizes = sorted({layer.ep_size for layer in engine.module.modules() if hasattr(layer, "ep_size")})
     facts = {**order, "data-parallel ranks": int(engine.seq_dp_world_size), "expert-parallel ranks": sizes[-1]}
-    # With several degrees the files tell the largest one alone.
+    # With several degrees the files contain only the largest.
     return facts if len(sizes) == 1 else {**facts, "expert-parallel degrees": sizes}

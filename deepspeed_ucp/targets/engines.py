@@ -1,9 +1,9 @@
-"""One target per optimizer wrapper: ZeRO 1/2, ZeRO 3, BF16_Optimizer, the FP16 wrappers, and no wrapper."""
+"""Targets for the optimizer wrappers: ZeRO 1/2, ZeRO 3, BF16_Optimizer, the FP16 wrappers, and no wrapper."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from deepspeed import comm as ds_comm
@@ -17,28 +17,36 @@ from .optimizer import is_muon_group
 from .swap import SwapPlace
 
 _PIECE = 1 << 24
-"""Elements of a master that are copied at once: torch converts what goes to another device in memory apart."""
+"""Elements of a master in one copy: torch allocates memory for the conversion of a copy to another device."""
 
 
 class Zero12Target(Target):
-    """DeepSpeedZeroOptimizer (stage_1_and_2.py): a padded flat buffer per group, cut into equal partitions."""
+    """ZeRO 1/2 and BF16_Optimizer: a padded flat buffer per group, cut into equal partitions."""
 
-    wrapper = "zero12"
-    attributes = (
-        "round_robin_bit16_groups",
-        "bit16_groups_flat",
-        "parallel_partitioned_bit16_groups",
-        "single_partition_of_fp32_groups",
-        "real_dp_process_group",
-    )
+    attributes: ClassVar = {
+        "zero12": (
+            "round_robin_bit16_groups",
+            "bit16_groups_flat",
+            "parallel_partitioned_bit16_groups",
+            "single_partition_of_fp32_groups",
+            "real_dp_process_group",
+        ),
+        "bf16": (
+            "bf16_groups",
+            "bf16_groups_flat",
+            "bf16_partitioned_groups",
+            "fp32_groups_flat_partition",
+            "real_dp_process_group",
+        ),
+    }
 
     @property
     def dp(self) -> int:
         return ds_comm.get_world_size(group=self.wrapped.dp_process_group)  # type: ignore[no-any-return]
 
     def _list_groups(self) -> list[tuple[list[Any], torch.Tensor, list[torch.Tensor], torch.Tensor, Any]]:
-        """Per group: parameters, flat 16-bit buffer, its partitions, this rank's master, process group."""
-        return list(zip(*(getattr(self.wrapped, name) for name in self.attributes), strict=True))
+        """List (parameters, flat 16-bit buffer, its partitions, this rank's master, process group) for each group."""
+        return list(zip(*(getattr(self.wrapped, name) for name in self.attributes[self.wrapper]), strict=True))
 
     def collect(self) -> None:
         padding = getattr(self.wrapped, "round_robin_bit16_padding", None)
@@ -77,23 +85,8 @@ class Zero12Target(Target):
             opt._lazy_init_hp_params_optimizer_state()  # so that safe_get_full_optimizer_state works before a step
 
 
-class Bf16Target(Zero12Target):
-    """BF16_Optimizer (bf16_optimizer.py): as ZeRO 1, other attribute names."""
-
-    wrapper = "bf16"
-    attributes = (
-        "bf16_groups",
-        "bf16_groups_flat",
-        "bf16_partitioned_groups",
-        "fp32_groups_flat_partition",
-        "real_dp_process_group",
-    )
-
-
 class Zero3Target(Target):
-    """DeepSpeedZeroOptimizer_Stage3: per sub-group a flat buffer of each parameter's ``ceil(numel / dp)`` elements."""
-
-    wrapper = "zero3"
+    """DeepSpeedZeroOptimizer_Stage3: a flat buffer per sub-group with ``ceil(numel / dp)`` elements per parameter."""
 
     @property
     def dp(self) -> int:
@@ -113,12 +106,12 @@ class Zero3Target(Target):
             self.add_flat(buffer, ds_comm.get_rank(group=process_group), holder, swap=self._find_swap(index, holder))
 
     def _find_swap(self, index: int, holder: torch.Tensor) -> SwapPlace | None:
-        """Where a sub-group is swapped to; small ones stay in memory."""
+        """Return a sub-group's swap file; None for small sub-groups, which stay in memory."""
         if not self.wrapped._swappable_optimizer_subgroup(index):
             return None
         swapper = self.wrapped.optimizer_swapper
-        held = swapper.swap_params_info[swapper.parameter_id(holder)]
-        return SwapPlace(self.swaps, held.tensors[0].swap_path, swapper.dtype, swapper._io_aligned_numel)
+        info = swapper.swap_params_info[swapper.parameter_id(holder)]
+        return SwapPlace(self.swaps, info.tensors[0].swap_path, swapper.dtype, swapper._io_aligned_numel)
 
     def refresh_copies(self) -> None:
         opt, timers = self.wrapped, set[str]()
@@ -136,36 +129,31 @@ class Zero3Target(Target):
 
     @property
     def momentum_in_memory(self) -> dict[int, torch.Tensor]:
-        """Muon's momentum beside the optimizer's state, by sub-group (``save_muon_momentum_buffer_in_memory``)."""
-        kept: dict[int, torch.Tensor] = getattr(self.wrapped, "muon_momentum_buffer_partitioned_groups_flat", {})
-        return kept
+        """Muon's momentum outside of the optimizer's state, by sub-group (``save_muon_momentum_buffer_in_memory``)."""
+        return getattr(self.wrapped, "muon_momentum_buffer_partitioned_groups_flat", {})  # type: ignore[no-any-return]
 
     def relink(self) -> None:
-        if any(flat.swap for flat in self.flats):
-            self._note_swapped()
-        for index, kept in self.momentum_in_memory.items():
+        if any(flat.swap for flat in self.flats):  # as after a step: register the states and free their memory
+            swapper = self.wrapped.optimizer_swapper
+            swapper.purge_state()
+            for flat in self.flats:
+                if flat.swap is not None:
+                    swapper._get_param_swap_info(flat.holder).release_memory()
+        for index, momentum in self.momentum_in_memory.items():
             states = self.optimizer.state[self.wrapped.fp32_partitioned_groups_flat[index]]
             restored = states.get(MOMENTUM)
-            if restored is None:  # a save without any step
-                kept.zero_()
-            elif restored is not kept:
-                kept.copy_(restored)
-            states[MOMENTUM] = kept
-
-    def _note_swapped(self) -> None:
-        """Let the swapper know the states that are there now, and forget what memory holds of them, as after a step."""
-        swapper = self.wrapped.optimizer_swapper
-        swapper.purge_state()
-        for flat in self.flats:
-            if flat.swap is not None:
-                swapper._get_param_swap_info(flat.holder).release_memory()
+            if restored is None:  # saved before the first step
+                momentum.zero_()
+            elif restored is not momentum:
+                momentum.copy_(restored)
+            states[MOMENTUM] = momentum
 
 
 class WholeTarget(Target):
-    """A wrapper that cuts nothing: every rank has all masters, one per param group or one per parameter."""
+    """The FP16 wrappers (stage 0, fp16 and bf16): every rank has all masters, one per param group or per parameter."""
 
     def list_pairs(self, group: int) -> list[tuple[list[Any], torch.Tensor]]:
-        """The masters of a param group, each with its parameters, which follow each other in it."""
+        """List the masters of a param group, each with its parameters in order."""
         params, masters = (getattr(self.wrapped, name)[group] for name in (self.traits.params, self.traits.masters))
         if self.traits.is_flat:
             return [(params, masters)]
@@ -190,22 +178,8 @@ class WholeTarget(Target):
         return [flatten(param) for param in self._pairs[flat][0]] if self.has_copies else ()
 
 
-class Fp16FusedTarget(WholeTarget):
-    """FP16_Optimizer (fp16 and bf16, stage 0): a flat master per group."""
-
-    wrapper = "fp16_fused"
-
-
-class Fp16UnfusedTarget(WholeTarget):
-    """FP16_UnfusedOptimizer (stage 0): a master per parameter."""
-
-    wrapper = "fp16_unfused"
-
-
 class TorchTarget(WholeTarget):
     """No wrapper (stage 0, fp32): the model's parameters are their own masters."""
-
-    wrapper = "torch"
 
     @property
     def optimizer(self) -> Any:
@@ -217,29 +191,26 @@ class TorchTarget(WholeTarget):
 
 
 class WeightsTarget(Target):
-    """An engine without an optimizer below ZeRO 3; in bf16 it has a wrapper all the same, around nothing."""
-
-    wrapper = BARE
+    """An engine without an optimizer below ZeRO 3. In bf16 it has an empty wrapper."""
 
     def collect(self) -> None:
-        """No masters."""
+        """Do nothing: there are no masters."""
 
     @property
     def optimizer(self) -> Any:
         return None
 
     def refresh_copies(self) -> None:
-        """Nothing to do: there are no copies."""
+        """Do nothing: there are no copies."""
 
 
 class OffloadOnlyTarget(WeightsTarget):
     """DeepSpeedZeRoOffload: ZeRO 3 without an optimizer (inference); every parameter is a partitioned extra."""
 
-    wrapper = "zero3_inference"
     dp = Zero3Target.dp
 
     def prepare(self) -> None:
-        # What is gathered would hide the partitions that are filled; the wrapper has no `checkpoint_event_prologue`.
+        # Gathered parameters would hide the filled partitions; the wrapper has no `checkpoint_event_prologue`.
         self.wrapped.partition_all_parameters()
         super().prepare()
 
@@ -248,38 +219,37 @@ class OffloadOnlyTarget(WeightsTarget):
 
 
 TARGETS: dict[str, type[Target]] = {
-    each.wrapper: each
-    for each in (
-        Zero12Target,
-        Zero3Target,
-        Bf16Target,
-        Fp16FusedTarget,
-        Fp16UnfusedTarget,
-        TorchTarget,
-        WeightsTarget,
-        OffloadOnlyTarget,
-    )
+    "zero12": Zero12Target,
+    "zero3": Zero3Target,
+    "bf16": Zero12Target,
+    "fp16_fused": WholeTarget,
+    "fp16_unfused": WholeTarget,
+    "torch": TorchTarget,
+    BARE: WeightsTarget,
+    "zero3_inference": OffloadOnlyTarget,
 }
-"""By the name of the wrapper's row."""
+"""Name of the wrapper → class of its target."""
 
 
 def open_target(engine: Any) -> Target:
-    """The target for a live engine.
+    """Return the target for a live engine.
 
     Raises:
-        UnknownLayoutError: only DeepSpeed knows the layout of the optimizer wrapper.
-        UnsupportedError: the engine keeps state that no load restores.
+        UnknownLayoutError: the optimizer wrapper's layout is known to DeepSpeed only.
+        UnsupportedError: the engine has state that no load restores.
     """
     check_engine(engine)
     wrapper = find_live(engine.optimizer)
     if not getattr(engine.optimizer, "using_real_optimizer", True):
-        return WeightsTarget(engine)
-    if wrapper is not None:
-        return TARGETS[wrapper.name](engine)
-    if isinstance(engine.optimizer, torch.optim.Optimizer):
-        return TorchTarget(engine)
-    covered = sorted(row.live_class for row in WRAPPERS.values() if row.live_class)
-    raise UnknownLayoutError(
-        f"the engine's optimizer wrapper {type(engine.optimizer).__name__} is not covered (covered: "
-        f"{', '.join(covered)} and raw torch optimizers)"
-    )
+        name = BARE
+    elif wrapper is not None:
+        name = wrapper.name
+    elif isinstance(engine.optimizer, torch.optim.Optimizer):
+        name = "torch"
+    else:
+        covered = sorted(row.live_class for row in WRAPPERS.values() if row.live_class)
+        raise UnknownLayoutError(
+            f"the engine's optimizer wrapper {type(engine.optimizer).__name__} is not supported (supported: "
+            f"{', '.join(covered)} and raw torch optimizers)"
+        )
+    return TARGETS[name](engine, name)

@@ -1,4 +1,4 @@
-"""The engine's bookkeeping after its buffers are filled: counters, scheduler, scaler, what DeepSpeed's load sets."""
+"""Restore counters, schedulers, loss scaler and other state that DeepSpeed's load sets after the buffers."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ NOT_CLIENT = (
     "data_sampler",
     "random_ltd",
 )
-"""Keys of a model-states file that DeepSpeed keeps out of the client state (engine.py ``_load_checkpoint``)."""
+"""Keys of a model-states file that are not in the client state (engine.py ``_load_checkpoint``)."""
 
 
 def find_extra_states(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Modules that keep an extra state (``set_extra_state``), by the key of it in a state dict."""
+    """Return modules with an extra state (``set_extra_state``) by its key in a state dict."""
     base = torch.nn.Module.set_extra_state
     found = {}
     for name, child in module.named_modules():
@@ -51,11 +51,11 @@ def restore_counters(engine: Any, saved: Mapping[str, Any]) -> None:
 
 
 def restore_helpers(engine: Any, saved: Mapping[str, Any], *, with_scheduler: bool) -> list[str]:
-    """Give lr scheduler, random-ltd scheduler and data sampler their saved state.
+    """Restore lr scheduler, random-ltd scheduler and data sampler.
 
     Returns:
-        What is wrong where only one side has one of them, and what to do. It is no error: a trainer may step a
-        scheduler that the engine does not know, or the new run may be meant to have another.
+        Warnings if only one side has one of them. This is not an error: a trainer may step a scheduler that the engine
+        does not know, or the new run may have another one on purpose.
     """
     helpers = {
         "lr_scheduler": engine.lr_scheduler,
@@ -73,27 +73,27 @@ def restore_helpers(engine: Any, saved: Mapping[str, Any], *, with_scheduler: bo
             with keep_scheduler_references(engine):
                 helpers[key].load_state_dict(saved[key])
     new, unused = (", ".join(key for key in helpers if key in one) for one in (live - kept, kept - live))
-    told = []
+    warnings = []
     if new:
-        told.append(
-            f"only this engine has {new}: begun anew at step {saved['global_steps']} of the run. Train with what the "
-            "saved run had, or set it to that step yourself."
+        warnings.append(
+            f"only this engine has {new}: it restarts at step {saved['global_steps']} of the run. Use the saved run's "
+            "configuration, or set it to that step yourself."
         )
     if unused:
-        told.append(
-            f"only the checkpoint has {unused}: its state is not used. Train with what the saved run had, unless this "
-            "is meant, or the trainer goes on with its own."
+        warnings.append(
+            f"only the checkpoint has {unused}: its state is not used. Use the saved run's configuration, unless the "
+            "change is intended or the trainer has its own."
         )
     if "lr_scheduler" in live ^ kept:
-        told.append("load_lr_scheduler_states=False leaves the lr_scheduler alone, and its saved state to the caller.")
-    return told
+        warnings.append("load_lr_scheduler_states=False skips the lr_scheduler, and returns its saved state.")
+    return warnings
 
 
 def _restore_sampler(sampler: Any, saved: Mapping[str, Any]) -> None:
-    """A data sampler's state, and nothing else.
+    """Restore a data sampler's state only.
 
-    DeepSpeed's method adds the saved clusters to those that the sampler has, and gives the first rank's global numpy
-    generator, from which no sampler draws, to every rank (DeepSpeed issue 8405).
+    DeepSpeed's method adds the saved clusters to the sampler's clusters, and sets every rank's global numpy generator,
+    which no sampler uses, to the first rank's (DeepSpeed issue 8405).
     """
     for name in ("data_clusters", "data_cluster_sizes"):
         if hasattr(sampler, name):
@@ -104,9 +104,9 @@ def _restore_sampler(sampler: Any, saved: Mapping[str, Any]) -> None:
 
 
 def restore_rates(engine: Any) -> None:
-    """Set what the restored scheduler had set, where the param groups have not taken over the saved hyper-parameters.
+    """Set the rates of the restored scheduler if the param groups did not adopt the saved hyper-parameters.
 
-    A scheduler acts after a step, and torch's go on from the rates that they find. Without one the live rates stay.
+    Schedulers act after a step, and torch's continue from the current rates. Without a scheduler the live rates stay.
     """
     scheduler = engine.lr_scheduler
     if scheduler is None:
@@ -124,7 +124,7 @@ def restore_rates(engine: Any) -> None:
 
 
 def restore_scaler(wrapped: Any, saved: Mapping[str, Any]) -> None:
-    """Take over a dynamic loss scaler's state where both sides scale dynamically."""
+    """Restore a dynamic loss scaler's state if both sides scale dynamically."""
     scaler = getattr(wrapped, "loss_scale_config", None) or getattr(wrapped, "loss_scaler", None) or wrapped
     live_dynamic = bool(getattr(scaler, "dynamic", getattr(scaler, "dynamic_loss_scale", False)))
     if not (live_dynamic and saved.get("dynamic")):
@@ -135,21 +135,21 @@ def restore_scaler(wrapped: Any, saved: Mapping[str, Any]) -> None:
 
 
 def restore_clip(wrapped: Any, clip_grad: float | None) -> None:
-    """Gradient clipping travels with the optimizer where DeepSpeed saves it there (all wrappers but ZeRO 3)."""
+    """Restore gradient clipping, which all wrappers except ZeRO 3 save with the optimizer."""
     if clip_grad is not None and hasattr(wrapped, "clip_grad") and getattr(wrapped, "compute_grad_norm", True):
         wrapped.clip_grad = clip_grad
 
 
-_BEHIND_READS = {
+_AFTER_READS = {
     "engine": ("load_module_state_dict",),
     "optimizer": ("load_state_dict", "_restore_from_bit16_weights", "refresh_fp32_params", "checkpoint_event_epilogue"),
 }
-"""What DeepSpeed's own load calls with what it has read, the same on every rank; some of it is collective."""
+"""Methods that DeepSpeed's load calls on all ranks after its reads; some are collective."""
 
 
 @contextmanager
 def wait_behind_reads(engine: Any, comm: Comm) -> Iterator[None]:
-    """Inside, ranks wait for the slowest read of DeepSpeed's own load before the collectives that follow it."""
+    """Context manager in which ranks wait for the slowest read of DeepSpeed's load before its collectives."""
 
     def wait_first(work: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
@@ -159,7 +159,7 @@ def wait_behind_reads(engine: Any, comm: Comm) -> Iterator[None]:
         return call
 
     holders = {"engine": engine, "optimizer": getattr(engine, "optimizer", None)}
-    wrapped = [(holders[kind], name) for kind, names in _BEHIND_READS.items() for name in names]
+    wrapped = [(holders[kind], name) for kind, names in _AFTER_READS.items() for name in names]
     with ExitStack() as stack:
         for holder, name in wrapped:
             if hasattr(holder, name):
@@ -168,15 +168,15 @@ def wait_behind_reads(engine: Any, comm: Comm) -> Iterator[None]:
 
 
 def refresh_after_own_load(target: Target, comm: Comm, *, with_states: bool) -> None:
-    """Bring up to date what DeepSpeed's own load leaves stale; collective.
+    """Update copies that DeepSpeed's load leaves stale; collective.
 
-    Of a pipeline these are copies that no file of it holds: a tied layer with a ``forward_fn`` (an output layer that
-    uses the embedding) has no layer file. Its masters come back with the optimizer and its tied weight from the first
-    stage, but the other parameters' copies stay as they were constructed until the first step
-    (``PipelineModule.load_state_dir``). They are gathered by the data-parallel ranks of such a stage alone.
+    In a pipeline, a tied layer with a ``forward_fn`` (an output layer that uses the embedding) has no layer file. Its
+    masters are restored with the optimizer and its tied weight from the first stage, but the copies of its other
+    parameters keep their initial values until the first step (``PipelineModule.load_state_dir``). Only the
+    data-parallel ranks of such a stage gather them.
     """
     target.drop_secondary_copies()
-    if not hasattr(target.engine, "is_pipe_parallel"):  # of a pipeline one stage can be stale too
+    if not hasattr(target.engine, "is_pipe_parallel"):  # a pipeline with one stage can be stale too
         return
     is_stale = with_states and bool(target.unfiled())
 
@@ -193,7 +193,7 @@ def refresh_after_own_load(target: Target, comm: Comm, *, with_states: bool) -> 
 def pick_client_state(
     saved: Mapping[str, Any], *, module_only: bool, with_scheduler: bool, with_optimizer: bool
 ) -> dict[str, Any]:
-    """What DeepSpeed's load returns as client state."""
+    """Return the client state that DeepSpeed's load returns."""
     hidden = {"module"} if module_only else set(NOT_CLIENT)
     if with_scheduler:
         hidden.add("lr_scheduler")
@@ -203,5 +203,5 @@ def pick_client_state(
 
 
 def pickled_classes() -> list[Any]:
-    """Classes of DeepSpeed that its own state files hold."""
+    """List the classes of DeepSpeed in its own state files."""
     return [loss_scaler.LossScaler, loss_scaler.DynamicLossScaler, ZeroStageEnum, fragment_address]

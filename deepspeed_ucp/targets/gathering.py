@@ -1,4 +1,4 @@
-"""Completing a buffer of which every rank has made its own partition: the 16-bit copies of the masters."""
+"""All-gather of flat buffers in place, for the 16-bit copies of the masters."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ _IN_FLIGHT = 8
 
 
 def gather_in_place(flat: torch.Tensor, process_group: Any) -> None:
-    """Complete a flat buffer of equal partitions, of which each rank of ``process_group`` has its own; collective.
+    """Gather a flat buffer of equal partitions from the ranks of ``process_group``, one each; collective.
 
-    On the CPU slice by slice, as gloo's all-gather copies the whole buffer aside first: through memory that the ranks
-    share where they are all of one machine, else by broadcasts.
+    gloo's all-gather would copy the whole buffer first. So on the CPU slices are exchanged: through shared memory if
+    all ranks are on one machine, else by broadcasts.
     """
     size, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
     if size == 1:
         return
     partitions = flat.view(size, -1)
     if flat.device.type != "cpu":
-        ds_comm.all_gather_into_tensor(flat, partitions[rank], group=process_group)  # which knows every accelerator
+        ds_comm.all_gather_into_tensor(flat, partitions[rank], group=process_group)  # supports every accelerator
         return
     parts = partitions.view(torch.uint8)
 
     def gather(value: Any) -> list[Any]:
-        told = [None] * size
-        dist.all_gather_object(told, value, group=process_group)
-        return told
+        values = [None] * size
+        dist.all_gather_object(values, value, group=process_group)
+        return values
 
     slice_bytes = min(_SLICE, parts.shape[1])
     try:
@@ -52,9 +52,9 @@ def gather_in_place(flat: torch.Tensor, process_group: Any) -> None:
 def _pass_around(
     parts: npt.NDArray[np.uint8], rank: int, shared: Sequence[memoryview], wait_for_all: Callable[[], object]
 ) -> None:
-    """Complete the parts through shared memory, whose two halves take turns.
+    """Exchange parts through the two halves of each rank's shared memory.
 
-    When a rank writes to a half again, every other one has said in between that it has taken what was there.
+    Before a rank writes to a half again, the barrier of the other half ensures that all ranks have read the first.
     """
     half = len(shared[0]) // 2
     for turn, low in enumerate(range(0, parts.shape[1], half)):

@@ -1,4 +1,4 @@
-"""An engine that a failed load has left half changed: it neither steps nor saves until a load succeeds."""
+"""Block steps and saves of an engine after a load that failed halfway, until a load succeeds."""
 
 from __future__ import annotations
 
@@ -11,42 +11,35 @@ from ..engine_state import find_state
 from ..errors import CheckpointError, UcpError, UnsupportedError
 
 _BLOCKED = ("step", "train_batch", "save_checkpoint", "save_16bit_model")
-"""Methods that would train on with such state, or save it."""
+"""Methods that would train with such state, or save it."""
 
 
 def check_states(engine: Any, *, with_states: bool) -> None:
-    """Refuse a load that would leave optimizer states which an earlier load has half changed.
-
-    Args:
-        with_states: the load restores them.
-
-    Raises:
-        UnsupportedError: it does not, and they are.
-    """
+    """Raise UnsupportedError for a load without optimizer states if an earlier load has half changed these."""
     if find_state(engine).half_states and not with_states:
         raise UnsupportedError(
-            "An earlier load has failed while the engine was being filled, so that its optimizer states are a mixture, "
-            "which a load of the weights alone would leave. Load with the optimizer states, or build the engine anew."
+            "An earlier load failed while it filled the engine, so that its optimizer states are a mixture, and a "
+            "load of the weights alone does not replace them. Load with the optimizer states, or build a new engine."
         )
 
 
 @contextmanager
 def guard_engine(engine: Any, *, with_states: bool) -> Iterator[None]:
-    """Inside, the engine changes: an error marks it as one that must not be used, success takes the mark away.
+    """Context manager around changes of the engine: an error marks it as broken, success removes the mark.
 
     Args:
-        with_states: its optimizer's states change as well.
+        with_states: the optimizer states change too.
 
     Raises:
-        UcpError: the error with the mark's text; one that is not ours as a CheckpointError.
+        UcpError: the error with the mark's message; other errors become a CheckpointError.
     """
     try:
         yield
     except Exception as error:
         kind = type(error) if isinstance(error, UcpError) else CheckpointError
-        told = kind(mark(engine, error, with_states=with_states))
-        told.shared, told.echo = getattr(error, "shared", False), getattr(error, "echo", False)
-        raise told from error
+        marked = kind(mark(engine, error, with_states=with_states))
+        marked.shared, marked.echo = getattr(error, "shared", False), getattr(error, "echo", False)
+        raise marked from error
     except BaseException as interrupt:
         mark(engine, interrupt, with_states=with_states)
         raise
@@ -54,20 +47,20 @@ def guard_engine(engine: Any, *, with_states: bool) -> Iterator[None]:
 
 
 def mark(engine: Any, error: BaseException, *, with_states: bool) -> str:
-    """Have an engine refuse to go on that a load has left half changed; what it then says."""
+    """Mark an engine as broken and block it; returns the message of its blocked methods."""
     reason = str(error) or type(error).__name__
-    told = (
+    message = (
         f"{reason} This happened while the engine was being filled: it holds a part of the checkpoint and must not be "
-        "used. Load again (this tag or another one), or build the engine anew."
+        "used. Load again (this tag or another one), or build a new engine."
     )
     state = find_state(engine)
-    state.broken, state.half_states = told, with_states or state.half_states
+    state.broken, state.half_states = message, with_states or state.half_states
     block(engine)
-    return told
+    return message
 
 
 def block(engine: Any) -> None:
-    """Let these methods of this engine raise, if a load has left it half changed; others are left alone."""
+    """Replace the blocked methods of a broken engine; other engines stay unchanged."""
     message = find_state(engine).broken
     for name in _BLOCKED if message else ():
         if hasattr(engine, name):
@@ -79,7 +72,7 @@ def _refuse(message: str, *_: Any, **__: Any) -> NoReturn:
 
 
 def release(engine: Any) -> None:
-    """After a load that succeeded: the engine's own methods again."""
+    """Restore the engine's methods after a successful load."""
     state = find_state(engine)
     state.broken, state.half_states = "", False
     for name in _BLOCKED:

@@ -1,7 +1,6 @@
-"""What DeepSpeed's own load of an unchanged topology is known to get right: the rest of what is covered is ours.
+"""Unchanged topologies in which DeepSpeed's load is tested to be correct; the plugin loads all others.
 
-Ours gives the same bits, and checks them. So a row, or an option in it, is only here because a test shows that load to
-be right; what nobody has looked at is in none.
+The plugin's load gives the same bits and verifies them. A row or an option is in the table only if a test covers it.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ KNOWN: dict[tuple[str, int], frozenset[str]] = {
     ("zero12", 2): _PLAIN | {"offload cpu/none"},
     ("zero3", 3): _OFFLOAD | {"16 bit", "frozen parameters", "zero_optimization.zero_hpz_partition_size"},
 }
-"""Options that an engine may have, by optimizer wrapper and ZeRO stage, in a strict load of all states from a save by
-``torch.save``. Shown by ``test_engine_hook.py`` (all rows, offload, frozen parameters, experts), ``test_engine_3d.py``,
+"""Known options of an engine by optimizer wrapper and ZeRO stage, for a strict load of all states of a ``torch.save``.
+Tests: ``test_engine_hook.py`` (all rows, offload, frozen parameters, experts), ``test_engine_3d.py``,
 ``test_engine_muon.py`` and ``test_engine_offload.py`` (hpZ)."""
 
 _HARMLESS = """
@@ -39,28 +38,28 @@ _HARMLESS = """
     memory_efficient_linear pipeline_loading_checkpoint override_module_apply log_trace_cache_warnings
     enable_sanity_checks leaf_module
 """
-"""Fields of ``zero_optimization`` that change nothing of a save or its load, or that the topology has."""
+"""Fields of ``zero_optimization`` that do not affect a save or its load, or that are part of the topology."""
 
 
 def list_unknown(target: Any, index: AtomicIndex | None = None) -> list[str]:
-    """What DeepSpeed's own load is not known to restore of a live engine in its own topology, in words.
+    """Describe features of an engine with which DeepSpeed's load is not known to be correct.
 
     Args:
-        target: the engine's (:class:`.base.Target`).
-        index: the checkpoint; None where each rank knows its own files alone.
+        target: the engine's :class:`.base.Target`.
+        index: the checkpoint, or None if each rank knows only its own files.
     """
     topology = target.topology
     row = KNOWN.get((topology.wrapper, topology.zero_stage))
     if row is None:
         return [f"{topology.wrapper} at ZeRO stage {topology.zero_stage}"]
-    found = [option for option in _list_options(target) if option not in row]
+    unknown = [option for option in _list_options(target) if option not in row]
     if index is not None and topology.zero_stage == 3:
-        found += _list_other_frozen(target, index)
-    return found + list(index.limits.unnoticed if index else ())
+        unknown += _list_changed_frozen(target, index)
+    return unknown + list(index.limits.unnoticed if index else ())
 
 
-def _list_other_frozen(target: Any, index: AtomicIndex) -> Iterator[str]:
-    """Parameters in no optimizer that were not so when they were saved: of ZeRO 3's it compares the sizes alone."""
+def _list_changed_frozen(target: Any, index: AtomicIndex) -> Iterator[str]:
+    """Describe parameters without optimizer that were saved otherwise; ZeRO 3's load compares only their sizes."""
     for name in sorted(target.params.keys() - target.owned):
         saved = index.find(index.resolve(name), MODULE)
         if saved is None and AtomKey(name, MODULE) not in index.limits.unreadable:
@@ -78,33 +77,33 @@ def _list_options(target: Any) -> Iterator[str]:
         "tensor parallelism": topology.tp > 1,
         "a pipeline": pipeline,
         "frozen parameters": bool(frozen),
-        "frozen experts": any(map(is_expert, frozen)),  # at ZeRO 2 it gives every rank those of the first one
+        "frozen experts": any(map(is_expert, frozen)),  # at ZeRO 2 every rank gets the first rank's
         _describe_experts(target): bool(target.experts),
         f"offload {topology.offload}": topology.offload != "none/none",
-        # Of both one node writes what others read.
-        "files of every node's own": engine.use_node_local_storage() and (pipeline or bool(target.experts)),
+        # One node writes layer and expert files that others read.
+        "node-local files": engine.use_node_local_storage() and (pipeline or bool(target.experts)),
         "a data sampler that has drawn": has_drawn(engine),
         f"a {type(engine.checkpoint_engine).__name__}": type(engine.checkpoint_engine).__name__ != _READER,
     }
     yield from (option for option, is_on in found.items() if is_on)
-    if not target.has_copies:  # else the masters come back, and the weights of them (`refresh_after_own_load`)
+    if not target.has_copies:  # else masters are loaded, and weights made from them (`refresh_after_own_load`)
         yield from (f"{name} (in no layer file)" for name in target.unfiled())
     yield from _list_fields(engine._config.zero_config)
 
 
 _READER = "TorchCheckpointEngine"
-"""The other readers load with torch's own restrictions, which refuse what ZeRO has in its files."""
+"""The only reader without torch's ``weights_only``, which refuses objects in ZeRO's files."""
 
 
 def _describe_experts(target: Any) -> str:
-    """``experts`` where each process finds its own by its rank, in one order.
+    """Return ``experts`` if each process finds the files of its experts by its rank.
 
-    It looks for an expert's file under its own tensor-parallel rank, where it is if that degree divides the
-    expert-parallel one.
+    It looks for them under its tensor-parallel rank, which is right if that degree divides the expert-parallel degree.
     """
-    held = target.experts.values()
-    in_turn = all(not each.over_tp or each.degree % target.place.tp == 0 for each in held)
-    return "experts" if in_turn and len({each.degree for each in held}) <= 1 else "experts of other ranks or degrees"
+    layers = target.experts.values()
+    is_regular = all(not layer.over_tp or layer.degree % target.place.tp == 0 for layer in layers)
+    is_regular = is_regular and len({layer.degree for layer in layers}) <= 1
+    return "experts" if is_regular else "experts of other ranks or degrees"
 
 
 def _list_fields(zero: Any) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The optimizer behind a target: which states it keeps, and how saved ones are given to it."""
+"""Optimizers of targets: the states that they keep, and restoring saved hyper-parameters and scalars."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _SIZES = (5, 3, 2)
 """Sizes of the probe parameter's first dimensions; further ones have 2 elements."""
 
 _ALWAYS_KEPT = ("initial_lr", "step")
-"""Hyper-parameters that others than the optimizer's constructor add: lr schedulers, DeepSpeed's FusedAdam."""
+"""Hyper-parameters that are not added by the optimizer's constructor, but by lr schedulers or FusedAdam's step."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateKinds:
-    """What an optimizer keeps for a parameter after a step.
+    """States of a parameter after a step.
 
     Attributes:
         elementwise: state name → dtype.
-        scalars: name → an example value (a tensor or a number), which tells how it wants to get it back.
-        other: states that are neither, with their shape or type.
-        lazy: it makes these states in a step, not at construction.
+        scalars: state name → example value (tensor or number), whose form a restored value gets.
+        other: name → shape or type of other states.
+        lazy: the optimizer makes the states in a step, not at construction.
     """
 
     elementwise: dict[str, torch.dtype]
@@ -38,23 +38,23 @@ class StateKinds:
 
 
 def probe_optimizer(optimizer: Any, group: int, hyper: Mapping[str, Any], like: torch.Tensor) -> StateKinds | None:
-    """Find out what ``optimizer`` keeps by letting a shadow of it take one step on a parameter of its own.
+    """Find the states of an optimizer by one step of a copy of it on a probe parameter.
 
     Args:
-        optimizer: left as it is.
+        optimizer: the optimizer, which is not changed.
         group: param group whose hyper-parameters are used.
         hyper: saved hyper-parameters that will replace them.
-        like: tensor whose device, dtype and number of dimensions the probe parameter gets.
+        like: tensor with the device, dtype and number of dimensions of the probe parameter.
 
     Returns:
-        None where the optimizer cannot be probed (it needs state made at construction, or kernels that are not there).
+        None if the optimizer cannot be probed (it needs state from construction, or missing kernels).
     """
-    if is_muon_group(optimizer, group):  # made outside of its step, which on its own would make none
+    if is_muon_group(optimizer, group):  # DeepSpeed makes the state outside of the optimizer's step
         return StateKinds({MOMENTUM: like.dtype}, {}, {})
-    dims = max(like.dim(), 1)  # states of a 0-dim parameter could not be told from scalars
+    dims = max(like.dim(), 1)  # states of a 0-dim parameter would look like scalars
     shape = (*_SIZES, *(2,) * dims)[:dims]
     live = optimizer.param_groups[group]
-    # Another optimizer's hyper-parameters may be of other types: then the live ones have to do.
+    # Another optimizer's hyper-parameters may have other types; then only the live ones are used.
     for fields in ({**live, **adopt_hyper(live, hyper)}, live):
         param = torch.zeros(shape, dtype=like.dtype, device=like.device)
         state = _step_shadow(optimizer, fields, param, torch.zeros_like(param))
@@ -65,7 +65,7 @@ def probe_optimizer(optimizer: Any, group: int, hyper: Mapping[str, Any], like: 
 
 
 def is_muon_group(optimizer: Any, group: int) -> bool:
-    """Whether DeepSpeed's Muon trains a param group, and not the Adam that it brings along."""
+    """Return True if DeepSpeed's Muon trains a param group itself, not with its built-in Adam."""
     return "muon" in type(optimizer).__name__.lower() and bool(optimizer.param_groups[group].get(USE_MUON))
 
 
@@ -74,7 +74,7 @@ _UNEVEN = (0.5, 1.0, 2.0, 40.0, 70.0, 90.0)
 
 
 def depends_on_cut(optimizer: Any, group: int, like: torch.Tensor) -> bool:
-    """Whether an element's step depends on its neighbours in the tensor (a norm of the whole): tried on halves."""
+    """Return True if a step on two halves differs from a step on the whole tensor (an optimizer that uses norms)."""
     live = optimizer.param_groups[group]
     whole = torch.tensor(_UNEVEN, dtype=like.dtype, device=like.device)
     gradient = whole.flip(0)
@@ -82,13 +82,13 @@ def depends_on_cut(optimizer: Any, group: int, like: torch.Tensor) -> bool:
     for param, grad in ((whole, gradient), *zip(parts, gradient.chunk(2), strict=True)):
         if _step_shadow(optimizer, live, param, grad.clone()) is None:
             return False
-    return not (whole.is_meta or torch.allclose(whole, torch.cat(parts), rtol=1e-3))  # a plan has no values
+    return not (whole.is_meta or torch.allclose(whole, torch.cat(parts), rtol=1e-3))  # plans have meta tensors
 
 
 def _step_shadow(
     optimizer: Any, fields: Mapping[str, Any], param: torch.Tensor, gradient: torch.Tensor
 ) -> Mapping[str, Any] | None:
-    """Let a shadow take a step on ``param``, in place; its state then, or None where the optimizer cannot."""
+    """Let a copy of the optimizer take a step on ``param``, in place; returns its state, or None if the step fails."""
     param.requires_grad_(True)
     param.grad = gradient
     shadow = _make_shadow(optimizer, [{**{key: copy.copy(value) for key, value in fields.items()}, "params": [param]}])
@@ -102,14 +102,14 @@ def _step_shadow(
 
 
 def _make_shadow(optimizer: Any, groups: list[dict[str, Any]]) -> Any:
-    """A copy that can take a step without the original noticing: state, groups and containers are its own."""
-    # A subclass without __del__: DeepSpeed's CPU optimizers free their native state in it.
+    """Copy an optimizer, with separate state, groups and containers, so that steps do not change the original."""
+    # A subclass without __del__, in which DeepSpeed's CPU optimizers free their native state.
     kind: Any = type("Shadow", (type(optimizer),), {"__del__": lambda self: None, "__module__": __name__})
     shadow = kind.__new__(kind)
     for key, value in vars(optimizer).items():
-        if isinstance(value, torch.optim.Optimizer):  # DeepSpeed's Muon keeps an Adam for the other parameters
+        if isinstance(value, torch.optim.Optimizer):  # DeepSpeed's Muon has an Adam for the other parameters
             shadow.__dict__[key] = _make_shadow(value, [])
-        elif key != "step":  # lr schedulers leave a bound method of the original there
+        elif key != "step":  # lr schedulers store a bound method of the original there
             shadow.__dict__[key] = copy.copy(value) if isinstance(value, (dict, list, set)) else value
     shadow.__dict__.update(state=defaultdict(dict), param_groups=groups)
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
@@ -140,16 +140,16 @@ def find_other_kind(
     like: torch.Tensor,
     scalars: Collection[str] = (),
 ) -> str:
-    """How what the live optimizer keeps by its own hyper-parameters differs from what was saved; empty where nothing.
+    """Describe the difference between the live optimizer's states and the saved states; empty if there is none.
 
-    An optimizer of the saved class may keep less at first: some states appear later, others by saved switches.
+    An optimizer of the saved class may have fewer states at first: some appear later, others by saved switches.
 
     Args:
-        group: param group of the live optimizer, whose saved hyper-parameters ``hyper`` is.
-        saved: names of the states that were saved for its parameters.
-        like: as for :func:`probe_optimizer`.
-        scalars: names of the saved states of one element. Of a parameter of one row a factored optimizer's rows are
-            that as well.
+        group: param group of the live optimizer.
+        hyper: saved hyper-parameters of the group.
+        saved: names of the saved states of its parameters.
+        like: see :func:`probe_optimizer`.
+        scalars: names of saved one-element states, such as a factored optimizer's row states of one-row parameters.
     """
     live = optimizer.param_groups[group]
     kept = probe_optimizer(optimizer, group, {}, like)
@@ -159,15 +159,15 @@ def find_other_kind(
     have = {*saved, *names.intersection(scalars)}
     if names == have or (names < have and _is_same_class(live, hyper)):
         return ""
-    told = [", ".join(sorted(states)) or "none" for states in (saved, names)]
-    return f"optimizer states {told[0]} → {told[1]}"
+    old, new = (", ".join(sorted(states)) or "none" for states in (saved, names))
+    return f"optimizer states {old} → {new}"
 
 
 def adopt_hyper(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The saved hyper-parameters that a live param group takes over.
+    """Return the saved hyper-parameters that a live param group adopts.
 
-    All of them where the saved group has every key of the live one (the same optimizer class); else those that both
-    have: another implementation of the optimizer (CPU, fused) keeps its own switches.
+    These are all if the saved group has every key of the live one (the same optimizer class), else the common ones:
+    another implementation (CPU, fused) has other switches.
     """
     plain = {key: value for key, value in saved.items() if key != "params" and _is_plain(value)}
     same_class = _is_same_class(live, plain)
@@ -179,7 +179,7 @@ def _is_same_class(live: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
 
 
 def to_plain(value: Any) -> Any:
-    """A live hyper-parameter as data that ranks can tell each other."""
+    """Convert a live hyper-parameter to plain data."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item()
     return value if _is_plain(value) else type(value).__name__
@@ -194,7 +194,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def restore_hyper(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    """Give a live param group its saved hyper-parameters; tensors (a capturable lr) keep their identity."""
+    """Set a live param group's saved hyper-parameters; tensors (a capturable lr) are filled in place."""
     for key, value in adopt_hyper(group, saved).items():
         if isinstance(group.get(key), torch.Tensor) and isinstance(value, (int, float)):
             group[key].fill_(value)
@@ -203,7 +203,7 @@ def restore_hyper(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
 
 
 def restore_scalar(name: str, value: Any, kept: StateKinds | None) -> Any:
-    """A saved scalar in the form that the optimizer keeps it: a tensor of one element, or a number."""
+    """Convert a saved scalar to the optimizer's form: a one-element tensor or a number."""
     example = kept.scalars.get(name) if kept else None
     if isinstance(example, torch.Tensor):
         return torch.full(example.shape, value, dtype=example.dtype, device=example.device)

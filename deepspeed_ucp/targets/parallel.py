@@ -1,7 +1,7 @@
-"""Where a rank of a live engine stands, and what the live model itself tells about how tensors are cut.
+"""Ranks of a live engine in its parallel groups, and the live model's description of its tensors' cuts.
 
-Model parallelism reaches DeepSpeed in three ways: a Megatron-like ``mpu``, the grid of a ``PipelineModule``, and AutoTP
-(whose mpu is ``deepspeed.utils.groups``). All of them answer the names that ``deepspeed/utils/bwc.py`` knows.
+DeepSpeed gets model parallelism from a Megatron-like ``mpu``, the grid of a ``PipelineModule``, or AutoTP (whose mpu is
+``deepspeed.utils.groups``). All have the methods named in ``deepspeed/utils/bwc.py``.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _PIPE_RANKS = ("get_pipeline_model_parallel_rank", "get_pipe_parallel_rank")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank stands.
+    """Ranks and degrees of one rank.
 
     Attributes:
         tp_rank, tp: tensor-parallel rank and degree.
         pp_rank, pp: pipeline stage and number of stages.
-        dp_rank, dp: rank and size of the group that ZeRO partitions over, sequence parallelism folded in; at stage 0
-            the replicas.
+        dp_rank, dp: rank and size of ZeRO's data-parallel group, including sequence-parallel ranks; at stage 0 of the
+            replicas.
     """
 
     tp_rank: int
@@ -52,29 +52,29 @@ class Place:
 
     @property
     def mp_rank(self) -> int:
-        """The XX of DeepSpeed's file names: ``pp_rank * tp + tp_rank``."""
+        """Model-parallel rank in DeepSpeed's file names: ``pp_rank * tp + tp_rank``."""
         return self.pp_rank * self.tp + self.tp_rank
 
     @property
     def stage_rank(self) -> int:
-        """Among all ranks of the pipeline stage."""
+        """Rank among all ranks of the pipeline stage."""
         return self.dp_rank * self.tp + self.tp_rank
 
 
 def find_place(engine: Any) -> Place:
-    """Where this rank of ``engine`` stands.
+    """Return the ranks and degrees of this rank of ``engine``.
 
     Raises:
-        UnknownLayoutError: model-parallel ranks that are not numbered by pipeline stage, then tensor rank.
+        UnknownLayoutError: model-parallel ranks are not numbered by pipeline stage, then tensor rank.
     """
     group = engine.seq_data_parallel_group
     dp_rank, dp = ds_comm.get_rank(group=group), ds_comm.get_world_size(group=group)
-    if engine.mp_world_size <= 1:  # also where the mpu knows of sequence parallelism only
+    if engine.mp_world_size <= 1:  # including an mpu for sequence parallelism only
         return Place(0, 1, 0, 1, dp_rank, dp)
     mpu = engine.mpu
     tp, pp = int(bwc_tensor_model_parallel_world_size(mpu)), int(bwc_pipeline_parallel_world_size(mpu))
     place = Place(int(bwc_tensor_model_parallel_rank(mpu)), tp, _pipe_rank(mpu) if pp > 1 else 0, pp, dp_rank, dp)
-    numbered = mpu.get_model_parallel_rank()  # what names the files
+    numbered = mpu.get_model_parallel_rank()  # the rank in file names
     if tp * pp != engine.mp_world_size or place.mp_rank != numbered:
         raise UnknownLayoutError(
             f"model-parallel rank {numbered} of {engine.mp_world_size} has pipeline stage "
@@ -88,17 +88,17 @@ def _pipe_rank(mpu: Any) -> int:
     for name in _PIPE_RANKS:
         if hasattr(mpu, name):
             return int(getattr(mpu, name)())
-    raise UnknownLayoutError(f"the mpu tells a number of pipeline stages but no stage: give it {_PIPE_RANKS[0]}()")
+    raise UnknownLayoutError(f"the mpu has several pipeline stages but no stage number: give it {_PIPE_RANKS[0]}()")
 
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """One stage's copy of a tensor that several pipeline stages hold under one name.
+    """One stage's copy of a tensor that several pipeline stages have under one name.
 
     Attributes:
-        ordinal: this stage's place among the stages that hold it, from 0.
-        count: number of stages that hold it.
-        tied: DeepSpeed keeps the copies equal (``tied_weight_attr``); the others live on apart.
+        ordinal: index of this stage among these stages.
+        count: number of these stages.
+        tied: DeepSpeed keeps the copies equal (``tied_weight_attr``); other copies are independent.
     """
 
     ordinal: int
@@ -107,29 +107,29 @@ class Instance:
 
 
 def find_instances(engine: Any) -> dict[str, Instance]:
-    """Parameters and buffers of tied modules that other stages hold too, by name.
+    """Return the parameters and buffers of tied modules that other stages have too, by name.
 
     A :class:`~deepspeed.pipe.PipelineModule` builds a ``TiedLayerSpec`` once per stage that uses its key and registers
     it as ``tied_modules.<key>``.
     """
     module = engine.module
-    found = {}
+    instances = {}
     for tie in _list_ties(module):
         stages = sorted(tie.stages)
         for name, tensor in (*tie.copy.named_parameters(), *tie.copy.named_buffers()):
             instance = Instance(stages.index(module.stage_id), len(stages), id(tensor) in tie.tied)
-            found[strip_compiled(f"{tie.name}.{name}")] = instance
-    return {name: instance for name, instance in found.items() if instance.count > 1}
+            instances[strip_compiled(f"{tie.name}.{name}")] = instance
+    return {name: instance for name, instance in instances.items() if instance.count > 1}
 
 
 def find_unfiled(engine: Any) -> set[str]:
-    """Parameters of tied modules that DeepSpeed's own load of a pipeline's weights leaves as they are, by name.
+    """Return the parameters of tied modules that DeepSpeed's load of a pipeline's weights does not restore.
 
-    A use with a ``forward_fn`` has no layer file. Once the files are read a tied weight comes from the first stage that
-    uses the module (``_synchronize_tied_weights``), and every other parameter stays what its own stage has.
+    A use with a ``forward_fn`` has no layer file. After the files are read, a tied weight is copied from the first
+    stage that uses the module (``_synchronize_tied_weights``); other parameters keep their stage's values.
     """
     if getattr(engine, "has_moe_layers", False):
-        return set()  # each rank saves its whole module, and no layers
+        return set()  # each rank saves its whole module instead of layers
     found = set()
     for tie in _list_ties(engine.module):
         for name, param in tie.copy.named_parameters():
@@ -140,13 +140,13 @@ def find_unfiled(engine: Any) -> set[str]:
 
 
 class _Tie(NamedTuple):
-    """A tied module that this stage has.
+    """A tied module on this stage.
 
     Attributes:
-        name: of it in the pipeline.
-        copy: this stage's.
-        stages: that use it.
-        filed: those of them that write a layer file of it.
+        name: its name in the pipeline.
+        copy: this stage's copy.
+        stages: stages that use the module.
+        filed: stages that write a layer file of it.
         tied: ids of the parameters that DeepSpeed keeps equal.
     """
 
@@ -170,14 +170,14 @@ def _list_ties(module: Any) -> Iterator[_Tie]:
 
 @dataclass(frozen=True, slots=True)
 class HeldExperts:
-    """What a rank holds of a mixture-of-experts layer.
+    """A rank's experts of a mixture-of-experts layer.
 
     Attributes:
-        numbers: of the experts that it holds, in the whole layer and in its order.
-        degree: expert-parallel ranks.
-        ranks: ranks of the pipeline stage that hold the same experts; None where all of its data-parallel peers do.
-        over_tp: the experts are spread over all of the stage's ranks, tensor-parallel ones included.
-        is_first_replica: it is the first of these.
+        numbers: numbers of the experts in the whole layer, in the rank's order.
+        degree: expert-parallel degree.
+        ranks: ranks of the pipeline stage with the same experts; None if these are all data-parallel peers.
+        over_tp: the experts are distributed over all ranks of the stage, including tensor-parallel ranks.
+        is_first_replica: the rank is the first with these experts.
     """
 
     numbers: Sequence[int]
@@ -188,16 +188,15 @@ class HeldExperts:
 
 
 def find_experts(engine: Any, place: Place) -> dict[str, HeldExperts]:
-    """What this rank holds of every layer of experts, by what the names of their parameters begin with.
+    """Return this rank's experts of each layer, by the prefix of their parameters' names.
 
     Raises:
-        UnknownLayoutError: ranks that hold the same experts and are not evenly spaced, or numbered otherwise than
-            tensor-parallel ranks side by side.
+        UnknownLayoutError: ranks with the same experts are not evenly spaced, or tensor-parallel ranks not adjacent.
     """
     if not getattr(engine, "has_moe_layers", False):
         return {}
     found = {}
-    for name, module in engine.module.named_modules(remove_duplicate=False):  # of tied layers under every name
+    for name, module in engine.module.named_modules(remove_duplicate=False):  # tied layers under every name
         prefix = f"{name}." if name else ""
         if isinstance(module, MoE):
             group, end = module.expert_group_name, "deepspeed_moe.experts.deepspeed_experts."
@@ -212,47 +211,47 @@ def find_experts(engine: Any, place: Place) -> dict[str, HeldExperts]:
         replicas = ds_comm.get_all_ranks_from_group(groups._get_expert_data_parallel_group(group))
         sharing = ds_comm.get_all_ranks_from_group(groups._get_expert_parallel_group(group))
         over_tp = not {*replicas, *sharing} <= {*peers}
-        held = _number_ranks(replicas, peers, place, over_tp=over_tp)
-        named = None if not over_tp and len(held) == len(peers) else held
+        stage_ranks = _number_ranks(replicas, peers, place, over_tp=over_tp)
+        ranks = None if not over_tp and len(stage_ranks) == len(peers) else stage_ranks
         is_first = replicas[0] == ds_comm.get_rank()
-        found[f"{prefix}{end}"] = HeldExperts(numbers, len(sharing), named, over_tp, is_first)
+        found[f"{prefix}{end}"] = HeldExperts(numbers, len(sharing), ranks, over_tp, is_first)
     return found
 
 
 def _list_fused(layer: Any) -> Sequence[int]:
-    """The experts that this rank holds of a layer of AutoEP's, which to 0.19.5 tells no placement: in order."""
+    """List this rank's experts of an AutoEP layer; up to 0.19.5 there is no placement and they are in order."""
     placement = getattr(layer, PLACEMENT, None)
     if placement is None:
         first = layer.ep_rank * layer.num_local_experts
         return range(first, first + layer.num_local_experts)
-    return tuple({each["rank"]: each["experts"] for each in placement["ranks"]}[layer.ep_rank])
+    return tuple({entry["rank"]: entry["experts"] for entry in placement["ranks"]}[layer.ep_rank])
 
 
 def _number_ranks(ranks: Sequence[int], peers: Sequence[int], place: Place, *, over_tp: bool) -> range:
-    """Ranks of the world as ranks of their pipeline stage.
+    """Convert global ranks to ranks of their pipeline stage.
 
     Args:
-        peers: this rank's data-parallel peers, itself included.
-        over_tp: others are among them.
+        peers: this rank's data-parallel group.
+        over_tp: ``ranks`` may contain ranks of other data-parallel groups.
     """
     first = peers[0] - place.tp_rank
-    if over_tp and peers != [first + each * place.tp + place.tp_rank for each in range(place.dp)]:
+    if over_tp and peers != [first + rank * place.tp + place.tp_rank for rank in range(place.dp)]:
         raise UnknownLayoutError(
-            f"experts are spread over tensor-parallel ranks, and data-parallel ones are numbered {peers}. Number "
-            f"tensor-parallel ranks side by side (here every {place.tp}th would be of this rank's group)"
+            f"experts are distributed over tensor-parallel ranks, and data-parallel ranks are numbered {peers}. Number "
+            f"tensor-parallel ranks side by side (every {place.tp}th rank in this rank's data-parallel group)"
         )
     places = [rank - first if over_tp else peers.index(rank) * place.tp + place.tp_rank for rank in ranks]
     found = range(places[0], places[-1] + 1, places[1] - places[0] if len(places) > 1 else 1)
     if list(found) != places:
-        raise UnknownLayoutError(f"ranks {places} of a stage hold the same experts, and are not evenly spaced")
+        raise UnknownLayoutError(f"ranks {places} of a stage have the same experts, but are not evenly spaced")
     return found
 
 
 def live_attributes(engine: Any) -> dict[str, dict[str, Any]]:
-    """Megatron's attributes of the live parameters, by name.
+    """Return Megatron's attributes of the live parameters, by name.
 
-    AutoTP marks what it cut with ``tensor_model_parallel`` too, but leaves out which dimension; such a mark says
-    nothing here (:func:`live_universal_info` has AutoTP's own description).
+    AutoTP marks cut parameters with ``tensor_model_parallel`` too, but without a dimension. Such marks are omitted;
+    :func:`live_universal_info` returns AutoTP's own description.
     """
     found = {}
     for name, param in engine.module.named_parameters():
@@ -263,11 +262,10 @@ def live_attributes(engine: Any) -> dict[str, dict[str, Any]]:
 
 
 def live_universal_info(engine: Any) -> dict[str, Any] | None:
-    """The model's ``universal_checkpoint_info`` as plain data; None where it has none.
+    """Return the model's ``universal_checkpoint_info`` (attribute or method) as plain data, or None.
 
-    It is an attribute (AutoTP sets it, other models may), or a method (Megatron-DeepSpeed). Objects in it, such as
-    ``SubparamShape`` and ``ParamAffineMap``, become dicts of their fields, with the name of their class at
-    ``"__class__"``; sets become sorted lists.
+    Objects in it, such as ``SubparamShape`` and ``ParamAffineMap``, become dicts of their fields and ``"__class__"``;
+    sets become sorted lists.
     """
     info = getattr(engine.module, INFO, None)
     if callable(info):

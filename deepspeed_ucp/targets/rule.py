@@ -1,8 +1,8 @@
-"""What an optimizer's step does, told by its param groups and its class: saved and live ones held against each other.
+"""Compare update rules and hyper-parameters of saved and live optimizers by their param groups.
 
-No checkpoint tells the optimizer's class. Its param groups tell more than its states do: Adam, NAdam, RAdam and LAMB
-keep states of the same names. What its constructor was given is compared; what it keeps there for itself (the step of
-FusedAdam, the estimates of Prodigy) is not.
+Checkpoints do not contain the optimizer's class. Param groups say more about it than states: Adam, NAdam, RAdam and
+LAMB have states of the same names. Arguments of the constructor are compared; other entries that optimizers keep there
+(the step of FusedAdam, the estimates of Prodigy) are not.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KEEP_LIVE = '"checkpoint": {"universal": {"param_groups": "live"}}'
 _IDLE = frozenset(
     ("params", "param_names", "step", "lr", "initial_lr", "foreach", "fused", "capturable", "differentiable")
 )
-"""Keys that change no step: bookkeeping, and how kernels run. Learning rates are looked at apart."""
+"""Keys that do not affect a step: bookkeeping and the choice of kernels. Learning rates are compared separately."""
 
 _DECOUPLED = "decoupled_weight_decay"
 
@@ -41,10 +41,10 @@ _MARKS = (
     ("Adam", ("betas", "bias_correction")),
     ("RAdam", ("betas", "eps")),
 )
-"""Hyper-parameters by which to know a rule among those whose states have the same names; the first that has all."""
+"""Rules and the hyper-parameters that identify them among rules with the same states; the first match counts."""
 
 _ON = ("bias_correction", "correct_bias")
-"""Switches by which an optimizer steps that has none of the name."""
+"""Switches that are on if an optimizer does not have them."""
 
 _SWITCHES = (*_ON, "amsgrad", "centered", "maximize", "nesterov")
 
@@ -52,15 +52,15 @@ _CYCLED = ("betas", "momentum")
 
 
 def find_other_rule(optimizer: Any, live: Fields, saved: Fields, configured: Fields) -> str:
-    """How the step that a live param group takes differs from the saved one's, in words; empty where nothing tells so.
+    """Describe how a live param group's update rule differs from the saved one; empty if no difference is known.
 
     Args:
-        optimizer: the live one, inside any wrapper.
+        optimizer: the live optimizer inside of wrappers.
         live: its param group.
-        saved: hyper-parameters of the saved group that it continues.
-        configured: the ``optimizer`` section of the saved ds_config, or nothing.
+        saved: hyper-parameters of the saved group.
+        configured: the ``optimizer`` section of the saved ds_config, or empty.
     """
-    if "lr" not in saved:  # an elastic save: it tells nothing
+    if "lr" not in saved:  # an elastic save has no hyper-parameters
         return ""
     marks, kind = (_find_mark(saved), _find_mark(live)), type(optimizer).__name__
     if marks[0] != marks[1]:
@@ -81,22 +81,22 @@ def find_other_rule(optimizer: Any, live: Fields, saved: Fields, configured: Fie
 
 
 def find_doubt(optimizer: Any, live: Fields, saved: Fields, configured: Fields, live_configured: Fields) -> str:
-    """What a save leaves open about Adam's weight decay, where something about the optimizer has changed; empty if not.
+    """Warn if a save does not record whether Adam's weight decay is decoupled, and the optimizer may have changed.
 
-    Torch before 2.7 did not save whether it is decoupled. DeepSpeed's own Adam is by default; the ds_config tells, but
-    before 0.19 without ``adam_w_mode``.
+    Torch before 2.7 did not save it. DeepSpeed's own Adam decouples by default; the ds_config has the setting, but
+    before 0.19 without ``adam_w_mode``. Returns an empty text if there is no doubt.
     """
-    mode, ours = _read_live_mode(optimizer, live), ["bias_correction" in fields for fields in (saved, live)]
+    mode, is_deepspeed = _read_live_mode(optimizer, live), ["bias_correction" in fields for fields in (saved, live)]
     if mode is None or not saved.get("weight_decay") or _read_saved_mode(saved, configured) is not None:
         return ""
-    told_here = bool(configured) and "adam_w_mode" in _read_params(live_configured)
-    changed = ours[0] != ours[1] or _DECOUPLED in live or told_here
-    if not changed or (mode and (ours[0] or not ours[1])):  # the usual kind
+    is_configured = bool(configured) and "adam_w_mode" in _read_params(live_configured)
+    changed = is_deepspeed[0] != is_deepspeed[1] or _DECOUPLED in live or is_configured
+    if not changed or (mode and (is_deepspeed[0] or not is_deepspeed[1])):  # the default
         return ""
     return (
-        f"The checkpoint does not tell whether the saved run's Adam decoupled its weight decay "
+        f"The checkpoint does not record whether the saved run's Adam decoupled its weight decay "
         f"({_show(saved['weight_decay'])}), as AdamW does; this run's {type(optimizer).__name__} "
-        f"{'does' if mode else 'does not'}. Train on with the saved run's kind."
+        f"{'does' if mode else 'does not'}. Use the same kind of Adam as the saved run."
     )
 
 
@@ -109,22 +109,22 @@ def list_edits(
     takes_saved: bool,
     with_scheduler: bool = True,
 ) -> str:
-    """Hyper-parameters that the script has set otherwise than the saved run, and whose are taken; empty without any.
+    """Describe hyper-parameters that the script has changed, and which values are used; empty if there are none.
 
-    What a scheduler moves is no edit: the rates before it are compared, where the groups tell them.
+    Changes by a scheduler do not count: the initial rates are compared, if the groups have them.
 
     Args:
-        optimizer: the live one.
-        pairs: per param group the live and the saved hyper-parameters.
-        scheduler: the engine's, or None.
+        optimizer: the live optimizer.
+        pairs: live and saved hyper-parameters of each param group.
+        scheduler: the engine's scheduler, or None.
         configured: the ``optimizer`` section of the saved ds_config.
-        takes_saved: the saved ones are taken, else the live ones.
-        with_scheduler: a scheduler takes its saved state; else its own rates, as was asked for.
+        takes_saved: the saved values are used, else the live values.
+        with_scheduler: the scheduler's saved state is loaded.
     """
-    held, found = list(pairs), Counter[str]()
-    for live, saved in held:
+    pairs, found = list(pairs), Counter[str]()
+    for live, saved in pairs:
         rate = _find_rate(live, saved, scheduler, configured)
-        if "initial_lr" in live and not (takes_saved and with_scheduler):  # the scheduler has its way in any case
+        if "initial_lr" in live and not (takes_saved and with_scheduler):  # the scheduler sets the rates anyway
             rate = {}
         cycles = hasattr(scheduler, "get_mom") or bool(getattr(scheduler, "cycle_momentum", False))
         cycled = _CYCLED if cycles or "max_momentum" in {*live, *saved} else ()
@@ -133,51 +133,52 @@ def list_edits(
         found.update(f"{key} {_show(old)} → {_show(new)}" for key, (old, new) in values.items() if _differ(old, new))
     if not found:
         return ""
-    counts = [text if n == len(held) else f"{text} ({n} of {len(held)} param groups)" for text, n in found.items()]
-    way = f"the saved ones are taken. {KEEP_LIVE} keeps this run's"
+    number = len(pairs)
+    counts = [text if n == number else f"{text} ({n} of {number} param groups)" for text, n in found.items()]
+    action = f"the saved ones are taken. {KEEP_LIVE} keeps this run's"
     if any(text.startswith("initial_lr") for text in found):
-        way += ", for a scheduler's with load_lr_scheduler_states=False"
-    way = way if takes_saved else 'this run\'s are kept ("param_groups" is "live")'
-    return f"hyper-parameters of this run differ from the saved: {shorten(counts)}; {way}."
+        action += ", for a scheduler's with load_lr_scheduler_states=False"
+    action = action if takes_saved else 'this run\'s are kept ("param_groups" is "live")'
+    return f"hyper-parameters of this run differ from the saved: {shorten(counts)}; {action}."
 
 
 def list_one_sided(optimizer: Any, pairs: Iterable[tuple[Fields, Fields]]) -> str:
-    """Hyper-parameters that act and that one side alone tells, where the saved ones are taken; empty without any.
+    """Describe effective hyper-parameters that only one side has, if saved values are used; empty if there are none.
 
-    Switches, where they are told, are :func:`find_other_rule`'s.
+    Excludes switches that :func:`find_other_rule` compares.
 
     Args:
-        optimizer, pairs: as for :func:`list_edits`.
+        optimizer, pairs: see :func:`list_edits`.
     """
-    stay, left = dict[str, None](), dict[str, None]()
+    added, dropped = dict[str, None](), dict[str, None]()
     for live, saved in pairs:
-        adopted, own = adopt_hyper(live, saved), drop_fixed(live)
-        keys = [key for key in ("lr", *list_given(optimizer, own)) if key in own and key not in adopted]
-        stay |= dict.fromkeys(key for key in keys if _is_added(own[key], known=False))
-        idle = {*own, *adopted, *_IDLE, *((*_SWITCHES, _DECOUPLED) if "lr" in saved else ())}
-        left |= dict.fromkeys(key for key, value in saved.items() if key not in idle and value)
-    told = [f"do not tell {shorten(stay)} (this run's stay)"] * bool(stay)
-    told += [f"tell {shorten(left)} (left out: {type(optimizer).__name__} has none)"] * bool(left)
-    return f"the saved param groups {' and '.join(told)}" if told else ""
+        adopted, kept = adopt_hyper(live, saved), drop_fixed(live)
+        keys = [key for key in ("lr", *list_given(optimizer, kept)) if key in kept and key not in adopted]
+        added |= dict.fromkeys(key for key in keys if _is_added(kept[key], known=False))
+        idle = {*kept, *adopted, *_IDLE, *((*_SWITCHES, _DECOUPLED) if "lr" in saved else ())}
+        dropped |= dict.fromkeys(key for key, value in saved.items() if key not in idle and value)
+    texts = [f"do not have {shorten(added)} (this run's are kept)"] * bool(added)
+    texts += [f"have {shorten(dropped)} (ignored: {type(optimizer).__name__} does not have them)"] * bool(dropped)
+    return f"the saved param groups {' and '.join(texts)}" if texts else ""
 
 
 def watch_edits(engine: Any, *, with_scheduler: bool = True) -> Callable[[Fields | None], str]:
-    """Note an engine's hyper-parameters before DeepSpeed's own load, which puts the saved ones in their place.
+    """Record an engine's hyper-parameters before DeepSpeed's load, which replaces them.
 
     Args:
-        with_scheduler: as for :func:`list_edits`.
+        with_scheduler: see :func:`list_edits`.
 
     Returns:
-        What tells, after it and by the client state that it gave, what has been replaced that is no scheduler's.
+        A function that takes the loaded client state and describes replaced values, like :func:`list_edits`.
     """
-    held = _copy_groups(engine)
+    before = _copy_groups(engine)
 
     def describe(client_state: Fields | None) -> str:
-        if not held:
+        if not before:
             return ""
         config = (client_state or {}).get("ds_config")
         configured = config.get("optimizer") if isinstance(config, dict) else None
-        pairs = zip(held, _copy_groups(engine), strict=False)
+        pairs = zip(before, _copy_groups(engine), strict=False)
         options = {"takes_saved": True, "with_scheduler": with_scheduler}
         return list_edits(engine.basic_optimizer, pairs, engine.lr_scheduler, configured or {}, **options)
 
@@ -185,23 +186,23 @@ def watch_edits(engine: Any, *, with_scheduler: bool = True) -> Callable[[Fields
 
 
 def _copy_groups(engine: Any) -> list[dict[str, Any]]:
-    """Param groups as they are now; tensors in them are filled in place."""
+    """Copy the param groups, with the numbers of tensors, which loads fill in place."""
     groups = getattr(getattr(engine, "optimizer", None), "param_groups", ())  # an engine may have none
     return [
-        {k: v.item() if isinstance(v, torch.Tensor) and v.numel() == 1 else v for k, v in each.items()}
-        for each in map(drop_fixed, groups)
+        {k: v.item() if isinstance(v, torch.Tensor) and v.numel() == 1 else v for k, v in group.items()}
+        for group in map(drop_fixed, groups)
     ]
 
 
 def read_configured(engine: Any) -> Fields:
-    """The ``optimizer`` section of a live engine's ds_config; empty where there is none."""
+    """Return the ``optimizer`` section of a live engine's ds_config, or an empty dict."""
     config = getattr(engine, "_config", None)
     params = getattr(config, "optimizer_params", None)
     return {"type": getattr(config, "optimizer_name", None), "params": params} if params else {}
 
 
 def list_given(optimizer: Any, live: Fields) -> list[str]:
-    """Keys of a live param group that the user sets: the constructor's arguments, and what no constructor knows."""
+    """List the keys of a live param group that users set: the constructor's arguments and the users' own keys."""
     makers = [vars(kind)["__init__"] for kind in type(optimizer).__mro__ if "__init__" in vars(kind)]
     known = {name for maker in makers for name in inspect.signature(maker).parameters}
     defaults = getattr(optimizer, "defaults", {})
@@ -215,7 +216,7 @@ def _find_mark(fields: Fields) -> str:
 
 
 def _is_added(value: Any, known: bool) -> bool:
-    """Whether a live number acts that the saved optimizer did not know."""
+    """Return True for an effective number that the saved optimizer did not have."""
     return not known and bool(value) and not isinstance(value, (bool, str))
 
 
@@ -230,7 +231,7 @@ def _read_params(configured: Fields) -> Fields:
 
 
 def _read_saved_mode(saved: Fields, configured: Fields) -> bool | None:
-    """Whether weight decay was decoupled; None where nothing tells (torch before 2.7, DeepSpeed's own Adam)."""
+    """Return True if weight decay was decoupled; None if unknown (torch before 2.7, DeepSpeed's own Adam)."""
     if _DECOUPLED in saved or "bias_correction" not in saved:
         return saved.get(_DECOUPLED)
     kind, mode = str(configured.get("type")).lower(), _read_params(configured).get("adam_w_mode")
@@ -245,17 +246,17 @@ def _read_live_mode(optimizer: Any, live: Fields) -> bool | None:
 
 
 def _find_rate(live: Fields, saved: Fields, scheduler: Any, configured: Fields) -> dict[str, tuple[Any, Any]]:
-    """The learning rates to compare, saved and live; none where a scheduler of this run sets them."""
+    """Return the learning rates to compare as {name: (saved, live)}; empty if a scheduler of this run sets them."""
     if not ("lr" in live and "lr" in saved):
         return {}
     if "initial_lr" in saved and ("initial_lr" in live or scheduler is None):
         return {"initial_lr": (saved["initial_lr"], live.get("initial_lr", live["lr"]))}
-    is_moved = not _differ(_read_params(configured).get("lr"), live["lr"])  # by the script, from the same start
+    is_moved = not _differ(_read_params(configured).get("lr"), live["lr"])  # by the script, from the same initial rate
     return {} if scheduler is not None or "initial_lr" in live or is_moved else {"lr": (saved["lr"], live["lr"])}
 
 
 def _differ(old: Any, new: Any) -> bool:
-    """Whether two values differ by more than a tensor's rounding; what is no plain data does not."""
+    """Return True if two plain values differ by more than a tensor's rounding."""
     if isinstance(old, (list, tuple)) and isinstance(new, (list, tuple)):
         return len(old) != len(new) or any(map(_differ, old, new))
     values = [value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value for value in (old, new)]

@@ -1,4 +1,4 @@
-"""What a module's own state dict calls its tensors: it may be overridden, and hooks may rename and add some."""
+"""Keys and tensors of a module's state dict, which overrides and hooks may change."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _BASE = torch.nn.Module
 
 @dataclass(frozen=True, slots=True)
 class StateDict:
-    """How a state dict differs from the parameters and buffers of its module.
+    """Differences of a state dict from the parameters and buffers of its module.
 
     Attributes:
-        keys: its key → the name of the parameter or buffer, where they differ.
-        others: tensors that are neither, as the scales of quantized weights.
-        made: those among them that every call makes anew: what is written into them nobody sees.
+        keys: key → name of the parameter or buffer, if they differ.
+        others: tensors that are neither, such as scales of quantized weights.
+        made: keys of others that each call computes, so that writing into them has no effect.
     """
 
     keys: Mapping[str, str] = field(default_factory=dict)
@@ -28,13 +28,13 @@ class StateDict:
 
 
 def ask_state_dict(module: torch.nn.Module) -> StateDict:
-    """Ask a live module what its state dict holds; torch's own needs no question."""
+    """Inspect the state dict of a live module, unless it is torch's own."""
     if not any(map(_is_custom, module.modules())):
         return StateDict()
-    held: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
-    held.update(module.named_buffers(remove_duplicate=False))
+    tensors: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    tensors.update(module.named_buffers(remove_duplicate=False))
     names: dict[Any, list[str]] = defaultdict(list)
-    for name, tensor in held.items():
+    for name, tensor in tensors.items():
         for mark in _mark(tensor):
             names[mark].append(name)
     keys, others = dict[str, str](), dict[str, torch.Tensor]()
@@ -42,23 +42,23 @@ def ask_state_dict(module: torch.nn.Module) -> StateDict:
         same = next((names[mark] for mark in _mark(value) if mark in names), [])
         if same and key not in same:
             keys[key] = next((name for name in same if name not in keys.values()), same[0])
-        elif not same and key not in held and value.numel():
+        elif not same and key not in tensors and value.numel():
             others[key] = value.detach()
     again = dict(_list_tensors(module)) if others else {}
     made = (key for key, value in others.items() if key not in again or again[key].data_ptr() != value.data_ptr())
     return StateDict(keys, others, frozenset(made))
 
 
-def find_changed(module: torch.nn.Module, told: StateDict) -> list[str]:
-    """Tensors that a state dict makes otherwise than a load has written them."""
-    now = dict(_list_tensors(module)) if told.made else {}
-    return sorted(key for key in told.made if key in now and not torch.equal(now[key].detach(), told.others[key]))
+def find_changed(module: torch.nn.Module, before: StateDict) -> list[str]:
+    """List computed tensors whose values differ from those written by a load."""
+    now = dict(_list_tensors(module)) if before.made else {}
+    return sorted(key for key in before.made if key in now and not torch.equal(now[key].detach(), before.others[key]))
 
 
 def _is_custom(module: torch.nn.Module) -> bool:
     kind = type(module)
-    own = kind.state_dict is not _BASE.state_dict or kind._save_to_state_dict is not _BASE._save_to_state_dict
-    return own or "state_dict" in vars(module) or bool(module._state_dict_hooks or module._state_dict_pre_hooks)
+    overridden = kind.state_dict is not _BASE.state_dict or kind._save_to_state_dict is not _BASE._save_to_state_dict
+    return overridden or "state_dict" in vars(module) or bool(module._state_dict_hooks or module._state_dict_pre_hooks)
 
 
 def _list_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -68,7 +68,7 @@ def _list_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def _mark(tensor: torch.Tensor) -> Iterator[Any]:
-    """What tells a tensor: itself, or its place, as a state dict may hold a detached one."""
+    """Yield identities of a tensor: its id, and its memory, since a state dict may contain a detached tensor."""
     yield id(tensor)
     if tensor.numel():
         yield tensor.data_ptr(), tuple(tensor.shape), tensor.dtype

@@ -1,4 +1,4 @@
-"""Buffers that DeepSpeed keeps in swap files (ZeRO-Infinity): filled beside these, and put in their place at once."""
+"""Swap files of ZeRO-Infinity: a load writes new files, and replaces DeepSpeed's files after verification."""
 
 from __future__ import annotations
 
@@ -14,37 +14,33 @@ from ..io.disk import explain_full, map_new_file, sync_file
 
 @dataclass(slots=True)
 class SwapFiles:
-    """The swap files that a load of one rank writes; DeepSpeed's own stay as they are until :meth:`commit`.
+    """Swap files written by one rank's load; DeepSpeed's files are unchanged until :meth:`commit`.
 
     Attributes:
-        written: path of each, and of the one that it is to replace.
-        folders: that hold them, each beside the folder of DeepSpeed's.
+        written: path of each file, and of the file that it replaces.
+        folders: folders of these files, ``<DeepSpeed's folder>.ucp``.
     """
 
     written: list[tuple[str, str]] = field(default_factory=list)
     folders: set[str] = field(default_factory=set)
 
     def make(self, path: str, nbytes: int) -> memoryview:
-        """Memory for a file that is to replace the one at ``path``.
-
-        Raises:
-            DiskFullError: there is no room for it.
-        """
+        """Create and map a file that replaces the one at ``path`` later; DiskFullError if there is no room."""
         place, name = os.path.split(path)
         folder = f"{place}.ucp"
         if folder not in self.folders:
             self.folders.add(folder)
-            delete_own(folder)  # of a load that was killed
+            delete_own(folder)  # left by a killed load
             os.makedirs(folder)
         aside = os.path.join(folder, name)
         self.written.append((aside, path))
         return map_new_file(aside, nbytes)
 
     def commit(self) -> None:
-        """Put all of them in the place of DeepSpeed's.
+        """Replace DeepSpeed's files.
 
         Raises:
-            DiskFullError: some of it turned out not to fit.
+            DiskFullError: the disk is full.
             OSError: a file cannot be written or renamed.
         """
         for aside, _ in self.written:
@@ -54,7 +50,7 @@ class SwapFiles:
             os.replace(*self.written.pop())
 
     def discard(self) -> None:
-        """Remove what has not been put in place."""
+        """Delete files that have not replaced DeepSpeed's."""
         self.written.clear()
         for folder in self.folders:
             delete_own(folder)
@@ -62,13 +58,13 @@ class SwapFiles:
 
 @dataclass(frozen=True, slots=True)
 class SwapPlace:
-    """Where DeepSpeed swaps a buffer to.
+    """Swap file of a buffer.
 
     Attributes:
-        files: of the load.
-        path: of the file of the masters, or of the parameter; an optimizer state's has a longer name.
-        dtype: of what is in the files.
-        align: elements that a file for so many holds.
+        files: the load's files.
+        path: DeepSpeed's file of the masters or of the parameter; the file of an optimizer state has a longer name.
+        dtype: dtype in the file.
+        align: function from a number of elements to the aligned number of elements in a file.
     """
 
     files: SwapFiles
@@ -77,13 +73,10 @@ class SwapPlace:
     align: Callable[[int], int]
 
     def make(self, numel: int, state: str = "") -> torch.Tensor:
-        """``numel`` elements, 1-D, in a file that takes the place of DeepSpeed's when all is verified.
+        """Map ``numel`` elements, 1-D, of a new file; DiskFullError if there is no room.
 
         Args:
-            state: of the optimizer; the masters or the parameter without.
-
-        Raises:
-            DiskFullError: there is no room for it.
+            state: optimizer state; empty for the masters or the parameter.
         """
         folder, name = os.path.split(self.path)
         path = os.path.join(folder, f"{state}-{name}" if state else name)
@@ -91,12 +84,7 @@ class SwapPlace:
         return torch.frombuffer(memory, dtype=self.dtype, count=numel)
 
     def copy(self, numel: int) -> torch.Tensor:
-        """The same with what DeepSpeed's file holds of the masters or the parameter now.
-
-        Raises:
-            DiskFullError: there is no room for it.
-            OSError: DeepSpeed's file cannot be read.
-        """
+        """Like :meth:`make`, with the contents of DeepSpeed's file; OSError if it cannot be read."""
         made = self.make(numel)
         with open(self.path, "rb") as stream:
             stream.readinto(memoryview(made.view(torch.uint8).numpy()))

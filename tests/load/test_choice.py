@@ -46,8 +46,8 @@ def test_model_states_of_an_earlier_save(tmp_path: Path) -> None:
 
 
 OPEN = (
-    "The checkpoint does not tell whether the saved run's Adam decoupled its weight decay (0.01), as AdamW does; "
-    "this run's Adam does not. Train on with the saved run's kind."
+    "The checkpoint does not record whether the saved run's Adam decoupled its weight decay (0.01), as AdamW does; "
+    "this run's Adam does not. Use the same kind of Adam as the saved run."
 )
 """For groups of torch before 2.7."""
 

@@ -244,7 +244,7 @@ def test_groups_that_stay_the_live_ones_have_the_schedulers_rates(
     leave = {"engine": FakeEngine(rank), "load_lr_scheduler_states": False}
     run_load(open_for(path, rank), rank, config=UniversalConfig(param_groups="live"), **leave)
     assert [group["lr"] for group in rank.wrapped.param_groups] == [0.125] * 2
-    assert ("the saved param groups do not tell lr, betas" in caplog.text) is source.elastic
+    assert ("the saved param groups do not have lr, betas" in caplog.text) is source.elastic
 
 
 @pytest.mark.parametrize("kept", ["saved", "live"])

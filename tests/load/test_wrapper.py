@@ -66,10 +66,8 @@ def test_its_saves_load_into_other_degrees_of_it(tmp_path: Path, made_up: Wrappe
 
 def test_an_engine_that_has_it_is_opened_by_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
     class MadeUpTarget(engines.WholeTarget):
-        wrapper = "made_up"
-
-        def __init__(self, engine: Any) -> None:
-            self.wrapped = engine.optimizer
+        def __init__(self, engine: Any, wrapper: str) -> None:
+            self.wrapped, self.wrapper = engine.optimizer, wrapper
 
     row = replace(ROWS["flat"], masters="my_masters", params="mine")
     monkeypatch.setitem(WRAPPERS, "made_up", row)

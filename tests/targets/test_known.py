@@ -73,7 +73,7 @@ ODD: dict[str, tuple[Any, str]] = {
     "layer files": (make(("torch", 0), unfiled=lambda: ["tied.w"], has_copies=False), "tied.w (in no layer file)"),
     "node files": (
         make(experts={"x": hold(2)}, engine={"use_node_local_storage": lambda: True}),
-        "files of every node's own",
+        "node-local files",
     ),
 }
 

@@ -164,15 +164,15 @@ def test_what_one_side_alone_tells() -> None:
     live = make(FusedAdam)
     group, saved = live.param_groups[0], group_of(make(ADAMW))
     ask = lambda **held: list_one_sided(live, [(group, held)] * 2)  # noqa: E731
-    stays = "the saved param groups do not tell lr, betas, eps, weight_decay (this run's stay)"
+    stays = "the saved param groups do not have lr, betas, eps, weight_decay (this run's are kept)"
     assert ask(step=3) == stays.replace(", weight_decay", "")  # which is 0 here
     del saved["lr"], saved["decoupled_weight_decay"]
-    assert ask(**saved) == "the saved param groups do not tell lr (this run's stay)"
+    assert ask(**saved) == "the saved param groups do not have lr (this run's are kept)"
     told = ask(**saved | {"maximize": True, "scale": Unread("f", "1")})
-    assert told.endswith("lr (this run's stay) and tell maximize, scale (left out: FusedAdam has none)")
+    assert told.endswith("lr (this run's are kept) and have maximize, scale (ignored: FusedAdam does not have them)")
     assert ask(**saved | {"lr": 0.5, "maximize": True}) == ""  # refused as another rule
     unread = {"lr": Unread("function f", "1")}
-    assert ask(**saved | unread) == "the saved param groups do not tell lr (this run's stay)"
+    assert ask(**saved | unread) == "the saved param groups do not have lr (this run's are kept)"
 
 
 # -- weight decay of Adam ---------------------------------------------------------------------------------------------
