@@ -1,4 +1,4 @@
-"""Which ranks can read which files: as data, small at any number of hosts."""
+"""Read access of ranks to files, in a form that is small for any number of hosts."""
 
 from __future__ import annotations
 
@@ -11,57 +11,57 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
 Files = Sequence[int] | Ints
-"""Numbers of files."""
+"""File numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadAccess:
-    """Which ranks can read which files: every rank all of them, unless it is a :class:`PartialAccess`."""
+    """Full access: every rank can read all files. :class:`PartialAccess` is the general case."""
 
     is_partial: ClassVar[bool] = False
 
     def choose(self, files: Files) -> ReadAccess:
-        """The same of some of the files."""
+        """Return the access to a subset of the files."""
         return self
 
     def can_read(self, rank: int, files: Files) -> npt.NDArray[np.bool_]:
-        """Of each of some files whether a rank can read it."""
+        """Return for each file whether a rank can read it."""
         return np.ones(len(files), np.bool_)
 
     def list_readers(self, file: int, ranks: int) -> Ints:
-        """Those of the ranks that can read a file, ascending; at least one."""
+        """List the ranks that can read a file, ascending; at least one."""
         return np.arange(ranks)
 
     def find_blind(self, file: int) -> npt.NDArray[np.bool_] | None:
-        """[ranks] which ranks cannot read a file; None where all can."""
+        """Return for each rank whether it cannot read a file; None if all can."""
         return None
 
     def find_reader(self, file: int) -> int:
-        """The first rank that can read a file."""
+        """Return the first rank that can read a file."""
         return int(self.list_readers(file, 1)[0])
 
     def split(self, files: Ints) -> list[Ints]:
-        """The places of those among some files that the same ranks can read."""
+        """Group files with equal readers; returns the indices in each group."""
         return [np.arange(len(files))] if len(files) else []
 
     def number(self, files: Ints, counts: Ints) -> Ints:
-        """Where each of some files begins that follow those which the same ranks can read; they are so long."""
+        """Return for each file the sum of ``counts`` of the earlier files with equal readers."""
         first = np.zeros(len(files), np.int64)
         for rows in self.split(files):
             first[rows] = np.cumsum(counts[rows]) - counts[rows]
         return first
 
     def assign(self, files: Ints, turns: Ints, ranks: int) -> Ints:
-        """Of each of some files the rank whose turn it is, of those that can read it."""
+        """Assign each file to one of its readers, round robin by ``turns``."""
         return turns % ranks
 
     def take_turns(self, files: Files, ranks: int) -> Ints:
-        """For each of some files a rank that can read it; those that can read the same take turns."""
+        """Assign each file to a rank that can read it, round robin among files with equal readers."""
         numbers = np.asarray(files, np.int64)
         return self.assign(numbers, self.number(numbers, np.ones_like(numbers)), ranks)
 
     def find_places(self, rank: int, files: Ints, ranks: int) -> tuple[Ints, Ints, Ints]:
-        """Those of some files that a rank can read; its place among the ranks that can, and how many these are."""
+        """Return the files that a rank can read, its index among each file's readers, and their number."""
         mine = files[self.can_read(rank, files)]
         places, counts = np.zeros(len(mine), np.int64), np.zeros(len(mine), np.int64)
         for rows in self.split(mine):
@@ -75,12 +75,12 @@ READ_ALL = ReadAccess()
 
 @dataclass(frozen=True, slots=True)
 class PartialAccess(ReadAccess):
-    """Ranks that see the same are of one view; files that the same views can read are of one group.
+    """Partial access. Ranks with equal access form a view; files with equal readers form a group.
 
     Attributes:
-        views: [ranks] each rank's view.
-        groups: [files] each file's group.
-        seen: [groups, views / 8] bit by bit, whether a view can read the files of a group.
+        views: [ranks] view of each rank.
+        groups: [files] group of each file.
+        seen: [groups, views / 8] bit mask of the views that can read a group.
     """
 
     is_partial: ClassVar[bool] = True
@@ -91,7 +91,7 @@ class PartialAccess(ReadAccess):
 
     @classmethod
     def of(cls, views: Sequence[int], readers: Iterable[Iterable[int]]) -> PartialAccess:
-        """From each rank's view, and by file the views that can read it."""
+        """Build from each rank's view, and for each file the views that can read it."""
         count, numbers = max(views) + 1, dict[bytes, int]()
         groups = [numbers.setdefault(_pack(each, count), len(numbers)) for each in readers]
         seen = np.frombuffer(b"".join(numbers), np.uint8).reshape(len(numbers), -(-count // 8))
@@ -107,15 +107,12 @@ class PartialAccess(ReadAccess):
         return bits.astype(np.bool_)
 
     def list_readers(self, file: int, ranks: int) -> Ints:
-        return np.flatnonzero(self._who_reads(file))
+        return np.flatnonzero(~self.find_blind(file))
 
     def find_blind(self, file: int) -> npt.NDArray[np.bool_]:
-        return ~self._who_reads(file)
-
-    def _who_reads(self, file: int) -> npt.NDArray[np.bool_]:
         bits = np.unpackbits(self.seen[self.groups[file]])
-        told: npt.NDArray[np.bool_] = np.take(bits, self.views).view(np.bool_)
-        return told
+        readers: npt.NDArray[np.bool_] = np.take(bits, self.views).view(np.bool_)
+        return ~readers
 
     def assign(self, files: Ints, turns: Ints, ranks: int) -> Ints:
         chosen = np.zeros(len(files), np.int64)

@@ -1,6 +1,6 @@
-"""What ranks tell each other: one rank alone, the ranks of ``torch.distributed``, or those of MPI.
+"""Communication between ranks: a single rank, ``torch.distributed``, or MPI.
 
-Neither torch nor mpi4py is imported before a launch calls for it.
+torch and mpi4py are imported only if a launch needs them.
 """
 
 from __future__ import annotations
@@ -29,45 +29,45 @@ _Map = Callable[[Callable[[Any], Any], Sequence[Any]], Iterable[Any]]
 
 
 class Comm:
-    """Ranks that load or convert together; this base is the one-rank case.
+    """Ranks that load or convert together; the base class is for one rank.
 
-    As a context manager it ends the launch when this rank fails alone, so that no rank waits for it for ever.
+    As a context manager it ends the launch if only this rank fails, so that no other rank waits for it.
     """
 
     rank = 0
     size = 1
 
     def wait(self) -> None:
-        """Wait until every rank has come here, however long that takes; collective."""
+        """Wait for all ranks without a timeout; collective."""
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's ``value`` (picklable), in rank order, on every rank."""
+        """Return every rank's picklable ``value`` in rank order, on every rank."""
         return [value]
 
     def broadcast(self, value: Any, src: int = 0) -> Any:
-        """The ``value`` of rank ``src``, on every rank."""
+        """Return the ``value`` of rank ``src``, on every rank."""
         return value
 
     def swap(
         self, data: NumpyArray, sends: list[int], receives: list[int], into: NumpyArray | None = None
     ) -> NumpyArray:
-        """Send ``sends[r]`` bytes of ``data`` (1-D, uint8) to rank r, in rank order; what the ranks sent here.
+        """Send ``sends[r]`` consecutive bytes of ``data`` (1-D, uint8) to rank r; returns the bytes from all ranks.
 
-        Alone it does not :meth:`wait`: it is for right behind another collective.
+        Unlike other methods it does not :meth:`wait`: call it right after another collective.
 
         Args:
-            into: memory for that, where it may be too much to be had: a rank that fails here fails alone.
+            into: memory for the result; allocate it in :meth:`run`, because an error here would fail one rank alone.
         """
         return data
 
     def swap_tables(self, tables: list[NumpyArray]) -> list[NumpyArray]:
-        """Send ``tables[r]`` to rank r; what the ranks sent here. Dtype and further dimensions are the same for all."""
+        """Send ``tables[r]`` to rank r; returns the ranks' tables. Dtype and further dimensions must be equal."""
         shape, dtype = tables[0].shape[1:], tables[0].dtype
         width = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
         sends = [len(table) * width for table in tables]
         self.wait()
-        told = self.swap(np.array(sends, np.int64).view(np.uint8), [8] * self.size, [8] * self.size)
-        receives: list[int] = told.view(np.int64).tolist()
+        sizes = self.swap(np.array(sends, np.int64).view(np.uint8), [8] * self.size, [8] * self.size)
+        receives: list[int] = sizes.view(np.int64).tolist()
 
         def pack() -> tuple[NumpyArray, NumpyArray]:
             parts = [np.ascontiguousarray(table).reshape(-1).view(np.uint8) for table in tables]
@@ -78,7 +78,7 @@ class Comm:
         return [part.view(dtype).reshape(-1, *shape) for part in np.split(received, np.cumsum(receives)[:-1])]
 
     def ask(self, questions: Sequence[tuple[int, Item]], answer: Callable[[Item], T]) -> list[T]:
-        """Put each question (picklable) to a rank, which answers it; the answers (picklable) to one's own; collective.
+        """Send each picklable question to a rank, which answers it; returns the answers in order; collective.
 
         Raises:
             UcpError: the first failing rank's error, the same on all ranks.
@@ -86,38 +86,38 @@ class Comm:
         asked: list[list[Item]] = [[] for _ in range(self.size)]
         for rank, question in questions:
             asked[rank].append(question)
-        come = self._trade([self._pack(each) for each in asked])
-        answers = self.run(lambda: [self._pack([answer(each) for each in self._unpack(part)]) for part in come])
-        told = [iter(self._unpack(part)) for part in self._trade(answers)]
-        return [next(told[rank]) for rank, _ in questions]
+        received = self._trade([self._pack(part) for part in asked])
+        packed = self.run(lambda: [self._pack([answer(item) for item in self._unpack(part)]) for part in received])
+        answers = [iter(self._unpack(part)) for part in self._trade(packed)]
+        return [next(answers[rank]) for rank, _ in questions]
 
     def _trade(self, parts: list[Any]) -> list[Any]:
-        """Send ``parts[r]``, which are packed, to rank r; what the ranks sent here."""
+        """Send packed ``parts[r]`` to rank r; returns the ranks' parts."""
         if self.size == 1:
             return parts
         tables = [np.frombuffer(part, np.uint8) for part in parts]
         return [part.tobytes() for part in self.swap_tables(tables)]
 
     def any_of(self, mask: NumpyArray) -> NumpyArray:
-        """Element by element, whether some rank's ``mask`` is true."""
+        """Return the element-wise OR of all ranks' masks."""
         return mask
 
     def run(self, work: Callable[[], T]) -> T:
-        """Every rank runs ``work``, which has no collectives; each gets its own result.
+        """Run ``work``, which has no collectives, on every rank; returns this rank's result.
 
         Raises:
             UcpError: the first failing rank's error, the same on all ranks.
         """
         value, error = _attempt(work)
-        if self.any_of(np.array([error is not None]))[0]:  # what failed is told where something has
+        if self.any_of(np.array([error is not None]))[0]:  # errors are gathered only if there is one
             self._raise_first(self.gather(_describe(error)), error)
         return value  # type: ignore[return-value]
 
     def alike(self, work: Callable[[], T]) -> T:
-        """Every rank runs ``work`` on what all of them know, so that it ends in the same way on each: no collective.
+        """Run ``work``, which has the same inputs and result on every rank, without a collective.
 
         Raises:
-            UcpError: its own.
+            UcpError: the error of ``work``, marked as shared.
         """
         try:
             return work()
@@ -126,24 +126,24 @@ class Comm:
             raise
 
     def each(self, work: Callable[[], T]) -> list[T]:
-        """Every rank runs ``work``, which has no collectives; all get the results (picklable) in rank order.
+        """Run ``work``, which has no collectives, on every rank; returns all picklable results in rank order.
 
-        Results and errors travel in one collective. With several ranks the results are copies, one's own too.
+        Results and errors are sent in one collective. With several ranks all results are copies.
 
         Raises:
             UcpError: the first failing rank's error, the same on all ranks.
         """
         packed, error = _attempt(lambda: self._pack(work()))
-        told = self.gather((packed, _describe(error)))
-        self._raise_first([report for _, report in told], error)
-        return [self._unpack(each) for each, _ in told]
+        gathered = self.gather((packed, _describe(error)))
+        self._raise_first([report for _, report in gathered], error)
+        return [self._unpack(result) for result, _ in gathered]
 
     def share(self, items: Sequence[Item], work: Callable[[Item], T], apply: _Map = map, *, first: int = 0) -> list[T]:
-        """Each of ``items`` is worked on by one rank; every rank gets all results (picklable), in order.
+        """Distribute ``items`` over the ranks, one rank each; returns all picklable results in order.
 
         Args:
-            apply: has a rank's part worked on, in order, as ``map`` does.
-            first: the rank that gets the first item; the next gets the second.
+            apply: replacement for ``map`` over a rank's items.
+            first: rank of the first item; the next rank gets the second.
 
         Raises:
             UcpError: the first failing rank's error, the same on all ranks.
@@ -152,7 +152,7 @@ class Comm:
         return [parts[(at + first) % self.size][at // self.size] for at in range(len(items))]
 
     def once(self, work: Callable[[], T], rank: int = 0) -> T:
-        """One rank runs ``work``; every rank gets its result (picklable), or its error.
+        """Run ``work`` on one rank; returns its picklable result on every rank.
 
         Raises:
             UcpError: that rank's error, the same on all ranks.
@@ -163,14 +163,14 @@ class Comm:
         return self._unpack(packed)  # type: ignore[no-any-return]
 
     def _raise_first(self, reports: Sequence[UcpError | None], error: Exception | None, first: int = 0) -> None:
-        """Raise the first of the errors of the ranks from ``first`` on; ``error`` is this rank's own."""
+        """Raise the first reported error; ``first`` is the rank of the first report, ``error`` this rank's error."""
         for failed, report in enumerate(reports, first):
             if report is not None:
                 rank = failed if self.size > 1 and report.rank is None else report.rank
                 raise report.copy(shared=True, echo=self.rank > 0, rank=rank) from error
 
     def _pack(self, value: Any) -> Any:
-        """Pickled here and not in the collective, where an object that cannot be would fail one rank alone."""
+        """Pickle outside of the collective, where a pickling error would fail one rank alone."""
         return pickle.dumps(value, pickle.HIGHEST_PROTOCOL) if self.size > 1 else value
 
     def _unpack(self, packed: Any) -> Any:
@@ -183,11 +183,11 @@ class Comm:
         self.leave(error)
 
     def leave(self, error: BaseException | None = None) -> None:
-        """Part from the others; after an error of this rank alone, end them too."""
+        """Leave the launch; after an error of this rank alone, end the other ranks too."""
 
 
 def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """The result, or the error in its place."""
+    """Return (result, None) or (None, error)."""
     try:
         return work(), None
     except Exception as error:  # noqa: BLE001 - re-raised on every rank
@@ -195,7 +195,7 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def _describe(error: Exception | None) -> UcpError | None:
-    """What a rank tells the others of its error."""
+    """Convert a rank's error for the other ranks."""
     if error is None:
         return None
     if isinstance(error, UcpError):
@@ -209,7 +209,7 @@ def _describe(error: Exception | None) -> UcpError | None:
 
 
 def describe_os_error(error: OSError) -> str:
-    """File and cause of an error of the system, with the name by which its manual knows it."""
+    """Describe a system error by file, cause, errno name and advice."""
     files = " → ".join(
         os.fsdecode(name) for name in (error.filename, error.filename2) if isinstance(name, (str, bytes))
     )
@@ -226,18 +226,18 @@ _ADVICE = {
 
 
 _LENGTH, _ROW = 8, 256
-"""Bytes of a length, and of a length with a small value behind it."""
+"""Bytes of a length field, and of a row with a length and a small value."""
 
 
 class TorchComm(Comm):
-    """The ranks of the default process group, over whatever backend the launch uses.
+    """The ranks of the default process group, with any backend.
 
-    Before each collective they wait for each other outside of it, so that the group's timeout limits how long a
-    collective takes and not what a rank does before it.
+    Ranks wait for each other before each collective (:func:`.meeting.meet`), so that the group's timeout applies to
+    the collective only and not to the ranks' work before it.
 
     Args:
-        owner: the group is to be closed in the end.
-        waits: False where all ranks are known to come at the same time.
+        owner: destroy the group at the end.
+        waits: False if all ranks are known to arrive at the same time.
     """
 
     store: Any = None
@@ -259,7 +259,7 @@ class TorchComm(Comm):
             meet(self.store, self.rank, self.size)
 
     def gather(self, value: Any) -> list[Any]:
-        """In one collective where all values are small, as they mostly are: the wait for it is what it costs."""
+        """Gather values in one collective if all are small, as most are."""
         self.wait()
         packed = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
         rows = self._gather_rows(len(packed).to_bytes(_LENGTH, "little") + packed[: _ROW - _LENGTH], _ROW)
@@ -273,13 +273,13 @@ class TorchComm(Comm):
     def _gather_rows(self, row: bytes, width: int) -> list[memoryview]:
         import torch
 
-        own = torch.frombuffer(bytearray(row.ljust(width, b"\0")), dtype=torch.uint8).to(self.device)
+        data = torch.frombuffer(bytearray(row.ljust(width, b"\0")), dtype=torch.uint8).to(self.device)
         rows = torch.empty(self.size, width, dtype=torch.uint8, device=self.device)
-        self.dist.all_gather(list(rows), own)  # not into one tensor, which MPI's groups do not know
+        self.dist.all_gather(list(rows), data)  # MPI groups do not support all_gather_into_tensor
         return [memoryview(row) for row in rows.cpu().numpy()]
 
     def _gather_parts(self, part: bytes, sizes: list[int]) -> list[memoryview]:
-        """Parts of any size, by way of rank 0: in rows, one rank's long part would take as much room for every rank."""
+        """Gather parts of any size through rank 0; equal rows would need the longest part's size for every rank."""
         none = [0] * self.size
         joined = self.swap(
             np.frombuffer(bytearray(part), np.uint8), [len(part), *none[1:]], none if self.rank else sizes
@@ -293,17 +293,16 @@ class TorchComm(Comm):
         self.wait()
         row = self._broadcast_row(len(packed).to_bytes(_LENGTH, "little") + packed[: _ROW - _LENGTH], _ROW, src)
         size = int.from_bytes(row[:_LENGTH], "little")
-        told = row[_LENGTH : _LENGTH + size] if size <= _ROW - _LENGTH else self._broadcast_row(packed, size, src)
-        return pickle.loads(told)  # noqa: S301 - another rank of this launch made it
+        data = row[_LENGTH : _LENGTH + size] if size <= _ROW - _LENGTH else self._broadcast_row(packed, size, src)
+        return pickle.loads(data)  # noqa: S301 - another rank of this launch made it
 
     def _broadcast_row(self, row: bytes | NumpyArray, width: int, src: int) -> memoryview:
-        """``width`` bytes of rank ``src``; a shorter row is filled up."""
+        """Broadcast ``width`` bytes of rank ``src``; a shorter row is padded."""
         import torch
 
         data = torch.zeros(width, dtype=torch.uint8)
         if self.rank == src:
-            own = bytearray(row)
-            data[: len(own)] = torch.frombuffer(own, dtype=torch.uint8)
+            data[: len(row)] = torch.frombuffer(bytearray(row), dtype=torch.uint8)
         data = data.to(self.device)
         self.dist.broadcast(data, src=src)
         return memoryview(data.cpu().numpy())
@@ -327,7 +326,7 @@ class TorchComm(Comm):
         return flags.cpu().numpy().astype(np.bool_)
 
     def leave(self, error: BaseException | None = None) -> None:
-        """Close the process group if it is ours; who waits for this rank is told of an error of its own."""
+        """Destroy an own process group, or report an error of this rank alone to waiting ranks."""
         if error is not None and not is_shared(error):
             if self.store is not None:
                 leave(self.store, self.rank, error)
@@ -336,11 +335,7 @@ class TorchComm(Comm):
 
 
 def _find_device(config: str) -> torch.device:
-    """Where tensors have to be for a group's collectives.
-
-    Args:
-        config: the backends of its kinds of memory (``cpu:gloo,cuda:nccl``), none of which it has to know by name.
-    """
+    """Return the device of tensors for a group's collectives; ``config`` is like ``cpu:gloo,cuda:nccl``."""
     import torch
 
     kinds = [pair.split(":")[0] for pair in config.split(",")]
@@ -350,11 +345,7 @@ def _find_device(config: str) -> torch.device:
 
 
 class MpiComm(Comm):
-    """The ranks of ``mpirun``, by mpi4py.
-
-    Raises:
-        ConfigError: mpi4py is not installed, or finds no MPI library.
-    """
+    """The ranks of ``mpirun`` through mpi4py; ConfigError if mpi4py or an MPI library is missing."""
 
     def __init__(self) -> None:
         try:
@@ -377,7 +368,7 @@ class MpiComm(Comm):
     def swap(
         self, data: NumpyArray, sends: list[int], receives: list[int], into: NumpyArray | None = None
     ) -> NumpyArray:
-        """Slices between pairs: the counts of ``Alltoallv`` are 32-bit integers in most MPI libraries."""
+        """Send messages between pairs of ranks: ``Alltoallv`` has 32-bit counts in most MPI libraries."""
         received = np.empty(sum(receives), np.uint8) if into is None else into
         world, data = self.mpi.COMM_WORLD, np.ascontiguousarray(data)
         pending = [world.Irecv(part, rank) for rank in range(self.size) for part in _slice(received, receives, rank)]
@@ -392,7 +383,7 @@ class MpiComm(Comm):
         return joined
 
     def leave(self, error: BaseException | None = None) -> None:
-        """Say what ended this rank alone, and end the others, which may wait for it for ever."""
+        """After an error of this rank alone, print it and abort the other ranks, which may wait for this one."""
         if error is None or is_shared(error):
             return
         sys.stderr.write(escape(f"[rank {self.rank}] {type(error).__name__}: {error}") + "\n")
@@ -401,22 +392,22 @@ class MpiComm(Comm):
 
 
 def is_shared(error: BaseException) -> bool:
-    """Whether every rank raises it, so that what is collective may follow."""
+    """Return True if every rank raises the error, so that collectives are still possible."""
     return isinstance(error, UcpError) and error.shared
 
 
 _MESSAGE = 1 << 30
-"""Bytes of one MPI message."""
+"""Maximal bytes of one MPI message."""
 
 
 def _slice(data: NumpyArray, counts: list[int], rank: int) -> list[NumpyArray]:
-    """One rank's part of bytes that lie in rank order, as messages."""
+    """Cut one rank's part of bytes in rank order into messages."""
     low, high = sum(counts[:rank]), sum(counts[: rank + 1])
     return [data[begin : min(begin + _MESSAGE, high)] for begin in range(low, high, _MESSAGE)]
 
 
 def connect(*, waits: bool = True) -> Comm:
-    """The ranks of this launch, in a process that trains; ``waits`` as of :class:`TorchComm`."""
+    """Return the ranks of this launch in a training process; for ``waits`` see :class:`TorchComm`."""
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return TorchComm(waits=waits)
@@ -428,12 +419,12 @@ _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_
 
 
 def join_launch(environment: Mapping[str, str] = os.environ) -> Comm:
-    """Join the ranks that ``mpirun``, ``srun`` or ``torchrun`` started; one rank alone where nothing did.
+    """Join the ranks of ``mpirun``, ``srun`` or ``torchrun``; a single rank otherwise.
 
-    To be used as ``with join_launch() as comm``.
+    Use as ``with join_launch() as comm``.
 
     Raises:
-        ConfigError: several MPI ranks that mpi4py cannot join.
+        ConfigError: mpi4py cannot join the MPI ranks.
     """
     if all(name in environment for name in _TORCHRUN) and _read_size(environment, "WORLD_SIZE") > 1:
         import torch.distributed as dist
@@ -442,13 +433,13 @@ def join_launch(environment: Mapping[str, str] = os.environ) -> Comm:
             dist.init_process_group("gloo")
             return TorchComm(owner=True)
         return TorchComm()
-    told = max(_read_size(environment, name) for name in _MPI_SIZES)
-    if told == 1 and "PMIX_RANK" not in environment:
+    tasks = max(_read_size(environment, name) for name in _MPI_SIZES)
+    if tasks == 1 and "PMIX_RANK" not in environment:
         return Comm()
     comm = MpiComm()
-    if comm.size < told:
+    if comm.size < tasks:
         raise ConfigError(
-            f"The launcher started {told} tasks, but MPI sees {comm.size}: launcher and mpi4py belong to different MPI "
+            f"The launcher started {tasks} tasks, but MPI sees {comm.size}: launcher and mpi4py use different MPI "
             "libraries (with Slurm: srun --mpi=pmix)."
         )
     return comm if comm.size > 1 else Comm()

@@ -1,4 +1,4 @@
-"""Errors. Each says what is wrong (file or parameter), what was expected, what was found and what to do."""
+"""Errors, and helpers for messages. A message names the file or parameter, the expected and found values, a remedy."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ _USERINFO = re.compile(
     r"|(?<=://)[^\s/?#\"@:]+:(?!\d+[/?#])[^\s?#\"]*?@",
     re.IGNORECASE,
 )
-"""What a URL says of who asks: all of it on the web, elsewhere where it has a password (``abfs`` has a container).
+"""User and password in a URL: always in http(s), in other schemes only with a password (``abfs`` has a container).
 
-A secret may have a ``/`` in it, which a port has not.
+A password may contain ``/``; a port does not.
 """
 
 _QUERY = re.compile(r"(://[^\s?#\"]*\?)([^\s#\"]+?)(?=[:.,;)]*(?:[\s#\"]|$))")
-"""What a URL asks with; a signature or a token may be among it."""
+"""Query of a URL, which may contain a signature or a token."""
 
 
 class UcpError(RuntimeError):
-    """Base of every error that this package raises on purpose. What it is about is data; text is for people alone.
+    """Base of all errors that this package raises on purpose. Programs use the attributes; the text is for people.
 
     Args:
-        lines: what is told, a line each, as :func:`escape` has it.
-        path: the file or folder that it is about, which is told in front of the first line.
-        kind: of what is found there, as a finding (:mod:`deepspeed_ucp.sources.findings`) has it.
-        findings: what it was made of, where that is more than path and kind tell.
+        lines: lines of the message, which :func:`escape` escapes.
+        path: file or folder concerned; a prefix of the first line.
+        kind: kind of the finding (:mod:`deepspeed_ucp.sources.findings`).
+        findings: all findings, if there is more than path and kind.
 
     Attributes:
-        text: what is told without the path.
-        shared: every rank of the launch raises it.
-        echo: and another rank than this one is to tell it.
-        rank: that has found it, where several ranks raise it.
+        text: the message without the path.
+        shared: every rank of the launch raises the error.
+        echo: another rank prints the shared error.
+        rank: the rank that found the error, if several ranks raise it.
     """
 
     shared = False
@@ -57,7 +57,7 @@ class UcpError(RuntimeError):
         return text if self.rank is None else f"[rank {self.rank}] {text}"
 
     def copy(self, *, shared: bool, echo: bool, rank: int | None) -> UcpError:
-        """What it tells, as another rank raises it; nothing of what this rank alone knows."""
+        """Return the error as another rank raises it, without traceback and cause."""
         error = type(self)(*self.args)
         error.path, error.kind, error.text, error.findings = self.path, self.kind, self.text, self.findings
         error.shared, error.echo, error.rank = shared, echo, rank
@@ -69,46 +69,46 @@ class ConfigError(UcpError):
 
 
 class CheckpointError(UcpError):
-    """The checkpoint on disk is missing something, damaged, or mixes files of several runs or steps."""
+    """The checkpoint on disk is incomplete or damaged, or mixes files of several runs or steps."""
 
 
 class ChecksumError(CheckpointError):
-    """The bytes of a file are not those that its writer stored a checksum of."""
+    """The bytes of a file do not match their checksum."""
 
 
 class MismatchError(UcpError):
-    """Checkpoint and live engine disagree: parameters, shapes, param groups or the kind of optimizer."""
+    """Checkpoint and live engine differ: parameters, shapes, param groups or the kind of optimizer."""
 
 
 class UnsupportedError(UcpError):
-    """The checkpoint or the engine uses a feature that the plugin does not cover (yet), or not without consent."""
+    """The plugin does not support a feature of the checkpoint or the engine, or needs consent for it."""
 
 
 class StorageError(UcpError):
-    """A file cannot be read or written: the system cannot, or what lies there is in use or is not to be replaced."""
+    """A file cannot be read or written because of the system, or because an existing file is in use or protected."""
 
 
 class TagTakenError(StorageError):
-    """Another job has published the tag that this one was writing; no retry can mend that."""
+    """Another job has published the tag that this one was writing; a retry would fail too."""
 
 
 class DiskFullError(StorageError):
-    """What is to be written does not fit: the disk is full, a quota is used up, or a file would be too large."""
+    """There is no room for a file: the disk is full, a quota is exceeded, or the file is too large."""
 
 
 class OutOfReachError(CheckpointError, StorageError):
-    """A file of a checkpoint cannot be read, and that is no fault of the file: permissions, network, limits."""
+    """A file of a checkpoint is unreadable for reasons outside of the file: permissions, network, limits."""
 
 
 class RemoteError(UcpError):
-    """Another rank failed with an error that is not one of ours; carries its text."""
+    """Another rank failed with an error that is not a UcpError; has its text."""
 
 
 def let_go(error: BaseException) -> None:
-    """Give back what the calls held that an error has ended: memory to exchange bytes in, a second copy of the states.
+    """Clear the frames of a handled error, which keep buffers and optimizer states alive.
 
-    An error and the calls that have noted it are a cycle, which the collector of garbage finds late. So this is for
-    whoever passes an error over, and for the last that sees one: its calls' variables are no more to be had.
+    An error and the frames that refer to it form a cycle, which the garbage collector frees late. Afterwards the
+    variables of these frames are gone.
     """
     ended: BaseException | None = error
     while ended is not None:
@@ -117,9 +117,9 @@ def let_go(error: BaseException) -> None:
 
 
 class Objections:
-    """Errors of steps that do not need each other's results, to be raised as one.
+    """Collects errors of independent steps, to be raised as one.
 
-    As a context manager it keeps what a step raises; :meth:`settle` raises.
+    As a context manager it catches the error of a step; :meth:`settle` raises.
     """
 
     def __init__(self) -> None:
@@ -134,31 +134,26 @@ class Objections:
         return isinstance(error, UcpError)
 
     def settle(self) -> None:
-        """Raise what was found.
-
-        Raises:
-            UcpError: of the first one's kind, with the lines of all.
-        """
+        """Raise the collected errors as one of the first error's class, with the lines of all."""
         if not self.found:
             return
         first, *others = self.found
         if not others:
             raise first
         lines = [line for error in others for line in str(error).split("\n")]
-        told = type(first)(*first.args, *lines).copy(shared=first.shared, echo=first.echo, rank=first.rank)
-        raise told from first
+        raise type(first)(*first.args, *lines).copy(shared=first.shared, echo=first.echo, rank=first.rank) from first
 
 
 def escape(text: str) -> str:
-    """Text as one line that shows what it is: no line breaks, terminal codes, changes of direction; no passwords."""
+    """Return text as one printable line: escapes line breaks, terminal codes, bidi marks; hides secrets in URLs."""
     text = hide_secrets(text)
     if text.isprintable():
         return text
-    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def hide_secrets(text: str) -> str:
-    """Text without what may be secret in its URLs: ``https://me:word@host/run?sig=1`` is ``https://…@host/run?sig=…``."""
+    """Hide secrets in URLs: ``https://me:word@host/run?sig=1`` becomes ``https://…@host/run?sig=…``."""
     if "://" not in text:
         return text
 
@@ -169,57 +164,57 @@ def hide_secrets(text: str) -> str:
 
 
 def shorten(names: object, limit: int = 8) -> str:
-    """Join names for a message, naming at most ``limit`` of them."""
+    """Join at most ``limit`` names for a message."""
     items = [str(name) for name in names]  # type: ignore[attr-defined]
     text = ", ".join(items[:limit])
     return text if len(items) <= limit else f"{text}, … ({len(items)} in all)"
 
 
 def count_of(number: int, noun: str) -> str:
-    """``1 file``, ``5 files``."""
+    """Format ``1 file``, ``5 files``."""
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def describe_changes(*facts: tuple[str, Any, Any]) -> str:
-    """``micro batch 4 → 2, ranks 2 → 4`` of names with an old and a new value, where these differ."""
+    """Format (name, old, new) of different values: ``micro batch 4 → 2, ranks 2 → 4``."""
     return ", ".join(f"{name} {old} → {new}" for name, old, new in facts if old != new)
 
 
 def suggest(name: str, valid: Iterable[str], cutoff: float = 0.6) -> str:
-    """``did you mean 'preserve_batch_size'?`` of the valid name that is like ``name``; empty where none is.
+    """Return ``did you mean 'preserve_batch_size'?`` for the most similar valid name, or an empty text.
 
     Args:
-        name: what was written, in any case and with ``-`` for ``_``.
-        cutoff: how like it has to be, from 0 to 1, as ``difflib`` has it.
+        name: the name as written, in any case and with ``-`` or ``_``.
+        cutoff: minimal similarity from 0 to 1, see ``difflib``.
     """
-    plain = {each.lower().replace("-", "_"): each for each in valid}
+    plain = {valid_name.lower().replace("-", "_"): valid_name for valid_name in valid}
     near = get_close_matches(name.lower().replace("-", "_"), plain, n=1, cutoff=cutoff)
     return f"did you mean {plain[near[0]]!r}?" if near else ""
 
 
 def advise(name: str, valid: Iterable[str], listed: str = "") -> str:
-    """What to write for a name that is refused, as a sentence: the valid name that is like it, or else all of them.
+    """Suggest a valid name for an invalid one, as a sentence: the most similar name, or all valid names.
 
     Args:
-        listed: the sentence that names all of them.
+        listed: sentence with all valid names.
     """
     valid = list(valid)
-    return _begin(suggest(name, valid)) or listed or f"Valid: {', '.join(valid)}."
+    return _capitalize(suggest(name, valid)) or listed or f"Valid: {', '.join(valid)}."
 
 
 def describe_faults(error: Any, keys: Iterable[str] = (), listed: str = "") -> str:
-    """What a pydantic ``ValidationError`` finds wrong with a configuration, as sentences: where, what, what is there.
+    """Describe a pydantic ``ValidationError`` of a configuration, as sentences: location, fault, found value.
 
-    Of most values that is the type: what stands in a wrong place may be a secret.
+    Most values are shown by their type only, because a misplaced value may be a secret.
 
     Args:
-        keys: what it may have, for keys that it may not.
-        listed: the sentence that names these, told where an unknown key is like none of them.
+        keys: valid keys, to suggest one for an unknown key.
+        listed: sentence with the valid keys, for an unknown key that is similar to none of them.
     """
-    keys, found = tuple(keys), error.errors()
-    faults = [(".".join(map(str, each["loc"])), _describe_fault(each)) for each in found]
+    keys, errors = tuple(keys), error.errors()
+    faults = [(".".join(map(str, fault["loc"])), _describe_fault(fault)) for fault in errors]
     text = "; ".join(": ".join(filter(None, fault)) for fault in faults)
-    advice = [_advise_fault(each, keys, listed) for each in found]
+    advice = [_advise_fault(fault, keys, listed) for fault in errors]
     return " ".join([f"{text}.", *filter(None, dict.fromkeys(advice))])
 
 
@@ -238,25 +233,25 @@ def _advise_fault(fault: Mapping[str, Any], keys: Sequence[str], listed: str) ->
     if fault["type"] in _UNKNOWN:
         return advise(str(fault["loc"][-1]), keys, listed)
     if fault["type"] == "literal_error" and isinstance(fault["input"], str):
-        return _begin(suggest(fault["input"], re.findall(r"'([^']*)'", fault["ctx"]["expected"])))
+        return _capitalize(suggest(fault["input"], re.findall(r"'([^']*)'", fault["ctx"]["expected"])))
     return ""
 
 
-def _begin(sentence: str) -> str:
+def _capitalize(sentence: str) -> str:
     return sentence[:1].upper() + sentence[1:]
 
 
 def describe_type(value: object) -> str:
-    """A value's type for messages that must not tell the value."""
+    """Describe a value by its type, for messages that must not contain it."""
     return "None" if value is None else f"a value of type {type(value).__name__}"
 
 
 def fold_names(items: Iterable[tuple[str, T]], same: Callable[[T], Hashable]) -> list[tuple[str, list[T]]]:
-    """(Name, item) whose names differ in numbers only, under one name with ranges: ``h.{0-11}.mlp.bias``.
+    """Group (name, item) whose names differ only in numbers, under one name with ranges: ``h.{0-11}.mlp.bias``.
 
     Args:
-        items: each name once, or with items that differ.
-        same: what the items under one name have in common.
+        items: each name once, or with different items.
+        same: key that the items of a group have in common.
     """
     groups: dict[Hashable, dict[str, T]] = {}
     for name, item in items:
@@ -265,7 +260,7 @@ def fold_names(items: Iterable[tuple[str, T]], same: Callable[[T], Hashable]) ->
 
 
 def _fold_group(group: Mapping[str, T]) -> list[tuple[str, list[T]]]:
-    """One entry where the numbers' combinations are complete (layers × experts), else split at the first place."""
+    """Return one entry if all combinations of numbers exist (layers × experts), else split by the first number."""
     numbers = {name: tuple(map(int, _NUMBER.findall(name))) for name in group}
     places = [sorted(set(values)) for values in zip(*numbers.values(), strict=True)]
     if len(group) == prod(map(len, places)):
@@ -273,14 +268,14 @@ def _fold_group(group: Mapping[str, T]) -> list[tuple[str, list[T]]]:
         name = _NUMBER.sub(lambda digits: next(spans) or digits[0], next(iter(group)))
         return [(name, list(group.values()))]
     at = next((place for place, values in enumerate(places) if len(values) > 1), None)
-    if at is None:  # numbers that are written in several ways
+    if at is None:  # equal numbers with different spellings
         return [(name, [item]) for name, item in group.items()]
     parts = [{name: group[name] for name in group if numbers[name][at] == value} for value in places[at]]
     return [folded for part in parts for folded in _fold_group(part)]
 
 
 def join_numbers(values: Iterable[int]) -> str:
-    """Ascending numbers in few characters: ``0-3,8``."""
+    """Format ascending numbers as ranges: ``0-3,8``."""
     spans: list[list[int]] = []
     for value in values:
         if spans and spans[-1][-1] + 1 == value:

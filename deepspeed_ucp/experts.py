@@ -1,9 +1,9 @@
-"""Mixtures of experts: what their experts are called, and which ranks hold them.
+"""Names of mixture-of-experts parameters, and the distribution of experts over ranks.
 
-Every rank counts the experts of a layer that it holds from 0. An atom is named by the number that the expert has in its
-whole layer, as the file of that expert names it. DeepSpeed's own layers (``deepspeed/moe``) have that number in the
-names of their parameters; AutoEP's (``module_inject/auto_ep_layer.py``) hold several experts in one parameter
-``…experts.w1``, of which ``…experts.w1.3`` is the part of one expert.
+Every rank numbers its experts of a layer from 0. Atoms have the expert's number in the whole layer, like the expert's
+file. DeepSpeed's own layers (``deepspeed/moe``) have a number in the names of their parameters. AutoEP's layers
+(``module_inject/auto_ep_layer.py``) have several experts in one parameter ``…experts.w1``, whose part for expert 3 is
+the atom ``…experts.w1.3``.
 """
 
 from __future__ import annotations
@@ -19,30 +19,29 @@ from .flat import Shape
 _EXPERT = re.compile(r"((?:^|.*\.)deepspeed_moe\.experts\.deepspeed_experts\.)(\d{1,9})(?=\.|$)", re.ASCII)
 
 DATA_FIRST = "use_data_before_expert_parallelism"
-"""Key of a ds_config: ranks that hold the same experts follow each other."""
+"""Key of a ds_config: ranks with the same experts are consecutive."""
 
 _PART = re.compile(r"((?:^|.*\.)experts\.)(w[123])\.(\d{1,9})", re.ASCII)
 
 _LAYER = re.compile(r"(?:deepspeed_moe\.)?experts\.(?:deepspeed_experts\.)?$")
 
 MOST_EXPERTS = 1 << 14
-"""Of a layer, as far as files are believed."""
+"""Limit of experts per layer in files."""
 
 Held = Mapping[str, Sequence[int]]
-"""By what the names of a layer's own parameters begin with: the numbers, in the whole layer, of the experts that a rank
-holds, in its order."""
+"""Prefix of a layer's parameter names → numbers of a rank's experts in the whole layer, in the rank's order."""
 
 _FIXED = ("moe", "name")
 
 
 class ExpertName(NamedTuple):
-    """The name of an expert's parameter in the whole model, taken apart.
+    """Parts of the name of an expert's parameter in the whole model.
 
     Attributes:
-        layer: what the names of all experts of its layer begin with.
-        number: of the expert, in the whole layer.
-        end: which of the expert's parameters it is.
-        fused: the experts that a rank holds lie in one parameter (AutoEP).
+        layer: common prefix of the layer's experts.
+        number: number of the expert in the whole layer.
+        end: name of the parameter in the expert.
+        fused: a rank's experts are in one parameter (AutoEP).
     """
 
     layer: str
@@ -52,7 +51,7 @@ class ExpertName(NamedTuple):
 
 
 def read_name(name: str) -> ExpertName | None:
-    """An atom's name, taken apart; None where it is no expert's."""
+    """Parse an atom's name; None if it is not an expert's."""
     if found := _EXPERT.match(name):
         return ExpertName(found[1], int(found[2]), name[found.end() :], fused=False)
     part = _PART.fullmatch(name)
@@ -60,19 +59,19 @@ def read_name(name: str) -> ExpertName | None:
 
 
 def find_expert(name: str) -> tuple[str, int] | None:
-    """The layer of an expert's parameter or buffer, and the expert's number; None for anything else."""
+    """Return the layer and number of an expert's parameter or buffer in DeepSpeed's own layers, or None."""
     found = _EXPERT.match(name)
     return (found[1], int(found[2])) if found else None
 
 
 def cut_number(name: str) -> tuple[str, str]:
-    """What an expert's name has before its number, and behind it; of another parameter the name."""
+    """Split an expert's name at its number; (name, "") for other parameters."""
     found = _EXPERT.match(name)
     return (found[1], name[found.end() :]) if found else (name, "")
 
 
 def count_experts(names: Iterable[str]) -> dict[str, int]:
-    """Experts per layer, of those that are numbered without a gap from 0."""
+    """Count the experts of each layer, which must be numbered from 0 without gaps."""
     counts: dict[str, int] = {}
     for name in names:
         if found := find_expert(name):
@@ -81,26 +80,26 @@ def count_experts(names: Iterable[str]) -> dict[str, int]:
 
 
 def find_block(name: str) -> str | None:
-    """What the names of everything begin with that is in the block of an expert's atom, its router's name too.
+    """Return the common prefix of all names in the block of an expert's atom, including the router's; else None.
 
-    It is the same of a layer of DeepSpeed's own and of AutoEP's in its place.
+    It is the same for a layer of DeepSpeed's and for an AutoEP layer that replaces it.
     """
     found = read_name(name)
     return None if found is None else _LAYER.sub("", found.layer)
 
 
 def holds_experts(shape: Shape, experts: int) -> bool:
-    """Whether a tensor may hold the parameters of so many experts, one behind the other."""
+    """Return True if a tensor of this shape can contain the parameters of so many experts."""
     return 0 < experts <= MOST_EXPERTS and shape[:1] == (experts,) and prod(shape) > 0
 
 
 def is_expert(name: str) -> bool:
-    """Whether an atom's name is that of an expert's parameter."""
+    """Return True for the atom name of an expert's parameter."""
     return read_name(name) is not None
 
 
 def find_layer(name: str, layers: Collection[str]) -> str | None:
-    """Which of the layers a rank's own parameter is of; None for what is no expert's."""
+    """Return the layer of a rank's own parameter, or None if it is not an expert's."""
     if not layers:
         return None
     found = _EXPERT.match(name)
@@ -109,9 +108,9 @@ def find_layer(name: str, layers: Collection[str]) -> str | None:
 
 
 def name_experts(name: str, shape: Shape, held: Held) -> dict[str, Shape]:
-    """A rank's own parameter → the whole model's parameters that it is, with their shapes.
+    """Return the names and shapes in the whole model of the parameters in a rank's own parameter.
 
-    It is itself; an expert's under the number in the whole layer; or those of several experts, one behind the other.
+    An expert's name gets its number in the whole layer. A fused parameter has a name for each expert.
     """
     found = _EXPERT.match(name) if held else None
     layer = found[1] if found else name[: name.rfind(".") + 1]
@@ -123,12 +122,14 @@ def name_experts(name: str, shape: Shape, held: Held) -> dict[str, Shape]:
 
 
 def place_experts(dp: int, degree: int, tp: int = 1, tp_rank: int | None = None, *, data_first: bool) -> list[range]:
-    """Ranks of a pipeline stage that hold the same experts, by expert-parallel rank (``deepspeed/utils/groups.py``).
+    """Return, for each expert-parallel rank, the ranks of a pipeline stage with its experts.
+
+    The order is that of ``deepspeed/utils/groups.py``.
 
     Args:
-        dp, tp: data- and tensor-parallel ranks; the stage has ``dp * tp``.
-        degree: expert-parallel ranks, which divides those over which experts are spread.
-        tp_rank: the tensor-parallel rank over whose data-parallel ranks they are; None where they are over all.
+        dp, tp: data- and tensor-parallel degree; the stage has ``dp * tp`` ranks.
+        degree: expert-parallel degree, a divisor of the number of ranks over which experts are distributed.
+        tp_rank: tensor-parallel rank whose data-parallel ranks these are; None for all ranks of the stage.
         data_first: ``use_data_before_expert_parallelism``.
     """
     ranks = range(dp * tp) if tp_rank is None else range(tp_rank, dp * tp, tp)
@@ -139,30 +140,30 @@ def place_experts(dp: int, degree: int, tp: int = 1, tp_rank: int | None = None,
 
 
 def drop_fixed(hyper: Mapping[str, Any]) -> dict[str, Any]:
-    """Hyper-parameters of a param group; of experts' without what names process groups of the engine."""
+    """Return hyper-parameters of a param group, for experts without the names of the engine's process groups."""
     return {key: value for key, value in hyper.items() if not (hyper.get("moe") and key in _FIXED)}
 
 
 def deal_experts(names: Sequence[str], degree: int, live: int = 0, *, ordered: bool = True) -> list[list[str]]:
-    """What each expert-parallel rank has of a param group, in its own order.
+    """Return each expert-parallel rank's names of a param group in its own order.
 
     Args:
-        names: what all ranks of a live engine hold of the group: the first one's names, then each other rank's experts.
-        degree: expert-parallel ranks.
-        live: those of the live engine; 0 where not known.
-        ordered: its optimizer is not known to have them in another order than the module.
+        names: all ranks' names in a live engine: the first rank's, then each other rank's experts.
+        degree: expert-parallel degree.
+        live: the live engine's degree, or 0 if unknown.
+        ordered: the optimizer may have the module's order.
 
     Raises:
-        ValueError: the degree does not fit, or the optimizer has the experts in another order than the module, so that
-            only the live degree's ranks are known.
+        ValueError: the degree does not fit, or the optimizer's order of experts differs from the module's, so that only
+            the ranks of the live degree are known.
     """
     counts = count_experts(names)
     if not counts:
         return [list(names)] * degree
     if any(count % degree for count in counts.values()):
         raise ValueError(f"{degree} expert-parallel ranks do not fit {sorted(set(counts.values()))} experts")
-    dealt = [_deal(names, counts, each) for each in range(1, max(counts.values()) + 1)]
-    known = [len(held) for held in dealt if list(dict.fromkeys(chain(*held))) == list(names)]
+    dealt = [_deal(names, counts, number) for number in range(1, max(counts.values()) + 1)]
+    known = [len(ranks) for ranks in dealt if list(dict.fromkeys(chain(*ranks))) == list(names)]
     if known and (ordered or degree in known):
         return _deal(names, counts, degree)
     if degree != live:
@@ -170,13 +171,13 @@ def deal_experts(names: Sequence[str], degree: int, live: int = 0, *, ordered: b
             f"the optimizer has the experts in another order than the module, and {live or 'an unknown number of'} "
             f"expert-parallel ranks, where the saved run had {degree}"
         )
-    return [_shift(names, counts, degree, place) for place in range(degree)]
+    return [_shift(names, counts, degree, rank) for rank in range(degree)]
 
 
 def _deal(names: Sequence[str], counts: Mapping[str, int], degree: int) -> list[list[str]]:
-    """Names by expert-parallel rank in the order of the module: a layer's experts are where its first one is.
+    """Distribute names over expert-parallel ranks in the module's order; [] if the degree does not fit.
 
-    Empty where the degree does not fit.
+    All experts of a layer are at the position of its first expert.
     """
     if any(count % degree for count in counts.values()):
         return []
@@ -188,23 +189,23 @@ def _deal(names: Sequence[str], counts: Mapping[str, int], degree: int) -> list[
         if found:
             ends[found[1]][name[found.end() :]] = None
 
-    def list_held(place: int, layer: str) -> Iterable[str]:
+    def list_experts(rank: int, layer: str) -> Iterable[str]:
         size = counts[layer] // degree
-        return (f"{layer}{number}{end}" for number in range(place * size, (place + 1) * size) for end in ends[layer])
+        return (f"{layer}{number}{end}" for number in range(rank * size, (rank + 1) * size) for end in ends[layer])
 
     return [
-        [each for name, layer in order.items() for each in ([name] if layer is None else list_held(place, layer))]
-        for place in range(degree)
+        [part for name, layer in order.items() for part in ([name] if layer is None else list_experts(rank, layer))]
+        for rank in range(degree)
     ]
 
 
-def _shift(names: Sequence[str], counts: Mapping[str, int], degree: int, place: int) -> list[str]:
-    """One rank's names in the first one's order, which is the same on every rank, as each counts its own from 0."""
+def _shift(names: Sequence[str], counts: Mapping[str, int], degree: int, rank: int) -> list[str]:
+    """Return a rank's names in the first rank's order, which is the order of every rank."""
     shifted = []
     for name in names:
         found = _EXPERT.match(name)
         if found is None:
             shifted.append(name)
         elif int(found[2]) < (size := counts[found[1]] // degree):
-            shifted.append(f"{found[1]}{int(found[2]) + place * size}{name[found.end() :]}")
+            shifted.append(f"{found[1]}{int(found[2]) + rank * size}{name[found.end() :]}")
     return shifted

@@ -1,4 +1,4 @@
-"""How ZeRO lays parameters out in flat buffers and cuts these: one description for files and engines."""
+"""Flat buffers of ZeRO and their partitions, for both files and engines."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from math import prod
 
 Shape = tuple[int, ...]
 Span = tuple[int, int]
-"""First element, and behind the last."""
+"""Half-open (first, end)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Elements [start, start + numel) of a parameter lie at element ``offset`` of a partition."""
+    """Elements [start, start + numel) of a parameter, at element ``offset`` of a partition."""
 
     name: str
     start: int
@@ -26,22 +26,22 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class FlatBuffer:
-    """One flat buffer of a model-parallel rank, over all data-parallel ranks that hold it.
+    """One flat buffer of a model-parallel rank, over all of its data-parallel ranks.
 
     It is a param group (ZeRO 1/2, BF16 and FP16 wrappers), a ZeRO-3 sub-group, or a single parameter (no wrapper).
 
     Attributes:
-        group: index of the param group that it belongs to.
+        group: index of the param group.
         names: parameters in flat order.
-        shapes: their shapes, ZeRO's partitioning undone.
-        offsets: element at which each begins, ascending: in the whole buffer, or in every partition (``by_parameter``).
-        partition: elements of one partition, padding included.
-        parts: number of partitions; 1 where every rank holds the whole.
+        shapes: their unpartitioned shapes.
+        offsets: first element of each, ascending, in the whole buffer or in every partition (``by_parameter``).
+        partition: elements of one partition, including padding.
+        parts: number of partitions; 1 if every rank has the whole buffer.
         by_parameter: every parameter is cut into ``parts`` (ZeRO 3), instead of the buffer.
-        ranks: ranks of its pipeline stage, ``dp_rank * tp + tp_rank``, that hold it, as with expert parallelism; None
-            where all data-parallel ranks of its tensor-parallel rank do.
-        tensors: by parameter the element at which it begins in the tensor that the engine has, which ZeRO 3 cuts as
-            one, and that tensor's elements; empty where every parameter is such a tensor.
+        ranks: ranks of the pipeline stage (``dp_rank * tp + tp_rank``) with this buffer, for expert parallelism; None
+            for all data-parallel ranks of the tensor-parallel rank.
+        tensors: for each parameter its first element in the engine's tensor, which ZeRO 3 cuts as a whole, and the
+            number of elements of this tensor; empty if every parameter is a tensor of its own.
     """
 
     group: int
@@ -60,15 +60,15 @@ class FlatBuffer:
         return tuple(map(prod, self.shapes))
 
     def cuts(self, part: int) -> list[Cut]:
-        """What a partition holds, in its order; empty parameters and padding are not in it."""
+        """List the cuts in a partition in order, without empty parameters and padding."""
         return list(self._cut_parameters(part) if self.by_parameter else self._cut_buffer(part))
 
     def gaps(self, part: int) -> list[Span]:
-        """Padding of a partition: its elements that no parameter covers."""
+        """List the padding of a partition."""
         return find_gaps(((cut.offset, cut.offset + cut.numel) for cut in self.cuts(part)), self.partition)
 
     def keep(self, names: Iterable[str]) -> FlatBuffer:
-        """The same buffer with some of its parameters alone, where they lie."""
+        """Return the buffer with a subset of its parameters at the same offsets."""
         kept = set(names)
         places = [place for place, name in enumerate(self.names) if name in kept]
         return replace(
@@ -80,26 +80,19 @@ class FlatBuffer:
         )
 
     def join_touched(self, part: int) -> FlatBuffer:
-        """The tensors of which a partition holds some elements, whole, one behind the other on one rank."""
-        held = {cut.name for cut in self.cuts(part)}
-        starts = [
-            offset - begin for offset, (begin, _) in zip(self.offsets, self.tensors or self._list_whole(), strict=True)
-        ]
-        touched = {start for name, start in zip(self.names, starts, strict=True) if name in held}
+        """Return an uncut buffer with the whole tensors of which a partition has some elements."""
+        names = {cut.name for cut in self.cuts(part)}
+        starts = [offset - begin for offset, (begin, _) in zip(self.offsets, self._list_tensors(), strict=True)]
+        touched = {start for name, start in zip(self.names, starts, strict=True) if name in names}
         sizes = zip(self.names, starts, self.numels, strict=True)
         kept = self.keep(name for name, start, numel in sizes if start in touched and numel)
         return join_parameters(self.group, kept.names, kept.shapes)
 
-    def _list_whole(self) -> list[Span]:
-        """``tensors`` of parameters that are each a tensor of its own."""
-        return [(0, numel) for numel in self.numels]
+    def _list_tensors(self) -> Sequence[tuple[int, int]]:
+        return self.tensors or [(0, numel) for numel in self.numels]
 
     def split(self, parts: Mapping[str, Mapping[str, Shape]]) -> FlatBuffer:
-        """The same buffer, its parameters under other names; one that holds several, one behind the other, as these.
-
-        Args:
-            parts: by parameter what is in it, in order.
-        """
+        """Return the buffer with each parameter replaced by the consecutive parameters in it (``parts``)."""
         placed = []
         for name, shape, offset in zip(self.names, self.shapes, self.offsets, strict=True):
             begin = 0
@@ -111,9 +104,9 @@ class FlatBuffer:
         return replace(self, names=names, shapes=shapes, offsets=offsets, tensors=tensors)
 
     def _cut_parameters(self, part: int) -> Iterator[Cut]:
-        tensors = self.tensors or self._list_whole()
+        tensors = self._list_tensors()
         for name, numel, offset, (begin, whole) in zip(self.names, self.numels, self.offsets, tensors, strict=True):
-            size = -(-whole // self.parts)  # as cut_parameter, which a call for each of thousands of ranks would slow
+            size = -(-whole // self.parts)  # inlined `cut_parameter`: this runs for each of thousands of ranks
             low, high = max(part * size, begin), min((part + 1) * size, begin + numel)
             if low < high:
                 yield Cut(name, low - begin, high - low, offset + low - part * size)
@@ -128,7 +121,7 @@ class FlatBuffer:
                 yield Cut(self.names[place], begin - offset, end - begin, begin - low)
 
     def find_holders(self, place: int, low: int, high: int) -> Iterator[tuple[int, Cut]]:
-        """(partition, what it has) of those that hold elements [low, high) of the parameter at ``place``."""
+        """Yield (partition, cut) for elements [low, high) of the parameter at index ``place``."""
         begin, whole = self.tensors[place] if self.tensors else (0, prod(self.shapes[place]))
         size = reserve(whole, self.parts) if self.by_parameter else self.partition
         base, ahead = (begin, self.offsets[place]) if self.by_parameter else (self.offsets[place], 0)
@@ -140,17 +133,17 @@ class FlatBuffer:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the partitions have room for all parameters."""
+        """True if the partitions have room for all parameters."""
         return self.by_parameter or not self.names or self.end <= self.partition * self.parts
 
     @property
     def end(self) -> int:
-        """Elements up to the end of the last parameter, where the buffer is cut as a whole."""
+        """End of the last parameter in a buffer that is cut as a whole."""
         return self.offsets[-1] + prod(self.shapes[-1])
 
 
 def count_degree(buffers: Iterable[FlatBuffer]) -> int:
-    """Expert-parallel degree: how many sets of ranks hold parts of a param group; of several degrees the largest."""
+    """Return the largest expert-parallel degree: the number of sets of ranks that share a param group."""
     holders = {(buffer.group, buffer.ranks) for buffer in buffers if buffer.ranks is not None}
     return max(Counter(group for group, _ in holders).values(), default=1)
 
@@ -159,11 +152,11 @@ def join_parameters(
     group: int, names: Sequence[str], shapes: Sequence[Shape], *, parts: int = 1, partition: int | None = None,
     gaps: Sequence[int] = (),
 ) -> FlatBuffer:  # fmt: skip
-    """Parameters that follow each other in a flat buffer, which is cut into equal partitions (ZeRO 1/2, BF16, FP16).
+    """Make a flat buffer of consecutive parameters, cut into equal partitions (ZeRO 1/2, BF16, FP16).
 
     Args:
-        partition: elements of one partition; None where the buffer has no padding and is not cut.
-        gaps: elements of padding behind each parameter (``parameter_alignment``); empty where there is none.
+        partition: elements of one partition; None if the buffer has no padding and is not cut.
+        gaps: elements of padding behind each parameter (``parameter_alignment``), or empty.
     """
     sizes = list(map(prod, shapes))
     steps = [size + gap for size, gap in zip(sizes, gaps, strict=True)] if gaps else sizes
@@ -173,25 +166,25 @@ def join_parameters(
 
 
 def join_reserved(group: int, names: Sequence[str], shapes: Sequence[Shape], parts: int) -> FlatBuffer:
-    """A ZeRO-3 sub-group: of every parameter each partition has the same number of elements, padding included."""
+    """Make a ZeRO-3 sub-group: each partition has the same number of elements of every parameter, with padding."""
     *offsets, partition = accumulate((reserve(prod(shape), parts) for shape in shapes), initial=0)
     return FlatBuffer(group, tuple(names), tuple(shapes), tuple(offsets), partition, parts, by_parameter=True)
 
 
 def reserve(numel: int, parts: int) -> int:
-    """ZeRO 3: elements of a parameter that each of ``parts`` partitions reserves, padding included."""
+    """Return the elements of a parameter in each ZeRO-3 partition, including padding."""
     return -(-numel // parts)
 
 
 def cut_parameter(numel: int, part: int, parts: int) -> tuple[int, int]:
-    """ZeRO 3: (start, elements) of a parameter that a partition holds; none where it holds padding only."""
+    """Return (start, elements) of a parameter in a ZeRO-3 partition; 0 elements if it has only padding."""
     size = reserve(numel, parts)
     start = min(part * size, numel)
     return start, min(size, numel - start)
 
 
 def find_gaps(spans: Iterable[Span], high: int, low: int = 0) -> list[Span]:
-    """What ranges [low, high), in any order, leave free of [``low``, ``high``)."""
+    """List the parts of [``low``, ``high``) that no span covers; spans may be in any order."""
     gaps, position = [], low
     for begin, end in [*sorted(spans), (high, high)]:
         if begin > position:

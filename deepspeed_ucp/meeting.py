@@ -1,9 +1,8 @@
-"""Where ranks of ``torch.distributed`` wait for each other without being in a collective.
+"""Barrier of ``torch.distributed`` ranks without a timeout, for use before collectives.
 
-A collective ends its process when a rank comes later than the group's timeout, however well that rank is: it may read
-from a slow store. Here all wait by short looks at the group's store until the last one has come, and the collective
-that follows finds everyone there. What keeps a wait from lasting for ever is signs of life, which a thread of every
-rank gives from its first :func:`give_signs` on.
+A collective aborts if a rank is later than the group's timeout, even if that rank only reads from a slow store. Here
+ranks poll the group's store until all have arrived. Heartbeats of a thread in each rank (:func:`give_signs`) detect
+ranks that have died.
 """
 
 from __future__ import annotations
@@ -21,25 +20,25 @@ from .errors import RemoteError, UcpError
 
 _ROOM = "deepspeed_ucp"
 _CAME, _LEFT, _SIGNS = "came", "left", "signs/{}"
-"""Keys of the store: how often ranks have come to a meeting, who left last, and a rank's signs of life."""
+"""Keys of the store: number of arrivals at barriers, the last failed rank, and a rank's heartbeats."""
 
 _LONGEST_PAUSE, _GROWTH = 0.05, 1.5
-"""Seconds between two looks at the most, and how pauses grow up to that."""
+"""Longest pause between two polls in seconds, and the growth of pauses up to it."""
 
 _PAUSE_PER_RANK = 20e-6
-"""Seconds of the first pause for each rank: one store answers all of them."""
+"""Seconds of the first pause per rank, because one store serves all ranks."""
 
 _EVERY, _PATIENCE = 5.0, 60.0
-"""Seconds between a rank's signs of life, and those after whose lack it counts as gone."""
+"""Seconds between two heartbeats, and without a heartbeat until a rank counts as dead."""
 
 
 @dataclass(slots=True)
-class _Here:
-    """This process among the others.
+class _Process:
+    """State of this process.
 
     Attributes:
-        left: how often it has left with an error that was not told to all. Who left as often had its own.
-        thread: gives signs of life until ``ends``.
+        left: number of its errors that were not shared with all ranks. A rank with as many had an error of its own.
+        thread: sends heartbeats until ``ends``.
     """
 
     left: int = 0
@@ -47,11 +46,11 @@ class _Here:
     ends: threading.Event = field(default_factory=threading.Event)
 
 
-_here = _Here()
+_here = _Process()
 
 
 def find_store() -> Any:
-    """Our room in the store of the default group; None without a group, or where it has no store (MPI)."""
+    """Return the package's part of the default group's store; None without a group or a store (MPI)."""
     import torch.distributed as dist
 
     if not dist.is_initialized():
@@ -61,99 +60,96 @@ def find_store() -> Any:
 
 
 def meet(store: Any, rank: int, size: int) -> None:
-    """Wait until every rank has come here as often as this one; collective.
+    """Wait until every rank has called this as often as this rank; collective.
 
     Raises:
-        RemoteError: a rank has left or gives no sign of life any more, or the store is gone.
+        RemoteError: a rank has failed or stopped its heartbeats, or the store is unreachable.
     """
     try:
-        came = store.add(_CAME, 1)
-        _wait(store, came + -came % size, _Neighbour(store, (rank + 1) % size), _PAUSE_PER_RANK * size)
+        came, pause = store.add(_CAME, 1), _PAUSE_PER_RANK * size
+        neighbour, awaited = _Neighbour(store, (rank + 1) % size), came + -came % size
+        while int(store.get(_CAME)) < awaited:
+            time.sleep(pause)
+            neighbour.check(pause)
+            pause = max(min(pause * _GROWTH, _LONGEST_PAUSE), pause)
     except UcpError:
         raise
-    except RuntimeError as error:  # torch's, whose kinds differ between releases
+    except RuntimeError as error:  # torch's error classes differ between releases
         raise RemoteError(
-            f"the store by which ranks wait for each other cannot be reached ({error}): the process that keeps it, "
-            "rank 0 or the launcher's agent, has ended. Its own output says why."
+            f"the store of the process group cannot be reached ({error}): its process, rank 0 or the launcher's agent, "
+            "has ended. See the output of that process."
         ) from error
 
 
 def leave(store: Any, rank: int, error: BaseException) -> None:
-    """Tell who waits for this rank that it does not come, because of an error of its own."""
-    with suppress(RuntimeError):  # a store that is gone tells for itself
-        if _hear(store) is None:
-            _note(store, rank, f"{type(error).__name__}: {error}")
+    """Report an error of this rank alone to the ranks that wait for it."""
+    with suppress(RuntimeError):  # other ranks notice an unreachable store themselves
+        if _find_failure(store) is None:
+            _report(store, rank, f"{type(error).__name__}: {error}")
     _here.left += 1
 
 
-def _note(store: Any, rank: int, why: str) -> None:
-    store.set(_LEFT, f"{_here.left + 1} [rank {rank}] {why}")
+def _report(store: Any, rank: int, reason: str) -> None:
+    store.set(_LEFT, f"{_here.left + 1} [rank {rank}] {reason}")
 
 
-def _hear(store: Any) -> str | None:
-    """Why a rank has left more often than this one, if one has."""
+def _find_failure(store: Any) -> str | None:
+    """Return the reported error of a rank with more errors than this one, or None."""
     if not store.check([_LEFT]):
         return None
-    number, _, told = store.get(_LEFT).decode().partition(" ")
-    return told if int(number) > _here.left else None
-
-
-def _wait(store: Any, awaited: int, neighbour: _Neighbour, pause: float) -> None:
-    while int(store.get(_CAME)) < awaited:
-        time.sleep(pause)
-        neighbour.look(pause)
-        pause = max(min(pause * _GROWTH, _LONGEST_PAUSE), pause)
+    number, _, reason = store.get(_LEFT).decode().partition(" ")
+    return reason if int(number) > _here.left else None
 
 
 class _Neighbour:
-    """The rank whose signs of life this one looks for; every rank is looked for by one."""
+    """Checks the heartbeats of one rank; each rank is checked by one other rank."""
 
     def __init__(self, store: Any, rank: int) -> None:
         self.store, self.rank = store, rank
-        self._signs, self._unseen, self._silent = -1, 0.0, 0.0
+        self._signs, self._unchecked, self._silent = -1, 0.0, 0.0
 
-    def look(self, pause: float) -> None:
-        """Note that ``pause`` seconds have gone by; those of a stopped process are none.
+    def check(self, pause: float) -> None:
+        """Account for ``pause`` seconds of waiting; time in which this process was stopped does not count.
 
         Raises:
-            RemoteError: some rank is gone.
+            RemoteError: a rank has failed or died.
         """
-        self._unseen += pause
-        if self._unseen < _EVERY / 5:
+        self._unchecked += pause
+        if self._unchecked < _EVERY / 5:
             return
-        self._silent, self._unseen = self._silent + self._unseen, 0.0
+        self._silent, self._unchecked = self._silent + self._unchecked, 0.0
         signs = self.store.add(_SIGNS.format(self.rank), 0)
         if signs != self._signs:
             self._signs, self._silent = signs, 0.0
         if self._silent > _PATIENCE:
-            why = f"no sign of life for {_PATIENCE:.0f} s: it has ended, or hangs. Its own output says more."
-            _note(self.store, self.rank, why)
-        told = _hear(self.store)
-        if told is not None:
-            raise RemoteError(*told.split("\n"))
+            reason = f"no heartbeat for {_PATIENCE:.0f} s: it has ended or hangs. See its own output."
+            _report(self.store, self.rank, reason)
+        failure = _find_failure(self.store)
+        if failure is not None:
+            raise RemoteError(*failure.split("\n"))
 
 
 def give_signs() -> None:
-    """Have a thread tell that this process lives, as long as it does and its group exists."""
+    """Start a thread that sends heartbeats while this process and its group exist."""
     if _here.thread is None or not _here.thread.is_alive():
-        _here.thread = threading.Thread(target=_live, daemon=True, name="signs of life")
+        _here.thread = threading.Thread(target=_send_signs, daemon=True, name="heartbeats")
         _here.thread.start()
 
 
-def _live() -> None:
+def _send_signs() -> None:
     import torch.distributed as dist
 
     while (store := find_store()) is not None:
-        with suppress(RuntimeError):  # whoever waits for the store is told
+        with suppress(RuntimeError):  # the waiting main thread raises
             store.add(_SIGNS.format(dist.get_rank()), 1)
-        del store  # it is the group's, and goes with it
+        del store  # do not keep the group's store alive
         if _here.ends.wait(_EVERY):
             return
 
 
 @atexit.register
 def _end() -> None:
-    """End the thread, which must not outlive the interpreter; who waits is told of an uncaught error."""
+    """Stop the thread before the interpreter ends, and report an uncaught error to waiting ranks."""
     if _here.thread is None:
         return
     _here.ends.set()
@@ -165,4 +161,4 @@ def _end() -> None:
         leave(store, dist.get_rank(), error)
 
 
-os.register_at_fork(after_in_child=lambda: setattr(_here, "thread", None))  # that is its parent's
+os.register_at_fork(after_in_child=lambda: setattr(_here, "thread", None))  # a child does not have its parent's thread

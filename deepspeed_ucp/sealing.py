@@ -1,4 +1,4 @@
-"""Seals of an engine's saves (:mod:`deepspeed_ucp.sources.seal`): with a save, or when its files have come after it."""
+"""Seal an engine's saves (:mod:`deepspeed_ucp.sources.seal`): at once, or when an asynchronous save is complete."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ logger = logging.getLogger("deepspeed_ucp")
 
 
 def seal_save(engine: Any, save_dir: Any, tag: Any) -> None:
-    """Write the seal of a save, or remove that of an earlier save under its tag; collective.
-
-    The save is done by now: whatever keeps it from being sealed is a warning.
-    """
+    """Seal a completed save, or remove an earlier seal under its tag; collective. Errors are only logged."""
     config = get_config(engine)
     if config is None:
         return
@@ -30,13 +27,14 @@ def seal_save(engine: Any, save_dir: Any, tag: Any) -> None:
     if comm.rank == 0 and not is_url(str(save_dir)) and writes_states(engine) and lacks_states(folder):
         logger.warning(
             "%s: this DeepSpeed has saved no optimizer states, as releases 0.17.6 to 0.18.4 do in bf16 without "
-            "ZeRO or with fp32 gradients: training cannot go on from it. Save at ZeRO stage 1, or with another release",
+            "ZeRO or with fp32 gradients: training cannot resume from it. Save at ZeRO stage 1, or with another "
+            "release",
             folder,
         )
-    if is_url(str(save_dir)):  # what lies behind it is another save
+    if is_url(str(save_dir)):  # DeepSpeed treats a URL as a local path
         if comm.rank == 0:
-            told = "%s: DeepSpeed saves to local folders alone; it has made %s, which no load from the URL finds"
-            logger.warning(told, save_dir, os.path.abspath(folder))
+            message = "%s: DeepSpeed saves to local folders alone; it has made %s, which no load from the URL finds"
+            logger.warning(message, save_dir, os.path.abspath(folder))
         return
     local = engine.use_node_local_storage()
     try:
@@ -49,10 +47,10 @@ def seal_save(engine: Any, save_dir: Any, tag: Any) -> None:
 
 
 def _seal(engine: Any, save: UnsealedSave, *, is_last: bool = False) -> None:
-    """Seal a save, or have the coming steps try again where its files are still being written; collective.
+    """Seal a save, or retry in later steps while its files are still being written; collective.
 
     Args:
-        is_last: it is not tried again.
+        is_last: do not retry.
     """
     comm = connect()
     find_state(engine).unsealed = None
@@ -66,24 +64,24 @@ def _seal(engine: Any, save: UnsealedSave, *, is_last: bool = False) -> None:
             return
         find_state(engine).unsealed = save
         if not save.steps:
-            told = f"{save.writer} writes its files after the save. The step that finds all of them seals it."
-            _warn_unsealed(save.folder, comm, told)
+            reason = f"{save.writer} writes its files after the save. The step that finds all of them seals it."
+            _warn_unsealed(save.folder, comm, reason)
 
 
-def _warn_unsealed(folder: str, comm: Comm, why: str) -> None:
+def _warn_unsealed(folder: str, comm: Comm, reason: str) -> None:
     if comm.rank == 0:
-        logger.warning("%s: is not sealed: %s", folder, why)
+        logger.warning("%s: is not sealed: %s", folder, reason)
 
 
 def seal_last(engine: Any) -> None:
-    """Before the next save: seal the last one, if its files are there by now; collective."""
+    """Seal the last save, if it is complete, before the next save; collective."""
     save = find_state(engine).unsealed
     if save is not None:
         _seal(engine, save, is_last=True)
 
 
 def seal_late(engine: Any) -> None:
-    """At the end of a step: seal a save whose files came after it; tried at longer and longer intervals; collective."""
+    """Seal an asynchronous save at the end of a step, with growing intervals between retries; collective."""
     save = find_state(engine).unsealed
     if save is not None:
         save.steps += 1

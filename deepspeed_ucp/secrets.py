@@ -1,4 +1,4 @@
-"""What must not be shown of configurations, logs and environments: values of keys that look like secrets."""
+"""Hide secrets in configurations, logs and environments: values of keys that look like secrets."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 from .errors import hide_secrets
 
 HIDDEN = "(hidden)"
-"""Stands for a secret."""
+"""Replacement for a secret."""
 
 STORES = "storage_options"
-"""Options of stores: whatever a store's library calls a secret, it is text in there."""
+"""Key of stores' options, in which any text may be a secret."""
 
 _WORDS = (
     r"secret|passw|passphrase|pwd|credential|auth(?!or)|(?:api|access|account|private|ssh)[_-]?key"
@@ -35,42 +35,38 @@ _SHAPES = re.compile(
 
 
 def hide_values(value: Any, name: str = "") -> Any:
-    """A configuration with what looks like a secret hidden, and URLs without what is secret in them.
+    """Hide values that look like secrets, and secrets in URLs.
 
     Args:
-        value: mappings, lists and plain values.
-        name: the key that it stands under.
+        value: a configuration of mappings, lists and plain values.
+        name: key of the value.
     """
     if _NAME.search(name) and value not in (None, True, False):
         return HIDDEN
     if isinstance(value, Mapping):
-        shown = {key: hide_values(each, str(key)) for key, each in value.items()}
-        return _close(shown) if name == STORES else shown
+        shown = {key: hide_values(part, str(key)) for key, part in value.items()}
+        return {key: _hide_option(key, part) for key, part in shown.items()} if name == STORES else shown
     if isinstance(value, (list, tuple)):
-        return [hide_values(each) for each in value]
+        return [hide_values(part) for part in value]
     return hide_text(value) if isinstance(value, str) else value
 
 
-def _close(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of stores: no text but where the store is."""
-
-    def close(key: str, each: Any) -> Any:
-        if isinstance(each, Mapping):
-            return _close(each)
-        return HIDDEN if isinstance(each, str) and key not in _OPEN else each
-
-    return {key: close(key, each) for key, each in value.items()}
+def _hide_option(key: str, value: Any) -> Any:
+    """Hide all text in a store's option except the store's location."""
+    if isinstance(value, Mapping):
+        return {name: _hide_option(name, part) for name, part in value.items()}
+    return HIDDEN if isinstance(value, str) and key not in _OPEN else value
 
 
 def hide_text(text: str) -> str:
-    """Lines of a log, or a value, with what looks like a secret hidden."""
+    """Hide parts of a log or a value that look like secrets."""
     for pattern in (_FLAG, _NAMED):
         text = pattern.sub(rf"\1{HIDDEN}", text)
     return hide_secrets(_SHAPES.sub(HIDDEN, text))
 
 
 def hide_at(path: str, value: Any) -> Any:
-    """A value of a configuration that is told by its path (``checkpoint.universal.storage_options.secret``)."""
+    """Hide a value of a configuration by its path (``checkpoint.universal.storage_options.secret``)."""
     above, _, name = path.rpartition(".")
     if isinstance(value, str) and STORES in above.split(".") and name not in _OPEN:
         return HIDDEN

@@ -1,7 +1,6 @@
-"""DeepSpeed's optimizer wrappers: what each of them does to masters and states, in files and in live engines.
+"""DeepSpeed's optimizer wrappers: layout and names of masters and states in files and live engines.
 
-A wrapper is one row of :data:`WRAPPERS`; what differs in a live engine besides is one class of ``targets/engines.py``.
-Everything else asks the row.
+Each wrapper is a row of :data:`WRAPPERS` and, for live engines, has a class in ``targets/engines.py``.
 """
 
 from __future__ import annotations
@@ -15,31 +14,31 @@ from .errors import UnsupportedError
 from .flat import FlatBuffer, Shape, join_parameters, join_reserved
 
 ATOMIC = "atomic"
-"""Wrapper of an atomic checkpoint: whole tensors, which nothing wraps."""
+"""Wrapper of an atomic checkpoint, which has whole tensors."""
 
 BARE = "none"
-"""Wrapper of an engine below ZeRO 3 without optimizer, and of its saves: nothing is partitioned, on any ranks."""
+"""Wrapper of an engine below ZeRO 3 without optimizer, and of its saves, which are not partitioned."""
 
 STATELESS = "optimizer states missing"
-"""Wrapper of a save that has lost them: its trained parameters have copies alone."""
+"""Wrapper of a save without its optimizer states: trained parameters have only 16-bit copies."""
 
 MOMENTUM = "momentum_buffer"
-"""State name of what Muon keeps; other optimizers keep a state of that name as well."""
+"""State name of Muon, and of some other optimizers."""
 
 USE_MUON = "use_muon"
-"""Hyper-parameter of the param groups of DeepSpeed's Muon: whether it is used, or an Adam."""
+"""Hyper-parameter of the param groups of DeepSpeed's Muon: True for Muon, False for Adam."""
 
 _ALL = ("float32", "bfloat16", "float16")
 
 
 class Form(Enum):
-    """How a wrapper lays out the masters, and the optimizer's states beside them."""
+    """Layout of a wrapper's masters and optimizer states."""
 
     PARTITIONS = "a flat buffer per param group, cut into equal partitions"
-    RESERVED = "flat buffers of sub-groups, of whose parameters every partition has as many elements"
+    RESERVED = "a flat buffer per sub-group, with the same number of elements of each parameter in every partition"
     FLAT = "a flat buffer per param group, whole on every rank"
-    SINGLE = "each parameter by itself, whole on every rank"
-    NOTHING = "there are none"
+    SINGLE = "a tensor per parameter, whole on every rank"
+    NOTHING = "no masters"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,22 +46,21 @@ class Wrapper:
     """One optimizer wrapper.
 
     Attributes:
-        name: in a :class:`~deepspeed_ucp.topology.Topology`.
-        form: of masters and states.
-        stages: of ZeRO at which an engine may have it.
-        precisions: of such an engine; none where nobody can ask for it.
-        live_class: DeepSpeed's class; empty where the engine has the optimizer itself, or nothing.
-        masters, params: attributes of a live one, with the masters and the parameters that they belong to, group by
-            group (sub-group by sub-group).
-        keys: that its state dict has in a file, that of the masters in front: of ``SINGLE`` a list of them
-            for each group.
-        inner: key there of the torch optimizer's own state dict; empty where it is that itself.
-        by_pipelines: stages at which engines have it by themselves only where they are pipelines.
-        has_copies: the model computes with copies of the masters, and not with these themselves.
-        strips_padding: files have the masters without the padding at the end of a partition.
-        can_be_elastic: it can save states without padding or hyper-parameters (``elastic_checkpoint``).
-        whole: states that a rank keeps of whole parameters, wherever its partition touches one, of groups that Muon
-            trains and that are not offloaded.
+        name: name in a :class:`~deepspeed_ucp.topology.Topology`.
+        form: layout of masters and states.
+        stages: ZeRO stages of engines with this wrapper.
+        precisions: precisions of such engines; empty if the wrapper cannot be selected.
+        live_class: DeepSpeed's class; empty if the engine has the optimizer itself, or none.
+        masters, params: attributes of the live wrapper with the masters and their parameters, for each group or
+            sub-group.
+        keys: keys of its state dict in a file, beginning with the masters'.
+        inner: key of the torch optimizer's state dict there; empty if the state dict is the torch optimizer's.
+        by_pipelines: stages at which DeepSpeed selects it only for pipelines.
+        has_copies: the model computes with copies of the masters instead of the masters.
+        strips_padding: saved masters lack the padding at the end of a partition.
+        can_be_elastic: supports saves without padding and hyper-parameters (``elastic_checkpoint``).
+        whole: states of groups trained by Muon without offload that cover whole parameters if a partition has any
+            element of these.
     """
 
     name: str
@@ -82,30 +80,30 @@ class Wrapper:
 
     @property
     def is_cut(self) -> bool:
-        """Whether masters are cut over data-parallel ranks, each of which saves its part in a file of its own."""
+        """True if masters are partitioned over data-parallel ranks, each of which saves a file."""
         return self.form in (Form.PARTITIONS, Form.RESERVED)
 
     @property
     def is_positional(self) -> bool:
-        """Whether its saves name no parameters of the optimizer: states are known by their places."""
+        """True if saves do not name the optimizer's parameters, so that states are identified by position."""
         return self.form in (Form.FLAT, Form.SINGLE)
 
     @property
     def is_flat(self) -> bool:
-        """Whether a whole param group lies in one buffer on every rank."""
+        """True if every rank has one buffer for a whole param group."""
         return self.form is Form.FLAT
 
     def saved(self, state: Collection[Any]) -> bool:
-        """Whether an optimizer's state dict is one of it."""
+        """Return True if the wrapper saved this optimizer state dict."""
         return bool(self.keys) and all(key in state for key in self.keys)
 
     @property
     def tells_stage(self) -> bool:
-        """Whether its files tell ZeRO's stage, which else the ds_config does."""
+        """True if its files contain ZeRO's stage; else only the ds_config does."""
         return len(self.stages) == 1 or STAGE in self.keys
 
     def list_whole(self, hyper: Mapping[str, Any], *, offloaded: bool = False) -> frozenset[str]:
-        """States that a rank keeps of whole parameters of a param group with such hyper-parameters."""
+        """Return the states of a param group that cover whole parameters (see ``whole``)."""
         return self.whole if hyper.get(USE_MUON) and not offloaded else frozenset()
 
     def lay_out(
@@ -117,13 +115,13 @@ class Wrapper:
         partition: int | None = None,
         gaps: Sequence[int] = (),
     ) -> list[FlatBuffer]:
-        """The flat buffers of a param group (of a sub-group, where there are any).
+        """Make the flat buffers of a param group or sub-group.
 
         Args:
             group: number of the param group.
-            names, shapes: of its parameters, in flat order.
-            parts: ranks that these are cut over.
-            partition, gaps: as for :func:`~deepspeed_ucp.flat.join_parameters`, where parameters share a buffer.
+            names, shapes: its parameters in flat order.
+            parts: number of ranks over which they are partitioned.
+            partition, gaps: see :func:`~deepspeed_ucp.flat.join_parameters`.
         """
         if self.form is Form.RESERVED:
             return [join_reserved(group, names, shapes, parts)]
@@ -134,7 +132,7 @@ class Wrapper:
 
 
 STAGE = "zero_stage"
-"""Key of a state dict that tells ZeRO's stage."""
+"""Key of ZeRO's stage in a state dict."""
 
 _ROWS = (
     Wrapper(
@@ -199,39 +197,33 @@ _ROWS = (
 )
 
 WRAPPERS: dict[str, Wrapper] = {row.name: row for row in _ROWS}
-"""By name; where several fit, the first is what DeepSpeed takes (engine.py ``_do_optimizer_sanity_check``)."""
+"""Rows by name. If several fit, DeepSpeed selects the first (engine.py ``_do_optimizer_sanity_check``)."""
 
 
 def find_wrapper(name: str) -> Wrapper:
-    """The row of a wrapper.
-
-    Raises:
-        UnsupportedError: there is none; a later release may have written it.
-    """
-    found = WRAPPERS.get(name)
-    if found is None:
-        raise UnsupportedError(f"optimizer wrapper {name!r} is not known here (known: {', '.join(WRAPPERS)}).")
-    return found
+    """Return the row of a wrapper; UnsupportedError if there is none (a later release may have written it)."""
+    if name not in WRAPPERS:
+        raise UnsupportedError(f"optimizer wrapper {name!r} is unknown (known: {', '.join(WRAPPERS)}).")
+    return WRAPPERS[name]
 
 
 def find_saved(state: Collection[Any]) -> Wrapper | None:
-    """The wrapper that saved an optimizer's state dict; None where none that is covered did."""
+    """Return the wrapper that saved an optimizer state dict, or None if it is not supported."""
     return next((row for row in WRAPPERS.values() if row.saved(state)), None)
 
 
 def find_live(optimizer: Any) -> Wrapper | None:
-    """The wrapper that a live engine's optimizer is; None where no row has its class."""
+    """Return the wrapper of a live engine's optimizer, or None if no row has its class."""
     kind = type(optimizer).__name__
     return next((row for row in WRAPPERS.values() if row.live_class == kind), None)
 
 
 def list_foreseen(zero: int | None = None, precision: str | None = None) -> list[Wrapper]:
-    """The wrappers that can be asked for, at a stage of ZeRO and in a precision where these are given."""
-    found = [row for row in WRAPPERS.values() if row.precisions]
-    found = [row for row in found if zero is None or zero in row.stages]
-    return [row for row in found if precision is None or precision in row.precisions]
+    """List the wrappers that a user can select, optionally at a ZeRO stage and in a precision."""
+    rows = [row for row in WRAPPERS.values() if row.precisions and (zero is None or zero in row.stages)]
+    return [row for row in rows if precision is None or precision in row.precisions]
 
 
 def choose_wrapper(zero: int, precision: str, *, pipeline: bool) -> Wrapper:
-    """What DeepSpeed takes."""
+    """Return the wrapper that DeepSpeed selects."""
     return next(row for row in list_foreseen(zero, precision) if pipeline or zero not in row.by_pipelines)

@@ -30,7 +30,7 @@ def test_nobody_is_in_a_collective_while_another_rank_takes_long(tmp_path: Path)
 @pytest.mark.parametrize(
     ("end", "told"),
     [
-        ("killed", "RemoteError: [rank 1] no sign of life for 2 s"),
+        ("killed", "RemoteError: [rank 1] no heartbeat for 2 s"),
         ("interrupted", "RemoteError: [rank 1] KeyboardInterrupt: oh"),
     ],
     ids=str,
@@ -70,14 +70,14 @@ def pass_time(monkeypatch: pytest.MonkeyPatch, look: Callable[[float], object]) 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> Store:
     """Rank 0's own, while rank 1 comes to no meeting; looks take no time."""
-    monkeypatch.setattr(meeting, "_here", meeting._Here())
+    monkeypatch.setattr(meeting, "_here", meeting._Process())
     pass_time(monkeypatch, lambda _seconds: None)
     return Store()
 
 
 def become(monkeypatch: pytest.MonkeyPatch, left: int) -> None:
     """Another process, which has left as often."""
-    monkeypatch.setattr(meeting, "_here", meeting._Here(left))
+    monkeypatch.setattr(meeting, "_here", meeting._Process(left))
 
 
 def test_an_error_of_one_rank_alone_ends_the_others(here: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +116,7 @@ def test_signs_of_life_keep_others_waiting(here: Store, monkeypatch: pytest.Monk
     pass_time(monkeypatch, sleep)
     meeting.meet(here, 0, 2)
     pass_time(monkeypatch, lambda _seconds: None)
-    with pytest.raises(RemoteError, match="no sign of life for 60 s"):
+    with pytest.raises(RemoteError, match="no heartbeat for 60 s"):
         meeting.meet(here, 0, 2)
 
 

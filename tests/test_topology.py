@@ -37,9 +37,9 @@ FLAT_CHANGES: dict[str, tuple[Any, str]] = {
     "group": (1, "param group 0 → 1"),
     "partition": (8, "partition 6 → 8 elements"),
     "parts": (3, "partitions 2 → 3"),
-    "by_parameter": (True, "cut by parameter on one side alone"),
+    "by_parameter": (True, "cut by parameter on one side only"),
     "tensors": (((0, 6), (3, 6)), "tensors that are cut as one"),
-    "ranks": (range(0, 4, 2), "held by other ranks"),
+    "ranks": (range(0, 4, 2), "on other ranks"),
 }
 
 

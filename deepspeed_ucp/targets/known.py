@@ -54,11 +54,11 @@ def list_unknown(target: Any, index: AtomicIndex | None = None) -> list[str]:
         return [f"{topology.wrapper} at ZeRO stage {topology.zero_stage}"]
     unknown = [option for option in _list_options(target) if option not in row]
     if index is not None and topology.zero_stage == 3:
-        unknown += _list_changed_frozen(target, index)
+        unknown += _list_other_frozen(target, index)
     return unknown + list(index.limits.unnoticed if index else ())
 
 
-def _list_changed_frozen(target: Any, index: AtomicIndex) -> Iterator[str]:
+def _list_other_frozen(target: Any, index: AtomicIndex) -> Iterator[str]:
     """Describe parameters without optimizer that were saved otherwise; ZeRO 3's load compares only their sizes."""
     for name in sorted(target.params.keys() - target.owned):
         saved = index.find(index.resolve(name), MODULE)

@@ -59,7 +59,8 @@ def test_masters_reach_their_copies_piece_by_piece(monkeypatch: pytest.MonkeyPat
     """What is converted on its way to a GPU is in memory apart: as much as a piece, not a whole partition."""
     flat, master = torch.zeros(22, dtype=torch.bfloat16), torch.arange(11.0)
     target: Any = Zero12Target.__new__(Zero12Target)
-    target.wrapped = SimpleNamespace(**{name: [None] for name in Zero12Target.attributes})
+    target.wrapper = "zero12"
+    target.wrapped = SimpleNamespace(**{name: [None] for name in Zero12Target.attributes["zero12"]})
     target.wrapped.bit16_groups_flat, target.wrapped.single_partition_of_fp32_groups = [flat], [master]
     target.wrapped.parallel_partitioned_bit16_groups = [flat.view(2, 11)]
     monkeypatch.setattr(engines.ds_comm, "get_rank", lambda group: 1)
