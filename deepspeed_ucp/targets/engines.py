@@ -130,7 +130,7 @@ class Zero3Target(Target):
     @property
     def momentum_in_memory(self) -> dict[int, torch.Tensor]:
         """Muon's momentum outside of the optimizer's state, by sub-group (``save_muon_momentum_buffer_in_memory``)."""
-        return getattr(self.wrapped, "muon_momentum_buffer_partitioned_groups_flat", {})  # type: ignore[no-any-return]
+        return getattr(self.wrapped, "muon_momentum_buffer_partitioned_groups_flat", {})
 
     def relink(self) -> None:
         if any(flat.swap for flat in self.flats):  # as after a step: register the states and free their memory

@@ -1,4 +1,4 @@
-"""What every target has in common."""
+"""The common part of all targets."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def test_names_dtypes_and_memory() -> None:
     assert flatten(torch.zeros(3, 2).t()).shape == (2, 3)
 
 
-def test_partitions_that_were_fetched_ahead_go_back_to_nvme() -> None:
-    """What is filled is the file; memory would hide it, and is never written back."""
+def test_prefetched_partitions_are_released() -> None:
+    """The load fills the file on NVMe; a partition in memory would hide it, and is never written back."""
     target = FakeTarget(Model((Param("a", (2, 3)), Param("b", (4,)))), Topology(3), 0)
     released: list[Any] = []
     for status, param in zip(("AVAILABLE", "NOT_AVAILABLE"), target.params.values(), strict=True):
@@ -43,7 +43,7 @@ def test_partitions_that_were_fetched_ahead_go_back_to_nvme() -> None:
 
 
 class Copies(TorchDispatchMode):
-    """How many elements each copy has."""
+    """Records the number of elements of each copy."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,8 +55,8 @@ class Copies(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_masters_reach_their_copies_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is converted on its way to a GPU is in memory apart: as much as a piece, not a whole partition."""
+def test_masters_are_copied_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy to a GPU needs memory for the conversion of a piece, not of a partition."""
     flat, master = torch.zeros(22, dtype=torch.bfloat16), torch.arange(11.0)
     target: Any = Zero12Target.__new__(Zero12Target)
     target.wrapper = "zero12"
@@ -71,20 +71,19 @@ def test_masters_reach_their_copies_piece_by_piece(monkeypatch: pytest.MonkeyPat
     assert copies.sizes == [4, 4, 3]
 
 
-def test_copies_of_accelerators_are_gathered_by_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which brings them to the host where torch gathers none of an accelerator's."""
-    told = list[Any]()
+def test_copies_on_accelerators_are_gathered_by_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed moves them to the host if torch cannot gather an accelerator's tensors."""
+    calls = list[Any]()
     monkeypatch.setattr(gathering.dist, "get_world_size", lambda group: 2)
     monkeypatch.setattr(gathering.dist, "get_rank", lambda group: 1)
-    monkeypatch.setattr(gathering.ds_comm, "all_gather_into_tensor", lambda *each, group: told.extend((*each, group)))
+    monkeypatch.setattr(gathering.ds_comm, "all_gather_into_tensor", lambda *args, group: calls.extend((*args, group)))
     flat = torch.zeros(6, device="meta")
     gathering.gather_in_place(flat, "group")
-    whole, own, group = told
-    assert (whole is flat, own.storage_offset(), own.numel(), group) == (True, 3, 3, "group")
+    whole, part, group = calls
+    assert (whole is flat, part.storage_offset(), part.numel(), group) == (True, 3, 3, "group")
 
 
-def test_partitions_without_an_optimizer_are_counted_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ZeRO 3 for inference on two ranks is no `dp=1`."""
+def test_the_degree_of_zero_3_for_inference(monkeypatch: pytest.MonkeyPatch) -> None:
     target: Any = OffloadOnlyTarget.__new__(OffloadOnlyTarget)
     target.wrapped = SimpleNamespace(dp_process_group="group")
     monkeypatch.setattr(engines.ds_comm, "get_world_size", lambda group: {"group": 2}[group])

@@ -1,4 +1,4 @@
-"""What DeepSpeed's own load leaves stale."""
+"""Copies that DeepSpeed's own load leaves stale."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from deepspeed_ucp.targets.finish import refresh_after_own_load
 
 
 @pytest.mark.parametrize(("engine", "refreshed"), [({"is_pipe_parallel": True}, True), ({}, False)])
-def test_a_pipeline_of_one_stage_may_be_stale_too(engine: dict[str, bool], refreshed: bool) -> None:
-    """A tied module all of whose uses have a `forward_fn` has no layer file, on however many stages."""
+def test_a_pipeline_of_one_stage_is_refreshed_too(engine: dict[str, bool], refreshed: bool) -> None:
+    """A tied module has no layer file if all of its uses have a `forward_fn`."""
     target = Mock(engine=SimpleNamespace(**engine), place=SimpleNamespace(pp=1))
     target.unfiled.return_value = ["tied_modules.k.weight"]
     refresh_after_own_load(target, Comm(), with_states=True)

@@ -1,4 +1,4 @@
-"""Which loads of an unchanged topology are left to DeepSpeed: those that are known to be right, and no others."""
+"""DeepSpeed loads unchanged topologies only in configurations that are known to be correct."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from deepspeed_ucp.targets.known import KNOWN, list_unknown
 
 
 class Zero(BaseModel):
-    """Fields of ``zero_optimization``: a harmless one, one that is not, and one of a release to come."""
+    """Fields of ``zero_optimization``: a harmless one, one that changes saves, and one of a future release."""
 
     reduce_bucket_size: int = 1
     elastic_checkpoint: bool = False
@@ -20,43 +20,34 @@ class Zero(BaseModel):
 
 
 class TorchCheckpointEngine:
-    """The reader that loads what ZeRO has in its files."""
+    """A reader that loads ZeRO's files."""
 
 
 class FastCheckpointEngine:
-    """One that refuses it."""
+    """A reader that refuses ZeRO's files."""
 
 
 def make(row: tuple[str, int] = ("zero12", 1), **differs: Any) -> Any:
-    """A target without anything special but for what is named: of its topology, its engine, or itself."""
+    """Make a plain target that differs in its topology, its engine, or its own attributes."""
     wrapper, stage = row
     topology = {"wrapper": wrapper, "zero_stage": stage, "precision": "float32", "tp": 1, "pp": 1}
     topology |= {"offload": "none/none", **differs.pop("topology", {})}
     engine: dict[str, Any] = {"checkpoint_engine": TorchCheckpointEngine(), "use_node_local_storage": lambda: False}
     engine |= {"_config": SimpleNamespace(zero_config=differs.pop("zero", Zero())), **differs.pop("engine", {})}
-    held: dict[str, Any] = {
-        "experts": {},
-        "params": {"a": 0},
-        "owned": {"a"},
-        "unfiled": list,
-        "has_copies": True,
-        **differs,
-    }
-    place = SimpleNamespace(tp=topology["tp"])
-    return SimpleNamespace(topology=SimpleNamespace(**topology), engine=SimpleNamespace(**engine), place=place, **held)
+    plain: dict[str, Any] = {"experts": {}, "params": {"a": 0}, "owned": {"a"}, "unfiled": list, "has_copies": True}
+    return SimpleNamespace(
+        topology=SimpleNamespace(**topology),
+        engine=SimpleNamespace(**engine),
+        place=SimpleNamespace(tp=topology["tp"]),
+        **plain | differs,
+    )
 
 
-def hold(degree: int, folded: bool = False) -> Any:
-    return SimpleNamespace(degree=degree, over_tp=folded)
+def hold(degree: int, over_tp: bool = False) -> Any:
+    return SimpleNamespace(degree=degree, over_tp=over_tp)
 
 
-@pytest.mark.parametrize("row", KNOWN, ids=str)
-def test_every_row_in_16_bit_with_other_buckets(row: tuple[str, int]) -> None:
-    target = make(row, topology={"precision": "bfloat16"}, zero=Zero(reduce_bucket_size=5))
-    assert list_unknown(target) == []
-
-
-ODD: dict[str, tuple[Any, str]] = {
+UNKNOWN: dict[str, tuple[Any, str]] = {
     "wrapper": (make(("zero9", 9)), "zero9 at ZeRO stage 9"),
     "stage": (make(("bf16", 0)), "bf16 at ZeRO stage 0"),
     "reader": (make(engine={"checkpoint_engine": FastCheckpointEngine()}), "a FastCheckpointEngine"),
@@ -78,12 +69,20 @@ ODD: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("odd", ODD)
-def test_what_is_in_no_row_is_ours(odd: str) -> None:
-    target, told = ODD[odd]
-    assert list_unknown(target) == [told]
+@pytest.mark.parametrize("case", UNKNOWN)
+def test_unknown_options(case: str) -> None:
+    target, text = UNKNOWN[case]
+    assert list_unknown(target) == [text]
 
 
-def test_known_options() -> None:
-    assert list_unknown(make(params={"a": 0, "b": 0}, experts={"x": hold(2)}, topology={"tp": 2, "pp": 2})) == []
-    assert list_unknown(make(("zero3", 3), topology={"offload": "cpu/cpu"})) == []
+@pytest.mark.parametrize(
+    "target",
+    [
+        *(make(row, topology={"precision": "bfloat16"}, zero=Zero(reduce_bucket_size=5)) for row in KNOWN),
+        make(params={"a": 0, "b": 0}, experts={"x": hold(2)}, topology={"tp": 2, "pp": 2}),
+        make(("zero3", 3), topology={"offload": "cpu/cpu"}),
+    ],
+    ids=lambda target: f"{target.topology.wrapper}-{target.topology.zero_stage}",
+)
+def test_known_options(target: Any) -> None:
+    assert list_unknown(target) == []

@@ -1,4 +1,4 @@
-"""Where a rank stands, and what a live model tells: over stand-ins for engines, without processes."""
+"""Ranks of live engines, and live models' descriptions of their layout, with fake engines and no processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from deepspeed_ucp.targets.parallel import find_unfiled
 
 @pytest.fixture(autouse=True)
 def _no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The data-parallel group is a (rank, size) here."""
+    """Represent the data-parallel group by (rank, size)."""
     ranks = SimpleNamespace(get_rank=lambda group: group[0], get_world_size=lambda group: group[1])
     monkeypatch.setattr(parallel, "ds_comm", ranks)
 
@@ -61,23 +61,28 @@ STAGES = make_mpu(
         pytest.param(STAGES, 2, 1, Place(0, 1, 1, 2, 1, 3), id="stages"),
     ],
 )
-def test_every_kind_of_mpu_is_understood(mpu: Any, size: int, mp_rank: int, place: Place) -> None:
+def test_every_kind_of_mpu(mpu: Any, size: int, mp_rank: int, place: Place) -> None:
     found = find_place(make_engine(mpu, size))
     assert found == place
     assert found.mp_rank == mp_rank
 
 
-def test_another_numbering_of_ranks_is_refused() -> None:
-    """A topology with the axes model, pipe numbers tensor ranks first."""
-    mpu = SimpleNamespace(**{**vars(MEGATRON), "get_model_parallel_rank": lambda: 6})
-    with pytest.raises(UnsupportedError, match=r"rank 6 of 8 has pipeline stage 2 of 4 and tensor rank 1 of 2"):
-        find_place(make_engine(mpu, 8))
+TENSOR_FIRST = SimpleNamespace(**{**vars(MEGATRON), "get_model_parallel_rank": lambda: 6})
+"""An mpu that numbers tensor ranks before pipeline stages (axes model, pipe)."""
+
+NO_STAGE = make_mpu(slice_parallel_rank=0, slice_parallel_world_size=1, pipe_parallel_world_size=2)
 
 
-def test_pipeline_stages_need_a_rank() -> None:
-    mpu = make_mpu(slice_parallel_rank=0, slice_parallel_world_size=1, pipe_parallel_world_size=2)
-    with pytest.raises(UnsupportedError, match="get_pipeline_model_parallel_rank"):
-        find_place(make_engine(mpu, 2))
+@pytest.mark.parametrize(
+    ("mpu", "size", "words"),
+    [
+        (TENSOR_FIRST, 8, "rank 6 of 8 has pipeline stage 2 of 4 and tensor rank 1 of 2"),
+        (NO_STAGE, 2, "get_pipeline_model_parallel_rank"),
+    ],
+)
+def test_unsupported_mpus(mpu: Any, size: int, words: str) -> None:
+    with pytest.raises(UnsupportedError, match=words):
+        find_place(make_engine(mpu, size))
 
 
 def mark(parameter: torch.nn.Parameter, **marks: Any) -> torch.nn.Parameter:
@@ -86,33 +91,16 @@ def mark(parameter: torch.nn.Parameter, **marks: Any) -> torch.nn.Parameter:
     return parameter
 
 
-def test_megatrons_attributes_but_not_autotps_mark() -> None:
-    module = torch.nn.Module()
-    cut = mark(torch.nn.Parameter(torch.zeros(2)), tensor_model_parallel=True, partition_dim=0, partition_stride=2)
-    cut = mark(cut, partition_sizes=[1, 1])
-    whole = mark(torch.nn.Parameter(torch.zeros(2)), tensor_model_parallel=False)
-    autotp = mark(torch.nn.Parameter(torch.zeros(2)), tensor_model_parallel=True, ds_is_replaced_module=True)
-    for name, parameter in {"cut": cut, "whole": whole, "autotp": autotp}.items():
-        module.register_parameter(name, parameter)
-    module.register_parameter("plain", torch.nn.Parameter(torch.zeros(2)))
-    assert live_attributes(make_engine(module=module)) == {
-        "cut": {
-            "tensor_model_parallel": True,
-            "partition_dim": 0,
-            "partition_stride": 2,
-            "partition_sizes": [1, 1],
-        },
-        "whole": {"tensor_model_parallel": False},
-    }
-
-
-def test_names_are_those_of_atoms() -> None:
-    module = torch.nn.Module()
-    module._orig_mod = torch.nn.Module()
-    module._orig_mod.weight = mark(torch.nn.Parameter(torch.zeros(2)), tensor_model_parallel=True, partition_dim=1)
-    assert live_attributes(make_engine(module=module)) == {
-        "weight": {"tensor_model_parallel": True, "partition_dim": 1}
-    }
+def test_megatrons_attributes_without_autotps_mark() -> None:
+    """By the names of atoms."""
+    cut = {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 2, "partition_sizes": [1, 1]}
+    whole = {"tensor_model_parallel": False}
+    module, compiled = torch.nn.Module(), torch.nn.Module()
+    module._orig_mod = compiled
+    autotp = {"tensor_model_parallel": True, "ds_is_replaced_module": True}
+    for name, marks in {"cut": cut, "whole": whole, "autotp": autotp, "plain": {}}.items():
+        compiled.register_parameter(name, mark(torch.nn.Parameter(torch.zeros(2)), **marks))
+    assert live_attributes(make_engine(module=module)) == {"cut": cut, "whole": whole}
 
 
 class Slotted:
@@ -124,16 +112,16 @@ class Slotted:
 
 @dataclass
 class Model:
-    """A model with the method that Megatron-DeepSpeed's have."""
+    """A model with Megatron-DeepSpeed's method."""
 
-    told: Any
+    info: Any
 
     def universal_checkpoint_info(self) -> Any:
-        return self.told
+        return self.info
 
 
-def test_information_becomes_plain_data() -> None:
-    told = {
+def test_universal_checkpoint_info_becomes_plain_data() -> None:
+    info = {
         "parameter_with_sub_params": [SubparamShape(patterns=["^qkv$"], shape=((4, 2), -1), partition_dim=0)],
         "affine_map": {"params": {"^w$": Slotted()}},
         "original_vocab_size": torch.tensor(67),
@@ -149,44 +137,41 @@ def test_information_becomes_plain_data() -> None:
         "sets": [1, 2, 3],
         "size": [2, 3],
     }
-    attribute = SimpleNamespace(universal_checkpoint_info=told)
+    attribute = SimpleNamespace(universal_checkpoint_info=info)
     assert live_universal_info(make_engine(module=attribute)) == plain
-    assert live_universal_info(make_engine(module=Model(told))) == plain
-
-
-@pytest.mark.parametrize("module", [SimpleNamespace(), Model(None)], ids=["no-attribute", "none"])
-def test_models_without_information(module: Any) -> None:
-    assert live_universal_info(make_engine(module=module)) is None
+    assert live_universal_info(make_engine(module=Model(info))) == plain
+    for module in (SimpleNamespace(), Model(None)):
+        assert live_universal_info(make_engine(module=module)) is None
 
 
 @pytest.mark.parametrize(
     ("ranks", "lane", "place", "over_tp", "expected"),
     [
-        ([4, 6], [4, 6], Place(0, 2, 1, 2, 0, 2), False, [0, 2]),  # a lane's own, of the second stage
+        ([4, 6], [4, 6], Place(0, 2, 1, 2, 0, 2), False, [0, 2]),  # of one tensor rank in the second stage
         ([5], [5, 7], Place(1, 2, 1, 2, 0, 2), False, [1]),
         ([0, 4], [0, 2, 4, 6], Place(0, 2, 0, 1, 0, 4), False, [0, 4]),
-        ([5, 6], [5, 7], Place(1, 2, 1, 2, 0, 2), True, [1, 2]),  # across both
+        ([5, 6], [5, 7], Place(1, 2, 1, 2, 0, 2), True, [1, 2]),  # of both tensor ranks
         ([0, 1, 2, 3], [1, 3], Place(1, 2, 0, 1, 0, 2), True, [0, 1, 2, 3]),
-        ([3], [0, 2, 1, 3], Place(0, 1, 0, 1, 3, 4), False, [3]),  # in the group's own order
+        ([3], [0, 2, 1, 3], Place(0, 1, 0, 1, 3, 4), False, [3]),  # in the group's order
     ],
 )
-def test_ranks_are_numbered_through_their_stage(
+def test_ranks_in_their_stage(
     ranks: list[int], lane: list[int], place: Place, expected: list[int], *, over_tp: bool
 ) -> None:
     assert list(parallel._number_ranks(ranks, lane, place, over_tp=over_tp)) == expected
 
 
 @pytest.mark.parametrize(
-    ("ranks", "lane", "over_tp", "told"),
-    [([0, 1, 3], [0, 2, 4], True, "not evenly spaced"), ([0, 3], [0, 1, 2], True, "side by side")],
+    ("ranks", "lane", "words"),
+    [([0, 1, 3], [0, 2, 4], "not evenly spaced"), ([0, 3], [0, 1, 2], "side by side")],
 )
-def test_ranks_whose_order_is_not_known(ranks: list[int], lane: list[int], told: str, *, over_tp: bool) -> None:
-    with pytest.raises(UnknownLayoutError, match=told):
-        parallel._number_ranks(ranks, lane, Place(0, 2, 0, 1, 0, 3), over_tp=over_tp)
+def test_unsupported_orders_of_ranks(ranks: list[int], lane: list[int], words: str) -> None:
+    with pytest.raises(UnknownLayoutError, match=words):
+        parallel._number_ranks(ranks, lane, Place(0, 2, 0, 1, 0, 3), over_tp=True)
 
 
 class Stage(PipelineModule):
-    """A pipeline stage with a tied layer. H: a use with a ``forward_fn``, E: one without; a stage for each letter."""
+    """A stage of a pipeline with a tied layer; one letter per stage: H has a ``forward_fn``, E has none."""
 
     def __init__(self, letters: str, stage: int) -> None:
         torch.nn.Module.__init__(self)
@@ -206,18 +191,18 @@ class Stage(PipelineModule):
         ("EH", 1, "bias"),
         ("EEH", 1, ""),
         ("HE", 0, "bias weight"),
-        ("HE", 1, "weight"),  # the first stage's comes over it
+        ("HE", 1, "weight"),  # overwritten by the first stage's
         ("H", 0, "bias weight"),
     ],
 )
-def test_parameters_of_tied_modules_that_are_in_no_layer_file(letters: str, stage: int, found: str) -> None:
+def test_parameters_of_tied_modules_without_a_layer_file(letters: str, stage: int, found: str) -> None:
     module = Stage(letters, stage)
     assert find_unfiled(make_engine(module=module)) == {f"tied_modules.k.{name}" for name in found.split()}
     assert find_unfiled(SimpleNamespace(module=module, has_moe_layers=True)) == set()
 
 
-def test_experts_of_a_layer_that_tells_no_placement_are_in_order() -> None:
-    """AutoEP's to 0.19.5."""
+def test_experts_without_a_placement_are_in_order() -> None:
+    """AutoEP up to 0.19.5."""
     layer = SimpleNamespace(ep_rank=1, num_local_experts=2)
     assert [*parallel._list_fused(layer)] == [2, 3]
     layer.expert_placement_descriptor = {"ranks": [{"rank": 1, "experts": [2, 0]}, {"rank": 0, "experts": [1, 3]}]}

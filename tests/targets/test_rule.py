@@ -1,5 +1,4 @@
-"""The update rule and its hyper-parameters, saved against live: of every class of torch's and DeepSpeed's, by what
-their own constructors put into a param group."""
+"""Comparison of saved and live update rules, for the param groups of every optimizer class of torch and DeepSpeed."""
 
 from __future__ import annotations
 
@@ -32,13 +31,13 @@ BUILDERS = {
     DeepSpeedCPULion: (deepspeed.ops.lion.cpu_lion, "CPULionBuilder"),
     FusedLion: (deepspeed.ops.lion.fused_lion, "FusedLionBuilder"),
 }
-"""DeepSpeed's classes and where each finds its kernels, which no test here runs."""
+"""DeepSpeed's classes and their kernel builders, which are not run here."""
 
 MOMENTS = {"exp_avg", "exp_avg_sq"}
 DS_STATES = {DeepSpeedCPUAdam: MOMENTS, FusedAdam: MOMENTS, FusedLamb: MOMENTS}
 
 SAME_RULE = (
-    {"Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam"},  # where weight decay is the same, or none
+    {"Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam"},  # with equal or no weight decay
     {"FusedLion", "DeepSpeedCPULion"},
 )
 
@@ -52,7 +51,7 @@ def list_torch() -> list[type]:
 KINDS = [*list_torch(), *BUILDERS]
 UNACTING = ("fused", "foreach", "capturable", "differentiable")
 NEEDED: dict[str, dict[str, Any]] = {"nesterov": {"momentum": 0.9}}
-"""What an argument needs beside it."""
+"""Other arguments that an argument needs."""
 
 
 def make(kind: Any, **options: Any) -> Any:
@@ -87,16 +86,16 @@ def is_same_rule(saved: type, live: type) -> bool:
 
 
 def list_pairs() -> list[tuple[type, type]]:
-    """Classes whose states have the same names: nothing else tells them apart."""
+    """List pairs of classes whose states have the same names."""
     states = {kind: states_of(kind) for kind in KINDS}
     return [(saved, live) for saved in KINDS for live in KINDS if states[saved] == states[live]]
 
 
 @pytest.mark.parametrize(("saved", "live"), list_pairs(), ids=lambda kind: kind.__name__)
-def test_another_class_with_states_of_the_same_names_is_told(saved: type, live: type) -> None:
-    told = find(make(live), {**group_of(make(saved)), "weight_decay": 0.0})
-    assert bool(told) is not is_same_rule(saved, live)
-    assert not told or live.__name__ in told
+def test_another_class_with_the_same_states_is_found(saved: type, live: type) -> None:
+    found = find(make(live), {**group_of(make(saved)), "weight_decay": 0.0})
+    assert bool(found) is not is_same_rule(saved, live)
+    assert not found or live.__name__ in found
 
 
 def list_switches() -> list[tuple[type, str, bool]]:
@@ -107,7 +106,7 @@ def list_switches() -> list[tuple[type, str, bool]]:
 
 @pytest.mark.parametrize(("kind", "key", "plain"), list_switches(), ids=lambda value: getattr(value, "__name__", value))
 def test_every_switch_of_every_class(kind: type, key: str, plain: bool) -> None:
-    """One that changes the update is told with both values, in either direction; how kernels run is nobody's matter."""
+    """Changes of the update are described with both values, in both directions; choices of kernels are ignored."""
     decay = {} if key == "bias_correction" or "weight_decay" not in group_of(make(kind)) else {"weight_decay": 0.5}
     options = {**decay, **NEEDED.get(key, {})}
     saved, live = (group_of(make(kind, **options)) for _ in range(2))
@@ -116,13 +115,13 @@ def test_every_switch_of_every_class(kind: type, key: str, plain: bool) -> None:
     if key == "amsgrad" and kind is DeepSpeedCPUAdam:
         assert find(optimizer, saved) == "amsgrad True → False"
         return
-    told = find(optimizer, saved)
+    there = find(optimizer, saved)
     optimizer.param_groups[0][key] = not plain
     back = find(optimizer, live)
     if key in UNACTING:
-        assert (told, back) == ("", "")
+        assert (there, back) == ("", "")
     else:
-        assert told.startswith(f"{key} {not plain} → {plain}") and back.startswith(f"{key} {plain} → {not plain}")
+        assert there.startswith(f"{key} {not plain} → {plain}") and back.startswith(f"{key} {plain} → {not plain}")
 
 
 def list_numbers() -> list[tuple[type, str]]:
@@ -137,48 +136,56 @@ def list_numbers() -> list[tuple[type, str]]:
     ]
 
 
+def list_changes(
+    optimizer: Any, *saved: dict[str, Any], scheduler: Any = None, configured: Any = None, **options: Any
+) -> str:
+    """Compare an optimizer's first group with saved groups."""
+    pairs = [(optimizer.param_groups[0], group) for group in saved]
+    return list_edits(optimizer, pairs, scheduler, configured or {}, **{"takes_saved": True, **options})
+
+
 @pytest.mark.parametrize(("kind", "key"), list_numbers(), ids=lambda value: getattr(value, "__name__", value))
-def test_every_number_that_a_script_may_edit_is_told(kind: type, key: str) -> None:
+def test_every_changed_number_is_described(kind: type, key: str) -> None:
     optimizer = make(kind)
     saved = group_of(optimizer)
     value = saved[key]
     saved[key] = tuple(each and each / 2 for each in value) if isinstance(value, tuple) else value / 2 + 0.25
-    told = list_edits(optimizer, [(optimizer.param_groups[0], saved)], None, {}, takes_saved=True)
-    assert f"saved: {key} " in told and '"param_groups": "live"' in told
-    same = [(optimizer.param_groups[0], group_of(optimizer))]
-    assert list_edits(optimizer, same, None, {}, takes_saved=True) == ""
+    text = list_changes(optimizer, saved)
+    assert f"saved: {key} " in text and '"param_groups": "live"' in text
+    assert list_changes(optimizer, group_of(optimizer)) == ""
 
 
-# -- what one side alone has ------------------------------------------------------------------------------------------
+# -- hyper-parameters that only one side has
 
 
 @pytest.mark.parametrize(
-    ("saved", "live"), [each for each in list_pairs() if is_same_rule(*each)], ids=lambda kind: kind.__name__
+    ("saved", "live"), [pair for pair in list_pairs() if is_same_rule(*pair)], ids=lambda kind: kind.__name__
 )
-def test_of_the_same_rule_no_class_lacks_what_acts(saved: type, live: type) -> None:
+def test_classes_of_one_rule_have_the_same_effective_keys(saved: type, live: type) -> None:
     optimizer = make(live)
     assert list_one_sided(optimizer, [(optimizer.param_groups[0], group_of(make(saved)))]) == ""
 
 
-def test_what_one_side_alone_tells() -> None:
+def test_keys_that_only_one_side_has() -> None:
     live = make(FusedAdam)
     group, saved = live.param_groups[0], group_of(make(ADAMW))
-    ask = lambda **held: list_one_sided(live, [(group, held)] * 2)  # noqa: E731
-    stays = "the saved param groups do not have lr, betas, eps, weight_decay (this run's are kept)"
-    assert ask(step=3) == stays.replace(", weight_decay", "")  # which is 0 here
     del saved["lr"], saved["decoupled_weight_decay"]
-    assert ask(**saved) == "the saved param groups do not have lr (this run's are kept)"
-    told = ask(**saved | {"maximize": True, "scale": Unread("f", "1")})
-    assert told.endswith("lr (this run's are kept) and have maximize, scale (ignored: FusedAdam does not have them)")
-    assert ask(**saved | {"lr": 0.5, "maximize": True}) == ""  # refused as another rule
-    unread = {"lr": Unread("function f", "1")}
-    assert ask(**saved | unread) == "the saved param groups do not have lr (this run's are kept)"
+    front, kept = "the saved param groups do not have ", "(this run's are kept)"
+    ignored = "and have maximize, scale (ignored: FusedAdam does not have them)"
+    for fields, text in (
+        ({"step": 3}, f"{front}lr, betas, eps {kept}"),  # weight_decay is 0
+        (saved, f"{front}lr {kept}"),
+        (saved | {"maximize": True, "scale": Unread("f", "1")}, f"{front}lr {kept} {ignored}"),
+        (saved | {"lr": 0.5, "maximize": True}, ""),  # refused as another rule
+        (saved | {"lr": Unread("function f", "1")}, f"{front}lr {kept}"),
+    ):
+        assert list_one_sided(live, [(group, fields)] * 2) == text
 
 
-# -- weight decay of Adam ---------------------------------------------------------------------------------------------
+# -- weight decay of Adam
 
 OLD = ("decoupled_weight_decay",)
-"""What releases of torch before 2.7 do not have in Adam's groups."""
+"""Keys that Adam's groups do not have in torch before 2.7."""
 
 
 def decay(kind: Any, *without: str, **options: Any) -> dict[str, Any]:
@@ -228,21 +235,21 @@ DECAY: dict[str, tuple[Callable[[], Any], dict[str, Any], dict[str, Any], str]] 
 def test_weight_decay_of_adam(case: str) -> None:
     made, saved, configured, expected = DECAY[case]
     live = made()
-    told, doubt = find(live, saved, configured), find_doubt(live, live.param_groups[0], saved, configured, {})
-    assert ("other" if told else "doubt" if doubt else "") == expected
-    if told:
-        assert "decoupled_weight_decay" in told and "0.1" in told
+    other, doubt = find(live, saved, configured), find_doubt(live, live.param_groups[0], saved, configured, {})
+    assert ("other" if other else "doubt" if doubt else "") == expected
+    if other:
+        assert "decoupled_weight_decay" in other and "0.1" in other
 
 
-def test_a_mode_that_the_saved_config_lacks_and_this_one_has() -> None:
-    """Releases before 0.19 take adam_w_mode out of the ds_config: then neither has it."""
+def test_a_mode_that_only_the_live_config_has() -> None:
+    """Releases before 0.19 remove adam_w_mode from the ds_config: then neither has it."""
     live, saved = L2_FUSED(), decay(FusedAdam)
     ask = partial(find_doubt, live, live.param_groups[0], saved, by_config("Adam", lr=1.0))
     assert "does not" in ask(by_config("Adam", adam_w_mode=False))
     assert ask(by_config("Adam")) == ""
 
 
-def test_an_older_torch_tells_adamw_by_its_class() -> None:
+def test_older_torch_distinguishes_adamw_by_its_class() -> None:
     for kind in (ADAM, ADAMW):
         live = make(kind, weight_decay=0.1)
         del live.param_groups[0]["decoupled_weight_decay"]
@@ -251,11 +258,11 @@ def test_an_older_torch_tells_adamw_by_its_class() -> None:
     assert "decoupled_weight_decay True → False" in find(make(ADAM), decay(ADAMW))
 
 
-# -- what an optimizer keeps for itself -------------------------------------------------------------------------------
+# -- entries that an optimizer adds itself
 
 
 class Estimating(torch.optim.Optimizer):
-    """Prodigy's and ScheduleFree's way: estimates, counts and a mode among the defaults, which no script sets."""
+    """Has estimates, counts and a mode among its defaults, like Prodigy and ScheduleFree."""
 
     def __init__(self, params: Any, lr: float = 1.0, betas: tuple[float, float] = (0.9, 0.99), cautious: bool = False):
         kept = {"d": 1e-6, "k": 0, "train_mode": False}
@@ -263,35 +270,33 @@ class Estimating(torch.optim.Optimizer):
 
 
 class Derived(Estimating):
-    """Hands its arguments on."""
+    """Passes its arguments on."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
 
 
 @pytest.mark.parametrize("kind", [Estimating, Derived])
-def test_what_an_optimizer_keeps_for_itself_is_no_edit(kind: Any) -> None:
+def test_entries_of_an_optimizer_are_not_compared(kind: Any) -> None:
     live = make(kind)
     saved = {**group_of(live), "d": 0.5, "k": 7, "train_mode": True, "step": 3}
     assert find(live, saved) == ""
-    assert list_edits(live, [(live.param_groups[0], saved)], None, {}, takes_saved=True) == ""
+    assert list_changes(live, saved) == ""
     assert find(live, {**saved, "cautious": True}) == "cautious True → False"
-    assert "betas (0.5, 0.9) → (0.9, 0.99)" in list_edits(
-        live, [(live.param_groups[0], {**saved, "betas": [0.5, 0.9]})], None, {}, takes_saved=True
-    )
+    assert "betas (0.5, 0.9) → (0.9, 0.99)" in list_changes(live, {**saved, "betas": [0.5, 0.9]})
 
 
-def test_keys_of_the_users_own() -> None:
-    """Numbers are hyper-parameters too; names and switches of them change no rule."""
+def test_keys_added_by_the_user() -> None:
+    """They are hyper-parameters, but do not change the rule."""
     live = make(ADAMW)
     live.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))], "lr_scale": 0.5, "label": "b", "mine": True})
     group, saved = live.param_groups[1], {**group_of(live), "lr_scale": 0.25, "label": "b", "mine": False}
     assert find_other_rule(live, group, saved, {}) == ""
-    told = list_edits(live, [(group, saved)], None, {}, takes_saved=True)
-    assert "saved: lr_scale 0.25 → 0.5, mine False → True;" in told
+    text = list_edits(live, [(group, saved)], None, {}, takes_saved=True)
+    assert "saved: lr_scale 0.25 → 0.5, mine False → True;" in text
 
 
-# -- schedulers -------------------------------------------------------------------------------------------------------
+# -- schedulers
 
 SCHEDULES: dict[str, Callable[[Any], Any]] = {
     "StepLR": lambda o: torch_schedules.StepLR(o, 1),
@@ -312,7 +317,7 @@ TORCHS = [name for name in SCHEDULES if hasattr(torch_schedules, name)]
 
 
 def run_saved(name: str, lr: float = 0.02) -> dict[str, Any]:
-    """What a run has in its param group after some steps."""
+    """Return the param group after some steps of a run."""
     optimizer = make(ADAMW, lr=lr)
     scheduler = SCHEDULES[name](optimizer)
     for _ in range(4):
@@ -323,61 +328,55 @@ def run_saved(name: str, lr: float = 0.02) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step")
-def test_what_a_scheduler_moved_is_no_edit(name: str) -> None:
-    """Nor where a trainer has one that the engine does not know, or where one is made after the load."""
+def test_changes_by_a_scheduler_are_not_described(name: str) -> None:
+    """Nor if only a trainer knows the scheduler, or if it is made after the load."""
     saved, live = run_saved(name), make(ADAMW, lr=0.02)
-    owner = SCHEDULES[name](live)
-    ask = partial(list_edits, live, [(live.param_groups[0], saved)], configured={}, takes_saved=True)
-    assert ask(scheduler=owner) == ""
-    if name in TORCHS and name != "CyclicLR":  # which cycles betas and leaves no trace of it
-        assert ask(scheduler=None) == ""
+    assert list_changes(live, saved, scheduler=SCHEDULES[name](live)) == ""
+    if name in TORCHS and name != "CyclicLR":  # it cycles betas without a mark in the groups
+        assert list_changes(live, saved) == ""
     if name in TORCHS and "Cyc" not in name:
-        later = make(ADAMW, lr=0.02)
-        assert list_edits(later, [(later.param_groups[0], saved)], None, {}, takes_saved=True) == ""
+        assert list_changes(make(ADAMW, lr=0.02), saved) == ""
 
 
 @pytest.mark.parametrize("name", [name for name in TORCHS if "Cyc" not in name])
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step")
-def test_a_learning_rate_under_a_scheduler_that_was_edited_is_told(name: str) -> None:
+def test_a_changed_initial_rate_is_described(name: str) -> None:
     saved, live = run_saved(name), make(ADAMW, lr=0.5)
-    pair = [(live.param_groups[0], saved)]
-    kept = list_edits(live, pair, None, {}, takes_saved=False)
-    assert "initial_lr 0.02 → 0.5; this run's are kept" in kept  # no scheduler moves it any more
-    assert "initial_lr" in list_edits(live, pair, None, {}, takes_saved=True, with_scheduler=False)
+    assert "initial_lr 0.02 → 0.5; this run's are kept" in list_changes(live, saved, takes_saved=False)
+    assert "initial_lr" in list_changes(live, saved, with_scheduler=False)
     for scheduler in (None, SCHEDULES[name](live)):
-        told = list_edits(live, pair, scheduler, {}, takes_saved=True)
-        assert "initial_lr 0.02 → 0.5; the saved ones are taken" in told and "load_lr_scheduler_states=False" in told
-    assert list_edits(live, pair, scheduler, {}, takes_saved=False) == ""  # the restored scheduler's count
-    assert list_edits(live, pair, scheduler, {}, takes_saved=True, with_scheduler=False) == ""  # its own do
+        text = list_changes(live, saved, scheduler=scheduler)
+        assert "initial_lr 0.02 → 0.5; the saved ones are taken" in text and "load_lr_scheduler_states=False" in text
+    assert list_changes(live, saved, scheduler=scheduler, takes_saved=False) == ""  # the restored rates count
+    assert list_changes(live, saved, scheduler=scheduler, with_scheduler=False) == ""  # the live rates count
 
 
-def test_a_rate_that_the_script_itself_moves_from_the_configured_one_is_no_edit() -> None:
+def test_a_rate_that_the_script_moves_itself_is_not_described() -> None:
     live = make(ADAMW, lr=0.5)
-    pair = [(live.param_groups[0], {**group_of(live), "lr": 0.123})]
-    assert list_edits(live, pair, None, by_config("AdamW", lr=0.5), takes_saved=True) == ""
-    assert "lr 0.123 → 0.5" in list_edits(live, pair, None, by_config("AdamW", lr=0.25), takes_saved=True)
+    saved = {**group_of(live), "lr": 0.123}
+    assert list_changes(live, saved, configured=by_config("AdamW", lr=0.5)) == ""
+    assert "lr 0.123 → 0.5" in list_changes(live, saved, configured=by_config("AdamW", lr=0.25))
 
 
 @pytest.mark.parametrize(
     ("takes_saved", "words"),
     [(True, 'the saved ones are taken. "checkpoint"'), (False, 'this run\'s are kept ("param_groups" is "live")')],
 )
-def test_edits_are_counted_over_param_groups(takes_saved: bool, words: str) -> None:
+def test_changes_are_counted_over_param_groups(takes_saved: bool, words: str) -> None:
     live = make(ADAMW, lr=0.5, weight_decay=0.1)
-    group, saved = live.param_groups[0], group_of(live)
-    pairs = [(group, {**saved, "lr": 0.25}), (group, {**saved, "lr": 0.25, "weight_decay": 0.0})]
-    told = list_edits(live, pairs, None, {}, takes_saved=takes_saved)
-    assert "saved: lr 0.25 → 0.5, weight_decay 0 → 0.1 (1 of 2 param groups); " in told and words in told
-    tensor = {**group, "lr": torch.tensor(0.1)}  # in float32
-    assert list_edits(live, [(tensor, {**saved, "lr": 0.1})], None, {}, takes_saved=takes_saved) == ""
+    saved = {**group_of(live), "lr": 0.25}
+    text = list_changes(live, saved, {**saved, "weight_decay": 0.0}, takes_saved=takes_saved)
+    assert "saved: lr 0.25 → 0.5, weight_decay 0 → 0.1 (1 of 2 param groups); " in text and words in text
+    live.param_groups[0]["lr"] = torch.tensor(0.1)  # in float32
+    assert list_changes(live, {**saved, "lr": 0.1}, takes_saved=takes_saved) == ""
 
 
-def test_what_deepspeeds_own_load_replaces() -> None:
+def test_values_that_deepspeeds_own_load_replaces() -> None:
     live = make(ADAMW, lr=torch.tensor(0.5))
     engine = SimpleNamespace(optimizer=live, basic_optimizer=live, lr_scheduler=None)
-    tell = watch_edits(engine)
-    assert tell(None) == ""
+    describe = watch_edits(engine)
+    assert describe(None) == ""
     live.param_groups[0]["lr"].fill_(0.25)
-    assert "lr 0.25 → 0.5; the saved ones are taken" in tell(None)
-    assert tell({"ds_config": {"optimizer": by_config("AdamW", lr=0.5)}}) == ""
+    assert "lr 0.25 → 0.5; the saved ones are taken" in describe(None)
+    assert describe({"ds_config": {"optimizer": by_config("AdamW", lr=0.5)}}) == ""
     assert watch_edits(SimpleNamespace(optimizer=None, lr_scheduler=None))({}) == ""

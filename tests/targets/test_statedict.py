@@ -1,4 +1,4 @@
-"""What a module's own state dict calls its tensors."""
+"""Keys of tensors in a module's own state dict."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from deepspeed_ucp.targets.statedict import StateDict, ask_state_dict, find_chan
 
 
 class Renaming(torch.nn.Module):
-    """Holds a layer under a name that its state dict leaves out, and makes a tensor of its own."""
+    """A module whose state dict omits a layer's name and adds a computed tensor."""
 
     def __init__(self, *, detached: bool) -> None:
         super().__init__()
@@ -26,23 +26,23 @@ class Renaming(torch.nn.Module):
 
 
 @pytest.mark.parametrize("detached", [False, True])
-def test_names_by_what_they_hold(detached: bool) -> None:
-    told = ask_state_dict(Renaming(detached=detached))
+def test_keys_are_matched_by_their_tensors(detached: bool) -> None:
+    found = ask_state_dict(Renaming(detached=detached))
     names = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
-    assert told.keys == {name: f"inner.{name}" for name in names}
-    assert (set(told.others), told.made) == ({"made", "kept"}, {"made"})
+    assert found.keys == {name: f"inner.{name}" for name in names}
+    assert (set(found.others), found.made) == ({"made", "kept"}, {"made"})
 
 
-def test_a_plain_module_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_state_dict_of_a_plain_module_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
     module = torch.nn.Sequential(torch.nn.Linear(3, 3))
-    monkeypatch.setattr(torch.nn.Module, "_save_to_state_dict", lambda *_: pytest.fail("was asked"))
+    monkeypatch.setattr(torch.nn.Module, "_save_to_state_dict", lambda *_: pytest.fail("was made"))
     assert ask_state_dict(module) == StateDict()
 
 
-def test_what_the_module_makes_otherwise_than_a_load_wrote_it() -> None:
+def test_computed_tensors_that_differ_from_loaded_ones() -> None:
     module = Renaming(detached=False)
-    told = ask_state_dict(module)
-    assert find_changed(module, told) == []
-    told.others["made"].fill_(3.0)
-    told.others["kept"].fill_(3.0)
-    assert find_changed(module, told) == ["made"]
+    before = ask_state_dict(module)
+    assert find_changed(module, before) == []
+    before.others["made"].fill_(3.0)
+    before.others["kept"].fill_(3.0)
+    assert find_changed(module, before) == ["made"]
