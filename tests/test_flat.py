@@ -1,4 +1,4 @@
-"""The geometry of flat buffers: what each partition holds, what is padding, and who holds which elements."""
+"""Geometry of flat buffers: cuts, padding and holders of elements."""
 
 from __future__ import annotations
 
@@ -24,34 +24,26 @@ MODEL = ("a", "b", "c"), ((3,), (2, 2), (5,))
 """Names and shapes of 12 elements."""
 
 
-@pytest.mark.parametrize(
-    ("rank", "cuts", "gaps"),
-    [
-        (0, [Cut("a", 0, 3, 0), Cut("b", 0, 2, 3)], []),
-        (1, [Cut("b", 2, 2, 0), Cut("c", 0, 3, 2)], []),
-        (2, [Cut("c", 3, 2, 0)], [(2, 5)]),
-    ],
-)
-def test_zero_1_cuts_the_buffer(rank: int, cuts: list[Cut], gaps: list[tuple[int, int]]) -> None:
-    buffer = join_parameters(0, *MODEL, parts=3, partition=5)
-    assert (buffer.cuts(rank), buffer.gaps(rank)) == (cuts, gaps)
+ZERO_1, ZERO_3 = join_parameters(0, *MODEL, parts=3, partition=5), join_reserved(0, *MODEL, parts=3)
 
 
 @pytest.mark.parametrize(
-    ("rank", "cuts", "gaps"),
+    ("buffer", "rank", "cuts", "gaps"),
     [
-        (0, [Cut("a", 0, 1, 0), Cut("b", 0, 2, 1), Cut("c", 0, 2, 3)], []),
-        (1, [Cut("a", 1, 1, 0), Cut("b", 2, 2, 1), Cut("c", 2, 2, 3)], []),
-        (2, [Cut("a", 2, 1, 0), Cut("c", 4, 1, 3)], [(1, 3), (4, 5)]),
+        (ZERO_1, 0, [Cut("a", 0, 3, 0), Cut("b", 0, 2, 3)], []),
+        (ZERO_1, 1, [Cut("b", 2, 2, 0), Cut("c", 0, 3, 2)], []),
+        (ZERO_1, 2, [Cut("c", 3, 2, 0)], [(2, 5)]),
+        (ZERO_3, 0, [Cut("a", 0, 1, 0), Cut("b", 0, 2, 1), Cut("c", 0, 2, 3)], []),
+        (ZERO_3, 1, [Cut("a", 1, 1, 0), Cut("b", 2, 2, 1), Cut("c", 2, 2, 3)], []),
+        (ZERO_3, 2, [Cut("a", 2, 1, 0), Cut("c", 4, 1, 3)], [(1, 3), (4, 5)]),
     ],
 )
-def test_zero_3_cuts_every_parameter(rank: int, cuts: list[Cut], gaps: list[tuple[int, int]]) -> None:
-    buffer = join_reserved(0, *MODEL, parts=3)
+def test_cuts_and_padding(buffer: FlatBuffer, rank: int, cuts: list[Cut], gaps: list[tuple[int, int]]) -> None:
     assert (buffer.cuts(rank), buffer.gaps(rank)) == (cuts, gaps)
     assert [cut_parameter(5, part, 3) for part in range(4)] == [(0, 2), (2, 2), (4, 1), (5, 0)]
 
 
-def test_the_expert_parallel_degree_is_that_of_the_holders() -> None:
+def test_the_expert_parallel_degree() -> None:
     dense = join_parameters(0, *MODEL, parts=3, partition=4)
     expert = replace(dense, group=1, parts=2, partition=6, ranks=range(1, 8, 2))
     others = [replace(expert, ranks=range(first, 8, 4)) for first in range(4)]
@@ -63,7 +55,7 @@ SIZES = st.lists(st.integers(0, 30), min_size=1, max_size=6)
 
 @st.composite
 def buffers(draw: st.DrawFn) -> FlatBuffer:
-    """Of ZeRO 1/2 or 3, with empty parameters and padding."""
+    """Draw buffers of ZeRO 1/2 or 3 with empty parameters and padding."""
     shapes = [(numel,) for numel in draw(SIZES)]
     names, parts = [f"p{number}" for number in range(len(shapes))], draw(st.integers(1, 7))
     if draw(st.booleans()):
@@ -77,7 +69,7 @@ def buffers(draw: st.DrawFn) -> FlatBuffer:
 @examples(150)
 @given(model=models(), dp=st.integers(1, 9), aligned=st.booleans(), robin=st.booleans())
 def test_cuts_are_deepspeeds(model: Model, dp: int, aligned: bool, robin: bool) -> None:
-    """Against the synthesiser's layout, which is held against real saves."""
+    """Compare with the synthesiser's layout, which is compared with real saves elsewhere."""
     topology = Topology(2, dp, round_robin=robin, parameter_alignment=aligned)
     for rank, flats in enumerate(partition_layout(model, topology)):
         for flat in flats:
@@ -86,7 +78,7 @@ def test_cuts_are_deepspeeds(model: Model, dp: int, aligned: bool, robin: bool) 
 
 
 @given(buffers())
-def test_partitions_hold_every_element_once_and_the_rest_is_padding(buffer: FlatBuffer) -> None:
+def test_partitions_have_each_element_once_and_padding(buffer: FlatBuffer) -> None:
     held = []
     for part in range(buffer.parts):
         cuts = buffer.cuts(part)
@@ -100,7 +92,7 @@ def test_partitions_hold_every_element_once_and_the_rest_is_padding(buffer: Flat
 
 @st.composite
 def split_buffers(draw: st.DrawFn) -> tuple[FlatBuffer, FlatBuffer]:
-    """A buffer, and the same with each parameter taken apart into some equal parts."""
+    """Draw a buffer, and the same buffer with each parameter split into equal parts."""
     buffer = draw(buffers())
     parts = {}
     for name, numel in zip(buffer.names, buffer.numels, strict=True):
@@ -110,7 +102,7 @@ def split_buffers(draw: st.DrawFn) -> tuple[FlatBuffer, FlatBuffer]:
 
 
 @given(split_buffers())
-def test_parts_of_parameters_lie_where_the_parameters_do(pair: tuple[FlatBuffer, FlatBuffer]) -> None:
+def test_split_parameters_keep_their_position(pair: tuple[FlatBuffer, FlatBuffer]) -> None:
     whole, split = pair
     sizes = dict(zip(split.names, split.numels, strict=True))
     for part in range(whole.parts):
@@ -126,7 +118,7 @@ def test_parts_of_parameters_lie_where_the_parameters_do(pair: tuple[FlatBuffer,
 
 
 @given(st.one_of(buffers(), split_buffers().map(lambda pair: pair[1])))
-def test_holders_of_elements_are_the_partitions_whose_cuts_have_them(buffer: FlatBuffer) -> None:
+def test_holders_match_the_cuts(buffer: FlatBuffer) -> None:
     parts = range(buffer.parts)
     held = {(cut.name, cut.start + at): part for part in parts for cut in buffer.cuts(part) for at in range(cut.numel)}
     for place, numel in enumerate(buffer.numels):
@@ -137,7 +129,7 @@ def test_holders_of_elements_are_the_partitions_whose_cuts_have_them(buffer: Fla
         assert all(cut in buffer.cuts(part) for part, cut in buffer.find_holders(place, 0, numel))
 
 
-def test_files_with_fewer_elements_than_the_shapes_have_fewer_cuts() -> None:
+def test_partitions_smaller_than_the_shapes_have_fewer_cuts() -> None:
     buffer = join_parameters(0, ("a", "b"), ((3,), (9,)), parts=2, partition=4)
     assert [buffer.cuts(part) for part in (0, 1)] == [[Cut("a", 0, 3, 0), Cut("b", 0, 1, 3)], [Cut("b", 1, 4, 0)]]
     assert join_parameters(0, ("a",), ((3,),), parts=2, partition=0).cuts(1) == []
@@ -153,18 +145,15 @@ def test_files_with_fewer_elements_than_the_shapes_have_fewer_cuts() -> None:
         ([(1, 8), (2, 4)], [(0, 1), (8, 10)]),
     ],
 )
-def test_gaps_are_what_no_span_covers(spans: list[tuple[int, int]], gaps: list[tuple[int, int]]) -> None:
+def test_gaps(spans: list[tuple[int, int]], gaps: list[tuple[int, int]]) -> None:
     assert find_gaps(spans, 10) == gaps
 
 
-def test_what_a_partition_touches_are_tensors() -> None:
-    """Of experts that lie in one tensor all of them, though the partition holds a part of one."""
+def test_touched_tensors_are_whole() -> None:
+    """All experts of a fused tensor are included if the partition has a part of one."""
     buffer = join_parameters(4, ("a", "w", "b"), ((2,), (3, 2), (4,)), parts=3, partition=4)
     split = buffer.split({"a": {"a": (2,)}, "w": {"w.5": (2,), "w.1": (2,), "w.3": (2,)}, "b": {"b": (4,)}})
-    assert [split.join_touched(part).names for part in range(3)] == [
-        ("a", "w.5", "w.1", "w.3"),
-        ("w.5", "w.1", "w.3"),
-        ("b",),
-    ]
+    experts = ("w.5", "w.1", "w.3")
+    assert [split.join_touched(part).names for part in range(3)] == [("a", *experts), experts, ("b",)]
     assert [buffer.join_touched(part).names for part in range(3)] == [("a", "w"), ("w",), ("b",)]
     assert buffer.join_touched(2) == join_parameters(4, ("b",), ((4,),))

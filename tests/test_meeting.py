@@ -1,4 +1,4 @@
-"""Ranks wait for each other outside of collectives, which may take so long only, and not for one that is gone."""
+"""Ranks wait for each other outside of collectives, which have timeouts, but not for ranks that have died."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.mpi import run_torch
 WAITING = str(Path(__file__).parent / "support" / "waiting.py")
 
 
-def test_nobody_is_in_a_collective_while_another_rank_takes_long(tmp_path: Path) -> None:
+def test_no_collective_waits_for_a_slow_rank(tmp_path: Path) -> None:
     source = write_source(tmp_path)
     convert(source, tmp_path / "alone")
     for code, _, err in run_torch(2, [WAITING, "late", str(source)]):
@@ -28,18 +28,18 @@ def test_nobody_is_in_a_collective_while_another_rank_takes_long(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("end", "told"),
+    ("end", "words"),
     [
         ("killed", "RemoteError: [rank 1] no heartbeat for 2 s"),
         ("interrupted", "RemoteError: [rank 1] KeyboardInterrupt: oh"),
     ],
     ids=str,
 )
-def test_nobody_waits_for_a_rank_that_is_gone(end: str, told: str) -> None:
+def test_ranks_do_not_wait_for_a_dead_rank(end: str, words: str) -> None:
     (code, _, err), (other, _, _) = run_torch(2, [WAITING, "gone", end])
     assert other != 0
     assert code == 1
-    assert told in err
+    assert words in err
 
 
 class Store:
@@ -63,20 +63,20 @@ class Store:
 
 
 def pass_time(monkeypatch: pytest.MonkeyPatch, look: Callable[[float], object]) -> None:
-    """Pauses between looks take no time; what happens in each."""
+    """Replace pauses between polls by a function."""
     monkeypatch.setattr(meeting, "time", SimpleNamespace(sleep=look))
 
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> Store:
-    """Rank 0's own, while rank 1 comes to no meeting; looks take no time."""
+    """Store of rank 0 while rank 1 does not arrive; pauses take no time."""
     monkeypatch.setattr(meeting, "_here", meeting._Process())
     pass_time(monkeypatch, lambda _seconds: None)
     return Store()
 
 
 def become(monkeypatch: pytest.MonkeyPatch, left: int) -> None:
-    """Another process, which has left as often."""
+    """Become another process with this number of errors."""
     monkeypatch.setattr(meeting, "_here", meeting._Process(left))
 
 
@@ -85,14 +85,14 @@ def test_an_error_of_one_rank_alone_ends_the_others(here: Store, monkeypatch: py
     become(monkeypatch, left=0)
     with pytest.raises(RemoteError, match=r"^\[rank 1\] MemoryError: oh\s+no$") as error:
         meeting.meet(here, 0, 2)
-    meeting.leave(here, 0, error.value)  # and a third one is told of the first
+    meeting.leave(here, 0, error.value)  # a third rank gets the first error
     become(monkeypatch, left=0)
     with pytest.raises(RemoteError, match=r"^\[rank 1\] MemoryError"):
         meeting.meet(here, 2, 3)
 
 
-def test_an_error_that_every_rank_had_ends_no_later_meeting(here: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each raises it by itself, none knows of the others, and a script may go on."""
+def test_an_error_of_every_rank_does_not_affect_later_barriers(here: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank raises it separately, and a script may continue."""
     meeting.leave(here, 1, ValueError("tag"))
     become(monkeypatch, left=0)
     meeting.leave(here, 0, ValueError("tag"))
@@ -106,7 +106,7 @@ def test_an_error_that_every_rank_had_ends_no_later_meeting(here: Store, monkeyp
         meeting.meet(here, 0, 2)
 
 
-def test_signs_of_life_keep_others_waiting(here: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_wait_while_there_are_heartbeats(here: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     looks = iter(range(10000))
 
     def sleep(_seconds: float) -> None:
@@ -120,7 +120,7 @@ def test_signs_of_life_keep_others_waiting(here: Store, monkeypatch: pytest.Monk
         meeting.meet(here, 0, 2)
 
 
-def test_a_store_that_is_gone_is_told(here: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_store_is_an_error(here: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_key: str) -> bytes:
         raise RuntimeError("Connection reset by peer")
 
@@ -129,8 +129,7 @@ def test_a_store_that_is_gone_is_told(here: Store, monkeypatch: pytest.MonkeyPat
         meeting.meet(here, 0, 2)
 
 
-def test_ranks_wait_for_each_other_s_reads_in_deepspeeds_own_load() -> None:
-    """Its collectives are its own, and so is what it reads before them."""
+def test_ranks_wait_for_reads_of_deepspeeds_own_load() -> None:
     calls: list[str] = []
 
     class Waiting(Comm):

@@ -1,4 +1,4 @@
-"""Nothing that looks like a secret is shown; what is needed to find a fault is."""
+"""Secrets are hidden; other text stays readable."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_secrets_in_text_are_hidden(text: str) -> None:
         "checkpoints/global_step4/mp_rank_00_model_states.pt",
     ],
 )
-def test_what_is_no_secret_is_left(text: str) -> None:
+def test_other_text_is_unchanged(text: str) -> None:
     assert hide_text(text) == text
 
 

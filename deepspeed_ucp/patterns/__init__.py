@@ -13,15 +13,13 @@ from .kinds import (
     ShardV,
     Unique,
     advise_vocabulary,
-    check_shapes,
 )
-from .layout import Layout, Run, align, copy_runs, find_faults, restrict_source, stack, whole
+from .layout import Layout, Run, copy_runs, restrict_source, whole
 from .metadata import from_universal_info
 from .recorded import from_recorded, read_pattern, record_pattern
 from .rename import Rename, find_idle, parse_renames, rename_names
-from .resize import Resize, Resized, advise_resize, pad_vocabulary
+from .resize import Resized, advise_resize, pad_vocabulary
 from .rules import (
-    Rule,
     RuleSet,
     advise_family,
     find_resize,
@@ -31,7 +29,7 @@ from .rules import (
     list_renames,
     load_family,
 )
-from .settle import Settled, Unsettled, settle
+from .settle import Settled, settle
 
 __all__ = [
     "Facts",
@@ -40,9 +38,7 @@ __all__ = [
     "Pattern",
     "Rename",
     "Replicate",
-    "Resize",
     "Resized",
-    "Rule",
     "RuleSet",
     "Run",
     "SameShards",
@@ -52,14 +48,10 @@ __all__ = [
     "ShardNC",
     "ShardV",
     "Unique",
-    "Unsettled",
     "advise_family",
     "advise_resize",
     "advise_vocabulary",
-    "align",
-    "check_shapes",
     "copy_runs",
-    "find_faults",
     "find_idle",
     "find_resize",
     "from_arguments",
@@ -77,6 +69,5 @@ __all__ = [
     "rename_names",
     "restrict_source",
     "settle",
-    "stack",
     "whole",
 ]

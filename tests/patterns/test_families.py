@@ -14,12 +14,12 @@ from deepspeed_ucp.patterns import (
     ShardH,
     ShardNC,
     ShardV,
-    find_faults,
     from_arguments,
     from_config,
     list_families,
     load_family,
 )
+from deepspeed_ucp.patterns.layout import find_faults
 from tests.patterns.settling import settle
 
 from . import models

@@ -18,10 +18,9 @@ from deepspeed_ucp.patterns import (
     ShardV,
     Unique,
     copy_runs,
-    find_faults,
-    stack,
     whole,
 )
+from deepspeed_ucp.patterns.layout import find_faults, stack
 from deepspeed_ucp.patterns.metadata import Viewed
 
 from .shards import cut_array, reshard

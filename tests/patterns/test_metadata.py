@@ -16,13 +16,13 @@ from deepspeed_ucp.patterns import (
     ShardNC,
     ShardV,
     copy_runs,
-    find_faults,
     from_attributes,
     from_config,
     from_universal_info,
     whole,
 )
 from deepspeed_ucp.patterns.affine import read_map
+from deepspeed_ucp.patterns.layout import find_faults
 from tests.patterns.settling import settle
 
 from . import models
