@@ -84,7 +84,6 @@ bench: $(STAMP)
 	$(call IN_ENV,$(VENV)) $(TIDY) $(VENV)/bin/python -u bench/run.py
 	$(call IN_ENV,$(VENV)) $(VENV)/bin/python -u bench/scale.py --quick
 	$(call IN_ENV,$(VENV)) $(TIDY) $(VENV)/bin/python -u bench/saves.py
-	$(call IN_ENV,$(VENV)) $(VENV)/bin/python -u bench/intervals.py
 
 HOUSE_ARGS ?=
 house: $(STAMP)

@@ -16,9 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 AT_SCALE = ("<!-- at scale: written by bench/scale.py -->", "<!-- end of at scale -->")
-INTERVALS = ("<!-- intervals: written by bench/intervals.py -->", "<!-- end of intervals -->")
 SAVES = ("<!-- saves: written by bench/saves.py -->", "<!-- end of saves -->")
-"""What is around these commands' parts of docs/benchmarks.md."""
+"""Marks around the parts of docs/benchmarks.md that other commands write."""
 
 MIB = 1 << 20
 WINDOW_MIB = 256  # the plugin's default window_mb
@@ -93,13 +92,11 @@ class Target:
 
     Attributes:
         value: None when this run did not measure it.
-        means: what a user has of the figure; `{}` stands for it.
     """
 
     text: str
     value: float | None
     limit: float
-    means: str
     at_least: bool = False
     unit: str = ""
 
@@ -186,7 +183,6 @@ def explain(results: Results) -> str:
 * **Processor** is the time of all processes, the system's work for them included. **From storage** is their
   `read_bytes` of /proc/self/io.
 * **Extra memory a rank**: the peak resident size beyond that of the engine with its loaded state, on the worst rank.
-* **Phases** are seconds of the slowest rank, and may overlap.
 * **Targets.** Unless a section says otherwise, a load of ours reads at most 1.02 times the state from storage, and
   takes at most {WINDOW_MIB + ALLOWANCE_MIB} MiB of extra memory.
 
@@ -202,10 +198,7 @@ Written by `{results.command}`. {about}
 
 {cases_table(results, cases)}
 
-{notes}Seconds in each phase:
-
-{phases_table(results, cases)}
-"""
+{notes}"""
 
 
 def _tell_targets(results: Results, cases: Sequence[Case]) -> str:
@@ -243,31 +236,24 @@ def make_targets(results: Results, cases: Sequence[Case]) -> list[Target]:
     for case in (c for c in cases if c.index_limit is not None):
         share = results.share(case.name, "index", "own load")
         text = f"{case.title}: index and decision over the load"
-        means = "an unchanged resume takes longer by {} of DeepSpeed's load"
-        targets.append(Target(text, share, case.index_limit or 0.0, means))
+        targets.append(Target(text, share, case.index_limit or 0.0))
     for case in (c for c in cases if c.is_ours):
         name, limit = case.title, WINDOW_MIB + ALLOWANCE_MIB
         if case.own_limit is not None:
             own, upstream = results.ratio(case.name, "deepspeed"), results.ratio(case.upstream, case.name)
-            means = "a load takes {} times as long as DeepSpeed's own"
-            targets.append(Target(f"{name}: time over DeepSpeed's own load", own, case.own_limit, means))
+            targets.append(Target(f"{name}: time over DeepSpeed's own load", own, case.own_limit))
             if any(c.name == case.upstream for c in cases):
-                means = "a resume is {} times as fast as conversion and load by DeepSpeed"
-                targets.append(Target(f"{name}: upstream's time over ours", upstream, 15.0, means, at_least=True))
+                targets.append(Target(f"{name}: upstream's time over ours", upstream, 15.0, at_least=True))
         if case.floor_limit is not None:
             ratio = results.ratio(case.name, case.floor)
-            means = "a load takes {} times as long as reading its bytes once"
-            targets.append(Target(f"{name}: time over the floor", ratio, case.floor_limit, means))
+            targets.append(Target(f"{name}: time over the floor", ratio, case.floor_limit))
         if case.twin_limit is not None:
             ratio = results.ratio(case.name, case.twin)
-            means = "a load takes {} times as long as that of the same state from a tag"
-            targets.append(Target(f"{name}: time over that of a tag", ratio, case.twin_limit, means))
+            targets.append(Target(f"{name}: time over that of a tag", ratio, case.twin_limit))
         factor, extra = results.storage_factor(case.name), results.extra_mib(case.name)
         targets += [
-            Target(
-                f"{name}: bytes from storage over bytes of state", factor, case.storage_limit, "bytes are read twice"
-            ),
-            Target(f"{name}: extra memory of the worst rank", extra, limit, "to be free on each rank", unit=" MiB"),
+            Target(f"{name}: bytes from storage over bytes of state", factor, case.storage_limit),
+            Target(f"{name}: extra memory of the worst rank", extra, limit, unit=" MiB"),
         ]
     return targets
 
@@ -330,19 +316,6 @@ def summarise_loads(results: Results, cases: Sequence[Case], source: str) -> lis
 _KEYS = ("title", "seconds", "busy", "storage", "factor", "extra", "floor", "upstream")
 
 
-def phases_table(results: Results, cases: Iterable[Case]) -> str:
-    """A row for each load of ours: the slowest rank of each round, then the median over rounds."""
-    ours = [c for c in cases if any(m.phases for m in results.of(c.name))]
-    names = list(dict.fromkeys(phase for c in ours for m in results.of(c.name) for phase in m.phases))
-    rows = [[c.title, *(_phase(results, c, name) for name in names)] for c in ours]
-    return table(["load", *names], rows) if rows else ""
-
-
-def _phase(results: Results, case: Case, phase: str) -> str:
-    values = [m.phases[phase] for m in results.of(case.name) if phase in m.phases]
-    return f"{median(values):.2f}" if values else ""
-
-
 def put_sections(page: str, sections: Iterable[str]) -> str:
     """A page with these sections, each in the place of the one with its title, or at the end."""
     head, *held = f"\n{page}".split("\n## ")
@@ -366,21 +339,17 @@ def put_part(page: str, marks: tuple[str, str], part: str) -> str:
 
 
 def describe_targets(targets: Sequence[Target]) -> str:
-    """How many are reached; of all others how far from it, and what that means for a user."""
+    """Count the targets that are reached, and list the others with their figures."""
     others = [target for target in targets if not target.reached]
     told = f"Targets reached: {len(targets) - len(others)} of {len(targets)}."
     if not others:
         return told
-    missed = table(["**missed**", "measured", "asked", "what it means"], [_tell(target) for target in others])
-    return f"{told} The others:\n\n{missed}"
+    return f"{told} Missed:\n\n{table(['target', 'measured', 'asked'], [_tell(target) for target in others])}"
 
 
 def _tell(target: Target) -> list[str]:
     asked = f"{'≥' if target.at_least else '≤'} {target.limit:.3g}{target.unit}"
-    if target.value is None:
-        return [target.text, "not measured", asked, ""]
-    value = f"{target.value:.3g}{target.unit}"
-    return [target.text, value, asked, target.means.format(value)]
+    return [target.text, "not measured" if target.value is None else f"{target.value:.3g}{target.unit}", asked]
 
 
 def describe_machine() -> str:

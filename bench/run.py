@@ -26,7 +26,6 @@ from offline import Bench as OfflineBench  # noqa: E402
 from offline_report import Found, make_offline_section, summarise  # noqa: E402
 from report import (  # noqa: E402
     AT_SCALE,
-    INTERVALS,
     SAVES,
     SUMMARY,
     Measured,
@@ -40,7 +39,7 @@ from report import (  # noqa: E402
     summarise_loads,
     table,
 )
-from scaling import JOBS, make_scaling_section, measure_scaling, simulate_scaling  # noqa: E402
+from scaling import JOBS, make_scaling_section, measure_scaling  # noqa: E402
 from suites import DATA_PARALLEL, OFFLINE, SUITES, Offline, Suite  # noqa: E402
 
 import deepspeed_ucp  # noqa: E402
@@ -202,12 +201,12 @@ def main() -> None:
             if not args.keep:  # two checkpoints may be more than the disk has room for
                 shutil.rmtree(folder / suite.name)
         if SCALING in args.suites and not args.only:
-            found[SCALING] |= {"simulated": simulate_scaling(say, quick=args.quick), "command": tell_command()}
+            found[SCALING] |= {"command": tell_command()}
         note.write_text(json.dumps(found, indent=1))
         is_whole = not args.partial and {*found} == {*ALL}
         output = args.output or (out if args.partial else ROOT / "docs") / "benchmarks.md"
         before = output.read_text() if output.exists() else ""
-        kept = [part for part in (find_part(before, marks) for marks in (AT_SCALE, INTERVALS, SAVES)) if part]
+        kept = [part for part in (find_part(before, marks) for marks in (AT_SCALE, SAVES)) if part]
         for part in kept:
             before = before.replace(part, "")
         page = make_page(found, "" if is_whole or args.partial else before)

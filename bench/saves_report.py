@@ -52,9 +52,8 @@ class Row(NamedTuple):
     def as_target(self) -> Target:
         """For a row with a limit."""
         unit = "" if self.others else f" {self.unit}"
-        means = "it takes {} times as long" if self.others else "it takes {}"
         title = f"{self.title} ÷ {self.other}" if self.others else self.title
-        return Target(title, self.value, self.limit or 0.0, means, unit=unit)
+        return Target(title, self.value, self.limit or 0.0, unit=unit)
 
 
 def list_rows(found: Mapping[str, Any]) -> list[Row]:

@@ -1,7 +1,7 @@
-"""Jobs of thousands of ranks over the real planner: one rank's plan, all ranks' reads, a store in virtual time.
+"""Jobs of thousands of ranks over the real planner: one rank's plan and all ranks' reads.
 
     python bench/scale.py --quick     tiny models: does everything run?
-    python bench/scale.py             writes its section of docs/benchmarks.md, draws docs/scale.png
+    python bench/scale.py             writes its section of docs/benchmarks.md
 
 Each rank's plan is made in a process of its own (`scale_plan.py`); results stay in bench_out/scale.json, so that
 `--jobs` and `--whole` measure some of them anew.
@@ -16,7 +16,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ from jobs import JOBS, Job  # noqa: E402
 from report import AT_SCALE, MIB, Target, describe_targets, put_part, table  # noqa: E402
 from sample import JobTarget  # noqa: E402
 from scale_plan import FOLDER, SIZES, stand_in  # noqa: E402
-from storage import STORES, simulate  # noqa: E402
 from whole import count_exchanged, imbalance, plan_all, sum_nodes  # noqa: E402
 
 from deepspeed_ucp.io.memory import pause_collection  # noqa: E402
@@ -39,7 +37,7 @@ from deepspeed_ucp.sources.open import open_checkpoint  # noqa: E402
 PLANNED = ("dense1-1k", "dense3-1k", "moe-1k", "dense1-10k", "dense3-10k", "moe-10k")
 WHOLE = ("dense1-1k", "moe-1k", "dense1-10k", "dense3-mid")
 QUICK = ("dense1-quick", "dense3-quick", "moe-quick")
-SECONDS, PEAK_MIB, FACTOR = 5.0, 1024.0, 1.2
+SECONDS, PEAK_MIB = 5.0, 1024.0
 BEHIND = ("rounds", "copies", "checks.send_checks", "scale_plan.follow", "scale_plan._exchange", "samples._check_share")
 """Steps behind the plan."""
 
@@ -76,7 +74,7 @@ def _seconds(planned: dict[str, Any]) -> float:
 
 
 def load_job(name: str) -> dict[str, Any]:
-    """All ranks' plans of a job, and its load against each store."""
+    """Plan all ranks of a job."""
     job = JOBS[name]()
     headers = {header.name: header for header in job.source.headers()}
     with stand_in({n: h.size for n, h in headers.items()}, headers.__getitem__), pause_collection():
@@ -86,12 +84,6 @@ def load_job(name: str) -> dict[str, Any]:
     read = [sum(each[2] for each in plan.reads) for plan in plans]
     requests = [len(plan.reads) for plan in plans]
     own, inside, outside = count_exchanged(plans, PER_NODE)
-    stores = {}
-    for title, store in STORES.items():
-        servers = min(store.servers, max(job.ranks // PER_NODE, 2))
-        scaled = replace(store, servers=servers, slow_servers=tuple(each % servers for each in store.slow_servers))
-        stores[title] = {**asdict(simulate(plans, scaled, SIZES.share)), "servers": servers}
-        say(f"{job.title}: {title}: {stores[title]['seconds']:.2f} s, limit {stores[title]['limit']:.2f} s")
     return {
         "title": job.title,
         "ranks": job.ranks,
@@ -105,14 +97,12 @@ def load_job(name: str) -> dict[str, Any]:
         "own": own,
         "inside": inside,
         "outside": outside,
-        "stores": stores,
     }
 
 
 def make_scale_section(found: dict[str, Any]) -> str:
     """The section of docs/benchmarks.md."""
     plans, whole = list(found["plans"].values()), list(found["whole"].values())
-    store = next(iter(STORES.values()))
     return f"""## At scale
 
 Written by `{found["command"]}`. The planner is the real one; files, peers and storage are made up, so
@@ -126,15 +116,7 @@ then. *Behind* are the seconds of what follows, without reading and copying.
 
 {_plans_table(plans)}
 
-{describe_targets(_make_targets(plans, whole))}
-
-### What one rank hears, by step
-
-KiB that one rank receives, in all steps of more than 4 KiB: in proportion to files, parameters and ranks, not to a
-product of these. Behind the plan come *rounds* of exchange between machines, checksums (`checks.send_checks`), and the
-*copies* in 16 bit that data-parallel ranks gather from each other, as after every step of training.
-
-{_steps_table(plans)}
+{describe_targets(_make_targets(plans))}
 
 ### All ranks' reads
 
@@ -143,18 +125,6 @@ The plans of all ranks of a job. *Balance* is what the node (of {PER_NODE} ranks
 job is a model of 13 B parameters, since each of its ranks reads some of every parameter.
 
 {_reads_table(whole)}
-
-### Loads in virtual time
-
-A store of {store.servers} servers (one a node for few nodes), each of which serves its reads one after the other at
-{store.server / 1e9:.0f} GB/s. A stream moves at most {store.stream / 1e9:g} GB/s, a node's link
-{store.link / 1e9:.0f} GB/s; a read waits {store.latency * 1e3:g} ms; a rank has {store.threads} threads.
-A slow server or node is ten times as slow as the others. Simulated is the one pass that fills a fresh engine, without
-the work of processors. The limit is what no order of reads can beat. Cells are seconds, and these over the limit.
-
-{_loads_table(whole)}
-
-![Time to load over the limit, plan time and what is heard](scale.png)
 """
 
 
@@ -203,17 +173,6 @@ def _heard(ranks: Sequence[dict[str, Any]]) -> int:
     )
 
 
-def _steps_table(plans: Sequence[dict[str, Any]]) -> str:
-    firsts = [job["ranks"][0]["steps"] for job in plans]
-    names = dict.fromkeys(name for steps in firsts for name in steps)
-    rows = [
-        [name, *(f"{steps.get(name, {'received': 0})['received'] / 1024:,.0f}" for steps in firsts)]
-        for name in names
-        if any(steps.get(name, {"received": 0})["received"] > 4096 for steps in firsts)
-    ]
-    return table(["step", *(job["title"] for job in plans)], rows)
-
-
 def _reads_table(whole: Sequence[dict[str, Any]]) -> str:
     header = ["job", "read", "reads", "of one rank", "of one node", "balance", "of wants", "rounds", "exchanged"]
     rows = [
@@ -233,65 +192,15 @@ def _reads_table(whole: Sequence[dict[str, Any]]) -> str:
     return table(header, rows)
 
 
-def _loads_table(whole: Sequence[dict[str, Any]]) -> str:
-    rows = [
-        [each["title"], *(f"{t['seconds']:.2f}, {t['seconds'] / t['limit']:.3f}" for t in each["stores"].values())]
-        for each in whole
-    ]
-    return table(["job", *(whole[0]["stores"] if whole else ())], rows)
-
-
-def _make_targets(plans: Sequence[dict[str, Any]], whole: Sequence[dict[str, Any]]) -> list[Target]:
+def _make_targets(plans: Sequence[dict[str, Any]]) -> list[Target]:
     targets = []
     for job in plans:
         peak = max(each["peak_bytes"] for each in job["ranks"]) / MIB
         targets += [
-            Target(
-                f"{job['title']}: one rank's plan",
-                max(map(_seconds, job["ranks"])),
-                SECONDS,
-                "storage waits",
-                unit=" s",
-            ),
-            Target(f"{job['title']}: peak memory of it", peak, PEAK_MIB, "to be free on each rank", unit=" MiB"),
+            Target(f"{job['title']}: one rank's plan", max(map(_seconds, job["ranks"])), SECONDS, unit=" s"),
+            Target(f"{job['title']}: peak memory of it", peak, PEAK_MIB, unit=" MiB"),
         ]
-    for each in whole:
-        worst = max(told["seconds"] / told["limit"] for told in each["stores"].values())
-        text = f"{each['title']}: load over the store's limit, worst store"
-        targets.append(Target(text, worst, FACTOR, "a load takes {} times as long as its store has to"))
     return targets
-
-
-def draw(found: dict[str, Any], path: Path) -> None:
-    """Three pictures in a row."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    plans, whole = list(found["plans"].values()), list(found["whole"].values())
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(17, 4.8), layout="constrained")
-    names = [job["title"].replace(", ", "\n", 1) for job in plans]
-    bottoms = [0.0] * len(plans)
-    for phase in plans[0]["ranks"][0]["phases"] if plans else ():
-        seconds = [max(job["ranks"], key=_seconds)["phases"][phase] for job in plans]
-        left.barh(names, seconds, left=bottoms, label=phase)
-        bottoms = [one + other for one, other in zip(bottoms, seconds, strict=True)]
-    left.axvline(SECONDS, color="grey", linestyle="--", linewidth=1)
-    left.set(xlabel="seconds of one rank's plan", title="Plan")
-    left.legend(fontsize="small")
-    middle.barh(names, [_heard(job["ranks"]) / MIB for job in plans], color="tab:green")
-    middle.set(xlabel="MiB that one rank hears", title="Collectives up to the plan", yticks=[])
-    width = 0.8 / len(STORES)
-    for number, title in enumerate(STORES):
-        ratios = [each["stores"][title]["seconds"] / each["stores"][title]["limit"] for each in whole]
-        right.bar([at + number * width for at in range(len(whole))], ratios, width, label=title)
-    right.axhline(FACTOR, color="grey", linestyle="--", linewidth=1)
-    titles = [each["title"].replace(", ", "\n", 1).replace(" ranks ", " ranks\n") for each in whole]
-    right.set_xticks([at + 0.4 for at in range(len(whole))], titles, fontsize="x-small")
-    right.set(ylabel="time to load ÷ the store's limit", title="Virtual time", ylim=(0.9, 1.35))
-    right.legend(fontsize="small")
-    figure.savefig(path, dpi=110)
 
 
 def measure_scale(out: Path, plans: Sequence[str], whole: Sequence[str], count: int) -> dict[str, Any]:
@@ -327,7 +236,6 @@ def main() -> None:
     folder = out if args.quick or args.out else ROOT / "docs"
     page = folder / "benchmarks.md"
     page.write_text(put_part(page.read_text() if page.exists() else "# Benchmarks\n", AT_SCALE, section))
-    draw(found, folder / "scale.png")
     print(section)
 
 

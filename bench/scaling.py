@@ -1,4 +1,4 @@
-"""How a conversion scales: over workers and MPI ranks here, and in virtual time over nodes against a slow store."""
+"""Scaling of a conversion over workers and MPI ranks of this machine."""
 
 from __future__ import annotations
 
@@ -6,21 +6,14 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import simulation
 from commands import DURABLE, Run, take_seconds
 from offline import Bench, Job, Source, convert_ours
-from report import Target, describe_targets, table
-
-NODES = ((1, 1), (1, 2), (1, 4), (1, 8), (2, 8), (4, 8), (8, 8))  # (nodes, workers on each)
-STORE = simulation.Store()
-SMALL = {"hidden": 4096, "vocabulary": 71680}  # for the executor's threads: 14 B parameters
-BALANCE, EFFICIENCY = 1.05, 0.9
+from report import table
 
 
 def convert_by_ranks(source: Source, *, ranks: int) -> list[str]:
@@ -50,37 +43,9 @@ def measure_scaling(source: Source, rounds: int, say: Callable[[str], None], onl
     return Bench(source, JOBS, say).run(rounds, only)
 
 
-def simulate_scaling(say: Callable[[str], None], *, quick: bool) -> dict[str, Any]:
-    """In virtual time: the plan for 176 B parameters, and the executor itself for a smaller model of the same kind."""
-    sizes = {"hidden": 256, "vocabulary": 4480} if quick else SMALL
-    large, small = simulation.list_bloom(), simulation.list_bloom(**sizes)
-    found: dict[str, Any] = {"store": asdict(STORE), "large": [], "small": []}
-    for nodes, workers in NODES:
-        found["large"].append(_tell(large, simulation.simulate(large, nodes, workers, STORE), nodes, workers))
-        say(f"176 B on {nodes} x {workers} workers: {found['large'][-1]['seconds'] / 60:.1f} virtual minutes")
-    for nodes, workers in NODES:
-        executed = simulation.execute_virtually(small, nodes, workers, STORE)
-        found["small"].append(_tell(small, executed, nodes, workers))
-        say(f"the executor on {nodes} x {workers} workers: {executed.seconds:.1f} virtual seconds")
-    return found
-
-
-def _tell(shapes: dict[str, Any], found: simulation.Simulated, nodes: int, workers: int) -> dict[str, Any]:
-    return {
-        "parameters": simulation.count_parameters(shapes),
-        "nodes": nodes,
-        "workers": workers,
-        "seconds": found.seconds,
-        "node_imbalance": found.node_imbalance,
-        "worker_imbalance": found.worker_imbalance,
-    }
-
-
 def make_scaling_section(found: dict[str, Any]) -> str:
     """The section of docs/benchmarks.md."""
     runs = [Run(**run) for run in found["runs"]]
-    simulated, store = found["simulated"], found["simulated"]["store"]
-    large, small = simulated["large"], simulated["small"]
     return f"""## Strong scaling of a conversion
 
 Written by `{found["command"]}`. The ZeRO-1 checkpoint of above, converted by workers
@@ -88,18 +53,6 @@ Written by `{found["command"]}`. The ZeRO-1 checkpoint of above, converted by wo
 the output is durable.
 
 {_runs_table(runs)}
-
-A slow store on many nodes, in virtual time: every request waits {store["latency"] * 1e3:.0f} ms, then its bytes come or
-go at {store["bandwidth"] / 1e6:.0f} MB/s; nothing else takes time. The plan is the real one for BLOOM
-({large[0]["parameters"] / 1e9:.0f} B parameters, fp32 masters and two moments). *Share* is the largest over the mean.
-
-{_simulated_table(large, 3600, "hours")}
-
-The same by the converter's own threads, for {small[0]["parameters"] / 1e9:.1f} B parameters in as many layers:
-
-{_simulated_table(small, 1, "seconds")}
-
-{describe_targets(make_scaling_targets(found))}
 """
 
 
@@ -119,38 +72,3 @@ def speed_up(runs: Sequence[Run], first: str, second: str) -> float | None:
     seconds = {(run.case, run.round): take_seconds(run, DURABLE) for run in runs}
     rounds = {run.round for run in runs if (second, run.round) in seconds and (first, run.round) in seconds}
     return median(seconds[first, r] / seconds[second, r] for r in rounds) if rounds else None
-
-
-def _simulated_table(found: Sequence[dict[str, Any]], unit: float, name: str) -> str:
-    header = ["nodes × workers", name, "speed-up", "efficiency", "largest node's share", "largest worker's share"]
-    rows = []
-    for each in found:
-        workers = each["nodes"] * each["workers"]
-        rate = found[0]["seconds"] / each["seconds"]
-        rows.append(
-            [
-                f"{each['nodes']} × {each['workers']}",
-                f"{each['seconds'] / unit:.3g}",
-                f"{rate:.1f}",
-                f"{100 * rate / workers:.0f} %",
-                f"{each['node_imbalance']:.3f}",
-                f"{each['worker_imbalance']:.3f}",
-            ]
-        )
-    return table(header, rows)
-
-
-def make_scaling_targets(found: dict[str, Any]) -> list[Target]:
-    first, last = (found["simulated"]["large"][i] for i in (0, -1))
-    workers = last["nodes"] * last["workers"]
-    efficiency = first["seconds"] / last["seconds"] / workers
-    all_ = "all wait for the one that has most"
-    return [
-        Target(
-            f"176 B, {workers} workers: largest worker's share over the mean", last["worker_imbalance"], BALANCE, all_
-        ),
-        Target(
-            f"176 B, {last['nodes']} nodes: largest node's share over the mean", last["node_imbalance"], BALANCE, all_
-        ),
-        Target(f"176 B, {workers} workers: efficiency in virtual time", efficiency, EFFICIENCY, all_, at_least=True),
-    ]

@@ -6,7 +6,6 @@ is handed on.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -137,27 +136,6 @@ def count_exchanged(plans: Sequence[RankPlan], per_node: int) -> tuple[int, int,
                 else:
                     outside += nbytes
     return own, inside, outside
-
-
-def count_steps(plans: Sequence[RankPlan], share: int, per_node: int) -> list[int]:
-    """In how many exchanges the bytes of each round travel, as `LoadPlan.agree` has it."""
-    return [
-        max(-(-max(sum_moved(plans, number, per_node, lambda rank: rank).values(), default=0) // share), 1)
-        for number in range(max(len(plan.rounds) for plan in plans))
-    ]
-
-
-def sum_moved(
-    plans: Sequence[RankPlan], number: int, per_node: int, key: Callable[[int], int]
-) -> Counter[tuple[int, bool]]:
-    """Bytes that leave (True) and reach nodes in a round, by a key of the rank."""
-    moved: Counter[tuple[int, bool]] = Counter()
-    for rank, plan in enumerate(plans):
-        for to, nbytes in (plan.sent[number] if number < len(plan.sent) else {}).items():
-            if to // per_node != rank // per_node:
-                moved[key(rank), True] += nbytes
-                moved[key(to), False] += nbytes
-    return moved
 
 
 def sum_nodes(values: Sequence[int], per_node: int) -> list[int]:

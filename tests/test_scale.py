@@ -19,7 +19,7 @@ from deepspeed_ucp.sources.open import open_checkpoint
 def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The modules of the benchmark."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "bench"))
-    names = ("collectives", "grid", "jobs", "sample", "scale_plan", "storage", "synthetic", "whole")
+    names = ("collectives", "grid", "jobs", "sample", "scale_plan", "synthetic", "whole")
     return SimpleNamespace(**{name: importlib.import_module(name) for name in names})
 
 
@@ -47,7 +47,7 @@ def test_messages_to_a_rank_grow_no_faster_than_the_ranks(bench: Any, kind: str)
 
 
 @pytest.mark.parametrize("name", ["dense1-quick", "moe-quick"])
-def test_all_ranks_read_every_byte_once_and_no_load_beats_the_limit(bench: Any, name: str) -> None:
+def test_all_ranks_read_every_byte_once(bench: Any, name: str) -> None:
     job = bench.jobs.JOBS[name]()
     headers = {header.name: header for header in job.source.headers()}
     planning = bench.scale_plan
@@ -59,9 +59,6 @@ def test_all_ranks_read_every_byte_once_and_no_load_beats_the_limit(bench: Any, 
     states = [each for each in index.stored.atoms.values() if each.state != "copy"]
     touched = {f.record for atom in states for shard in atom.shards for f in shard.fragments}
     assert sum(read[2] for read in reads) == sum(index.stored.records[record].nbytes for record in touched)
-    for store in bench.storage.STORES.values():
-        found = bench.storage.simulate(plans, store, planning.SIZES.share)
-        assert found.seconds >= found.limit * 0.999
 
 
 @pytest.mark.parametrize("name", ["dense1-quick", "dense3-quick", "moe-quick"])

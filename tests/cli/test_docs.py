@@ -101,4 +101,4 @@ def test_the_docs_show_the_output_of_a_command(line: str, shown: str, capsys: py
 
 
 def test_the_docs_have_examples() -> None:
-    assert [case.id for case in EXAMPLES] == ["benchmarks-0", "cli-0", "cli-1"]
+    assert [case.id for case in EXAMPLES] == ["cli-0", "cli-1"]
