@@ -87,10 +87,6 @@ HEAD = "language_model.output_layer.weight"
 WORDS = "language_model.embedding.word_embeddings.weight"
 
 
-def warnings(local: Local, text: str) -> list[str]:
-    return [message for level, message in local.log if level == "WARNING" and text in message]
-
-
 def some(chosen: list[Route], more: list[Route]) -> list[Any]:
     """Parameters: the chosen routes, and more as exhaustive ones."""
     return params([(each,) for each in chosen], [(each,) for each in more], lambda row: str(row[0]))
@@ -131,7 +127,7 @@ def test_positions_of_each_stage_come_back_to_it(runs: Runs) -> None:
     assert saved[WORDS].fp32.equal(saved[f"{WORDS}#1"].fp32)
     resumed = runs.resumed(go("dense", TP2_PP2, Launch(1, 2)), EVERY)
     assert join(resumed, "dense").parameters[f"{POSITIONS}#1"].fp32.equal(saved[f"{POSITIONS}#1"].fp32)
-    assert not any(warnings(local, "position_embeddings") for local in resumed)
+    assert not any(local.list_messages("WARNING", "position_embeddings") for local in resumed)
 
 
 def test_the_first_stages_positions_count_where_one_remains(runs: Runs) -> None:
@@ -140,15 +136,16 @@ def test_the_first_stages_positions_count_where_one_remains(runs: Runs) -> None:
     loaded = join(resumed, "dense").parameters
     assert f"{POSITIONS}#1" not in loaded
     assert loaded[POSITIONS].fp32.equal(saved[POSITIONS].fp32)
-    assert [len(warnings(local, "tied_modules.embed.position_embeddings.weight")) for local in resumed] == [1, 0, 0, 0]
-    assert not any(warnings(local, "word_embeddings") for local in resumed)
+    positions = "tied_modules.embed.position_embeddings.weight"
+    assert [len(local.list_messages("WARNING", positions)) for local in resumed] == [1, 0, 0, 0]
+    assert not any(local.list_messages("WARNING", "word_embeddings") for local in resumed)
 
 
 def test_copies_that_no_file_holds_are_named(runs: Runs) -> None:
     saved = join(runs.saved("dense", TP2_PP2_STAGE0), "dense").parameters
     assert not saved[POSITIONS].fp32.equal(saved[f"{POSITIONS}#1"].fp32)
     resumed = runs.resumed(go("dense", TP2_PP2_STAGE0, Launch(1, 2)), EVERY)
-    assert warnings(resumed[0], "tied_modules.embed.position_embeddings.weight")
+    assert resumed[0].list_messages("WARNING", "tied_modules.embed.position_embeddings.weight")
     assert join(resumed, "dense").parameters[f"{POSITIONS}#1"].fp32.equal(saved[POSITIONS].fp32)
 
 
@@ -175,8 +172,8 @@ def test_padding(route: Route, runs: Runs) -> None:
     kept = slice(MODELS[model]["vocabulary"], min(old, new))  # rows of padding that both sides have
     assert before.tensors["exp_avg"][kept].abs().sum() > 0  # they are trained
     assert after.tensors["exp_avg"][kept].equal(before.tensors["exp_avg"][kept])
-    told = [text for level, text in resumed[0].log if level == "INFO" and f"padded to {new} rows" in text]
-    assert len(told) == ((2 if untied else 1) if new > old else 0)
+    messages = resumed[0].list_messages("INFO", f"padded to {new} rows")
+    assert len(messages) == ((2 if untied else 1) if new > old else 0)
 
 
 # --- frozen parameters and buffers

@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from deepspeed_ucp.sources.latest import find_checkpoint
 from deepspeed_ucp.testing import WorldPool
+from deepspeed_ucp.testing.ranks import saved_state
+from deepspeed_ucp.testing.ranks import train as train_steps
 from tests.support.covering import params
-from tests.support.engines import ranks as engine_ranks
-from tests.support.engines.cases import Case
-from tests.support.engines.ranks import Load, Local
+from tests.support.curriculum import make_sampler
+from tests.support.engines.cases import Case, make_engine, train_engine
+from tests.support.engines.ranks import Load, Local, differences, load_each, save
 
-ON = {"checkpoint": {"universal": True}}
 OPTIONS = {"model": "bulk", "scheduler": True}
 SMALL = {"model": "plain", "scheduler": True}
 SOURCES = [Case(stage, 3, precision) for stage in (0, 1, 2, 3) for precision in ("fp32", "bf16")]
@@ -24,7 +27,7 @@ EACH_SOURCE = pytest.mark.parametrize(
     "source", params([(SOURCES[at],) for at in (0, 3, 5, 6)], [(each,) for each in SOURCES], lambda row: str(row[0]))
 )
 """Each stage in one precision; the others are exhaustive."""
-TARGETS = {0: Case(1, 2, config=ON), 1: Case(3, 2, config=ON), 2: Case(0, 2, config=ON), 3: Case(2, 2, config=ON)}
+TARGETS = {0: Case(1, 2).on(), 1: Case(3, 2).on(), 2: Case(0, 2).on(), 3: Case(2, 2).on()}
 
 # One after the other into one engine: weights alone while its optimizer is fresh, then states of a step that it has
 # trained further, so that what an argument leaves alone is seen.
@@ -44,7 +47,7 @@ def target_of(source: Case) -> Case:
 
 def load(worlds: WorldPool, target: Case, loads: list[Load], **options: Any) -> list[list[Local]]:
     """By load what each rank of one engine has; they agree."""
-    answers = worlds.get(target.dp).run(engine_ranks.load_each, target.training(**options), loads, tell_before=True)
+    answers = worlds.get(target.dp).run(load_each, target.training(**options), loads, read_before=True)
     for local in (local for each in answers for local in each if local.path):
         assert local.direct
     by_load = [list(each) for each in zip(*answers, strict=True)]
@@ -79,8 +82,7 @@ def answers(sources: Any, ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPa
             loads = [Load(folder, each.arguments, before=each.before) for each in ARGUMENTS.values()]
             nothing = Load(str(tmp_path_factory.mktemp("empty")))
             empty, *ours = load(ucp_worlds, target_of(source), [nothing, *loads], **OPTIONS)
-            plain = engine_ranks.load_each, source.training(**OPTIONS), loads
-            theirs = ucp_worlds.get(source.dp).run(*plain, plugin=False)[0]
+            theirs = ucp_worlds.get(source.dp).run(load_each, source.training(**OPTIONS), loads, plugin=False)[0]
             pairs = [dict(zip(ARGUMENTS, each, strict=True)) for each in (ours, theirs)]
             made[str(source)] = Answers(folder, empty[0], *pairs)
         return made[str(source)]
@@ -103,7 +105,7 @@ def test_return_value_and_counters(source: Case, called: str, answers: Callable[
     assert ours.state.counters == theirs.state.counters
     assert ours.state.scheduler == theirs.state.scheduler
     if called == "defaults":
-        assert engine_ranks.differences(found.folder, ours.state) == []
+        assert differences(found.folder, ours.state) == []
 
 
 @EACH_SOURCE
@@ -111,7 +113,7 @@ def test_return_value_and_counters(source: Case, called: str, answers: Callable[
 def test_weights_without_optimizer_states(source: Case, called: str, answers: Callable[[Case], Answers]) -> None:
     """The weights are the saved ones; moments and hyper-parameters are those of the fresh engine."""
     found = answers(source)
-    (ours, *_), saved = found.ours[called], engine_ranks.saved_state(found.folder)
+    (ours, *_), saved = found.ours[called], saved_state(found.folder)
     assert ours.before is not None
     for name, state in ours.state.parameters.items():
         assert state.value.equal(saved.parameters[name].value)
@@ -125,15 +127,15 @@ def test_what_deepspeeds_own_load_would_lose_in_the_same_topology(sources: Any, 
 
     It is not asked to load weights alone at all.
     """
-    case = Case(0, 2, "bf16", config={"checkpoint": {"universal": {"param_groups": "live"}}})
+    case = Case(0, 2, "bf16").on(param_groups="live")
     folder = str(sources.get(Case(0, 3, "bf16"), **OPTIONS).folder)
     own = find_checkpoint(folder)
     loads = [Load(folder, ARGUMENTS[WEIGHTS[1]].arguments), Load(own, {WEIGHTS[0]: True}, before=1), Load(own)]
     training = case.training(**OPTIONS, optimizer="adam_like_fused", seed=1)
-    weights, module, whole = ucp_worlds.get(case.dp).run(engine_ranks.load_each, training, loads)[0]
+    weights, module, whole = ucp_worlds.get(case.dp).run(load_each, training, loads)[0]
     assert [weights.direct, module.direct, whole.direct] == [True, True, True]
     assert "load_optimizer_states" in weights.reason and "load_module_only" in module.reason
-    for name, saved in engine_ranks.saved_state(folder).parameters.items():
+    for name, saved in saved_state(folder).parameters.items():
         for state in (local.state.parameters[name] for local in (weights, module)):
             assert state.value.equal(saved.value)
             assert state.fp32 is not None and state.fp32.to(state.value.dtype).equal(state.value)
@@ -141,25 +143,19 @@ def test_what_deepspeeds_own_load_would_lose_in_the_same_topology(sources: Any, 
         assert saved.fp32 is not None and state.fp32 is not None and state.fp32.equal(saved.fp32)
         assert state.hyper["lr"] == saved.hyper["lr"]  # the scheduler's
         assert state.hyper["betas"] == (0.9, 0.999) != saved.hyper["betas"]
-    (told,) = list_edits(whole)
-    assert "saved: betas (0.8, 0.95) → (0.9, 0.999); this run's are kept" in told
+    (warning,) = whole.list_messages("WARNING", "hyper-parameters")
+    assert "saved: betas (0.8, 0.95) → (0.9, 0.999); this run's are kept" in warning
 
 
-def list_edits(local: Local) -> list[str]:
-    """What was told of hyper-parameters."""
-    return [message for level, message in local.log if level == "WARNING" and "hyper-parameters" in message]
-
-
-@pytest.mark.parametrize("target", [Case(0, 2, "bf16", config=ON), Case(1, 2, "bf16", config=ON)], ids=str)
+@pytest.mark.parametrize("target", [Case(0, 2, "bf16").on(), Case(1, 2, "bf16").on()], ids=str)
 def test_edited_hyper_parameters_are_told_whoever_loads(target: Case, sources: Any, ucp_worlds: WorldPool) -> None:
     """DeepSpeed's own load, and ours: once, not the rate that a scheduler has moved, and not where nothing differs."""
     folder = str(sources.get(Case(0, 3, "bf16"), **OPTIONS).folder)
     training = target.training(**OPTIONS, optimizer="adam_like_fused", seed=1)
-    ranks = ucp_worlds.get(target.dp).run(engine_ranks.load_each, training, [Load(folder), Load(folder, before=1)])
+    ranks = ucp_worlds.get(target.dp).run(load_each, training, [Load(folder), Load(folder, before=1)])
     assert [local.direct for local in ranks[0]] == [target.stage == 1] * 2
-    edits = [[list_edits(local) for local in rank] for rank in ranks]
-    (told,), *others = [text for rank in edits for text in rank]
-    assert "saved: betas (0.8, 0.95) → (0.9, 0.999); the saved ones are taken" in told and folder in told
+    (warning,), *others = [local.list_messages("WARNING", "hyper-parameters") for rank in ranks for local in rank]
+    assert "saved: betas (0.8, 0.95) → (0.9, 0.999); the saved ones are taken" in warning and folder in warning
     assert others == [[]] * 3
 
 
@@ -183,14 +179,14 @@ def test_nothing_saved_yet(source: Case, answers: Callable[[Case], Answers]) -> 
 def test_tag(source: Case, tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """Two saves in one folder: the tag chooses, `latest` does without one."""
     folder = str(tmp_path / "two")
-    ucp_worlds.get(source.dp).run(engine_ranks.save, source.training(**SMALL), folder, [1, 1])
+    ucp_worlds.get(source.dp).run(save, source.training(**SMALL), folder, [1, 1])
     tags = {None: 2, "global_step1": 1, "global_step2": 2}
     loads = [Load(folder, {"tag": tag} if tag else {}) for tag in tags]
     for (loaded, *_), steps in zip(load(ucp_worlds, target_of(source), loads, **SMALL), tags.values(), strict=True):
         assert loaded.state.counters["global_steps"] == steps
         assert f"global_step{steps}" in str(loaded.path)
     if source.stage == 3:
-        weights_of_a_tag(source.but(config=ON), folder, ucp_worlds)
+        weights_of_a_tag(source.on(), folder, ucp_worlds)
 
 
 def weights_of_a_tag(target: Case, folder: str, worlds: WorldPool) -> None:
@@ -199,7 +195,7 @@ def weights_of_a_tag(target: Case, folder: str, worlds: WorldPool) -> None:
     asked = [{"tag": "global_step1"}, {}, {"tag": "global_step1", **alone}]
     loads = [Load(folder, arguments) for arguments in asked]
     training = target.training(**SMALL)
-    for earlier, latest, weights in worlds.get(target.dp).run(engine_ranks.load_each, training, loads):
+    for earlier, latest, weights in worlds.get(target.dp).run(load_each, training, loads):
         assert weights.direct
         for name, state in weights.state.parameters.items():
             assert state.value.equal(earlier.state.parameters[name].value)
@@ -208,7 +204,7 @@ def weights_of_a_tag(target: Case, folder: str, worlds: WorldPool) -> None:
 
 @pytest.mark.parametrize(
     ("saved", "live", "target"),
-    [("plain", "deeper", Case(3, 2, config=ON)), ("deeper", "plain", Case(2, 2, config=ON))],
+    [("plain", "deeper", Case(3, 2).on()), ("deeper", "plain", Case(2, 2).on())],
     ids=["deeper", "plain"],
 )
 def test_not_strict(saved: str, live: str, target: Case, sources: Any, ucp_worlds: WorldPool) -> None:
@@ -219,7 +215,7 @@ def test_not_strict(saved: str, live: str, target: Case, sources: Any, ucp_world
     for folder, (ours, *_) in zip(
         folders, load(ucp_worlds, target, loads, **{**SMALL, "model": live, "seed": 1}), strict=True
     ):
-        reference = engine_ranks.saved_state(folder)
+        reference = saved_state(folder)
         for name in reference.parameters.keys() & ours.state.parameters.keys():
             assert ours.state.parameters[name].value.equal(reference.parameters[name].value)
         if live == "deeper":
@@ -235,7 +231,7 @@ def test_frozen_and_thawed_parameters_take_their_weight(
     folder = str(sources.get(source, **{**SMALL, "model": names[0]}).folder)
     live = {**SMALL, "model": names[1], "seed": 1}
     ((ours, *_),) = load(ucp_worlds, target_of(source), [Load(folder)], **live)
-    reference = engine_ranks.saved_state(folder)
+    reference = saved_state(folder)
     assert ours.before is not None
     for name, state in ours.state.parameters.items():
         assert state.value.equal(reference.parameters[name].value)
@@ -247,7 +243,7 @@ def test_custom_load_fn(source: Case, sources: Any, ucp_worlds: WorldPool) -> No
     """It gets the saved state dict and the module, and may rename."""
     folder = str(sources.get(source, **SMALL).folder)
     loads = [Load(folder, ARGUMENTS[called].arguments, rename={"last.": "head."}) for called in WEIGHTS]
-    saved = engine_ranks.saved_state(folder)
+    saved = saved_state(folder)
     for ours, *_ in load(ucp_worlds, target_of(source), loads, **{**SMALL, "model": "renamed", "seed": 1}):
         for name, state in ours.state.parameters.items():
             reference = saved.parameters[name.replace("head.", "last.")]
@@ -275,9 +271,26 @@ HELPERS = {"data_efficiency": {"enabled": True, "data_routing": {"enabled": True
 
 @pytest.mark.parametrize("source", [Case(0, 3), Case(1, 3), Case(3, 3)], ids=str)
 def test_random_ltd_and_data_sampler(source: Case, tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    source = source.but(config=HELPERS)
-    target = target_of(source).but(config={**ON, **HELPERS})
-    folder, run = str(tmp_path / "checkpoint"), engine_ranks.train_with_helpers
-    saved = ucp_worlds.get(source.dp).run(run, source.ds_config, folder, False)[0]
+    target, folder = target_of(source).but(config=HELPERS).on(), str(tmp_path / "checkpoint")
+    config = source.but(config=HELPERS).ds_config
+    saved = ucp_worlds.get(source.dp).run(train_with_helpers, config, folder, load=False)[0]
     assert saved["random_ltd"]["consumed_layer_tokens"] > 0
-    assert ucp_worlds.get(target.dp).run(run, target.ds_config, folder, True) == [saved] * target.dp
+    assert ucp_worlds.get(target.dp).run(train_with_helpers, target.ds_config, folder, load=True) == [saved] * target.dp
+
+
+def train_with_helpers(ds_config: dict[str, Any], folder: str, *, load: bool) -> dict[str, Any]:
+    """Save or load with a random-LTD scheduler and a data sampler. Returns their states at the end."""
+    engine = make_engine(ds_config, "plain")
+    sampler = make_sampler(Path(f"{folder}_clusters"), dist.get_rank())
+    engine.training_dataloader = SimpleNamespace(data_sampler=sampler)
+    engine.curriculum_learning_enabled = lambda: True
+    if load:
+        engine.load_checkpoint(folder)
+        assert engine.ucp_report.direct
+    else:
+        train_steps(train_engine(engine), 3)
+        sampler.consumed_samples = 180
+        engine.save_checkpoint(folder)
+    found = {"random_ltd": engine.random_ltd_scheduler.state_dict(), "data_sampler": sampler.consumed_samples}
+    engine.destroy()
+    return found

@@ -2,20 +2,82 @@
 
 from __future__ import annotations
 
+import os
+import random
 import signal
-from itertools import chain
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain, pairwise
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 
+from deepspeed_ucp import preemption, rng
 from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.data import ElasticSampler
+from deepspeed_ucp.engine_state import KEY, Carried, carry
 from deepspeed_ucp.sources.files import SEAL
 from deepspeed_ucp.sources.open import survey_checkpoint
 from deepspeed_ucp.testing import WorldPool
-from tests.support.engines import carry as engine_carry
-from tests.support.engines.cases import BATCH, Case
+from tests.support.engines.cases import BATCH, FEATURES, Case, make_engine
+
+SAMPLES = 5 * BATCH - 7
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One rank's part of a run: the samples of each step, and random numbers drawn after the load and the save."""
+
+    samples: list[list[int]]
+    begin: list[float]
+    end: list[float]
+
+
+def train(ds_config: dict[str, Any], folder: str, steps: int, *, seed: int, load: bool = True) -> Trained:
+    """Load, train on the sampler's batches and save; sampler and generators start from `seed`."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    engine = make_engine(ds_config, "plain")
+    sampler = ElasticSampler(SAMPLES, BATCH, rank=rank, world=world, seed=seed)
+    sampler.follow(engine)
+    rng.follow(engine)
+    for generator in rng.list_generators().values():
+        generator.seed(1000 * seed + rank)
+    if load:
+        _, client_state = engine.load_checkpoint(folder)
+        assert client_state["mine"] == 7 and KEY not in client_state
+    begin, samples = draw(), list[list[int]]()
+    for share in take(sampler, steps, BATCH // world):
+        samples.append(share)
+        batch = torch.tensor(share, dtype=torch.float32)[:, None].expand(-1, FEATURES) / SAMPLES
+        engine.backward(engine(batch.to(engine.device, memory_format=torch.contiguous_format)).square().mean())
+        engine.step()
+    engine.save_checkpoint(folder, client_state={"mine": 7})
+    engine.destroy()
+    return Trained(samples, begin, draw())
+
+
+def take(sampler: ElasticSampler, steps: int, share: int) -> Iterator[list[int]]:
+    """Yields this rank's samples of each step, epoch after epoch."""
+    while True:
+        batch: list[int] = []
+        for sample in sampler:
+            batch.append(sample)
+            if len(batch) == share:
+                yield batch
+                batch, steps = [], steps - 1
+            if not steps:
+                return
+
+
+def draw() -> list[float]:
+    device = get_accelerator().current_device_name()
+    drawn = [random.random(), float(np.random.rand()), torch.rand(1).item()]  # noqa: NPY002
+    return [*drawn, torch.rand(1, device=device).item()]
 
 
 @pytest.mark.parametrize("stages", [(1, 2), (3, 0)], ids=str)
@@ -23,26 +85,62 @@ def test_a_run_goes_on_with_its_samples_and_random_states(
     stages: tuple[int, int], tmp_path: Path, ucp_worlds: WorldPool
 ) -> None:
     """Through a save of the same world, another stage, and a third rank, over two ends of an epoch."""
-    first, second = (Case(stage, 2, config={"checkpoint": {"universal": True}}).ds_config for stage in stages)
-    folder = str(tmp_path)
-    begun = ucp_worlds.get(2).run(engine_carry.go_on, first, folder, 3, seed=1, load=False)
-    again = ucp_worlds.get(2).run(engine_carry.go_on, first, folder, 2, seed=2)
-    other = ucp_worlds.get(2).run(engine_carry.go_on, second, folder, 2, seed=3)
-    grown = ucp_worlds.get(3).run(engine_carry.go_on, first, folder, 4, seed=4)
-    for tag in tmp_path.glob("global_step*"):  # what each rank's file carries of its own is no sign of another save
+    first, second = (Case(stage, 2).on().ds_config for stage in stages)
+    plan = [(2, first, 3, False), (2, first, 2, True), (2, second, 2, True), (3, first, 4, True)]
+    runs: list[list[Trained]] = [
+        ucp_worlds.get(ranks).run(train, config, str(tmp_path), steps, seed=seed, load=load)
+        for seed, (ranks, config, steps, load) in enumerate(plan, 1)
+    ]
+    for tag in tmp_path.glob("global_step*"):  # carried state that differs between ranks is no sign of another save
         findings = survey_checkpoint(str(tag), Comm()).findings
         assert [each.text for each in findings if each.kind != "unnamed"] == []  # which stage 0 has by nature
-    for before, after in ((begun, again), (again, other), (other, grown)):
+    for before, after in pairwise(runs):
         assert [each.begin for each in after[:2]] == [each.end for each in before]
-    assert len({tuple(each.begin) for each in grown}) == 3
+    assert len({tuple(each.begin) for each in runs[-1]}) == 3
     taken = [
-        list(chain.from_iterable(step))
-        for part in (begun, again, other, grown)
-        for step in zip(*(each.samples for each in part), strict=True)
+        list(chain.from_iterable(step)) for part in runs for step in zip(*(each.samples for each in part), strict=True)
     ]
-    whole = ElasticSampler(engine_carry.SAMPLES, BATCH, rank=0, world=1, seed=1)
+    whole = ElasticSampler(SAMPLES, BATCH, rank=0, world=1, seed=1)
     expected = list(chain(whole, whole, whole))
     assert list(chain.from_iterable(taken)) == expected[: 11 * BATCH]
+
+
+# --- signals
+
+
+def train_until_signaled(ds_config: dict[str, Any], folder: str, number: int, when: str = "step") -> tuple[int, Any]:
+    """Train five steps; the last rank gets a signal in its second step, or in a ``save`` or ``load`` before.
+
+    Returns:
+        The number of completed steps, and the exit code or None.
+    """
+    engine, code = make_engine(ds_config, "plain"), None
+    preemption.follow(engine, folder, client_state=lambda: {"mine": 7})
+
+    def signal_in(event: str) -> None:
+        if when == event and dist.get_rank() == dist.get_world_size() - 1:
+            os.kill(os.getpid(), number)
+
+    if when != "step":
+        carry(engine, "signal", Carried(save=lambda: signal_in("save"), load=lambda _: signal_in("load")))
+        engine.save_checkpoint(f"{folder}/first")
+        engine.load_checkpoint(f"{folder}/first")
+    try:
+        for step in range(5):
+            loss = engine(torch.ones(1, FEATURES, device=engine.device)).square().mean()
+            if step == 1:
+                signal_in("step")
+            engine.backward(loss)
+            engine.step()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else -1
+    steps = engine.global_steps
+    engine.destroy()
+    return steps, code
+
+
+def signaled(case: Case) -> dict[str, Any]:
+    return {**case.ds_config, "train_batch_size": 2}
 
 
 @pytest.mark.parametrize(
@@ -52,9 +150,8 @@ def test_a_signal_to_one_rank_is_a_save_of_all(
     number: int, steps: int, code: int | None, tmp_path: Path, ucp_worlds: WorldPool
 ) -> None:
     """At the end of the step in which it came, once; then the job ends, or goes on."""
-    config = Case(1, 2, config={"checkpoint": {"universal": True}, "train_batch_size": 2}).ds_config
-    told = ucp_worlds.get(2).run(engine_carry.train_until_told, config, str(tmp_path), int(number), 5)
-    assert {(each.steps, each.code) for each in told} == {(steps, code)}
+    work = train_until_signaled, signaled(Case(1, 2).on()), str(tmp_path), int(number)
+    assert set(ucp_worlds.get(2).run(*work)) == {(steps, code)}
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["global_step2"]
     state = torch.load(tmp_path / "global_step2" / "mp_rank_00_model_states.pt", weights_only=False)
     assert (state["global_steps"], state["mine"]) == (2, 7)
@@ -64,18 +161,16 @@ def test_a_signal_to_one_rank_is_a_save_of_all(
 def test_a_signal_in_a_save_or_load_is_a_save_after_the_next_step(
     when: str, tmp_path: Path, ucp_worlds: WorldPool
 ) -> None:
-    config = Case(1, 2, config={"checkpoint": {"universal": True}, "train_batch_size": 2}).ds_config
-    told = ucp_worlds.get(2).run(engine_carry.train_until_told, config, str(tmp_path), int(signal.SIGTERM), 5, when)
-    assert {(each.steps, each.code) for each in told} == {(1, 0)}
+    work = train_until_signaled, signaled(Case(1, 2).on()), str(tmp_path), int(signal.SIGTERM), when
+    assert set(ucp_worlds.get(2).run(*work)) == {(1, 0)}
     assert (tmp_path / "latest").read_text() == "global_step1"
 
 
 @pytest.mark.exhaustive
 def test_a_save_by_a_writer_of_its_own_is_whole_when_the_ranks_end(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     writer = {"type": "python", "data_parallel": "replica", "decoupled": True}
-    checkpoint = {"universal": {"seal": True}, "writer": writer}
-    config = Case(3, 2, config={"checkpoint": checkpoint, "train_batch_size": 2}).ds_config
-    told = ucp_worlds.get(2).run(engine_carry.train_until_told, config, str(tmp_path), int(signal.SIGTERM), 5)
-    assert {(each.steps, each.code) for each in told} == {(2, 0)}
+    case = Case(3, 2, config={"checkpoint": {"universal": {"seal": True}, "writer": writer}})
+    work = train_until_signaled, signaled(case), str(tmp_path), int(signal.SIGTERM)
+    assert set(ucp_worlds.get(2).run(*work)) == {(2, 0)}
     assert (tmp_path / "latest").read_text() == "global_step2"
     assert (tmp_path / "global_step2" / SEAL).exists()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import deepspeed_ucp
 from deepspeed_ucp.convert import convert_checkpoint
 from deepspeed_ucp.testing import LOSS_TOLERANCE, ResumeReport, WorldPool
 from deepspeed_ucp.testing.capture import CapturedEngine
@@ -18,8 +19,7 @@ from deepspeed_ucp.testing.compare import compare
 from deepspeed_ucp.testing.resume import SavedRun
 from deepspeed_ucp.testing.resume import resume_each as resume_runs
 from tests.support.covering import params
-from tests.support.engines import ranks as engine_ranks
-from tests.support.engines.cases import Case, pair_id, training
+from tests.support.engines.cases import Case, pair_id, train, training
 from tests.support.engines.gpt import MODELS, renames
 from tests.support.engines.parallel import Launch, Runs, compare_joined, expect, join
 from tests.support.engines.ranks import Local
@@ -138,9 +138,17 @@ def test_what_upstream_converted_is_resumed(target: Case, converted: Any, resume
 def test_load_universal_where_the_plugin_is_on_by_default(target: Case, converted: Any, ucp_worlds: WorldPool) -> None:
     """Frozen parameters, buffers and every group's hyper-parameters too, which DeepSpeed's own loader leaves out."""
     saved = [converted(Case(1, 2), scheduler=True)]
-    train = partial(engine_ranks.train_with_load_universal, model="mixed", optimizer="adamw", scheduler=True)
-    for judge in resume_runs(train, saved, target.launch, ucp_worlds):
+    for judge in resume_runs(train_with_load_universal, saved, target.launch, ucp_worlds):
         assert judge().direct
+
+
+def train_with_load_universal(ds_config: dict[str, Any]) -> Generator[Any, None, None]:
+    """Train as `ds_ucp run` does a script whose ds_config sets `load_universal`."""
+    deepspeed_ucp.install(default_on=True)
+    try:
+        yield from train({**ds_config, "checkpoint": {"load_universal": True}}, scheduler=True)
+    finally:
+        deepspeed_ucp.install(default_on=False)
 
 
 # --- mode "atomic"
@@ -313,8 +321,7 @@ def test_parallel_models_are_resumed_but_for_what_upstream_leaves_out(
     assert count > 60
     assert not [line for line in differences if not is_left_out(line)]
     assert any("mlp.dense_4h_to_h.weight" in line for line in differences)
-    told = " ".join(text for level, text in resumed[0].log if level == "WARNING")
-    assert "keep the values that the new model has" in told
-    assert "mlp.dense_4h_to_h.weight" in told
-    assert ".span" in told
-    assert ("several pipeline stages hold" in told and POSITIONS in told) is (source.pp > 1)
+    warnings = " ".join(resumed[0].list_messages("WARNING"))
+    for words in ("keep the values that the new model has", "mlp.dense_4h_to_h.weight", ".span"):
+        assert words in warnings
+    assert ("several pipeline stages hold" in warnings and POSITIONS in warnings) is (source.pp > 1)

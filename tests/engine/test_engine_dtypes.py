@@ -96,11 +96,11 @@ def test_what_is_rounded_is_told(
     compiled_op("CPUAdamBuilder")
     case, live = target
     loads = [Load(str(sources.get(each, **{"model": "mixed", **own}).folder)) for each, own in (WIDE[3], target)]
-    training = case.but(config={**case.config, "checkpoint": {"universal": True}}).training(model="mixed", **live)
+    training = case.on().training(model="mixed", **live)
     wide, own = ucp_worlds.get(case.dp).run(load_each, training, loads)[0]
     assert list_dtypes(wide.state) == list_dtypes(saved_state(loads[1].folder))
     rounded = {name for name, dtype in list_dtypes(wide.state) if dtype != torch.float32}
-    assert {text.split()[0] for level, text in wide.log if level == "WARNING" and "is rounded" in text} == rounded
+    assert {text.split()[0] for text in wide.list_messages("WARNING", "is rounded")} == rounded
     assert not [text for _, text in own.log if "is rounded" in text]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,10 @@ from tests.support.engines.going_on import States
 
 pytest.importorskip("deepspeed.module_inject.auto_ep_layer", reason="DeepSpeed before 0.19 has no AutoEP")
 
-from tests.support.engines import autoep as engine_autoep
 from tests.support.engines import foreign as engine_foreign
-from tests.support.engines.autoep import PIPELINE
+from tests.support.engines.autoep import PIPELINE, Spread
 from tests.support.engines.foreign import LIVE, MATRICES, STEPS, VECTORS, Target
+from tests.support.engines.ranks import Load, Local, load_each
 
 Tree = tuple[dict[str, Any], dict[str, dict[str, Any]]]
 """Weights by name, and states by parameter."""
@@ -136,11 +137,6 @@ def saved(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> So
 # --- into engines
 
 
-def find_patterns(target: Target) -> Any:
-    """The rules that its names take."""
-    return {"rename": PIPELINE} if target.pp > 1 else None
-
-
 ROWS = turns(TARGETS, SOURCES, 2)
 TURNS = [(target, tuple(source for source in SOURCES if (target, source) in ROWS)) for target in TARGETS]
 REST = (Target(1, compiled=True), Target(0, "bf16", pp=2), Target(3, kind="autoep", ep=2))
@@ -153,50 +149,57 @@ EVERY = [*TURNS, *((target, SOURCES) for target in TARGETS)]
 def test_everything_is_where_the_other_library_has_it(
     target: Target, sources: tuple[str, ...], saved: Sources, ucp_worlds: WorldPool, subtests: pytest.Subtests
 ) -> None:
-    folders = [str(saved[source].folder) for source in sources]
-    answers = ucp_worlds.get(target.world).run(engine_foreign.load_each, target, find_patterns(target), folders)
+    loads = [Load(str(saved[source].folder), steps=2) for source in sources]
+    patterns = {"patterns": {"rename": PIPELINE}} if target.pp > 1 else {}
+    answers = ucp_worlds.get(target.world).run(load_each, target.training(77, **patterns), loads, read=target.read)
     for place, source in enumerate(sources):
         with subtests.test(source=source):
             check(target, source, saved[source], [answer[place] for answer in answers], 2 * bool(place))
 
 
+def check(target: Target, source: str, saved: Saved, ranks: Sequence[Local], before: int) -> None:
+    """Check what each rank holds after the load of one source.
+
+    Args:
+        before: steps of the engine before it loads weights alone.
+    """
+    states = Spread(2, 0, "", 1, tp=target.tp).join([rank.state.states for rank in ranks])
+    found = {key: states[key] for key in check_states(states, saved.states, target)}
+    steps, counters = set().union(*(rank.state.steps for rank in ranks)), {rank.state.counters for rank in ranks}
+    assert all(str(rank.path).startswith(str(saved.folder)) and rank.client_state == {} for rank in ranks)
+    messages = "\n".join(text for _, text in ranks[0].log)
+    assert ("weights alone" in messages) == (source in WEIGHTS)
+    assert ("torch.distributed.checkpoint → ZeRO-" in messages) == (source in FSDP)
+    assert "clips gradients" not in messages and "ranks 1" not in messages  # these formats have no number of ranks
+    if source in WEIGHTS:  # the optimizer stays as it was
+        assert {state for _, state in found} <= {"exp_avg", "exp_avg_sq"}
+        assert any(bool(tensor.any()) for tensor in found.values()) == bool(before)
+        assert (counters, steps - {float(before)}) == ({(before, 0)}, set())
+        return
+    assert not found
+    assert (counters, steps) == ({(STEPS, 0)}, {float(STEPS)})
+    hyper = {(each, held["lr"], held["weight_decay"]) for each, held in ((True, MATRICES), (False, VECTORS))}
+    assert set().union(*(rank.state.hyper for rank in ranks)) == hyper
+    assert {rank.state.scale for rank in ranks} <= {None, 256.0}
+    if target.precision == "fp32" and source != "bf16":
+        assert ranks[0].losses == pytest.approx(saved.losses, rel=1e-5)
+
+
 @pytest.mark.parametrize("stage", params([(3,)], [(stage,) for stage in (0, 1, 2, 3)]))
 def test_other_param_groups(stage: int, ucp_worlds: WorldPool, tmp_path: Path) -> None:
     """One saved group, two live ones: refused, unless the live ones are to count; states go by name."""
-    world, target, folder = ucp_worlds.get(2), Target(stage), str(tmp_path)
-    world.run(engine_foreign.save, folder, together=True)
-    (told,) = world.run(engine_foreign.load_each, target, None, [folder])[0]
-    assert isinstance(told, str) and "param groups differ" in told and '"param_groups": "live"' in told
-    answers = world.run(engine_foreign.load_each, target, None, [folder], param_groups="live")
-    parts = [part for (part,) in answers]
-    assert not isinstance(parts[0], str), parts[0]
-    states = engine_autoep.join([part.states for part in parts], engine_autoep.Spread(2, 0, "", 1))
+    world, target, loads = ucp_worlds.get(2), Target(stage), [Load(str(tmp_path))]
+    world.run(engine_foreign.save, str(tmp_path), together=True)
+    for (refused,) in world.run(load_each, target.training(77), loads, read=target.read, catch=True):
+        assert "param groups differ" in refused.error and '"param_groups": "live"' in refused.error
+    ranks = [
+        rank for (rank,) in world.run(load_each, target.training(77, param_groups="live"), loads, read=target.read)
+    ]
+    states = Spread(2, 0, "", 1).join([rank.state.states for rank in ranks])
     assert not check_states(states, engine_foreign.take_apart(*read_nested(tmp_path)), target)
-    assert all(part.steps == {float(STEPS)} for part in parts)
+    assert all(rank.state.steps == {float(STEPS)} for rank in ranks)
     rate, decay = LIVE["lr"], LIVE["weight_decay"]
-    assert set().union(*(part.hyper for part in parts)) == {(True, rate, decay), (False, rate, decay)}
-
-
-def check(target: Target, source: str, saved: Saved, parts: list[Any], before: int) -> None:
-    """``before``: steps that the engine had trained before it loaded weights."""
-    for part in parts:
-        assert not isinstance(part, str), part
-    states = engine_autoep.join([part.states for part in parts], engine_autoep.Spread(2, 0, "", 1, tp=target.tp))
-    found = {key: states[key] for key in check_states(states, saved.states, target)}
-    if source in WEIGHTS:  # what the optimizer has stays as it was
-        assert {state for _, state in found} <= {"exp_avg", "exp_avg_sq"}
-        assert any(bool(tensor.any()) for tensor in found.values()) == bool(before)
-        assert {part.counters for part in parts} == {(before, 0)}
-        assert all(part.steps <= {float(before)} for part in parts)
-        return
-    assert not found
-    assert {part.counters for part in parts} == {(STEPS, 0)}
-    assert all(part.steps == {float(STEPS)} for part in parts)
-    hyper = {(each, held["lr"], held["weight_decay"]) for each, held in ((True, MATRICES), (False, VECTORS))}
-    assert set().union(*(part.hyper for part in parts)) == hyper
-    assert {part.scale for part in parts} <= {None, 256.0}
-    if target.precision == "fp32" and source != "bf16":
-        assert parts[0].losses == pytest.approx(saved.losses, rel=1e-5)
+    assert set().union(*(rank.state.hyper for rank in ranks)) == {(True, rate, decay), (False, rate, decay)}
 
 
 def check_states(found: States, saved: States, target: Target) -> set[tuple[str, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,29 +18,34 @@ from tests.support.upstream import to_universal
 
 pytest.importorskip("deepspeed.module_inject.auto_ep_layer", reason="DeepSpeed before 0.19 has no AutoEP")
 
-from tests.support.engines import fused as engine_fused
 from tests.support.engines.autoep import Spread
-from tests.support.engines.fused import Form
+from tests.support.engines.ranks import Load, load_each
 
-SOURCES = [Form(2, 1, "fused"), Form(2, 3, "fused"), Form(2, 2, "autoep", ep=2), Form(2, 3, "autoep", ep=2)]
-TARGETS = [
-    Form(2, 1, "autoep", ep=2),
-    Form(2, 3, "autoep", ep=2),
-    Form(2, 3, "fused"),
-    Form(1, 1, "fused"),
-    Form(4, 3, "autoep", ep=2),
-]
+
+def auto(world: int, stage: int, **more: Any) -> Spread:
+    return Spread(world, stage, "fp32", 2, biased=False, **more)
+
+
+def fused(world: int, stage: int, **more: Any) -> Spread:
+    return Spread(world, stage, "fp32", 1, kind="fused", **more)
+
+
+def native(world: int, stage: int, ep: int = 2) -> Spread:
+    return Spread(world, stage, "fp32", ep, kind="native")
+
+
+SOURCES = [fused(2, 1), fused(2, 3), auto(2, 2), auto(2, 3)]
+TARGETS = [auto(2, 1), auto(2, 3), fused(2, 3), fused(1, 1), auto(4, 3)]
 
 
 @pytest.mark.parametrize(
     "target", params([(TARGETS[at],) for at in (1, 2)], [(each,) for each in TARGETS], lambda row: str(row[0]))
 )
-def test_experts_change_their_form(target: Form, engines: Engines, subtests: pytest.Subtests) -> None:
+def test_experts_change_their_form(target: Spread, engines: Engines, subtests: pytest.Subtests) -> None:
     sources = [form for form in SOURCES if form.kind != target.kind]
     engines.go_on(target, sources, subtests)
 
 
-NATIVE = Form(2, 2, "native", ep=2)
 RENAMES = [
     {
         "from": r"(?P<x>.*)\.deepspeed_moe\.experts\.deepspeed_experts\.(?P<e>\d+)\.(?P<w>w[123])\.weight",
@@ -57,17 +63,17 @@ RENAMES = [
 
 @pytest.mark.parametrize(
     ("target", "sources"),
-    [(TARGETS[1], (Form(2, 1, "native", ep=2),)), (NATIVE, tuple(SOURCES[2:]))],
+    [(TARGETS[1], (native(2, 1),)), (native(2, 2), tuple(SOURCES[2:]))],
     ids=["autoep", "native"],
 )
 def test_experts_change_their_names(
-    target: Form, sources: tuple[Form, ...], engines: Engines, subtests: pytest.Subtests
+    target: Spread, sources: tuple[Spread, ...], engines: Engines, subtests: pytest.Subtests
 ) -> None:
     engines.go_on(target, sources, subtests, checkpoint={"universal": {"patterns": {"rename": RENAMES}}})
 
 
 def test_weights_alone_and_atomic_checkpoints_change_their_form(engines: Engines, tmp_path: Path) -> None:
-    source, target = SOURCES[2], Form(2, 3, "fused")
+    source, target = SOURCES[2], fused(2, 3)
     saved = engines.saved(source)
     atomic = {"universal": {"mode": "atomic", "atomic_dir": str(tmp_path)}}
     (outcome,) = engines.load(target, saved.folder, checkpoint=atomic)
@@ -81,7 +87,7 @@ def test_what_changed_its_form_is_the_same_to_the_command_line(
     engines: Engines, ucp_worlds: WorldPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved, again = engines.saved(SOURCES[2]).folder, str(tmp_path / "again")
-    ucp_worlds.get(2).run(engine_fused.load_and_save, Form(2, 3, "fused"), saved, again)
+    ucp_worlds.get(2).run(load_each, fused(2, 3).training(77), [Load(saved, again=again)], read=id)
     for paths in ([saved, again], [again, saved]):
         options = ["--only", "", "--states", "fp32,exp_avg,exp_avg_sq"]
         assert main(["diff", *paths, *options]) == 0, capsys.readouterr().out
@@ -90,15 +96,15 @@ def test_what_changed_its_form_is_the_same_to_the_command_line(
 @pytest.mark.parametrize(
     ("source", "target", "words"),
     [
-        (SOURCES[2], Form(2, 1, "autoep", 8, ep=2), "{0-1}.mlp: 4 experts in the checkpoint, 8 in the model"),
-        (Form(2, 1, "autoep", 8, ep=2), TARGETS[1], "{0-1}.mlp: 8 experts in the checkpoint, 4 in the model"),
-        (SOURCES[2], Form(2, 1, "fused", 8), "experts"),
-        (SOURCES[0], Form(2, 1, "autoep", 8, ep=2), "experts"),
-        (SOURCES[0], Form(2, 3, "fused", 8), "gate_up_proj"),
+        (SOURCES[2], auto(2, 1, experts=8), "{0-1}.mlp: 4 experts in the checkpoint, 8 in the model"),
+        (auto(2, 1, experts=8), TARGETS[1], "{0-1}.mlp: 8 experts in the checkpoint, 4 in the model"),
+        (SOURCES[2], fused(2, 1, experts=8), "experts"),
+        (SOURCES[0], auto(2, 1, experts=8), "experts"),
+        (SOURCES[0], fused(2, 3, experts=8), "gate_up_proj"),
     ],
     ids=["more", "fewer", "more-fused", "fused-more", "both-fused"],
 )
-def test_other_experts_are_refused(source: Form, target: Form, words: str, engines: Engines) -> None:
+def test_other_experts_are_refused(source: Spread, target: Spread, words: str, engines: Engines) -> None:
     (refused,) = engines.load(target, engines.saved(source).folder)
     refused.check_refused("MismatchError", words)
 
@@ -197,14 +203,12 @@ def test_the_command_line_knows_both_writers(
             assert "5, 6" in capsys.readouterr().out.replace("×", ",").replace(" x ", ", ")
 
 
-def test_upstream_takes_its_own_experts_at_degree_1_alone(
-    engines: Engines, ucp_worlds: WorldPool, tmp_path: Path
-) -> None:
+def test_upstream_takes_its_own_experts_at_degree_1_alone(engines: Engines, tmp_path: Path) -> None:
     """At others it would take what is local expert 0 here for everybody's first one; what we write, it refuses."""
-    source, target = Form(2, 1, "native", ep=2), Form(2, 1, "native")
+    source, target = native(2, 1), native(2, 1, ep=1)
     saved = engines.saved(source)
     convert_checkpoint(saved.folder, str(tmp_path / "step_universal"))
-    (refused,) = engines.load(Form(2, 2, "native", ep=2), tmp_path, checkpoint=UNIVERSAL)
+    (refused,) = engines.load(native(2, 2), tmp_path, checkpoint=UNIVERSAL)
     refused.check_refused("AssertionError: Expert param dim 0")
     (outcome,) = engines.load(target, tmp_path, checkpoint=UNIVERSAL)
     outcome.check(target, source, saved, direct=False)

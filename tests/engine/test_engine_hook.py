@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
 
+import deepspeed_ucp
 from deepspeed_ucp.sources.latest import find_checkpoint
+from deepspeed_ucp.targets import gathering
 from deepspeed_ucp.testing import ResumeReport, WorldPool
+from deepspeed_ucp.testing.capture import capture
 from deepspeed_ucp.testing.compare import compare
-from tests.support.engines import ranks as engine_ranks
-from tests.support.engines.cases import Case, pair_id
-from tests.support.engines.ranks import Load
+from tests.support.engines.cases import Case, make_engine, pair_id
+from tests.support.engines.ranks import Folder, Load, Local, differences, load_each, on_nodes, save
 
-ON = {"checkpoint": {"universal": True}}
 PLAIN = {"model": "plain"}
-ASKED = {"checkpoint": {"universal": {"same_topology": "direct"}}}
-
-
 OTHER = [(Case(1, 3), Case(1, 2)), (Case(1, 2), Case(2, 2)), (Case(3, 2), Case(3, 2, "bf16"))]
 SMOKE = pytest.mark.engine_smoke
 SAME = [pytest.param(Case(s, 2, p), marks=SMOKE) for s in (0, 1, 2, 3) for p in ("fp32", "bf16")]
@@ -46,26 +49,38 @@ def test_frozen_parameters_below_zero_3_are_left_to_it(case: Case, sources: Any,
 
 def check_own_load(case: Case, model: str, sources: Any, ucp_worlds: WorldPool) -> None:
     source = sources.get(case, model=model)
-    answers = ucp_worlds.get(case.dp).run(
-        engine_ranks.watch_own_load, case.but(config=ON).training(model=model), str(source.folder)
-    )
+    answers = load_on(ucp_worlds, case.on(), source.folder, model=model)
     if case.stage == 0 and any(source.folder.rglob("bf16_zero_*")):  # before 0.19: BF16_Optimizer, which is ours
-        assert [answer["direct"] for answer in answers] == [True] * case.dp
+        assert [local.direct for local in answers] == [True] * case.dp
         return
-    for rank, answer in enumerate(answers):
-        assert answer["calls"] == 1
-        assert answer["direct"] is False
-        assert "same topology" in answer["reason"]
-        assert [" loaded in " in text for text in answer["info"]] == ([False, True] if rank == 0 else [])
-        assert engine_ranks.differences(str(source.folder), answer["state"]) == []
+    for rank, local in enumerate(answers):
+        assert (local.calls, local.direct) == (1, False)
+        assert "same topology" in local.reason
+        assert [" loaded in " in text for text in list_info(local)] == ([False, True] if rank == 0 else [])
+        assert differences(source.folder, local.state) == []
+
+
+def load_on(worlds: WorldPool, case: Case, folder: Folder | Path, *, steps: int = 0, **options: Any) -> list[Local]:
+    """Load a folder into an engine of a case. Returns the ranks of the engine."""
+    loads = [Load(folder if isinstance(folder, tuple) else str(folder), steps=steps)]
+    return [local for (local,) in worlds.get(case.dp).run(load_each, case.training(**options), loads)]
+
+
+def list_info(local: Local) -> list[str]:
+    return [text for text in local.list_messages("INFO") if "differs from the saved" not in text]
+
+
+def list_changes(local: Local) -> list[tuple[str, str]]:
+    """List level and text of the messages on differences between the runs."""
+    return [(level, text.partition(": ")[2]) for level, text in local.log if "differs from the saved one" in text]
 
 
 @pytest.mark.parametrize("case", [Case(0, 2, "bf16"), Case(1, 2, "bf16"), Case(2, 2), Case(3, 2, "fp16")], ids=str)
 def test_same_topology_is_ours_where_it_is_asked_for(case: Case, sources: Any, ucp_worlds: WorldPool) -> None:
     """It gives to the bit what DeepSpeed's own load gives, and training goes on alike."""
     world, loads = ucp_worlds.get(case.dp), [Load(str(sources.get(case, **PLAIN).folder), steps=2)]
-    ours = world.run(engine_ranks.load_each, case.but(config=ASKED).training(**PLAIN), loads)
-    theirs = world.run(engine_ranks.load_each, case.training(**PLAIN), loads, plugin=False)
+    ours = world.run(load_each, case.on(same_topology="direct").training(**PLAIN), loads)
+    theirs = world.run(load_each, case.training(**PLAIN), loads, plugin=False)
     assert ours[0][0].path == theirs[0][0].path
     for (mine,), (own,) in zip(ours, theirs, strict=True):
         assert mine.direct
@@ -77,31 +92,41 @@ def test_same_topology_is_ours_where_it_is_asked_for(case: Case, sources: Any, u
 def test_partitions_are_gathered_in_place(shared: bool, ucp_worlds: WorldPool) -> None:
     """Of one element, and of several slices."""
     for partition in (1, (5 << 20) + 3):
-        assert ucp_worlds.get(2).run(engine_ranks.gather_partitions, partition, shared=shared) == [True, True]
+        assert ucp_worlds.get(2).run(gather_partitions, partition, shared=shared) == [True, True]
+
+
+def gather_partitions(partition: int, *, shared: bool) -> bool:
+    """Return True if `gather_in_place` completes a buffer, through shared memory or without."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    whole = torch.arange(size * partition, dtype=torch.float32).to(torch.bfloat16)
+    flat = torch.full_like(whole, -1)
+    flat.view(size, -1)[rank] = whole.view(size, -1)[rank]
+    alone = [memoryview(b"") if each == rank else None for each in range(size)]
+    with nullcontext() if shared else mock.patch.object(gathering, "share_memory", return_value=alone):
+        gathering.gather_in_place(flat, None)
+    return flat.equal(whole)
 
 
 @pytest.mark.parametrize("pair", OTHER, ids=pair_id)
 def test_another_topology_is_not(pair: tuple[Case, Case], sources: Any, ucp_worlds: WorldPool) -> None:
-    source, target = pair[0], pair[1].but(config=ON)
-    folder = str(sources.get(source, **PLAIN).folder)
-    answers = ucp_worlds.get(target.dp).run(engine_ranks.watch_own_load, target.training(**PLAIN), folder)
-    for rank, answer in enumerate(answers):
-        assert answer["calls"] == 0
-        assert answer["direct"] is True
-        assert [" loaded in " in text for text in answer["info"]] == ([False, True] if rank == 0 else [])
-        told = ("WARNING", "this run differs from the saved one: precision float32 → bfloat16")
-        found = [(level, text.partition(": ")[2]) for level, text in answer["changes"]]
-        assert found == ([told] if source.precision != target.precision and rank == 0 else [])
+    source, target = pair
+    answers = load_on(ucp_worlds, target.on(), sources.get(source, **PLAIN).folder, **PLAIN)
+    for rank, local in enumerate(answers):
+        assert (local.calls, local.direct) == (0, True)
+        assert [" loaded in " in text for text in list_info(local)] == ([False, True] if rank == 0 else [])
+        warning = ("WARNING", "this run differs from the saved one: precision float32 → bfloat16")
+        is_cast = source.precision != target.precision
+        assert list_changes(local) == ([warning] if is_cast and rank == 0 else [])
 
 
 def test_another_total_batch_is_told_in_the_same_topology_too(sources: Any, ucp_worlds: WorldPool) -> None:
     source = Case(1, 2)
-    target = source.but(config={**ON, "train_batch_size": 30})
-    own = find_checkpoint(str(sources.get(source, **PLAIN).folder))  # which DeepSpeed takes for a folder without any
-    first, other = ucp_worlds.get(2).run(engine_ranks.watch_own_load, target.training(**PLAIN), own)
-    assert (first["direct"], other["changes"]) == (False, [])
-    assert first["calls"] == 1 and Path(first["path"]).parent == Path(own)
-    ((level, text),) = first["changes"]
+    target = source.but(config={"train_batch_size": 30}).on()
+    own = find_checkpoint(str(sources.get(source, **PLAIN).folder))  # DeepSpeed finds no checkpoint in a tag's folder
+    first, other = load_on(ucp_worlds, target, Path(own), **PLAIN)
+    assert (first.direct, list_changes(other)) == (False, [])
+    assert first.calls == 1 and Path(str(first.path)).parent == Path(own)
+    ((level, text),) = list_changes(first)
     assert (level, text.partition("saved one: ")[2]) == ("WARNING", "total batch 60 → 30")
 
 
@@ -123,13 +148,13 @@ def test_experts_are_left_to_deepspeed_in_the_same_topology_alone(
     case: Case, tmp_path: Path, ucp_worlds: WorldPool
 ) -> None:
     """With another expert-parallel degree its own load would mix up the experts' states (test_engine_experts.py)."""
-    world, folder, on = ucp_worlds.get(2), str(tmp_path), case.but(config=ON)
-    world.run(engine_ranks.save, case.training(model="experts2"), folder, plugin=False)
-    for answer in world.run(engine_ranks.watch_own_load, on.training(model="experts2"), folder):
-        assert (answer["calls"], answer["direct"]) == (1, False)
-        assert answer["reason"].startswith("same topology (") and "ep=2" in answer["reason"]
-    for answer in world.run(engine_ranks.watch_own_load, on.training(model="experts1"), folder):
-        assert (answer["calls"], answer["direct"]) == (0, True)
+    world, loads = ucp_worlds.get(2), [Load(str(tmp_path))]
+    world.run(save, case.training(model="experts2"), str(tmp_path), plugin=False, read=id)
+    for (local,) in world.run(load_each, case.on().training(model="experts2"), loads, read=id):
+        assert (local.calls, local.direct) == (1, False)
+        assert local.reason.startswith("same topology (") and "ep=2" in local.reason
+    for (local,) in world.run(load_each, case.on().training(model="experts1"), loads, read=id):
+        assert (local.calls, local.direct) == (0, True)
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.exhaustive), 3])
@@ -138,49 +163,85 @@ def test_files_of_every_nodes_own(stage: int, tmp_path: Path, ucp_worlds: WorldP
     options = {"universal": {"seal": True}, "use_node_local_storage": True}
     local = Case(stage, 2, "bf16", config={"checkpoint": options})
     other, world = local.but(stage=4 - stage), ucp_worlds.get(2)
-    world.run(engine_ranks.on_nodes, engine_ranks.save, local.training(**PLAIN), str(tmp_path))
+    nodes = tuple(str(tmp_path / f"node{node}") for node in range(2))
+
+    def load(case: Case, *folders: str) -> list[Local]:
+        work = on_nodes, load_each, "", case.training(**PLAIN), [Load(folders, steps=1)]
+        return [rank for (rank,) in world.run(*work)]
+
+    world.run(on_nodes, save, "", local.training(**PLAIN), nodes)
     assert [(tmp_path / f"node{node}" / "latest").exists() for node in range(2)] == [True, False]
-    for answer in world.run(engine_ranks.on_nodes, engine_ranks.watch_own_load, local.training(**PLAIN), str(tmp_path)):
-        assert (answer["calls"], answer["direct"]) == (1, False)
-        assert "each rank's own files" in answer["reason"]
-    for node in (1, 0):  # of the model states below ZeRO 3, which each node has, the first rank's stay
-        shutil.copytree(tmp_path / f"node{node}", tmp_path / "shared", dirs_exist_ok=True)
+    own = load(local, *nodes)
+    for rank in own:
+        assert (rank.calls, rank.direct) == (1, False)
+        assert "each rank's own files" in rank.reason
+    for node in nodes[::-1]:  # each node has the model states below ZeRO 3: rank 0's remain
+        shutil.copytree(node, tmp_path / "shared", dirs_exist_ok=True)
     plain = other.but(config={"checkpoint": {"universal": True}})
-    whole = world.run(engine_ranks.load_one, plain.training(**PLAIN), str(tmp_path / "shared"))
-    for turn in (0, 1):
-        apart = world.run(engine_ranks.on_nodes, engine_ranks.load_one, other.training(**PLAIN), str(tmp_path), turn)
-        for one, two in zip(whole, apart, strict=True):
+    whole = load_on(ucp_worlds, plain, tmp_path / "shared", steps=1, **PLAIN)
+    for folders in (nodes, nodes[::-1]):
+        for one, two in zip(whole, load(other, *folders), strict=True):
             assert two.direct
             assert compare(one.state, two.state)[1] == []
             assert (one.client_state, one.losses) == (two.client_state, two.losses)
-    moved = world.run(engine_ranks.on_nodes, engine_ranks.load_one, local.training(**PLAIN), str(tmp_path), 1)
-    own = world.run(engine_ranks.on_nodes, engine_ranks.load_one, local.training(**PLAIN), str(tmp_path))
-    for one, two in zip(own, moved, strict=True):
+    for one, two in zip(own, load(local, *nodes[::-1]), strict=True):
         assert (one.direct, two.direct) == (False, True)
         assert compare(one.state, two.state)[1] == []
 
 
 @pytest.mark.parametrize("config", [{}, {"checkpoint": {"universal": False}}, {"checkpoint": {}}], ids=str)
 def test_without_the_flag(config: dict[str, Any], sources: Any, ucp_worlds: WorldPool) -> None:
-    case = Case(1, 2, config=config)
-    folder = str(sources.get(Case(1, 2), **PLAIN).folder)
-    for answer in ucp_worlds.get(2).run(engine_ranks.watch_own_load, case.training(**PLAIN), folder):
-        told = [answer[key] for key in ("calls", "info", "changes", "direct", "reason")]
-        assert told == [1, [], [], None, ""]
+    case, folder = Case(1, 2, config=config), sources.get(Case(1, 2), **PLAIN).folder
+    for local in load_on(ucp_worlds, case, folder, **PLAIN):
+        assert (local.calls, local.log, local.direct, local.reason) == (1, [], None, "")
 
 
 def test_install_twice_and_uninstall(ucp_worlds: WorldPool) -> None:
-    assert ucp_worlds.get(2).run(engine_ranks.install_twice_and_uninstall) == [[True] * 4] * 2
+    assert ucp_worlds.get(2).run(install_and_uninstall) == [[True] * 4] * 2
+
+
+def install_and_uninstall() -> list[bool]:
+    """Return whether the class's method is DeepSpeed's: before, after two installs, an uninstall and another one."""
+    kind = DeepSpeedEngine
+
+    def is_own() -> bool:
+        return kind.load_checkpoint.__module__ == kind.__module__ and not hasattr(kind.load_checkpoint, "__wrapped__")
+
+    deepspeed_ucp.uninstall()
+    found = [is_own()]
+    deepspeed_ucp.install()
+    once = kind.load_checkpoint
+    deepspeed_ucp.install()
+    found.append(kind.load_checkpoint is once and not is_own())
+    for _ in range(2):
+        deepspeed_ucp.uninstall()
+        found.append(is_own())
+    deepspeed_ucp.install()
+    return found
 
 
 def test_engines_with_and_without_in_one_process(sources: Any, ucp_worlds: WorldPool) -> None:
-    folder = str(sources.get(Case(1, 3), **PLAIN).folder)
-    on, off = Case(1, 2, config=ON), Case(1, 2)
-    for answer in ucp_worlds.get(2).run(engine_ranks.two_engines, on.ds_config, off.ds_config, folder):
-        assert answer["differences"] == []
-        assert "world size" in answer["error"]
-        assert not hasattr(Exception, "add_note") or "imported but off for this engine" in answer["error"]
-        assert answer["reports"] == [True, None]
+    folder, case = str(sources.get(Case(1, 3), **PLAIN).folder), Case(1, 2)
+    for different, error, reports in ucp_worlds.get(2).run(two_engines, case.on().ds_config, case.ds_config, folder):
+        assert different == []
+        assert "world size" in error
+        assert not hasattr(Exception, "add_note") or "imported but off for this engine" in error
+        assert reports == [True, None]
+
+
+def two_engines(on: dict[str, Any], off: dict[str, Any], folder: str) -> tuple[list[str], str, list[Any]]:
+    """Load a checkpoint of another size into an engine with the plugin and one without, in one process."""
+    first, second = make_engine(on, "plain"), make_engine(off, "plain")
+    error = ""
+    try:
+        second.load_checkpoint(folder)
+    except Exception as raised:  # noqa: BLE001 - the error is what the test looks at
+        error = "\n".join([str(raised), *getattr(raised, "__notes__", [])])
+    first.load_checkpoint(folder)
+    found = differences(folder, capture(first)), error, [first.ucp_report.direct, getattr(second, "ucp_report", None)]
+    first.destroy()
+    second.destroy()
+    return found
 
 
 @pytest.mark.parametrize(
@@ -198,7 +259,15 @@ def test_engines_with_and_without_in_one_process(sources: Any, ucp_worlds: World
 def test_preserve_batch_size(
     dp: int, sizes: dict[str, int], expected: tuple[int, int, int], ucp_worlds: WorldPool
 ) -> None:
-    config = Case(1, dp, config={"checkpoint": {"universal": {"preserve_batch_size": True}}}).ds_config
+    config = Case(1, dp).on(preserve_batch_size=True).ds_config
     for key in ("train_batch_size", "gradient_accumulation_steps"):
         del config[key]
-    assert ucp_worlds.get(dp).run(engine_ranks.batch_sizes, {**config, **sizes}) == [expected] * dp
+    assert ucp_worlds.get(dp).run(read_batch_sizes, {**config, **sizes}) == [expected] * dp
+
+
+def read_batch_sizes(ds_config: dict[str, Any]) -> tuple[int, int, int]:
+    """Return the total batch, micro batch and gradient accumulation steps of an engine."""
+    engine = make_engine(ds_config, "plain")
+    sizes = engine.train_batch_size(), engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
+    engine.destroy()
+    return sizes

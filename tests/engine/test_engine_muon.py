@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ucp.testing import WorldPool
 from tests.support.covering import params
-from tests.support.engines import muon as engine_muon
 from tests.support.engines.driving import Engines, Refusal, edit, name_row
 from tests.support.engines.muon import Kind
 
@@ -56,11 +54,11 @@ def test_momentum_comes_back(
         assert sum(state == "momentum_buffer" for _, state in engines.saved(source).states) == 5
 
 
-def test_deepspeeds_own_load_loses_the_momentum_in_memory(engines: Engines, ucp_worlds: WorldPool) -> None:
+def test_deepspeeds_own_load_loses_the_momentum_in_memory(engines: Engines) -> None:
     """At the same topology ours goes on as the uninterrupted run does, which is tested above."""
     kind = Kind(2, 3, in_memory=True)
     saved = engines.saved(kind)
-    assert ucp_worlds.get(2).run(engine_muon.load_by_deepspeed, kind, saved.folder) != saved.losses
+    assert engines.load_by_deepspeed(kind, saved.folder) != saved.losses
 
 
 @pytest.mark.parametrize("kind", [Kind(4, 3), Kind(2, 1, offload=True), Kind(2, 3, offload=True)], ids=str)

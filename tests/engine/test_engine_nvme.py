@@ -10,9 +10,9 @@ import torch
 
 from deepspeed_ucp.testing import WorldPool
 from tests.support.covering import params
-from tests.support.engines import nvme as engine_nvme
 from tests.support.engines.driving import Engines, name_row
 from tests.support.engines.nvme import LEAST, Kind
+from tests.support.engines.ranks import Load, load_each
 
 SOURCES = (
     Kind(2, optimizer="nvme"),
@@ -58,11 +58,10 @@ def test_every_state_comes_back(
 
 
 @pytest.mark.parametrize("kind", [Kind(2, optimizer="nvme"), Kind(1, optimizer="nvme", pipelined="read")], ids=str)
-def test_deepspeeds_own_load_loses_states(kind: Kind, engines: Engines, tmp_path: Path, ucp_worlds: WorldPool) -> None:
+def test_deepspeeds_own_load_loses_states(kind: Kind, engines: Engines) -> None:
     """At the same topology; ours goes on as the uninterrupted run does, which is tested above."""
     saved = engines.saved(kind)
-    found = ucp_worlds.get(kind.world).run(engine_nvme.load_by_deepspeed, kind, saved.folder, str(tmp_path))
-    assert found != saved.losses
+    assert engines.load_by_deepspeed(kind, saved.folder) != saved.losses
 
 
 def test_pipelined_swapping_leaves_other_sub_groups_states_in_the_state_files(engines: Engines) -> None:
@@ -84,7 +83,8 @@ def test_a_save_right_after_a_resume(kind: Kind, engines: Engines, tmp_path: Pat
     saved = engines.saved(source)
     other = ucp_worlds.get(3 - kind.world)
     for world, each in ((other, replace(kind, world=3 - kind.world)), (ucp_worlds.get(kind.world), kind)):
-        world.run(engine_nvme.load_and_save, each, saved.folder, str(tmp_path / str(each)), str(tmp_path / "swap"))
+        training = each.training(78, str(tmp_path / "shared"))
+        world.run(load_each, training, [Load(saved.folder, again=str(tmp_path / str(each)))], read=id)
     again = tmp_path / str(kind)
     for path in again.rglob("*optim_states.pt"):
         state = torch.load(path, weights_only=False)["optimizer_state_dict"]

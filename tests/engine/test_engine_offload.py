@@ -2,27 +2,135 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+import deepspeed
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero import partition_parameters
 
 from deepspeed_ucp.testing import WorldPool
+from deepspeed_ucp.testing.capture import CapturedEngine, capture
 from deepspeed_ucp.testing.compare import compare
+from deepspeed_ucp.testing.ranks import train as train_steps
 from tests.support.covering import params
-from tests.support.engines import offload as engine_offload
-from tests.support.engines import ranks as engine_ranks
-from tests.support.engines.cases import Case
-from tests.support.engines.ranks import Load, attempt_each, load_each
+from tests.support.engines.cases import Case, make_engine, train_engine
+from tests.support.engines.models import MODELS, param_groups
+from tests.support.engines.ranks import Attempt, Load, Local, attempt_each, differences, load_each, save
 
 pytest.importorskip("deepspeed.runtime.zenflow", reason="DeepSpeed before ZenFlow, SuperOffload and torch_autocast")
 
 ResumeEach = Callable[..., None]
 
-ON = {"checkpoint": {"universal": True}}
+ON_GPU = get_accelerator().device_name() == "cuda"
+"""Then nothing has a stand-in."""
+
+
+def split() -> AbstractContextManager[Any]:
+    """An accelerator by name: partial offload then steps its share of the sub-groups with a second optimizer."""
+    if ON_GPU:
+        return nullcontext()
+    return mock.patch.object(get_accelerator(), "_name", "cpu:0")
+
+
+@contextmanager
+def superoffload() -> Iterator[None]:
+    """A stream to be waited for, which there is none of on a CPU, and no question for the accelerator's name."""
+    from deepspeed.runtime.superoffload import superoffload_stage3
+
+    if ON_GPU:
+        yield
+        return
+    stream = SimpleNamespace(synchronize=lambda: None, wait_stream=lambda _other: None)
+    with (
+        mock.patch.object(superoffload_stage3, "_validate_superoffload_accelerator"),
+        mock.patch.object(get_accelerator(), "current_stream", return_value=stream),
+    ):
+        yield
+
+
+class Quantizer:
+    """Symmetric 8-bit quantization in plain torch for DeepSpeed's kernel, which has no build for the CPU."""
+
+    Symmetric = 0
+
+    def quantize(self, tensor: torch.Tensor, groups: int, bits: int, kind: int) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = tensor.detach().float().view(groups, -1)
+        scales = rows.abs().amax(dim=1).clamp(min=1e-8) / (2 ** (bits - 1) - 1)
+        return (rows / scales.view(groups, 1)).round().to(torch.int8).view(tensor.shape), scales
+
+    def dequantize(self, tensor: torch.Tensor, scales: torch.Tensor, groups: int, bits: int, kind: int) -> torch.Tensor:
+        return (tensor.view(groups, -1).float() * scales.view(groups, 1)).view(tensor.shape).half()
+
+
+def quantized() -> AbstractContextManager[Any]:
+    if ON_GPU:
+        return nullcontext()
+    partition_parameters.CUDAQuantizer.quantizer_cuda_module = Quantizer()
+    return nullcontext()
+
+
+STAND_INS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "": nullcontext,
+    "split": split,
+    "superoffload": superoffload,
+    "quantized": quantized,
+}
+
+
+def train_with_stand_in(ds_config: dict[str, Any], stand_in: str, **options: Any) -> Generator[Any, None, None]:
+    """Yields an engine with a stand-in, then the loss of each step."""
+    with STAND_INS[stand_in]():
+        engine = make_engine(ds_config, **options)
+        yield engine
+        yield from train_engine(engine)
+
+
+def train_zenflow(ds_config: dict[str, Any]) -> Generator[Any, None, None]:
+    """Yields an engine whose optimizers ZenFlow makes, then the loss of each step."""
+    module = MODELS["columns"]()
+    engine, *_ = deepspeed.initialize(model=module, model_parameters=param_groups(module), config=ds_config)
+    yield engine
+    yield from train_engine(engine)
+
+
+def train_offloaded(ds_config: dict[str, Any], **options: Any) -> Generator[Any, None, None]:
+    """Yields a trained engine with offloaded states, reloads them, and yields the loss of each step."""
+    engine = make_engine(ds_config, **options)
+    train_steps(train_engine(engine), 1)
+    engine.offload_states()
+    yield engine
+    engine.reload_states()
+    yield from train_engine(engine)
+
+
+def save_offloaded(ds_config: dict[str, Any], folders: tuple[str, str], **options: Any) -> list[CapturedEngine]:
+    """Save with offloaded states, and again when they are reloaded and the engine has trained on."""
+    engine = make_engine(ds_config, **options)
+    trained = train_engine(engine)
+    train_steps(trained, 2)
+    engine.offload_states()
+    engine.save_checkpoint(folders[0])
+    engine.reload_states()
+    states = [capture(engine)]
+    train_steps(trained, 1)
+    engine.save_checkpoint(folders[1])
+    states.append(capture(engine))
+    for each in (held for state in states for held in state.parameters.values()):
+        each.tensors = {name: tensor for name, tensor in each.tensors.items() if not name.endswith("_offload_buffer")}
+    engine.destroy()
+    return states
+
+
+# --- tests
+
 HPZ = Case(3, 4, "bf16", zero={"zero_hpz_partition_size": 2})
 PARTIAL = Case(3, 2, "bf16", zero={"offload_optimizer": {"device": "cpu", "ratio": 0.5}, "sub_group_size": 9})
 SUPER = PARTIAL.but(zero={**PARTIAL.zero, "offload_optimizer": {"device": "cpu", "super_offload": True}})
@@ -46,13 +154,13 @@ def test_partial_offload(resume_each: ResumeEach, compiled_op: Callable[[str], N
     resume_each([PARTIAL, PARTIAL.but(dp=3), Case(1, 3, "bf16")], PARTIAL, model="plain", optimizer="cpu_adam")
 
 
-def average_losses(answers: list[list[engine_ranks.Local]]) -> list[float]:
+def average_losses(answers: list[list[Local]]) -> list[float]:
     """Over the ranks, of the one load that each made."""
     return [sum(each) / len(each) for each in zip(*(local.losses for (local,) in answers), strict=True)]
 
 
-def try_each(case: Case, training: Any, loads: list[Load], worlds: WorldPool) -> list[engine_ranks.Attempt]:
-    """One rank's attempts; no one changes anything."""
+def try_each(case: Case, training: Any, loads: list[Load], worlds: WorldPool) -> list[Attempt]:
+    """Return one rank's attempts, none of which changes the engine."""
     attempts = worlds.get(case.dp).run(attempt_each, training, loads)[0]
     assert all(attempt.changed == [] for attempt in attempts if attempt.error)
     return attempts  # type: ignore[no-any-return]
@@ -80,11 +188,11 @@ def test_moments_of_another_optimizer(
     """DeepSpeed neither saves nor loads them; the weights come back alone."""
     compiled_op("CPUAdamBuilder")
     options = {"model": "plain", "optimizer": "cpu_adam"}
-    own = partial(engine_offload.train, case.but(config=ON).ds_config, stand_in=stand_in, **options)
-    saved = ucp_worlds.get(2).run(engine_offload.save, own, str(tmp_path))[0]
+    own = partial(train_with_stand_in, case.on().ds_config, stand_in, **options)
+    saved = ucp_worlds.get(2).run(save, own, str(tmp_path))[0].state
     (refused,) = try_each(case, own, [Load(str(tmp_path))], ucp_worlds)
     assert refused.error == "UnsupportedError" and engine in refused.message
-    target = Case(1, 3, "bf16", config=ON)
+    target = Case(1, 3, "bf16").on()
     weights = {"load_optimizer_states": False}
     (refused, taken) = try_each(
         target, target.training(**options), [Load(str(tmp_path)), Load(str(tmp_path), weights)], ucp_worlds
@@ -103,14 +211,14 @@ def test_states_that_are_away(
     compiled_op("FusedAdamBuilder")
     options = {"model": "plain", "optimizer": "fused_adam"}
     folders = (str(tmp_path / "away"), str(tmp_path / "back"))
-    case, target = Case(stage, 2, config=ON), Case(1, 3, config=ON)
-    states = ucp_worlds.get(2).run(engine_offload.save_away, case.ds_config, folders, **options)[0]
+    case, target = Case(stage, 2).on(), Case(1, 3).on()
+    states = ucp_worlds.get(2).run(save_offloaded, case.ds_config, folders, **options)[0]
     loads = [Load(folders[0]), Load(folders[1], steps=2)]
     found = ucp_worlds.get(3).run(load_each, target.training(**options), loads)[0]
     assert [compare(state, local.state)[1] for state, local in zip(states, found, strict=True)] == [[], []]
     for attempt in try_each(
         case,
-        partial(engine_offload.train_away, case.ds_config, **options),
+        partial(train_offloaded, case.ds_config, **options),
         [Load(each) for each in folders],
         ucp_worlds,
     ):
@@ -127,9 +235,9 @@ def test_steps_that_fused_adam_counts_for_a_group(
     options = {"model": "mixed", "optimizer": "fused_adam"}
     run = sources.get(Case(0, 3), **options)
     loads = [Load(str(run.folder), steps=len(run.losses))]
-    answers = ucp_worlds.get(2).run(load_each, target.but(config=ON).training(**options), loads)
+    answers = ucp_worlds.get(2).run(load_each, target.on().training(**options), loads)
     for (local,) in answers:
-        told = engine_ranks.differences(str(run.folder), local.state)
+        told = differences(run.folder, local.state)
         assert len(told) == 6 and all(text.endswith("state step: saved 0.0, loaded 3.0") for text in told)
     assert average_losses(answers) == pytest.approx(run.losses, rel=1e-4)
 
@@ -165,10 +273,10 @@ def test_quantized_communication(sources: Any, ucp_worlds: WorldPool) -> None:
     """ZeRO++'s qwZ gathers weights in 8 bit; what is kept and saved is as without."""
     options = {"model": "aligned"}
     run = sources.get(Case(1, 3, "fp16"), **options)
-    training = partial(engine_offload.train, QUANTIZED.but(config=ON).ds_config, stand_in="quantized", **options)
+    training = partial(train_with_stand_in, QUANTIZED.on().ds_config, "quantized", **options)
     answers = ucp_worlds.get(2).run(load_each, training, [Load(str(run.folder), steps=len(run.losses))])
     for (local,) in answers:
-        told = engine_ranks.differences(str(run.folder), local.state)
+        told = differences(run.folder, local.state)
         assert all(", state value:" in text for text in told)  # gathered to be looked at
     assert average_losses(answers) == pytest.approx(run.losses, rel=0.05)
 
@@ -177,13 +285,13 @@ def test_quantized_communication(sources: Any, ucp_worlds: WorldPool) -> None:
 def test_quantized_frozen_weights(sources: Any, tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """ZeRO++ saves them without their scales."""
     options = {"model": "table"}
-    case = Case(3, 2, "fp16", zero={"zero_quantized_nontrainable_weights": True}, config=ON)
-    own = partial(engine_offload.train, case.ds_config, stand_in="quantized", **options)
-    ucp_worlds.get(2).run(engine_offload.save, own, str(tmp_path))
+    case = Case(3, 2, "fp16", zero={"zero_quantized_nontrainable_weights": True}).on()
+    own = partial(train_with_stand_in, case.ds_config, "quantized", **options)
+    ucp_worlds.get(2).run(save, own, str(tmp_path))
     whole = Load(str(sources.get(Case(1, 3, "fp16"), **options).folder))
     (refused,) = try_each(case, own, [whole], ucp_worlds)
     assert refused.error == "UnsupportedError" and "table: a quantized parameter" in refused.message
-    target = Case(2, 3, "fp16", config=ON)
+    target = Case(2, 3, "fp16").on()
     (refused,) = try_each(target, target.training(**options), [Load(str(tmp_path))], ucp_worlds)
     assert refused.error == "UnsupportedError" and "table: a frozen parameter saved quantized" in refused.message
 
@@ -196,7 +304,7 @@ def make_zenflow(stage: int) -> Case:
     zenflow = {**ZENFLOW, "full_warm_up_rounds": 10 * (stage == 3)}
     zero = {"offload_optimizer": {"device": "cpu"}, "zenflow": zenflow}
     config = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}, "gradient_accumulation_steps": 2}
-    return Case(stage, 1, "bf16", zero=zero, config={**ON, **config, "train_batch_size": 120})
+    return Case(stage, 1, "bf16", zero=zero, config={**config, "train_batch_size": 120}).on()
 
 
 @pytest.mark.timeout(600)
@@ -206,9 +314,9 @@ def test_columns_of_zenflow(
 ) -> None:
     """What it selects is ahead of the masters; of ZeRO 1 and 2 the weights come back alone."""
     compiled_op("CPUAdamBuilder")
-    case, target = make_zenflow(stage), Case(2, 3, "bf16", config=ON)
-    own = partial(engine_offload.train_zenflow, case.ds_config)
-    (saved,) = ucp_worlds.get(1).run(engine_offload.save, own, str(tmp_path), 5)
+    case, target = make_zenflow(stage), Case(2, 3, "bf16").on()
+    own = partial(train_zenflow, case.ds_config)
+    saved = ucp_worlds.get(1).run(save, own, str(tmp_path), (5,))[0].state
     (refused,) = try_each(case, own, [Load(str(tmp_path))], ucp_worlds)
     assert refused.error == "UnsupportedError" and "runs ZenFlow" in refused.message
     weights = Load(str(tmp_path), {"load_optimizer_states": False})

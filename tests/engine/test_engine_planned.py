@@ -11,10 +11,8 @@ from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.examine.degrees import parse_degrees
 from deepspeed_ucp.examine.resume import check_resume
 from deepspeed_ucp.sources import open_checkpoint
-from deepspeed_ucp.testing import WorldPool
 from tests.support.engines import experts as engine_experts
 from tests.support.engines.driving import Engines
-from tests.support.engines.going_on import load_and_report
 
 NATIVE = engine_experts.Spread
 KINDS: list[tuple[Any, list[Any]]] = [
@@ -37,16 +35,17 @@ if find_spec("deepspeed.module_inject.auto_ep_layer"):
 
 @pytest.mark.parametrize(("source", "targets"), KINDS, ids=["deepspeed", "autoep"][: len(KINDS)])
 def test_a_plan_is_what_the_load_reports(
-    source: Any, targets: list[Any], engines: Engines, ucp_worlds: WorldPool, subtests: pytest.Subtests
+    source: Any, targets: list[Any], engines: Engines, subtests: pytest.Subtests
 ) -> None:
     folder = engines.saved(source).folder
     index = open_checkpoint(f"{folder}/global_step3", Comm())
     for target in targets:
         with subtests.test(target=str(target)):
-            reports = ucp_worlds.get(target.world).run(load_and_report, target, folder)
+            (outcome,) = engines.load(target, folder)
             found = check_resume(index, parse_degrees(describe(target), index.run.topology))
             assert found.obstacles == []
-            assert (sum(read for read, *_ in reports), {state for *_, state in reports}) == (found.read, {found.state})
+            assert sum(rank.bytes_read for rank in outcome.ranks) == found.read
+            assert {rank.state_bytes for rank in outcome.ranks} == {found.state}
 
 
 def describe(spread: Any) -> str:

@@ -5,6 +5,7 @@ One engine of each kind is to refuse all that is wrong for it, one after the oth
 
 from __future__ import annotations
 
+import os
 import shutil
 import zipfile
 from collections.abc import Callable
@@ -13,17 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from deepspeed_ucp.testing import WorldPool
-from tests.support.engines import ranks as engine_ranks
-from tests.support.engines.cases import Case
-from tests.support.engines.ranks import Attempt, Load
+from tests.support.engines.cases import Case, make_engine
+from tests.support.engines.ranks import Attempt, Load, attempt_each
 
-ON = {"checkpoint": {"universal": True}}
 ZERO0, ZERO1, ZERO3 = Case(0, 3), Case(1, 3), Case(3, 3)
 BF16 = Case(2, 3, "bf16")
-TO_ZERO3 = Case(3, 2, config=ON)
-TARGETS = {0: Case(1, 2, config=ON), 1: TO_ZERO3, 2: Case(2, 2, "bf16", config=ON), 3: Case(2, 2, config=ON)}
+TO_ZERO3 = Case(3, 2).on()
+TARGETS = {0: Case(1, 2).on(), 1: TO_ZERO3, 2: Case(2, 2, "bf16").on(), 3: Case(2, 2).on()}
 TAG = "global_step3"
 MODEL = "mp_rank_00_model_states.pt"
 OPTIM = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
@@ -116,8 +116,19 @@ def repeat(case: Case) -> Callable[[Path, Any], None]:
     return at(find_optim(case, 1), lambda path: shutil.copy(path, path.with_name(find_optim(case, 2))))
 
 
+class Code:
+    """Creates a folder when it is unpickled."""
+
+    def __init__(self, folder: str):
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self.folder,)
+
+
 def plant(path: Path) -> None:
-    engine_ranks.plant_code(str(path), str(path.parents[1] / "code-was-run"))
+    saved = torch.load(path, weights_only=False)
+    torch.save({**saved, "planted": Code(str(path.parents[1] / "code-was-run"))}, path)
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
@@ -183,8 +194,8 @@ def list_planted() -> list[Refused]:
     places = [
         (ZERO1, MODEL, None),
         (ZERO3, f"zero_pp_rank_0_{MODEL}", None),
-        (two, MODEL, two.but(config=ON)),
-        (two, OPTIM.format(1), two.but(config=ON)),
+        (two, MODEL, two.on()),
+        (two, OPTIM.format(1), two.on()),
         (two, MODEL, TO_ZERO3),
     ]
     words = ("posix.mkdir", "trust_pickle")
@@ -223,7 +234,7 @@ def list_unfit() -> list[Refused]:
         for case in (ZERO0, ZERO1, ZERO3)
     ]
     # Which DeepSpeed's own load would take: its states have the same names.
-    same = {"target": ZERO1.but(config=ON), "live": {"optimizer": "radam"}}
+    same = {"target": ZERO1.on(), "live": {"optimizer": "radam"}}
     found.append(Refused("radam-in-the-same-topology", ZERO1, _ANOTHER_RULE, "MismatchError", **same))
     # Stage 0 records its optimizer states by position; shapes tell that the positions are others.
     return [*found, Refused("in-another-order", ZERO0, (), "MismatchError", live={"reverse_groups": True})]
@@ -247,7 +258,7 @@ def attempts(
             (target, options), root = case.engine, tmp_path_factory.mktemp("refused")
             alike = [each for each in CASES if each.engine == case.engine]
             loads = [each.prepare(sources, root) for each in alike]
-            answers = ucp_worlds.get(target.dp).run(engine_ranks.attempt_each, target.training(**options), loads)
+            answers = ucp_worlds.get(target.dp).run(attempt_each, target.training(**options), loads)
             made.update({str(each): list(found) for each, found in zip(alike, zip(*answers, strict=True), strict=True)})
             assert not list(root.glob("*/code-was-run"))
         return made[str(case)]
@@ -269,17 +280,26 @@ def test_refused(case: Refused, attempts: Callable[[Refused], list[Attempt]]) ->
         assert attempt.loss > 0
 
 
-def universal(value: Any) -> dict[str, Any]:
-    return {"checkpoint": {"universal": value}}
+def universal(value: Any, **sizes: int) -> dict[str, Any]:
+    return {"checkpoint": {"universal": value}, **sizes}
+
+
+def initialize_error(ds_config: dict[str, Any]) -> tuple[str, str]:
+    """Return type and message of the error of `deepspeed.initialize`, or empty strings."""
+    try:
+        make_engine(ds_config, "plain").destroy()
+    except Exception as error:  # noqa: BLE001 - the error is what the test looks at
+        return type(error).__name__, str(error)
+    return "", ""
 
 
 @pytest.mark.parametrize(
     ("dp", "config", "words"),
     [
-        (3, {**ON, "train_batch_size": 8}, ("8", "3", "6 or 9")),
-        (2, {**ON, "train_batch_size": 12, "train_micro_batch_size_per_gpu": 4},
+        (3, universal(True, train_batch_size=8), ("8", "3", "6 or 9")),
+        (2, universal(True, train_batch_size=12, train_micro_batch_size_per_gpu=4),
          ("12", "8 or 16", "preserve_batch_size")),
-        (3, {**ON, "train_batch_size": 12, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2},
+        (3, universal(True, train_batch_size=12, train_micro_batch_size_per_gpu=3, gradient_accumulation_steps=2),
          ("12",)),
         (2, {"checkpoint": {"universal": True, "load_universal": True}}, ("load_universal",)),
         (2, universal({"wndow_mb": 3}), ("wndow_mb", "Did you mean 'window_mb'?")),
@@ -298,7 +318,7 @@ def test_configuration_that_cannot_be(
     plain = Case(1, dp).ds_config
     if "train_batch_size" in config:
         del plain["gradient_accumulation_steps"]
-    answers = ucp_worlds.get(dp).run(engine_ranks.initialize_error, {**plain, **config})
+    answers = ucp_worlds.get(dp).run(initialize_error, {**plain, **config})
     assert len(set(answers)) == 1
     kind, message = answers[0]
     assert kind == "ConfigError"

@@ -2,61 +2,181 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import socket
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.errors import ConfigError
+from deepspeed_ucp.saves.saving import _count_saved
 from deepspeed_ucp.sources.seal import read_seal
-from deepspeed_ucp.testing import WorldPool
+from deepspeed_ucp.testing import World, WorldPool
+from deepspeed_ucp.testing.capture import CapturedEngine, capture
 from deepspeed_ucp.testing.compare import compare
-from tests.support.covering import Row, params
-from tests.support.engines import ranks as engine_ranks
-from tests.support.engines import saves as engine_saves
-from tests.support.engines.cases import Case
-from tests.support.engines.ranks import files_that_differ
+from deepspeed_ucp.testing.ranks import train as train_steps
+from tests.support.covering import params
+from tests.support.engines.cases import Case, make_engine, train_engine
+from tests.support.engines.ranks import Load, Local, files_that_differ, load_each, on_nodes, save, uninstalled
+from tests.support.engines.saves import close, in_memory, wait_for_marks
 
 CASES = [Case(1, 2, "bf16"), Case(3, 3), Case(0, 2), Case(2, 1, "fp16")]
 OTHER_SIZES = [(CASES[1],), (CASES[3],)]
-"""Of two ranks ``test_engine_saves_pairs.py`` has the files of every kind."""
+"""``test_engine_saves_pairs.py`` compares the files of every kind of engine on two ranks."""
+
+MIB_FREE = "deepspeed_ucp.saves.saver.count_free"
 
 
-def name_case(row: Row) -> str:
+def saving(case: Case, memory: Path, **options: Any) -> Case:
+    return case.but(config={"checkpoint": in_memory(memory, **options)})
+
+
+# --- on the ranks
+
+
+def save_steps(ds_config: dict[str, Any], folder: str, steps: int, *, own: str = "") -> list[CapturedEngine]:
+    """Save after each step, by DeepSpeed alone into `own`, too. Returns the state at each save."""
+    engine = make_engine(ds_config)
+    trained, states = train_engine(engine), list[CapturedEngine]()
+    for number in range(steps):
+        train_steps(trained, 1)
+        engine.save_checkpoint(folder, client_state={"number": number})
+        states.append(capture(engine))
+        saver = find_state(engine).saver
+        assert not saver.is_first or saver.wait(60)
+        if own:
+            with uninstalled():
+                engine.save_checkpoint(own, client_state={"number": number})
+    close(engine)
+    return states
+
+
+def save_at_odd_times(ds_config: dict[str, Any], folder: str, own: str) -> None:
+    """Save before the first step and twice under one tag in the middle of a step, by DeepSpeed alone, too."""
+    engine = make_engine(ds_config)
+    trained = train_engine(engine)
+    for micro_steps, tag in ((0, None), (1, "twice"), (1, "twice")):
+        train_steps(trained, micro_steps)
+        with uninstalled():
+            engine.save_checkpoint(own, tag=tag)
+        engine.save_checkpoint(folder, tag=tag)
+        saver = find_state(engine).saver
+        assert tag or not saver.is_first or saver.wait(60)  # otherwise the next save replaces it
+    close(engine)
+
+
+def save_weights_too(ds_config: dict[str, Any], folder: str) -> list[str]:
+    """Save, and the 16-bit weights right after it. Returns the names of weights that differ from the engine's."""
+    from deepspeed.runtime.zero import GatheredParameters
+
+    engine = make_engine(ds_config)
+    train_steps(train_engine(engine), 1)
+    engine.save_checkpoint(folder)
+    engine.save_16bit_model(folder, "weights.bin")
+    dist.barrier()  # rank 0 writes it
+    found = torch.load(os.path.join(folder, "weights.bin"), weights_only=True)
+    with GatheredParameters(list(engine.module.parameters())):
+        named = engine.module.state_dict()
+        differing = [name for name, tensor in named.items() if name not in found or not tensor.equal(found[name])]
+    close(engine)
+    return differing
+
+
+def save_in_full_memory(ds_config: dict[str, Any], folder: str, full: Sequence[str]) -> None:
+    """Save after each step.
+
+    Args:
+        full: by save: "no room" before it on all ranks, "runs full" in it on the last rank, or empty.
+    """
+    engine = make_engine(ds_config)
+    trained, is_last = train_engine(engine), dist.get_rank() == dist.get_world_size() - 1
+    failing = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    for how in full:
+        train_steps(trained, 1)
+        no_room = mock.patch(MIB_FREE, return_value=1000) if how == "no room" else nullcontext()
+        runs_full = how == "runs full" and is_last
+        with no_room, mock.patch("deepspeed_ucp.saves.saver.save_over", failing) if runs_full else nullcontext():
+            engine.save_checkpoint(folder)
+    close(engine)
+
+
+def forecast(ds_config: dict[str, Any], free: int) -> tuple[str, int, int]:
+    """Return the messages of a new engine with so many bytes free, and the expected bytes of a save before and after
+    a step.
+    """
+    with (
+        mock.patch("deepspeed_ucp.saves.saving.count_free", return_value=free),
+        mock.patch("deepspeed_ucp.saves.saving.logger.info") as log,
+    ):
+        engine = make_engine(ds_config)
+    before = _count_saved(engine)
+    train_steps(train_engine(engine), 1)
+    after = _count_saved(engine)
+    engine.destroy()
+    return "".join(call.args[0] % call.args[1:] for call in log.call_args_list), before, after
+
+
+# --- tests
+
+
+def name_case(row: tuple[Case]) -> str:
     return str(row[0])
 
 
-def saving(case: Case, memory: Path, **options: Any) -> dict[str, Any]:
-    save = {"memory": str(memory), "wait_s": 60, **options}
-    return case.but(config={"checkpoint": {"universal": {"save": save}}}).ds_config
+def check_files(folder: Path, count: int) -> None:
+    wait_for_marks(folder / "saved")
+    assert len(list((folder / "saved").glob("*/ucp_seal.json"))) == count
+    differing = files_that_differ(folder / "own", folder / "saved")
+    assert [name for name in differing if os.path.basename(name) != "ucp_seal.json"] == []
+
+
+def check_loads(
+    world: World,
+    target: Case,
+    folder: object,
+    place: object,
+    number: int,
+    state: CapturedEngine | None = None,
+    *,
+    tag: str | None = None,
+    memory: Path | None = None,
+) -> list[Local]:
+    """Load `folder` on every rank: from `place`, the save with this number, and its state.
+
+    Args:
+        memory: each rank is a node with a memory folder below this one.
+    """
+    loads = [Load(str(folder), {"tag": tag}, steps=1)]
+    work: tuple[Callable[..., Any], ...] = (load_each, target.training(seed=99), loads)  # type: ignore[assignment]
+    answers = world.run(*work) if memory is None else world.run(on_nodes, work[0], str(memory), *work[1:])
+    for (local,) in answers:
+        assert local.path.startswith(str(place)) and local.client_state["number"] == number
+        assert state is None or compare(state, local.state)[1] == []
+    return [local for (local,) in answers]
 
 
 @pytest.mark.parametrize("case", params(OTHER_SIZES, [(case,) for case in CASES], name_case))
 def test_the_files_are_those_of_deepspeeds_own_save(case: Case, tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    world = ucp_worlds.get(case.dp)
-    world.run(
-        engine_saves.save_each, saving(case, tmp_path / "memory"), str(tmp_path / "saved"), 2, own=str(tmp_path / "own")
-    )
+    config, folder = saving(case, tmp_path / "memory").ds_config, str(tmp_path / "saved")
+    ucp_worlds.get(case.dp).run(save_steps, config, folder, 2, own=str(tmp_path / "own"))
     check_files(tmp_path, 2)
-
-
-def check_files(folder: Path, count: int) -> None:
-    engine_saves.wait_for_marks(str(folder / "saved"))
-    assert len(list((folder / "saved").glob("*/ucp_seal.json"))) == count
-    differing = files_that_differ(str(folder / "own"), str(folder / "saved"))
-    assert [name for name in differing if os.path.basename(name) != "ucp_seal.json"] == []
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_saves_at_step_0_in_the_midst_of_a_step_and_twice_under_one_tag(
     case: Case, tmp_path: Path, ucp_worlds: WorldPool
 ) -> None:
-    config = {**saving(case, tmp_path / "memory"), "gradient_accumulation_steps": 2}
-    folders = str(tmp_path / "saved"), str(tmp_path / "own")
-    ucp_worlds.get(case.dp).run(engine_saves.save_at_odd_times, config, *folders)
+    config = {**saving(case, tmp_path / "memory").ds_config, "gradient_accumulation_steps": 2}
+    ucp_worlds.get(case.dp).run(save_at_odd_times, config, str(tmp_path / "saved"), str(tmp_path / "own"))
     check_files(tmp_path, 2)
     assert {path.name for path in (tmp_path / "saved").glob("*/")} == {"global_step0", "twice"}
     assert (tmp_path / "saved" / "latest").read_text() == "twice"
@@ -65,25 +185,19 @@ def test_saves_at_step_0_in_the_midst_of_a_step_and_twice_under_one_tag(
 @pytest.mark.parametrize("target", [Case(1, 2, "bf16"), Case(3, 3)], ids=str)
 def test_a_load_takes_the_newest_of_memory_and_place(target: Case, tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """In the topology that saved and in another one; what lies in the place counts where memory has nothing newer."""
-    source, folder, memory = Case(1, 2, "bf16"), str(tmp_path / "saved"), tmp_path / "memory"
-    states = ucp_worlds.get(2).run(engine_saves.save_each, saving(source, memory), folder, 2)[0]
-    config = saving(target, memory)
-    for found in ucp_worlds.get(target.dp).run(engine_saves.load, config, folder):
-        assert found[0].startswith(str(memory)) and found[1]["number"] == 1
-        assert compare(states[1], found[2])[1] == []
-    for found in ucp_worlds.get(target.dp).run(engine_saves.load, config, folder, tag="global_step1"):
-        assert found[0].startswith(folder) and found[1]["number"] == 0
-        assert compare(states[0], found[2])[1] == []
-    (tmp_path / "saved" / "latest").write_text("global_step1")  # who writes that wants it
-    for found in ucp_worlds.get(target.dp).run(engine_saves.load, config, folder):
-        assert found[0].startswith(folder) and found[1]["number"] == 0
-    (tmp_path / "saved" / "latest").write_text("global_step2")
-    (tmp_path / "saved" / "global_step2" / "ucp_seal.json").unlink()  # DeepSpeed alone saves without
-    for found in ucp_worlds.get(target.dp).run(engine_saves.load, config, folder):
-        assert found[0].startswith(folder) and found[1]["number"] == 1
+    folder, memory = tmp_path / "saved", tmp_path / "memory"
+    config = saving(Case(1, 2, "bf16"), memory).ds_config
+    states = ucp_worlds.get(2).run(save_steps, config, str(folder), 2)[0]
+    world, loader = ucp_worlds.get(target.dp), saving(target, memory)
+    check_loads(world, loader, folder, memory, 1, states[1])
+    check_loads(world, loader, folder, folder, 0, states[0], tag="global_step1")
+    (folder / "latest").write_text("global_step1")  # chosen by the user
+    check_loads(world, loader, folder, folder, 0)
+    (folder / "latest").write_text("global_step2")
+    (folder / "global_step2" / "ucp_seal.json").unlink()  # as DeepSpeed alone saves
+    check_loads(world, loader, folder, folder, 1)
     shutil.rmtree(memory)
-    for found in ucp_worlds.get(target.dp).run(engine_saves.load, config, folder):
-        assert found[0].startswith(folder) and found[1]["number"] == 1
+    check_loads(world, loader, folder, folder, 1)
 
 
 @pytest.mark.parametrize("case", [Case(1, 2, "bf16"), Case(3, 2, "bf16")], ids=str)
@@ -92,116 +206,103 @@ def test_weights_that_are_saved_beside_a_pending_save_are_there(
 ) -> None:
     """`save_16bit_model` tells the writer of checkpoints that a save begins and ends."""
     zero = {"stage3_gather_16bit_weights_on_model_save": True} if case.stage == 3 else {}
-    config = saving(case.but(zero=zero), tmp_path / "memory")
-    for differing in ucp_worlds.get(2).run(engine_saves.save_weights_too, config, str(tmp_path / "saved")):
-        assert differing == []
+    config = saving(case.but(zero=zero), tmp_path / "memory").ds_config
+    assert ucp_worlds.get(2).run(save_weights_too, config, str(tmp_path / "saved")) == [[], []]
     assert (tmp_path / "saved" / "latest").read_text() == "global_step1"
     assert (tmp_path / "saved" / "global_step1" / "ucp_seal.json").exists()
 
 
 def test_without_room_a_save_is_deepspeeds_own(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    config = saving(Case(2, 2), tmp_path / "memory")
-    ucp_worlds.get(2).run(engine_saves.save_without_room, config, str(tmp_path / "saved"))
+    config = saving(Case(2, 2), tmp_path / "memory").ds_config
+    ucp_worlds.get(2).run(save_in_full_memory, config, str(tmp_path / "saved"), ["no room"])
     assert (tmp_path / "saved" / "latest").read_text() == "global_step1"
     assert not list((tmp_path / "memory").rglob("*_states.pt"))
 
 
+def test_memory_that_runs_full_in_a_save_makes_it_deepspeeds_own(tmp_path: Path, ucp_worlds: WorldPool) -> None:
+    """No rank waits for the one that has found it, and the next save is in memory again."""
+    config, saved = saving(Case(1, 2), tmp_path / "memory").ds_config, tmp_path / "saved"
+    ucp_worlds.get(2).run(save_in_full_memory, config, str(saved), ["", "runs full", ""])
+    assert {path.name for path in saved.glob("global_step*")} >= {"global_step2", "global_step3"}
+    assert not (saved / "global_step2" / "ucp_seal.json").exists()
+    assert (saved / "global_step3" / "ucp_seal.json").exists()
+    assert (saved / "latest").read_text() == "global_step3"
+
+
 def test_nodes_hold_a_part_of_each_save(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """All of them together have the newest one; when one is gone, the place has it."""
-    folder, memory, variable = str(tmp_path / "saved"), str(tmp_path / "memory"), Path("$NODE_MEMORY")
-    saver = saving(Case(1, 2, "bf16"), variable)
+    folder, memory, variable = tmp_path / "saved", tmp_path / "memory", Path("$NODE_MEMORY")
+    config, loader = saving(Case(1, 2, "bf16"), variable).ds_config, saving(Case(3, 2), variable)
     world = ucp_worlds.get(2)
-    states = world.run(engine_saves.on_nodes, engine_saves.save_each, memory, saver, folder, 2)[0]
-    parts = [{path.name for path in (tmp_path / "memory" / f"node{node}").rglob("*_states.pt")} for node in range(2)]
+    states = world.run(on_nodes, save_steps, str(memory), config, str(folder), 2)[0]
+    parts = [{path.name for path in (memory / f"node{node}").rglob("*_states.pt")} for node in range(2)]
     assert all(parts) and not parts[0] & parts[1]
     assert len(list(tmp_path.glob("saved/*/ucp_seal.json"))) == 2
-    loader = saving(Case(3, 2), variable)
-    for found in world.run(engine_saves.on_nodes, engine_saves.load, memory, loader, folder):
-        assert found[0].startswith(memory) and found[1]["number"] == 1
-        assert compare(states[1], found[2])[1] == []
-    shutil.rmtree(tmp_path / "memory" / "node1")
-    for found in world.run(engine_saves.on_nodes, engine_saves.load, memory, loader, folder):
-        assert found[0].startswith(folder) and found[1]["number"] == 1
-        assert compare(states[1], found[2])[1] == []
+    check_loads(world, loader, folder, memory, 1, states[1], memory=memory)
+    shutil.rmtree(memory / "node1")
+    check_loads(world, loader, folder, folder, 1, states[1], memory=memory)
 
 
 def test_nodes_with_folders_of_their_own_are_saved_as_deepspeed_does(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """No node could tell whether all have theirs: nothing would ever be sealed. Of one node the folder is as any."""
-    save = {"memory": str(tmp_path / "memory$RANK"), "copies": 1}
-    local = Case(1, 2, "bf16", config={"checkpoint": {"use_node_local_storage": True, "universal": {"save": save}}})
-    world = ucp_worlds.get(2)
-    saved = world.run(engine_ranks.on_nodes, engine_ranks.save, local.training(), str(tmp_path))
-    parts = [{path.name for path in (tmp_path / f"node{node}").rglob("*optim_states.pt")} for node in range(2)]
+    options = {"memory": str(tmp_path / "memory$RANK"), "copies": 1}
+    local = Case(1, 2, "bf16", config={"checkpoint": {"use_node_local_storage": True, "universal": {"save": options}}})
+    world, nodes = ucp_worlds.get(2), [str(tmp_path / f"node{node}") for node in range(2)]
+    saved = world.run(on_nodes, save, "", local.training(), tuple(nodes))
+    parts = [{path.name for path in Path(node).rglob("*optim_states.pt")} for node in nodes]
     assert all(parts) and not parts[0] & parts[1]
     other = local.but(stage=3, precision="fp32")
-    for found in world.run(engine_ranks.on_nodes, engine_ranks.load_one, other.training(), str(tmp_path)):
-        assert found.direct and compare(saved[0].state, found.state)[1] == []
-    save["memory"] = str(tmp_path / "memory")
+    for (local_rank,) in world.run(on_nodes, load_each, "", other.training(), [Load(tuple(nodes), steps=1)]):
+        assert local_rank.direct and compare(saved[0].state, local_rank.state)[1] == []
+    options["memory"] = str(tmp_path / "memory")
     folder = str(tmp_path / "one")
-    for states in world.run(engine_saves.save_each, local.ds_config, folder, 1):
-        (found, *_) = world.run(engine_saves.load, local.ds_config, folder)
-        assert found[0].startswith(str(tmp_path / "memory")) and compare(states[0], found[2])[1] == []
+    (state,) = world.run(save_steps, local.ds_config, folder, 1)[0]
+    check_loads(world, local, folder, tmp_path / "memory", 0, state)
 
 
 @pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_a_lost_node_is_no_loss(lost: int, tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """Its neighbour has its part; what is left resumes on fewer ranks, or beside an empty node, without any place."""
     folder, memory, variable = tmp_path / "saved", tmp_path / "memory", Path("$NODE_MEMORY")
-    saver = saving(Case(1, 2, "bf16"), variable, copies=1)
-    saved = ucp_worlds.get(2).run(engine_saves.on_nodes, engine_saves.save_each, str(memory), saver, str(folder), 2)
+    config = saving(Case(1, 2, "bf16"), variable, copies=1).ds_config
+    states = ucp_worlds.get(2).run(on_nodes, save_steps, str(memory), config, str(folder), 2)[0]
     shutil.rmtree(folder)
-    for each in (saving(Case(3, 2), variable), saving(Case(1, 2, "bf16"), variable)):
-        read = ucp_worlds.get(2).run(engine_saves.on_nodes, engine_saves.load_bytes, str(memory), each, str(folder))
-        assert all(path.startswith(str(memory)) for path, *_ in read)
-        assert sum(count for _, count, _ in read) <= 1.02 * read[0][2]  # though two nodes have each
-        for found in ucp_worlds.get(2).run(engine_saves.on_nodes, engine_saves.load, str(memory), each, str(folder)):
-            assert compare(saved[0][1], found[2])[1] == []
+    for target in (Case(3, 2), Case(1, 2, "bf16")):
+        loader = saving(target, variable)
+        ranks = check_loads(ucp_worlds.get(2), loader, folder, memory, 1, states[1], memory=memory)
+        assert sum(rank.bytes_read for rank in ranks) <= 1.02 * ranks[0].state_bytes  # though two nodes have each
     shutil.rmtree(memory / f"node{lost}")
     (memory / f"node{1 - lost}").rename(memory / "left")
     for target in (Case(3, 1), Case(2, 2), Case(1, 2, "bf16"), Case(0, 2)):
         shutil.rmtree(memory / "node1", ignore_errors=True)
         shutil.copytree(memory / "left", memory / "node0", dirs_exist_ok=True)
-        world, loader = ucp_worlds.get(target.dp), saving(target, variable)
-        for found in world.run(engine_saves.on_nodes, engine_saves.load, str(memory), loader, str(folder)):
-            assert found[0].startswith(str(memory)) and found[1]["number"] == 1
-            assert compare(saved[0][1], found[2])[1] == []
+        world = ucp_worlds.get(target.dp)
+        check_loads(world, saving(target, variable), folder, memory, 1, states[1], memory=memory)
 
 
 def test_of_three_nodes_one_may_be_lost(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """Two that stand next to each other are more than one copy makes up for: the folder has the save."""
-    folder, memory, variable = str(tmp_path / "saved"), tmp_path / "memory", Path("$NODE_MEMORY")
-    saver, loader = saving(Case(3, 3), variable, copies=1), saving(Case(1, 2), variable)
-    saved = ucp_worlds.get(3).run(engine_saves.on_nodes, engine_saves.save_each, str(memory), saver, folder, 2)
+    folder, memory, variable = tmp_path / "saved", tmp_path / "memory", Path("$NODE_MEMORY")
+    config, loader = saving(Case(3, 3), variable, copies=1).ds_config, saving(Case(1, 2), variable)
+    states = ucp_worlds.get(3).run(on_nodes, save_steps, str(memory), config, str(folder), 2)[0]
     shutil.rmtree(memory / "node1")
     (memory / "node2").rename(memory / "node1")
-    for is_left in (True, False):
-        for found in ucp_worlds.get(2).run(engine_saves.on_nodes, engine_saves.load, str(memory), loader, folder):
-            assert found[0].startswith(str(memory) if is_left else folder) and found[1]["number"] == 1
-            assert compare(saved[0][1], found[2])[1] == []
+    for place in (memory, folder):
+        check_loads(ucp_worlds.get(2), loader, folder, place, 1, states[1], memory=memory)
         shutil.rmtree(memory / "node0")
     assert set(read_seal(f"{folder}/global_step2/ucp_seal.json").hosts) <= {socket.gethostname()}
-
-
-def test_memory_that_runs_full_in_a_save_makes_it_deepspeeds_own(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """No rank waits for the one that has found it, and the next save is in memory again."""
-    config = saving(Case(1, 2), tmp_path / "memory")
-    ucp_worlds.get(2).run(engine_saves.save_where_memory_runs_full, config, str(tmp_path / "saved"))
-    assert {path.name for path in (tmp_path / "saved").glob("global_step*")} >= {"global_step2", "global_step3"}
-    assert not (tmp_path / "saved" / "global_step2" / "ucp_seal.json").exists()
-    assert (tmp_path / "saved" / "global_step3" / "ucp_seal.json").exists()
-    assert (tmp_path / "saved" / "latest").read_text() == "global_step3"
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_what_saves_take_is_told_when_an_engine_is_made(case: Case, tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """States that the first step makes are counted; counters of steps are not."""
-    config, world = saving(case, tmp_path / "memory"), ucp_worlds.get(case.dp)
-    answers = world.run(engine_saves.foresee, config, 1 << 30)
-    told = f"a save takes about 0 MiB of {tmp_path / 'memory'} on a node, where 1,024 MiB are free"
-    assert [each[0] for each in answers] == [told, *[""] * (case.dp - 1)]
+    config, world = saving(case, tmp_path / "memory").ds_config, ucp_worlds.get(case.dp)
+    answers = world.run(forecast, config, 1 << 30)
+    message = f"a save takes about 0 MiB of {tmp_path / 'memory'} on a node, where 1,024 MiB are free"
+    assert [each[0] for each in answers] == [message, *[""] * (case.dp - 1)]
     for _, before, after in answers:
         assert before <= after < before + 100
     needed = int(1.05 * sum(before for _, before, _ in answers))
-    assert "older ones go before the next one is made" in world.run(engine_saves.foresee, config, needed)[0][0]
+    assert "older ones go before the next one is made" in world.run(forecast, config, needed)[0][0]
     with pytest.raises(ConfigError, match=r"where 0 MiB are free\. Give the container more memory"):
-        world.run(engine_saves.foresee, config, needed - 1)
+        world.run(forecast, config, needed - 1)

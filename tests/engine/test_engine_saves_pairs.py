@@ -19,9 +19,8 @@ from deepspeed_ucp.testing import WorldPool
 from tests.stores.server import BUCKET, Server, serve_bucket
 from tests.support.covering import params
 from tests.support.engines import pairs as engine_pairs
-from tests.support.engines import saves as engine_saves
 from tests.support.engines.pairs import KINDS
-from tests.support.engines.ranks import files_that_differ
+from tests.support.engines.ranks import files_that_differ, on_nodes, with_options
 from tests.support.engines.saves import wait_for_marks
 
 pytest.importorskip("moto")
@@ -118,15 +117,15 @@ def test_saves(row: tuple[str, ...], memory: str, server: Server, tmp_path: Path
 
     def run(work: Any, *args: Any, **more: Any) -> list[Any]:
         if copies == "copied":
-            return list(world.run(engine_saves.on_nodes, work, memory, *args, **more))
+            return list(world.run(on_nodes, work, memory, *args, **more))
         return list(world.run(work, *args, **more))
 
-    held = [each[-1] for each in run(engine_saves.with_options, options, engine_pairs.save, name, url, str(own), swap)]
+    held = [each[-1] for each in run(with_options, options, engine_pairs.save, name, url, str(own), swap)]
     wait_for_marks(url)
     if place == "s3":
         download(url, saved)
-    assert [each for each in files_that_differ(str(own), str(saved)) if os.path.basename(each) != SEAL] == []
-    found = run(engine_saves.with_options, options, engine_pairs.load_elsewhere, name, url, swap)
+    assert [each for each in files_that_differ(own, saved) if os.path.basename(each) != SEAL] == []
+    found = run(with_options, options, engine_pairs.load_elsewhere, name, url, swap)
     assert all(path.startswith(memory) for path, _ in found)
     assert kind.differ(held, [each for _, each in found]) == []
 

@@ -7,25 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from deepspeed_ucp.sources.files import SEAL
 from deepspeed_ucp.testing import WorldPool
-from tests.support.engines import ranks as engine_ranks
 from tests.support.engines.cases import Case, pair_id
-from tests.support.engines.ranks import Load, load_each
+from tests.support.engines.ranks import Load, attempt_each, differences, files_that_differ, load_each, save
 
-ON = {"checkpoint": {"universal": True}}
-SEALED = {"checkpoint": {"universal": {"seal": True}}}
+SEALED = {"seal": True}
 OPTIONS = {"model": "mixed", "scheduler": True}
 PAIRS = [
-    (Case(1, 3, "bf16"), Case(3, 2, "bf16", config=ON)),
-    (Case(3, 3), Case(1, 2, config=ON)),
-    (Case(0, 3), Case(2, 2, config=ON)),
-    (Case(2, 2, "fp16"), Case(0, 3, "fp16", config=ON)),
-    (Case(3, 2, "bf16"), Case(3, 3, "bf16", config=SEALED)),
-    (Case(1, 2), Case(1, 3, config=SEALED)),
-    (Case(3, 2), Case(0, 3, config=ON)),
-    (Case(0, 2, "bf16"), Case(1, 3, "bf16", config={**ON, "data_types": {"grad_accum_dtype": "fp32"}})),
+    (Case(1, 3, "bf16"), Case(3, 2, "bf16").on()),
+    (Case(3, 3), Case(1, 2).on()),
+    (Case(0, 3), Case(2, 2).on()),
+    (Case(2, 2, "fp16"), Case(0, 3, "fp16").on()),
+    (Case(3, 2, "bf16"), Case(3, 3, "bf16").on(**SEALED)),
+    (Case(1, 2), Case(1, 3).on(**SEALED)),
+    (Case(3, 2), Case(0, 3).on()),
+    (Case(0, 2, "bf16"), Case(1, 3, "bf16", config={"data_types": {"grad_accum_dtype": "fp32"}}).on()),
 ]
 
 
@@ -34,7 +33,7 @@ def again(sources: Any, ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPath
     """What a resume of one case under another saves right after it; made once."""
     made: dict[str, str] = {}
 
-    def save(pair: tuple[Case, Case]) -> str:
+    def find(pair: tuple[Case, Case]) -> str:
         if pair_id(pair) not in made:
             folder = str(tmp_path_factory.mktemp("again"))
             loads = [Load(str(sources.get(pair[0], **OPTIONS).folder), again=folder)]
@@ -43,7 +42,7 @@ def again(sources: Any, ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPath
             made[pair_id(pair)] = folder
         return made[pair_id(pair)]
 
-    return save
+    return find
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=pair_id)
@@ -55,10 +54,25 @@ def test_save_right_after_a_resume(
     loads = [Load(again(pair))]
     for (local,) in ucp_worlds.get(target.dp).run(load_each, target.training(**OPTIONS), loads, plugin=False):
         assert local.direct is None
-        assert engine_ranks.differences(str(sources.get(source, **OPTIONS).folder), local.state) == []
+        assert differences(sources.get(source, **OPTIONS).folder, local.state) == []
     own = target.but(config={key: value for key, value in target.config.items() if key != "checkpoint"})
-    native = str(sources.get(own, **OPTIONS).folder)
-    assert engine_ranks.structure(again(pair)) == engine_ranks.structure(native)
+    assert describe_files(Path(again(pair))) == describe_files(sources.get(own, **OPTIONS).folder)
+
+
+def describe_files(folder: Path) -> dict[str, Any]:
+    """Return the keys, types, shapes and dtypes in each file of states."""
+    paths = sorted(folder.rglob("*_states.pt"))
+    return {str(path.relative_to(folder)): describe_value(torch.load(path, weights_only=False)) for path in paths}
+
+
+def describe_value(value: Any) -> Any:
+    if torch.is_tensor(value):
+        return f"{value.dtype}{tuple(value.shape)}"
+    if isinstance(value, dict):
+        return {str(key): describe_value(item) for key, item in value.items() if key != "ds_config"}
+    if isinstance(value, list | tuple):
+        return [describe_value(item) for item in value]
+    return type(value).__name__
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=pair_id)
@@ -67,64 +81,61 @@ def test_there_and_back(
 ) -> None:
     """The state that went to another topology and came back is the one that left."""
     source, target = pair
-    assert any(Path(again(pair)).rglob(SEAL)) == (target.config is SEALED)
-    back = source.but(config={**source.config, **ON})
+    assert any(Path(again(pair)).rglob(SEAL)) == (target.config["checkpoint"]["universal"] == SEALED)
+    back = source.on()
     for (local,) in ucp_worlds.get(back.dp).run(load_each, back.training(**OPTIONS), [Load(again(pair))]):
         assert local.direct
-        assert engine_ranks.differences(str(sources.get(source, **OPTIONS).folder), local.state) == []
+        assert differences(sources.get(source, **OPTIONS).folder, local.state) == []
 
 
 # On one rank stage 3 has no padding, which DeepSpeed saves uninitialised.
-@pytest.mark.parametrize("case", [Case(stage, 1 + (stage < 3), "bf16", config=ON) for stage in (0, 1, 2, 3)], ids=str)
+@pytest.mark.parametrize("case", [Case(stage, 1 + (stage < 3), "bf16").on() for stage in (0, 1, 2, 3)], ids=str)
 def test_plugin_does_not_change_a_save(case: Case, tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """The same training with the plugin and without it leaves the same files with the same contents."""
     folders = [str(tmp_path / name) for name in ("with", "without")]
     for folder, plugin in zip(folders, (True, False), strict=True):
-        ucp_worlds.get(case.dp).run(engine_ranks.save, case.training(**OPTIONS), folder, plugin=plugin)
-    assert engine_ranks.files_that_differ(*folders) == []
+        ucp_worlds.get(case.dp).run(save, case.training(**OPTIONS), folder, plugin=plugin)
+    assert files_that_differ(*folders) == []
     assert any(Path(folders[0]).rglob("*_states.pt"))
 
 
-@pytest.mark.parametrize("what", ["missing", "cut off", "damaged"])
-def test_the_newest_whole_checkpoint_is_taken_when_asked(what: str, tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    source, target, folder = Case(1, 3), Case(2, 2), str(tmp_path)
-    ucp_worlds.get(3).run(engine_ranks.save, source.training(**OPTIONS), folder, steps=(2, 1))
-    newest = tmp_path / "global_step3" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    data = newest.read_bytes()
+def damage(path: Path, how: str) -> None:
+    data = path.read_bytes()
     middle = len(data) // 2
-    if what == "missing":
-        newest.unlink()
+    if how == "missing":
+        path.unlink()
     else:
-        newest.write_bytes(data[:middle] if what == "cut off" else data[:middle] + b"damage" + data[middle + 6 :])
-    world, loads = ucp_worlds.get(2), [Load(folder)]
-    asked = target.but(config={"checkpoint": {"universal": {"fallback": True}}})
-    for (attempt,) in world.run(engine_ranks.attempt_each, target.but(config=ON).training(**OPTIONS), loads):
+        path.write_bytes(data[:middle] if how == "cut off" else data[:middle] + b"damage" + data[middle + 6 :])
+
+
+NEWEST = "global_step3/zero_pp_rank_1_mp_rank_00_optim_states.pt"
+FALLBACK = [
+    *((how, Case(1, 3), Case(2, 2)) for how in ("missing", "cut off", "damaged")),
+    pytest.param("damaged", Case(1, 2), Case(1, 2), marks=pytest.mark.exhaustive),
+]
+
+
+@pytest.mark.parametrize(("how", "source", "target"), FALLBACK, ids=str)
+def test_the_newest_whole_checkpoint_is_taken_when_asked(
+    how: str, source: Case, target: Case, tmp_path: Path, ucp_worlds: WorldPool
+) -> None:
+    ucp_worlds.get(source.dp).run(save, source.training(**OPTIONS), str(tmp_path), steps=(2, 1))
+    damage(tmp_path / NEWEST, how)
+    world, loads = ucp_worlds.get(2), [Load(str(tmp_path))]
+    for (attempt,) in world.run(attempt_each, target.on().training(**OPTIONS), loads) if source != target else ():
         assert attempt.error == "CheckpointError" and attempt.changed == []
-    for rank, (local,) in enumerate(world.run(load_each, asked.training(**OPTIONS), loads)):
+    for rank, (local,) in enumerate(world.run(load_each, target.on(fallback=True).training(**OPTIONS), loads)):
         assert local.state.counters["global_steps"] == 2
-        warned = [text for level, text in local.log if level == "WARNING" and "passed over" in text]
-        assert len(warned) == (rank == 0) and all(newest.name in text for text in warned)
-
-
-@pytest.mark.exhaustive
-def test_damage_is_passed_over_in_the_same_topology_too(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    folder, case = str(tmp_path), Case(1, 2, config={"checkpoint": {"universal": {"fallback": True}}})
-    ucp_worlds.get(2).run(engine_ranks.save, case.training(**OPTIONS), folder, steps=(2, 1))
-    newest = tmp_path / "global_step3" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    data = newest.read_bytes()
-    middle = len(data) // 2
-    newest.write_bytes(data[:middle] + b"damage" + data[middle + 6 :])
-    for (local,) in ucp_worlds.get(2).run(load_each, case.training(**OPTIONS), [Load(folder)]):
-        assert local.state.counters["global_steps"] == 2
+        warnings = local.list_messages("WARNING", "passed over")
+        assert len(warnings) == (rank == 0) and all(Path(NEWEST).name in text for text in warnings)
 
 
 def test_where_none_is_whole_all_are_named(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    folder = str(tmp_path)
-    ucp_worlds.get(3).run(engine_ranks.save, Case(1, 3).training(**OPTIONS), folder, steps=(1, 1))
+    ucp_worlds.get(3).run(save, Case(1, 3).training(**OPTIONS), str(tmp_path), steps=(1, 1))
     for tag in ("global_step1", "global_step2"):
-        (tmp_path / tag / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
-    asked = Case(2, 2, config={"checkpoint": {"universal": {"fallback": True}}})
-    for (attempt,) in ucp_worlds.get(2).run(engine_ranks.attempt_each, asked.training(**OPTIONS), [Load(folder)]):
+        (tmp_path / tag / Path(NEWEST).name).unlink()
+    training = Case(2, 2).on(fallback=True).training(**OPTIONS)
+    for (attempt,) in ucp_worlds.get(2).run(attempt_each, training, [Load(str(tmp_path))]):
         assert attempt.error == "CheckpointError" and attempt.changed == []
-        assert "none of its 2 checkpoints" in attempt.message
-        assert "global_step1" in attempt.message and "global_step2" in attempt.message
+        for words in ("none of its 2 checkpoints", "global_step1", "global_step2"):
+            assert words in attempt.message

@@ -2,48 +2,216 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from deepspeed_ucp import preemption, rng, snapshots
+from deepspeed_ucp.data import ElasticSampler
+from deepspeed_ucp.engine_state import find_state
+from deepspeed_ucp.errors import StorageError
 from deepspeed_ucp.testing import WorldPool
+from deepspeed_ucp.testing.capture import CapturedEngine, capture
 from deepspeed_ucp.testing.compare import compare
-from tests.support.engines import snapshots as engine_snapshots
-from tests.support.engines.cases import Case
+from deepspeed_ucp.testing.ranks import train as train_steps
+from tests.support.engines.cases import BATCH, FEATURES, Case, make_engine, train_engine
 from tests.support.engines.parallel import Launch, training
+from tests.support.engines.ranks import Load, load_each
+from tests.support.engines.saves import close, in_memory
+
+SAMPLES = 3 * BATCH
 
 
-def saving(case: Case, memory: Path, **options: Any) -> dict[str, Any]:
-    return case.but(config={"checkpoint": section(memory, **options)}).ds_config
+def saving(case: Case, memory: Path) -> dict[str, Any]:
+    return case.but(config={"checkpoint": in_memory(memory)}).ds_config
 
 
-def section(memory: Path, **options: Any) -> dict[str, Any]:
-    return {"universal": {"save": {"memory": str(memory), "wait_s": 60, **options}}}
+# --- on the ranks
+
+
+@contextmanager
+def follow(engine: Any, folder: str, *, every: Any, **options: Any) -> Iterator[list[int]]:
+    """Take snapshots of an engine, which ends with the block. Yields the list of their steps."""
+    steps, take = list[int](), snapshots._take
+
+    def record(followed: Any, asked: Any, client_state: Any) -> None:
+        steps.append(followed.global_steps)
+        take(followed, asked, client_state)
+
+    with mock.patch.object(snapshots, "_take", record):
+        snapshots.follow(engine, folder, every=every, **options)
+        yield steps
+    close(engine)
+
+
+@dataclass
+class Trained:
+    """One rank's part of a run.
+
+    Attributes:
+        step, client_state: from which it started.
+        begun: state at the start.
+        draws: samples of each step, and a random number drawn for them.
+        states: at the end of each step.
+        taken: steps with a snapshot.
+    """
+
+    step: int
+    client_state: dict[str, Any]
+    begun: CapturedEngine
+    draws: dict[int, tuple[list[int], float]] = field(default_factory=dict)
+    states: dict[int, CapturedEngine] = field(default_factory=dict)
+    taken: list[int] = field(default_factory=list)
+
+
+def train(
+    ds_config: dict[str, Any], folder: str, steps: int, *, every: int, seed: int, saves: dict[int, str] | None = None
+) -> Trained:
+    """Load and train on the sampler's batches.
+
+    Args:
+        saves: by step the folder of a save after it.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    engine = make_engine(ds_config, "plain", seed=seed)
+    sampler = ElasticSampler(SAMPLES, BATCH, rank=rank, world=world, seed=1)
+    sampler.follow(engine)
+    rng.follow(engine)
+    torch.manual_seed(100 * seed + rank)
+    with follow(engine, folder, every=every, client_state=lambda: {"ended": engine.global_steps}) as taken:
+        _, found = engine.load_checkpoint(folder)
+        own = {name: value for name, value in (found or {}).items() if name in ("ended", "saved")}
+        run = Trained(engine.global_steps, own, capture(engine), taken=taken)
+        for _ in range(steps):
+            samples = list(islice(sampler, BATCH // world))
+            noise = torch.rand(1)  # drawn for the batch, before the engine is called
+            run.draws[engine.global_steps] = samples, noise.item()
+            batch = torch.tensor(samples, dtype=torch.float32)[:, None].expand(-1, FEATURES) / SAMPLES + noise
+            engine.backward(engine(batch).square().mean())
+            engine.step()
+            run.states[engine.global_steps] = capture(engine)
+            if place := (saves or {}).get(engine.global_steps):
+                engine.save_checkpoint(place, client_state={"saved": engine.global_steps})
+            with torch.no_grad():
+                engine.eval()
+                if rank == 0 and not engine.zero_optimization_partition_weights():  # alone
+                    engine(batch)
+                engine.train()
+    return run
+
+
+def train_by_the_clock(ds_config: dict[str, Any], folder: str, seconds: dict[int, float], steps: int) -> list[int]:
+    """List the steps of snapshots every 5 s, on ranks whose clocks differ.
+
+    Args:
+        seconds: duration of the steps from this step on.
+    """
+    engine, now = make_engine(ds_config), 1000.0 * dist.get_rank()
+    trained, save_checkpoint, step = train_engine(engine), engine.save_checkpoint, engine.step
+
+    def save_slowly(*args: Any, **more: Any) -> None:
+        nonlocal now
+        now += 0.5
+        save_checkpoint(*args, **more)
+
+    def step_slowly(*args: Any, **more: Any) -> None:
+        nonlocal now
+        now += max((at, took) for at, took in seconds.items() if at <= engine.global_steps)[1] - 0.01 * dist.get_rank()
+        step(*args, **more)
+
+    engine.save_checkpoint, engine.step = save_slowly, step_slowly
+    with (
+        mock.patch.object(snapshots, "monotonic", side_effect=lambda: now),
+        follow(engine, folder, every="5s") as taken,
+    ):
+        train_steps(trained, steps)
+    return taken
+
+
+def train_until_signaled(ds_config: dict[str, Any], folder: str) -> list[int]:
+    """List the steps of snapshots; a signal comes in the step after which a snapshot is due."""
+    engine = make_engine(ds_config)
+    trained = train_engine(engine)
+    preemption.follow(engine, folder)
+    with follow(engine, folder, every=2) as taken:
+        for number in range(7):
+            if number == 3 and dist.get_rank():
+                os.kill(os.getpid(), signal.SIGUSR1)
+            train_steps(trained, 1)
+    return taken
+
+
+def call_the_module(ds_config: dict[str, Any], folder: str) -> list[int]:
+    """List the steps of snapshots of a training by `engine.module`, which does not report when a step begins."""
+    engine = make_engine(ds_config, "plain")
+    with follow(engine, folder, every=2) as taken:
+        for _ in range(6):
+            engine.backward(engine.module(torch.ones(1, FEATURES)).square().mean())
+            engine.step()
+    return taken
+
+
+def train_without_room(ds_config: dict[str, Any], folder: str) -> tuple[list[int], list[str]]:
+    """Return the steps of snapshots that find no room at first, and the warnings."""
+    engine, warnings = make_engine(ds_config), list[str]()
+    trained = train_engine(engine)
+    warn = mock.patch.object(snapshots.logger, "warning", lambda text, *args: warnings.append(text % args))
+    with warn, follow(engine, folder, every=2) as taken:
+        with mock.patch("deepspeed_ucp.saves.saver.count_free", return_value=1000):
+            train_steps(trained, 5)
+        train_steps(trained, 2)
+        if dist.get_rank():
+            find_state(engine).snapshots.client_state = mock.Mock(side_effect=StorageError("the client's"))
+        train_steps(trained, 4)
+    return taken, warnings
+
+
+def train_pipeline(make: Any, folder: str) -> tuple[list[int], dict[int, CapturedEngine]]:
+    """Return the steps of snapshots of a pipeline, and the state at the end of each step."""
+    trained, states = make(), dict[int, CapturedEngine]()
+    engine = next(trained)
+    with follow(engine, folder, every=2) as taken:
+        for _ in range(5):
+            next(trained)
+            states[engine.global_steps] = capture(engine)
+            if engine.global_steps == 2:
+                engine.save_checkpoint(folder)
+    return taken, states
+
+
+# --- tests
 
 
 @pytest.mark.parametrize(("source", "target"), [(Case(1, 2), Case(1, 2)), (Case(3, 2), Case(2, 3))], ids=str)
 def test_a_run_goes_on_from_the_last_one(source: Case, target: Case, tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """With its samples and random numbers; where the script saves to the folder it makes none, whatever the steps."""
     folder, elsewhere = str(tmp_path / "saved"), str(tmp_path / "elsewhere")
-    options: dict[str, Any] = {"every": 2, "saves": {2: folder, 6: elsewhere}}
-    config = saving(source, tmp_path / "memory")
-    whole = ucp_worlds.get(2).run(engine_snapshots.go_on, config, folder, 7, seed=1, **options)
+    config, saves = saving(source, tmp_path / "memory"), {2: folder, 6: elsewhere}
+    whole = ucp_worlds.get(2).run(train, config, folder, 7, every=2, seed=1, saves=saves)
     assert [each.taken for each in whole] == [[4, 6]] * 2
     assert [path.name for path in (tmp_path / "saved").glob("*_step*")] == ["global_step2"]
     assert (tmp_path / "elsewhere" / "latest").read_text() == "global_step6"
-    ranks, config = target.dp, saving(target, tmp_path / "memory")
-    rest = ucp_worlds.get(ranks).run(engine_snapshots.go_on, config, folder, 1, seed=2, every=5, saves={})
-    for rank, each in enumerate(rest):
-        assert each.found == (6, {"ended": 6}) and each.taken == []
+    world, config = ucp_worlds.get(target.dp), saving(target, tmp_path / "memory")
+    for rank, each in enumerate(world.run(train, config, folder, 1, every=5, seed=2)):
+        assert (each.step, each.client_state, each.taken) == (6, {"ended": 6}, [])
         assert compare(whole[0].states[6], each.begun)[1] == []
-        if ranks == 2:
+        if target.dp == 2:
             assert each.draws[6] == whole[rank].draws[6]
             assert compare(whole[rank].states[7], each.states[7])[1] == []
     shutil.rmtree(tmp_path / "memory")
-    without = ucp_worlds.get(ranks).run(engine_snapshots.go_on, config, folder, 0, seed=3, every=5, saves={})
-    assert [each.found for each in without] == [(2, {"saved": 2})] * ranks
+    for each in world.run(train, config, folder, 0, every=5, seed=3):
+        assert (each.step, each.client_state) == (2, {"saved": 2})
 
 
 @pytest.mark.parametrize(
@@ -56,39 +224,35 @@ def test_a_run_goes_on_from_the_last_one(source: Case, target: Case, tmp_path: P
 def test_all_ranks_go_by_one_clock(
     seconds: dict[int, float], taken: list[int], tmp_path: Path, ucp_worlds: WorldPool
 ) -> None:
-    config = saving(Case(1, 2), tmp_path / "memory")
-    arguments: tuple[Any, ...] = (config, str(tmp_path / "saved"), seconds)
-    told = ucp_worlds.get(2).run(engine_snapshots.by_the_clock, *arguments, taken[-1] + 1)
-    assert told == [taken] * 2
+    work = train_by_the_clock, saving(Case(1, 2), tmp_path / "memory"), str(tmp_path / "saved"), seconds, taken[-1] + 1
+    assert ucp_worlds.get(2).run(*work) == [taken] * 2
 
 
 def test_a_job_that_is_told_to_go_saves_once(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    config = saving(Case(1, 2), tmp_path / "memory")
-    told = ucp_worlds.get(2).run(engine_snapshots.be_told, config, str(tmp_path / "saved"))
-    assert told == [[2, 6]] * 2
+    work = train_until_signaled, saving(Case(1, 2), tmp_path / "memory"), str(tmp_path / "saved")
+    assert ucp_worlds.get(2).run(*work) == [[2, 6]] * 2
     assert (tmp_path / "saved" / "latest").read_text() == "global_step4"
 
 
 def test_without_calls_of_the_engine_they_are_taken_where_a_step_ends(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     config = saving(Case(1, 2), tmp_path / "memory")
-    assert ucp_worlds.get(2).run(engine_snapshots.call_the_module, config, str(tmp_path)) == [[3, 5]] * 2
+    assert ucp_worlds.get(2).run(call_the_module, config, str(tmp_path)) == [[3, 5]] * 2
 
 
 def test_one_that_fails_stops_no_training(tmp_path: Path, ucp_worlds: WorldPool) -> None:
     """The folder gets nothing in its place; a warning is given once."""
-    config = saving(Case(1, 2), tmp_path / "memory")
-    (taken, told), (_, others) = ucp_worlds.get(2).run(engine_snapshots.fail, config, str(tmp_path / "saved"))
+    work = train_without_room, saving(Case(1, 2), tmp_path / "memory"), str(tmp_path / "saved")
+    (taken, warnings), (_, others) = ucp_worlds.get(2).run(*work)
     assert taken == [2, 4, 6] and others == []
-    assert len(told) == 2 and "no snapshot of step 2" in told[0] and "MiB are free" in told[0]
-    assert "no snapshot of step 8" in told[1] and "the client's" in told[1]
+    assert len(warnings) == 2 and "no snapshot of step 2" in warnings[0] and "MiB are free" in warnings[0]
+    assert "no snapshot of step 8" in warnings[1] and "the client's" in warnings[1]
     assert not (tmp_path / "saved").exists()
 
 
 def test_a_pipelines_stages_take_them_together(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    launch = Launch(1, 2, method="uniform", world=2)
-    trained = training("EBBH", launch, section(tmp_path / "memory"))
-    folder = str(tmp_path / "saved")
-    told = ucp_worlds.get(2).run(engine_snapshots.pipeline, trained, folder)
-    again = ucp_worlds.get(2).run(engine_snapshots.load, trained, folder)
-    for (taken, states), (step, state) in zip(told, again, strict=True):
-        assert (taken, step) == ([4], 4) and compare(states[4], state)[1] == []
+    make = training("EBBH", Launch(1, 2, method="uniform", world=2), in_memory(tmp_path / "memory"))
+    world, folder = ucp_worlds.get(2), str(tmp_path / "saved")
+    runs = world.run(train_pipeline, make, folder)
+    for (taken, states), (local,) in zip(runs, world.run(load_each, make, [Load(folder)]), strict=True):
+        assert (taken, local.state.counters["global_steps"]) == ([4], 4)
+        assert compare(states[4], local.state)[1] == []

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.engines import ranks as engine_ranks
 from tests.support.engines.cases import Case
-from tests.support.engines.ranks import Load
+from tests.support.engines.ranks import Load, differences, load_each
 
 pytest.importorskip("moto")
 
@@ -58,23 +57,21 @@ def test_what_is_missing_or_damaged_is_taken_from_another_place(
         put_folder(half, f"s3://{BUCKET}/half")
         target, run = Case(3, 2), f"s3://{BUCKET}/run"
         for first, other in ((str(half), run), (f"s3://{BUCKET}/half", str(folder))):
-            on = {"checkpoint": {"universal": {"storage_options": server.options, "also": [other]}}}
-            case = target.but(config=on)
-            ranks = ucp_worlds.get(case.dp).run(engine_ranks.load_each, case.training(**SMALL), [Load(first)])
-            for local in (local for each in ranks for local in each):
+            case = target.on(storage_options=server.options, also=[other])
+            for (local,) in ucp_worlds.get(case.dp).run(load_each, case.training(**SMALL), [Load(first)]):
                 assert local.direct
-                assert engine_ranks.differences(str(folder), local.state) == []
+                assert differences(folder, local.state) == []
 
 
 def test_an_engine_loads_from_a_store(sources: Any, ucp_worlds: WorldPool) -> None:
     """An engine that has trained meanwhile, too; the server fails now and then."""
     folder = Path(sources.get(SOURCE, **SMALL).folder)
     with store(folder) as server:
-        on = {"checkpoint": {"universal": {"storage_options": server.options}}}
         loads = [Load(f"s3://{BUCKET}/run"), Load(f"s3://{BUCKET}/run/", before=1)]
         with server.failing(fail_first(1, "503", having="optim")):
-            for target in (Case(3, 2, config=on), SOURCE.but(config=on)):
-                ranks = ucp_worlds.get(target.dp).run(engine_ranks.load_each, target.training(**SMALL), loads)
+            for case in (Case(3, 2), SOURCE):
+                target = case.on(storage_options=server.options)
+                ranks = ucp_worlds.get(target.dp).run(load_each, target.training(**SMALL), loads)
                 for local in (local for each in ranks for local in each):
                     assert local.direct and str(local.path).startswith(f"s3://{BUCKET}/run/")
-                    assert engine_ranks.differences(str(folder), local.state) == []
+                    assert differences(folder, local.state) == []

@@ -1,1 +1,1 @@
-"""What several rooms of tests share: made checkpoints, ranks in one process, engines and what they train."""
+"""Helpers that several folders of tests share: synthesised checkpoints, ranks in one process, engines."""

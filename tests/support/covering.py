@@ -1,7 +1,6 @@
-"""Fewer cases that show as much: every pair of values instead of every combination.
+"""Rows of a test that cover every pair of values instead of every combination.
 
-What a fault needs to show is seldom more than two things at once: a source of this kind and a target of that one, a
-stage and a precision. The combinations that are left out run under `-m exhaustive`.
+Most faults need two values at once, such as a source and a target. The other combinations run under `-m exhaustive`.
 """
 
 from __future__ import annotations
@@ -16,12 +15,10 @@ Row = tuple[Any, ...]
 
 
 def cover(*factors: Sequence[Any], strength: int = 2, where: Callable[..., bool] = lambda *_: True) -> list[Row]:
-    """Rows in which every `strength` factors take all their combinations; the same ones every time.
-
-    Greedy: each row is the one that brings most combinations that no row had before, the first of equal ones.
+    """Return rows in which every `strength` factors take all their combinations; deterministic and greedy.
 
     Args:
-        where: combinations of all factors that make sense.
+        where: returns True for combinations of all factors that make sense.
     """
     rows = [row for row in product(*(range(len(factor)) for factor in factors)) if where(*pick(factors, row))]
     columns = list(combinations(range(len(factors)), min(strength, len(factors))))
@@ -43,9 +40,9 @@ def pick(factors: Sequence[Sequence[Any]], row: Iterable[int]) -> Row:
 
 
 def turns(first: Sequence[Any], second: Sequence[Any], count: int) -> list[Row]:
-    """Each value with `count` of the other side's, in turn: steps through a Latin square's diagonals.
+    """Pair each value with `count` values of the other side, along the diagonals of a Latin square.
 
-    Every value of both sides comes in about equally many rows, with others that lie far apart.
+    Every value is in about the same number of rows.
     """
     longer, shorter = (first, second) if len(first) >= len(second) else (second, first)
     step = max(1, len(shorter) // max(count, 1))
@@ -57,7 +54,7 @@ def turns(first: Sequence[Any], second: Sequence[Any], count: int) -> list[Row]:
 
 
 def params(chosen: Sequence[Row], every: Iterable[Row], ids: Callable[[Row], str] | None = None) -> list[Any]:
-    """Parameters of a test: the chosen rows, and all others as exhaustive ones."""
+    """Return parameters of a test: the chosen rows, and all others marked as exhaustive."""
     found = []
     for row in [*chosen, *(row for row in every if row not in chosen)]:
         marks = () if row in chosen else (pytest.mark.exhaustive,)
@@ -66,5 +63,5 @@ def params(chosen: Sequence[Row], every: Iterable[Row], ids: Callable[[Row], str
 
 
 def all_turns(first: Sequence[Any], second: Sequence[Any], count: int, ids: Callable[[Row], str] | None = None) -> Any:
-    """`params` of `turns`."""
+    """Return `params` of `turns`."""
     return params(turns(first, second, count), list(product(first, second)), ids)

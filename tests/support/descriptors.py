@@ -1,4 +1,4 @@
-"""What this process has open."""
+"""Open files of this process."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from contextlib import suppress
 
 
 def list_open(part: str) -> list[int]:
-    """Of files with this in their names the inodes, once for each descriptor.
+    """List the inodes of open files whose names contain `part`, once per descriptor.
 
-    To be compared rather than counts of all that is open: what other tests have left goes when the collector comes.
+    Compare these instead of counting all open files: the garbage collector closes files of other tests at any time.
     """
     found = []
     for number in os.listdir("/proc/self/fd"):

@@ -1,4 +1,4 @@
-"""Checkpoints of other libraries, written in one process: each format of a model and its state, and what comes back."""
+"""Checkpoints of other libraries, written in one process: each format of a model and its state."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 from tests.synth import Model, Param, State
 
 Writer = Callable[[Path, Model, State], object]
-"""Writes a format into a folder that is there."""
+"""Writes a format into an existing folder."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Format:
     """A format of another library.
 
     Attributes:
-        alone: it has weights alone.
-        unchecked: it has no checksums of tensors.
-        model: the one that it has to be of, if any.
+        alone: weights without optimizer states.
+        unchecked: no checksums of tensors.
+        model: the only model that the format can hold.
     """
 
     name: str
@@ -47,17 +47,17 @@ class Format:
     model: Model | None = None
 
 
-# -- what they hold ---------------------------------------------------------------------------------------------------
+# -- contents ---------------------------------------------------------------------------------------------------------
 
 
 def list_weights(model: Model, state: State) -> dict[str, torch.Tensor]:
-    """A module's state dict: parameters, tied ones under each of their names, and buffers."""
+    """Return a module's state dict: parameters, tied ones under each of their names, and buffers."""
     held = {param.name: state.atoms[param.alias_of or param.name]["fp32"] for param in model.params}
     return {**held, **model.buffers}
 
 
 def make_tree(model: Model, state: State, *, flat: bool = False) -> dict[str, Any]:
-    """As ``get_state_dict`` has it, ``flat`` with a flattened optimizer."""
+    """Return the tree of ``get_state_dict``; `flat`: with a flattened optimizer."""
     trained = {name: held for name, held in state.atoms.items() if len(held) > 1}
     states = {
         name: {**{key: value for key, value in held.items() if key != "fp32"}, **state.scalars[name]}
@@ -77,13 +77,13 @@ def make_tree(model: Model, state: State, *, flat: bool = False) -> dict[str, An
 
 
 def write_dcp(folder: Path, tree: Any, cut: Callable[[torch.Tensor], Sequence[int]]) -> None:
-    """Files of torch.distributed.checkpoint as ranks write them whose tensors are cut.
+    """Write files of torch.distributed.checkpoint as ranks with cut tensors do.
 
     Args:
-        cut: by dimension into how many parts a tensor is cut; the n-th one of them all is in the n-th rank's file.
+        cut: number of parts of a tensor by dimension; part n of the tensor is in the file of rank n.
     """
     flat, paths = flatten_state_dict(tree)
-    told, files = Metadata({}, paths, {}), dict[str, io.BytesIO]()
+    metadata, files = Metadata({}, paths, {}), dict[str, io.BytesIO]()
 
     def put(key: str, rank: int, value: Any, begins: tuple[int, ...] | None) -> None:
         name = f"__{rank}_0.distcp"
@@ -91,11 +91,11 @@ def write_dcp(folder: Path, tree: Any, cut: Callable[[torch.Tensor], Sequence[in
         begin = file.tell()
         torch.save(value, file)
         index = MetadataIndex(key, None if begins is None else torch.Size(begins))
-        told.storage_data[index] = _StorageInfo(name, begin, file.tell() - begin)
+        metadata.storage_data[index] = _StorageInfo(name, begin, file.tell() - begin)
 
     for key, value in flat.items():
         if not isinstance(value, torch.Tensor):
-            told.state_dict_metadata[key] = BytesStorageMetadata()
+            metadata.state_dict_metadata[key] = BytesStorageMetadata()
             put(key, 0, value, None)
             continue
         blocks = []
@@ -110,44 +110,40 @@ def write_dcp(folder: Path, tree: Any, cut: Callable[[torch.Tensor], Sequence[in
             put(key, rank, block, begins)
             blocks.append(ChunkStorageMetadata(torch.Size(begins), torch.Size(shape)))
         properties = TensorProperties(dtype=value.dtype)
-        told.state_dict_metadata[key] = TensorStorageMetadata(properties, value.shape, blocks)
+        metadata.state_dict_metadata[key] = TensorStorageMetadata(properties, value.shape, blocks)
     for name, file in files.items():
         (folder / name).write_bytes(file.getvalue())
-    (folder / ".metadata").write_bytes(pickle.dumps(told))
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
 # -- writers ----------------------------------------------------------------------------------------------------------
 
 
-def _nested(folder: Path, model: Model, state: State) -> None:
-    dcp.save(make_tree(model, state), checkpoint_id=folder, no_dist=True)
-
-
-def _flattened(folder: Path, model: Model, state: State) -> None:
-    dcp.save(make_tree(model, state, flat=True), checkpoint_id=folder, no_dist=True)
+def _save(tree: dict[str, Any], folder: Path) -> None:
+    dcp.save(tree, checkpoint_id=folder, no_dist=True)
 
 
 def _accelerate(folder: Path, model: Model, state: State) -> None:
     tree = make_tree(model, state)
-    dcp.save({"model": tree["model"]}, checkpoint_id=folder / "pytorch_model_fsdp_0", no_dist=True)
-    dcp.save({"optimizer": tree["optim"]}, checkpoint_id=folder / "optimizer_0", no_dist=True)
+    _save({"model": tree["model"]}, folder / "pytorch_model_fsdp_0")
+    _save({"optimizer": tree["optim"]}, folder / "optimizer_0")
 
 
-def _rows(folder: Path, model: Model, state: State) -> None:
-    write_dcp(folder, make_tree(model, state), lambda tensor: [3, 1, 1][: tensor.dim()])
+def _full(folder: Path, model: Model, state: State) -> None:
+    """Write as Accelerate does under FSDP with FULL_STATE_DICT."""
+    tree = make_tree(model, state)
+    torch.save(tree["model"], folder / "pytorch_model_fsdp.bin")
+    torch.save(tree["optim"], folder / "optimizer.bin")
 
 
-def _tiles(folder: Path, model: Model, state: State) -> None:
-    write_dcp(folder, make_tree(model, state), lambda tensor: [2, 3, 2][: tensor.dim()])
+def _cut(*parts: int) -> Writer:
+    """Return a writer of tensors that are cut into so many parts by dimension."""
+    return lambda folder, model, state: write_dcp(folder, make_tree(model, state), lambda tensor: parts[: tensor.dim()])
 
 
 def _untie(model: Model, state: State) -> dict[str, torch.Tensor]:
     tied = {param.name for param in model.params if param.alias_of}
     return {name: tensor for name, tensor in list_weights(model, state).items() if name not in tied}
-
-
-def _safetensors(folder: Path, model: Model, state: State) -> None:
-    save_file(_untie(model, state), folder / "model.safetensors")
 
 
 def _sharded(folder: Path, model: Model, state: State) -> None:
@@ -156,27 +152,11 @@ def _sharded(folder: Path, model: Model, state: State) -> None:
     save_torch_state_dict(_untie(model, state), folder, max_shard_size=1000)
 
 
-def _bin(folder: Path, model: Model, state: State) -> None:
-    torch.save(list_weights(model, state), folder / "pytorch_model.bin")
-
-
-def _full(folder: Path, model: Model, state: State) -> None:
-    """As Accelerate under FSDP with FULL_STATE_DICT."""
-    tree = make_tree(model, state)
-    torch.save(tree["model"], folder / "pytorch_model_fsdp.bin")
-    torch.save(tree["optim"], folder / "optimizer.bin")
-
-
-def _legacy(folder: Path, model: Model, state: State) -> None:
-    torch.save(list_weights(model, state), folder / "model.pt", _use_new_zipfile_serialization=False)
-
-
 def _peft(folder: Path, model: Model, state: State) -> None:
-    held = {name.replace(".default", ""): tensor for name, tensor in list_weights(model, state).items()}
-    held = {
-        name.replace("vector.weight", "vector").replace(".modules_to_save", ""): tensor for name, tensor in held.items()
-    }
-    save_file(held, folder / "adapter_model.safetensors")
+    weights = list_weights(model, state)
+    for part, short in ((".default", ""), ("vector.weight", "vector"), (".modules_to_save", "")):
+        weights = {name.replace(part, short): tensor for name, tensor in weights.items()}
+    save_file(weights, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
 
 
@@ -189,18 +169,30 @@ ADAPTER = Model(
         Param("head.modules_to_save.default.weight", (6, 7)),
     )
 )
-"""A live model's part that PEFT's files have."""
+"""The part of a live model that PEFT saves."""
 
 FORMATS = [
-    Format("dcp-nested", _nested),
-    Format("dcp-flattened", _flattened),
+    Format("dcp-nested", lambda folder, *args: _save(make_tree(*args), folder)),
+    Format("dcp-flattened", lambda folder, *args: _save(make_tree(*args, flat=True), folder)),
     Format("dcp-accelerate", _accelerate),
-    Format("dcp-rows", _rows),
-    Format("dcp-tiles", _tiles),
+    Format("dcp-rows", _cut(3, 1, 1)),
+    Format("dcp-tiles", _cut(2, 3, 2)),
     Format("accelerate-full", _full),
-    Format("safetensors", _safetensors, alone=True, unchecked=True),
+    Format(
+        "safetensors",
+        lambda folder, *args: save_file(_untie(*args), folder / "model.safetensors"),
+        alone=True,
+        unchecked=True,
+    ),
     Format("safetensors-sharded", _sharded, alone=True, unchecked=True),
-    Format("bin", _bin, alone=True),
-    Format("legacy-pt", _legacy, alone=True, unchecked=True),
+    Format("bin", lambda folder, *args: torch.save(list_weights(*args), folder / "pytorch_model.bin"), alone=True),
+    Format(
+        "legacy-pt",
+        lambda folder, *args: torch.save(
+            list_weights(*args), folder / "model.pt", _use_new_zipfile_serialization=False
+        ),
+        alone=True,
+        unchecked=True,
+    ),
     Format("peft", _peft, alone=True, unchecked=True, model=ADAPTER),
 ]

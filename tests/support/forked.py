@@ -1,6 +1,6 @@
-"""Scripts in processes that are forked where the worlds' ranks are: torch and DeepSpeed are imported there.
+"""Scripts in processes of the worlds' fork server, which has imported torch and DeepSpeed.
 
-For whole jobs, which begin and end as a process does. What has to begin in a fresh interpreter is none of these.
+For whole jobs that do not need a fresh interpreter.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ def start_script(
     *,
     errors: Path | None = None,
 ) -> BaseProcess:
-    """``python SCRIPT ARGUMENTS`` with further environment variables; what it prints is added to ``log``.
+    """Start ``python SCRIPT ARGUMENTS`` with further environment variables; append its output to ``log``.
 
     Args:
-        errors: to which its errors are added instead.
+        errors: file for its errors instead.
     """
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     environment |= {name: str(value) for name, value in variables.items()}
     call = (str(script), [str(each) for each in arguments], [str(log), str(errors or log)], environment)
     process = _choose_context("cpu").Process(target=_run, args=call, name=script.name)
-    with mock.patch.dict(os.environ, DS_ACCELERATOR="cpu"):  # where the fork server is to be started yet
+    with mock.patch.dict(os.environ, DS_ACCELERATOR="cpu"):  # in case this starts the fork server
         process.start()
     assert isinstance(process, BaseProcess)
     return process

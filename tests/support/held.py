@@ -1,4 +1,4 @@
-"""What calls hold that fail: that it is given back with their error, and not when the collector of garbage comes."""
+"""Check that a failed call releases its memory with the error, without the garbage collector."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import NoReturn
 
 
 class _Memory:
-    """What a call holds."""
+    """Memory of a call."""
 
 
 class Failing:
-    """A call that holds memory and fails, and has noted its error, as calls do that try one thing after the other."""
+    """A call that holds memory, keeps a reference to its error, and fails."""
 
     def __init__(self) -> None:
         self._memory = weakref.WeakSet[_Memory]()
@@ -27,13 +27,13 @@ class Failing:
 
     @property
     def held(self) -> int:
-        """Of how many calls memory is still there."""
+        """Number of calls whose memory still exists."""
         return len(self._memory)
 
 
 @contextmanager
 def without_collector() -> Iterator[Failing]:
-    """Inside, only what nothing refers to is given back."""
+    """Context manager in which only objects without references are freed."""
     gc.disable()
     try:
         yield Failing()

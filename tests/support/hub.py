@@ -1,4 +1,4 @@
-"""Small models of Hugging Face's."""
+"""Sizes of small Hugging Face models."""
 
 SIZES = {
     "vocab_size": 32,

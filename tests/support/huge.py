@@ -1,7 +1,4 @@
-"""Checkpoints of any size that take no room: DeepSpeed's own files and formats, with holes for the tensors' bytes.
-
-The synthesiser runs on the meta device, and `torch.save`'s zip is written around sparse records.
-"""
+"""Sparse checkpoints of any size: DeepSpeed's files and formats with holes instead of the tensors' bytes."""
 
 from __future__ import annotations
 
@@ -20,15 +17,15 @@ from tests.synth import Layer, Model, Param, Run, State, Topology, build_local_f
 
 ALIGNMENT = 64
 SMALL = 64
-"""Records of up to so many bytes are written out, so that 0-dim tensors can be read."""
+"""Bytes up to which records are written, for 0-dim tensors to be readable."""
 
 
 class _Storage:
-    """A storage by its key, as a persistent id tells of it."""
+    """A storage by its key, as in a persistent id."""
 
     def __init__(self, key: str, dtype: torch.dtype, numel: int) -> None:
         kind = getattr(torch, torch.storage._dtype_to_storage_type_map()[dtype])
-        self.told = ("storage", kind, key, "cpu", numel)
+        self.persistent_id = ("storage", kind, key, "cpu", numel)
 
 
 class _Pickler(pickle.Pickler):
@@ -41,7 +38,7 @@ class _Pickler(pickle.Pickler):
         self.kept: list[Any] = []
 
     def persistent_id(self, value: Any) -> Any:
-        return value.told if isinstance(value, _Storage) else None
+        return value.persistent_id if isinstance(value, _Storage) else None
 
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -83,7 +80,7 @@ def save_sparse(content: Any, path: Path) -> None:
 
 
 def _add(file: Any, root: str, name: str, data: bytes | int) -> bytes:
-    """Write a record, aligned as torch does; returns its entry of the directory."""
+    """Write a record, aligned as torch does. Returns its entry of the directory."""
     size = data if isinstance(data, int) else len(data)
     if isinstance(data, int) and data <= SMALL:
         data = bytes(data)
@@ -118,7 +115,7 @@ ROWS = {"self_attention.dense": 1, "mlp.dense_4h_to_h": 4}
 
 
 def make_gpt(layers: int, hidden: int, vocabulary: int, sequence: int = 2048) -> Model:
-    """Megatron-DeepSpeed's GPT as a pipeline, by names and shapes; biases and norms are in a group of their own."""
+    """Describe Megatron-DeepSpeed's GPT as a pipeline; biases and norms are in a second group."""
     held = [
         Param("tied_modules.embed.word_embeddings.weight", (vocabulary, hidden), tied=True),
         Param("tied_modules.embed.position_embeddings.weight", (sequence, hidden)),
@@ -138,7 +135,7 @@ def make_gpt(layers: int, hidden: int, vocabulary: int, sequence: int = 2048) ->
 
 
 def cut_gpt(name: str, tensor: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
-    """Megatron's shards (the meta device: only their shapes count)."""
+    """Cut as Megatron does (on the meta device: only shapes count)."""
     if "word_embeddings" in name or any(f".{column}." in name for column in COLUMNS):
         return tensor.chunk(tp, 0)[rank]
     if name.endswith("weight") and any(f".{row}." in name for row in ROWS):

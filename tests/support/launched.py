@@ -1,4 +1,4 @@
-"""One rank of a real launch (tests/test_comm.py): every collective, then the end that is asked for."""
+"""One rank of a real launch (tests/test_comm.py): every collective, then the requested end."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from deepspeed_ucp.errors import CheckpointError, UcpError
 
 
 def use(comm: Comm) -> dict[str, Any]:
-    """What this rank hears."""
+    """Return this rank's results of all collectives."""
     counts = [(comm.rank + other) % 3 for other in range(comm.size)]
     tables = [np.full((other, 2), 10 * comm.rank + other, np.int32) for other in range(comm.size)]
     comm.gather(None)
     return {
         "comm": type(comm).__name__,
         "gather": comm.gather({"rank": comm.rank}),
-        "long": [len(told) for told in comm.gather(bytes(5000 * comm.rank))],
+        "long": [len(part) for part in comm.gather(bytes(5000 * comm.rank))],
         "broadcast": comm.broadcast(comm.rank, src=1),
         "swap": comm.swap(np.full(sum(counts), comm.rank, np.uint8), counts, counts).tolist(),
         "slices": exchange_slices(comm),
@@ -31,7 +31,7 @@ def use(comm: Comm) -> dict[str, Any]:
 
 
 def exchange_slices(comm: Comm) -> bool:
-    """More than one message between the same two ranks."""
+    """Exchange more than one message between the same two ranks."""
     whole, comm_module._MESSAGE = comm_module._MESSAGE, 7
     data = np.arange(100, dtype=np.uint8)
     received = comm.swap(np.concatenate([data] * comm.size), [100] * comm.size, [100] * comm.size)

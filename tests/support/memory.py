@@ -1,4 +1,4 @@
-"""A store without a server: URLs ``memory://bucket/key`` lead to obstore's own store in memory."""
+"""A store without a server: URLs ``memory://bucket/key`` lead to obstore's in-memory store."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _buckets: dict[str, MemoryStore] = {}
 
 
 def clear_memory() -> None:
-    """Empty all buckets, and have stores look for them here."""
+    """Empty all buckets and register them."""
     clients.MAKERS["memory"] = lambda root, _: _buckets.setdefault(root, MemoryStore())
     clients._process.clients.clear()
     objects._known.clear()

@@ -1,4 +1,4 @@
-"""Launches of several processes: ``mpirun``, and what ``torchrun`` sets."""
+"""Launches of several processes under ``mpirun`` or with the environment of ``torchrun``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ROOT = str(Path(__file__).parents[2])
 
 
 def run_mpi(size: int, arguments: Sequence[str], *, timeout: float = 240) -> subprocess.CompletedProcess[str]:
-    """``mpirun -np SIZE python ARGUMENTS``, also as root and on fewer cores."""
+    """Run ``mpirun -np SIZE python ARGUMENTS``, also as root and on fewer cores."""
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     command = [str(MPIRUN), "--oversubscribe", "-np", str(size), sys.executable, *arguments]
     env = {**os.environ, **root, "PYTHONPATH": _ROOT}
@@ -33,12 +33,12 @@ def run_mpi(size: int, arguments: Sequence[str], *, timeout: float = 240) -> sub
 
 
 def run_torch(size: int, arguments: Sequence[str], *, timeout: float = 240) -> list[tuple[int, str, str]]:
-    """``python ARGUMENTS``, of which the first is a script, on every rank in torchrun's environment.
+    """Run ``python SCRIPT ARGUMENTS`` on every rank in torchrun's environment.
 
     Returns:
-        Exit code, output and errors of each.
+        Exit code, output and errors of each rank.
     """
-    script, end, told = Path(arguments[0]), time.monotonic() + timeout, list[tuple[int, str, str]]()
+    script, end, found = Path(arguments[0]), time.monotonic() + timeout, list[tuple[int, str, str]]()
     with hold_port() as port, TemporaryDirectory() as folder:
         shared = {"WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port.getsockname()[1]}
         logs = [(Path(folder, f"out{rank}"), Path(folder, f"err{rank}")) for rank in range(size)]
@@ -50,5 +50,5 @@ def run_torch(size: int, arguments: Sequence[str], *, timeout: float = 240) -> l
             rank.join(max(0, end - time.monotonic()))
         for rank, (out, err) in zip(ranks, logs, strict=True):
             assert rank.exitcode is not None, [rank.kill() for rank in ranks]
-            told.append((rank.exitcode, out.read_text(), err.read_text()))
-    return told
+            found.append((rank.exitcode, out.read_text(), err.read_text()))
+    return found

@@ -1,7 +1,6 @@
 """Stand-ins for the operators of DeepSpeed's Adams on CPU, which take minutes to compile.
 
-The fork server of the worlds imports this module, so that the ranks find them loaded. Under `-m exhaustive` DeepSpeed
-compiles its own.
+The fork server of the worlds imports this module. Under `-m exhaustive` DeepSpeed compiles its operators.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ def update(
     bias_correction: bool,
     tensors: Sequence[Tensor],
 ) -> None:
-    """`ds_adam_step`: in fp32, whatever the tensors are kept in.
+    """Step like `ds_adam_step`: in fp32 for tensors of any dtype.
 
     Args:
-        decoupled: AdamW and not Adam.
+        decoupled: AdamW instead of Adam.
         tensors: the parameter, its gradient, and the two moments.
     """
     param, grad, average, square = (tensor.float() for tensor in tensors)
@@ -80,4 +79,4 @@ class FusedAdam:
 
 STAND_INS = {"cpu_adam": CpuAdam(), **({"fused_adam": FusedAdam()} if get_accelerator().device_name() == "cpu" else {})}
 OpBuilder._loaded_ops.update(STAND_INS)
-cpuinfo.get_cpu_info = dict  # who made the processor: the answer takes processes, and the stand-ins do not mind
+cpuinfo.get_cpu_info = dict  # the vendor, which the real function finds by processes and the stand-ins ignore

@@ -1,4 +1,4 @@
-"""What releases of Python do differently that tests see."""
+"""Differences between releases of Python that tests see."""
 
 from __future__ import annotations
 

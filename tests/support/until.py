@@ -1,4 +1,4 @@
-"""Waiting for what other processes and threads do: as long as it takes on a machine with much to do, and no longer."""
+"""Wait for other processes and threads, on a busy machine too."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 
 def wait_until(condition: Callable[[], Any], seconds: float = 120.0) -> None:
-    """Until something is so; a test that takes longer has failed."""
+    """Wait until the condition is true; fail after the timeout."""
     until = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < until, "it did not come"
+        assert time.monotonic() < until, "timeout"
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""DeepSpeed's own converter, run in this process."""
+"""DeepSpeed's converter, run in this process."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import trainers_fsdp
 from deepspeed_ucp.cli.dispatch import main
 from deepspeed_ucp.sources.foreign.names import MODEL_FOLDER, OPTIMIZER_FOLDER
 from deepspeed_ucp.testing import WorldPool
-from tests.engine.test_engine_foreign import check_engine
+from deepspeed_ucp.testing.capture import CapturedEngine
 from tests.export import foreign_run
 from tests.export.test_dcp import read_all
 from tests.export.test_safetensors import check_same
@@ -24,6 +24,21 @@ def read_folders(folder: Path) -> dict[str, Any]:
     """Read Accelerate's folders, in the form of :func:`read_all`."""
     optimizer = read_all(folder / OPTIMIZER_FOLDER)["optimizer"]
     return {"model": read_all(folder / MODEL_FOLDER)["model"], "optim": optimizer}
+
+
+def check_engine(state: CapturedEngine, tree: dict[str, Any]) -> None:
+    """Masters, states, steps, hyper-parameters and buffers equal what torch reads, to the bit."""
+    assert set(state.parameters) | set(state.buffers) == set(tree["model"])
+    held = {name: each.fp32 for name, each in state.parameters.items()} | state.buffers
+    check_same(held, {name: tree["model"][name].to(held[name].dtype) for name in held})
+    groups = {name: group for group in tree["optim"]["param_groups"] for name in group["params"]}
+    for name, each in state.parameters.items():
+        saved = dict(tree["optim"]["state"][name])
+        assert each.scalars["step"] == float(saved.pop("step")) == 3
+        check_same(each.tensors, saved)
+        for key in ("lr", "betas", "eps", "weight_decay"):
+            assert each.hyper[key] == groups[name][key]
+    assert state.counters["global_steps"] == 3
 
 
 def check_states(found: dict[str, Any], wanted: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What ranks do with AutoEP's engines: blocks of experts that lie in one tensor, of which each rank holds some."""
+"""Engines whose experts lie in parameters of several forms: AutoEP's, fused by transformers, DeepSpeed's own."""
 
 from __future__ import annotations
 
@@ -12,20 +12,27 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import Tensor, nn
+from torch.nn import functional
 
+from tests.support.engines import experts as engine_experts
 from tests.support.engines import going_on
 from tests.support.engines.cases import enable
-from tests.support.engines.going_on import Kind, States, forget_groups, read_optimizer, train_on_noise
+from tests.support.engines.going_on import Kind, States, forget_groups, mean_square, read_optimizer, train_on_noise
 
 EXPERTS = 4
 BATCH = 8
 HIDDEN, INNER = 6, 5
 KINDS = ("column", "row")
 """How AutoTP cuts the two dense layers of a block."""
+
+CUT = {"dense.0.weight": 0, "dense.0.bias": 0, "dense.1.weight": 1}
+"""By the end of its name the dimension along which AutoTP cuts a parameter."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,8 @@ class Spread(Kind):
         tp: ranks over which AutoTP cuts the dense layers; experts are spread over these too.
         muon: it trains the matrices, those of the experts included.
         pp: stages of a pipeline.
+        kind: form of the experts: ``autoep``; ``fused``, one parameter for all; ``native``, DeepSpeed's own.
+        biased: AutoEP's routers have a buffer.
     """
 
     world: int
@@ -47,16 +56,19 @@ class Spread(Kind):
     tp: int = 1
     muon: bool = False
     pp: int = 1
+    kind: str = "autoep"
+    experts: int = EXPERTS
+    biased: bool = True
 
     def __str__(self) -> str:
-        order = "-data-first" if self.data_first else ""
-        more = "".join(f"-{key}={value}" for key, value in self.options) + "-muon" * self.muon
-        degrees = f"dp{self.world // self.tp // self.pp}" + f"-tp{self.tp}" * (self.tp > 1)
-        degrees += f"-pp{self.pp}" * (self.pp > 1)
-        return f"zero{self.stage}-{self.precision}-{degrees}-ep{self.ep}{order}{more}"
+        marks = [self.kind] * (self.kind != "autoep") + [f"e{self.experts}"] * (self.experts != EXPERTS)
+        marks += ["data-first"] * self.data_first + [f"{key}={value}" for key, value in self.options]
+        degrees = [f"{key}{size}" for key, size in (("tp", self.tp), ("pp", self.pp)) if size > 1]
+        parts = [f"zero{self.stage}", self.precision, f"dp{self.world // self.tp // self.pp}", *degrees]
+        return "-".join([*parts, f"ep{self.ep}", *marks, *["muon"] * self.muon])
 
     def join(self, parts: Sequence[States]) -> States:
-        return join(parts, self)
+        return going_on.join(parts, lambda name: CUT.get(".".join(name.split(".")[-3:])), self.tp)
 
     def is_direct(self, source: Any) -> bool:
         return source != self or (self.stage == 0 and self.precision == "bf16" and self.pp > 1)  # BF16_Optimizer
@@ -65,9 +77,19 @@ class Spread(Kind):
         """Muon sorts by size, and cut matrices have another one."""
         return "the param groups differ" if self.muon and source.stage == 0 and self.tp > 1 else ""
 
+    def find_tolerance(self, source: Any) -> dict[str, float] | None:
+        """DeepSpeed's own experts have another gate."""
+        if source.kind == self.kind != "native":
+            return super().find_tolerance(source)
+        return None if "native" in (source.kind, self.kind) else {"abs": 1e-6}
+
     def adjust(self, state: str, saved: Tensor, loaded: Tensor) -> Tensor:
         """ZeRO 3 keeps momentum in bf16, in whatever dtype it is read."""
-        return saved.bfloat16() if state == "momentum_buffer" and self.stage == 3 else saved
+        saved = saved.bfloat16() if state == "momentum_buffer" and self.stage == 3 else saved
+        return saved.view(loaded.shape)
+
+
+# --- models
 
 
 class Gate(nn.Linear):
@@ -75,28 +97,70 @@ class Gate(nn.Linear):
 
     _can_record_outputs: ClassVar = {"router_logits": {"index": 0}}
 
-    def __init__(self, *, biased: bool) -> None:
-        super().__init__(HIDDEN, EXPERTS, bias=False)
+    def __init__(self, experts: int, *, biased: bool) -> None:
+        super().__init__(HIDDEN, experts, bias=False)
         if biased:
-            self.register_buffer("e_score_correction_bias", torch.randn(EXPERTS))
+            self.register_buffer("e_score_correction_bias", torch.randn(experts))
+
+
+class FusedExperts(nn.Module):
+    """Mixtral's experts, as transformers 5 holds them."""
+
+    def __init__(self, experts: int):
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(experts, 2 * INNER, HIDDEN) / 4)
+        self.down_proj = nn.Parameter(torch.randn(experts, HIDDEN, INNER) / 4)
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        gate, up = functional.linear(x, self.gate_up_proj[number]).chunk(2, dim=-1)
+        return functional.linear(functional.silu(gate) * up, self.down_proj[number])
 
 
 class Block(nn.Module):
-    """Mixtral's experts, as transformers 5 holds them; AutoEP replaces it before it is ever called."""
+    """Sends tokens to their two best experts, in the proportion of the scores; AutoEP replaces it."""
 
-    def __init__(self, *, biased: bool) -> None:
+    def __init__(self, experts: int, *, biased: bool) -> None:
         super().__init__()
-        self.gate, self.experts = Gate(biased=biased), nn.Module()
-        self.experts.gate_up_proj = nn.Parameter(torch.randn(EXPERTS, 2 * INNER, HIDDEN) / 4)
-        self.experts.down_proj = nn.Parameter(torch.randn(EXPERTS, HIDDEN, INNER) / 4)
+        self.gate, self.experts = Gate(experts, biased=biased), FusedExperts(experts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores, chosen = torch.softmax(self.gate(x).float(), dim=-1).topk(2, dim=-1)
+        weights = (scores / scores.sum(-1, keepdim=True)).to(x.dtype)
+        outputs = torch.stack([self.experts(x, number) for number in range(len(self.gate.weight))], dim=-2)
+        taken = outputs.gather(-2, chosen[..., None].expand(*chosen.shape, x.shape[-1]))
+        return (taken * weights[..., None]).sum(-2)
+
+
+class NativeExpert(nn.Module):
+    """One expert of DeepSpeed's own layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w3 = (nn.Linear(HIDDEN, INNER, bias=False) for _ in range(2))
+        self.w2 = nn.Linear(INNER, HIDDEN, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(functional.silu(self.w1(x)) * self.w3(x))
+
+
+class NativeBlock(MoE):
+    """DeepSpeed's own layer, its output alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[0]
+
+
+def make_block(kind: str, experts: int, ep: int, *, biased: bool) -> nn.Module:
+    if kind == "native":
+        return NativeBlock(HIDDEN, NativeExpert(), experts, ep_size=ep, drop_tokens=False, min_capacity=0)
+    return Block(experts, biased=biased)
 
 
 class Layer(nn.Module):
-    def __init__(self, *, frozen: bool, biased: bool):
+    def __init__(self, block: nn.Module):
         super().__init__()
         self.dense = nn.Sequential(nn.Linear(HIDDEN, 8), nn.Linear(8, HIDDEN))
-        self.mlp = Block(biased=biased)
-        self.mlp.experts.requires_grad_(not frozen)
+        self.mlp = block
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.dense(x))
@@ -120,21 +184,37 @@ class Stack(nn.Module):
 
 
 class Model(Stack):
-    """Two layers of experts."""
+    """Two layers of experts, the first one frozen or not."""
 
-    def __init__(self, *, frozen: bool = False, biased: bool = True):
-        super().__init__([Layer(frozen=each, biased=biased) for each in (frozen, False)], EXPERTS)
+    def __init__(
+        self,
+        kind: str = "autoep",
+        experts: int = EXPERTS,
+        ep: int = 1,
+        *,
+        frozen: bool = False,
+        biased: bool = True,
+    ):
+        super().__init__([Layer(make_block(kind, experts, ep, biased=biased)) for _ in range(2)], experts)
+        if frozen:
+            self.model.layers[0].mlp.experts.requires_grad_(False)
 
 
-def make(spread: Spread, seed: int, *, frozen: bool = False, biased: bool = True, checkpoint: Any = None) -> Any:
+# --- engines
+
+
+def make(spread: Spread, seed: int, *, frozen: bool = False, biased: bool | None = None, checkpoint: Any = None) -> Any:
     forget_groups()
     if spread.muon:
         torch._dynamo.config.disable = True  # the compiled update needs minutes
     torch.manual_seed(seed)
-    module = Model(frozen=frozen, biased=biased)
+    biased = spread.biased and spread.kind == "autoep" if biased is None else biased
+    module: Any = Model(spread.kind, spread.experts, spread.ep, frozen=frozen, biased=biased)
     module = make_pipeline(module, spread) if spread.pp > 1 else module
-    config = make_config(spread, checkpoint)
-    return deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)[0]
+    params: Any = module.parameters()  # AutoEP replaces some of them before DeepSpeed lists these
+    if spread.kind == "native":
+        params = split_params_into_different_moe_groups_for_optimizer({"params": list(params), "name": "all"})
+    return deepspeed.initialize(model=module, model_parameters=params, config=make_config(spread, checkpoint))[0]
 
 
 def make_config(spread: Spread, checkpoint: Any = None) -> dict[str, Any]:
@@ -142,11 +222,13 @@ def make_config(spread: Spread, checkpoint: Any = None) -> dict[str, Any]:
         "train_batch_size": BATCH,
         "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
         "zero_optimization": {"stage": spread.stage, **dict(spread.options)},
-        "expert_parallel": {"enabled": True, "autoep_size": spread.ep, "use_grouped_mm": False},
-        "checkpoint": checkpoint or {"universal": {"patterns": PATTERNS}},
+        "checkpoint": checkpoint or {"universal": {"patterns": PATTERNS} if spread.kind == "autoep" else True},
         "use_data_before_expert_parallelism": spread.data_first,
+        "steps_per_print": 1 << 30,
         **enable(spread.precision),
     }
+    if spread.kind == "autoep":
+        config["expert_parallel"] = {"enabled": True, "autoep_size": spread.ep, "use_grouped_mm": False}
     if spread.tp > 1:
         config["tensor_parallel"] = cut_dense(spread.tp)
     if spread.muon:
@@ -157,7 +239,6 @@ def make_config(spread: Spread, checkpoint: Any = None) -> dict[str, Any]:
         config["zero_force_ds_cpu_optimizer"] = False
     if spread.pp > 1:
         config["expert_parallel"] |= {"preset_model": "mixtral", "moe_layer_pattern": r"\d+\.mlp"}
-        config["steps_per_print"] = 1 << 30
     return config
 
 
@@ -178,28 +259,20 @@ CUTS = [
     {"match": r"\d+\.dense\.1\.weight", "pattern": "shard-h"},
 ]
 PATTERNS = {"rename": PIPELINE, "rules": CUTS}
-"""A pipeline's names, of which AutoTP's own description does not know."""
+"""Rules for the names of a pipeline, which AutoTP's description lacks."""
 
 
-def make_pipeline(model: Model, spread: Spread) -> Any:
-    """The same layers, each under its number; every stage has one with experts, as DeepSpeed wants it."""
+def make_pipeline(model: Stack, spread: Any) -> Any:
+    """Number the same layers; every stage has one with experts, as DeepSpeed requires."""
     degrees = {"num_pp": spread.pp, "num_mp": 1, "num_dp": spread.world // spread.pp}
     module = PipelineModule(
         [nn.Identity(), *model.model.layers, model.head],
         topology=PipeModelDataParallelTopology(**degrees),
-        loss_fn=lambda outputs, _: outputs.float().pow(2).mean(),
+        loss_fn=mean_square,
         partition_method="uniform",
     )
     module.config = model.config
     return module
-
-
-def find_name(name: str) -> str:
-    """What a pipeline's parameter is called in the model."""
-    number, _, rest = name.partition(".")
-    if not number.isdigit():
-        return name
-    return f"head.{rest}" if number == "3" else f"model.layers.{int(number) - 1}.{rest}"
 
 
 def train(engine: Any, steps: range) -> list[float]:
@@ -207,27 +280,35 @@ def train(engine: Any, steps: range) -> list[float]:
     return train_on_noise(engine, steps, (BATCH, 1, HIDDEN), (dist.get_rank(group), dist.get_world_size(group)))
 
 
+# --- states
+
+
 def read_states(engine: Any) -> States:
-    """Everything that this rank and its replicas hold, of experts by their number in the whole layer."""
-    held = {f"{name}.experts": module for name, module in engine.module.named_modules() if _is_layer(module)}
-    found: States = {(name, "buffer"): buffer.clone() for name, buffer in engine.module.named_buffers()}
+    """Read the states of this rank and its replicas, experts of any form under AutoEP's names in the whole layer."""
+    if any(isinstance(module, MoE) for module in engine.module.modules()):
+        own = engine_experts.read_states(engine)
+        return {(find_name(name), state): tensor for (name, state), tensor in own.items() if state != "step"}
+    layers = {
+        f"{name}.experts": module
+        for name, module in engine.module.named_modules()
+        if isinstance(module, AutoEPMoELayer)
+    }
+    found: States = {
+        (name, "buffer"): buffer.clone()
+        for name, buffer in engine.module.named_buffers()
+        if "tokens_per_expert" not in name
+    }
     masters = {} if engine.zero_optimization_stage() == 3 else read_optimizer(engine.optimizer)
     for name, param in engine.module.named_parameters():
         kept = {state: tensor for state, tensor in masters.get(id(param), {}).items() if state != "step"}
-        states = _read_parameter(param) | kept
-        layer = held.get(name.rpartition(".")[0])
-        if layer is None:
-            found.update({(name, state): tensor for state, tensor in states.items()})
-            continue
-        for place in range(layer.num_local_experts):
-            expert = layer.ep_rank * layer.num_local_experts + place
-            found.update({(f"{name}.{expert}", state): tensor[place] for state, tensor in states.items()})
-    kept = {key: tensor for key, tensor in found.items() if "tokens_per_expert" not in key[0]}
-    return {(find_name(name), state): tensor for (name, state), tensor in kept.items()}
-
-
-def _is_layer(module: nn.Module) -> bool:
-    return isinstance(module, AutoEPMoELayer)
+        layer = layers.get(name.rpartition(".")[0])
+        for state, tensor in (_read_parameter(param) | kept).items():
+            parts = take_apart(name, tensor)
+            if layer is not None:
+                first = layer.ep_rank * layer.num_local_experts
+                parts = [(f"{name}.{first + place}", tensor[place]) for place in range(layer.num_local_experts)]
+            found.update({(part, state): piece for part, piece in parts})
+    return {(find_name(name), state): tensor for (name, state), tensor in found.items()}
 
 
 def _read_parameter(param: Any) -> dict[str, Tensor]:
@@ -241,10 +322,29 @@ def _read_parameter(param: Any) -> dict[str, Tensor]:
     return states
 
 
-CUT = {"dense.0.weight": 0, "dense.0.bias": 0, "dense.1.weight": 1}
-"""By the end of its name the dimension along which AutoTP cuts a parameter."""
+def take_apart(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+    """Split a fused parameter into its experts, under AutoEP's names; return any other parameter as it is."""
+    if name.endswith("gate_up_proj"):
+        stem = name.removesuffix("gate_up_proj")
+        return [
+            (f"{stem}{param}.{number}", part)
+            for number, both in enumerate(tensor)
+            for param, part in zip(("w1", "w3"), both.chunk(2), strict=True)
+        ]
+    if name.endswith("down_proj"):
+        return [(f"{name.removesuffix('down_proj')}w2.{number}", part) for number, part in enumerate(tensor)]
+    return [(name, tensor)]
 
 
-def join(parts: Sequence[States], spread: Spread) -> States:
-    """Join the states of all ranks."""
-    return going_on.join(parts, lambda name: CUT.get(".".join(name.split(".")[-3:])), spread.tp)
+def find_name(name: str) -> str:
+    """Return AutoEP's name, without a pipeline, of a parameter in any form."""
+    number, _, rest = name.partition(".")
+    if number.isdigit():
+        name = f"head.{rest}" if number == "3" else f"model.layers.{int(number) - 1}.{rest}"
+    head, own, rest = name.partition(".deepspeed_moe.")
+    if not own:
+        return name.replace(".gate.gate.", ".gate.").replace(".router.gate.", ".gate.").replace(".router.", ".gate.")
+    if rest.startswith("gate."):
+        return f"{head}.gate.weight"
+    _, _, number, param, _ = rest.split(".")
+    return f"{head}.experts.{param}.{number}"

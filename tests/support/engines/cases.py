@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -67,8 +67,12 @@ class Case:
     def but(self, **changes: Any) -> Case:
         return replace(self, **changes)
 
+    def on(self, **options: Any) -> Case:
+        """Return the case with the plugin on, with these options."""
+        return replace(self, config={**self.config, "checkpoint": {"universal": options or True}})
+
     def training(self, **options: Any) -> Any:
-        """What makes the engine and trains it: `train` with these options."""
+        """Return the function that makes and trains the engine."""
         return partial(train, self.ds_config, **options)
 
 
@@ -106,24 +110,29 @@ def train(ds_config: dict[str, Any], *args: Any, **options: Any) -> Generator[An
 
 
 def train_engine(engine: Any) -> Generator[float, None, None]:
-    """The loss of each step; every rank takes its share of one global batch."""
-    import torch
-
-    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    """Yields the loss of each step."""
     while True:
-        generator = torch.Generator().manual_seed(1000 + engine.global_steps)
-        batch = torch.randn(BATCH, FEATURES + 1, generator=generator).chunk(ranks)[rank].to(engine.device)
-        loss = (engine(batch[:, :FEATURES]).float().squeeze(-1) - batch[:, FEATURES]).square().mean()
+        loss = compute_loss(engine)
         engine.backward(loss)
         engine.step()
         yield loss.item()
+
+
+def compute_loss(engine: Any) -> Any:
+    """Return the loss of this rank's share of the global batch of a step."""
+    import torch
+
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    generator = torch.Generator().manual_seed(1000 + engine.global_steps)
+    batch = torch.randn(BATCH, FEATURES + 1, generator=generator).chunk(ranks)[rank].to(engine.device)
+    return (engine(batch[:, :FEATURES]).float().squeeze(-1) - batch[:, FEATURES]).square().mean()
 
 
 def make_engine(
     ds_config: dict[str, Any],
     model: str = "mixed",
     optimizer: str = "adamw",
-    scheduler: bool = False,
+    scheduler: bool | Callable[[Any], Any] = False,
     reverse_groups: bool = False,
     seed: int = 0,
     zero_init: bool = False,
@@ -132,8 +141,8 @@ def make_engine(
     """A DeepSpeed engine of a model and an optimizer by name.
 
     Args:
-        scheduler: with a learning-rate scheduler.
-        reverse_groups: the optimizer's groups in the other order.
+        scheduler: add a learning-rate scheduler, by default LambdaLR; the callable takes the optimizer.
+        reverse_groups: reverse the order of the optimizer's groups.
         zero_init: build the model under `deepspeed.zero.Init`, partitioned from the start.
         mpu: model parallel unit, for parallelism other than data parallelism.
     """
@@ -152,7 +161,9 @@ def make_engine(
     if reverse_groups:
         groups = groups[::-1]
     inner = OPTIMIZERS[optimizer.removesuffix("_uniform").removesuffix("_by_dtype")](groups)
-    schedule = LambdaLR(inner, lambda step: 1.0 / (1 + step)) if scheduler else None
+    schedule = scheduler(inner) if callable(scheduler) else None
+    if scheduler is True:
+        schedule = LambdaLR(inner, lambda step: 1.0 / (1 + step))
     engine, *_ = deepspeed.initialize(model=module, optimizer=inner, lr_scheduler=schedule, config=ds_config, mpu=mpu)
     return engine
 

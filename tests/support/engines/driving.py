@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from deepspeed_ucp.testing import WorldPool
-from tests.support.engines.going_on import Kind, Loaded, States, load_and_go_on, save_and_go_on
+from tests.support.engines.going_on import Kind, States
+from tests.support.engines.ranks import Load, Local, load_each, save
 
 
 @dataclass
@@ -25,16 +26,19 @@ class Saved:
 
 @dataclass
 class Outcome:
-    """The outcome of one load on all ranks: each rank's error message, or states and losses.
-
-    Attributes:
-        direct: whether the plugin's own loader ran, by rank.
-    """
+    """The outcome of one load on all ranks: each rank's error message, or the engines and their joined states."""
 
     errors: list[str]
-    direct: list[bool] = field(default_factory=list)
+    ranks: Sequence[Local] = ()
     states: States = field(default_factory=dict)
-    losses: list[list[float]] = field(default_factory=list)
+
+    @classmethod
+    def join(cls, kind: Kind, ranks: Sequence[Local]) -> Outcome:
+        errors = [local.error for local in ranks if local.error]
+        if errors:
+            assert len(errors) == len(ranks), "some ranks alone refuse the load"
+            return cls(errors)
+        return cls([], ranks, kind.join([local.state for local in ranks]))
 
     def check_refused(self, *words: str) -> None:
         """Every rank refuses the load, with these words in its error message."""
@@ -53,7 +57,7 @@ class Outcome:
             buffers: compare these too.
         """
         assert not self.errors, self.errors[0]
-        assert set(self.direct) == {target.is_direct(source) if direct is None else direct}
+        assert {bool(local.direct) for local in self.ranks} == {target.is_direct(source) if direct is None else direct}
         assert self.states.keys() == saved.states.keys()
         for (name, state), tensor in self.states.items():
             master = saved.states.get((name, "fp32")) if state == "copy" else None
@@ -64,8 +68,8 @@ class Outcome:
                 assert tensor.dtype == wanted.dtype and torch.equal(tensor, wanted), (name, state)
         tolerance = target.find_tolerance(source)
         if tolerance is not None:
-            for own, expected in zip(self.losses, saved.losses, strict=False):
-                assert own == pytest.approx(expected, **tolerance)
+            for local, expected in zip(self.ranks, saved.losses, strict=False):
+                assert local.losses == pytest.approx(expected, **tolerance)
 
 
 class Engines:
@@ -75,13 +79,14 @@ class Engines:
         self._worlds, self._root, self._count = worlds, root, 0
         self._saved: dict[Any, Saved] = {}
 
-    def save(self, kind: Any, folder: object = None, seed: int = 1, **options: Any) -> Saved:
-        """Save a run of `kind` into `folder`, by default a new one."""
+    def save(self, kind: Kind, folder: object = None, seed: int = 1, *, again: bool = False, **options: Any) -> Saved:
+        """Save a run of `kind` into `folder`, by default a new one; `again`: and once more two steps later."""
         place = self._make_folder() if folder is None else str(folder)
-        answers = self._worlds.get(kind.world).run(save_and_go_on, kind, place, seed, **options)
-        return Saved(place, kind.join([states for states, _ in answers]), [losses for _, losses in answers])
+        training, steps = kind.training(seed, place, **options), (3, 2) if again else (3,)
+        ranks = self._worlds.get(kind.world).run(save, training, place, steps, after=2 * (not again), read=kind.read)
+        return Saved(place, kind.join([local.state for local in ranks]), [local.losses for local in ranks])
 
-    def saved(self, kind: Any) -> Saved:
+    def saved(self, kind: Kind) -> Saved:
         """Save a run of `kind` at the first call, from weights of its own; the folder must not be changed."""
         if kind not in self._saved:
             self._saved[kind] = self.save(kind, seed=10 * len(self._saved) + 1)
@@ -89,29 +94,28 @@ class Engines:
 
     def load(
         self,
-        kind: Any,
+        kind: Kind,
         *folders: object,
         tag: str | None = None,
         arguments: Mapping[str, Any] | None = None,
+        plugin: bool = True,
         **options: Any,
     ) -> list[Outcome]:
-        """Load one folder after the other into one engine of `kind`.
+        """Load one folder after the other into one engine of `kind`, each followed by two steps.
 
         Args:
             arguments: of `load_checkpoint`.
             options: of the kind's ``make``.
         """
-        work = load_and_go_on, kind, list(map(str, folders)), self._make_folder(), tag, arguments or {}
-        answers = self._worlds.get(kind.world).run(*work, **options)
-        return [self._read(kind, each) for each in zip(*answers, strict=True)]
+        loads = [Load(str(folder), {"tag": tag, **(arguments or {})}, steps=2) for folder in folders]
+        work = load_each, kind.training(77, self._make_folder(), **options), loads, plugin
+        answers = self._worlds.get(kind.world).run(*work, read=kind.read, catch=True)
+        return [Outcome.join(kind, each) for each in zip(*answers, strict=True)]
 
-    def _read(self, kind: Any, parts: Sequence[Loaded | str]) -> Outcome:
-        taken = [part for part in parts if not isinstance(part, str)]
-        if len(taken) < len(parts):
-            assert not taken, "some ranks alone refuse the load"
-            return Outcome(list(map(str, parts)))
-        direct, states, losses = zip(*taken, strict=True)
-        return Outcome([], list(direct), kind.join(states), list(losses))
+    def load_by_deepspeed(self, kind: Kind, folder: str) -> list[list[float]]:
+        """Load by DeepSpeed alone. Returns each rank's losses of two steps."""
+        work = load_each, kind.training(77, self._make_folder()), [Load(folder, steps=2)], False
+        return [local.losses for (local,) in self._worlds.get(kind.world).run(*work, read=id)]
 
     def _make_folder(self) -> str:
         self._count += 1

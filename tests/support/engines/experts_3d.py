@@ -86,7 +86,12 @@ class Spread(Kind):
         return "-".join([f"zero{self.stage}-{self.precision}-{degrees}", *marks])
 
     def join(self, parts: Sequence[States]) -> States:
-        return join(parts, self)
+        """Join the states of all ranks; without expert tensor parallelism experts are whole."""
+
+        def find_cut(name: str) -> int | None:
+            return CUT.get(name.rpartition(".")[2]) if self.cut or ".experts." not in name else None
+
+        return going_on.join(parts, find_cut, self.tp)
 
     def is_direct(self, source: Any) -> bool:
         return source != self or (self.stage == 0 and self.precision == "bf16" and self.pp > 1)  # BF16_Optimizer
@@ -237,12 +242,3 @@ def read_states(engine: Any) -> States:
     """Everything that this rank and its replicas hold, under the names of a pipeline."""
     found = engine_experts.read_states(engine)
     return {(name.removeprefix("layers."), state): tensor for (name, state), tensor in found.items()}
-
-
-def join(parts: Sequence[States], spread: Spread) -> States:
-    """Join the states of all ranks; without expert tensor parallelism experts are whole."""
-
-    def find_cut(name: str) -> int | None:
-        return CUT.get(name.rpartition(".")[2]) if spread.cut or ".experts." not in name else None
-
-    return going_on.join(parts, find_cut, spread.tp)

@@ -1,8 +1,7 @@
-"""A model that FSDP2 trains and saves, and that goes on in engines of every kind; run on the ranks of a group."""
+"""A model that FSDP2 trains and saves, and that engines of every kind resume; run on the ranks of a group."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +15,9 @@ from torch.nn import functional
 
 from deepspeed_ucp.atoms import strip_compiled
 from tests.support.engines import autoep as engine_autoep
-from tests.support.engines import fused as engine_fused
-from tests.support.engines.autoep import BATCH, HIDDEN
+from tests.support.engines.autoep import BATCH, EXPERTS, HIDDEN, Stack, make_block, make_pipeline
 from tests.support.engines.cases import allow_fp16_on_cpu, enable
-from tests.support.engines.fused import Form
-from tests.support.engines.going_on import States, forget_groups, mean_square
+from tests.support.engines.going_on import Kind, States, forget_groups, mean_square
 
 STEPS = 3
 MATRICES, VECTORS = {"lr": 1e-2, "weight_decay": 0.1}, {"lr": 3e-3, "weight_decay": 0.0}
@@ -30,15 +27,15 @@ LIVE = {"lr": 5e-2, "weight_decay": 0.5}
 
 
 @dataclass(frozen=True)
-class Target:
+class Target(Kind):
     """An engine.
 
     Attributes:
-        kind: in what form its experts are, as of :class:`.fused.Form`.
+        kind: form of its experts, as in :class:`.autoep.Spread`.
         options: further ones of ZeRO.
         compiled: the model comes from ``torch.compile``.
-        half: what has no master in fp32: ``masters`` and moments, by the configuration; or all, since the ``client``
-            has made the model so and the configuration does not say.
+        half: has no masters in fp32: ``masters`` and moments, by the configuration; or ``client``, a model in bf16
+            without any such configuration.
     """
 
     stage: int
@@ -53,14 +50,9 @@ class Target:
     half: str = ""
 
     def __str__(self) -> str:
-        degrees = [
-            f"{key}{degree}" for key, degree in (("tp", self.tp), ("pp", self.pp), ("ep", self.ep)) if degree > 1
-        ]
-        more = (
-            [key for key, _ in self.options]
-            + ["compiled"] * self.compiled
-            + [f"{self.half}-in-16-bits"] * bool(self.half)
-        )
+        degrees = [f"{key}{size}" for key, size in (("tp", self.tp), ("pp", self.pp), ("ep", self.ep)) if size > 1]
+        more = [key for key, _ in self.options] + ["compiled"] * self.compiled
+        more += [f"{self.half}-in-16-bits"] * bool(self.half)
         kind = [self.kind] * (self.kind != "fused")
         return "-".join([f"zero{self.stage}", self.precision, f"of{self.world}", *kind, *degrees, *more])
 
@@ -69,30 +61,26 @@ class Target:
 
 
 class Norm(nn.BatchNorm1d):
-    """By its running figures alone, which come with a checkpoint: ranks of any number compute the same."""
+    """Uses the running figures of the checkpoint alone: any number of ranks computes the same."""
 
     def forward(self, x: Tensor) -> Tensor:
-        held = (
-            each.float() for each in (self.running_mean, self.running_var, self.weight, self.bias) if each is not None
-        )
-        return functional.batch_norm(x.float().transpose(1, 2), *held).transpose(1, 2).to(x.dtype)
+        figures = (each.float() for each in (self.running_mean, self.running_var, self.weight, self.bias))
+        return functional.batch_norm(x.float().transpose(1, 2), *figures).transpose(1, 2).to(x.dtype)
 
 
 class Layer(nn.Module):
     """A norm with buffers, two matrices that AutoTP cuts, a frozen vector, a matrix of two names, experts."""
 
-    def __init__(self, form: Form):
+    def __init__(self, kind: str, ep: int):
         super().__init__()
         self.norm = Norm(HIDDEN)
         self.dense = nn.Sequential(nn.Linear(HIDDEN, 10), nn.Linear(10, HIDDEN))
         self.shift = nn.Parameter(torch.randn(HIDDEN), requires_grad=False)
         self.mix, self.back = (nn.Linear(HIDDEN, HIDDEN, bias=False) for _ in range(2))
         self.back.weight = self.mix.weight
-        self.mlp = engine_fused.make_block(form)
-        assert self.norm.num_batches_tracked is not None
+        self.mlp = make_block(kind, EXPERTS, ep, biased=False)
         self.norm.num_batches_tracked += torch.randint(1, 1 << 40, ())
         for figures in (self.norm.running_mean, self.norm.running_var):
-            assert figures is not None
             figures.uniform_(0.5, 1.5)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -101,14 +89,12 @@ class Layer(nn.Module):
         return x + self.mlp(x)
 
 
-class Model(engine_fused.Model):
-    """Two such layers."""
-
-    layer = Layer
+def make_model(kind: str = "fused", ep: int = 1) -> Stack:
+    return Stack([Layer(kind, ep) for _ in range(2)], EXPERTS)
 
 
 def sort_parameters(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Matrices and vectors that are trained."""
+    """Return the matrices and the vectors that are trained."""
     trained = [param for param in module.parameters() if param.requires_grad]
     return [each for each in trained if each.dim() > 1], [each for each in trained if each.dim() < 2]
 
@@ -125,17 +111,17 @@ def save(
     dtype: str = "float32",
     together: bool = False,
 ) -> list[float]:
-    """Train under FSDP2, save, go on; the losses after the save.
+    """Train under FSDP2, save, train on. Returns the losses after the save.
 
     Args:
         tp: ranks of tensor parallelism, over which two matrices of a layer are cut first.
-        apart: model and optimizer in folders of their own, as Accelerate has them.
+        apart: save model and optimizer in two folders, as Accelerate does.
         dtype: of the weights.
-        together: all parameters are in one param group.
+        together: put all parameters in one param group.
     """
     torch.manual_seed(5)
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size() // tp, tp), mesh_dim_names=("dp", "tp"))
-    model = Model(Form(1, 0, "fused")).to(getattr(torch, dtype))
+    model = make_model().to(getattr(torch, dtype))
     _shard(model, mesh, tp)
     matrices, vectors = sort_parameters(model)
     parts = [{"params": matrices, **MATRICES}, {"params": vectors, **VECTORS}]
@@ -151,7 +137,7 @@ def save(
     return _train(model, optimizer, range(STEPS, STEPS + 2))
 
 
-def _shard(model: Model, mesh: Any, tp: int) -> None:
+def _shard(model: Stack, mesh: Any, tp: int) -> None:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -177,25 +163,25 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> 
 # --- DeepSpeed
 
 
-def make(target: Target, patterns: Any, **more: Any) -> Any:
-    """An engine with other weights, whose param groups come in another order."""
+def make(target: Target, seed: int, **universal: Any) -> Any:
+    """Make an engine with other weights and the param groups in reverse order; `universal`: options of the plugin."""
     forget_groups()
     allow_fp16_on_cpu()
-    torch.manual_seed(77)
-    module: Any = Model(Form(target.world, target.stage, target.kind, ep=target.ep))
+    torch.manual_seed(seed)
+    module: Any = make_model(target.kind, target.ep)
     if target.pp > 1:
-        module = engine_autoep.make_pipeline(module, engine_autoep.Spread(target.world, 0, "", 1, pp=target.pp))
+        module = make_pipeline(module, target)
     if target.half == "client":
         module.bfloat16()
     if target.compiled:
         module = torch.compile(module, backend="eager")
     matrices, vectors = sort_parameters(module)
     params: Any = [{"params": vectors, "name": "vectors"}, {"params": matrices, "name": "matrices"}]
-    return deepspeed.initialize(model=module, model_parameters=params, config=make_config(target, patterns, **more))[0]
+    config = make_config(target, **universal)
+    return deepspeed.initialize(model=module, model_parameters=params, config=config)[0]
 
 
-def make_config(target: Target, patterns: Any, **more: Any) -> dict[str, Any]:
-    """``more``: options of the plugin."""
+def make_config(target: Target, **universal: Any) -> dict[str, Any]:
     config: dict[str, Any] = {
         "train_batch_size": BATCH,
         "gradient_clipping": 0.0,
@@ -203,7 +189,7 @@ def make_config(target: Target, patterns: Any, **more: Any) -> dict[str, Any]:
         "zero_optimization": {"stage": target.stage, **dict(target.options)},
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 1 << 30,
-        "checkpoint": {"universal": {**({"patterns": patterns} if patterns else {}), **more} or True},
+        "checkpoint": {"universal": universal or True},
     }
     if target.half != "client":
         config |= enable(target.precision)
@@ -216,75 +202,58 @@ def make_config(target: Target, patterns: Any, **more: Any) -> dict[str, Any]:
     return config
 
 
+train = engine_autoep.train
+
+
 @dataclass
-class Loaded:
-    """What a rank held after a load.
+class Facts:
+    """A rank of an engine.
 
     Attributes:
-        states: by parameter and state, experts one by one.
-        steps: of the optimizer, all that there are.
-        hyper: of each parameter's param group whether it has matrices, and learning rate and weight decay.
-        losses: of the two steps that followed.
+        states: by parameter and state, each expert separately.
+        steps: of the optimizer.
+        hyper: for each parameter's param group whether it has matrices, learning rate and weight decay.
         scale: of the loss; None without one.
     """
 
     states: States
     steps: set[float]
     hyper: set[tuple[bool, float, float]]
-    losses: list[float]
     counters: tuple[int, ...]
     scale: float | None
 
 
-def load_each(target: Target, patterns: Any, folders: Sequence[str], **more: Any) -> list[Loaded | str]:
-    """One engine takes them all, one after the other; of a refusal its text."""
-    engine = make(target, patterns, **more)
-    found: list[Loaded | str] = []
-    for folder in folders:
-        try:
-            engine.load_checkpoint(folder)
-        except Exception as error:  # noqa: BLE001 - the caller looks at it
-            found.append(f"{type(error).__name__}: {error}")
-            continue
-        states = {
-            (strip_compiled(name), state): held for (name, state), held in engine_fused.read_states(engine).items()
-        }
-        inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
-        steps = {float(held["step"]) for held in inner.state.values() if "step" in held}
-        hyper = {(each, group["lr"], group["weight_decay"]) for each, group in _list_groups(engine.optimizer, inner)}
-        counters = engine.global_steps, engine.skipped_steps
-        scale = float(engine.optimizer.cur_scale) if target.precision == "fp16" else None
-        losses = engine_autoep.train(engine, range(STEPS, STEPS + 2))
-        found.append(Loaded(states, steps, hyper, losses, counters, scale))
-    engine.destroy()
-    return found
+def read_states(engine: Any) -> Facts:  # type: ignore[misc]
+    found = engine_autoep.read_states(engine)
+    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    return Facts(
+        {(strip_compiled(name), state): tensor for (name, state), tensor in found.items()},
+        {float(held["step"]) for held in inner.state.values() if "step" in held},
+        {(each, group["lr"], group["weight_decay"]) for each, group in _list_groups(engine.optimizer, inner)},
+        (engine.global_steps, engine.skipped_steps),
+        float(engine.optimizer.cur_scale) if engine.fp16_enabled() else None,
+    )
 
 
 def _list_groups(wrapped: Any, inner: Any) -> list[tuple[bool, dict[str, Any]]]:
-    """Param groups, and whether a group has matrices, for each of its parameters."""
+    """List param groups, and whether a group has matrices, for each of its parameters."""
     numbers = getattr(wrapped, "sub_group_to_group_id", None)
-    held = next(
-        (
-            each
-            for name in ("round_robin_bit16_groups", "bit16_groups", "bf16_groups", "fp16_groups")
-            if (each := getattr(wrapped, name, None))
-        ),
-        [group["params"] for group in inner.param_groups],
-    )
+    names = ("round_robin_bit16_groups", "bit16_groups", "bf16_groups", "fp16_groups")
+    found = (each for name in names if (each := getattr(wrapped, name, None)))
     return [
         (len(getattr(param, "ds_shape", param.shape)) > 1, inner.param_groups[numbers[place] if numbers else place])
-        for place, params in enumerate(held)
+        for place, params in enumerate(next(found, [group["params"] for group in inner.param_groups]))
         for param in params
     ]
 
 
 def take_apart(weights: dict[str, Tensor], states: dict[str, dict[str, Tensor]]) -> States:
-    """Whole tensors of a checkpoint under the names that :func:`load_each` gives, experts one by one."""
+    """Convert whole tensors of a checkpoint to states as :func:`read_states` reads them."""
     found: States = {}
-    for told, tensor in weights.items():
-        name = told.replace(".back.", ".mix.")
+    for saved_name, tensor in weights.items():
+        name = saved_name.replace(".back.", ".mix.")
         kind = "fp32" if name in states else "buffer" if "running" in name or "num_batches" in name else "copy"
-        held = {state: each for state, each in states.get(name, {}).items() if state != "step"}
-        for state, each in {kind: tensor, **held}.items():
-            found.update({(part, state): piece for part, piece in engine_fused.take_apart(name, each)})
+        kept = {state: each for state, each in states.get(name, {}).items() if state != "step"}
+        for state, each in {kind: tensor, **kept}.items():
+            found.update({(part, state): piece for part, piece in engine_autoep.take_apart(name, each)})
     return found

@@ -1,10 +1,11 @@
-"""Engines of every kind on their ranks: save, load and train on; how states are read and joined."""
+"""Descriptions of engines; how their states are read on the ranks and joined."""
 
 from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -16,9 +17,6 @@ from torch import Tensor
 
 States = dict[tuple[str, str], Tensor]
 """By parameter and state, whole; ``fp32`` is the master, ``copy`` the model's own."""
-
-Loaded = tuple[bool, States, list[float]]
-"""Whether the plugin's own load ran, the states after it, and the losses that followed."""
 
 
 class Kind:
@@ -34,9 +32,22 @@ class Kind:
     stage: int
     precision: str
 
+    def training(self, seed: int, folder: str = "", **options: Any) -> Any:
+        """Return the function that makes and trains an engine.
+
+        Args:
+            folder: for files of the engine outside its saves.
+            options: arguments of ``make``.
+        """
+        return partial(run, self, seed, {**self.list_options(folder), **options})
+
     def list_options(self, folder: str) -> dict[str, Any]:
         """List arguments of ``make`` that depend on the folder of a run."""
         return {}
+
+    def read(self, engine: Any) -> States:
+        """Read the states of this rank; collective."""
+        return sys.modules[type(self).__module__].read_states(engine)  # type: ignore[no-any-return]
 
     def join(self, parts: Sequence[States]) -> States:
         return join(parts)
@@ -61,52 +72,13 @@ class Kind:
 # --- on the ranks
 
 
-def save_and_go_on(
-    kind: Any, folder: str, seed: int, *, again: bool = False, **options: Any
-) -> tuple[States, list[float]]:
-    """Train, save, train on, save again if asked to. Returns the states at the first save and the losses after it."""
-    home, engine = make(kind, seed, folder, options)
-    home.train(engine, range(3))
-    engine.save_checkpoint(folder)
-    states = home.read_states(engine)
-    losses = home.train(engine, range(3, 5))
-    if again:
-        engine.save_checkpoint(folder)
-    engine.destroy()
-    return states, losses
-
-
-def load_and_go_on(
-    kind: Any, folders: Sequence[str], scratch: str, tag: str | None, arguments: Mapping[str, Any], **options: Any
-) -> list[Loaded | str]:
-    """Load one folder after the other into one engine, each followed by two steps; of a refusal its text."""
-    home, engine = make(kind, 77, scratch, options)
-    found: list[Loaded | str] = []
-    for folder in folders:
-        try:
-            engine.load_checkpoint(folder, tag, **arguments)
-        except Exception as error:  # noqa: BLE001 - the caller looks at it
-            found.append(f"{type(error).__name__}: {error}")
-        else:
-            states, report = home.read_states(engine), engine.ucp_report
-            found.append((report is not None and report.direct, states, home.train(engine, range(3, 5))))
-    engine.destroy()
-    return found
-
-
-def load_and_report(kind: Any, folder: str) -> tuple[int, int, int]:
-    """Load a checkpoint; returns this rank's bytes read and requests, and the bytes of state of all ranks."""
-    _, engine = make(kind, 77, folder, {})
-    engine.load_checkpoint(folder)
-    report = engine.ucp_report
-    engine.destroy()
-    return report.bytes_read, report.requests, report.state_bytes
-
-
-def make(kind: Any, seed: int, folder: str, options: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Returns the module of a kind and an engine."""
+def run(kind: Kind, seed: int, options: Mapping[str, Any]) -> Generator[Any, None, None]:
+    """Yields the engine of a kind, then the loss of each step."""
     home = sys.modules[type(kind).__module__]
-    return home, home.make(kind, seed, **{**kind.list_options(folder), **options})
+    engine = home.make(kind, seed, **options)
+    yield engine
+    while True:
+        yield from home.train(engine, range(engine.global_steps, engine.global_steps + 1))
 
 
 def forget_groups() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -77,7 +78,7 @@ class Table(Plain):
 
 
 class Columns(Plain):
-    """`Plain` whose matrices have several rows, as ZenFlow needs them."""
+    """`Plain` whose matrices have several rows, as ZenFlow requires."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,16 +88,8 @@ class Columns(Plain):
         return super().body(x).mean(-1, keepdim=True)
 
 
-class Aligned(Plain):
-    """`Plain` of which two ranks hold multiples of eight elements."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(FEATURES, 16, bias=False), nn.Linear(16, 1, bias=False)
-
-
 class TwoDtypes(Plain):
-    """`Plain` whose first layer is in 16 bit, the last one in 32, as the client made them."""
+    """`Plain` whose first layer is in 16 bits and the last one in 32, as the client made them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,13 +122,14 @@ class Deeper(Plain):
         return super().body(x) * self.gain
 
 
-class Frozen(Plain):
-    """`Plain` whose first layer is not trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for parameter in self.first.parameters():
-            parameter.requires_grad_(False)
+def plain(**layers: Any) -> nn.Module:
+    """`Plain` with other layers or parameters, registered in this order."""
+    module = Plain()
+    for name, layer in layers.items():
+        if hasattr(module, name):
+            delattr(module, name)
+        setattr(module, name, layer)
+    return module
 
 
 class Lora(Base):
@@ -168,18 +162,6 @@ class Tiny(Base):
         return x[:, :1] * self.weight + self.bias.sum() + self.shift
 
 
-class Empty(Plain):
-    """`Plain` with parameters of no elements, between and after the others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first.register_parameter("empty", nn.Parameter(torch.zeros(0, 4)))
-        self.empty = nn.Parameter(torch.zeros(0))
-
-    def body(self, x: Tensor) -> Tensor:
-        return super().body(x)
-
-
 class Experts(Base):
     """DeepSpeed's own mixture of experts, spread over `ep_size` ranks."""
 
@@ -195,25 +177,30 @@ class Experts(Base):
         return self.last(torch.tanh(self.experts(torch.tanh(self.first(x)))[0]))
 
 
-def compiled() -> nn.Module:
-    """Parameter names get the prefix `_orig_mod.`; the eager backend keeps the test fast."""
-    return torch.compile(Plain(), backend="eager")
-
-
-def reordered() -> nn.Module:
-    """`Plain` whose layers are registered the other way round."""
-    module = Plain()
-    first, last = module.first, module.last
-    del module.first, module.last
-    module.last, module.first = last, first
+def empty() -> nn.Module:
+    """`Plain` with parameters of no elements, between and after the others."""
+    module = plain(empty=nn.Parameter(torch.zeros(0)))
+    module.first.register_parameter("empty", nn.Parameter(torch.zeros(0, 4)))
     return module
+
+
+def frozen() -> nn.Module:
+    """`Plain` whose first layer is not trained."""
+    module = Plain()
+    module.first.requires_grad_(False)
+    return module
+
+
+def aligned() -> nn.Module:
+    """`Plain` of which two ranks hold multiples of eight elements."""
+    return plain(first=nn.Linear(FEATURES, 16, bias=False), last=nn.Linear(16, 1, bias=False))
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mixed": Mixed,
     "plain": Plain,
     "bulk": lambda: Plain(1000),  # some ten thousand parameters
-    "aligned": Aligned,
+    "aligned": aligned,
     "columns": Columns,
     "table": Table,
     "half": lambda: Plain().to(torch.bfloat16),
@@ -221,12 +208,12 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "renamed": Renamed,
     "wider": lambda: Plain(9),
     "deeper": Deeper,
-    "frozen": Frozen,
+    "frozen": frozen,
     "lora": Lora,
     "tiny": Tiny,
-    "empty": Empty,
-    "compiled": compiled,
-    "reordered": reordered,
+    "empty": empty,
+    "compiled": lambda: torch.compile(Plain(), backend="eager"),  # adds the prefix `_orig_mod.`; eager is fast
+    "reordered": lambda: plain(last=nn.Linear(7, 1), first=nn.Linear(FEATURES, 7)),
     "experts1": lambda: Experts(1),
     "experts2": lambda: Experts(2),
 }
@@ -250,71 +237,45 @@ def param_groups(module: nn.Module, uniform: bool = False, by_dtype: bool = Fals
     return [group for group in groups if group["params"]]
 
 
-class Lion(torch.optim.Optimizer):
-    """Lion (Chen et al. 2023) in plain torch: one state, called as only this optimizer calls it."""
+class Simple(torch.optim.Optimizer):
+    """Base of optimizers that update one parameter after the other."""
 
-    def __init__(self, params: Iterable[Any], lr: float = 1e-3, beta1: float = 0.9, beta2: float = 0.99):
-        super().__init__(params, {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": 0.0})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    state["lion_momentum"] = torch.zeros_like(parameter)
-                momentum, gradient = state["lion_momentum"], parameter.grad
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                update = torch.lerp(gradient, momentum, group["beta1"]).sign_()
-                parameter.add_(update, alpha=-group["lr"])
-                momentum.lerp_(gradient, 1 - group["beta2"])
-
-
-class RowMean(torch.optim.Optimizer):
-    """SGD with one momentum number per parameter tensor pair: a state that is not element-wise, as in Adafactor."""
-
-    def __init__(self, params: Iterable[Any], lr: float = 1e-3):
+    def __init__(self, params: Iterable[Any], lr: float):
         super().__init__(params, {"lr": lr, "weight_decay": 0.0})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    state["factored"] = torch.zeros(2, device=parameter.device)
-                state["factored"].lerp_(parameter.grad.abs().mean().expand(2), 0.1)
-                parameter.add_(parameter.grad / (state["factored"].mean() + 1e-8), alpha=-group["lr"])
+                if parameter.grad is not None:
+                    self.update(parameter, self.state[parameter], group["lr"], group["weight_decay"])
+
+    def update(self, parameter: Tensor, state: dict[str, Tensor], lr: float, decay: float) -> None:
+        raise NotImplementedError
 
 
-def _deepspeed_cpu_adam(groups: Any) -> Any:
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
+class Lion(Simple):
+    """Lion (Chen et al. 2023) with betas 0.9 and 0.99: one state, whose name no other optimizer uses."""
 
-    return DeepSpeedCPUAdam(groups, lr=1e-2)
-
-
-def _deepspeed_cpu_adam_16(groups: Any) -> Any:
-    """Its moments are of the masters' dtype."""
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-    return DeepSpeedCPUAdam(groups, lr=1e-2, fp32_optimizer_states=False)
+    def update(self, parameter: Tensor, state: dict[str, Tensor], lr: float, decay: float) -> None:
+        momentum = state.setdefault("lion_momentum", torch.zeros_like(parameter))
+        parameter.mul_(1 - lr * decay)
+        parameter.add_(torch.lerp(parameter.grad, momentum, 0.9).sign_(), alpha=-lr)  # type: ignore[arg-type]
+        momentum.lerp_(parameter.grad, 0.01)  # type: ignore[arg-type]
 
 
-def _deepspeed_cpu_lion(groups: Any) -> Any:
-    from deepspeed.ops.lion import DeepSpeedCPULion
+class RowMean(Simple):
+    """SGD with two numbers per parameter: a state that is not element-wise, as in Adafactor."""
 
-    return DeepSpeedCPULion(groups, lr=1e-3)
+    def update(self, parameter: Tensor, state: dict[str, Tensor], lr: float, decay: float) -> None:
+        factored = state.setdefault("factored", torch.zeros(2, device=parameter.device))
+        factored.lerp_(parameter.grad.abs().mean().expand(2), 0.1)  # type: ignore[union-attr]
+        parameter.add_(parameter.grad / (factored.mean() + 1e-8), alpha=-lr)  # type: ignore[operator]
 
 
-def _fused_adam(groups: Any) -> Any:
-    """DeepSpeed has a CPU build of it, which brings the FP16_Optimizer wrapper with it."""
-    from deepspeed.ops.adam import FusedAdam
-
-    return FusedAdam(groups, lr=1e-2)
+def _deepspeed(module: str, name: str, **options: Any) -> Callable[[Any], Any]:
+    """Return a factory of one of DeepSpeed's optimizers."""
+    return lambda groups: getattr(import_module(f"deepspeed.ops.{module}"), name)(groups, **options)
 
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
@@ -330,8 +291,10 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "radam": lambda groups: torch.optim.RAdam(groups, lr=1e-2),
     "adam_like_fused": lambda groups: torch.optim.AdamW(groups, lr=1e-2),
     "row_mean": lambda groups: RowMean(groups, lr=1e-3),
-    "fused_adam": _fused_adam,
-    "cpu_adam": _deepspeed_cpu_adam,
-    "cpu_adam_16": _deepspeed_cpu_adam_16,
-    "cpu_lion": _deepspeed_cpu_lion,
+    "fused_adam": _deepspeed("adam", "FusedAdam", lr=1e-2),  # has a CPU build, and brings FP16_Optimizer with it
+    "cpu_adam": _deepspeed("adam", "DeepSpeedCPUAdam", lr=1e-2),
+    "cpu_adam_16": _deepspeed(
+        "adam", "DeepSpeedCPUAdam", lr=1e-2, fp32_optimizer_states=False
+    ),  # in the masters' dtype
+    "cpu_lion": _deepspeed("lion", "DeepSpeedCPULion", lr=1e-3),
 }

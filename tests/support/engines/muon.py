@@ -28,7 +28,6 @@ class Kind(going_on.Kind):
     in_memory: bool = False
     sums: str = ""
     elastic: bool = False
-    universal: bool = True
 
     def __str__(self) -> str:
         marks = (
@@ -65,7 +64,7 @@ class Kind(going_on.Kind):
             "optimizer": {"type": "Muon", "params": {"lr": 0.02, "muon_lr": 0.05, "momentum": 0.9}},
             "zero_optimization": zero,
             "zero_force_ds_cpu_optimizer": False,
-            "checkpoint": {"universal": self.universal},
+            "checkpoint": {"universal": True},
             **enable(self.precision),
         }
         if self.stage == 0:  # of single parameters DeepSpeed's own Adam counts the last one's steps alone
@@ -114,12 +113,3 @@ def read_states(engine: Any) -> States:
     names = {id(param): name for name, param in engine.module.named_parameters()}
     states = read_optimizer(engine.optimizer)
     return {(names[number], state): each for number, held in states.items() for state, each in held.items()}
-
-
-def load_by_deepspeed(kind: Kind, folder: str) -> list[float]:
-    """The losses after DeepSpeed's own load."""
-    engine = make(replace(kind, universal=False), seed=77)
-    engine.load_checkpoint(folder)
-    losses = train(engine, range(3, 5))
-    engine.destroy()
-    return losses

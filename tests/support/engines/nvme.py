@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import deepspeed
@@ -45,7 +45,6 @@ class Kind(going_on.Kind):
     frozen: bool = False
     muon: bool = False
     early: bool = False
-    universal: bool = True
 
     def __str__(self) -> str:
         places = f"-{self.optimizer}-{self.params}" if (self.optimizer, self.params) != ("none", "none") else ""
@@ -87,7 +86,7 @@ class Kind(going_on.Kind):
             "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": 0.002}},
             "zero_optimization": zero,
             "zero_force_ds_cpu_optimizer": False,
-            "checkpoint": {"universal": self.universal},
+            "checkpoint": {"universal": True},
             "aio": {"block_size": LEAST},
             **enable(self.precision),
         }
@@ -157,20 +156,3 @@ def read_states(engine: Any) -> States:
             states["fp32"] = held.fp32
         found |= {(name, state): tensor for state, tensor in {**states, "copy": held.value}.items()}
     return found
-
-
-def load_and_save(kind: Kind, folder: str, other: str, swap: str) -> None:
-    """Load, and save at once."""
-    engine = make(kind, 78, swap)
-    engine.load_checkpoint(folder)
-    engine.save_checkpoint(other)
-    engine.destroy()
-
-
-def load_by_deepspeed(kind: Kind, folder: str, swap: str) -> list[float]:
-    """The losses after DeepSpeed's own load."""
-    engine = make(replace(kind, universal=False), 79, swap)
-    engine.load_checkpoint(folder)
-    losses = train(engine, range(3, 5))
-    engine.destroy()
-    return losses

@@ -18,7 +18,7 @@ from tests.support.engines import gpt as engine_gpt
 from tests.support.engines import letters as engine_letters
 from tests.support.engines import llama as engine_llama
 from tests.support.engines.cases import enable
-from tests.support.engines.ranks import Attempt, Load, Local, attempt_each, load_each, save
+from tests.support.engines.ranks import Attempt, Load, Local, attempt_each, capture_rank, load_each, save
 
 BATCH = 8  # samples per step, all data-parallel ranks together
 STEPS = (2, 2)
@@ -161,8 +161,8 @@ class Runs:
             nested = {"nested": True} if (model, launch) in self.nested else {}
             states = self.client_states and self.client_states(model, launch)
             trained, folder = training(model, launch, {}, seed=1, **nested), self.folder(model, launch)
-            found = self.run(launch, save, trained, folder, STEPS[:1], after=STEPS[1], client_states=states)
-            self._saved[model, launch] = found
+            options = {"after": STEPS[1], "client_states": states, "read": capture_rank}
+            self._saved[model, launch] = self.run(launch, save, trained, folder, STEPS[:1], **options)
         return self._saved[model, launch]
 
     def resumed(self, route: Route, routes: Sequence[Route] = ()) -> list[Local]:
@@ -187,7 +187,8 @@ class Runs:
                 )
                 for each in found
             ]
-            answers = self.run(route.target, load_each, training(route.model, route.target, route.checkpoint), loads)
+            trained = training(route.model, route.target, route.checkpoint)
+            answers = self.run(route.target, load_each, trained, loads, read=capture_rank)
             self._resumed.update(zip([each.key for each in found], map(list, zip(*answers, strict=True)), strict=True))
         return self._resumed[route.key]
 
@@ -215,7 +216,8 @@ class Runs:
     ) -> list[Local]:
         """Load a folder into one engine, go on."""
         trained = training(model, launch, checkpoint, seed=3)
-        return [local for (local,) in self.run(launch, load_each, trained, [Load(folder, steps=STEPS[1])], **options)]
+        loads = [Load(folder, steps=STEPS[1])]
+        return [local for (local,) in self.run(launch, load_each, trained, loads, read=capture_rank, **options)]
 
     def attempt(self, route: Route, *loads: Load) -> list[list[Attempt]]:
         """By load what became of it on every rank; without any the route itself."""
