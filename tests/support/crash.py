@@ -26,7 +26,7 @@ _ALARM = 120
 
 @contextmanager
 def intercept(act: Callable[[int, str, tuple[Any, ...]], None], calls: Calls = CALLS) -> Iterator[None]:
-    """Call ``act(number, name, arguments)`` before each of the calls (`open`: only where it creates or truncates)."""
+    """Call ``act(number, name, arguments)`` before each of the calls (`open`: if it creates or truncates)."""
     numbers, lock = count(), threading.Lock()
     originals = [(owner, name, getattr(owner, name)) for owner, name in calls]
 
@@ -49,10 +49,10 @@ def intercept(act: Callable[[int, str, tuple[Any, ...]], None], calls: Calls = C
 
 
 def run_child(work: Callable[[], object]) -> int:
-    """Run ``work`` in a forked child; minus the number of the signal that ended it, or 0.
+    """Run ``work`` in a forked child. Returns minus the number of the signal that ended it, or 0.
 
     Raises:
-        AssertionError: it raised something.
+        AssertionError: the child raised an error.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -75,10 +75,10 @@ def run_child(work: Callable[[], object]) -> int:
 
 
 def run_dying(work: Callable[[], object], at: int, *, torn: bool = False, calls: Calls = CALLS) -> bool:
-    """Run ``work`` in a child that is killed at call number ``at``; whether it came to that.
+    """Run ``work`` in a child that is killed at call number ``at``. Returns False if it ended before.
 
     Args:
-        torn: half of the bytes of a write are written before.
+        torn: write half of the bytes of a write before.
     """
     tear = _make_tearing()
 
@@ -97,7 +97,7 @@ def run_dying(work: Callable[[], object], at: int, *, torn: bool = False, calls:
 
 
 def _make_tearing() -> dict[str, Callable[..., object]]:
-    """Calls that write half of what they are given."""
+    """Return calls that write half of their data."""
     write, pwrite = os.write, os.pwrite
 
     def halve(data: Any) -> memoryview:
@@ -115,7 +115,7 @@ def _make_tearing() -> dict[str, Callable[..., object]]:
 def failing(
     at: int, *, names: tuple[str, ...] = ("pwrite", "pwritev", "write", "mkdir", "open"), code: int = errno.ENOSPC
 ) -> Iterator[None]:
-    """From call number ``at`` on, those that need room fail, until the block ends."""
+    """Context manager in which calls that need room fail from call number ``at`` on."""
 
     def act(number: int, name: str, _args: tuple[Any, ...]) -> None:
         if number >= at and name in names:
@@ -126,7 +126,7 @@ def failing(
 
 
 def list_calls(work: Callable[[], object], calls: Calls = CALLS) -> list[str]:
-    """The names of the calls that ``work`` makes, in this process."""
+    """List the names of the calls of ``work``, in this process."""
     names: list[str] = []
     with intercept(lambda _number, name, _args: names.append(name), calls):
         work()
@@ -134,5 +134,5 @@ def list_calls(work: Callable[[], object], calls: Calls = CALLS) -> list[str]:
 
 
 def list_writes(work: Callable[[], object]) -> list[int]:
-    """The numbers of those of its calls that write, and can be torn."""
+    """List the numbers of its calls that write, and can be torn."""
     return [number for number, name in enumerate(list_calls(work)) if "write" in name]

@@ -1,4 +1,4 @@
-"""DeepSpeed's curriculum sampler over a few samples, and as much of an engine as has one."""
+"""DeepSpeed's curriculum sampler over a few samples, and a minimal engine with it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import DeepSpeed
 from deepspeed.runtime.data_pipeline.data_sampling.utils import close_mmap_dataset_builder, create_mmap_dataset_builder
 
 SIZES = (5, 9)
-"""Of its clusters."""
+"""Sizes of the clusters."""
 
 
 def make_sampler(folder: Path, rank: int = 0) -> DeepSpeedDataSampler:
-    """As it is before the first step: without clusters, whose files it keeps in a folder."""
+    """Make a sampler before the first step, without clusters; `folder`: for their files."""
     metric = {
         "difficulty_type": "value",
         "clustering_type": "single_cluster",
@@ -32,7 +32,7 @@ def make_sampler(folder: Path, rank: int = 0) -> DeepSpeedDataSampler:
 
 
 def make_trained(folder: Path) -> DeepSpeedDataSampler:
-    """The first rank's, with two clusters, out of which it has drawn a batch."""
+    """Make the sampler of rank 0 with two clusters, after a batch."""
     sampler = make_sampler(folder)
     for number, size in enumerate(SIZES):
         path = str(folder / f"cluster_{number}")
@@ -47,7 +47,7 @@ def make_trained(folder: Path) -> DeepSpeedDataSampler:
 
 
 def draw(sampler: DeepSpeedDataSampler) -> list[int]:
-    """What it does on the first rank for a batch."""
+    """Draw a batch as the sampler does on rank 0."""
     counts = sampler.sample_from_clusters()
     batch = [
         int(each) for number, count in enumerate(counts) for each in sampler.get_sample_from_cluster(number, count)

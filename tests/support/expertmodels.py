@@ -1,4 +1,4 @@
-"""Models with experts and the placements of them, as hypothesis draws them."""
+"""Models with experts and their placements, drawn by hypothesis."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHAPES = st.sampled_from([(2,), (3, 2), (5,), (1,), (4, 3), (2, 1, 3)])
 
 @st.composite
 def expert_models(draw: st.DrawFn, *, fused: bool) -> Model:
-    """One to three layers of experts, some frozen in part, between dense parameters; one or two param groups."""
+    """Draw one to three layers of experts, partly frozen, between dense parameters; one or two param groups."""
     count = draw(st.integers(1, 2))
     params = [Param(f"first{group}", draw(SHAPES), group) for group in range(count)]
     layers = []
@@ -43,13 +43,13 @@ def expert_models(draw: st.DrawFn, *, fused: bool) -> Model:
 
 
 def make_router(layer: str, end: str, shape: tuple[int, ...], fused: bool) -> list[Param]:
-    """A layer's router, which AutoEP has under two names."""
+    """Make a layer's router, which AutoEP has under two names."""
     router = Param(f"{layer}.router.gate.{end}", shape)
     return [router, Param(f"{layer}.gate.gate.{end}", shape, alias_of=router.name, untold=True)][: 1 + fused]
 
 
 def draw_experts(draw: st.DrawFn, layer: ExpertLayer, groups: int) -> list[Param]:
-    """The parameters of a layer's experts, in the module's order."""
+    """Draw the parameters of a layer's experts, in the module's order."""
     ends = ("w1", "w2", "w3") if layer.fused else ("fc.weight", "fc.bias", "out.weight")[: draw(st.integers(1, 3))]
     forms = {end: (draw(SHAPES), draw(st.integers(0, groups - 1))) for end in ends}
     frozen = ends[-1] if len(ends) > 1 and draw(st.integers(0, 4)) == 0 else ""
@@ -66,9 +66,10 @@ def draw_experts(draw: st.DrawFn, layer: ExpertLayer, groups: int) -> list[Param
 
 @st.composite
 def placements(draw: st.DrawFn, model: Model, stages: tuple[int, ...], *, several: bool = True) -> Topology:
-    """Any topology that can hold a model: stages, precisions, degrees of each layer, orders of ranks and groups.
+    """Draw a topology that can hold a model: stages, precisions, degrees of each layer, orders of ranks and groups.
 
-    `several` degrees, and groups cut by size, are what stage 0 does not save.
+    Args:
+        several: several degrees, and groups cut by size, which stage 0 does not save.
     """
     stage, precision = draw(st.sampled_from(stages)), draw(st.sampled_from(("fp32", "bf16", "fp16")))
     dp, fused = draw(st.sampled_from((1, 2, 3, 4, 6, 8))), model.experts[0].fused
@@ -94,9 +95,9 @@ def divisors(number: int) -> list[int]:
 
 @st.composite
 def expert_trips(draw: st.DrawFn, *, fused: bool) -> tuple[Case, Topology]:
-    """A checkpoint, and the topology that it comes back in.
+    """Draw a checkpoint and the topology of its load.
 
-    Frozen experts are in no file of ZeRO 3; of stage 0 the live groups tell what the saved ones were.
+    ZeRO 3 saves no frozen experts. The live groups name the parameters of stage 0.
     """
     model = draw(expert_models(fused=fused))
     frozen = any(param.frozen for param in model.params if "experts" in param.name)
@@ -113,7 +114,7 @@ def expert_trips(draw: st.DrawFn, *, fused: bool) -> tuple[Case, Topology]:
 
 @st.composite
 def expert_states(draw: st.DrawFn, model: Model, precision: str) -> State:
-    """Stepped, before the first step, or with parameters that never got a gradient, as experts without tokens."""
+    """Draw a state: stepped, before the first step, or with parameters without gradients, as experts without tokens."""
     seed = draw(st.integers(0, 99))
     if draw(st.integers(0, 5)) == 0:
         return random_state(model, seed, states=(), step=None, precision=precision)
@@ -125,12 +126,12 @@ def expert_states(draw: st.DrawFn, model: Model, precision: str) -> State:
 # -- under tensor and pipeline parallelism ----------------------------------------------------------------------------
 
 SHARDED = ("column", "row", "gate_up", "columns_uneven", "qkv", "bias", "norm")
-"""Kinds of parameters, as `tests.reshard3d` has them, of experts; vectors have a param group of their own."""
+"""Kinds of parameters of experts (see `reshard3d`); vectors have a second param group."""
 
 
 @dataclass(frozen=True)
 class ExpertTrip:
-    """A run with experts, and what goes on from its checkpoint; `written`: DeepSpeed saves all its model states."""
+    """A run with experts, and the topology that resumes it; `written`: DeepSpeed saves all its model states."""
 
     source: Held
     target: Topology
@@ -138,7 +139,7 @@ class ExpertTrip:
 
     @property
     def wanted(self) -> Held:
-        """What the target holds then."""
+        """The target after the load."""
         return expect(self.source, self.target)
 
     @property
@@ -148,7 +149,7 @@ class ExpertTrip:
 
 @st.composite
 def expert_trips_3d(draw: st.DrawFn, *, fused: bool) -> ExpertTrip:
-    """From any degrees of all kinds to any others; stage 0 tells of one degree, and the live groups name it."""
+    """Draw any degrees of all kinds on both sides; stage 0 saves one degree, and the live groups name it."""
     model = draw(layered_models(fused=fused))
     frozen = any(is_expert(param.name) and param.frozen for param in model.params)
     stages = (0, 1, 1, 2, 3) if fused and not frozen else (0, 1, 1, 2)
@@ -160,7 +161,7 @@ def expert_trips_3d(draw: st.DrawFn, *, fused: bool) -> ExpertTrip:
 
 @st.composite
 def layered_models(draw: st.DrawFn, *, fused: bool) -> Model:
-    """One to four layers, the first and most others with experts; every layer trains something of each param group."""
+    """Draw one to four layers, most with experts; every layer trains a parameter of each param group."""
     params, layers = [], []
     for number in range(draw(st.integers(1, 4))):
         params += make_layer(number, draw(st.sampled_from((("column", "norm"), ("qkv", "bias", "row")))))
@@ -174,7 +175,7 @@ def layered_models(draw: st.DrawFn, *, fused: bool) -> Model:
 
 
 def draw_sharded(draw: st.DrawFn, layer: ExpertLayer) -> list[Param]:
-    """Experts that tensor parallelism may cut; one kind may be frozen where its group trains another."""
+    """Draw experts that tensor parallelism may cut; one kind may be frozen if its group trains another."""
     ends = draw(st.lists(st.sampled_from(SHARDED), min_size=1, max_size=3, unique=True))
     group = {end: int(len(KINDS[end].shape) == 1) for end in ends}
     frozen = ends[-1] if draw(st.integers(0, 4)) == 0 and group[ends[-1]] in [group[end] for end in ends[:-1]] else ""
@@ -187,9 +188,9 @@ def draw_sharded(draw: st.DrawFn, layer: ExpertLayer) -> list[Param]:
 
 @st.composite
 def spreads(draw: st.DrawFn, model: Model, stages: tuple[int, ...], *, several: bool = True) -> Topology:
-    """Degrees of all kinds, with experts whole on the tensor-parallel ranks or cut by them.
+    """Draw degrees of all kinds, with experts whole on the tensor-parallel ranks or cut by them.
 
-    AutoEP is under AutoTP or in a pipeline, and has one order of the groups there.
+    AutoEP runs under AutoTP or in a pipeline, with one order of the groups.
     """
     stage, precision = draw(st.sampled_from(stages)), draw(st.sampled_from(("fp32", "bf16")))
     fused, tp = model.experts[0].fused, draw(st.sampled_from((1, 2, 2, 3, 4)))
@@ -209,7 +210,7 @@ def spreads(draw: st.DrawFn, model: Model, stages: tuple[int, ...], *, several: 
 
 
 def draw_degrees(draw: st.DrawFn, model: Model, seats: int, *, several: bool) -> tuple[int, ...]:
-    """The expert-parallel degree of each layer, `several` or one."""
+    """Draw the expert-parallel degree of each layer, `several` or one."""
     counts = [layer.count for layer in model.experts]
     if several:
         return tuple(draw(st.sampled_from(divisors(gcd(seats, count)))) for count in counts)
@@ -217,7 +218,7 @@ def draw_degrees(draw: st.DrawFn, model: Model, seats: int, *, several: bool) ->
 
 
 def list_placements(model: Model) -> list[Placement | None]:
-    """Of a pipeline's layers; each stage has experts, as DeepSpeed's ranks wait for each other's groups."""
+    """List placements of a pipeline's layers; each stage has experts, as DeepSpeed requires."""
     layers = len(model.layers)
     pieces = contiguous(layers, 4)
     v_shaped = (pieces[0] + pieces[3], pieces[1] + pieces[2])  # DualPipeV

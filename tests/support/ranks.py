@@ -1,7 +1,7 @@
 """Several ranks in one process: threads that take turns, and a `Comm` between them that really exchanges.
 
-One thread runs at a time, from one collective to the next, in rank order: what a test sees is the same every time, and
-a collective costs one thread switch per rank. Everything that ranks tell each other is pickled, as in a real launch.
+One thread runs at a time, from one collective to the next, in rank order: tests are deterministic, and a collective
+costs one thread switch per rank. Exchanged values are pickled, as in a real launch.
 """
 
 from __future__ import annotations
@@ -25,26 +25,25 @@ class BrokenWorldError(Exception):
 
 
 class World:
-    """Ranks that run one after the other, until each has come to the same collective.
+    """Ranks that run one after the other, until each has reached the same collective.
 
     Args:
-        size: number of ranks.
-        order: in which they run; rank order where it is not given.
+        order: in which the ranks run; rank order by default.
     """
 
     def __init__(self, size: int, order: Sequence[int] | None = None) -> None:
         self.size = size
         self.order = list(order or range(size))
         self.turns: list[queue.SimpleQueue[None]] = [queue.SimpleQueue() for _ in range(size)]
-        self.said: dict[int, str] = {}
-        self.given: list[Any] = [None] * size
-        self.heard: list[Any] = []
+        self.pending: dict[int, str] = {}
+        self.values: list[Any] = [None] * size
+        self.results: list[Any] = []
         self.ended: set[int] = set()
         self.broken = ""
         self.collectives = 0
 
     def run(self, work: Callable[[int, Comm], Any]) -> list[Any]:
-        """Every rank's result, or the error that ended it."""
+        """Return every rank's result, or the error that ended it."""
         if self.size == 1:
             return [_try(work, 0, Comm())]
         futures = [_POOL.submit(self._run_rank, work, rank) for rank in range(self.size)]
@@ -55,36 +54,36 @@ class World:
         self.turns[rank].get()
         result = _try(work, rank, ThreadComm(self, rank))
         self.ended.add(rank)
-        if self.said:
-            self.broken = self.broken or f"rank {rank} has ended, others wait in {sorted(set(self.said.values()))}"
+        if self.pending:
+            self.broken = self.broken or f"rank {rank} has ended, others wait in {sorted(set(self.pending.values()))}"
         self._pass_on(rank)
         return result
 
     def _pass_on(self, rank: int) -> None:
         place = self.order.index(rank) + 1
-        for following in self.order[place:] + self.order[:place]:  # itself where no other is left
+        for following in self.order[place:] + self.order[:place]:  # this rank if it is the last
             if following not in self.ended:
                 self.turns[following].put(None)
                 return
 
     def exchange(self, rank: int, kind: str, value: Any) -> list[Any]:
-        """What every rank gave to the same collective."""
+        """Return the values of all ranks in the same collective."""
         if self.ended:
             self.broken = self.broken or f"rank {rank} waits in {kind}, ranks {sorted(self.ended)} have ended"
-        self.said[rank], self.given[rank] = kind, value
-        if len(self.said) == self.size:
+        self.pending[rank], self.values[rank] = kind, value
+        if len(self.pending) == self.size:
             self._complete()
         self._pass_on(rank)
         self.turns[rank].get()
         if self.broken:
             raise BrokenWorldError(self.broken)
-        return self.heard
+        return self.results
 
     def _complete(self) -> None:
-        if len(set(self.said.values())) > 1:
-            self.broken = f"ranks are in different collectives: {self.said}"
-        self.heard = list(self.given)
-        self.said.clear()
+        if len(set(self.pending.values())) > 1:
+            self.broken = f"ranks are in different collectives: {self.pending}"
+        self.results = list(self.values)
+        self.pending.clear()
         self.collectives += 1
 
 
@@ -96,10 +95,10 @@ def _try(work: Callable[[int, Comm], Any], rank: int, comm: Comm) -> Any:
 
 
 def run_ranks(size: int, work: Callable[[int, Comm], Any], order: Sequence[int] | None = None) -> list[Any]:
-    """Run `work(rank, comm)` on every rank; results in rank order.
+    """Run `work(rank, comm)` on every rank. Returns the results in rank order.
 
     Raises:
-        BaseException: the first rank's error that is not a consequence of another's.
+        BaseException: the first error that is not a consequence of another rank's error.
     """
     results = World(size, order).run(work)
     errors = [result for result in results if isinstance(result, BaseException)]
@@ -110,7 +109,7 @@ def run_ranks(size: int, work: Callable[[int, Comm], Any], order: Sequence[int] 
 
 
 class Apart(threading.local):
-    """Stands in for ``objects._known``: each thread has listings of its own, as if it were a process."""
+    """Stands in for ``objects._known``: each thread has separate listings, as if it were a process."""
 
     def __init__(self) -> None:
         self._known: dict[str, Any] = {}
@@ -132,17 +131,17 @@ class ThreadComm(Comm):
         self.world, self.rank, self.size = world, rank, world.size
 
     def gather(self, value: Any) -> list[Any]:
-        return [pickle.loads(said) for said in self.world.exchange(self.rank, "gather", pickle.dumps(value))]
+        return [pickle.loads(value) for value in self.world.exchange(self.rank, "gather", pickle.dumps(value))]
 
     def broadcast(self, value: Any, src: int = 0) -> Any:
-        said = self.world.exchange(self.rank, f"broadcast {src}", pickle.dumps(value) if self.rank == src else b"")
-        return pickle.loads(said[src])
+        values = self.world.exchange(self.rank, f"broadcast {src}", pickle.dumps(value) if self.rank == src else b"")
+        return pickle.loads(values[src])
 
     def swap(self, data: np.ndarray, sends: list[int], receives: list[int], into: Any = None) -> np.ndarray:
         if data.ndim != 1 or data.dtype != np.uint8 or data.size != sum(sends) or len(sends) != self.size:
             raise ValueError(f"rank {self.rank} sends {sends} of {data.shape} {data.dtype}")
-        said = self.world.exchange(self.rank, "swap", np.split(data.copy(), np.cumsum(sends)[:-1]))
-        parts = [parcels[self.rank] for parcels in said]
+        values = self.world.exchange(self.rank, "swap", np.split(data.copy(), np.cumsum(sends)[:-1]))
+        parts = [parcels[self.rank] for parcels in values]
         if [part.size for part in parts] != receives:
             raise ValueError(f"rank {self.rank} expects {receives}, gets {[part.size for part in parts]}")
         if into is not None and into.nbytes != sum(receives):

@@ -1,7 +1,7 @@
 """A whole reshard in one process: every rank's targets, plans and reads over a synthesised checkpoint.
 
-No engine and no process group: a `FakeTarget` has one rank's buffers as DeepSpeed would lay them out, full of a
-sentinel; `load` runs the loader's own code for every rank, which exchange through `tests.ranks`.
+Without engines and process groups: a `FakeTarget` has one rank's buffers in DeepSpeed's layout, and `load` runs the
+loader's code for every rank, in threads of `tests.support.ranks`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from tests.synth.optimizer import fill, optimizer_state
 from tests.synth.reader import _buffers
 
 SENTINEL = -8.25
-"""What target buffers hold before a load; no synthesised value is equal to it."""
+"""Value of target buffers before a load; no synthesised value equals it."""
 
 LIVE_LR = 0.125
 """Learning rate of fresh optimizers."""
@@ -81,9 +81,9 @@ PATIENT = UniversalConfig(threads=1)
 class FakeTarget(Target):
     """One rank of a live engine: sentinel-filled buffers and a real optimizer over them.
 
-    Masters are what their copies give back, where there are copies.
-
-    `model` is what this model-parallel rank holds (local shapes), `rank` its data-parallel rank.
+    Args:
+        model: parameters of this model-parallel rank, in local shapes.
+        rank: data-parallel rank.
     """
 
     def __init__(
@@ -165,27 +165,27 @@ class FakeTarget(Target):
         return self.made_from[flat]
 
     def refresh_copies(self) -> None:
-        """Nobody looks at the copies after a load."""
+        """Do nothing: no test reads the copies after a load."""
 
     @property
     def label(self) -> str:
-        """For messages."""
+        """Description for messages."""
         return f"{self.kind.label} stage {self.place.pp_rank} tp {self.place.tp_rank} dp {self.rank}"
 
 
 def get_field(index: AtomicIndex, name: str) -> Any:
-    """A field of an index, whichever of its parts it is of."""
+    """Return a field of any part of an index."""
     parts = (index.stored, index.run, index.model, index.limits)
     return next(getattr(part, name) for part in parts if hasattr(part, name))
 
 
 def own_layout(model: Model, topology: Topology, rank: int) -> tuple[Flat, ...]:
-    """The flat buffers of a data-parallel rank."""
+    """Return the flat buffers of a data-parallel rank."""
     return partition_layout(model, topology)[rank if topology.partitions or model.experts else 0]
 
 
 def hold_experts(model: Model, topology: Topology, layer: ExpertLayer, rank: int) -> HeldExperts:
-    """What a data-parallel rank holds of a layer of experts."""
+    """Return the experts of a layer that a data-parallel rank holds."""
     degree, seat, folded = degree_of(model, topology, layer), find_seat(model, topology, rank), topology.folds_experts
     replicas, numbers = list_replicas(topology, degree, seat), list_held(layer, topology, degree, seat)
     ranks = (
@@ -198,7 +198,7 @@ def hold_experts(model: Model, topology: Topology, layer: ExpertLayer, rank: int
 
 
 def lay_flat(own: Model, topology: Topology, flat: Flat) -> FlatBuffer:
-    """A flat buffer of a rank's module as the package describes it."""
+    """Convert a flat buffer of a rank's module to the package's description."""
     names, shapes = [param.name for param in flat.own], [param.shape for param in flat.own]
     parts = count_parts(own, flat.group, topology) if topology.partitions else 1
     gaps = group_layouts(own, topology)[flat.group].paddings if topology.flattens else ()
@@ -207,14 +207,14 @@ def lay_flat(own: Model, topology: Topology, flat: Flat) -> FlatBuffer:
 
 
 def fill_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Memory of the same kind full of bytes that no synthesised value has."""
+    """Return a like tensor full of bytes that no synthesised value has."""
     out = torch.empty_like(tensor)
     out.view(torch.uint8).fill_(0x5A if tensor.dtype != torch.bool else 1)
     return out
 
 
 def make_targets(model: Model, topology: Topology, optimizer: Any = torch.optim.AdamW) -> list[FakeTarget]:
-    """All ranks of a run without model parallelism."""
+    """Make all ranks of a run without model parallelism."""
     return [FakeTarget(model, topology, rank, optimizer) for rank in range(topology.dp)]
 
 
@@ -226,7 +226,7 @@ def _find(model: Model, name: str) -> Param:
 
 
 class CountingSink(TensorSink):
-    """A sink that notes how often each element of its tensor is written."""
+    """A sink that counts the writes of each element of its tensor."""
 
     def __init__(self, sink: TensorSink, counts: np.ndarray) -> None:
         self.__dict__.update(sink.__dict__)
@@ -249,7 +249,7 @@ class CountingSink(TensorSink):
 
 @dataclass
 class Loaded:
-    """One rank after a load: what it did, what it read, how often each element was written (by tensor)."""
+    """One rank after a load: work, reads, and the number of writes of each element (by tensor)."""
 
     target: FakeTarget
     work: Work
@@ -262,7 +262,6 @@ class Loaded:
 
     @property
     def plan(self) -> LoadPlan | None:
-        """What it reads and exchanges."""
         return self.transfer.plan if self.transfer else None
 
     @property
@@ -270,37 +269,40 @@ class Loaded:
         return self.plan.requests if self.plan else []
 
     def count(self, tensor: torch.Tensor) -> np.ndarray:
-        """Writes of checkpoint bytes per element of a tensor."""
+        """Return the number of writes per element of a tensor."""
         return self.counts.setdefault(tensor.data_ptr(), (tensor, np.zeros(tensor.numel(), np.int64)))[1]
 
     def count_blanks(self, tensor: torch.Tensor) -> np.ndarray:
-        """Zeros per element of a tensor."""
+        """Return the number of times that each element of a tensor is zeroed."""
         return self.blanks.setdefault(tensor.data_ptr(), (tensor, np.zeros(tensor.numel(), np.int64)))[1]
 
 
 def groups_of(target: Any, comm: Comm) -> Any:
-    """The live param groups over all ranks; collective."""
+    """Return the live param groups of all ranks; collective."""
     return join_groups(comm.each(lambda: list_stage_groups(target)))
 
 
 def open_for(folder: Path | str, target: FakeTarget, comm: Comm | None = None) -> AtomicIndex:
-    """The index, with the live groups to name a stage-0 source's parameters; collective."""
+    """Open an index, with the live groups to name a stage-0 source's parameters; collective."""
     comm = comm or Comm()
     groups, _, order = groups_of(target, comm)
     return open_checkpoint(str(folder), comm, groups, (), order, record=target.recorded, ep=target.ep)
 
 
 def open_everywhere(folder: Path | str, targets: Sequence[FakeTarget]) -> AtomicIndex:
-    """The index as rank 0 has it, after all ranks together have opened the folder."""
+    """Open a folder on all ranks; return the index of rank 0."""
     return run_ranks(len(targets), lambda rank, comm: open_for(folder, targets[rank], comm))[0]  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
 class Options:
-    """How to load.
+    """Options of a load.
 
-    `chunk`: bytes per block; `window`: of staging memory; `min_direct`: as in `plan`; `in_place`: masters are known to
-    be what their copies give back.
+    Attributes:
+        chunk: bytes per block.
+        window: bytes of staging memory.
+        min_direct: as in `plan`.
+        in_place: masters can be restored from their copies.
     """
 
     chunk: int = CHUNK
@@ -318,7 +320,7 @@ class Options:
 
 
 def prepare_rank(index: AtomicIndex, target: FakeTarget, comm: Comm, options: Options | None = None) -> Loaded:
-    """What one rank has to do; collective."""
+    """Prepare the load of one rank; collective."""
     options = options or Options()
     if not options.in_place:
         target.made_from = [[] for _ in target.flats]
@@ -333,7 +335,7 @@ def prepare_rank(index: AtomicIndex, target: FakeTarget, comm: Comm, options: Op
 
 
 def prepare_all(index: AtomicIndex, targets: Sequence[FakeTarget], options: Options | None = None) -> list[Loaded]:
-    """The same of all ranks."""
+    """Prepare the load of all ranks."""
     return run_ranks(len(targets), lambda rank, comm: prepare_rank(index, targets[rank], comm, options))
 
 
@@ -378,33 +380,34 @@ def load_rank(index: AtomicIndex, target: FakeTarget, comm: Comm, options: Optio
 
 
 def read(rank: Loaded, options: Options | None = None) -> None:
-    """Plan, and the first pass; collective."""
+    """Plan and make the first pass; collective."""
     read_all(plan(rank, options or Options()))
 
 
 def plan(rank: Loaded, options: Options) -> Transfer:
-    """Have a rank's part of the load planned; collective."""
+    """Plan the load of a rank; collective."""
     rank.transfer = Transfer(rank.work, rank.comm, options.config, sizes=options.sizes)
     return rank.transfer
 
 
 def read_all(transfer: Transfer) -> None:
-    """The first pass; collective."""
+    """Make the first pass; collective."""
     checks, plan = transfer.read(), transfer.plan
     assert sum(check.nbytes for check in checks) == plan.nbytes == sum(request.nbytes for request in plan.requests)
     assert len(checks) == len(plan.requests)
 
 
-# -- what has to be there ---------------------------------------------------------------------------------------------
+# -- checks -----------------------------------------------------------------------------------------------------------
 
 
 def check_content(ranks: Sequence[Loaded], expected: State, local: Mapping[int, Local] | None = None) -> None:
-    """Every rank holds bitwise what a run of its topology with the state `expected` holds (invariants 2 and 3).
+    """Check that every rank has the bits of a run of its topology with the state `expected` (invariants 2 and 3).
 
-    `local` has the part of every model-parallel rank where there are several.
+    Args:
+        local: part of each model-parallel rank, if there are several.
     """
     model, topology = ranks[0].target.model, ranks[0].target.kind
-    own = ({"lr": LIVE_LR},) * len(model.groups)  # an elastic checkpoint has no hyper-parameters: the live ones stay
+    own = ({"lr": LIVE_LR},) * len(model.groups)  # an elastic checkpoint has no hyper-parameters
     local = local or {0: Local(model, replace(expected, groups=expected.groups or own))}
     files = build_local_files(local, topology)
     for rank in ranks:
@@ -418,12 +421,12 @@ def check_content(ranks: Sequence[Loaded], expected: State, local: Mapping[int, 
 
 
 def saved_buffers(files: dict[str, Any], rank: Loaded, expected: State) -> list[dict[str, torch.Tensor]]:
-    """Per live flat buffer what its rank's file holds: master and states, scalars."""
+    """Return master, states and scalars in the rank's file for each live flat buffer."""
     target = rank.target
     model, topology, mp = target.model, target.kind, target.place.mp_rank
     if topology.partitions:
         optimizer = files[optim_file(topology, target.rank, mp)]["optimizer_state_dict"]
-    elif model.experts:  # in the file of another lane's rank, maybe
+    elif model.experts:  # which may be in the file of another lane's rank
         flats = own_layout(model, topology, target.rank)
         optimizer = optimizer_state(target.own, own_state(expected, target.own), topology, Run(), flats, target.rank)
     else:
@@ -439,7 +442,7 @@ def saved_buffers(files: dict[str, Any], rank: Loaded, expected: State) -> list[
 
 
 def check_masters(rank: Loaded, files: dict[str, Any], expected: State) -> None:
-    """Masters, states and scalars of one rank, every element written once, padding zero."""
+    """Check masters, states and scalars of one rank: every element written once, padding zero."""
     where = rank.target.label
     for flat, saved in zip(rank.target.flats, saved_buffers(files, rank, expected), strict=True):
         kept = dict(rank.target.wrapped.state.get(flat.holder, {}))
@@ -456,7 +459,7 @@ def check_masters(rank: Loaded, files: dict[str, Any], expected: State) -> None:
 
 
 def check_extras(rank: Loaded, expected: State) -> None:
-    """Frozen and unoptimized parameters, and buffers."""
+    """Check frozen and unoptimized parameters, and buffers."""
     model = rank.target.model
     for extra in rank.extras:
         if extra.is_buffer:
@@ -469,12 +472,12 @@ def check_extras(rank: Loaded, expected: State) -> None:
 
 
 def find_start(extra: LiveBuffer) -> int:
-    """The first of the tensor's elements that a rank holds."""
+    """Return the first element of the tensor that a rank holds."""
     return next((cut.start for cut in extra.buffer.cuts(extra.part)), 0)
 
 
 def check_filled(live: torch.Tensor, saved: torch.Tensor, what: str) -> None:
-    """The saved elements, bit by bit, then zeros (ZeRO 1/2 saves masters without their padding)."""
+    """Check for the saved elements, bit by bit, then zeros (ZeRO 1/2 saves masters without their padding)."""
     assert live.dtype == saved.dtype, what
     head, tail = live[: saved.numel()], live[saved.numel() :]
     assert head.numel() == saved.numel(), what
@@ -484,7 +487,7 @@ def check_filled(live: torch.Tensor, saved: torch.Tensor, what: str) -> None:
 
 
 def check_counts(rank: Loaded, live: torch.Tensor, what: str) -> None:
-    """Every element written exactly once; only a parameter with new rows is zeroed before it is filled, or stays."""
+    """Check that every element is written once; a parameter with new rows may be zeroed before, or keep values."""
     if not live.numel() or not rank.counted:
         return
     written, zeroed = rank.count(live.detach()), rank.count_blanks(live.detach())
@@ -496,7 +499,7 @@ def check_counts(rank: Loaded, live: torch.Tensor, what: str) -> None:
 
 
 def check_reads(index: AtomicIndex, ranks: Sequence[Loaded], chunk: int = CHUNK) -> None:
-    """Every byte of every touched record is read exactly once over all ranks, no request is too long (invariant 4)."""
+    """Check that every byte of each touched record is read once over all ranks, in short requests (invariant 4)."""
     read = {}
     for request in (request for rank in ranks for request in rank.requests):
         assert 0 < request.nbytes <= chunk
@@ -509,12 +512,12 @@ def check_reads(index: AtomicIndex, ranks: Sequence[Loaded], chunk: int = CHUNK)
 
 
 def touched_records(ranks: Sequence[Loaded]) -> set[int]:
-    """Records with some bytes that some rank wants."""
+    """Return the records of which any rank needs bytes."""
     return {piece.record for rank in ranks for want in rank.work.wants.wants for piece in locate(want)}
 
 
 def collect(ranks: Sequence[Loaded]) -> State:
-    """The state that the ranks of one model-parallel rank hold, put together from their buffers."""
+    """Join the state of the ranks of one model-parallel rank from their buffers."""
     model, topology = ranks[0].target.model, ranks[0].target.kind
     atoms = {param.name: {"fp32": torch.full(param.shape, float("nan"))} for param in model.owners}
     scalars: dict[str, dict[str, Any]] = {}
@@ -552,7 +555,7 @@ def _collect_flat(
 
 
 def examples(count: int) -> settings:
-    """How many cases: so many under `-m exhaustive`, else a fifth. UCP_EXAMPLES=N multiplies them, with new draws."""
+    """Draw `count` cases under `-m exhaustive`, otherwise a fifth. UCP_EXAMPLES=N multiplies them, with new draws."""
     factor = int(os.environ.get("UCP_EXAMPLES", "0"))
     share = count if os.environ.get("UCP_EXHAUSTIVE") else -(-count // 5)
     return settings(
@@ -567,7 +570,7 @@ def examples(count: int) -> settings:
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """A folder for one case."""
+    """Context manager of a folder for one case."""
     with tempfile.TemporaryDirectory(prefix="ucp-") as folder:
         yield Path(folder)
 
@@ -593,7 +596,7 @@ SHAPES = st.one_of(
 
 @st.composite
 def models(draw: st.DrawFn, max_params: int = 6, max_groups: int = 3) -> Model:
-    """Every group has at least one parameter that trains, as DeepSpeed's wrappers need it."""
+    """Draw a model; every group trains at least one parameter, as DeepSpeed's wrappers require."""
     groups = draw(st.integers(1, max_groups))
     params = [Param(f"g{group}.first", draw(SHAPES), group) for group in range(groups)]
     params += [_draw_param(draw, f"p{index}", groups) for index in range(draw(st.integers(0, max_params - groups)))]
@@ -620,7 +623,7 @@ def _draw_param(draw: st.DrawFn, name: str, groups: int) -> Param:
 
 @st.composite
 def topologies(draw: st.DrawFn, max_dp: int = 9) -> Topology:
-    """Any wrapper at any size."""
+    """Draw any wrapper at any size."""
     stage = draw(st.sampled_from((0, 1, 2, 3)))
     precision = draw(st.sampled_from(("fp32", "bf16", "fp16")))
     dp = draw(st.integers(1, max_dp))
@@ -645,7 +648,7 @@ WRAPPERS16 = st.sampled_from(("fused", "unfused"))
 
 @st.composite
 def states(draw: st.DrawFn, model: Model, precision: str) -> State:
-    """Stepped, before the first step, or with parameters that never got a gradient."""
+    """Draw a state: stepped, before the first step, or with parameters that never got a gradient."""
     seed = draw(st.integers(0, 99))
     if draw(st.integers(0, 5)) == 0:
         return random_state(model, seed, states=(), step=None, precision=precision)
@@ -664,13 +667,13 @@ class Case:
     legacy: bool
 
     def write(self, folder: Path, run: Run | None = None) -> Path:
-        """Write it; ZeRO 3's padding is poisoned."""
+        """Write the checkpoint, with NaN in ZeRO 3's padding."""
         run = run or Run(garbage=float("nan"))
         return write_checkpoint(folder, self.model, self.state, self.topology, run=run, legacy=self.legacy)
 
 
 @st.composite
 def cases(draw: st.DrawFn, max_dp: int = 9) -> Case:
-    """Model, topology, state and file format."""
+    """Draw model, topology, state and file format."""
     model, topology = draw(models()), draw(topologies(max_dp))
     return Case(model, topology, draw(states(model, topology.precision)), draw(st.integers(0, 4)) == 0)

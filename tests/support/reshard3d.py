@@ -1,7 +1,7 @@
-"""Reshards with tensor and pipeline parallelism: models of every pattern, all ranks' targets, what has to be there.
+"""Reshards with tensor and pipeline parallelism: models of every pattern, all ranks' targets, expected contents.
 
-How a parameter is cut is told by its name (``KINDS``), once as a function on torch tensors (this file's own geometry)
-and once as a rule for the loader.
+The name of a parameter determines its cut (``KINDS``): as a function on torch tensors, independent of the package, and
+as a rule for the loader.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from tests.synth import (
 from tests.synth.stages import holders
 
 VOCAB = 11
-"""Rows of the vocabulary that mean something; padded to a multiple of ``DIVISOR`` × TP."""
+"""Rows of the vocabulary without padding, which fills it to a multiple of ``DIVISOR`` × TP."""
 DIVISOR = 3
 
 Cutter = Callable[[torch.Tensor, int, int], torch.Tensor]
@@ -62,12 +62,12 @@ def cut_even(dim: int) -> Cutter:
 
 
 def cut_uneven(dim: int) -> Cutter:
-    """The first ranks hold more; with too few places the last ones hold nothing."""
+    """The first ranks hold more; with few rows the last ranks are empty."""
     return lambda tensor, tp, rank: tensor.tensor_split(tp, dim)[rank]
 
 
 def cut_parts(sizes: Sequence[int], dim: int = 0, blocks: int = 1, unit: Sequence[int] | None = None) -> Cutter:
-    """Every part of every block is cut; ``unit`` of each part stays together (then the cut may be uneven)."""
+    """Every part of every block is cut; a ``unit`` of each part is not divided, and the cut may be uneven."""
 
     def cut(tensor: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
         held = []
@@ -88,7 +88,7 @@ def cut_grid(tensor: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Kind:
-    """A pattern: the logical shape, the cut, and the rule; ``degrees`` that it fits."""
+    """A pattern: logical shape, cut, rule, and the degrees that it fits."""
 
     shape: tuple[int, ...]
     cut: Cutter
@@ -127,29 +127,29 @@ def kind_of(name: str) -> Kind:
 
 
 def cut(name: str, tensor: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
-    """The synthesiser's question."""
+    """Cut a parameter for the synthesiser."""
     return kind_of(name).cut(tensor, tp, rank)
 
 
 def cut_dense(name: str, tensor: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
-    """The same where experts are whole."""
+    """Cut a parameter, but no experts."""
     return tensor if is_expert(name) else cut(name, tensor, tp, rank)
 
 
 def make_config(model: Model, **options: Any) -> UniversalConfig:
-    """Rules for the kinds that a model has."""
+    """Return the rules for the kinds of a model."""
     kinds = sorted({param.name.rpartition(".")[2] for param in model.params} & KINDS.keys())
     rules = [{"match": rf".*\.{kind}", **KINDS[kind].rule} for kind in kinds]
     return UniversalConfig(threads=1, patterns={"rules": rules, "original_vocab_size": VOCAB}, **options)
 
 
 def pad_vocab(tp: int) -> int:
-    """Rows of the vocabulary with padding (Megatron's ``make-vocab-size-divisible-by``)."""
+    """Return the rows with padding (Megatron's ``make-vocab-size-divisible-by``)."""
     return -(-VOCAB // (DIVISOR * tp)) * DIVISOR * tp
 
 
 def fit_model(model: Model, topology: Topology) -> Model:
-    """The model as a run of this topology has it: its vocabulary is padded."""
+    """Return the model of a run of this topology, with a padded vocabulary."""
     rows = pad_vocab(topology.tp)
     params = [
         replace(param, shape=(rows, *param.shape[1:])) if param.name.endswith(".word") else param
@@ -158,12 +158,12 @@ def fit_model(model: Model, topology: Topology) -> Model:
     return replace(model, params=tuple(params))
 
 
-# -- what a run holds -------------------------------------------------------------------------------------------------
+# -- runs -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Held:
-    """A run with a state: what every model-parallel rank holds. ``model`` has the padding of this topology."""
+    """A run with a state, by model-parallel rank; ``model`` has the padding of this topology."""
 
     model: Model
     topology: Topology
@@ -174,12 +174,12 @@ class Held:
         return split(self.model, self.state, self.topology, cut_dense if self.topology.folds_experts else cut)
 
     def write(self, folder: Path, run: Run | None = None) -> Path:
-        """Write its checkpoint."""
+        """Write the checkpoint of the run."""
         write_files(folder, build_local_files(self.locals, self.topology, run or Run(garbage=float("nan"))))
         return folder
 
     def make_targets(self, modules: Sequence[torch.nn.Module] | None = None) -> list[FakeTarget]:
-        """All its ranks: pipeline stage, then data, then tensor parallelism, as DeepSpeed numbers them."""
+        """Make all ranks in DeepSpeed's order: pipeline stage, data, tensor parallelism."""
         top, locals_ = self.topology, self.locals
         places = [
             Place(t, top.tp, p, top.pp, d, top.dp) for p in range(top.pp) for d in range(top.dp) for t in range(top.tp)
@@ -204,7 +204,7 @@ class Held:
 
 
 def draw_state(model: Model, topology: Topology, seed: int = 0, **options: Any) -> Held:
-    """A run with a random state; copies of one parameter have states of their own, as nobody may mix them up."""
+    """Draw a run with a random state; copies of one parameter have different states."""
     fitted = fit_model(model, topology)
     return Held(
         fitted, topology, random_state(fitted, seed, precision=topology.precision, topology=topology, **options)
@@ -212,7 +212,7 @@ def draw_state(model: Model, topology: Topology, seed: int = 0, **options: Any) 
 
 
 def expect(source: Held, topology: Topology) -> Held:
-    """What a run of another topology holds after it has loaded the source: this file's own word for it."""
+    """Return the run of another topology after it has loaded the source, independent of the package."""
     model = fit_model(source.model, topology)
     old, new = instance_names(source.model, source.topology), instance_names(model, topology)
     atoms, scalars = {}, {}
@@ -228,7 +228,7 @@ def expect(source: Held, topology: Topology) -> Held:
 
 
 def is_saved(source: Held, name: str) -> bool:
-    """Whether a copy is in the files: without masters, those of layers without a file are not."""
+    """Return True if a copy is in the files: without masters, a layer without a file has none."""
     plain, _, number = name.partition("#")
     if source.topology.kind != "raw" or not number or not plain.startswith("tied_modules."):
         return True
@@ -242,14 +242,14 @@ def is_saved(source: Held, name: str) -> bool:
 
 
 def pick(ordinal: int, count: int, saved: int) -> int:
-    """Its own copy; the first stage the first, the last stage the last, those between as far as there are some."""
+    """Return the saved copy for a live one: of the same stage, or the first, the last, or the nearest in between."""
     if count == saved or ordinal == 0:
         return ordinal
     return saved - 1 if ordinal == count - 1 else min(ordinal, saved - 1)
 
 
 def fit_rows(value: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Padding rows: those that both sides have stay, new ones are zero."""
+    """Keep the padding rows of both sides; new ones are zero."""
     if value.shape == shape or value.shape[1:] != shape[1:]:
         return value
     fitted = torch.zeros(shape, dtype=value.dtype)
@@ -276,7 +276,7 @@ def load_all(
 
 
 def resume(source: Held, topology: Topology, folder: Path, **options: Any) -> tuple[Held, list[Loaded]]:
-    """Write the source, load it into another topology, check every byte that is held and every byte that was read."""
+    """Write the source, load it into another topology, check every byte in memory and every byte that is read."""
     source.write(folder)
     wanted = expect(source, topology)
     index, ranks = load_all(folder, wanted.make_targets(), make_config(source.model), **options)
@@ -286,7 +286,7 @@ def resume(source: Held, topology: Topology, folder: Path, **options: Any) -> tu
 
 
 def collect_locals(ranks: Sequence[Loaded], topology: Topology) -> dict[int, Local]:
-    """What every model-parallel rank holds after a load, from its buffers."""
+    """Return the state of every model-parallel rank after a load, from its buffers."""
     held: dict[int, list[Loaded]] = {}
     for rank in ranks:
         held.setdefault(rank.target.place.mp_rank, []).append(rank)
@@ -303,7 +303,7 @@ EMBED = (
 
 
 def make_layer(number: int | str, kinds: Iterable[str], frozen: Iterable[str] = ()) -> tuple[Param, ...]:
-    """Vectors are in a group of their own, so that a stage may lack a group."""
+    """Make the parameters of a layer; vectors have a second group, which a stage may lack."""
     frozen = set(frozen)
     return tuple(
         Param(f"{number}.{kind}", KINDS[kind].shape, group=int(len(KINDS[kind].shape) == 1), frozen=kind in frozen)
@@ -312,7 +312,7 @@ def make_layer(number: int | str, kinds: Iterable[str], frozen: Iterable[str] = 
 
 
 def make_pipeline(blocks: Sequence[Iterable[str]], *, tied: bool = True, frozen: Iterable[str] = ()) -> Model:
-    """A PipelineModule: an embedding that the last layer uses again, and blocks between them."""
+    """Make a PipelineModule: an embedding that the last layer shares, and blocks between them."""
     frozen = tuple(frozen)
     params = list(EMBED) if tied else []
     buffers = {}
@@ -324,7 +324,7 @@ def make_pipeline(blocks: Sequence[Iterable[str]], *, tied: bool = True, frozen:
 
 
 def make_plain(kinds: Sequence[str], frozen: Iterable[str] = ()) -> Model:
-    """A model without pipeline."""
+    """Make a model without pipeline."""
     return Model(make_layer("body", kinds, frozen), {"body.count": torch.arange(3)})
 
 
@@ -339,14 +339,14 @@ class Trip:
 
 @st.composite
 def trips(draw: st.DrawFn) -> Trip:
-    """Pipelines and plain models of random kinds, from any topology to any other."""
+    """Draw pipelines and plain models of random kinds, from any topology to any other."""
     degrees = draw(st.tuples(st.sampled_from((1, 2, 3, 4)), st.sampled_from((1, 2, 3, 4))))
     usable = [kind for kind, each in KINDS.items() if kind not in ("word", "positions") and fits(each, degrees)]
     kinds = st.lists(st.sampled_from(usable), min_size=1, max_size=4, unique=True)
     if draw(st.integers(0, 3)):
         model = draw_pipeline(draw, kinds)
         source, target = (draw_topology(draw, tp, model) for tp in degrees)
-        if source.kind == "raw":  # no file tells which of its stages had which layers, so only runs of them are found
+        if source.kind == "raw":  # its files do not record the placement of layers
             source = replace(source, placement=None)
     else:
         chosen = [*draw(kinds), *draw(st.sampled_from(((), ("word",))))]
@@ -364,13 +364,13 @@ def fits(kind: Kind, degrees: Sequence[int]) -> bool:
 
 
 def draw_pipeline(draw: st.DrawFn, kinds: st.SearchStrategy[list[str]]) -> Model:
-    """Every block trains a matrix, so that every stage has a parameter under ZeRO."""
+    """Draw a pipeline; every block trains a matrix, for every stage to have a parameter under ZeRO."""
     blocks = [list(dict.fromkeys(["column", *draw(kinds)])) for _ in range(draw(st.integers(1, 4)))]
     return make_pipeline(blocks, tied=draw(st.booleans()), frozen=draw(st.sampled_from(((), ("router", "row")))))
 
 
 def draw_topology(draw: st.DrawFn, tp: int, model: Model) -> Topology:
-    """Stage 0 or 1, contiguous, interleaved or bidirectional layers."""
+    """Draw stage 0 or 1 with contiguous, interleaved or bidirectional layers."""
     pp = draw(st.integers(1, min(len(model.layers), 3)))
     placement = None
     if pp == 2 and draw(st.booleans()):

@@ -1,6 +1,6 @@
-"""``python -m tests.support.signaled METHOD``: a process that protects its children, and looks how signals end them.
+"""``python -m tests.support.signaled METHOD``: a process that protects its children, and sends them signals.
 
-It prints a JSON object, in which each case of the test has a result, and ends without its exit functions.
+It prints a JSON object with the result of each case, and ends without its exit functions.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def end_forked() -> int:
 
 
 def start(*, daemon: bool = True) -> tuple[Any, Callable[[str], Any]]:
-    """A child, and how to have it call one of the functions above."""
+    """Start a child. Returns it, and a function that has it call one of the functions above."""
     context = multiprocessing.get_context(multiprocessing.get_start_method())
     ours, theirs = context.Pipe()
     child = context.Process(target=answer, args=(theirs,), daemon=daemon)  # type: ignore[attr-defined]
@@ -114,10 +114,7 @@ def main() -> dict[str, Any]:
     child.join(LONGEST)
     found["terminated"] = child.exitcode
 
-    for name, end in {
-        "handler": lambda child: child.terminate(),
-        "handler elsewhere": kill,
-    }.items():
+    for name, end in {"handler": lambda child: child.terminate(), "handler elsewhere": kill}.items():
         child, ask = start()
         ask("handle_signals")
         end(child)

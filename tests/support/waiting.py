@@ -1,4 +1,4 @@
-"""One rank of a real launch (tests/test_meeting.py) that the others wait for, and not in a collective."""
+"""One rank of a real launch (tests/test_meeting.py) that the others wait for outside of collectives."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from deepspeed_ucp.comm import Comm, join_launch
 from deepspeed_ucp.errors import UcpError
 
 LATE = 0.5
-"""Seconds that one rank takes."""
+"""Seconds of delay of one rank."""
 
 COLLECTIVES = ("all_gather", "all_reduce", "all_to_all_single", "broadcast")
 
 
 def count_collectives(rank: int, more: int = 0) -> int:
-    """How many a rank has entered."""
+    """Return the number of collectives that a rank has entered."""
     return int(dist.distributed_c10d._get_default_store().add(f"entered {rank}", more))
 
 
@@ -37,7 +37,7 @@ def enter(work: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def take_long() -> None:
-    """Meanwhile the other rank waits in no collective for this one, which might end its process."""
+    """Sleep; meanwhile the other rank must not wait in a collective, which might end its process."""
     time.sleep(LATE)
     rank = dist.get_rank()
     assert count_collectives(1 - rank) <= count_collectives(rank)
@@ -56,9 +56,9 @@ def slow(owner: Any, name: str) -> None:
 
 
 def be_late(comm: Comm, source: str) -> None:
-    """Take long where the others wait: before a load, for headers, for the first pass, in a conversion.
+    """Delay the others before a load, for headers, in the first pass and in a conversion.
 
-    And have too little memory, of which all hear.
+    At the end one rank runs out of memory, and all ranks raise its error.
     """
     from deepspeed_ucp.convert import ConvertOptions, convert_checkpoint
     from deepspeed_ucp.io.opened import StoredFile
@@ -79,18 +79,18 @@ def be_late(comm: Comm, source: str) -> None:
     if comm.rank == 0:
         slow(StoredFile, "read_some")
     convert_checkpoint(source, comm=comm, options=ConvertOptions(workers=2))
-    told = "nothing"
+    message = ""
     with short_of_memory() if comm.rank == 1 else nullcontext():
         try:
             load_rank(index, target, comm, Options(window=1 << 34))
         except UcpError as error:
-            told = str(error)
-    assert told.startswith("[rank 1] out of memory: "), told
+            message = str(error)
+    assert message.startswith("[rank 1] out of memory: "), message
 
 
 @contextmanager
 def short_of_memory() -> Iterator[None]:
-    """This process gets some more MiB, but not many."""
+    """Context manager that limits this process to 256 MiB more."""
     former = resource.getrlimit(resource.RLIMIT_AS)
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + (256 << 20), former[1]))
@@ -101,7 +101,7 @@ def short_of_memory() -> Iterator[None]:
 
 
 def go(comm: Comm, source: str) -> None:
-    """Let one rank end while the others wait for it, in the way that is asked for."""
+    """End one rank while the others wait for it, by SIGKILL or an interrupt."""
     meeting._EVERY = 0.2
     if source == "killed":
         meeting._PATIENCE = 1.5

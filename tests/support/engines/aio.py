@@ -1,7 +1,7 @@
-"""A stand-in for DeepSpeed's asynchronous I/O operator, which takes libaio's headers to compile; for tests alone.
+"""A stand-in for DeepSpeed's asynchronous I/O operator, which needs libaio's headers to compile; for tests alone.
 
-It keeps what the operator demands: buffers that are page-locked or not, nothing read or written before it is waited
-for, files that are as long as what is read of them, which writing does not cut.
+It has the operator's constraints: buffers are page-locked or not, reads and writes happen in `wait`, a read ends inside
+its file, and a write does not truncate the file.
 """
 
 from __future__ import annotations
@@ -61,6 +61,6 @@ class _Operator:
 
 
 def install() -> None:
-    """Let DeepSpeed's engines of this process use it; with ``UCP_TEST_AIO=1`` they use the operator itself."""
+    """Install the stand-in in this process, unless ``UCP_TEST_AIO=1`` requests the operator."""
     if os.environ.get("UCP_TEST_AIO") != "1":
         AsyncIOBuilder.load = lambda self, verbose=True: _Operator

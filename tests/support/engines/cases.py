@@ -1,4 +1,4 @@
-"""Tiny models, optimizers and training loops that the engine tests run, and the cases that they are combined into."""
+"""Cases of the engine tests: launches, engines of tiny models, training loops."""
 
 from __future__ import annotations
 
@@ -77,20 +77,20 @@ class Case:
 
 
 def saves_states(stage: int, precision: str) -> bool:
-    """Whether the release saves the optimizer's states."""
+    """Return True if the release saves the optimizer's states."""
     return find_reason(f"saves/zero{stage}-{precision}") is None
 
 
 def pair_id(pair: tuple[Case, Case]) -> str:
-    """The id of a test that saves under one case and resumes under another."""
+    """Return the id of a test that saves under one case and resumes under another."""
     return f"{pair[0]}->{pair[1]}"
 
 
 def is_direct(source: Case, target: Case, report: Any) -> None:
-    """The plugin's own loader ran, except where nothing has changed.
+    """Check that the plugin's loader ran, except in the same topology.
 
-    At stage 0 every rank holds everything, so there another size is the same topology; but for BF16_Optimizer, which
-    releases before 0.17.6 take for bf16 there.
+    At stage 0 every rank has the whole state, and another size is the same topology, except with BF16_Optimizer, which
+    releases before 0.17.6 use for bf16.
     """
     same = source == target or (source.stage == target.stage == 0 and source.precision == target.precision)
     same = same and not (source.stage == 0 and source.precision == "bf16" and BF16_WITHOUT_ZERO)
@@ -98,7 +98,7 @@ def is_direct(source: Case, target: Case, report: Any) -> None:
 
 
 def training(model: str = "mixed", optimizer: str = "adamw", **options: Any) -> Any:
-    """A `train_fn` for `assert_resume_equivalent` from the names of a model and an optimizer below."""
+    """Return a `train_fn` for `assert_resume_equivalent` with a model and an optimizer of `models.py`."""
     return partial(train, model=model, optimizer=optimizer, **options)
 
 
@@ -138,7 +138,7 @@ def make_engine(
     zero_init: bool = False,
     mpu: Any = None,
 ) -> Any:
-    """A DeepSpeed engine of a model and an optimizer by name.
+    """Make a DeepSpeed engine of a model and an optimizer by name.
 
     Args:
         scheduler: add a learning-rate scheduler, by default LambdaLR; the callable takes the optimizer.
@@ -169,23 +169,23 @@ def make_engine(
 
 
 def allow_fp16_on_cpu() -> None:
-    """DeepSpeed refuses fp16 on a CPU without AMX-FP16; torch computes it all the same."""
+    """Let DeepSpeed use fp16 on a CPU without AMX-FP16, which torch supports."""
     import torch
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
     CPU_Accelerator.is_fp16_supported = lambda self: True
-    CPU_Accelerator.supported_dtypes = lambda self: [torch.float, torch.bfloat16, torch.float16]  # 0.16 asks this alone
+    CPU_Accelerator.supported_dtypes = lambda self: [torch.float, torch.bfloat16, torch.float16]  # used by 0.16
 
 
 def forget_autocast() -> None:
-    """DeepSpeed's engines switch torch_autocast on for all that the process makes after them."""
+    """Undo the torch_autocast of an earlier engine, which DeepSpeed keeps for the whole process."""
     module: Any = sys.modules.get("deepspeed.runtime.torch_autocast")
     if module is not None:
         module.TORCH_AUTOCAST_INITIALIZED, module.TORCH_AUTOCAST_DTYPE = False, None
 
 
 def build_op(name: str) -> None:
-    """Compile one of DeepSpeed's ops, or find it compiled."""
+    """Compile one of DeepSpeed's operators, or load it."""
     from deepspeed.accelerator import get_accelerator
 
     get_accelerator().create_op_builder(name).load()

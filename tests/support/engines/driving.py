@@ -1,4 +1,4 @@
-"""Drives engines of every kind from a test: what one saves another one loads, compared to the bit."""
+"""Saves with one engine and loads with another, compared to the bit; run in the test's process."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Outcome:
         return cls([], ranks, kind.join([local.state for local in ranks]))
 
     def check_refused(self, *words: str) -> None:
-        """Every rank refuses the load, with these words in its error message."""
+        """Check that every rank refuses the load, with these words in its message."""
         assert self.errors, "the load was not refused"
         for error in self.errors:
             for word in words:
@@ -50,11 +50,10 @@ class Outcome:
     def check(
         self, target: Kind, source: Kind, saved: Saved, *, direct: bool | None = None, buffers: bool = True
     ) -> None:
-        """Compare with the saved run: which loader ran, all states to the bit, and losses.
+        """Compare the loader, all states to the bit, and the losses with the saved run.
 
         Args:
-            direct: the plugin's own loader has to run; by default as the target says.
-            buffers: compare these too.
+            direct: the plugin's loader is expected; by default `target.is_direct`.
         """
         assert not self.errors, self.errors[0]
         assert {bool(local.direct) for local in self.ranks} == {target.is_direct(source) if direct is None else direct}
@@ -62,7 +61,7 @@ class Outcome:
         for (name, state), tensor in self.states.items():
             master = saved.states.get((name, "fp32")) if state == "copy" else None
             wanted = target.adjust(state, saved.states[name, state] if master is None else master, tensor)
-            if state in ("copy", "buffer", "momentum_buffer"):  # in the engine's own dtype
+            if state in ("copy", "buffer", "momentum_buffer"):  # in the engine's dtype
                 wanted = wanted.to(tensor.dtype)
             if state != "buffer" or buffers:
                 assert tensor.dtype == wanted.dtype and torch.equal(tensor, wanted), (name, state)
@@ -87,7 +86,7 @@ class Engines:
         return Saved(place, kind.join([local.state for local in ranks]), [local.losses for local in ranks])
 
     def saved(self, kind: Kind) -> Saved:
-        """Save a run of `kind` at the first call, from weights of its own; the folder must not be changed."""
+        """Save a run of `kind` at the first call, from distinct weights; do not change the folder."""
         if kind not in self._saved:
             self._saved[kind] = self.save(kind, seed=10 * len(self._saved) + 1)
         return self._saved[kind]
@@ -138,13 +137,12 @@ class Engines:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Loads of a damaged or odd save that every rank refuses.
+    """Loads of a damaged or unusual save that every rank refuses.
 
     Attributes:
         words: parts of the error message.
         damage: changes the folder of the save.
-        again: the run saves once more before that.
-        tag: to load.
+        again: the run saves a second time before.
         options: of the kind's ``make``.
     """
 
@@ -165,7 +163,7 @@ class Refusal:
 
 
 def name_row(row: tuple[Any, Sequence[Any]]) -> str:
-    """The id of a test of a target and its sources."""
+    """Return the id of a test of a target and its sources."""
     return f"{row[0]}-from-{len(row[1])}"
 
 

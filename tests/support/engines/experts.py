@@ -1,4 +1,4 @@
-"""What ranks do with engines of DeepSpeed's own experts; states are told by the experts' numbers in the whole layer."""
+"""Engines of DeepSpeed's own experts; states are named by the experts' numbers in the whole layer."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Spread(Kind):
         return f"zero{self.stage}-{self.precision}-dp{self.world}-ep{self.degrees[0]}.{self.degrees[1]}{order}"
 
     def find_refusal(self, source: Any) -> str:
-        """At stage 0 the files tell no names, and the param groups of two degrees differ."""
+        """Stage 0 saves no names, and the param groups of two degrees differ."""
         if source.stage or len(set(self.degrees)) == 1:
             return ""
         return "in another order" if self.shuffled else "the param groups differ"
@@ -95,7 +95,7 @@ def make(spread: Spread, seed: int) -> Any:
         optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
         return deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
     params = split_params_into_different_moe_groups_for_optimizer({"params": list(module.parameters()), "name": "all"})
-    params.sort(key=lambda group: group["name"])  # DeepSpeed makes them in the order of a set of strings
+    params.sort(key=lambda group: group["name"])  # DeepSpeed orders them like a set of strings
     if spread.shuffled and dist.get_rank() % 2:
         params[1:] = params[:0:-1]
     return deepspeed.initialize(model=module, model_parameters=params, config=config)[0]
@@ -117,12 +117,12 @@ def name_parameters(module: nn.Module) -> dict[int, str]:
 
 
 def read_states(engine: Any) -> States:
-    """Everything that this rank and its replicas hold."""
+    """Read the states of this rank and its replicas."""
     names, states = name_parameters(engine.module), read_optimizer(engine.optimizer)
     found = {(names[id(param)], "copy"): param.detach().clone() for param in engine.module.parameters()}
     return found | {(names[number], state): each for number, held in states.items() for state, each in held.items()}
 
 
 def fill(src: States, dst: nn.Module) -> None:
-    """A `custom_load_fn` that takes what it finds."""
+    """A `custom_load_fn` that is not strict."""
     dst.load_state_dict(src, strict=False)

@@ -1,4 +1,4 @@
-"""What ranks do with engines of DeepSpeed's own experts under tensor and pipeline parallelism."""
+"""Engines of DeepSpeed's own experts under tensor and pipeline parallelism."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ class Spread(Kind):
     Attributes:
         cut: expert tensor parallelism; without it experts are spread over the tensor-parallel ranks too.
         fp32_grads: gradients are summed in fp32, which makes DeepSpeed take BF16_Optimizer.
-        second: expert-parallel degree of the second layer, where it is another one; odd ranks have the param groups of
-            the two in another order then.
-        turns: dense layers and those of experts take turns.
-        dual: every pipeline rank holds two stages, one of the way there and one of the way back (DualPipeV).
+        second: another expert-parallel degree of the second layer; odd ranks then have the param groups of the two
+            in another order.
+        turns: dense layers alternate with layers of experts.
+        dual: every pipeline rank holds two stages (DualPipeV).
     """
 
     world: int
@@ -97,7 +97,7 @@ class Spread(Kind):
         return source != self or (self.stage == 0 and self.precision == "bf16" and self.pp > 1)  # BF16_Optimizer
 
     def find_refusal(self, source: Any) -> str:
-        """At stage 0, but for BF16_Optimizer, the files tell no names, and the param groups differ."""
+        """Stage 0 saves no names, except with BF16_Optimizer, and the param groups differ."""
         nameless = source.stage == 0 and (source.pp == 1 or source.precision == "fp32")
         return "in another order" if nameless and self.second else ""
 
@@ -116,7 +116,7 @@ class Peers:
 
 
 class Block(nn.Module):
-    """Two linear layers, the first cut by columns and the second by rows where there are several ranks."""
+    """Two linear layers, the first cut by columns and the second by rows over several ranks."""
 
     def __init__(self, line: Line | None):
         super().__init__()
@@ -169,7 +169,7 @@ def loss_of(outputs: Tensor, labels: Tensor) -> Tensor:
 
 
 def gather_tokens(tokens: Tensor, dim: int = 0) -> Tensor:
-    """In the place of DeepSpeed's ``_gather_tokens``, whose flat output gloo does not take."""
+    """Replace DeepSpeed's ``_gather_tokens``, whose flat output gloo does not support."""
     parts = [torch.empty_like(tokens) for _ in range(bwc_tensor_model_parallel_world_size(groups.mpu))]
     dist.all_gather(parts, tokens.contiguous(), group=bwc_tensor_model_parallel_group(groups.mpu))
     return torch.cat(parts, dim)
@@ -200,7 +200,7 @@ def make(spread: Spread, seed: int) -> Any:
         mpu = state.make_mpu() if spread.tp > 1 else None
     vary_experts(module, seed, state.data.rank if spread.cut else dist.get_rank())
     params = split_params_into_different_moe_groups_for_optimizer({"params": list(module.parameters()), "name": "all"})
-    params.sort(key=lambda group: group["name"])  # DeepSpeed makes them in the order of a set of strings
+    params.sort(key=lambda group: group["name"])  # DeepSpeed orders them like a set of strings
     if spread.second and dist.get_rank() % 2:
         params[1:] = params[:0:-1]
     return deepspeed.initialize(model=module, model_parameters=params, config=make_config(spread), mpu=mpu)[0]
@@ -209,7 +209,7 @@ def make(spread: Spread, seed: int) -> Any:
 def make_config(spread: Spread) -> dict[str, Any]:
     config: dict[str, Any] = {
         "train_batch_size": BATCH,
-        # A larger eps: what rounding leaves of a gradient that is zero would make a whole step of it.
+        # A larger eps: the rounding of a zero gradient would become a whole step.
         "optimizer": {"type": "Adam", "params": {"lr": 0.01, "eps": 1e-4, "torch_adam": True}},
         "zero_optimization": {"stage": spread.stage},
         "checkpoint": {"universal": {"patterns": RULES}},
@@ -219,13 +219,13 @@ def make_config(spread: Spread) -> dict[str, Any]:
     }
     if spread.fp32_grads:
         config["data_types"] = {"grad_accum_dtype": "fp32"}
-    if spread.dual:  # of which a step takes twice as many micro-batches as there are ranks
+    if spread.dual:  # needs two micro-batches per rank
         config["train_micro_batch_size_per_gpu"] = BATCH // (2 * spread.pp * spread.dp)
     return config
 
 
 def vary_experts(module: nn.Module, seed: int, rank: int) -> None:
-    """All experts of a layer begin alike; the first of those that hold the same ones gives them its values."""
+    """Give the experts of a layer different weights; DeepSpeed broadcasts them to replicas."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     for name, param in module.named_parameters():
         if ".experts." in name:
@@ -239,6 +239,6 @@ def train(engine: Any, steps: range) -> list[float]:
 
 
 def read_states(engine: Any) -> States:
-    """Everything that this rank and its replicas hold, under the names of a pipeline."""
+    """Read the states of this rank and its replicas, under the names of a pipeline."""
     found = engine_experts.read_states(engine)
     return {(name.removeprefix("layers."), state): tensor for (name, state), tensor in found.items()}

@@ -16,7 +16,7 @@ from deepspeed.utils import groups
 from torch import Tensor
 
 States = dict[tuple[str, str], Tensor]
-"""By parameter and state, whole; ``fp32`` is the master, ``copy`` the model's own."""
+"""Whole tensors by parameter and state; ``fp32`` is the master, ``copy`` the model's parameter."""
 
 
 class Kind:
@@ -82,19 +82,19 @@ def run(kind: Kind, seed: int, options: Mapping[str, Any]) -> Generator[Any, Non
 
 
 def forget_groups() -> None:
-    """DeepSpeed names groups of experts by the degree alone, whatever their order."""
+    """Clear DeepSpeed's groups of experts, which it names by the degree and not by the order of ranks."""
     groups._EXPERT_PARALLEL_GROUP.clear()
     groups._EXPERT_DATA_PARALLEL_GROUP.clear()
     groups.mpu = None
 
 
 def mean_square(output: Tensor, _label: Tensor) -> Tensor:
-    """A loss for which the labels do not matter."""
+    """A loss without labels."""
     return output.float().pow(2).mean()
 
 
 def take_step(engine: Any, loss: Tensor) -> float:
-    """Backward and the engine's step; the mean of the loss over all ranks."""
+    """Make a step of the engine. Returns the mean of the loss over all ranks."""
     engine.backward(loss)
     engine.step()
     total = loss.detach().clone()
@@ -110,11 +110,11 @@ def train_on_noise(
     loss_of: Callable[[Tensor, Tensor], Tensor] = mean_square,
     label: Callable[[Tensor], Tensor] = lambda own: own,
 ) -> list[float]:
-    """The losses of steps whose batches are drawn by the step's number; the mean over all ranks, or a pipeline's.
+    """Train on batches that depend on the step's number. Returns the losses, as means over all ranks.
 
     Args:
         shape: of a whole batch.
-        part: which of how many parts of it this rank takes.
+        part: number of this rank's part of the batch, and number of parts.
     """
     losses = []
     for step in steps:
@@ -148,11 +148,11 @@ def read_optimizer(wrapped: Any) -> dict[int, dict[str, Tensor]]:
 
 
 Cuts = Callable[[Tensor], Sequence[Tensor]]
-"""Cuts a tensor of the master's shape into those of the single parameters."""
+"""Cuts a tensor of the master's shape into tensors of its parameters."""
 
 
 def _list_masters(wrapped: Any, optimizer: Any) -> Iterator[tuple[Sequence[Any], Tensor, Cuts, dict[str, Tensor]]]:
-    """By master its parameters, how these are cut out of it, and states that the optimizer does not hold."""
+    """Yields parameters, their master, how to cut them out of it, and states outside the optimizer."""
     if hasattr(wrapped, "fp32_partitioned_groups_flat"):  # ZeRO 3
         memory = getattr(wrapped, "muon_momentum_buffer_partitioned_groups_flat", {})
         for number, params in enumerate(wrapped.fp16_groups):

@@ -1,7 +1,6 @@
-"""The example's GPT and what is changed in it: the engines, and how its shards make up the model.
+"""The example's GPT and variants of it: engines, names of parameters, and how its shards form the model.
 
-Everything here is said by the model's definition and in plain torch: which name a build gives to a parameter, along
-which dimension it is cut, and in which blocks.
+Names and cuts follow from the model's definition, independent of the plugin.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ MODELS: dict[str, dict[str, Any]] = {
 def train(
     model: str, launch: Launch, ds_config: dict[str, Any], seed: int, nested: bool = False
 ) -> Generator[Any, None, None]:
-    """Yields the engine, then the loss of each step. Other weights with another seed, but always the same text.
+    """Yields the engine, then the loss of each step. The seed changes the weights, and not the text.
 
     Args:
         nested: the engine saves `module` as Megatron-DeepSpeed does without a pipeline.
@@ -72,7 +71,7 @@ def train(
 
 @contextmanager
 def _empty_stage() -> Iterator[None]:
-    """The second of four stages has no layers. It gives its optimizer an empty group, which DeepSpeed drops."""
+    """Leave the second of four stages without layers; its optimizer has an empty group, which DeepSpeed drops."""
     import training
     from deepspeed.runtime import utils
 
@@ -87,7 +86,7 @@ def _empty_stage() -> Iterator[None]:
 
 @contextmanager
 def _extras() -> Iterator[None]:
-    """Layers with frozen parameters (a cut and a replicated one) and buffers (a cut and a replicated one)."""
+    """Add frozen parameters and buffers to layers, one cut and one replicated of each."""
     import gpt  # type: ignore[import-not-found]
     import torch
 
@@ -112,7 +111,7 @@ def _extras() -> Iterator[None]:
 
 @contextmanager
 def _megatron(*, marked: bool = True) -> Iterator[None]:
-    """Megatron's attributes, which say nothing of what is fused in a parameter; or none at all."""
+    """Use Megatron's attributes, which do not describe fused parameters; or no attributes."""
     import gpt
     import layers
 
@@ -135,7 +134,7 @@ def _megatron(*, marked: bool = True) -> Iterator[None]:
 
 @contextmanager
 def _interleaved() -> Iterator[None]:
-    """Attention whose fused weight is [q, k, v of head group 0; q, k, v of head group 1; …], as in Megatron-LM."""
+    """Fuse the weight of attention as [q, k, v of head group 0; q, k, v of head group 1; …], as in Megatron-LM."""
     import gpt
 
     class SelfAttention(gpt.SelfAttention):  # type: ignore[misc, name-defined]
@@ -169,11 +168,11 @@ _CHANGES: dict[str, Callable[[], Any]] = {
     "unmarked": partial(_megatron, marked=False),
     "interleaved": _interleaved,
 }
-"""What is changed in the example while an engine is built for a model."""
+"""Changes of the example while it builds a model."""
 
 
 def shift_master(folder: Path, name: str, by: float) -> None:
-    """Add a number to what tensor-parallel rank 1 saved of a parameter's fp32 master (ZeRO 1 and 2)."""
+    """Add a number to a parameter's fp32 master in the files of tensor-parallel rank 1 (ZeRO 1 and 2)."""
     import torch
 
     found = 0
@@ -192,7 +191,7 @@ def shift_master(folder: Path, name: str, by: float) -> None:
 
 
 def find_name(name: str, model: str) -> str:
-    """The plain build's name of a parameter of either build."""
+    """Return the name in the plain build of a parameter of either build."""
     layers = MODELS[model]["layers"]
     if name.startswith("tied_modules.embed."):
         return name.replace("tied_modules.embed.", "language_model.embedding.")
@@ -210,7 +209,7 @@ def find_name(name: str, model: str) -> str:
 
 
 def renames(model: str, *, to_pipeline: bool) -> list[dict[str, str]]:
-    """Rules that bring the names of one build to the other's."""
+    """Return rules that rename parameters from one build to the other."""
     layers, untied = MODELS[model]["layers"], MODELS[model].get("untied", False)
     pairs = [
         (rf"{layers + 2}\.(?P<rest>\w+)", "language_model.encoder.final_layernorm.{rest}"),
@@ -239,9 +238,9 @@ def renames(model: str, *, to_pipeline: bool) -> list[dict[str, str]]:
 
 
 def find_blocks(name: str, model: str) -> tuple[int, tuple[int, ...]] | None:
-    """The dimension along which a parameter is cut and the widths of what is fused there; None: replicated.
+    """Return the dimension along which a parameter is cut, and the widths of the blocks that are fused along it.
 
-    Without widths the dimension is one block.
+    Without widths the dimension is one block. None: replicated.
     """
     sizes = {"kv_heads": 0, "ffn": 0, "swiglu": False, "experts": 0, **MODELS[model]}
     hidden, heads = sizes["hidden"], sizes["heads"]

@@ -1,4 +1,4 @@
-"""What ranks do with Hugging Face's own mixture-of-experts models under AutoEP, and under plain ZeRO."""
+"""Hugging Face's mixture-of-experts models under AutoEP, and under plain ZeRO; run on the ranks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ MODELS: dict[str, tuple[Any, Any]] = {
         ),
     ),
 }
-# DeepSpeed 0.19.8 asks transformers for its recorders of router logits as of a dict, which 5.23 has none of any more.
+# DeepSpeed 0.19.8 expects a dict of recorders of router logits, which transformers 5.23 does not have.
 TransformersTopLevelRouterLogitsAdapter.retarget_transformers_output_recorders = lambda *_args, **_options: None
 
 TOKENS = torch.arange(24).remainder(31).view(2, 12)
@@ -91,7 +91,7 @@ def look(engine: Any) -> Tensor:
 
 
 def save(name: str, stage: int, ep: int | None, folder: str) -> Tensor:
-    """What the engine makes of some tokens after it has saved."""
+    """Train and save. Returns the logits of some tokens."""
     engine = make(name, stage, ep, {"universal": True})
     train(engine, range(3))
     engine.save_checkpoint(folder)
@@ -103,7 +103,7 @@ def save(name: str, stage: int, ep: int | None, folder: str) -> Tensor:
 
 
 def load(name: str, stage: int, ep: int | None, folder: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """What an engine of another form makes of the same tokens after a load, and what it holds."""
+    """Load. Returns the logits of the same tokens, and the state dict."""
     engine = make(name, stage, ep, {"universal": True})
     engine.load_checkpoint(folder)
     logits, held = look(engine), {name: tensor.clone() for name, tensor in engine.module.state_dict().items()}
@@ -112,7 +112,7 @@ def load(name: str, stage: int, ep: int | None, folder: str) -> tuple[Tensor, di
 
 
 class Tower(torch.nn.Module):
-    """A model of the library's in a stage of a pipeline; ``old``: as releases of long ago saved it."""
+    """A model of the library in a stage of a pipeline; ``old``: as old releases saved it."""
 
     def __init__(self, old: bool):
         super().__init__()
@@ -126,7 +126,7 @@ class Tower(torch.nn.Module):
 
 
 def load_stages(folder: str) -> tuple[str, int]:
-    """What an engine of another stage of ZeRO says to a pipeline's checkpoint, and its step after a lenient load."""
+    """Load a pipeline's checkpoint at another stage. Returns the error, and the step after a lenient load."""
 
     def make_engine(stage: int) -> Any:
         layers = [LayerSpec(Tower, stage == 1), LayerSpec(torch.nn.Linear, COMMON["hidden_size"], 1)]

@@ -83,7 +83,7 @@ def find_blocks(name: str, model: str) -> tuple[int, tuple[int, ...]] | None:
 
 
 class Embedding(nn.Module):
-    """DeepSpeed ties `weight`; `shift`, like Megatron's position embeddings, lives on apart in every stage."""
+    """DeepSpeed ties `weight`; every stage has a separate `shift`, like Megatron's position embeddings."""
 
     def __init__(self, width: int, with_shift: bool) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ __all__ = ["MODELS", "find_blocks", "find_name", "train"]
 
 VOCABULARY = 67  # odd: its rows are cut unevenly
 CUTS_TIED = Version(version("transformers")) >= Version("5")
-"""Whether AutoTP cuts an embedding that is tied to the head: by the plan of transformers 4 it stays whole."""
+"""AutoTP cuts an embedding that is tied to the head; with the plan of transformers 4 it stays whole."""
 
 COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head")
 ROWS = ("o_proj", "down_proj")
@@ -67,7 +67,7 @@ def train(model: str, launch: Launch, ds_config: dict[str, Any], seed: int) -> G
 
 
 def find_blocks(name: str, model: str) -> tuple[int, tuple[int, ...]] | None:
-    """The dimension along which AutoTP cuts a parameter, in one block of any widths; None where it is replicated."""
+    """Return the dimension along which AutoTP cuts a parameter, in one block of any widths; None: replicated."""
     layer, kind = name.split(".")[-2:]
     if layer in COLUMNS or (layer == "embed_tokens" and CUTS_TIED and MODELS[model].get("tie_word_embeddings")):
         return 0, ()

@@ -13,7 +13,7 @@ FEATURES = 13
 
 
 class Base(nn.Module):
-    """Casts the input to the precision that the engine gave the weights."""
+    """Casts the input to the dtype of the weights."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.body(x.to(next(self.parameters()).dtype))
@@ -220,7 +220,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def param_groups(module: nn.Module, uniform: bool = False, by_dtype: bool = False) -> list[dict[str, Any]]:
-    """Matrices with weight decay, the rest without and at another learning rate; one group of them all if uniform."""
+    """Group matrices with weight decay and other parameters at another learning rate; one group if uniform."""
     trainable = [p for p in module.parameters() if p.requires_grad]
     if any(hasattr(module, "deepspeed_moe") for module in module.modules()):
         from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer

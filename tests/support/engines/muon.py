@@ -1,4 +1,4 @@
-"""What ranks do with engines of DeepSpeed's Muon; momentum is read where each kind of engine keeps it."""
+"""Engines of DeepSpeed's Muon; momentum is read from the place in which each kind of engine keeps it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Kind(going_on.Kind):
         return "-".join([f"zero{self.stage}-{self.precision}-dp{self.world}", *marks])
 
     def is_alike(self, source: Any) -> bool:
-        """Return True for the same topology: neither where ZeRO 3 has its momentum nor replicas are part of it."""
+        """Return True for the same topology, which includes neither replicas nor the place of ZeRO 3's momentum."""
         alike = replace(source, in_memory=False, world=self.world) == replace(self, in_memory=False)
         return alike and (source.world == self.world or (source.stage, source.precision) == (0, "fp32"))
 
@@ -67,7 +67,7 @@ class Kind(going_on.Kind):
             "checkpoint": {"universal": True},
             **enable(self.precision),
         }
-        if self.stage == 0:  # of single parameters DeepSpeed's own Adam counts the last one's steps alone
+        if self.stage == 0:  # DeepSpeed's Adam counts the steps of the last parameter alone
             config["optimizer"]["params"]["torch_adam"] = True
         if self.sums:
             config["data_types"] = {"grad_accum_dtype": self.sums}
@@ -109,7 +109,7 @@ def measure(output: Tensor, batch: Tensor) -> Tensor:
 
 
 def read_states(engine: Any) -> States:
-    """Everything of the optimizer that this rank and its replicas hold."""
+    """Read the optimizer states of this rank and its replicas."""
     names = {id(param): name for name, param in engine.module.named_parameters()}
     states = read_optimizer(engine.optimizer)
     return {(names[number], state): each for number, held in states.items() for state, each in held.items()}

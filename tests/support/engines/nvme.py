@@ -1,4 +1,4 @@
-"""What ranks do with engines that keep optimizer states or parameters on NVMe; states are read by DeepSpeed itself."""
+"""Engines with optimizer states or parameters on NVMe; DeepSpeed itself reads the states."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from tests.support.engines.going_on import States, train_on_noise
 
 BATCH = 8
 AS_DEEPSPEED = bool({"UCP_EXHAUSTIVE", "UCP_TEST_AIO"} & os.environ.keys())
-"""With the least that DeepSpeed swaps, 1 MiB; else a sixteenth of it, for models of a sixteenth of the size."""
+"""Use DeepSpeed's smallest swapped size, 1 MiB, instead of a sixteenth of it with smaller models."""
 LEAST = 1 << 20 if AS_DEEPSPEED else 1 << 16
 WIDTH = 1024 if AS_DEEPSPEED else 256
-"""A matrix of that many rows and columns takes the least that is swapped in fp32 on each of 4 ranks."""
+"""Rows and columns of a matrix whose fp32 partition on each of 4 ranks has the smallest swapped size."""
 NARROW = WIDTH // 64
 
 
@@ -32,8 +32,11 @@ NARROW = WIDTH // 64
 class Kind(going_on.Kind):
     """An engine: ranks, ZeRO stage, precision, devices of optimizer and parameters.
 
-    Of swapping ``read``, or ``both``, may be pipelined; ``frozen``: one of the large matrices is; ``muon`` trains them;
-    ``early``: the model is made under ``zero.Init``, partitioned from the start.
+    Attributes:
+        pipelined: ``read`` or ``both`` of swapping.
+        frozen: one of the large matrices is frozen.
+        muon: it trains the matrices.
+        early: the model is made under ``zero.Init``, partitioned from the start.
     """
 
     world: int
@@ -71,7 +74,7 @@ class Kind(going_on.Kind):
         zero: dict[str, Any] = {"stage": self.stage}
         if self.stage == 3:
             zero |= {"sub_group_size": WIDTH * WIDTH // 2 // self.world, "stage3_param_persistence_threshold": 100}
-            zero["stage3_prefetch_bucket_size"] = 0  # of small models DeepSpeed would fetch a parameter twice at once
+            zero["stage3_prefetch_bucket_size"] = 0  # DeepSpeed would fetch a parameter of a small model twice at once
             pipeline = {"pipeline_read": bool(self.pipelined), "pipeline_write": self.pipelined == "both"}
             buffers = {"max_in_cpu": 0, "buffer_size": 2 * WIDTH * WIDTH}
             for key, device, more in (
@@ -97,7 +100,7 @@ class Kind(going_on.Kind):
 
 
 class Model(nn.Module):
-    """Three large matrices with small ones between and behind them: of these sub-groups some stay in memory."""
+    """Three large matrices with small ones between and behind them: some sub-groups stay in memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +151,7 @@ def measure(output: Tensor, batch: Tensor) -> Tensor:
 
 
 def read_states(engine: Any) -> States:
-    """Everything of every parameter, whole; swapped buffers are read by DeepSpeed."""
+    """Read all states, whole; DeepSpeed reads swapped buffers."""
     found: States = {}
     for name, held in capture(engine).parameters.items():
         states = {**held.tensors, **{key: torch.tensor(value) for key, value in held.scalars.items()}}

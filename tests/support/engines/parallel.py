@@ -1,4 +1,4 @@
-"""Models under TP × PP × SP × DP × ZeRO on a few ranks: launches, saved and resumed runs, how ranks make up a model."""
+"""Models under TP × PP × SP × DP × ZeRO on a few ranks: launches, saved and resumed runs, join of all ranks."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ STEPS = (2, 2)
 
 @dataclass(frozen=True)
 class Launch:
-    """One topology; the data-parallel degree is what the world leaves.
+    """One topology; the world size and the other degrees determine the data-parallel degree.
 
     Attributes:
         method: `partition_method` of a pipeline.
-        fp32_grads: gradients are accumulated in fp32, which makes DeepSpeed take BF16_Optimizer at stage 1.
-        dual: every pipeline rank holds two stages, one of the way there and one of the way back (DualPipeV).
+        fp32_grads: accumulate gradients in fp32, for which DeepSpeed uses BF16_Optimizer at stage 1.
+        dual: every pipeline rank holds two stages (DualPipeV).
     """
 
     tp: int = 1
@@ -82,25 +82,25 @@ class Launch:
 
 
 def find_family(model: str) -> Any:
-    """What builds a model, and knows its names and how it is cut."""
+    """Return the module that builds a model and describes its names and cuts."""
     families = (each for each in (engine_gpt, engine_llama) if model in each.MODELS)
     return next(families, engine_letters)
 
 
 def training(model: str, launch: Launch, checkpoint: Mapping[str, Any], seed: int = 2, **options: Any) -> Any:
-    """What makes the engine, with this section of its configuration, and trains it."""
+    """Return the function that makes and trains an engine with this ``checkpoint`` section."""
     config = {**launch.ds_config, **({"checkpoint": checkpoint} if checkpoint else {})}
     return partial(find_family(model).train, model, launch, config, seed, **options)
 
 
 @dataclass(frozen=True)
 class Route:
-    """A resume: a model saved under one launch goes on under another.
+    """A resume of a model from one launch under another.
 
     Attributes:
-        patterns: of the plugin's options.
-        arguments: further ones of `load_checkpoint`.
-        part: of what the source saved.
+        patterns: option of the plugin.
+        arguments: of `load_checkpoint`.
+        part: folder inside the source's folder.
         saves: the target saves right after the load.
     """
 
@@ -121,7 +121,7 @@ class Route:
 
     @property
     def engine(self) -> str:
-        """The same for all routes that one engine can take."""
+        """Key that is equal for all routes of one engine."""
         return json.dumps([self.model, str(self.target), self.patterns])
 
     @property
@@ -135,10 +135,10 @@ class Route:
 
 
 class Runs:
-    """Runs by what they were made of; an engine of each kind resumes one route after the other.
+    """Saved and resumed runs; an engine of each kind resumes one route after the other.
 
     Args:
-        client_states: what a source saves with, once for each of them: parts of a folder.
+        client_states: returns the client states of a source, which saves once with each into a part of its folder.
         nested: models that save `module` as Megatron-DeepSpeed does without a pipeline.
     """
 
@@ -148,15 +148,15 @@ class Runs:
         self._resumed: dict[str, list[Local]] = {}
 
     def folder(self, model: str, launch: Launch, part: str = "") -> str:
-        """Where a run is saved."""
+        """Return the folder of a run."""
         return str(self.root / f"{model}-{launch}".replace(":", "_") / part)
 
     def again(self, route: Route) -> str:
-        """Where its target saves right after the load."""
+        """Return the folder of the save right after the load."""
         return str(self.root / f"again-{route}".replace(":", "_"))
 
     def saved(self, model: str, launch: Launch) -> list[Local]:
-        """The ranks of a run that has been saved."""
+        """Train and save a run at the first call. Returns its ranks."""
         if (model, launch) not in self._saved:
             nested = {"nested": True} if (model, launch) in self.nested else {}
             states = self.client_states and self.client_states(model, launch)
@@ -166,10 +166,10 @@ class Runs:
         return self._saved[model, launch]
 
     def resumed(self, route: Route, routes: Sequence[Route] = ()) -> list[Local]:
-        """The ranks of a run that goes on from a saved one.
+        """Resume a route at the first call. Returns its ranks.
 
         Args:
-            routes: those among them that the same engine can take are resumed with it, weights alone at first.
+            routes: further routes; the same engine resumes all that fit it, weights alone first.
         """
         if route.key not in self._resumed:
             alike = {each.key: each for each in (route, *routes) if each.engine == route.engine}
@@ -195,15 +195,7 @@ class Runs:
     def check(
         self, route: Route, routes: Sequence[Route] = (), *, losses: bool = True, **options: Any
     ) -> tuple[list[Local], list[Local]]:
-        """Resume a route: all of the source's bits are where the target wants them, and the losses go on.
-
-        Args:
-            losses: compare these too.
-            options: of `check`.
-
-        Returns:
-            The ranks of the saved run and those of the resumed one.
-        """
+        """Resume a route and compare all bits, and with `losses` the losses. Returns the ranks of both runs."""
         saved, resumed = self.saved(route.model, route.source), self.resumed(route, routes)
         check(route, saved, resumed, **options)
         if losses:
@@ -214,24 +206,24 @@ class Runs:
     def load(
         self, model: str, launch: Launch, checkpoint: Mapping[str, Any], folder: str, **options: Any
     ) -> list[Local]:
-        """Load a folder into one engine, go on."""
+        """Load a folder into an engine and train on. Returns its ranks."""
         trained = training(model, launch, checkpoint, seed=3)
         loads = [Load(folder, steps=STEPS[1])]
         return [local for (local,) in self.run(launch, load_each, trained, loads, read=capture_rank, **options)]
 
     def attempt(self, route: Route, *loads: Load) -> list[list[Attempt]]:
-        """By load what became of it on every rank; without any the route itself."""
+        """Try the loads, or the route itself. Returns the attempts of all ranks, by load."""
         self.saved(route.model, route.source)
         loads = loads or (Load(self.folder(route.model, route.source, route.part), route.arguments),)
         trained = training(route.model, route.target, route.checkpoint)
         return [list(each) for each in zip(*self.run(route.target, attempt_each, trained, loads), strict=True)]
 
     def check_refused(self, route: Route, kind: str, *words: str, loads: Sequence[Load] = ()) -> list[list[Attempt]]:
-        """Every rank refuses the first load with one message, and its engine is as it was.
+        """Check that every rank refuses the first load with one message, and that its engine is unchanged.
 
         Args:
             kind: of error; "" for any.
-            words: in its message.
+            words: parts of its message.
         """
         attempts = self.attempt(route, *loads)
         ((error, message),) = {(each.error, each.message) for each in attempts[0]}
@@ -242,22 +234,22 @@ class Runs:
         return attempts
 
     def run(self, launch: Launch, fn: Any, *args: Any, **options: Any) -> list[Any]:
-        """A call on a world of the launch's size."""
+        """Call a function on a world of the launch's size."""
         return list(self.worlds.get(launch.world).run(fn, *args, **options))
 
 
 def mean_losses(locals_: Sequence[Local]) -> list[float]:
-    """Over all ranks, step by step."""
+    """Return the losses of each step as means over all ranks."""
     return [sum(step) / len(step) for step in zip(*(local.losses for local in locals_), strict=True)]
 
 
-# --- what all ranks hold together
+# --- join of all ranks
 
 
 def join(locals_: Sequence[Local], model: str) -> CapturedEngine:
-    """The whole model of what all ranks hold, under one build's names.
+    """Join all ranks to the whole model, under the names of one build.
 
-    A parameter that several stages hold is once there for each: "name", "name#1", … in the order of the stages.
+    A parameter of several stages is there once for each: "name", "name#1", … in the order of the stages.
     """
     by_place: dict[tuple[int, int], Local] = {}
     for local in locals_:  # data- and sequence-parallel ranks hold the same
@@ -285,7 +277,7 @@ def _number(name: str, found: Mapping[str, Any]) -> str:
 
 
 def count_copies(name: str, found: Mapping[str, Any]) -> int:
-    """How many stages hold what has this name."""
+    """Return the number of stages with this parameter."""
     return sum(each.partition("#")[0] == name.partition("#")[0] for each in found)
 
 
@@ -307,7 +299,7 @@ def _join_parameter(shards: Sequence[CapturedParameter], name: str, model: str) 
 
 
 def join_tensors(shards: Sequence[Any], name: str, model: str) -> Any:
-    """The whole tensor of what the tensor-parallel ranks hold."""
+    """Join the shards of the tensor-parallel ranks."""
     cut = find_family(model).find_blocks(name, model)
     if cut is None:
         assert all(torch.equal(shard, shards[0]) for shard in shards), f"{name}: replicas differ"
@@ -320,11 +312,11 @@ def join_tensors(shards: Sequence[Any], name: str, model: str) -> Any:
 
 
 def expect(saved: CapturedEngine, loaded: CapturedEngine) -> CapturedEngine:
-    """What a load of `saved` should make of an engine that holds what `loaded` names.
+    """Return the expected state of an engine with the parameters of `loaded` after a load of `saved`.
 
-    Stages take their own copy back where there are as many as were saved, else the first stage the first one and the
-    last stage the last one. Of buffers DeepSpeed saves the first stage's only: layers with a `forward_fn` have no file.
-    A vocabulary loses its last padding rows, or gets new ones of zeros.
+    An equal number of stages get their copies back; otherwise the first stage gets the first copy, and the last stage
+    the last one. DeepSpeed saves the buffers of the first stage only: layers with a `forward_fn` have no file. A
+    vocabulary loses its last padding rows, or gets new ones of zeros.
     """
     parameters = {
         name: _fit_rows(saved.parameters[_pick(name, saved.parameters, loaded.parameters)], len(state.value))
@@ -336,7 +328,7 @@ def expect(saved: CapturedEngine, loaded: CapturedEngine) -> CapturedEngine:
 
 
 def _pick(name: str, saved: Mapping[str, Any], loaded: Mapping[str, Any]) -> str:
-    """The saved copy that a live one takes."""
+    """Return the name of the saved copy for a live one."""
     plain, _, number = name.partition("#")
     old, new = count_copies(plain, saved), count_copies(plain, loaded)
     if old == new or not number:
@@ -358,11 +350,10 @@ def _fit_rows(state: CapturedParameter, rows: int) -> CapturedParameter:
 def compare_joined(
     saved: Sequence[Local], loaded: Sequence[Local], model: str, *, lost_copies: bool = False, **options: Any
 ) -> tuple[int, list[str]]:
-    """How many tensors were compared, and what differs from what the load should have made.
+    """Compare a load with the expected state. Returns the number of compared tensors, and the differences.
 
     Args:
-        lost_copies: the files hold only the first stage's copy of tied modules.
-        options: of `compare`.
+        lost_copies: the files have only the first stage's copy of tied modules.
     """
     got, source = join(loaded, model), join(saved, model)
     if lost_copies:
@@ -371,7 +362,7 @@ def compare_joined(
 
 
 def check(route: Route, saved: Sequence[Local], resumed: Sequence[Local], least: int = 80, **options: Any) -> None:
-    """All of the source's bits are where the target wants them."""
+    """Check that the plugin's loader restored all bits."""
     assert all(local.direct for local in resumed), resumed[0].reason
     lost = route.source.loses_copies
     count, differences = compare_joined(saved, resumed, route.model, lost_copies=lost, **options)
