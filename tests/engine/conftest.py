@@ -17,19 +17,16 @@ from tests.support.engines.driving import Engines
 from tests.support.engines.parallel import Runs
 
 STEPS = (3, 2)
-"""Before a save and after it, or a load: the second loss is of weights that restored states have made."""
+"""Steps before and after a save, or after a load: the second loss depends on restored optimizer states."""
 DEFAULTS = {"model": "mixed", "optimizer": "adamw", "scheduler": False}
 
 
 Source = Case | tuple[Case, dict[str, Any]]
-"""What saves: a case, and what its training has that the engine that loads has not."""
+"""A case, and options of its training that the loading engine does not have."""
 
 
 class Sources:
-    """Saved runs by what they were made of.
-
-    Each is trained from other weights, so that what one leaves in an engine is seen in the next.
-    """
+    """Saved runs by case and options, from different weights."""
 
     def __init__(self, worlds: WorldPool, root: Path):
         self._worlds = worlds
@@ -37,7 +34,7 @@ class Sources:
         self._runs: dict[str, SavedRun] = {}
 
     def get(self, case: Case, steps: tuple[int, int] = STEPS, **options: Any) -> SavedRun:
-        """The run of `training(**options)` under `case`; its folder must not be changed."""
+        """Save `training(**options)` under `case` at the first call; do not change its folder."""
         chosen = {**DEFAULTS, "seed": sum(map(ord, str(case))), **options}
         key = json.dumps([case.dp, case.ds_config, steps, sorted(chosen.items())], sort_keys=True)
         if key not in self._runs:
@@ -64,9 +61,9 @@ def engines(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture
 def resume_each(sources: Sources, ucp_worlds: WorldPool, subtests: pytest.Subtests) -> Callable[..., None]:
-    """`resume_each(sources, target, check, **options)`: one engine takes all of them, each is a subtest.
+    """`resume_each(sources, target, check, **options)`: one engine loads all sources, each in a subtest.
 
-    `live` has what the engine trains instead of the options; `get` finds a source's run.
+    `live` overrides the options of the engine; `get` returns the run of a source.
     """
 
     def run(
@@ -93,7 +90,7 @@ def resume_each(sources: Sources, ucp_worlds: WorldPool, subtests: pytest.Subtes
 
 @pytest.fixture(scope="session")
 def compiled_op(ucp_worlds: WorldPool) -> Callable[[str], None]:
-    """Has DeepSpeed compile an op of its own, which takes a minute on a machine that has not done it yet."""
+    """Let DeepSpeed compile an operator, which takes a minute at the first time on a machine."""
     built: set[str] = set()
 
     def build(name: str) -> None:

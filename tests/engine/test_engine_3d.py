@@ -1,4 +1,4 @@
-"""Tensor, pipeline, sequence and data parallelism and every ZeRO stage, to others: the example's GPT on four ranks."""
+"""The example's GPT on four ranks, between tensor, pipeline, sequence and data parallelism and all ZeRO stages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DP4 = Launch()
 
 
 def go(model: str, source: Launch, target: Launch, patterns: Any = None, **arguments: bool) -> Route:
-    """A route, with what the user has to say: the names, where one side is a pipeline and the other is not."""
+    """Make a route, with rules that rename parameters if one side is a pipeline and the other is not."""
     if source.pipeline != target.pipeline and patterns is None:
         patterns = {"rename": renames(model, to_pipeline=target.pipeline)}
     return Route(model, source, target, patterns, arguments)
@@ -88,7 +88,7 @@ WORDS = "language_model.embedding.word_embeddings.weight"
 
 
 def some(chosen: list[Route], more: list[Route]) -> list[Any]:
-    """Parameters: the chosen routes, and more as exhaustive ones."""
+    """Return parameters of a test: the chosen routes, and more marked as exhaustive."""
     return params([(each,) for each in chosen], [(each,) for each in more], lambda row: str(row[0]))
 
 
@@ -100,7 +100,7 @@ def test_resumes(route: Route, runs: Runs) -> None:
 
 @pytest.mark.parametrize("route", SAME, ids=str)
 def test_same_topology_is_deepspeeds_own_load(route: Route, runs: Runs) -> None:
-    """Unless it would leave parameters as they were constructed."""
+    """Unless it would not restore all parameters."""
     saved, resumed = runs.saved(route.model, route.source), runs.resumed(route, EVERY)
     assert [local.direct for local in resumed] == [route.source.loses_copies] * 4
     assert resumed[0].losses == pytest.approx(saved[0].losses, rel=route.tolerance)
@@ -232,7 +232,7 @@ def test_a_save_after_the_resume_is_deepspeeds_own(route: Route, runs: Runs) -> 
 
 
 def mend_copies(local: Local) -> Local:
-    """DeepSpeed writes no layer file for a tied layer with a forward_fn: it makes these copies in its next step."""
+    """Restore copies that DeepSpeed restores in the next step: a tied layer with a forward_fn has no file."""
     for name, state in local.state.parameters.items():
         if local.place.pp_rank and name.startswith("tied_modules.") and state.fp32 is not None:
             state.value = state.fp32.to(state.value.dtype)
@@ -281,7 +281,7 @@ def test_a_damaged_shard_is_refused(runs: Runs, tmp_path: Path) -> None:
 
 
 def test_replicas_that_differ_are_refused(runs: Runs, tmp_path: Path) -> None:
-    """Rank 1 drifted; a rule can say that the mean counts."""
+    """Rank 1 drifted; a rule can choose the mean."""
     source, target = Plain(2, stage=2), Plain(1, stage=1)
     before = join(runs.saved("llama", source), "llama")
     folder = tmp_path / "drifted"

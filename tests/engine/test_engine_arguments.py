@@ -1,4 +1,4 @@
-"""`load_checkpoint`'s own arguments and return value, beside those of DeepSpeed's own load in the same topology."""
+"""Arguments and return value of `load_checkpoint`, compared with DeepSpeed's load in the same topology."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ EACH_SOURCE = pytest.mark.parametrize(
 """Each stage in one precision; the others are exhaustive."""
 TARGETS = {0: Case(1, 2).on(), 1: Case(3, 2).on(), 2: Case(0, 2).on(), 3: Case(2, 2).on()}
 
-# One after the other into one engine: weights alone while its optimizer is fresh, then states of a step that it has
-# trained further, so that what an argument leaves alone is seen.
+# Loads of one engine, in this order: weights alone while its optimizer is fresh, then states after a training step, to
+# see the states that an argument keeps.
 ARGUMENTS: dict[str, Load] = {
     "load_module_only": Load("", {"load_module_only": True}),
     "weights-without-scheduler": Load("", {"load_optimizer_states": False, "load_lr_scheduler_states": False}),
@@ -46,7 +46,7 @@ def target_of(source: Case) -> Case:
 
 
 def load(worlds: WorldPool, target: Case, loads: list[Load], **options: Any) -> list[list[Local]]:
-    """By load what each rank of one engine has; they agree."""
+    """Load into one engine. Returns the ranks by load; all have the same counters."""
     answers = worlds.get(target.dp).run(load_each, target.training(**options), loads, read_before=True)
     for local in (local for each in answers for local in each if local.path):
         assert local.direct
@@ -58,12 +58,12 @@ def load(worlds: WorldPool, target: Case, loads: list[Load], **options: Any) -> 
 
 @dataclass
 class Answers:
-    """What became of a source's loads, by what they were called with.
+    """Loads of a source, by the names of `ARGUMENTS`.
 
     Attributes:
-        empty: of a load from a folder that holds nothing, before all others.
-        ours: of every rank.
-        theirs: of rank 0, by DeepSpeed's own load in the source's topology, without the plugin.
+        empty: an earlier load from an empty folder.
+        ours: all ranks.
+        theirs: rank 0 of DeepSpeed's load in the source's topology, without the plugin.
     """
 
     folder: str
@@ -97,7 +97,7 @@ def test_return_value_and_counters(source: Case, called: str, answers: Callable[
     ours, theirs = found.ours[called][0], found.theirs[called]
     assert ours.path == theirs.path
     assert ours.client_state is not None and theirs.client_state is not None
-    # The model's and optimizer's tensors, which DeepSpeed leaves in there, are not read a second time for the client.
+    # DeepSpeed returns these tensors, too; the plugin does not read them a second time.
     tensors = {"optimizer", "frozen_param_fragments"}
     assert sorted(ours.client_state.keys() - tensors) == sorted(theirs.client_state.keys() - tensors)
     for key in ("deepspeed_ucp_testing", "lr_scheduler", "ds_version", "global_samples"):
@@ -123,10 +123,7 @@ def test_weights_without_optimizer_states(source: Case, called: str, answers: Ca
 
 
 def test_what_deepspeeds_own_load_would_lose_in_the_same_topology(sources: Any, ucp_worlds: WorldPool) -> None:
-    """At stage 0 in 16 bit the masters in a load of the weights alone, and the live hyper-parameters, if asked for.
-
-    It is not asked to load weights alone at all.
-    """
+    """At stage 0 in 16 bit: masters in a load of the weights alone, and the live hyper-parameters, if requested."""
     case = Case(0, 2, "bf16").on(param_groups="live")
     folder = str(sources.get(Case(0, 3, "bf16"), **OPTIONS).folder)
     own = find_checkpoint(folder)
@@ -149,7 +146,7 @@ def test_what_deepspeeds_own_load_would_lose_in_the_same_topology(sources: Any, 
 
 @pytest.mark.parametrize("target", [Case(0, 2, "bf16").on(), Case(1, 2, "bf16").on()], ids=str)
 def test_edited_hyper_parameters_are_told_whoever_loads(target: Case, sources: Any, ucp_worlds: WorldPool) -> None:
-    """DeepSpeed's own load, and ours: once, not the rate that a scheduler has moved, and not where nothing differs."""
+    """Both loaders warn once, not about a rate that a scheduler changed, and not if nothing differs."""
     folder = str(sources.get(Case(0, 3, "bf16"), **OPTIONS).folder)
     training = target.training(**OPTIONS, optimizer="adam_like_fused", seed=1)
     ranks = ucp_worlds.get(target.dp).run(load_each, training, [Load(folder), Load(folder, before=1)])
@@ -161,7 +158,7 @@ def test_edited_hyper_parameters_are_told_whoever_loads(target: Case, sources: A
 
 @EACH_SOURCE
 def test_every_byte_is_read_once(source: Case, answers: Callable[[Case], Answers]) -> None:
-    """Apart from the padding between partitions, which is a few elements per group and rank."""
+    """Except a few elements of padding between partitions."""
     ranks = answers(source).ours["defaults"]
     assert 0 < ranks[0].state_bytes == ranks[1].state_bytes
     assert sum(rank.bytes_read for rank in ranks) <= 1.02 * ranks[0].state_bytes
@@ -169,7 +166,7 @@ def test_every_byte_is_read_once(source: Case, answers: Callable[[Case], Answers
 
 @EACH_SOURCE
 def test_nothing_saved_yet(source: Case, answers: Callable[[Case], Answers]) -> None:
-    """A first start finds nothing, as without the plugin."""
+    """The first start loads nothing, as without the plugin."""
     empty = answers(source).empty
     assert (empty.path, empty.client_state) == (None, None)
     assert empty.state.counters["global_steps"] == 0
@@ -190,7 +187,7 @@ def test_tag(source: Case, tmp_path: Path, ucp_worlds: WorldPool) -> None:
 
 
 def weights_of_a_tag(target: Case, folder: str, worlds: WorldPool) -> None:
-    """ZeRO 3's own load takes those of `latest`, whichever tag it is given (DeepSpeed issue 8499)."""
+    """DeepSpeed's ZeRO 3 loads the weights of `latest` for any tag (DeepSpeed issue 8499)."""
     alone = {"load_optimizer_states": False}
     asked = [{"tag": "global_step1"}, {}, {"tag": "global_step1", **alone}]
     loads = [Load(folder, arguments) for arguments in asked]
@@ -208,7 +205,7 @@ def weights_of_a_tag(target: Case, folder: str, worlds: WorldPool) -> None:
     ids=["deeper", "plain"],
 )
 def test_not_strict(saved: str, live: str, target: Case, sources: Any, ucp_worlds: WorldPool) -> None:
-    """What only one side has is passed over."""
+    """Parameters of one side alone are skipped."""
     arguments = {"load_module_strict": False, "load_optimizer_states": False}
     folders = [str(sources.get(Case(stage, 3), **{**SMALL, "model": saved}).folder) for stage in (0, 1, 3)]
     loads = [Load(folder, arguments) for folder in folders]
@@ -240,7 +237,7 @@ def test_frozen_and_thawed_parameters_take_their_weight(
 
 @pytest.mark.parametrize("source", [Case(0, 3), Case(1, 3, "bf16"), Case(2, 3)], ids=str)
 def test_custom_load_fn(source: Case, sources: Any, ucp_worlds: WorldPool) -> None:
-    """It gets the saved state dict and the module, and may rename."""
+    """It receives the saved state dict and the module, and may rename."""
     folder = str(sources.get(source, **SMALL).folder)
     loads = [Load(folder, ARGUMENTS[called].arguments, rename={"last.": "head."}) for called in WEIGHTS]
     saved = saved_state(folder)

@@ -75,7 +75,7 @@ def test_every_expert_comes_back(
 
 
 def test_frozen_experts_come_back(engines: Engines) -> None:
-    """They are in the experts' files alone; at ZeRO 2 DeepSpeed's own load gives every rank the first one's."""
+    """They are in the experts' files alone; at ZeRO 2 DeepSpeed would load those of rank 0 on every rank."""
     source = Spread(2, 2, "fp32", 2)
     saved = engines.save(source, frozen=True)
     for target in (Spread(2, 1, "fp32", 1), source):
@@ -84,11 +84,11 @@ def test_frozen_experts_come_back(engines: Engines) -> None:
 
 
 MOVED = {0: 2, 1: 0, 2: 3, 3: 1}
-"""By place among the experts that two ranks hold, two each, the expert that lies there."""
+"""New expert at each position of two ranks with two experts each."""
 
 
 def move_experts(folder: Path) -> None:
-    """Let a save of two expert-parallel ranks tell that other experts lie where they do."""
+    """Change the placement of experts in a save of two expert-parallel ranks."""
 
     def move(tree: Any) -> None:
         for layer in tree.get("ds_autoep_layers", ()):
@@ -119,7 +119,7 @@ REFUSED = {
         ("its fp32 weights are not those of the model states",),
         damage=move_experts,
     ),
-    "rank-of-other-experts": Refusal(  # ZeRO 3 has no copies to compare with
+    "rank-of-other-experts": Refusal(  # ZeRO 3 has no copies to compare
         Spread(4, 3, "bf16", 2),
         (Spread(4, 1, "bf16", 4),),
         ("is of expert-parallel rank 0",),
@@ -127,7 +127,7 @@ REFUSED = {
             next(folder.rglob(MODEL)), lambda tree: tree["ds_autoep_layers"][0].update(ep_rank=0)
         ),
     ),
-    "file-of-another-expert-parallel-rank": Refusal(  # under AutoTP every file tells the ranks that wrote it
+    "file-of-another-expert-parallel-rank": Refusal(  # under AutoTP every file has the ranks of its writer
         Spread(4, 1, "fp32", 2, tp=2),
         (Spread(4, 1, "fp32", 4, tp=2),),
         (f"{OPTIM}: is of tensor- and expert-parallel rank (1, 0)",),
@@ -157,7 +157,7 @@ MUON_ROWS = [(each, tuple(MUON)) for each in [*MUON, Spread(1, 2, "bf16", 1, muo
 def test_momentum_of_experts_comes_back(
     target: Spread, sources: tuple[Spread, ...], engines: Engines, subtests: pytest.Subtests
 ) -> None:
-    """ZeRO 1 and 2 keep that of a rank's whole tensor where its partition touches one of the experts in it."""
+    """ZeRO 1 and 2 keep the momentum of a whole tensor if the partition contains a part of its experts."""
     engines.go_on(target, sources, subtests)
     for source in sources:
         states = engines.saved(source).states

@@ -17,7 +17,7 @@ from tests.support.covering import params, turns
 from tests.support.engines.parallel import Launch, Route, Runs, compare_joined
 
 pytestmark = pytest.mark.skipif(
-    Version(deepspeed.__version__) < Version("0.19"), reason="AutoTP's training tells its layout from 0.19 on"
+    Version(deepspeed.__version__) < Version("0.19"), reason="AutoTP saves its layout since 0.19"
 )
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
@@ -25,7 +25,7 @@ Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 
 AutoTP = partial(Launch, pp=1, pipeline=False)
 
-# Not stage 3 with empty shards: DeepSpeed's own forward refuses parameters without elements there.
+# Not stage 3 with empty shards: DeepSpeed's forward refuses parameters without elements.
 SOURCES = {
     "even": [AutoTP(2), AutoTP(4, stage=2, precision="bf16"), AutoTP(1, stage=3)],
     "uneven": [AutoTP(2, stage=3, precision="bf16"), AutoTP(4, stage=0), AutoTP(1, precision="bf16", fp32_grads=True)],
@@ -39,7 +39,7 @@ TARGETS = {
     ],
 }
 UNEVEN = [*TARGETS["uneven"], AutoTP(2, stage=2), AutoTP(1, stage=0), AutoTP(2, stage=0, precision="bf16")]
-"""Exhaustive ones, too; at these stages the layout is that of an even model."""
+"""With exhaustive ones; at these stages the layout is that of an even model."""
 SAME = Route("even", AutoTP(2), AutoTP(2))
 ROUTES, MORE = (
     [
@@ -53,7 +53,7 @@ ROUTES, MORE = (
 
 
 CHOSEN = [route for route in ROUTES if route.model == "uneven" or route.source.tp == 1]
-"""What an even model shows when its shards are joined an uneven one does, too."""
+"""An uneven model covers the join of shards of an even one."""
 
 
 @pytest.mark.releases
@@ -71,27 +71,27 @@ def test_same_degree_is_deepspeeds_own_load(runs: Runs) -> None:
 
 
 def test_the_cases_are_what_they_say(runs: Runs) -> None:
-    """Three key-value heads: two ranks hold two and one, and of four the last holds none."""
+    """Three key-value heads: two ranks hold two and one; the last of four ranks holds no head."""
     assert widths(runs, "even", AutoTP(2)) == [16, 16]
     assert widths(runs, "uneven", AutoTP(2, stage=3, precision="bf16")) == [16, 8]
     assert widths(runs, "uneven", AutoTP(4, stage=0)) == [8, 8, 8, 0]
 
 
 def widths(runs: Runs, model: str, launch: Launch) -> list[int]:
-    """Rows of a query projection, by tensor-parallel rank."""
+    """Return the rows of a query projection by tensor-parallel rank."""
     found = {local.place.tp_rank: len(local.state.parameters[Q_PROJ].value) for local in runs.saved(model, launch)}
     return [found[rank] for rank in sorted(found)]
 
 
 def test_the_saved_maps_outrank_the_saved_lists(runs: Runs) -> None:
-    """Whatever the lists beside them say: the maps name every parameter, and none of them scales a piece."""
+    """The maps name every parameter, and scale no piece."""
     launch = AutoTP(2, stage=3, precision="bf16")
     runs.saved("uneven", launch)
     folder = runs.folder("uneven", launch)
     index = open_checkpoint(check_tag(folder, str(read_latest(folder))), Comm())
     info = dict(index.model.hints["universal_checkpoint_info"])
     maps = info["affine_map"]["params"]
-    pieces = [piece for told in maps.values() for held in told["ranks"].values() for piece in held["pieces"]]
+    pieces = [piece for each in maps.values() for rank in each["ranks"].values() for piece in rank["pieces"]]
     assert {piece.get("scale", 1.0) for piece in pieces} == {1.0}
     info |= {"parameter_with_row_parallelism_patterns": [".*"], "tp_replicated_parameter_patterns": [".*"]}
     names = index.stored.atoms.list_names({"exp_avg"})

@@ -1,4 +1,4 @@
-"""What travels with an engine's saves beside its state: samples in one order, random states."""
+"""Carried state of an engine's saves: order of samples, random states, and saves after signals."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def draw() -> list[float]:
 def test_a_run_goes_on_with_its_samples_and_random_states(
     stages: tuple[int, int], tmp_path: Path, ucp_worlds: WorldPool
 ) -> None:
-    """Through a save of the same world, another stage, and a third rank, over two ends of an epoch."""
+    """Over saves of the same world, another stage and a third rank, and two ends of an epoch."""
     first, second = (Case(stage, 2).on().ds_config for stage in stages)
     plan = [(2, first, 3, False), (2, first, 2, True), (2, second, 2, True), (3, first, 4, True)]
     runs: list[list[Trained]] = [
@@ -93,7 +93,7 @@ def test_a_run_goes_on_with_its_samples_and_random_states(
     ]
     for tag in tmp_path.glob("global_step*"):  # carried state that differs between ranks is no sign of another save
         findings = survey_checkpoint(str(tag), Comm()).findings
-        assert [each.text for each in findings if each.kind != "unnamed"] == []  # which stage 0 has by nature
+        assert [each.text for each in findings if each.kind != "unnamed"] == []  # which stage 0 always has
     for before, after in pairwise(runs):
         assert [each.begin for each in after[:2]] == [each.end for each in before]
     assert len({tuple(each.begin) for each in runs[-1]}) == 3
@@ -149,7 +149,7 @@ def signaled(case: Case) -> dict[str, Any]:
 def test_a_signal_to_one_rank_is_a_save_of_all(
     number: int, steps: int, code: int | None, tmp_path: Path, ucp_worlds: WorldPool
 ) -> None:
-    """At the end of the step in which it came, once; then the job ends, or goes on."""
+    """At the end of the current step, once; then the job ends, or continues."""
     work = train_until_signaled, signaled(Case(1, 2).on()), str(tmp_path), int(number)
     assert set(ucp_worlds.get(2).run(*work)) == {(steps, code)}
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["global_step2"]

@@ -1,4 +1,4 @@
-"""Atomic checkpoints and live engines: DeepSpeed's own `load_universal` takes what a conversion writes; so do we."""
+"""Atomic checkpoints in live engines: conversions load under DeepSpeed's `load_universal` and under the plugin."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ from deepspeed_ucp.testing.compare import compare
 from deepspeed_ucp.testing.resume import SavedRun
 from deepspeed_ucp.testing.resume import resume_each as resume_runs
 from tests.support.covering import params
-from tests.support.engines.cases import Case, pair_id, train, training
+from tests.support.engines.cases import Case, directly, pair_id, train, training
 from tests.support.engines.gpt import MODELS, renames
 from tests.support.engines.parallel import Launch, Runs, compare_joined, expect, join
 from tests.support.engines.ranks import Local
 from tests.support.upstream import to_universal
 
-REFERENCE = "resume_reference.pt"  # what the source run left beside its checkpoint, for the comparison
+REFERENCE = "resume_reference.pt"  # the state at the save, which `save_run` writes
 UPSTREAM = {"universal": False, "load_universal": True}
-ATOMIC: dict[str, Any] = {"universal": {"mode": "atomic"}}
 BF16_OPTIMIZER = {"data_types": {"grad_accum_dtype": "fp32"}}
 MANIFEST = "ucp_manifest.json"
 
@@ -36,7 +35,7 @@ ResumeEach = Callable[..., None]
 
 @pytest.fixture(scope="module")
 def converted(sources: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., SavedRun]:
-    """A run of which only the atomic checkpoint is left, by our converter or by upstream's; made once."""
+    """Replace a run's checkpoint by an atomic one of our converter, or of upstream's; made once."""
     made: dict[str, SavedRun] = {}
 
     def find(case: Case, convert: Callable[[Path, Path], None] = convert_here, **options: Any) -> SavedRun:
@@ -64,7 +63,7 @@ def convert_upstream(root: Path, folder: Path) -> None:
 
 
 # --- DeepSpeed's own loader
-# It takes for granted that every rank holds some of every param group: "bulk" is large enough.
+# It requires that every rank has a part of every param group: "bulk" is large enough.
 
 BF16 = Case(1, 2, "bf16")
 ROUTES = [
@@ -89,27 +88,24 @@ def check_upstream(_source: Case, _target: Case, report: ResumeReport) -> None:
     assert report.states >= 12
 
 
-def upstream(target: Case) -> Case:
-    return target.but(config={**target.config, "checkpoint": UPSTREAM})
+UNIFORM = {"model": "bulk", "optimizer": "adamw_uniform", "scheduler": True}
+UPSTREAM_ROWS = params(
+    [
+        *((target, saved, {"model": "bulk", "scheduler": True}) for target, saved in ROUTES[2:6]),
+        *((target, saved, UNIFORM) for target, saved in UNIFORM_ROUTES),
+        *((Case(2, 3), [Case(1, 2)], {"model": "bulk", "optimizer": name}) for name in ("amsgrad", "momentum")),
+    ],
+    [(target, saved, {"model": "bulk", "scheduler": True}) for target, saved in ROUTES],
+    lambda row: f"{row[0]}-{row[2].get('optimizer', 'adamw')}",
+)
 
 
-@pytest.mark.parametrize(("target", "saved"), params(ROUTES[2:6], ROUTES, lambda row: str(row[0])))
-def test_upstream_loads_what_we_write(target: Case, saved: list[Case], converted: Any, resume_each: ResumeEach) -> None:
-    resume_each(saved, upstream(target), check_upstream, get=converted, model="bulk", scheduler=True)
-
-
-@pytest.mark.parametrize(("target", "saved"), [pytest.param(*route, id=str(route[0])) for route in UNIFORM_ROUTES])
-def test_upstreams_stage_3_loads_what_we_write(
-    target: Case, saved: list[Case], converted: Any, resume_each: ResumeEach
+@pytest.mark.parametrize(("target", "saved", "options"), UPSTREAM_ROWS)
+def test_upstream_loads_what_we_write(
+    target: Case, saved: list[Case], options: dict[str, Any], converted: Any, resume_each: ResumeEach
 ) -> None:
-    options = {"model": "bulk", "optimizer": "adamw_uniform", "scheduler": True}
-    resume_each(saved, upstream(target), check_upstream, get=converted, **options)
-
-
-@pytest.mark.parametrize("optimizer", ["amsgrad", "momentum"])
-def test_upstream_loads_other_optimizers(optimizer: str, converted: Any, resume_each: ResumeEach) -> None:
-    options = {"model": "bulk", "optimizer": optimizer}
-    resume_each([Case(1, 2)], upstream(Case(2, 3)), check_upstream, get=converted, **options)
+    case = target.but(config={**target.config, "checkpoint": UPSTREAM})
+    resume_each(saved, case, check_upstream, get=converted, **options)
 
 
 # --- upstream's converter
@@ -126,12 +122,8 @@ def test_upstream_loads_other_optimizers(optimizer: str, converted: Any, resume_
 )
 def test_what_upstream_converted_is_resumed(target: Case, converted: Any, resume_each: ResumeEach) -> None:
     """Masters, states, 16-bit values, tied and frozen parameters, buffers, groups, scheduler, counters: bit by bit."""
-
-    def check(_source: Case, _target: Case, report: ResumeReport) -> None:
-        assert report.direct
-
     get = partial(converted, convert=convert_upstream)
-    resume_each([BF16, Case(3, 2)], target, check, get=get, scheduler=True)
+    resume_each([BF16, Case(3, 2)], target, directly, get=get, scheduler=True)
 
 
 @pytest.mark.parametrize("target", [Case(1, 3), Case(3, 2, "bf16")], ids=str)
@@ -154,16 +146,11 @@ def train_with_load_universal(ds_config: dict[str, Any]) -> Generator[Any, None,
 # --- mode "atomic"
 
 
-@pytest.fixture
-def load(ucp_worlds: WorldPool) -> Callable[..., ResumeReport]:
-    """`load(saved, target, checkpoint, **options)`: load it under another case, compare bit by bit, go on."""
-
-    def run(saved: SavedRun, target: Case, checkpoint: dict[str, Any], **options: Any) -> ResumeReport:
-        case = target.but(config={**target.config, "checkpoint": checkpoint})
-        (check,) = resume_runs(training(**options), [saved], case.launch, ucp_worlds)
-        return check()
-
-    return run
+def load(worlds: WorldPool, saved: SavedRun, target: Case, options: dict[str, Any], **universal: Any) -> ResumeReport:
+    """Load a run in mode "atomic" under another case, compare bit by bit, train on."""
+    case = target.on(mode="atomic", **universal)
+    (check,) = resume_runs(training(**options), [saved], case.launch, worlds)
+    return check()
 
 
 ATOMIC_ROUTES = [
@@ -176,38 +163,32 @@ ATOMIC_ROUTES = [
 
 @pytest.mark.parametrize(("source", "target"), params(ATOMIC_ROUTES[:2], ATOMIC_ROUTES, pair_id))
 def test_a_launch_converts_then_loads_and_the_next_takes_what_is_there(
-    source: Case, target: Case, sources: Any, load: Callable[..., ResumeReport], tmp_path: Path
+    source: Case, target: Case, sources: Any, ucp_worlds: WorldPool, tmp_path: Path
 ) -> None:
     options = {"model": "mixed", "scheduler": True}
     saved = replace(sources.get(source, **options), folder=tmp_path / "run")
     shutil.copytree(sources.get(source, **options).folder, saved.folder)
     before = list_files(saved.folder)
-    first = load(saved, target, ATOMIC, **options)
-    assert first.direct
-    assert first.parameters == 10
+    first = load(ucp_worlds, saved, target, options)
+    assert (first.direct, first.parameters) == (True, 10)
     (manifest,) = saved.folder.glob(f"*_universal/{MANIFEST}")
     written = list_files(saved.folder)
-    assert {name: written[name] for name in before} == before  # the source is as it was
-    second = load(saved, target.but(dp=2), ATOMIC, **options)
-    assert second.direct
+    assert {name: written[name] for name in before} == before  # the source is unchanged
+    assert load(ucp_worlds, saved, target.but(dp=2), options).direct
     assert list_files(saved.folder) == written
     assert (saved.folder / "latest_universal").read_text() == manifest.parent.name
 
 
-def test_another_folder_for_what_a_launch_writes(
-    sources: Any, load: Callable[..., ResumeReport], tmp_path: Path
-) -> None:
-    options = {"model": "plain"}
-    saved = sources.get(Case(1, 2), **options)
+def test_another_folder_for_what_a_launch_writes(sources: Any, ucp_worlds: WorldPool, tmp_path: Path) -> None:
+    saved = sources.get(Case(1, 2), model="plain")
     before = list_files(saved.folder)
-    checkpoint = {"universal": {"mode": "atomic", "atomic_dir": str(tmp_path / "fast")}}
-    assert load(saved, Case(3, 3), checkpoint, **options).direct
+    assert load(ucp_worlds, saved, Case(3, 3), {"model": "plain"}, atomic_dir=str(tmp_path / "fast")).direct
     assert list_files(saved.folder) == before
     assert len([*(tmp_path / "fast").glob(f"*_universal/{MANIFEST}")]) == 1
 
 
 def list_files(folder: Path) -> dict[str, tuple[int, int, int]]:
-    """Size, inode and time of every file of a checkpoint; neither locks nor what names the newest."""
+    """Return size, inode and time of every file of a checkpoint, without locks and `latest` files."""
     found = {str(path.relative_to(folder)): path.stat() for path in folder.glob("*/**/*") if path.is_file()}
     return {name: (stat.st_size, stat.st_ino, stat.st_mtime_ns) for name, stat in found.items()}
 
@@ -216,7 +197,7 @@ def list_files(folder: Path) -> dict[str, tuple[int, int, int]]:
 
 TP2_PP2 = Launch(2, 2)
 WORDS = "language_model.embedding.word_embeddings.weight"
-FAMILIES = {"dense": "megatron-gpt", "padded": "megatron-gpt"}  # of "llama" the checkpoint itself says everything
+FAMILIES = {"dense": "megatron-gpt", "padded": "megatron-gpt"}  # "llama" needs no rules
 ROUTES_3D = {
     "dense": [Launch(1, 2, world=2), Launch(2, 1, world=2), Launch(2, 2), Launch(1, 1, world=2)],
     "padded": [Launch(2, 1, world=2), Launch(1, 2, world=2)],
@@ -260,33 +241,28 @@ def test_upstream_loads_other_parallelism(
 
 
 def keep_what_upstream_knows(state: CapturedEngine, model: str) -> CapturedEngine:
-    """One value of what several stages hold (the last one's positions are idle); no padding of the vocabulary."""
+    """Return a state with the first copy of tied parameters (the last stage's positions are idle), without padding."""
+
+    def clear(tensor: Any) -> Any:
+        cleared = tensor.clone()
+        cleared[MODELS[model]["vocabulary"] :] = 0
+        return cleared
+
     kept = {name: each for name, each in state.parameters.items() if "#" not in name}
-    rows = MODELS[model]["vocabulary"]
-    kept[WORDS] = replace(
-        kept[WORDS],
-        value=clear_rows(kept[WORDS].value, rows),
-        fp32=clear_rows(kept[WORDS].fp32, rows),
-        tensors={key: clear_rows(tensor, rows) for key, tensor in kept[WORDS].tensors.items()},
-    )
+    words = kept[WORDS]
+    tensors = {key: clear(tensor) for key, tensor in words.tensors.items()}
+    kept[WORDS] = replace(words, value=clear(words.value), fp32=clear(words.fp32), tensors=tensors)
     return replace(state, parameters=kept)
-
-
-def clear_rows(tensor: Any, low: int) -> Any:
-    """A copy without what is in the rows from `low` on."""
-    cleared = tensor.clone()
-    cleared[low:] = 0
-    return cleared
 
 
 # --- what upstream leaves out
 
 Plain = partial(Launch, pipeline=False)
-POSITIONS = "position_embeddings.weight"  # not tied by the example: stages have values of their own
+POSITIONS = "position_embeddings.weight"  # not tied by the example: stages have different values
 
 
 def load_moved(runs: Runs, source: Launch, target: Launch) -> tuple[list[Local], list[Local]]:
-    """What the source held at its save, and what the target holds after it has loaded what upstream made of it."""
+    """Convert a save by upstream and load it. Returns the ranks of the source and of the target."""
     saved = runs.saved("extras", source)
     root = Path(runs.folder("extras", source))
     folder = root.with_name(f"{root.name}-moved")
@@ -299,7 +275,7 @@ def load_moved(runs: Runs, source: Launch, target: Launch) -> tuple[list[Local],
 
 
 def is_left_out(difference: str) -> bool:
-    """What upstream does not keep: buffers and frozen parameters, and all but one of what stages hold each."""
+    """Return True for states that upstream drops: buffers, frozen parameters, all but one copy of several stages."""
     return difference.startswith("buffer ") or "mlp.dense_4h_to_h." in difference or POSITIONS in difference
 
 

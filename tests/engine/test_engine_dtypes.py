@@ -1,4 +1,4 @@
-"""Masters and moments in 16 bit, to and from each other and those in fp32; parameters of several dtypes."""
+"""Masters and moments in 16 bit, between each other and fp32; parameters of several dtypes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Kind = tuple[Case, dict[str, Any]]
 
 
 def keep(stage: int, dp: int, precision: str, *, states: bool = False, offload: bool = True) -> Kind:
-    """Masters in 16 bit, and the moments as well with `states`; DeepSpeed wants its CPUAdam for all but the latter."""
+    """Masters in 16 bit, and with `states` the moments, too, without which DeepSpeed requires its CPUAdam."""
     section = {"enabled": True, f"{precision}_master_weights_and_grads": True}
     section |= {"bf16_optimizer_states": True} if states else {}
     section |= {"initial_scale_power": 8} if precision == "fp16" else {}
@@ -64,7 +64,7 @@ CHOSEN = [TARGETS[5], TARGETS[10]]
 @pytest.mark.timeout(600)  # DeepSpeed may have to compile it first
 @pytest.mark.parametrize("target", params([(each,) for each in CHOSEN], [(each,) for each in TARGETS], name_kind))
 def test_to_masters_in_16_bit(target: Kind, resume_each: ResumeEach, compiled_op: Callable[[str], None]) -> None:
-    """32 bits are rounded, once, others come back to the bit; then it goes on as the saved run did."""
+    """32 bits are rounded once, 16 bits come back exactly; then the losses are those of the saved run."""
     compiled_op("CPUAdamBuilder")
     case, live = target
     low = list_kinds(1 + case.stage % 3, 3)
@@ -92,7 +92,7 @@ def list_dtypes(state: CapturedEngine) -> set[tuple[str, torch.dtype]]:
 def test_what_is_rounded_is_told(
     target: Kind, sources: Any, ucp_worlds: WorldPool, compiled_op: Callable[[str], None]
 ) -> None:
-    """A load makes states of the dtype in which the optimizer keeps its own."""
+    """Loaded states have the dtype of the optimizer's states."""
     compiled_op("CPUAdamBuilder")
     case, live = target
     loads = [Load(str(sources.get(each, **{"model": "mixed", **own}).folder)) for each, own in (WIDE[3], target)]
@@ -107,7 +107,7 @@ def test_what_is_rounded_is_told(
 BF16 = LOSS_TOLERANCE["bf16"]
 
 HALF = {"model": "half"}
-"""A model that its client made in bf16, without a word of it in the ds_config."""
+"""A model in bf16 without any configuration of it."""
 
 OWN_HALF: list[Kind] = [(Case(0, 2), HALF), (Case(1, 3), HALF), (Case(2, 2), HALF), (Case(3, 2), HALF)]
 

@@ -16,7 +16,7 @@ from tests.support.engines.driving import Engines, Refusal, name_row
 from tests.support.engines.experts import Spread
 
 BELOW = "expert_layer"
-"""A module's name by which DeepSpeed takes all that is in it for experts."""
+"""A module's name for which DeepSpeed treats all its parameters as experts."""
 
 SOURCES = [
     Spread(4, 1, "bf16", (2, 2)),
@@ -52,22 +52,24 @@ def test_every_expert_comes_back(
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_experts_among_all_parameters_in_one_group(precision: str, engines: Engines, subtests: pytest.Subtests) -> None:
-    """As ``AdamW(model.parameters())`` has them at stage 0."""
+    """Like ``AdamW(model.parameters())`` at stage 0."""
     source = Spread(2, 0, precision, (2, 2), together=True)
     saved = engines.saved(source)
     states = next(Path(saved.folder).rglob("mp_rank_00_model_states.pt"))
-    told = "ds_config" in torch.load(states, weights_only=False)
+    has_config = "ds_config" in torch.load(states, weights_only=False)
     targets = [source, Spread(2, 0, precision, (1, 1), together=True), Spread(2, 1, "bf16", (2, 2))]
     for target in targets if precision == "fp32" else targets[:2]:
         with subtests.test(target=str(target)):
             (outcome,) = engines.load(target, saved.folder)
-            ours = source != target or not (told or precision == "bf16")  # to 0.19.2 DeepSpeed's own load fails in fp32
+            ours = source != target or not (
+                has_config or precision == "bf16"
+            )  # to 0.19.2 DeepSpeed's own load fails in fp32
             outcome.check(target, source, saved, direct=ours)
 
 
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_degrees_whose_groups_have_another_order_at_every_start(shuffled: bool, engines: Engines) -> None:
-    """DeepSpeed's own load of the same topology takes groups by their number."""
+    """DeepSpeed's load of the same topology matches groups by number."""
     source = Spread(4, 1, "bf16", (2, 4), shuffled=not shuffled)
     saved, target = engines.saved(source), replace(source, shuffled=shuffled)
     (outcome,) = engines.load(target, saved.folder)
@@ -84,8 +86,8 @@ def test_degrees_whose_groups_have_another_order_at_every_start(shuffled: bool, 
     ids=str,
 )
 def test_layers_of_experts_that_deepspeed_loses(source: Spread, engines: Engines, subtests: pytest.Subtests) -> None:
-    """Of tied ones it saves the second name's experts with rank 0's model states, and loads these on every rank; it
-    leaves the residual expert out of them where a module's name has "expert" in it, and cannot load what it has saved.
+    """DeepSpeed saves tied experts twice, once with rank 0's model states, which every rank then loads. It drops a
+    residual expert below a module with "expert" in its name, and cannot load its save.
     """
     saved = engines.saved(source)
     for target in (source, replace(source, stage=2, degrees=(1, 1)), replace(source, stage=0, degrees=(2, 2))):
@@ -95,7 +97,7 @@ def test_layers_of_experts_that_deepspeed_loses(source: Spread, engines: Engines
 
 
 def test_a_custom_load_needs_all_experts_on_every_rank(engines: Engines) -> None:
-    """Every rank counts its own from 0, so that by these names all would take the first ones."""
+    """Every rank numbers its experts from 0: by these names all ranks would load the first ones."""
     saved = engines.saved(Spread(2, 1, "bf16", (1, 1)))
     arguments = {"custom_load_fn": engine_experts.fill, "load_optimizer_states": False}
     (refused,) = engines.load(Spread(2, 1, "bf16", (2, 1)), saved.folder, arguments=arguments)
@@ -108,14 +110,14 @@ LATER = "expp_rank_1_mp_rank_00_optim_states.pt"
 LOST = ["layer_1_expert_2_mp_rank_00_model_states.pt", *(f"expp_rank_{r}_mp_rank_00_optim_states.pt" for r in (0, 1))]
 RESIDUAL = Spread(2, 0, "fp32", (2, 2), residual=BELOW)
 REFUSED = {
-    # Two layers of the same shapes with one degree each: nothing in the files tells which has which. In the same
-    # topology DeepSpeed's own load takes them by their order, which it makes anew at every start.
+    # No file records the degrees of two layers of the same shapes. In the same topology DeepSpeed's load uses their
+    # order, which changes at every start.
     "degrees-that-stage-0-does-not-save": Refusal(
         Spread(2, 0, "fp32", (2, 1)),
         (Spread(2, 1, "fp32", (2, 1)), Spread(2, 0, "fp32", (2, 1))),
         ("MismatchError", "several such degrees", "load_optimizer_states=False"),
     ),
-    "optimizer-of-another-step": Refusal(  # at stage 0 in fp32 no other file has what it holds
+    "optimizer-of-another-step": Refusal(  # at stage 0 in fp32 no other file has its states
         Spread(2, 0, "fp32", (2, 2)),
         (Spread(2, 1, "bf16", (1, 1)),),
         ("CheckpointError", f"{LATER}: the optimizer's step differs"),

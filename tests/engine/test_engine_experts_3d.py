@@ -75,12 +75,12 @@ def test_every_expert_comes_back(
 
 
 ALONE = [SOURCES[0], SOURCES[6], SOURCES[7], SOURCES[9]]
-"""Folded and cut experts and a pipeline, whose weights are loaded without an optimizer's states."""
+"""Folded and cut experts and a pipeline, loaded without optimizer states."""
 
 
 @pytest.mark.parametrize("target", params([(TARGETS[0],)], [(TARGETS[place],) for place in (0, 3, 8, 10)], name_target))
 def test_weights_alone(target: Spread, engines: Engines, subtests: pytest.Subtests) -> None:
-    """They are the model's own, which lie in the files of single experts."""
+    """They are the model's copies, in the files of single experts."""
     runs = [engines.saved(source) for source in ALONE]
     outcomes = engines.load(target, *(run.folder for run in runs), arguments={"load_optimizer_states": False})
     for source, run, outcome in zip(ALONE, runs, outcomes, strict=True):

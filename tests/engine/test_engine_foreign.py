@@ -1,4 +1,4 @@
-"""Checkpoints of other libraries go on under DeepSpeed: what engines hold is what those libraries read."""
+"""Checkpoints of other libraries in engines: messages, optimizers without states, adapters, refusals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STAGES = (0, 1, 2, 3)
 
 
 def test_fsdp2_in_16_bits(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """Masters are FSDP's fp32 weights, and the model computes with what they round to."""
+    """Masters are FSDP's fp32 weights; the model has them rounded."""
     folder = str(tmp_path / "fsdp")
     ucp_worlds.get(2).run(foreign_run.save, folder, 3)
     tree = read_all(tmp_path / "fsdp")
@@ -55,7 +55,7 @@ def test_an_optimizer_without_states_has_hyper_parameters(tmp_path: Path, ucp_wo
 
 
 def test_an_adapter_goes_on_over_its_base(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """Each from a folder of its own, into a model that PEFT has wrapped."""
+    """From two folders, into a model that PEFT has wrapped."""
     from tests.export.test_adapter import LORAS, make_base, make_peft
 
     base, folder = str(tmp_path / "base"), str(tmp_path / "peft")
@@ -65,12 +65,12 @@ def test_an_adapter_goes_on_over_its_base(tmp_path: Path, ucp_worlds: WorldPool)
     wanted = {name: param.detach() for name, param in model.named_parameters()}
     for values, heard in ucp_worlds.get(2).run(foreign_run.load_adapter, base, folder, STAGES)[0]:
         check_same(values, wanted)
-        for told in ("the checkpoint has no adapter", "holds no weights of its base"):
-            assert any(told in line for line in heard)
+        for words in ("the checkpoint has no adapter", "holds no weights of its base"):
+            assert any(words in line for line in heard)
 
 
 def test_what_is_refused_leaves_the_engine_as_it_was(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """Of an engine that has trained: every bit, and the losses that follow."""
+    """The engine has trained: every bit, and the next losses."""
     model, optimizer = fsdp_run.build()
     fsdp_run.train(model, optimizer, range(3))
     weights, states = get_state_dict(model, optimizer)
@@ -111,7 +111,7 @@ def test_what_is_refused_leaves_the_engine_as_it_was(tmp_path: Path, ucp_worlds:
 
 
 def flip_tensor(folder: Path, name: str, tensor: torch.Tensor) -> None:
-    """A bit of a tensor, wherever it lies in a file."""
+    """Flip a bit of a tensor in a file."""
     data = bytearray((folder / name).read_bytes())
     data[data.index(tensor.contiguous().numpy().tobytes()) + 9] ^= 4
     (folder / name).write_bytes(data)

@@ -1,4 +1,4 @@
-"""Every format of another library into engines of every kind: what is held is what that library reads, to the bit."""
+"""Every format of another library in engines of every kind, compared to the bit with that library's reader."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ FSDP: dict[str, tuple[int, dict[str, Any]]] = {
     "accelerate": (2, {"apart": True}),
     "bf16": (2, {"dtype": "bfloat16"}),
 }
-"""What is saved by torch.distributed.checkpoint: ranks, and options of the run."""
+"""Runs that torch.distributed.checkpoint saves: ranks and options."""
 
 WEIGHTS = ("safetensors", "bin")
 SOURCES = (*WEIGHTS, *FSDP)
@@ -62,7 +62,7 @@ SOURCES = (*WEIGHTS, *FSDP)
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint, what the library that wrote it reads of it, and the losses that follow there."""
+    """A checkpoint, its states as its library reads them, and the losses after the save."""
 
     folder: Path
     states: States
@@ -70,7 +70,7 @@ class Saved:
 
 
 class Sources(dict[str, Saved]):
-    """By format; written when first asked for."""
+    """Checkpoints by format, written at the first access."""
 
     def __init__(self, worlds: WorldPool, root: Path) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Sources(dict[str, Saved]):
 
 
 def read_nested(folder: Path) -> Tree:
-    """As torch reads it; flattened states have parameters' names in their keys."""
+    """Read as torch does; flattened states have parameters' names in their keys."""
     tree = read_all(folder)
     weights, states = tree["model"], tree["optim"].get("state")
     if states is None:
@@ -105,13 +105,13 @@ def read_nested(folder: Path) -> Tree:
 
 
 def read_folders(folder: Path) -> Tree:
-    """Accelerate's."""
+    """Read Accelerate's folders."""
     model, optimizer = read_all(folder / "pytorch_model_fsdp_0"), read_all(folder / "optimizer_0")
     return model["model"], optimizer["optimizer"]["state"]
 
 
 def write_safetensors(folder: Path, weights: dict[str, Any]) -> dict[str, Any]:
-    """Several files and an index; what the library reads of them."""
+    """Write several files and an index. Returns the tensors that the library reads."""
     save_torch_state_dict(weights, folder, max_shard_size=1000)
     assert (folder / "model.safetensors.index.json").exists()
     found = {}
@@ -140,7 +140,7 @@ def saved(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> So
 ROWS = turns(TARGETS, SOURCES, 2)
 TURNS = [(target, tuple(source for source in SOURCES if (target, source) in ROWS)) for target in TARGETS]
 REST = (Target(1, compiled=True), Target(0, "bf16", pp=2), Target(3, kind="autoep", ep=2))
-"""Exhaustive ones: of their kinds there are others, or they have other names alone (``test_engine_variants.py``)."""
+"""Exhaustive ones: others have their kind, or only names differ (``test_engine_variants.py``)."""
 CHOSEN = [row for row in TURNS if row[0] not in REST]
 EVERY = [*TURNS, *((target, SOURCES) for target in TARGETS)]
 
@@ -203,14 +203,14 @@ def test_other_param_groups(stage: int, ucp_worlds: WorldPool, tmp_path: Path) -
 
 
 def check_states(found: States, saved: States, target: Target) -> set[tuple[str, str]]:
-    """Masters and moments to the bit, the model's own copies rounded from them, buffers; what else there is."""
+    """Compare masters, moments, rounded copies and buffers to the bit. Returns the keys of other states."""
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[target.precision]
     wanted = {}
     for (name, state), tensor in saved.items():
         if state in ("fp32", "copy"):
             wanted[name, "copy"] = tensor.to(dtype)
         if state == "buffer":
-            kept = dtype if target.half == "client" else torch.float32  # DeepSpeed leaves them
+            kept = dtype if target.half == "client" else torch.float32  # DeepSpeed does not cast them
             wanted[name, state] = tensor.to(kept) if tensor.is_floating_point() else tensor
         elif state != "copy":
             wanted[name, state] = tensor.to(dtype if target.half else torch.float32)

@@ -1,4 +1,4 @@
-"""What `ds_ucp export --to dcp` writes goes on under FSDP2, which knows nothing of DeepSpeed."""
+"""Exports with `ds_ucp export --to dcp` under FSDP2, which has no knowledge of DeepSpeed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.synth import Topology
 
 
 def test_fsdp2_goes_on(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """Two ranks load it and take two steps: losses and every weight are those of the run that never stopped."""
+    """Two ranks load it and take two steps: losses and weights equal those of an uninterrupted run."""
     folder = save_trained(tmp_path, Topology(3, 4))
     model, optimizer = fsdp_run.build()
     losses = fsdp_run.train(model, optimizer, range(5))
@@ -30,7 +30,7 @@ def test_fsdp2_goes_on(tmp_path: Path, ucp_worlds: WorldPool) -> None:
 
 
 def test_from_deepspeed_to_fsdp2_and_back(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """Three ranks' masters, states, steps and hyper-parameters are back after two ranks of FSDP2, on one."""
+    """Masters, states, steps and hyper-parameters of three ranks are on one rank after two ranks of FSDP2."""
     saved, out, there = (str(tmp_path / name) for name in ("saved", "out", "there"))
     state = ucp_worlds.get(3).run(foreign_run.save_engine, saved, 3, steps=3)[0]
     assert main(["export", saved, out, "--to", "dcp"]) == 0
@@ -47,7 +47,7 @@ def test_from_deepspeed_to_fsdp2_and_back(tmp_path: Path, ucp_worlds: WorldPool)
 
 
 def test_from_fsdp2_to_deepspeed_and_back(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """All that two ranks of FSDP2 saved is back after three ranks of ZeRO-3, on one."""
+    """All states of two ranks of FSDP2 are on one rank after three ranks of ZeRO-3."""
     saved, there, out, back = (str(tmp_path / name) for name in ("saved", "there", "out", "back"))
     ucp_worlds.get(2).run(foreign_run.save, saved, 3)
     ucp_worlds.get(3).run(foreign_run.save_engine, there, 3, load=saved)
@@ -63,7 +63,7 @@ def test_from_fsdp2_to_deepspeed_and_back(tmp_path: Path, ucp_worlds: WorldPool)
 
 @pytest.mark.parametrize("overflows", [(), (3,), (0, 1, 6)])
 def test_torchs_scaler_goes_on_as_deepspeeds(overflows: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scales are the same up to the next overflow, and halved there."""
+    """The scales are equal up to the next overflow, which halves them."""
     ours = DynamicLossScaler(2.0**16, 4, 1.0, 1, False)
     monkeypatch.setattr("deepspeed.runtime.fp16.loss_scaler.dist.get_rank", lambda: 1)
     for step in range(7):

@@ -124,7 +124,7 @@ UPSTREAMS = [Spread(4, 1, "bf16", 4), Spread(2, 2, "fp32", 2), Spread(4, 3, "bf1
 
 @pytest.fixture(scope="module")
 def autoep(engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> dict[Spread, tuple[Path, Saved]]:
-    """By source the folder of what our converter and upstream's make of its save."""
+    """Convert each source with our converter and upstream's. Returns the folders and the saved runs."""
     found = {}
     for spread in AUTOEP:
         folder, saved = tmp_path_factory.mktemp("autoep"), engines.saved(spread)
@@ -160,7 +160,7 @@ def test_our_files_are_upstreams(autoep: dict[Spread, tuple[Path, Saved]]) -> No
 def test_upstream_loads_what_we_write(
     target: Spread, autoep: dict[Spread, tuple[Path, Saved]], engines: Engines, subtests: pytest.Subtests
 ) -> None:
-    """Upstream's loader takes no buffers."""
+    """Upstream does not load buffers."""
     rows = {spread: each for spread, each in autoep.items() if (spread.stage == 3) == (target.stage == 3)}
     outcomes = engines.load(target, *(folder / "ours" for folder, _ in rows.values()), checkpoint=UNIVERSAL)
     for (source, (_, saved)), outcome in zip(rows.items(), outcomes, strict=True):
@@ -181,7 +181,7 @@ FOLDED = [
 def test_experts_beside_tensor_parallelism_and_of_stage_0_are_converted(
     source: Spread, engines: Engines, tmp_path: Path
 ) -> None:
-    """Upstream's converter takes none."""
+    """Upstream's converter supports neither."""
     target, saved = Spread(2, 3, "fp32", 2), engines.saved(source)
     out = str(tmp_path / "step_universal")
     convert_checkpoint(str(find_tag(saved)), out, groups=None if source.stage else "module")
@@ -204,7 +204,7 @@ def test_the_command_line_knows_both_writers(
 
 
 def test_upstream_takes_its_own_experts_at_degree_1_alone(engines: Engines, tmp_path: Path) -> None:
-    """At others it would take what is local expert 0 here for everybody's first one; what we write, it refuses."""
+    """At other degrees it would load local expert 0 on every rank; it refuses our files."""
     source, target = native(2, 1), native(2, 1, ep=1)
     saved = engines.saved(source)
     convert_checkpoint(saved.folder, str(tmp_path / "step_universal"))

@@ -1,4 +1,4 @@
-"""The hook itself: when it steps in, and that it leaves everything else alone."""
+"""The hook: when the plugin loads, and when DeepSpeed does."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 import deepspeed_ucp
 from deepspeed_ucp.sources.latest import find_checkpoint
 from deepspeed_ucp.targets import gathering
-from deepspeed_ucp.testing import ResumeReport, WorldPool
+from deepspeed_ucp.testing import WorldPool
 from deepspeed_ucp.testing.capture import capture
 from deepspeed_ucp.testing.compare import compare
-from tests.support.engines.cases import Case, make_engine, pair_id
+from tests.support.engines.cases import Case, directly, make_engine, pair_id
 from tests.support.engines.ranks import Folder, Load, Local, differences, load_each, on_nodes, save
 
 PLAIN = {"model": "plain"}
@@ -38,7 +38,7 @@ OFFLOADED = [
 @pytest.mark.releases
 @pytest.mark.parametrize("case", [*SAME, *(Case(stage, 2, "fp16") for stage in (0, 1, 2, 3)), *OFFLOADED], ids=str)
 def test_same_topology_is_left_to_deepspeed(case: Case, sources: Any, ucp_worlds: WorldPool) -> None:
-    """Its own load runs once, one INFO line says why and one when it has ended, and the state is the saved one."""
+    """Its load runs once between two INFO messages, and restores the saved state."""
     check_own_load(case, "plain", sources, ucp_worlds)
 
 
@@ -77,7 +77,7 @@ def list_changes(local: Local) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("case", [Case(0, 2, "bf16"), Case(1, 2, "bf16"), Case(2, 2), Case(3, 2, "fp16")], ids=str)
 def test_same_topology_is_ours_where_it_is_asked_for(case: Case, sources: Any, ucp_worlds: WorldPool) -> None:
-    """It gives to the bit what DeepSpeed's own load gives, and training goes on alike."""
+    """State and losses equal those of DeepSpeed's load."""
     world, loads = ucp_worlds.get(case.dp), [Load(str(sources.get(case, **PLAIN).folder), steps=2)]
     ours = world.run(load_each, case.on(same_topology="direct").training(**PLAIN), loads)
     theirs = world.run(load_each, case.training(**PLAIN), loads, plugin=False)
@@ -90,7 +90,7 @@ def test_same_topology_is_ours_where_it_is_asked_for(case: Case, sources: Any, u
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "sent"])
 def test_partitions_are_gathered_in_place(shared: bool, ucp_worlds: WorldPool) -> None:
-    """Of one element, and of several slices."""
+    """Partitions of one element, and of several slices."""
     for partition in (1, (5 << 20) + 3):
         assert ucp_worlds.get(2).run(gather_partitions, partition, shared=shared) == [True, True]
 
@@ -134,20 +134,16 @@ def test_another_total_batch_is_told_in_the_same_topology_too(sources: Any, ucp_
 def test_masters_are_restored_whatever_deepspeeds_own_load_makes_them_of(
     config: dict[str, Any], resume_each: Callable[..., None]
 ) -> None:
-    """In the same topology it would make them of the 16-bit copies."""
-
-    def check(_source: Case, _target: Case, report: ResumeReport) -> None:
-        assert report.direct
-
+    """In the same topology it would restore them from the 16-bit copies."""
     case = Case(1, 2, "bf16", zero={"load_from_fp32_weights": False}, config=config)
-    resume_each([case], case, check, **PLAIN)
+    resume_each([case], case, directly, **PLAIN)
 
 
 @pytest.mark.parametrize("case", [Case(1, 2), Case(2, 2, "bf16"), Case(0, 2, "bf16")], ids=str)
 def test_experts_are_left_to_deepspeed_in_the_same_topology_alone(
     case: Case, tmp_path: Path, ucp_worlds: WorldPool
 ) -> None:
-    """With another expert-parallel degree its own load would mix up the experts' states (test_engine_experts.py)."""
+    """With another expert-parallel degree DeepSpeed would mix up the experts' states (test_engine_experts.py)."""
     world, loads = ucp_worlds.get(2), [Load(str(tmp_path))]
     world.run(save, case.training(model="experts2"), str(tmp_path), plugin=False, read=id)
     for (local,) in world.run(load_each, case.on().training(model="experts2"), loads, read=id):
@@ -159,7 +155,7 @@ def test_experts_are_left_to_deepspeed_in_the_same_topology_alone(
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.exhaustive), 3])
 def test_files_of_every_nodes_own(stage: int, tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """DeepSpeed's own load where each node has its own ranks' files, else ours, to the bit as from one folder."""
+    """DeepSpeed loads if each node has its ranks' files, otherwise the plugin, to the bit as from one folder."""
     options = {"universal": {"seal": True}, "use_node_local_storage": True}
     local = Case(stage, 2, "bf16", config={"checkpoint": options})
     other, world = local.but(stage=4 - stage), ucp_worlds.get(2)

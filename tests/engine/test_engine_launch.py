@@ -1,4 +1,4 @@
-"""`ds_ucp run` under the launchers, or the environment alone, for a script that knows nothing of the plugin."""
+"""`ds_ucp run` under the launchers, or the environment alone, for a script without the plugin."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ site.addsitedir({ROOT!r})  # as site-packages are with which the package is inst
 
 @pytest.fixture(scope="module")
 def checkpoint(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Saved on three ranks under ZeRO-1 by the same model as the script's."""
+    """Save the script's model on three ranks under ZeRO-1."""
     folder = tmp_path_factory.mktemp("launch") / "checkpoint"
     ucp_worlds.get(3).run(save_for_the_script, Case(1, 3).ds_config, str(folder))
     return folder
@@ -81,7 +81,7 @@ def save_for_the_script(ds_config: dict[str, Any], folder: str) -> None:
 
 @pytest.fixture
 def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """With a `ds_ucp` on the PATH, also where the package is not installed. Cleans up /dev/shm after DeepSpeed."""
+    """Put `ds_ucp` on the PATH, and remove DeepSpeed's files from /dev/shm afterwards."""
     script = tmp_path / "bin" / "ds_ucp"
     script.parent.mkdir()
     script.write_text(f"#!{sys.executable}\n{DS_UCP}")
@@ -93,12 +93,12 @@ def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
         port = str(held.getsockname()[1])
         variables |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "MASTER_PORT": port}
         yield {**os.environ, **variables}
-    for left in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
-        left.unlink(missing_ok=True)
+    for buffer in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
+        buffer.unlink(missing_ok=True)
 
 
 def launch(command: list[str], environment: dict[str, str], folder: Path) -> tuple[int, str]:
-    """Run a launcher in a session of its own, so that nothing of it outlives the test."""
+    """Run a launcher in a new session, which ends with the test."""
     with subprocess.Popen(
         command, env=environment, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,
@@ -114,7 +114,7 @@ def launch(command: list[str], environment: dict[str, str], folder: Path) -> tup
 @pytest.mark.timeout(600)  # DeepSpeed may have to compile
 @pytest.mark.parametrize("launcher", params([("environment",)], [(each,) for each in LAUNCHERS]))
 def test_untouched_script(launcher: str, checkpoint: Path, environment: dict[str, str], tmp_path: Path) -> None:
-    """The platforms' tests start real launchers, too; the other rows here are exhaustive."""
+    """The tests of platforms start real launchers, too; most rows are exhaustive."""
     command = [part.format(port=environment["MASTER_PORT"]) for part in LAUNCHERS[launcher]]
     if not Path(command[0]).exists():
         pytest.skip(f"{command[0]} is not installed")

@@ -21,7 +21,7 @@ RELEASES = ("newest", "2024-01", "2023-10", "none")
 
 
 def make_client_states(model: str, launch: Launch) -> dict[str, dict[str, Any]]:
-    """By release what `checkpointing.py` passes as `client_state`."""
+    """Return the `client_state` of `checkpointing.py` by release."""
     args = make_arguments(model, launch)
     infos = {
         "newest": universal_info(args, 256),
@@ -33,7 +33,7 @@ def make_client_states(model: str, launch: Launch) -> dict[str, dict[str, Any]]:
 
 
 def make_arguments(model: str, launch: Launch) -> Any:
-    """Megatron-DeepSpeed's arguments for a model."""
+    """Return Megatron-DeepSpeed's arguments for a model."""
     sizes = {"kv_heads": 0, "ffn": 0, "swiglu": False, "rmsnorm": False, "rotary": False, "untied": False, "bias": True}
     sizes.update(MODELS[model])
     return megatron_args(
@@ -80,7 +80,7 @@ def name_row(row: Row) -> str:
 
 
 def of_each(route: Route, releases: tuple[str, ...] = RELEASES) -> list[Route]:
-    """The route from what each release saved."""
+    """Return the route for the save of each release."""
     return [replace(route, part=release) for release in releases]
 
 
@@ -91,7 +91,7 @@ def runs(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> Run
 
 
 def check_each(routes: list[Route], runs: Runs) -> None:
-    """Every load of every release brought back every bit, and training goes on; one engine takes them all."""
+    """Check every bit and the losses of all routes, in one engine."""
     for route in routes:
         runs.check(route, routes)
 
@@ -136,18 +136,18 @@ def test_fused_layouts_are_not_guessed(model: str, runs: Runs) -> None:
 
 
 def test_fused_gate_and_up_are_not_guessed(runs: Runs) -> None:
-    """Releases without `parameter_with_2_sub_params_cat_dim_0`; Megatron's attributes do not tell either."""
+    """Releases without `parameter_with_2_sub_params_cat_dim_0`; Megatron's attributes do not help."""
     rules = {"rules": [{**QKV_RULES[0], "parts": [32, 16, 16]}]}
     newest, silent = of_each(Route("megatron-llama", TP2, Plain(4, stage=1), rules), ("newest", "none"))
     runs.check_refused(silent, "MismatchError", "dense_h_to_4h.weight: (48, 32)", "gate and up")
     assert runs.attempt(newest)[0][0].error == ""
 
 
-# --- what a TP=1 source does not say
+# --- metadata of a TP=1 source
 
 
 def test_tp1_metadata_lacks_the_rows(runs: Runs) -> None:
-    """Its metadata names no row-parallel parameters: upstream cuts them on the wrong dimension, silently."""
+    """Its metadata names no row-parallel parameters: upstream cuts them along the wrong dimension."""
     route = Route("unmarked", PP2, TP2_PP2, part="newest")
     names = (
         "self_attention.dense.weight",
@@ -161,7 +161,7 @@ def test_tp1_metadata_lacks_the_rows(runs: Runs) -> None:
 
 
 def test_live_attributes_tell_the_rows_of_a_tp1_source(runs: Runs) -> None:
-    """The same weights: the engine that saves has no attributes, the one that loads has them."""
+    """The saving engine has no attributes, the loading one has them."""
     check_each(of_each(Route("megatron", PP2, TP2_PP2, {"rules": QKV_RULES}), ("2023-10", "none")), runs)
 
 

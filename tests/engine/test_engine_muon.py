@@ -55,7 +55,7 @@ def test_momentum_comes_back(
 
 
 def test_deepspeeds_own_load_loses_the_momentum_in_memory(engines: Engines) -> None:
-    """At the same topology ours goes on as the uninterrupted run does, which is tested above."""
+    """In the same topology the plugin continues like the uninterrupted run (tested above)."""
     kind = Kind(2, 3, in_memory=True)
     saved = engines.saved(kind)
     assert engines.load_by_deepspeed(kind, saved.folder) != saved.losses
@@ -69,7 +69,7 @@ def test_deepspeeds_own_load_is_right_at_the_same_topology(kind: Kind, engines: 
 
 
 def add_to_momentum(folder: Path) -> None:
-    """Of a parameter that begins on rank 0."""
+    """Change the momentum of a parameter that starts on rank 0."""
 
     def add(tree: Any) -> None:
         tree["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["momentum_buffer"][0] += 1
@@ -79,13 +79,13 @@ def add_to_momentum(folder: Path) -> None:
 
 BORDER = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
 REFUSED = {
-    # DeepSpeed cuts the padding of a partition off what is none, and gives every rank the first one's.
+    # DeepSpeed truncates the momentum like a padded partition, and loads rank 0's on every rank.
     "elastic": Refusal(
         Kind(2, 1, elastic=True),
         (Kind(2, 1, elastic=True), Kind(2, 3)),
         ("MismatchError", "momentum_buffer (shape"),
     ),
-    # A parameter on the border of two partitions lies whole in the files of both ranks.
+    # The files of both ranks have the whole momentum of a parameter on the border of two partitions.
     "momentum-that-differs-between-two-ranks": Refusal(
         Kind(2, 1),
         (Kind(1, 3),),

@@ -59,7 +59,7 @@ def test_every_state_comes_back(
 
 @pytest.mark.parametrize("kind", [Kind(2, optimizer="nvme"), Kind(1, optimizer="nvme", pipelined="read")], ids=str)
 def test_deepspeeds_own_load_loses_states(kind: Kind, engines: Engines) -> None:
-    """At the same topology; ours goes on as the uninterrupted run does, which is tested above."""
+    """In the same topology, in which the plugin continues like the uninterrupted run (tested above)."""
     saved = engines.saved(kind)
     assert engines.load_by_deepspeed(kind, saved.folder) != saved.losses
 
@@ -78,7 +78,7 @@ def test_pipelined_swapping_leaves_other_sub_groups_states_in_the_state_files(en
     "kind", [Kind(2, optimizer="nvme", params="nvme"), Kind(1, optimizer="nvme", pipelined="read")]
 )
 def test_a_save_right_after_a_resume(kind: Kind, engines: Engines, tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """As after a step what is swapped is in swap files alone. Those of another engine beside it do no harm."""
+    """Swapped states are in swap files alone, as after a step, and not mixed with those of another engine."""
     source, plain = Kind(2, 3), Kind(1, 3)
     saved = engines.saved(source)
     other = ucp_worlds.get(3 - kind.world)
@@ -97,7 +97,7 @@ def test_a_save_right_after_a_resume(kind: Kind, engines: Engines, tmp_path: Pat
 
 
 def test_frozen_parameters_on_nvme(engines: Engines) -> None:
-    """They are filled; a save of theirs has a placeholder alone, and is refused."""
+    """They are loaded; a save of them has only a placeholder, and is refused."""
     source, target = Kind(2, 1, frozen=True), Kind(1, optimizer="nvme", params="nvme", frozen=True)
     saved = engines.saved(source)
     taken, refused = engines.load(target, saved.folder, engines.saved(target).folder)

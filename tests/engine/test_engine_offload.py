@@ -1,4 +1,4 @@
-"""Where engines keep their states beside the usual places: what comes back from there, and what is refused by name."""
+"""Engines with states in unusual places: states that come back, and refusals."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ pytest.importorskip("deepspeed.runtime.zenflow", reason="DeepSpeed before ZenFlo
 ResumeEach = Callable[..., None]
 
 ON_GPU = get_accelerator().device_name() == "cuda"
-"""Then nothing has a stand-in."""
+"""Stand-ins are for the CPU alone."""
 
 
 def split() -> AbstractContextManager[Any]:
-    """An accelerator by name: partial offload then steps its share of the sub-groups with a second optimizer."""
+    """Rename the accelerator: partial offload then steps some sub-groups with a second optimizer."""
     if ON_GPU:
         return nullcontext()
     return mock.patch.object(get_accelerator(), "_name", "cpu:0")
@@ -42,7 +42,7 @@ def split() -> AbstractContextManager[Any]:
 
 @contextmanager
 def superoffload() -> Iterator[None]:
-    """A stream to be waited for, which there is none of on a CPU, and no question for the accelerator's name."""
+    """Replace the stream, which a CPU does not have, and the check of the accelerator."""
     from deepspeed.runtime.superoffload import superoffload_stage3
 
     if ON_GPU:
@@ -57,7 +57,7 @@ def superoffload() -> Iterator[None]:
 
 
 class Quantizer:
-    """Symmetric 8-bit quantization in plain torch for DeepSpeed's kernel, which has no build for the CPU."""
+    """Symmetric 8-bit quantization in plain torch; DeepSpeed's kernel has no CPU build."""
 
     Symmetric = 0
 
@@ -137,7 +137,7 @@ SUPER = PARTIAL.but(zero={**PARTIAL.zero, "offload_optimizer": {"device": "cpu",
 
 
 def test_secondary_partitions(resume_each: ResumeEach) -> None:
-    """ZeRO++'s hpZ keeps copies beside the partitions, which each load finds from the training before it."""
+    """ZeRO++'s hpZ keeps secondary copies of the partitions, which are stale in each load."""
     resume_each([Case(1, 3, "bf16"), HPZ.but(dp=2, zero={}), HPZ], HPZ, model="mixed")
 
 
@@ -149,18 +149,18 @@ def test_from_secondary_partitions(resume_each: ResumeEach) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 def test_partial_offload(resume_each: ResumeEach, compiled_op: Callable[[str], None]) -> None:
-    """On a CPU all of it is offloaded."""
+    """A CPU offloads all of it."""
     compiled_op("CPUAdamBuilder")
     resume_each([PARTIAL, PARTIAL.but(dp=3), Case(1, 3, "bf16")], PARTIAL, model="plain", optimizer="cpu_adam")
 
 
 def average_losses(answers: list[list[Local]]) -> list[float]:
-    """Over the ranks, of the one load that each made."""
+    """Return the losses of one load as means over the ranks."""
     return [sum(each) / len(each) for each in zip(*(local.losses for (local,) in answers), strict=True)]
 
 
 def try_each(case: Case, training: Any, loads: list[Load], worlds: WorldPool) -> list[Attempt]:
-    """Return one rank's attempts, none of which changes the engine."""
+    """Return one rank's attempts; refusals do not change the engine."""
     attempts = worlds.get(case.dp).run(attempt_each, training, loads)[0]
     assert all(attempt.changed == [] for attempt in attempts if attempt.error)
     return attempts  # type: ignore[no-any-return]
@@ -168,7 +168,7 @@ def try_each(case: Case, training: Any, loads: list[Load], worlds: WorldPool) ->
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("case", "stand_in", "engine", "told"),
+    ("case", "stand_in", "engine", "words"),
     [
         pytest.param(PARTIAL, "split", "offload_optimizer.ratio", "ratio 0.5 kept it", id="partial"),
         pytest.param(
@@ -180,12 +180,12 @@ def test_moments_of_another_optimizer(
     case: Case,
     stand_in: str,
     engine: str,
-    told: str,
+    words: str,
     tmp_path: Path,
     ucp_worlds: WorldPool,
     compiled_op: Callable[[str], None],
 ) -> None:
-    """DeepSpeed neither saves nor loads them; the weights come back alone."""
+    """DeepSpeed neither saves nor loads them; only the weights come back."""
     compiled_op("CPUAdamBuilder")
     options = {"model": "plain", "optimizer": "cpu_adam"}
     own = partial(train_with_stand_in, case.on().ds_config, stand_in, **options)
@@ -197,7 +197,7 @@ def test_moments_of_another_optimizer(
     (refused, taken) = try_each(
         target, target.training(**options), [Load(str(tmp_path)), Load(str(tmp_path), weights)], ucp_worlds
     )
-    assert refused.error == "MismatchError" and told in refused.message and not taken.error
+    assert refused.error == "MismatchError" and words in refused.message and not taken.error
     (local,) = ucp_worlds.get(3).run(load_each, target.training(**options), [Load(str(tmp_path), weights)])[0]
     assert compare(saved, local.state, optimizer_states=False)[1] == []
 
@@ -207,7 +207,7 @@ def test_moments_of_another_optimizer(
 def test_states_that_are_away(
     stage: int, tmp_path: Path, ucp_worlds: WorldPool, compiled_op: Callable[[str], None]
 ) -> None:
-    """`engine.offload_states` leaves copies among the states of ZeRO 3 that are old after the next step."""
+    """`engine.offload_states` leaves copies in the states of ZeRO 3, which are stale after the next step."""
     compiled_op("FusedAdamBuilder")
     options = {"model": "plain", "optimizer": "fused_adam"}
     folders = (str(tmp_path / "away"), str(tmp_path / "back"))
@@ -230,15 +230,15 @@ def test_states_that_are_away(
 def test_steps_that_fused_adam_counts_for_a_group(
     target: Case, sources: Any, ucp_worlds: WorldPool, compiled_op: Callable[[str], None]
 ) -> None:
-    """At stage 0 in fp32 the files have 0 for all parameters of a group but the last one."""
+    """At stage 0 in fp32 the files have step 0 for all parameters of a group except the last one."""
     compiled_op("FusedAdamBuilder")
     options = {"model": "mixed", "optimizer": "fused_adam"}
     run = sources.get(Case(0, 3), **options)
     loads = [Load(str(run.folder), steps=len(run.losses))]
     answers = ucp_worlds.get(2).run(load_each, target.on().training(**options), loads)
     for (local,) in answers:
-        told = differences(run.folder, local.state)
-        assert len(told) == 6 and all(text.endswith("state step: saved 0.0, loaded 3.0") for text in told)
+        found = differences(run.folder, local.state)
+        assert len(found) == 6 and all(text.endswith("state step: saved 0.0, loaded 3.0") for text in found)
     assert average_losses(answers) == pytest.approx(run.losses, rel=1e-4)
 
 
@@ -259,7 +259,7 @@ AUTOCAST_TARGETS = [
 @pytest.mark.releases
 @pytest.mark.parametrize("target", params([(AUTOCAST_TARGETS[0],)], [(each,) for each in AUTOCAST_TARGETS]), ids=str)
 def test_torch_autocast(target: Case, resume_each: ResumeEach) -> None:
-    """The weights are in fp32; what is cast when is told by this run's configuration."""
+    """The weights are in fp32; the configuration of this run controls casts."""
     sources = [
         Case(stage, 3, config=AUTOCAST[dtype]) for stage, dtype in [(0, "float16"), (1, "bfloat16"), (3, "float16")]
     ]
@@ -270,14 +270,14 @@ QUANTIZED = Case(3, 2, "fp16", zero={"zero_quantized_weights": True})
 
 
 def test_quantized_communication(sources: Any, ucp_worlds: WorldPool) -> None:
-    """ZeRO++'s qwZ gathers weights in 8 bit; what is kept and saved is as without."""
+    """ZeRO++'s qwZ gathers weights in 8 bit; it does not change the states or files."""
     options = {"model": "aligned"}
     run = sources.get(Case(1, 3, "fp16"), **options)
     training = partial(train_with_stand_in, QUANTIZED.on().ds_config, "quantized", **options)
     answers = ucp_worlds.get(2).run(load_each, training, [Load(str(run.folder), steps=len(run.losses))])
     for (local,) in answers:
-        told = differences(run.folder, local.state)
-        assert all(", state value:" in text for text in told)  # gathered to be looked at
+        found = differences(run.folder, local.state)
+        assert all(", state value:" in text for text in found)  # the gather for the comparison quantizes them
     assert average_losses(answers) == pytest.approx(run.losses, rel=0.05)
 
 
@@ -300,7 +300,7 @@ ZENFLOW = {"topk_ratio": 0.3, "update_interval": 2, "select_strategy": "step", "
 
 
 def make_zenflow(stage: int) -> Case:
-    """On a CPU ZenFlow runs on one rank, under ZeRO 3 for as long as it selects nothing."""
+    """On a CPU ZenFlow runs on one rank, under ZeRO 3 only before it selects columns."""
     zenflow = {**ZENFLOW, "full_warm_up_rounds": 10 * (stage == 3)}
     zero = {"offload_optimizer": {"device": "cpu"}, "zenflow": zenflow}
     config = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}, "gradient_accumulation_steps": 2}
@@ -312,7 +312,7 @@ def make_zenflow(stage: int) -> Case:
 def test_columns_of_zenflow(
     stage: int, tmp_path: Path, ucp_worlds: WorldPool, compiled_op: Callable[[str], None]
 ) -> None:
-    """What it selects is ahead of the masters; of ZeRO 1 and 2 the weights come back alone."""
+    """Selected columns are newer than the masters; at ZeRO 1 and 2 only the weights come back."""
     compiled_op("CPUAdamBuilder")
     case, target = make_zenflow(stage), Case(2, 3, "bf16").on()
     own = partial(train_zenflow, case.ds_config)

@@ -15,7 +15,7 @@ from tests.support.engines.parallel import Launch, Route, Runs, compare_joined, 
 
 GPT = "EBBBBBBH"
 TWICE = "EBHBBBHB"  # at 4 stages the first, the second and the last hold the tied module; at 2 the first uses it twice
-PLAIN = "eBBBNh"  # a norm may be a stage of its own where ZeRO does not wait for equal numbers of param groups
+PLAIN = "eBBBNh"  # without ZeRO a norm alone may form a stage
 EMPTY = "eBff"
 SHIFT = "tied_modules.embed.shift"
 
@@ -62,7 +62,7 @@ EVERY = [each for each in EVERY if not ((each.source.dual or each.target.dual) a
 
 
 def check_route(route: Route, runs: Runs) -> None:
-    """Losses go on unless a stage computes with another one's untied parameters."""
+    """Compare losses unless a stage uses another stage's untied parameters."""
     saved, resumed = runs.check(route, EVERY, least=10, losses=False)
     left, right = (count_copies(SHIFT, join(each, route.model).parameters) for each in (saved, resumed))
     if left == right:
@@ -81,13 +81,13 @@ def test_resumes_on_other_stages(route: Route, runs: Runs) -> None:
     "route", [*DUAL, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in MORE_DUAL)], ids=str
 )
 def test_two_stages_on_every_rank(route: Route, runs: Runs) -> None:
-    """The way there and the way back (DualPipeV): a rank's layers do not follow each other."""
+    """Under DualPipeV the layers of a rank are not contiguous."""
     check_route(route, runs)
 
 
 @pytest.mark.parametrize("route", SAME, ids=str)
 def test_same_stages_are_deepspeeds_own_load(route: Route, runs: Runs) -> None:
-    """Which leaves the untied copies of a tied module as constructed: they have to come from the masters."""
+    """DeepSpeed does not restore untied copies of a tied module: they come from the masters."""
     saved, resumed = runs.saved(route.model, route.source), runs.resumed(route, EVERY)
     assert {local.direct for local in resumed} == {False}
     differences = compare_joined(saved, resumed, route.model)[1]
@@ -101,7 +101,7 @@ def test_the_same_stages_that_deepspeeds_own_load_fails_on(runs: Runs) -> None:
 
 @pytest.mark.parametrize("route", WEIGHTS, ids=str)
 def test_weights_alone_of_the_same_stages(route: Route, runs: Runs) -> None:
-    """Of a tied module's untied parameters the saved masters alone tell those of the last stage."""
+    """Only the saved masters have the last stage's values of untied parameters of a tied module."""
     saved, resumed = (join(each, GPT) for each in (runs.saved(GPT, route.source), runs.resumed(route, EVERY)))
     assert {local.direct for local in runs.resumed(route, EVERY)} == {True}
     assert f"{SHIFT}#1" in resumed.parameters
@@ -125,6 +125,6 @@ def test_instances_of_tied_modules(runs: Runs) -> None:
 
 
 def test_copies_of_an_untied_parameter_differ(runs: Runs) -> None:
-    """Else the tests above would not see a copy that went to the wrong stage."""
+    """Otherwise the tests above would not notice a copy on the wrong stage."""
     parameters = join(runs.saved(GPT, Stages(2)), GPT).parameters
     assert not parameters[SHIFT].fp32.equal(parameters[f"{SHIFT}#1"].fp32)

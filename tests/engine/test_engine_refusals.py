@@ -1,6 +1,6 @@
-"""What cannot be resumed is refused: the same clear error on every rank, at once, and the engine is as it was.
+"""Refusals: every rank raises the same error, and the engine is unchanged.
 
-One engine of each kind is to refuse all that is wrong for it, one after the other, and trains then.
+One engine of each kind refuses all its cases, one after the other, and trains then.
 """
 
 from __future__ import annotations
@@ -30,22 +30,21 @@ OPTIM = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 
 
 def find_optim(case: Case, rank: int) -> str:
-    """A rank's file of optimizer states."""
+    """Return the name of a rank's file of optimizer states."""
     return ("bf16_" if case.precision == "bf16" else "") + OPTIM.format(rank)
 
 
 @dataclass(frozen=True)
 class Refused:
-    """A load that has to be refused.
+    """A load that every rank refuses.
 
     Attributes:
-        name: of the test, beside its source.
-        words: what the message has in it.
+        words: parts of the message.
         kind: of error.
-        damage: done to a copy of the checkpoint's folder; gives the other node's folder where nodes see two.
-        target: `TARGETS` of the source's stage where it is not given.
-        saved: what the source trained, beside the small model.
-        live: what the engine trains instead.
+        damage: changes a copy of the checkpoint's folder.
+        target: by default `TARGETS` of the source's stage.
+        saved: options of the source's training.
+        live: options of the engine.
     """
 
     name: str
@@ -64,7 +63,7 @@ class Refused:
 
     @property
     def engine(self) -> tuple[Case, dict[str, Any]]:
-        """What makes the engine that refuses it."""
+        """Case and options of the engine."""
         return self.target or TARGETS[self.source.stage], {"model": "plain", **self.live}
 
     def prepare(self, sources: Any, root: Path) -> Load:
@@ -101,18 +100,18 @@ def flip(path: Path, least: int = 0) -> None:
 
 
 def at(name: str, do: Callable[[Path], object]) -> Callable[[Path, Any], None]:
-    """Something done to one file."""
+    """Return a function that changes one file."""
     return lambda folder, _sources: (do(folder / TAG / name), None)[1]
 
 
 def swap(case: Case, rank: int, other: Callable[[Any], Path]) -> Callable[[Path, Any], None]:
-    """Another run's shard in place of a rank's."""
+    """Return a function that replaces a rank's shard by another run's."""
     name = find_optim(case, rank)
     return lambda folder, sources: (shutil.copy(other(sources) / name, folder / TAG / name), None)[1]
 
 
 def repeat(case: Case) -> Callable[[Path, Any], None]:
-    """Rank 1's shard lies there as rank 2's as well."""
+    """Return a function that copies rank 1's shard to rank 2's."""
     return at(find_optim(case, 1), lambda path: shutil.copy(path, path.with_name(find_optim(case, 2))))
 
 
@@ -168,7 +167,7 @@ def list_damaged() -> list[Refused]:
 
 
 def list_foreign() -> list[Refused]:
-    """Shards that belong to another rank, step, run (at stage 3 nothing in the files can tell) or world size."""
+    """List shards of another rank, step, run (which stage 3 does not record) or world size."""
     found = []
     for case in (ZERO1, BF16, ZERO3):
         name = find_optim(case, 1)
@@ -183,13 +182,13 @@ def list_foreign() -> list[Refused]:
 
 
 def find_run(sources: Any, case: Case, *args: Any, step: int = 3, **options: Any) -> Path:
-    """The folder of another run's save."""
+    """Return the folder of another run's save."""
     folder: Path = sources.get(case, *args, model="plain", **options).folder
     return folder / f"global_step{step}"
 
 
 def list_planted() -> list[Refused]:
-    """Code in a file; in the same topology, where DeepSpeed's own load would run it, and in another."""
+    """List code in files: in the same topology, in which DeepSpeed's load would run it, and in another."""
     two = Case(1, 2)
     places = [
         (ZERO1, MODEL, None),
@@ -213,7 +212,7 @@ def list_planted() -> list[Refused]:
 
 
 def list_unfit() -> list[Refused]:
-    """Another model, other param groups, another optimizer: each engine takes sources of every stage."""
+    """List another model, param groups or optimizer; each engine loads sources of every stage."""
     weights = "load_optimizer_states=False"
     uniform = {"optimizer": "adamw_uniform"}
     unfit: list[tuple[str, str, tuple[str, ...], dict[str, Any], dict[str, Any], Case]] = [
@@ -233,10 +232,10 @@ def list_unfit() -> list[Refused]:
         for name, kind, words, saved, live, target in unfit
         for case in (ZERO0, ZERO1, ZERO3)
     ]
-    # Which DeepSpeed's own load would take: its states have the same names.
+    # DeepSpeed's load would accept it: its states have the same names.
     same = {"target": ZERO1.on(), "live": {"optimizer": "radam"}}
     found.append(Refused("radam-in-the-same-topology", ZERO1, _ANOTHER_RULE, "MismatchError", **same))
-    # Stage 0 records its optimizer states by position; shapes tell that the positions are others.
+    # Stage 0 saves optimizer states by position; the shapes show another order.
     return [*found, Refused("in-another-order", ZERO0, (), "MismatchError", live={"reverse_groups": True})]
 
 
@@ -250,7 +249,7 @@ CASES = list_cases()
 def attempts(
     sources: Any, ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[Refused], list[Attempt]]:
-    """What became of a load on every rank, and of all others that the same engine is to refuse."""
+    """Try all loads of one engine at the first call. Returns the attempts of all ranks at one of them."""
     made: dict[str, list[Attempt]] = {}
 
     def find(case: Refused) -> list[Attempt]:
@@ -314,7 +313,7 @@ def initialize_error(ds_config: dict[str, Any]) -> tuple[str, str]:
 def test_configuration_that_cannot_be(
     dp: int, config: dict[str, Any], words: tuple[str, ...], ucp_worlds: WorldPool
 ) -> None:
-    """Batch sizes that the world cannot make, unknown keys and wrong types: the engine is not even built."""
+    """Impossible batch sizes, unknown keys and wrong types: the engine is not built."""
     plain = Case(1, dp).ds_config
     if "train_batch_size" in config:
         del plain["gradient_accumulation_steps"]

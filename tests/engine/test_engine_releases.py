@@ -1,4 +1,4 @@
-"""What one release saves, all others load, to the bit (`make test-releases`)."""
+"""Saves of each release, loaded by all others, to the bit (`make test-releases`)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.engines.parallel import Launch, Route, Runs
 
 SAVES, OWN = os.environ.get("UCP_RELEASE_SAVES", ""), os.environ.get("UCP_RELEASE", "")
 OPTIONS: dict[str, Any] = {"model": "mixed", "optimizer": "adamw", "scheduler": True}
-pytestmark = pytest.mark.skipif(not SAVES, reason="`make test-releases` says where the saves of all releases are")
+pytestmark = pytest.mark.skipif(not SAVES, reason="`make test-releases` sets the folder of all saves")
 
 DENSE = {
     "zero0": Case(0, 2),
@@ -36,11 +36,11 @@ DENSE = {
 TARGETS = [Case(1, 3, "bf16"), Case(3, 2)]
 EXPERTS = {"experts0": Spread(2, 0, "fp32", (2, 2)), "experts1": Spread(4, 1, "fp32", (2, 2))}
 PIPELINE = Route("EBBBBBBH", Launch(1, 2, method="uniform"), Launch(1, 4, method="uniform"))
-"""Of which a module is tied."""
+"""With a tied module."""
 
 
 def list_saves(kind: str) -> list[Path]:
-    """That kind's folders of other releases."""
+    """List the folders of a kind that other releases saved."""
     return sorted(path for path in Path(SAVES).glob(f"*/{kind}") if path.parent.name != OWN)
 
 
@@ -63,9 +63,9 @@ def test_saves_for_other_releases(engines: Engines, ucp_worlds: WorldPool) -> No
 @pytest.mark.parametrize("kind", DENSE)
 def test_saves_of_other_releases(kind: str, target: Case, ucp_worlds: WorldPool, subtests: pytest.Subtests) -> None:
     folders = list_saves(kind)
-    told = [json.loads((folder / "saved.json").read_text()) for folder in folders]
+    found = [json.loads((folder / "saved.json").read_text()) for folder in folders]
     saves = [
-        SavedRun(Job(**launch), folder, tuple(losses)) for folder, (launch, losses) in zip(folders, told, strict=True)
+        SavedRun(Job(**launch), folder, tuple(losses)) for folder, (launch, losses) in zip(folders, found, strict=True)
     ]
     for folder, judge in zip(folders, resume_each(training(**OPTIONS), saves, target.launch, ucp_worlds), strict=True):
         with subtests.test(folder.parent.name):

@@ -184,7 +184,7 @@ def test_saves_at_step_0_in_the_midst_of_a_step_and_twice_under_one_tag(
 
 @pytest.mark.parametrize("target", [Case(1, 2, "bf16"), Case(3, 3)], ids=str)
 def test_a_load_takes_the_newest_of_memory_and_place(target: Case, tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """In the topology that saved and in another one; what lies in the place counts where memory has nothing newer."""
+    """In the same topology and in another one; the place counts if memory has no newer save."""
     folder, memory = tmp_path / "saved", tmp_path / "memory"
     config = saving(Case(1, 2, "bf16"), memory).ds_config
     states = ucp_worlds.get(2).run(save_steps, config, str(folder), 2)[0]
@@ -204,7 +204,7 @@ def test_a_load_takes_the_newest_of_memory_and_place(target: Case, tmp_path: Pat
 def test_weights_that_are_saved_beside_a_pending_save_are_there(
     case: Case, tmp_path: Path, ucp_worlds: WorldPool
 ) -> None:
-    """`save_16bit_model` tells the writer of checkpoints that a save begins and ends."""
+    """`save_16bit_model` starts and commits a save of the checkpoint engine."""
     zero = {"stage3_gather_16bit_weights_on_model_save": True} if case.stage == 3 else {}
     config = saving(case.but(zero=zero), tmp_path / "memory").ds_config
     assert ucp_worlds.get(2).run(save_weights_too, config, str(tmp_path / "saved")) == [[], []]
@@ -220,7 +220,7 @@ def test_without_room_a_save_is_deepspeeds_own(tmp_path: Path, ucp_worlds: World
 
 
 def test_memory_that_runs_full_in_a_save_makes_it_deepspeeds_own(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """No rank waits for the one that has found it, and the next save is in memory again."""
+    """No rank waits for the failed one, and the next save is in memory again."""
     config, saved = saving(Case(1, 2), tmp_path / "memory").ds_config, tmp_path / "saved"
     ucp_worlds.get(2).run(save_in_full_memory, config, str(saved), ["", "runs full", ""])
     assert {path.name for path in saved.glob("global_step*")} >= {"global_step2", "global_step3"}
@@ -230,7 +230,7 @@ def test_memory_that_runs_full_in_a_save_makes_it_deepspeeds_own(tmp_path: Path,
 
 
 def test_nodes_hold_a_part_of_each_save(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """All of them together have the newest one; when one is gone, the place has it."""
+    """All nodes together have the newest save; without one of them the load uses the place."""
     folder, memory, variable = tmp_path / "saved", tmp_path / "memory", Path("$NODE_MEMORY")
     config, loader = saving(Case(1, 2, "bf16"), variable).ds_config, saving(Case(3, 2), variable)
     world = ucp_worlds.get(2)
@@ -244,7 +244,7 @@ def test_nodes_hold_a_part_of_each_save(tmp_path: Path, ucp_worlds: WorldPool) -
 
 
 def test_nodes_with_folders_of_their_own_are_saved_as_deepspeed_does(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """No node could tell whether all have theirs: nothing would ever be sealed. Of one node the folder is as any."""
+    """No node can know whether all files are complete, and no save would be sealed. One node has a usual folder."""
     options = {"memory": str(tmp_path / "memory$RANK"), "copies": 1}
     local = Case(1, 2, "bf16", config={"checkpoint": {"use_node_local_storage": True, "universal": {"save": options}}})
     world, nodes = ucp_worlds.get(2), [str(tmp_path / f"node{node}") for node in range(2)]
@@ -262,7 +262,7 @@ def test_nodes_with_folders_of_their_own_are_saved_as_deepspeed_does(tmp_path: P
 
 @pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_a_lost_node_is_no_loss(lost: int, tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """Its neighbour has its part; what is left resumes on fewer ranks, or beside an empty node, without any place."""
+    """Its neighbour has a copy: fewer ranks, or a new empty node, resume without the place."""
     folder, memory, variable = tmp_path / "saved", tmp_path / "memory", Path("$NODE_MEMORY")
     config = saving(Case(1, 2, "bf16"), variable, copies=1).ds_config
     states = ucp_worlds.get(2).run(on_nodes, save_steps, str(memory), config, str(folder), 2)[0]
@@ -270,7 +270,9 @@ def test_a_lost_node_is_no_loss(lost: int, tmp_path: Path, ucp_worlds: WorldPool
     for target in (Case(3, 2), Case(1, 2, "bf16")):
         loader = saving(target, variable)
         ranks = check_loads(ucp_worlds.get(2), loader, folder, memory, 1, states[1], memory=memory)
-        assert sum(rank.bytes_read for rank in ranks) <= 1.02 * ranks[0].state_bytes  # though two nodes have each
+        assert (
+            sum(rank.bytes_read for rank in ranks) <= 1.02 * ranks[0].state_bytes
+        )  # although two nodes have each file
     shutil.rmtree(memory / f"node{lost}")
     (memory / f"node{1 - lost}").rename(memory / "left")
     for target in (Case(3, 1), Case(2, 2), Case(1, 2, "bf16"), Case(0, 2)):
@@ -281,7 +283,7 @@ def test_a_lost_node_is_no_loss(lost: int, tmp_path: Path, ucp_worlds: WorldPool
 
 
 def test_of_three_nodes_one_may_be_lost(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """Two that stand next to each other are more than one copy makes up for: the folder has the save."""
+    """One copy does not replace two neighbours: the load uses the folder."""
     folder, memory, variable = tmp_path / "saved", tmp_path / "memory", Path("$NODE_MEMORY")
     config, loader = saving(Case(3, 3), variable, copies=1).ds_config, saving(Case(1, 2), variable)
     states = ucp_worlds.get(3).run(on_nodes, save_steps, str(memory), config, str(folder), 2)[0]

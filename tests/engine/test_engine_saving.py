@@ -1,4 +1,4 @@
-"""Saves: the plugin changes nothing in them, and one after a resume is a normal checkpoint of the new topology."""
+"""Saves with the plugin: unchanged, normal after a resume, and passed over if damaged."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PAIRS = [
 
 @pytest.fixture(scope="module")
 def again(sources: Any, ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """What a resume of one case under another saves right after it; made once."""
+    """Resume one case under another and save at once; made once."""
     made: dict[str, str] = {}
 
     def find(pair: tuple[Case, Case]) -> str:
@@ -49,7 +49,7 @@ def again(sources: Any, ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPath
 def test_save_right_after_a_resume(
     pair: tuple[Case, Case], sources: Any, again: Callable[..., str], ucp_worlds: WorldPool
 ) -> None:
-    """DeepSpeed itself, without the plugin, loads it and has the source's state; its files look like its own."""
+    """DeepSpeed without the plugin loads the source's state; the files have DeepSpeed's structure."""
     source, target = pair
     loads = [Load(again(pair))]
     for (local,) in ucp_worlds.get(target.dp).run(load_each, target.training(**OPTIONS), loads, plugin=False):
@@ -79,7 +79,7 @@ def describe_value(value: Any) -> Any:
 def test_there_and_back(
     pair: tuple[Case, Case], sources: Any, again: Callable[..., str], ucp_worlds: WorldPool
 ) -> None:
-    """The state that went to another topology and came back is the one that left."""
+    """A state is unchanged after a resume in another topology and back."""
     source, target = pair
     assert any(Path(again(pair)).rglob(SEAL)) == (target.config["checkpoint"]["universal"] == SEALED)
     back = source.on()
@@ -91,7 +91,7 @@ def test_there_and_back(
 # On one rank stage 3 has no padding, which DeepSpeed saves uninitialised.
 @pytest.mark.parametrize("case", [Case(stage, 1 + (stage < 3), "bf16").on() for stage in (0, 1, 2, 3)], ids=str)
 def test_plugin_does_not_change_a_save(case: Case, tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """The same training with the plugin and without it leaves the same files with the same contents."""
+    """The same training with and without the plugin writes files with the same contents."""
     folders = [str(tmp_path / name) for name in ("with", "without")]
     for folder, plugin in zip(folders, (True, False), strict=True):
         ucp_worlds.get(case.dp).run(save, case.training(**OPTIONS), folder, plugin=plugin)

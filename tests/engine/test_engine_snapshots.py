@@ -1,4 +1,4 @@
-"""Snapshots: saves that no script asks for, and what a run that was killed goes on from."""
+"""Snapshots: saves without a call of the script, from which a killed run resumes."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def train_pipeline(make: Any, folder: str) -> tuple[list[int], dict[int, Capture
 
 @pytest.mark.parametrize(("source", "target"), [(Case(1, 2), Case(1, 2)), (Case(3, 2), Case(2, 3))], ids=str)
 def test_a_run_goes_on_from_the_last_one(source: Case, target: Case, tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """With its samples and random numbers; where the script saves to the folder it makes none, whatever the steps."""
+    """With its samples and random numbers; a save of the script to the folder replaces a snapshot."""
     folder, elsewhere = str(tmp_path / "saved"), str(tmp_path / "elsewhere")
     config, saves = saving(source, tmp_path / "memory"), {2: folder, 6: elsewhere}
     whole = ucp_worlds.get(2).run(train, config, folder, 7, every=2, seed=1, saves=saves)
@@ -240,7 +240,7 @@ def test_without_calls_of_the_engine_they_are_taken_where_a_step_ends(tmp_path: 
 
 
 def test_one_that_fails_stops_no_training(tmp_path: Path, ucp_worlds: WorldPool) -> None:
-    """The folder gets nothing in its place; a warning is given once."""
+    """The folder stays empty; each cause is logged once."""
     work = train_without_room, saving(Case(1, 2), tmp_path / "memory"), str(tmp_path / "saved")
     (taken, warnings), (_, others) = ucp_worlds.get(2).run(*work)
     assert taken == [2, 4, 6] and others == []

@@ -1,4 +1,4 @@
-"""Models whose state dict calls tensors otherwise than the module does, and holds some of its own."""
+"""Models whose state dict renames tensors of the module, and has additional ones."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def saved(ucp_worlds: WorldPool, tmp_path_factory: pytest.TempPathFactory) -> di
 def test_everything_comes_back(
     source: int, target: int, saved: dict[int, tuple[str, Local]], ucp_worlds: WorldPool
 ) -> None:
-    """Trained and frozen weights, statistics, counters, and what quantized weights keep beside them."""
+    """Trained and frozen weights, statistics, counters, and scales of quantized weights."""
     folder, before = saved[source]
     training = partial(train, target, 2, {"same_topology": "direct"})
     (local,), _ = ucp_worlds.get(2).run(load_each, training, [Load(folder, steps=2)], read=read)
@@ -170,6 +170,6 @@ def evaluate(engine: Any) -> float:
 
 
 def test_an_evaluating_engine_around_a_module_that_has_trained(ucp_worlds: WorldPool, tmp_path: Path) -> None:
-    """Parameters that ZeRO 3 keeps gathered, as small ones, are not taken for the loaded ones."""
+    """Small parameters that ZeRO 3 keeps gathered are updated by the load."""
     for found, expected in ucp_worlds.get(2).run(evaluate_after_fit, str(tmp_path)):
         assert found == [expected, expected]

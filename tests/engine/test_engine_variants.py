@@ -1,4 +1,4 @@
-"""Optimizers, models and precisions beside those of the matrix: each on a few routes between stages and sizes."""
+"""Optimizers, models and precisions that the matrix lacks: each on a few routes between stages and sizes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from deepspeed_ucp.testing import ResumeReport, WorldPool
 from tests.support.covering import all_turns, params
-from tests.support.engines.cases import Case, is_direct
+from tests.support.engines.cases import Case, directly, is_direct
 
 ResumeEach = Callable[..., None]
 
@@ -41,7 +41,7 @@ def test_deepspeed_cpu_adam(stage: int, resume_each: ResumeEach, compiled_op: Ca
 
 
 def step(name: str, decoupled: bool) -> list[Any]:
-    """The parameter and the moments after two steps of one of DeepSpeed's Adams."""
+    """Return the parameter and the moments after two steps of one of DeepSpeed's Adams."""
     from deepspeed.ops.op_builder import CPUAdamBuilder, FusedAdamBuilder
 
     tensors = [torch.randn(37, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
@@ -94,7 +94,7 @@ def test_deepspeed_cpu_lion(resume_each: ResumeEach, compiled_op: Callable[[str]
 def test_fused_stage_0(
     target: Case, saved: list[Case], resume_each: ResumeEach, compiled_op: Callable[[str], None]
 ) -> None:
-    """DeepSpeed's FusedAdam has a CPU build; with it stage 0 in 16 bits uses the flat FP16_Optimizer."""
+    """With FusedAdam, which has a CPU build, stage 0 in 16 bits uses the flat FP16_Optimizer."""
     compiled_op("FusedAdamBuilder")
     resume_each(saved, target, model="mixed", optimizer="fused_adam")
 
@@ -111,11 +111,6 @@ def test_fused_to_unfused(
     compiled_op("FusedAdamBuilder")
     live = {"optimizer": "adam_like_fused"}
     resume_each([source], target, directly, live=live, model="plain", optimizer="fused_adam")
-
-
-def directly(_source: Case, _target: Case, report: ResumeReport) -> None:
-    """The plugin's own loader ran, also where stage and size are the same."""
-    assert report.direct
 
 
 BF16_SOURCES = [Case(stage, 2, precision) for stage in STAGES for precision in ("bf16", "fp16")]
@@ -158,10 +153,7 @@ def test_fewer_elements_than_ranks(stage: int, dp: int, resume_each: ResumeEach)
 
 @pytest.mark.parametrize(("model", "stage"), all_turns(["empty", "compiled"], [0, 1, 2], 1))
 def test_model_that_stage_3_cannot_train(model: str, stage: int, resume_each: ResumeEach) -> None:
-    """Parameters without elements, and torch.compile'd modules: DeepSpeed's own stage 3 dies in their forward.
-
-    A module that is compiled here alone, or alone there, has the same names.
-    """
+    """Parameters without elements, and torch.compile'd modules, whose names equal those of other modules."""
     sources: list[Any] = [Case((stage + 1) % 3, 3)]
     if model == "compiled":
         sources.append((Case(3, 3), {"model": "plain"}))
@@ -180,10 +172,7 @@ OTHERWISE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(("order", "stage"), all_turns(list(OTHERWISE), STAGES, 1))
 def test_matched_by_name_not_position(order: str, stage: int, resume_each: ResumeEach) -> None:
-    """Not from stage 0, whose optimizer state has positions only.
-
-    Where the order alone differs DeepSpeed's own load would put the state of one parameter into another.
-    """
+    """Except from stage 0, which saves positions only. DeepSpeed's load would mix up the states."""
     sources = [Case(stage % 3 + 1, 3)] + [Case(stage, 2)] * (stage > 0)
     resume_each(sources, Case(stage, 2), directly, live=OTHERWISE[order], model="plain")
 
@@ -199,6 +188,6 @@ def test_loss_scaler_and_skipped_steps(stage: int, resume_each: ResumeEach) -> N
 
 
 def test_the_hybrid_engine_is_the_engine_below_it(resume_each: ResumeEach) -> None:
-    """On a CPU without inference kernels; what it generates with are views of the same parameters."""
+    """On a CPU without inference kernels; it generates with views of the same parameters."""
     hybrid = {"hybrid_engine": {"enabled": True}}
     resume_each([Case(1, 2, "bf16", config=hybrid), Case(3, 3)], Case(3, 2, "bf16", config=hybrid), model="plain")

@@ -1,4 +1,4 @@
-"""A training script that knows nothing of the plugin: resumes if it can, trains a step, prints what it saw."""
+"""A training script without the plugin: resumes if possible, trains a step, prints the result."""
 
 import argparse
 import json

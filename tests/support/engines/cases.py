@@ -97,6 +97,11 @@ def is_direct(source: Case, target: Case, report: Any) -> None:
     assert report.direct is not same
 
 
+def directly(_source: Case, _target: Case, report: Any) -> None:
+    """Check that the plugin's loader ran, in the same topology, too."""
+    assert report.direct
+
+
 def training(model: str = "mixed", optimizer: str = "adamw", **options: Any) -> Any:
     """Return a `train_fn` for `assert_resume_equivalent` with a model and an optimizer of `models.py`."""
     return partial(train, model=model, optimizer=optimizer, **options)
