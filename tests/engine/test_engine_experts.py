@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from tests.releases import find_reason
-from tests.support.covering import params
 from tests.support.engines import experts as engine_experts
-from tests.support.engines.driving import Engines, Refusal, name_row
+from tests.support.engines.driving import Engines, Refusal, list_rows
 from tests.support.engines.experts import Spread
 
 BELOW = "expert_layer"
@@ -38,12 +37,11 @@ TARGETS = [
 ]
 
 
-CHOSEN = [(target, tuple(SOURCES[number % 2 :: 2])) for number, target in enumerate(TARGETS)]
-EVERY = [*CHOSEN, *((target, tuple(SOURCES)) for target in TARGETS)]
+CHOSEN = {number: range(number % 2, len(SOURCES), 2) for number in range(len(TARGETS))}
 
 
 @pytest.mark.releases
-@pytest.mark.parametrize(("target", "sources"), params(CHOSEN, EVERY, name_row))
+@pytest.mark.parametrize(("target", "sources"), list_rows(TARGETS, SOURCES, CHOSEN))
 def test_every_expert_comes_back(
     target: Spread, sources: tuple[Spread, ...], engines: Engines, subtests: pytest.Subtests
 ) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from deepspeed_ucp.testing import WorldPool
 from tests.support.covering import params
-from tests.support.engines.driving import Engines, name_row
+from tests.support.engines.driving import Engines, list_rows
 from tests.support.engines.nvme import LEAST, Kind
 from tests.support.engines.ranks import Load, load_each
 
@@ -40,17 +40,9 @@ TARGETS = [
     Kind(2, optimizer="cpu"),
 ]
 
-CHOSEN = [
-    (TARGETS[target], tuple(SOURCES[place] for place in places))
-    for target, places in ((0, (1, 4, 0)), (1, (0, 4)), (3, (0, 1)))
-]
-"""The other pairs are exhaustive."""
-
 
 @pytest.mark.releases
-@pytest.mark.parametrize(
-    ("target", "sources"), params(CHOSEN, [*CHOSEN, *((target, SOURCES) for target in TARGETS)], name_row)
-)
+@pytest.mark.parametrize(("target", "sources"), list_rows(TARGETS, SOURCES, {0: (1, 4, 0), 1: (0, 4), 3: (0, 1)}))
 def test_every_state_comes_back(
     target: Kind, sources: tuple[Kind, ...], engines: Engines, subtests: pytest.Subtests
 ) -> None:

@@ -1,11 +1,10 @@
-"""`deepspeed_ucp.testing` itself: what it finds, and how its worlds fail."""
+"""`deepspeed_ucp.testing`: differences that it finds, and failures of its worlds."""
 
 from __future__ import annotations
 
 import multiprocessing.connection
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import time
@@ -15,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from deepspeed_ucp.testing import (
     Launch,
@@ -49,7 +50,7 @@ def test_launch_as_a_dict_and_a_folder_of_its_own(ucp_worlds: WorldPool) -> None
 
 
 def spoiled(ds_config: dict[str, Any], spoil: str) -> Generator[Any, None, None]:
-    """A training whose engine does not come back as it was."""
+    """Train with an engine that a load does not restore."""
     steps = train(ds_config, model="mixed", scheduler=True)
     engine = next(steps)
     load = engine.load_checkpoint
@@ -75,29 +76,14 @@ def spoil_weight(engine: Any) -> None:
     safe_set_full_fp32_param(parameter, value)
 
 
-def spoil_moment(engine: Any) -> None:
-    for state in engine.optimizer.optimizer.state.values():
-        state["exp_avg_sq"].mul_(1.0000002)
-
-
-def spoil_buffer(engine: Any) -> None:
-    engine.module.mask[2] ^= True
-
-
-def spoil_steps(engine: Any) -> None:
-    engine.global_steps += 1
-
-
-def spoil_rate(engine: Any) -> None:
-    engine.optimizer.param_groups[1]["lr"] = 0.5
-
-
-SPOILS: dict[str, Callable[[Any], None]] = {
+SPOILS: dict[str, Callable[[Any], object]] = {
     "weight": spoil_weight,
-    "moment": spoil_moment,
-    "buffer": spoil_buffer,
-    "steps": spoil_steps,
-    "rate": spoil_rate,
+    "moment": lambda engine: [
+        state["exp_avg_sq"].mul_(1.0000002) for state in engine.optimizer.optimizer.state.values()
+    ],
+    "buffer": lambda engine: engine.module.mask[2].logical_not_(),
+    "steps": lambda engine: setattr(engine, "global_steps", engine.global_steps + 1),
+    "rate": lambda engine: engine.optimizer.param_groups[1].update(lr=0.5),
 }
 
 
@@ -121,21 +107,17 @@ def test_differences_are_found(
         assert word in str(caught.value)
 
 
-def rank() -> int:
+def rank(*_: object) -> int:
     return int(os.environ["RANK"])
 
 
 def gather_ranks() -> list[int]:
-    import torch.distributed as dist
-
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, rank())
     return found
 
 
 def fail_on(which: int, hang: bool) -> int:
-    import torch.distributed as dist
-
     if rank() == which:
         raise ValueError(f"rank {which} cannot go on")
     if hang:
@@ -149,7 +131,7 @@ def hang_on(which: int, here: str) -> None:
         time.sleep(600)
 
 
-def leave(which: int) -> None:
+def exit_early(which: int) -> None:
     if rank() == which:
         os._exit(3)
 
@@ -174,8 +156,6 @@ def test_an_error_is_raised_here(hang: bool, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def make_tensors() -> list[Any]:
-    import torch
-
     strided = torch.arange(12, dtype=torch.int16).view(3, 4)
     return [
         torch.tensor(1.5),
@@ -192,8 +172,6 @@ def make_tensors() -> list[Any]:
 
 
 def test_tensors_come_back_as_they_are(ucp_worlds: WorldPool) -> None:
-    import torch
-
     for wanted, tensor in zip(make_tensors(), ucp_worlds.get(1).run(make_tensors)[0], strict=True):
         assert type(tensor) is type(wanted)
         assert tensor.requires_grad is wanted.requires_grad
@@ -201,11 +179,11 @@ def test_tensors_come_back_as_they_are(ucp_worlds: WorldPool) -> None:
 
 
 def test_a_rank_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its time is over as soon as it hangs and the other rank has answered."""
-    here, told = tmp_path / "here", list[float]()
+    """The stand-in for `wait` ends the time when it hangs and the other rank has answered."""
+    here, timeouts = tmp_path / "here", list[float]()
 
     def wait(connections: list[Any], seconds: float) -> list[Any]:
-        told.append(seconds)
+        timeouts.append(seconds)
         if len(connections) == 2:
             return list(multiprocessing.connection.wait(connections))
         wait_until(here.exists)
@@ -214,25 +192,21 @@ def test_a_rank_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("deepspeed_ucp.testing.world.wait", wait)
     with World(2) as world, pytest.raises(WorldTimeout) as caught:
         world.run(hang_on, 1, str(here), timeout=500)
-    assert 500 >= told[0] > told[1] >= 0
+    assert 500 >= timeouts[0] > timeouts[1] >= 0
     assert list(caught.value.errors) == [1]
     assert "hang_on" in caught.value.errors[1]  # where it was
 
 
-def test_a_rank_that_dies() -> None:
-    with pytest.raises(WorldFailure) as caught, World(2) as world:
-        world.run(leave, 1)
-    assert "exit code 3" in caught.value.errors[1]
-    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
-
-
-def test_a_rank_that_has_died_between_two_calls() -> None:
+@pytest.mark.parametrize(("which", "code"), [(1, 3), (0, -9)], ids=["in a call", "between two calls"])
+def test_a_rank_that_dies(which: int, code: int) -> None:
     with World(2) as world:
         pids = world.run(os.getpid)
-        os.kill(pids[0], signal.SIGKILL)
+        if code < 0:
+            os.kill(pids[which], -code)
         with pytest.raises(WorldFailure) as caught:
-            world.run(rank)
-    assert "exit code -9" in caught.value.errors[0]
+            world.run(rank if code < 0 else exit_early, which)
+    assert f"exit code {code}" in caught.value.errors[which]
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
 def test_a_pool_replaces_a_broken_world() -> None:
@@ -285,7 +259,7 @@ ENDED = ("", "Z", "X")
 
 
 def state_of(pid: int) -> str:
-    """As the system has it; empty where there is no such process any more."""
+    """Return the state of a process; empty if it has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -305,9 +279,11 @@ def test_world_size_is_positive(world_size: int) -> None:
 
 
 def test_a_schedulers_field_that_another_torch_release_lacks_is_no_difference() -> None:
-    def state(**scheduler: float) -> CapturedEngine:
-        return CapturedEngine({}, {}, {}, scheduler, None)
-
-    assert compare(state(last_epoch=3), state(last_epoch=3, _is_initial=0, verbose=0))[1] == []
-    for saved, loaded in (({"last_epoch": 3}, {"last_epoch": 4}), ({"gamma": 1, "verbose": 0}, {"verbose": 0})):
-        assert len(compare(state(**saved), state(**loaded))[1]) == 1
+    rows = [
+        ({"last_epoch": 3}, {"last_epoch": 3, "_is_initial": 0, "verbose": 0}, 0),
+        ({"last_epoch": 3}, {"last_epoch": 4}, 1),
+        ({"gamma": 1, "verbose": 0}, {"verbose": 0}, 1),
+    ]
+    for saved, loaded, count in rows:
+        states = (CapturedEngine({}, {}, {}, scheduler, None) for scheduler in (saved, loaded))
+        assert len(compare(*states)[1]) == count

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from deepspeed_ucp.testing import WorldPool
+from tests.support.covering import params
 from tests.support.engines.going_on import Kind, States
 from tests.support.engines.ranks import Load, Local, load_each, save
 
@@ -162,9 +163,11 @@ class Refusal:
             outcome.check_refused(*self.words)
 
 
-def name_row(row: tuple[Any, Sequence[Any]]) -> str:
-    """Return the id of a test of a target and its sources."""
-    return f"{row[0]}-from-{len(row[1])}"
+def list_rows(targets: Sequence[Any], sources: Sequence[Any], chosen: Mapping[int, Sequence[int]]) -> list[Any]:
+    """List parameters (target, sources): the chosen numbers, and every target from all sources as exhaustive ones."""
+    rows = [(targets[target], tuple(sources[place] for place in places)) for target, places in chosen.items()]
+    every = [(target, tuple(sources)) for target in targets]
+    return params(rows, [*rows, *every], lambda row: f"{row[0]}-from-{len(row[1])}")
 
 
 def edit(path: Path, change: Callable[[Any], object]) -> None:
