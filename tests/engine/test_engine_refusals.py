@@ -51,7 +51,7 @@ class Refused:
     source: Case
     words: tuple[str, ...] = ()
     kind: str = "CheckpointError"
-    damage: Callable[[Path, Any], Path | None] | None = None
+    damage: Callable[[Path, Any], object] | None = None
     target: Case | None = None
     saved: dict[str, Any] = field(default_factory=dict)
     live: dict[str, Any] = field(default_factory=dict)
@@ -68,12 +68,10 @@ class Refused:
 
     def prepare(self, sources: Any, root: Path) -> Load:
         folder = sources.get(self.source, **{"model": "plain", **self.saved}).folder
-        folders = [folder]
         if self.damage is not None:
-            folders = [shutil.copytree(folder, root / str(self))]
-            folders += filter(None, [self.damage(folders[0], sources)])
-        ranks = tuple(str(folders[rank % len(folders)]) for rank in range(self.engine[0].dp))
-        return Load(ranks, self.arguments, unreadable=self.unreadable)
+            folder = shutil.copytree(folder, root / str(self))
+            self.damage(folder, sources)
+        return Load(str(folder), self.arguments, unreadable=self.unreadable)
 
 
 # --- damage
@@ -99,20 +97,22 @@ def flip(path: Path, least: int = 0) -> None:
         stream.write(bytes([byte ^ 4]))
 
 
-def at(name: str, do: Callable[[Path], object]) -> Callable[[Path, Any], None]:
+def at(name: str, do: Callable[[Path], object]) -> Callable[[Path, Any], object]:
     """Return a function that changes one file."""
-    return lambda folder, _sources: (do(folder / TAG / name), None)[1]
+    return lambda folder, _sources: do(folder / TAG / name)
 
 
-def swap(case: Case, rank: int, other: Callable[[Any], Path]) -> Callable[[Path, Any], None]:
-    """Return a function that replaces a rank's shard by another run's."""
-    name = find_optim(case, rank)
-    return lambda folder, sources: (shutil.copy(other(sources) / name, folder / TAG / name), None)[1]
+def swap(
+    case: Case, *steps: tuple[int, int], step: int = 3, dp: int = 0, **options: Any
+) -> Callable[[Path, Any], object]:
+    """Return a function that replaces rank 1's shard by that of another run."""
+    name = find_optim(case, 1)
 
+    def run(folder: Path, sources: Any) -> None:
+        other = sources.get(case.but(dp=dp or case.dp), *steps, model="plain", **options).folder
+        shutil.copy(other / f"global_step{step}" / name, folder / TAG / name)
 
-def repeat(case: Case) -> Callable[[Path, Any], None]:
-    """Return a function that copies rank 1's shard to rank 2's."""
-    return at(find_optim(case, 1), lambda path: shutil.copy(path, path.with_name(find_optim(case, 2))))
+    return run
 
 
 class Code:
@@ -140,10 +140,6 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-def list_cases() -> list[Refused]:
-    return [*list_damaged(), *list_foreign(), *list_planted(), *list_unfit()]
-
-
 def list_damaged() -> list[Refused]:
     found = []
     for case, name in ((ZERO0, MODEL), (ZERO1, OPTIM.format(1)), (ZERO3, OPTIM.format(1))):
@@ -157,34 +153,26 @@ def list_damaged() -> list[Refused]:
     ]
     lora = {"model": "lora", "optimizer": "adamw_uniform"}
     found.append(Refused("bit-of-a-frozen-parameter", ZERO1, (MODEL,), damage=at(MODEL, flip), saved=lora, live=lora))
-    latest: dict[str, Callable[[Path, Any], None]] = {
-        "no-latest": lambda folder, _: (folder / "latest").unlink(),
-        "latest-names-a-missing-tag": lambda folder, _: ((folder / "latest").write_text("global_step9"), None)[1],
-    }
-    words = {"no-latest": ("latest", TAG), "latest-names-a-missing-tag": ("global_step9", TAG)}
-    found += [Refused(name, ZERO1, words[name], damage=damage) for name, damage in latest.items()]
-    return [*found, Refused("no-such-tag", ZERO1, ("no_such_tag", TAG), arguments={"tag": "no_such_tag"})]
+    rename, latest = lambda path: path.write_text("global_step9"), "../latest"
+    return [
+        *found,
+        Refused("no-latest", ZERO1, ("latest", TAG), damage=at(latest, Path.unlink)),
+        Refused("latest-names-a-missing-tag", ZERO1, ("global_step9", TAG), damage=at(latest, rename)),
+        Refused("no-such-tag", ZERO1, ("no_such_tag", TAG), arguments={"tag": "no_such_tag"}),
+    ]
 
 
 def list_foreign() -> list[Refused]:
     """List shards of another rank, step, run (which stage 3 does not record) or world size."""
     found = []
     for case in (ZERO1, BF16, ZERO3):
-        name = find_optim(case, 1)
-        later = swap(case, 1, lambda sources, case=case: find_run(sources, case, (4, 1), step=4))  # type: ignore[misc]
-        other = swap(case, 1, lambda sources, case=case: find_run(sources, case, seed=1))  # type: ignore[misc]
-        size = swap(case, 1, lambda sources, case=case: find_run(sources, case.but(dp=2)))  # type: ignore[misc]
-        found.append(Refused("duplicate", case, ("_mp_rank_00_optim_states.pt",), damage=repeat(case)))
-        found.append(Refused("another-step", case, (name,), damage=later))
-        found += [Refused("another-run", case, (name,), damage=other)] * (case is not ZERO3)
-        found += [Refused("another-size", case, (name,), damage=size)] * (case is not BF16)
+        first, second = find_optim(case, 1), find_optim(case, 2)
+        repeat = at(first, lambda path, second=second: shutil.copy(path, path.with_name(second)))  # type: ignore[misc]
+        found.append(Refused("duplicate", case, ("_mp_rank_00_optim_states.pt",), damage=repeat))
+        found.append(Refused("another-step", case, (first,), damage=swap(case, (4, 1), step=4)))
+        found += [Refused("another-run", case, (first,), damage=swap(case, seed=1))] * (case is not ZERO3)
+        found += [Refused("another-size", case, (first,), damage=swap(case, dp=2))] * (case is not BF16)
     return found
-
-
-def find_run(sources: Any, case: Case, *args: Any, step: int = 3, **options: Any) -> Path:
-    """Return the folder of another run's save."""
-    folder: Path = sources.get(case, *args, model="plain", **options).folder
-    return folder / f"global_step{step}"
 
 
 def list_planted() -> list[Refused]:
@@ -242,7 +230,7 @@ def list_unfit() -> list[Refused]:
 _ANOTHER_RULE = ("like those of Adam", "RAdam", '"param_groups": "live"')
 
 
-CASES = list_cases()
+CASES = [*list_damaged(), *list_foreign(), *list_planted(), *list_unfit()]
 
 
 @pytest.fixture(scope="module")

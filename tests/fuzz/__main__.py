@@ -16,7 +16,7 @@ from tests.fuzz.kinds import KINDS
 from tests.fuzz.worker import Outcome, serve
 
 HUNG = 180.0
-"""Seconds after which a case that does not come back is killed with its process."""
+"""Seconds after which a process is killed with its case."""
 FRESH = 500  # cases after which a process is replaced
 DATABASE = Path(".fuzz")
 _KEPT = 3  # cases of one cause that are shown and kept
@@ -66,7 +66,7 @@ class Worker:
 
 
 class Failures:
-    """Kept as files, one per case, so that the next run begins with them."""
+    """Failures in files, one per case, with which the next run begins."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -77,7 +77,7 @@ class Failures:
         return [(kind, int(number)) for kind, number in kept if kind in KINDS]
 
     def note(self, outcome: Outcome) -> None:
-        """Show and keep a failure, or forget one that has been mended."""
+        """Show and keep a failure, or remove one that is fixed."""
         path = self.folder / f"{outcome.kind}-{outcome.number}.json"
         if not outcome.error:
             path.unlink(missing_ok=True)

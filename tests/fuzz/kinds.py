@@ -1,4 +1,4 @@
-"""The kinds of cases: each makes one from a number and looks at it in every way."""
+"""The kinds of cases: each makes a checkpoint from a number, and reads it in several ways."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def write_once(root: Path, name: str) -> Path:
 
 
 def copy(draw: Draw, root: Path, sources: Sequence[Source]) -> tuple[Source, Path]:
-    """A checkpoint of one of the kinds, to be changed."""
+    """Copy a checkpoint of one of the sources."""
     source = draw.choice(sources)
     whole = write_once(root / "whole", source.name)
     folder = root / "case" / whole.name
@@ -67,10 +67,10 @@ def pick_file(draw: Draw, folder: Path) -> Path:
 
 
 def look(draw: Draw, folder: Path, source: Source, *, trusted: bool) -> None:
-    """One or two ways to look at it, drawn.
+    """Read a checkpoint in two drawn ways.
 
     Args:
-        trusted: checksums hold what is in the files, so that a load is refused or right.
+        trusted: checksums cover the change: a load is refused or right.
     """
     ways: list[Callable[[], object]] = [
         lambda: open_folder(folder, source),
@@ -84,7 +84,7 @@ def look(draw: Draw, folder: Path, source: Source, *, trusted: bool) -> None:
 
 
 def load_anything(folder: Path, source: Source) -> None:
-    """A load whose bits may be others: nothing can tell."""
+    """Load, and accept wrong bits, which no checksum covers."""
     try:
         load_folder(folder, source)
     except AssertionError:
@@ -95,7 +95,7 @@ def load_anything(folder: Path, source: Source) -> None:
 
 
 def header(draw: Draw, root: Path) -> None:
-    """Bytes of a file of zips: its directory, pickles, tensors, what lies between."""
+    """Change bytes of a zip file: directory, pickles, tensors, gaps."""
     source, folder = copy(draw, root, _ZIPS + _ATOMIC)
     path = pick_file(draw, folder)
     path.write_bytes(change_bytes(draw, path.read_bytes()))
@@ -103,7 +103,7 @@ def header(draw: Draw, root: Path) -> None:
 
 
 def legacy(draw: Draw, root: Path) -> None:
-    """Bytes of a legacy file: pickles, one after the other, without a checksum."""
+    """Change bytes of a legacy file: pickles, one after the other, without a checksum."""
     source, folder = copy(draw, root, _LEGACY)
     path = pick_file(draw, folder)
     path.write_bytes(change_bytes(draw, path.read_bytes()))
@@ -111,7 +111,7 @@ def legacy(draw: Draw, root: Path) -> None:
 
 
 def pickled(draw: Draw, root: Path) -> None:
-    """Opcodes of a pickle, under a checksum that is right."""
+    """Change opcodes of a pickle, with a valid checksum."""
     source, folder = copy(draw, root, _ZIPS + _ATOMIC + _LEGACY)
     path = pick_file(draw, folder)
     if zipfile.is_zipfile(path):
@@ -122,22 +122,22 @@ def pickled(draw: Draw, root: Path) -> None:
 
 
 def manifest(draw: Draw, root: Path) -> None:
-    """Values of a manifest, its digest made right again or not."""
+    """Change values of a manifest, with a valid or an invalid digest."""
     source, folder = copy(draw, root, _ATOMIC)
     path = folder / "ucp_manifest.json"
-    told = json.loads(path.read_text())
+    tree = json.loads(path.read_text())
     for _ in range(draw.choice((1, 1, 1, 2, 5))):
-        change_value(draw, told)
+        change_value(draw, tree)
     mended = draw.random() < 0.8
-    if mended and isinstance(told, dict):
-        told.pop("digest", None)
-        told["digest"] = hashlib.sha256(dump(told).encode()).hexdigest()
-    path.write_text(dump(told) + "\n")
+    if mended and isinstance(tree, dict):
+        tree.pop("digest", None)
+        tree["digest"] = hashlib.sha256(dump(tree).encode()).hexdigest()
+    path.write_text(dump(tree) + "\n")
     look(draw, folder, source, trusted=not mended)
 
 
 def others(draw: Draw, root: Path) -> None:
-    """Bytes of a file of another library's: pickles and JSON that tell of the rest, blocks, tensors."""
+    """Change bytes of a file of another library: pickled or JSON metadata, blocks, tensors."""
     source, folder = copy(draw, root, FOREIGN)
     path = pick_file(draw, folder)
     path.write_bytes(change_bytes(draw, path.read_bytes()))
@@ -145,13 +145,13 @@ def others(draw: Draw, root: Path) -> None:
 
 
 def has_checksums(source: Source, path: Path) -> bool:
-    """Whether every byte of a file is held against some sum: blocks of tensors, and files of ``torch.save``."""
+    """Return True if checksums cover every byte of a file: blocks of tensors, and files of ``torch.save``."""
     assert isinstance(source, Foreign)
     return not source.format.unchecked and path.suffix in (".distcp", ".bin", ".pt")
 
 
 def others_told(draw: Draw, root: Path) -> None:
-    """What another library's file tells of the rest: opcodes of its pickle, values of its JSON; or it is gone."""
+    """Change metadata of another library: opcodes of its pickle or values of its JSON; or remove the file."""
     source, folder = copy(draw, root, FOREIGN)
     path = pick_file(draw, folder)
     if path.name == ".metadata":
@@ -172,7 +172,7 @@ def others_told(draw: Draw, root: Path) -> None:
 
 
 def others_held(draw: Draw, root: Path) -> None:
-    """Values of a tree that was saved as blocks, or as two files, under checksums that are right."""
+    """Change values of a tree before it is saved as blocks, or as two files, with valid checksums."""
     source, folder = copy(draw, root, [source for source in FOREIGN if source.name == "dcp-nested"])
     shutil.rmtree(folder)
     folder.mkdir()
@@ -194,9 +194,9 @@ def others_held(draw: Draw, root: Path) -> None:
 
 
 def change_blocks(draw: Draw, data: bytes) -> bytes:
-    """Other names, shapes, element types, places and files in metadata of torch.distributed.checkpoint."""
-    told = pickle.loads(data)
-    items, infos = told.state_dict_metadata, told.storage_data
+    """Change names, shapes, element types, offsets and files in metadata of torch.distributed.checkpoint."""
+    tree = pickle.loads(data)
+    items, infos = tree.state_dict_metadata, tree.storage_data
     odd = ["", "x", "a.b\n\x1b[2J", "state.x.exp_avg", "optim.param_groups.x.lr", "\ud800", *items]
     for _ in range(draw.choice((1, 1, 2, 5))):
         key, index = draw.choice([*items]), draw.choice([*infos])
@@ -206,7 +206,7 @@ def change_blocks(draw: Draw, data: bytes) -> bytes:
         if kind == 0:
             name = draw.choice(odd)
             items[name] = items.pop(key)
-            told.storage_data = infos = {
+            tree.storage_data = infos = {
                 replace(each, fqn=name) if each.fqn == key else each: info for each, info in infos.items()
             }
         elif kind == 1 and blocks:
@@ -229,15 +229,15 @@ def change_blocks(draw: Draw, data: bytes) -> bytes:
             infos.pop(index)
         if not (items and infos):
             break
-    return pickle.dumps(told)
+    return pickle.dumps(tree)
 
 
 def change_json(draw: Draw, text: str) -> str:
-    """Other values, keys that are there twice, and what is no JSON."""
-    told = json.loads(text)
+    """Change values, repeat keys, and write invalid JSON."""
+    tree = json.loads(text)
     for _ in range(draw.choice((1, 1, 1, 2, 5))):
-        change_value(draw, told)
-    text = dump(told)
+        change_value(draw, tree)
+    text = dump(tree)
     if draw.random() < 0.2 and text[:2] == '{"':
         text = f"{text[:-1]},{text[1 : text.find(',', 1)]}}}"
     return (
@@ -246,7 +246,7 @@ def change_json(draw: Draw, text: str) -> str:
 
 
 def reshard(draw: Draw, root: Path) -> None:
-    """A drawn model, state, topology and target: the properties of tests/load, with other draws."""
+    """Run a property of tests/load with a drawn model, state, topology and target."""
     test = draw.choice(_RESHARDS)
     test.hypothesis.fuzz_one_input(draw.randbytes(draw.choice((64, 256, 1024, 4096))))  # type: ignore[attr-defined]
 
@@ -267,7 +267,7 @@ KINDS: dict[str, Kind] = {
 
 
 def change_bytes(draw: Draw, data: bytes) -> bytes:
-    """One to four changes of some bytes."""
+    """Make one to four changes of some bytes."""
     found = bytearray(data)
     for _ in range(draw.choice((1, 1, 2, 4))):
         at, length = draw.randrange(len(found) + 1), draw.choice((1, 1, 2, 4, 8, 64, 700))
@@ -308,7 +308,7 @@ _SNIPPETS = [
 
 
 def change_opcodes(draw: Draw, data: bytes) -> bytes:
-    """Opcodes taken out, moved, repeated, replaced, and snippets that build odd or huge things put in."""
+    """Remove, move, repeat or replace opcodes, or insert snippets that build unusual or huge objects."""
     starts = list_opcodes(data)
     parts = [data[low:high] for low, high in zip(starts, [*starts[1:], len(data)], strict=True)]
     for _ in range(draw.choice((1, 1, 2, 3, 8))):
@@ -329,7 +329,7 @@ def change_opcodes(draw: Draw, data: bytes) -> bytes:
 
 
 def list_opcodes(data: bytes) -> list[int]:
-    """Where opcodes begin, of all pickles that lie one after the other."""
+    """List the offsets of opcodes in consecutive pickles."""
     stream, found = io.BytesIO(data), [0]
     try:
         while stream.tell() < len(data):
@@ -337,12 +337,12 @@ def list_opcodes(data: bytes) -> list[int]:
             starts = [at for _, _, at in pickletools.genops(stream) if at is not None]
             found += [at if at >= base else base + at for at in starts]
     except (ValueError, pickle.UnpicklingError, IndexError):
-        pass  # what follows are tensors
+        pass  # tensors follow
     return sorted(set(found))
 
 
 def forge_record(path: Path, part: str, change: Callable[[bytes], bytes]) -> None:
-    """Another content of a zip's record, with checksums that fit."""
+    """Change the content of a zip's record, with a valid checksum."""
     with zipfile.ZipFile(path) as archive:
         records = [(entry.filename, archive.read(entry)) for entry in archive.infolist()]
     with zipfile.ZipFile(path, "w") as archive:
@@ -367,9 +367,9 @@ _ODD_PLAIN: list[Any] = [
 ]  # fmt: skip
 
 
-def change_value(draw: Draw, told: Any, odd: Sequence[Any] = _ODD) -> None:
-    """One value, somewhere, becomes an odd one, goes, or changes places with another."""
-    places = list_places(told)
+def change_value(draw: Draw, tree: Any, odd: Sequence[Any] = _ODD) -> None:
+    """Replace one value by an unusual one, remove it, or swap it with another one."""
+    places = list_places(tree)
     if not places:
         return
     holder, key = draw.choice(places)
@@ -388,21 +388,21 @@ def change_value(draw: Draw, told: Any, odd: Sequence[Any] = _ODD) -> None:
         holder[key] = deepcopy(draw.choice(odd))
 
 
-def list_places(told: Any) -> list[tuple[Any, Any]]:
-    """Every list and dict with every place in it."""
-    items = told.items() if isinstance(told, dict) else enumerate(told) if isinstance(told, list) else ()
+def list_places(tree: Any) -> list[tuple[Any, Any]]:
+    """List every key of every dict and list."""
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     found = []
     for key, value in list(items):
-        found += [(told, key), *list_places(value)]
+        found += [(tree, key), *list_places(value)]
     return found
 
 
 def nest(depth: int) -> str:
-    """A place for that many brackets, deeper than Python's own encoder goes."""
+    """Return a placeholder of nested brackets, deeper than Python's encoder supports."""
     return f"@nest{depth}"
 
 
-def dump(told: Any) -> str:
-    """As the package writes manifests."""
-    text = json.dumps(told, sort_keys=True, separators=(",", ":"))
+def dump(tree: Any) -> str:
+    """Dump as the package writes manifests."""
+    text = json.dumps(tree, sort_keys=True, separators=(",", ":"))
     return re.sub('"@nest([0-9]+)"', lambda found: "[" * int(found[1]) + "1" + "]" * int(found[1]), text)

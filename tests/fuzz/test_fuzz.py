@@ -1,4 +1,4 @@
-"""Some cases of every kind, the same ones every time; `make fuzz` draws others for as long as it is given."""
+"""Some cases of every kind, the same ones every time; `make fuzz` draws others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process that runs cases one after the other and tells of each; it may be killed in the middle of one."""
+"""A process that runs cases one after the other and reports each; it may be killed in the middle of one."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import Any
 
 CPU_SECONDS = 20.0
-"""More than any case takes: the largest file has 30 KB."""
+"""Limit of a case; the largest file has 30 KB."""
 MEMORY = 300 << 20
-"""Bytes by which a case may raise what the process has ever held."""
-_LIMIT = 3 << 30  # of the address space beyond what the process begins with
+"""Bytes by which a case may raise the peak memory of the process."""
+_LIMIT = 3 << 30  # of address space, in addition to the initial size
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a case: nothing, or what went wrong. `mark` is alike for failures of one cause."""
+    """The result of a case; `error` is empty if it passed, and `mark` is equal for failures of one cause."""
 
     kind: str
     number: int
@@ -41,9 +41,9 @@ class TooSlow(BaseException):
 
 
 def serve(connection: Connection) -> None:
-    """Run what the other end asks for, until it goes away."""
+    """Run the cases of the other end until it closes the connection."""
     _limit()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other end says what there is to say
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other end reports
     with tempfile.TemporaryDirectory(prefix="ucp-fuzz-") as root:
         os.environ["TMPDIR"] = tempfile.tempdir = root
         while True:
@@ -55,7 +55,7 @@ def serve(connection: Connection) -> None:
 
 
 def run_case(kind: str, number: int, root: Path) -> Outcome:
-    """One case; whatever it raises is its outcome."""
+    """Run a case. Returns its error as its outcome."""
     from tests.fuzz.kinds import KINDS
 
     start, held = time.process_time(), _reset_peak()
@@ -67,7 +67,7 @@ def run_case(kind: str, number: int, root: Path) -> Outcome:
             contextlib.redirect_stderr(sink),
         ):
             KINDS[kind](random.Random(f"{kind} {number}"), root)
-    except BaseException as error:  # noqa: BLE001 - whatever a case raises is what is looked for
+    except BaseException as error:  # noqa: BLE001 - any error is a result
         return Outcome(kind, number, traceback.format_exc(), _mark(error), time.process_time() - start)
     rise = _read_peak() - held
     if rise > MEMORY:
@@ -76,7 +76,7 @@ def run_case(kind: str, number: int, root: Path) -> Outcome:
 
 
 def _mark(error: BaseException) -> str:
-    """Kind of error and the innermost line of the package."""
+    """Return the kind of error and the innermost line of the package."""
     frames = traceback.extract_tb(error.__traceback__)
     inside = [frame for frame in frames if "deepspeed_ucp/" in frame.filename] or list(frames)
     last = inside[-1]

@@ -1,1 +1,1 @@
-"""Mistakes made by hand in the hot code, each of which the tests have to notice (`make mutants`)."""
+"""Hand-written mistakes in the code, all of which the tests must detect (`make mutants`)."""

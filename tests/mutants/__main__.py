@@ -44,13 +44,13 @@ def read_mutants() -> list[Mutant]:
 
 
 def find_stale(mutants: list[Mutant], root: Path = ROOT) -> list[str]:
-    """Mutants whose text is not there exactly once: the code has moved on."""
+    """List mutants whose text is not in the code exactly once."""
     found = []
     for mutant in mutants:
         path = root / "deepspeed_ucp" / mutant.file
         count = path.read_text().count(mutant.old) if path.exists() else 0
         if count != 1:
-            found.append(f"{mutant}: its text is there {count} times")
+            found.append(f"{mutant}: its text occurs {count} times")
         found += [f"{mutant}: there is no {test}" for test in mutant.tests.split() if not (root / test).exists()]
     return found
 
@@ -64,7 +64,7 @@ def copy_checkout(folder: Path) -> None:
 
 
 def run_tests(tests: list[str], root: Path) -> int:
-    """Pytest's exit code, in a child of this process, which has imported what takes long."""
+    """Run pytest in a forked child with slow imports done. Returns its exit code."""
     child = os.fork()
     if child == 0:
         os.setsid()
@@ -92,7 +92,7 @@ def run_tests(tests: list[str], root: Path) -> int:
 
 
 def judge(mutant: Mutant, root: Path) -> bool:
-    """Whether the tests notice a mutant."""
+    """Return True if the tests detect a mutant."""
     path = root / "deepspeed_ucp" / mutant.file
     text = path.read_text()
     path.write_text(text.replace(mutant.old, mutant.new))
@@ -103,7 +103,7 @@ def judge(mutant: Mutant, root: Path) -> bool:
 
 
 def judge_in_turn(mutant: Mutant, roots: SimpleQueue[Path]) -> tuple[Mutant, bool, float]:
-    """A mutant, whether the tests notice it, and the seconds that they took; in a copy of the checkout that is free."""
+    """Judge a mutant in a free copy of the checkout. Returns it, the verdict, and the seconds."""
     start, root = time.monotonic(), roots.get()
     try:
         return mutant, judge(mutant, root), time.monotonic() - start
@@ -112,7 +112,7 @@ def judge_in_turn(mutant: Mutant, roots: SimpleQueue[Path]) -> tuple[Mutant, boo
 
 
 def _notices(code: int, root: Path) -> bool:
-    """Tests that fail, cannot be imported, or have no memory left; anything else says nothing about the mutant."""
+    """Return True if tests fail, cannot be imported or have no memory; raise on other errors, which prove nothing."""
     output = (root / "output").read_text()[-2000:]
     if code not in (0, 1, 2) and "MemoryError" not in output:
         raise RuntimeError(f"pytest ended with {code}: {output}")
@@ -131,7 +131,7 @@ def main() -> int:
     if options.list:
         print(*mutants, sep="\n")
         return bool(stale)
-    import hypothesis  # noqa: F401 - what every child needs, but nothing of what is changed
+    import hypothesis  # noqa: F401 - needed by every child and never changed
     import numpy as np  # noqa: F401
     import pytest  # noqa: F401
     import torch  # noqa: F401

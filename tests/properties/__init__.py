@@ -1,1 +1,1 @@
-"""Properties of the package as a whole: what every way in says of the same checkpoint."""
+"""Properties of the whole package: all commands and loads agree on a checkpoint."""

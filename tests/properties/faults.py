@@ -1,4 +1,4 @@
-"""Things that happen to the files of a checkpoint."""
+"""Faults of the files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ FOLDERS = ("atomic", "global_step3")
 
 @dataclass(frozen=True)
 class Fault:
-    """Something done to one file.
+    """A change of one file.
 
     Attributes:
-        do: changes the file; False where the file has no place for this fault. Its last argument is a folder for
-            other checkpoints of the source.
-        needs_zip: legacy files have no checksums, and nothing in them can tell.
-        relative: files contradict each other: any of them may be the one that is named.
-        harmless: where a user keeps a file is his to choose; all ways in agree on it.
+        do: changes the file; returns False if the fault does not apply. Its last argument is a folder for other
+            checkpoints of the source.
+        needs_zip: not detectable in legacy files, which have no checksums.
+        relative: files contradict each other, and messages may name any of them.
+        harmless: all ways to read accept it.
     """
 
     name: str
@@ -47,7 +47,7 @@ def flip(path: Path, offset: int) -> None:
 
 
 def find_record(path: Path, part: str) -> tuple[int, int]:
-    """Where the largest record with this in its name lies: offset, bytes."""
+    """Return offset and size of the largest record with this part in its name."""
     with zipfile.ZipFile(path) as archive:
         entry = max((e for e in archive.infolist() if part in e.filename), key=lambda e: e.file_size)
         with path.open("rb") as stream:
@@ -75,7 +75,7 @@ def cut(keep: Callable[[int], int]) -> Callable[[Path, Source, Path], None]:
 
 
 def swap_in(path: Path, other: Path) -> bool | None:
-    """The file of the same name of another checkpoint."""
+    """Replace a file by that of another checkpoint."""
     if not other.exists() or other.read_bytes() == path.read_bytes():
         return False
     shutil.copy(other, path)
@@ -90,7 +90,7 @@ def from_another_step(path: Path, source: Source, root: Path) -> bool | None:
 
 
 def from_another_size(path: Path, source: Source, root: Path) -> bool | None:
-    """Of a run on one rank more, or as many more as experts are spread over."""
+    """Replace a file by that of a run on more ranks."""
     if not source.topology.partitions:
         return False
     dp = source.topology.dp + max(source.topology.ep, default=1)
@@ -101,14 +101,14 @@ def from_another_size(path: Path, source: Source, root: Path) -> bool | None:
 
 
 def write_other(root: Path, write: Callable[[Path], Path]) -> Path:
-    """Another checkpoint, written by the first file that asks for it."""
+    """Write another checkpoint at the first call."""
     if not root.exists():
         write(root)
     return next(root / name for name in FOLDERS if (root / name).exists())
 
 
 def from_its_neighbour(path: Path, _source: Source, _root: Path) -> bool | None:
-    """The file of the next rank, copied over this one."""
+    """Replace a file by that of another rank."""
     kind = path.name.rpartition("rank_")[2].lstrip("0123456789")
     others = [other for other in sorted(path.parent.glob(f"*{kind}")) if other != path and "rank_" in other.name]
     others = [other for other in others if other.name.count("rank") == path.name.count("rank")]
@@ -116,7 +116,7 @@ def from_its_neighbour(path: Path, _source: Source, _root: Path) -> bool | None:
 
 
 def repeat_pickle(path: Path, _source: Source, _root: Path) -> bool | None:
-    """A zip with a second data.pkl: readers differ in which of them counts."""
+    """Add a second data.pkl to a zip; readers differ in their choice."""
     if not zipfile.is_zipfile(path):
         return False
     with zipfile.ZipFile(path) as archive:
@@ -136,14 +136,14 @@ def replace_by(make: Callable[[Path], object]) -> Callable[[Path, Source, Path],
 
 
 def link_out(path: Path, _source: Source, _root: Path) -> None:
-    """What it held now lies outside of the checkpoint's folder."""
+    """Move the file out of the checkpoint's folder, behind a link."""
     outside = find_folder(path).with_name("elsewhere")
     shutil.move(path, outside)
     path.symlink_to(outside)
 
 
 def find_folder(path: Path) -> Path:
-    """The checkpoint that a file is of."""
+    """Return the checkpoint of a file."""
     return next(parent for parent in path.parents if parent.name in FOLDERS)
 
 

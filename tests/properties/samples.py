@@ -1,4 +1,4 @@
-"""One small checkpoint of each kind of source, written without engines, and every way to look at one."""
+"""A small checkpoint of each kind of source, written without engines, and all ways to read it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PLAIN = Model(
     {"count": torch.arange(3)},
 )
 ONE_GROUP = Model((Param("a.weight", (30, 17)), Param("a.bias", (7,))), {"count": torch.arange(3)})
-"""Stage 0 saves no names: in one group they are the module's."""
+"""For stage 0, which saves no names: one group has the module's order."""
 PIPE = Model(
     (
         Param("tied_modules.embed.word", (12, 3), tied=True),
@@ -69,7 +69,7 @@ RULES = [
 
 @dataclass(frozen=True)
 class Source:
-    """A kind of source: what wrote it, and how."""
+    """A kind of source."""
 
     name: str
     topology: Topology
@@ -85,7 +85,7 @@ class Source:
         return random_state(self.model, seed, precision=topology.precision, topology=topology, **options)
 
     def write(self, root: Path, *, seed: int = 0, run: Run | None = None, **options: Any) -> Path:
-        """A checkpoint in `root`; its tag's folder."""
+        """Write a checkpoint into `root`. Returns its tag's folder."""
         state = self.state(seed, **options)
         path = write_checkpoint(
             root, self.model, state, self.topology, run=run or Run(), cut=cut_rows, legacy=self.legacy, tag=TAG
@@ -97,7 +97,7 @@ class Source:
 
 
 def cut_rows(name: str, tensor: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
-    """Matrices by rows, vectors not at all."""
+    """Cut matrices by rows, and no vectors."""
     return tensor.chunk(tp)[rank] if name.endswith(("up", "word")) else tensor
 
 
@@ -130,7 +130,7 @@ class Foreign(Source):
         return root / TAG
 
     def expect(self) -> State:
-        """What a load brings back."""
+        """Return the expected state after a load."""
         state = self.state()
         weights = {name: {"fp32": held["fp32"]} for name, held in state.atoms.items()}
         return State(weights, {}, ()) if self.format.alone else state
@@ -139,16 +139,16 @@ class Foreign(Source):
 FOREIGN = [Foreign(each.name, Topology(0), each.model or PLAIN, format=each) for each in foreign.FORMATS]
 
 
-# -- ways to look at a checkpoint -------------------------------------------------------------------------------------
+# -- ways to read a checkpoint ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one way in says: nothing, or what is wrong.
+    """The faults that one command or load finds.
 
     Attributes:
-        text: all that it says.
-        files: the files that it holds at fault, where it tells them apart from its text.
+        text: of all messages; empty if there are none.
+        files: faulty files, if they are reported separately from the text.
     """
 
     text: str = ""
@@ -162,7 +162,7 @@ class Verdict:
 
 
 def try_to(work: Callable[[], object]) -> Verdict:
-    """Anything but a UcpError is a fault of ours."""
+    """Call a function. Returns its UcpError; other errors are bugs."""
     try:
         work()
     except UcpError as error:
@@ -171,7 +171,7 @@ def try_to(work: Callable[[], object]) -> Verdict:
 
 
 def run_cli(*argv: str) -> tuple[int, dict[str, Any]]:
-    """A command's exit code and its JSON; ours to explain if it has an error that it did not foresee."""
+    """Run a command. Returns its exit code and its JSON; unexpected errors are bugs."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main([*argv, "--json"])
@@ -181,7 +181,7 @@ def run_cli(*argv: str) -> tuple[int, dict[str, Any]]:
 
 
 def verify(folder: Path, source: Source, *options: str) -> Verdict:
-    """`ds_ucp verify`; warnings do not count."""
+    """Run `ds_ucp verify`, without its warnings."""
     code, told = run_cli("verify", str(folder), *groups_option(source), *options)
     faults = [fault for fault in told.get("faults", ()) if not fault["warning"]]
     assert (code == 0) == (not faults and "error" not in told), told
@@ -194,7 +194,7 @@ def groups_option(source: Source) -> list[str]:
 
 
 def inspect(folder: Path, source: Source) -> Verdict:
-    """`ds_ucp inspect`."""
+    """Run `ds_ucp inspect`."""
     code, told = run_cli("inspect", str(folder), *groups_option(source))
     if code == 0:
         return Verdict()
@@ -208,15 +208,12 @@ def open_folder(folder: Path, source: Source) -> Verdict:
 
 
 def name_groups(source: Source) -> list[list[tuple[str, bool]]]:
-    """What a live engine tells of its param groups: stage 0 saves no names."""
+    """Return the param groups of a live engine, which name the parameters of stage 0."""
     return [[(param.name, param.trains) for param in group] for group in source.model.groups]
 
 
 def load_folder(folder: Path, source: Source) -> Verdict:
-    """A whole load into another topology: refused, or the right bits.
-
-    With tensor parallelism it is a conversion, which reads and verifies the same.
-    """
+    """Load into another topology: refused, or the right bits. With tensor parallelism convert, which reads the same."""
     if source.model.layers:
         return try_to(lambda: convert_checkpoint(str(folder), str(folder.parent / "out"), patterns={"rules": RULES}))
     return try_to(lambda: load_targets(folder, source))

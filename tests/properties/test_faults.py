@@ -1,8 +1,7 @@
-"""Faults: what opening refuses is what `ds_ucp verify` names and `ds_ucp inspect` shows; what verify passes, loads.
+"""Faults: opening, `ds_ucp verify`, `ds_ucp inspect` and loads agree, for every source, fault and kind of file.
 
-For every kind of source, every fault, every kind of file. It is not written down which way in has to see which fault:
-all have to say the same, and a load that nothing refuses has to give the saved bits. An atomic checkpoint is opened by
-its manifest, without its atoms' headers, so there `verify --headers-only` may see more than opening does.
+A load that is not refused restores the saved bits. An atomic checkpoint is opened by its manifest, without the headers
+of its atoms: there `verify --headers-only` may find more than opening does.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ ALL = [*SOURCES, *FOREIGN]
 
 @pytest.fixture(scope="session")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Source], Path]:
-    """A whole checkpoint of each kind, written once."""
+    """Write a whole checkpoint of each kind once."""
     made: dict[str, Path] = {}
 
     def write(source: Source) -> Path:
@@ -44,7 +43,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Source], Path
 
 
 def list_sites(folder: Path) -> list[str]:
-    """One file of every kind, and the last of each kind where there are several."""
+    """List the first and the last file of every kind."""
     kinds: dict[str, list[str]] = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = str(path.relative_to(folder))
@@ -60,11 +59,10 @@ def test_a_whole_checkpoint_is_whole_to_all(source: Source, written: Callable[[S
 
 
 def is_unseen(source: Source, fault: Fault, site: str) -> bool:
-    """What nothing in the files tells.
+    """Return True for a fault that the files do not show.
 
-    Legacy files do not know their name, and of what ZeRO 3 cuts each rank's part may be anything. Other libraries'
-    files do not tell of which save they are; numbers in their names tell what an index does; a configuration is not
-    read.
+    Legacy files do not contain their name, and a rank's part of ZeRO 3 has any values. Files of other libraries do not
+    record their save; numbers in their names replace an index; a configuration is not read.
     """
     if isinstance(source, Foreign):
         is_spare = site.endswith(".index.json") and fault.name == "missing"
@@ -95,15 +93,15 @@ def test_all_ways_in_say_the_same(
 def check(folder: Path, site: str, source: Source, fault: Fault) -> None:
     opened, shown = open_folder(folder, source), inspect(folder, source)
     headers, whole = verify(folder, source, "--headers-only"), verify(folder, source)
-    loaded = opened or load_folder(folder, source)  # which opens it in the same way
+    loaded = opened or load_folder(folder, source)  # opens it in the same way
     assert bool(opened) == bool(shown), f"open: {opened}\ninspect: {shown}"
     assert imply(opened, headers), f"open: {opened}\nverify --headers-only: {headers}"
     assert imply(headers, opened) or source.atomic, f"open: {opened}\nverify --headers-only: {headers}"
     assert imply(headers, whole), f"verify --headers-only: {headers}\nverify: {whole}"
     assert imply(loaded, whole), f"load: {loaded}\nverify: {whole}"
-    alone = len(list_sites(folder)) <= 1  # then nothing tells that there has been a file
+    alone = len(list_sites(folder)) <= 1  # then a missing file is not detectable
     found = [verdict for verdict in (opened, shown, headers, whole, loaded) if verdict]
-    assert found or fault.harmless or (source.legacy and fault.needs_zip), "nobody has seen it"
+    assert found or fault.harmless or (source.legacy and fault.needs_zip), "not detected"
     for verdict in found:
         assert verdict.names(Path(site).name) or fault.relative or alone, f"{site} is not named: {verdict}"
 

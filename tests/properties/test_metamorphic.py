@@ -1,4 +1,4 @@
-"""What has to be the same whichever way it is done, for everything that torch lets a model and an optimizer hold."""
+"""Loads, conversions and diffs agree, for all names and values that torch allows in a model and an optimizer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.synth import Model, Param, State, Topology, random_state, read_state,
 
 TOPOLOGIES = [Topology(1, 3), Topology(2, 2, "bf16"), Topology(3, 2), Topology(1, 2, "bf16", "bf16")]
 
-# -- what torch allows ------------------------------------------------------------------------------------------------
+# -- names and values that torch allows -------------------------------------------------------------------------------
 
 # A name's part is anything but empty or with a dot in it: keys of a ModuleDict, attributes set with setattr.
 PARTS = st.one_of(
@@ -47,7 +47,7 @@ STATES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
 @st.composite
 def drawn(draw: st.DrawFn) -> tuple[Model, State, Topology]:
-    """A small model of any names, hyper-parameters and element types, stepped once."""
+    """Draw a small model of any names, hyper-parameters and element types, stepped once."""
     names = draw(st.lists(NAMES, min_size=2, max_size=4, unique=True))
     params = tuple(Param(name, (2 + index, 3), index % 2) for index, name in enumerate(names))
     model = Model(params, {})
@@ -84,7 +84,7 @@ def test_a_conversion_is_no_difference(source: Source, tmp_path: Path) -> None:
 @examples(60)
 @given(case=drawn())
 def test_a_conversion_of_anything_is_no_difference(case: tuple[Model, State, Topology]) -> None:
-    """Or it is refused in words: a file system has no place for some names."""
+    """Or it is refused: a file system does not support some names."""
     model, state, topology = case
     note(f"{topology.label} {[param.name for param in model.params]} {state.groups}")
     with temporary_folder() as folder:
@@ -100,11 +100,11 @@ def test_a_conversion_of_anything_is_no_difference(case: tuple[Model, State, Top
 
 
 def is_common(name: str) -> bool:
-    """Nothing in it that a file's name cannot hold."""
+    """Return True if a file name can contain a parameter's name."""
     return name.isprintable() and "/" not in name and not set(name.split(".")) & {"", " "}
 
 
-# -- the index says what was saved; a load gives it -------------------------------------------------------------------
+# -- index and loads equal the save -----------------------------------------------------------------------------------
 
 
 @examples(60)
@@ -124,7 +124,7 @@ def test_hyper_parameters_and_scalars_of_any_type_are_kept(case: tuple[Model, St
 @examples(60)
 @given(case=drawn(), target=st.sampled_from(TOPOLOGIES))
 def test_a_load_of_a_conversion_is_the_load(case: tuple[Model, State, Topology], target: Topology) -> None:
-    """load∘convert = load, under any names: both give what a run of the target's topology would have saved."""
+    """load∘convert = load, under any names: both equal the save of a run of the target's topology."""
     model, state, topology = case
     plain = replace(state, scalars={name: {"step": held["step"]} for name, held in state.scalars.items()},
                     groups=random_state(model, 0).groups)  # fmt: skip

@@ -11,7 +11,7 @@ from packaging.version import Version
 
 @cache
 def find_version(package: str) -> Version:
-    """That of what is installed, read once: it is asked for each test."""
+    """Return the installed version; cached, because each test asks for it."""
     return Version(version(package))
 
 
@@ -19,13 +19,12 @@ DEEPSPEED = find_version("deepspeed")
 
 
 class Known(NamedTuple):
-    """What a release cannot do for reasons of its own.
+    """A defect or missing feature of a release.
 
     Attributes:
-        since, before: the first release that has it, and the first that has not any more.
-        tests: parts of the ids of tests that would show it.
-        reason: in a few words, for the table in docs/releases.md.
-        package: whose release.
+        since, before: first release with it, and first release without it.
+        tests: parts of the ids of tests that would fail.
+        reason: for the table in docs/releases.md.
     """
 
     since: str
@@ -36,7 +35,7 @@ class Known(NamedTuple):
 
     @property
     def here(self) -> bool:
-        """Whether it is so with what is installed."""
+        """True for the installed release."""
         return Version(self.since) <= find_version(self.package) < Version(self.before)
 
 
@@ -81,8 +80,7 @@ KNOWN = [
     Known("0.16", "0.19.8", ("autoep/others",), "no AutoEP at ZeRO 3 or beside AutoTP"),
     Known("0.17.6", "0.19.8", ("offload.py::test_torch_autocast",), "torch_autocast skips steps of one rank"),
 ]
-"""Tests that are skipped with these reasons, or cases that they leave out; what is not here passes or fails. Bounds are
-as close as the releases that were run."""
+"""Reasons of skipped tests and cases; all others pass or fail. Bounds are limited to the releases that were run."""
 
 
 @cache
@@ -91,7 +89,7 @@ def _list_here() -> list[Known]:
 
 
 def find_reason(nodeid: str) -> str | None:
-    """Why a test is not for what is installed. Loads of what others have saved are for all."""
+    """Return why the installed releases skip a test; all run loads of other releases' saves."""
     if "saves_of_other_releases" in nodeid:
         return None
     found = (each for each in _list_here() if any(part in nodeid for part in each.tests))

@@ -1,4 +1,4 @@
-"""`python -m tests.releases`: an environment per row, the tests marked `releases` in each, each one's saves in all."""
+"""`python -m tests.releases`: run the tests marked `releases` in an environment per row, and load all rows' saves."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ ROWS: dict[str, tuple[str, ...]] = {
     "transformers-4": ("transformers==4.57.1",),
     "newest": ("torch", "transformers", "accelerate", "lightning"),
 }
-"""By name what is installed over the main environment: releases of DeepSpeed, then of what is around it."""
+"""Packages over the main environment: releases of DeepSpeed, then of its dependencies."""
 
 
 @dataclass
 class Result:
-    """What one row's tests said.
+    """Results of one row's tests.
 
     Attributes:
         versions: of `NAMED`.
-        matrix, loads: counts of passed, failed and skipped tests; of other rows' saves the loads.
-        failed: names of tests that failed, with what they said.
-        reasons: why tests were skipped, with how many.
+        matrix, loads: counts of passed, failed and skipped tests, and of loads of other rows' saves.
+        failed: messages of failed tests by name.
+        reasons: number of skipped tests by reason.
     """
 
     day: str
@@ -52,7 +52,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Row:
-    """One environment: a layer with a few packages over the environment that runs this."""
+    """An environment with a few packages over the main one."""
 
     name: str
     folder: Path
@@ -67,7 +67,7 @@ class Row:
         return self.folder / "result.json"
 
     def make(self) -> None:
-        """Make it, once; `pip` is the main environment's, whose packages satisfy what is not asked for."""
+        """Make the environment once; the main environment provides `pip` and all other packages."""
         done = self.folder / "made.json"
         if done.exists() and json.loads(done.read_text()) == list(self.packages):
             return
@@ -85,7 +85,7 @@ class Row:
         return json.loads(subprocess.check_output([self.python, "-c", code]))  # type: ignore[no-any-return]
 
     def run(self, tests: list[str], saves: Path) -> ElementTree.Element:
-        """What pytest says of some tests here."""
+        """Run tests in this environment. Returns pytest's report."""
         report = self.folder / "report.xml"
         report.unlink(missing_ok=True)
         path = os.pathsep.join([str(self.folder / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
@@ -96,7 +96,7 @@ class Row:
         with open(self.folder / "output.txt", "a") as output:
             subprocess.run(command, cwd=ROOT, env=environment, stdout=output, stderr=output, check=False)
         if not report.exists():
-            raise SystemExit(f"{self.name}: pytest did not come to an end, see {self.folder / 'output.txt'}")
+            raise SystemExit(f"{self.name}: pytest did not write a report. See {self.folder / 'output.txt'}")
         return ElementTree.parse(report).getroot()
 
 
@@ -111,8 +111,8 @@ def add(result: Result, counts: dict[str, int], report: ElementTree.Element) -> 
             result.failed.setdefault(name, (bad[0].get("message") or "")[:300])
             found[name] = "failed"
         elif skipped is not None:
-            told = re.search(r"Skipped: (.*?)['\"]\)$", skipped.text or "")  # of a whole file
-            reason = told[1] if told else (skipped.get("message") or "").removeprefix("Skipped: ")
+            match = re.search(r"Skipped: (.*?)['\"]\)$", skipped.text or "")  # of a whole file
+            reason = match[1] if match else (skipped.get("message") or "").removeprefix("Skipped: ")
             result.reasons[reason] = result.reasons.get(reason, 0) + 1
             found.setdefault(name, "skipped")
         else:
@@ -121,19 +121,19 @@ def add(result: Result, counts: dict[str, int], report: ElementTree.Element) -> 
 
 
 def list_files() -> list[str]:
-    """Test files that have such tests: importing all others takes longer than these."""
+    """List the files with such tests; importing all others takes longer than running these."""
     return sorted(str(f.relative_to(ROOT)) for f in ROOT.glob("tests/*/test_*.py") if ".releases\n" in f.read_text())
 
 
 def run_matrix(row: Row, saves: Path) -> None:
-    say(f"{row.name}: {' '.join(row.packages)}")
+    log(f"{row.name}: {' '.join(row.packages)}")
     row.make()
     result = Result(time.strftime("%Y-%m-%d"), row.read_versions())
     begin = time.monotonic()
     (row.folder / "output.txt").unlink(missing_ok=True)
     add(result, result.matrix, row.run(["-m", "releases", *list_files()], saves))
     row.result.write_text(json.dumps(asdict(result), indent=1))
-    say(f"{row.name}: {tell(result.matrix)} in {time.monotonic() - begin:.0f} s")
+    log(f"{row.name}: {format_counts(result.matrix)} in {time.monotonic() - begin:.0f} s")
 
 
 def run_loads(row: Row, saves: Path) -> None:
@@ -142,35 +142,39 @@ def run_loads(row: Row, saves: Path) -> None:
     result.loads, result.failed = {}, own | {n: t for n, t in result.failed.items() if "for_other" in n}
     add(result, result.loads, row.run([SAVES, "-k", "saves_of_other"], saves))
     row.result.write_text(json.dumps(asdict(result), indent=1))
-    say(f"{row.name}: saves of other releases: {tell(result.loads)}")
+    log(f"{row.name}: saves of other releases: {format_counts(result.loads)}")
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
 
 
-def tell(counts: dict[str, int]) -> str:
+def format_counts(counts: dict[str, int]) -> str:
     return ", ".join(f"{counts[key]} {key}" for key in ("passed", "failed", "skipped") if counts.get(key)) or "not run"
 
 
 def make_table(rows: list[Row]) -> str:
-    """A row per environment that has a result; below it what failed, and why tests were skipped."""
+    """Make the table of all results, with failures and reasons of skipped tests below it."""
     results = {row.name: Result(**json.loads(row.result.read_text())) for row in rows if row.result.exists()}
     lines = ["| " + " | ".join(["row", *NAMED, "engine matrix", "saves of the others", "day"]) + " |", "|---" * 9 + "|"]
     notes: dict[str, list[str]] = {}
     for row, found in results.items():
         versions = [found.versions[name] for name in NAMED]
-        lines.append("| " + " | ".join([row, *versions, tell(found.matrix), tell(found.loads), found.day]) + " |")
+        lines.append(
+            "| "
+            + " | ".join([row, *versions, format_counts(found.matrix), format_counts(found.loads), found.day])
+            + " |"
+        )
         for reason in found.reasons:
             notes.setdefault(f"skipped: {reason}", []).append(row)
         for test, message in found.failed.items():
             notes.setdefault(f"failed: `{test}`: {tidy(message)}", []).append(row)
-    told = [f"* {', '.join(names)}: {note}" for note, names in notes.items()]
-    return "\n".join([*lines, "", *told])
+    items = [f"* {', '.join(names)}: {note}" for note, names in notes.items()]
+    return "\n".join([*lines, "", *items])
 
 
 def tidy(message: str) -> str:
-    """The first line of a failure, without what differs from run to run."""
+    """Return the first line of a failure without paths, which differ from run to run."""
     return re.sub(r"/\S+/", "…/", message.strip().partition("\n")[0])[:160]
 
 
@@ -195,8 +199,8 @@ def main() -> int:
     if unknown := set(args.rows) - set(ROWS):
         parser.error(f"{', '.join(sorted(unknown))}: no such row")
     saves.mkdir(parents=True, exist_ok=True)
-    asked = [row for row in rows if (row.name in args.rows if args.rows else not row.result.exists())]
-    for row in [] if args.only_table else asked:
+    requested = [row for row in rows if (row.name in args.rows if args.rows else not row.result.exists())]
+    for row in [] if args.only_table else requested:
         run_matrix(row, saves)
     done = [row for row in rows if row.result.exists()]
     for row in [] if args.only_table or args.matrix_only else done:

@@ -1,7 +1,7 @@
-"""ZeRO 3's gathers of old releases, made to end before they are used; preloaded on the ranks of tests.
+"""Complete the gathers of ZeRO 3 in old releases before their use; preloaded on the ranks of tests.
 
-These releases wait for the last of several gathers alone. gloo does not end them in order, so that on CPUs an engine
-trains on, and a test looks at, memory that is not filled yet. It is none of what is tested here.
+These releases wait only for the last of several gathers. gloo does not complete them in order, and engines on CPUs read
+memory that is not filled yet.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from . import find_reason
 
 
 def settle(gather: Callable[..., Any]) -> Callable[..., Any]:
-    """A gather that has ended when it returns its handle."""
+    """Return a gather that is complete when it returns its handle."""
 
     def call(*args: Any, **options: Any) -> Any:
         handle = gather(*args, **options)
@@ -31,7 +31,7 @@ def settle(gather: Callable[..., Any]) -> Callable[..., Any]:
 def gather_all(
     _: Any, outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: Any = None, async_op: bool = False
 ) -> Any:
-    """`TorchBackend.all_gather_coalesced`, one gather after the other."""
+    """Replace `TorchBackend.all_gather_coalesced` by consecutive gathers."""
     gather = settle(torch.distributed.all_gather_into_tensor)
     handles = [gather(o, i, group=group, async_op=True) for o, i in zip(outputs, inputs, strict=True)]
     return handles[-1] if async_op else None

@@ -46,15 +46,11 @@ class Launch:
     dual: bool = False
 
     def __str__(self) -> str:
-        degrees = [
-            f"{key}{degree}" for key, degree in (("tp", self.tp), ("pp", self.pp), ("sp", self.sp)) if degree > 1
-        ]
-        parts = [*degrees, f"dp{self.dp}", f"zero{self.stage}"]
+        degrees = {"tp": self.tp, "pp": self.pp, "sp": self.sp}
+        parts = [*(f"{key}{size}" for key, size in degrees.items() if size > 1), f"dp{self.dp}", f"zero{self.stage}"]
         parts += [self.precision] * (self.precision != "fp32") + ["fp32grads"] * self.fp32_grads
-        parts += (
-            ["dual"] * self.dual + ["plain"] * (not self.pipeline) + [self.method] * (self.method != "type:transformer")
-        )
-        return "-".join(parts)
+        parts += ["dual"] * self.dual + ["plain"] * (not self.pipeline)
+        return "-".join([*parts, *[self.method] * (self.method != "type:transformer")])
 
     @property
     def dp(self) -> int:
@@ -173,31 +169,28 @@ class Runs:
         """
         if route.key not in self._resumed:
             alike = {each.key: each for each in (route, *routes) if each.engine == route.engine}
-            found = sorted(
-                alike.values(), key=lambda each: (not each.arguments, "load_module_only" not in each.arguments)
-            )
+            weights_first = lambda each: (not each.arguments, "load_module_only" not in each.arguments)  # noqa: E731
+            found, loads = sorted(alike.values(), key=weights_first), []
             for each in found:
                 self.saved(each.model, each.source)
-            loads = [
-                Load(
-                    self.folder(each.model, each.source, each.part),
-                    each.arguments,
-                    again=self.again(each) if each.saves else "",
-                    steps=0 if each.arguments else STEPS[1],
-                )
-                for each in found
-            ]
+                again, steps = self.again(each) if each.saves else "", 0 if each.arguments else STEPS[1]
+                folder = self.folder(each.model, each.source, each.part)
+                loads.append(Load(folder, each.arguments, again=again, steps=steps))
             trained = training(route.model, route.target, route.checkpoint)
             answers = self.run(route.target, load_each, trained, loads, read=capture_rank)
             self._resumed.update(zip([each.key for each in found], map(list, zip(*answers, strict=True)), strict=True))
         return self._resumed[route.key]
 
     def check(
-        self, route: Route, routes: Sequence[Route] = (), *, losses: bool = True, **options: Any
+        self, route: Route, routes: Sequence[Route] = (), *, losses: bool = True, least: int = 80
     ) -> tuple[list[Local], list[Local]]:
-        """Resume a route and compare all bits, and with `losses` the losses. Returns the ranks of both runs."""
+        """Resume a route and compare more than `least` tensors, and the losses. Returns the ranks of both runs."""
         saved, resumed = self.saved(route.model, route.source), self.resumed(route, routes)
-        check(route, saved, resumed, **options)
+        assert all(local.direct for local in resumed), resumed[0].reason
+        lost = route.source.loses_copies
+        count, differences = compare_joined(saved, resumed, route.model, lost_copies=lost)
+        assert count > least
+        assert not differences, "\n".join(differences[:20])
         if losses:
             pairs = list(zip(mean_losses(resumed), mean_losses(saved), strict=True))
             assert all(abs(own - expected) <= route.tolerance * abs(expected) for own, expected in pairs), pairs
@@ -348,7 +341,7 @@ def _fit_rows(state: CapturedParameter, rows: int) -> CapturedParameter:
 
 
 def compare_joined(
-    saved: Sequence[Local], loaded: Sequence[Local], model: str, *, lost_copies: bool = False, **options: Any
+    saved: Sequence[Local], loaded: Sequence[Local], model: str, *, lost_copies: bool = False
 ) -> tuple[int, list[str]]:
     """Compare a load with the expected state. Returns the number of compared tensors, and the differences.
 
@@ -358,13 +351,4 @@ def compare_joined(
     got, source = join(loaded, model), join(saved, model)
     if lost_copies:
         source.parameters = {name: state for name, state in source.parameters.items() if "#" not in name}
-    return compare(expect(source, got), got, **options)
-
-
-def check(route: Route, saved: Sequence[Local], resumed: Sequence[Local], least: int = 80, **options: Any) -> None:
-    """Check that the plugin's loader restored all bits."""
-    assert all(local.direct for local in resumed), resumed[0].reason
-    lost = route.source.loses_copies
-    count, differences = compare_joined(saved, resumed, route.model, lost_copies=lost, **options)
-    assert count > least
-    assert not differences, "\n".join(differences[:20])
+    return compare(expect(source, got), got)
