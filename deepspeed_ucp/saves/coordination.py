@@ -14,11 +14,7 @@ from typing import Any, TypeVar
 from ..errors import StorageError, TagTakenError
 from ..io.jsonfile import read_json
 from ..io.paths import is_url
-from ..io.store import (
-    exchange_small,
-    read_small,
-    write_small,
-)
+from ..io.store import exchange_small, read_small, write_small
 from ..sources.latest import LATEST
 from ..sources.older import find_age
 from .memory import Destination, Snapshot, list_later
@@ -157,11 +153,11 @@ def read_signs(save: Snapshot, folder: str) -> dict[str, dict[str, Any]]:
 
 def list_hosts(signs: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
     """Return the files in each machine's memory; empty if no machine has another's files."""
-    held = defaultdict[str, set[str]](set)
+    found = defaultdict[str, set[str]](set)
     for sign in signs.values():
         for host in sign["hosts"]:
-            held[host].update(sign["files"])
-    return {host: sorted(files) for host, files in held.items()}
+            found[host].update(sign["files"])
+    return {host: sorted(files) for host, files in found.items()}
 
 
 class OtherNodes:
@@ -186,19 +182,19 @@ class OtherNodes:
             StorageError: some parts were not written in time.
         """
         wanted = {name_node(self.save, node) for node in range(self.save.nodes)}
-        held, changed = set[str](), time.monotonic()
+        present, changed = set[str](), time.monotonic()
         quiet = max(_QUIET, _SLOWER * (changed - self._begin))
 
         def describe() -> str:
-            return f"{len(wanted - held)} of {self.save.nodes} nodes have not written their files"
+            return f"{len(wanted - present)} of {self.save.nodes} nodes have not written their files"
 
         def find() -> bool | None:
-            nonlocal held, changed
-            before, held = held, set(look())
-            changed = time.monotonic() if held != before else changed
-            if wanted - held and time.monotonic() - changed > quiet and self.is_late():
+            nonlocal present, changed
+            before, present = present, set(look())
+            changed = time.monotonic() if present != before else changed
+            if wanted - present and time.monotonic() - changed > quiet and self.is_late():
                 raise StorageError(f"{describe()}, and a newer save waits.", path=folder)
-            return wanted <= held or None
+            return wanted <= present or None
 
         wait_until(find, self.most, describe, folder)
 

@@ -38,12 +38,12 @@ class MappedFiles:
 
     def __init__(self, *, wanted: bool) -> None:
         self._wanted, self._new = wanted, list[int]()
-        self._held = dict[tuple[int, int], tuple[int, NDArray[np.uint8]]]()
+        self._mapped = dict[tuple[int, int], tuple[int, NDArray[np.uint8]]]()
 
     def find(self, fd: int) -> NDArray[np.uint8] | None:
         """Return the mapped bytes of a file, or None."""
         found = os.fstat(fd)
-        return self._held.get((found.st_dev, found.st_ino), (0, None))[1]
+        return self._mapped.get((found.st_dev, found.st_ino), (0, None))[1]
 
     def note(self, fd: int) -> None:
         """Let :meth:`settle` map a file."""
@@ -58,15 +58,15 @@ class MappedFiles:
             if found.st_nlink and found.st_blocks * 512 >= found.st_size:
                 with suppress(OSError):
                     memory = mmap.mmap(fd, found.st_size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-                    self._held[found.st_dev, found.st_ino] = fd, np.frombuffer(memory, np.uint8)
+                    self._mapped[found.st_dev, found.st_ino] = fd, np.frombuffer(memory, np.uint8)
                     continue
             os.close(fd)
 
     def tidy(self, *, everything: bool = False) -> None:
         """Release the mappings of files without a name, or all mappings."""
-        for key, (fd, _) in list(self._held.items()):
+        for key, (fd, _) in list(self._mapped.items()):
             if everything or not os.fstat(fd).st_nlink:
-                del self._held[key]
+                del self._mapped[key]
                 os.close(fd)
 
 

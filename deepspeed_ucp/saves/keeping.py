@@ -23,7 +23,7 @@ from ..io.store import exists
 from ..sources.latest import LATEST, read_tag
 from ..sources.older import find_age
 from .memory import Job, find_root, list_jobs, locate
-from .saver import Saver, finish_dead, keeps_folder, list_savers, list_settings
+from .saver import finish_dead, keeps_folder, list_savers, list_settings
 from .writer import POLLED, STARTING, is_locked, list_late
 
 logger = logging.getLogger("deepspeed_ucp")
@@ -36,7 +36,7 @@ class _Wanted(NamedTuple):
     own: str
 
 
-_postponed, _times, _told = dict[str, _Wanted](), dict[str, float](), set[str]()
+_postponed, _times, _logged = dict[str, _Wanted](), dict[str, float](), set[str]()
 """Folder → postponed removal; folder → time of its save; folders that were logged as late."""
 
 
@@ -48,8 +48,8 @@ def begin_save(folder: str | os.PathLike[str], config: UniversalConfig, comm: Co
     """
     own = locate(os.fspath(folder))
     _postponed.pop(own, None)
-    for late in sorted(_list_written() - {own} - _told):
-        _told.add(late)
+    for late in sorted(_list_written() - {own} - _logged):
+        _logged.add(late)
         logger.warning("%s is still written when the next save comes: storage is slower than saves", late)
     _times[own] = time.time()
     is_there = config.save is not None and not config.save.to
@@ -114,7 +114,7 @@ def remove_when_safe(
     place = locate(os.fspath(folder))
     _postponed.pop(place, None)
     remove_postponed()
-    if _has_to_stay(place, own, coming=coming):
+    if _is_needed(place, own, coming=coming):
         _postponed[place] = _Wanted(remove, own)
     else:
         remove()
@@ -123,7 +123,7 @@ def remove_when_safe(
 def remove_postponed() -> None:
     """Remove the postponed folders that are no longer needed."""
     for folder, wanted in list(_postponed.items()):
-        if _has_to_stay(folder, wanted.own):
+        if _is_needed(folder, wanted.own):
             continue
         del _postponed[folder]
         try:
@@ -135,7 +135,7 @@ def remove_postponed() -> None:
 atexit.register(remove_postponed)  # before savers are: it runs when they have finished
 
 
-def _has_to_stay(folder: str, own: str, *, coming: bool = False) -> bool:
+def _is_needed(folder: str, own: str, *, coming: bool = False) -> bool:
     written, beside = _list_written(), os.path.dirname(folder)
     if folder in written:
         return True
@@ -170,14 +170,14 @@ def _list_written() -> set[str]:
 
 def finish_here() -> None:
     """Wait until this rank's saves are written, ``wait_s`` at most; then remove postponed folders."""
-    for saver in list_savers():
-        _finish(saver)
+    _finish_savers()
     remove_postponed()
 
 
-def _finish(saver: Saver) -> None:
-    if saver.is_first and saver.list_written():
-        saver.finish()
+def _finish_savers() -> None:
+    for saver in list_savers():
+        if saver.list_written():  # only on a node's first rank
+            saver.finish()
 
 
 def finish_folders(config: UniversalConfig, beside: str | os.PathLike[str], comm: Comm) -> None:
@@ -191,21 +191,20 @@ def finish_folders(config: UniversalConfig, beside: str | os.PathLike[str], comm
     is_first, above = keeps_folder(config, comm), locate(os.fspath(beside))
 
     def finish() -> None:
-        for saver in list_savers():
-            _finish(saver)
+        _finish_savers()
         if not is_first:
             return
         root = find_root(options.memory)
         finish_dead(root, list_settings(config))
-        begun, told = time.monotonic(), False
+        begun, is_logged = time.monotonic(), False
         while late := [job for job in list_jobs(root) if not job.is_owned() and _is_late(job, above)]:
             passed = time.monotonic() - begun
             if passed > options.wait_s or (passed > STARTING and not any(map(is_locked, late))):
                 logger.warning("%s: what memory has for it is not written: see %s/log", above, late[0].folder)
                 return
-            if not told:
+            if not is_logged:
                 logger.info("%s: waiting for what memory has for it, %.0f s at most", above, options.wait_s)
-                told = True
+                is_logged = True
             time.sleep(POLLED)
 
     comm.run(finish)

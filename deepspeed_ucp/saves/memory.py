@@ -142,8 +142,8 @@ class Snapshot:
 
     def list_refused(self) -> dict[str, str]:
         """Return the reason by destination that its writer has given up."""
-        told = self._read(_REFUSED)
-        return {place.folder: told[place.folder] for place in self.list_pending() if place.folder in told}
+        record = self._read(_REFUSED)
+        return {place.folder: record[place.folder] for place in self.list_pending() if place.folder in record}
 
     def note_refused(self, place: Destination, why: str) -> None:
         """Record that writing to a destination fails in a way that no retry can mend."""
@@ -175,14 +175,14 @@ class Snapshot:
 
     def _read(self, kind: str) -> dict[str, str]:
         """Merge the lines of a record; a line that was cut off by a crash is not valid JSON and does not count."""
-        told, path = dict[str, str](), os.path.join(self.folder, self._name(kind))
+        record, path = dict[str, str](), os.path.join(self.folder, self._name(kind))
         with suppress(FileNotFoundError):
             for line in filter(None, read_bounded(path, MOST_BYTES).strip(b"\n").split(b"\n")):
                 with suppress(CheckpointError):
-                    told.update(parse_json(line, path))
-        return told
+                    record.update(parse_json(line, path))
+        return record
 
-    def _note(self, kind: str, told: Mapping[str, str], *, anew: bool = False) -> None:
+    def _note(self, kind: str, record: Mapping[str, str], *, anew: bool = False) -> None:
         """Append a line to a record, in place of the newlines with which :meth:`reserve` has filled it.
 
         Args:
@@ -196,7 +196,7 @@ class Snapshot:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 used = len(os.pread(fd, os.fstat(fd).st_size, 0).rstrip(b"\n"))
-                line = b"\n" + json.dumps(dict(told)).encode() + b"\n"
+                line = b"\n" + json.dumps(dict(record)).encode() + b"\n"
                 write_at(fd, line.ljust(used, b"\n") if anew else line, 0 if anew else used)
                 os.fsync(fd)
             finally:
@@ -220,8 +220,10 @@ class Snapshot:
             for name in names:
                 sync_file(os.path.join(above, name))
             sync_folder(above)
-        told, reserved = asdict(replace(self, folder="")), os.path.join(self.folder, self._name(_NEW))
-        write_atomically(os.path.join(self.folder, self._name(_RECORD)), json.dumps(told).encode(), temporary=reserved)
+        record, reserved = asdict(replace(self, folder="")), os.path.join(self.folder, self._name(_NEW))
+        write_atomically(
+            os.path.join(self.folder, self._name(_RECORD)), json.dumps(record).encode(), temporary=reserved
+        )
 
     def remove(self) -> None:
         """Delete it, its record first."""
@@ -265,7 +267,7 @@ class Job:
         self.folder = folder
         self.name = os.path.basename(folder)
         self.spare = os.path.join(folder, _SPARE)
-        self._held: int | None = None
+        self._lock_fd: int | None = None
 
     def own(self) -> None:
         """Create the folder and lock it until this process ends.
@@ -274,23 +276,23 @@ class Job:
         """
         made = self.folder if os.path.isdir(self.folder) else f"{self.folder}.new"
         os.makedirs(made, mode=0o700, exist_ok=True)
-        self._held = os.open(os.path.join(made, _OWNER), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._held, fcntl.LOCK_EX)
+        self._lock_fd = os.open(os.path.join(made, _OWNER), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock_fd, fcntl.LOCK_EX)
         os.rename(made, self.folder)
         os.register_at_fork(after_in_child=self._close)  # a child does not hold the lock
         _own.add(self.folder)
 
     def disown(self) -> None:
         """Unlock the folder."""
-        if self._held is not None:
-            fcntl.flock(self._held, fcntl.LOCK_UN)
+        if self._lock_fd is not None:
+            fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
             self._close()
             _own.discard(self.folder)
 
     def _close(self) -> None:
-        if self._held is not None:
-            os.close(self._held)
-            self._held = None
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
 
     def is_there(self) -> bool:
         """Return True if the folder exists."""
@@ -307,10 +309,10 @@ class Job:
     def read_written(self) -> dict[str, dict[str, str]]:
         """Return the tags and marks of this job by destination, in the order of writing."""
         try:
-            told: dict[str, dict[str, str]] = read_json(os.path.join(self.folder, _WRITTEN))
+            record: dict[str, dict[str, str]] = read_json(os.path.join(self.folder, _WRITTEN))
         except FileNotFoundError:
             return {}
-        return told
+        return record
 
     def note_written(self, written: Mapping[str, Mapping[str, str]]) -> None:
         """Record the result of :meth:`read_written`."""
@@ -499,9 +501,9 @@ def _read_records(folder: str) -> Iterator[Snapshot]:
     for name in sorted(_list(folder)):
         if name.startswith(_RECORD) and name.endswith(".json"):
             with suppress(OSError, CheckpointError, TypeError, KeyError):
-                told = read_json(os.path.join(folder, name))
-                places = tuple(Destination(**place) for place in told.pop("places"))
-                yield Snapshot(**{**told, "places": places, "folder": folder})
+                record = read_json(os.path.join(folder, name))
+                places = tuple(Destination(**place) for place in record.pop("places"))
+                yield Snapshot(**{**record, "places": places, "folder": folder})
 
 
 def _list(folder: str) -> list[str]:

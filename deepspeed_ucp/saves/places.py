@@ -12,19 +12,12 @@ from contextlib import suppress
 from ..errors import CheckpointError, OutOfReachError, StorageError, TagTakenError, UcpError, UnsupportedError
 from ..io.jsonfile import read_json
 from ..io.paths import is_url
-from ..io.store import (
-    exists,
-    remove,
-)
+from ..io.store import exists, remove
 from ..sources.files import SEAL, is_state_file, list_published, resolve_published
 from ..sources.latest import LATEST, read_tag
 from ..sources.reading import read_file
 from ..sources.seal import read_seal
-from .coordination import (
-    OtherNodes,
-    name_node,
-    name_record,
-)
+from .coordination import OtherNodes, name_node, name_record
 from .memory import Destination, Snapshot
 from .removing import choose_spare, remove_tag
 from .to_folder import write_to_folder
@@ -62,12 +55,12 @@ def find_mark(place: str, tag: str) -> str:
     A save without the plugin leaves the seal as it is. Empty if there is no seal that can be read.
     """
     try:
-        folder, held = list_published(os.path.join(place, tag))
+        folder, entries = list_published(os.path.join(place, tag))
         digest = read_seal(os.path.join(folder, SEAL)).digest
     except (OSError, UcpError):
         return ""
-    told = [(name, str(entry)) for name, entry in sorted(held.items()) if is_state_file(name)]
-    return hashlib.sha256(json.dumps([digest, told]).encode()).hexdigest()
+    files = [(name, str(entry)) for name, entry in sorted(entries.items()) if is_state_file(name)]
+    return hashlib.sha256(json.dumps([digest, files]).encode()).hexdigest()
 
 
 def has_begun(save: Snapshot, place: Destination) -> bool:
@@ -77,12 +70,16 @@ def has_begun(save: Snapshot, place: Destination) -> bool:
 
 def is_sealed(save: Snapshot, place: Destination) -> bool:
     """Return True if the seal of a save's tag names this node's files as they are in memory."""
+    memory = os.path.join(save.folder, save.tag)
     try:
         sealed = read_seal(os.path.join(resolve_published(os.path.join(place.folder, save.tag)), SEAL)).files
-        own = [name for name in os.listdir(os.path.join(save.folder, save.tag)) if is_state_file(name)]
-        return all(name in sealed and (sealed[name].size, sealed[name].crc) == _sum_up(save, name) for name in own)
+        headers = {name: read_file(memory, name) for name in os.listdir(memory) if is_state_file(name)}
     except (OSError, UcpError):
         return False
+    return all(
+        name in sealed and (sealed[name].size, sealed[name].crc) == (header.size, header.crc)
+        for name, header in headers.items()
+    )
 
 
 def find_fault(save: Snapshot, error: Exception) -> UcpError | None:
@@ -104,15 +101,6 @@ def find_fault(save: Snapshot, error: Exception) -> UcpError | None:
     return None
 
 
-def _sum_up(save: Snapshot, name: str) -> tuple[int, int | None]:
-    """Return a file's size in bytes and the CRC32 of its header; None if it is no state file."""
-    folder = os.path.join(save.folder, save.tag)
-    if is_state_file(name):
-        header = read_file(folder, name)
-        return header.size, header.crc
-    return os.path.getsize(os.path.join(folder, name)), None
-
-
 def end_save(save: Snapshot, place: Destination) -> None:
     """Delete the coordination files of a save after it is recorded as complete."""
     if save.node:
@@ -126,26 +114,26 @@ def end_save(save: Snapshot, place: Destination) -> None:
         remove(os.path.join(folder, name_node(save, node)))
 
 
-def prune_place(place: Destination, held: Mapping[str, str]) -> dict[str, str]:
+def prune_place(place: Destination, marks: Mapping[str, str]) -> dict[str, str]:
     """Delete the oldest tags that this job has written to a place until ``place.keep`` are left.
 
     Args:
-        held: marks by tag, in the order of writing. A tag that has another mark now is another job's and stays.
+        marks: marks by tag, in the order of writing. A tag that has another mark now is another job's and stays.
 
     Returns:
         The marks of the tags that are left: always those of the tag in ``latest`` and of the last sealed one.
     """
     if place.keep is None:
-        return dict(held)
+        return dict(marks)
     try:
         named = read_tag(os.path.join(place.folder, LATEST))
     except (OSError, StorageError):
         named = ""
-    spare = choose_spare(list(held), place.keep, {named})
+    spare = choose_spare(list(marks), place.keep, {named})
     for tag in spare:
-        if find_mark(place.folder, tag) == held[tag]:
+        if find_mark(place.folder, tag) == marks[tag]:
             try:
                 remove_tag(place.folder, tag)
             except OSError as error:
                 logger.warning("%s/%s: cannot be removed: %s", place.folder, tag, error)
-    return {tag: mark for tag, mark in held.items() if tag not in spare}
+    return {tag: mark for tag, mark in marks.items() if tag not in spare}

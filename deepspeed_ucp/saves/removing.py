@@ -17,6 +17,7 @@ WRITTEN = ".ucp-written-"
 """Prefix of the marker files of nodes that have written their part of a save."""
 
 _REMOVERS = 4
+"""Number of threads that delete objects of a store."""
 
 _TURNS: tuple[Callable[[str], bool], ...] = (
     lambda name: name == SEAL,
@@ -24,7 +25,7 @@ _TURNS: tuple[Callable[[str], bool], ...] = (
     lambda name: not is_state_file(name),
     is_state_file,
 )
-"""Which files are deleted after which: the seal, files with the step, other files, state files."""
+"""Order of deletion: the seal, files with the step, other files, state files."""
 
 
 def choose_spare(tags: Sequence[str], keep: int, stays: Container[str]) -> list[str]:
@@ -59,43 +60,33 @@ def remove_tag(place: str, tag: str) -> None:
     """
     folder = os.path.join(place, tag)
     published = os.path.relpath(resolve_published(folder), folder)
-    if published != ".":
-        _remove_pointer(place, tag)
-        remove_tree(place, f"{tag}/{published}")
-    _remove_files(place, tag)
-
-
-def _remove_pointer(place: str, tag: str) -> None:
     if is_url(place):
-        remove(f"{place}/{tag}/{PUBLISHED}")
-        return
-    with open_below(place, tag) as fd:
-        os.unlink(PUBLISHED, dir_fd=fd)
-        with suppress(OSError):  # file systems without fsync of folders
-            os.fsync(fd)
-
-
-def _remove_files(place: str, tag: str) -> None:
-    if is_url(place):
-        _remove_stored(f"{place}/{tag}")
-        return
-
-    def is_wanted(is_turn: Callable[[str], bool], name: str) -> bool:
-        return is_turn(name) and is_saved(name)
-
-    with open_below(place, tag) as fd:
+        if published != ".":
+            remove(f"{folder}/{PUBLISHED}")
+            remove_tree(folder, published)
+        remove(f"{folder}/{SEAL}")
+        names = [name for name in list_tree(folder) if is_saved(name)]
         for is_turn in _TURNS:
-            delete_files(fd, partial(is_wanted, is_turn), lambda name: name.split("/")[0] == OFFLOADED)
-            with suppress(OSError):  # file systems without fsync of folders
-                os.fsync(fd)
+            map_threads(lambda name: remove(f"{folder}/{name}"), [*filter(is_turn, names)], _REMOVERS)
+        return
+    with open_below(place, tag) as fd:
+        if published != ".":
+            os.unlink(PUBLISHED, dir_fd=fd)
+            _sync(fd)
+            remove_tree(place, f"{tag}/{published}")
+        for is_turn in _TURNS:
+            delete_files(fd, partial(_is_wanted, is_turn), lambda name: name.split("/")[0] == OFFLOADED)
+            _sync(fd)
     delete_empty_folder(place, tag)
 
 
-def _remove_stored(folder: str) -> None:
-    remove(f"{folder}/{SEAL}")
-    names = [name for name in list_tree(folder) if is_saved(name)]
-    for is_turn in _TURNS:
-        map_threads(lambda name: remove(f"{folder}/{name}"), [*filter(is_turn, names)], _REMOVERS)
+def _is_wanted(is_turn: Callable[[str], bool], name: str) -> bool:
+    return is_turn(name) and is_saved(name)
+
+
+def _sync(fd: int) -> None:
+    with suppress(OSError):  # file systems without fsync of folders
+        os.fsync(fd)
 
 
 def remove_tree(place: str, path: str) -> None:

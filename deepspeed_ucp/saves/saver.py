@@ -73,13 +73,13 @@ class Saver:
         self.needed: int | None = None  # bytes of a save on this node; None if unknown
         self.made = {False: 0, True: 0}  # numbers of saves of the script, and of snapshots
         self.keeps_memory = False  # after a normal exit, as the job is restarted
-        self._asked, self._lost = dict[int, str](), dict[str, str]()
+        self._requested, self._lost = dict[int, str](), dict[str, str]()
         self._stuck: dict[str, list[str]] | None = None  # pending saves when the last wait timed out
         self.mapped = MappedFiles(wanted=find_kind(self.root) == MEMORY)
-        self._said = set[str]()
-        self._lines: Any = None
+        self._logged = set[str]()
+        self._pipe: Any = None
         _savers.add(self)
-        self._reached, self._told = dict[str, int](), dict[str, int]()  # by late destination
+        self._reached, self._logged_behind = dict[str, int](), dict[str, int]()  # by late destination
 
     def open(self) -> None:
         """Create this job's folder, and start writers for saves of dead jobs."""
@@ -264,7 +264,7 @@ class Saver:
         files = (path for path in Path(self.folder).rglob("*") if path.is_file())
         self.needed = int(SPARE * sum(each.stat().st_size for each in files))
         if places and not by_itself:
-            self._asked[self.number] = tag
+            self._requested[self.number] = tag
         self.tell_writer()
         # Without a complete copy of this save, the loss of a node would leave only older saves complete.
         if latest and (self.neighbours is None or self.neighbours.safe):
@@ -311,7 +311,7 @@ class Saver:
         missing, self._lost = self._lost, {}
         if self.is_lost():
             why = f"{self.job.folder} was removed, perhaps before it was written"
-            missing |= dict.fromkeys(self._asked.values(), why)
+            missing |= dict.fromkeys(self._requested.values(), why)
         for save in self.job.list_saves() if self.is_first else ():
             for place in save.list_pending() if not save.by_itself else ():
                 faults = {**save.read_failed(), **save.list_refused()}
@@ -332,17 +332,17 @@ class Saver:
         if self._reach_writer():
             return
         try:
-            self._lines = start_writer(self.job, self.settings, self.neighbours)
+            self._pipe = start_writer(self.job, self.settings, self.neighbours)
         except OSError as error:
             logger.warning("%s: saves stay in memory until a writer can be started: %s", self.job.folder, error)
 
     def _reach_writer(self) -> bool:
         """Return True if the writer has been notified; its end of the pipe is closed after it was killed."""
-        if self._lines is None:
+        if self._pipe is None:
             return False
         try:
-            self._lines.write(b"\n")
-            self._lines.flush()
+            self._pipe.write(b"\n")
+            self._pipe.flush()
         except OSError:
             self._end_writer()
             return False
@@ -350,10 +350,10 @@ class Saver:
 
     def _end_writer(self) -> None:
         """Close the pipe, so that the writer exits when nothing is pending."""
-        if self._lines is not None:
+        if self._pipe is not None:
             with suppress(OSError):
-                self._lines.close()
-            self._lines = None
+                self._pipe.close()
+            self._pipe = None
 
     def warn_late(self, step: int) -> None:
         """Warn if a destination lacks several saves, whenever the number of steps has doubled."""
@@ -361,22 +361,22 @@ class Saver:
         late = self._look_late()
         for place, tags in late.items():
             behind = step - self._reached.setdefault(place, step)
-            if len(tags) > 1 and behind >= 2 * self._told.get(place, 0):
-                self._told[place] = max(behind, 1)
+            if len(tags) > 1 and behind >= 2 * self._logged_behind.get(place, 0):
+                self._logged_behind[place] = max(behind, 1)
                 logger.warning(
                     "%s is %s behind, memory holds %s for it: see %s/log",
                     place, count_of(behind, "step"), ", ".join(tags), self.job.folder,
                 )  # fmt: skip
         for place in self._reached.keys() - late.keys():
-            self._told.pop(place, None)
+            self._logged_behind.pop(place, None)
             del self._reached[place]
 
     def _warn_refused(self) -> None:
         """Warn once about each save that the writer has given up."""
         for tag, why in list_refused(self.job.list_saves()).items():
             text = f"{tag} is in memory alone ({self.job.folder}), no retry can mend this: {why}"
-            if text not in self._said:
-                self._said.add(text)
+            if text not in self._logged:
+                self._logged.add(text)
                 logger.warning("%s", text)
 
     def wait(self, seconds: float, is_enough: Callable[[], bool] | None = None) -> bool:
@@ -402,7 +402,7 @@ class Saver:
                 return False
             if is_locked(self.job):
                 seen = now
-            elif self._lines is not None:
+            elif self._pipe is not None:
                 self.tell_writer()  # it is starting, or was killed
             if not before:
                 named = describe_late(self.job.list_saves())
@@ -423,7 +423,7 @@ class Saver:
         saves = self.job.list_saves()
         if not self.is_lost():
             pending = {save.number for save in saves if save.list_pending()}
-            self._asked = {number: tag for number, tag in self._asked.items() if number in pending}
+            self._requested = {number: tag for number, tag in self._requested.items() if number in pending}
         return list_late(saves)
 
     def finish(self) -> bool:
@@ -443,9 +443,9 @@ class Saver:
         is_finished = not self.keeps_memory and getattr(sys, "last_value", None) is None and self.job.is_there()
         if is_finished or list_late(self.job.list_saves()):
             self.tell_writer()
-        if is_finished and self._lines is not None:
+        if is_finished and self._pipe is not None:
             with suppress(OSError):
-                self._lines.write(FINISHED)
+                self._pipe.write(FINISHED)
         self._end_writer()
         end = time.monotonic() + self.options.wait_s
         is_written = self.wait(self.options.wait_s)

@@ -60,8 +60,8 @@ def save_into_memory(
     saver.number, saver.failed = saver.number + 1, ""
     saver.forget_lost(tag)
     if saver.needed is None:
-        told = comm.each(lambda: (identify_host(), _count_saved(engine)))
-        saver.needed = int(SPARE * sum(count for host, count in told if host == identify_host()))
+        counts = comm.each(lambda: (identify_host(), _count_saved(engine)))
+        saver.needed = int(SPARE * sum(count for host, count in counts if host == identify_host()))
 
     def begin(*, waits: bool = False) -> str:
         saver.claim(save_dir, tag, engine.global_steps)
@@ -239,19 +239,20 @@ def foresee_saves(engine: Any, config: UniversalConfig) -> None:
         nodes[host] = known[0] + needed, min(known[1], free)
     needed, free = max(nodes.values(), key=lambda node: node[0] - node[1])
     needed = int(SPARE * needed)
-    told = f"a save takes about {needed >> 20:,} MiB of {options.memory} on a node, where {free >> 20:,} MiB are free"
+    text = f"a save takes about {needed >> 20:,} MiB of {options.memory} on a node, where {free >> 20:,} MiB are free"
     if needed > free:
-        raise ConfigError(f'{told}. {ADVICE}, or leave out "save".')
+        raise ConfigError(f'{text}. {ADVICE}, or leave out "save".')
     if comm.rank == 0:
         wanted = (options.keep + 1) * needed * (1 + min(options.copies, len(nodes) - 1))
         few = "" if free >= wanted else "; older ones go before the next one is made"
-        logger.info("%s%s", told, few)
+        logger.info("%s%s", text, few)
 
 
 def _count_saved(engine: Any) -> int:
     """Estimate the bytes of the tensors that a rank saves, with states that the first step creates."""
     inner, masters, states = _list_states(engine)
-    model = _list_weights(engine) if engine.save_non_zero_checkpoint else []
+    has_weights = engine.save_non_zero_checkpoint and not engine.zero_optimization_partition_weights()
+    model = list(engine.module.parameters()) if has_weights else []  # ZeRO 3 saves masters only
     kept = [param for param in engine.module.parameters() if not param.requires_grad]
     model += [param.ds_tensor for param in kept if hasattr(param, "ds_tensor")]  # of ZeRO 3, by each rank
     groups = getattr(inner, "param_groups", ())
@@ -273,8 +274,3 @@ def _list_states(engine: Any) -> tuple[Any, list[Any], list[Any]]:
         return inner, [], []
     states = [each for state in inner.state.values() for each in dict(state).values()]
     return inner, [*filter(is_tensor, masters)], [*filter(is_tensor, states)]
-
-
-def _list_weights(engine: Any) -> list[Any]:
-    """Return the model's parameters that saves contain: ZeRO 3 saves masters only."""
-    return [] if engine.zero_optimization_partition_weights() else list(engine.module.parameters())

@@ -92,7 +92,7 @@ def _find(root: str, load_dir: str, tag: Any, comm: Comm, *, is_first: bool) -> 
 def _find_mark(
     save: Snapshot, found: Mapping[tuple[str, int], tuple[Snapshot, str | None]], load_dir: str
 ) -> str | None:
-    """The mark of a save at a destination.
+    """Return the mark of a save at a destination.
 
     A save that was dropped for later ones counts as pending if none of those has been written there.
     """
@@ -100,9 +100,9 @@ def _find_mark(
     if mark != "":
         return mark
     later = [each for each in found.values() if each[0].job == save.job and each[0].number > save.number]
-    # Files of other nodes than the first do not make a save.
-    has_come = any(other and (each.node == 0 or find_mark(load_dir, each.tag)) for each, other in later)
-    return None if later and not has_come else mark
+    # The mark of another node does not mean that the first node has published the save.
+    is_written = any(other and (each.node == 0 or find_mark(load_dir, each.tag)) for each, other in later)
+    return None if later and not is_written else mark
 
 
 def _is_newer(save: Snapshot, mark: str | None, load_dir: str, tag: Any) -> bool:
@@ -144,17 +144,17 @@ class HeldSave:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the files of all nodes are here."""
+        """True if the files of all nodes are here."""
         return len(self.parts) == self.parts[0].nodes
 
 
 def is_root(folder: str) -> bool:
-    """Whether a path is that of a user's folder in memory."""
+    """Return True if a path is a user's folder in memory."""
     return _ROOT.fullmatch(os.path.basename(folder)) is not None and os.path.isdir(folder)
 
 
 def open_memory(memory: str) -> str | None:
-    """This user's folder in a folder of memory, checked by :func:`find_root`; None if it does not exist."""
+    """Return this user's folder in a folder of memory, checked by :func:`find_root`; None if it does not exist."""
     is_there = any(map(_ROOT.fullmatch, os.listdir(memory))) if os.path.isdir(memory) else False
     return find_root(memory) if is_there else None
 
@@ -174,28 +174,25 @@ def list_in_memory(root: str, folder: str | None = None) -> list[HeldSave]:
             found[place, save.key].append(save)
     running = {job.name for job in jobs if job.is_owned()}
     loads = {place: place if wanted is None or wanted == os.path.dirname(place) else wanted for place, _ in found}
-    taken = {place: search_memory(root, load_dir, None, Comm()) for place, load_dir in loads.items()}
+    searched = {place: search_memory(root, load_dir, None, Comm()) for place, load_dir in loads.items()}
+    taken = {place: save.folder for place, save in searched.items() if save is not None}
     return [
         HeldSave(
             tuple(sorted(parts, key=lambda part: part.node)),
             place,
             is_running=name in running,
-            is_taken=_is_found(taken[place], Job(os.path.join(root, name)).find_folder(number)),
+            is_taken=taken.get(place) == Job(os.path.join(root, name)).find_folder(number),
         )
         for (place, (name, number)), parts in found.items()
     ]
 
 
 def list_places(save: Snapshot) -> list[str]:
-    """Folders in which a load finds a save: the one that the script named, and its destinations."""
+    """Return the folders in which a load finds a save: the one that the script named, and its destinations."""
     return list(dict.fromkeys([save.save_dir, *(place.folder for place in save.places)]))
 
 
 def _find_place(save: Snapshot, folder: str) -> str | None:
-    """The place of a save that is a folder, one of its subfolders, or has the save's tag there; None if none is."""
+    """Return the place of a save that is a folder, is inside it, or has the save's tag there; None if there is none."""
     places = list_places(save)
     return next((each for each in places if folder in (each, os.path.dirname(each), f"{each}/{save.tag}")), None)
-
-
-def _is_found(found: Found | None, folder: str) -> bool:
-    return found is not None and found.folder == folder

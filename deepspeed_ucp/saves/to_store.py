@@ -14,16 +14,7 @@ from ..comm import Comm
 from ..errors import CheckpointError, StorageError
 from ..io.jsonfile import parse_json
 from ..io.paths import UPLOAD
-from ..io.store import (
-    exchange_small,
-    find_entry,
-    list_folder,
-    list_tree,
-    put_file,
-    read_small,
-    remove,
-    write_small,
-)
+from ..io.store import exchange_small, find_entry, list_folder, list_tree, put_file, read_small, remove, write_small
 from ..io.threads import map_threads
 from ..sources.files import PUBLISHED
 from ..sources.open import seal_folder
@@ -92,11 +83,11 @@ def _is_published(save: Snapshot, place: Destination, begun: Mapping[str, str]) 
     pointer = _read_pointer(final)
     if pointer in ("", begun["before"]):  # a tag that was removed has no winner
         return False
-    told = dict[str, Any]()
+    published = dict[str, Any]()
     with suppress(CheckpointError):
-        told = parse_json(pointer.encode(), final)
-    if told.get("folder") != begun["folder"]:
-        raise give_up(save, place, f"{final}/{begun['folder']}", f"job {told.get('job', '(unknown)')}")
+        published = parse_json(pointer.encode(), final)
+    if published.get("folder") != begun["folder"]:
+        raise give_up(save, place, f"{final}/{begun['folder']}", f"job {published.get('job', '(unknown)')}")
     return True
 
 
@@ -108,10 +99,11 @@ def _publish(save: Snapshot, place: Destination, begun: Mapping[str, str]) -> No
         StorageError: the store refuses although the tag is as it was.
     """
     final, before = f"{place.folder}/{save.tag}", begun["before"]
-    told = {"folder": begun["folder"], "job": save.job, "step": save.step, "time": round(time.time())}
+    published = {"folder": begun["folder"], "job": save.job, "step": save.step, "time": round(time.time())}
     expected = (before, "") if before else ("",)  # it may have been removed meanwhile
     is_written = any(
-        exchange_small(f"{final}/{PUBLISHED}", json.dumps(told).encode(), each.encode() or None) for each in expected
+        exchange_small(f"{final}/{PUBLISHED}", json.dumps(published).encode(), each.encode() or None)
+        for each in expected
     )
     if not (is_written or _is_published(save, place, begun)):
         raise StorageError("the store refused a conditional write, for no reason that can be seen.", path=final)

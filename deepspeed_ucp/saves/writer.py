@@ -73,12 +73,12 @@ def main(folder: str) -> int:
         set_storage_options(settings["storage_options"])
     with open(os.path.join(folder, LOCK), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # waits for an older writer of this job
-        writer, told = SaveWriter(job, settings["keep"], settings["wait_s"]), settings.get("neighbours")
-        if told is None:
+        writer, copies = SaveWriter(job, settings["keep"], settings["wait_s"]), settings.get("neighbours")
+        if copies is None:
             code = writer.run()
         else:
-            with socket.socket(fileno=told["listener"]) as listener:
-                replicator = Replicator(job, told, listener, settings["keep"], settings["wait_s"])
+            with socket.socket(fileno=copies["listener"]) as listener:
+                replicator = Replicator(job, copies, listener, settings["keep"], settings["wait_s"])
                 replicator.start()
                 code = writer.run(replicator.end)
                 replicator.finish()
@@ -134,7 +134,7 @@ class SaveWriter:
     def __init__(self, job: Job, keep: int, wait: float) -> None:
         self.job, self.keep, self.wait = job, keep, wait
         self._written, self._is_finished = job.read_written(), False
-        self._told = defaultdict[str, dict[str, str]](dict)  # logged faults, by destination and tag
+        self._logged = defaultdict[str, dict[str, str]](dict)  # logged faults, by destination and tag
         refused = ((save.number, place) for save in job.list_saves() for place in save.list_refused())
         self._refused = set(refused)  # (save, destination) pairs that are given up
         self._busy = defaultdict[str, set[int]](set)  # numbers of the saves being written, by destination
@@ -319,7 +319,7 @@ class SaveWriter:
                 save.note_failed(place, escape(why))
             return False
         self._free()
-        self._told.pop(place.folder, None)
+        self._logged.pop(place.folder, None)
         return True
 
     def _is_overtaken(self, save: Snapshot, place: Destination) -> bool:
@@ -335,7 +335,7 @@ class SaveWriter:
 
         The older one is tried again after it.
         """
-        if place.folder in self._told:
+        if place.folder in self._logged:
             return False
         newer = [other for other in self.job.list_saves() if other.number > save.number]
         return any(place.folder == each.folder for other in newer for each in other.list_pending())
@@ -343,14 +343,14 @@ class SaveWriter:
     def _note_written(self, save: Snapshot, place: Destination, mark: str) -> None:
         end_save(save, place)
         key = f"{place.folder}{_BY_ITSELF if save.by_itself else ''}"
-        held = {tag: each for tag, each in self._written.get(key, {}).items() if tag != save.tag}
-        held[save.tag] = mark
-        self._note(key, held)
-        self._note(key, prune_place(place, held))
+        marks = {tag: each for tag, each in self._written.get(key, {}).items() if tag != save.tag}
+        marks[save.tag] = mark
+        self._note(key, marks)
+        self._note(key, prune_place(place, marks))
 
-    def _note(self, key: str, held: Mapping[str, str]) -> None:
+    def _note(self, key: str, marks: Mapping[str, str]) -> None:
         with self._lock:
-            self._written[key] = dict(held)
+            self._written[key] = dict(marks)
             with suppress(DiskFullError):  # it is recorded with the next save
                 self.job.note_written(self._written)
 
@@ -363,8 +363,8 @@ class SaveWriter:
 
     def _warn(self, place: str, why: str, tag: str = "a save") -> None:
         """Log each fault of a destination once."""
-        if self._told[place].get(tag) != why:
-            self._told[place][tag] = why
+        if self._logged[place].get(tag) != why:
+            self._logged[place][tag] = why
             logger.warning("%s: %s not written, to be tried again: %s", place, tag, escape(why))
 
 

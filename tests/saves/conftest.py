@@ -1,4 +1,4 @@
-"""The store that saves go to, and what a test's process holds."""
+"""The S3 server of a module, and the release of savers and jobs after each test."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.stores.server import Server, serve_bucket
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    """An S3 server with a bucket, which this process's stores go to."""
+    """An S3 server with a bucket, which the stores of this process use."""
     pytest.importorskip("moto", reason="the store of these tests is S3")
     with serve_bucket() as found:
         yield found
@@ -25,14 +25,14 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(autouse=True)
 def _slow_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A writer may take long to start."""
+    """Let a writer start slowly."""
     for module in (keeping, savers):
         monkeypatch.setattr(module, "STARTING", PATIENCE)
 
 
 @pytest.fixture(autouse=True)
 def _leave(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Savers and jobs of a test end with it: their writers, and what tells these that this process lives."""
+    """Release the savers and jobs of a test, so that their writers exit."""
     used: dict[type, list[Any]] = {Job: [], Saver: []}
 
     def note(kind: type, name: str) -> None:

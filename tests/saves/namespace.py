@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_in_namespace(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a module in a mount namespace of its own; the test is skipped on a system that does not allow it."""
+    """Run a module in a private mount namespace; skip the test if the system does not allow it."""
     apart = ["unshare", "--map-root-user", "--mount"]
     if subprocess.run([*apart, "mount", "-t", "tmpfs", "x", "/mnt"], capture_output=True, check=False).returncode:
         pytest.skip("this system does not let a process mount file systems")

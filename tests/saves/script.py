@@ -1,4 +1,4 @@
-"""Trains ranks, saving by way of memory after each step or by itself every so many steps, and ends as it is told."""
+"""Trains, saves through memory after each step or by snapshots, and ends or is killed."""
 
 import hashlib
 import json

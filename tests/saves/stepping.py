@@ -1,4 +1,4 @@
-"""Writers that stop at each request, so that a test decides in which order their requests are carried out."""
+"""Writers that stop at each request, so that a test chooses the order of their requests."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class KilledError(BaseException):
 
 
 class Stepper:
-    """Threads of which one at a time runs, from one request to the next one.
+    """Threads that run one at a time, from one request to the next.
 
     Args:
-        works: by name what each thread does.
+        works: function of each thread, by name.
         check: called after each step.
 
     Attributes:

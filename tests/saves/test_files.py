@@ -1,4 +1,4 @@
-"""``torch.save`` over files in memory: the same bytes by every way, and memory that goes back."""
+"""``torch.save`` into memory: the same content by every path, and memory that is freed."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def check(path: Path, state: dict[str, Any]) -> None:
     assert found["view"].untyped_storage().data_ptr() == found["weights"].untyped_storage().data_ptr()
 
 
-def test_a_file_is_written_over_by_its_mapping(shared: Path) -> None:
-    """Longer ones too, whose end is not mapped, and shorter ones."""
+def test_a_file_is_overwritten_through_its_mapping(shared: Path) -> None:
+    """Also by longer ones, whose end is not mapped, and by shorter ones."""
     mapped, path = MappedFiles(wanted=True), shared / "state.pt"
     save_over(make_state(), str(path), mapped)
     mapped.settle()
@@ -54,14 +54,14 @@ def test_a_file_is_written_over_by_its_mapping(shared: Path) -> None:
     mapped.tidy(everything=True)
 
 
-def test_memory_of_files_that_have_lost_their_names_goes_back(shared: Path) -> None:
-    """It does when nothing has them open, or mapped, any more."""
+def test_memory_of_deleted_files_is_freed(shared: Path) -> None:
+    """When they are neither open nor mapped any more."""
     mapped, path = MappedFiles(wanted=True), shared / "state.pt"
 
     def list_held() -> list[str]:
         opened = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
-        told = [*opened, *Path("/proc/self/maps").read_text().splitlines()]
-        return [each for each in told if str(path) in each]
+        lines = [*opened, *Path("/proc/self/maps").read_text().splitlines()]
+        return [each for each in lines if str(path) in each]
 
     save_over(make_state(), str(path), mapped)
     mapped.settle()
@@ -71,8 +71,8 @@ def test_memory_of_files_that_have_lost_their_names_goes_back(shared: Path) -> N
     assert list_held() == []
 
 
-def test_storages_of_devices_are_left_to_us(tmp_path: Path) -> None:
-    """As on machines with a GPU, where torch would copy each one whole before it is written."""
+def test_storages_of_devices_are_copied_in_pieces(tmp_path: Path) -> None:
+    """On a machine with a GPU torch would copy each one whole before it is written."""
     state, path = make_state(), tmp_path / "state.pt"
     with (
         mock.patch.object(torch.cuda, "is_available", return_value=True),

@@ -1,4 +1,4 @@
-"""Folders of trainers: which may be removed while a save is on its way, without any trainer."""
+"""Folders of trainers that may be removed while a save is pending, without a trainer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from deepspeed_ucp.comm import Comm
-from deepspeed_ucp.config import SaveOptions, UniversalConfig
+from deepspeed_ucp.config import SaveOptions, SaveTier, UniversalConfig
 from deepspeed_ucp.saves import keeping
 from deepspeed_ucp.saves.memory import Job, find_root, locate, name_job
 from tests.convert.conversions import write_source
@@ -23,7 +23,7 @@ CONFIG = UniversalConfig(save=SaveOptions())
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
-    """Folders that saves are on their way to."""
+    """Folders that lack saves."""
     folders = set[str]()
     saver = SimpleNamespace(list_written=lambda: folders)
     monkeypatch.setattr(keeping, "list_savers", lambda: [saver])
@@ -34,7 +34,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
 
 @pytest.fixture
 def make(tmp_path: Path) -> Callable[..., str]:
-    """A trainer's folder, with the engine's state of a step and a file of its own."""
+    """Make a trainer's folder, with a checkpoint and a file of the trainer."""
 
     def make_folder(name: str, *, own: str = "own", latest: str = TAG) -> str:
         write_source(tmp_path / name)
@@ -47,7 +47,7 @@ def make(tmp_path: Path) -> Callable[..., str]:
 
 
 def remove(folder: str, *, coming: bool = False) -> bool:
-    """Whether it is removed at once."""
+    """Remove a folder as a trainer does; return True if it is removed at once."""
     module = ModuleType("trainer")
     module.shutil = shutil
     with keeping.guard(module, "own", coming=coming):
@@ -57,26 +57,22 @@ def remove(folder: str, *, coming: bool = False) -> bool:
     return not os.path.exists(folder)
 
 
-def test_the_last_whole_one_stays_until_another_is(make: Callable[..., str], written: set[str], tmp_path: Path) -> None:
-    a, b, c = make("a"), make("b"), str(tmp_path / "c")
+def test_the_last_complete_folder_stays_until_there_is_another(
+    make: Callable[..., str], written: set[str], tmp_path: Path
+) -> None:
+    written.add(locate(os.path.join("elsewhere", "c")))
+    assert remove(make("a")) and not remove(make("b"), coming=True)
+    a, b, c = make("a"), str(tmp_path / "b"), str(tmp_path / "c")
     written.add(locate(c))
-    assert remove(a)
-    assert not remove(b)
-    assert not remove(b)
+    assert remove(a) and not remove(b) and not remove(b)
     make("c")
     written.clear()
     keeping.remove_postponed()
     assert not os.path.exists(b) and os.path.exists(c)
 
 
-def test_nothing_stays_where_nothing_is_on_its_way_beside_it(make: Callable[..., str], written: set[str]) -> None:
-    written.add(locate(os.path.join("elsewhere", "c")))
-    assert remove(make("a"))
-    assert not remove(make("b"), coming=True)
-
-
 @pytest.mark.parametrize("lacking", [{"own": ""}, {"latest": ""}], ids=str)
-def test_a_folder_that_lacks_something_takes_no_other_ones_place(
+def test_an_incomplete_folder_does_not_replace_another(
     lacking: dict[str, str], make: Callable[..., str], written: set[str], tmp_path: Path
 ) -> None:
     make("b", **lacking)
@@ -85,8 +81,8 @@ def test_a_folder_that_lacks_something_takes_no_other_ones_place(
     assert remove(str(tmp_path / "b"))
 
 
-def test_what_is_written_itself_stays_until_then(make: Callable[..., str], written: set[str]) -> None:
-    """Else the writer would make it anew."""
+def test_a_folder_that_lacks_a_save_stays_until_it_is_written(make: Callable[..., str], written: set[str]) -> None:
+    """Otherwise the writer would create it again."""
     make("a")
     b = make("b")
     written.add(locate(b))
@@ -104,8 +100,8 @@ def test_a_folder_that_is_saved_to_again_is_not_removed(make: Callable[..., str]
     assert os.path.exists(a)
 
 
-def test_times_are_those_of_the_saves(make: Callable[..., str], written: set[str], tmp_path: Path) -> None:
-    """What comes into a folder later makes it no newer one; who is late is told once."""
+def test_folders_have_the_times_of_their_saves(make: Callable[..., str], written: set[str], tmp_path: Path) -> None:
+    """Files that are written later do not make a folder newer."""
     for name in "ab":
         assert keeping.begin_save(tmp_path / name, CONFIG, Comm())
         time.sleep(0.01)
@@ -115,13 +111,12 @@ def test_times_are_those_of_the_saves(make: Callable[..., str], written: set[str
     assert os.path.getmtime(tmp_path / "a") < os.path.getmtime(tmp_path / "b")
 
 
-def test_a_place_elsewhere_leaves_no_folder_whole(tmp_path: Path, written: set[str]) -> None:
-    elsewhere = UniversalConfig(save=SaveOptions(to=[{"place": "/elsewhere"}]))  # type: ignore[list-item]
-    assert not keeping.begin_save(tmp_path / "a", elsewhere, Comm())
-    assert not keeping.begin_save(tmp_path / "a", UniversalConfig(), Comm())
+@pytest.mark.parametrize("save", [SaveOptions(to=[SaveTier(place="/elsewhere")]), None])
+def test_a_save_to_another_place_does_not_complete_the_folder(save: SaveOptions | None, tmp_path: Path) -> None:
+    assert not keeping.begin_save(tmp_path / "a", UniversalConfig(save=save), Comm())
 
 
-def test_what_a_dead_job_has_for_a_folder_is_written_before_it_is_read(tmp_path: Path) -> None:
+def test_pending_saves_of_a_dead_job_are_written_before_the_folder_is_read(tmp_path: Path) -> None:
     config = UniversalConfig(save=SaveOptions(memory=str(tmp_path / "memory"), wait_s=PATIENCE))
     dead = Job(os.path.join(find_root(str(tmp_path / "memory")), name_job()))
     make_save(dead, str(tmp_path / "out" / "checkpoint-3"))

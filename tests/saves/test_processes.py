@@ -1,4 +1,4 @@
-"""Whole jobs: one that ends, one that is killed after a save, and what the next one finds."""
+"""Whole jobs: one ends, one is killed after a save, and the next one loads from memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SCRIPT = Path(__file__).parent / "script.py"
 
 
 class Rank:
-    """One of a job, whose output goes to a file."""
+    """A rank of a job, with its output in a file."""
 
     def __init__(self, log: Path, rank: int, port: int, ranks: int, *arguments: object) -> None:
         variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
@@ -31,30 +31,30 @@ class Rank:
         self.process = start_script(SCRIPT, arguments, log, variables)
 
     def end(self) -> tuple[list[Any], str, int]:
-        """What its load found, a digest of its weights in the end, and its exit code."""
+        """Return the result of its load, the final digest of its weights, and its exit code."""
         self.process.join(240)
         self.process.kill()
         self.process.join()
         output = self.log.read_text()
-        told = dict(line.split(" ", 1) for line in output.splitlines() if line.startswith(("FOUND ", "WEIGHTS ")))
-        assert "FOUND" in told, output
+        found = dict(line.split(" ", 1) for line in output.splitlines() if line.startswith(("FOUND ", "WEIGHTS ")))
+        assert "FOUND" in found, output
         assert self.process.exitcode is not None
-        return json.loads(told["FOUND"]), told.get("WEIGHTS", ""), self.process.exitcode
+        return json.loads(found["FOUND"]), found.get("WEIGHTS", ""), self.process.exitcode
 
 
 def run(log: Path, ranks: int, *arguments: object) -> tuple[list[Any], str, int]:
-    """What all ranks of a job tell in its end; their output goes to files of a folder."""
+    """Run a job; return the result of its ranks, which is the same on all. Their output is in a folder."""
     log.mkdir()
     with hold_port() as held:
         job = [Rank(log / str(rank), rank, held.getsockname()[1], ranks, *arguments) for rank in range(ranks)]
-        told = [each.end() for each in job]
-    assert all(each == told[0] for each in told)
-    return told[0]
+        results = [each.end() for each in job]
+    assert all(each == results[0] for each in results)
+    return results[0]
 
 
 @pytest.mark.timeout(300)
 def test_jobs_one_after_the_other(tmp_path: Path) -> None:
-    """The first ends, and frees memory; the second is killed, and its writer goes on; the third finds all in memory."""
+    """The first ends and frees memory. The second is killed, its writer continues. The third loads from memory."""
     folder, memory = tmp_path / "place", tmp_path / "memory"
     found, _, code = run(tmp_path / "1", 1, folder, memory, 2, "ended")
     assert (found[1], code) == (0, 0)
@@ -67,10 +67,10 @@ def test_jobs_one_after_the_other(tmp_path: Path) -> None:
     assert found[0].startswith(str(memory)) and found[1:] == [4, 4]
     wait_until(lambda: (folder / "latest").read_text() == "global_step4")
     assert is_whole(str(folder / "global_step4"))
-    wait_until(lambda: not [path for path in folder.iterdir() if path.name.startswith(".")])  # its record goes last
+    wait_until(lambda: not [path for path in folder.iterdir() if path.name.startswith(".")])  # records too
 
 
-def test_an_error_that_nothing_catches_keeps_memory(tmp_path: Path) -> None:
+def test_an_uncaught_error_keeps_memory(tmp_path: Path) -> None:
     """The job may be started again."""
     code = (
         "import sys; from deepspeed_ucp.config import SaveOptions, UniversalConfig\n"
@@ -79,11 +79,11 @@ def test_an_error_that_nothing_catches_keeps_memory(tmp_path: Path) -> None:
         "options = SaveOptions(memory=sys.argv[1], wait_s=PATIENCE)\n"
         "saver = Saver(UniversalConfig(save=options), name_job(), 0, [0]); saver.open()\n"
         "make_save(saver.job, sys.argv[2]); saver.tell_writer()\n"
-        "raise ValueError('an error that nothing catches')"
+        "raise ValueError('an uncaught error')"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "memory"), str(tmp_path / "place")]
     done = subprocess.run(command, cwd=SCRIPT.parents[2], capture_output=True, text=True, check=False)
-    assert "an error that nothing catches" in done.stderr
+    assert "an uncaught error" in done.stderr
     (job,) = list_jobs(find_root(str(tmp_path / "memory")))
     wait_until(lambda: not is_locked(job))
     assert is_whole(str(tmp_path / "place" / TAG)) and [save.tag for save in job.list_saves()] == [TAG]
@@ -91,13 +91,13 @@ def test_an_error_that_nothing_catches_keeps_memory(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(300)
 def test_all_ranks_killed_between_snapshots(tmp_path: Path) -> None:
-    """No more than the steps since the last one are lost, and the run goes on as the one that was not killed."""
+    """Only the steps since the last snapshot are lost; the run continues to the bit like one that was not killed."""
     place, memory = tmp_path / "place", tmp_path / "memory"
     killed = run(tmp_path / "1", 2, place, memory, 8, "killed", 3)
     assert killed[0] == [None, 0, None] and killed[2] == -signal.SIGKILL
     (path, *found), weights, code = run(tmp_path / "2", 2, place, memory, 4, "ended", 3)
     assert path.startswith(str(memory)) and found == [6, 6] and code == 0
-    # All ranks have the same samples, so that one trains as two.
+    # All ranks have the same samples, so one rank trains as two do.
     whole = run(tmp_path / "3", 1, tmp_path / "whole", memory, 10, "ended", 99)
     assert weights == whole[1] != killed[1]
     assert not place.exists()

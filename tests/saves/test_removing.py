@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,9 +16,8 @@ from hypothesis import strategies as st
 
 from deepspeed_ucp.io import deletion
 from deepspeed_ucp.io.deletion import delete_tree
-from deepspeed_ucp.saves.memory import Job
 from deepspeed_ucp.saves.removing import is_saved, remove_tag, remove_tree
-from tests.saves.saving import make_save, write
+from tests.saves.saving import Run
 
 SWAPS = "offloaded_tensors"
 STATES = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
@@ -50,48 +50,37 @@ def precious(tmp_path: Path) -> Path:
     return made
 
 
-@pytest.mark.parametrize("name", ["offloaded_tensors", "offloaded_tensors/rank0", "offloaded_tensors/rank0/sub"])
-def test_keep_of_a_destination_follows_no_link_in_a_tag(name: str, tmp_path: Path, precious: Path) -> None:
-    job, place = Job(str(tmp_path / "memory" / "job")), tmp_path / "place"
-    job.own()
-    make_save(job, str(place), tag="a", keep=1)
-    assert write(job)
-    link, before = place / "a" / name, look(precious)
-    link.parent.mkdir(parents=True, exist_ok=True)
-    link.symlink_to(precious)
-    make_save(job, str(place), tag="b", keep=1)
-    assert write(job)
-    assert look(precious) == before and not (place / "a").exists() and (place / "b").is_dir()
+def test_a_place_that_keeps_few_saves_follows_no_link_in_a_tag(tmp_path: Path, precious: Path) -> None:
+    run = Run(tmp_path)
+    run.write_save(tag="a", keep=1)
+    before = look(precious)
+    Path(run.place, "a", SWAPS).symlink_to(precious)
+    run.write_save(tag="b", keep=1)
+    assert look(precious) == before and not Path(run.place, "a").exists() and run.is_whole("b")
 
 
-@pytest.mark.parametrize("tag", ["tag", "tag/below", "tag/below/further"])
-def test_a_tag_behind_a_link_is_left(tag: str, tmp_path: Path, precious: Path) -> None:
-    (precious / "below" / "further").mkdir(parents=True)
-    make_tag(precious / "below" / "further")
+@pytest.mark.parametrize(
+    ("tag", "message"),
+    [*((tag, "links are not followed") for tag in ("link", "link/tag", "link/tag/tag")), ("../precious", "leads out")],
+)
+def test_a_tag_that_is_not_below_its_place_is_refused(tag: str, message: str, tmp_path: Path, precious: Path) -> None:
+    make_tag(precious / "tag" / "tag")
     before, place = look(precious), tmp_path / "place"
     place.mkdir()
-    (place / "tag").symlink_to(precious)
-    with pytest.raises(OSError, match="links are not followed"):
+    (place / "link").symlink_to(precious)
+    with pytest.raises(OSError, match=message):
         remove_tag(str(place), tag)
-    assert look(precious) == before and (place / "tag").is_symlink()
+    assert look(precious) == before and (place / "link").is_symlink()
 
 
-def test_a_destination_may_be_reached_through_a_link(tmp_path: Path) -> None:
+def test_a_place_may_be_a_link(tmp_path: Path) -> None:
     make_tag(tmp_path / "real" / "tag")
     (tmp_path / "place").symlink_to(tmp_path / "real")
     remove_tag(str(tmp_path / "place"), "tag")
     assert look(tmp_path / "real") == {"tag": None, "tag/notes.txt": b"notes.txt"}
 
 
-def test_a_tag_that_leads_out_of_its_place_is_refused(tmp_path: Path, precious: Path) -> None:
-    (tmp_path / "place").mkdir()
-    before = look(precious)
-    with pytest.raises(OSError, match="leads out"):
-        remove_tag(str(tmp_path / "place"), "../precious")
-    assert look(precious) == before
-
-
-def test_the_seal_goes_first_and_states_last(tmp_path: Path) -> None:
+def test_the_seal_is_deleted_first_and_states_last(tmp_path: Path) -> None:
     make_tag(tmp_path / "tag")
     names, unlink = list[str](), os.unlink
 
@@ -105,8 +94,8 @@ def test_the_seal_goes_first_and_states_last(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("call", ["unlink", "open"])
-def test_a_folder_that_becomes_a_link_meanwhile(call: str, tmp_path: Path, precious: Path) -> None:
-    """The swap happens after the listing, right before the folder is opened or a file in it is deleted."""
+def test_a_folder_that_is_replaced_by_a_link_meanwhile(call: str, tmp_path: Path, precious: Path) -> None:
+    """After the listing, right before the folder is opened or a file in it is deleted."""
     make_tag(tmp_path / "place" / "tag")
     before, ranks, swapped = look(precious), tmp_path / "place" / "tag" / SWAPS / "rank0", list[str]()
     original = getattr(os, call)
@@ -126,8 +115,13 @@ def test_a_folder_that_becomes_a_link_meanwhile(call: str, tmp_path: Path, preci
     assert swapped and look(precious) == before
 
 
+@pytest.mark.parametrize(
+    "remove", [delete_tree, lambda path: remove_tree(os.path.dirname(path), os.path.basename(path))]
+)
 @pytest.mark.parametrize("kind", ["link", "file", "folder", "nothing"])
-def test_a_whole_tree_goes_without_what_its_links_lead_to(kind: str, tmp_path: Path, precious: Path) -> None:
+def test_a_tree_is_deleted_without_the_targets_of_links(
+    kind: str, remove: Callable[[str], None], tmp_path: Path, precious: Path
+) -> None:
     top, before = tmp_path / "top", look(precious)
     if kind == "link":
         top.symlink_to(precious)
@@ -135,19 +129,10 @@ def test_a_whole_tree_goes_without_what_its_links_lead_to(kind: str, tmp_path: P
         top.write_text("")
     elif kind == "folder":
         top.mkdir()
-        (top / "link").symlink_to(precious)
-        (top / "loop").symlink_to(top)
-        (top / "dangling").symlink_to("nowhere")
-    delete_tree(str(top))
+        for name, target in (("link", precious), ("loop", top), ("dangling", "nowhere")):
+            (top / name).symlink_to(target)
+    remove(str(top))
     assert not os.path.lexists(top) and look(precious) == before
-
-
-def test_a_base_folder_that_is_a_link_is_not_followed(tmp_path: Path, precious: Path) -> None:
-    (tmp_path / "place").mkdir()
-    (tmp_path / "place" / "ucp_frozen-1").symlink_to(precious)
-    before = look(precious)
-    remove_tree(str(tmp_path / "place"), "ucp_frozen-1")
-    assert look(precious) == before and not os.path.lexists(tmp_path / "place" / "ucp_frozen-1")
 
 
 NAMES = ["ucp_seal.json", "mp_rank_00_model_states.pt", STATES, SWAPS, "rank0", "0_1.tensor.swp", "notes.txt", "sub"]

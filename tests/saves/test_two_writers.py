@@ -1,12 +1,12 @@
-"""Two jobs that write the same tag, with their requests in every order."""
+"""Two jobs that write the same tag: their requests are carried out in every order."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -45,12 +45,14 @@ class Bench:
 
     Attributes:
         published: names of the jobs whose save was seen as the tag's, in order.
+        first: name of the job whose save is there at the beginning; empty for none.
     """
 
     def __init__(self, saves: dict[str, Snapshot], place: str) -> None:
         self.saves, self.place = saves, place
         self.contents = {name: self._read_memory(save) for name, save in saves.items()}
         self.published, self.known = list[str](), dict[object, str]()
+        self.first = ""
         self.begun, self.reported = dict[str, int](), dict[str, int]()
         self.state: Callable[[], object] = lambda: None
         self.clear: Callable[[], None] = lambda: None
@@ -106,7 +108,11 @@ class Bench:
         assert {each for each in self.contents[name] if each.endswith("states.pt")} == found.keys()
         return name
 
-    def run(self, order: Callable[[Stepper], None]) -> Stepper:
+    def measure(self) -> int:
+        """Return the number of operations of a writer, and one more."""
+        return max(self.run(lambda stepper: None).steps.values()) + 1
+
+    def run(self, order: Callable[[Stepper], object]) -> Stepper:
         """Run two writers in an order, in an empty place, and check how they ended."""
         self.clear()
         self.published.clear()
@@ -123,6 +129,7 @@ class Bench:
         finally:
             stepper.close()
             self.stop_at(lambda: None)
+        assert not self.first or self.published[0] == self.first
         self.check_ends(stepper.ended)
         return stepper
 
@@ -221,22 +228,34 @@ def folder(saves: dict[str, Snapshot], tmp_path: Path) -> Iterator[Bench]:
         yield bench
 
 
-@pytest.mark.parametrize("is_there", [False, True])
-def test_orders_in_a_folder(is_there: bool, folder: Bench) -> None:
+@contextmanager
+def use_existing(bench: Bench, prepare: Callable[[], object]) -> Iterator[None]:
+    """Let each run begin with a tag that ``prepare`` has written."""
+    clear = bench.clear
+
+    def clear_and_prepare() -> None:
+        clear()
+        prepare()
+
+    with mock.patch.multiple(bench, clear=clear_and_prepare, first="c"):
+        yield
+
+
+@pytest.fixture(params=[False, True], ids=["empty", "existing"])
+def any_folder(request: pytest.FixtureRequest, folder: Bench) -> Iterator[Bench]:
+    """A folder without the tag, and one that has it."""
+    with use_existing(folder, lambda: folder.write("c")) if request.param else nullcontext():
+        yield folder
+
+
+def test_orders_in_a_folder(any_folder: Bench) -> None:
     """Each writer is stopped at each operation; also while it holds the lock, on which the other one waits."""
-
-    def prepare() -> None:
-        if is_there:
-            folder.write("c")
-
-    outcomes = set[tuple[str, ...]]()
-    with use_existing(folder, prepare):
-        longest = max(folder.run(lambda stepper: None).steps.values()) + 1
-        for first in range(longest):
-            for second in range(first % 3, longest, 3):
-                ended = folder.run(lambda stepper, first=first, second=second: interrupt(stepper, first, second)).ended
-                outcomes.add(tuple(ended.values()))
-                assert not is_there or folder.published[0] == "c"
+    folder, outcomes = any_folder, set[tuple[str, ...]]()
+    longest = folder.measure()
+    for first in range(longest):
+        for second in range(first % 3, longest, 3):
+            ended = folder.run(lambda stepper, first=first, second=second: interrupt(stepper, first, second)).ended
+            outcomes.add(tuple(ended.values()))
     assert len(outcomes) >= 2
     assert os.listdir(folder.place).count(TAG) == 1
 
@@ -249,99 +268,58 @@ def interrupt(stepper: Stepper, first: int, second: int) -> None:
     stepper.run("b", 100)
 
 
-@pytest.mark.parametrize("is_there", [False, True])
-def test_a_writer_that_is_killed_in_a_folder(is_there: bool, folder: Bench) -> None:
-    def prepare() -> None:
-        if is_there:
-            folder.write("c")
+def kill_at(bench: Bench, others: Callable[[int], Iterable[int]]) -> None:
+    """Kill one writer at each of its operations, after the other one has come to some operations."""
+    longest = bench.measure()
+    for at, other in product(range(longest), others(longest)):
 
-    with use_existing(folder, prepare):
-        longest = max(folder.run(lambda stepper: None).steps.values()) + 1
-        for at, other in product(range(longest), (0, longest // 2, longest)):
+        def order(stepper: Stepper, at: int = at, other: int = other) -> None:
+            if not stepper.run("b", other) and not stepper.run("a", at):
+                stepper.kill("a")
+            stepper.run("b", 100)
 
-            def order(stepper: Stepper, at: int = at, other: int = other) -> None:
-                if not stepper.run("b", other) and not stepper.run("a", at):
-                    stepper.kill("a")
-                stepper.run("b", 100)
-
-            folder.run(order)
+        bench.run(order)
 
 
-def list_orders(bench: Bench) -> Iterator[Callable[[Stepper], None]]:
-    """Yield orders in which one writer is interrupted once, and the other one once meanwhile.
+def test_a_writer_that_is_killed_in_a_folder(any_folder: Bench) -> None:
+    kill_at(any_folder, lambda longest: (0, longest // 2, longest))
 
-    The first interruption is at each request, the second one at each third request (``UCP_EXHAUSTIVE``: at each).
-    """
-    longest = max(bench.run(lambda stepper: None).steps.values()) + 1
 
-    def make(first: int, second: int) -> Callable[[Stepper], None]:
-        def order(stepper: Stepper) -> None:
-            stepper.run("a", first)
-            stepper.run("b", second)
-            stepper.run("a")
-            stepper.run("b")
-
-        return order
-
-    step = 1 if os.environ.get("UCP_EXHAUSTIVE") else 3
-    for first in range(longest):
-        for second in range(first % step, longest, step):
-            yield make(first, second)
+def test_a_writer_that_is_killed_in_a_store(store: Bench) -> None:
+    kill_at(store, lambda longest: (0, 8, 20, longest))
 
 
 def test_orders_with_two_interruptions_in_a_store(store: Bench) -> None:
-    outcomes = {tuple(store.run(order).ended.items()) for order in list_orders(store)}
+    """The first one at each request, the second one at each third request (``UCP_EXHAUSTIVE``: at each)."""
+    longest, step, outcomes = store.measure(), 1 if os.environ.get("UCP_EXHAUSTIVE") else 3, set[object]()
+    for first in range(longest):
+        for second in range(first % step, longest, step):
+
+            def order(stepper: Stepper, first: int = first, second: int = second) -> None:
+                stepper.run("a", first)
+                stepper.run("b", second)
+                stepper.run("a")
+                stepper.run("b")
+
+            outcomes.add(tuple(store.run(order).ended.items()))
     assert len(outcomes) >= 2
 
 
-@contextmanager
-def use_existing(bench: Bench, prepare: Callable[[], None]) -> Iterator[None]:
-    clear = bench.clear
-
-    def clear_and_prepare() -> None:
-        clear()
-        prepare()
-
-    with mock.patch.object(bench, "clear", clear_and_prepare):
-        yield
-
-
 def put_plain(bench: Bench) -> None:
-    """Put files of a save into the tag as earlier releases did."""
+    """Put files of a save into the tag, as earlier releases did."""
     for name, data in bench.contents["c"].items():
         write_small(f"{bench.place}/{TAG}/{name}", data)
     seal_folder(f"{bench.place}/{TAG}", Comm())
 
 
-@pytest.mark.parametrize("kind", ["plain", "published"])
-def test_a_tag_that_is_there(kind: str, store: Bench) -> None:
-    """It stays until one of the writers has replaced it."""
-
-    def prepare() -> None:
-        if kind == "plain":
-            put_plain(store)
-        else:
-            store.write("c")
-
-    with use_existing(store, prepare):
-        longest = max(store.run(lambda stepper: None).steps.values()) + 1
+@pytest.mark.parametrize("prepare", [put_plain, lambda store: store.write("c")], ids=["plain", "published"])
+def test_an_existing_tag_stays_until_it_is_replaced(prepare: Callable[[Bench], object], store: Bench) -> None:
+    with use_existing(store, lambda: prepare(store)):
+        longest = store.measure()
         for first, second in product(range(0, longest, 3), range(1, longest, 3)):
             store.run(lambda stepper, first=first, second=second: (stepper.run("a", first), stepper.run("b", second)))
-            assert store.published[0] == "c"
     left = [name for name in list_tree(f"{PLACE}/{TAG}") if "/" not in name and is_saved(name)]
     assert not [name for name in left if "written" not in name]
-
-
-def test_a_writer_that_is_killed_in_a_store(store: Bench) -> None:
-    """At each request, while the other one has not begun or has come to some request."""
-    longest = max(store.run(lambda stepper: None).steps.values()) + 1
-    for at, other in product(range(longest), (0, 8, 20, longest)):
-
-        def order(stepper: Stepper, at: int = at, other: int = other) -> None:
-            if not stepper.run("b", other) and not stepper.run("a", at):
-                stepper.kill("a")
-
-        store.run(order)
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 12)), max_size=12))

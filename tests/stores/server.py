@@ -1,4 +1,4 @@
-"""An S3 server (moto's, in a thread of this process) that counts what it is asked for and fails as it is told."""
+"""An S3 server (moto, in a thread of this process) that records requests and injects faults."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OPTIONS = {"key": "tests", "secret": "tests", "client_kwargs": {"region_name": "
 
 @dataclass(frozen=True)
 class Asked:
-    """A request: method, path, byte range (None: the whole object), bytes of its answer."""
+    """A request: method, path, byte range (None: the whole object), bytes of the answer."""
 
     method: str
     path: str
@@ -29,20 +29,20 @@ class Asked:
 
 
 Fault = Callable[[dict[str, Any]], str | None]
-"""Of a request's environment the fault to answer it with; None for none.
+"""Returns the fault for a request's environment, or None.
 
 A status, a status with a code (``400 ExpiredToken``), ``truncate``, ``reset``, ``slow``, or ``lost``: the request is
-carried out, and its answer does not come.
+carried out without an answer.
 """
 
 
 @dataclass
 class Server:
-    """A server that runs.
+    """A running server.
 
     Attributes:
-        asked: what it has answered.
-        fault: asked about every request.
+        asked: the answered requests.
+        fault: chooses the fault of each request.
     """
 
     port: int = 0
@@ -55,7 +55,7 @@ class Server:
         return {**OPTIONS, "endpoint_url": f"http://127.0.0.1:{self.port}"}
 
     def gets(self, suffix: str = "") -> list[Asked]:
-        """The objects' requests, of those whose path ends so."""
+        """Return the requests for objects whose path has this suffix."""
         return [each for each in self.asked if each.method == "GET" and each.span and each.path.endswith(suffix)]
 
     @contextmanager
@@ -68,7 +68,7 @@ class Server:
 
 
 def fail_first(count: int, fault: str, *, method: str = "GET", having: str = "") -> Fault:
-    """A fault for the first ``count`` requests whose path has ``having`` in it, for each path."""
+    """Return a fault for the first ``count`` requests of each path that contains ``having``."""
     seen: dict[tuple[str, Any], int] = {}
     lock = threading.Lock()
 
@@ -85,7 +85,7 @@ def fail_first(count: int, fault: str, *, method: str = "GET", having: str = "")
 
 
 class _Middleware:
-    """Counts, and fails."""
+    """Records requests and injects faults."""
 
     def __init__(self, inner: Any, server: Server) -> None:
         self.inner, self.server = inner, server

@@ -1,4 +1,4 @@
-"""Checkpoints in a store: indices, loads, conversions, exports and seals are those of a local folder, to the bit."""
+"""Checkpoints in a store: loads, conversions, exports and seals equal those of a local folder, to the bit."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Save = Callable[..., tuple[str, State]]
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Save:
-    """Saves a run in a local folder and in the store; the local tag's folder, and its state."""
+    """Save a run to a local folder and to the store; return the local tag's folder and the state."""
     clear_memory()
 
     def save(topology: Topology, model: Model = MODEL, **options: Any) -> tuple[str, State]:
@@ -73,10 +73,10 @@ def test_headers_are_those_of_local_files(saved: Save, legacy: bool) -> None:
 
 
 @pytest.mark.parametrize("open_all", [open_checkpoint, seal_folder])
-def test_every_rank_knows_what_one_has_listed(
+def test_every_rank_knows_the_entries_that_one_has_listed(
     saved: Save, open_all: Callable[[str, Comm], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also of files whose headers another rank reads, and of those of which it knows an older version."""
+    """Also of files whose headers another rank reads, and instead of older versions."""
     saved(Topology(1, 2))
     folder = find_checkpoint(URL)
     listed = {name: entry for name, entry in store.list_folder(folder).items() if name.endswith(".pt")}
@@ -90,8 +90,8 @@ def test_every_rank_knows_what_one_has_listed(
     assert run_ranks(2, look) == [listed, listed]
 
 
-def test_a_conversion_is_the_one_to_a_folder(saved: Save, tmp_path: Path) -> None:
-    """Large tensors included, which several threads write."""
+def test_a_conversion_equals_that_to_a_folder(saved: Save, tmp_path: Path) -> None:
+    """With a large tensor, which several threads write."""
     model = Model((*MODEL.params, Param("large", (1100, 1000))))
     folder, _ = saved(Topology(1, 2), model)
     options = ConvertOptions(window=16 << 20, workers=4)
@@ -109,7 +109,7 @@ def test_a_conversion_is_the_one_to_a_folder(saved: Save, tmp_path: Path) -> Non
     )
 
 
-def test_an_export_is_the_one_to_a_folder(saved: Save, tmp_path: Path) -> None:
+def test_an_export_equals_that_to_a_folder(saved: Save, tmp_path: Path) -> None:
     saved(Topology(3, 2))
     index = open_checkpoint(find_checkpoint(URL), Comm())
     export_safetensors(index, str(tmp_path / "local"), max_shard=20_000)
@@ -121,8 +121,8 @@ def test_an_export_is_the_one_to_a_folder(saved: Save, tmp_path: Path) -> None:
         run_ranks(2, lambda rank, comm: export_safetensors(index, f"{TO}2", comm))
 
 
-def test_the_folder_of_files_that_go_to_a_store(saved: Save, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full disk is told with its name; if one rank has none, all end."""
+def test_the_temporary_folder_of_uploads(saved: Save, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error of a full disk names it. If one rank cannot create it, all ranks raise."""
     folder, _ = saved(Topology(1, 2))
     with monkeypatch.context() as patch:
         patch.setattr("deepspeed_ucp.io.disk._count_free", lambda _path: 1000)
@@ -142,7 +142,7 @@ def test_the_folder_of_files_that_go_to_a_store(saved: Save, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("stopped", [1, 12, -2, -1], ids=["first", "middle", "optimizer-state", "manifest"])
-def test_a_stopped_upload_looks_whole_to_nobody(
+def test_a_stopped_upload_leaves_no_complete_output(
     saved: Save, monkeypatch: pytest.MonkeyPatch, stopped: int, tmp_path: Path
 ) -> None:
     folder, _ = saved(Topology(1, 2))
@@ -185,7 +185,7 @@ def test_destinations_that_are_refused(saved: Save) -> None:
 
 @pytest.mark.parametrize("name", ["mp_rank_00_model_states.pt", "client/notes", "zero/notes", "tokenizer.json"])
 def test_files_of_others_are_left_alone(saved: Save, tmp_path: Path, name: str) -> None:
-    """Also with names of ours. In a store and in a folder alike."""
+    """Also with our names, in a store and in a folder."""
     folder, _ = saved(Topology(1, 2))
     (tmp_path / "there" / name).parent.mkdir(parents=True)
     for to in (TO, str(tmp_path / "there")):

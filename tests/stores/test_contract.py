@@ -1,14 +1,13 @@
-"""The contract of :class:`~deepspeed_ucp.io.store.Store`, of every kind of object store alike."""
+"""The contract of :class:`~deepspeed_ucp.io.store.Store`, for folders, a store in memory and S3."""
 
 from __future__ import annotations
 
-import base64
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from itertools import combinations
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -19,50 +18,28 @@ from deepspeed_ucp.io.paths import Entry
 from deepspeed_ucp.io.read import MemorySink, RecordReader
 from deepspeed_ucp.io.scan import ScanFile, scan_files
 from deepspeed_ucp.plan import Part, Request
-from tests.stores import standins
-from tests.stores.server import BUCKET, serve_bucket, use_options
+from tests.stores.server import BUCKET, serve_bucket
 from tests.support.memory import clear_memory, read_tree
 
 pytest.importorskip("moto")
 
-KINDS = ("memory", "s3", "gs", "az")
-
 CONTENT = bytes(range(250)) * 40
 
 
-def make_options(kind: str, url: str) -> dict[str, Any]:
-    if kind == "gs":
-        return {"endpoint_url": url, "token": "anon"}
-    account, key = "devstoreaccount1", base64.b64encode(b"key").decode()
-    return {"connection_string": f"AccountName={account};AccountKey={key};BlobEndpoint={url}/{account};"}
-
-
-@contextmanager
-def serve_standin(kind: str) -> Iterator[str]:
-    with (
-        standins.serve({"gs": standins.Google, "az": standins.Azure}[kind]) as url,
-        use_options(make_options(kind, url)),
-    ):
-        yield f"{kind}://{standins.BUCKET}"
-
-
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=["memory", "s3"])
 def bucket(request: pytest.FixtureRequest) -> Iterator[str]:
     """The URL of a bucket."""
     if request.param == "memory":
         clear_memory()
         yield f"memory://{BUCKET}"
-    elif request.param == "s3":
-        with serve_bucket():
-            yield f"s3://{BUCKET}"
-    else:
-        with serve_standin(request.param) as url:
-            yield url
+        return
+    with serve_bucket():
+        yield f"s3://{BUCKET}"
 
 
 @pytest.fixture
 def stored(bucket: str, request: pytest.FixtureRequest) -> str:
-    """A folder of the test's own, which has nothing in it yet."""
+    """An empty folder of the test."""
     return f"{bucket}/{request.node.name}"
 
 
@@ -102,14 +79,20 @@ def check_exchange(folder: str) -> None:
 
 
 @pytest.mark.parametrize("check", [check_files, check_exchange])
-def test_small_files(check: Callable[[str], None], stored: str) -> None:
+def test_small_files(check: Callable[[str], None], stored: str, tmp_path: Path) -> None:
     check(stored)
-
-
-@pytest.mark.parametrize("check", [check_files, check_exchange])
-def test_a_local_folder_has_the_same_contract(check: Callable[[str], None], tmp_path: Path) -> None:
     (tmp_path / "run" / "deep").mkdir(parents=True)
     check(str(tmp_path))
+
+
+def test_conditions_of_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Google compares generations, others ETags. Azure's listings have ETags without quotation marks."""
+    answer = mock.Mock(meta={"e_tag": "tag", "version": "7"}, stream=lambda _: [b"1"])
+    monkeypatch.setattr(objects.obstore, "get", lambda *_: answer)
+    assert objects._read_front(f"memory://{BUCKET}/file", None) == (b"1", {"e_tag": "tag", "version": "7"})
+    answer.meta = {"e_tag": "tag", "version": None}
+    assert objects._read_front(f"memory://{BUCKET}/file", 1)[1] == {"e_tag": "tag"}
+    assert objects.make_version('"tag"', None) == objects.make_version("tag", None) == "tag"
 
 
 @pytest.mark.parametrize("before", [None, b"0"])
@@ -136,8 +119,6 @@ def test_a_write_between_the_look_and_the_conditional_write(
 @pytest.mark.parametrize("size", [0, 1, (8 << 20) - 1, 8 << 20, (20 << 20) + 3])
 def test_an_upload(size: int, stored: str, tmp_path: Path) -> None:
     path, url = tmp_path / "file", f"{stored}/file"
-    if not stored.startswith(("memory", "s3")):
-        size = min(size, len(CONTENT))  # the stand-ins know no parts
     path.write_bytes(CONTENT * (size // len(CONTENT)) + CONTENT[: size % len(CONTENT)])
     for _ in range(2):
         store.put_file(str(path), url)
@@ -145,7 +126,7 @@ def test_an_upload(size: int, stored: str, tmp_path: Path) -> None:
         assert entry and entry.size == size and store.read_small(url) == path.read_bytes()
 
 
-def test_another_size_than_was_sent_is_an_error(stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_size_after_an_upload_is_an_error(stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_bytes(CONTENT)
     put = objects.obstore.put
 
@@ -174,7 +155,7 @@ def test_ranges(stored: str) -> None:
 
 
 def test_blocks_of_a_header(stored: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is read first: no byte is asked for twice."""
+    """No byte is requested twice, in whatever order they are read."""
     url = f"{stored}/file"
     store.write_small(url, CONTENT[:2048])
     with store.open_regular(url) as stream:
@@ -204,7 +185,7 @@ def test_a_small_file_whose_ends_meet_is_read_whole(size: int, monkeypatch: pyte
         assert sum(len(data) for _, data in stream._blocks) == size
 
 
-def test_neighbours_are_read_by_one_request(stored: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_consecutive_ranges_are_read_by_one_request(stored: str, monkeypatch: pytest.MonkeyPatch) -> None:
     url, asked, fill = f"{stored}/record", list[int](), objects._Ranges.fill
     store.write_small(url, CONTENT)
 
@@ -257,7 +238,7 @@ def test_an_object_that_is_replaced_by_one_of_its_size_is_refused(read: Callable
 
 
 def test_an_object_that_is_replaced_between_two_reads_is_refused(stored: str) -> None:
-    """Also if nothing but its size was known before."""
+    """Also if only its size was known before."""
     url, into = f"{stored}/file", memoryview(bytearray(9))
     for size, data in ((len(CONTENT), CONTENT[::-1]), (None, CONTENT[:-1])):
         store.write_small(url, CONTENT)
@@ -269,7 +250,7 @@ def test_an_object_that_is_replaced_between_two_reads_is_refused(stored: str) ->
                 file.read([into], 0)
 
 
-def test_what_another_process_has_listed_is_known(stored: str) -> None:
+def test_entries_that_another_process_has_listed_are_known(stored: str) -> None:
     store.write_small(f"{stored}/a", CONTENT)
     listed = store.list_folder(stored)
     objects._known.clear()
@@ -281,7 +262,7 @@ def test_what_another_process_has_listed_is_known(stored: str) -> None:
         read_file(f"{stored}/a")
 
 
-def test_markers_of_folders_are_no_files(stored: str) -> None:
+def test_markers_of_folders_are_not_files(stored: str) -> None:
     client, key = objects.connect(f"{stored}/run", writing=True)
     objects.obstore.put(client, key, b"")
     store.write_small(f"{stored}/run/a", b"1")

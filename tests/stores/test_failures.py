@@ -1,4 +1,4 @@
-"""Stores that fail, throttle, cut answers or refuse, and options and credentials that are wrong: on S3's protocol."""
+"""S3 servers that fail, throttle, cut answers or refuse, and wrong options and credentials."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from obstore.store import S3Store
 
+from deepspeed_ucp.comm import Comm
 from deepspeed_ucp.convert import convert_checkpoint
 from deepspeed_ucp.errors import CheckpointError, ConfigError, StorageError, UcpError, UnsupportedError
 from deepspeed_ucp.io import clients, objects, store
@@ -55,7 +56,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("fault", PASSING)
-def test_a_load_from_a_store_that_fails_now_and_then(fault: str, server: Server, saved: State) -> None:
+def test_a_load_is_retried(fault: str, server: Server, saved: State) -> None:
     targets = make_targets(SMALL, Topology(3, 2))
     with server.failing(fail_first(1, fault, having="optim")):
         check_content(load(open_everywhere(find_checkpoint(f"s3://{BUCKET}/run"), targets), targets), saved)
@@ -63,7 +64,7 @@ def test_a_load_from_a_store_that_fails_now_and_then(fault: str, server: Server,
 
 @pytest.mark.parametrize("method", ["PUT", "POST"])
 @pytest.mark.parametrize("fault", ["429", "503", "reset", "slow", "lost"])
-def test_an_upload_to_a_store_that_fails_now_and_then(fault: str, method: str, server: Server, tmp_path: Path) -> None:
+def test_an_upload_is_retried(fault: str, method: str, server: Server, tmp_path: Path) -> None:
     path, url = tmp_path / "file", f"s3://{BUCKET}/upload/{fault}/{method}"
     for data in (CONTENT * 4, CONTENT[::-1] * 4):
         path.write_bytes(data)
@@ -73,7 +74,7 @@ def test_an_upload_to_a_store_that_fails_now_and_then(fault: str, method: str, s
 
 
 @pytest.mark.parametrize("fault", ["503", "reset", "lost"])
-def test_a_conditional_write_whose_answer_does_not_come(fault: str, server: Server) -> None:
+def test_a_conditional_write_is_retried(fault: str, server: Server) -> None:
     url = f"s3://{BUCKET}/exchanged{fault}"
     for data, before in ((b"1", None), (b"2", b"1")):
         with server.failing(fail_first(1, fault, method="PUT", having="exchanged")):
@@ -93,7 +94,7 @@ def test_a_store_without_conditions_gets_plain_writes(server: Server) -> None:
 
 
 def test_a_read_that_is_cut_continues_where_it_stopped(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each answer brings half of the bytes that are missing: more often than attempts without any are allowed."""
+    """Each answer has half of the missing bytes. Attempts with progress do not count."""
     monkeypatch.setattr(objects, "ATTEMPTS", 2)
     monkeypatch.setattr(objects, "_PIECE", 1000)
     url, into = f"s3://{BUCKET}/cut", bytearray(len(CONTENT) - 1000)
@@ -114,15 +115,9 @@ def test_a_read_that_is_cut_continues_where_it_stopped(server: Server, monkeypat
 def test_a_store_that_keeps_failing_is_an_error_with_a_remedy(fault: str, server: Server, saved: State) -> None:
     folder = find_checkpoint(f"s3://{BUCKET}/run")
     with server.failing(fail_first(99, fault, having="optim")), pytest.raises(CheckpointError) as error:
-        open_checkpoint(folder, run_alone())
+        open_checkpoint(folder, Comm())
     assert "check credentials, endpoint and network, and try again" in str(error.value)
     assert "optim_states.pt" in str(error.value) and "Debug source" not in str(error.value)
-
-
-def run_alone() -> Any:
-    from deepspeed_ucp.comm import Comm
-
-    return Comm()
 
 
 @pytest.mark.parametrize("fault", ["403 AccessDenied", "400 ExpiredToken", "401 Unauthorized"])
@@ -141,8 +136,8 @@ def test_a_refusal_is_not_retried(fault: str, server: Server, saved: State) -> N
             assert len(seen) == 1
 
 
-def test_a_missing_bucket_is_no_empty_folder(server: Server, saved: State) -> None:
-    """A mistyped bucket does not restart training; a folder may well be made by the first save."""
+def test_a_missing_bucket_is_not_an_empty_folder(server: Server, saved: State) -> None:
+    """A mistyped bucket must not restart training. A folder may be created by the first save."""
     with pytest.raises(CheckpointError, match="does not exist"):
         find_checkpoint(f"s3://{BUCKET}/nowhere")
     assert read_latest(f"s3://{BUCKET}/nowhere") is None
@@ -157,13 +152,13 @@ def test_a_missing_bucket_is_no_empty_folder(server: Server, saved: State) -> No
 
 
 def test_requests_are_few(server: Server, tmp_path: Path) -> None:
-    """Bytes of a load are little more than those of the state; headers take two requests, files none for their size."""
+    """A load reads few more bytes than the state has. A header takes two requests, the size of a file none."""
     state = random_state(LARGE, 3)
     write_checkpoint(tmp_path, LARGE, state, Topology(1, 2))
     put_folder(tmp_path, f"s3://{BUCKET}/large")
     server.asked.clear()
-    tag = find_tag(f"s3://{BUCKET}/large", None, run_alone())
-    index = open_checkpoint(f"s3://{BUCKET}/large/{tag}", run_alone())
+    tag = find_tag(f"s3://{BUCKET}/large", None, Comm())
+    index = open_checkpoint(f"s3://{BUCKET}/large/{tag}", Comm())
     others = [(each.method, each.path) for each in server.asked if not each.span]
     listing = ("GET", f"/{BUCKET}")
     assert others.count(listing) <= 2 and len(others) <= 5 and not [path for _, path in others if path.endswith(".pt")]
@@ -179,7 +174,7 @@ def test_requests_are_few(server: Server, tmp_path: Path) -> None:
 
 
 def test_a_large_file_is_sent_in_parts(server: Server, tmp_path: Path) -> None:
-    """A bounded number of small parts: all that are in flight are in memory. A failed upload leaves none."""
+    """In parts of bounded size, which are in memory. A failed upload leaves none."""
     sizes, path = list[int](), tmp_path / "large"
     path.write_bytes(bytes(20 << 20))
 
@@ -199,7 +194,7 @@ def test_a_large_file_is_sent_in_parts(server: Server, tmp_path: Path) -> None:
     assert [each.method for each in server.asked if "refused" in each.path][-1] == "DELETE"
 
 
-def test_credentials_that_expire_are_taken_anew(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expired_credentials_are_renewed(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = list[int]()
 
     def provide() -> Any:
@@ -228,7 +223,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_profiles(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of AWS's files, if neither options nor the environment give credentials."""
+    """Profiles are read if neither options nor the environment have credentials."""
     assert clients._find_aws_provider(None) is None
     (home / "credentials").write_text(
         "[default]\naws_access_key_id=one\naws_secret_access_key=s\n"
@@ -249,6 +244,9 @@ def test_profiles(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         clients._find_aws_provider("work")
 
 
+GOOGLE = (
+    '{"gcs_base_url": "http://h", "disable_oauth": true, "client_email": "", "private_key": "", "private_key_id": ""}'
+)
 OPTIONS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("s3://b", {"key": "k", "secret": "s", "token": "t"},
      {"access_key_id": "k", "secret_access_key": "s", "session_token": "t"}),
@@ -256,6 +254,7 @@ OPTIONS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
      {"skip_signature": "true", "endpoint": "http://h", "region": "r"}),
     ("gs://b", {"token": "anon"}, {"skip_signature": "true"}),
     ("gs://b", {"token": "google_default", "project": "p"}, {}),
+    ("gs://b", {"endpoint_url": "http://h"}, {"service_account_key": GOOGLE}),
     ("az://b", {"account_name": "a", "account_key": "a2V5"}, {"account_name": "a", "account_key": "a2V5"}),
     ("abfs://b@a.dfs.core.windows.net", {"sas_token": "sv=1&sig=2"}, {"account_name": "a", "sas_key": "sv=1&sig=2"}),
     ("az://b", {"connection_string": "AccountName=a;AccountKey=a2V5cw==;EndpointSuffix=x"},
@@ -264,7 +263,9 @@ OPTIONS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("url", "options", "config"), OPTIONS, ids=lambda each: str(each)[:30])
-def test_options_in_the_words_of_others(url: str, options: dict[str, Any], config: dict[str, Any], home: Path) -> None:
+def test_options_have_the_names_of_fsspec(
+    url: str, options: dict[str, Any], config: dict[str, Any], home: Path
+) -> None:
     with use_options(options):
         client, key = clients.connect(f"{url}/run/tag/")
         found = {name: value for name, value in client.config.items() if name not in ("bucket", "container_name")}
@@ -280,12 +281,12 @@ def test_options_in_the_words_of_others(url: str, options: dict[str, Any], confi
     ],
     ids=str,
 )
-def test_other_options_are_refused(options: dict[str, Any], told: str) -> None:
+def test_unknown_options_are_refused(options: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         store.set_storage_options(options)
 
 
-def test_an_address_that_is_none_is_refused(home: Path) -> None:
+def test_an_invalid_url_is_refused(home: Path) -> None:
     with (
         use_options({"account_key": "no base 64"}),
         pytest.raises(ConfigError, match=r"az://b: .*; check the URL and `storage_options`"),
@@ -296,8 +297,8 @@ def test_an_address_that_is_none_is_refused(home: Path) -> None:
             find_checkpoint(url)
 
 
-def test_a_process_that_was_forked_is_refused(server: Server) -> None:
-    """It would wait for ever: obstore's threads are not in it."""
+def test_a_forked_process_is_refused(server: Server) -> None:
+    """It would wait forever, without obstore's threads."""
     store.write_small(f"s3://{BUCKET}/forked", b"1")
     ours, theirs = os.pipe()
     child = os.fork()

@@ -1,4 +1,4 @@
-"""`http://`: index pages with links to files, read only."""
+"""HTTP servers: index pages with links to files, read only."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ CONTENT = bytes(range(256)) * 40
 
 
 class Plain(http.server.SimpleHTTPRequestHandler):
-    """As `python -m http.server`, which ignores ranges."""
+    """``python -m http.server``, which ignores ranges."""
 
     def log_message(self, *_: Any) -> None:
         pass
 
 
 class Ranged(Plain):
-    """As most servers."""
+    """A server with byte ranges, as most are."""
 
     protocol_version = "HTTP/1.1"
 
@@ -75,7 +75,7 @@ class Chunked(Ranged):
 
 
 class Tagged(Ranged):
-    """Tells ETags."""
+    """Sends ETags."""
 
     tag = "1"
 
@@ -85,7 +85,7 @@ class Tagged(Ranged):
 
 
 class Shifted(Ranged):
-    """A cache in front of the server answers with other bytes than were asked for, and says so."""
+    """Answers with other bytes than requested, and their correct range, as a cache may."""
 
     def send_head(self) -> Any:
         if self.headers.get("Range") == "bytes=1000-5999":
@@ -94,14 +94,14 @@ class Shifted(Ranged):
 
 
 class Closed(Ranged):
-    """Answers those alone who send a token."""
+    """Requires a token."""
 
     def send_head(self) -> Any:
         return super().send_head() if self.headers.get("X-Token") == "mine" else self.send_error(403)
 
 
 class Moved(Ranged):
-    """What is asked for below `there` lies below `run`."""
+    """Redirects from ``there`` to ``run``."""
 
     def do_GET(self) -> None:
         if not self.path.startswith("/there/"):
@@ -113,7 +113,7 @@ class Moved(Ranged):
 
 
 class Partly(Ranged):
-    """One folder cannot be listed."""
+    """Cannot list one folder."""
 
     def list_directory(self, path: Any) -> Any:
         return self.send_error(503) if Path(path).name == "closed" else super().list_directory(path)
@@ -169,7 +169,7 @@ def test_a_server_without_ranges_is_refused(folder: Path) -> None:
         read_parts(url)
 
 
-def test_other_bytes_than_those_asked_for_are_not_taken(folder: Path) -> None:
+def test_other_bytes_than_requested_are_refused(folder: Path) -> None:
     with serve(folder, Shifted) as url, pytest.raises(CheckpointError, match=r"(?s)cannot be read at byte 1000"):
         read_parts(url)
 
@@ -189,7 +189,7 @@ def test_headers_of_the_options_are_sent(folder: Path) -> None:
             assert store.list_folder(url)["a file#1"].size == len(CONTENT)
 
 
-def test_a_dead_link_hides_nothing_beside_it(tmp_path: Path) -> None:
+def test_a_dead_link_hides_no_other_file(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "run", MODEL, random_state(MODEL, 5), Topology(1, 2))
     (tmp_path / "run" / "gone").symlink_to("nowhere")
     (path / "zero_pp_rank_9_mp_rank_00_optim_states.pt").symlink_to("nowhere")
@@ -212,7 +212,7 @@ def test_a_tree_has_all_of_its_folders_or_fails(folder: Path) -> None:
             store.list_tree(url)
 
 
-def test_a_failure_is_no_absence(folder: Path) -> None:
+def test_a_failure_does_not_mean_absence(folder: Path) -> None:
     with use_options({}), pytest.raises(CheckpointError, match="failed 8 times.*refused.*network"):
         find_checkpoint("http://127.0.0.1:1/run")
     with serve(folder, Ranged) as url, pytest.raises(CheckpointError, match="does not exist"):
@@ -223,7 +223,7 @@ def test_a_failure_is_no_absence(folder: Path) -> None:
 def test_a_file_that_is_replaced_is_refused(
     handler: type[Plain], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By its ETag, else by its size and the time of its last change."""
+    """By its ETag, or by its size and the time of its last change."""
     into = memoryview(bytearray(10))
     for known in (False, True):
         with serve(folder, handler) as url:
@@ -238,7 +238,7 @@ def test_a_file_that_is_replaced_is_refused(
 
 
 def make_certificate(folder: Path) -> Path:
-    """A file with a key, and a certificate of 127.0.0.1 that vouches for itself."""
+    """Create a file with a key and a self-signed certificate for 127.0.0.1."""
     key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "tests")])
     address = x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))])
