@@ -60,15 +60,19 @@ def remove(folder: str, *, coming: bool = False) -> bool:
 def test_the_last_complete_folder_stays_until_there_is_another(
     make: Callable[..., str], written: set[str], tmp_path: Path
 ) -> None:
-    written.add(locate(os.path.join("elsewhere", "c")))
-    assert remove(make("a")) and not remove(make("b"), coming=True)
-    a, b, c = make("a"), str(tmp_path / "b"), str(tmp_path / "c")
+    a, b, c = make("a"), make("b"), str(tmp_path / "c")
     written.add(locate(c))
     assert remove(a) and not remove(b) and not remove(b)
     make("c")
     written.clear()
     keeping.remove_postponed()
     assert not os.path.exists(b) and os.path.exists(c)
+
+
+def test_a_folder_stays_only_if_a_save_is_pending_next_to_it(make: Callable[..., str], written: set[str]) -> None:
+    written.add(locate(os.path.join("elsewhere", "c")))
+    assert remove(make("a"))
+    assert not remove(make("b"), coming=True)
 
 
 @pytest.mark.parametrize("lacking", [{"own": ""}, {"latest": ""}], ids=str)
