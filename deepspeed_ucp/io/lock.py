@@ -34,7 +34,9 @@ def hold_lock(path: str, purpose: str) -> Iterator[None]:
     fd = _acquire(path, purpose)
     try:
         with explain_full(path):
-            _sign(fd)
+            holder = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z")}
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, json.dumps(holder).encode(), 0)
         yield
     finally:
         with suppress(OSError):  # an error of this rank must not replace the error that all ranks raise
@@ -45,9 +47,9 @@ def hold_lock(path: str, purpose: str) -> Iterator[None]:
 
 def _acquire(path: str, purpose: str) -> int:
     while True:
-        fd, made = _open(path)
+        fd, is_new = _open(path)
         try:
-            _take(fd, made, path, purpose)
+            _take(fd, is_new, path, purpose)
         except BaseException:
             os.close(fd)
             raise
@@ -67,7 +69,7 @@ def _open(path: str) -> tuple[int, bool]:
             return os.open(path, flags, 0o666), False
 
 
-def _take(fd: int, made: bool, path: str, purpose: str) -> None:
+def _take(fd: int, is_new: bool, path: str, purpose: str) -> None:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -77,7 +79,7 @@ def _take(fd: int, made: bool, path: str, purpose: str) -> None:
     except OSError as error:
         if error.errno not in _UNSUPPORTED:
             raise
-        if not made:
+        if not is_new:
             raise StorageError(
                 f"{purpose} is under way already ({_read_holder(fd)}), or was killed: this file system has no "
                 "locks that end with their holder. If that process is no more, remove the file and run it again.",
@@ -92,15 +94,9 @@ def _is_still(fd: int, path: str) -> bool:
         return False
 
 
-def _sign(fd: int) -> None:
-    holder = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z")}
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, json.dumps(holder).encode(), 0)
-
-
 def _read_holder(fd: int) -> str:
     try:
         holder = parse_json(os.pread(fd, 4096, 0), "lock")
         return f"pid {holder['pid']} on {holder['host']} since {holder['since']}"
     except (CheckpointError, KeyError, OSError):
-        return "by a process that has not told its name"
+        return "by a process that has not written its name"

@@ -116,7 +116,7 @@ class _Scan:
         try:
             self.stored = open_stored(self.file.path, os.POSIX_FADV_SEQUENTIAL, size=self.file.size)
         except CheckpointError as error:
-            self.errors.append((0, self._shorten(error)))
+            self.errors.append((0, error.text.removesuffix(".")))
 
     def _fill(self, low: int, nbytes: int, scratch: Scratch) -> tuple[memoryview, str]:
         """Return the bytes that could be read, and an error message if these are not all."""
@@ -132,12 +132,8 @@ class _Scan:
             while got < nbytes and (count := self.stored.read_some([view[got:]], low + got)):
                 got += count
         except CheckpointError as error:
-            return view[:got], self._shorten(error)
+            return view[:got], error.text.removesuffix(".")
         return view[:got], "" if got == nbytes else f"ends at byte {low + got}; it was cut off while it was read"
-
-    def _shorten(self, error: CheckpointError) -> str:
-        """Return the message without the path, which the caller adds."""
-        return error.text.removesuffix(".")
 
     def join(self) -> Scanned:
         ranges = enumerate(self.file.ranges)

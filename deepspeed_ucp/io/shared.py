@@ -38,7 +38,13 @@ def share_memory(nbytes: int, rank: int, gather: Callable[[Any], list[Any]]) -> 
     path = f"/proc/{os.getpid()}/fd/{fd}" if fd >= 0 else ""
     try:
         offers: list[tuple[str, str, bytes, bool]] = gather((identify_host(), path, token, own is not None))
-        _refuse_lacking([number for number, each in enumerate(offers) if not each[3]], nbytes, rank)
+        if lacking := [number for number, offer in enumerate(offers) if not offer[3]]:
+            error = RemoteError(
+                f"[rank {lacking[0]}] out of memory: {nbytes >> 20} MiB to exchange bytes in cannot be allocated. Use "
+                "a smaller window, or fewer ranks on its machine."
+            )
+            error.shared, error.echo = True, rank > 0
+            raise error
         host = offers[rank][0]
         near = [number for number, each in enumerate(offers) if each[0] == host and number != rank]
         seen = {number: memory for number in near if (memory := _map(*offers[number][1:3], nbytes)) is not None}
@@ -49,16 +55,6 @@ def share_memory(nbytes: int, rank: int, gather: Callable[[Any], list[Any]]) -> 
     if not all(shared[number] for number in (*near, rank)):
         seen = {}
     return [own if number == rank else seen.get(number) for number in range(len(offers))]
-
-
-def _refuse_lacking(ranks: list[int], nbytes: int, rank: int) -> None:
-    if ranks:
-        error = RemoteError(
-            f"[rank {ranks[0]}] out of memory: {nbytes >> 20} MiB to exchange bytes in cannot be allocated. Use a "
-            "smaller window, or fewer ranks on its machine."
-        )
-        error.shared, error.echo = True, rank > 0
-        raise error
 
 
 def _make(nbytes: int, token: bytes) -> tuple[int, memoryview | None]:

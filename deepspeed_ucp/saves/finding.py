@@ -1,9 +1,10 @@
-"""Finds the newest save of a folder in the nodes' memory, for a load."""
+"""Finds the newest save of a folder in the memory of all nodes, for a load."""
 
 from __future__ import annotations
 
 import logging
 import os
+from contextlib import suppress
 from typing import Any
 
 from ..comm import Comm
@@ -31,7 +32,10 @@ def find_in_memory(config: UniversalConfig, load_dir: str, tag: Any, comm: Comm)
         return None
     root = comm.run(lambda: find_root(options.memory))
     is_first = keeps_folder(config, comm)
-    is_empty = comm.rank == 0 and _is_empty(load_dir)  # before a writer writes pending saves there
+    is_empty = False
+    if comm.rank == 0:  # before a writer writes pending saves there
+        with suppress(UcpError, OSError):
+            is_empty = read_latest(load_dir) is None
     comm.run(lambda: finish_dead(root, list_settings(config)) if is_first else None)
     found = search_memory(root, load_dir, tag, comm, is_first=is_first)
     if found is not None and is_empty:
@@ -39,16 +43,8 @@ def find_in_memory(config: UniversalConfig, load_dir: str, tag: Any, comm: Comm)
     return found
 
 
-def _is_empty(load_dir: str) -> bool:
-    """Return True if a folder does not exist or holds no checkpoint."""
-    try:
-        return read_latest(load_dir) is None
-    except (UcpError, OSError):
-        return False
-
-
 def _warn_removed(root: str, load_dir: str, found: Found) -> None:
-    """Warn if a job wrote saves to a folder, which is empty now, before its newest one is taken from memory."""
+    """Warn if a job wrote saves to a folder that is empty now, and its newest one is loaded from memory."""
     place = locate(load_dir)
     job = Job(os.path.dirname(found.folder))
     noted = [save.tag for save in job.list_saves() if save.read_done().get(place)]

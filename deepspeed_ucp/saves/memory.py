@@ -452,11 +452,10 @@ def list_jobs(root: str) -> list[Job]:
 
 
 def _is_private(folder: str) -> bool:
-    try:
+    with suppress(FileNotFoundError):
         found = os.lstat(folder)
-    except FileNotFoundError:
-        return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+    return False
 
 
 def list_later(save: Snapshot) -> list[Snapshot]:

@@ -137,18 +137,15 @@ def find_neighbours(options: SaveOptions, job: Job, first: Sequence[int], comm: 
 
 
 def _describe_node(options: SaveOptions) -> _Node:
-    address, master = _find_way(os.environ.get("MASTER_ADDR", "127.0.0.1"))
-    return _Node(socket.gethostname(), os.path.expandvars(options.address or "") or address, master)
-
-
-def _find_way(master: str) -> tuple[str, str]:
-    """Return this machine's address on the way to another one, and that one's address; nothing is sent."""
+    """Return this machine's addresses; the route to ``MASTER_ADDR`` is looked up, and nothing is sent."""
+    address = master = "127.0.0.1"
     with suppress(OSError):
-        family, kind, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+        found = socket.getaddrinfo(os.environ.get("MASTER_ADDR", master), 9, type=socket.SOCK_DGRAM)
+        family, kind, _, _, target = found[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0]), str(address[0])
-    return "127.0.0.1", "127.0.0.1"
+            probe.connect(target)
+            address, master = str(probe.getsockname()[0]), str(target[0])
+    return _Node(socket.gethostname(), os.path.expandvars(options.address or "") or address, master)
 
 
 def find_address(nodes: Sequence[_Node], node: int) -> str:

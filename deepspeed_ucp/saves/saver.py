@@ -73,7 +73,7 @@ class Saver:
         self.needed: int | None = None  # bytes of a save on this node; None if unknown
         self.made = {False: 0, True: 0}  # numbers of saves of the script, and of snapshots
         self.keeps_memory = False  # after a normal exit, as the job is restarted
-        self._requested, self._lost = dict[int, str](), dict[str, str]()
+        self._requested, self.lost = dict[int, str](), dict[str, str]()
         self._stuck: dict[str, list[str]] | None = None  # pending saves when the last wait timed out
         self.mapped = MappedFiles(wanted=find_kind(self.root) == MEMORY)
         self._logged = set[str]()
@@ -241,11 +241,6 @@ class Saver:
             for save in drop_unwanted(self.job, self.options.keep) if self.is_first else ():
                 save.spare()
 
-    def drop(self) -> None:
-        """Delete the current save."""
-        if self.is_first:
-            delete_own(self.folder)
-
     def list_written(self) -> set[str]:
         """Return the folders and URLs that lack saves, on the node's first rank."""
         return set(list_late(self.job.list_saves())) if self.is_first else set()
@@ -308,7 +303,7 @@ class Saver:
 
     def list_missing(self) -> dict[str, str]:
         """Return the script's saves that a destination lacks: the reason by tag. Lost ones are named once."""
-        missing, self._lost = self._lost, {}
+        missing, self.lost = self.lost, {}
         if self.is_lost():
             why = f"{self.job.folder} was removed, perhaps before it was written"
             missing |= dict.fromkeys(self._requested.values(), why)
@@ -318,14 +313,6 @@ class Saver:
                 fault = faults.get(place.folder) or f"see {self.job.folder}/log"
                 missing[save.tag] = f"missing at {place.folder} ({fault})"
         return missing
-
-    def forget_lost(self, tag: str) -> None:
-        """Forget a lost tag, as it is saved again."""
-        self._lost.pop(tag, None)
-
-    def inherit_lost(self, former: Saver) -> None:
-        """Take over the lost saves of a saver whose memory was deleted."""
-        self._lost |= former.list_missing()
 
     def tell_writer(self) -> None:
         """Notify the writer of a save, and start it if needed. If it cannot start, warn: the save is safe in memory."""

@@ -17,6 +17,7 @@ from ..comm import Comm, connect
 from ..config import SaveOptions, UniversalConfig
 from ..engine_state import find_state
 from ..errors import ConfigError, StorageError
+from ..io.deletion import delete_own
 from ..io.memory import identify_host
 from ..io.paths import is_below, is_url
 from ..wrappers import find_live
@@ -58,7 +59,7 @@ def save_into_memory(
     saver.mapped.tidy()
     saver.choose_copied(comm)
     saver.number, saver.failed = saver.number + 1, ""
-    saver.forget_lost(tag)
+    saver.lost.pop(tag, None)  # it is saved again
     if saver.needed is None:
         counts = comm.each(lambda: (identify_host(), _count_saved(engine)))
         saver.needed = int(SPARE * sum(count for host, count in counts if host == identify_host()))
@@ -96,7 +97,7 @@ def _write_quickly(engine: Any, saver: Saver, write: Callable[..., Any], comm: C
         saved = write(saver.folder)
     failed = next(filter(None, comm.each(lambda: saver.failed)), "")
     if failed:
-        comm.run(saver.drop)
+        comm.run(lambda: delete_own(saver.folder) if saver.is_first else None)
     return saved, f"memory is full by now: {failed}. {ADVICE}" if failed else ""
 
 
@@ -122,16 +123,11 @@ def _write_slowly(
     return write(save_dir)
 
 
-def _is_plain(checkpoint_engine: Any) -> bool:
-    """Return True if DeepSpeed writes its files by ``torch.save`` alone."""
-    name = type(checkpoint_engine).__name__
-    return name == "TorchCheckpointEngine" and bool(checkpoint_engine.zipfile_serialization)
-
-
 @contextmanager
 def _write_by(checkpoint_engine: Any, write: Callable[[Any, str], None]) -> Iterator[None]:
-    """Replace the ``save`` of DeepSpeed's plain checkpoint engine; other engines keep theirs."""
-    if not _is_plain(checkpoint_engine):
+    """Replace the ``save`` of a checkpoint engine that only calls ``torch.save``; other engines keep theirs."""
+    is_plain = type(checkpoint_engine).__name__ == "TorchCheckpointEngine"
+    if not (is_plain and checkpoint_engine.zipfile_serialization):
         yield
         return
     checkpoint_engine.save = write
@@ -208,7 +204,7 @@ def _open_saver(engine: Any, config: UniversalConfig) -> Saver:
         saver = comm.run(partial(Saver, config, name, comm.rank, first))
         if lost is not None:
             saver.made = lost.made
-            saver.inherit_lost(lost)
+            saver.lost |= lost.list_missing()
         comm.run(lambda: saver.open() if saver.is_first else None)
         if saver.options.copies and not engine.use_node_local_storage():
             saver.neighbours = find_neighbours(saver.options, saver.job, list(dict.fromkeys(first)), comm)
@@ -228,10 +224,8 @@ def foresee_saves(engine: Any, config: UniversalConfig) -> None:
 
     def look() -> tuple[str, int, int]:
         root = find_root(options.memory)
-        left = sum(
-            job.count_bytes() for job in list_jobs(root) if not job.is_owned()
-        )  # dead jobs' saves are removed later
-        return identify_host(), _count_saved(engine), count_free(root) + left
+        removable = sum(job.count_bytes() for job in list_jobs(root) if not job.is_owned())  # of dead jobs
+        return identify_host(), _count_saved(engine), count_free(root) + removable
 
     nodes = dict[str, tuple[int, int]]()
     for host, needed, free in comm.each(look):

@@ -283,7 +283,7 @@ def test_without_flock_the_file_itself_is_the_lock(
 def test_a_lock_that_is_being_signed_is_a_lock(staging: Staging) -> None:
     with open(staging.lock_path, "w") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
-        with pytest.raises(StorageError, match="by a process that has not told its name"):
+        with pytest.raises(StorageError, match="by a process that has not written its name"):
             staging.lock().__enter__()
 
 
