@@ -8,7 +8,7 @@ import sys
 
 
 def _import_package(folder: str) -> None:
-    """Import the package from its folder, whatever ``sys.path`` finds under its name."""
+    """Import the package from its folder, although ``sys.path`` may have another one of that name."""
     from importlib.util import module_from_spec, spec_from_file_location
 
     name = os.path.basename(folder)
@@ -21,10 +21,10 @@ def _import_package(folder: str) -> None:
 if __name__ == "__main__":
     if os.fork():  # not a child of the rank: a launcher that ends the rank's children would end the writer too
         os._exit(0)
-    own = os.path.dirname(os.path.abspath(__file__))
-    if sys.path[0] == own:  # it is missing with PYTHONSAFEPATH
+    folder = os.path.dirname(os.path.abspath(__file__))
+    if sys.path[0] == folder:  # it is missing with PYTHONSAFEPATH
         del sys.path[0]
-    _import_package(os.path.dirname(own))
+    _import_package(os.path.dirname(folder))
     from deepspeed_ucp.saves.writer import main
 
     sys.exit(main(*sys.argv[1:]))

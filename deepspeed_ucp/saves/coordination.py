@@ -122,7 +122,7 @@ def name_latest(save: Snapshot, place: Destination, named: bytes | None) -> None
 
 
 def name_node(save: Snapshot, node: int) -> str:
-    """Return the name of the file by which a node records that it has written its part of a save."""
+    """Return the name of a node's file that records that it has written its part of a save."""
     return f"{WRITTEN}{save.job}-{save.number}-{node}"
 
 
@@ -132,7 +132,7 @@ def name_begun(save: Snapshot) -> str:
 
 
 def name_record(save: Snapshot, place: Destination) -> str:
-    """Return the path of that record: in a store below the tag, in a folder beside it, as the tag is renamed there."""
+    """Return the path of that record: below the tag in a store, next to it in a folder, whose tag is renamed."""
     final = os.path.join(place.folder, save.tag)
     above, name = os.path.split(final)
     return f"{final}/{name_begun(save)}" if is_url(final) else os.path.join(above, f".{name}{name_begun(save)}")
@@ -161,7 +161,7 @@ def list_hosts(signs: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
 
 
 class OtherNodes:
-    """The other nodes' parts of a save, for which the first node waits.
+    """Waits, on the first node, for the other nodes' parts of a save.
 
     Args:
         most: seconds to wait.

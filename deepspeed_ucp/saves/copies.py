@@ -3,7 +3,7 @@
 One connection (``multiprocessing.connection``: HMAC challenges of both ends, framed messages) carries one save. The
 sender sends a description as JSON, the receiver a reply as JSON, the sender the files in messages of at most 1 MiB,
 each file followed by its CRC32, then a message that the save has not changed meanwhile; the receiver replies again.
-Nothing is unpickled. A copy is received into a temporary folder, which is renamed when it is complete.
+No object is unpickled. A copy is received into a temporary folder, which is renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _SentFile(BaseModel):
 
 
 class _Parcel(BaseModel):
-    """A save, its files (none if the receiver has them), and its marks by destination."""
+    """A save, its files (empty if the receiver has them), and its marks by destination."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -106,7 +106,7 @@ class Peer:
 
     def __init__(self, sock: socket.socket, secret: bytes, *, accepted: bool) -> None:
         self._sock = sock
-        sock.settimeout(None)  # a `Connection` needs a blocking descriptor: the kernel's own timeouts end a read
+        sock.settimeout(None)  # a `Connection` needs a blocking descriptor: timeouts of the kernel end a read
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", *divmod(int(_SILENT * 1e6), 10**6)))
         self._connection = Connection(os.dup(sock.fileno()))
@@ -259,7 +259,7 @@ class Replicator:
                 time.sleep(_AGAIN)
 
     def _choose(self) -> Snapshot | None:
-        """Return the save whose files, or whose marks, the target lacks; None if it lacks nothing."""
+        """Return the save whose files or marks the target lacks, or None."""
         saves, (_, current) = self.job.list_saves(), self.job.read_copying()
         for save in saves[::-1]:
             if save.read_copied().get(str(self.target)):
@@ -341,7 +341,7 @@ class Replicator:
         """Receive a save if it is wanted.
 
         Raises:
-            _FAULTS: it did not arrive completely; nothing of it is kept.
+            _FAULTS: it did not arrive completely; the received part is deleted.
         """
         try:
             parcel = _Parcel.model_validate_json(peer.receive(_LONGEST))
@@ -416,7 +416,7 @@ class Replicator:
                 raise _TransferError(f"{each.path!r} is no file of {save.tag!r}")
 
     def _reuse(self, aside: str) -> None:
-        """Release copies that newer ones replace; move the first to ``aside``, where the new one overwrites it."""
+        """Release copies that newer ones replace; move the first to ``aside``, to be overwritten by the new one."""
         kept = self.job.read_copying()
         copies = [copy for copy in self.job.list_copies() if copy.node == self.source]
         for copy in copies[: -self.keep] if not self._is_ending.is_set() else []:
@@ -427,7 +427,7 @@ class Replicator:
                     copy.remove()
 
     def _find_obstacle(self, parcel: _Parcel, aside: str) -> str:
-        """Return why memory has no room for a copy, or an empty string: this node's own next save has priority."""
+        """Return why memory has no room for a copy, or an empty string: the next save of this node has priority."""
         own = [_measure(save.folder) for save in self.job.list_saves()]
         next_one = own[-1] if len(own) == 1 and not os.path.isdir(self.job.spare) else 0
         needed = sum(each.size for each in parcel.files) + next_one

@@ -21,11 +21,11 @@ logger = logging.getLogger("deepspeed_ucp")
 def find_in_memory(config: UniversalConfig, load_dir: str, tag: Any, comm: Comm) -> Found | None:
     """Return the newest save of a folder that is complete in the memory of all nodes together (collective).
 
-    None if there is none, or if the folder itself has a later one. Pending saves of dead jobs are written meanwhile.
-    Rank 0 warns if the folder had saves of that job and has none now: the user may want to start from scratch.
+    Returns None as well if the folder has a later save. Pending saves of dead jobs are written meanwhile. Rank 0 warns
+    if the folder had saves of that job and was emptied: the user may want to start from scratch.
 
     Args:
-        load_dir: the folder of all tags, or without ``tag`` that of one tag; it may not exist yet.
+        load_dir: the folder of all tags, or without ``tag`` the folder of one tag; it may not exist yet.
     """
     options = config.save
     if options is None:

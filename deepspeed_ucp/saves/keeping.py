@@ -33,7 +33,7 @@ class _Wanted(NamedTuple):
     """A postponed removal: the function that does it, and a trainer's file that every complete folder has."""
 
     remove: Callable[[], object]
-    own: str
+    marker: str
 
 
 _postponed, _times, _logged = dict[str, _Wanted](), dict[str, float](), set[str]()
@@ -46,33 +46,33 @@ def begin_save(folder: str | os.PathLike[str], config: UniversalConfig, comm: Co
     Returns:
         True if the save is written to this folder, and the folder holds no save yet.
     """
-    own = locate(os.fspath(folder))
-    _postponed.pop(own, None)
-    for late in sorted(_list_written() - {own} - _logged):
+    place = locate(os.fspath(folder))
+    _postponed.pop(place, None)
+    for late in sorted(_list_written() - {place} - _logged):
         _logged.add(late)
         logger.warning("%s is still written when the next save comes: storage is slower than saves", late)
-    _times[own] = time.time()
+    _times[place] = time.time()
     is_there = config.save is not None and not config.save.to
-    return is_there and comm.once(lambda: not exists(os.path.join(own, LATEST)))
+    return is_there and comm.once(lambda: not exists(os.path.join(place, LATEST)))
 
 
 def restore_times() -> None:
-    """Set the folders' times to the times of their saves, by which trainers order them."""
+    """Set the folders' times to the times of their saves: trainers order folders by time."""
     for folder, at in _times.items():
         with suppress(OSError):
             os.utime(folder, (at, at))
 
 
 @contextmanager
-def guard(module: ModuleType, own: str, *, coming: bool = False) -> Iterator[None]:
+def guard(module: ModuleType, marker: str, *, coming: bool = False) -> Iterator[None]:
     """Context in which a module's ``shutil.rmtree`` removes a trainer's folders only when that is safe.
 
     Args:
-        own, coming: see :func:`remove_when_safe`.
+        marker, coming: see :func:`remove_when_safe`.
     """
     former = vars(module).get("shutil")
     if former is not None:
-        vars(module)["shutil"] = _Guarded(own, coming)
+        vars(module)["shutil"] = _Guarded(marker, coming)
     try:
         yield
     finally:
@@ -88,8 +88,8 @@ def can_guard(module: ModuleType) -> bool:
 class _Guarded:
     """``shutil``, with another ``rmtree``."""
 
-    def __init__(self, own: str, coming: bool) -> None:
-        self._own, self._coming = own, coming
+    def __init__(self, marker: str, coming: bool) -> None:
+        self._marker, self._coming = marker, coming
 
     def __getattr__(self, name: str) -> Any:
         return getattr(shutil, name)
@@ -99,23 +99,23 @@ class _Guarded:
             if os.path.lexists(path):  # an earlier removal may have removed it too
                 shutil.rmtree(path, *args, **more)
 
-        remove_when_safe(path, remove, self._own, coming=self._coming)
+        remove_when_safe(path, remove, self._marker, coming=self._coming)
 
 
 def remove_when_safe(
-    folder: str | os.PathLike[str], remove: Callable[[], object], own: str = "", *, coming: bool = False
+    folder: str | os.PathLike[str], remove: Callable[[], object], marker: str = "", *, coming: bool = False
 ) -> None:
     """Remove a trainer's folder now, or later if it is still being written or is the newest complete one.
 
     Args:
-        own: a trainer's file that every complete folder has.
+        marker: a trainer's file that every complete folder has.
         coming: a newer save follows at once.
     """
     place = locate(os.fspath(folder))
     _postponed.pop(place, None)
     remove_postponed()
-    if _is_needed(place, own, coming=coming):
-        _postponed[place] = _Wanted(remove, own)
+    if _is_needed(place, marker, coming=coming):
+        _postponed[place] = _Wanted(remove, marker)
     else:
         remove()
 
@@ -123,7 +123,7 @@ def remove_when_safe(
 def remove_postponed() -> None:
     """Remove the postponed folders that are no longer needed."""
     for folder, wanted in list(_postponed.items()):
-        if _is_needed(folder, wanted.own):
+        if _is_needed(folder, wanted.marker):
             continue
         del _postponed[folder]
         try:
@@ -135,7 +135,7 @@ def remove_postponed() -> None:
 atexit.register(remove_postponed)  # before savers are: it runs when they have finished
 
 
-def _is_needed(folder: str, own: str, *, coming: bool = False) -> bool:
+def _is_needed(folder: str, marker: str, *, coming: bool = False) -> bool:
     written, beside = _list_written(), os.path.dirname(folder)
     if folder in written:
         return True
@@ -143,22 +143,22 @@ def _is_needed(folder: str, own: str, *, coming: bool = False) -> bool:
         return False
     if is_url(folder):
         return True
-    step = _find_step(folder, own)
+    step = _find_step(folder, marker)
     others = (os.path.join(beside, name) for name in os.listdir(beside))
     return step is not None and not any(
-        (found := _find_step(other, own)) is not None and found >= step
+        (found := _find_step(other, marker)) is not None and found >= step
         for other in others
         if locate(other) != folder and other not in written
     )
 
 
-def _find_step(folder: str, own: str) -> int | None:
+def _find_step(folder: str, marker: str) -> int | None:
     """Return the step of the complete save in a folder, or None."""
     try:
         named = os.path.join(folder, read_tag(os.path.join(folder, LATEST)))
     except (UcpError, OSError):
         return None
-    if not os.path.isdir(named) or not os.path.exists(os.path.join(folder, own)):
+    if not os.path.isdir(named) or not os.path.exists(os.path.join(folder, marker)):
         return None
     return find_age([named]).step
 
@@ -200,10 +200,10 @@ def finish_folders(config: UniversalConfig, beside: str | os.PathLike[str], comm
         while late := [job for job in list_jobs(root) if not job.is_owned() and _is_late(job, above)]:
             passed = time.monotonic() - begun
             if passed > options.wait_s or (passed > STARTING and not any(map(is_locked, late))):
-                logger.warning("%s: what memory has for it is not written: see %s/log", above, late[0].folder)
+                logger.warning("%s: saves in memory are not written to it: see %s/log", above, late[0].folder)
                 return
             if not is_logged:
-                logger.info("%s: waiting for what memory has for it, %.0f s at most", above, options.wait_s)
+                logger.info("%s: waiting for its saves in memory, %.0f s at most", above, options.wait_s)
                 is_logged = True
             time.sleep(POLLED)
 

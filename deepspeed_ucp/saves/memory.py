@@ -9,8 +9,8 @@ writer) and a folder for each save. A save's folder has the form of any checkpoi
 * ``refused-<node>.json``: the destinations that cannot have it, with reasons.
 * ``failed-<node>.json``: why the last attempt to write it to a destination failed.
 
-A copy of another node's part is in a folder of its own, with the same records. The numbers of a job's saves increase,
-whatever the clock does.
+A copy of another node's part is in a separate folder with the same records. The numbers of a job's saves increase,
+even if the clock is set back.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _OVERTAKEN = ".overtaken"
 LOCK = "lock"
 
 _RESERVED = 1 << 14
-"""Bytes reserved for each record of a save, so that a full memory never keeps a written save pending."""
+"""Bytes reserved for each record of a save, because a full memory must not keep a written save pending."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Snapshot:
         save_dir: folder that the script named, as returned by :func:`locate`.
         tag: tag of the save.
         step: global step of the engine.
-        latest: ``latest`` has to name it.
+        latest: ``latest`` must name it.
         node, nodes: number of the node, and of all nodes.
         places: destinations.
         folder: folder of tags in memory; not in the record.
@@ -183,13 +183,13 @@ class Snapshot:
         return record
 
     def _note(self, kind: str, record: Mapping[str, str], *, anew: bool = False) -> None:
-        """Append a line to a record, in place of the newlines with which :meth:`reserve` has filled it.
+        """Append a line to a record, in place of the newlines of :meth:`reserve`.
 
         Args:
             anew: write over the lines before it instead.
 
         Raises:
-            DiskFullError: it needs more room than was reserved, and there is none.
+            DiskFullError: it needs more room than was reserved and is available.
         """
         path = os.path.join(self.folder, self._name(kind))
         with explain_full(path):
@@ -242,7 +242,7 @@ class Snapshot:
             self.remove()
 
     def move(self, folder: str) -> None:
-        """Rename its folder, so that its files can be overwritten.
+        """Rename its folder, for its files to be overwritten.
 
         Raises:
             OSError: the new name exists.
@@ -350,7 +350,7 @@ class Job:
         return [copy for name in names for copy in _read_records(os.path.join(self.folder, name))]
 
     def read_copying(self) -> tuple[int, int]:
-        """Return the numbers of the last save whose copies are complete and of the save that is copied now; 0 for none.
+        """Return the numbers of the last save whose copies are complete and of the save that is copied now, or 0.
 
         If a node is lost before its part of a later save is copied, the first of the two can still be loaded.
         """
@@ -368,7 +368,7 @@ class Job:
         write_atomically(os.path.join(self.folder, _COPYING), json.dumps([safe, current]).encode())
 
     def reuse(self, path: str) -> None:
-        """Rename the spare save's file of the same name to ``path``, where it is overwritten.
+        """Rename the spare save's file of the same name to ``path``, to be overwritten.
 
         Args:
             path: path in a tag's folder that does not exist yet.
@@ -399,7 +399,7 @@ class Job:
         return found
 
     def remove(self) -> None:
-        """Delete everything, the record of each save first, so that a kill leaves no damaged save."""
+        """Delete everything, the record of each save first: a kill leaves no damaged save."""
         for save in [*self.list_saves(), *self.list_copies()]:
             save.remove()
         delete_own(self.folder)
@@ -459,7 +459,7 @@ def _is_private(folder: str) -> bool:
 
 
 def list_later(save: Snapshot) -> list[Snapshot]:
-    """Return complete saves for the same folder by running jobs, if the save's own job is dead: they are later."""
+    """Return complete saves for the same folder by running jobs if the save's job is dead: they are later."""
     job = Job(os.path.dirname(save.folder))
     if job.is_owned():
         return []

@@ -41,7 +41,7 @@ class Neighbours:
         listener: socket on which the writer receives copies; it outlives a writer that is killed.
         safe, current: as of :meth:`.memory.Job.read_copying`.
         failed: names of the nodes whose saves did not reach the next node.
-        logged: number of saves by which copies were last reported late.
+        logged: number of saves that copies were behind when this was last logged.
     """
 
     job: Job
@@ -56,7 +56,7 @@ class Neighbours:
         """Before the save with this number: agree on which copies are complete, and which save is copied next.
 
         Collective. All nodes copy the same save until each has it or cannot have it: if each node chose for itself,
-        there might never be a save of which all have copies.
+        there might never be a save with copies of all nodes.
         """
         nodes = list(filter(None, comm.each(self._look)))
         states, failed = [state for _, state in nodes], {host for host, state in nodes if state == _FAILED}
@@ -97,7 +97,7 @@ class Neighbours:
         return self.listener is not None and bool(saves) and str(self.settings["to"]) not in saves[-1].read_copied()
 
     def close(self) -> None:
-        """Close the listener; the writer has its own descriptor."""
+        """Close the listener; the writer has another descriptor."""
         if self.listener is not None:
             self.listener.close()
 
@@ -137,7 +137,7 @@ def find_neighbours(options: SaveOptions, job: Job, first: Sequence[int], comm: 
 
 
 def _describe_node(options: SaveOptions) -> _Node:
-    """Return this machine's addresses; the route to ``MASTER_ADDR`` is looked up, and nothing is sent."""
+    """Return this machine's addresses; the route to ``MASTER_ADDR`` is looked up without any packet."""
     address = master = "127.0.0.1"
     with suppress(OSError):
         found = socket.getaddrinfo(os.environ.get("MASTER_ADDR", master), 9, type=socket.SOCK_DGRAM)

@@ -34,7 +34,7 @@ def write_save(save: Snapshot, place: Destination, wait: float, is_late: Callabl
 
     Args:
         wait: seconds that other nodes may take longer.
-        is_late: returns True if a newer save waits for this one; then a node that writes nothing is not waited for.
+        is_late: returns True if a newer save waits for this one; then an inactive node is not waited for.
 
     Returns:
         On the first node the save's mark (:func:`find_mark`); on others a constant.
@@ -121,7 +121,7 @@ def prune_place(place: Destination, marks: Mapping[str, str]) -> dict[str, str]:
         marks: marks by tag, in the order of writing. A tag that has another mark now is another job's and stays.
 
     Returns:
-        The marks of the tags that are left: always those of the tag in ``latest`` and of the last sealed one.
+        The marks of the remaining tags, which include the tag in ``latest`` and the last sealed one.
     """
     if place.keep is None:
         return dict(marks)

@@ -34,7 +34,7 @@ def choose_spare(tags: Sequence[str], keep: int, stays: Container[str]) -> list[
 
 
 def is_saved(name: str) -> bool:
-    """Return True if a path in a tag is that of a save's file. Others may have put files, and other tags, there."""
+    """Return True if a path in a tag can be a save's file. Other files, and other tags, may be there too."""
     return (
         name.startswith((f"{OFFLOADED}/", WRITTEN))
         or name in (SEAL, OFFLOADED)
@@ -48,8 +48,8 @@ def remove_tag(place: str, tag: str) -> None:
     If ``ucp_published.json`` names a folder below the tag, that folder is deleted after the file.
 
     A link in the place of a save's file is deleted, its target stays. The order: the seal, then files with the step,
-    without which nothing is read, state files last. So an interrupted removal leaves a tag that is recognized, and
-    removed later.
+    which every load needs, state files last. So an interrupted removal leaves a tag that is recognized, and removed
+    later.
 
     Args:
         place: the folder or URL that holds the tag.

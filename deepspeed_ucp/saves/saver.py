@@ -50,7 +50,7 @@ _claimed = dict[tuple[str, str], tuple[str, str, int]]()
 """(destination, tag) → (folder that the script named, job, step)."""
 
 _given, _shared = dict[tuple[str, str], tuple[str, int]](), set[str]()
-"""(folder, tag) → (job of the last save, step); folders for which two engines have been reported."""
+"""(folder, tag) → (job of the last save, step); folders that two engines save to, already logged."""
 
 
 class Saver:
@@ -126,7 +126,7 @@ class Saver:
         for save in kept[-1:]:
             folder = os.path.dirname(save.folder)
             why += (
-                f". It also holds what may be the only copy of a run's newest save: {save.tag} (step {save.step}) of "
+                f". It also holds perhaps the only copy of a run's newest save: {save.tag} (step {save.step}) of "
                 f"{save.save_dir}. If that is not needed: rm -r {folder}"
             )
         return f"{why}. {ADVICE}"
@@ -336,7 +336,7 @@ class Saver:
         return True
 
     def _end_writer(self) -> None:
-        """Close the pipe, so that the writer exits when nothing is pending."""
+        """Close the pipe; the writer exits when it has written all pending saves."""
         if self._pipe is not None:
             with suppress(OSError):
                 self._pipe.close()
@@ -367,12 +367,12 @@ class Saver:
                 logger.warning("%s", text)
 
     def wait(self, seconds: float, is_enough: Callable[[], bool] | None = None) -> bool:
-        """Wait until every destination has its saves, or nobody writes any more.
+        """Wait until every destination has its saves, or no writer is running.
 
         Args:
             seconds: to wait at most.
-            is_enough: ends the wait too. Then each written save extends it, and it ends at once if nothing has been
-                written since such a wait ended in vain.
+            is_enough: ends the wait too. Then each written save extends it, and it ends at once if no save has
+                been written since such a wait timed out.
 
         Returns:
             True if every destination has its saves.
@@ -507,13 +507,13 @@ def list_settings(config: UniversalConfig) -> dict[str, Any]:
 
 
 def _list_replaced(job: Job, save_dir: str, tag: str, *, with_pending: bool) -> list[Snapshot]:
-    """Return the saves of a dead job that may go now that a living job has a whole save of this tag for a folder.
+    """Return the saves of a dead job to remove, as a running job has a complete save of this tag for a folder.
 
-    Saves for that folder may go, except those of a script that are pending. Saves for a folder next to it, as a
-    trainer's are, may go if all their destinations have them.
+    These are the saves for that folder, except pending ones of a script, and saves for a folder next to it (as trainers
+    have) that all their destinations have.
 
     Args:
-        with_pending: pending ones may go as well, under the same tag or if they can never be written.
+        with_pending: include pending ones that have the same tag or can never be written.
     """
     own, saves = locate(save_dir), [*job.list_saves(), *job.list_copies()]
     is_starting = time.monotonic() < _started.get(job.folder, -math.inf) + STARTING
@@ -522,14 +522,14 @@ def _list_replaced(job: Job, save_dir: str, tag: str, *, with_pending: bool) -> 
     found = list[Snapshot]()
     for save in saves if with_pending else [each for each in saves if not each.list_pending()]:
         if save.save_dir != own:
-            may_go = is_safe(save) and os.path.dirname(save.save_dir) == os.path.dirname(own)
+            is_removable = is_safe(save) and os.path.dirname(save.save_dir) == os.path.dirname(own)
         else:
-            may_go = save.by_itself or save.is_copy() or save.tag == tag or not save.list_pending()
-            if not may_go and save.nodes > 1:  # without the part of a node that is lost it can never be written
+            is_removable = save.by_itself or save.is_copy() or save.tag == tag or not save.list_pending()
+            if not is_removable and save.nodes > 1:  # without the part of a node that is lost it can never be written
                 late = ", ".join(place.folder for place in save.list_pending())
                 logger.warning("%s: %s is given up, it could not be written to %s", job.folder, save.tag, late)
-                may_go = True
-        found += [save] if may_go else []
+                is_removable = True
+        found += [save] if is_removable else []
     return found
 
 
@@ -541,7 +541,7 @@ def _is_only(save: Snapshot, saves: Iterable[Snapshot]) -> bool:
 
 
 def _split_dead(job: Job) -> tuple[list[Snapshot], list[Snapshot]]:
-    """Return the saves and copies of a dead job that may be removed, and those that may be the only ones."""
+    """Return the removable saves and copies of a dead job, and those that may be the only ones of their state."""
     saves = job.list_saves()
     only = [save for save in saves if save.list_pending() or _is_only(save, saves)]
     keys = {save.key for save in saves} - {save.key for save in only}

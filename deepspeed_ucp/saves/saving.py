@@ -39,7 +39,7 @@ def save_into_memory(
     latest: bool,
     by_itself: bool = False,
 ) -> tuple[Any, bool]:
-    """Save into memory, from where the writer process writes to the destinations (collective).
+    """Save into memory; the writer process writes to the destinations (collective).
 
     If there is no room, or the tag or the engine's writer is not supported, pending saves are written first and then
     DeepSpeed saves to ``save_dir`` itself, with a warning.
@@ -139,7 +139,7 @@ def _write_by(checkpoint_engine: Any, write: Callable[[Any, str], None]) -> Iter
 
 @contextmanager
 def _copy_by(copy: Callable[..., Any]) -> Iterator[None]:
-    """Replace the functions by which DeepSpeed copies swap files and scripts."""
+    """Replace the functions that copy DeepSpeed's swap files and scripts."""
     copying = (shutil, "copytree"), (sys.modules.get("deepspeed.runtime.engine"), "copyfile")
     before = [(module, name, getattr(module, name)) for module, name in copying if hasattr(module, name)]
     for module, name, work in before:
@@ -256,7 +256,7 @@ def _count_saved(engine: Any) -> int:
 
 
 def _list_states(engine: Any) -> tuple[Any, list[Any], list[Any]]:
-    """Return torch's optimizer, also from within a wrapper, the masters and the states; none of unknown kinds."""
+    """Return torch's optimizer, also from within a wrapper, the masters and the states; empty for unknown kinds."""
     optimizer, row = engine.optimizer, find_live(engine.optimizer)
     inner = getattr(optimizer, "optimizer", optimizer)
     if row is not None and row.masters:

@@ -94,7 +94,7 @@ def _find_mark(
 ) -> str | None:
     """Return the mark of a save at a destination.
 
-    A save that was dropped for later ones counts as pending if none of those has been written there.
+    A save that was dropped for later ones counts as pending unless one of them has been written there.
     """
     mark = found[save.key][1]
     if mark != "":
@@ -113,7 +113,7 @@ def _is_newer(save: Snapshot, mark: str | None, load_dir: str, tag: Any) -> bool
 
     Args:
         mark: the save's mark at the destination; None if it is pending, empty if it was dropped.
-        tag: the tag of the load; None for that of ``latest``.
+        tag: the tag of the load; None for the tag in ``latest``.
     """
     try:
         named = tag if tag is not None else read_latest(load_dir)
@@ -160,7 +160,7 @@ def open_memory(memory: str) -> str | None:
 
 
 def list_in_memory(root: str, folder: str | None = None) -> list[HeldSave]:
-    """List the saves in this node's memory, the oldest job first; nothing is changed.
+    """List the saves in this node's memory, the oldest job first (read-only).
 
     Args:
         root: folder of the jobs in memory.
@@ -193,6 +193,6 @@ def list_places(save: Snapshot) -> list[str]:
 
 
 def _find_place(save: Snapshot, folder: str) -> str | None:
-    """Return the place of a save that is a folder, is inside it, or has the save's tag there; None if there is none."""
+    """Return the place of a save that is a folder, is inside it, or has the save's tag there; else None."""
     places = list_places(save)
     return next((each for each in places if folder in (each, os.path.dirname(each), f"{each}/{save.tag}")), None)

@@ -100,7 +100,7 @@ def _keep_others(old: str, final: str) -> None:
 
 
 def _remove_left(folder: str, save: Snapshot, now: float) -> None:
-    """Delete what earlier saves of this job left unfinished, and folders and records that other jobs abandoned.
+    """Delete unfinished folders of earlier saves of this job, and folders and records that other jobs abandoned.
 
     Args:
         now: by the clock of the file system, about.
@@ -165,7 +165,7 @@ def _publish_folder(new: str, final: str, before: str) -> bool:
     The folder that was there is afterwards at the new one's path, or at that path with the suffix ``_OLD``.
 
     Args:
-        before: what :func:`_identify` returned when the writing began.
+        before: result of :func:`_identify` when the writing began.
     """
     with _lock_folder(os.path.dirname(final)):
         now = _identify(final)
@@ -188,7 +188,7 @@ def _publish_folder(new: str, final: str, before: str) -> bool:
 
 @contextmanager
 def _lock_folder(folder: str) -> Iterator[None]:
-    """Let one writer at a time rename in a folder, where the file system can lock folders (NFS cannot)."""
+    """Let one writer at a time rename in a folder, if the file system can lock folders (NFS cannot)."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with suppress(OSError):

@@ -67,7 +67,7 @@ def write_to_store(save: Snapshot, place: Destination, others: OtherNodes) -> No
 
 
 def _read_pointer(final: str) -> str:
-    """Return the content of a tag's ``ucp_published.json``; empty if there is none."""
+    """Return the content of a tag's ``ucp_published.json``, or an empty string."""
     with suppress(FileNotFoundError):
         return read_small(f"{final}/{PUBLISHED}").decode(errors="replace")
     return ""

@@ -89,8 +89,8 @@ def main(folder: str) -> int:
 def start_writer(job: Job, settings: Mapping[str, Any], neighbours: Neighbours | None = None) -> BinaryIO:
     """Start the process that writes a job's saves, detached from this one.
 
-    It imports nothing from the working directory, which may hold files of anybody: it is started by its path, and
-    without relative entries of ``PYTHONPATH``.
+    It imports no file of the working directory, which other users may write to: it is started by its path and without
+    relative entries of ``PYTHONPATH``.
 
     Args:
         settings: ``keep``, ``wait_s`` and ``storage_options``. They may hold secrets and go through the pipe only.
@@ -106,7 +106,7 @@ def start_writer(job: Job, settings: Mapping[str, Any], neighbours: Neighbours |
     if neighbours is not None and neighbours.listener is not None:
         listeners = [neighbours.listener.fileno()]
         settings = {**settings, "neighbours": {**neighbours.settings, "listener": listeners[0]}}
-    # Slurm signals the writer too, which has to write the saves that the ranks make because of the signal.
+    # Slurm signals the writer too, but it must write the saves that the ranks make because of the signal.
     with open(os.path.join(job.folder, "log"), "ab") as log, block({signal.SIGTERM, signal.SIGUSR1}):
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, start_new_session=True,
@@ -124,7 +124,7 @@ def is_locked(job: Job) -> bool:
 
 
 class SaveWriter:
-    """Writes the saves of one job, to each destination in a thread of its own.
+    """Writes the saves of one job, to each destination in a separate thread.
 
     Args:
         keep: number of complete saves to keep in memory.
