@@ -41,7 +41,7 @@ def check_space(folder: str, nbytes: int) -> None:
     Raises:
         DiskFullError: they do not fit; the message has both figures.
     """
-    needed = nbytes - _count_allocated(folder)
+    needed = nbytes - count_allocated(folder)
     present = folder
     while not os.path.isdir(present):
         present = os.path.dirname(os.path.abspath(present))
@@ -53,10 +53,13 @@ def check_space(folder: str, nbytes: int) -> None:
         )
 
 
-def _count_allocated(folder: str) -> int:
+def count_allocated(folder: str) -> int:
     """Return the bytes allocated to the files of a folder, without holes."""
-    files = (os.path.join(parent, name) for parent, _, names in os.walk(folder) for name in names)
-    return sum(os.lstat(path).st_blocks * 512 for path in files)
+    found = 0
+    for path in (os.path.join(parent, name) for parent, _, names in os.walk(folder) for name in names):
+        with suppress(FileNotFoundError):  # deleted meanwhile
+            found += os.lstat(path).st_blocks * 512
+    return found
 
 
 def _count_free(path: str) -> int:

@@ -99,7 +99,7 @@ class Staging:
         self.parent, self.name = os.path.split(self.destination)
         if not self.name:
             raise StorageError(f"the root folder cannot be {kind.name}; name a folder below it.", path=destination)
-        _check_apart(self.destination, source)
+        check_apart(destination, os.path.realpath(self.destination), os.path.realpath(source))
         self.folder = self._beside("partial")
         self.aside = self._beside("old")
         self.lock_path = self._beside("lock")
@@ -262,12 +262,19 @@ def _is_temporary(name: str) -> bool:
     return name.startswith(".") and name.rpartition(".ucp-")[2] in ("tmp", "halt")
 
 
-def _check_apart(destination: str, source: str) -> None:
-    real, origin = os.path.realpath(destination), os.path.realpath(source)
-    common = os.path.commonpath([real, origin])
-    if common == real:
+def check_apart(destination: str, real: str, source: str) -> None:
+    """Raise if source and destination contain each other.
+
+    Args:
+        real: the destination as an absolute path without links, or as a normalized URL; so is ``source``.
+
+    Raises:
+        StorageError: they do.
+    """
+    real, source = (f"{path.rstrip('/')}/" for path in (real, source))
+    if source.startswith(real):
         raise StorageError("holds the checkpoint that is read; write it elsewhere.", path=destination)
-    if common == origin:
+    if real.startswith(source):
         raise StorageError("lies in the checkpoint that is read; write it elsewhere.", path=destination)
 
 

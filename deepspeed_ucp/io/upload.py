@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from ..errors import DiskFullError, StorageError, UnsupportedError
 from .filesystems import choose_map
 from .paths import is_url, normalize
-from .staging import LATEST, OutputKind, Staging
+from .staging import LATEST, OutputKind, Staging, check_apart
 from .store import list_tree, put_file, remove, write_small
 
 _UNFINISHED = ".ucp-unfinished"
@@ -55,11 +55,7 @@ class RemoteStaging(Staging):
             raise UnsupportedError("is read only. Write to a folder, or to a store that takes files.", path=destination)
         if "://" not in self.parent:
             raise StorageError(f"a whole bucket cannot be {kind.name}; name a folder in it.", path=destination)
-        origin = normalize(source)
-        if f"{origin}/".startswith(f"{self.destination}/"):
-            raise StorageError("holds the checkpoint that is read; write it elsewhere.", path=destination)
-        if self.destination.startswith(f"{origin}/"):
-            raise StorageError("lies in the checkpoint that is read; write it elsewhere.", path=destination)
+        check_apart(destination, self.destination, normalize(source))
         self.folder = ""
 
     @contextmanager

@@ -17,6 +17,7 @@ from . import objects
 from .clients import ABSENT, connect, get_headers
 from .objects import ObjectStore, make_version, note
 from .paths import FOLDER, Entry, normalize
+from .store import Store
 from .threads import map_threads
 
 _TIMEOUT = 60.0
@@ -92,8 +93,7 @@ class WebStore(ObjectStore):
         return entry
 
     def is_folder(self, url: str) -> bool:
-        found = self.find_entry(url)
-        return found is not None and found.is_folder
+        return Store.is_folder(self, url)
 
 
 def _is_page(headers: Mapping[str, str] | Message) -> bool:

@@ -29,7 +29,7 @@ from ..io.checksum import crc32
 from ..io.deletion import delete_own
 from ..io.disk import write_at
 from ..io.paths import LONGEST_PATH, is_below
-from .memory import Job, Snapshot, count_free
+from .memory import Job, Snapshot, count_free, measure
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -54,30 +54,28 @@ MOST_PEERS = 64
 _UNCHANGED = b"unchanged"
 
 
-class _SentFile(BaseModel):
-    """A file: its path relative to a folder of tags, bytes, and time of modification (ns)."""
-
+class _Message(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class _SentFile(_Message):
+    """A file: its path relative to a folder of tags, bytes, and time of modification (ns)."""
 
     path: str
     size: int = Field(ge=0, lt=1 << 62)
     changed: int = Field(ge=0, lt=1 << 62)
 
 
-class _Parcel(BaseModel):
+class _Parcel(_Message):
     """A save, its files (empty if the receiver has them), and its marks by destination."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     save: Snapshot
     files: list[_SentFile]
     done: dict[str, str]
 
 
-class _Reply(BaseModel):
+class _Reply(_Message):
     """The receiver's host name, whether it wants the files, and if it refuses them the reason."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     host: str = Field(max_length=256)
     wanted: bool = False
@@ -428,17 +426,13 @@ class Replicator:
 
     def _find_obstacle(self, parcel: _Parcel, aside: str) -> str:
         """Return why memory has no room for a copy, or an empty string: the next save of this node has priority."""
-        own = [_measure(save.folder) for save in self.job.list_saves()]
+        own = [measure(save.folder) for save in self.job.list_saves()]
         next_one = own[-1] if len(own) == 1 and not os.path.isdir(self.job.spare) else 0
         needed = sum(each.size for each in parcel.files) + next_one
-        free = count_free(self.job.folder) + _measure(aside)
+        free = count_free(self.job.folder) + measure(aside)
         if needed <= free:
             return ""
         return f"a copy takes {needed >> 20:,} MiB of {self.job.folder}, where {free >> 20:,} MiB are free"
 
     def _reply(self, peer: Peer, *, wanted: bool = False, why: str = "") -> None:
         peer.send(_Reply(host=self.name, wanted=wanted, why=why).model_dump_json().encode())
-
-
-def _measure(folder: str) -> int:
-    return sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())

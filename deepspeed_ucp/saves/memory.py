@@ -31,7 +31,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError, ConfigError, StorageError
 from ..io.deletion import delete_own
-from ..io.disk import explain_full, sync_file, sync_folder, write_at, write_atomically
+from ..io.disk import count_allocated, explain_full, sync_file, sync_folder, write_at, write_atomically
 from ..io.filesystems import MEMORY, find_kind
 from ..io.jsonfile import MOST_BYTES, parse_json, read_bounded, read_json
 from ..io.memory import measure_available
@@ -391,12 +391,7 @@ class Job:
 
     def count_bytes(self) -> int:
         """Return the bytes of memory that its files take up."""
-        files = (os.path.join(above, name) for above, _, names in os.walk(self.folder) for name in names)
-        found = 0
-        for path in files:
-            with suppress(FileNotFoundError):
-                found += os.lstat(path).st_blocks * 512
-        return found
+        return count_allocated(self.folder)
 
     def remove(self) -> None:
         """Delete everything, the record of each save first: a kill leaves no damaged save."""
@@ -494,6 +489,11 @@ def count_free(root: str) -> int:
     """Return the bytes that can be written to a folder; for one in memory the container's limit counts too."""
     free = shutil.disk_usage(root).free
     return min(free, measure_available()) if find_kind(root) == MEMORY else free
+
+
+def measure(folder: str) -> int:
+    """Return the bytes of the files below a folder."""
+    return sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
 
 
 def _read_records(folder: str) -> Iterator[Snapshot]:

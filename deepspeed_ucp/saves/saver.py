@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
@@ -25,7 +24,18 @@ from ..io.deletion import delete_own
 from ..io.filesystems import MEMORY, find_kind
 from ..io.memory import identify_host
 from .files import MappedFiles, save_over
-from .memory import Destination, Job, Snapshot, count_free, drop_unwanted, find_root, is_spare, list_jobs, locate
+from .memory import (
+    Destination,
+    Job,
+    Snapshot,
+    count_free,
+    drop_unwanted,
+    find_root,
+    is_spare,
+    list_jobs,
+    locate,
+    measure,
+)
 from .neighbours import Neighbours
 from .writer import (
     FINISHED,
@@ -64,7 +74,7 @@ class Saver:
         options = config.save or SaveOptions()
         self.settings = list_settings(config)
         firsts = list(dict.fromkeys(first))
-        self.options, self.rank, self.ranks = options, rank, first.count(first[rank])
+        self.options, self.rank = options, rank
         self.is_first, self.node, self.nodes = first[rank] == rank, firsts.index(first[rank]), len(firsts)
         self.root = find_root(options.memory)
         self.job = Job(os.path.join(self.root, name))
@@ -256,8 +266,7 @@ class Saver:
             job=self.job.name, number=self.number, save_dir=locate(save_dir), tag=tag, step=step, latest=latest,
             node=self.node, nodes=self.nodes, places=tuple(places), folder=self.folder, by_itself=by_itself,
         ).write_record()  # fmt: skip
-        files = (path for path in Path(self.folder).rglob("*") if path.is_file())
-        self.needed = int(SPARE * sum(each.stat().st_size for each in files))
+        self.needed = int(SPARE * measure(self.folder))
         if places and not by_itself:
             self._requested[self.number] = tag
         self.tell_writer()

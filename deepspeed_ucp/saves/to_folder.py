@@ -7,6 +7,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -40,9 +41,6 @@ from .removing import WRITTEN, is_saved
 
 _OLD, _GONE = "-old", "-gone"
 """Suffixes of a temporary folder that now holds the tag's former files, and of one that is being deleted."""
-
-_SENT = 64 << 20
-"""Bytes that the system copies at once."""
 
 _AT_FDCWD, _NOREPLACE, _EXCHANGE = -100, 1, 2
 """Arguments of ``renameat2``."""
@@ -135,14 +133,7 @@ def _copy(source: str, destination: str) -> None:
     """Copy a file's bytes and access rights to a temporary file, sync it and rename it."""
     os.makedirs(os.path.dirname(destination), exist_ok=True)
     aside = f"{destination}.ucp-tmp"
-    with open(source, "rb") as read, open(aside, "wb") as written:
-        size = os.fstat(read.fileno()).st_size
-        while size:
-            sent = os.sendfile(written.fileno(), read.fileno(), None, _SENT)
-            if not sent:
-                break
-            size -= sent
-        os.fchmod(written.fileno(), os.fstat(read.fileno()).st_mode & 0o777)
+    shutil.copy(source, aside)
     sync_file(aside)
     os.replace(aside, destination)
 
