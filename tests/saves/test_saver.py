@@ -26,7 +26,6 @@ from deepspeed_ucp.config import SaveOptions, SaveTier, UniversalConfig
 from deepspeed_ucp.engine_state import find_state
 from deepspeed_ucp.errors import CheckpointError, ConfigError, StorageError
 from deepspeed_ucp.io.memory import identify_host
-from deepspeed_ucp.load.context import LoadArguments
 from deepspeed_ucp.saves import saver as savers
 from deepspeed_ucp.saves.finding import find_in_memory
 from deepspeed_ucp.saves.memory import Job, find_root, list_jobs, name_job
@@ -533,13 +532,13 @@ def test_a_rank_that_fails_alone_does_not_load_from_the_place() -> None:
     with (
         without_collector() as failing,
         mock.patch.object(hook, "find_in_memory", return_value=Found("folder", TAG, 3)),
-        mock.patch.object(hook, "resume") as resume,
     ):
 
         def load(error: CheckpointError, size: int = 1) -> object:
             comm.size = size
-            resume.side_effect = lambda *_, **__: failing.fail(error)
-            return hook._load_from_memory(Engine(), "place", None, LoadArguments(), config, mock.Mock(), [], comm)
+            return hook._load_from_memory(
+                Engine(), "place", None, config, lambda *_: failing.fail(error), mock.Mock(), comm
+            )
 
         assert load(CheckpointError("alone")) is None and failing.held == 0
         with pytest.raises(CheckpointError, match="alone"):
