@@ -11,12 +11,16 @@ import decimal
 import enum
 import fractions
 import functools
+import io
 import os
 import pathlib
 import pickle
+import struct
 import sys
 import types
+import typing
 import uuid
+import zipfile
 from contextlib import nullcontext
 
 import numpy as np
@@ -217,61 +221,27 @@ def rewrite(folder, value, **options):
     return [torch.load(folder / name, weights_only=False) for name in ("old.pt", "new.pt")]
 
 
-def assert_same(old, new, seen=None):
-    """Check type, value and the sharing of parts."""
-    seen = {} if seen is None else seen
-    assert type(old) is type(new), (old, new)
-    if id(old) in seen:
-        assert seen[id(old)][1] is new
-        return
-    if not isinstance(old, (int, float, str, bytes, type, type(None), tuple)):
-        seen[id(old)] = (old, new)
-    if isinstance(old, torch.Tensor):
-        assert_same_tensor(old, new, seen)
-    elif isinstance(old, np.ndarray):
-        assert (old.dtype, old.shape, old.strides) == (new.dtype, new.shape, new.strides)
-        assert old.tolist() == new.tolist()
-    elif isinstance(old, (torch.UntypedStorage, torch.TypedStorage)):
-        assert old.tolist() == new.tolist()
-    else:
-        assert_same_object(old, new, seen)
+class Canonical(pickle._Pickler):
+    """Writes each string in full, because equal strings may or may not be shared."""
+
+    def save_str(self, text):
+        data = text.encode("utf-8", "surrogatepass")
+        self.write(pickle.BINUNICODE + struct.pack("<I", len(data)) + data)
+
+    dispatch: typing.ClassVar = {**pickle._Pickler.dispatch, str: save_str}
 
 
-def assert_same_object(old, new, seen):
-    parts = list_parts(old)
-    assert len(parts) == len(list_parts(new))
-    for one, other in zip(parts, list_parts(new), strict=True):
-        assert_same(one, other, seen)
-    if not parts and not isinstance(old, torch.Generator):
-        assert old == new
+PICKLE = types.SimpleNamespace(__name__="pickle", Pickler=Canonical)
 
 
-def list_parts(value):
-    """List the parts of an object in order."""
-    found = []
-    if isinstance(value, dict):
-        found += [part for pair in value.items() for part in pair]
-    elif isinstance(value, (list, tuple, collections.deque)):
-        found += value
-    if isinstance(value, functools.partial):
-        found += [value.func, value.args, value.keywords]
-    if hasattr(value, "__dict__") and not isinstance(value, (type, types.BuiltinFunctionType, enum.Enum)):
-        found += [part for pair in vars(value).items() for part in pair]
-    return found
-
-
-def assert_same_tensor(old, new, seen):
-    assert (old.dtype, old.shape, old.layout, old.device) == (new.dtype, new.shape, new.layout, new.device)
-    assert (old.requires_grad, old.is_conj()) == (new.requires_grad, new.is_conj())
-    assert vars(old) == vars(new)
-    if old.layout is not torch.strided:
-        assert torch.equal(old.to_dense(), new.to_dense())
-    elif old.device.type != "meta":
-        assert (old.stride(), old.storage_offset()) == (new.stride(), new.storage_offset())
-        one, other = old.untyped_storage(), new.untyped_storage()
-        assert bytes(one) == bytes(other)
-        if one.nbytes():
-            assert seen.setdefault(("storage", one.data_ptr()), other.data_ptr()) == other.data_ptr()
+def assert_same(old, new):
+    """Check types, values, storages, and the sharing of parts."""
+    dumps = []
+    for value in (old, new):
+        torch.save(value, stream := io.BytesIO(), pickle_module=PICKLE)
+        with zipfile.ZipFile(stream) as archive:
+            dumps.append({name: archive.read(name) for name in archive.namelist()})
+    assert dumps[0] == dumps[1]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
