@@ -104,7 +104,7 @@ class RemoteError(UcpError):
     """Another rank failed with an error that is not a UcpError; has its text."""
 
 
-def let_go(error: BaseException) -> None:
+def clear_frames(error: BaseException) -> None:
     """Clear the frames of a handled error, which keep buffers and optimizer states alive.
 
     An error and the frames that refer to it form a cycle, which the garbage collector frees late. Afterwards the
@@ -170,7 +170,7 @@ def shorten(names: object, limit: int = 8) -> str:
     return text if len(items) <= limit else f"{text}, … ({len(items)} in all)"
 
 
-def count_of(number: int, noun: str) -> str:
+def format_count(number: int, noun: str) -> str:
     """Format ``1 file``, ``5 files``."""
     return f"{number} {noun}{'s' * (number != 1)}"
 

@@ -19,7 +19,7 @@ from .comm import Comm, connect
 from .config import ENVIRONMENT, SECTION, UniversalConfig, choose_batch, parse_config, read_environment
 from .elastic_agent import end_with_agent
 from .engine_state import collect, find_state, get_config, hand_out
-from .errors import CheckpointError, UcpError, count_of, describe_changes, let_go
+from .errors import CheckpointError, UcpError, clear_frames, describe_changes, format_count
 from .io.store import set_storage_options
 from .load.context import LoadArguments
 from .load.disabled import load_switched_off
@@ -104,7 +104,7 @@ def _fit_batch_sizes(config: Any, options: UniversalConfig) -> None:
     if fit is not None:
         config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps = fit
         changes = describe_changes(("micro batch", micro, fit[0]), ("gradient accumulation", gas, fit[1]))
-        _log_once(f"train_batch_size {train} kept on {count_of(world, 'rank')}: {changes}")
+        _log_once(f"train_batch_size {train} kept on {format_count(world, 'rank')}: {changes}")
 
 
 @cache
@@ -238,7 +238,7 @@ def _load_checkpoint(
     except UcpError as error:
         if not error.shared:
             raise
-        let_go(error)
+        clear_frames(error)
         raise error.with_traceback(None) from find_fault(error)
 
 
@@ -303,5 +303,5 @@ def _load_from_memory(
             raise
         if comm.rank == 0:
             logger.warning("%s: the save in memory cannot be loaded: %s", load_dir, error)
-        let_go(error)
+        clear_frames(error)
         return None

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import TypeVar
 
-from ..errors import let_go
+from ..errors import clear_frames
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -121,6 +121,6 @@ def _wait_for_end(futures: Sequence[Future[None]]) -> None:
     raised = sys.exc_info()[1]
     for future in futures:
         if (error := future.exception()) is not None and error is not raised:
-            let_go(error)
+            clear_frames(error)
     if interrupt is not None:
         raise interrupt

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from ..atoms import AtomicIndex
 from ..comm import Comm
 from ..config import UniversalConfig
-from ..errors import CheckpointError, UcpError, let_go
+from ..errors import CheckpointError, UcpError, clear_frames
 from ..io.checksum import Checked
 from ..io.filesystems import count_readers
 from ..io.memory import LargePages, Scratch
@@ -101,7 +101,7 @@ class CollectiveReader:
                 return self._read_again()
             except UcpError as error:  # the same on every rank
                 logger.warning("reading into the engine's buffers failed, trying again: %s", error)
-                let_go(error)
+                clear_frames(error)
                 time.sleep(attempt + _PAUSE)
         return self._read_again()
 

@@ -31,7 +31,7 @@ from ..comm import Comm, connect, is_shared
 from ..config import UniversalConfig
 from ..convert import ConvertOptions, convert_index, default_destination
 from ..engine_state import find_state, list_save_folders
-from ..errors import CheckpointError, OutOfReachError, UcpError, UnsupportedError, count_of, let_go, shorten
+from ..errors import CheckpointError, OutOfReachError, UcpError, UnsupportedError, clear_frames, format_count, shorten
 from ..io.memory import pause_collection
 from ..io.paths import normalize
 from ..io.store import set_storage_options
@@ -123,7 +123,7 @@ def _resume_first_whole(
             if isinstance(error, OutOfReachError) or find_state(job.engine).broken is not marked:
                 raise
             passed.append(str(error))
-            let_go(error)
+            clear_frames(error)
         else:
             if passed and job.comm.rank == 0:
                 logger.warning("%s: resumed from %s; passed over: %s", load_dir, tag, " ".join(passed))
@@ -252,6 +252,6 @@ def convert_first(
     )
     converted = convert_index(index, folder, destination, comm, options, rules=rules, live=live)
     if comm.rank == 0:
-        done = "reused" if converted.reused else f"{count_of(converted.tensors, 'tensor')} written"
+        done = "reused" if converted.reused else f"{format_count(converted.tensors, 'tensor')} written"
         logger.info("%s: %s", destination, done)
     return open_checkpoint(destination, comm), converted

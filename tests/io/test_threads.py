@@ -11,7 +11,7 @@ from concurrent.futures import Future
 import pytest
 import torch
 
-from deepspeed_ucp.errors import let_go
+from deepspeed_ucp.errors import clear_frames
 from deepspeed_ucp.io import threads
 from deepspeed_ucp.io.threads import count_threads, limit_torch, run_threads
 from tests.support.held import without_collector
@@ -52,7 +52,7 @@ def test_memory_of_threads_whose_errors_are_not_raised_is_freed_at_once() -> Non
         with pytest.raises(ZeroDivisionError) as raised:
             run_threads(range(100), work, 3)
         assert failing.held == 1
-        let_go(raised.value)
+        clear_frames(raised.value)
         assert failing.held == 0
 
 
