@@ -250,7 +250,7 @@ class Builder:
             if state in scalars:
                 self.scalar_dtypes.setdefault(state, piece.dtype)
             elif state in _COMPRESSION_ERRORS:
-                odd[state] = "a compression error of rank 0's own; no other rank's is saved"
+                odd[state] = "a compression error of rank 0; those of other ranks are not saved"
             elif piece.fault or piece.numel != numel:
                 expected = f"shape {piece.shape} where the parameter's part has {numel} elements"
                 odd[state] = piece.fault or expected
@@ -278,11 +278,11 @@ class Builder:
             if key not in known or known[key] == value or value != value:
                 continue
             if key != "step":
-                difference = f"a number of each rank's own, {known[key]} on one and {value} on another"
+                difference = f"a number that differs between ranks, {known[key]} on one and {value} on another"
                 self.irregular.setdefault(param.atom(key), difference)
             else:
                 raise CheckpointError(
-                    f"{param} has {key} {value}, other files of this checkpoint say "
+                    f"{param} has {key} {value}, other files of this checkpoint have "
                     f"{known[key]}. The file belongs to another step or run; put the right one back.",
                     path=self.save.path(header),
                 )

@@ -24,14 +24,14 @@ from .swapped import add_swapped
 from .table import FileTable
 
 _OVERWRITTEN = (
-    " DeepSpeed's fast writer cuts no file short that it writes over: a save into a tag that was there already may "
-    "leave the end of a longer file. Save into a new tag, or remove the tag's folder before; take another tag now."
+    " DeepSpeed's fast writer does not truncate files that it overwrites: a save into an existing tag may keep the end "
+    "of a longer file. Save into a new tag, or remove the tag's folder before; take another tag now."
 )
 
 _NEVER_SAVED = (
-    "DeepSpeed writes no model states of a tensor-parallel rank whose experts a rank before it holds as well, and what "
-    "such a rank alone held is lost. Save with at least as many expert-parallel ranks as tensor-parallel ones and "
-    "without use_data_before_expert_parallelism, or with expert tensor parallelism."
+    "DeepSpeed writes no model states of a tensor-parallel rank if a rank before it holds the same experts, and the "
+    "other parameters of such a rank are lost. Save with at least as many expert-parallel ranks as tensor-parallel "
+    "ones and without use_data_before_expert_parallelism, or with expert tensor parallelism."
 )
 
 
@@ -84,7 +84,7 @@ def look_at_header(where: FileTable, name: str, reader: str = "") -> Look:
     def read(folder: str) -> FileHeader:
         header = read_file(folder, name)
         if folder != first and not header.checked:
-            raise CheckpointError("has no checksums, which would tell whose it is.", path=join_path(folder, name))
+            raise CheckpointError("has no checksums to identify it.", path=join_path(folder, name))
         return header
 
     try:

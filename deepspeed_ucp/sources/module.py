@@ -168,8 +168,8 @@ def _find_tied_experts(save: Save, header: FileHeader, module: Mapping[str, Piec
         ]
         if not twins:
             raise UnsupportedError(
-                f"holds {name}, which by its name is an expert's; no file of a single expert has "
-                "the same. It can be resumed by DeepSpeed itself in the topology that wrote it.",
+                f"holds {name}, which by its name is an expert's, but no file of a single expert has the same bytes. "
+                "DeepSpeed itself can resume it in the topology that wrote it.",
                 path=save.path(header),
             )
         ties[name] = twins[0]
@@ -298,9 +298,9 @@ def read_module(save: Save, header: FileHeader, known: Iterable[str]) -> dict[st
     # A client's state dict may omit buffers; a key without name may be any name without key.
     if lost and (unseen - owned or len(lost) > len(unseen)):
         raise UnsupportedError(
-            "its module states are nested, and these cannot be told by name: "
-            f"{shorten(sorted(lost or unseen))}. The model's own names are such as {shorten(sorted(named), 3)}. It can "
-            "be resumed by DeepSpeed itself in the topology that wrote it.",
+            "its module states are nested, and these have ambiguous names: "
+            f"{shorten(sorted(lost or unseen))}. The model has names such as {shorten(sorted(named), 3)}. DeepSpeed "
+            "itself can resume it in the topology that wrote it.",
             path=save.path(header),
         )
     return {found[key]: piece for key, piece in module.items() if key in found}
@@ -438,8 +438,8 @@ class _LayerFiles:
         header = self.save.layers[0][layer]
         if others := self._list_others(key, header):
             raise UnsupportedError(
-                f"holds {shorten(others)} of a tied module, and which one's or which stage's "
-                "cannot be told. It can be resumed by DeepSpeed itself in the topology that wrote it.",
+                f"holds {shorten(others)} of a tied module, but the module or its stage is ambiguous. DeepSpeed itself "
+                "can resume it in the topology that wrote it.",
                 path=self.save.path(header),
             )
 

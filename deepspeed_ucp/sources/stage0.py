@@ -56,7 +56,7 @@ def build_stage0(builder: Builder, naming: Naming) -> None:
 def _warn_lost(save: Save, lost: Collection[str]) -> None:
     if lost:  # a layer with a forward_fn has no file, and without masters each stage has values of its own
         logger.warning(
-            "%s: %s: a pipeline stage's own values are in no file; those of the stage that saved them are taken",
+            "%s: %s: no file has the values of some pipeline stages; those of the stage that saved them are taken",
             *(save.listing.folder, shorten(lost)),
         )
 
@@ -156,9 +156,9 @@ def _name_parts(save: Save, live: GroupNames | None, naming: Naming) -> list[Nam
     """
     if live is None and (save.optim(0).names is None or save.is_pipeline):
         raise MismatchError(
-            "stage 0 saves no parameter names, and there is no live engine to name them. Say "
-            "what the optimizer was given: --groups module if that was model.parameters() in one group, or --groups "
-            "with a YAML or JSON file that lists the names of each group in order.",
+            "stage 0 saves no parameter names, and there is no live engine to name them. Describe the optimizer's "
+            "param groups: --groups module for model.parameters() in one group, or --groups with a YAML or JSON file "
+            "that lists the names of each group in order.",
             path=save.path(save.main),
         )
     if save.is_pipeline:
@@ -241,10 +241,10 @@ def _deal_experts(save: Save, live: GroupNames, ep: int, order: ModuleOrder | No
         groups = file.optim.groups if file.optim else ()
         if len({str(group.get("name")) for group in groups if group.get("moe")}) > 1:
             raise MismatchError(
-                "stage 0 does not save which layer's experts were spread over how many ranks, and "
-                "here were several such degrees. Load with load_optimizer_states=False; or, where every layer has the "
-                'degree and every param group the place that it had, set "checkpoint": {"universal": false} for '
-                "DeepSpeed's own load, which takes them by their order.",
+                "stage 0 does not save the expert-parallel degree of each layer, and this save has several such "
+                "degrees. Load with load_optimizer_states=False; or, if every layer has its saved degree and every "
+                'param group its saved place, set "checkpoint": {"universal": false} for DeepSpeed\'s own load, which '
+                "goes by their order.",
                 path=save.path(file),
             )
     dealt: list[list[list[tuple[str, bool]]]] = [[] for _ in range(_count_expert_ranks(save))]

@@ -56,8 +56,8 @@ def add_swapped(save: Save) -> list[Finding]:
         return []
     if len(save.models) > 1:
         text = (
-            f"{save.listing.path(OFFLOADED)}: with tensor parallelism nothing tells which of its folders is of which "
-            "rank. Take a save of an engine whose optimizer states are not on NVMe."
+            f"{save.listing.path(OFFLOADED)}: under tensor parallelism its folders cannot be assigned to ranks. Use a "
+            "save of an engine whose optimizer states are not on NVMe."
         )
         return [Finding("unsupported", OFFLOADED, text)]
     try:

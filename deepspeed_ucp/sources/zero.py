@@ -114,9 +114,8 @@ def _share_experts(save: Save, held: Mapping[str, int], totals: Mapping[str, int
         total = totals.get(strip_compiled(layer), 0)
         if total % degree or total // degree < count_held:
             raise CheckpointError(
-                f"tells of {count_held} experts in {layer} on each of {degree} "
-                f"expert-parallel ranks; the files of single experts are of {total}. The folder lacks files or mixes "
-                "two saves.",
+                f"lists {count_held} experts in {layer} on each of {degree} expert-parallel ranks, but {total} experts "
+                "of the layer have files. The folder lacks files or mixes two saves.",
                 path=save.path(save.main),
             )
     return {layer: totals.get(strip_compiled(layer), 0) // degree for layer in held}
@@ -126,8 +125,8 @@ def _find_holders(save: Save, mp: int, replicas: int, *, over_tp: bool) -> list[
     ranks = save.dp * save.tp if over_tp else save.dp
     if replicas < 1 or ranks % replicas:
         raise CheckpointError(
-            f"has a param group that is cut over {replicas} ranks, which does not "
-            f"divide the {ranks} that hold the model. The file is of another save.",
+            f"has a param group in {replicas} partitions, which does not divide the {ranks} ranks that hold the model. "
+            "The file is of another save.",
             path=save.path(save.shards[mp][0]),
         )
     return list_holders(save, mp, ranks // replicas, over_tp=over_tp)
@@ -140,9 +139,8 @@ def _check_placements(save: Save, mp: int, group: Sequence[tuple[str, Shape]], d
         placement = placements.get(find_layer(name, placements) or "", ())
         if placement and (len(placement) != degree or any(shape[:1] != (len(held),) for held in placement)):
             raise CheckpointError(
-                f"{name} of shape {shape} is spread over {degree} expert-parallel "
-                f"ranks, its expert placement tells of {[len(held) for held in placement]} experts by rank. The file "
-                "is of another save.",
+                f"{name} of shape {shape} is spread over {degree} expert-parallel ranks, but the expert placement has "
+                f"{[len(held) for held in placement]} experts on the ranks. The file is of another save.",
                 path=save.path(save.models[mp][0]),
             )
 
@@ -240,9 +238,8 @@ def _check_folding(save: Save, shards: Sequence[FileHeader], ranks: range, place
     for rank, shard in zip(ranks, shards, strict=True):
         if shard.folding not in (None, (rank % save.tp, place)):
             raise CheckpointError(
-                f"is of tensor- and expert-parallel rank {shard.folding}, by its name and the "
-                f"degrees it has to be of {(rank % save.tp, place)}. The file belongs to another run; put the right "
-                "one back.",
+                f"is of tensor- and expert-parallel rank {shard.folding}, but its name and the degrees require "
+                f"{(rank % save.tp, place)}. The file belongs to another run; put the right one back.",
                 path=save.path(shard),
             )
 
@@ -259,14 +256,14 @@ def _check_holders(save: Save, stage: int, group: int, place: int, share: GroupS
         held, model = _get_optim(shard).partition_ranks, header.model
         if held and held[group : group + 1] != (ranks,):
             raise CheckpointError(
-                f"sub-group {group} is cut over other ranks than {shorten(ranks)}, as the degrees "
-                "have it. The file belongs to another run; put the right one back.",
+                f"sub-group {group} is partitioned over other ranks than {shorten(ranks)}, which the degrees require. "
+                "The file belongs to another run; put the right one back.",
                 path=save.path(shard),
             )
         if share.named and model and model.ep_rank != place:
             raise CheckpointError(
-                f"is of expert-parallel rank {model.ep_rank}, by the degrees it has to be "
-                f"of {place}. The file belongs to another run; put the right one back.",
+                f"is of expert-parallel rank {model.ep_rank}, but the degrees require {place}. The file belongs to "
+                "another run; put the right one back.",
                 path=save.path(header),
             )
 
@@ -385,9 +382,9 @@ class _BufferAdder:
         if found != wanted:
             odd = sorted(set(found) ^ set(wanted))[0]
             raise CheckpointError(
-                f"holds other parts of group {self.index} than this rank's file of this "
-                f"checkpoint has to (first difference: {odd[0]}, elements [{odd[1]}, {odd[1] + odd[2]}) of its "
-                "partition). The file belongs to another rank, run or world size; put the right one back.",
+                f"holds other parts of group {self.index} than expected for this rank (first difference: {odd[0]}, "
+                f"elements [{odd[1]}, {odd[1] + odd[2]}) of its partition). The file belongs to another rank, run or "
+                "world size; put the right one back.",
                 path=self._path(shard),
             )
 
@@ -473,8 +470,8 @@ def _count_elements(builder: Builder, shard: FileHeader, index: int) -> int:
     optim = _get_optim(shard)
     if index >= len(optim.masters):
         raise CheckpointError(
-            f"has {len(optim.masters)} flat buffers, the model states tell of more. The "
-            "file belongs to another run; put the right one back.",
+            f"has {len(optim.masters)} flat buffers, but the model states list more. The file belongs to another run; "
+            "put the right one back.",
             path=builder.save.path(shard),
         )
     padding = optim.paddings[index] if optim.traits.strips_padding and index < len(optim.paddings) else 0
@@ -500,7 +497,7 @@ def add_frozen_zero3(builder: Builder, rank: SavedRank, models: Sequence[FileHea
             start, numel = cut_parameter(count(shape), part, len(models))
             # DeepSpeed saves one element of 1.0 instead of a frozen parameter on NVMe.
             if piece.numel < numel or (on_nvme and piece.numel == 1):
-                fault = "a frozen parameter on NVMe, of which the save holds a placeholder alone"
+                fault = "a frozen parameter on NVMe, which the save replaced by a placeholder"
                 builder.note_unreadable(rank, [name], MODULE, fault)
             else:
                 builder.add_cuts(rank, MODULE, (Cut(name, start, numel, 0),), header, piece, {name: shape})

@@ -121,7 +121,9 @@ def test_numbers_that_differ_between_ranks_are_refused_by_name(tmp_path: Path) -
         tree = files[f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"]
         for state in tree["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
             state["norm"] = 0.5 + rank
-    with pytest.raises(MismatchError, match=r"a.norm \(a number of each rank's own, 0.5 on one and 1.5 on another\)"):
+    with pytest.raises(
+        MismatchError, match=r"a.norm \(a number that differs between ranks, 0.5 on one and 1.5 on another\)"
+    ):
         prepare(tmp_path, files)
 
 

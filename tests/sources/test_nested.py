@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_ucp.atoms import COPY, MASTER, MODULE, AtomicIndex
+from deepspeed_ucp.atoms import COPY, AtomicIndex
 from deepspeed_ucp.errors import UnsupportedError
 from deepspeed_ucp.sources.module import match_names
 from tests.sources.parallel import check_parallel, write_and_open
@@ -86,7 +86,7 @@ def test_a_frozen_parameter_of_another_name_is_not_lost(tmp_path: Path) -> None:
     def lose(module: Mapping[str, Any]) -> dict[str, Any]:
         return {"weights": {f"w{i}": value for i, value in enumerate(module.values())}}
 
-    with pytest.raises(UnsupportedError, match=r"mp_rank_00.*nested, and these cannot be told by name: weights\.w0"):
+    with pytest.raises(UnsupportedError, match=r"mp_rank_00.*nested, and these have ambiguous names: weights\.w0"):
         open_nested(tmp_path, Topology(1, 2), lose)
 
 
@@ -106,10 +106,3 @@ def test_a_frozen_parameter_of_another_name_is_not_lost(tmp_path: Path) -> None:
 )
 def test_names_are_matched_where_one_fits(keys: list[str], names: set[str], found: dict[str, str]) -> None:
     assert match_names(keys, names) == found
-
-
-def test_without_names_the_tensors_are_those_of_the_module(tmp_path: Path) -> None:
-    """Weights alone, of a file without optimizer."""
-    topology = Topology(0, 1, "fp32")
-    index = open_nested(tmp_path, topology, nested_module)
-    assert {key.state for key in index.stored.atoms} > {MASTER, MODULE}

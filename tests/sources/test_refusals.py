@@ -142,7 +142,7 @@ OTHER_MODEL = r"rank_1_.*(holds other parts|(sub-group|partition) 0 has \d+ elem
 OTHER_TP_RATE = r"_{0-1}_mp_rank_01_optim_states.pt \(2 files\): groups differs from .*rank_00.*group 0: lr 0.5 ≠ 0.001"
 OTHER_STAGE = r"_{{0-1}}_mp_rank_01_optim_states.pt \(2 files\): {} differs from .*mp_rank_00"
 TWO_SAVES = "holds the files of two saves|do not belong together"
-NESTED = f"{STATES}: its module states are nested, and these cannot be told by name: language_model.w, .*such as"
+NESTED = f"{STATES}: its module states are nested, and these have ambiguous names: language_model.w, .*such as"
 LENGTHS = f"{STATES}: its contents have a form that is not supported .* fp32 weights, and optimizer states of"
 
 REFUSED: list[tuple[str, Model, Topology, Change, str]] = [

@@ -168,6 +168,6 @@ def test_compression_errors_are_rank_0s_own_whatever_their_size(padding: int, tm
     index = open_files(tmp_path, files)
     assert (
         index.limits.irregular[AtomKey("a", "worker_error")]
-        == "a compression error of rank 0's own; no other rank's is saved"
+        == "a compression error of rank 0; those of other ranks are not saved"
     )
     assert "worker_error" not in {key.state for key in index.stored.atoms}

@@ -239,7 +239,7 @@ def test_tensor_parallelism_is_refused_by_name(tmp_path: Path) -> None:
         if "optimizer_state_dict" in tree:
             tree["optimizer_state_dict"]["fp32_flat_groups"][0] = torch.empty(0)
     write_swapped(tmp_path, files, {})
-    with pytest.raises(UnsupportedError, match="with tensor parallelism nothing tells which of its folders"):
+    with pytest.raises(UnsupportedError, match="under tensor parallelism its folders cannot be assigned to ranks"):
         open_folder(tmp_path)
 
 
