@@ -170,7 +170,7 @@ def shorten(names: object, limit: int = 8) -> str:
     return text if len(items) <= limit else f"{text}, … ({len(items)} in all)"
 
 
-def format_count(number: int, noun: str) -> str:
+def pluralize(number: int, noun: str) -> str:
     """Format ``1 file``, ``5 files``."""
     return f"{number} {noun}{'s' * (number != 1)}"
 

@@ -19,7 +19,7 @@ from .comm import Comm, connect
 from .config import ENVIRONMENT, SECTION, UniversalConfig, choose_batch, parse_config, read_environment
 from .elastic_agent import end_with_agent
 from .engine_state import collect, find_state, get_config, hand_out
-from .errors import CheckpointError, UcpError, clear_frames, describe_changes, format_count
+from .errors import CheckpointError, UcpError, clear_frames, describe_changes, pluralize
 from .io.store import set_storage_options
 from .load.context import LoadArguments
 from .load.disabled import load_switched_off
@@ -104,7 +104,7 @@ def _fit_batch_sizes(config: Any, options: UniversalConfig) -> None:
     if fit is not None:
         config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps = fit
         changes = describe_changes(("micro batch", micro, fit[0]), ("gradient accumulation", gas, fit[1]))
-        _log_once(f"train_batch_size {train} kept on {format_count(world, 'rank')}: {changes}")
+        _log_once(f"train_batch_size {train} kept on {pluralize(world, 'rank')}: {changes}")
 
 
 @cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from ..errors import format_count
+from ..errors import pluralize
 from .common import (
     Commands,
     add_checkpoint,
@@ -78,6 +78,6 @@ def _to_text(report: OutputReport) -> str:
         return f"{report.destination}: already there, made of the same checkpoint."
     rate = report.state_bytes / max(report.seconds, 1e-9)
     return (
-        f"{report.destination}: {format_count(report.tensors, 'tensor')}, {format_bytes(report.bytes_written)} in "
+        f"{report.destination}: {pluralize(report.tensors, 'tensor')}, {format_bytes(report.bytes_written)} in "
         f"{format_duration(report.seconds)} ({format_bytes(rate)}/s)."
     )

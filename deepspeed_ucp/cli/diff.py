@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigError, format_count
+from ..errors import ConfigError, pluralize
 from .common import (
     Commands,
     add_checkpoint,
@@ -97,7 +97,7 @@ def _compare_settings(options: argparse.Namespace) -> int:
     elif right:
         values += compare_hyper(right, mine, is_left=False)
     data = {"a": options.a, "b": options.b, "equal": not values, "values": _list_values(values), "notes": notes}
-    verdict = f"different: {format_count(len(values), 'value')}" if values else "equal: ds_config and hyper-parameters"
+    verdict = f"different: {pluralize(len(values), 'value')}" if values else "equal: ds_config and hyper-parameters"
     emit(options, data, [verdict, *(f"note: {note}" for note in notes), *map(_describe_value, values)])
     return FAULT if values else OK
 
@@ -209,12 +209,12 @@ def _describe_value(each: ValueDifference) -> str:
 
 
 def _conclude(found: Difference) -> str:
-    compared = f"{format_count(found.compared, 'tensor')} ({format_count(found.numel)} elements) compared"
+    compared = f"{pluralize(found.compared, 'tensor')} ({format_count(found.numel)} elements) compared"
     if found.converted:
         compared += f", {found.converted} of two dtypes by value"
     if not found.atoms and not found.values:
         return f"equal: {compared}"
     counts = (len(found.atoms), "tensor"), (len(found.values), "other value")
-    parts = [f"{format_count(number, noun)} differ{'s' * (number == 1)}" for number, noun in counts if number]
+    parts = [f"{pluralize(number, noun)} differ{'s' * (number == 1)}" for number, noun in counts if number]
     verdict = f"equal within {found.tolerance:g}" if found.equal else "different"
     return f"{verdict}: {', '.join(parts)}; {compared}"

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..errors import ConfigError, advise, format_count, shorten
+from ..errors import ConfigError, advise, pluralize, shorten
 from .common import Commands, add_checkpoint, add_command, add_shared_options, find_folders, read_groups, read_rules
 from .printing import ERROR, OK, emit, print_message
 
@@ -106,7 +106,7 @@ def _show_damage(options: argparse.Namespace, report: FolderReport) -> None:
     error = make_error(report.findings)
     files = [{"name": name, "size": size} for name, size in sorted(report.files.sizes.items()) if size >= 0]
     texts = (each.text.removeprefix(f"{report.folder}{os.sep}") for each in fold_findings(faults))
-    lines = [f"{report.folder}: does not open, {format_count(len(faults), 'fault')}", *dict.fromkeys(texts)]
+    lines = [f"{report.folder}: does not open, {pluralize(len(faults), 'fault')}", *dict.fromkeys(texts)]
     facts = {"folder": report.folder, "error": str(error), "kind": type(error).__name__}
     emit(options, {**facts, "files": files, "findings": report.findings}, lines)
     print_message(f"ds_ucp: error: {str(error).removeprefix(f'{report.folder}{os.sep}')}")

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from ..errors import CheckpointError, UcpError, format_count
+from ..errors import CheckpointError, UcpError, pluralize
 from .common import Commands, add_command, add_shared_options
 from .printing import FAULT, OK, emit, format_bytes, format_table
 
@@ -199,7 +199,7 @@ def _describe(save: TagReport) -> dict[str, Any]:
 
 def _write(found: Sequence[Mapping[str, Any]], resumed: str) -> list[str]:
     broken = sum(not _is_usable(each) for each in found)
-    verdict = f"{format_count(len(found), 'checkpoint')}, {f'{broken} not complete' if broken else 'all complete'}"
+    verdict = f"{pluralize(len(found), 'checkpoint')}, {f'{broken} not complete' if broken else 'all complete'}"
     rows = [
         [
             *(each["tag"], "?" if each["step"] is None else each["step"]),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigError, format_count
+from ..errors import ConfigError, pluralize
 from .common import (
     Commands,
     add_checkpoint,
@@ -106,7 +106,7 @@ def _plan_resume(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]
     found = check_resume(index, degrees, read_rules(options), train_batch=options.train_batch_size)
     data = {"possible": not found.obstacles, "source": index.run.written, "target": degrees.describe()}
     data |= {**asdict(found), "read_per_rank": -(-found.read // degrees.world)}
-    lines = [f"possible: {found.loader} loads it on {format_count(degrees.world, 'rank')}", ""]
+    lines = [f"possible: {found.loader} loads it on {pluralize(degrees.world, 'rank')}", ""]
     if found.obstacles:
         lines = ["not possible", *(f"  - {text}" for text in found.obstacles), ""]
     lines += format_table([("from", index.run.written), ("to", degrees.describe()), *_list_facts(found)])
@@ -121,9 +121,9 @@ def _list_facts(found: ResumeCheck) -> Iterator[tuple[str, str]]:
     if found.obstacles:
         return
     if train := found.batch["train"]:
-        ranks = format_count(found.degrees.dp, "data-parallel rank")
+        ranks = pluralize(found.degrees.dp, "data-parallel rank")
         yield "batch", f"train_batch_size {train} on {ranks}: {found.batch['change'] or 'fits'}"
-    yield "checkpoint", f"{format_both(found.checkpoint)} in {format_count(found.files, 'file')}"
+    yield "checkpoint", f"{format_both(found.checkpoint)} in {pluralize(found.files, 'file')}"
     if found.read:
         each = format_bytes(found.read / found.degrees.world)
         yield "reads", f"{format_both(found.read)}, each byte once; {each} per rank on average"
@@ -145,7 +145,7 @@ def _plan_model(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]
         ("masters", format_bytes(size.masters), "float32"),
         ("optimizer states", format_bytes(size.states), options.optimizer),
         ("each rank", format_bytes(size.total), "without activations and communication buffers"),
-        ("checkpoint", format_both(size.checkpoint), format_count(size.files, "file")),
+        ("checkpoint", format_both(size.checkpoint), pluralize(size.files, "file")),
         ("state to restore", format_both(size.restored), "read once"),
     ]
     verdict = f"possible: {format_bytes(size.total)} of memory for each rank's engine"
@@ -195,6 +195,6 @@ def _plan_saves(
         for way, each in found
     ]
     header = ("saves", "a failure leaves", "interval", "stall", "safe after", "a failure costs", "trains")
-    text = f"a failure every {format_duration(options.mtbf)}; {format_count(size.nodes, 'node')} of {per_node} ranks"
+    text = f"a failure every {format_duration(options.mtbf)}; {pluralize(size.nodes, 'node')} of {per_node} ranks"
     table = format_table(rows, header, right=range(2, len(header)))
     return data, ["", f"{text}, at most {format_bytes(size.node)} of a save each", "", *table]

@@ -10,7 +10,7 @@ from itertools import zip_longest
 from typing import Any
 
 from ..atoms import COPY, ITEMSIZE, AtomicIndex, ParamKey, Shard, Tiles
-from ..errors import escape, fold_names, format_count
+from ..errors import escape, fold_names, pluralize
 from ..sources.findings import Finding
 from .contents import BUFFER, FROZEN, TRAINED, Parameter, find_file, knows_optimizer, sort_states
 from .printing import format_bytes, format_count, format_table
@@ -28,7 +28,7 @@ _MOST_NAMES = 12
 def write_summary(index: AtomicIndex, data: Mapping[str, Any], *, unfold: bool) -> list[str]:
     """Write the report; the first line is the verdict."""
     findings, ties = data["findings"], sorted(data["ties"].items())
-    more = f"; {format_count(len(findings), 'finding')} at the end" if findings else ""
+    more = f"; {pluralize(len(findings), 'finding')} at the end" if findings else ""
     lines = [f"{data['folder']}: opens{more}", *_write_head(index, data), ""]
     lines += _write_parameters(data["parameters"], unfold=unfold)
     if ties:
@@ -47,14 +47,14 @@ def _write_head(index: AtomicIndex, data: Mapping[str, Any]) -> list[str]:
     numbers = {
         f"{kinds.count(FROZEN)} frozen": FROZEN in kinds,
         f"{len(data['ties'])} tied": data["ties"],
-        format_count(buffers, "buffer"): buffers,
+        pluralize(buffers, "buffer"): buffers,
         f"{instances} held by several pipeline stages": instances,
     }
     elements = "unknown" if totals["elements"] is None else format_count(totals["elements"])
-    model = [format_count(totals["parameters"], "parameter"), f"{elements} elements"]
+    model = [pluralize(totals["parameters"], "parameter"), f"{elements} elements"]
     states = " ".join(optimizer["states"]) or "no states"
     groups = [
-        (f"  group {number}", f"{format_count(group['parameters'], 'parameter')}: {_write_values(group['hyper'])}")
+        (f"  group {number}", f"{pluralize(group['parameters'], 'parameter')}: {_write_values(group['hyper'])}")
         for number, group in enumerate(optimizer["groups"])
     ]
     rows = [
@@ -63,10 +63,7 @@ def _write_head(index: AtomicIndex, data: Mapping[str, Any]) -> list[str]:
         ("optimizer", f"{optimizer['name']}: {states}" if optimizer["name"] else states),
         *groups,
         ("model", ", ".join([*model, *(text for text, some in numbers.items() if some)])),
-        (
-            "files",
-            f"{format_bytes(totals['file_bytes'])} in {format_count(totals['files'], 'file')}: {', '.join(sizes)}",
-        ),
+        ("files", f"{format_bytes(totals['file_bytes'])} in {pluralize(totals['files'], 'file')}: {', '.join(sizes)}"),
         ("client state", ", ".join(f"{key} ({kind})" for key, kind in data["client_state"]["keys"].items())),
     ]
     folded = [

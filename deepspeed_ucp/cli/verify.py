@@ -6,7 +6,7 @@ import argparse
 import os
 from typing import TYPE_CHECKING, Any
 
-from ..errors import CheckpointError, ConfigError, format_count
+from ..errors import CheckpointError, ConfigError, pluralize
 from .common import (
     Commands,
     add_checkpoint,
@@ -137,22 +137,22 @@ def to_text(found: Verification, *, headers_only: bool = False) -> list[str]:
     lines = [
         f"{found.folder}: {_conclude(found, headers_only=headers_only)}",
         f"{found.kind} checkpoint{f', {found.topology}' if found.topology else ''}",
-        f"{format_count(len(found.files), 'file')}, {format_count(records, 'record')}, {format_bytes(found.nbytes)}; "
+        f"{pluralize(len(found.files), 'file')}, {pluralize(records, 'record')}, {format_bytes(found.nbytes)}; "
         + ("only headers were read" if headers_only else read),
     ]
     if found.fingerprint.get("digest"):
         lines.append(f"source: {found.fingerprint['digest']}")
     if found.others:
-        lines.append(f"{format_count(len(found.others), 'other file')} not looked into")
+        lines.append(f"{pluralize(len(found.others), 'other file')} not looked into")
     return [*lines, *map(_word, fold_findings(found.faults))]
 
 
 def _conclude(found: Verification, *, headers_only: bool) -> str:
     """Write the verdict: the number of faults, or the extent to which checksums were compared."""
     warnings = sum(fault.warning for fault in found.faults)
-    more = f" ({format_count(warnings, 'warning')})" if warnings else ""
+    more = f" ({pluralize(warnings, 'warning')})" if warnings else ""
     if not found.whole:
-        return format_count(len(found.faults) - warnings, "fault") + more
+        return pluralize(len(found.faults) - warnings, "fault") + more
     if headers_only:
         return f"complete by names, sizes and headers; checksums were not compared{more}"
     if not any(file.checked for file in found.files):

@@ -15,7 +15,7 @@ import torch
 from ..atoms import COPY, ITEMSIZE, MASTER, MODULE, AtomicIndex, AtomKey
 from ..comm import Comm
 from ..config import UniversalConfig
-from ..errors import Objections, fold_names, format_count, shorten
+from ..errors import Objections, fold_names, pluralize, shorten
 from ..hub import Reading, describe_config, read_config, read_into
 from ..io.cast import FLOATING
 from ..patterns import Layout, Resized, Settled, from_config, list_renames
@@ -274,7 +274,7 @@ def _log_match(match: Match, index: AtomicIndex) -> None:
         names = shorten(match.kept, 3 if index.run.format else 40)
         logger.warning("%s: %s keep the values that the new model has", index.limits.dropped, names)
     if match.untouched:
-        count = format_count(len(match.untouched), "frozen tensor")
+        count = pluralize(len(match.untouched), "frozen tensor")
         level = logging.INFO if lacks_frozen(index) else logging.WARNING
         text = "load_module_strict=False: %s not in the checkpoint, the live values stay: %s"
         logger.log(level, text, count, shorten(match.untouched, 3))

@@ -31,7 +31,7 @@ from ..comm import Comm, connect, is_shared
 from ..config import UniversalConfig
 from ..convert import ConvertOptions, convert_index, default_destination
 from ..engine_state import find_state, list_save_folders
-from ..errors import CheckpointError, OutOfReachError, UcpError, UnsupportedError, clear_frames, format_count, shorten
+from ..errors import CheckpointError, OutOfReachError, UcpError, UnsupportedError, clear_frames, pluralize, shorten
 from ..io.memory import pause_collection
 from ..io.paths import normalize
 from ..io.store import set_storage_options
@@ -252,6 +252,6 @@ def convert_first(
     )
     converted = convert_index(index, folder, destination, comm, options, rules=rules, live=live)
     if comm.rank == 0:
-        done = "reused" if converted.reused else f"{format_count(converted.tensors, 'tensor')} written"
+        done = "reused" if converted.reused else f"{pluralize(converted.tensors, 'tensor')} written"
         logger.info("%s: %s", destination, done)
     return open_checkpoint(destination, comm), converted

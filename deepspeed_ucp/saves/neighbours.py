@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ..comm import Comm
 from ..config import SaveOptions
-from ..errors import UcpError, format_count, shorten
+from ..errors import UcpError, pluralize, shorten
 from .copies import MOST_PEERS
 from .memory import Job
 
@@ -75,7 +75,7 @@ class Neighbours:
         if behind > 1 and behind >= 2 * self.logged:
             self.logged = behind
             if comm.rank == 0:
-                logger.warning("copies in other nodes' memory are %s behind: see %s", format_count(behind, "save"), log)
+                logger.warning("copies in other nodes' memory are %s behind: see %s", pluralize(behind, "save"), log)
         self.logged = self.logged if behind else 0
 
     def _look(self) -> tuple[str, str] | None:

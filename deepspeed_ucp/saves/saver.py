@@ -19,7 +19,7 @@ from weakref import WeakSet
 
 from ..comm import Comm
 from ..config import SaveOptions, UniversalConfig
-from ..errors import StorageError, format_count
+from ..errors import StorageError, pluralize
 from ..io.deletion import delete_own
 from ..io.filesystems import MEMORY, find_kind
 from ..io.memory import identify_host
@@ -361,7 +361,7 @@ class Saver:
                 self._logged_behind[place] = max(behind, 1)
                 logger.warning(
                     "%s is %s behind, memory holds %s for it: see %s/log",
-                    place, format_count(behind, "step"), ", ".join(tags), self.job.folder,
+                    place, pluralize(behind, "step"), ", ".join(tags), self.job.folder,
                 )  # fmt: skip
         for place in self._reached.keys() - late.keys():
             self._logged_behind.pop(place, None)

@@ -18,7 +18,7 @@ from ..atoms import ASKED, BATCH_SIZES, SavedJob, to_integer
 from ..comm import connect
 from ..config import UniversalConfig
 from ..engine_state import get_config
-from ..errors import CheckpointError, ConfigError, format_count
+from ..errors import CheckpointError, ConfigError, pluralize
 from ..load.client import read_objects
 from ..saves.keeping import begin_save, can_guard, finish_folders, guard
 from ..saves.saving import finish_saves
@@ -76,7 +76,7 @@ def prepare_deepspeed(original: Callable[..., Any], accelerator: Any, *args: Any
     given = accelerator.deepspeed_config.get(BATCH_SIZES[1], micro)
     if micro != given:
         raise ConfigError(
-            f"preserve_batch_size: on {format_count(connect().size, 'rank')}, train_batch_size "
+            f"preserve_batch_size: on {pluralize(connect().size, 'rank')}, train_batch_size "
             f"{engine.train_batch_size()} needs micro batches of {micro} samples, but the data loader makes {given}. "
             f"Set its batch_size={micro}."
         )
@@ -212,7 +212,7 @@ def _keep_total_batch(accelerator: Any, engine: Any, folder: str, job: SavedJob,
         engine.config.update({BATCH_SIZES[0]: job.total_batch, BATCH_SIZES[2]: fit[1], ASKED: asked})
     accelerator.gradient_accumulation_steps = fit[1]
     if accelerator.is_main_process:
-        kept = f"{folder}: total batch {job.total_batch} kept on {format_count(live.ranks, 'rank')}"
+        kept = f"{folder}: total batch {job.total_batch} kept on {pluralize(live.ranks, 'rank')}"
         logger.warning(f"{kept}: gradient accumulation {was} → {fit[1]}")
 
 

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from ..atoms import SavedJob, to_integer
 from ..comm import connect
 from ..config import SECTION, UniversalConfig, adapt_batch
-from ..errors import CheckpointError, MismatchError, UnsupportedError, format_count
+from ..errors import CheckpointError, MismatchError, UnsupportedError, pluralize
 
 logger = logging.getLogger("deepspeed_ucp")
 
@@ -60,7 +60,7 @@ class BatchSizes:
         """Raise a :class:`MismatchError` about another total batch."""
         raise MismatchError(
             f"saved with a total batch of {job.total_batch} samples, this run has {self.total} ({self.micro} "
-            f"a device, {format_count(self.ranks, 'rank')}): it would continue at other samples and learning rates. "
+            f"a device, {pluralize(self.ranks, 'rank')}): it would continue at other samples and learning rates. "
             f"{advice}, or {LIVE}.",
             path=folder,
         )
@@ -81,7 +81,7 @@ def complete_job(job: SavedJob, folder: str, pattern: str) -> SavedJob:
 def warn_unknown_batch(job: SavedJob, folder: str, total: int) -> None:
     """Warn that a foreign format does not record the total batch."""
     if job.format and connect().rank == 0:
-        writers = f", saved by {format_count(job.ranks, 'rank')} (from files of random states)" if job.ranks > 1 else ""
+        writers = f", saved by {pluralize(job.ranks, 'rank')} (from files of random states)" if job.ranks > 1 else ""
         logger.warning(
             f"{folder}: {job.format}{writers}, records no total batch; this run takes {total} samples a step. If the "
             "saved run took another number, set batch sizes that make it."
@@ -107,8 +107,8 @@ def refuse_loader_position(folder: str, job: SavedJob, advice: str = "") -> None
     ranks = connect().size
     if job.ranks != ranks:
         raise UnsupportedError(
-            f"the position of a stateful data loader was saved by {format_count(job.ranks, 'rank')}, each for its batches, "
-            f"and means other samples on {ranks}. Use deepspeed_ucp.data.ElasticSampler{advice}.",
+            f"the position of a stateful data loader was saved by {pluralize(job.ranks, 'rank')}, each for its "
+            f"batches, and means other samples on {ranks}. Use deepspeed_ucp.data.ElasticSampler{advice}.",
             path=folder,
         )
 

@@ -25,7 +25,7 @@ from ..atoms import ASKED, BATCH_SIZES, BEGUN, SavedJob, to_integer
 from ..comm import connect
 from ..config import UniversalConfig
 from ..engine_state import get_config
-from ..errors import CheckpointError, MismatchError, UnsupportedError, describe_changes, format_count
+from ..errors import CheckpointError, MismatchError, UnsupportedError, describe_changes, pluralize
 from ..examine.tags import TRAINER_STATE
 from ..hook import read_options, show_decisions
 from ..saves.keeping import begin_save, can_guard, finish_folders, guard, remove_postponed, restore_times
@@ -205,7 +205,7 @@ def keep_total_batch(trainer: Any, folder: str, micro: int, config: UniversalCon
     _record_begun(trainer, job, (live.ranks, fit[1]))
     if is_changed and comm.rank == 0:
         old_new = ("per-device batch", micro, fit[0]), ("gradient accumulation", live.accumulation, fit[1])
-        kept = f"{folder}: total batch {total} kept on {format_count(live.ranks, 'rank')}"
+        kept = f"{folder}: total batch {total} kept on {pluralize(live.ranks, 'rank')}"
         logger.warning(f"{kept}: {describe_changes(*old_new)}")
     return fit[0]
 
