@@ -57,19 +57,24 @@ def find_width() -> int:
     return max(40, min(shutil.get_terminal_size().columns - 2, 100))
 
 
-def add_command(commands: Commands, name: str, *, help: str, description: str, examples: str) -> Parser:
+def add_command(commands: Commands, name: str, *, help: str, description: str, examples: str, keys: str = "") -> Parser:
     """Add a command's parser.
 
     Args:
         help: one line without a full stop, for ``ds_ucp --help``.
         examples: command lines, one per line.
+        keys: keys of the object that ``--json`` prints.
     """
-    lines = textwrap.indent(inspect.cleandoc(examples), "  ")
+    width = find_width()
+    epilog = f"examples:\n{textwrap.indent(inspect.cleandoc(examples), '  ')}\n"
+    if keys:
+        lines = textwrap.wrap(keys, width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+        epilog += "\nkeys of the JSON object:\n" + "\n".join(lines) + "\n"
     return commands.add_parser(
         name,
         help=help,
-        description=textwrap.fill(description, find_width()),
-        epilog=f"examples:\n{lines}\n",
+        description=textwrap.fill(description, width),
+        epilog=epilog,
         formatter_class=HelpFormatter,
         allow_abbrev=False,
     )

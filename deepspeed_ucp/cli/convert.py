@@ -31,7 +31,8 @@ def add_parser(commands: Commands) -> None:
         description="Write each parameter and optimizer state of a checkpoint as a separate file, in the layout of "
         "DeepSpeed's universal checkpoints, with a manifest. Loads do not need it: engine.load_checkpoint reads normal "
         'checkpoints of any topology. Use it to move to another cluster, for DeepSpeed\'s "load_universal", or to look '
-        "into a checkpoint. An interrupted conversion continues at the next start; the source is never changed.",
+        "into a checkpoint. The output appears when it is complete and verified; a killed conversion starts again. The "
+        "source is never changed.",
         examples="""
             ds_ucp convert checkpoints/
             ds_ucp convert checkpoints/global_step1000 /fast/global_step1000_universal --workers 16
@@ -39,6 +40,8 @@ def add_parser(commands: Commands) -> None:
             mpirun -np 8 --map-by ppr:1:node ds_ucp convert checkpoints/
             torchrun --nnodes 8 --nproc-per-node 1 --no-python ds_ucp convert checkpoints/
         """,
+        keys="source; destination; reused; tensors; state_bytes; bytes_read; bytes_written; nodes; workers; phases "
+        "(seconds by name); seconds",
     )
     add_checkpoint(parser, "source", "SOURCE")
     text = "folder to be made (default: the tag's folder + _universal)"

@@ -44,6 +44,9 @@ def add_parser(commands: Commands) -> None:
             ds_ucp diff before after --states fp32 --only 'layers\.0\.' --tolerance 1e-6
             ds_ucp diff --config checkpoints/global_step1000 ds_config.json
         """,
+        keys="a; b; equal; tolerance; tensors_compared; elements_compared; tensors_of_two_dtypes; tensors (those "
+        "that differ); values (other differences); notes; unused_rules. With --config: a, b, equal, values, "
+        "notes",
     )
     add_checkpoint(parser, "a", "A")
     add_checkpoint(parser, "b", "B")

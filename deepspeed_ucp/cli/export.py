@@ -64,6 +64,8 @@ def add_parser(commands: Commands) -> None:
             ds_ucp export out/checkpoint-300/ fsdp/checkpoint-300/ --to dcp --layout accelerate
             mpirun -np 8 --map-by ppr:1:node ds_ucp export checkpoints/ weights/
         """,
+        keys="format; folder; files (bytes by name); tensors; parameters; dtypes; bytes_read; bytes_written; "
+        "seconds; nodes; workers",
     )
     add_checkpoint(parser)
     parser.add_argument("out", metavar="OUT", help="folder to create")

@@ -35,6 +35,12 @@ def add_parser(commands: Commands) -> None:
             ds_ucp inspect checkpoints/ --patterns megatron-gpt
             ds_ucp inspect checkpoints/ --json | jq .totals
         """,
+        keys="folder; written_by; topology; counters; optimizer (name, states, groups, loss_scaler, clip_grad); "
+        "totals (bytes and counts); parameters, each with name, instance, kind, shape (or null), shards, "
+        "numel, dtype, copy, states, pattern (or null), origin, group, scalars, aliases, fragments, files, "
+        "nbytes, why; ties; instances; client_state; files; findings (kind, file, text, severity, names, "
+        "rules). With --param one parameter with hyper and layout. Without a checkpoint that opens: folder, "
+        "error, kind, files, findings",
     )
     add_checkpoint(parser)
     text = "one line per parameter, also for layers of equal form"

@@ -40,6 +40,10 @@ def add_parser(commands: Commands) -> None:
             ds_ucp list s3://bucket/run
             ds_ucp list /dev/shm/deepspeed_ucp-1000
         """,
+        keys="folder; latest, latest_universal (the tags in these files, or null); checkpoints, each with tag, "
+        "folder, step, whole (null for a part of a save), weights_only, sealed, bytes, files, written, "
+        "topology, fault, named_by (which of the two files names it), place (storage or memory), resume (true "
+        "if a resume takes it) and, in memory, memory (host, save_dir, tag, nodes, parts, pending, running)",
     )
     text = (
         "the folder (or URL) of all tags, or of a trainer's checkpoints; or a user's folder in memory "

@@ -59,6 +59,11 @@ def add_parser(commands: Commands) -> None:
             ds_ucp plan --params 175B --target "tp=8,pp=16,zero=1" --ranks 1024 --optimizer adamw
             ds_ucp plan checkpoints/ --target dp=512 --mtbf 8h --restart 90s --read-gbs 100 --write-gbs 50
         """,
+        keys="possible; source; target; degrees; obstacles; loader; differences; batch (train, micro, gas, "
+        "change); patterns; state, read, read_per_rank, checkpoint (bytes); files; seconds (load, save). With "
+        "--params: possible, target, degrees, params, optimizer; weights, gradients, masters, states, total "
+        "(bytes per rank); restored, checkpoint, files, seconds. With --mtbf also saves: mtbf, size (total, "
+        "node, nodes), ways",
     )
     add_checkpoint(parser, needed=False)
     add = parser.add_argument

@@ -39,6 +39,9 @@ def add_parser(commands: Commands) -> None:
             ds_ucp verify /nvme/checkpoints --also s3://bucket/run
             mpirun -np 4 ds_ucp verify checkpoints/global_step1000_universal --json
         """,
+        keys="folder; kind (normal, atomic, foreign); topology; whole; files, each with name, bytes, records, "
+        "unchecked; others; bytes; read; unchecked (records without a checksum); seconds; rate; faults (kind, "
+        "file, text, warning, tensors); fingerprint",
     )
     add_checkpoint(parser)
     text = (

@@ -1,14 +1,15 @@
-"""Small GPT-shaped checkpoints of any topology for the commands, written without engines; the sections of the docs."""
+"""Small GPT-shaped checkpoints of any topology for the commands, written without engines; the parsers of commands."""
 
 from __future__ import annotations
 
+import argparse
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from deepspeed_ucp.cli.dispatch import build_parser
 from deepspeed_ucp.torchsave.torchfile import list_records
 from tests.synth import Layer, Model, Param, Run, Topology, random_state, write_checkpoint
 
@@ -83,12 +84,9 @@ def write_sample(folder: Path | str, topology: Topology, model: Model | None = N
     return write_checkpoint(folder, model, state, topology, cut=cut, run=Run(**options))
 
 
-def find_section(title: str) -> str:
-    """Return the text of a section of ``docs/cli.md``."""
-    text = (DOCS / "cli.md").read_text(encoding="utf-8")
-    match = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
-    assert match, f"docs/cli.md has no section {title!r}"
-    return match[1]
+def find_parser(name: str) -> argparse.ArgumentParser:
+    (commands,) = (a for a in build_parser((name,))._actions if isinstance(a, argparse._SubParsersAction))
+    return commands.choices[name]  # type: ignore[no-any-return]
 
 
 def flip_largest(path: Path) -> None:

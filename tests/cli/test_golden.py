@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from deepspeed_ucp.cli.dispatch import COMMANDS, main
-from tests.cli.samples import PATTERNS, find_section, flip_largest, make_gpt, write_sample
+from tests.cli.samples import PATTERNS, find_parser, flip_largest, make_gpt, write_sample
 from tests.synth import Model, Param, Topology, random_state, write_checkpoint
 
 GOLDEN = Path(__file__).with_name("golden")
@@ -167,7 +167,7 @@ def join_forms(forms: list[Any]) -> Any:
 def run(line: str, root: Path, forms: set[tuple[str, ...]], capsys: pytest.CaptureFixture[str]) -> str:
     """Return the line, its output and exit code, and the form of its JSON, unless its keys are among ``forms``.
 
-    ``docs/cli.md`` has to list all keys of a result.
+    The help has to list all keys of a result.
     """
     words = [PATTERNS if word == "PATTERNS" else word for word in line.replace(PATTERNS, "PATTERNS").split()]
     code = main(words)
@@ -181,9 +181,8 @@ def run(line: str, root: Path, forms: set[tuple[str, ...]], capsys: pytest.Captu
     if tuple(data) not in forms:
         forms.add(tuple(data))
         parts += textwrap.wrap(f"JSON: {json.dumps(describe_form(data))}", 118, break_long_words=False)
-        assert set(data) - {"error", "kind"} <= set(
-            re.findall(r"`(\w+)`", find_section(words[0]).rpartition("JSON: ")[2])
-        )
+        keys = find_parser(words[0]).format_help().partition("\nkeys of the JSON object:\n")[2]
+        assert set(data) - {"error", "kind"} <= set(re.findall(r"\w+", keys))
     return "\n".join(filter(None, parts))
 
 
