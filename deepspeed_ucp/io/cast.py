@@ -64,7 +64,7 @@ def average(copies: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return the mean of tensors in double precision, added in order: the mean of equal tensors is exact.
 
     Raises:
-        ValueError: there are none.
+        ValueError: the iterable is empty.
     """
     total, number = None, 0
     for copy in copies:

@@ -197,8 +197,8 @@ def _make_google(root: str, common: dict[str, Any]) -> Any:
     token, endpoint = options.get("token"), options.get("endpoint_url")
     if endpoint:  # of an emulator
         names = ("client_email", "private_key", "private_key_id")
-        told = {"gcs_base_url": endpoint, "disable_oauth": True, **dict.fromkeys(names, "")}
-        config["service_account_key"] = json.dumps(told)
+        account = {"gcs_base_url": endpoint, "disable_oauth": True, **dict.fromkeys(names, "")}
+        config["service_account_key"] = json.dumps(account)
     elif isinstance(token, Mapping):
         config["service_account_key"] = json.dumps(dict(token))
     elif options.get("anon") or token == "anon":
@@ -209,8 +209,8 @@ def _make_google(root: str, common: dict[str, Any]) -> Any:
 
 
 def _make_azure(root: str, common: dict[str, Any]) -> Any:
-    told = str(_process.options.get("connection_string") or "")
-    parts = dict(part.split("=", 1) for part in told.split(";") if "=" in part)
+    text = str(_process.options.get("connection_string") or "")
+    parts = dict(part.split("=", 1) for part in text.split(";") if "=" in part)
     config = {**_rename(_CONNECTION, parts), **_rename(_AZURE, _process.options)}
     return store.AzureStore.from_url(root, config=config, **common)  # type: ignore[arg-type]
 
@@ -290,5 +290,5 @@ def _shorten(error: Exception) -> str:
     text = str(error).partition("\n\nDebug source")[0]
     text, found, code = text.partition("<Code>")
     text = " ".join(word.partition("?")[0] for word in text.partition("<")[0].split())
-    told = f" ({code.partition('<')[0]})" if found else ""
-    return text.rstrip(" :-") + told
+    suffix = f" ({code.partition('<')[0]})" if found else ""
+    return text.rstrip(" :-") + suffix

@@ -110,7 +110,7 @@ def delete_tree(path: str, below: str | None = None) -> None:
 
 
 def delete_own(path: str) -> None:
-    """Delete a folder of this process's own as :func:`delete_tree` does; what cannot be deleted stays."""
+    """Delete a folder as :func:`delete_tree` does, as far as possible; errors are ignored."""
     with suppress(OSError):
         delete_tree(path)
 

@@ -48,7 +48,7 @@ class _ThreadMemory(threading.local):
         self.scratch = Scratch()
 
 
-_own = _ThreadMemory()
+_thread = _ThreadMemory()
 
 
 def is_worth_passing(fd: int) -> bool:
@@ -118,7 +118,7 @@ def write_past(fd: int, view: memoryview, offset: int) -> bool:
     while done < view.nbytes:
         piece = view[done : done + _WRITTEN]
         if not is_aligned:
-            aligned = _own.scratch.take(piece.nbytes)
+            aligned = _thread.scratch.take(piece.nbytes)
             aligned[:] = piece
             piece = aligned
         try:

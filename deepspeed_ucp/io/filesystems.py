@@ -24,7 +24,7 @@ _LOCAL = {
     0xCA451A4E: DISK,  # bcachefs
     0xF2F52010: DISK,  # f2fs
     0x2FC12FC1: DISK,  # zfs
-    0x794C7630: DISK,  # overlay, whatever its layers are
+    0x794C7630: DISK,  # overlay; its layers are unknown
     0x01021994: MEMORY,  # tmpfs
     0x858458F6: MEMORY,  # ramfs
     0x958458F6: MEMORY,  # hugetlbfs
@@ -68,7 +68,7 @@ def measure_distance(path: str) -> int:
 
 
 def count_readers(path: str) -> int:
-    """Return the number of threads by which a rank reads the files of a folder."""
+    """Return the number of threads with which a rank reads the files of a folder."""
     return max(count_threads(), _FAR_READERS) if measure_distance(path) else count_threads()
 
 

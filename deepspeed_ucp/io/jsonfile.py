@@ -67,7 +67,7 @@ def parse_json(
     """Parse a JSON document that has been read from ``path``.
 
     Args:
-        object_hook: as of :func:`json.loads`; it may raise what a malformed object makes it raise.
+        object_hook: as of :func:`json.loads`; it may raise any error for a malformed object.
 
     Raises:
         CheckpointError: as of :func:`read_json`.
@@ -86,7 +86,7 @@ def parse_json(
         value = json.loads(data.decode("utf-8"), **hooks)
     except RecursionError:
         raise CheckpointError(f"is nested too deeply. {advice}", path=path) from None
-    except Exception as error:  # noqa: BLE001 - a malformed object can upset the hook in its own way
+    except Exception as error:  # noqa: BLE001 - the hook may raise any error for a malformed object
         raise CheckpointError(f"is no valid JSON ({error}). {advice}", path=path) from None
     if not isinstance(value, kind):
         found = _NAMES.get(type(value), "a number")

@@ -143,7 +143,7 @@ class ScratchPool:
         most: int = 0,
     ) -> None:
         self._make = Scratch if allocate is None else partial(Scratch, allocate)
-        self._mark, self._left, self._lock = mark, most, threading.Lock()
+        self._mark, self._allowed, self._lock = mark, most, threading.Lock()
         self._idle = deque[tuple[Scratch, Mark | None]]()
 
     @contextmanager
@@ -162,9 +162,9 @@ class ScratchPool:
         with self._lock:
             if self._idle:
                 mark = self._idle[0][1]
-                if mark is None or mark.query() or self._left <= 0:
+                if mark is None or mark.query() or self._allowed <= 0:
                     return self._idle.popleft()
-            self._left -= 1
+            self._allowed -= 1
         return self._make(), None
 
     def settle(self) -> None:
@@ -175,7 +175,7 @@ class ScratchPool:
 
     def clear(self) -> None:
         """Free the returned pieces; none may be read any more."""
-        self._left += len(self._idle)
+        self._allowed += len(self._idle)
         self._idle.clear()
 
 

@@ -42,7 +42,7 @@ _uploads = threading.BoundedSemaphore(10)
 """Limit of files that are uploaded at once: parts of all of them are in memory."""
 
 _LOOKS = 3
-"""Reads of an object that is to be exchanged; after each another process has written it."""
+"""Attempts of a conditional write while other processes write the object."""
 
 _SMALL = 1 << 30
 """Limit of bytes of a small file: the manifest of a million tensors."""
@@ -58,7 +58,7 @@ _known: dict[str, Entry] = {}
 
 
 def make_version(e_tag: str | None, changed: datetime | None) -> str:
-    """Return what distinguishes two contents of an object: its ETag, or the time of its last change; may be empty."""
+    """Return an identifier of an object's content: its ETag, or the time of its last change; may be empty."""
     seconds = changed.timestamp() if changed else 0.0
     return (e_tag or "").strip('"') or (repr(seconds) if seconds else "")
 
@@ -133,7 +133,7 @@ class ObjectStore(Store):
             obstore.put(client, key, data, use_multipart=False)
 
     def exchange_small(self, url: str, data: bytes, before: bytes | None) -> bool:
-        """One conditional write. If its answer is lost, the next look tells whether it was done."""
+        """Write under a condition. If the answer is lost, the next read shows if it was done."""
         client, key = connect(url, writing=True)
         for _ in range(_LOOKS):
             now, mode = None, "create"
@@ -151,7 +151,7 @@ class ObjectStore(Store):
             obstore.delete(client, key)
 
     def put_file(self, path: str, url: str) -> None:
-        """Upload in parts if the file is large. An upload that fails is aborted, so that no parts stay."""
+        """Upload in parts if the file is large. A failed upload is aborted, which deletes its parts."""
         client, key = connect(url, writing=True)
         size = os.stat(path).st_size
         part = max(_PART, -(-size // _MOST_PARTS))
@@ -256,7 +256,7 @@ class _Ranges:
         self.size, self._version = entry.size, entry.version
 
     def fill(self, views: list[memoryview], offset: int) -> None:
-        """Fill memory from byte ``offset`` on; the list is used up. A read that is cut continues where it stopped.
+        """Fill memory from byte ``offset`` on; the list is consumed. A read that is cut continues where it stopped.
 
         Raises:
             OSError: it cannot be read, or has changed.
@@ -367,7 +367,7 @@ class RemoteStream(Positioned):
             self._blocks.sort()
 
     def _widen(self, low: int, high: int) -> tuple[int, int]:
-        """Extend a gap to the end of the file or by the bytes that follow, as far as these are not kept yet."""
+        """Extend a gap to the end of the file or by the bytes that follow, unless these are kept already."""
         before = max((at + len(data) for at, data in self._blocks if at < low), default=0)
         behind = min((at for at, _ in self._blocks if at >= high), default=self.size)
         tail = max(self.size - _TAIL, 0)

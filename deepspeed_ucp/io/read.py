@@ -38,7 +38,7 @@ class Sink(Protocol):
 
 
 Fetched = tuple[list[memoryview], list[tuple[Sink, Part, memoryview]]]
-"""Memory that a request's bytes were read into, in order, and the parts that still have to be stored."""
+"""Memory that a request's bytes were read into, in order, and the parts that must still be stored."""
 
 
 class MemorySink:

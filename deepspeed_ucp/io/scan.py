@@ -1,6 +1,6 @@
 """Reads whole files by several threads, with the CRC32 of byte ranges; faults are collected.
 
-For ``verify``, not for loads. Threads take pieces in file order, so that storage sees a few large reads close together.
+For ``verify``, not for loads. Threads take pieces in file order: storage sees a few large reads close together.
 """
 
 from __future__ import annotations

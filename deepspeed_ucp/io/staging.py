@@ -28,11 +28,11 @@ LATEST = "latest_universal"
 
 @dataclass(frozen=True, slots=True)
 class OutputKind:
-    """A kind of output. Nothing but an output of the same kind is ever replaced.
+    """A kind of output. An output replaces only one of the same kind.
 
     Attributes:
         name: with its article, such as ``an atomic checkpoint``.
-        maker: what writes it, such as ``conversion``.
+        maker: the work that writes it, such as ``conversion``.
         is_one: returns True if a folder is a complete output of this kind.
         parts: names of the entries that it may contain.
         kept: names of other entries that are copied to the new output when it is replaced.
@@ -72,7 +72,8 @@ class OutputKind:
         foreign = [name for name in names if not (self.parts.fullmatch(name) or self.kept.fullmatch(name))]
         if foreign:
             raise StorageError(
-                f"holds what no {self.maker} wrote ({shorten(sorted(foreign))}), so it is left alone. Write elsewhere.",
+                f"holds files that no {self.maker} wrote ({shorten(sorted(foreign))}), so it is left alone. "
+                "Write elsewhere.",
                 path=folder,
             )
 
@@ -83,12 +84,12 @@ class Staging:
     :class:`.upload.RemoteStaging` does the same for a URL.
 
     Args:
-        destination: the folder to be.
-        source: the folder that it is made of.
-        kind: what it will be.
+        destination: folder of the output.
+        source: folder that the output is made from.
+        kind: kind of the output.
 
     Raises:
-        StorageError: it can be no folder of its own (the root), or source and destination lie in each other.
+        StorageError: the destination is the root, or source and destination contain each other.
     """
 
     is_remote = False
@@ -100,11 +101,11 @@ class Staging:
         if not self.name:
             raise StorageError(f"the root folder cannot be {kind.name}; name a folder below it.", path=destination)
         check_apart(destination, os.path.realpath(self.destination), os.path.realpath(source))
-        self.folder = self._beside("partial")
-        self.aside = self._beside("old")
-        self.lock_path = self._beside("lock")
+        self.folder = self._name_sibling("partial")
+        self.aside = self._name_sibling("old")
+        self.lock_path = self._name_sibling("lock")
 
-    def _beside(self, suffix: str) -> str:
+    def _name_sibling(self, suffix: str) -> str:
         return os.path.join(self.parent, f".{self.name}.ucp-{suffix}")
 
     def path(self, *parts: str) -> str:
@@ -116,7 +117,7 @@ class Staging:
         return nullcontext()
 
     def put(self, name: str) -> None:
-        """Publish a complete file: nothing to do in a folder."""
+        """Publish a complete file; no operation in a folder."""
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -181,10 +182,10 @@ class Staging:
             raise
 
     def sync(self) -> None:
-        """Make what this node wrote durable; every node, before the commit.
+        """Sync the files of this node; called on every node before the commit.
 
         Raises:
-            DiskFullError: there turned out to be no room.
+            DiskFullError: the disk is full.
         """
         sync_tree(self.folder)
 
@@ -202,10 +203,10 @@ class Staging:
         delete_tree(self.folder)
 
     def commit(self, latest: str | None = None, *, overwrite: bool = False) -> None:
-        """Rename the temporary folder to the destination; every node has synced what it wrote.
+        """Rename the temporary folder to the destination; every node has synced its files.
 
         Args:
-            latest: new content of ``latest_universal`` beside the destination; None leaves it as it is.
+            latest: new content of ``latest_universal`` in the parent folder; None leaves it unchanged.
             overwrite: an output of the same kind at the destination is replaced.
 
         Raises:
@@ -215,7 +216,7 @@ class Staging:
         """
         if not self.kind.is_one(self.folder):
             raise CheckpointError(f"is not {self.kind.name}; it is not whole.", path=self.folder)
-        self._keep_beside()
+        self._keep_entries()
         sync_folder(self.folder)
         self._exchange(overwrite)
         if os.path.lexists(self.aside):
@@ -224,26 +225,26 @@ class Staging:
             self.point_at(latest)
 
     def point_at(self, name: str) -> None:
-        """Write a checkpoint's name to ``latest_universal`` beside the destination, atomically.
+        """Write a checkpoint's name to ``latest_universal`` in the parent folder, atomically.
 
         Raises:
             DiskFullError: there is no room.
         """
-        temporary = self._beside("latest")  # other outputs with this parent use other names
+        temporary = self._name_sibling("latest")  # other outputs with this parent use other names
         write_atomically(os.path.join(self.parent, LATEST), name.encode(), temporary=temporary)
 
-    def _keep_beside(self) -> None:
+    def _keep_entries(self) -> None:
         """Copy the entries of an output that is replaced which the new one does not write, to the new one."""
         for name in os.listdir(self.destination) if os.path.isdir(self.destination) else ():
-            beside, kept = os.path.join(self.destination, name), self.path(name)
+            entry, kept = os.path.join(self.destination, name), self.path(name)
             if not self.kind.kept.fullmatch(name) or os.path.lexists(kept):
                 continue
             with explain_full(self.folder):
-                if os.path.isdir(beside):
-                    shutil.copytree(beside, kept, ignore_dangling_symlinks=True)
+                if os.path.isdir(entry):
+                    shutil.copytree(entry, kept, ignore_dangling_symlinks=True)
                     sync_tree(kept)
-                elif os.path.isfile(beside):
-                    shutil.copy2(beside, kept)
+                elif os.path.isfile(entry):
+                    shutil.copy2(entry, kept)
                     sync_file(kept)
 
     def _exchange(self, overwrite: bool) -> None:
@@ -258,7 +259,7 @@ class Staging:
 
 
 def _is_temporary(name: str) -> bool:
-    """Return True if a name is that of a file that this package writes for a moment."""
+    """Return True for the name of a temporary file of this package."""
     return name.startswith(".") and name.rpartition(".ucp-")[2] in ("tmp", "halt")
 
 
@@ -279,7 +280,7 @@ def check_apart(destination: str, real: str, source: str) -> None:
 
 
 def _is_vacant(path: str) -> bool:
-    """Return True if a path does not exist or is an empty folder, so that a folder can be renamed to it."""
+    """Return True if a path does not exist or is an empty folder: a folder can be renamed to it."""
     if not os.path.lexists(path):
         return True
     return os.path.isdir(path) and not os.path.islink(path) and not os.listdir(path)

@@ -118,7 +118,7 @@ class RemoteStaging(Staging):
         os.unlink(self.path(name))
 
     def sync(self) -> None:
-        """Move this rank's files to the store, except those that mark the output as complete.
+        """Move this rank's files to the store, except the files that mark the output as complete.
 
         Raises:
             StorageError: it cannot be written.

@@ -104,7 +104,7 @@ def _request(method: str, url: str) -> tuple[Message, bytes]:
     """Return the headers and, of a page, the body of an answer. obstore needs a length, which index pages often lack.
 
     Raises:
-        FileNotFoundError: there is nothing.
+        FileNotFoundError: there is no such file.
         OSError: the server refuses, or does not answer.
     """
     connect(url)  # checks the options

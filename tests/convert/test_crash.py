@@ -253,5 +253,5 @@ def test_a_save_that_was_converted_into_its_own_folder_is_never_replaced(
     shutil.copytree(source / "global_step3", other)
     (other / "zero").mkdir()
     (other / "zero" / "optimizer_state.pt").touch()
-    with pytest.raises(StorageError, match="holds what no conversion wrote .*optim_states"):
+    with pytest.raises(StorageError, match="holds files that no conversion wrote .*optim_states"):
         convert(root, other, overwrite=True)

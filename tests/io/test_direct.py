@@ -88,7 +88,7 @@ def test_any_parts_can_be_written_anywhere(
 def test_aligned_memory_is_not_copied(
     passed: list[tuple[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(direct._own.scratch, "take", lambda nbytes: pytest.fail("copied"))
+    monkeypatch.setattr(direct._thread.scratch, "take", lambda nbytes: pytest.fail("copied"))
     view = allocate_large(len(DATA))
     view[:] = DATA
     write(tmp_path / "file", [view], 0)
