@@ -231,7 +231,7 @@ class Limits:
         unnoticed: parts that DeepSpeed's own load would miss or misread in the same topology.
         stateless: reason why there are no optimizer states, with a remedy; empty if there are.
         unchecked: parts of a foreign checkpoint without checksum.
-        untold: further names of parameters whose owner no file records.
+        ambiguous: further names of parameters whose owner no file records.
     """
 
     irregular: dict[AtomKey, str] = field(default_factory=dict)
@@ -240,7 +240,7 @@ class Limits:
     unnoticed: tuple[str, ...] = ()
     stateless: str = ""
     unchecked: str = ""
-    untold: tuple[str, ...] = ()
+    ambiguous: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,11 +141,11 @@ def select_tensors(
     if options.dtype is not None and options.dtype not in FLOATING:
         raise ConfigError(f"dtype: {options.dtype!r} is unknown. {advise(options.dtype, sorted(FLOATING))}")
     refuse_unreadable(index, states)
-    if index.limits.untold:
+    if index.limits.ambiguous:
         logger.warning(
-            f"{index.run.state_file}: {shorten(index.limits.untold, 3)}: further names of modules that the model has "
-            "under several names; ZeRO 3 does not record of which, so they are not written. Load the export into such "
-            "a model with strict=False."
+            f"{index.run.state_file}: {shorten(index.limits.ambiguous, 3)}: further names of modules that the model "
+            "has under several names; ZeRO 3 does not record of which, so they are not written. Load the export into "
+            "such a model with strict=False."
         )
     refuse_scattered(index, "every node of an export reads its part of each")
     full = assemble_full_tensors(index, rules, states=states)

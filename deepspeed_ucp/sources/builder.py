@@ -70,7 +70,7 @@ class Builder:
         self.batches = Batches(())
         self.instances: dict[str, int] = {}
         self.aliases: dict[str, str] = {}
-        self.untold: tuple[str, ...] = ()
+        self.ambiguous: tuple[str, ...] = ()
         self.files: list[FileRef] = []
         self.records = Records()
         self.scalars: dict[ParamKey, dict[str, Any]] = {}
@@ -79,7 +79,7 @@ class Builder:
         self.unreadable: dict[AtomKey, str] = {}
         self._file_ids: dict[str, int] = {}
         self._record_ids: dict[tuple[int, FileRecord], int] = {}
-        self._held: dict[ParamKey, list[ParamStorage]] = {}
+        self._storages: dict[ParamKey, list[ParamStorage]] = {}
         self._tp_shards: dict[ParamKey, int] = {}
         self._module: dict[ParamKey, None] = {}
         self.repeated: dict[AtomKey, list[tuple[int, Fragment]]] = defaultdict(list)
@@ -189,7 +189,7 @@ class Builder:
         if COPY in states or MODULE in states:
             self._module[param] = None
         held = ParamStorage(tp_shard, shape, place, states)
-        known = self._held.setdefault(param, [])
+        known = self._storages.setdefault(param, [])
         self._tp_shards.setdefault(param, tp_shards)
         for each in known:
             if not each.states.keys().isdisjoint(states):
@@ -225,7 +225,7 @@ class Builder:
     ) -> list[Fragment]:
         """Return the list of a parameter's fragments for one state; create it if it does not exist."""
         tp_shard, _ = rank.find_tp_shard(name, self.tp)
-        for each in self._held.get(rank.param(name), ()):
+        for each in self._storages.get(rank.param(name), ()):
             held = each.states.get(state)
             if isinstance(held, Fragments) and each.tp_shard == tp_shard and (held.dtype, each.shape) == (dtype, shape):
                 return held.fragments
@@ -290,11 +290,11 @@ class Builder:
     def close_gaps(self) -> list[str]:
         """Renumber the instances of parameters whose files lack some; return the names of these parameters."""
         filed = {
-            name: [at for at in range(most) if ParamKey(name, at) in self._held]
+            name: [at for at in range(most) if ParamKey(name, at) in self._storages]
             for name, most in self.instances.items()
         }
         moved = {ParamKey(name, at): ParamKey(name, to) for name, held in filed.items() for to, at in enumerate(held)}
-        for field in ("_held", "_tp_shards", "_module"):
+        for field in ("_storages", "_tp_shards", "_module"):
             setattr(self, field, {moved.get(param, param): value for param, value in getattr(self, field).items()})
         lost = [name for name, held in filed.items() if 0 < len(held) < self.instances[name]]
         self.instances |= {name: len(filed[name]) for name in lost}
@@ -308,18 +308,18 @@ class Builder:
         """
         faults: list[str] = []
         empty = {(rank.param(n), rank.tp): shape for rank in self.ranks for n, shape in rank.empty.items()}
-        for param, held in self._held.items():
+        for param, held in self._storages.items():
             if not _is_sound(held, self._tp_shards[param]):
-                self._held[param] = self._join(param, empty, faults)
+                self._storages[param] = self._join(param, empty, faults)
         if faults:
             more = [f"… and {len(faults) - MOST_FAULTS} more tensors."] if len(faults) > MOST_FAULTS else []
             raise CheckpointError(*faults[:MOST_FAULTS], *more)
-        return Atoms(self._held, self._module)
+        return Atoms(self._storages, self._module)
 
     def _join(self, param: ParamKey, empty: _Empty, faults: list[str]) -> list[ParamStorage]:
         """Join a parameter's storages into one for each state and ``tp_shard``; append coverage faults."""
         found: list[ParamStorage] = []
-        for state in dict.fromkeys(state for each in self._held[param] for state in each.states):
+        for state in dict.fromkeys(state for each in self._storages[param] for state in each.states):
             try:
                 found += self._join_state(param, state, empty)
             except CheckpointError as error:
@@ -327,13 +327,13 @@ class Builder:
         return found
 
     def _join_state(self, param: ParamKey, state: str, empty: _Empty) -> list[ParamStorage]:
-        held = [each for each in self._held[param] if state in each.states and _has_any(each, state)]
+        held = [each for each in self._storages[param] if state in each.states and _has_any(each, state)]
         if not held:
             return []
         dtype, joined = held[0].states[state].dtype, list[ParamStorage]()
         for tp_shard in range(self._tp_shards[param]):
-            mine = [each for each in held if each.tp_shard == tp_shard]
-            shape = mine[0].shape if mine else empty.get((param, tp_shard))
+            parts = [each for each in held if each.tp_shard == tp_shard]
+            shape = parts[0].shape if parts else empty.get((param, tp_shard))
             if shape is None:
                 path = next((self._path_of(part) for each in held for part in each.shard(state).fragments), None)
                 raise CheckpointError(
@@ -341,7 +341,7 @@ class Builder:
                     f"{tp_shard} do not. The folder mixes files of several saves, or lacks files.",
                     path=path or self.save.listing.folder,
                 )
-            fragments = [part for each in mine for part in each.shard(state).fragments]
+            fragments = [part for each in parts for part in each.shard(state).fragments]
             fragments.sort(key=attrgetter("start"))
             joined.append(ParamStorage(tp_shard, shape, 0, {state: Fragments(dtype, fragments)}))
         atom = Atom(param.name, state, dtype, tuple(each.shard(state) for each in joined), param.instance)

@@ -168,7 +168,7 @@ def make_index(
             builder.unreadable,
             dropped,
             tuple(_find_unnoticed(builder, topology, atoms)),
-            untold=builder.untold,
+            ambiguous=builder.ambiguous,
         ),
     )
 

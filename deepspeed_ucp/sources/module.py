@@ -73,7 +73,7 @@ def add_modules(builder: Builder, optimized: set[str]) -> None:
                 builder.add(rank, name, COPY, header, piece)
         if is_sharded and mp == 0:
             ties, ambiguous = _tie_repeated(held[mp], {*optimized, *model.frozen_shapes, *buffers}, ties)
-            builder.untold = (*builder.untold, *ambiguous)
+            builder.ambiguous = (*builder.ambiguous, *ambiguous)
         builder.aliases = {**ties, **builder.aliases}
     _add_experts(builder, optimized)
 
@@ -369,12 +369,12 @@ class _LayerFiles:
             names.update(*(tied for model in models if model.param_shapes is None))
             self.names.append(LayerNames.of(names))
         self._contiguous = all(
-            max(low) < min(high) for low, high in pairwise(each.own for each in self.names if each.own)
+            max(low) < min(high) for low, high in pairwise(each.untied for each in self.names if each.untied)
         )
 
     def _find_tied(self, layer: int, tp: int, tensors: Mapping[str, Piece]) -> list[Place]:
         """List the tied modules that a layer's file may hold: same keys, same shapes, possible stage."""
-        if any(layer in names.own for names in self.names):
+        if any(layer in names.untied for names in self.names):
             return []
         found = []
         for stage, names in enumerate(self.names):
@@ -389,8 +389,8 @@ class _LayerFiles:
         """Return False if a layer cannot be on a stage because all stages are runs of layers."""
         if not self._contiguous:
             return True
-        before = (held for names in self.names[:stage] for held in names.own)
-        after = (held for names in self.names[stage + 1 :] for held in names.own)
+        before = (held for names in self.names[:stage] for held in names.untied)
+        after = (held for names in self.names[stage + 1 :] for held in names.untied)
         return max(before, default=-1) < layer < min(after, default=layer + 1)
 
     def add(self) -> None:

@@ -92,7 +92,7 @@ class NamedOptimizer:
         shapes: their local shapes.
         tensors: the model's tensors with their files.
         mp, ep: model-parallel and expert-parallel rank.
-        held: fused parameter → the experts in it, with shapes.
+        fused: fused parameter → the experts in it, with shapes.
     """
 
     header: FileHeader
@@ -102,11 +102,11 @@ class NamedOptimizer:
     tensors: Mapping[str, tuple[FileHeader, Piece]]
     mp: int = 0
     ep: int = 0
-    held: Mapping[str, Mapping[str, Shape]] = field(default_factory=dict)
+    fused: Mapping[str, Mapping[str, Shape]] = field(default_factory=dict)
 
     def list_parts(self, name: str) -> Mapping[str, Shape]:
         """Return the whole model's parameters in one of the rank's: itself, or the experts in it."""
-        return self.held.get(name) or {name: self.shapes[name]}
+        return self.fused.get(name) or {name: self.shapes[name]}
 
     @property
     def names(self) -> list[str]:

@@ -24,11 +24,11 @@ class LayerNames:
     a tied module ``tied_modules.<tied key>.<key>`` (runtime/pipe/module.py, ``_build`` and ``save_state_dict``).
 
     Attributes:
-        own: layers that are not tied.
+        untied: layers with parameters of their own.
         tied: tied module → keys in it.
     """
 
-    own: set[int]
+    untied: set[int]
     tied: dict[str, set[str]]
 
     @classmethod
@@ -41,7 +41,7 @@ class LayerNames:
 
     def find_tied(self, layer: int, tensors: Mapping[str, object]) -> list[str]:
         """Return the tied modules that a layer's file may hold, as it has all their keys."""
-        return [] if layer in self.own else [key for key, names in self.tied.items() if names <= tensors.keys()]
+        return [] if layer in self.untied else [key for key, names in self.tied.items() if names <= tensors.keys()]
 
 
 @dataclass(slots=True)

@@ -126,22 +126,22 @@ def _count_expert_ranks(save: Save) -> int:
 
 def _join_rank(whole: SavedRank, part: SavedRank, holders: range | None) -> None:
     """Add an expert-parallel rank's parameters to its model-parallel rank, or only its experts to another one."""
-    own = whole.tp == part.tp
-    whole.shapes.update({name: shape for name, shape in part.shapes.items() if own or is_expert(name)})
+    same_lane = whole.tp == part.tp
+    whole.shapes.update({name: shape for name, shape in part.shapes.items() if same_lane or is_expert(name)})
     flats, at = list(whole.flats), 0
     places = {flat.names: place for place, flat in enumerate(flats)}
     for flat in part.flats:  # experts keep their places between dense parameters
         spread = any(map(is_expert, flat.names))
         if flat.names in places:
             at = max(at, places[flat.names] + len(flats) - len(places) + 1)
-        elif own or spread:
+        elif same_lane or spread:
             flats.insert(at, replace(flat, ranks=holders if spread else None))
             at += 1
     whole.flats = tuple(flats)
     known = [group.members for group in whole.groups] or [()] * len(part.groups)
     whole.groups = tuple(
         GroupInfo(
-            members + tuple(member for member in group.members if own or is_expert(member.name)),
+            members + tuple(member for member in group.members if same_lane or is_expert(member.name)),
             drop_fixed(group.hyper),
         )
         for members, group in zip(known, part.groups, strict=True)
@@ -207,10 +207,10 @@ def _find_fused(model: ModelHeader, ep: int, shapes: Mapping[str, Shape]) -> dic
     placements = {strip_compiled(layer): experts[ep : ep + 1] for layer, experts in model.placements.items()}
     fused: dict[str, dict[str, Shape]] = {}
     for name, shape in shapes.items():
-        own = name.rpartition(".")[0]
-        layer = find_layer(own, placements) if is_expert(name) and own not in fused else None
+        parent = name.rpartition(".")[0]
+        layer = find_layer(parent, placements) if is_expert(name) and parent not in fused else None
         if layer is not None and (numbers := list(chain(*placements[layer]))):
-            fused[own] = {f"{own}.{number}": shape for number in numbers}
+            fused[parent] = {f"{parent}.{number}": shape for number in numbers}
     return fused
 
 
@@ -222,10 +222,10 @@ def _pick_live(
     for group in live:
         names: dict[str, bool] = {}
         for name, owned in group:
-            own = strip_compiled(name)
-            own = own.rpartition(".")[0] if own.rpartition(".")[0] in fused else own
-            if save.pp == 1 or own in shapes:
-                names[own] = names.get(own, False) or owned
+            local = strip_compiled(name)
+            local = parent if (parent := local.rpartition(".")[0]) in fused else local
+            if save.pp == 1 or local in shapes:
+                names[local] = names.get(local, False) or owned
         picked.append(list(names.items()))
     return picked if len(picked) == saved else [group for group in picked if group]
 

@@ -444,15 +444,15 @@ class _BufferAdder:
         if piece.numel != touched.partition:
             fault = f"{piece.numel} elements where the parameters of a rank have {touched.partition}"
             return replace(held, states=states, other={**held.other, MOMENTUM: fault})
-        own, beyond = [], []
+        inside, beyond = [], []
         cuts = {cut.name: cut for cut in self.buffer.cuts(part)}
         for name, place, numel in zip(touched.names, touched.offsets, touched.numels, strict=True):
             cut = cuts.get(name, Cut(name, 0, 0, 0))  # an expert in one tensor with experts of this partition
             if cut.numel:
-                own.append(replace(cut, offset=place + cut.start))
+                inside.append(replace(cut, offset=place + cut.start))
             rest = find_gaps([(cut.start, cut.start + cut.numel)], numel)
             beyond += [Cut(name, low, high - low, place + low) for low, high in rest]
-        self.builder.add_cuts(self.rank, MOMENTUM, own, shard, piece)
+        self.builder.add_cuts(self.rank, MOMENTUM, inside, shard, piece)
         self.builder.add_repeated(self.rank, MOMENTUM, beyond, shard, piece)
         return replace(held, states=states)
 

@@ -8,7 +8,7 @@ names, keys, layouts, paddings and shared storages of DeepSpeed 0.19, as `test_a
 from .description import ExpertLayer, Layer, Model, Param, Run, State, Topology, assert_same_state, random_state
 from .experts import own_models, own_state
 from .files import build_files, build_local_files, write_checkpoint, write_files
-from .layout import Flat, GroupLayout, Slice, group_layouts, partition_layout
+from .layout import Flat, GroupLayout, group_layouts, partition_layout
 from .parallel import Local, local_models, split
 from .reader import read_locals, read_state
 from .stages import bidirectional, contiguous, instance_names, interleaved
@@ -22,7 +22,6 @@ __all__ = [
     "Model",
     "Param",
     "Run",
-    "Slice",
     "State",
     "Topology",
     "assert_same_state",

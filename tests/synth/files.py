@@ -16,7 +16,7 @@ from .experts import held_layers, is_writer, largest_degree, own_models, own_sta
 from .layout import Flat, partition_layout
 from .module import frozen_fragments, frozen_shapes, module_state, param_shapes, shared_params
 from .optimizer import optimizer_state, version_of
-from .parallel import Cut, Local, split
+from .parallel import Local, ShardFunction, split
 from .stages import layer_prefix
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def write_checkpoint(
     *,
     tag: str | None = None,
     run: Run = DEFAULT_RUN,
-    cut: Cut | None = None,
+    cut: ShardFunction | None = None,
     legacy: bool = False,
     latest: bool = True,
 ) -> Path:
@@ -49,7 +49,7 @@ def write_checkpoint(
 
 
 def build_files(
-    model: Model, state: State, topology: Topology, run: Run = DEFAULT_RUN, *, cut: Cut | None = None
+    model: Model, state: State, topology: Topology, run: Run = DEFAULT_RUN, *, cut: ShardFunction | None = None
 ) -> dict[str, dict[str, Any]]:
     """Return the content of every file by name; edit it before `write_files` to make a damaged checkpoint."""
     return build_local_files(split(model, state, topology, cut), topology, run)

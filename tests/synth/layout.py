@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from deepspeed_ucp.flat import Cut
+
 from .experts import own_models
 
 if TYPE_CHECKING:
@@ -19,16 +21,6 @@ if TYPE_CHECKING:
 
 _START_ALIGNMENT = 2  # elements; DeepSpeed's nccl_start_alignment_factor
 _PARAMETER_ALIGNMENT = 16  # bytes; zero_optimization.parameter_alignment
-
-
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """Elements [start, start + numel) of the parameter lie at [offset, offset + numel) of the flat buffer."""
-
-    name: str
-    start: int
-    offset: int
-    numel: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +35,7 @@ class Flat:
     names: tuple[str, ...]
     numel: int
     padding: int
-    slices: tuple[Slice, ...]
+    slices: tuple[Cut, ...]
     own: tuple[Param, ...] = ()
 
 
@@ -63,13 +55,13 @@ class GroupLayout:
     parts: int
 
     @property
-    def own(self) -> tuple[Slice, ...]:
+    def own(self) -> tuple[Cut, ...]:
         """The slices of the rank's parameters."""
         pairs = zip(self.params, self.offsets, strict=True)
-        return tuple(Slice(param.name, 0, offset, param.numel) for param, offset in pairs)
+        return tuple(Cut(param.name, 0, param.numel, offset) for param, offset in pairs)
 
     @property
-    def slices(self) -> tuple[Slice, ...]:
+    def slices(self) -> tuple[Cut, ...]:
         """The slices of the whole model's parameters."""
         pairs = zip(self.params, self.own, strict=True)
         return tuple(part for param, whole in pairs for part in take_apart(param, whole))
@@ -105,13 +97,13 @@ def count_parts(model: Model, group: int, topology: Topology) -> int:
     return len(model.spread[group].ranks) if model.spread else topology.dp
 
 
-def take_apart(param: Param, part: Slice) -> Iterator[Slice]:
+def take_apart(param: Param, part: Cut) -> Iterator[Cut]:
     """Divide a slice of a rank's parameter into slices of the whole model's parameters in it."""
     size = param.numel // len(param.atoms)
     for number, name in enumerate(param.atoms):
         low, high = max(part.start, number * size), min(part.start + part.numel, (number + 1) * size)
         if low < high or not param.parts:
-            yield Slice(name, low - number * size, part.offset + low - part.start, high - low)
+            yield Cut(name, low - number * size, high - low, part.offset + low - part.start)
 
 
 def list_atoms(params: Sequence[Param]) -> tuple[str, ...]:
@@ -145,11 +137,11 @@ def partition_numel(param: Param, dp: int) -> int:
     return -(-param.numel // dp)
 
 
-def stage3_slice(param: Param, dp: int, rank: int, offset: int = 0) -> Slice:
+def stage3_slice(param: Param, dp: int, rank: int, offset: int = 0) -> Cut:
     """Return the rank's slice of one parameter under ZeRO 3, which may be empty."""
     size = partition_numel(param, dp)
     start = min(rank * size, param.numel)
-    return Slice(param.name, start, offset, min(size, param.numel - start))
+    return Cut(param.name, start, min(size, param.numel - start), offset)
 
 
 def recorded_offsets(group: GroupLayout, params: Sequence[Param]) -> tuple[int, ...]:
@@ -164,10 +156,10 @@ def recorded_offsets(group: GroupLayout, params: Sequence[Param]) -> tuple[int, 
     return _starts([param.numel for param in params])
 
 
-def clip(whole: Slice, start: int, end: int) -> Slice | None:
+def clip(whole: Cut, start: int, end: int) -> Cut | None:
     """Return the part of a slice inside [start, end) of its buffer, with its offset from `start`."""
     low, high = max(whole.offset, start), min(whole.offset + whole.numel, end)
-    return Slice(whole.name, whole.start + low - whole.offset, low - start, high - low) if low < high else None
+    return Cut(whole.name, whole.start + low - whole.offset, high - low, low - start) if low < high else None
 
 
 def _lay_out_group(index: int, params: tuple[Param, ...], topology: Topology, parts: int) -> GroupLayout:
@@ -218,5 +210,5 @@ def _whole_flats(model: Model, topology: Topology) -> Iterator[Flat]:
         return
     for index, group in enumerate(model.groups):
         for param in group if not topology.row.has_copies else trained(group):
-            slices = tuple(take_apart(param, Slice(param.name, 0, 0, param.numel)))
+            slices = tuple(take_apart(param, Cut(param.name, 0, param.numel, 0)))
             yield Flat(index, param.atoms, param.numel, 0, slices, (param,))

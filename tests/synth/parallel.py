@@ -11,7 +11,7 @@ import torch
 from .description import Model, Param, State, Topology
 from .stages import holders, instance, local_prefixes, placement_of
 
-Cut = Callable[[str, torch.Tensor, int, int], torch.Tensor]  # (name, logical tensor, tp, tp rank) -> shard
+ShardFunction = Callable[[str, torch.Tensor, int, int], torch.Tensor]  # (name, logical tensor, tp, tp rank) -> shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Local:
     layers: tuple[int, ...] = ()
 
 
-def split(model: Model, state: State, topology: Topology, cut: Cut | None = None) -> dict[int, Local]:
+def split(model: Model, state: State, topology: Topology, cut: ShardFunction | None = None) -> dict[int, Local]:
     """Return {pp_rank * tp + tp_rank: Local}; `cut` returns the tensor-parallel shards of fp32 and states.
 
     An instance ("name#1") that `state` lacks has the values of the plain name. Buffers are not sharded.
@@ -49,7 +49,7 @@ def split(model: Model, state: State, topology: Topology, cut: Cut | None = None
     return result
 
 
-def local_models(model: Model, topology: Topology, cut: Cut | None = None) -> dict[int, Model]:
+def local_models(model: Model, topology: Topology, cut: ShardFunction | None = None) -> dict[int, Model]:
     """Return the description of each model-parallel rank's module."""
     if topology.tp > 1 and cut is None:
         raise ValueError(f"tp={topology.tp} needs a cut")
@@ -83,16 +83,16 @@ def _groups_of(params: tuple[Param, ...]) -> list[int]:
     return sorted({param.group for param in params if param.alias_of is None and param.group is not None})
 
 
-def _cut_model(stage: Model, topology: Topology, tp: int, cut: Cut | None) -> Model:
+def _cut_model(stage: Model, topology: Topology, tp: int, cut: ShardFunction | None) -> Model:
     return replace(stage, params=tuple(_cut_param(param, topology, tp, cut) for param in stage.params), lane=tp)
 
 
-def _cut_param(param: Param, topology: Topology, tp: int, cut: Cut | None) -> Param:
+def _cut_param(param: Param, topology: Topology, tp: int, cut: ShardFunction | None) -> Param:
     shard = _shard(param.alias_of or param.name, torch.empty(param.shape), topology, tp, cut)
     return replace(param, shape=tuple(shard.shape))
 
 
-def _shard(name: str, tensor: torch.Tensor, topology: Topology, tp: int, cut: Cut | None) -> torch.Tensor:
+def _shard(name: str, tensor: torch.Tensor, topology: Topology, tp: int, cut: ShardFunction | None) -> torch.Tensor:
     shard = tensor if cut is None or topology.tp == 1 else cut(name, tensor, topology.tp, tp)
     # A test may edit one rank's tensors in place, so several ranks get copies.
     return shard.clone(memory_format=torch.contiguous_format) if topology.mp > 1 else shard
