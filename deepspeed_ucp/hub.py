@@ -1,8 +1,8 @@
-"""What transformers and PEFT call in memory what has another name or form in files.
+"""Map tensors of files to models of transformers and PEFT, whose names and forms in memory differ.
 
-``from_pretrained`` renames, joins and splits tensors as it reads (``transformers/core_model_loading.py``, 5.x), and
-puts a base model's prefix before names or takes it away; PEFT wraps what it adapts. The rules are the libraries' own,
-asked of the model; here they become :class:`~deepspeed_ucp.plan.derive.DerivedParam`.
+``from_pretrained`` renames, joins and splits tensors (``transformers/core_model_loading.py``, 5.x), and adds or removes
+the base model's prefix; PEFT wraps adapted modules. The libraries' rules are read from the live model and become
+:class:`~deepspeed_ucp.plan.derive.DerivedParam`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from .plan.renames import list_shapes
 
 
 def find_cached(name: str) -> str:
-    """The folder of a model in the hub's local cache, by its id such as ``org/name``.
+    """Return the folder of a model in the hub's local cache by its id, such as ``org/name``.
 
     Raises:
         ImportError: the hub's library is not installed.
-        OSError, ValueError: there is no such model.
+        OSError, ValueError: the model is not cached.
     """
     from huggingface_hub import snapshot_download
 
@@ -37,8 +37,8 @@ def find_cached(name: str) -> str:
 
 
 def describe_cached(name: str) -> str:
-    """Where what is no folder here is a model of the hub, in words; empty where it is none."""
-    if "huggingface_hub" not in sys.modules:  # which takes long to import, and nobody thought of it
+    """Describe a path that is the id of a cached model of the hub; empty for other paths."""
+    if "huggingface_hub" not in sys.modules:  # it takes long to import, and an id is unlikely without it
         return ""
     try:
         return f"is a model of the hub, in its local cache: name {find_cached(name)}"
@@ -48,12 +48,12 @@ def describe_cached(name: str) -> str:
 
 @dataclass(slots=True)
 class Reading:
-    """How a checkpoint's tensors become a model's.
+    """Mapping of a checkpoint's tensors to a model's.
 
     Attributes:
-        made: the model's name → what it is made of, where that is not the saved tensor of its name.
-        dropped: saved names that the library passes over without a word.
-        unfed: the model's tensors that keep their own values.
+        made: name in the model → its parts, unless it is the saved tensor of that name.
+        dropped: saved names that the library ignores silently.
+        unfed: the model's tensors that keep their values.
     """
 
     made: dict[str, DerivedParam] = field(default_factory=dict)
@@ -61,33 +61,33 @@ class Reading:
     unfed: frozenset[str] = frozenset()
 
     def carry_out(self, index: AtomicIndex) -> AtomicIndex:
-        """The index under the model's names.
+        """Return the index under the model's names.
 
         Raises:
-            MismatchError: as of :func:`.derive`.
+            MismatchError: as for :func:`.derive`.
         """
         return derive(index, self.made, self.dropped) if self.made or self.dropped else index
 
     def describe(self) -> str:
-        """Other names than the saved ones, in words; empty where every name is the model's own."""
-        told = [f"{name} is of no use to this model" for name in sorted(self.dropped)]
+        """Describe the changed names; empty without changes."""
+        texts = [f"{name} is of no use to this model" for name in sorted(self.dropped)]
         for name, held in self.made.items():
             first, *more = dict.fromkeys(piece.name for piece in held.slices)
-            told.append(f"{first}{' and others' if more else ''} → {name}")
-        return f"read as Hugging Face's libraries do: {shorten(told, 3)}" if told else ""
+            texts.append(f"{first}{' and others' if more else ''} → {name}")
+        return f"read as Hugging Face's libraries do: {shorten(texts, 3)}" if texts else ""
 
 
 def read_into(index: AtomicIndex, module: Any, live: Collection[str], own: Collection[str]) -> Reading:
-    """How transformers and PEFT read a checkpoint into a live model of theirs; nothing for any other model.
+    """Return the mapping by which transformers and PEFT load a checkpoint; empty for other models.
 
     Args:
-        module: the live model, or one that has a single model of theirs inside.
-        live: names of all that it holds, on all ranks.
-        own: saved names that the user's rules are about.
+        module: the live model, or a module with one such model inside.
+        live: names of all its tensors on all ranks.
+        own: saved names that match the user's rules.
 
     Raises:
-        UnsupportedError: a conversion that moves elements within a tensor.
-        MismatchError: of what one takes not all is there.
+        UnsupportedError: a conversion moves elements within a tensor.
+        MismatchError: inputs of a conversion are missing.
     """
     saved = {param.name for param in index.stored.atoms.storages} - {*own}
     found = _find_model(module) if saved - {*live} else None
@@ -104,21 +104,21 @@ def read_into(index: AtomicIndex, module: Any, live: Collection[str], own: Colle
         if any(kind.__module__.startswith("peft.") for kind in type(each).__mro__)
     )
     added, adapted = set(), {name.removeprefix(outer) for name in layers}
-    for name in sorted(live):  # in the same order on every rank
+    for name in sorted(live):  # equal order on all ranks
         inner = name.removeprefix(outer)
         if is_wrapped and adapters.is_added(inner):
             added.add(name)
         elif name.startswith(outer):
             memory[adapters.name_in_base(inner, adapted) if is_wrapped else inner].append(name)
-    # Of a run's own save, and around a model of the library, the names that there are in memory are the own ones.
+    # In a run's own save, and with a wrapped model, names that exist in memory are not renamed.
     known = () if index.is_weights_alone and not (outer or is_wrapped) else {*live}
     shapes = {name: shape for name, shape in shapes.items() if name not in known}
     reading = convert(model, shapes, memory.keys())
-    if not index.is_weights_alone:  # nothing takes the place of what was saved too, nothing that was trained is dropped
+    if not index.is_weights_alone:  # saved tensors are not replaced, and trained ones are not dropped
         reading.made = {new: made for new, made in reading.made.items() if new not in saved}
         reading.dropped = {name for name in reading.dropped if index.find(name, MASTER) is None}
-    lost = memory.keys() - shapes.keys() - reading.made.keys()
-    sources = find_tied(model, lost, shapes.keys() - memory.keys()) if index.is_weights_alone else {}
+    missing = memory.keys() - shapes.keys() - reading.made.keys()
+    sources = find_tied(model, missing, shapes.keys() - memory.keys()) if index.is_weights_alone else {}
     reading.made |= {name: DerivedParam.whole(source, shapes[source]) for name, source in sources.items()}
     reading.dropped -= {*sources.values()}
     if outer or is_wrapped:
@@ -133,10 +133,10 @@ def read_into(index: AtomicIndex, module: Any, live: Collection[str], own: Colle
 
 
 def _follow_ties(reading: Reading, module: Any, memory: Mapping[str, Sequence[str]]) -> None:
-    """Let tensors that PEFT has copied from a tied one take what that one takes.
+    """Map tensors that PEFT copied from a tied tensor to the source of the tied tensor.
 
     Args:
-        reading: of the model's tensors; it is changed.
+        reading: mapping of the model's tensors; it is changed.
         memory: name in the model without an adapter → names in the live model.
     """
     params = {strip_compiled(name): id(param) for name, param in module.named_parameters(remove_duplicate=False)}
@@ -147,27 +147,27 @@ def _follow_ties(reading: Reading, module: Any, memory: Mapping[str, Sequence[st
         reading.made |= dict.fromkeys(new, made) if made is not None else {}
 
 
-def find_tied(model: Any, lost: Collection[str], saved: Collection[str]) -> dict[str, str]:
-    """Find saved tensors that models of a family tie to a tensor that the file lacks.
+def find_tied(model: Any, missing: Collection[str], saved: Collection[str]) -> dict[str, str]:
+    """Find saved tensors that models of a family tie to a missing tensor.
 
-    An encoder alone has no name for the decoder's embedding, under which its own may have been saved.
+    For example, an encoder's embedding may have been saved under the name of the decoder's.
 
     Args:
         model: a model of transformers.
-        lost: its names that the file lacks.
-        saved: the file's names that the model lacks.
+        missing: names in the model that the file lacks.
+        saved: names in the file that the model lacks.
 
     Returns:
-        Name in the model → saved name, where one alone is possible.
+        Name in the model → saved name, if exactly one is possible.
     """
     if not _is_pretrained(model) or not getattr(model.config, "tie_word_embeddings", True):
-        return {}  # an untied head has values of its own
+        return {}  # an untied head has other values
     family = vars(sys.modules[type(model).__module__]).values()
     own = getattr(type(model), "config_class", None)
     kinds = [each for each in family if isinstance(each, type) and getattr(each, "config_class", None) is own]
     tables = [table for kind in kinds if isinstance(table := getattr(kind, "_tied_weights_keys", None), dict)]
     found = {}
-    for name in lost:
+    for name in missing:
         ties = {target for table in tables for target, source in table.items() if source == name}
         if len(held := ties & {*saved}) == 1:
             found[name] = held.pop()
@@ -175,43 +175,39 @@ def find_tied(model: Any, lost: Collection[str], saved: Collection[str]) -> dict
 
 
 def read_config(module: Any) -> dict[str, Any]:
-    """The configuration of the one model of transformers in a module; empty of none."""
+    """Return the configuration of the single model of transformers in a module; empty without one."""
     found = _find_model(module)
     to_dict = getattr(getattr(found[1], "config", None), "to_dict", None) if found else None
     return to_dict() if to_dict else {}
 
 
 def describe_config(index: AtomicIndex, config: Mapping[str, Any]) -> list[str]:
-    """How a live model's configuration differs from the one beside the weights, as a note; none where they agree."""
+    """Describe differences between a live model's configuration and the saved one."""
     saved, live = (_flatten_rope(each) for each in (index.model.hints.get("config", {}), config))
     odd = [
         f"{key} {saved[key]!r:.40} (here {live[key]!r:.40})" for key in saved if key in live and saved[key] != live[key]
     ]
     if not odd:
         return []
-    return [f"config.json beside the weights tells of {shorten(odd)}: this model computes other numbers with them"]
-
-
-def _is_of_peft(module: Any) -> bool:
-    return any(kind.__module__.startswith("peft.") for kind in type(module).__mro__)
+    return [f"config.json of the weights has {shorten(odd)}: this model computes other results with them"]
 
 
 def _flatten_rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Plain values of a configuration, with those that transformers 5 keeps of rotary embeddings in one."""
+    """Return the plain values of a configuration, including the nested ones of rotary embeddings."""
     rope = config.get("rope_parameters")
-    told = {**config, **(rope if isinstance(rope, dict) else {})}
-    return {key: value for key, value in told.items() if isinstance(value, (int, float, str))}
+    values = {**config, **(rope if isinstance(rope, dict) else {})}
+    return {key: value for key, value in values.items() if isinstance(value, (int, float, str))}
 
 
 def _find_model(module: Any) -> tuple[str, Any, bool] | None:
-    """The one model of the libraries in a module: what is in front of its names, it, whether PEFT has wrapped it."""
+    """Find the single model of the libraries in a module: its prefix, the model, and whether PEFT wraps it."""
     peft, found = sys.modules.get("peft.peft_model"), list[tuple[str, Any, bool]]()
     for name, each in module.named_modules():
         outer = strip_compiled(f"{name}.") if name else ""
         if any(outer.startswith(known) for known, *_ in found):
             continue
         if peft is not None and isinstance(each, peft.PeftModel):
-            model = each.get_base_model()  # what learns prompts alone wraps nothing
+            model = each.get_base_model()  # prompt learning wraps no modules
             found.append((outer, model, getattr(each.base_model, "model", None) is model))
         elif _is_pretrained(each):
             found.append((outer, each, False))
@@ -219,7 +215,7 @@ def _find_model(module: Any) -> tuple[str, Any, bool] | None:
 
 
 def _rename_adapter(saved: Mapping[str, Shape], live: Set[str], outer: str) -> Reading:
-    """The one adapter of a checkpoint is the one of a model, whatever their names."""
+    """Map the single adapter of a checkpoint to the single adapter of a model, regardless of their names."""
     theirs, ours = ({tensor.adapter for tensor in map(adapters.read_live, names) if tensor} for names in (saved, live))
     reading = Reading()
     for name in sorted(saved.keys() - live):
@@ -238,15 +234,15 @@ def _is_pretrained(model: Any) -> bool:
 
 
 def convert(model: Any, saved: Mapping[str, Shape], memory: Collection[str]) -> Reading:
-    """How ``from_pretrained`` reads tensors of a file into a model of transformers; nothing for any other model.
+    """Return the mapping by which ``from_pretrained`` loads a file into a model; empty for other models.
 
     Args:
         saved: shapes of the tensors in the file, by name.
         memory: names in the model.
 
     Raises:
-        UnsupportedError: a conversion that moves elements within a tensor.
-        MismatchError: of what one takes not all is there.
+        UnsupportedError: a conversion moves elements within a tensor.
+        MismatchError: inputs of a conversion are missing.
     """
     reading = Reading()
     if not _is_pretrained(model):
@@ -259,7 +255,7 @@ def convert(model: Any, saved: Mapping[str, Shape], memory: Collection[str]) -> 
             dot_natural_key,
             rename_source_key,
         )
-    except ImportError:  # before 5.0: names in memory are those of the files
+    except ImportError:  # before 5.0 names in memory equal those in files
         return reading
     mapping = get_model_conversion_mapping(model)
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
@@ -284,11 +280,11 @@ def convert(model: Any, saved: Mapping[str, Shape], memory: Collection[str]) -> 
 
 
 def revert(reading: Reading, shapes: Mapping[str, Shape]) -> dict[str, DerivedParam]:
-    """The inverse: name in files → what of the model's tensors it is made of.
+    """Invert a mapping: name in files → its parts of the model's tensors.
 
     Args:
-        reading: of a file's tensors.
-        shapes: of these.
+        reading: mapping of a file's tensors.
+        shapes: shapes of the file's tensors.
     """
     parts: dict[str, dict[int, Slice]] = defaultdict(dict)
     for new, made in reading.made.items():
@@ -305,7 +301,7 @@ def revert(reading: Reading, shapes: Mapping[str, Shape]) -> dict[str, DerivedPa
 
 
 def _find_useless(model: Any) -> re.Pattern[str] | None:
-    """Names that ``_adjust_missing_and_unexpected_keys`` passes over where the model does not have them."""
+    """Return a pattern of the names that ``_adjust_missing_and_unexpected_keys`` ignores if the model lacks them."""
     patterns = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
     buffers = [name for name, _ in model.named_buffers()]
     for end, pattern in (("rotary_emb.inv_freq", r"rotary_emb\.inv_freq"), ("position_ids", r"(^|\.)position_ids$")):
@@ -316,15 +312,15 @@ def _find_useless(model: Any) -> re.Pattern[str] | None:
 def _join(
     converter: Any, new: str, held: Sequence[Sequence[str]], saved: Mapping[str, Shape]
 ) -> dict[str, DerivedParam]:
-    """What a converter makes.
+    """Return the outputs of a converter.
 
     Args:
-        new: name of what it makes, the first of several.
-        held: names of what it takes, by its patterns.
+        new: name of its first output.
+        held: names of its inputs, by its patterns.
 
     Raises:
-        UnsupportedError: it does more than stack, join or cut whole rows.
-        MismatchError: not all that it takes is there.
+        UnsupportedError: the converter does more than stack, join or cut whole rows.
+        MismatchError: inputs are missing.
     """
     steps = [(type(each).__name__, getattr(each, "dim", None)) for each in converter.operations]
     names, experts = [*chain.from_iterable(held)], len(held[0])

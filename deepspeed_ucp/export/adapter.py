@@ -1,6 +1,6 @@
-"""Adapters of PEFT in a checkpoint, under the names that PEFT gives them in files.
+"""Select an adapter of PEFT under the names of PEFT's files, and write its configuration.
 
-Ranks and factors are in no tag: ``adapter_config.json`` has them.
+Ranks and factors are only in ``adapter_config.json``, not in a tag.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from ..sources.foreign.names import ADAPTER_CONFIG
 
 
 def write_config(folder: str, config: Mapping[str, Any]) -> None:
-    """Write a configuration that loads for use, as PEFT saves it."""
+    """Write a configuration for inference, as PEFT does."""
     path = os.path.join(folder, ADAPTER_CONFIG)
     with explain_full(path), open(path, "x", encoding="utf-8") as stream:
         stream.write(json.dumps({**config, "inference_mode": True}, indent=2, sort_keys=True) + "\n")
 
 
 def choose_adapter(names: Collection[str], adapter: str, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the names in PEFT's file of an adapter's tensors, by their names here; other names are left out.
+    """Return saved name → name in PEFT's file, for the tensors of an adapter.
 
     Args:
-        config: the adapter's configuration, which tells whether biases of the base are trained with it.
+        config: the adapter's configuration, with the trained biases of the base.
 
     Raises:
-        CheckpointError: there is no such adapter.
+        CheckpointError: the adapter does not exist.
     """
     written = dict[str, str]()
-    told, own = config.get("bias", "none"), {f"{module}.base_layer.bias" for module in list_adapted(names)}
+    mode, biases = config.get("bias", "none"), {f"{module}.base_layer.bias" for module in list_adapted(names)}
     for name in names:
         tensor = read_live(name)
         if tensor is not None and tensor.adapter == adapter:
             written[name] = tensor.in_file
-        elif tensor is None and (name.endswith(".bias") if told == "all" else told != "none" and name in own):
+        elif tensor is None and (name.endswith(".bias") if mode == "all" else mode != "none" and name in biases):
             written[name] = name
     if any(map(read_live, written)):
         return written

@@ -1,4 +1,4 @@
-"""What Accelerate and Hugging Face's Trainer want beside model and optimizer: copied, made of the tag, or told of."""
+"""Copy or create the further files that Accelerate and Hugging Face's Trainer load, and log the missing ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SCHEDULER = "scheduler.pt"
 
 
 def write_beside(export: Export) -> None:
-    """Copy the trainer's files of a tag, add those that the tag can supply, and log those that are missing."""
+    """Copy the trainer's files of a tag, create those that the tag can supply, and log the missing ones."""
     report, run = export.report, export.index.run
     source, step = os.path.dirname(find_tag_folder(report.source)), run.counters.get("global_steps", 0)
     names = [name for name in sorted(scan_if_there(source)) if TRAINERS.fullmatch(name)]
@@ -33,7 +33,7 @@ def write_beside(export: Export) -> None:
     if has_states and run.scaler.get("dynamic") and SCALER not in names:
         _save(export, SCALER, make_scaler(run.scaler))
     is_trainers = TRAINER_STATE in names
-    if has_states and is_trainers and _SCHEDULER not in names:  # without which it leaves the optimizer out
+    if has_states and is_trainers and _SCHEDULER not in names:  # the Trainer ignores the optimizer without it
         _save(export, _SCHEDULER, make_schedule(step, [group.hyper.get("lr") for group in run.groups]))
         text = "%s: the saved run's scheduler was DeepSpeed's; %s has its step, %d, alone, for that of the arguments"
         logger.warning(text, report.destination, _SCHEDULER, step)
@@ -51,14 +51,12 @@ def _save(export: Export, name: str, held: dict[str, Any]) -> None:
 
 
 def make_schedule(step: int, rates: list[Any]) -> dict[str, Any]:
-    """The state of a ``LambdaLR``, as all of the Trainer's are, that goes on at a step with functions and rates of its
-    own; ``rates``: of the last step.
-    """
+    """Return the state of a ``LambdaLR``, the class of the Trainer's schedulers, at a step with its learning rates."""
     return {"last_epoch": step, "_step_count": step + 1, "_last_lr": rates, "lr_lambdas": [None] * len(rates)}
 
 
 def make_scaler(scaler: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of torch's ``GradScaler`` for one of DeepSpeed's (``fp16/loss_scaler.py``, ``DynamicLossScaler``)."""
+    """Convert DeepSpeed's ``DynamicLossScaler`` (``fp16/loss_scaler.py``) to the state of torch's ``GradScaler``."""
     factor, window = float(scaler.get("scale_factor", 2.0)), int(scaler.get("scale_window", 1000))
     since = int(scaler.get("cur_iter", 0)) - int(scaler.get("last_overflow_iter", -1)) - 1  # steps without an overflow
     return {

@@ -1,4 +1,4 @@
-"""Plans for torch.distributed.checkpoint: chunks that are read when they are written, dealt to workers by bytes."""
+"""Plan chunks for torch.distributed.checkpoint, read them when they are written, and distribute them to workers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .tensors import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Elements [start, start + numel) of a flattened tensor of the output; ``again``: under a name tied to its own."""
+    """Elements [start, start + numel) of a flattened output tensor; ``again``: under a tied name."""
 
     tensor: Tensor
     start: int
@@ -35,21 +35,21 @@ class Chunk:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the source that it is made from."""
+        """Bytes of the source."""
         return self.numel * self.tensor.full.itemsize
 
 
 class Planner(DefaultSavePlanner):
-    """Plans chunks instead of whole tensors, and reads each when it is asked for.
+    """Planner of chunks instead of whole tensors, which reads each chunk on demand.
 
-    It is read into memory that each thread has of its own and uses again: torch keeps the last chunk of every name for
-    as long as it writes a file, and these are all views of the same memory.
+    Each thread reuses its memory: torch keeps the last chunk of every name until a file is written, and these are
+    views of the same memory.
 
     Args:
         index: the source.
-        found: what the placeholders in the state dict stand for.
-        most: bytes of a chunk at most, as far as one row is not larger.
-        checks, repeated: take the CRC32s of what is read, and of what is read again for a tied name.
+        found: tensors of the placeholders in the state dict.
+        most: maximum bytes of a chunk, unless a row is larger.
+        checks, repeated: collect the CRC32s of the bytes read, and of those read again for a tied name.
     """
 
     def __init__(self, index: AtomicIndex, found: Placeholders, most: int, checks: Checks, repeated: Checks) -> None:
@@ -67,7 +67,7 @@ class Planner(DefaultSavePlanner):
         return self.plan
 
     def count_bytes(self, plan: SavePlan) -> int:
-        """Bytes of the source that a plan's chunks are made from."""
+        """Return the bytes of the source in a plan's chunks."""
         return sum(self.chunks[item.index].nbytes for item in plan.items if item.index in self.chunks)
 
     def _cut(self, item: WriteItem) -> Iterator[WriteItem]:
@@ -91,7 +91,7 @@ class Planner(DefaultSavePlanner):
         return self._read(chunk).view(data.chunk.sizes)
 
     def _read(self, chunk: Chunk) -> torch.Tensor:
-        """A chunk's elements, flat; good until the thread's next call."""
+        """Read a chunk's elements, flat; valid until the thread's next call."""
         dtype = getattr(torch, chunk.tensor.dtype)
         if not chunk.numel:
             return torch.empty(0, dtype=dtype)
@@ -105,10 +105,10 @@ class Planner(DefaultSavePlanner):
         return torch.frombuffer(chunk.tensor.convert(data, scratch), dtype=dtype)
 
     def compare(self) -> None:
-        """What was read a second time, for a tied name, has to be what was read first.
+        """Check that tied names were read with equal bytes.
 
         Raises:
-            CheckpointError: a file changed in between.
+            CheckpointError: a file has changed meanwhile.
         """
         changed = set(self.repeated.read) - set(self.checks.read)
         if changed:
@@ -120,9 +120,9 @@ class Planner(DefaultSavePlanner):
 
 
 def cut_chunks(shape: Shape, most: int) -> Iterator[tuple[Shape, Shape]]:
-    """Cut a tensor into blocks of at most ``most`` elements: (offsets, sizes), each contiguous and behind the last one.
+    """Cut a tensor into consecutive contiguous blocks (offsets, sizes) of at most ``most`` elements.
 
-    Rows together where they fit, else parts of rows.
+    A block has several rows if they fit, else a part of a row.
     """
     inner, axis = 1, len(shape)
     while axis and inner * shape[axis - 1] <= most:
@@ -141,7 +141,7 @@ def cut_chunks(shape: Shape, most: int) -> Iterator[tuple[Shape, Shape]]:
 
 
 def deal(planner: Planner, plan: SavePlan, workers: int) -> list[SavePlan]:
-    """Deal a plan's chunks to workers by bytes, each a run in the order of the source; the first takes the rest."""
+    """Distribute a plan's chunks to workers by bytes, in the order of the source; the first worker gets other items."""
     chunks = planner.chunks
     dealt: list[list[WriteItem]] = [[] for _ in range(workers)]
     dealt[0] += [item for item in plan.items if item.index not in chunks]
@@ -154,7 +154,7 @@ def deal(planner: Planner, plan: SavePlan, workers: int) -> list[SavePlan]:
 
 
 class Writer(FileSystemWriter):
-    """Names the final folder, not the staged one, in the metadata, and nothing that changes from run to run."""
+    """Writer whose metadata names the final folder instead of the staging folder, and no value that differs by run."""
 
     destination = ""
 

@@ -1,7 +1,7 @@
-"""Writes weights and optimizer state for torch.distributed.checkpoint, which FSDP, Accelerate and torchtitan load.
+"""Export weights and optimizer state for torch.distributed.checkpoint, which FSDP, Accelerate and torchtitan load.
 
-Torch's own ``FileSystemWriter`` writes the files and the metadata; a planner of ours hands it chunks of rows that are
-read only when they are written, so that memory stays bounded. No process group: every worker is a rank to torch.
+Torch's ``FileSystemWriter`` writes files and metadata. :class:`~.chunks.Planner` reads each chunk of rows when it is
+written, which bounds the memory. Each worker thread counts as a rank; no process group is needed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .statedict import LAYOUTS, Placeholders, Trees, make_trees
 from .tensors import WEIGHTS, ExportOptions, Selection, select_tensors
 
 ITEM_OVERHEAD = 2048
-"""Bytes that torch writes around a tensor, and a little."""
+"""Upper bound of the bytes that torch writes around a tensor."""
 
 
 def export_dcp(
@@ -48,14 +48,14 @@ def export_dcp(
 
     Args:
         index: the checkpoint.
-        destination: folder to be made.
-        comm: the nodes that share the work; alone without it.
-        rules: how tensor parallelism cuts parameters, by the user.
-        weights_only: leave the optimizer out.
+        destination: folder to create.
+        comm: the nodes that share the work (default: this one).
+        rules: the user's patterns and renames.
+        weights_only: omit the optimizer.
         layout: one of ``LAYOUTS``.
 
     Raises:
-        UcpError: the same on every rank; the destination is as it was.
+        UcpError: equal on all ranks; the destination is unchanged.
     """
     comm, options = comm or Comm(), options or ExportOptions()
 
@@ -82,14 +82,14 @@ def _check_arguments(index: AtomicIndex, weights_only: bool, layout: str) -> Non
     if layout not in LAYOUTS:
         raise ConfigError(f"layout: {layout!r} is unknown. {advise(layout, LAYOUTS)}")
     if not weights_only and (text := index.limits.stateless or describe_irregular(index)):
-        raise UnsupportedError(f"{text} The weights alone can be exported (--weights-only).")
+        raise UnsupportedError(f"{text} Export only the weights (--weights-only).")
 
 
 def _write(export: Export, folder: str, tree: dict[str, Any], planner: Planner) -> None:
     """Plan, read and write this node's chunks of one state dict; collective.
 
     Args:
-        folder: of the export's, which takes it; empty for the export itself.
+        folder: subfolder of the export; empty for the export's folder.
     """
     comm, report = export.comm, export.report
     report.workers = export.options.divide(export.report.source)[0]
@@ -117,7 +117,7 @@ def _write(export: Export, folder: str, tree: dict[str, Any], planner: Planner) 
         with planner.reader, export.options.bar(total) as progress, explain_full(export.folder):
             planner.progress = progress
             run_threads(mine, write, report.workers)
-        if comm.size == 1:  # the chunks of a tied name may have been another rank's: then they are not compared
+        if comm.size == 1:  # on several ranks the chunks of a tied name may be read by different ranks
             planner.compare()
         return results
 

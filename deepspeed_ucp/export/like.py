@@ -1,4 +1,4 @@
-"""The Hugging Face model that an export is to be like: its configuration and tokenizer, its names and shapes."""
+"""Fit an export to a Hugging Face model: names, shapes, configuration and tokenizer."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ _ADAPTER = (
 
 
 def find_model(like: str) -> str:
-    """The folder of a model: itself, or that of a hub's id in the local cache.
+    """Return the folder of a model, given the folder or the id of a cached model of the hub.
 
     Raises:
-        ConfigError: there is none, or it has no configuration.
+        ConfigError: the model does not exist, or has no configuration.
     """
     folder = like
     if not os.path.isdir(like):
@@ -69,56 +69,56 @@ class LikeModel:
     """A model in a folder.
 
     Attributes:
-        folder: it has a ``config.json``.
+        folder: folder with a ``config.json``.
     """
 
     folder: str
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """Its configuration.
+        """The configuration.
 
         Raises:
-            CheckpointError: it is no JSON object.
+            CheckpointError: the file is no JSON object.
         """
         config: dict[str, Any] = read_json(os.path.join(self.folder, CONFIG), advice=_CONFIG)
         return config
 
     @cached_property
     def weights(self) -> AtomicIndex | None:
-        """Its weights; None where it has none, or quantized ones.
+        """The weights; None if there are none, or quantized ones.
 
         Raises:
-            UcpError: they cannot be read.
+            UcpError: the weights cannot be read.
         """
         has_weights = find_format(scan_folder(self.folder)) is not None and not self.config.get(QUANTIZED)
         return open_checkpoint(self.folder, Comm()) if has_weights else None
 
     @cached_property
     def models(self) -> list[Any]:
-        """What transformers makes of its configuration, without memory; the wanted one, or several that may be."""
+        """Models that transformers creates from the configuration, without memory; several if the kind is unknown."""
         try:
             import transformers
 
-            config = transformers.AutoConfig.from_pretrained(self.folder, trust_remote_code=False)  # else it asks
+            config = transformers.AutoConfig.from_pretrained(self.folder, trust_remote_code=False)  # no prompt
             named = [getattr(transformers, name, None) for name in config.architectures or ()]
             kinds = [kind._from_config for kind in named if kind is not None]
             auto = (transformers.AutoModelForCausalLM, transformers.AutoModel)
             return [*_make_models(kinds or [kind.from_config for kind in auto], config)]
-        except Exception as error:  # noqa: BLE001 - of code that is not here, of a model that needs its own
+        except Exception as error:  # noqa: BLE001 - missing packages, or a model that needs remote code
             logger.info("%s: transformers makes no model of its configuration (%s)", self.folder, error)
             return []
 
     @cached_property
     def shapes(self) -> dict[str, Shape]:
-        """Shapes of its weights, by the names in its files; nothing where it has none."""
+        """Shapes of the weights by the names in files; empty without weights."""
         return {name: held[0] for name, held in list_shapes(self.weights).items()} if self.weights else {}
 
     def name_as_files(self, index: AtomicIndex, renames: Collection[Rename]) -> AtomicIndex:
-        """The index with tensors that transformers fuses or renames in memory as its files have them.
+        """Return the index with the names and forms of files, for tensors that transformers fuses or renames in memory.
 
         Args:
-            renames: the user's, which count first.
+            renames: the user's rules, which take precedence.
         """
         saved = {param.name for param in index.stored.atoms.storages}
         known = {name for name in saved if not any(rule.match(name) for rule in renames)}
@@ -128,7 +128,7 @@ class LikeModel:
             known |= {param.name for param in index.stored.atoms.storages} - saved
             try:
                 reading = convert(model, files, held)
-            except UnsupportedError:  # the names in memory, which from_pretrained takes as well
+            except UnsupportedError:  # from_pretrained also accepts the names in memory
                 continue
             made = {
                 name: each
@@ -140,24 +140,24 @@ class LikeModel:
         return index
 
     def compare(self, selection: Selection) -> list[str]:
-        """Hold names and shapes against what ``from_pretrained`` looks for, else against the model's own weights.
+        """Compare names and shapes with those that ``from_pretrained`` requires, else with the model's weights.
 
         Args:
-            selection: what is to be written.
+            selection: the tensors to write.
 
         Returns:
-            Names to be left out: the model ties them to others that have the same elements, as FSDP saves them.
+            Names to omit: the model ties them to names with equal elements (FSDP saves both).
 
         Raises:
-            MismatchError: it would not find a tensor, or find one too many, or one of another shape.
+            MismatchError: a tensor is missing, superfluous, or of another shape.
         """
         written = {tensor.names[0]: tensor.shape for tensor in selection.weights}
         found = [_read(model, written) for model in self.models]
         if not found and self.shapes:
             found = [_Found(self.shapes, written, self.shapes.keys() - written.keys())]
         if not found:
-            told = "%s: transformers makes no model of it, and it has no weights: nothing was compared"
-            logger.warning(told, self.folder)
+            text = "%s: transformers creates no model from it, and it has no weights: nothing was compared"
+            logger.warning(text, self.folder)
             return []
         best = min(found, key=lambda each: len(each.list_faults()))
         atoms = {tensor.names[0]: tensor.full.atom for tensor in selection.weights}
@@ -172,31 +172,31 @@ class LikeModel:
         return [alias for alias, is_same in same.items() if is_same]
 
     def copy_beside(self, folder: str, dtypes: Collection[str]) -> None:
-        """Copy configurations, tokenizer and the like; the configuration tells the element type that is written.
+        """Copy configurations, tokenizer and similar files, with the written element type in the configuration.
 
         Args:
-            folder: where to.
-            dtypes: of the tensors that are written.
+            folder: output folder.
+            dtypes: element types of the written tensors.
         """
         for name in filter(BESIDE.fullmatch, sorted(os.listdir(self.folder))):
             path = os.path.join(self.folder, name)
             with explain_full(folder):
                 if name == CONFIG:
                     with open(os.path.join(folder, name), "x", encoding="utf-8") as stream:
-                        stream.write(self._tell_dtype(dtypes))
+                        stream.write(self._dump_config(dtypes))
                 elif name == TEMPLATES and os.path.isdir(path):
                     _copy_templates(path, os.path.join(folder, name))
-                elif name != ADAPTER_CONFIG and os.path.isfile(path):  # which would have an adapter loaded
+                elif name != ADAPTER_CONFIG and os.path.isfile(path):  # from_pretrained would load an adapter
                     shutil.copyfile(path, os.path.join(folder, name))
 
-    def _tell_dtype(self, dtypes: Collection[str]) -> str:
-        """The configuration, by which from_pretrained chooses the element type that it loads in."""
-        told = {key: value for key, value in self.config.items() if key != QUANTIZED}
+    def _dump_config(self, dtypes: Collection[str]) -> str:
+        """Return the configuration with the element type in which from_pretrained loads the weights."""
+        config = {key: value for key, value in self.config.items() if key != QUANTIZED}
         floating = [each for each in dtypes if each in ("float64", "float32", "float16", "bfloat16")]
         if len(floating) == 1:
-            known = [name for name in ("dtype", "torch_dtype") if name in told]
-            told |= dict.fromkeys(known or ["torch_dtype"], floating[0])
-        return json.dumps(told, indent=2) + "\n"
+            known = [name for name in ("dtype", "torch_dtype") if name in config]
+            config |= dict.fromkeys(known or ["torch_dtype"], floating[0])
+        return json.dumps(config, indent=2) + "\n"
 
 
 def _copy_templates(folder: str, destination: str) -> None:
@@ -213,12 +213,12 @@ def _make_models(kinds: Iterable[Callable[[Any], Any]], config: Any) -> Iterator
         try:
             with torch.device("meta"):
                 yield make(config)
-        except ValueError:  # no model of that kind
+        except ValueError:  # not a model of that kind
             continue
 
 
 def _list_files(model: Any) -> dict[str, Shape]:
-    """Shapes by the names that ``save_pretrained`` writes."""
+    """Return the shapes by the names that ``save_pretrained`` writes."""
     try:
         from transformers.core_model_loading import revert_weight_conversion  # transformers 5
     except ImportError:
@@ -229,13 +229,13 @@ def _list_files(model: Any) -> dict[str, Shape]:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What ``from_pretrained`` finds in a file.
+    """The tensors that ``from_pretrained`` finds in a file.
 
     Attributes:
-        wanted: shapes of what the model has.
-        found: shapes of what it makes of the file for it.
-        missing: what the model has and the file does not.
-        twice: names in the file that the model ties to another one there → that one.
+        wanted: shapes of the model's tensors.
+        found: shapes of the tensors that it makes of the file.
+        missing: names that the file lacks.
+        twice: name in the file → other name in the file that the model ties it to.
     """
 
     wanted: Mapping[str, Shape]
@@ -244,15 +244,15 @@ class _Found:
     twice: Mapping[str, str] = field(default_factory=dict)
 
     def list_faults(self) -> list[str]:
-        """Which tensors do not fit, in words, by what is wrong with them."""
+        """Describe the tensors that do not fit, by kind of fault."""
         both = sorted(self.wanted.keys() & self.found.keys())
         shapes = [(name, self.found[name], self.wanted[name]) for name in both]
-        told = {
+        faults = {
             "missing here": sorted(self.missing),
             "not there": sorted(self.found.keys() - self.wanted.keys()),
             "of another shape": [f"{name} {here}, there {there}" for name, here, there in shapes if here != there],
         }
-        return [f"{what}: {shorten(each)}" for what, each in told.items() if each]
+        return [f"{kind}: {shorten(each)}" for kind, each in faults.items() if each]
 
 
 def _read(model: Any, written: Mapping[str, Shape]) -> _Found:

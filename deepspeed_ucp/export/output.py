@@ -1,4 +1,4 @@
-"""The folder of an export: staged aside, made durable, renamed; nothing of anybody else's is ever removed."""
+"""The folder of an export: staged, synced and renamed; foreign files are never removed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..io.store import is_folder, list_folder, list_tree
 from ..io.upload import open_staging
 from ..sources.foreign.names import ADAPTER_STEM, MODEL_FOLDER, OPTIMIZER_FOLDER, TRAINERS, WEIGHTS_INDEX
 from ..stream.checks import Checks
-from ..stream.duplicates import check_samples, find_parted
+from ..stream.duplicates import check_samples, find_diverged
 from ..stream.report import OutputReport
 from .tensors import ExportOptions, Selection, Tensor
 
@@ -30,14 +30,14 @@ _EXPORTED = re.compile(
 )
 
 TEMPLATES = "additional_chat_templates"
-"""Folder of the chat templates beside the default one (transformers/utils/hub.py, ``CHAT_TEMPLATE_DIR``)."""
+"""Folder of further chat templates (transformers/utils/hub.py, ``CHAT_TEMPLATE_DIR``)."""
 
 BESIDE = re.compile(
     r"[\w.-]*config\.json|(special_tokens_map|added_tokens|chat_template|normalizer)\.json|token(izer|ization)[\w.-]*"
     r"|([\w-]+[_-])?vocab(-[\w-]+)?\.(json|txt)|merges\.txt|[\w.-]+\.(model|jinja|tiktoken|spm|codes|tokenizer|py)"
     rf"|(tekken|emoji|byte_maps|word_shape|word_pronunciation)\.json|dict\.txt|{TEMPLATES}"
 )
-"""Files that Hugging Face's libraries want beside the weights, a model's own code among them, and a folder."""
+"""Further files that Hugging Face's libraries load with the weights, including a model's code, and a folder."""
 
 
 EXPORT = OutputKind(
@@ -55,7 +55,7 @@ EXPORT = OutputKind(
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """An export under way: what is read, by whom and how, the folder that is written, and what has been done."""
+    """A running export: source, ranks, options, output folder and report."""
 
     index: AtomicIndex
     comm: Comm
@@ -64,13 +64,13 @@ class Export:
     report: OutputReport
 
     def verify(self, tensors: Iterable[Tensor], checks: Checks, again: int = 0) -> None:
-        """Hold what was read against the checksums, and masters against the model's own copies; collective.
+        """Compare the bytes read with their checksums, and masters with the model's copies; collective.
 
         Args:
-            again: bytes that were read a second time, which the report counts as well.
+            again: bytes that were read twice, which the report counts too.
 
         Raises:
-            CheckpointError: the source is damaged, or of several runs; the same on every rank.
+            CheckpointError: the source is damaged, or of several runs; equal on all ranks.
         """
         nbytes = again + checks.nbytes + checks.verify(self.index, self.comm, threads=self.report.workers)
         check_samples(self.index, [tensor.full.atom.key for tensor in tensors], self.comm)
@@ -88,15 +88,15 @@ def stage_export(
     tensors: int,
     nbytes: int,
 ) -> Iterator[Export]:
-    """A folder to write to; when the block ends without an error it becomes the destination; collective.
+    """Context manager of an output folder that becomes the destination after success; collective.
 
     Args:
-        tensors: how many will be written.
-        nbytes: what will be written.
+        tensors: number of tensors to write.
+        nbytes: number of bytes to write.
 
     Raises:
-        StorageError: the destination may not be written, or somebody else writes it.
-        DiskFullError: there is not enough room.
+        StorageError: the destination must not be replaced, or another process writes it.
+        DiskFullError: the disk is full.
     """
     index = selection.index
     comm.once(lambda: _warn_losses(index, selection))
@@ -125,15 +125,15 @@ def _open_staging(destination: str, source: str, comm: Comm) -> Staging:
     staging = open_staging(destination, source, EXPORT)
     if staging.is_remote and comm.size > 1:
         raise UnsupportedError(
-            "an export's files are written by all nodes together, which a store does not allow. Export "
-            "on one node, or to a shared file system and copy that.",
+            "all nodes write an export's files together, which an object store does not support. Export on one node, "
+            "or to a shared file system, and copy the export.",
             path=destination,
         )
     return staging
 
 
 def _begin(staging: Staging, nbytes: int, overwrite: bool, stack: ExitStack) -> None:
-    """Lock the destination and make the staging folder; ``stack`` ends the lock, and clears up after an error."""
+    """Lock the destination and create the staging folder; ``stack`` releases both."""
     stack.enter_context(staging.lock())
     staging.check_destination(overwrite)
     staging.begin()
@@ -142,23 +142,23 @@ def _begin(staging: Staging, nbytes: int, overwrite: bool, stack: ExitStack) -> 
 
 
 def _warn_losses(index: AtomicIndex, selection: Selection) -> None:
-    """Tell what an export cannot hold, or what the source lacks."""
+    """Warn of data that an export cannot hold or that the source lacks."""
     if index.limits.dropped:
         logger.warning("%s: %s", index.run.state_file, index.limits.dropped)
-    if parted := find_parted(index, sorted(index.model.instances), Comm()):
+    if parted := find_diverged(index, sorted(index.model.instances), Comm()):
         logger.warning(
-            "held by several pipeline stages, each with values of its own; the first stage's are written: %s",
+            "held by several pipeline stages with different values; the first stage's are written: %s",
             shorten(parted),
         )
     if not any(key.state == MASTER for key in index.stored.atoms) and index.run.topology.precision != "float32":
-        way = "; where the optimizer was given model.parameters() at stage 0, --groups module names its fp32 weights"
+        remedy = "; if the optimizer was given model.parameters() at stage 0, --groups module names its fp32 weights"
         logger.warning(
             "this checkpoint has no fp32 weights with names, so the model's own %s are written%s",
-            *(index.run.topology.precision, "" if index.limits.stateless else way),
+            *(index.run.topology.precision, "" if index.limits.stateless else remedy),
         )
     padded = [each for each in selection.weights if each.shape != each.full.shape]
     if cut := [f"{each.names[0]} ({each.shape[0]} of {each.full.shape[0]} rows)" for each in padded]:
-        logger.info("a vocabulary's padding is left out (--keep-padding writes it): %s", shorten(cut))
+        logger.info("padding of a vocabulary is not written (--keep-padding writes it): %s", shorten(cut))
     if selection.unused:
         logger.warning("patterns: rules that match no parameter: %s", shorten(selection.unused))
     if selection.resizes:

@@ -1,7 +1,7 @@
-"""Writes weights as safetensors, sharded and indexed as Hugging Face loads them, straight from the fragments.
+"""Export weights as safetensors with Hugging Face's shards and index, directly from the fragments.
 
-The layout is computed first; then threads fill byte ranges of files of known size. The bytes are those that the
-safetensors library's own ``save_file`` writes for the same tensors. (The library needs them whole in memory.)
+The layout is computed first; then threads fill byte ranges of files of known size. The bytes equal those of the
+library's ``save_file``, which needs all tensors in memory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .output import Export, stage_export
 from .tensors import ExportOptions, Tensor, select_tensors
 
 MAX_SHARD = 5 * 10**9
-"""Bytes of one file's tensors, as Hugging Face's libraries have it."""
+"""Default bytes of the tensors of a file, as in Hugging Face's libraries."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ORDER = {dtype: number for number, dtype in enumerate(_NAMES)}
@@ -40,12 +40,12 @@ _ORDER = {dtype: number for number, dtype in enumerate(_NAMES)}
 
 @dataclass(frozen=True, slots=True)
 class SafeLayout:
-    """Where everything goes.
+    """Layout of the output.
 
     Attributes:
-        heads: by file, everything in front of the data.
-        sizes: by file, bytes in all.
-        places: by tensor, its file and the byte in it where its data begins.
+        heads: file → bytes before the data.
+        sizes: file → total bytes.
+        places: tensor → file, and offset of its data.
     """
 
     heads: dict[str, bytes]
@@ -53,7 +53,7 @@ class SafeLayout:
     places: dict[str, tuple[str, int]]
 
     def describe(self) -> bytes:
-        """Content of the index file."""
+        """Return the content of the index file."""
         nbytes = sum(self.sizes.values()) - sum(map(len, self.heads.values()))
         weights = {name: file for name, (file, _) in self.places.items()}
         index = {"metadata": {"total_size": nbytes}, "weight_map": weights}
@@ -64,12 +64,12 @@ def lay_out(tensors: Mapping[str, Tensor], max_shard: int = MAX_SHARD, stem: str
     """Place tensors in files.
 
     Args:
-        tensors: by name, in the order of the state dict.
-        max_shard: bytes of data per file; a tensor that is larger has a file of its own.
-        stem: what the names of the files begin with.
+        tensors: name → tensor, in the order of the state dict.
+        max_shard: bytes of data per file; a larger tensor gets its own file.
+        stem: first part of the file names.
 
     Raises:
-        UnsupportedError: an element type that the format does not know, or a name that is no Unicode text.
+        UnsupportedError: the format lacks an element type, or a name is no Unicode text.
     """
     if odd := [name for name in tensors if any("\ud800" <= each <= "\udfff" for each in name)]:
         raise UnsupportedError(f"safetensors has no names such as {shorten(odd)}; --rename or --to dcp has them.")
@@ -84,7 +84,7 @@ def lay_out(tensors: Mapping[str, Tensor], max_shard: int = MAX_SHARD, stem: str
 
 
 def split_shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Names per file, by the rule of huggingface_hub's ``split_state_dict_into_shards_factory``."""
+    """Return the names by file, as huggingface_hub's ``split_state_dict_into_shards_factory``."""
     shards: list[list[str]] = []
     current: list[str] = []
     held = 0
@@ -101,7 +101,7 @@ def split_shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
 
 
 def _lay_file(layout: SafeLayout, file: str, tensors: Mapping[str, Tensor]) -> None:
-    """The library's order, wide elements first, keeps every tensor aligned to its own elements."""
+    """Add a file to the layout, in the library's order: wide elements first, which aligns all tensors."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offsets, position = {}, 0
     for name, tensor in sorted(tensors.items(), key=lambda item: (-_ORDER[item[1].dtype], item[0])):
@@ -129,15 +129,15 @@ def export_safetensors(
 
     Args:
         index: the checkpoint.
-        destination: folder to be made.
-        comm: the nodes that share the work; alone without it.
-        rules: how tensor parallelism cuts parameters, by the user.
+        destination: folder to create.
+        comm: the nodes that share the work (default: this one).
+        rules: the user's patterns and renames.
         max_shard: bytes of data per file.
-        like: folder of a Hugging Face model, whose names and shapes have to be the written ones; its configuration and
-            tokenizer files are copied beside the weights.
+        like: folder of a Hugging Face model with the required names and shapes; its configuration and tokenizer files
+            are copied.
 
     Raises:
-        UcpError: the same on every rank; the destination is as it was.
+        UcpError: equal on all ranks; the destination is unchanged.
     """
     comm, options = comm or Comm(), options or ExportOptions()
     # PEFT loads an adapter from one file.
@@ -166,7 +166,7 @@ def export_safetensors(
 
 
 def _prepare(folder: str, layout: SafeLayout, like: LikeModel | None, dtypes: Collection[str]) -> None:
-    """Files of their final size with their headers; the index; what lies beside."""
+    """Create the files with their final size and headers, the index, and the copied files."""
     if like is not None:
         like.copy_beside(folder, dtypes)
     for file, head in layout.heads.items():
@@ -181,7 +181,7 @@ def _prepare(folder: str, layout: SafeLayout, like: LikeModel | None, dtypes: Co
 
 
 def _fill(export: Export, tensors: Sequence[Tensor], layout: SafeLayout) -> Checks:
-    """Read, cast and write this node's batches; what was read; collective."""
+    """Read, cast and write this node's batches; return the checks of the bytes read; collective."""
     comm, report = export.comm, export.report
     report.workers, most = export.options.divide(report.source)
     outputs = [Output(tensor.numel, tensor.full.itemsize, tensor.full.place) for tensor in tensors]

@@ -1,4 +1,4 @@
-"""The state dict of an export to torch.distributed.checkpoint: keys, param groups, and placeholders for tensors."""
+"""State dicts of an export to torch.distributed.checkpoint: keys, param groups, and placeholders for tensors."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from ..sources.foreign.names import MODEL_FOLDER, OPTIMIZER_FOLDER
 from .tensors import Selection, Tensor
 
 LAYOUTS = ("torch", "flattened", "torchtitan", "accelerate")
-"""Keys: {"model", "optim"} as get_state_dict names them; the same with a flattened optimizer; torchtitan's own;
-Accelerate's, a folder each for model and optimizer, which Hugging Face's Trainer has too."""
+"""Layouts of keys: {"model", "optim"} as in get_state_dict; with a flattened optimizer; as in torchtitan; as in
+Accelerate and Hugging Face's Trainer, with a folder each for model and optimizer."""
 
 Trees = dict[str, dict[str, Any]]
-"""State dicts by the folder that takes each; an empty name is the export's own."""
+"""Subfolder → state dict; an empty name is the export's folder."""
 
 Placeholders = dict[int, tuple[Tensor, bool]]
-"""What the placeholders in a state dict stand for, by their ``id``, and whether that is under a tied name."""
+"""``id`` of a placeholder → its tensor, and whether its name is a tied one."""
 
 
 def make_trees(selection: Selection, *, weights_only: bool, layout: str) -> tuple[Trees, Placeholders]:
-    """The state dicts, with a placeholder for each tensor, and what the placeholders stand for."""
+    """Return state dicts with a placeholder for each tensor, and the placeholders' tensors."""
     found: Placeholders = {}
 
     def stand_in(tensor: Tensor, name: str = "") -> torch.Tensor:
@@ -45,14 +45,14 @@ def make_trees(selection: Selection, *, weights_only: bool, layout: str) -> tupl
 def _make_optimizer(
     index: AtomicIndex, selection: Selection, stand_in: Callable[[Tensor], torch.Tensor]
 ) -> dict[str, Any]:
-    """The optimizer's state in the canonical form of ``torch.distributed.checkpoint.state_dict``."""
+    """Return the optimizer's state in the canonical form of ``torch.distributed.checkpoint.state_dict``."""
     states: dict[str, dict[str, Any]] = {}
     for key, tensor in selection.states.items():
         states.setdefault(key.name, {})[key.state] = stand_in(tensor)
     for name, held in states.items():
         scalars = index.run.scalars.get(ParamKey(name), {})
         held.update({scalar: _make_scalar(index, scalar, value) for scalar, value in scalars.items()})
-    # DeepSpeed's own Adam decouples weight decay unless its ds_config tells that it is not AdamW.
+    # DeepSpeed's Adam decouples weight decay unless its ds_config has adam_w_mode=False.
     is_plain = str(index.run.optimizer).lower() == "adam" and index.run.optimizer_params.get("adam_w_mode") is False
     groups = []
     for group in index.run.groups:
@@ -63,19 +63,19 @@ def _make_optimizer(
 
 
 def _make_scalar(index: AtomicIndex, name: str, value: Any) -> Any:
-    """Torch's optimizers keep ``step`` as a 0-dim float32 tensor; DeepSpeed's own keep a number."""
+    """Convert a scalar to its tensor: torch's optimizers store ``step`` as 0-dim float32, DeepSpeed's as a number."""
     dtype = index.run.scalar_dtypes.get(name, "float32" if name == "step" else None)
     return value if dtype is None else torch.tensor(value, dtype=getattr(torch, dtype))
 
 
 def complete_group(hyper: Mapping[str, Any], states: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> Any:
-    """Hyper-parameters, with torch's defaults for what DeepSpeed's Adam lacks and ``torch.optim.AdamW`` wants.
+    """Add torch's defaults for hyper-parameters that ``torch.optim.AdamW`` requires and DeepSpeed's Adam lacks.
 
-    There is an ``initial_lr`` in any case: a load asks for it where a scheduler of torch's was made before.
+    ``initial_lr`` is always added: a load requires it if one of torch's schedulers was created before.
 
     Args:
-        states: of all parameters; they tell whether the optimizer is Adam's kind.
-        names: the group's parameters.
+        states: states of all parameters, by which Adam-like optimizers are recognised.
+        names: parameters of the group.
     """
     kept = {key: value for key, value in hyper.items() if key not in ("params", "param_names")}
     kept |= {"initial_lr": kept["lr"]} if "lr" in kept and "initial_lr" not in kept else {}
@@ -90,7 +90,7 @@ def complete_group(hyper: Mapping[str, Any], states: Mapping[str, Mapping[str, A
 
 
 def flatten_optimizer(optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    """The form that ``StateDictOptions(flatten_optimizer_state_dict=True)`` gives."""
+    """Flatten as with ``StateDictOptions(flatten_optimizer_state_dict=True)``."""
     flat = {
         f"state.{name}.{state}": value for name, held in optimizer["state"].items() for state, value in held.items()
     }

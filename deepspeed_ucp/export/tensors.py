@@ -1,4 +1,4 @@
-"""What an export holds: which tensors, under which names, in which element type; the same for every format."""
+"""Select the tensors of an export, with their names and element types, for all formats."""
 
 from __future__ import annotations
 
@@ -24,23 +24,22 @@ from .adapter import choose_adapter
 logger = logging.getLogger("deepspeed_ucp")
 
 WEIGHTS = (MASTER, MODULE, COPY)
-"""States that hold a weight or a buffer; the first that a name has counts."""
+"""States of a weight or a buffer, by precedence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportOptions(WorkOptions):
-    """What to export, and how.
+    """Options of an export.
 
     Attributes:
-        dtype: element type of floating weights and buffers; None keeps what is stored.
-        tied: names that are tied to another one: "drop" them, or write each as a "copy"; None does what the format's
-            own libraries do.
+        dtype: element type of floating-point weights and buffers; None keeps the stored one.
+        tied: "drop" tied names, or write each as a "copy" (default: as the format's libraries do).
         keep_padding: keep the padding rows of vocabularies.
         frozen: write frozen parameters too.
-        strip_prefix: cut off names that begin with it, after renaming.
-        renames: saved names → names to be written; the first that matches counts.
+        strip_prefix: prefix to remove from names after renaming.
+        renames: rules from saved names to written names; the first match counts.
         overwrite: replace an earlier export at the destination.
-        adapter: name of the adapter that is written alone; empty: adapters are parameters like others.
+        adapter: name of the only adapter to write; empty: write adapters as other parameters.
         adapter_config: its ``adapter_config.json``.
     """
 
@@ -60,10 +59,10 @@ class Tensor:
     """One tensor to be read.
 
     Attributes:
-        names: under which its data is written: its own, and those that are tied to it.
-        full: the whole of it; elements are taken from its front, so that rows of padding fall away.
-        shape: as written.
-        dtype: as written.
+        names: written names: its name, and tied names.
+        full: the full tensor. Its first elements are written, without padding rows.
+        shape: written shape.
+        dtype: written element type.
     """
 
     names: tuple[str, ...]
@@ -73,16 +72,16 @@ class Tensor:
 
     @property
     def numel(self) -> int:
-        """Elements that are written."""
+        """Number of written elements."""
         return count(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are written under each name."""
+        """Bytes written under each name."""
         return self.numel * ITEMSIZE[self.dtype]
 
     def convert(self, data: memoryview, scratch: Scratch) -> memoryview:
-        """Elements as they are written, from elements as they are stored; ``scratch`` takes them where these differ."""
+        """Convert stored elements to written ones, in ``scratch`` if the types differ."""
         if self.dtype == self.full.dtype:
             return data
         into = scratch.take(data.nbytes // self.full.itemsize * ITEMSIZE[self.dtype])
@@ -92,15 +91,15 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What is exported.
+    """The contents of an export.
 
     Attributes:
         index: the checkpoint.
-        weights: and buffers, in the order of the state dict as far as the source tells it.
-        states: of the optimizer, by atom; a pipeline's later copies are left out.
-        names: saved name → written name, of everything.
-        unused: rules of the user's that match nothing.
-        resizes: there are rules by which a load would change shapes.
+        weights: weights and buffers, in the order of the state dict if known.
+        states: optimizer states by atom, without copies of later pipeline stages.
+        names: saved name → written name.
+        unused: the user's rules without a match.
+        resizes: whether the user gave resize rules, which only apply to loads.
     """
 
     index: AtomicIndex
@@ -112,7 +111,7 @@ class Selection:
 
     @property
     def by_name(self) -> dict[str, Tensor]:
-        """Weights and buffers under every name that they are written under, tied names last."""
+        """Weights and buffers by written name, tied names last."""
         own = {tensor.names[0]: tensor for tensor in self.weights}
         return {**own, **{name: tensor for tensor in self.weights for name in tensor.names[1:]}}
 
@@ -125,17 +124,16 @@ def select_tensors(
     tied: str,
     states: Callable[[str], bool] = WEIGHTS.__contains__,
 ) -> Selection:
-    """Choose what is exported.
+    """Select the tensors of an export.
 
     Args:
-        rules: how tensor parallelism cuts parameters, and their ``rename`` rules, by the user.
-        tied: "drop" or "copy", where the options do not say.
-        states: which states are wanted.
+        rules: the user's patterns and renames.
+        tied: default of ``options.tied``.
+        states: filter of states.
 
     Raises:
-        ConfigError: unknown element type, a rule that asks for what is not there, or which parameters are frozen is
-            not known.
-        MismatchError: parameters whose pattern nothing settles; names that become one; rules that do not fit.
+        ConfigError: the element type is unknown, a rule is invalid, or the frozen parameters are not known.
+        MismatchError: a pattern is unknown, rules do not fit, or two names become one.
         UnsupportedError: tensors that cannot be read.
     """
     if options.dtype is not None and options.dtype not in FLOATING:
@@ -143,14 +141,14 @@ def select_tensors(
     refuse_unreadable(index, states)
     if index.limits.ambiguous:
         logger.warning(
-            f"{index.run.state_file}: {shorten(index.limits.ambiguous, 3)}: further names of modules that the model "
-            "has under several names; ZeRO 3 does not record of which, so they are not written. Load the export into "
-            "such a model with strict=False."
+            f"{index.run.state_file}: {shorten(index.limits.ambiguous, 3)}: further names of shared modules. ZeRO 3 does "
+            "not record the shared module, so they are not written. Load the export into such a model with "
+            "strict=False."
         )
     refuse_scattered(index, "every node of an export reads its part of each")
     full = assemble_full_tensors(index, rules, states=states)
-    left_out = set() if options.frozen else _find_frozen(index)
-    kept = {key: atom for key, atom in full.tensors.items() if not key.instance and key.name not in left_out}
+    omitted = set() if options.frozen else _find_frozen(index)
+    kept = {key: atom for key, atom in full.tensors.items() if not key.instance and key.name not in omitted}
     listed = dict.fromkeys([*(key.name for key in kept), *index.model.aliases])
     names = name_tensors(listed, (*options.renames, *list_renames(rules)), options.strip_prefix)
     if options.adapter:
@@ -183,23 +181,23 @@ def select_tensors(
 
 
 def _find_frozen(index: AtomicIndex) -> set[str]:
-    """Parameters that the saved run did not train.
+    """Return the parameters that the saved run did not train.
 
     Raises:
-        ConfigError: the files do not tell.
+        ConfigError: the files do not record it.
     """
     atoms = index.stored.atoms
     trained = atoms.list_names((MASTER, COPY))
     if not trained:
         raise ConfigError(
-            f"{index.run.state_file}: does not tell which parameters were trained: stage 0 saves no names. Give "
+            f"{index.run.state_file}: does not record which parameters were trained: stage 0 saves no names. Give "
             "them (--groups), or export all."
         )
     return atoms.list_names((MODULE,)) - trained - index.model.buffers
 
 
 def _order_weights(index: AtomicIndex) -> list[AtomKey]:
-    """Each name's weight, in the order of the model's state dict where its module states tell it, else of the files."""
+    """Return each name's weight, in the order of the model's state dict if saved, else of the files."""
     keys = index.stored.atoms
     has_copies = any(key.state == COPY for key in keys)
     first = [key.name for key in keys if has_copies and key.state in (COPY, MODULE)]

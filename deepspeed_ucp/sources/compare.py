@@ -1,8 +1,8 @@
-"""Whether files belong together: same step, same run, same number of ranks, written in one go.
+"""Detect files of another save: another step, run, number of ranks or time.
 
-DeepSpeed gives a save no identity, and ``torch.save`` writes none: its ``.data/serialization_id`` is a hash of the
-records' names and checksums, its zip entries have no times. So everything is compared that every rank of a launch
-writes alike, and the file that differs from most is named.
+Neither DeepSpeed nor ``torch.save`` gives a save an identity: ``.data/serialization_id`` is a hash of the records'
+names and checksums, and zip entries have no times. So all values that the ranks of a launch write alike are compared,
+and the file that differs from most is named.
 """
 
 from __future__ import annotations
@@ -37,36 +37,36 @@ DEEPSPEEDS = frozenset(
         *("checkpoint_parallel_dimensions", "num_experts", "autotp_config", "ds_autoep_layers"),
     ]
 )
-"""Keys of a model-states file that DeepSpeed writes (engine.py ``_common_checkpoint_state`` and kin)."""
+"""Keys of a model-states file that DeepSpeed writes (engine.py ``_common_checkpoint_state`` and similar functions)."""
 
 _VERSION, _WRITER, _CONFIG = "ds_version", "the form of its archive", "its whole ds_config"
 _SCHEDULER, _CLIENT = "its lr_scheduler", "its client state"
-"""Marks: what all files have alike; the scheduler and the client state are in the model states alone."""
+"""Marks: values that are equal in all files; the scheduler and the client state are only in model states."""
 
 _EVERYWHERE = ("kind", "stage", "scaler", "clip_grad", "elastic")
-"""Fields of the optimizer's headers that all ranks have alike."""
+"""Fields of optimizer headers that are equal on all ranks."""
 
 _LIMIT = 20_000
-"""Values that are looked at; what is larger gets no mark."""
+"""Maximum number of values that are hashed; larger trees get no mark."""
 
 _SLACK = 120.0
-"""Seconds that the files of one save may lie apart in any case."""
+"""Minimum tolerance in seconds between the files of one save."""
 
 _SLOWEST, _SLOWEST_SHARED = 10 << 20, 256 << 20
-"""Bytes per second at which the slowest storage writes a file, or is copied to, and that of many ranks all files."""
+"""Bytes per second of the slowest storage: for one file, and for the files of many ranks together."""
 
 Comparison = tuple[Iterable[FileHeader], str, Callable[[FileHeader], Any], str]
-"""Something that files of one save have alike: which files, what it is called, where a header has it; its severity."""
+"""A value that is equal in all files of a save: the files, its name, its reader, and the severity of a difference."""
 
 
 def read_marks(tree: Mapping[Any, Any], writer: str) -> dict[str, str]:
-    """The marks of a state file, each a few bytes.
+    """Return the marks of a state file, each a few bytes.
 
     Args:
-        tree: its object tree.
-        writer: the form of its archive, which differs between torch releases and DeepSpeed's writers.
+        tree: object tree of the file.
+        writer: form of the archive, which differs between torch releases and DeepSpeed's writers.
     """
-    others = (*DEEPSPEEDS, "optimizer_state_dict", KEY)  # what a save carries is a rank's own
+    others = (*DEEPSPEEDS, "optimizer_state_dict", KEY)  # the plugin's state differs by rank
     client = {key: value for key, value in tree.items() if key not in others}
     marks = {
         _VERSION: str(tree.get("ds_version") or ""),
@@ -79,17 +79,17 @@ def read_marks(tree: Mapping[Any, Any], writer: str) -> dict[str, str]:
 
 
 def _write(value: Any) -> str:
-    """Integers in hexadecimal digits, of which there may be any number."""
+    """Convert plain data to text; integers of any size to hexadecimal digits."""
     return hex(value) if type(value) is int else str(value)
 
 
 def _keep_letters(value: Any) -> str:
-    """A string without its digits (``cuda:0``, ``node17``); nothing of other values, which may be a rank's own."""
+    """Return a string without digits (``cuda:0``, ``node17``); empty for other values, which may differ by rank."""
     return re.sub(r"\d+", "", value) if isinstance(value, str) else ""
 
 
 def _digest(value: Any, write: Callable[[Any], str]) -> str:
-    """A short hash of plain data; empty where there is none, or too much of it."""
+    """Return a short hash of plain data; empty without data or above the limit."""
     if not value or has_more_parts(value, _LIMIT):
         return ""
     found, todo = hashlib.sha256(), [value]
@@ -109,7 +109,7 @@ def _digest(value: Any, write: Callable[[Any], str]) -> str:
 
 
 def find_foreign_files(save: Save) -> list[Finding]:
-    """A finding for every file that is of another step, run or world size than most; of two the first one counts."""
+    """Return the first finding for each file of another step, run or world size than most files."""
     found: dict[str, Finding] = {}
     for finding in chain(_check_world_sizes(save), *(_compare(save, *each) for each in _list_comparisons(save))):
         found.setdefault(finding.file, finding)
@@ -122,13 +122,13 @@ def _check_world_sizes(save: Save) -> Iterator[Finding]:
         counts = header.optim.partition_count if header.optim else ()
         if all(count == save.dp for count in counts):
             continue
-        # Groups of experts are cut over fewer ranks; whether there are any is asked last, as the file may be missing.
+        # Groups of experts are partitioned over fewer ranks. Experts are looked up last: the file may be missing.
         if not all(0 < count <= most and not most % count for count in counts) or not save.model(0).experts:
             yield _describe_foreign(save, header, f"was saved by {counts} ranks, the model states say {save.dp}")
 
 
 def _list_comparisons(save: Save) -> Iterator[Comparison]:
-    """The comparisons in the order in which they tell: the first that fails is what is told of a file."""
+    """Yield the comparisons in order of significance: only the first difference of a file is reported."""
     models, shards = list(chain(*save.models)), list(chain(*save.shards))
     files = [*models, *shards]
     yield models, "its step", _read_counters, FAULT
@@ -145,10 +145,10 @@ def _list_comparisons(save: Save) -> Iterator[Comparison]:
         yield from ((held, each, _read_optim(each), FAULT) for held in save.shards)
     yield [header for header in files if header.config], "its ds_config", lambda header: header.config, FAULT
     versions, configs = ([header for header in files if mark in header.marks] for mark in (_VERSION, _CONFIG))
-    yield versions, _VERSION, _read_mark(_VERSION), FAULT  # of experts' model states older releases tell neither
-    yield shards, _WRITER, _read_mark(_WRITER), FAULT  # model states are rewritten by hand now and then
+    yield versions, _VERSION, _read_mark(_VERSION), FAULT  # older releases write neither with experts
+    yield shards, _WRITER, _read_mark(_WRITER), FAULT  # users sometimes rewrite model states
     yield configs, _CONFIG, _read_mark(_CONFIG), WARNING
-    for mark in (_SCHEDULER, _CLIENT):  # a client may well give each rank strings of its own
+    for mark in (_SCHEDULER, _CLIENT):  # a script may save different strings on each rank
         yield models, mark, _read_mark(mark), WARNING
 
 
@@ -169,20 +169,20 @@ def _read_optim(attribute: str) -> Callable[[FileHeader], Any]:
 
 
 def _read_groups(header: FileHeader) -> Any:
-    """Param groups; those of experts by name: of several degrees DeepSpeed makes them in any order on each rank."""
+    """Return param groups; groups of experts are sorted by name, since DeepSpeed's order differs by rank."""
     groups = _read_optim("groups")(header)
     return groups and tuple(sorted(groups, key=lambda group: str(group.get("name")) if group.get("moe") else ""))
 
 
 def _read_step(header: FileHeader) -> Any:
-    """The last step that the optimizer has taken with any of its parameters."""
+    """Return the highest step of the optimizer's parameters."""
     optim = header.optim
     held = [*(each.scalars for each in optim.tensors), *optim.groups] if optim else []
     return max((each["step"] for each in held if isinstance(each.get("step"), (int, float))), default=None)
 
 
 def _compare(
-    save: Save, headers: Iterable[FileHeader], what: str, read: Callable[[FileHeader], Any], severity: str
+    save: Save, headers: Iterable[FileHeader], label: str, read: Callable[[FileHeader], Any], severity: str
 ) -> Iterator[Finding]:
     alike: list[tuple[Any, list[FileHeader]]] = []
     for header in headers:
@@ -199,7 +199,7 @@ def _compare(
     usual, most = max(alike, key=lambda each: len(each[1]))
     for value, foreign in alike:
         for header in foreign if foreign is not most else ():
-            fault = f"{what} differs from that of {most[0].name} ({_contrast(value, usual)})"
+            fault = f"{label} differs from that of {most[0].name} ({_contrast(value, usual)})"
             yield _describe_foreign(save, header, fault, severity)
 
 
@@ -213,7 +213,7 @@ def _describe_foreign(save: Save, header: FileHeader, fault: str, severity: str 
 
 
 def _contrast(mine: Any, other: Any) -> str:
-    """What two values differ in; of param groups and dicts the keys."""
+    """Describe the difference of two values; for param groups and dicts, of the differing keys."""
     if isinstance(mine, tuple) and isinstance(other, tuple) and len(mine) == len(other):
         for index, (left, right) in enumerate(zip(mine, other, strict=True)):
             if repr(left) != repr(right) and isinstance(left, dict) and isinstance(right, dict):
@@ -225,14 +225,14 @@ def _contrast(mine: Any, other: Any) -> str:
 
 
 def find_late_files(folder: str, entries: Mapping[str, Entry], used: Sequence[str]) -> list[Finding]:
-    """A warning where a save's files were not written in one go, by the times of their last change.
+    """Warn if the modification times show that a save's files were not written together.
 
-    A copy may have times of its own, a restored file has a newer one, and clocks differ: so it is no more.
+    This is only a warning, since copies and restored files have other times and clocks differ.
 
     Args:
         folder: the tag's folder.
-        entries: its files; the time of one of which it is not known is 0.
-        used: those of the save.
+        entries: its files; an unknown time is 0.
+        used: names of the save's files.
     """
     times = sorted((entries[name].changed, name) for name in used if name in entries and entries[name].changed)
     if not times:
@@ -244,7 +244,7 @@ def find_late_files(folder: str, entries: Mapping[str, Entry], used: Sequence[st
 
 
 def _find_gap(folder: str, times: Sequence[tuple[float, str]], slack: float) -> Finding | None:
-    """One gap that is longer than all the rest: two saves, or a file that was put there later."""
+    """Find one gap that is longer than all other time together: two saves, or a file that was added later."""
     gap, at = max((after[0] - before[0], at) for at, (before, after) in enumerate(pairwise(times), 1))
     rest = times[-1][0] - times[0][0] - gap
     if gap <= max(slack, 2 * rest):
@@ -259,17 +259,17 @@ def _find_gap(folder: str, times: Sequence[tuple[float, str]], slack: float) -> 
 
 
 def _find_unfinished(folder: str, times: Sequence[tuple[float, str]], slack: float) -> list[Finding]:
-    """``latest`` is written after all files of a save: some older and some newer are those of two saves."""
+    """Find files on both sides of ``latest``, which is written after all files of a save."""
     parent, tag = os.path.split(normalize(find_tag_folder(folder)))
     path = os.path.join(parent, LATEST)
     try:
-        told = find_entry(path)
-        late = [name for changed, name in times if told and changed > told.changed + slack]
+        entry = find_entry(path)
+        late = [name for changed, name in times if entry and changed > entry.changed + slack]
         are_two = 0 < len(late) < len(times)
-        if told is None or (is_url(path) and not are_two) or read_tag(path) != tag:
+        if entry is None or (is_url(path) and not are_two) or read_tag(path) != tag:
             return []
         if not are_two:
-            return _find_newer(folder, max(told.changed, times[-1][0]), slack)
+            return _find_newer(folder, max(entry.changed, times[-1][0]), slack)
     except (OSError, CheckpointError):
         return []
     text = (
@@ -280,7 +280,7 @@ def _find_unfinished(folder: str, times: Sequence[tuple[float, str]], slack: flo
 
 
 def _find_newer(folder: str, written: float, slack: float) -> list[Finding]:
-    """A trainer that saves weights alone where it saved all before leaves the older save's tag, of time ``written``."""
+    """Find weights that a trainer saved into the parent folder after the tag, at time ``written``."""
     held = scan_if_there(os.path.dirname(normalize(find_tag_folder(folder))))
     late = sorted(name for name, each in held.items() if each.changed > written + slack)
     weights = [name for name in late if find_format([name]) in (SAFETENSORS, STATE_DICT, ADAPTER)]
@@ -294,28 +294,28 @@ def _find_newer(folder: str, written: float, slack: float) -> list[Finding]:
     return [Finding("times", weights[0], text, WARNING)]
 
 
-def find_other_step(file: str, steps: Any, told: Any = None) -> list[Finding]:
-    """A warning where what lies beside tensors is of another step than these.
+def find_other_step(file: str, steps: Any, counted: Any = None) -> list[Finding]:
+    """Warn if a file counts other steps than the optimizer.
 
-    A trainer counts steps that fp16 has skipped and, of DeepSpeed's with older versions of Accelerate, an epoch's last
-    one that lacks batches to accumulate: the optimizer then has taken fewer.
+    The optimizer may have taken fewer steps: a trainer also counts steps that fp16 has skipped and, with DeepSpeed and
+    older versions of Accelerate, the incomplete last step of each epoch.
 
     Args:
-        file: that tells of a step, by its path.
-        steps: that the optimizer has taken; 0 or None where nothing tells.
-        told: that step; without it the file is a trainer's state, which is read, unless it is a store's.
+        file: path of the file.
+        steps: steps of the optimizer; 0 or None if unknown.
+        counted: step of the file; by default it is read from the file, a trainer's state on a file system.
     """
     fewer: float = 0
-    if told is None and not is_url(file):
+    if counted is None and not is_url(file):
         with suppress(OSError, CheckpointError, ValueError, TypeError, OverflowError):
             state = read_json(file)
-            told, fewer = state.get("global_step"), math.ceil(state.get("epoch") or 0)
+            counted, fewer = state.get("global_step"), math.ceil(state.get("epoch") or 0)
             fewer = math.inf if find_entry(os.path.join(os.path.dirname(file), SCALER)) else fewer
-    if type(told) is not int or not steps or told - fewer <= steps <= told:
+    if type(counted) is not int or not steps or counted - fewer <= steps <= counted:
         return []
     text = (
-        f"{file}: tells of step {told}, the optimizer of {steps}. They are of two saves, unless steps were skipped, or "
-        "one of them was begun anew."
+        f"{file}: counts {counted} steps, the optimizer {steps}. They are of two saves, unless steps were skipped or "
+        "one of them was restarted."
     )
     return [Finding("foreign", os.path.basename(file), text, WARNING)]
 

@@ -1,12 +1,13 @@
-"""File names of a DeepSpeed checkpoint folder: the one place that knows them (engine.py ``_get_ckpt_name`` and kin)."""
+"""File names in a DeepSpeed checkpoint folder (engine.py ``_get_ckpt_name`` and similar functions)."""
 
 from __future__ import annotations
 
 import os
 import re
 from collections import defaultdict
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..errors import CheckpointError, UcpError, UnsupportedError, shorten
 from ..io.jsonfile import read_json
@@ -17,6 +18,12 @@ from ..io.store import list_folder, list_tree
 from .foreign.names import PARTS, find_format, is_foreign
 from .table import FileTable
 
+NO_AXIS = -1
+"""Tensor-parallel rank of a layer file without one in its name: the process topology had no model axis."""
+
+NO_LAYER = -1
+"""Layer of an expert's file without one in its name: older releases write an expert's parts of all layers to one."""
+
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _MODEL_ZERO3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _OPTIM = re.compile(r"(bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
@@ -24,6 +31,17 @@ _LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 _PIPELINE = re.compile(r"layer_\d+-.*model_states\.pt")
 _EXPERT = re.compile(r"(?:layer_(\d+)_)?expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _EXPERT_OPTIM = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+
+_ROLES: tuple[tuple[str, re.Pattern[str], Callable[[re.Match[str]], Any]], ...] = (
+    ("model", _MODEL, lambda match: int(match[1])),
+    ("model_zero3", _MODEL_ZERO3, lambda match: (int(match[2]), int(match[1]))),
+    ("optim", _OPTIM, lambda match: (match[1] or "", int(match[3]), int(match[2]))),
+    ("layers", _LAYER, lambda match: (int(match[1]), int(match[2] or NO_AXIS))),
+    ("experts", _EXPERT, lambda match: (int(match[1] or NO_LAYER), int(match[2]), int(match[3]))),
+    ("expert_optim", _EXPERT_OPTIM, lambda match: (int(match[2]), int(match[1]))),
+)
+"""Role (field of :class:`Listing`), pattern of the names, and the key of a match."""
+
 _STATES = re.compile(r".*(model|optim)_states\.pt(?:-\d+\.\d+)?", re.ASCII)
 _COPY = re.compile(r"(.*_states\.pt)-(\d{1,9})\.(\d{1,9})", re.ASCII)
 _LEGACY = re.compile(r"mp_rank_\d+(?:_\d+)*")
@@ -31,13 +49,13 @@ _UPLOAD = re.compile(rf"{re.escape(UPLOAD)}[\w.-]+", re.ASCII)
 _SWAP = re.compile(r"offloaded_tensors/rank(\d{1,9})/(?:([^/]+)-)?(\d{1,9})_(\d{1,9})\.tensor\.swp", re.ASCII)
 
 OFFLOADED = "offloaded_tensors"
-"""Folder of a save that holds the files which an engine swaps optimizer states to, a folder for each rank."""
+"""Folder with a subfolder per rank for optimizer states that an engine swapped to NVMe."""
 
 ZERO = "zero"
-"""Folder of an atomic checkpoint that holds a folder per parameter."""
+"""Folder of an atomic checkpoint with a subfolder per parameter."""
 
 CLIENT = "client"
-"""Folder of an atomic checkpoint that holds the client states of all model-parallel ranks but the first."""
+"""Folder of an atomic checkpoint with the client states of all model-parallel ranks except the first."""
 
 SEAL = "ucp_seal.json"
 
@@ -47,22 +65,15 @@ PUBLISHED = "ucp_published.json"
 _POINTER_BYTES = 1 << 12
 """Size limit of ``ucp_published.json``."""
 
-NO_AXIS = -1
-"""Tensor-parallel rank of a layer file whose name has none: the process topology had no model axis."""
-
-
-NO_LAYER = -1
-"""Layer of an expert's file whose name has none: older releases put an expert's parts of all layers into one file."""
-
 
 @dataclass(frozen=True, slots=True, order=True)
 class SwapName:
-    """What the name of a swap file tells.
+    """Fields of the name of a swap file.
 
     Attributes:
-        rank: that wrote it, of all ranks of the run.
-        state: of the optimizer; empty of a master.
-        begin, end: DeepSpeed's numbers of the first and the last parameter of the sub-group that it is of.
+        rank: global rank that wrote it.
+        state: optimizer state; empty for a master.
+        begin, end: DeepSpeed's numbers of the first and last parameters of its sub-group.
     """
 
     rank: int
@@ -73,18 +84,18 @@ class SwapName:
 
 @dataclass(slots=True)
 class Listing:
-    """The checkpoint files of one folder by role; paths, with sizes in bytes.
+    """The checkpoint files of a folder by role, with their sizes in bytes.
 
     Attributes:
         model: model states by model-parallel rank (``pp_rank * tp + tp_rank``).
-        model_zero3: those of ZeRO 3 by (model-parallel rank, data-parallel rank).
+        model_zero3: model states of ZeRO 3 by (model-parallel rank, data-parallel rank).
         optim: optimizer states by (prefix, model-parallel rank, data-parallel rank).
-        layers: a pipeline's layer files by (layer, tensor-parallel rank or ``NO_AXIS``).
-        experts: files of one expert each by (layer, counted from 0, or ``NO_LAYER``; expert; model-parallel rank).
+        layers: layer files of a pipeline by (layer, tensor-parallel rank or ``NO_AXIS``).
+        experts: files of single experts by (layer, counted from 0, or ``NO_LAYER``; expert; model-parallel rank).
         expert_optim: optimizer states of stage 0 with experts by (model-parallel rank, expert-parallel rank).
-        copies: files that other ranks wrote of the same (:func:`choose_copies`), and which of the above each is of.
-        swaps: swap files by what their names tell.
-        where: in which places this rank finds the files, and who sees which; None where all lie in the folder.
+        copies: file that is not read → file with the same content that is read (:func:`choose_copies`).
+        swaps: swap files by their fields.
+        where: the places of the files, and the ranks that can read each; None if all are in ``folder``.
         sp: sequence-parallel degree if files are named by sequence-parallel rank (ALST before DeepSpeed 0.19.8).
     """
 
@@ -107,11 +118,10 @@ class Listing:
 
 
 def list_entries(folder: str) -> dict[str, Entry]:
-    """The state files, manifest, seal and subfolders in a checkpoint's folder, its swap files, and those of frozen
-    parameters beside it, by name.
+    """List the state files, manifest, seal, subfolders and swap files of a checkpoint's folder by name.
 
-    Links are followed, wherever they lead: stores that keep each file once are made of them. What is no regular file
-    in the end (a link to nothing, a FIFO) has no bytes, and cannot be opened (:mod:`deepspeed_ucp.io.store`).
+    Links are followed, also out of the folder: content-addressed stores consist of links. A FIFO or a dangling link is
+    listed with 0 bytes and cannot be opened (:mod:`deepspeed_ucp.io.store`).
 
     Raises:
         CheckpointError: the folder does not exist or cannot be read.
@@ -130,14 +140,14 @@ def list_entries(folder: str) -> dict[str, Entry]:
 
 
 def resolve_published(folder: str, entries: Container[str] = (PUBLISHED,)) -> str:
-    """Return the folder with a tag's files: the one below it that ``ucp_published.json`` names, or the tag's folder.
+    """Return the folder with a tag's files: the subfolder named by ``ucp_published.json``, or the tag's folder.
 
     Args:
-        folder: of the tag.
-        entries: names in it, if they are known; without that file among them nothing is read.
+        folder: the tag's folder.
+        entries: names in the folder, if known; if that file is not among them, it is not read.
 
     Raises:
-        CheckpointError: the file cannot be read, is damaged or names no such folder.
+        CheckpointError: the file cannot be read, is damaged, or its folder name is invalid.
     """
     path = os.path.join(folder, PUBLISHED)
     if PUBLISHED not in entries:
@@ -152,10 +162,10 @@ def resolve_published(folder: str, entries: Container[str] = (PUBLISHED,)) -> st
 
 
 def list_published(folder: str) -> tuple[str, dict[str, Entry]]:
-    """List a tag's files if the tag is there; return the folder that holds them and its content.
+    """Return the folder with a tag's files and its entries, which are empty if the tag does not exist.
 
     Raises:
-        CheckpointError: a folder cannot be listed, or the file that names the other one is damaged.
+        CheckpointError: a folder cannot be listed, or ``ucp_published.json`` is damaged.
     """
     entries = scan_if_there(folder)
     found = resolve_published(folder, entries)
@@ -163,18 +173,18 @@ def list_published(folder: str) -> tuple[str, dict[str, Entry]]:
 
 
 def _list_foreign(folder: str, entries: Mapping[str, Entry]) -> dict[str, Entry]:
-    """The files of a foreign checkpoint, those in folders of it too (Accelerate has one for model and optimizer)."""
-    inside = [name for name, entry in entries.items() if entry.is_folder and name.startswith(PARTS)]
-    held = {name: scan_if_there(os.path.join(folder, name)) for name in inside}
-    found = {f"{name}/{file}": entry for name, files in held.items() for file, entry in files.items()}
+    """List the files of a foreign checkpoint, including Accelerate's subfolders for model and optimizer."""
+    subfolders = [name for name, entry in entries.items() if entry.is_folder and name.startswith(PARTS)]
+    parts = {name: scan_if_there(os.path.join(folder, name)) for name in subfolders}
+    found = {f"{name}/{file}": entry for name, files in parts.items() for file, entry in files.items()}
     return {name: each for name, each in {**entries, **found}.items() if not each.is_folder and is_foreign(name)}
 
 
 def scan_folder(folder: str, *, deep: bool = False) -> dict[str, Entry]:
-    """What lies in a folder, by name; ``deep``: the files in it and below it, by their path from there.
+    """List the entries of a folder by name; ``deep``: the files in all subfolders by relative path.
 
     Raises:
-        CheckpointError: it cannot be listed.
+        CheckpointError: the folder cannot be listed.
     """
     try:
         return list_tree(folder) if deep else list_folder(folder)
@@ -183,10 +193,10 @@ def scan_folder(folder: str, *, deep: bool = False) -> dict[str, Entry]:
 
 
 def scan_if_there(folder: str) -> dict[str, Entry]:
-    """What lies in a folder, by name; nothing where there is no folder.
+    """List the entries of a folder by name; empty if it does not exist.
 
     Raises:
-        CheckpointError: it cannot be listed.
+        CheckpointError: the folder cannot be listed.
     """
     try:
         return scan_folder(folder)
@@ -199,14 +209,14 @@ def scan_if_there(folder: str) -> dict[str, Entry]:
 def _list_swaps(folder: str) -> dict[str, Entry]:
     found: dict[str, Entry] = {}
     for rank, entry in scan_folder(os.path.join(folder, OFFLOADED)).items():
-        place = f"{OFFLOADED}/{rank}"
-        held = scan_folder(os.path.join(folder, place)) if entry.is_folder else {}
-        found |= {f"{place}/{name}": each for name, each in held.items() if not each.is_folder}
+        path = f"{OFFLOADED}/{rank}"
+        files = scan_folder(os.path.join(folder, path)) if entry.is_folder else {}
+        found |= {f"{path}/{name}": each for name, each in files.items() if not each.is_folder}
     return {name: entry for name, entry in found.items() if read_swap_name(name)}
 
 
 def read_swap_name(name: str) -> SwapName | None:
-    """What a file's name in a checkpoint's folder tells of a swap file; None of another file's.
+    """Parse the relative path of a swap file; None for other files.
 
     Names: engine.py ``save_checkpoint``, swap_tensor/optimizer_utils.py ``SwapTensorContext``.
     """
@@ -215,32 +225,23 @@ def read_swap_name(name: str) -> SwapName | None:
 
 
 def sort_files(folder: str, sizes: dict[str, int], where: FileTable | None = None) -> Listing:
-    """Give every file its role.
+    """Sort files by role.
 
     Args:
-        where: its files' places; None where they lie in the folder.
+        where: the places of the files; None if they are in the folder.
 
     Raises:
-        UnsupportedError: the folder is of a kind that is not covered.
-        CheckpointError: it holds no checkpoint.
+        UnsupportedError: the kind of checkpoint is not supported.
+        CheckpointError: the folder holds no checkpoint.
     """
     chosen, copies = choose_copies(folder, sizes)
     listing = Listing(folder, sizes, copies=copies, where=where)
     for role, name in sorted(chosen.items()):
         _refuse_unsupported(folder, role)
-        if match := _MODEL.fullmatch(role):
-            listing.model[int(match[1])] = name
-        elif match := _MODEL_ZERO3.fullmatch(role):
-            listing.model_zero3[int(match[2]), int(match[1])] = name
-        elif match := _OPTIM.fullmatch(role):
-            listing.optim[match[1] or "", int(match[3]), int(match[2])] = name
-        elif match := _LAYER.fullmatch(role):
-            listing.layers[int(match[1]), NO_AXIS if match[2] is None else int(match[2])] = name
-        elif match := _EXPERT.fullmatch(role):
-            listing.experts[NO_LAYER if match[1] is None else int(match[1]), int(match[2]), int(match[3])] = name
-        elif match := _EXPERT_OPTIM.fullmatch(role):
-            listing.expert_optim[int(match[2]), int(match[1])] = name
-        elif swap := read_swap_name(name):
+        for field_name, pattern, make_key in _ROLES:
+            if match := pattern.fullmatch(role):
+                getattr(listing, field_name)[make_key(match)] = name
+        if swap := read_swap_name(name):
             listing.swaps.setdefault(swap, name)
     if not listing.model and not listing.model_zero3:
         raise _explain_nothing(folder, sizes)
@@ -251,7 +252,7 @@ def sort_files(folder: str, sizes: dict[str, int], where: FileTable | None = Non
 def _merge_sequence_ranks(listing: Listing) -> None:
     """Assign files that are named by sequence-parallel rank to the only model-parallel rank.
 
-    Before 0.19.8 DeepSpeed takes ALST's sequence-parallel rank for a model-parallel one when it names files: rank 3 of
+    Before 0.19.8 DeepSpeed uses ALST's sequence-parallel rank as the model-parallel rank in file names: rank 3 of
     sequence groups of 2 writes ``zero_pp_rank_3_mp_rank_01_optim_states.pt``. With tensor or pipeline parallelism each
     data-parallel rank has a file per model-parallel rank instead.
     """
@@ -267,7 +268,7 @@ def _merge_sequence_ranks(listing: Listing) -> None:
 
 
 def _explain_nothing(folder: str, names: Iterable[str]) -> UcpError:
-    """Why a folder holds no checkpoint."""
+    """Return the error for a folder without model states."""
     if any(map(_LEGACY.fullmatch, names)):
         return UnsupportedError(
             "is of Megatron-LM's format `torch`, a folder for each rank, which is not read. Convert it "
@@ -282,22 +283,22 @@ def _explain_nothing(folder: str, names: Iterable[str]) -> UcpError:
 
 
 def strip_writer(name: str) -> str:
-    """A file's name without what the fast writer puts behind it: which of how many writers it is of."""
+    """Remove the suffix ``-WRITER.WRITERS`` of DeepSpeed's fast writer from a file name."""
     match = _COPY.fullmatch(name)
     return match[1] if match else name
 
 
 def choose_copies(folder: str, names: Iterable[str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Which file is read of those that the fast writer made of one (``model_checkpointing/writer_factory.py``).
+    """Choose the file to read among equal files of DeepSpeed's fast writer.
 
-    Below stage 3 each of its writers writes all of a file, as ``<name>-<writer>.<writers>``. Model states are the
-    same on all of them; the first of the most writers' is rank 0's, which other writers of DeepSpeed keep alone.
+    Below stage 3 each writer writes the whole file as ``<name>-<writer>.<writers>``
+    (``model_checkpointing/writer_factory.py``). Model states are equal; rank 0 is the first of the most writers.
 
     Returns:
-        By the name without writer the file that is read; of each other file the one that is read in its place.
+        name without suffix → file to read; other file → file that is read instead.
 
     Raises:
-        CheckpointError: optimizer states, which are one rank's alone, are there twice, or a file of another writer is.
+        CheckpointError: there are two files of one rank's optimizer states, or files with and without suffix.
     """
     found: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
     for name in names:
@@ -327,9 +328,9 @@ def _refuse_unsupported(folder: str, name: str) -> None:
 
 
 def holds_atoms(entries: Mapping[str, Entry]) -> bool:
-    """Whether a folder's entries are those of an atomic checkpoint: a manifest, or what ``ds_to_universal`` leaves.
+    """Return True for the entries of an atomic checkpoint, ours (with a manifest) or of ``ds_to_universal``.
 
-    A normal checkpoint that was converted into its own folder has both; its own files tell more.
+    A normal checkpoint that was converted into its own folder counts as a normal one.
     """
     zero = entries.get(ZERO)
     return MANIFEST in entries or (
@@ -338,20 +339,20 @@ def holds_atoms(entries: Mapping[str, Entry]) -> bool:
 
 
 def find_foreign(entries: Mapping[str, Entry]) -> str | None:
-    """The format of a folder that holds no checkpoint of DeepSpeed's but another one; None of any else."""
+    """Return the format of a foreign checkpoint; None for DeepSpeed's checkpoints and other folders."""
     if PUBLISHED in entries or any(map(is_state_file, entries)) or holds_atoms(entries):
         return None
     return find_format(entries)
 
 
 def read_model_rank(name: str) -> int | None:
-    """The model-parallel rank of a file of model states below ZeRO 3; None of other files."""
+    """Parse the model-parallel rank of model states below ZeRO 3; None for other files."""
     match = _MODEL.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def read_optim_ranks(name: str) -> tuple[int, int] | None:
-    """Model- and data-parallel rank of a file that each data-parallel rank has; None of other files."""
+    """Parse (model-parallel, data-parallel) ranks of a file that each data-parallel rank has; None for other files."""
     if match := _OPTIM.fullmatch(strip_writer(name)):
         return int(match[3]), int(match[2])
     match = _MODEL_ZERO3.fullmatch(strip_writer(name))
@@ -359,34 +360,34 @@ def read_optim_ranks(name: str) -> tuple[int, int] | None:
 
 
 def name_expert(layer: int, expert: int, mp: int) -> str:
-    """The name of one expert's file."""
+    """Return the name of an expert's file."""
     return ("" if layer == NO_LAYER else f"layer_{layer}_") + f"expert_{expert}_mp_rank_{mp:02d}_model_states.pt"
 
 
 def holds_state_dict(name: str) -> bool:
-    """Whether a file is nothing but a state_dict: of one layer of a pipeline, or of one expert."""
+    """Return True for a file that is a plain state_dict: of a pipeline layer or an expert."""
     return any(pattern.fullmatch(strip_writer(name)) for pattern in (_LAYER, _EXPERT))
 
 
 def holds_run(name: str) -> bool:
-    """Whether a file holds model states with what tells of the run: its step, its ranks."""
+    """Return True for model states with the counters of the run."""
     return any(pattern.fullmatch(strip_writer(name)) for pattern in (_MODEL, _MODEL_ZERO3))
 
 
 def holds_optimizer(name: str) -> bool:
-    """Whether a file, by its path in a tag, holds an optimizer's states and nothing else: a swap file, too."""
+    """Return True for optimizer states and swap files, by their path in a tag."""
     return strip_writer(name).endswith("optim_states.pt") or name.startswith(f"{OFFLOADED}/")
 
 
 def is_state_file(name: str) -> bool:
-    """Whether a file name is one that a checkpoint's state files have."""
+    """Return True for the name of a state file."""
     return _STATES.fullmatch(name) is not None
 
 
 def has_states(folder: str) -> bool:
-    """Return True if a tag's folder holds model or optimizer states, or names the folder below it that does.
+    """Return True if a tag's folder holds model or optimizer states, or ``ucp_published.json``.
 
     Raises:
-        CheckpointError: it cannot be listed.
+        CheckpointError: the folder cannot be listed.
     """
     return any(is_state_file(name) or name == PUBLISHED for name in scan_if_there(folder))

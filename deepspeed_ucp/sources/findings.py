@@ -1,4 +1,4 @@
-"""What looking at a checkpoint has found: one kind of finding for opening, verifying and inspecting."""
+"""Findings about a checkpoint: faults, warnings and notes of opening, verifying and inspecting it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from ..errors import (
 )
 
 FAULT, WARNING, NOTE = "fault", "warning", "note"
-"""Severities: it cannot be loaded; it can, but a user should know before; something to know."""
+"""Severities: the checkpoint cannot be loaded; it can, with a risk; information."""
 
 COPY = 'Copy what is missing here, name a place that has it ("also", --also), or load another tag.'
 """Remedy for missing files. A load adds ``fallback`` where that option applies."""
 
-_TOLD = 16
-"""Findings that one error tells."""
+_MOST = 16
+"""Maximum number of findings in one error."""
 
 _NUMBER = re.compile(r"\d+")
 
@@ -39,22 +39,22 @@ _ERRORS: dict[str, type[UcpError]] = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong with a checkpoint, odd, or to be decided.
+    """A fault, a warning or a note about a checkpoint.
 
     Attributes:
         kind: of a file: ``header`` (unreadable, damaged, renamed), ``crc``, ``read``, ``missing``, ``foreign`` (of
             another step, run or world size), ``inconsistent`` (elements missing or covered twice, contradictions),
-            ``manifest``, ``seal``, ``extra``, ``leftover`` (of an earlier save, or another rank's copy; not loaded),
+            ``manifest``, ``seal``, ``extra``, ``leftover`` (of an earlier save, or a copy of another rank; not loaded),
             ``times`` (written at another time).
-            Of the whole: ``unsupported``, ``latest``, ``unnamed`` (stage 0: nothing tells whose optimizer states are
-            whose), ``unsettled``, ``irregular``, ``unreadable``, ``checksums``, ``dropped``, ``rules``,
+            Of the whole: ``unsupported``, ``latest``, ``unnamed`` (stage 0: optimizer states without parameter names),
+            ``unsettled``, ``irregular``, ``unreadable``, ``checksums``, ``dropped``, ``rules``,
             ``unsaved`` (state that DeepSpeed saves nowhere).
-        file: name in the folder; empty where it is the folder's.
-        text: what was expected, what was found, what to do.
+        file: relative path; empty for the whole folder.
+        text: the expected and found values, and the remedy.
         severity: ``fault``, ``warning`` or ``note``.
-        names: the atoms, parameters or files that it is about.
-        rules: unsettled: rules to be checked and pasted, one for all names that it matches.
-        cause: kind of the finding that it comes from and that tells more, if its file has one.
+        names: affected atoms, parameters or files.
+        rules: unsettled: suggested rules.
+        cause: kind of a more specific finding that may cause this one.
     """
 
     kind: str
@@ -67,12 +67,12 @@ class Finding:
 
     @property
     def warning(self) -> bool:
-        """It does not keep the checkpoint from being loaded."""
+        """Whether the checkpoint can be loaded despite this finding."""
         return self.severity != FAULT
 
 
 def from_error(folder: str, error: UcpError) -> list[Finding]:
-    """What an error tells of a folder: the findings that it was made of, else one a line, of its path and kind."""
+    """Return the findings that an error was made of, else a finding per line of its text."""
     if error.findings:
         return list(error.findings)
     kind = next((kind for kind, each in _ERRORS.items() if isinstance(error, each)), error.kind or "inconsistent")
@@ -81,28 +81,28 @@ def from_error(folder: str, error: UcpError) -> list[Finding]:
 
 
 def from_failure(kind: str, file: str, error: UcpError) -> Finding:
-    """What a file's error tells: of that kind, unless it is no fault of the file."""
+    """Return the finding for a file's error: of kind ``read`` if the file is out of reach, else of ``kind``."""
     kind, cause = "read" if isinstance(error, OutOfReachError) else kind, "crc" * isinstance(error, ChecksumError)
     return Finding(kind, file, str(error), cause=cause)
 
 
 def make_error(findings: Iterable[Finding]) -> UcpError | None:
-    """The error that tells all faults, of the first one's kind, or out of reach where one is; None without any."""
+    """Return one error for all faults, out of reach if one is, else of the first one's kind; None without faults."""
     faults = [finding for finding in findings if finding.severity == FAULT]
     if not faults:
         return None
     texts = list(dict.fromkeys(finding.text for finding in fold_findings(faults)))
-    more = [f"… and {len(texts) - _TOLD} more faults."] if len(texts) > _TOLD else []
+    more = [f"… and {len(texts) - _MOST} more faults."] if len(texts) > _MOST else []
     kind = "read" if any(each.kind == "read" for each in faults) else faults[0].kind
-    return _ERRORS.get(kind, CheckpointError)(*texts[:_TOLD], *more, findings=faults)
+    return _ERRORS.get(kind, CheckpointError)(*texts[:_MOST], *more, findings=faults)
 
 
 def fold_findings(findings: Iterable[Finding]) -> list[Finding]:
-    """One finding of those that say the same of several files, whose names it tells with ranges of numbers."""
+    """Merge findings that differ only in the numbers in file names; the merged text lists ranges of numbers."""
     groups: dict[Hashable, list[Finding]] = {}
     for each in findings:
-        said = _NUMBER.sub("#", each.text) if each.file else each.text
-        groups.setdefault((each.kind, each.severity, each.file != "", said), []).append(each)
+        template = _NUMBER.sub("#", each.text) if each.file else each.text
+        groups.setdefault((each.kind, each.severity, each.file != "", template), []).append(each)
     return [_fold(group) for group in groups.values()]
 
 
@@ -112,17 +112,17 @@ def _fold(group: Sequence[Finding]) -> Finding:
     if len(names) == 1:
         return first
     is_same = len({each.text.replace(each.file, "") for each in group}) == 1
-    told = names if is_same else [each.file for each in others]
-    ranges = shorten(name for name, _ in fold_names(((name, name) for name in told), same=lambda _: None))
+    listed = names if is_same else [each.file for each in others]
+    ranges = shorten(name for name, _ in fold_names(((name, name) for name in listed), same=lambda _: None))
     if is_same:
         text = first.text.replace(first.file, f"{ranges} ({len(names)} files)", 1)
     else:
-        text = f"{first.text} The like is true of {ranges} ({len(told)} more files)."
+        text = f"{first.text} Likewise {ranges} ({len(listed)} more files)."
     return replace(first, text=text, names=names)
 
 
 def sort_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Each finding once: faults in front, then by file."""
+    """Remove duplicates and sort by severity, then by file."""
     order = (FAULT, WARNING, NOTE)
     unique = {(each.kind, each.file, each.text): each for each in findings}
     return tuple(sorted(unique.values(), key=lambda f: (order.index(f.severity), f.file, f.kind, f.text)))

@@ -1,4 +1,4 @@
-"""Which save a folder holds: a file of model states, one of optimizer states that goes with it, and what they need."""
+"""Identify the save in a folder: its first model and optimizer states, and the names of all its files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .headers import FileHeader
 from .save import complete_experts, count_ranks, expect_files, find_degrees
 
 Look = FileHeader | Finding
-"""A file's header, or why it cannot be read."""
+"""A file's header, or the fault that prevents reading it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +23,9 @@ class SaveFiles:
     """The files of a save.
 
     Attributes:
-        first: headers of the first rank's model states and, where it has some, optimizer states; empty without a save.
-        expected: names of all its files, whether they are there or not.
-        faults: what is wrong with those that were looked at; without a save, why there is none.
+        first: headers of the first rank's model states and, if any, optimizer states; empty without a save.
+        expected: names of all files that the save must have.
+        faults: faults of the files that were read; without a save, the reason.
     """
 
     first: list[FileHeader]
@@ -34,10 +34,10 @@ class SaveFiles:
 
 
 def identify_save(listing: Listing, read: Callable[[str], Look]) -> SaveFiles:
-    """What the folder holds, from as few of its files as tell it.
+    """Identify the save in a folder from as few files as possible.
 
     Args:
-        read: looks at a file; each is looked at once.
+        read: reads a file's header; it is called once per file.
     """
     folder = _Folder(listing, read)
     try:
@@ -52,19 +52,19 @@ def identify_save(listing: Listing, read: Callable[[str], Look]) -> SaveFiles:
 
 
 def explain_none(folder: str, error: UcpError) -> list[Finding]:
-    """What keeps a folder from being a save at all."""
+    """Return the findings for a folder that holds no save."""
     return [replace(each, kind="missing") if each.kind != "unsupported" else each for each in from_error(folder, error)]
 
 
 class _Folder:
-    """A folder's files, as far as they were looked at."""
+    """A folder's files, and the headers read so far."""
 
     def __init__(self, listing: Listing, read: Callable[[str], Look]) -> None:
         self.listing, self.read = listing, read
         self.looks: dict[str, Look] = {}
 
     def find_first(self, files: Mapping[Any, str], keys: Iterable[Any] | None = None) -> FileHeader | None:
-        """The header of the first of some files, in the order of their ranks, that can be read."""
+        """Return the first readable header of some files, in the order of their ranks."""
         for key in sorted(files if keys is None else keys):
             name = files[key]
             look = self.looks[name] = self.looks.get(name) or self.read(name)
@@ -73,17 +73,17 @@ class _Folder:
         return None
 
     def choose(self) -> list[FileHeader]:
-        """A model header and, where there is one, an optimizer header that goes with it; both of the lowest rank's.
+        """Return the lowest rank's model header and, if any, the matching optimizer header.
 
         Raises:
-            CheckpointError: there are two saves, or the optimizer states are missing.
+            CheckpointError: the folder holds two saves, or optimizer states are missing.
         """
         listing = self.listing
         plain, sharded = self.find_first(listing.model), self.find_first(listing.model_zero3)
         candidates = []
         mate = self._find_mate(plain, Form.PARTITIONS)
         if plain and plain.model and plain.model.optim and not plain.model.optim.traits.is_cut:
-            candidates.append([plain])  # shards of ZeRO 1/2 beside it lost their model file to it: leftovers
+            candidates.append([plain])  # it has overwritten the model file of any ZeRO 1/2 shards: these are leftovers
         elif plain and mate:
             candidates.append([plain, mate])
         mate = self._find_mate(sharded, Form.RESERVED)
@@ -98,7 +98,7 @@ class _Folder:
         if candidates:
             return candidates[0]
         if plain and plain.model and (plain.model.module or listing.layers) and not listing.optim:
-            return [plain]  # the weights alone: enough for load_optimizer_states=False
+            return [plain]  # weights only: enough for load_optimizer_states=False
         known = next((header.name for header in (plain, sharded) if header), "the model states")
         raise CheckpointError(
             f"the optimizer states that go with {known} are missing "
@@ -108,10 +108,9 @@ class _Folder:
         )
 
     def _find_mate(self, model: FileHeader | None, form: Form) -> FileHeader | None:
-        """The lowest rank's optimizer file that goes with a model file; files of the saved precision's prefix come
-        first.
+        """Return the lowest rank's optimizer header that matches a model header.
 
-        Prefixes: engine.py ``_get_zero_ckpt_prefix``.
+        Files with the prefix of the saved precision (engine.py ``_get_zero_ckpt_prefix``) come first.
         """
         if model is None:
             return None
@@ -124,7 +123,7 @@ class _Folder:
         return None
 
     def complete(self, first: Sequence[FileHeader]) -> FileHeader:
-        """The first rank's model states, with what older releases leave out of them where there are experts."""
+        """Return the first rank's model header, with the fields that older releases omit from models with experts."""
         header, optims = first[0], self.listing.expert_optim
         beside = first[1] if first[1:] else None
         if beside is None and header.model and header.model.experts:
@@ -132,9 +131,9 @@ class _Folder:
         return complete_experts(header, beside)
 
     def infer_degrees(self, first: FileHeader) -> FileHeader:
-        """The first rank's model states with the parallel degrees that older releases do not tell.
+        """Return the first rank's model header with the parallel degrees that older releases do not store.
 
-        Of a pipeline with experts there are no layer files either; the ranks of its first stage hold the same names.
+        A pipeline with experts has no layer files; ranks of its first stage hold equal names.
         """
         model = first.model
         if model is None or model.module is None or model.degrees or not model.experts:
@@ -148,7 +147,7 @@ class _Folder:
         return replace(first, model=replace(model, degrees=(ranks // tp, tp)))
 
     def look_at_stages(self, first: FileHeader) -> list[FileHeader]:
-        """The model states of the further stages of a pipeline with experts: each tells of its own layers alone."""
+        """Return the model headers of a pipeline's further stages with experts; each describes only its layers."""
         model = first.model
         if model is None or model.module is None or not model.experts:
             return []

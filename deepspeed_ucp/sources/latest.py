@@ -1,4 +1,4 @@
-"""Which checkpoint a folder means: the tags in it, and ``latest``, which names one of them."""
+"""Find the checkpoint in a folder: its tags, and ``latest``, which names one of them."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ LATEST = "latest"
 """Names the newest tag; ``latest_universal`` names the newest atomic checkpoint."""
 
 _TRACKER = "latest_checkpointed_iteration.txt"
-"""Megatron's: the number of the newest iteration, or ``release``; Megatron-DeepSpeed writes it beside ``latest``."""
+"""Megatron's file with the number of the newest iteration, or ``release``."""
 
 _BUCKET = re.compile(r"(s3a?|gs|gcs|az|abfss?)://[^/]+")
 
 LOST = "lost+found"
-"""Folder in the root of a file system, which root alone may list."""
+"""Folder in the root of a file system that only root may list."""
 
 _SIBLINGS = 32
-"""Folders that are searched for the checkpoint that a mistyped path may mean."""
+"""Maximum number of folders that are searched after a mistyped path."""
 
 _LONGEST = 4096
-"""Bytes of the longest path that the system takes."""
+"""Maximum bytes of a path."""
 
 
 def read_tag(path: str) -> str:
-    """The tag that a ``latest`` file names: a folder beside it, or one further down.
+    """Read the tag from a ``latest`` file: a relative path of a folder.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        CheckpointError: it cannot be read, is no regular file, is empty, or leads out of its folder.
+        FileNotFoundError: the file does not exist.
+        CheckpointError: the file cannot be read, is empty, or names a path outside its folder.
     """
     try:
         data = read_small(path, _LONGEST + 1)
@@ -70,23 +70,23 @@ def read_tag(path: str) -> str:
         raise CheckpointError(f"holds {tag[:80]!r}…, which is no tag; write the wanted tag into it.", path=path)
     if os.path.isabs(tag) or ".." in tag.split("/"):
         raise CheckpointError(
-            f"names {tag!r}, which lies outside of the folder. A tag is a folder beside that file: write one "
-            "into it, or name the checkpoint's own folder.",
+            f"names {tag!r}, which is outside of the folder. Write the name of a subfolder into the file, or name the "
+            "checkpoint's own folder.",
             path=path,
         )
     return tag
 
 
 def read_latest(load_dir: str, *, universal: bool = False, foreign: bool = False) -> str | None:
-    """The tag in ``latest``, ``latest_universal`` or Megatron's file of that kind; None where nothing is to be resumed.
+    """Read the tag to resume from ``latest``, ``latest_universal`` or Megatron's tracker; None without checkpoints.
 
     Args:
-        load_dir: the folder of all tags, or that of one tag, which has its name (:func:`find_folder`).
-        universal: the other way round.
+        load_dir: folder of all tags, or of one tag (:func:`find_folder`).
+        universal: read ``latest_universal`` first.
         foreign: the folder may be a checkpoint of another format.
 
     Raises:
-        CheckpointError: there is neither although checkpoints lie there, or the file does not name a tag.
+        CheckpointError: there are checkpoints without such a file, or the file names no tag.
     """
     for name in (UNIVERSAL, LATEST) if universal else (LATEST, UNIVERSAL):
         try:
@@ -110,25 +110,26 @@ def read_latest(load_dir: str, *, universal: bool = False, foreign: bool = False
 
 
 def _read_tracked(folder: str) -> str | None:
-    """The folder of the iteration that Megatron names as the newest; None where it names none.
+    """Return the folder of Megatron's newest iteration; None without its tracker.
 
     Raises:
-        CheckpointError: what it names is no iteration.
+        CheckpointError: the tracker holds no iteration.
     """
     path = os.path.join(folder, _TRACKER)
     try:
-        told = read_tag(path)
+        iteration = read_tag(path)
     except FileNotFoundError:
         return None
-    if told == "release":
-        return told
-    if not re.fullmatch(r"\d{1,18}", told, re.ASCII):
-        raise CheckpointError(f"holds {told!r:.80}, which is no iteration. Name a checkpoint's own folder.", path=path)
-    return f"iter_{int(told):07d}"
+    if iteration == "release":
+        return iteration
+    if not re.fullmatch(r"\d{1,18}", iteration, re.ASCII):
+        text = f"holds {iteration!r:.80}, which is no iteration. Name a checkpoint's own folder."
+        raise CheckpointError(text, path=path)
+    return f"iter_{int(iteration):07d}"
 
 
 def is_checkpoint(folder: str) -> bool:
-    """Whether a folder is one tag's, or an atomic checkpoint's.
+    """Return True for the folder of a tag or of an atomic checkpoint.
 
     Raises:
         CheckpointError: it cannot be listed.
@@ -138,9 +139,7 @@ def is_checkpoint(folder: str) -> bool:
 
 
 def holds_foreign(folder: str) -> bool:
-    """Whether a folder is a checkpoint of another format than DeepSpeed's, and no folder of tags.
-
-    A trainer's folder has the weights beside the engine's tag.
+    """Return True for a foreign checkpoint that holds no tags: a trainer's folder has weights and the engine's tag.
 
     Raises:
         CheckpointError: it cannot be listed.
@@ -150,17 +149,17 @@ def holds_foreign(folder: str) -> bool:
 
 
 def find_foreign_folders(folder: str) -> list[str]:
-    """Subfolders that are checkpoints of another format than DeepSpeed's, sorted.
+    """Return the subfolders with foreign checkpoints, sorted.
 
     Raises:
-        CheckpointError: the folder, or one in it, cannot be listed.
+        CheckpointError: a folder cannot be listed.
     """
     names = sorted(name for name, entry in scan_if_there(folder).items() if entry.is_folder and name != LOST)
     return [name for name in names if holds_foreign(os.path.join(folder, name))]
 
 
 def find_folder(load_dir: str, tag: str) -> str:
-    """Where a folder has a tag: below it, or in itself, where it is that tag's own."""
+    """Return the folder of a tag: a subfolder, or ``load_dir`` itself if it is this tag's folder."""
     below = os.path.join(load_dir, tag)
     is_own = os.path.basename(normalize(load_dir)) == tag and not leads_to_folder(below)
     is_own = is_own and (is_checkpoint(load_dir) or holds_foreign(load_dir))
@@ -173,11 +172,11 @@ _ODD = (
     (r"adapter_config\.json", "a PEFT adapter without its weights (adapter_model.safetensors)"),
     (r"zero_to_fp32\.py", "what removed checkpoints have left"),
 )
-"""What tells by a name what a folder is that holds no checkpoint; {0} is what has such a name."""
+"""Pattern of file names → description of a folder without a checkpoint; {0} is the list of these names."""
 
 
 def describe_content(folder: str) -> str:
-    """What a folder looks like that holds no checkpoint, and what to do; empty where it is missing or empty.
+    """Describe a folder without a checkpoint, and the remedy; an empty text if it is missing or empty.
 
     Raises:
         CheckpointError: it cannot be listed.
@@ -200,9 +199,9 @@ def describe_content(folder: str) -> str:
 
 
 def find_siblings(folder: str) -> list[str]:
-    """Other folders of its parent that hold checkpoints of DeepSpeed's; the most similar names first.
+    """Return other folders in the parent with DeepSpeed's checkpoints, most similar names first.
 
-    Only the ``_SIBLINGS`` most similar names are looked at. Folders that cannot be listed are skipped.
+    Only the ``_SIBLINGS`` most similar names are searched. Folders that cannot be listed are skipped.
 
     Raises:
         CheckpointError: the parent cannot be listed.
@@ -219,33 +218,35 @@ def find_siblings(folder: str) -> list[str]:
 
 
 def _check_bucket(load_dir: str) -> None:
-    """Who mistypes a bucket's name is not to begin from scratch; a folder of it may well be made by the first save.
+    """Raise if the bucket does not exist, so that a typo does not silently restart training.
+
+    A missing folder in the bucket is fine: the first save creates it.
 
     Raises:
-        CheckpointError: there is no such bucket.
+        CheckpointError: the bucket does not exist.
     """
     if (match := _BUCKET.match(load_dir)) is None:
         return
-    with suppress(OSError):  # who may read one folder of a bucket need not be let look at the bucket
+    with suppress(OSError):  # permission for a folder of a bucket does not imply permission for the bucket
         if not exists(match[0]):
             raise CheckpointError(f"there is no bucket {match[0]}; check its name and the endpoint.", path=load_dir)
 
 
 def find_tags(load_dir: str) -> list[str]:
-    """Subfolders of ``load_dir`` that hold model or optimizer states, sorted; none where there is no such folder.
+    """Return the subfolders with model or optimizer states, sorted; empty if ``load_dir`` does not exist.
 
     Raises:
-        CheckpointError: one of them cannot be listed: what it holds is not to be taken for nothing.
+        CheckpointError: a subfolder cannot be listed; it may hold a checkpoint.
     """
     folders = [name for name, entry in scan_if_there(load_dir).items() if entry.is_folder and name != LOST]
     return sorted(name for name in folders if has_states(os.path.join(load_dir, name)))
 
 
 def check_tag(load_dir: str, tag: str) -> str:
-    """The folder of a tag.
+    """Return the folder of a tag.
 
     Raises:
-        CheckpointError: there is none; the tags that exist are named.
+        CheckpointError: the tag does not exist; the message lists the existing tags.
     """
     folder = find_folder(load_dir, str(tag))
     if not leads_to_folder(folder):
@@ -258,7 +259,7 @@ def check_tag(load_dir: str, tag: str) -> str:
             near = suggest(tag, tags)
             known = f"the folder holds {shorten(tags)}{f' ({near})' if near else ''}"
             advice = 'Name one of them, or a place that has this tag ("also", --also).'
-        held = scan_if_there(load_dir).keys()  # weights beside a `latest` are not what that names
+        held = scan_if_there(load_dir).keys()  # weights in a folder with `latest` are not the tag
         if held and not (tags or {LATEST, UNIVERSAL} & held) and (kind := find_foreign(list_entries(load_dir))):
             known, advice = f"the folder is itself a checkpoint, {kind}", "Load it without a tag."
         raise CheckpointError(f"no checkpoint with tag {tag!r} in {load_dir}; {known}. {advice}", path=folder)
@@ -266,33 +267,32 @@ def check_tag(load_dir: str, tag: str) -> str:
 
 
 def find_checkpoint(path: str) -> str:
-    """The folder of the checkpoint that ``path`` means.
+    """Find the folder of the checkpoint at ``path``, as a load does.
 
-    ``latest`` in it is followed, or ``latest_universal`` where there is no ``latest``; else a folder with state files
-    (one tag, or an atomic checkpoint) is itself. So a load sees it, too.
+    ``latest`` is followed, else ``latest_universal``; a folder with state files is the checkpoint itself.
 
     Raises:
-        CheckpointError: there is nothing of that kind; what lies there is named.
+        CheckpointError: there is no checkpoint; the message describes the folder.
     """
     folder = path.rstrip("/") or path
     if not leads_to_folder(folder):
         _check_bucket(folder)
-        what = "is a file; name the checkpoint's folder, which holds it" if exists(folder) else "does not exist"
-        raise CheckpointError(f"{folder} {what}.")
+        fact = "is a file; name the checkpoint's folder, which holds it" if exists(folder) else "does not exist"
+        raise CheckpointError(f"{folder} {fact}.")
     if not {LATEST, UNIVERSAL} & scan_folder(folder).keys() and (is_checkpoint(folder) or holds_foreign(folder)):
         return folder
     tag = read_latest(folder, foreign=True)
     if tag is None:
-        told = describe_content(folder) or "is empty"
-        raise CheckpointError(f"neither a checkpoint's folder nor one with `latest`: it {told}.", path=folder)
+        content = describe_content(folder) or "is empty"
+        raise CheckpointError(f"neither a checkpoint's folder nor one with `latest`: it {content}.", path=folder)
     return check_tag(folder, tag)
 
 
 def leads_to_folder(path: str) -> bool:
-    """Whether a path leads to a folder.
+    """Return True if a path leads to a folder.
 
     Raises:
-        CheckpointError: that cannot be told.
+        CheckpointError: the path cannot be read.
     """
     try:
         return is_folder(path)
@@ -314,6 +314,6 @@ def check_latest(folder: str, *, atomic: bool) -> list[Finding]:
     except CheckpointError as error:
         return [Finding("latest", name, str(error), WARNING)]
     if not is_there:
-        text = f"{parent}/{name}: leads to {named!r}, which is not there; a load without a tag fails."
+        text = f"{parent}/{name}: names {named!r}, which does not exist; a load without a tag fails."
         return [Finding("latest", name, text, WARNING)]
     return [] if named == tag else [Finding("latest", name, f"`{name}` names {named!r}, not this one", NOTE)]

@@ -1,4 +1,4 @@
-"""The order of tags, where the one that ``latest`` names is not to be had: by step, then seal, then time."""
+"""Order of tags for a fallback from the tag in ``latest``: by step, then seal, then time."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from .latest import find_tags
 from .reading import read_file
 
 _TRIED = 4
-"""Files of a place that are asked for their step, one after the other: a tag whose files are damaged has others."""
+"""Maximum number of files per place that are read for the step, in case of damaged files."""
 
 
 class Age(NamedTuple):
-    """What orders the tags of a job: the later one is greater.
+    """Sort key of a job's tags: later tags are greater.
 
     Attributes:
-        step: of its model states; -1 where none can be read.
-        sealed: it has a seal.
-        time: when the first of its state files was written: what came later may be a copy.
+        step: from the model states; -1 if unknown.
+        sealed: whether the tag has a seal.
+        time: time of the earliest state file; later ones may be copies.
     """
 
     step: int
@@ -33,20 +33,20 @@ class Age(NamedTuple):
     time: float
 
     def is_before(self, other: Age) -> bool:
-        """Whether it may have been saved before another one; times are asked where a step is not known."""
+        """Return True if the tag may be older than another one; times count only if a step is unknown."""
         return self.time <= other.time if -1 in (self.step, other.step) else self.step <= other.step
 
 
 def find_newest(load_dir: str) -> str | None:
-    """The tag that was saved last; None where there is none."""
+    """Return the tag that was saved last; None without tags."""
     return max(find_tags(load_dir), key=lambda tag: find_age([os.path.join(load_dir, tag)]), default=None)
 
 
 def list_older(places: Sequence[str], tag: str) -> list[str]:
-    """The tag and those that were saved before it, the newest first.
+    """Return a tag and all older tags, newest first.
 
     Args:
-        places: folders of all tags. Of one in several the earliest time counts.
+        places: folders of all tags. The earliest time of a tag's copies counts.
     """
     above, folders = os.path.dirname(tag), defaultdict[str, list[str]](list)
     for place in places:
@@ -59,17 +59,17 @@ def list_older(places: Sequence[str], tag: str) -> list[str]:
 
 
 def find_age(folders: Sequence[str]) -> Age:
-    """The age of a tag that lies in some folders, copies of each other."""
+    """Return the age of a tag with copies in some folders."""
     listed = [(found, sorted(held.items())) for found, held in map(list_published, folders)]
     times = [entry.changed for _, held in listed for name, entry in held if is_state_file(name)]
-    time = min(filter(None, times), default=0.0)  # 0 where it is not known
+    time = min(filter(None, times), default=0.0)  # 0 if unknown
     step = next((step for folder, held in listed for step in _read_steps(folder, [name for name, _ in held])), -1)
-    return Age(step, any(_is_there(os.path.join(folder, SEAL)) for folder, _ in listed), time)
+    return Age(step, any(_exists(os.path.join(folder, SEAL)) for folder, _ in listed), time)
 
 
 def _read_steps(folder: str, names: Iterable[str]) -> Iterable[int]:
     for name in [name for name in names if holds_run(name)][:_TRIED]:
-        with suppress(UcpError):  # what is wrong with it is told when the tag is loaded
+        with suppress(UcpError):  # reported when the tag is loaded
             model = read_file(folder, name).model
             step = model.counters.get("global_steps") if model else None
             if isinstance(step, int):
@@ -77,28 +77,28 @@ def _read_steps(folder: str, names: Iterable[str]) -> Iterable[int]:
 
 
 def list_unsealed(places: Sequence[str], tags: Sequence[str]) -> set[str]:
-    """Those tags that have a seal in no place, in a job that seals its saves; none where no tag has one."""
+    """Return the tags without a seal in any place; empty if no tag has one."""
     sealed = {tag for tag in tags if is_sealed(places, tag)}
     return set(tags) - sealed if sealed else set()
 
 
 def is_sealed(places: Sequence[str], tag: str) -> bool:
-    """Whether a tag has a seal in some place; those behind the one that has it are not asked.
+    """Return True if a tag has a seal in some place; places are asked in order.
 
     Raises:
-        CheckpointError: that cannot be told of a place.
+        CheckpointError: a place cannot be read.
     """
     return any(_has_seal(os.path.join(place, tag)) for place in places)
 
 
 def _has_seal(folder: str) -> bool:
-    if _is_there(os.path.join(folder, SEAL)):
+    if _exists(os.path.join(folder, SEAL)):
         return True
     found = resolve_published(folder)
-    return found != folder and _is_there(os.path.join(found, SEAL))
+    return found != folder and _exists(os.path.join(found, SEAL))
 
 
-def _is_there(path: str) -> bool:
+def _exists(path: str) -> bool:
     try:
         find_change(path)
     except (FileNotFoundError, NotADirectoryError):

@@ -1,4 +1,4 @@
-"""Opens a checkpoint folder: files → headers, each read by one rank → findings → AtomicIndex."""
+"""Open a checkpoint folder: files → headers, each read by one rank → findings → AtomicIndex."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ from .table import FileTable
 
 logger = logging.getLogger("deepspeed_ucp")
 
-_LEFT = "files of an earlier save, which DeepSpeed's own load would take for this one's"
+_EARLIER = "files of an earlier save, which DeepSpeed's own load would read as part of this one"
 
 
 @dataclass(frozen=True, slots=True)
 class FolderReport:
-    """A checkpoint's folder as its headers tell.
+    """The headers of a checkpoint's folder.
 
     Attributes:
-        files: all that lie there, and in further places.
-        atomic: it is an atomic checkpoint.
-        index: the atomic view; with faults only as far as it can be had.
-        findings: all that is wrong, the same on every rank, and all that is odd, on the first one.
+        files: all files, also in further places.
+        atomic: whether it is an atomic checkpoint.
+        index: the atomic view; None if faults prevent it.
+        findings: faults, equal on all ranks; warnings and notes, on rank 0.
     """
 
     files: FileTable
@@ -56,19 +56,19 @@ class FolderReport:
 
     @property
     def folder(self) -> str:
-        """In the first place."""
+        """The tag's folder in the first place."""
         return self.files.folder
 
     @property
     def fault(self) -> UcpError | None:
-        """What keeps it from being loaded, of what the files themselves can be blamed for."""
+        """The faults of the files that prevent a load, as one error; None without any."""
         return make_error(each for each in self.findings if each.kind not in ("unnamed", "unsupported"))
 
     def require(self) -> AtomicIndex:
-        """The index of a checkpoint without faults.
+        """Return the index of a checkpoint without faults.
 
         Raises:
-            UcpError: telling all faults.
+            UcpError: all faults.
         """
         error = make_error(self.findings)
         if error is not None:
@@ -81,8 +81,8 @@ class FolderReport:
         """Log the warnings; for a load of weights alone, without those about state that DeepSpeed does not save."""
         passed = ("unsaved",) if weights_only else ()
         warnings = [each for each in self.findings if each.severity == WARNING and each.kind not in passed]
-        if left := _list_left(warnings):
-            logger.warning("%s: ignoring files of an earlier save: %s", self.folder, shorten(left))
+        if earlier := _list_earlier(warnings):
+            logger.warning("%s: ignoring files of an earlier save: %s", self.folder, shorten(earlier))
         for finding in fold_findings(warnings):
             if finding.kind != "leftover":
                 logger.warning("%s", finding.text)
@@ -102,21 +102,21 @@ def open_checkpoint(
     ep: int = 0,
     also: Sequence[str] = (),
 ) -> AtomicIndex:
-    """Read the headers of a checkpoint folder (each file by one rank) into the atomic view; collective.
+    """Read the headers of a checkpoint folder into the atomic view, each file on one rank; collective.
 
-    An atomic checkpoint (with a manifest, or as DeepSpeed's ``ds_to_universal`` writes it) is opened as well.
+    Atomic checkpoints (with a manifest, or of DeepSpeed's ``ds_to_universal``) are opened too.
 
     Args:
         folder: the tag's folder.
-        comm: the ranks that load. They may see different files, which together are the checkpoint.
-        live_groups, live_hyper, live_order, groups, weights_only, dual, record, ep: what names the tensors of
-            a source, as :class:`.naming.Naming` has it.
-        also: the tag's folder in further places; files of the first one count.
+        comm: the loading ranks. If they see different files, the union is the checkpoint.
+        live_groups, live_hyper, live_order, groups, weights_only, dual, record, ep: names of the tensors, as in
+            :class:`.naming.Naming`.
+        also: the tag's folder in further places; files in the first place take precedence.
 
     Raises:
         CheckpointError: missing, damaged, foreign or differing files; the same error on every rank.
-        UnsupportedError: a kind of checkpoint that is not covered.
-        MismatchError: stage 0 with other param groups than the live ones.
+        UnsupportedError: the kind of checkpoint is not supported.
+        MismatchError: at stage 0, the param groups differ from the live ones.
     """
     naming = Naming(
         live_groups, live_hyper, groups, weights_only, dual=dual, order=live_order or {}, record=record, ep=ep
@@ -131,26 +131,26 @@ def open_checkpoint(
 def survey_checkpoint(
     folder: str, comm: Comm, naming: Naming | None = None, *, also: Sequence[str] = ()
 ) -> FolderReport:
-    """Look at the headers of a checkpoint's files, and find everything that is wrong with them; collective.
+    """Read the headers of a checkpoint's files and collect all findings; collective.
 
     Args:
         folder: the tag's folder.
         comm: the ranks that share the files.
-        naming: what names the parameters of a stage-0 source.
+        naming: names of the parameters of a stage-0 source.
         also: the tag's folder in further places.
 
     Raises:
         CheckpointError: the folder cannot be listed, or machines hold different files under one name.
-        ConfigError: the groups are of another form.
+        ConfigError: the groups have an invalid form.
     """
     return survey_files(find_files([folder, *also], comm), comm, naming)
 
 
 def survey_files(where: FileTable, comm: Comm, naming: Naming | None = None) -> FolderReport:
-    """The same of files that were found; collective.
+    """Read the headers of listed files and collect all findings; collective.
 
     Raises:
-        ConfigError: the groups are of another form.
+        ConfigError: the groups have an invalid form.
     """
     atomic, foreign = holds_atoms(where.entries), find_foreign(where.entries)
     try:
@@ -169,11 +169,11 @@ def look_at_job(folder: str, also: Sequence[str] = ()) -> SavedJob:
     """Read the job that saved a checkpoint, from one model-states file or the headers of a foreign checkpoint.
 
     Args:
-        folder: the checkpoint's folder: of a tag, or of another format.
+        folder: the folder of a tag, or of a foreign checkpoint.
         also: the same folder in further places.
 
     Raises:
-        UcpError: the files cannot be read, or are no checkpoint.
+        UcpError: the files cannot be read, or hold no checkpoint.
     """
     where = find_files([folder, *also], Comm())
     entries = where.entries
@@ -195,7 +195,7 @@ def look_at_job(folder: str, also: Sequence[str] = ()) -> SavedJob:
 
 
 def lacks_states(folder: str) -> bool:
-    """Whether a folder on this node is a save at stage 0 without any optimizer states, as far as it can be read."""
+    """Return True for a folder on this node with a readable stage-0 save without optimizer states."""
     try:
         if any(map(holds_optimizer, os.listdir(folder))):
             return False
@@ -212,16 +212,16 @@ def seal_folder(
     local: bool = False,
     hosts: Mapping[str, list[str]] | None = None,
 ) -> None:
-    """Write the seal of a save that has come to its end, in place of an older one; collective.
+    """Write or replace the seal of a finished save; collective.
 
     Args:
         folder: the tag's folder.
-        local: every node has a folder of its own, and gets the seal.
-        hosts: names of the files that each machine has somewhere else.
+        local: every node has its own folder, and gets the seal.
+        hosts: names of the files that each machine holds elsewhere.
 
     Raises:
-        CheckpointError: the files are damaged or do not belong together; there is no seal then.
-        UnsupportedError: a kind of checkpoint that is not covered.
+        CheckpointError: the files are damaged or of several saves; no seal is written.
+        UnsupportedError: the kind of checkpoint is not supported.
         StorageError: the seal cannot be written.
     """
     from .seal import write_seal
@@ -252,18 +252,18 @@ def _sum_file(folder: str, name: str, size: int) -> int:
         return sum_range(file, 0, size)
 
 
-def _list_left(findings: Iterable[Finding]) -> list[str]:
-    """Files of an earlier save."""
+def _list_earlier(findings: Iterable[Finding]) -> list[str]:
+    """Return the files of an earlier save."""
     return [finding.file for finding in findings if finding.kind == "leftover" and not finding.names]
 
 
 def _survey_normal(where: FileTable, comm: Comm, naming: Naming) -> tuple[AtomicIndex | None, list[Finding]]:
-    """The index of a normal checkpoint and everything that is wrong with its files; collective."""
+    """Return the index of a normal checkpoint, and all findings; collective."""
     save, findings = gather_save(where, comm)
     if naming.weights_only and make_error(findings) is not None and not where.access.is_partial:
         save, findings = _read_weights(where, comm) or (save, findings)
     if save is not None and SEAL in where.entries:
-        from .seal import compare_seal  # what checks a seal's form takes long to import
+        from .seal import compare_seal  # pydantic takes long to import
 
         faults, sums = where.once(SEAL, lambda: compare_seal(where.find(SEAL)[0], save.headers), comm)
         findings += keep_new(faults, findings)
@@ -272,8 +272,8 @@ def _survey_normal(where: FileTable, comm: Comm, naming: Naming) -> tuple[Atomic
         return None, findings
     rename_keys(save, naming.keys)
     index, more = _build(save, naming)
-    if index is not None and any(name.endswith("model_states.pt") for name in _list_left(findings)):
-        index = index.change(unnoticed=(*index.limits.unnoticed, _LEFT))
+    if index is not None and any(name.endswith("model_states.pt") for name in _list_earlier(findings)):
+        index = index.change(unnoticed=(*index.limits.unnoticed, _EARLIER))
     if comm.rank == 0 and save.main.model is not None:
         state = os.path.join(os.path.dirname(normalize(find_tag_folder(where.folder))), TRAINER_STATE)
         findings += find_other_step(state, save.main.model.counters.get("global_steps"))
@@ -281,20 +281,20 @@ def _survey_normal(where: FileTable, comm: Comm, naming: Naming) -> tuple[Atomic
 
 
 def _read_weights(where: FileTable, comm: Comm) -> tuple[Save, list[Finding]] | None:
-    """What of a save is whole without its optimizer's files, where that holds the weights; collective."""
+    """Return a save without its damaged optimizer files, if it still has all weights; collective."""
     if not any(map(holds_optimizer, where.entries)):
         return None
     save, findings = gather_save(where.choose(lambda name: not holds_optimizer(name)), comm)
     if save is None or make_error(findings) is not None:
         return None
     text = (
-        f"{where.folder}: its files of optimizer states are not whole, and are left out: the weights alone are wanted."
+        f"{where.folder}: its files of optimizer states are not whole and are ignored, since only weights are loaded."
     )
     return save, [*findings, Finding("missing", "", text, WARNING)]
 
 
 def _build(save: Save, naming: Naming) -> tuple[AtomicIndex | None, list[Finding]]:
-    """The index; without its optimizer where nothing names the states, which is a fault if they are wanted."""
+    """Build the index, without unnamed optimizer states; they are a fault unless only weights are loaded."""
     folder, unnamed = save.listing.folder, list[Finding]()
     try:
         try:
@@ -307,7 +307,7 @@ def _build(save: Save, naming: Naming) -> tuple[AtomicIndex | None, list[Finding
 
 
 def find_unsaved(save: Save) -> list[Finding]:
-    """State of the run that DeepSpeed saves nowhere, by the ds_config."""
+    """Warn of state that DeepSpeed does not save, by the ds_config."""
     autocast = save.main.config.get("torch_autocast") or {}
     halves = ("fp16", "float16", "half", "torch.float16")  # all that DeepSpeed takes for it (runtime/config.py)
     if not autocast.get("enabled") or autocast.get("dtype") not in halves:

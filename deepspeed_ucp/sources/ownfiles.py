@@ -1,7 +1,7 @@
-"""What one rank's own files tell of the topology that saved them, where no index of the whole checkpoint is made.
+"""Compare the state files of one rank with its live engine, without an index of the whole checkpoint.
 
-Engines whose layout is not known here, and nodes that keep their own files: DeepSpeed's own load then reads exactly
-these files, and is right where they were saved by an engine like the live one.
+Engines of unknown layout, and nodes with local files, are loaded by DeepSpeed itself from exactly these files, which is
+correct if an engine like the live one saved them.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from .reading import as_list, explain_form, list_globals, normalize_zero
 _EXPERT_STATES = re.compile(r"expp_rank_(\d+)_(mp_rank_\d+)_optim_states\.pt")
 
 _STATE_ENDINGS = ("model_states.pt", "optim_states.pt")
-"""Of all files that DeepSpeed's own load may unpickle, those of experts included."""
+"""Suffixes of all files that DeepSpeed may unpickle."""
 
 ORDER = "order of parameters"
-"""The fact that is the names in the module's state dict, of which those count that both sides have."""
+"""Fact: the names in the module's state dict. Names of one side are ignored."""
 
 _SHOWN = 120
-"""Characters of a value that a message shows."""
+"""Maximum characters of a value in a message."""
 
 
 def find_state_file(index: AtomicIndex, mp_rank: int, dp_rank: int = 0) -> str | None:
-    """The state file that a rank of the saved world wrote, where the checkpoint has one beside the first.
+    """Return the path of the state file of a saved rank; None if the checkpoint has only the first rank's.
 
-    It may lie in another place than the first, and where ranks see different files, on another machine.
+    It may be in another place than the first file, or on another machine.
 
     Args:
-        mp_rank: its model-parallel rank.
-        dp_rank: its data-parallel one, which counts at ZeRO 3.
+        mp_rank: model-parallel rank.
+        dp_rank: data-parallel rank (ZeRO 3).
     """
     run = index.run
     folder, name = os.path.split(run.state_file)
@@ -54,16 +54,16 @@ def find_state_file(index: AtomicIndex, mp_rank: int, dp_rank: int = 0) -> str |
 
 
 def read_state_tree(index: AtomicIndex) -> Any:
-    """What the state file's pickle holds, as inert data; an empty dict of a foreign checkpoint, which has no such file.
+    """Return the object tree of the state file as inert data; empty for a foreign checkpoint.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: the file cannot be read.
     """
     return {} if index.run.format else read_header(index.run.state_file).tree
 
 
 def read_saved_config(index: AtomicIndex) -> Mapping[str, Any]:
-    """The ds_config of the run that saved; empty if the state file has none.
+    """Return the ds_config of the saved run; empty if the state file has none.
 
     Raises:
         CheckpointError: the file cannot be read.
@@ -74,12 +74,12 @@ def read_saved_config(index: AtomicIndex) -> Mapping[str, Any]:
 
 
 def compare_own_files(model: str, optim: str | None, live: Mapping[str, Any]) -> list[str]:
-    """What the files tell otherwise than the live engine, in words; empty where they agree about everything.
+    """Describe differences between a rank's files and the live engine; empty if there are none.
 
     Args:
         model: path of the rank's model states.
         optim: path of its ZeRO optimizer states; None at stage 0.
-        live: what the engine is (:func:`deepspeed_ucp.targets.coverage.describe_own_files`).
+        live: facts about the engine (:func:`deepspeed_ucp.targets.coverage.describe_own_files`).
 
     Raises:
         CheckpointError: a file cannot be read.
@@ -95,18 +95,17 @@ def compare_own_files(model: str, optim: str | None, live: Mapping[str, Any]) ->
 
 
 def _find_moved(saved: Sequence[str], live: Sequence[str]) -> list[str]:
-    """The first name that is elsewhere among those that both have; stage 0 has states by position."""
+    """Describe the first common name at another position: stage 0 saves states by position."""
     names = set(saved).intersection(live)
     before, now = ([name for name in each if name in names] for each in (saved, live))
     return [f"{ORDER} {one} → {other}" for one, other in zip(before, now, strict=True) if one != other][:1]
 
 
 def list_own_globals(folder: str, member: int, members: int) -> dict[Use, str]:
-    """Classes and functions that the state files of a folder name beyond those of every checkpoint, with the file.
+    """Return the unusual classes and functions that the state files of a folder name, with the first such file.
 
     Args:
-        member, members: which of the processes that share the files this is, and how many they are; each reads its
-            part of them.
+        member, members: number of this process, and of all processes that share the files.
 
     Raises:
         CheckpointError: a file cannot be read.
@@ -119,7 +118,7 @@ def list_own_globals(folder: str, member: int, members: int) -> dict[Use, str]:
 
 
 def _list_unpickled(folder: str) -> list[str]:
-    """What DeepSpeed's own load may unpickle: state files, and every file of an atomic checkpoint's atoms."""
+    """List the files that DeepSpeed may unpickle: state files and the files of atoms."""
     held = scan_folder(folder)
     names = [name for name in held if name.endswith(_STATE_ENDINGS)]
     atoms = scan_folder(os.path.join(folder, ZERO), deep=True) if ZERO in held else {}
@@ -162,7 +161,7 @@ def _take_facts(model: str, tree: Mapping[str, Any], others: Mapping[str, Any]) 
 
 
 def _count_expert_states(model: str) -> int:
-    """Expert-parallel ranks of a save of stage 0, which has a file of optimizer states for each."""
+    """Count the expert-parallel ranks of a stage-0 save by their files of optimizer states."""
     rank = os.path.basename(model).removesuffix("_model_states.pt")
     names = (_EXPERT_STATES.fullmatch(name) for name in scan_folder(os.path.dirname(model)))
     return sum(match is not None and match[2] == rank for match in names)

@@ -1,9 +1,9 @@
-"""Where the files of a checkpoint lie: in which of several places, and on which machines.
+"""Find the files of a checkpoint in several places and on several machines.
 
-Every rank lists the tag's folder in every place. Where all see the same, that is all: a digest tells it or, where times
-alone differ, the directories of the files. Else the files of all ranks together are the checkpoint, and a table says
-who can read which (:class:`~..access.PartialAccess`). It is made of views: ranks that see the same, as those of one
-machine do, count once.
+Every rank lists the tag's folder in every place. If all ranks see the same files (equal digests or, if only times
+differ, equal zip directories), the listing is complete. Otherwise the checkpoint is the union of all ranks' files, and
+:class:`~..access.PartialAccess` records the ranks that can read each. Ranks with equal listings, such as those of one
+machine, share a view.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ logger = logging.getLogger("deepspeed_ucp")
 
 
 class Copy(NamedTuple):
-    """A file in a place, as the ranks of a view see it."""
+    """A copy of a file: its place, and the view that sees it."""
 
     place: int
     view: int
@@ -51,11 +51,11 @@ def find_files(folders: Sequence[str], comm: Comm, list_place: Callable[[str], E
     """Find the files of a checkpoint; collective.
 
     Args:
-        folders: the tag's folder in each place, the first one's first.
-        list_place: what lies in one of them; :func:`~.files.list_entries` unless given.
+        folders: the tag's folder by place.
+        list_place: lists one of them (default: :func:`~.files.list_entries`).
 
     Raises:
-        CheckpointError: no rank sees any; machines hold different files under one name. The same on every rank.
+        CheckpointError: no rank sees any file, or machines hold different files under one name; equal on all ranks.
     """
     list_place = list_place or list_entries
     stores = {folder: comm.once(partial(_list, folder, list_place)) for folder in folders if is_url(folder)}
@@ -70,34 +70,34 @@ def find_files(folders: Sequence[str], comm: Comm, list_place: Callable[[str], E
         below = [each.folder.removeprefix(folder) for each, folder in zip(looks, folders, strict=True)]
         return below, _digest(own, lambda entry: entry.size), _digest(own, _pick), any(own), errors
 
-    told = comm.each(look)
+    reports = comm.each(look)
     own = tuple(each.entries for each in looks)
-    if not any(some for *_, some, _ in told):
+    if not any(some for *_, some, _ in reports):
         comm.run(lambda: _refuse_nothing(each.error for each in looks))
-    below = [max(each) for each in zip(*(each for each, *_ in told), strict=True)]
-    # A rank that sees none of a tag's files does not know in which folder below it they are.
+    below = [max(each) for each in zip(*(each for each, *_ in reports), strict=True)]
+    # A rank that sees none of a tag's files does not know their subfolder.
     folders = [
         folder + path if each.folder == folder else each.folder
         for folder, path, each in zip(folders, below, looks, strict=True)
     ]
     near = sorted(range(len(folders)), key=lambda place: measure_distance(folders[place])) if folders[1:] else [0]
     found = FileTable(tuple(folders), _join(own), own, tuple(near))
-    views = [view for _, _, view, *_ in told]
-    if len({sizes for _, sizes, *_ in told}) > 1 or not (len(set(views)) == 1 or _is_one_save(found, views, comm)):
+    views = [view for _, _, view, *_ in reports]
+    if len({sizes for _, sizes, *_ in reports}) > 1 or not (len(set(views)) == 1 or _is_one_save(found, views, comm)):
         found = _unite(found, views, comm)
     if comm.rank == 0:
-        for error, *others in zip(*(errors for *_, errors in told), strict=True):
-            if error and all(others):  # a path may be wrong, a store out of reach
+        for error, *others in zip(*(errors for *_, errors in reports), strict=True):
+            if error and all(others):  # a wrong path, or an unreachable store
                 logger.warning("%s The other places are read.", error)
         _warn_others(found)
     return found
 
 
 def list_files(folder: str, comm: Comm) -> FileTable:
-    """The files of a folder that every rank sees, by the look of one; collective.
+    """List a folder that every rank sees, on one rank; collective.
 
     Raises:
-        CheckpointError: it cannot be listed; the same on every rank.
+        CheckpointError: the folder cannot be listed; equal on all ranks.
     """
     folder, entries = comm.once(lambda: _list_published(folder, list_entries))
     note_listed(folder, entries)
@@ -105,10 +105,10 @@ def list_files(folder: str, comm: Comm) -> FileTable:
 
 
 def hold_copies(table: FileTable, sums: Mapping[str, int | None]) -> bool:
-    """Whether further places have files of the first one's save, by their CRC32s, and no others; all see the same.
+    """Return True if all ranks see the same, and further places hold only files of the first place's save.
 
     Args:
-        sums: by name the CRC32 of the directory of a file of the save.
+        sums: file name → CRC32 of the zip directory.
     """
     first, *others = zip(table.folders, table.own, strict=True)
     for folder, entries in others:
@@ -121,7 +121,7 @@ def hold_copies(table: FileTable, sums: Mapping[str, int | None]) -> bool:
 
 
 def list_by_host(table: FileTable) -> dict[str, list[str]]:
-    """Names of the files that each machine has; nothing where all see the same."""
+    """Return the names of the files on each machine; empty if all ranks see the same."""
     held: dict[str, set[str]] = defaultdict(set)
     for view in table.views:
         names = (name for place in view.places for name in place)
@@ -130,18 +130,17 @@ def list_by_host(table: FileTable) -> dict[str, list[str]]:
 
 
 def describe_hosts(table: FileTable) -> str:
-    """Of which data-parallel ranks each machine has files, in words; empty where all see the same."""
+    """Describe the data-parallel ranks whose files each machine has; empty if all ranks see the same."""
     held = {
         host: {ranks[1] for name in names if (ranks := read_optim_ranks(name))}
         for host, names in list_by_host(table).items()
     }
-    told = [f"{host} has the files of data-parallel ranks {_describe_ranks(ranks)}" for host, ranks in held.items()]
-    return shorten(told, 16).replace(", ", "; ") if any(held.values()) else ""
+    texts = [f"{host} has the files of data-parallel ranks {_describe_ranks(ranks)}" for host, ranks in held.items()]
+    return shorten(texts, 16).replace(", ", "; ") if any(held.values()) else ""
 
 
 def list_variants(table: FileTable) -> list[tuple[str, str]]:
-    """Files (folder, name) of this rank's machine under a name that a file which counts has on another one, where
-    every node writes one of its own."""
+    """Return (folder, name) of this machine's files that every node writes, and that differ from the ones in use."""
     odd = sorted(table.odd) if table.is_first else []
     return [(table.folders[place], name) for place, name in odd if read_model_rank(name) is not None]
 
@@ -152,7 +151,7 @@ def _describe_ranks(ranks: Iterable[int]) -> str:
 
 
 class _Look(NamedTuple):
-    """The folder of a place with the tag's files, its content, and why it cannot be listed."""
+    """The folder of a place with the tag's files, its entries, and the error of listing it."""
 
     folder: str
     entries: Entries
@@ -167,7 +166,7 @@ def _list(folder: str, list_place: Callable[[str], Entries]) -> _Look:
 
 
 def _list_published(folder: str, list_place: Callable[[str], Entries]) -> tuple[str, Entries]:
-    """List the folder with a tag's files; its path and its content."""
+    """Return the folder with a tag's files, and its entries."""
     entries = list_place(folder)
     found = resolve_published(folder, entries)
     return found, entries if found == folder else list_place(found)
@@ -180,36 +179,36 @@ def _refuse_nothing(errors: Iterable[CheckpointError | None]) -> None:
 
 
 def _warn_others(found: FileTable) -> None:
-    """Warn of files that the first place has otherwise."""
+    """Warn of files that differ from those in an earlier place."""
     for folder, entries in zip(found.folders[1:], found.own[1:], strict=True):
         others = [name for name, entry in entries.items() if entry.size != found.entries[name].size]
         if others:
-            told = "%s: files that are not those of the places before it are read only where those cannot be: %s"
-            logger.warning(told, folder, shorten(others))
+            text = "%s: these files differ from the places before it and are read only if those are unreadable: %s"
+            logger.warning(text, folder, shorten(others))
 
 
 def _digest(own: Sequence[Entries], pick: Callable[[Entry], object]) -> bytes:
-    told = [sorted((name, pick(entry)) for name, entry in entries.items()) for entries in own]
-    return hashlib.sha256(repr(told).encode()).digest()
+    rows = [sorted((name, pick(entry)) for name, entry in entries.items()) for entries in own]
+    return hashlib.sha256(repr(rows).encode()).digest()
 
 
 def _pick(entry: Entry) -> tuple[int, float]:
-    """Bytes and time of change; a folder's time tells nothing of what a checkpoint has in it."""
+    """Return bytes and time of change; the time of a folder is irrelevant."""
     return entry.size, 0.0 if entry.is_folder else entry.changed
 
 
 _SMALL = 1 << 26
-"""Bytes of a file, of which no directory tells the content, that is read whole to compare it."""
+"""Maximum bytes of a file without a zip directory that is read to compare it."""
 
 
 def _is_one_save(found: FileTable, views: Sequence[bytes], comm: Comm) -> bool:
-    """Whether files of the same names and sizes are the same, although times of change differ; collective.
+    """Return True if files of equal names and sizes are equal, although their times differ; collective.
 
-    They may be those of one folder, of which a file system tells every machine times of its own; or each machine's,
-    of one save or of two. The ranks of a view take turns.
+    A shared file system may report different times to each machine; local files may be of one save or of two. The ranks
+    of a view take turns.
 
     Args:
-        views: by rank a digest of what it sees.
+        views: digest of the listing by rank.
     """
     among = [rank for rank, view in enumerate(views) if view == views[comm.rank]]
     turn, turns = among.index(comm.rank), min(Counter(views).values())
@@ -221,15 +220,15 @@ def _is_one_save(found: FileTable, views: Sequence[bytes], comm: Comm) -> bool:
     ]
 
     def sum_part() -> bytes:
-        told = choose_map(found.folder)(lambda file: _sum_content(*file), files[turn::turns])
-        return hashlib.sha256(repr(list(told)).encode()).digest()
+        sums = choose_map(found.folder)(lambda file: _sum_content(*file), files[turn::turns])
+        return hashlib.sha256(repr(list(sums)).encode()).digest()
 
-    told = comm.each(lambda: (turn, sum_part()) if turn < turns else None)
-    return len({each for each in told if each is not None}) == turns
+    parts = comm.each(lambda: (turn, sum_part()) if turn < turns else None)
+    return len({each for each in parts if each is not None}) == turns
 
 
 def _sum_content(path: str, entry: Entry) -> object:
-    """What the same of two files tells that they are: a CRC32, or the time of change where there is none."""
+    """Return a CRC32 that identifies a file's content, else its time of change."""
     crc = _sum(path)
     if crc is None and entry.size <= _SMALL:
         with suppress(UcpError), open_stored(path, os.POSIX_FADV_SEQUENTIAL) as file:
@@ -245,7 +244,7 @@ def _sum(path: str) -> int | None:
 
 
 def _join(own: Sequence[Entries]) -> dict[str, Entry]:
-    """What lies in any of the places; of what lies in several, the first one's counts."""
+    """Join the entries of all places; the first place of a file counts."""
     joined: dict[str, Entry] = {}
     for entries in reversed(own):
         joined |= entries
@@ -255,10 +254,10 @@ def _join(own: Sequence[Entries]) -> dict[str, Entry]:
 # -- ranks that see different files -----------------------------------------------------------------------------------
 
 
-def _unite(found: FileTable, told: Sequence[bytes], comm: Comm) -> FileTable:
-    """What all ranks see, together; ``told``: by rank a digest of what it sees; collective."""
+def _unite(found: FileTable, digests: Sequence[bytes], comm: Comm) -> FileTable:
+    """Unite the listings of all ranks, given the digest of each; collective."""
     numbers: dict[bytes, int] = {}
-    ranks = [numbers.setdefault(digest, len(numbers)) for digest in told]
+    ranks = [numbers.setdefault(digest, len(numbers)) for digest in digests]
     mine, among = ranks[comm.rank], [rank for rank, view in enumerate(ranks) if view == ranks[comm.rank]]
     is_first = among[0] == comm.rank
     places = tuple({name: _pick(entry) for name, entry in entries.items()} for entries in found.own)
@@ -290,13 +289,13 @@ def _unite(found: FileTable, told: Sequence[bytes], comm: Comm) -> FileTable:
 
 
 class _Union:
-    """What all views see, together: the same on every rank.
+    """The union of all views, equal on all ranks.
 
     Attributes:
-        copies: by name.
-        homes: by name the copy that counts.
-        doubts: copies as large as the one that counts, which were written at another time; with that one.
-        sums: of those the CRC32s of their directories, as far as they are known.
+        copies: file name → copies.
+        homes: file name → the copy in use.
+        doubts: copies of equal size and another time than the one in use, and that one.
+        sums: copy → CRC32 of its zip directory, if known.
     """
 
     def __init__(self, folders: Sequence[str], views: Sequence[NodeView]) -> None:
@@ -311,7 +310,7 @@ class _Union:
         self.sums: dict[tuple[str, Copy], int | None] = {}
 
     def _rank(self, name: str, copy: Copy) -> tuple[int, int, int]:
-        """Of a file that every node writes for itself the one beside the first data-parallel rank's file counts."""
+        """Sort key of copies. Of files that every node writes, the first data-parallel rank's node comes first."""
         first = self._find_first_rank(name, copy) if is_written_by_each_node(name) else 0
         return copy.place, first, copy.view
 
@@ -321,15 +320,15 @@ class _Union:
         return min((ranks[1] for ranks in found if ranks and mp in (None, ranks[0])), default=1 << 30)
 
     def look(self, name: str, copy: Copy) -> tuple[int, float]:
-        """Bytes and time of change of a copy."""
+        """Return bytes and time of change of a copy."""
         return self.views[copy.view].places[copy.place][name]
 
     def path(self, name: str, copy: Copy) -> str:
-        """Where the ranks of a copy's view find it."""
+        """Return the path of a copy."""
         return join_path(self.folders[copy.place], name)
 
     def list_wanted(self, name: str) -> list[Copy]:
-        """The copies that are read: those behind URLs only of what no machine has."""
+        """Return the copies that are read: those in object stores only if no machine has the file."""
         near = [copy for copy in self.copies[name] if not is_url(self.folders[copy.place])]
         return near or self.copies[name]
 
@@ -341,23 +340,23 @@ class _Union:
         return [(name, copy) for copy in ([home, *unsure] if unsure and size >= 0 else [])]
 
     def list_same(self, name: str) -> list[Copy]:
-        """The copies of a file that are the one which counts; that one itself, whatever its state."""
+        """Return the copies of a file that equal the one in use, and that one."""
         home = self.homes[name]
         size, changed = self.look(name, home)
         crc = self.sums.get((name, home))
 
         def is_same(copy: Copy) -> bool:
             nbytes, at = self.look(name, copy)
-            is_told = at == changed or size < 0 or (crc is not None and self.sums.get((name, copy)) == crc)
-            return copy == home or (nbytes == size and is_told)
+            is_equal = at == changed or size < 0 or (crc is not None and self.sums.get((name, copy)) == crc)
+            return copy == home or (nbytes == size and is_equal)
 
         return [copy for copy in self.list_wanted(name) if is_same(copy)] or [home]
 
     def refuse_different(self, same: Mapping[str, Sequence[Copy]]) -> None:
-        """Machines that hold different files under one name, in the place that counts.
+        """Refuse different files under one name on several machines.
 
         Raises:
-            CheckpointError: naming one, with both machines.
+            CheckpointError: the message names the file and two machines.
         """
         for name, copies in same.items():
             home = self.homes[name]
@@ -378,5 +377,5 @@ class _Union:
 
 
 def is_written_by_each_node(name: str) -> bool:
-    """Whether with ``use_node_local_storage`` each node has a file of that name, with what its own first rank tells."""
+    """Return True for files that each node writes with ``use_node_local_storage``."""
     return read_model_rank(name) is not None or name == SEAL

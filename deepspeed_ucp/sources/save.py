@@ -1,4 +1,4 @@
-"""Which files one save consists of, and what each of them is of."""
+"""The files of one save: their expected names, and their headers by role."""
 
 from __future__ import annotations
 
@@ -24,15 +24,14 @@ class Save:
     Attributes:
         pp, tp: pipeline and tensor parallel degrees.
         dp: data-parallel ranks, by the model states.
-        models: per model-parallel rank the model states (of every data-parallel rank under ZeRO 3).
-        shards: per model-parallel rank the optimizer states by data-parallel rank; empty lists at stage 0.
-        layers: per tensor-parallel rank the layer files of a pipeline by layer.
-        experts: files of one expert each, by the keys of :class:`~.files.Listing`.
+        models: model states by model-parallel rank (under ZeRO 3 of each data-parallel rank).
+        shards: optimizer states by model- and data-parallel rank; empty lists at stage 0.
+        layers: layer files of a pipeline by tensor-parallel rank and layer.
+        experts: files of single experts, by the keys of :class:`~.files.Listing`.
         expert_optims: optimizer states of stage 0 by (model-parallel rank, expert-parallel rank).
-        expert_tp_shards: shards of experts' parameters: the tensor-parallel ranks where these cut them (expert tensor
-            parallelism), else one, as experts are then spread over all ranks of a pipeline stage.
-        swaps: by optimizer file and sub-group the swap file of each of its states, where it has some.
-        bases: files of frozen parameters that lie beside the tag, by name.
+        expert_tp_shards: shards of an expert's parameter: ``tp`` with expert tensor parallelism, else 1 (experts are
+            then distributed over all ranks of a pipeline stage).
+        swaps: swap files by (optimizer file, sub-group) and state.
     """
 
     listing: Listing
@@ -49,7 +48,7 @@ class Save:
 
     @property
     def main(self) -> FileHeader:
-        """The model states of the first rank, which has what is the same everywhere."""
+        """The model states of the first rank, with all values that are equal on all ranks."""
         return self.models[0][0]
 
     @property
@@ -67,34 +66,34 @@ class Save:
 
     @property
     def experts_over_tp(self) -> bool:
-        """Whether experts are spread over the tensor-parallel ranks too, whole."""
+        """Whether whole experts are distributed over the tensor-parallel ranks too."""
         return self.expert_tp_shards < self.tp
 
     @property
     def is_pipeline(self) -> bool:
-        """Whether the model's tensors lie in layer files."""
+        """Whether the model's tensors are in layer files."""
         return self.main.model is not None and self.main.model.module is None
 
     @property
     def is_sharded(self) -> bool:
-        """Whether model states are saved by every data-parallel rank (ZeRO 3), without the parameters' elements."""
+        """Whether each data-parallel rank saves model states (ZeRO 3), without the elements of parameters."""
         return self.main.name in self.listing.model_zero3.values()
 
     @property
     def first_models(self) -> list[ModelHeader]:
-        """What the first data-parallel rank of each model-parallel rank says about the model."""
+        """The model header of the first data-parallel rank, by model-parallel rank."""
         return [self.model(mp) for mp in range(len(self.models))]
 
     def count_micro_batches(self) -> int:
-        """Gradient accumulation steps by the ds_config, as DeepSpeed finds them."""
-        told = self.model(0).batch
-        if steps := told.get("gradient_accumulation_steps"):
+        """Return the gradient accumulation steps that DeepSpeed derives from the ds_config."""
+        sizes = self.model(0).batch
+        if steps := sizes.get("gradient_accumulation_steps"):
             return int(steps)
-        micro = told.get("train_micro_batch_size_per_gpu")
-        return told.get("train_batch_size", 0) // (micro * self.dp) or 1 if micro else 1
+        micro = sizes.get("train_micro_batch_size_per_gpu")
+        return sizes.get("train_batch_size", 0) // (micro * self.dp) or 1 if micro else 1
 
     def model(self, mp: int) -> ModelHeader:
-        """What the first data-parallel rank of a model-parallel rank says about the model.
+        """Return the model header of the first data-parallel rank of a model-parallel rank.
 
         Raises:
             CheckpointError: its file holds no model states.
@@ -105,16 +104,16 @@ class Save:
         return model
 
     def shard(self, stage: int, rank: int) -> FileHeader:
-        """The optimizer states of a rank of a pipeline stage, ``dp_rank * tp + tp_rank``."""
+        """Return the optimizer states of rank ``dp_rank * tp + tp_rank`` of a pipeline stage."""
         return self.shards[stage * self.tp + rank % self.tp][rank // self.tp]
 
     def list_expert_ranks(self, mp: int) -> range:
-        """Model-parallel ranks whose files hold the experts of one: its stage's where they are spread over these."""
+        """Return the model-parallel ranks whose files hold the experts of a model-parallel rank."""
         first = mp // self.tp * self.tp
         return range(first, first + self.tp) if self.experts_over_tp else range(mp, mp + 1)
 
     def optim(self, mp: int) -> OptimHeader:
-        """The optimizer in a model-parallel rank's model states (stage 0).
+        """Return the optimizer in a model-parallel rank's model states (stage 0).
 
         Raises:
             CheckpointError: they hold none.
@@ -125,7 +124,7 @@ class Save:
         return optim
 
     def list_globals(self) -> dict[Use, str]:
-        """Classes and functions that the files' pickles name → path of the first file that does."""
+        """Map each class and function that the files' pickles name to the path of the first such file."""
         found: dict[Use, str] = {}
         for header in self.headers:
             for use in header.globals:
@@ -133,28 +132,28 @@ class Save:
         return found
 
     def path(self, header: FileHeader) -> str:
-        """Full path of a file."""
+        """Return the full path of a file."""
         return self.listing.path(header.name)
 
 
 def list_holders(save: Save, mp: int, degree: int, *, over_tp: bool) -> list[range]:
-    """Ranks of a model-parallel rank's pipeline stage that hold the same parameters, by expert-parallel rank.
+    """List the ranks of a pipeline stage that hold equal parameters, by expert-parallel rank.
 
     Args:
-        degree: expert-parallel ranks, which divides those that hold them; 1 for what is no expert's.
-        over_tp: they are spread over the tensor-parallel ranks too.
+        degree: expert-parallel degree; 1 for other parameters.
+        over_tp: experts are distributed over the tensor-parallel ranks too.
     """
     tp_rank = None if over_tp else mp % save.tp
     return place_experts(save.dp, degree, save.tp, tp_rank, data_first=bool(save.main.config.get(DATA_FIRST)))
 
 
 def count_ranks(model: ModelHeader) -> tuple[int, int]:
-    """(model-parallel, data-parallel) ranks that a file of model states tells of, MiCS's replicas not counted."""
+    """Return the (model-parallel, data-parallel) ranks of a save, without the replicas of MiCS."""
     return model.counters.get("mp_world_size") or 1, model.shard_size or model.counters.get("dp_world_size") or 1
 
 
 def find_degrees(listing: Listing, model: ModelHeader) -> tuple[int, int]:
-    """(pipeline, tensor) parallel degrees of a save; older releases store only their product.
+    """Return the (pipeline, tensor) parallel degrees of a save; older releases store only their product.
 
     Raises:
         CheckpointError: the layer files of a pipeline do not fit the number of ranks.
@@ -175,15 +174,15 @@ def find_degrees(listing: Listing, model: ModelHeader) -> tuple[int, int]:
 
 
 def expect_files(listing: Listing, first: Sequence[FileHeader], stages: Sequence[FileHeader] = ()) -> list[str]:
-    """Names of all files of the save that ``first`` belongs to, whether they are there or not.
+    """Return the names of all files that the save of ``first`` must have.
 
     Args:
         listing: the folder's files.
-        first: model states, and optimizer states where the save has them.
-        stages: model states of further pipeline stages with experts, of which each counts its own.
+        first: model states and, if the save has them, optimizer states.
+        stages: model states of the further pipeline stages with experts; each counts only its own.
 
     Raises:
-        CheckpointError: a pipeline's layer files are of no save, or of two.
+        CheckpointError: a pipeline has no layer files, or those of two saves.
     """
     model = first[0].model
     if model is None:
@@ -196,7 +195,7 @@ def expect_files(listing: Listing, first: Sequence[FileHeader], stages: Sequence
         names += name_shards(listing, prefix, pp * tp, dp)
     if model.module is None:
         names += _name_layers(listing, tp)
-    if model.experts and first[0].name in listing.model.values():  # of ZeRO 3 every rank's model states have them
+    if model.experts and first[0].name in listing.model.values():  # under ZeRO 3 experts are in the model states
         tp_shards = count_expert_tp_shards(listing, first, tp)
         for stage, header in enumerate([first[0], *stages]):
             places = range(stage * tp, (stage + 1) * tp)
@@ -207,7 +206,7 @@ def expect_files(listing: Listing, first: Sequence[FileHeader], stages: Sequence
 
 
 def name_shards(listing: Listing, prefix: str, mp: int, dp: int) -> list[str]:
-    """Files of ZeRO's optimizer states of all model- and data-parallel ranks, whether they are there or not."""
+    """Return the expected names of ZeRO's optimizer states of all ranks."""
     return [
         listing.optim.get((prefix, model, rank), f"{prefix}zero_pp_rank_{rank}_mp_rank_{model:02d}_optim_states.pt")
         for model in range(mp)
@@ -216,12 +215,12 @@ def name_shards(listing: Listing, prefix: str, mp: int, dp: int) -> list[str]:
 
 
 def count_expert_tp_shards(listing: Listing, first: Sequence[FileHeader], tp: int) -> int:
-    """Shards of experts' parameters: ``tp`` with expert tensor parallelism, else one.
+    """Return the number of shards of an expert's parameter: ``tp`` with expert tensor parallelism, else 1.
 
-    Without it experts are spread over more ranks than the data-parallel ones, and each is saved once.
+    Without it, experts are distributed over more ranks than the data-parallel ones, and each is saved once.
 
     Args:
-        first: the first rank's model states, and optimizer states where the save has them.
+        first: the first rank's model states and, if the save has them, optimizer states.
     """
     model = first[0].model
     if tp == 1 or model is None or model.placements:
@@ -239,7 +238,7 @@ def count_expert_tp_shards(listing: Listing, first: Sequence[FileHeader], tp: in
 
 
 def name_unsaved(listing: Listing, first: Sequence[FileHeader]) -> set[str]:
-    """Model states that no rank writes: of tensor-parallel ranks whose experts a rank before them holds as well.
+    """Return the names of model states that no rank writes, since an earlier rank holds the same experts.
 
     Args:
         first: as for :func:`count_expert_tp_shards`.
@@ -257,13 +256,13 @@ def name_unsaved(listing: Listing, first: Sequence[FileHeader]) -> set[str]:
 
 
 def _find_degree(group: Mapping[str, Any]) -> int:
-    """The expert-parallel degree that a param group of experts is named by; 0 where it tells none."""
+    """Parse the expert-parallel degree from the name of a param group; 0 without one."""
     match = _GROUP.fullmatch(str(group.get("name"))) if group.get("moe") else None
     return int(match[1]) if match else 0
 
 
 def _name_expert_optims(listing: Listing, optim: OptimHeader | None, places: range, tp_shards: int) -> Iterator[str]:
-    """Optimizer states of stage 0 by expert-parallel rank; of experts over tensor-parallel ranks one at least."""
+    """Yield the expected names of stage 0's optimizer states by expert-parallel rank, at least one per rank."""
     degrees = [degree for group in (optim.groups if optim else ()) if (degree := _find_degree(group))]
     count = max(degrees, default=max((rank for mp, rank in listing.expert_optim if mp in places), default=-1) + 1)
     for rank in range(count):
@@ -273,7 +272,7 @@ def _name_expert_optims(listing: Listing, optim: OptimHeader | None, places: ran
 
 
 def name_model_files(listing: Listing, first: FileHeader) -> list[str]:
-    """The model states of all ranks of the save that ``first`` belongs to, whether they are there or not."""
+    """Return the expected names of the model states of all ranks of the save of ``first``."""
     if first.model is None:
         return []
     ranks, dp = count_ranks(first.model)
@@ -287,7 +286,10 @@ def name_model_files(listing: Listing, first: FileHeader) -> list[str]:
 
 
 def _name_layers(listing: Listing, tp: int) -> list[str]:
-    """Layer files; layers without parameters and state have none, so only ranks that lack a layer are found here."""
+    """Return the expected names of layer files.
+
+    Layers without parameters and buffers have no file, so a layer that all ranks lack is not detected here.
+    """
     plain = {layer for layer, rank in listing.layers if rank == NO_AXIS}
     numbered = {layer for layer, rank in listing.layers if 0 <= rank < tp}
     if not plain and not numbered:
@@ -310,11 +312,11 @@ def _name_layers(listing: Listing, tp: int) -> list[str]:
 
 
 def _name_experts(listing: Listing, layers: Sequence[int], places: range, tp_shards: int) -> Iterator[str]:
-    """Files of one expert each; older releases have an expert's parts of all layers in one.
+    """Yield the expected names of experts' files; older releases write an expert's parts of all layers to one.
 
     Args:
-        layers: experts by layer, of a pipeline stage.
-        places: the stage's model-parallel ranks; one at least has the file of experts over tensor-parallel ranks.
+        layers: number of experts by layer of a pipeline stage.
+        places: the stage's model-parallel ranks. At least one of them has the file of a whole expert.
     """
     keys = [(layer, expert) for layer, held in enumerate(layers) for expert in range(held)]
     if listing.experts and all(layer == NO_LAYER for layer, _, _ in listing.experts):
@@ -326,10 +328,10 @@ def _name_experts(listing: Listing, layers: Sequence[int], places: range, tp_sha
 
 
 def arrange(listing: Listing, headers: Sequence[FileHeader]) -> Save:
-    """Give every header its role; the first one is the first rank's model states.
+    """Arrange headers by role; the first one is the first rank's model states.
 
     Raises:
-        CheckpointError: it holds none.
+        CheckpointError: the first file holds no model states.
     """
     model = headers[0].model
     if model is None:
@@ -362,20 +364,22 @@ def arrange(listing: Listing, headers: Sequence[FileHeader]) -> Save:
 
 
 def complete_experts(header: FileHeader, beside: FileHeader | None = None) -> FileHeader:
-    """Model states with experts that tell neither their ds_config nor, at stage 0, their optimizer, as DeepSpeed to
-    0.19.2 writes them (engine.py ``_save_moe_checkpoint``): by what the optimizer states beside them tell."""
+    """Add the ds_config and the optimizer, which DeepSpeed up to 0.19.2 omits from model states with experts.
+
+    They are copied from the header of optimizer states (engine.py ``_save_moe_checkpoint``).
+    """
     model = header.model
     if beside is None or header.config or model is None or not model.experts:
         return header
-    optim = model.optim if beside.config else model.optim or beside.optim  # of stage 0 no file has the ds_config
+    optim = model.optim if beside.config else model.optim or beside.optim  # at stage 0 no file has the ds_config
     return replace(header, config=beside.config, model=replace(model, optim=optim))
 
 
 def align_save(save: Save) -> None:
-    """Put the param groups of all ranks of a pipeline stage into the order of its first rank's.
+    """Reorder the param groups of all ranks of a pipeline stage as on its first rank.
 
-    DeepSpeed makes those of several expert-parallel degrees in the order of a set of strings, which each process has
-    of its own; groups of one degree keep their order (``moe/utils.py``).
+    DeepSpeed creates groups of several expert-parallel degrees in the order of a set of strings, which differs between
+    processes; groups of one degree keep their order (``moe/utils.py``).
     """
     for mp, held in enumerate(save.shards):
         stage = save.shards[mp // save.tp * save.tp]
@@ -390,7 +394,7 @@ def align_save(save: Save) -> None:
 
 
 def find_order(optim: OptimHeader | None, first: OptimHeader) -> list[int]:
-    """A rank's numbers of the param groups of another one; empty where they have the same order, or are others."""
+    """Return a rank's index of each param group of ``first``; empty if the order is equal or the groups differ."""
     if optim is None or optim.partition_count == first.partition_count:
         return []
     mine, wanted = (_sort(each.partition_count) for each in (optim, first))
@@ -398,7 +402,7 @@ def find_order(optim: OptimHeader | None, first: OptimHeader) -> list[int]:
 
 
 def align_groups(header: FileHeader, first: OptimHeader) -> FileHeader:
-    """The param groups in the order of the first rank's."""
+    """Reorder a header's param groups as in ``first``."""
     optim, order = header.optim, find_order(header.optim, first)
     if optim is None or not order:
         return header
@@ -411,14 +415,14 @@ def align_groups(header: FileHeader, first: OptimHeader) -> FileHeader:
 
 
 def _sort(counts: Sequence[int]) -> list[int]:
-    """Param groups by the number of their partitions."""
+    """Return the indices of param groups sorted by their number of partitions."""
     return sorted(range(len(counts)), key=counts.__getitem__)
 
 
 def describe_offload(zero: Mapping[str, Any]) -> str:
-    """Devices of optimizer and parameter offload in a ds_config, as ``optimizer/param``; the deprecated keys count.
+    """Return the devices of optimizer and parameter offload in a ds_config as ``optimizer/param``.
 
-    An optimizer of SuperOffload or ZenFlow, which is more than offloaded, has their name.
+    Deprecated keys count. SuperOffload and ZenFlow replace the device of the optimizer.
     """
     devices = []
     for section, deprecated in (("offload_optimizer", "cpu_offload"), ("offload_param", "cpu_offload_param")):

@@ -1,4 +1,4 @@
-"""The seal of a save: what its files were when all of them had been written, which no later mixture of files has."""
+"""Seal of a save: sizes and checksums of all its files, by which later mixtures of files are detected."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .headers import FileHeader
 class SealedFile(BaseModel):
     """A file's bytes, and the CRC32 of its zip directory, which holds the checksums of all its records.
 
-    A swap file has no directory: ``crc`` is that of all of its bytes.
+    A swap file has no directory: ``crc`` covers all its bytes.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -34,7 +34,7 @@ class SealedFile(BaseModel):
 class Seal(BaseModel):
     """The files of one save by name; ``digest`` is the SHA-256 of the rest.
 
-    ``hosts`` are the names of the files that each machine had, where not every machine had all.
+    ``hosts`` lists the files of each machine, unless every machine had all.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -46,47 +46,47 @@ class Seal(BaseModel):
     digest: str = ""
 
     def make_digest(self) -> str:
-        """SHA-256 of the other fields."""
-        told = json.dumps(self.model_dump(exclude={"digest"} if self.hosts else {"digest", "hosts"}), sort_keys=True)
-        return hashlib.sha256(told.encode()).hexdigest()
+        """Return the SHA-256 of the other fields."""
+        text = json.dumps(self.model_dump(exclude={"digest"} if self.hosts else {"digest", "hosts"}), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
 
 
 S = TypeVar("S", bound=Seal)
 
 _MOST_BYTES = 1 << 28
-"""Of a seal, which has an entry for each file."""
+"""Size limit of a seal."""
 
 
 def read_seal(path: str) -> Seal:
-    """A seal from its file; raises what :func:`read_sealed` does."""
+    """Read a seal; raises the errors of :func:`read_sealed`."""
     return read_sealed(path, Seal)
 
 
 def read_sealed(path: str, form: type[S]) -> S:
-    """A seal, or what has the form of one and more, from its file.
+    """Read a seal, or a model that extends it, and check its digest.
 
     Raises:
-        FileNotFoundError: there is none.
-        CheckpointError: it cannot be read, or is damaged.
+        FileNotFoundError: the file does not exist.
+        CheckpointError: the file cannot be read, or is damaged.
     """
     data = read_bounded(path, _MOST_BYTES)
     try:
         seal = form.model_validate(parse_json(data, path, strict=True))
     except ValidationError as error:
         where = ".".join(map(str, error.errors()[0]["loc"]))
-        told = f"{where} is missing or of another form" if where else "it is no JSON of that form"
-        what = form.__name__.lower()
-        raise CheckpointError(f"is not the {what} that was written ({told}); it is damaged.", path=path) from None
+        fact = f"{where} is missing or of another form" if where else "it is no JSON of that form"
+        kind = form.__name__.lower()
+        raise CheckpointError(f"is not the {kind} that was written ({fact}); it is damaged.", path=path) from None
     if seal.digest != seal.make_digest():
         raise CheckpointError("its digest is not that of its contents; it is damaged or was edited.", path=path)
     return seal
 
 
 def write_seal(folder: str, headers: Iterable[FileHeader], hosts: Mapping[str, list[str]] | None = None) -> None:
-    """Write the seal of a save whose files lie in ``folder``, at once.
+    """Write the seal of a save in ``folder`` atomically.
 
     Args:
-        hosts: names of the files that each machine has, where not every machine has all.
+        hosts: names of the files of each machine, unless every machine has all.
 
     Raises:
         OSError: it cannot be written.
@@ -97,7 +97,7 @@ def write_seal(folder: str, headers: Iterable[FileHeader], hosts: Mapping[str, l
 
 
 def write_sealed(path: str, seal: Seal) -> None:
-    """Write a seal with its digest, at once.
+    """Write a seal with its digest atomically.
 
     Raises:
         OSError: it cannot be written.
@@ -108,7 +108,7 @@ def write_sealed(path: str, seal: Seal) -> None:
 
 
 def remove_seal(folder: str) -> None:
-    """Remove the seal of an earlier save into a folder, if there is one.
+    """Remove the seal of an earlier save, if any.
 
     Raises:
         OSError: it cannot be removed.
@@ -117,9 +117,9 @@ def remove_seal(folder: str) -> None:
 
 
 def compare_seal(folder: str, headers: Sequence[FileHeader]) -> tuple[list[Finding], dict[str, int]]:
-    """Faults of files that are not those that were sealed, and the CRC32s of the swap files' bytes by name.
+    """Return the faults of files that differ from the sealed ones, and the CRC32 of each swap file.
 
-    None where there is no seal.
+    Both are empty without a seal.
     """
     path = os.path.join(folder, SEAL)
     try:
@@ -139,10 +139,10 @@ def compare_file(folder: str, name: str, size: int, crc: int | None, seal: Seal)
     if sealed is None:
         text = f"{path}: is not in {SEAL}; another save wrote it."
     elif (sealed.size, sealed.crc) != (size, sealed.crc if crc is None else crc):
-        told = "" if crc is None else f" and CRC32 {crc:08x}"
+        checksum = "" if crc is None else f" and CRC32 {crc:08x}"
         text = (
-            f"{path}: has {size} bytes{told}, {SEAL} says {sealed.size} and {sealed.crc:08x}; it is not the file that "
-            "was sealed."
+            f"{path}: has {size} bytes{checksum}, {SEAL} says {sealed.size} and {sealed.crc:08x}; it is not the file "
+            "that was sealed."
         )
     else:
         return None

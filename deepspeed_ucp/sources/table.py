@@ -1,4 +1,4 @@
-"""A checkpoint's files as a table: in which of several places this rank finds each, and which ranks can read it."""
+"""Table of a checkpoint's files: the places where this rank finds each, and the ranks that can read it."""
 
 from __future__ import annotations
 
@@ -18,29 +18,34 @@ Entries = Mapping[str, Entry]
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """What the ranks of a view see: the first one's machine, and by place the files' (bytes, time of change)."""
+    """Files that a set of ranks sees.
+
+    Attributes:
+        host: machine of the first of these ranks.
+        places: (bytes, time of change) of each file, by place.
+    """
 
     host: str
     places: tuple[dict[str, tuple[int, float]], ...]
 
     def list_entries(self) -> tuple[Entries, ...]:
-        """By place the files."""
-        return tuple({name: Entry(*look) for name, look in held.items()} for held in self.places)
+        """Return the files by place."""
+        return tuple({name: Entry(*stat) for name, stat in files.items()} for files in self.places)
 
 
 @dataclass(frozen=True, slots=True)
 class FileTable:
-    """The files of a checkpoint, and where this rank finds them.
+    """The files of a checkpoint, and the places where this rank finds them.
 
     Attributes:
-        folders: of the tag, by place. Messages name the first.
-        entries: all files by name, the same on every rank: of several copies the one that counts.
-        own: by place what this rank sees.
-        near: the places, the nearest first.
-        access: which ranks can read which files, in the order of the entries.
-        odd: (place, name) of what this rank sees that is another file than the one which counts.
-        views: what the ranks see, each view once; empty where every rank can read all.
-        is_first: this rank speaks for those that see the same.
+        folders: the tag's folder by place. Messages name the first.
+        entries: all files by name, equal on all ranks; of several copies the one in the first place.
+        own: entries that this rank sees, by place.
+        near: the places, nearest first.
+        access: the ranks that can read each file, in the order of ``entries``.
+        odd: (place, name) of files that this rank sees and that differ from ``entries``.
+        views: the distinct views of the ranks; empty if every rank can read all files.
+        is_first: whether this is the first rank of its view.
     """
 
     folders: tuple[str, ...]
@@ -55,48 +60,48 @@ class FileTable:
 
     @property
     def folder(self) -> str:
-        """Of the tag in the first place."""
+        """The tag's folder in the first place."""
         return self.folders[0]
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Bytes of each file, ``FOLDER`` for a folder."""
+        """Bytes of each file; ``FOLDER`` for a folder."""
         return {name: entry.size for name, entry in self.entries.items()}
 
     def choose(self, keep: Callable[[str], bool]) -> FileTable:
-        """The same of some of the files, by name."""
+        """Return a table of the files whose names pass a filter."""
         entries, *own = ({name: each[name] for name in each if keep(name)} for each in (self.entries, *self.own))
         return replace(self, entries=entries, own=tuple(own), access=self.see([*entries]))
 
     def path(self, name: str, size: int | None = None) -> str:
-        """Where this rank finds a file, of ``size`` bytes if given; in the first place if it finds none."""
+        """Return the first path of a file, of ``size`` bytes if given; by default its path in the first place."""
         held = (path for path, nbytes in self.list_copies(name).items() if size in (None, nbytes))
         return next(held, join_path(self.folder, name))
 
     def list_copies(self, name: str, *, near: bool = False) -> dict[str, int]:
-        """Where this rank finds a file, with its bytes there, by place; ``near``: the nearest first."""
+        """Return path → bytes of this rank's copies of a file, by place or (``near``) the nearest first."""
         places = self.near if near else range(len(self.own))
         held = [place for place in places if name in self.own[place] and (place, name) not in self.odd]
         return {join_path(self.folders[place], name): self.own[place][name].size for place in held}
 
     def find(self, name: str) -> list[str]:
-        """Folders in which this rank finds a file, in the order of the places; with another file in it comes last."""
+        """Return the folders in which this rank finds a file, by place; folders with a different file come last."""
         held = [place for place, entries in enumerate(self.own) if name in entries]
         held.sort(key=lambda place: (place, name) in self.odd)
         return [self.folders[place] for place in held] or [self.folder]
 
     def read(self, name: str, work: Callable[[str], T]) -> T:
-        """Read a file in the first folder that has it, and in the next one where that fails; ``work``: given a folder.
+        """Call ``work`` with the folders that have a file, until one call succeeds.
 
         Raises:
-            CheckpointError, UnsupportedError: ``work``'s in the first folder, where it fails in all.
+            CheckpointError, UnsupportedError: the error in the first folder, if ``work`` fails in all.
         """
         folders = {join_path(folder, name): folder for folder in self.find(name)}
         first, *_ = paths = [*folders]
         return self._failover.read(paths, lambda path: work(folders[path]), first)
 
     def see(self, names: Sequence[str]) -> ReadAccess:
-        """Which ranks can read which of some files."""
+        """Return the ranks that can read each of some files."""
         numbers = {name: number for number, name in enumerate(self.entries)}
         return self.access.choose([numbers[name] for name in names])
 
@@ -109,10 +114,10 @@ class FileTable:
         *,
         first: int = 0,
     ) -> list[T]:
-        """Each file is worked on by one rank that can read it; every rank gets all results; collective.
+        """Process each file on a rank that can read it; return all results on all ranks; collective.
 
         Args:
-            apply, first: as of :meth:`.Comm.share`; ``first`` where every rank can read all.
+            apply, first: as in :meth:`.Comm.share`; ``first`` applies if every rank can read all files.
 
         Raises:
             UcpError: the first failing rank's error, the same on all ranks.
@@ -126,5 +131,5 @@ class FileTable:
         return [parts[rank][at] for at, rank in enumerate(ranks)]
 
     def once(self, name: str, work: Callable[[], T], comm: Comm) -> T:
-        """A rank that can read a file runs ``work``; every rank gets its result, or its error; collective."""
+        """Run ``work`` on a rank that can read a file; all ranks get its result or error; collective."""
         return comm.once(work, self.see([name]).find_reader(0))

@@ -1,4 +1,4 @@
-"""Batches of ranges of full tensors: read by a node's threads, each handed to a consumer as soon as it is there."""
+"""Read batches of ranges of full tensors in a node's threads, and pass each batch to a consumer."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from .full_tensors import FullTensor
 from .reader import AtomReader, Item
 
 _ALIGNED = direct.ALIGNMENT
-"""Bytes; in memory ranges begin at multiples of it, so that they can be written from there past the page cache."""
+"""Alignment of ranges in memory in bytes, as direct I/O requires."""
 
 MakeBar = Callable[[int], AbstractContextManager[Callable[[int], None]]]
-"""Makes a progress bar of so many bytes; inside it, what is told of more bytes that are done, by any thread."""
+"""Factory of a progress bar for a number of bytes; its context manager yields a thread-safe callback for bytes done."""
 
 Consume = Callable[[Batch, Sequence[list[Item]], list[Checked], Scratch], None]
-"""Takes a batch that has been read: per source its ranges' bytes, which are good until it returns, the checks of the
-source bytes, and memory of the calling thread's own."""
+"""Takes a batch, its items by source (valid until it returns), the checks of the bytes read, and scratch memory of the
+thread."""
 
 
 def no_bar(total: int) -> AbstractContextManager[Callable[[int], None]]:
-    """Progress that is shown to nobody."""
+    """Factory of an invisible progress bar."""
     return nullcontext(lambda nbytes: None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkOptions:
-    """Means of a node's work.
+    """Resources of a node.
 
     Attributes:
-        workers: threads; 0 chooses from the cores.
-        window: bytes of memory for data on its way.
-        bar: makes a progress bar of so many bytes.
+        workers: number of threads; 0: chosen by the cores.
+        window: bytes of memory for data in transit.
+        bar: factory of a progress bar.
     """
 
     workers: int = 0
@@ -46,19 +46,19 @@ class WorkOptions:
     bar: MakeBar = no_bar
 
     def divide(self, source: str) -> tuple[int, int]:
-        """(threads, bytes that each reads at once): a thread holds about three times these, scratch memory included.
+        """Return (threads, bytes per read of a thread). A thread holds about three times these bytes.
 
-        Fewer threads than asked for where the window has no room for them.
+        The window may limit the number of threads.
 
         Args:
-            source: a folder that is read from.
+            source: folder of the source.
         """
         threads = max(min(self.count(source), self.window // (3 * ALIGNMENT)), 1)
         most = self.window // (3 * threads) // ALIGNMENT * ALIGNMENT
         return threads, max(min(most, RANGE), ALIGNMENT)
 
     def count(self, source: str) -> int:
-        """Threads that read from a folder."""
+        """Return the number of threads that read from a folder."""
         return self.workers or count_readers(source)
 
 
@@ -71,14 +71,14 @@ def stream(
     progress: Callable[[int], None] = lambda nbytes: None,
     halted: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Read batches, each from all sources, by threads that take them in order.
+    """Read batches from all sources in threads, which take them in order.
 
     Args:
-        sources: each a checkpoint, and the atoms that the batches' output numbers mean in it.
-        consume: is given every batch, by the thread that has read it.
-        threads: each holds memory for the largest batch.
-        progress: told the bytes of every batch; any thread calls it.
-        halted: asked before every batch whether to leave the rest.
+        sources: reader of each checkpoint, and its atoms by the batches' output number.
+        consume: called with each batch, in the thread that has read it.
+        threads: number of threads; each holds memory for the largest batch.
+        progress: called with the bytes of each batch, in any thread.
+        halted: called before each batch; True stops the thread.
 
     Raises:
         UcpError: the first thread's error; the others stop after their batch.
@@ -101,7 +101,7 @@ def stream(
 
 
 def _lay_out(batch: Batch, atoms: Sequence[FullTensor]) -> list[int]:
-    """Where each range of a batch begins in memory, in bytes, and where the last one ends."""
+    """Return the offset of each range of a batch in memory, and the end of the last one."""
     places = [0]
     for each in batch.ranges:
         nbytes = each.numel * atoms[each.output].itemsize

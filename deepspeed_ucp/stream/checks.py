@@ -1,4 +1,4 @@
-"""Holds everything that was read of a checkpoint against the checksums that training wrote."""
+"""Compare the bytes read of a checkpoint with the checksums that training wrote."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ CHUNK = 4 << 20
 
 
 class Checks:
-    """CRC32s of what this rank has read; any thread may add to them."""
+    """Thread-safe collection of the CRC32s of this rank's reads."""
 
     def __init__(self) -> None:
         self.read: list[Checked] = []
 
     def add(self, checks: Iterable[Checked]) -> None:
-        """Note what was read."""
+        """Add the checks of a read."""
         self.read.extend(checks)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that were read."""
+        """Number of bytes read."""
         return sum(check.nbytes for check in self.read)
 
     def verify(self, index: AtomicIndex, comm: Comm, *, threads: int = 4) -> int:
-        """Read what all ranks have left out of the records that they read of, and compare every CRC32; collective.
+        """Read the unread parts of all records that any rank has read, and compare each CRC32; collective.
 
-        Each rank answers for every ``size``-th record; where ranks see different files, of those that it can read.
+        Each rank is responsible for every ``size``-th record among those that it can read.
 
         Returns:
-            Bytes that this rank has read in addition.
+            Number of bytes that this rank has read in addition.
 
         Raises:
-            CheckpointError: a record's bytes are not what was saved; the same on every rank.
+            CheckpointError: a record is damaged; equal on all ranks.
         """
         stored = index.stored
         mine = _group(send_checks(merge_checks(self.read), find_answering(stored, comm), comm), stored.records)
@@ -52,13 +52,13 @@ class Checks:
 
 
 def verify_records(index: AtomicIndex, records: Iterable[int], comm: Comm) -> int:
-    """Read whole records, each by one rank, and hold them against their checksums; collective.
+    """Read whole records, each on one rank, and compare their checksums; collective.
 
     Returns:
-        Bytes that this rank has read.
+        Number of bytes that this rank has read.
 
     Raises:
-        CheckpointError: one is damaged; the same on every rank.
+        CheckpointError: a record is damaged; equal on all ranks.
     """
     checks = Checks()
     checks.add(Checked(record, 0, 0, 0) for record in (records if comm.rank == 0 else ()))
@@ -66,15 +66,15 @@ def verify_records(index: AtomicIndex, records: Iterable[int], comm: Comm) -> in
 
 
 def find_answering(stored: StoredAtoms, comm: Comm) -> npt.NDArray[np.int64]:
-    """[records] the rank that answers for each record: one that can read its file."""
+    """Return the responsible rank of each record, which can read its file."""
     return stored.access.take_turns(stored.records.files, comm.size)
 
 
 def send_checks(checks: Sequence[Checked], answering: npt.NDArray[np.int64], comm: Comm) -> list[Checked]:
-    """The checks of the records that this rank answers for, from all ranks; collective.
+    """Send checks to the responsible ranks; return those from all ranks for this rank; collective.
 
     Args:
-        answering: by record the rank that does.
+        answering: responsible rank by record.
     """
     rows = np.array([(c.record, c.offset, c.nbytes, c.crc) for c in checks], np.int64).reshape(-1, 4)
     owners = answering[rows[:, 0]]
@@ -83,7 +83,10 @@ def send_checks(checks: Sequence[Checked], answering: npt.NDArray[np.int64], com
 
 
 def _group(checks: Iterable[Checked], records: Sequence[Record]) -> dict[int, list[Checked]]:
-    """By record, joined; what two tensors share was read twice and does not add up: nothing is left of it then."""
+    """Merge the checks of each record.
+
+    A record whose checks overlap (bytes shared by two tensors) gets an empty list and is read again.
+    """
     by_record: dict[int, list[Checked]] = defaultdict(list)
     for check in checks:
         if records[check.record].crc is not None:
@@ -103,7 +106,7 @@ def _complete(by_record: dict[int, list[Checked]], index: AtomicIndex, threads: 
     with CopyReader(index.stored) as reader:
         for check in reader.read_parallel(gaps, (), threads):
             by_record[check.record].append(check)
-    empty = Checked(0, 0, 0, 0)  # of a record without bytes there are no checks
+    empty = Checked(0, 0, 0, 0)  # a record without bytes has no checks
     sums = {number: next(iter(merge_checks(checks)), empty).crc for number, checks in by_record.items()}
     damaged = {number: crc for number, crc in sums.items() if crc != records[number].crc}
     if damaged:
@@ -112,7 +115,7 @@ def _complete(by_record: dict[int, list[Checked]], index: AtomicIndex, threads: 
 
 
 def _list_gaps(record: int, checks: Iterable[Checked], nbytes: int) -> Iterator[Request]:
-    """Reads of what no check covers of a record."""
+    """Yield requests for the parts of a record without checks."""
     spans = [(check.offset, check.offset + check.nbytes) for check in checks]
     for low, high in find_gaps(spans, nbytes):
         for begin in range(low, high, CHUNK):
@@ -129,14 +132,12 @@ def _describe_damage(index: AtomicIndex, damaged: Mapping[int, int]) -> Checkpoi
     number, crc = next(iter(damaged.items()))
     record = index.stored.records[number]
     file = index.stored.files[record.file]
-    told = f"the {record.nbytes} bytes at {record.offset} have CRC32 {crc:08x}, the writer stored {record.crc:08x}"
-    if len(file.copies) > 1:  # each rank reads the copy that is nearest to it
-        return CheckpointError(
-            f"{told}; one of the copies {shorten(file.copies)} is damaged. Nothing was changed. `ds_ucp verify --also "
-            "PLACE` tells which: remove it, and another one is read.",
-            path=file.path,
+    fact = f"the {record.nbytes} bytes at {record.offset} have CRC32 {crc:08x}, the writer stored {record.crc:08x}"
+    if len(file.copies) > 1:  # each rank reads the nearest copy
+        text = (
+            f"{fact}; one of the copies {shorten(file.copies)} is damaged. Nothing was changed. `ds_ucp verify --also "
+            "PLACE` names it: remove it, and another copy is read."
         )
-    return CheckpointError(
-        f"{told}; the file is damaged. Nothing was changed. Restore the file from a copy, or take another tag.",
-        path=file.path,
-    )
+    else:
+        text = f"{fact}; the file is damaged. Nothing was changed. Restore the file from a copy, or load another tag."
+    return CheckpointError(text, path=file.path)

@@ -1,4 +1,4 @@
-"""A checkpoint's files where several places have them: each copy is held against what the index knows of it."""
+"""Read files that have copies in several places: each copy is compared with the index."""
 
 from __future__ import annotations
 
@@ -11,32 +11,31 @@ from ..io.read import RecordReader
 from ..torchsave.records import sum_directory
 
 
-def refuse_scattered(index: AtomicIndex, why: str) -> None:
-    """Refuse a checkpoint of which this rank does not find all files, for what takes them all.
+def refuse_scattered(index: AtomicIndex, reason: str) -> None:
+    """Refuse a checkpoint with files that only other machines have.
 
     Args:
-        why: what takes them.
+        reason: why all files are needed.
 
     Raises:
-        UnsupportedError: some lie on other machines alone.
+        UnsupportedError: this rank does not find all files.
     """
     if index.stored.access.is_partial and not all(file.places for file in index.stored.files):
         raise UnsupportedError(
-            f"ranks see different files of this checkpoint, and {why}. Copy all files to where "
-            'every rank sees them, or name a further place that has them all ("also", --also).',
+            f"ranks see different files of this checkpoint, and {reason}. Copy all files to a place that every rank "
+            'sees, or name a further place that has them all ("also", --also).',
             path=index.run.state_file,
         )
 
 
 class CopyReader(RecordReader):
-    """A reader of a checkpoint's records.
+    """Reader of a checkpoint's records.
 
-    Where a file has several places, each is made sure of when it is first used: its directory has to have the CRC32
-    that the index knows.
+    If a file has copies, each is checked when it is first used: its zip directory must have the CRC32 in the index.
 
     Args:
         stored: the checkpoint.
-        options: further ones of :class:`~..io.read.RecordReader`.
+        options: further options of :class:`~..io.read.RecordReader`.
     """
 
     def __init__(self, stored: StoredAtoms, **options: Any) -> None:
@@ -49,12 +48,12 @@ class CopyReader(RecordReader):
 
 
 def check_copy(path: str, file: FileRef) -> None:
-    """Hold a copy of a file against what the index knows of it.
+    """Compare a copy of a file with the index.
 
-    What has no directory passes where nothing else could be taken for it, or its records' checksums tell.
+    A copy without a zip directory passes if it is the only one, or if the index has no CRC32 of the directory.
 
     Raises:
-        CheckpointError: it is another file, or cannot be read.
+        CheckpointError: the copy is another file, or cannot be read.
     """
     if file.header_crc is None:
         return

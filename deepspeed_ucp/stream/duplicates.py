@@ -1,6 +1,6 @@
-"""Holds what the files hold twice against each other: copies of masters, replicas, copies of pipeline stages.
+"""Compare redundant data: copies of masters, replicas, and copies of pipeline stages.
 
-Shards of another run or step are found out so, and replicas that are none.
+This detects shards of another run or step, and replicas that differ.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ from .element_pairs import Elements, Pair, compare_pairs, cut_pair
 logger = logging.getLogger("deepspeed_ucp")
 
 _RUNS, _WIDTH = 16, 3
-"""Runs of elements that are compared, of a file or a shard, and elements of each: a run is one request to a store."""
+"""Number of compared runs of elements per file or shard, and elements per run; a run is one request to a store."""
 
 _TOLERATED = 0.1
-"""Share of differing elements up to which a model that was edited by hand is assumed, not a foreign file."""
+"""Maximum share of differing elements that is attributed to manual edits instead of a foreign file."""
 
 _TOLERATED_STAGE0 = 0.75
-"""The FP16 wrappers take an optimizer step at construction that weight decay feels, and their copies do not."""
+"""The FP16 wrappers take an optimizer step at construction, whose weight decay changes masters but not copies."""
 
 _Sample = tuple[ParamKey, int, Fragment]
-"""A parameter, and of which shard of its master which fragment is compared."""
+"""Parameter, shard of its master, and compared fragment."""
 
 
 def check_samples(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) -> None:
-    """Compare ``cast(master)`` with the copy in the model states at some elements of each shard; collective.
+    """Compare redundant data; collective.
 
-    Training keeps them equal (the copies are made from the masters after each step), so a shard whose elements differ
-    was not saved together with the model states. ZeRO 3 saves no copies; there is nothing to compare then.
+    At some elements of each shard ``cast(master)`` is compared with the copy in the model states. Training keeps them
+    equal, so a differing shard was not saved together with the model states. ZeRO 3 saves no copies.
 
-    What the files hold twice (:class:`~deepspeed_ucp.atoms.StoredAtoms`) is compared as a whole.
+    Repeated fragments (:class:`~deepspeed_ucp.atoms.StoredAtoms`) are compared completely.
 
     Raises:
-        CheckpointError: a shard of another run or step.
+        CheckpointError: a shard is of another run or step.
     """
     keys = list(touched)
     _check_share(index, keys, comm)
@@ -61,7 +61,7 @@ def check_samples(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) ->
 
 
 def _check_repeated(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) -> None:
-    """Compare this rank's share of what lies in the files a second time; collective."""
+    """Compare this rank's share of repeated fragments; collective."""
     atoms, repeated = index.stored.atoms, index.stored.repeated
     parts = [(key, *each) for key in touched for each in repeated.get(key, ())] if repeated else []
     mine = parts[comm.rank :: comm.size]
@@ -75,7 +75,7 @@ def _check_repeated(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) 
 
 
 def _pair_repeated(atom: Atom, tp_shard: int, again: Fragment) -> Pair:
-    """What lies in a file a second time, and where it lies first."""
+    """Return the elements of a repeated fragment, and of its first occurrence."""
     shards = tuple(replace(shard, storage=(again,), place=0) for shard in atom.shards)
     span = again.start, again.start + again.numel
     return Elements(replace(atom, shards=shards), tp_shard, *span), Elements(atom, tp_shard, *span)
@@ -92,7 +92,7 @@ def _refuse_repeated(index: AtomicIndex, again: Elements) -> None:
 
 
 def _check_share(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) -> None:
-    """Compare what lies in this rank's files; collective."""
+    """Compare masters and copies in this rank's share of files; collective."""
     samples_of = _find_samples(index, touched, comm)
     counts = {file: _Count() for file in samples_of}
     places = [(file, *place) for file, samples in samples_of.items() for place in _spread(samples)]
@@ -107,9 +107,9 @@ def _pick(index: AtomicIndex, state: str, sample: _Sample, span: Span) -> Elemen
 
 
 def _find_samples(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) -> dict[int, list[_Sample]]:
-    """By file of this rank's share the masters in it that have copies.
+    """Return file → masters with copies, for this rank's share of files.
 
-    One rank of thousands has few files, so that nothing is made of what lies in the others.
+    Each of thousands of ranks has few files, and creates no objects for the others.
     """
     parts: dict[int, list[tuple[_Masters, int]]] = {}
     for masters in _find_masters(index, touched):
@@ -123,7 +123,7 @@ def _find_samples(index: AtomicIndex, touched: Iterable[AtomKey], comm: Comm) ->
 
 @dataclass(frozen=True, slots=True)
 class _Masters:
-    """Masters that lie together: what holds them, and by place in it the parameter and its shard."""
+    """Masters of one storage: place in it → parameter and shard."""
 
     held: Storage
     owners: dict[int, tuple[ParamKey, int]] = field(default_factory=dict)
@@ -135,7 +135,7 @@ class _Masters:
 
 
 def _find_masters(index: AtomicIndex, touched: Iterable[AtomKey]) -> Iterable[_Masters]:
-    """Those of some atoms that have copies which training keeps equal."""
+    """Return the masters with copies that training keeps equal."""
     masters_of: dict[int, _Masters] = {}
     held = index.stored.atoms.storages if index.run.topology.traits.has_copies else {}
     for param in [key.param for key in touched if key.state == MASTER]:
@@ -149,7 +149,7 @@ def _find_masters(index: AtomicIndex, touched: Iterable[AtomKey]) -> Iterable[_M
 
 @dataclass(slots=True)
 class _Count:
-    """Elements of a file that were compared, those that differ, and the first of these in words."""
+    """Number of compared and of differing elements of a file, and a description of the first difference."""
 
     total: int = 0
     differing: int = 0
@@ -183,19 +183,19 @@ def _refuse_foreign(index: AtomicIndex, counts: Mapping[int, _Count]) -> None:
 
 _FOREIGN = (
     "The file belongs to another run or step; put the right one back. If the copies were changed on purpose (averaged "
-    "or merged weights), take them with load_optimizer_states=False or load_module_only=True; training that goes on "
-    'with optimizer states goes on from the fp32 weights, which "verify": "off" loads.'
+    "or merged weights), load them with load_optimizer_states=False or load_module_only=True. To resume with optimizer "
+    'states from the fp32 weights, use "verify": "off".'
 )
 
 _ONE_FILE = (
     "Both are of one save, and stage 0 saves fp32 weights by position, without names: this run gives its parameters to "
     "the optimizer in another order than the saved run did. Use the saved order. If the copies were changed on purpose "
-    "(averaged or merged weights), take them with load_optimizer_states=False or load_module_only=True."
+    "(averaged or merged weights), load them with load_optimizer_states=False or load_module_only=True."
 )
 
 
 def _spread(entries: list[_Sample]) -> Iterator[tuple[_Sample, Span]]:
-    """Runs of elements, spread evenly over the fragments of a file; one that ends with a fragment is shorter."""
+    """Yield runs of elements, spread evenly over a file's fragments; runs end with their fragment."""
     wanted = _list_runs(sum(fragment.numel for *_, fragment in entries))
     begin = 0
     for entry in entries:
@@ -208,14 +208,14 @@ def _spread(entries: list[_Sample]) -> Iterator[tuple[_Sample, Span]]:
 
 
 def _list_runs(total: int) -> list[Span]:
-    """Runs [low, high) of ``total`` elements, spread evenly, which do not overlap."""
+    """Return disjoint runs [low, high) of ``total`` elements, spread evenly."""
     if total <= _RUNS * _WIDTH:
         return [(at, at + 1) for at in range(total)]
     return [(low, low + _WIDTH) for low in spread_evenly(total - _WIDTH + 1, _RUNS)]
 
 
 def spread_evenly(total: int, most: int) -> list[int]:
-    """At most so many of ``total`` places, the first and the last among them."""
+    """Return at most ``most`` of ``total`` places, including the first and the last."""
     count = min(total, most)
     return [number * (total - 1) // max(count - 1, 1) for number in range(count)]
 
@@ -230,19 +230,16 @@ def _show(data: bytearray, dtype: str) -> float:
     return float(np.frombuffer(_cast(data, dtype, "float64"), np.float64)[0])
 
 
-def find_parted(index: AtomicIndex, names: Sequence[str], comm: Comm) -> list[str]:
-    """Those of some parameters of which several pipeline stages hold copies that differ at some elements; collective.
-
-    The same on every rank.
-    """
-    parted, owners, pairs = dict[str, None](), list[str](), list[tuple[Elements, Elements]]()
+def find_diverged(index: AtomicIndex, names: Sequence[str], comm: Comm) -> list[str]:
+    """Return the parameters whose copies on several pipeline stages differ, equal on all ranks; collective."""
+    diverged, owners, pairs = dict[str, None](), list[str](), list[tuple[Elements, Elements]]()
     for name in names if comm.rank == 0 else ():
         instances = range(index.model.instances[name])
         states_of = ((index.find(name, state, at) for state in (MASTER, MODULE, COPY)) for at in instances)
         first, *others = [atom for states in states_of if (atom := next(filter(None, states), None))]
         for other in others:
             if (first.dtype, *(s.shape for s in first.shards)) != (other.dtype, *(s.shape for s in other.shards)):
-                parted[name] = None
+                diverged[name] = None
                 continue
             for rank, shard in enumerate(first.shards):
                 spans = _list_runs(shard.numel)
@@ -251,22 +248,22 @@ def find_parted(index: AtomicIndex, names: Sequence[str], comm: Comm) -> list[st
 
     def judge(number: int, here: bytearray, there: bytearray) -> None:
         if here != there:
-            parted[owners[number]] = None
+            diverged[owners[number]] = None
 
     compare_pairs(index, pairs, judge, comm)
-    found_by_all: list[str] = comm.broadcast([name for name in names if name in parted])
-    return found_by_all
+    found: list[str] = comm.broadcast([name for name in names if name in diverged])
+    return found
 
 
 _Difference = tuple[AtomKey, float, int, int]
-"""The largest one between parts of two replicas: of which atom, how large, which rank's, at which element."""
+"""Largest difference between parts of two replicas: atom, size, rank, element."""
 
 
 def check_replicas(atoms: Sequence[Atom], index: AtomicIndex, comm: Comm) -> None:
-    """Compare, byte by byte, what tensor-parallel ranks saved of parameters that they replicate; collective.
+    """Compare the replicas of tensor-parallel ranks byte by byte; collective.
 
     Raises:
-        MismatchError: naming the parameter, the ranks and the largest difference.
+        MismatchError: replicas differ; the message names the parameter, the ranks and the largest difference.
     """
     every = (
         chunk
@@ -277,9 +274,9 @@ def check_replicas(atoms: Sequence[Atom], index: AtomicIndex, comm: Comm) -> Non
     )
     pairs, gaps = list(every)[comm.rank :: comm.size], list[_Difference]()
     compare_pairs(index, pairs, lambda number, *values: gaps.extend(_measure(pairs[number][1], *values)), comm)
-    largest = list({each[0]: each for each in sorted(gaps)}.values())  # one per atom: what is told stays short
+    largest = list({each[0]: each for each in sorted(gaps)}.values())  # one per atom, to keep the exchange short
     differences = sorted(each for part in comm.gather(largest) for each in part)
-    if differences:  # the same on every rank
+    if differences:  # equal on all ranks
         comm.run(lambda: _refuse_replicas(*max(each for each in differences if each[0] == differences[0][0])))
 
 
@@ -296,38 +293,38 @@ def _measure(part: Elements, first: bytearray, other: bytearray) -> list[_Differ
 def _refuse_replicas(key: AtomKey, size: float, rank: int, element: int) -> None:
     raise MismatchError(
         f"{key.name} ({key.state}) is replicated over tensor-parallel ranks, but ranks 0 and {rank} saved different "
-        f"values: the largest difference is {size:.3e} at element {element}. If the mean is what counts, say so: "
+        f"values: the largest difference is {size:.3e} at element {element}. To load their mean, use: "
         f'"patterns": {{"rules": [{{"match": "{key.name}", "pattern": "partial"}}]}}.'
     )
 
 
 def check_instances(index: AtomicIndex, counts: Mapping[str, int], touched: Iterable[AtomKey], comm: Comm) -> None:
-    """What several pipeline stages saved under one name: equal copies, or values of their own; collective.
+    """Check the copies of parameters that several pipeline stages hold; collective.
 
-    DeepSpeed ties only ``tied_weight_attr``; a tied module's other parameters live on apart in every stage.
+    DeepSpeed ties only ``tied_weight_attr``; other parameters of a tied module diverge between stages.
 
     Args:
-        counts: how many stages of the live engine hold a parameter, of those that several do.
+        counts: parameter → number of stages of the live engine that hold it, if several.
 
     Raises:
-        CheckpointError: copies differ of a parameter that is not of a tied module (bidirectional placements).
+        CheckpointError: copies differ outside of tied modules (bidirectional placements).
     """
     loaded = {key.name for key in touched}
     names = [name for name in index.model.instances if name in loaded]
-    parted = find_parted(index, names, comm) if names else []
-    if parted:  # the same on every rank
-        comm.run(lambda: _refuse_parted(index, parted))
-    dropped = sorted(name for name in parted if counts.get(name, 1) != index.model.instances[name])
+    diverged = find_diverged(index, names, comm) if names else []
+    if diverged:  # equal on all ranks
+        comm.run(lambda: _refuse_diverged(index, diverged))
+    dropped = sorted(name for name in diverged if counts.get(name, 1) != index.model.instances[name])
     if dropped and comm.rank == 0:
         logger.warning(
-            "%s: every pipeline stage that holds the tied module trained values of its own (DeepSpeed ties only "
-            "tied_weight_attr); where one copy remains the first stage's counts",
+            "%s: each pipeline stage with the tied module trained different values (DeepSpeed ties only "
+            "tied_weight_attr); a single remaining copy gets the first stage's values",
             shorten(dropped),
         )
 
 
-def _refuse_parted(index: AtomicIndex, parted: Iterable[str]) -> None:
-    for name in parted:
+def _refuse_diverged(index: AtomicIndex, diverged: Iterable[str]) -> None:
+    for name in diverged:
         if "tied_modules." not in name:
             raise CheckpointError(
                 f"{name} is held by {index.model.instances[name]} pipeline stages with different values; they have to "

@@ -1,4 +1,4 @@
-"""Elements of a checkpoint that are held against each other, wherever they lie."""
+"""Compare pairs of elements of a checkpoint in any files."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from .copies import CopyReader
 from .reader import AtomReader
 
 _AT_ONCE = 8 << 20
-"""Bytes of pairs that are read at once."""
+"""Bytes of pairs that are read together."""
 
 _CHUNK = 4 << 20
-"""Bytes of one of the elements of a pair at most."""
+"""Maximum bytes of each side of a pair."""
 
 
 class Elements(NamedTuple):
@@ -34,29 +34,29 @@ class Elements(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Their bytes."""
+        """Number of bytes."""
         return (self.high - self.low) * ITEMSIZE[self.atom.dtype]
 
     @property
     def want(self) -> Want:
-        """The same as what is wanted for a buffer of their own."""
+        """The same elements as a request into their own buffer."""
         return Want(self.atom, self.low, self.high - self.low, 0, 0, shard=self.shard)
 
 
 Pair = tuple[Elements, Elements]
 Values = tuple[bytearray, bytearray]
 Judge = Callable[[int, bytearray, bytearray], None]
-"""Takes a pair's number and the bytes of both; what it raises is raised on every rank."""
+"""Takes a pair's number and the bytes of both sides; its errors are raised on all ranks."""
 
 
 def compare_pairs(index: AtomicIndex, pairs: Sequence[Pair], judge: Judge, comm: Comm) -> None:
-    """Read pairs of elements, and have them judged in order; collective.
+    """Read pairs of elements, and call ``judge`` for each in order; collective.
 
     Args:
-        pairs: this rank's own. What it cannot read, other ranks read for it.
+        pairs: this rank's pairs. Other ranks read for it if it cannot.
 
     Raises:
-        UcpError: a file cannot be read, or ``judge``'s; the same on every rank.
+        UcpError: a file cannot be read, or the error of ``judge``; equal on all ranks.
     """
     if not index.stored.access.is_partial or comm.size == 1:
         comm.run(lambda: _judge(_read_here(index, pairs), judge))
@@ -79,7 +79,7 @@ def compare_pairs(index: AtomicIndex, pairs: Sequence[Pair], judge: Judge, comm:
 
 
 def cut_pair(first: Elements, other: Elements) -> Iterator[Pair]:
-    """As many elements of both, in chunks."""
+    """Cut a pair into chunks."""
     step = _CHUNK // ITEMSIZE[first.atom.dtype]
     for low in range(0, first.high - first.low, step):
         one, two = (
@@ -95,7 +95,7 @@ def _judge(values: Iterable[Values], judge: Judge, first: int = 0) -> None:
 
 def _read_here(index: AtomicIndex, pairs: Sequence[Pair]) -> Iterator[Values]:
     apply = choose_map(index.run.state_file)
-    with AtomReader(index) as reader:  # with checksums: in the places that a load reads
+    with AtomReader(index) as reader:  # with checksums, from the places that a load reads
         for batch in _divide(pairs):
             yield from apply(lambda pair: (reader.read_elements(*pair[0]), reader.read_elements(*pair[1])), batch)
 
@@ -113,7 +113,7 @@ def _divide(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
 
 
 def _read_there(index: AtomicIndex, pairs: Sequence[Pair], comm: Comm) -> list[Values]:
-    """The bytes of this rank's pairs, each read by a rank that can; collective."""
+    """Return the bytes of this rank's pairs, each read by a rank that can; collective."""
     stored, elements = index.stored, [each for pair in pairs for each in pair]
     requests = [list_requests([each.want]) for each in elements]
     asked = [request for one in requests for request in one]
@@ -143,7 +143,7 @@ def _put_together(each: Elements, requests: Iterable[Request], answers: Iterator
 
 
 def choose_readers(stored: StoredAtoms, files: Sequence[int], comm: Comm) -> list[int]:
-    """Who reads something of each of some files: this rank what it can, else ranks that can, in turn."""
+    """Choose a rank to read each file: this rank if it can, else in turn the ranks that can."""
     mine = stored.access.can_read(comm.rank, files)
     chosen: list[int] = np.where(mine, comm.rank, stored.access.take_turns(files, comm.size)).tolist()
     return chosen

@@ -1,4 +1,4 @@
-"""Full tensors: how the shards of a source make up whole tensors where no live engine tells."""
+"""Assemble full tensors from a source's shards without a live engine."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class FullTensor:
     """One atom as a full tensor.
 
     Attributes:
-        atom: its shards.
-        shape: of the logical tensor, rows of vocabulary padding included.
-        view: how the shards make it up; None where the one shard is all of it.
+        atom: the atom with its shards.
+        shape: logical shape, including padding rows of a vocabulary.
+        view: how the shards are assembled; None if there is one shard.
     """
 
     atom: Atom
@@ -34,7 +34,7 @@ class FullTensor:
 
     @property
     def dtype(self) -> str:
-        """Element type as stored."""
+        """Stored element type."""
         return self.atom.dtype
 
     @property
@@ -44,7 +44,7 @@ class FullTensor:
 
     @property
     def numel(self) -> int:
-        """Elements of the logical tensor."""
+        """Number of elements of the logical tensor."""
         return count(self.shape)
 
     @property
@@ -54,24 +54,24 @@ class FullTensor:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Record and byte offset of the first fragment; the order in which a source is read."""
+        """Record and byte offset of the first fragment, which order the reads of a source."""
         return next(((f.record, f.offset) for shard in self.atom.shards for f in shard.pieces), (0, 0))
 
     def want(self, start: int, numel: int, buffer: int, shard: int | None = None) -> Want:
-        """Elements [start, start + numel) of the logical tensor, for ``plan.locate``; of one replica if asked for."""
+        """Return a request of elements [start, start + numel) of the logical tensor, optionally of one shard."""
         view = self.view if shard is None or self.view is None else replace(self.view, shards=(shard,))
         return Want(self.atom, start, numel, buffer, 0, view)
 
 
 @dataclass(frozen=True, slots=True)
 class FullTensors:
-    """The atoms of a source as full tensors.
+    """All atoms of a source as full tensors.
 
     Attributes:
-        tensors: by the keys of the index.
-        patterns: by name, where a rule told one.
-        origin: what told it.
-        unused: rules of the user's that match nothing.
+        tensors: full tensors by atom.
+        patterns: patterns by name, if known.
+        origin: origin of each pattern.
+        unused: the user's rules without a match.
     """
 
     tensors: dict[AtomKey, FullTensor]
@@ -80,7 +80,7 @@ class FullTensors:
     unused: list[str]
 
     def cut_padding(self, tensor: FullTensor) -> Shape:
-        """A tensor's shape without rows that pad a vocabulary."""
+        """Return a tensor's shape without padding rows of a vocabulary."""
         pattern = self.patterns.get(tensor.name)
         if pattern is None or pattern.vocab is None:
             return tensor.shape
@@ -94,17 +94,17 @@ def assemble_full_tensors(
     states: Callable[[str], bool] = lambda _: True,
     live: Sequence[RuleSet] = (),
 ) -> FullTensors:
-    """Assemble every parameter and buffer of its shards.
+    """Assemble each parameter and buffer from its shards.
 
-    Copies of parameters that have a master are left out: they are made from it.
+    Copies of parameters with a master are omitted: a load recreates them.
 
     Args:
-        rules: the user's.
-        states: which states are wanted.
-        live: rule sets of a live engine.
+        rules: the user's rules.
+        states: filter of states.
+        live: rules of a live engine.
 
     Raises:
-        MismatchError: parameters whose pattern nothing settles, or shapes that contradict it; all in one message.
+        MismatchError: patterns are unknown or contradict the shapes; all in one message.
     """
     settled = settle_index(index, rules, live=live).require()
     patterns = {name: each for name, each in settled.patterns.items() if not isinstance(each, Unique) or each.vocab}
@@ -117,7 +117,7 @@ def assemble_full_tensors(
 
 
 def assemble_full_tensor(atom: Atom, layout: Layout) -> FullTensor:
-    """An atom as its shards' layout makes it up."""
+    """Assemble an atom by the layout of its shards."""
     if len(layout.shards) == 1:
         return FullTensor(atom, layout.shape)
     full = tuple(((0, size),) for size in layout.view)
@@ -127,5 +127,5 @@ def assemble_full_tensor(atom: Atom, layout: Layout) -> FullTensor:
 
 
 def is_remade(key: AtomKey, index: AtomicIndex) -> bool:
-    """Whether an atom is a copy of a parameter that has a master: a load makes it from that."""
+    """Return True for a copy of a parameter with a master, from which a load recreates it."""
     return key.state == COPY and index.find(key.name, MASTER, key.instance) is not None

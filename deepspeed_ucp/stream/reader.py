@@ -1,4 +1,4 @@
-"""Reads what is wanted of a checkpoint, each byte once, with the checksums of everything that was read."""
+"""Read requested elements of a checkpoint, each byte once, with checksums of the bytes read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .full_tensors import FullTensor
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Elements [start, start + numel) of a flattened full tensor go into ``into``, C-contiguous bytes."""
+    """Read elements [start, start + numel) of a flattened full tensor into the bytes ``into``."""
 
     tensor: FullTensor
     start: int
@@ -32,20 +32,20 @@ class Item:
 
     @property
     def is_mean(self) -> bool:
-        """Whether the value is the mean of the shards (Partial)."""
+        """Whether the value is the mean of all shards (Partial)."""
         return self.tensor.view is not None and self.tensor.view.source.mean
 
     def want(self, buffer: int, shard: int | None = None) -> Want:
-        """The same for ``plan.locate``; of one source shard if asked for."""
+        """Return the request for ``plan.locate``, optionally of one source shard."""
         return self.tensor.want(self.start, self.numel, buffer, shard)
 
 
 class AtomReader(CopyReader):
-    """Reads wants of one rank alone; several threads may use it at once.
+    """Thread-safe reader of one rank's requests.
 
     Args:
         index: the source.
-        checksum: form the CRC32 of what is read.
+        checksum: compute the CRC32 of the bytes read.
     """
 
     def __init__(self, index: AtomicIndex, *, checksum: bool = True) -> None:
@@ -53,10 +53,10 @@ class AtomReader(CopyReader):
         self.index = index
 
     def read_wants(self, wants: Iterable[Want], sinks: Sequence[Sink]) -> list[Checked]:
-        """Read everything that is wanted, neighbours in a file at once.
+        """Read requests, adjacent ones together.
 
         Args:
-            sinks: by the wants' buffer numbers.
+            sinks: destination by buffer number.
 
         Raises:
             CheckpointError: a file cannot be read.
@@ -64,7 +64,7 @@ class AtomReader(CopyReader):
         return self.read(list_requests(wants), sinks)
 
     def read_all(self, wants: Iterable[Want], sinks: Sequence[Sink], threads: int) -> list[Checked]:
-        """The same by several threads."""
+        """Read requests in several threads; as :meth:`read_wants`."""
         return self.read_parallel(list_requests(wants, BLOCK), sinks, threads)
 
     def read_items(self, items: Sequence[Item]) -> list[Checked]:
@@ -85,7 +85,7 @@ class AtomReader(CopyReader):
         return checks
 
     def read_elements(self, atom: Atom, shard: int, low: int, high: int) -> bytearray:
-        """Elements [low, high) of a flattened shard of an atom.
+        """Read elements [low, high) of a flattened shard of an atom.
 
         Raises:
             CheckpointError: a file cannot be read.
@@ -110,7 +110,7 @@ class AtomReader(CopyReader):
         return checks
 
     def _read_mean(self, item: Item) -> list[Checked]:
-        """The mean of the shards (Partial), which are read one after the other."""
+        """Read the mean of the shards (Partial), one shard at a time."""
         import torch
 
         checks: list[Checked] = []
@@ -129,9 +129,7 @@ def _describe_difference(item: Item, shard: int, other: memoryview) -> str:
     name, state = item.tensor.name, item.tensor.atom.state
     left, right = (np.frombuffer(data, np.uint8).reshape(item.numel, -1) for data in (item.into, other))
     element = item.start + int(np.flatnonzero((left != right).any(1))[0])
-    advice = (
-        f' If the mean is what counts, say so: {{"match": "{name}", "pattern": "partial"}}.' if state == MASTER else ""
-    )
+    advice = f' To load their mean, use: {{"match": "{name}", "pattern": "partial"}}.' if state == MASTER else ""
     return (
         f"{name} ({state}) is replicated over tensor-parallel ranks, but ranks 0 and {shard} saved different values, "
         f"first at element {element}.{advice}"

@@ -1,4 +1,4 @@
-"""What a program over a checkpoint's bytes did."""
+"""Reports of programs that read a checkpoint's bytes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 @dataclass(slots=True, kw_only=True)
 class Report:
-    """What all such programs tell.
+    """Common figures of all programs.
 
     Attributes:
         phases: seconds per phase on this rank.
-        spans: (phase, seconds since the epoch at which it began, seconds) in order.
-        bytes_read: bytes asked of storage, each once.
+        spans: (phase, start in seconds since the epoch, seconds) in order.
+        bytes_read: bytes read from storage, each once.
     """
 
     phases: dict[str, float] = field(default_factory=dict)
@@ -37,16 +37,16 @@ class Report:
 
 @dataclass(slots=True, kw_only=True)
 class OutputReport(Report):
-    """Figures of one conversion or export, over all nodes where not said otherwise.
+    """Figures of a conversion or export, over all nodes unless stated otherwise.
 
     Attributes:
         format: ``atomic``, ``safetensors`` or ``dcp``.
         source, destination: folders.
-        reused: the destination held the same conversion already; nothing was written.
-        tensors: logical tensors written; of a conversion the atoms.
-        parameters, dtypes, files: of an export: elements, their types, and each file's bytes.
-        state_bytes: of a conversion: the atoms' bytes.
-        bytes_read: bytes asked of the source's storage, each once (replicas once more for the comparison).
+        reused: whether the destination was this conversion already and nothing was written.
+        tensors: number of written tensors (conversion: atoms).
+        parameters, dtypes, files: export: number of elements, their types, and bytes by file.
+        state_bytes: conversion: bytes of the atoms.
+        bytes_read: bytes read from the source, each once (replicas once more for the comparison).
         bytes_written: bytes of the output.
         nodes, workers: ranks, and threads on each.
         seconds: wall time.
@@ -68,12 +68,12 @@ class OutputReport(Report):
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Time the whole."""
+        """Time the whole program."""
         begin = time.perf_counter()
         yield
         self.seconds = time.perf_counter() - begin
 
     def to_data(self, *names: str) -> dict[str, Any]:
-        """Some of it as plain data."""
+        """Return some fields as plain data."""
         data = asdict(self)
         return {name: data[name] for name in names}

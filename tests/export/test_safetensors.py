@@ -109,7 +109,7 @@ def test_frozen_parameters_can_be_left_out(tmp_path: Path, source: Topology) -> 
     assert set(load_all(tmp_path / "out")) == everything - {param.name for param in MODEL.params if param.frozen}
     if source.stage == 0:  # without names of the optimizer's parameters
         index = open_checkpoint(next(str(each) for each in tmp_path.glob("global*")), Comm(), weights_only=True)
-        with pytest.raises(ConfigError, match="does not tell which parameters were trained.*--groups"):
+        with pytest.raises(ConfigError, match="does not record which parameters were trained.*--groups"):
             export_safetensors(index, str(tmp_path / "out"), options=options)
 
 
@@ -352,7 +352,7 @@ def test_what_the_first_rank_reads_to_warn_of_losses_fails_on_every_rank(
     def refuse(*_: Any) -> list[str]:
         raise CheckpointError("a file cannot be read")
 
-    monkeypatch.setattr(output, "find_parted", refuse)
+    monkeypatch.setattr(output, "find_diverged", refuse)
     found = World(2).run(lambda rank, comm: export_safetensors(index, str(tmp_path / "out"), comm))
     assert [str(each) for each in found] == ["[rank 0] a file cannot be read"] * 2
 

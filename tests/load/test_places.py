@@ -500,7 +500,7 @@ def test_a_damaged_copy_is_refused_and_verify_tells_which_it_is(name: str, tmp_p
         run_ranks(2, load)
     text = str(refused.value)
     assert f"one of the copies {nvme / name}, {save / name} is damaged. Nothing was changed" in text
-    assert "`ds_ucp verify --also PLACE` tells which" in text
+    assert "`ds_ucp verify --also PLACE` names it" in text
     found = verify_checkpoint(str(save), also=[str(nvme)])
     assert any(f"{save / name} is right: remove this copy" in fault.text for fault in found.faults) and not found.whole
     (nvme / name).unlink()

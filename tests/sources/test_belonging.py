@@ -189,7 +189,7 @@ def test_a_trainers_state_of_another_step_is_a_warning(told: str, says: bool, tm
     (tmp_path / "trainer_state.json").write_text(told)
     found = look(path)
     assert [finding.kind for finding in found] == ["foreign"] * says
-    assert all(re.search(r"trainer_state.json: tells of step \d, the optimizer of 3\.", each.text) for each in found)
+    assert all(re.search(r"trainer_state.json: counts \d steps, the optimizer 3\.", each.text) for each in found)
 
 
 # -- seals ------------------------------------------------------------------------------------------------------------

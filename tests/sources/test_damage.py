@@ -87,7 +87,7 @@ def test_what_is_true_of_many_files_is_told_once(tmp_path: Path) -> None:
     told = [each.text for each in fold_findings([*missing, *cut, *alone])]
     assert told == [
         f"run/{name.format('{0-2,5}')} (4 files) is missing; do.",
-        f"run/{name.format(3)}: has 30 bytes. The like is true of {name.format('{4,7}')} (2 more files).",
+        f"run/{name.format(3)}: has 30 bytes. Likewise {name.format('{4,7}')} (2 more files).",
         *("a", "1", "2"),
     ]
     warning = Finding("missing", name.format(8), f"run/{name.format(8)} is missing; do.", WARNING)

@@ -1,4 +1,4 @@
-"""Atomic checkpoints as sources: folders with a manifest, and those of DeepSpeed's own converter."""
+"""Open atomic checkpoints: folders with a manifest, and folders of DeepSpeed's converter."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ...atoms import (
 )
 from ...comm import Comm
 from ...errors import CheckpointError, UcpError
-from ...io.paths import Entry, is_url
+from ...io.paths import is_url
 from ...io.store import find_entry, list_tree
 from ...plan.derive import split_experts
 from ...topology import Topology
@@ -38,19 +38,19 @@ if TYPE_CHECKING:
 
 
 def survey_atomic(where: FileTable, comm: Comm) -> tuple[AtomicIndex | None, list[Finding]]:
-    """The index of an atomic checkpoint and everything that is wrong with its files; collective.
+    """Return the index of an atomic checkpoint, and its faults; collective.
 
-    With a manifest that is read alone (by one rank), and the files' sizes are looked at; a folder of DeepSpeed's
-    ``ds_to_universal`` is read by the headers of its files. Every atom has one shard of the logical shape.
+    With a manifest, one rank reads only this file, and sizes are checked. For DeepSpeed's ``ds_to_universal`` all
+    headers are read. Each atom has one shard of the logical shape.
 
     Args:
-        where: its files. Of an atomic checkpoint all lie in one place, which every rank sees.
-        comm: the ranks that load.
+        where: the files. An atomic checkpoint must be whole in one place that every rank sees.
+        comm: the loading ranks.
 
     Raises:
-        CheckpointError: a folder of ``ds_to_universal`` that is damaged or half-made, or that not all ranks see; the
-            same error on every rank.
-        UnsupportedError: a kind that is not covered.
+        CheckpointError: a folder of ``ds_to_universal`` is damaged, incomplete, or not visible to all ranks; equal on
+            all ranks.
+        UnsupportedError: the kind of checkpoint is not supported.
     """
     place, *others = _choose_places(where)
     folder = where.folders[place]
@@ -70,10 +70,10 @@ def survey_atomic(where: FileTable, comm: Comm) -> tuple[AtomicIndex | None, lis
 
 
 def _choose_places(where: FileTable) -> list[int]:
-    """The places where every rank sees an atomic checkpoint.
+    """Return the places where every rank sees an atomic checkpoint.
 
     Raises:
-        CheckpointError: there is none; the same on every rank.
+        CheckpointError: there is no such place; equal on all ranks.
     """
     views = [view.list_entries() for view in where.views] or [where.own]
     common = [place for place in range(len(where.folders)) if all(holds_atoms(each[place]) for each in views)]
@@ -95,7 +95,7 @@ def _read_manifest(folder: str) -> Manifest | Finding | None:
 
 
 def _find_all_faults(folder: str, sizes: Mapping[str, int], comm: Comm) -> list[Finding]:
-    """What a look at all files finds wrong; collective. Of a store every rank learns the files' versions."""
+    """Check the sizes of all files; collective. In an object store, every rank learns the files' versions."""
     if is_url(folder):
         return comm.run(lambda: find_faults(folder, sizes))
     found = comm.share([*sizes.items()], lambda file: find_faults(folder, dict([file])))
@@ -103,32 +103,26 @@ def _find_all_faults(folder: str, sizes: Mapping[str, int], comm: Comm) -> list[
 
 
 def find_faults(folder: str, sizes: Mapping[str, int]) -> list[Finding]:
-    """What a look at files, which have to have so many bytes, finds wrong with them; nothing where they are right.
+    """Return the faults of files that are missing or not of the given size.
 
-    A store tells of a thousand files at once, a file system of each.
+    An object store lists a thousand files at once; a file system is asked for each file.
     """
     tree = list_tree(folder) if is_url(folder) else {}
     found = []
     for name, size in sizes.items():
-        held = tree.get(name) if is_url(folder) else find_entry(os.path.join(folder, name))
-        found += _compare_entry(folder, name, size, held)
+        path = os.path.join(folder, name)
+        entry = tree.get(name) if is_url(folder) else find_entry(path)
+        if entry is None:
+            text = f"{path} is missing; the manifest lists it. Copy it here, or convert again."
+            found.append(Finding("missing", name, text))
+        elif entry.size != size:
+            text = f"{path}: has {entry.size} bytes, the manifest says {size} bytes; it was cut short or replaced."
+            found.append(Finding("manifest", name, f"{text} Copy it again."))
     return found
 
 
-def _compare_entry(folder: str, name: str, size: int, held: Entry | None) -> list[Finding]:
-    """What is wrong with a file of which ``held`` is known."""
-    path = os.path.join(folder, name)
-    if held is None:
-        text = f"{path} is missing; the manifest lists it. Copy it here, or convert again."
-        return [Finding("missing", name, text)]
-    if held.size != size:
-        text = f"{path}: has {held.size} bytes, the manifest says {size} bytes; it was cut short or replaced."
-        return [Finding("manifest", name, f"{text} Copy it again.")]
-    return []
-
-
 def _read_state_file(folder: str, manifest: Manifest, faults: Sequence[Finding]) -> FileHeader | Finding | None:
-    """The header of the file that carries the client state; other tensors in it belong to the client."""
+    """Read the header of the client's state file; all tensors in it belong to the client."""
     if any(fault.file == manifest.state_file for fault in faults):
         return None
     try:
@@ -146,13 +140,13 @@ def _read_state_file(folder: str, manifest: Manifest, faults: Sequence[Finding])
 
 
 def make_index(folder: str, manifest: Manifest, header: FileHeader, places: Sequence[str] = ()) -> AtomicIndex:
-    """The index that a manifest tells of.
+    """Build the index from a manifest.
 
     Args:
-        folder: where the files lie.
-        manifest: read from it.
-        header: of its state file.
-        places: the folders that may hold the same files, the nearest first; empty where ``folder`` is all.
+        folder: folder of the files.
+        manifest: its manifest.
+        header: header of its state file.
+        places: folders that may hold copies, nearest first; empty if there is only ``folder``.
     """
     sizes = manifest.files
     crcs = {state.name: state.crc for state in manifest.states}
@@ -192,10 +186,8 @@ def make_index(folder: str, manifest: Manifest, header: FileHeader, places: Sequ
             buffers=frozenset(manifest.buffers),
             instances=manifest.instances,
             hints=manifest.hints,
-            recorded={name: told["pattern"] for name, told in manifest.patterns.items()},
+            recorded={name: record["pattern"] for name, record in manifest.patterns.items()},
         ),
-        limits=Limits(
-            dropped=manifest.dropped,
-        ),
+        limits=Limits(dropped=manifest.dropped),
     )
     return split_experts(index, manifest.fused)

@@ -1,9 +1,9 @@
-"""Headers of a folder that DeepSpeed's converter (``deepspeed/checkpoint/ds_to_universal.py``) wrote.
+"""Read the headers of a folder of DeepSpeed's converter (``deepspeed/checkpoint/ds_to_universal.py``).
 
-It writes a folder per parameter (tensor-parallel shards united, ZeRO's partitions joined), the optimizer's param groups
-as rank 0 had them, and copies the model states. It leaves a pipeline's layer files behind, and with them buffers and
-frozen parameters; below stage 3 it puts 32-bit copies of the first tensor-parallel rank's into ``zero``, which are
-passed over: the model states have the originals.
+The converter writes a folder per parameter (joined over tensor-parallel ranks and partitions) and the optimizer's param
+groups of rank 0, and copies the model states. It omits a pipeline's layer files, and thus buffers and frozen
+parameters. Below stage 3 ``zero`` has 32-bit copies of the first tensor-parallel rank's frozen parameters, which are
+ignored: the model states have the originals.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _TEMPORARY = "tmp"
 
 @dataclass(frozen=True, slots=True)
 class ParamHeader:
-    """One file of a parameter's folder.
+    """The header of a file in a parameter's folder.
 
     Attributes:
-        file: the file itself; its name is relative to the checkpoint's folder.
-        piece: its tensor; None in ``step.pt``.
-        value, dtype: its number, with the dtype where it is a 0-dim tensor.
-        keys: how the converter says that it united the tensor.
-        experts: of a layer of AutoEP's, whose parameters lie in it one behind the other; 0 of any other parameter.
+        file: the file, by its path relative to the checkpoint's folder.
+        piece: the tensor; None in ``step.pt``.
+        value, dtype: the number, and its dtype if it is a 0-dim tensor.
+        keys: the converter's entries about joining the tensor.
+        experts: number of AutoEP's experts in the parameter; 0 for other parameters.
     """
 
     file: FileHeader
@@ -60,15 +60,15 @@ class ParamHeader:
 
 @dataclass(frozen=True, slots=True)
 class UniversalHeaders:
-    """What a converted folder's headers say.
+    """The headers of a converted folder.
 
     Attributes:
         save: the copied model states, without optimizer files.
-        optim: the optimizer's param groups, of stage 3 with data-parallel rank 0's states.
+        optim: the optimizer's param groups, at stage 3 with the states of data-parallel rank 0.
         stage: ZeRO stage of the source.
-        params: per folder in ``zero`` its files by state.
-        shapes: of the parameters that the optimizer owned, local ones by tensor-parallel rank.
-        flats: per such parameter the flat buffer that it was in; None where that cannot be told.
+        params: folder in ``zero`` → state → file.
+        shapes: parameter of the optimizer → local shape by tensor-parallel rank.
+        flats: parameter of the optimizer → its flat buffer; None if unknown.
     """
 
     folder: str
@@ -81,19 +81,19 @@ class UniversalHeaders:
 
 
 def read_headers(folder: str, sizes: dict[str, int], comm: Comm) -> UniversalHeaders:
-    """All headers of a converted folder, each read by one rank; collective.
+    """Read the headers of a converted folder, each on one rank; collective.
 
     Args:
         folder: the checkpoint's folder.
-        sizes: what it holds.
-        comm: the ranks that load.
+        sizes: bytes of each file.
+        comm: the loading ranks.
 
     Raises:
-        CheckpointError: half-made, damaged, or of several runs.
-        UnsupportedError: a kind that is not covered.
+        CheckpointError: the folder is incomplete, damaged, or of several runs.
+        UnsupportedError: the kind of checkpoint is not supported.
     """
     held = comm.once(lambda: _list_params(folder, sizes))
-    note_listed(os.path.join(folder, ZERO), held)  # each file's header is read by one rank, its bytes by any
+    note_listed(os.path.join(folder, ZERO), held)  # any rank may read a file whose header another rank has read
     files = _sort_by_param(held)
     names = [*files]
     params = comm.share(names, lambda name: _read_param(folder, name, files[name]), choose_map(folder))
@@ -104,7 +104,7 @@ def read_headers(folder: str, sizes: dict[str, int], comm: Comm) -> UniversalHea
 
 
 def _list_params(folder: str, sizes: Mapping[str, int]) -> dict[str, Entry]:
-    """What lies in ``zero``, by name; of a store, which tells a thousand files at once, what lies in its folders too.
+    """List ``zero``; in an object store, which lists a thousand files at once, including its subfolders.
 
     Raises:
         CheckpointError: the conversion was not finished.
@@ -129,7 +129,7 @@ def _list_params(folder: str, sizes: Mapping[str, int]) -> dict[str, Entry]:
 
 
 def _sort_by_param(held: Mapping[str, Entry]) -> dict[str, list[str]]:
-    """By parameter the names of its files, as far as they are listed."""
+    """Return the listed files by parameter."""
     found = defaultdict[str, list[str]](list)
     for name, entry in sorted(held.items()):
         param, _, file = name.partition("/")
@@ -139,10 +139,10 @@ def _sort_by_param(held: Mapping[str, Entry]) -> dict[str, list[str]]:
 
 
 def _read_param(folder: str, name: str, files: Sequence[str]) -> dict[str, ParamHeader]:
-    """The headers of a parameter's files by state.
+    """Read the headers of a parameter's files by state.
 
     Args:
-        files: their names; empty where they are not listed yet.
+        files: file names; empty if they are not listed yet.
     """
     files = files or sorted(scan_folder(os.path.join(folder, ZERO, name)))
     if f"{MODULE}.pt" in files:
@@ -155,11 +155,11 @@ def _read_param(folder: str, name: str, files: Sequence[str]) -> dict[str, Param
 
 
 def _read_file(folder: str, name: str) -> ParamHeader:
-    """The header of a parameter's file.
+    """Read the header of a parameter's file.
 
     Raises:
-        CheckpointError: damaged, or no tensor.
-        UnsupportedError: an expert's parameter.
+        CheckpointError: the file is damaged, or holds no tensor.
+        UnsupportedError: the parameter's experts are not supported.
     """
     path = os.path.join(folder, name)
     file = read_header(path)
@@ -177,7 +177,7 @@ def _describe(file: TorchFile, name: str) -> ParamHeader:
         keys = {key: tree[key] for key in (CAT_DIM, EQUAL_PARTS, VOCABULARY) if isinstance(tree.get(key), int)}
         piece = HeaderReader(file).piece(tree[PARAM], name)
         return ParamHeader(header, piece, keys=keys, experts=_count_experts(file, tree, piece))
-    if isinstance(tree, TensorRef):  # a step, or of stage 3 without tensor parallelism: flat, without a dict
+    if isinstance(tree, TensorRef):  # a step, or a flat tensor of stage 3 without tensor parallelism
         piece = HeaderReader(file).piece(tree, name)
         value, dtype = (None, "") if tree.data is None else (tree.item(), tree.dtype)
         return ParamHeader(header, piece, value, dtype)
@@ -187,7 +187,7 @@ def _describe(file: TorchFile, name: str) -> ParamHeader:
 
 
 def _count_experts(file: TorchFile, tree: Mapping[Any, Any], piece: Piece) -> int:
-    """Of an expert's parameter, which holds those of all experts of a layer, how many that are."""
+    """Return the number of experts in a parameter that holds all experts of a layer, else 0."""
     count = tree.get(EXPERTS)
     if not tree.get(IS_EXPERT):
         return 0
@@ -199,12 +199,12 @@ def _count_experts(file: TorchFile, tree: Mapping[Any, Any], piece: Piece) -> in
 
 
 def _read_optimizer(folder: str) -> tuple[OptimHeader, int]:
-    """The optimizer's part of a converted checkpoint, and the ZeRO stage that it came from.
+    """Read the optimizer's header of a converted checkpoint, and the ZeRO stage of its source.
 
-    Stage 3's still has all of data-parallel rank 0's states; of the others the param groups remain.
+    For stage 3 it includes the states of data-parallel rank 0, else only the param groups.
 
     Raises:
-        CheckpointError: damaged, or of another kind.
+        CheckpointError: the file is damaged, or of another kind.
     """
     path = os.path.join(folder, OPTIMIZER)
     file = read_header(path)
@@ -221,14 +221,14 @@ def _read_optimizer(folder: str) -> tuple[OptimHeader, int]:
 
 
 def _read_models(folder: str, sizes: dict[str, int], stage: int, comm: Comm) -> Save:
-    """The copied model states of every rank.
+    """Read the copied model states of all ranks.
 
     Raises:
-        CheckpointError: some are missing or belong to another run.
+        CheckpointError: files are missing or of another run.
     """
     listing, main = comm.run(lambda: _find_main(folder, sizes, stage))
     first = comm.once(lambda: read_file(folder, main))
-    # Experts' files it does not copy.
+    # The converter does not copy experts' files.
     names = [name for name in name_model_files(listing, first)[1:] if name not in listing.experts.values()]
     if absent := [name for name in names if name not in sizes]:
         raise CheckpointError(
@@ -245,7 +245,7 @@ def _read_models(folder: str, sizes: dict[str, int], stage: int, comm: Comm) -> 
 
 
 def _find_main(folder: str, sizes: dict[str, int], stage: int) -> tuple[Listing, str]:
-    """What the folder holds, and the model states of the first rank."""
+    """Return the listing, and the name of the first rank's model states."""
     listing = sort_files(folder, sizes)
     main = listing.model_zero3.get((0, 0)) if stage == 3 else listing.model.get(0)
     if main is None:
@@ -260,7 +260,7 @@ def _find_main(folder: str, sizes: dict[str, int], stage: int) -> tuple[Listing,
 
 
 def _list_owned(save: Save, optim: OptimHeader) -> tuple[dict[str, dict[int, Shape]], dict[str, int | None]]:
-    """``param_shapes`` of all model-parallel ranks: per group below stage 3, per sub-group there."""
+    """Return shapes and flat buffers from ``param_shapes``, by group or (stage 3) by sub-group."""
     shapes: dict[str, dict[int, Shape]] = {}
     flats: dict[str, int | None] = {}
     for mp, model in enumerate(save.first_models):
@@ -273,6 +273,6 @@ def _list_owned(save: Save, optim: OptimHeader) -> tuple[dict[str, dict[int, Sha
         for index, group in enumerate(model.param_shapes):
             for name, shape in group:
                 shapes.setdefault(strip_compiled(name), {})[mp % save.tp] = tuple(shape)
-                is_told = len(model.param_shapes) == len(optim.owners)
-                flats.setdefault(strip_compiled(name), index if is_told else None)
+                is_known = len(model.param_shapes) == len(optim.owners)
+                flats.setdefault(strip_compiled(name), index if is_known else None)
     return shapes, flats

@@ -1,4 +1,4 @@
-"""The manifest of an atomic checkpoint: all that its index needs, and where it comes from, in one JSON file."""
+"""The manifest of an atomic checkpoint: one JSON file with all data of its index, and the origin."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ Number = StrictBool | StrictInt | StrictFloat | None
 
 @dataclass(frozen=True, slots=True)
 class AtomRecord:
-    """One atom as it lies in an atomic checkpoint.
+    """The record of an atom in an atomic checkpoint.
 
     Attributes:
-        name, state, dtype, instance: the atom's.
-        shape: logical shape, rows of vocabulary padding included.
-        vocab: rows that mean something where dimension 0 is a padded vocabulary.
-        file: path of its file, relative to the checkpoint's folder.
-        offset, nbytes, crc: where its elements lie in the file, and their CRC32.
-        size: of the file.
+        name, state, dtype, instance: as in the atom.
+        shape: logical shape, including padding rows of a vocabulary.
+        vocab: number of rows without padding; None without a padded vocabulary.
+        file: relative path of the file.
+        offset, nbytes, crc: place of the elements in the file, and their CRC32.
+        size: bytes of the file.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -62,7 +62,7 @@ class AtomRecord:
 
 @dataclass(frozen=True, slots=True)
 class StateRecord:
-    """A file without atoms (states, a parameter's step): path relative to the folder, bytes, CRC32 of its directory."""
+    """A file without atoms (states, a step): relative path, bytes, CRC32 of the zip directory."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
@@ -72,14 +72,14 @@ class StateRecord:
 
 
 class PatternRecord(TypedDict):
-    """How a parameter was united: the pattern as data, and what told it."""
+    """How a parameter was assembled: the pattern as data, and its origin."""
 
     pattern: dict[str, Any]
     origin: str
 
 
 class SourceFile(TypedDict, total=False):
-    """A file of the source, as :func:`fingerprint` tells of it."""
+    """A file of the source in :func:`fingerprint`."""
 
     name: Required[str]
     size: Required[int]
@@ -89,7 +89,7 @@ class SourceFile(TypedDict, total=False):
 
 
 class Fingerprint(TypedDict):
-    """What tells the source from every other checkpoint."""
+    """Identification of the source."""
 
     files: list[SourceFile]
     digest: str
@@ -100,23 +100,23 @@ class Manifest:
     """An atomic checkpoint's description.
 
     Attributes:
-        version: of the format.
+        version: version of the format.
         package: version of deepspeed_ucp that wrote it.
-        fingerprint: of the source, see :func:`fingerprint`.
-        source: the source's topology as data, without its flat buffers.
-        atoms: by name, state and instance.
+        fingerprint: identification of the source (:func:`fingerprint`).
+        source: topology of the source as data, without flat buffers.
+        atoms: sorted by name, state and instance.
         states: files without atoms.
-        state_file: the one that carries scheduler, counters and client state.
-        patterns: name → {"pattern": as data, "origin": what told it}.
-        scalars, scalar_dtypes, groups, counters, scaler, clip_grad, optimizer: of the run, as in ``RunState``.
-        aliases, buffers, instances, hints: of the model, as in ``ModelInfo``.
-        view: of the source, see :func:`digest_view`.
-        verified: every byte of the source was held against its checksum.
+        state_file: the file with scheduler, counters and client state.
+        patterns: name → {"pattern": as data, "origin": text}.
+        scalars, scalar_dtypes, groups, counters, scaler, clip_grad, optimizer: as in ``RunState``.
+        aliases, buffers, instances, hints: as in ``ModelInfo``.
+        view: digest of the source's index (:func:`digest_view`).
+        verified: whether every byte of the source was compared with its checksum.
         dropped: as in ``Limits``.
-        kind: the same in every manifest; tells the file from other JSON.
-        fused: parameters in which all experts of a layer lie one behind the other: name → how many; the index has an
-            atom for each. Not written where there are none.
-        optimizer_params: as in ``RunState``. Not written where there are none.
+        kind: constant that identifies manifests.
+        fused: parameter with all experts of a layer → number of experts; the index has an atom per expert. Not written
+            if empty.
+        optimizer_params: as in ``RunState``. Not written if empty.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -149,37 +149,37 @@ class Manifest:
 
     @property
     def files(self) -> dict[str, int]:
-        """Bytes of every file that it lists."""
+        """Bytes of each listed file."""
         return {atom.file: atom.size for atom in self.atoms} | {state.name: state.size for state in self.states}
 
     def to_json(self) -> str:
-        """One line of ASCII, the same for equal manifests; its ``digest`` is the SHA-256 of the rest."""
-        told = {key: value for key, value in asdict(self).items() if key not in ("fused", "optimizer_params") or value}
-        told["digest"] = _sum(told)
-        return dump_json(told) + "\n"
+        """Return one line of ASCII, equal for equal manifests; ``digest`` is the SHA-256 of all other fields."""
+        data = {key: value for key, value in asdict(self).items() if key not in ("fused", "optimizer_params") or value}
+        data["digest"] = _sum(data)
+        return dump_json(data) + "\n"
 
 
 _MOST_BYTES = 1 << 31
-"""Of a manifest, which has an entry for each state of each parameter."""
+"""Maximum bytes of a manifest, which has an entry for each state of each parameter."""
 
 _MANIFEST = TypeAdapter(Manifest)
 
 
-def _sum(told: Mapping[str, Any]) -> str:
-    return hashlib.sha256(dump_json(dict(told)).encode()).hexdigest()
+def _sum(data: Mapping[str, Any]) -> str:
+    return hashlib.sha256(dump_json(dict(data)).encode()).hexdigest()
 
 
 def parse_manifest(text: str, path: str) -> Manifest:
-    """A manifest from its file's text; ``path`` is for messages.
+    """Parse and validate the text of a manifest; ``path`` is for messages.
 
     Raises:
-        CheckpointError: not a manifest, or damaged.
-        UnsupportedError: of an unknown format.
+        CheckpointError: the text is no manifest, or damaged.
+        UnsupportedError: the format is unknown.
     """
     try:
-        told = parse_json(text.encode(), path, strict=True, object_hook=decode)
-        _check_form(told, path)
-        found = _MANIFEST.validate_python(told)
+        data = parse_json(text.encode(), path, strict=True, object_hook=decode)
+        _check_form(data, path)
+        found = _MANIFEST.validate_python(data)
     except ValidationError as error:
         fault = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, fault["loc"]))
@@ -188,20 +188,20 @@ def parse_manifest(text: str, path: str) -> Manifest:
     return found
 
 
-def _check_form(told: Any, path: str) -> None:
-    """Kind, format, and the digest, which is taken out."""
-    if told.get("kind") != _KIND:
+def _check_form(data: Any, path: str) -> None:
+    """Check kind, format and digest; remove the digest."""
+    if data.get("kind") != _KIND:
         raise CheckpointError("is no manifest of an atomic checkpoint.", path=path)
-    if told.get("version") != FORMAT:
+    if data.get("version") != FORMAT:
         raise UnsupportedError(
-            f"is of format {told.get('version')!r}, this release reads format {FORMAT}. It was written by "
-            f"deepspeed_ucp {told.get('package', 'of an unknown version')}: update deepspeed_ucp, or convert again.",
+            f"is of format {data.get('version')!r}, this release reads format {FORMAT}. It was written by "
+            f"deepspeed_ucp {data.get('package', 'of an unknown version')}: update deepspeed_ucp, or convert again.",
             path=path,
         )
-    digest = told.pop("digest", None)
-    if digest != _sum(told):
+    digest = data.pop("digest", None)
+    if digest != _sum(data):
         raise CheckpointError(
-            f"its digest is {digest}, its contents have {_sum(told)}; the file is damaged or was edited. "
+            f"its digest is {digest}, its contents have {_sum(data)}; the file is damaged or was edited. "
             "Restore it from a copy, or convert again.",
             path=path,
         )
@@ -237,13 +237,13 @@ def _check_entries(found: Manifest, path: str) -> None:
 
 
 def _fits(atom: AtomRecord) -> bool:
-    """Whether shape, dtype and bytes agree, and lie in the file."""
+    """Return True if shape, dtype and bytes agree and fit into the file."""
     itemsize = ITEMSIZE.get(atom.dtype)
     return itemsize is not None and atom.nbytes == count(atom.shape) * itemsize <= atom.size - atom.offset
 
 
 def _leads_out(name: str) -> bool:
-    """Whether a path of the manifest, which anybody may have written, is not one inside of the folder."""
+    """Return True for an untrusted path that is not inside the folder."""
     try:
         os.fsencode(name)
     except UnicodeEncodeError:
@@ -252,11 +252,11 @@ def _leads_out(name: str) -> bool:
 
 
 def read_manifest(folder: str) -> Manifest | None:
-    """The manifest in a folder; None where there is none.
+    """Read the manifest in a folder; None without one.
 
     Raises:
-        CheckpointError: it cannot be read, or is damaged.
-        UnsupportedError: it is of an unknown format.
+        CheckpointError: the file cannot be read, or is damaged.
+        UnsupportedError: the format is unknown.
     """
     try:
         return read_manifest_file(os.path.join(folder, MANIFEST))
@@ -265,12 +265,12 @@ def read_manifest(folder: str) -> Manifest | None:
 
 
 def read_manifest_file(path: str) -> Manifest:
-    """A manifest from its file.
+    """Read a manifest.
 
     Raises:
-        FileNotFoundError: there is none.
-        CheckpointError: it cannot be read, or is damaged.
-        UnsupportedError: it is of an unknown format.
+        FileNotFoundError: the file does not exist.
+        CheckpointError: the file cannot be read, or is damaged.
+        UnsupportedError: the format is unknown.
     """
     try:
         return parse_manifest(read_bounded(path, _MOST_BYTES).decode("utf-8"), path)
@@ -287,18 +287,18 @@ def make_manifest(
     *,
     verified: bool = True,
 ) -> Manifest:
-    """The manifest of an atomic checkpoint that was made from ``index``.
+    """Make the manifest of an atomic checkpoint that was converted from ``index``.
 
     Args:
         index: the source.
-        records: every atom that was written.
-        patterns: per parameter how it was united.
-        origin: per parameter what told so.
-        states: the state files that were written; the first one carries scheduler, counters and client state.
-        verified: the source's bytes were held against their checksums.
+        records: all written atoms.
+        patterns: parameter → pattern by which it was assembled.
+        origin: parameter → origin of the pattern.
+        states: the written state files; the first one has scheduler, counters and client state.
+        verified: whether the source was compared with its checksums.
 
     Raises:
-        UnsupportedError: a param group, or what the client tells, holds something that is not plain data.
+        UnsupportedError: a param group or a hint is not plain data.
     """
     topology = {each.name: getattr(index.run.topology, each.name) for each in fields(Topology) if each.name != "flats"}
     if index.run.degrees is not None:
@@ -335,21 +335,21 @@ def make_manifest(
 
 
 def find_unplain(index: AtomicIndex) -> list[str]:
-    """Hyper-parameters that are objects, which a manifest does not keep."""
+    """Return the hyper-parameters that are objects, which a manifest omits."""
     return sorted({key for group in index.run.groups for key, value in group.hyper.items() if not is_plain(value)})
 
 
 def _keep_plain(hyper: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyper-parameters that a load gives back: plain data; objects stay the live optimizer's in any case."""
+    """Return the hyper-parameters that a load restores: plain data. Objects stay those of the live optimizer."""
     return {key: value for key, value in hyper.items() if is_plain(value)}
 
 
 def fingerprint(index: AtomicIndex) -> Fingerprint:
-    """What tells a checkpoint from every other: its files with sizes and header CRCs, and a SHA-256 over them.
+    """Identify a checkpoint by its files' names, sizes and header CRCs, and a SHA-256 of these.
 
-    A header's CRC covers those of the file's records. Where it is not known, the records' own count; a file whose bytes
-    have no checksum is told by the time of its last change. Names are relative to the state file's folder, so that a
-    moved checkpoint keeps its fingerprint.
+    A header's CRC covers the CRCs of all records. Without it the records' CRCs are used, and for bytes without a
+    checksum the file's time of change. Names are relative to the state file's folder, so a moved checkpoint keeps its
+    fingerprint.
     """
     folder = os.path.dirname(index.run.state_file) or "."
     records: dict[int, list[Record]] = {}
@@ -358,23 +358,23 @@ def fingerprint(index: AtomicIndex) -> Fingerprint:
     files = []
     for number, each in enumerate(index.stored.files):
         name = os.path.relpath(each.path, folder)
-        if name.startswith(os.pardir):  # of another place
+        if name.startswith(os.pardir):  # in another place
             name = os.path.basename(each.path)
-        told: SourceFile = {"name": name, "size": each.size, "header_crc": each.header_crc}
+        entry: SourceFile = {"name": name, "size": each.size, "header_crc": each.header_crc}
         held = sorted(records.get(number, ()), key=lambda record: record.offset)
         if each.header_crc is None:
-            told["records"] = [[record.offset, record.nbytes, record.crc] for record in held]
+            entry["records"] = [[record.offset, record.nbytes, record.crc] for record in held]
         if any(record.crc is None for record in held):
-            told["changed"] = find_change(each.path)
-        files.append(told)
-    files.sort(key=lambda told: told["name"])
+            entry["changed"] = find_change(each.path)
+        files.append(entry)
+    files.sort(key=lambda entry: entry["name"])
     return {"files": files, "digest": hashlib.sha256(dump_json(files).encode()).hexdigest()}
 
 
 def digest_view(index: AtomicIndex) -> str:
-    """SHA-256 of what an index makes of its files: which bytes are whose, and what belongs to them.
+    """Return the SHA-256 of an index: the places of all elements, and the run's and model's state.
 
-    The same files can be looked at in several ways: the param groups that name a stage-0 checkpoint are the user's.
+    One set of files can have several indexes: the user names the parameters of a stage-0 checkpoint.
     """
     found = hashlib.sha256()
     for key, atom in sorted(index.stored.atoms.items()):
@@ -382,7 +382,7 @@ def digest_view(index: AtomicIndex) -> str:
         for shard in atom.shards:
             places = [(f.start, f.numel, *_find_place(index, f.record), f.offset) for f in shard.pieces]
             found.update(repr((shard.shape, places)).encode())
-    told = (
+    values = (
         index.run.scalars,
         index.model.aliases,
         index.model.instances,
@@ -390,9 +390,9 @@ def digest_view(index: AtomicIndex) -> str:
         index.run.scaler,
         index.run.clip_grad,
     )
-    for each in told[:3]:
+    for each in values[:3]:
         found.update(repr(sorted(each.items())).encode())
-    found.update(repr((told[3:], [(group.members, _keep_plain(group.hyper)) for group in index.run.groups])).encode())
+    found.update(repr((values[3:], [(group.members, _keep_plain(group.hyper)) for group in index.run.groups])).encode())
     return found.hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""JSON that gives back what it was given: tuples, bytes, keys that are no strings, NaN and infinities to the bit."""
+"""JSON that preserves tuples, bytes, keys of any type, NaN and infinities to the bit."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ _FLOAT, _TUPLE, _DICT, _BYTES = "$float", "$tuple", "$dict", "$bytes"
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a hyper-parameter is plain data, and not an object."""
+    """Return True if a hyper-parameter is plain data."""
     if isinstance(value, (list, tuple)):
         return all(map(is_plain, value))
     return value is None or isinstance(value, (str, int, float, bool))
 
 
 def dump_json(value: Any) -> str:
-    """Plain data as one line of ASCII, the same for equal data: keys are sorted, nothing is indented.
+    """Dump plain data as one line of ASCII with sorted keys, equal for equal data.
 
     Raises:
-        UnsupportedError: the value holds something that is not plain data.
+        UnsupportedError: a value is not plain data.
     """
     return json.dumps(encode(value, ""), sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def encode(value: Any, where: str) -> Any:
-    """Plain data in terms of JSON; ``where`` is named where it is not plain.
+    """Encode plain data as JSON; errors name ``where``.
 
     Raises:
         UnsupportedError: the value is not plain data.

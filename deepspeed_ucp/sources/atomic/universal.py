@@ -1,4 +1,4 @@
-"""A folder that ``ds_to_universal`` wrote → atoms, param groups, and what the converter left out."""
+"""Build the index of a folder of ``ds_to_universal``: atoms, param groups, and notes on data that it lacks."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ _STEP = "step"
 
 
 def open_universal(folder: str, sizes: dict[str, int], comm: Comm) -> tuple[AtomicIndex, list[Finding]]:
-    """The index of a folder that ``ds_to_universal`` wrote, and warnings; collective.
+    """Return the index of a folder of ``ds_to_universal``, and warnings; collective.
 
     Args:
         folder: the checkpoint's folder.
-        sizes: what it holds.
-        comm: the ranks that load.
+        sizes: bytes of each file.
+        comm: the loading ranks.
 
     Raises:
-        CheckpointError: half-made, damaged, or of several runs.
-        UnsupportedError: a kind that is not covered.
+        CheckpointError: the folder is incomplete, damaged, or of several runs.
+        UnsupportedError: the kind of checkpoint is not supported.
     """
     part = read_headers(folder, sizes, comm)
     index, notes = comm.run(lambda: _build(part))
@@ -50,10 +50,10 @@ def open_universal(folder: str, sizes: dict[str, int], comm: Comm) -> tuple[Atom
 
 
 def _build(part: UniversalHeaders) -> tuple[AtomicIndex, list[str]]:
-    """The atomic view, and what has to be told of it.
+    """Build the index; return it with notes for warnings.
 
     Raises:
-        CheckpointError: a parameter without its files, or with files of another run.
+        CheckpointError: a parameter lacks files, or has files of another run.
     """
     save, builder = part.save, Builder(part.save)
     notes: list[str] = []
@@ -105,7 +105,10 @@ def _add_param(builder: Builder, part: UniversalHeaders, name: str) -> None:
 
 
 def _find_shape(part: UniversalHeaders, header: ParamHeader, piece: Piece, shapes: Mapping[int, Shape]) -> Shape:
-    """A parameter's logical shape. Stage 3 without tensor parallelism is written flat, a vocabulary without padding."""
+    """Return a parameter's logical shape.
+
+    The converter writes tensors of stage 3 without tensor parallelism flat, and vocabularies without padding.
+    """
     local = shapes[min(shapes)]
     if header.experts and piece.shape[1:] == local[1:]:
         return piece.shape
@@ -122,10 +125,10 @@ def _find_shape(part: UniversalHeaders, header: ParamHeader, piece: Piece, shape
 
 
 def _check_states(part: UniversalHeaders) -> None:
-    """Parameters of one flat buffer have the same states; a group that no gradient has reached has none at all.
+    """Check that all parameters of a flat buffer have equal states (a group without gradients has none).
 
     Raises:
-        CheckpointError: some lack files that others have, or a folder with states is no parameter's.
+        CheckpointError: some parameters lack files, or a folder with states belongs to no parameter.
     """
     groups: dict[int | None, list[str]] = {}
     for name, flat in part.flats.items():
@@ -153,7 +156,7 @@ def _check_states(part: UniversalHeaders) -> None:
 
 
 def _add_steps(builder: Builder, part: UniversalHeaders, notes: list[str]) -> None:
-    """The optimizer's scalars: of files below stage 3, of rank 0's states there."""
+    """Add the optimizer's scalars from files or (stage 3) from rank 0's states."""
     trained = [name for name in part.shapes if set(part.params.get(name, {})) - {MASTER}]
     for name in trained:
         if part.save.is_sharded:
@@ -190,10 +193,10 @@ def _add_sharded(builder: Builder, part: UniversalHeaders, name: str, flat: int)
 
 
 def _add_rest(builder: Builder, part: UniversalHeaders, optimized: set[str], notes: list[str]) -> str:
-    """Buffers, frozen parameters and ties, from the model states as far as these hold them whole.
+    """Add buffers, frozen parameters and ties that the model states hold whole.
 
     Returns:
-        Why some may be missing.
+        Why some may be missing; empty if none is.
     """
     save = part.save
     if not save.is_pipeline and save.tp == save.pp == 1:
@@ -206,32 +209,32 @@ def _add_rest(builder: Builder, part: UniversalHeaders, optimized: set[str], not
         dropped = "DeepSpeed's ds_to_universal does not keep a pipeline's buffers and frozen parameters"
         notes.append(f"{dropped}; a load leaves them as the new model has them")
         return dropped
-    lost = _add_replicas(builder, part, optimized | set(builder.aliases))
-    if not lost:
+    missing = _add_replicas(builder, part, optimized | set(builder.aliases))
+    if not missing:
         return ""
     dropped = "DeepSpeed's ds_to_universal does not unite the tensor-parallel shards of frozen parameters and buffers"
-    notes.append(f"{dropped}: {shorten(lost)}; a load leaves them as the new model has them")
+    notes.append(f"{dropped}: {shorten(missing)}; a load leaves them as the new model has them")
     return dropped
 
 
 def _add_replicas(builder: Builder, part: UniversalHeaders, others: set[str]) -> list[str]:
-    """Buffers that every tensor-parallel rank has alike, by their checksums; returns what cannot be had whole."""
+    """Add buffers that are equal on all tensor-parallel ranks by their checksums; return the missing names."""
     ranks = [part.save.model(tp).module or {} for tp in range(part.save.tp)]
     buffers = set(part.save.model(0).buffers)
-    lost = [name for name in part.save.model(0).frozen_shapes if name not in others]
+    missing = [name for name in part.save.model(0).frozen_shapes if name not in others]
     for name, piece in ranks[0].items():
         if name in others or (part.save.is_sharded and name not in buffers):
             continue
         held = [rank[name] for rank in ranks if name in rank]
         if name in buffers and len(held) == len(ranks) and are_alike(each.contents for each in held):
             builder.add(SavedRank(), name, MODULE, part.save.main, piece)
-        elif name not in lost:
-            lost.append(name)
-    return lost
+        elif name not in missing:
+            missing.append(name)
+    return missing
 
 
 def _read_shared(part: UniversalHeaders) -> tuple[Matcher, ...]:
-    """What the checkpoint says to be alike on all pipeline stages."""
+    """Return the checkpoint's patterns of parameters that are equal on all pipeline stages."""
     try:
         return from_universal_info(part.save.model(0).hints.get(INFO)).shared
     except MismatchError:
@@ -239,9 +242,9 @@ def _read_shared(part: UniversalHeaders) -> tuple[Matcher, ...]:
 
 
 def _describe_copies(part: UniversalHeaders) -> list[str]:
-    """Parameters of several pipeline stages: the converter joins all stages' files under one name, the last one counts.
+    """Describe parameters of several pipeline stages, of which the converter keeps only the last stage's files.
 
-    Those that the checkpoint says to be alike are taken from the first stage.
+    Parameters that the checkpoint declares equal on all stages are excluded.
     """
     save = part.save
     stages: dict[str, int] = {}
@@ -250,12 +253,12 @@ def _describe_copies(part: UniversalHeaders) -> list[str]:
             stages[name] = stages.get(name, 0) + 1
     shared = _read_shared(part)
     copies = sorted(n for n, held in stages.items() if held > 1 and not any(match(n) for match in shared))
-    told = "of parameters that several pipeline stages hold the converter kept one stage's values, whichever it was"
-    return [f"{told}: {shorten(copies)}"] if copies else []
+    text = "the converter kept the values of an arbitrary stage for parameters that several pipeline stages hold"
+    return [f"{text}: {shorten(copies)}"] if copies else []
 
 
 def _make_groups(part: UniversalHeaders, notes: list[str]) -> tuple[GroupInfo, ...]:
-    """Param groups with their parameters; none where a pipeline's stages have different ones."""
+    """Return param groups with their parameters; empty if a pipeline's stages have different groups."""
     hypers = part.optim.groups
     if len(hypers) > 1 and None in part.flats.values():
         differing = sorted({key for hyper in hypers for key in hyper if any(o.get(key) != hyper[key] for o in hypers)})
@@ -272,7 +275,7 @@ def _make_groups(part: UniversalHeaders, notes: list[str]) -> tuple[GroupInfo, .
 
 
 def _record_cuts(part: UniversalHeaders) -> dict[str, dict[str, Any]]:
-    """How the converter joined tensor-parallel shards, where its files say so; without any it says nothing."""
+    """Return the patterns by which the converter joined tensor-parallel shards, as recorded in its files."""
     masters = {name: part.params.get(name, {}).get(MASTER) for name in part.shapes if part.save.tp > 1}
     found = {name: read_keys(each.keys, each.piece.shape) for name, each in masters.items() if each and each.piece}
     return {name: record_pattern(pattern) for name, pattern in found.items() if pattern is not None}

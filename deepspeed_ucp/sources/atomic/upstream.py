@@ -1,8 +1,8 @@
-"""How upstream cuts a parameter: the keys beside ``param`` in its ``.pt`` files, written and read.
+"""Write and read the keys by which upstream's loader cuts a parameter, in ``.pt`` files with the key ``param``.
 
-``deepspeed/checkpoint/universal_checkpoint.py`` (``load_hp_checkpoint_state``) takes a tensor whole where shapes agree;
-else it pads a vocabulary's rows, and cuts: along ``cat_dim``, each of ``param_n_sub_params`` equal parts along it, or
-each part of a ``sub_param_shape``. Parameters with AutoTP's own metadata are cut by that; the keys are not looked at.
+``deepspeed/checkpoint/universal_checkpoint.py`` (``load_hp_checkpoint_state``) loads a tensor whole if shapes agree.
+Otherwise it pads a vocabulary's rows and cuts along ``cat_dim``, each of ``param_n_sub_params`` equal parts along it,
+or each part of a ``sub_param_shape``. It ignores the keys of parameters with AutoTP's metadata.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ EXPERTS = "ep_num_experts"
 
 
 def upstream_keys(pattern: Pattern | None, shape: Shape, name: str = "") -> dict[str, Any]:
-    """The entries that tell upstream's loader how to cut a parameter.
+    """Return the entries by which upstream's loader cuts a parameter.
 
     Args:
-        pattern: how it is cut; None where no tensor parallelism is known.
-        shape: logical shape, rows of vocabulary padding included.
-        name: the parameter's, for the class that names its patterns.
+        pattern: pattern of the cut; None if unknown.
+        shape: logical shape, including padding rows of a vocabulary.
+        name: name of the parameter, which upstream's class requires.
 
     Returns:
-        Entries for ``make_image``; none where every rank holds the whole, or where upstream has no form for the pattern
-        (grids of several dimensions, overlapping blocks): upstream then loads it only where it is not cut.
+        Entries for ``make_image``. Empty if every rank holds the whole, or if upstream has no form for the pattern
+        (grids of several dimensions, overlapping blocks) and can load it only whole.
     """
     if pattern is None:
         return {}
@@ -51,7 +51,7 @@ def upstream_keys(pattern: Pattern | None, shape: Shape, name: str = "") -> dict
 
 
 def expert_keys(experts: int) -> dict[str, Any]:
-    """The entries that tell upstream's loader to take an expert-parallel rank's experts out of a parameter of all."""
+    """Return the entries by which upstream's loader cuts an expert-parallel rank's experts out of a parameter."""
     return {CAT_DIM: 0, IS_EXPERT: True, EXPERTS: experts}
 
 
@@ -83,14 +83,14 @@ def _describe_parts(pattern: ShardNC | Viewed, shape: Shape, name: str) -> dict[
 
 
 def _settle_widths(pattern: ShardNC | Viewed) -> ShardNC | Viewed:
-    """Sizes of the parts in place of their widths on the source's ranks."""
+    """Replace the widths of parts on the source's ranks by the parts' sizes."""
     if isinstance(pattern, Viewed) or pattern.widths is None:
         return pattern
     return replace(pattern, parts=tuple(map(sum, pattern.widths)), sized=True, widths=None)
 
 
 def _find_axis(pattern: ShardNC | Viewed, layout: Layout) -> int | None:
-    """The axis of the layout's view that is cut."""
+    """Return the axis of the layout's view that is cut."""
     for axis, parts in enumerate(layout.shards[0]):
         if len(parts) > 1:
             return axis
@@ -102,16 +102,16 @@ def _find_axis(pattern: ShardNC | Viewed, layout: Layout) -> int | None:
 
 
 def _make_parts(view: Shape, axis: int, sizes: tuple[int, ...], name: str) -> PickledObject:
-    """Upstream's ``SubparamShape``, as a pickle holds it."""
+    """Return upstream's ``SubparamShape`` as a pickled object."""
     shape = (*view[:axis], sizes, *view[axis + 1 :])
     fields = {"patterns": [re.escape(name)] if name else [], "shape": shape, "partition_dim": axis}
     return make_instance("deepspeed.checkpoint.universal_checkpoint", "SubparamShape", fields)
 
 
 def read_keys(keys: Mapping[str, Any], shape: Shape) -> Pattern | None:
-    """How upstream's converter joined tensor-parallel shards to ``shape``, where the keys say so.
+    """Return the pattern by which upstream's converter joined tensor-parallel shards; None without keys.
 
-    It marks what is replicated by nothing at all.
+    Replicated parameters have no keys.
     """
     if CAT_DIM not in keys:
         return None

@@ -1,4 +1,4 @@
-"""PEFT's folders: an adapter alone, whose base the live model has, and its configuration, which no tag holds."""
+"""Adapters of PEFT without their base, and their configuration, which is in no tag."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from .names import ADAPTER, ADAPTER_CONFIG, holds
 from .safetensors import read_header
 
 _NAME = "default"
-"""Of the adapter in a live model, unless a script names it."""
+"""Default name of the adapter in a live model."""
 
 _DROPPED = "a PEFT adapter holds no weights of its base"
 
 
 def read_contents(where: FileTable, comm: Comm) -> tuple[Contents, list[Finding]]:
-    """Read the header of the file, with the names of a live model; collective.
+    """Read the header of the file and rename its tensors as in a live model; collective.
 
     Raises:
-        CheckpointError: two tensors are one in a live model; as of :func:`.safetensors.read_header`.
-        UnsupportedError: as of :func:`.statedict.read_header`.
+        CheckpointError: two tensors get one name; as for :func:`.safetensors.read_header`.
+        UnsupportedError: as for :func:`.statedict.read_header`.
     """
     file = next(name for name in where.entries if holds(ADAPTER, name, heads=True))
     if file.endswith(".safetensors"):
@@ -48,10 +48,10 @@ def read_contents(where: FileTable, comm: Comm) -> tuple[Contents, list[Finding]
 
 
 def name_live(name: str, others: Collection[str]) -> str:
-    """What a live model calls a tensor of a file.
+    """Return the name of a file's tensor in a live model.
 
     Args:
-        others: all names of the file. A bias without its weight is the base's own, trained with the adapter.
+        others: all names of the file. A bias without its weight is a bias of the base, trained with the adapter.
     """
     module, _, end = name.rpartition(".")
     is_base = end == "bias" and ".lora_" not in name and f"{module}.weight" not in others
@@ -59,9 +59,9 @@ def name_live(name: str, others: Collection[str]) -> str:
 
 
 def name_as_live(contents: Contents) -> Contents:
-    """Give weights that have the names of PEFT's files the names that a live model and the optimizer's states have.
+    """Rename weights from the names in PEFT's files to those in a live model and the optimizer's states.
 
-    FSDP saves an adapter alone in this way (``adapter_only`` of Accelerate's ``save_fsdp_model``).
+    FSDP saves only an adapter in this way (``adapter_only`` of Accelerate's ``save_fsdp_model``).
     """
     weights = contents.weights
     held = [*filter(None, map(read_live, contents.states))]
@@ -69,7 +69,7 @@ def name_as_live(contents: Contents) -> Contents:
     if not any(map(is_added_in_file, weights)) or not all(
         name in known or name in contents.states or is_added_in_file(name) or read_live(name) for name in weights
     ):
-        return contents  # no adapter, or one together with its base, whose names are those of a live model
+        return contents  # no adapter, or an adapter with its base, under the names of a live model
     adapter = next((tensor.adapter for tensor in held), _NAME)
     live = {
         name: known.get(name) or (read_in_file(name, adapter).live if is_added_in_file(name) else name)
@@ -81,14 +81,14 @@ def name_as_live(contents: Contents) -> Contents:
 
 
 def read_config(path: str | None, folder: str) -> dict[str, Any]:
-    """An adapter's configuration.
+    """Read the configuration of an adapter.
 
     Args:
-        path: a file, or a folder that has it; None looks in a checkpoint's folder (PEFT's), and beside it (trainers').
-        folder: the checkpoint's.
+        path: a file, or its folder; None searches the checkpoint's folder (PEFT) and its parent (trainers).
+        folder: the checkpoint's folder.
 
     Raises:
-        ConfigError: there is none, or it is of another kind of adapter.
+        ConfigError: there is no configuration, or it is of another kind of adapter.
     """
     places = [folder, os.path.dirname(normalize(folder))] if path is None else [path]
     files = [os.path.join(place, ADAPTER_CONFIG) if os.path.isdir(place) else place for place in places]
@@ -98,7 +98,7 @@ def read_config(path: str | None, folder: str) -> dict[str, Any]:
             f"{shorten(files)}: no adapter_config.json. Ranks and factors are in no checkpoint: name the run's with "
             "--adapter-config."
         )
-    told: dict[str, Any] = read_json(found, advice="Restore it, or name the run's with --adapter-config.")
-    if told.get("peft_type") != "LORA":
-        raise ConfigError(f"{found}: is of {told.get('peft_type')}; LoRA's are known.")
-    return told
+    config: dict[str, Any] = read_json(found, advice="Restore it, or name the run's with --adapter-config.")
+    if config.get("peft_type") != "LORA":
+        raise ConfigError(f"{found}: is of {config.get('peft_type')}; only LoRA is supported.")
+    return config

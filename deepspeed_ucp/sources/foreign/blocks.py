@@ -1,7 +1,7 @@
-"""Folders of ``torch.distributed.checkpoint``: which tensors their metadata tell of, and where the blocks of each lie.
+"""Read folders of ``torch.distributed.checkpoint``: their metadata, and the places of all blocks.
 
-``.metadata`` is a pickle, which is read as inert data. A ``.distcp`` file is whole ``torch.save`` files one behind the
-other, one for each block of a tensor and for each other value, with a CRC32 of each block (torch 2.13,
+``.metadata`` is a pickle, which is read as inert data. A ``.distcp`` file is a concatenation of ``torch.save`` files,
+one for each block of a tensor and each other value, with a CRC32 for each block (torch 2.13,
 ``distributed/checkpoint/{metadata,filesystem}.py``).
 """
 
@@ -30,7 +30,7 @@ from .headers import read_once, read_with
 from .names import DCP, holds
 
 _LARGEST = 1 << 30
-"""Bytes of a metadata file: a million blocks take a tenth of it."""
+"""Maximum bytes of a metadata file; a million blocks take a tenth of it."""
 
 UNCHECKED = "its metadata has no checksum: names and places that are damaged in it may go unnoticed"
 
@@ -45,13 +45,13 @@ class BlockPlace(NamedTuple):
 
 @dataclass(slots=True)
 class Metadata:
-    """What metadata files tell.
+    """Content of the metadata files.
 
     Attributes:
-        tensors: by key the dtype, the shape, and blocks as (offsets, shape).
-        values: keys of everything else.
-        places: of blocks by (key, offsets), of other values by (key, None).
-        paths: by key the keys of the nested state dict, where they are told.
+        tensors: key → dtype, shape, and blocks as (offsets, shape).
+        values: keys of other values.
+        places: (key, offsets) of a block, or (key, None) of another value → place.
+        paths: key → keys of the nested state dict, if stored.
     """
 
     tensors: dict[str, tuple[str, Shape, list[tuple[Shape, Shape]]]] = field(default_factory=dict)
@@ -84,53 +84,53 @@ class DcpFolder:
     """A folder of ``torch.distributed.checkpoint``: its metadata and the entries of its data files.
 
     Attributes:
-        told: the metadata.
+        metadata: the metadata.
         entries: the entry of each key of the metadata.
         head: the first metadata file, for messages.
     """
 
-    told: Metadata
+    metadata: Metadata
     entries: Mapping[tuple[str, Shape | None], BlockEntry]
     where: FileTable
     head: str
 
     def _find_file(self, key: str) -> str:
-        """The path of a file that holds some of a key."""
-        files = [place.file for (name, _), place in self.told.places.items() if name == key]
+        """Return the path of a file with data of a key."""
+        files = [place.file for (name, _), place in self.metadata.places.items() if name == key]
         return self.where.path(files[0] if files else self.head)
 
     def find_value(self, key: str) -> Any:
-        """A number or the like.
+        """Return a number or another plain value.
 
         Raises:
-            CheckpointError: it is nowhere.
-            UnsupportedError: it is something else.
+            CheckpointError: no file holds the value.
+            UnsupportedError: the value is not plain.
         """
-        shape: Shape | None = () if key in self.told.tensors else None
+        shape: Shape | None = () if key in self.metadata.tensors else None
         entry = self.entries.get((key, shape)) or self.entries.get((key, None))
         if entry is None:
-            raise CheckpointError(f"tells of {key}, and not where it lies.", path=self.where.path(self.head))
+            raise CheckpointError(f"lists {key} without its place.", path=self.where.path(self.head))
         if entry.fault:
             raise UnsupportedError(f"{key} {entry.fault}, where a plain value is wanted.", path=self._find_file(key))
         if entry.dtype and not isinstance(entry.value, (int, float)):
-            what = f"a tensor of shape {entry.shape} of {entry.dtype}"
-            raise UnsupportedError(f"{key} is {what}, where a number is wanted.", path=self._find_file(key))
+            kind = f"a tensor of shape {entry.shape} of {entry.dtype}"
+            raise UnsupportedError(f"{key} is {kind}, where a number is wanted.", path=self._find_file(key))
         return entry.value
 
     def make_tensor(self, key: str) -> StoredTensor:
-        """A tensor, as its blocks tell.
+        """Assemble a tensor of its blocks.
 
         Raises:
-            CheckpointError: a block is missing, outside of the tensor, or another one than the metadata say.
-            UnsupportedError: a block's bytes cannot be cut.
+            CheckpointError: a block is missing, outside of the tensor, or contradicts the metadata.
+            UnsupportedError: a block is not contiguous.
         """
-        dtype, shape, blocks = self.told.tensors[key]
+        dtype, shape, blocks = self.metadata.tensors[key]
         chunks = []
         for offsets, size in blocks:
-            entry, place = self.entries.get((key, offsets)), self.told.places.get((key, offsets))
+            entry, place = self.entries.get((key, offsets)), self.metadata.places.get((key, offsets))
             if entry is None or place is None:
                 raise CheckpointError(
-                    f"does not tell where the block of {key} at {offsets} lies; it is damaged.",
+                    f"lists the block of {key} at {offsets} without its place; it is damaged.",
                     path=self.where.path(self.head),
                 )
             if entry.fault:
@@ -150,7 +150,7 @@ def read_blocks(where: FileTable, comm: Comm, *, values: bool = True) -> DcpFold
     """Read the metadata files, and the headers of all blocks in the data files; collective.
 
     Args:
-        values: also what is no tensor.
+        values: also read other values.
 
     Raises:
         CheckpointError: a file is damaged or missing.
@@ -158,22 +158,22 @@ def read_blocks(where: FileTable, comm: Comm, *, values: bool = True) -> DcpFold
     """
     heads = sorted(name for name in where.entries if holds(DCP, name, heads=True))
     comm.alike(lambda: _check_heads(where, heads))
-    told = Metadata()
+    metadata = Metadata()
     for head in heads:
-        _join(told, _read_metadata(where, head, comm))
+        _join(metadata, _read_metadata(where, head, comm))
     by_file: dict[str, list[tuple[str, Shape | None]]] = defaultdict(list)
-    for key, place in told.places.items():
-        if values or key[0] in told.tensors:
+    for key, place in metadata.places.items():
+        if values or key[0] in metadata.tensors:
             by_file[place.file].append(key)
     comm.alike(lambda: _check_files(where, by_file, heads[0]))
     names = sorted(by_file)
-    found = where.share(names, lambda name: _read_entries(where, name, by_file[name], told), comm)
+    found = where.share(names, lambda name: _read_entries(where, name, by_file[name], metadata), comm)
     pairs = (zip(by_file[name], held, strict=True) for name, held in zip(names, found, strict=True))
-    return DcpFolder(told, {key: entry for each in pairs for key, entry in each}, where, heads[0])
+    return DcpFolder(metadata, {key: entry for each in pairs for key, entry in each}, where, heads[0])
 
 
 def _check_heads(where: FileTable, heads: Sequence[str]) -> None:
-    """Raises CheckpointError: a folder has data without metadata."""
+    """Raise CheckpointError if a folder has data without metadata."""
     folders = {
         posixpath.dirname(name) for name in where.entries if not holds(DCP, name, heads=True) and holds(DCP, name)
     }
@@ -186,7 +186,7 @@ def _check_heads(where: FileTable, heads: Sequence[str]) -> None:
 
 
 def _check_files(where: FileTable, names: Iterable[str], head: str) -> None:
-    """Raises CheckpointError: files are missing."""
+    """Raise CheckpointError if files are missing."""
     missing = sorted(name for name in names if name not in where.entries)
     if missing:
         raise CheckpointError(
@@ -197,15 +197,15 @@ def _check_files(where: FileTable, names: Iterable[str], head: str) -> None:
 
 def _read_metadata(where: FileTable, head: str, comm: Comm) -> Metadata:
     def parse(path: str) -> Metadata:
-        return _take_apart(read_pickle(read_bounded(path, _LARGEST), path).root, path, posixpath.dirname(head))
+        return _parse_metadata(read_pickle(read_bounded(path, _LARGEST), path).root, path, posixpath.dirname(head))
 
     return read_once(parse, where, head, comm)
 
 
-def _take_apart(root: Any, path: str, folder: str) -> Metadata:
+def _parse_metadata(root: Any, path: str, folder: str) -> Metadata:
     if not isinstance(root, PickledObject) or not root.kind.endswith("checkpoint.metadata.Metadata"):
         raise CheckpointError(f"holds {describe(root)}, not the metadata of torch.distributed.checkpoint.", path=path)
-    told = Metadata()
+    metadata = Metadata()
     for name, item in root.get("state_dict_metadata", {}).items():
         key = read_name(name)
         if item.kind.endswith(".TensorStorageMetadata"):
@@ -214,19 +214,19 @@ def _take_apart(root: Any, path: str, folder: str) -> Metadata:
             dtype = properties[0] if isinstance(properties, tuple) else properties["dtype"]
             chunks = map(_read_fields, held["chunks"])
             blocks = [(read_shape(each["offsets"]), read_shape(each["sizes"])) for each in chunks]
-            told.tensors[key] = _name_dtype(dtype), read_shape(held["size"]), blocks
+            metadata.tensors[key] = _name_dtype(dtype), read_shape(held["size"]), blocks
         elif item.kind.endswith(".BytesStorageMetadata"):
-            told.values.append(key)
+            metadata.values.append(key)
         else:
             raise UnsupportedError(f"{key} is stored as {describe(item)}, which is not read here.", path=path)
     for index, info in (root.get("storage_data") or {}).items():
         named = _read_fields(index)
         begin = named.get("offset")
         block = read_name(named["fqn"]), None if begin is None else read_shape(begin)
-        told.places[block] = _read_place(_read_fields(info), path, folder)
+        metadata.places[block] = _read_place(_read_fields(info), path, folder)
     paths = root.get("planner_data") or {}
-    told.paths = {read_name(key): _read_path(keys) for key, keys in paths.items() if isinstance(keys, tuple)}
-    return told
+    metadata.paths = {read_name(key): _read_path(keys) for key, keys in paths.items() if isinstance(keys, tuple)}
+    return metadata
 
 
 def _read_path(keys: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -234,7 +234,7 @@ def _read_path(keys: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _read_fields(value: Any) -> dict[str, Any]:
-    """The attributes of an object, looked up once."""
+    """Return the attributes of an object."""
     if not isinstance(value, PickledObject) or not isinstance(fields := value.state, dict):
         raise ValueError(f"{describe(value)} for an object with attributes")
     return fields
@@ -242,7 +242,7 @@ def _read_fields(value: Any) -> dict[str, Any]:
 
 @lru_cache
 def _join_path(folder: str, name: str) -> str:
-    """A path without detours; a few files are named thousands of times."""
+    """Join and normalise a path; cached, since a few files occur thousands of times."""
     return posixpath.normpath(posixpath.join(folder, name))
 
 
@@ -269,10 +269,10 @@ def _name_dtype(value: Any) -> str:
     return name
 
 
-def _join(told: Metadata, more: Metadata) -> None:
-    """Take in what another file tells: of one rank, or of another folder."""
+def _join(metadata: Metadata, more: Metadata) -> None:
+    """Merge the metadata of another rank or folder into ``metadata``."""
     for key, (dtype, shape, blocks) in more.tensors.items():
-        known = told.tensors.setdefault(key, (dtype, shape, []))
+        known = metadata.tensors.setdefault(key, (dtype, shape, []))
         if known[:2] != (dtype, shape):
             raise CheckpointError(
                 f"its files tell of {key} as {known[0]} of shape {known[1]} and as {dtype} of shape {shape}; they are "
@@ -280,22 +280,22 @@ def _join(told: Metadata, more: Metadata) -> None:
             )
         known[2][:] = dict.fromkeys([*known[2], *blocks])
     for part in more.places:
-        held = [posixpath.dirname(each.places[part].file) for each in (told, more) if part in each.places]
-        if len({*held}) > 1:  # ranks of one save may each write what all of them have
+        held = [posixpath.dirname(each.places[part].file) for each in (metadata, more) if part in each.places]
+        if len({*held}) > 1:  # several ranks of one save may write equal data
             raise CheckpointError(
                 f"{' and '.join(each or 'the folder' for each in held)} both hold {part[0]}: they are several models "
                 "or saves. Put model and optimizer that belong together into a folder of their own."
             )
-    told.values[:] = dict.fromkeys([*told.values, *more.values])
-    told.places |= more.places
-    told.paths |= more.paths
+    metadata.values[:] = dict.fromkeys([*metadata.values, *more.values])
+    metadata.places |= more.places
+    metadata.paths |= more.paths
 
 
 def _read_entries(
-    where: FileTable, name: str, keys: list[tuple[str, Shape | None]], told: Metadata
+    where: FileTable, name: str, keys: list[tuple[str, Shape | None]], metadata: Metadata
 ) -> list[BlockEntry]:
-    """What a data file holds for some keys."""
-    places = [told.places[key][1:] for key in keys]
+    """Read the entries of some keys from a data file."""
+    places = [metadata.places[key][1:] for key in keys]
     return read_with(lambda path: [*map(_read_entry, read_parts(path, places))], where, name)
 
 

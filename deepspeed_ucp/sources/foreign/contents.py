@@ -1,4 +1,4 @@
-"""What a foreign checkpoint holds, whatever its format, and the atomic view of it."""
+"""Contents of a foreign checkpoint in a common form, and their atomic view."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ _LONGEST_NAME = 1 << 12
 
 _UNCHECKED = "its tensors have no checksums: what is damaged in them goes unnoticed"
 _MOST_RUNS = 1 << 22
-"""Runs of elements in all, of what is cut into no grid."""
+"""Maximum number of runs of elements in all tensors that are not cut into a grid."""
 
 NEITHER = "neither model nor optimizer"
 
 
 def read_shape(value: Any) -> Shape:
-    """A shape, or places in one, as a file tells it.
+    """Validate a shape, or an index, from a file.
 
     Raises:
-        ValueError: it is none that torch has.
+        ValueError: torch has no such shape.
     """
     if not isinstance(value, (list, tuple)) or len(value) > MOST_DIMENSIONS:
         raise ValueError(f"{describe(value)} for a shape")
@@ -64,19 +64,19 @@ def read_shape(value: Any) -> Shape:
 
 
 def is_number(state: str, shape: Shape, weight: Shape | None) -> bool:
-    """Whether an optimizer's state is a number, and no tensor: ``step``, or a 0-dim one of a weight that is not.
+    """Return True if an optimizer state is a number: ``step``, or a 0-dim state of a weight of another shape.
 
     Args:
-        weight: shape of the parameter, if it is known.
+        weight: shape of the parameter, if known.
     """
     return shape == () and (state == "step" or weight != ())
 
 
 def read_name(value: Any) -> str:
-    """A name as a pickle tells it: text that fits into a message.
+    """Validate a name from a pickle: text of limited length.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the value is something else.
     """
     if not isinstance(value, str) or len(value) > _LONGEST_NAME:
         raise ValueError(f"{describe(value)} for a name")
@@ -84,10 +84,10 @@ def read_name(value: Any) -> str:
 
 
 def count_steps(steps: Iterable[Any]) -> dict[str, int]:
-    """Counters of a run, as the steps of an optimizer's parameters tell them; empty without any.
+    """Derive the counters of a run from the steps of the optimizer's parameters; empty without steps.
 
     Raises:
-        ValueError: one is no number of steps.
+        ValueError: a value is no number of steps.
     """
     found = list(steps)
     for step in found:
@@ -96,28 +96,28 @@ def count_steps(steps: Iterable[Any]) -> dict[str, int]:
     return {"global_steps": int(max(found))} if found else {}
 
 
-def list_left(names: Collection[str], what: str, where: str, file: str = "") -> list[Finding]:
-    """What is in a checkpoint and not loaded, as a warning.
+def list_ignored(names: Collection[str], reason: str, where: str, file: str = "") -> list[Finding]:
+    """Warn of contents of a checkpoint that are not loaded.
 
     Args:
-        names: of it.
-        what: it is instead.
-        where: a path.
-        file: it is in; by default the first name.
+        names: names of these contents.
+        reason: description of the contents.
+        where: path.
+        file: file name (default: the first of ``names``).
     """
-    text = f"{where}: not loaded by the engine, since it is {what}: {shorten(names)}."
+    text = f"{where}: not loaded by the engine, since it is {reason}: {shorten(names)}."
     return [Finding("unsaved", file or next(iter(names)), text, WARNING)] if names else []
 
 
 @dataclass(frozen=True, slots=True)
 class TensorBlock:
-    """A block of a tensor, row-major in a file without gaps.
+    """A contiguous, row-major block of a tensor in a file.
 
     Attributes:
-        offsets, shape: where it lies in the tensor, by dimension, in elements.
-        file: its name in the folder.
-        record: bytes of that file with one checksum, or none.
-        begin: byte of the record at which the block begins.
+        offsets, shape: place in the tensor, in elements by dimension.
+        file: file name.
+        record: bytes of the file with at most one checksum.
+        begin: offset of the block in the record, in bytes.
     """
 
     offsets: Shape
@@ -127,20 +127,20 @@ class TensorBlock:
     begin: int = 0
 
     def check(self, name: str, shape: Shape, where: FileTable) -> None:
-        """Raises CheckpointError: it does not lie in the tensor of that name and shape."""
+        """Raise CheckpointError if the block is not inside the tensor of that name and shape."""
         dims = list(zip(self.offsets, self.shape, shape, strict=False))
         fits = len(self.offsets) == len(self.shape) == len(shape)
         if not fits or any(at < 0 or size < 0 or at + size > whole for at, size, whole in dims):
             raise CheckpointError(
-                f"{name}: a block of shape {self.shape} at {self.offsets} is not inside of shape {shape}; the file "
-                "that tells so is damaged.",
+                f"{name}: a block of shape {self.shape} at {self.offsets} is not inside of shape {shape}; the file is "
+                "damaged.",
                 path=where.path(self.file),
             )
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor as chunks, in any order."""
+    """A tensor as blocks in any order."""
 
     dtype: str
     shape: Shape
@@ -149,22 +149,22 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a reader of a format has found.
+    """Contents of a foreign checkpoint, as returned by the reader of its format.
 
     Attributes:
-        format: in words.
-        head: name of the file that tells of the others, for messages.
-        weights: of the model, by name.
-        states: of the optimizer's, by parameter and state.
-        scalars: of the optimizer's, by parameter; numbers.
-        groups: param groups as names and hyper-parameters.
-        aliases: tied names → the name that holds the data.
-        counters: as of :class:`RunState`.
-        stateless: why the optimizer states cannot be had, and what to do; empty where they can, or there are none.
-        scalar_dtypes: of those scalars that are 0-dim tensors.
-        dropped: as of :class:`Limits`.
-        hints: as of :class:`ModelInfo`.
-        unchecked: what of it has no checksum, where that is not said of its tensors.
+        format: name of the format.
+        head: name of the first file, for messages.
+        weights: tensors of the model by name.
+        states: optimizer states by parameter and state.
+        scalars: numbers of the optimizer by parameter.
+        groups: param groups: names, and hyper-parameters.
+        aliases: tied name → name with the data.
+        counters: as in :class:`RunState`.
+        stateless: why the optimizer states cannot be loaded, and the remedy; empty if they can, or there are none.
+        scalar_dtypes: dtypes of scalars that are 0-dim tensors.
+        dropped: as in :class:`Limits`.
+        hints: as in :class:`ModelInfo`.
+        unchecked: parts without a checksum, if the tensors have some.
     """
 
     format: str
@@ -183,14 +183,14 @@ class Contents:
 
 
 def make_index(contents: Contents, where: FileTable) -> AtomicIndex:
-    """The atomic view.
+    """Build the atomic view.
 
-    Parameters that the optimizer has are masters; all else are the module's own tensors, as in a frozen model. Where a
-    master is among the states, the weight is its copy.
+    Weights of optimized parameters are masters, or copies if the states include a master; all other weights are module
+    tensors.
 
     Raises:
-        CheckpointError: chunks leave something out, overlap, or lie beyond their file; two tensors have one name.
-        UnsupportedError: tensors are cut into too many pieces.
+        CheckpointError: blocks have gaps, overlap or exceed their file, or two tensors have one name.
+        UnsupportedError: tensors have too many pieces.
     """
     maker = _Maker(where)
     trained = {name for names, _ in contents.groups for name in names} | contents.states.keys()
@@ -254,7 +254,7 @@ class _Maker:
         """Add an atom of one shard.
 
         Raises:
-            CheckpointError, UnsupportedError: as of :func:`make_index`.
+            CheckpointError, UnsupportedError: as for :func:`make_index`.
         """
         if (name, state) in self._keys:
             raise CheckpointError(f"holds {name} ({state}) twice.", path=self.where.folder)
@@ -286,7 +286,7 @@ class _Maker:
         held = self.where.entries[chunk.file].size
         if not 0 <= chunk.begin <= chunk.record.nbytes - nbytes or chunk.record.offset + chunk.record.nbytes > held:
             raise CheckpointError(
-                f"{name}: {nbytes} bytes are to lie in {chunk.record.nbytes} of the file's {held}; it is truncated, "
+                f"{name}: {nbytes} bytes do not fit into {chunk.record.nbytes} of the file's {held}; it is truncated, "
                 "or of another save.",
                 path=self.where.path(chunk.file),
             )
@@ -312,7 +312,7 @@ def _refer(where: FileTable, name: str) -> FileRef:
 
 
 def _is_grid(shape: Shape, tiles: Sequence[Tile]) -> bool:
-    """Whether every place of a grid over a shape has one tile."""
+    """Return True if the tiles are all cells of a grid over a shape."""
     cuts = [sorted({(tile.begins[dim], tile.shape[dim]) for tile in tiles}) for dim in range(len(shape))]
     for cut, size in zip(cuts, shape, strict=True):
         if [*(at for at, _ in cut), size] != [0, *(at + width for at, width in cut)]:

@@ -1,4 +1,4 @@
-"""The readers by format, and the index of a folder that is of one of them."""
+"""Readers of foreign formats, and the index of a foreign folder."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from ..latest import find_tags
 from ..reading import explain_form
 from ..table import FileTable
 from . import adapter, dcp, names, safetensors, statedict
-from .contents import NEITHER, Contents, list_left, make_index
+from .contents import NEITHER, Contents, list_ignored, make_index
 from .headers import read_once
 from .states import add_states
 
-_WHOSE = "states by number, of which nothing tells whose they are"
+_UNNAMED = "states by number, without the names of their parameters"
 
-_WEIGHTLESS = "states of parameters that the model there does not have"
+_WEIGHTLESS = "states of parameters without weights in the checkpoint"
 
 _PACKED = re.compile(r".*(weight_scale(_inv)?|qweight|weight_packed|weight\.absmax|proj_blocks)")
-"""Names of tensors that there are beside quantized weights, or in their place."""
+"""Names of tensors that accompany or replace quantized weights."""
 
 
 _SHAPING = re.compile(
     r"num_.*heads|n_head|head_dim|rope_(theta|parameters)|\w*_eps\w*|layer_norm_epsilon|hidden_act\w*"
 )
-"""Keys of a configuration by which models of the same weights compute other numbers."""
+"""Keys of a configuration that change the results of a model with the same weights."""
 
 _EMPTY = (
     "holds no tensors: there is nothing to load. Trainers leave such files beside an engine's tag under ZeRO 3 without "
@@ -44,11 +44,11 @@ _EMPTY = (
 
 
 class Reader(Protocol):
-    """Reads the headers of a format's files, each by one rank; collective.
+    """Reader of a format: reads the headers of the files, each on one rank; collective.
 
     Raises:
-        CheckpointError: damaged, missing or contradicting files; the same on every rank.
-        UnsupportedError: a kind that is not covered.
+        CheckpointError: files are damaged, missing or contradictory; equal on all ranks.
+        UnsupportedError: the kind of checkpoint is not supported.
     """
 
     def __call__(self, where: FileTable, comm: Comm, /) -> tuple[Contents, list[Finding]]: ...
@@ -68,13 +68,13 @@ READERS: dict[str, Reader] = {
 
 
 def survey_foreign(where: FileTable, comm: Comm, kind: str) -> tuple[AtomicIndex, list[Finding]]:
-    """The index of a foreign checkpoint, and what is odd about it; collective.
+    """Return the index of a foreign checkpoint, and warnings; collective.
 
     Args:
-        kind: its format.
+        kind: format of the checkpoint.
 
     Raises:
-        CheckpointError, UnsupportedError: as of :class:`Reader`.
+        CheckpointError, UnsupportedError: as for :class:`Reader`.
     """
     taken = names.pick_model(kind, [name for name in where.entries if names.holds(kind, name)])
     chosen = where.choose(taken.__contains__)
@@ -83,27 +83,27 @@ def survey_foreign(where: FileTable, comm: Comm, kind: str) -> tuple[AtomicIndex
         contents = add_states(contents, where, comm)
     contents = adapter.name_as_live(contents)
 
-    def unite() -> AtomicIndex:
+    def build() -> AtomicIndex:
         if not contents.weights:
             raise CheckpointError(_EMPTY, path=where.path(contents.head))
         with explain_form(where.path(contents.head)):
             return make_index(contents, where)
 
-    index = comm.alike(unite)
+    index = comm.alike(build)
     if kind != names.DCP:
         config = _read_config(where, kind, comm)
-        told = {key: value for key, value in config.items() if _SHAPING.fullmatch(key)}
-        index = index.change(hints={**index.model.hints, "config": told}) if told else index
+        shaping = {key: value for key, value in config.items() if _SHAPING.fullmatch(key)}
+        index = index.change(hints={**index.model.hints, "config": shaping}) if shaping else index
         findings += [*_find_passed_over(where, kind, contents), *_find_packed(where, contents, config)]
     stray = sorted({*contents.states, *contents.scalars} - {*contents.weights, *contents.aliases})
-    findings += list_left(stray, _WEIGHTLESS, where.path(contents.head), contents.head)
+    findings += list_ignored(stray, _WEIGHTLESS, where.path(contents.head), contents.head)
     return index, [*findings, *comm.once(lambda: [*_find_beside(where), *_find_mixed(where, contents)])]
 
 
 def _find_mixed(where: FileTable, contents: Contents) -> list[Finding]:
-    """What tells that an optimizer's states are of another save than the rest."""
+    """Warn if optimizer states are of another save than the weights."""
     tensors = chain(contents.weights.values(), *(held.values() for held in contents.states.values()))
-    if not contents.states:  # weights alone may be fetched at any time
+    if not contents.states:  # weights may be downloaded at any time
         return []
     used = {contents.head, *(chunk.file for tensor in tensors for chunk in tensor.chunks)}
     steps, state = contents.counters.get("global_steps"), join_path(where.folder, names.TRAINER_STATE)
@@ -111,43 +111,42 @@ def _find_mixed(where: FileTable, contents: Contents) -> list[Finding]:
 
 
 def _find_beside(where: FileTable) -> list[Finding]:
-    """What trainers keep beside model and optimizer, which DeepSpeed's engine has no place for; a run's checkpoints."""
+    """Warn of a trainer's files, for which the engine has no place, and of DeepSpeed's checkpoints in subfolders."""
     held = scan_if_there(where.folder)
     tags = sorted(name for name, each in held.items() if each.is_folder and find_tags(os.path.join(where.folder, name)))
-    told = f"{where.folder}: is read itself, not the checkpoints of DeepSpeed's in {shorten(tags)}: name one of them"
-    runs = [Finding("extra", tags[0], f"{told} to go on from it.", WARNING)] if tags else []
-    left = sorted(filter(names.TRAINERS.fullmatch, held))
-    left += [f"{names.META} (schedulers, loops)"] if names.META in held else []
+    text = f"{where.folder}: this folder is read, not DeepSpeed's checkpoints in {shorten(tags)}. Name one of them"
+    runs = [Finding("extra", tags[0], f"{text} to resume.", WARNING)] if tags else []
+    ignored = sorted(filter(names.TRAINERS.fullmatch, held))
+    ignored += [f"{names.META} (schedulers, loops)"] if names.META in held else []
     numbered = sorted(filter(names.NUMBERED.fullmatch, held))
-    return [*runs, *list_left(left, NEITHER, where.folder), *list_left(numbered, _WHOSE, where.folder)]
+    return [*runs, *list_ignored(ignored, NEITHER, where.folder), *list_ignored(numbered, _UNNAMED, where.folder)]
 
 
 def _find_passed_over(where: FileTable, kind: str, contents: Contents) -> Iterator[Finding]:
-    """Weights in the folder that are not the model's."""
+    """Warn of weights in the folder that are not read."""
     used = {contents.head, *(chunk.file for tensor in contents.weights.values() for chunk in tensor.chunks)}
     heads = [name for name in where.entries if any(names.holds(each, name, heads=True) for each in READERS)]
-    if left := sorted({*heads} - used):
-        text = f"{where.folder}: {contents.head} is taken ({kind}), as Hugging Face's libraries do; not read: "
-        yield Finding("extra", contents.head, text + shorten(left), WARNING)
+    if unread := sorted({*heads} - used):
+        text = f"{where.folder}: {contents.head} is read ({kind}), as by Hugging Face's libraries; not read: "
+        yield Finding("extra", contents.head, text + shorten(unread), WARNING)
 
 
 def _read_config(where: FileTable, kind: str, comm: Comm) -> dict[str, Any]:
-    """The configuration of transformers beside weights; empty without one."""
-
+    """Read the configuration of transformers in the folder; empty without one."""
     if kind == names.ADAPTER or names.CONFIG not in where.entries:
         return {}
     return read_once(read_json, where, names.CONFIG, comm)
 
 
 def _find_packed(where: FileTable, contents: Contents, config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Whether weights are quantized, so that the elements in the files are not their values."""
-    told = config.get(names.QUANTIZED)
-    how = told.get("quant_method", "") if isinstance(told, dict) else ""
-    how = str(how or f"{names.QUANTIZED} in {names.CONFIG}") if told else ""
-    how = how or next(filter(_PACKED.fullmatch, contents.weights), "")
-    if how:
+    """Refuse quantized weights."""
+    quantized = config.get(names.QUANTIZED)
+    method = quantized.get("quant_method", "") if isinstance(quantized, dict) else ""
+    method = str(method or f"{names.QUANTIZED} in {names.CONFIG}") if quantized else ""
+    method = method or next(filter(_PACKED.fullmatch, contents.weights), "")
+    if method:
         text = (
-            f"{where.folder}: its weights are quantized ({how}), which only transformers unpacks. Load it there, "
+            f"{where.folder}: its weights are quantized ({method}), which only transformers unpacks. Load it there, "
             "dequantize() it, save_pretrained it, and load that folder."
         )
         yield Finding("unsupported", contents.head, text)

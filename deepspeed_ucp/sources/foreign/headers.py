@@ -1,4 +1,4 @@
-"""Headers and other small things of foreign files: read by one rank, from the first place where that succeeds."""
+"""Read headers and small files of foreign checkpoints from the first place that has them intact."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ T = TypeVar("T")
 
 
 def read_with(parse: Callable[[str], T], where: FileTable, name: str) -> T:
-    """Read a file from the first place where that succeeds.
+    """Read a file from the first place where ``parse`` succeeds.
 
     Args:
         parse: reads the file at a path.
 
     Raises:
-        CheckpointError: it is damaged or missing.
-        UnsupportedError: ``parse`` does not know the form of its contents.
+        CheckpointError: the file is damaged or missing.
+        UnsupportedError: the contents have an unknown form.
     """
 
     def read(folder: str) -> T:
@@ -34,5 +34,5 @@ def read_with(parse: Callable[[str], T], where: FileTable, name: str) -> T:
 
 
 def read_once(parse: Callable[[str], T], where: FileTable, name: str, comm: Comm) -> T:
-    """The same, read by one rank for all; collective."""
+    """Read a file on one rank for all; collective. Arguments as for :func:`read_with`."""
     return where.once(name, lambda: read_with(parse, where, name), comm)

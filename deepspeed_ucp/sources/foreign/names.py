@@ -1,4 +1,4 @@
-"""File names of foreign checkpoints, by format: the one place that knows them."""
+"""File names of foreign checkpoints by format."""
 
 from __future__ import annotations
 
@@ -14,46 +14,44 @@ REFUSAL = (
 )
 """Message for a checkpoint of Megatron-Core."""
 
-"""The formats, in the order in which a folder is asked for them."""
-
 PARTS = ("pytorch_model_fsdp_", "optimizer_")
-"""What the names of Accelerate's folders begin with, of which one has the model and one the optimizer."""
+"""Prefixes of Accelerate's folders for model and optimizer."""
 
 MODEL_FOLDER, OPTIMIZER_FOLDER = (f"{part}0" for part in PARTS)
-"""Those of its first model (accelerate/utils/fsdp_utils.py, ``save_fsdp_model``)."""
+"""Folders of the first model (accelerate/utils/fsdp_utils.py, ``save_fsdp_model``)."""
 
 CONFIG, QUANTIZED = "config.json", "quantization_config"
-"""Of a model of transformers; its key for weights that the files do not hold plain."""
+"""Configuration of transformers, and its key for quantized weights."""
 
 WEIGHTS_INDEX = "model.safetensors.index.json"
-"""Of its weights in several files."""
+"""Index of sharded weights."""
 
 ADAPTER_CONFIG, ADAPTER_STEM = "adapter_config.json", "adapter_model"
-"""Of an adapter of PEFT's; what the name of its weights' file begins with."""
+"""Configuration of a PEFT adapter, and the stem of its weights' file."""
 
 WHOLE, OPTIMIZER = "pytorch_model_fsdp.bin", "optimizer.bin"
-"""Accelerate's with FULL_STATE_DICT, of which the second may lie beside other weights too."""
+"""Accelerate's weights and optimizer states with FULL_STATE_DICT; the latter may accompany other weights too."""
 
 TRAINERS = re.compile(
     r"scheduler(_\d+)?\.bin|scheduler\.pt|(sampler|dl_state_dict)(_\d+)?\.bin|random_states_\d+\.pkl"
     r"|rng_state(_\d+)?\.pth|custom_checkpoint_\d+\.pkl|scaler\.pt|trainer_state\.json|training_args\.bin"
 )
-"""What Accelerate and Hugging Face's Trainer keep beside model and optimizer."""
+"""Further files of Accelerate and Hugging Face's Trainer."""
 
 NUMBERED = re.compile(r"optimizer(_\d+)?\.pt|optimizer_\d+\.bin")
-"""States of an optimizer by number, as the Trainer keeps them without FSDP."""
+"""Optimizer states by number, which the Trainer writes without FSDP."""
 
 TRAINER_STATE = "trainer_state.json"
-"""Which the Trainer writes last."""
+"""The file that the Trainer writes last."""
 
 SCALER = "scaler.pt"
-"""Which they keep of fp16, whose first steps are skipped: the optimizer has taken fewer than the trainer."""
+"""State of the fp16 scaler, which skips steps: the optimizer then counts fewer steps than the trainer."""
 
 META = "meta.pt"
-"""What Lightning keeps beside them."""
+"""Further state of Lightning."""
 
 FORM, BLOCKS, COMMON = "metadata.json", ".metadata", "common.pt"
-"""Of Megatron-Core's checkpoints: which form it is; what blocks there are; what is no tensor."""
+"""Megatron-Core's files: format, blocks, and data other than tensors."""
 
 _FILES = {
     DCP: r"(?:[^/]+/)?(?:[^/]+\.distcp|(?:__\d+)?\.metadata)",
@@ -62,7 +60,7 @@ _FILES = {
     ADAPTER: r"adapter_model\.(?:safetensors|bin)|adapter_config\.json",
     MEGATRON: r"metadata\.json|\.metadata|common\.pt|[^/]+\.distcp",
 }
-"""All files of a format, by their path in the folder."""
+"""Format → pattern of all its files. Order: precedence of formats."""
 
 _HEADS = {
     DCP: r"(?:[^/]+/)?(?:__\d+)?\.metadata",
@@ -71,47 +69,47 @@ _HEADS = {
     ADAPTER: r"adapter_model\.(?:safetensors|bin)",
     MEGATRON: r"\.metadata",
 }
-"""Those of them without which there is no checkpoint."""
+"""Format → pattern of the files of which at least one is required."""
 
 _FIRST = {
     SAFETENSORS: ("model.safetensors", WEIGHTS_INDEX),
     STATE_DICT: (WHOLE, "pytorch_model.bin", "pytorch_model.bin.index.json"),
     ADAPTER: ("adapter_model.safetensors",),
 }
-"""Which of several models in a folder transformers and PEFT take, the first that is there."""
+"""Format → files that transformers and PEFT prefer among several models, in order."""
 
 
 def find_format(names: Iterable[str]) -> str | None:
-    """Of which format a folder with these files is; None of none."""
+    """Return the format of a folder with these files; None if it is none of these."""
     names = list(names)
-    if WHOLE in names:  # the Trainer writes the same weights as safetensors too, without checksums
+    if WHOLE in names:  # the Trainer also writes equal weights as safetensors, without checksums
         return STATE_DICT
-    if len({FORM, BLOCKS, COMMON}.intersection(names)) > 1:  # one alone is anybody's
+    if len({FORM, BLOCKS, COMMON}.intersection(names)) > 1:  # a single one may be of any other program
         return MEGATRON
     interrupted = DCP if any(holds(DCP, name) for name in names) else None
     return next((kind for kind in _FILES if any(holds(kind, name, heads=True) for name in names)), interrupted)
 
 
 def holds(kind: str, name: str, *, heads: bool = False) -> bool:
-    """Whether a file is one of a format's; ``heads``: of those without which there is no checkpoint."""
+    """Return True for a file of a format; ``heads``: for one of the required files."""
     is_one = re.fullmatch(_FILES[kind], name) is not None
     return is_one and (not heads or re.fullmatch(_HEADS[kind], name) is not None)
 
 
 def pick_model(kind: str, names: Iterable[str]) -> list[str]:
-    """The files of a format that may be those of the model: without the others, where it has the name for it."""
+    """Return the files of the preferred model of a format, or all files."""
     names = list(names)
     first = next((name for name in _FIRST.get(kind, ()) if name in names), "")
-    if first.endswith(".index.json"):  # which tells whose the other files are
+    if first.endswith(".index.json"):  # it lists the other files
         return [name for name in names if name == first or not name.endswith(".index.json")]
     return [first] if first else names
 
 
 def is_foreign(name: str) -> bool:
-    """Whether a file, by its path in a folder, is one of a foreign format's."""
+    """Return True for a file of a foreign format, by its relative path."""
     return name in (CONFIG, OPTIMIZER) or any(holds(kind, name) for kind in _FILES)
 
 
 def has_directory(name: str) -> bool:
-    """Whether a file is one that ``torch.save`` wrote, which lists its own records, or no foreign one."""
+    """Return True for a file of ``torch.save``, which has a zip directory, and for files of DeepSpeed."""
     return holds(STATE_DICT, name) or name in ("adapter_model.bin", OPTIMIZER, COMMON) or not is_foreign(name)

@@ -1,4 +1,4 @@
-"""Hugging Face's folders: weights as safetensors, whole or sharded with an index."""
+"""Weights of Hugging Face as safetensors, whole or sharded with an index."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DTYPES = {
     "I64": "int64",
     "U64": "uint64",
 }
-"""Element types by the format's names, in its order: tensors of the last ones come first in a file."""
+"""Element types by the format's names, in its order: tensors of later types come first in a file."""
 
 
 def read_contents(where: FileTable, comm: Comm) -> tuple[Contents, list[Finding]]:
@@ -43,7 +43,7 @@ def read_contents(where: FileTable, comm: Comm) -> tuple[Contents, list[Finding]
 
     Raises:
         CheckpointError: a file is damaged or missing, or two hold one tensor.
-        UnsupportedError: a dtype that is not known, or several models in one folder.
+        UnsupportedError: an unknown dtype, or several models in one folder.
     """
     shards = find_shards(where, ".safetensors", comm)
     found = where.share(shards.files, lambda name: read_header(where, name), comm)
@@ -51,11 +51,11 @@ def read_contents(where: FileTable, comm: Comm) -> tuple[Contents, list[Finding]
 
 
 def read_header(where: FileTable, name: str) -> dict[str, StoredTensor]:
-    """The tensors of a file.
+    """Read the tensors of a file.
 
     Raises:
-        CheckpointError: it is damaged, or no such file.
-        UnsupportedError: an element type that is not known.
+        CheckpointError: the file is damaged or missing.
+        UnsupportedError: an unknown element type.
     """
 
     def parse(path: str) -> dict[str, StoredTensor]:
@@ -67,20 +67,21 @@ def read_header(where: FileTable, name: str) -> dict[str, StoredTensor]:
                     f"tells of a header of {length} bytes in {size}; it is truncated, or no safetensors file.",
                     path=path,
                 )
-            return _take_apart(parse_json(read_at(stream, length, 8), path, strict=True), name, path, 8 + length, size)
+            header = parse_json(read_at(stream, length, 8), path, strict=True)
+            return _parse_header(header, name, path, 8 + length, size)
 
     return read_with(parse, where, name)
 
 
-def _take_apart(header: dict[str, Any], name: str, path: str, begin: int, size: int) -> dict[str, StoredTensor]:
+def _parse_header(header: dict[str, Any], name: str, path: str, begin: int, size: int) -> dict[str, StoredTensor]:
     found, spans = {}, []
-    for key, told in header.items():
+    for key, entry in header.items():
         if key == "__metadata__":
             continue
-        dtype, shape = DTYPES.get(told["dtype"]), read_shape(told["shape"])
-        low, high = told["data_offsets"]
+        dtype, shape = DTYPES.get(entry["dtype"]), read_shape(entry["shape"])
+        low, high = entry["data_offsets"]
         if dtype is None:
-            raise UnsupportedError(f"{key} has elements of type {told['dtype']}, which is not read here.", path=path)
+            raise UnsupportedError(f"{key} has elements of type {entry['dtype']}, which is not read here.", path=path)
         if not type(low) is type(high) is int or not 0 <= low <= high <= size - begin:
             raise CheckpointError(
                 f"{key} is to lie at {low} to {high} of {size - begin} bytes; it is truncated.", path=path
@@ -97,7 +98,7 @@ def _take_apart(header: dict[str, Any], name: str, path: str, begin: int, size: 
 
 
 def _check_cover(spans: list[tuple[int, int, str]], size: int, path: str) -> None:
-    """Tensors lie one behind the other, up to the file's end: the format has no holes."""
+    """Check that tensors fill the file without gaps and overlaps."""
     position, before = 0, "the header"
     for low, high, name in [*spans, (size, size, "the end")]:
         if low < position:

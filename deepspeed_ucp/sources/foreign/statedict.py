@@ -1,4 +1,4 @@
-"""A state dict in ``torch.save`` files: ``pytorch_model.bin``, whole or sharded, or what ``zero_to_fp32.py`` writes."""
+"""State dicts in ``torch.save`` files: ``pytorch_model.bin``, whole or sharded, also of ``zero_to_fp32.py``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .names import STATE_DICT
 from .weights import find_shards
 
 _INSIDE = ("state_dict", "model_state_dict", "model", "module")
-"""Keys under which scripts keep a state dict among other things."""
+"""Keys under which scripts store a state dict."""
 
 
 def read_contents(where: FileTable, comm: Comm) -> tuple[Contents, list[Finding]]:
@@ -27,7 +27,7 @@ def read_contents(where: FileTable, comm: Comm) -> tuple[Contents, list[Finding]
 
     Raises:
         CheckpointError: a file is damaged or missing.
-        UnsupportedError: a file holds something else than a state dict, or there are several models.
+        UnsupportedError: a file holds no state dict, or there are several models.
     """
     shards = find_shards(where, ".bin", comm)
     found = where.share(shards.files, lambda name: read_header(where, name), comm)
@@ -36,21 +36,21 @@ def read_contents(where: FileTable, comm: Comm) -> tuple[Contents, list[Finding]
 
 
 Held = dict[str, tuple[StoredTensor, str]]
-"""By name a tensor, and an earlier name of the same bytes; empty where there is none."""
+"""Name → tensor, and an earlier name of the same bytes (empty without one)."""
 
 
 def split_ties(held: Held) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Tensors, and tied names → those of the tensors that hold the data."""
+    """Split tensors into those with data, and tied name → name with the data."""
     ties = {name: first for name, (tensor, first) in held.items() if first in held and held[first][0] == tensor}
     return {name: tensor for name, (tensor, _) in held.items() if name not in ties}, ties
 
 
 def read_header(where: FileTable, name: str) -> Held:
-    """A file's tensors.
+    """Read the tensors of a file.
 
     Raises:
-        CheckpointError: it is damaged.
-        UnsupportedError: it holds something else than a state dict, or tensors that are not contiguous.
+        CheckpointError: the file is damaged.
+        UnsupportedError: the file holds no state dict, or tensors that are not contiguous.
     """
 
     def parse(path: str) -> Held:
@@ -68,16 +68,16 @@ def read_header(where: FileTable, name: str) -> Held:
 
 
 def store_tensor(key: str, ref: TensorRef, storages: Mapping[str, FileRecord], name: str, path: str) -> StoredTensor:
-    """A tensor of a ``torch.save`` file, whole.
+    """Return a tensor of a ``torch.save`` file as one block.
 
     Args:
-        key: what it is called there.
-        storages: the file's.
-        name: of the file, in its folder.
+        key: name of the tensor, for messages.
+        storages: storages of the file.
+        name: file name.
 
     Raises:
-        CheckpointError: its bytes are missing.
-        UnsupportedError: they cannot be cut.
+        CheckpointError: the tensor's bytes are missing.
+        UnsupportedError: the tensor is not contiguous, or of an unknown dtype.
     """
     if ref.dtype not in ITEMSIZE or not ref.is_contiguous():
         raise UnsupportedError(f"{key} ({describe(ref)}) is not contiguous, or of another type.", path=path)

@@ -1,4 +1,4 @@
-"""An optimizer's states beside whole weights: ``optimizer.bin`` of Accelerate's FULL_STATE_DICT, by name."""
+"""Optimizer states by name in ``optimizer.bin``, as Accelerate writes them with FULL_STATE_DICT."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from .names import OPTIMIZER
 from .statedict import store_tensor
 
 _UNNAMED = (
-    "its optimizer states have numbers, not names, as without FSDP: nothing tells whose they are. Load the weights "
-    "alone (load_optimizer_states=False)"
+    "its optimizer states have numbers, not names, as without FSDP, so their parameters are unknown. Load only the "
+    "weights (load_optimizer_states=False)"
 )
 
 
 def add_states(contents: Contents, where: FileTable, comm: Comm) -> Contents:
-    """Contents with the states in the optimizer's file; collective.
+    """Add the states of the optimizer's file to contents; collective.
 
     Raises:
         CheckpointError: the file is damaged.
-        UnsupportedError: it holds something else than an optimizer's state dict.
+        UnsupportedError: the file holds no optimizer's state dict.
     """
 
     def parse(path: str) -> Contents:

@@ -1,4 +1,4 @@
-"""Weights in one file, or in several with an index: what readers of safetensors and of state dicts have in common."""
+"""Find the files of a model: one file, or several with an index."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .headers import read_once
 T = TypeVar("T")
 
 LONGEST = 100_000_000
-"""Bytes of a header or an index, as the safetensors library has it."""
+"""Maximum bytes of a header or an index, as in the safetensors library."""
 
 _INDEX = ".index.json"
 _NUMBERED = re.compile(r"(.+-)(\d{1,9})(-of-(\d{1,9})\.[^.]+)")
@@ -27,9 +27,9 @@ class Shards:
     """The files of one model.
 
     Attributes:
-        head: the index, or else the first file.
-        files: those with tensors, in order.
-        weight_map: by tensor the file that has it; None without an index.
+        head: the index, else the first file.
+        files: files with tensors, in order.
+        weight_map: tensor → file; None without an index.
     """
 
     head: str
@@ -37,10 +37,10 @@ class Shards:
     weight_map: Mapping[str, str] | None = None
 
     def unite(self, found: Sequence[Mapping[str, T]], where: FileTable) -> dict[str, T]:
-        """What lies in the files, by tensor.
+        """Merge the tensors of all files.
 
         Args:
-            found: by file what it holds.
+            found: tensors by file, in the order of ``files``.
 
         Raises:
             CheckpointError: a tensor is in two files, or not in the file that the index names.
@@ -49,7 +49,7 @@ class Shards:
         for file, tensors in zip(self.files, found, strict=True):
             for name, tensor in tensors.items():
                 if self.weight_map is not None and self.weight_map.get(name) != file:
-                    continue  # as the libraries do, which look up each name in the index
+                    continue  # Hugging Face's libraries look up each name in the index too
                 if name in held:
                     raise CheckpointError(f"{name} is in {file} and in another file.", path=where.folder)
                 held[name] = tensor
@@ -64,10 +64,10 @@ class Shards:
 
 
 def find_shards(where: FileTable, ending: str, comm: Comm) -> Shards:
-    """The files of the model in a folder; collective.
+    """Find the files of the model in a folder; collective.
 
     Args:
-        ending: of files that an index may name.
+        ending: suffix of files that an index may name.
 
     Raises:
         CheckpointError: a file is missing, or the index is damaged.
