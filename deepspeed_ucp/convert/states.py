@@ -1,8 +1,8 @@
-"""The files of an atomic checkpoint that hold no atoms: client state, scheduler, counters; hyper-parameters, scaler.
+"""Write the files of an atomic checkpoint without atoms: client state, scheduler, counters; hyper-parameters, scaler.
 
-What the source's own files hold is taken over as it is, without running it (``torchsave.rewrite``). One
-``optimizer_state.pt`` serves upstream's loaders of all stages: ZeRO 1/2 and BF16 read ``param_groups`` and the scaler
-at its top (``runtime/base_optimizer.py``), ZeRO 3 reads ``optimizer_state_dict`` in it (``runtime/zero/stage3.py``).
+Objects of the source's files are copied without running their code (``torchsave.rewrite``). One ``optimizer_state.pt``
+serves upstream's loaders of all stages: ZeRO 1/2 and BF16 read ``param_groups`` and the scaler at its top
+(``runtime/base_optimizer.py``), ZeRO 3 reads ``optimizer_state_dict`` in it (``runtime/zero/stage3.py``).
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ MODEL_STATES_ZERO3: Final = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 OPTIMIZER_STATE: Final = "zero/optimizer_state.pt"
 
 _EMPTIED = ("optimizer", "frozen_param_fragments")
-"""Entries of a model-states file that hold nothing but tensors of the model (``load.client``)."""
+"""Entries of a model-states file that hold only tensors of the model (``load.client``)."""
 
 _INNER = tuple({row.inner: None for row in WRAPPERS.values() if row.inner})
-"""Where a wrapper keeps the wrapped optimizer's state."""
+"""Keys of the wrapped optimizer's state in wrappers."""
 
 _SHARDED = {"param_slice_mappings", *_INNER, *(key for row in WRAPPERS.values() for key in row.keys)} - {STAGE}
 """Entries of an optimizer's state that belong to one rank of the source."""
 
 _SCALERS = "deepspeed.runtime.fp16.loss_scaler"
-_OLDEST = "0.16.0"  # upstream refuses a file without a version; of a source that tells none, any recent one will do
-_KEPT_BYTES = 1 << 16  # other entries with tensors beyond this are some rank's partition, too
+_OLDEST = "0.16.0"  # upstream refuses a file without a version; any recent one serves for a source without a version
+_KEPT_BYTES = 1 << 16  # other entries with larger tensors are partitions of one rank
 
 
 def write_states(index: AtomicIndex, folder: str) -> list[StateRecord]:
-    """Write the files that hold no atoms; making them durable is left to the caller.
+    """Write the files without atoms; the caller syncs them.
 
     Args:
-        folder: where they go (a staging folder); exists.
+        folder: existing staging folder.
 
     Returns:
         The client's state file first.
 
     Raises:
         CheckpointError: a file of the source is damaged.
-        UnsupportedError: its pickle is not one that Python 3 writes.
+        UnsupportedError: its pickle was not written by Python 3.
         DiskFullError: the disk is full.
     """
     with explain_full(folder):
@@ -73,24 +73,24 @@ def _write_states(index: AtomicIndex, folder: str) -> list[StateRecord]:
     os.makedirs(os.path.join(folder, "zero"), exist_ok=True)
     file, state = _find_optimizer(index, main)
     common, added = _describe_optimizer(index, file, state, saved)
-    told = save_parts(file, common, os.path.join(folder, OPTIMIZER_STATE), added)
+    written = save_parts(file, common, os.path.join(folder, OPTIMIZER_STATE), added)
     return [
         StateRecord(MODEL_STATES, size, crc),
         StateRecord(MODEL_STATES_ZERO3, size, crc),
-        StateRecord(OPTIMIZER_STATE, *told),
+        StateRecord(OPTIMIZER_STATE, *written),
         *_write_client_states(index, folder),
     ]
 
 
 def _make_empty(counters: Mapping[str, Any]) -> TorchFile:
-    """What stands for the state file of a foreign checkpoint, which has none: its counters alone."""
+    """Return a state file with only the counters, for a foreign checkpoint."""
     tree = {**counters, "ds_version": _OLDEST}
     records = FileRecords(path="", size=0, records=(), header_crc=0, saved_as="")
     return TorchFile("", 0, tree, {}, None, 0, PROTOCOL, {}, (), records)
 
 
 def _write_client_states(index: AtomicIndex, folder: str) -> Iterator[StateRecord]:
-    """Those of the other model-parallel ranks: a script's random states are there."""
+    """Write the client states of the other model-parallel ranks, with a script's random states."""
     if index.run.format:
         return
     tp, pp = index.run.degrees or (index.run.topology.tp, index.run.topology.pp)
@@ -104,7 +104,7 @@ def _write_client_states(index: AtomicIndex, folder: str) -> Iterator[StateRecor
 
 
 def _link(path: str, name: str) -> None:
-    """A second name for a file; a copy where the file system has no hard links."""
+    """Link a file under a second name; copy it if the file system has no hard links."""
     if os.path.lexists(name):
         os.unlink(name)
     try:
@@ -114,17 +114,17 @@ def _link(path: str, name: str) -> None:
 
 
 def _strip_model(saved: Mapping[Any, Any]) -> dict[Any, Any]:
-    """A model-states file without the model's tensors; the modules' extra states stay."""
+    """Remove the model's tensors from a model-states file; keep the modules' extra states."""
     kept = {key: None if key in _EMPTIED else value for key, value in saved.items()}
     if isinstance(module := kept.get("module"), dict):
         kept["module"] = {name: state for name, state in module.items() if str(name).endswith(EXTRA_STATE)}
-    if "mp_world_size" in kept:  # upstream's loader holds it against the number of model-states files
+    if "mp_world_size" in kept:  # upstream's loader compares it with the number of model-states files
         kept["mp_world_size"] = 1
     return kept
 
 
 def _find_optimizer(index: AtomicIndex, main: TorchFile) -> tuple[TorchFile, Any]:
-    """The source's first optimizer state: the file that it is in, and its dictionary (None: there is none)."""
+    """Return the file of the source's first optimizer state, and its dictionary (None without one)."""
     folder = os.path.dirname(index.run.state_file)
     if index.run.format:
         return main, None
@@ -146,7 +146,7 @@ def _as_dict(value: Any) -> dict[Any, Any]:
 def _describe_optimizer(
     index: AtomicIndex, file: TorchFile, state: Any, main: Mapping[Any, Any]
 ) -> tuple[dict[Any, Any], dict[str, bytes]]:
-    """The dictionary of ``optimizer_state.pt``, and the storages of it that are not the source file's."""
+    """Return the dictionary of ``optimizer_state.pt``, and its storages that are not in the source file."""
     saved = _as_dict(state)
     kept = {
         key: value for key, value in saved.items() if key not in _SHARDED and count_bytes(file, value) <= _KEPT_BYTES
@@ -160,12 +160,12 @@ def _describe_optimizer(
     groups = _list_groups(index.run.groups, saved)
     step, added = _describe_step(index)
     inner = {"state": {0: step}, "param_groups": groups}
-    told = {"ds_version": next((v for v in versions if v), _OLDEST), "param_groups": groups}
-    return {**kept, **told, "optimizer_state_dict": inner}, added
+    common = {"ds_version": next((v for v in versions if v), _OLDEST), "param_groups": groups}
+    return {**kept, **common, "optimizer_state_dict": inner}, added
 
 
 def _list_groups(groups: Sequence[GroupInfo], saved: Mapping[Any, Any]) -> list[dict[str, Any]]:
-    """Param groups as an optimizer's state_dict has them, one parameter each: the group's flat buffer."""
+    """Return param groups as in an optimizer's state_dict, each with one parameter: the group's flat buffer."""
     inner = next((_as_dict(saved[key]) for key in _INNER if key in saved), saved)
     originals = [_as_dict(group) for group in inner.get("param_groups") or ()]
     listed = []
@@ -177,7 +177,7 @@ def _list_groups(groups: Sequence[GroupInfo], saved: Mapping[Any, Any]) -> list[
 
 
 def _describe_step(index: AtomicIndex) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """The optimizer's step as the first parameter has it: upstream's stage 3 takes one for all."""
+    """Return the first parameter's step, which upstream's stage 3 uses for all parameters, and its storage."""
     counted = (index.run.scalars.get(param, {}) for group in index.run.groups for param in group.members)
     steps = [scalars["step"] for scalars in counted if "step" in scalars]
     steps += [group.hyper["step"] for group in index.run.groups if "step" in group.hyper]
@@ -189,7 +189,7 @@ def _describe_step(index: AtomicIndex) -> tuple[dict[str, Any], dict[str, bytes]
 
 
 def _make_scaler(scaler: Mapping[str, Any], main: Mapping[Any, Any]) -> PickledObject:
-    """DeepSpeed's scaler object, which the FP16 wrappers save as plain fields."""
+    """Return DeepSpeed's scaler object, which the FP16 wrappers save as plain fields."""
     if not scaler["dynamic"]:
         return make_instance(_SCALERS, "LossScaler", {"cur_scale": scaler["cur_scale"], "dynamic": False})
     config = _as_dict(_as_dict(main.get("ds_config")).get("fp16"))

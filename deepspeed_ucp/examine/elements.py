@@ -1,4 +1,4 @@
-"""Compares elements bitwise: number, first place and size of differences."""
+"""Compare elements bitwise: number, first place and size of differences."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Tally:
         numel: elements compared.
         differing: how many differ.
         first: position of the first that differs; -1 if none does.
-        largest: largest absolute difference; inf where one side is no finite number.
+        largest: largest absolute difference; inf if one side is not finite.
         relative: largest of |a - b| / max(|a|, |b|).
     """
 
@@ -34,7 +34,7 @@ class Tally:
     relative: float = 0.0
 
     def join(self, other: Tally) -> Tally:
-        """Both together."""
+        """Add two results."""
         places = [each.first for each in (self, other) if each.differing]
         return Tally(
             self.numel + other.numel,
@@ -45,12 +45,12 @@ class Tally:
         )
 
     def shift(self, start: int) -> Tally:
-        """The same elements, counted from ``start``."""
+        """Count positions from ``start``."""
         return replace(self, first=self.first + start) if self.differing else self
 
 
 def compare(left: Buffer, right: Buffer, dtype: str, other: str) -> Tally:
-    """Compare as many elements of dtype ``dtype`` as there are with those of dtype ``other``.
+    """Compare elements of ``dtype`` with elements of dtype ``other``.
 
     Elements of one dtype are equal if their bits are; of two dtypes if their values are, or both are NaN.
     """
@@ -70,13 +70,13 @@ def _differ_in_value(first: Array, second: Array) -> Array:
 
 
 def _widen(data: Array) -> Array:
-    """As the widest numbers of the kind; 64 bits of integers fit the mantissa of a long double."""
+    """Convert to the widest type of the kind; 64-bit integers fit the mantissa of a long double."""
     kind = np.longdouble if data.dtype.kind in "iu" and data.itemsize == 8 else np.float64
     return data.astype(np.complex128 if data.dtype.kind == "c" else kind)
 
 
 def _measure(first: Array, second: Array) -> tuple[float, float]:
-    """Largest absolute and relative difference. Two NaNs are 0 apart; a NaN and a number for ever."""
+    """Return the largest absolute and relative difference: 0 for two NaNs, inf for a NaN and a number."""
     with np.errstate(all="ignore"):
         apart = np.abs(first - second)
         size = np.maximum(np.abs(first), np.abs(second))

@@ -117,7 +117,7 @@ def compare_runs(left: AtomicIndex, right: AtomicIndex) -> tuple[list[ValueDiffe
 
 
 def is_same(left: Any, right: Any) -> bool:
-    """Equal as values: 1 and 1.0, lists and tuples, NaN and NaN."""
+    """Return True for equal values: also 1 and 1.0, lists and tuples, NaN and NaN."""
     if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
         return len(left) == len(right) and all(map(is_same, left, right))
     if isinstance(left, float) and isinstance(right, float) and math.isnan(left):
@@ -133,7 +133,7 @@ def _differ_in_keys(left: Mapping[str, Any], right: Mapping[str, Any]) -> Iterat
 
 
 def _list_scalars(index: AtomicIndex) -> dict[ParamKey, dict[str, Any]]:
-    """Per parameter; ``step`` may be kept with the group."""
+    """Return scalars by parameter; some optimizers store ``step`` in the group."""
     found = {param: dict(scalars) for param, scalars in index.run.scalars.items()}
     for group in index.run.groups:
         for param in group.members if "step" in group.hyper else ():
@@ -150,7 +150,7 @@ def _list_hyper(index: AtomicIndex) -> dict[ParamKey, dict[str, Any]]:
 
 
 def _is_scaling(scaler: Mapping[str, Any]) -> bool:
-    """A static scale of 1 is none."""
+    """Return False for a static scale of 1."""
     return bool(scaler) and (bool(scaler.get("dynamic")) or scaler.get("cur_scale", 1) != 1)
 
 
@@ -161,8 +161,8 @@ def _compare_clients(left: TorchFile, right: TorchFile) -> tuple[list[ValueDiffe
     seen: set[tuple[int, int]] = set()
     for key in dict.fromkeys((*mine, *theirs)):
         a, b = mine.get(key, ABSENT), theirs.get(key, ABSENT)
-        if a in (None, ABSENT) and b in (None, ABSENT):
-            continue  # DeepSpeed saves None for missing values
+        if a in (None, ABSENT) and b in (None, ABSENT):  # DeepSpeed saves None for missing values
+            continue
         for place, *values in islice(_differ_in_trees(left, right, (str(key), a, b), seen), LIMIT):
             first, second = (describe_value(place, value) for value in values)
             if key in _ASIDE:
@@ -175,10 +175,10 @@ def _compare_clients(left: TorchFile, right: TorchFile) -> tuple[list[ValueDiffe
 def _differ_in_trees(
     left: TorchFile, right: TorchFile, begin: tuple[str, Any, Any], seen: set[tuple[int, int]]
 ) -> Iterator[tuple[str, Any, Any]]:
-    """(path, of A, of B) of everything that differs in two files' object trees, from a pair of parts on.
+    """Yield (path, value of A, value of B) of all differences of two object trees, from a pair of parts on.
 
     Args:
-        seen: pairs that are shared by others and were looked at; without them a small file could take for ever.
+        seen: compared pairs; shared parts would take exponential time otherwise.
     """
     todo = [begin]
     while todo:
@@ -196,7 +196,7 @@ def _differ_in_trees(
 
 
 def _pair_parts(place: str, left: Any, right: Any) -> list[tuple[str, Any, Any]] | None:
-    """What two containers, or two objects of a class, are made of, by paths; None for anything else."""
+    """Return the pairs of parts of two containers, or of two objects of a class, by path; None for other values."""
     if isinstance(left, PickledObject) and isinstance(right, PickledObject) and left.kind == right.kind:
         return [(place, a, b) for a, b in zip(_open(left), _open(right), strict=True)]
     if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
@@ -208,14 +208,14 @@ def _pair_parts(place: str, left: Any, right: Any) -> list[tuple[str, Any, Any]]
 
 
 def _open(value: PickledObject) -> tuple[Any, Any, Any]:
-    """What two objects of a class are compared by; a set's items come in any order."""
+    """Return the comparable parts of an object; a set's items are sorted."""
     if value.kind in _SETS and value.args:
         return tuple(sorted(value.args[0], key=describe)), None, []
     return value.args, value.state, value.items
 
 
 def _find_other(left: TorchFile, first: TensorRef, right: TorchFile, second: TensorRef) -> str | None:
-    """Describe the tensor of B if it differs from that of A, else return None."""
+    """Describe the tensor of B if it differs from the tensor of A, else return None."""
     kinds = [(ref.dtype, ref.shape, ref.stride) for ref in (first, second)]
     if kinds[0] != kinds[1] or (first.data is not None and first.data != second.data):
         return str(_shorten(second))
@@ -234,21 +234,21 @@ def _read(file: TorchFile, ref: TensorRef, low: int, nbytes: int) -> bytes:
 
 
 class _Words(reprlib.Repr):
-    """Values as Python writes them, in a few words however large they are."""
+    """Short representations of values."""
 
     def repr_instance(self, x: Any, level: int) -> str:
         return describe(x)
 
 
 def describe_value(path: str, value: Any) -> Any:
-    """A value at a path for a message: in a few words, and hidden where it looks like a secret."""
+    """Shorten a value at a path for a message; hide it if it looks like a secret."""
     return value if value is ABSENT else _shorten(hide_at(path, value))
 
 
 def _shorten(value: Any) -> Any:
-    """A value for a message: plain ones as they are, others in a few words."""
+    """Shorten a value for a message; plain values are unchanged."""
     value = to_number(value)
-    if isinstance(value, int) and value.bit_length() > 64:  # Python refuses to write thousands of digits
+    if isinstance(value, int) and value.bit_length() > 64:  # Python refuses to print thousands of digits
         return describe(value)
     if value is None or isinstance(value, (bool, int, float)):
         return value

@@ -1,4 +1,4 @@
-"""Verifies every byte of a checkpoint: checksums of all records, and whether its files form one complete save."""
+"""Verify every byte of a checkpoint: checksums of all records, and whether its files form one complete save."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ DEFAULT = WorkOptions(window=64 << 20)
 
 @dataclass(frozen=True, slots=True)
 class FileReport:
-    """A file that was looked at: bytes, records, the bytes of records without a checksum, and whether any has one."""
+    """A verified file: bytes, records, bytes of records without a checksum, and whether any has one."""
 
     name: str
     nbytes: int
@@ -58,18 +58,18 @@ class FileReport:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What looking at a checkpoint has found.
+    """The result of verifying a checkpoint.
 
     Attributes:
-        folder: which.
+        folder: the checkpoint.
         kind: ``normal``, ``atomic`` or ``foreign``.
         topology: description of the saving topology; empty if unknown.
-        files: all files that hold tensors or state.
-        others: further files, which are not looked into.
+        files: all files with tensors or state.
+        others: further files, which are not read.
         read: bytes read.
         seconds: time from listing to result.
-        faults: by file.
-        fingerprint: of the source of an atomic checkpoint.
+        faults: faults and warnings, sorted by file.
+        fingerprint: fingerprint of an atomic checkpoint's source.
     """
 
     folder: str
@@ -84,12 +84,12 @@ class Verification:
 
     @property
     def whole(self) -> bool:
-        """Nothing is wrong; warnings do not count."""
+        """Whether there are no faults; warnings do not count."""
         return all(fault.warning for fault in self.faults)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files that were looked at."""
+        """Bytes of all verified files."""
         return sum(file.nbytes for file in self.files)
 
     @property
@@ -99,10 +99,10 @@ class Verification:
 
 
 def list_files(folder: str) -> tuple[dict[str, Entry], list[str]]:
-    """The files that hold state, and the names of all others but seal, reference and manifest, of a folder's tree.
+    """List the files with state in a folder's tree, and the names of other files except seal and manifest.
 
     Raises:
-        CheckpointError: the folder cannot be listed, or holds none that could be looked at.
+        CheckpointError: the folder cannot be listed, or holds no file with state.
     """
     tree = {name: entry for name, entry in scan_folder(folder, deep=True).items() if not name.startswith(UPLOAD)}
     if PUBLISHED in tree:
@@ -119,14 +119,14 @@ def _holds_state(name: str) -> bool:
 
 
 def _is_opened(name: str) -> bool:
-    """Whether opening a checkpoint looks at a file of its folder's tree."""
+    """Return True for files that opening a checkpoint reads."""
     if is_foreign(name):
         return True
     return read_swap_name(name) is not None or ("/" not in name and (is_state_file(name) or not _holds_state(name)))
 
 
 def _find_files(folders: Sequence[str], comm: Comm) -> tuple[FileTable, list[str]]:
-    """All files of a checkpoint, and the names of further ones that this rank sees; collective.
+    """Find all files of a checkpoint, and the names of other files that this rank sees; collective.
 
     Raises:
         CheckpointError: no rank finds any; the first place's error.
@@ -151,22 +151,22 @@ def verify_checkpoint(
     against: str | None = None,
     also: Sequence[str] = (),
 ) -> Verification:
-    """Look at every file of a checkpoint; collective, the same result on every rank.
+    """Verify every file of a checkpoint; collective, equal results on all ranks.
 
     Args:
         folder: a tag's folder, or an atomic checkpoint.
         comm: the ranks that share the files.
-        options: a rank's means: so many reads are under way at once.
-        headers_only: leave the tensors' bytes alone.
+        options: threads and memory of a rank.
+        headers_only: do not read the tensors.
         groups: parameter names of a stage-0 checkpoint's optimizer (see ``open_checkpoint``).
-        against: path of a seal, or of an atomic checkpoint's manifest, that the files are held against: it proves that
-            they are the ones that were sealed, converted, or written.
-        also: the same folder in further places. Each file is looked at in the nearest one, and in the next where it is
-            damaged, which is a warning then, as a load reads it.
+        against: path of a seal or of an atomic checkpoint's manifest: the files must be the sealed, converted or
+            written ones.
+        also: the folder in further places. Each file is read in the nearest place. If it is damaged there, it is read
+            in the next one, and the damage is a warning, since a load reads that copy too.
 
     Raises:
-        CheckpointError: the folder cannot be listed, or holds nothing that could be looked at.
-        ConfigError: ``groups`` are of another form, or ``against`` is neither a seal nor a manifest.
+        CheckpointError: the folder cannot be listed, or holds no checkpoint.
+        ConfigError: ``groups`` have an invalid form, or ``against`` is neither a seal nor a manifest.
     """
     comm, begin = comm or Comm(), time.perf_counter()
     where, others = _find_files([folder, *also], comm)
@@ -193,7 +193,7 @@ def verify_checkpoint(
     gathered = comm.gather((reports, faults, read, others))
     left = {finding.file for finding in more if finding.kind == "leftover"}
     faults = [fault for _, held, *_ in gathered for fault in held]
-    every = [  # damage to a file of an earlier save keeps nothing from being loaded
+    every = [  # damage to a file of an earlier save prevents no load
         *more,
         *(replace(fault, severity=WARNING) if fault.file in left else fault for fault in faults),
     ]
@@ -213,8 +213,8 @@ def verify_checkpoint(
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
-    """Directory and faults of a file."""
+class _Result:
+    """Zip directory and faults of a file."""
 
     listed: FileRecords | None
     faults: list[Finding]
@@ -235,12 +235,12 @@ def _choose_copies(where: FileTable, name: str, index: AtomicIndex | None, known
 
 
 class _Examiner:
-    """Looks at files.
+    """Verifies files.
 
     Args:
-        index: the checkpoint, as far as it could be opened.
-        known: path → number of the index's file.
-        headers_only: leave the tensors' bytes alone.
+        index: the checkpoint, if it could be opened.
+        known: path → number of the file in the index.
+        headers_only: do not read the tensors.
     """
 
     def __init__(
@@ -249,13 +249,13 @@ class _Examiner:
         self.index, self.known, self.options, self.headers_only = index, known, options, headers_only
         self.sealed = {record.file: record.crc for record in index.stored.records} if index else {}
 
-    def examine_all(self, files: Mapping[str, Mapping[str, int]]) -> tuple[dict[str, _Seen], int]:
-        """Look at files, and at further copies of those that are not right; by name, and the bytes that were read.
+    def examine_all(self, files: Mapping[str, Mapping[str, int]]) -> tuple[dict[str, _Result], int]:
+        """Verify files, and further copies of damaged ones; return results by name, and the bytes read.
 
         Args:
-            files: by name the paths of its copies, with their bytes.
+            files: name → path and bytes of each copy.
         """
-        seen, read = dict[str, _Seen](), 0
+        seen, read = dict[str, _Result](), 0
         left = {name: [ScanFile(*copy) for copy in copies.items()] for name, copies in files.items()}
         while left := {name: copies for name, copies in left.items() if copies}:
             turn = {name: copies.pop(0) for name, copies in left.items()}
@@ -265,13 +265,13 @@ class _Examiner:
                 path, before = turn[name].path, seen.setdefault(name, each)
                 if not each.faults:
                     left[name].clear()
-                    seen[name] = _Seen(each.listed, [_excuse(fault, path) for fault in before.faults])
+                    seen[name] = _Result(each.listed, [_excuse(fault, path) for fault in before.faults])
                 elif self.index is not None:
                     self.index.stored.failed.add(path)
         return seen, read
 
-    def _examine(self, files: Mapping[str, ScanFile]) -> tuple[dict[str, _Seen], int]:
-        """Look at one copy of each of some files; what was found by name, and the bytes that were read."""
+    def _examine(self, files: Mapping[str, ScanFile]) -> tuple[dict[str, _Result], int]:
+        """Verify one copy of each file; return results by name, and the bytes read."""
         threads = max((self.options.count(os.path.dirname(file.path)) for file in files.values()), default=1)
         swaps = {name for name in files if read_swap_name(name)}  # which have no directory
         named = [name for name in files if name not in swaps]
@@ -282,10 +282,10 @@ class _Examiner:
         scans = {} if self.headers_only else self._scan(files, listed, swaps, threads)
         for name in swaps & scans.keys():
             listed[name] = self._list_swap(files[name], scans[name])
-        for name in listed.keys() & scans.keys():  # else it is told why its directory cannot be read
+        for name in listed.keys() & scans.keys():  # an unreadable directory is a fault already
             faults += find_damage(files[name].path, name, listed[name], scans[name], self.index)
         faults += [fault for name in listed if (fault := self._compare_known(name, files[name].path, listed[name]))]
-        seen = {name: _Seen(listed.get(name), [fault for fault in faults if fault.file == name]) for name in files}
+        seen = {name: _Result(listed.get(name), [fault for fault in faults if fault.file == name]) for name in files}
         return seen, sum(scan.nbytes for scan in scans.values())
 
     def _look_at(self, name: str, file: ScanFile) -> FileRecords | Finding:
@@ -300,7 +300,7 @@ class _Examiner:
     def _scan(
         self, files: Mapping[str, ScanFile], listed: Mapping[str, FileRecords], swaps: Set[str], threads: int
     ) -> dict[str, Scanned]:
-        """Read files with the CRC32 of their records; nothing of those whose directory is not readable."""
+        """Read files with the CRC32 of their records, except those with an unreadable directory."""
         wanted = []
         for name, file in files.items():
             records = listed[name].records if name in listed else ()
@@ -312,15 +312,12 @@ class _Examiner:
         return dict(zip(files, scans, strict=True))
 
     def _list_swap(self, file: ScanFile, scan: Scanned) -> FileRecords:
-        """A swap file that was read, as one record with the checksum that a seal has of it.
-
-        In a directory's place is the checksum of all bytes, as in a seal.
-        """
+        """Return a swap file as one record with its checksum in the seal; the directory's CRC is that of all bytes."""
         record = FileRecord("tensor", 0, file.size, self.sealed.get(self.known.get(file.path, -1)))
         return FileRecords(file.path, file.size, (record,), scan.crcs[0] or 0, "")
 
     def _compare_known(self, name: str, path: str, listed: FileRecords) -> Finding | None:
-        """The fault of a file that is whole, and not the one which the index was made of."""
+        """Return a fault for an intact file that is not the one in the index."""
         number, found = self.known.get(path), listed.header_crc
         file = self.index.stored.files[number] if self.index and number is not None else None
         if file is None or not file.places or None in (file.header_crc, found) or file.header_crc == found:
@@ -338,7 +335,7 @@ def _look_at(name: str, path: str) -> FileRecords | Finding:
 
 
 def _excuse(fault: Finding, path: str) -> Finding:
-    """Return a fault of a copy of a file as it counts if another copy is right.
+    """Adapt a fault of a file's copy if another copy is intact.
 
     A load passes over a copy whose header is damaged or of another file. It refuses a damaged record, which it finds
     only after it has read the record.
@@ -349,7 +346,7 @@ def _excuse(fault: Finding, path: str) -> Finding:
 
 
 def _share(where: FileTable, comm: Comm) -> list[str]:
-    """The files that this rank looks at."""
+    """Return the files that this rank verifies."""
     sizes, access = {name: max(nbytes, 0) for name, nbytes in where.sizes.items()}, where.access
     if not access.is_partial:
         return share_files(sizes, comm.size)[comm.rank]
@@ -360,10 +357,10 @@ def _share(where: FileTable, comm: Comm) -> list[str]:
 def share_files(
     sizes: Mapping[str, int], ranks: int, viewers: Mapping[str, Sequence[int]] | None = None
 ) -> list[list[str]]:
-    """Files per rank, about equal bytes each: the largest first, to whom has least; then in the order of names.
+    """Distribute files to ranks by bytes: the largest first, to the rank with the fewest bytes.
 
     Args:
-        viewers: by name the ranks that see a file; None where all do.
+        viewers: name → ranks that see the file; None if all see all.
     """
     shares: list[list[str]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
@@ -383,11 +380,11 @@ def list_findings(report: FolderReport, groups: Any = None) -> list[Finding]:
     found = []
     for each in report.findings:
         if each.kind == "unsupported":
-            each = replace(each, text=f"{each.text} Checksums apart, whether it is whole was not looked at.")
+            each = replace(each, text=f"{each.text} Only checksums were verified.")
         elif each.kind == "unnamed" and not groups:
             text = (
-                f"{each.text} Whether its optimizer states are those of its parameters was not looked at: give the "
-                "parameters' names (--groups)."
+                f"{each.text} The order of its optimizer states was not verified: give the parameters' names "
+                "(--groups)."
             )
             each = replace(each, text=text, severity=WARNING)
         found.append(each)
@@ -415,7 +412,7 @@ def _compare_own_manifest(
 
 
 def _compare_samples(folder: str, index: AtomicIndex, comm: Comm) -> list[Finding]:
-    """Whether masters and the model's own copies are of one step; collective."""
+    """Return faults if masters and the model's copies are of different steps; collective."""
     try:
         check_samples(index, index.stored.atoms, comm)
     except UcpError as error:
@@ -424,14 +421,14 @@ def _compare_samples(folder: str, index: AtomicIndex, comm: Comm) -> list[Findin
 
 
 def _describe_file(name: str, nbytes: int, listed: FileRecords | None) -> FileReport:
-    if listed is None:  # that its directory cannot be read is a fault; a swap file has none
+    if listed is None:  # an unreadable directory is a fault already; a swap file has none
         return FileReport(name, nbytes, 0, nbytes if read_swap_name(name) else 0)
     checked = any(record.crc is not None for record in listed.records)
     return FileReport(name, nbytes, len(listed.records), listed.unchecked, checked)
 
 
 def _sort_faults(faults: Iterable[Finding]) -> tuple[Finding, ...]:
-    """By file, each cause once: damage is met by the listing, by the index and by the manifest; notes are left out."""
+    """Sort faults by file without notes, and without repeated reports of one cause."""
     unique: dict[tuple[str, ...], Finding] = {}
     files: dict[str, set[str]] = defaultdict(set)
     for fault in faults:
@@ -446,6 +443,6 @@ _CAUSES = {"manifest": ("header",), "inconsistent": ("crc", "header", "missing",
 
 
 def _is_repeated(fault: Finding, files: Mapping[str, Set[str]]) -> bool:
-    """Whether a fault follows from a more telling one; ``files`` are those with faults, by kind."""
+    """Return True if a fault follows from a more specific one; ``files`` are those with faults, by kind."""
     causes = (fault.cause,) if fault.cause else _CAUSES.get(fault.kind, ())
     return any(name in files[kind] for kind in causes for name in (fault.file, *fault.names))

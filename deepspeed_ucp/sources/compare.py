@@ -252,8 +252,8 @@ def _find_gap(folder: str, times: Sequence[tuple[float, str]], slack: float) -> 
     older, newer = [name for _, name in times[:at]], [name for _, name in times[at:]]
     fewer, others = (older, "before") if len(older) < len(newer) else (newer, "after")
     text = (
-        f"{folder}: {shorten(fewer)} were written {_name_span(gap)} {others} the other files. A save over an older one "
-        "that was cut off leaves files of two, which nothing else may tell; load another one if that is what happened."
+        f"{folder}: {shorten(fewer)} were written {_name_span(gap)} {others} the other files. An interrupted save over "
+        "an older one leaves files of both, which no other check may detect; load another tag in that case."
     )
     return Finding("times", fewer[0], text, WARNING, tuple(fewer))
 

@@ -369,9 +369,8 @@ class _Union:
         text = f"{self.path(name, copies[0])}: is one file on {here} and another on {there}"
         if read_swap_name(name):
             return (
-                f"{text}: with use_node_local_storage DeepSpeed names swap files by ranks of a node, which nothing "
-                "tells apart elsewhere. DeepSpeed's own load takes them in the topology, and on the nodes, that wrote "
-                "them."
+                f"{text}: with use_node_local_storage DeepSpeed names swap files by ranks of a node, so other nodes "
+                "cannot identify them. Load them with DeepSpeed in the topology, and on the nodes, that wrote them."
             )
         return f"{text}; the nodes hold different copies of the checkpoint. Remove the files that are not of this save."
 
